@@ -1,0 +1,115 @@
+"""What an algorithm's module offers, and how its name in a config finds it.
+
+A module `ddrl.algorithms.<name>` holds `Config`, `check`, a learner class and `Policy`. To add one, write the
+file and name it in `_MODULES`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from pydantic import BaseModel
+
+from ddrl.config import ConfigError, RunConfig, parse
+from ddrl.types import Batch, EnvSpec
+
+if TYPE_CHECKING:
+    import torch
+
+_MODULES = {"sac": ("ddrl.algorithms.sac", "SAC")}
+
+
+class Policy(Protocol):
+    """What plays: on the CPU of a worker."""
+
+    def load(self, weights: Mapping[str, Any]) -> None:
+        """Take over published weights."""
+
+    def act(self, observation: np.ndarray, *, explore: bool, generator: np.random.Generator) -> np.ndarray:
+        """[N, *O] -> [N, *A], in the environment's unit."""
+
+
+class Algorithm(Protocol):
+    """What learns: networks and optimizers on the learner's device."""
+
+    num_updates: int
+
+    def update(self, batch: Batch) -> Mapping[str, torch.Tensor]:
+        """One update on a batch of tensors; detached scalars by name."""
+
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """What a Policy needs, as CPU copies."""
+
+    def state(self) -> Mapping[str, torch.Tensor]:
+        """Everything that continuation needs, as CPU copies."""
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Continue from what `state` returned."""
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """An algorithm chosen and configured for one environment.
+
+    Attributes:
+        config: the algorithm's own options, validated; every off-policy one has gamma, n_step, batch_size.
+        spec: spaces of the environment.
+        learner_class, policy_class: as the module offers them.
+    """
+
+    config: Any
+    spec: EnvSpec
+    learner_class: Any
+    policy_class: Any
+
+    def learner(self, *, device: torch.device, seed: int) -> Algorithm:
+        """Fresh networks and optimizers."""
+        built: Algorithm = self.learner_class(self.config, self.spec, device=device, seed=seed)
+        return built
+
+    def policy(self) -> Policy:
+        """A player without weights."""
+        built: Policy = self.policy_class(self.config, self.spec)
+        return built
+
+
+def names() -> list[str]:
+    """Algorithms that a config may name."""
+    return sorted(_MODULES)
+
+
+def config_class(name: str) -> type[BaseModel]:
+    """The options of an algorithm.
+
+    Raises:
+        ConfigError: there is no such algorithm.
+    """
+    config: type[BaseModel] = _module(name).Config
+    return config
+
+
+def resolve(config: RunConfig, spec: EnvSpec) -> Resolved:
+    """Validate the algorithm's part of a config against its environment.
+
+    Raises:
+        ConfigError: no such algorithm, an unknown or impossible option, or an environment it cannot serve.
+    """
+    options = dict(config.algorithm)
+    name = options.pop("name")
+    module = _module(name)
+    own = parse(module.Config, options, prefix="algorithm.")
+    try:
+        module.check(own, spec)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return Resolved(own, spec, getattr(module, _MODULES[name][1]), module.Policy)
+
+
+def _module(name: str) -> Any:
+    if name not in _MODULES:
+        raise ConfigError(f"algorithm.name: {name!r} is unknown; known are {', '.join(names())}")
+    return importlib.import_module(_MODULES[name][0])

@@ -1,0 +1,114 @@
+"""The command `ddrl`: one list of commands, one place where errors become one line and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+import typer
+from typer.exceptions import TyperException
+
+import ddrl
+from ddrl.cli.fleet import learner, worker
+from ddrl.cli.logs import journal, logs
+from ddrl.cli.policies import evaluate, export
+from ddrl.cli.runs import delete, pause, runs, stop, watch
+from ddrl.cli.server import doctor, schema, up
+from ddrl.cli.status import status
+from ddrl.cli.submit import resume, submit
+
+DONE, FAILED, BAD_INPUT, NO_SERVER, INTERRUPTED = 0, 1, 2, 3, 130
+
+COMMANDS: tuple[tuple[str, Callable[..., Any]], ...] = (
+    ("Train", submit),
+    ("Train", resume),
+    ("Train", stop),
+    ("Train", pause),
+    ("Look", runs),
+    ("Look", status),
+    ("Look", watch),
+    ("Look", logs),
+    ("Look", journal),
+    ("Policies", evaluate),
+    ("Policies", export),
+    ("Machines", learner),
+    ("Machines", worker),
+    ("Machines", up),
+    ("Machines", doctor),
+    ("More", schema),
+    ("More", delete),
+)
+
+# Errors that explain themselves in one line, most special first. By name: an error whose module was never
+# imported cannot have been raised, so that `ddrl --help` need not import blosc2 or gymnasium for this table.
+_EXPLAINED: tuple[tuple[str, str, int], ...] = (
+    ("ddrl.cli.output", "InputError", BAD_INPUT),
+    ("ddrl.config", "ConfigError", BAD_INPUT),
+    ("ddrl.envs", "EnvError", BAD_INPUT),
+    ("ddrl.codec", "CodecError", BAD_INPUT),
+    ("ddrl.store.runs", "UnknownRunError", BAD_INPUT),
+    ("ddrl.store.lease", "LeaseLostError", FAILED),
+    ("ddrl.store.connection", "StoreError", NO_SERVER),
+    ("redis.exceptions", "RedisError", NO_SERVER),
+)
+
+app = typer.Typer(
+    name="ddrl",
+    add_completion=False,
+    rich_markup_mode="rich",
+    epilog=(
+        "Exit codes: 0 done, 1 the run failed, 2 bad input, 3 server not reachable or not fit, 130 interrupted. "
+        "The server is the one DDRL_REDIS_URL names, else one that ddrl starts for you."
+    ),
+)
+for _panel, _command in COMMANDS:
+    app.command(rich_help_panel=_panel)(_command)
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    """Distributed deep reinforcement learning on Celery and Redis streams."""
+    if version:
+        print(f"ddrl {ddrl.__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+        raise typer.Exit
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line (without the program's name) and return the exit code; `ddrl --help` lists them."""
+    try:
+        code = app(sys.argv[1:] if arguments is None else list(arguments), "ddrl", standalone_mode=False)
+        return code if isinstance(code, int) else DONE
+    except TyperException as error:
+        return _refuse(getattr(error, "format_message", error.__str__)(), BAD_INPUT)
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of a pipe went away, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return DONE
+    except Exception as error:
+        code = exit_code(error)
+        if code is None:
+            raise
+        return _refuse(str(error), code)
+
+
+def exit_code(error: BaseException) -> int | None:
+    """The exit code of an error that explains itself, None for one that deserves its traceback."""
+    for module, name, code in _EXPLAINED:
+        kind = getattr(sys.modules.get(module), name, None)
+        if kind is not None and isinstance(error, kind):
+            return code
+    return None
+
+
+def _refuse(message: str, code: int) -> int:
+    print(f"ddrl: error: {' '.join(message.split())}", file=sys.stderr)
+    return code

@@ -1,0 +1,111 @@
+"""A learning curve in text: training returns as a braille line, evaluations as marks, the target as a rule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from rich.text import Text
+
+# Bits of the eight dots of a braille character, [row][column].
+_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+_LABEL_WIDTH = 7
+WINDOW = 20  # episodes of the trailing mean
+
+
+def trailing_mean(values: Sequence[float], window: int = WINDOW) -> list[float]:
+    """[i] = mean of the last `window` values up to and with i."""
+    means, total = [], 0.0
+    for i, value in enumerate(values):
+        total += value - (values[i - window] if i >= window else 0.0)
+        means.append(total / min(i + 1, window))
+    return means
+
+
+def draw(
+    returns: Sequence[tuple[float, float]],
+    evaluations: Sequence[tuple[float, float, bool]],
+    *,
+    width: int,
+    height: int,
+    target: float | None = None,
+) -> Text:
+    """Draw return over time.
+
+    Args:
+        returns: (seconds, return) of training episodes, in order of time.
+        evaluations: (seconds, mean return, confirmation?).
+        width, height: of the whole drawing, in characters; the last line is the axis of time.
+        target: return at which the run is solved.
+    """
+    width, height = max(width - _LABEL_WIDTH - 1, 8), max(height - 1, 3)
+    means = trailing_mean([value for _, value in returns])
+    levels = means + [value for _, value, _ in evaluations]
+    end_s = max([when for when, *_ in (*returns, *evaluations)], default=0.0)
+    if not levels or end_s <= 0:
+        return Text("no episode has ended yet".center(width + _LABEL_WIDTH), style="dim")
+    low, high = _range(levels if target is None else [*levels, target])
+
+    def row_of(value: float, rows: int) -> int:
+        return min(rows - 1, max(0, round((high - value) / (high - low) * (rows - 1))))
+
+    cells = [[(" ", "")] * width for _ in range(height)]
+    if target is not None:
+        cells[row_of(target, height)] = [("╌", "green")] * width
+    line = _line([min(when / end_s, 1.0) for when, _ in returns], means, 2 * width)
+    for (row, column), bits in _dots([(x, row_of(y, 4 * height)) for x, y in line]).items():
+        cells[row][column] = (chr(0x2800 + bits), "cyan")
+    for when, value, confirmation in evaluations:
+        column = min(width - 1, max(0, int(when / end_s * (width - 1))))
+        cells[row_of(value, height)][column] = ("◆", "bold green") if confirmation else ("●", "bold yellow")
+    return _assemble(cells, low, high, end_s)
+
+
+def _range(levels: Sequence[float]) -> tuple[float, float]:
+    low, high = min(levels), max(levels)
+    margin = 0.05 * (high - low) or max(1.0, 0.1 * abs(high))
+    return low - margin, high + margin
+
+
+def _line(times: Sequence[float], values: Sequence[float], columns: int) -> list[tuple[int, float]]:
+    """The last value of each column of dots, in order; columns without one are left out."""
+    last: dict[int, float] = {}
+    for when, value in zip(times, values, strict=True):
+        last[min(columns - 1, max(0, int(when * columns)))] = value
+    return sorted(last.items())
+
+
+def _dots(points: Sequence[tuple[int, int]]) -> dict[tuple[int, int], int]:
+    """Braille bits by (row, column) of the cell, for straight lines between points of dots."""
+    bits: dict[tuple[int, int], int] = {}
+    for (x0, y0), (x1, y1) in zip(points, [*points[1:], *points[-1:]], strict=True):
+        steps = max(abs(x1 - x0), abs(y1 - y0), 1)
+        for step in range(steps + 1):
+            x, y = x0 + round((x1 - x0) * step / steps), y0 + round((y1 - y0) * step / steps)
+            cell = (y // 4, x // 2)
+            bits[cell] = bits.get(cell, 0) | _DOTS[y % 4][x % 2]
+    return bits
+
+
+def _assemble(cells: Sequence[Sequence[tuple[str, str]]], low: float, high: float, end_s: float) -> Text:
+    text = Text(no_wrap=True)
+    height, width = len(cells), len(cells[0])
+    labelled = {0, height // 2, height - 1}
+    for row, line in enumerate(cells):
+        value = high - (high - low) * row / max(height - 1, 1)
+        label = _label(value) if row in labelled else ""
+        text.append(f"{label:>{_LABEL_WIDTH}}│", style="dim")
+        for character, style in line:
+            text.append(character, style=style)
+        text.append("\n")
+    left, right = "0s", f"{end_s:.0f}s"
+    text.append(" " * _LABEL_WIDTH + "└" + left + "─" * (width - len(left) - len(right)) + right, style="dim")
+    return text
+
+
+def _label(value: float) -> str:
+    digits = 0 if abs(value) >= 100 else 1
+    if abs(value) >= 10 ** (_LABEL_WIDTH - 2):
+        exponent = int(math.log10(abs(value)))
+        return f"{value / 10**exponent:.1f}e{exponent}"
+    return f"{value:.{digits}f}"

@@ -1,0 +1,48 @@
+"""`ddrl learner` and `ddrl worker`: the two long-lived roles, each a thin start."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def learner(
+    run: Annotated[str | None, typer.Argument(help="Run to learn; without it, whatever waits for a learner.")] = None,
+    folder: Annotated[Path, typer.Option(help="Where the runs' folders go.")] = Path("runs"),
+) -> None:
+    """Learn runs: one until it ends, or, without RUN, every one that waits, until stopped."""
+    from ddrl import parent
+    from ddrl.cli import output
+
+    parent.follow(signal.SIGTERM)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
+    with output.server() as client:
+        from ddrl import runner
+        from ddrl.store import runs
+
+        interrupt = runner.Interrupt()
+        interrupt.install()
+        if run is None:
+            runner.serve(client, folder, interrupt)
+        else:
+            runner.learn(client, runs.resolve(client, run), folder, interrupt)
+
+
+def worker(
+    role: Annotated[str, typer.Option(help="rollout, evaluate or all.")] = "all",
+    concurrency: Annotated[int, typer.Option("--concurrency", "-c", min=1, help="Processes.")] = os.cpu_count() or 1,
+    loglevel: Annotated[str, typer.Option("--loglevel", "-l", help="Celery's log level.")] = "info",
+) -> None:
+    """Play and evaluate: `celery -A ddrl worker` with the queues of a role."""
+    if role not in ("rollout", "evaluate", "all"):
+        raise typer.BadParameter(f"{role!r} is no role; use rollout, evaluate or all", param_hint="--role")
+    from ddrl.celery import app, queues
+
+    arguments = ["worker", "--queues", ",".join(queues(role)), "--concurrency", str(concurrency)]
+    app.worker_main([*arguments, "--loglevel", loglevel, "--without-gossip", "--without-mingle"])

@@ -1,0 +1,154 @@
+"""Commands on runs: list, watch, stop, pause, delete."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ddrl.cli.output import Client, InputError, Json, Run, duration, emit, note, number, server, table
+from ddrl.store import runs as store
+
+
+def runs(
+    number_of: Annotated[int, typer.Option("--last", "-n", min=1, help="Show only the newest so many.")] = 20,
+    json_output: Json = False,
+) -> None:
+    """List the runs on the server, the newest last."""
+    with server() as client:
+        known = store.names(client)
+        rows = [row for run in known[-number_of:] if (row := _describe(client, run)) is not None]
+        now_s = store.server_ms(client) / 1e3
+    if json_output:
+        emit(rows)
+        return
+    if not rows:
+        print("no runs yet; start one with `ddrl submit configs/lunar.yaml`")
+        return
+    table(
+        ("run", "status", "env", "env steps", "updates", "return", "train", "age", "reason"),
+        [
+            (
+                row["run"],
+                row["status"],
+                row["env"],
+                f"{row['env_steps']:,}",
+                f"{row['updates']:,}",
+                number(row["return_mean"]),
+                "-" if row["train_s"] is None else duration(row["train_s"]),
+                duration(now_s - row["created_s"]),
+                row["reason"],
+            )
+            for row in rows
+        ],
+        left=("run", "status", "env", "reason"),
+    )
+    if len(known) > len(rows):
+        note(f"{len(known) - len(rows)} older ones not shown; see all with -n {len(known)}")
+
+
+def watch(run: Run = "last", json_output: Json = False) -> None:
+    """Follow a run until it ends; exit code 1 if it failed."""
+    from ddrl import artifacts
+    from ddrl.cli.live import follow
+
+    with server() as client:
+        run = store.resolve(client, run)
+        state = follow(client, run, json_output=json_output)
+        if json_output:
+            emit(artifacts.summary(client, run))
+    if state.status == "failed":
+        raise typer.Exit(1)
+
+
+def stop(run: Run = "last", json_output: Json = False) -> None:
+    """End a run: its learner saves everything and its workers turn to others."""
+    _change(run, "stopped", "stopped by the operator", json_output)
+
+
+def pause(run: Run = "last", json_output: Json = False) -> None:
+    """Interrupt a run until `ddrl resume`; nothing is lost."""
+    _change(run, "paused", "paused by the operator", json_output)
+
+
+def delete(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Id of an ended run, the start of one, or: last.")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    files: Annotated[bool, typer.Option("--files", help="Delete its folder of artifacts too.")] = False,
+    json_output: Json = False,
+) -> None:
+    """Delete an ended run from the server: experience, weights, evaluations and all."""
+    with server() as client:
+        run = store.resolve(client, run)
+        state = store.state(client, run)
+        if not state.ended:
+            raise InputError(f"run {run}: is {state.status}; stop it first with `ddrl stop {run}`")
+        folder = _own_folder(state) if files else None
+        if not yes:
+            if not sys.stdin.isatty():
+                raise InputError(f"run {run}: not deleted, as nobody can be asked; add --yes")
+            also = f" and {folder}" if folder else ""
+            typer.confirm(f"Delete run {run}{also} for good?", abort=True, err=True)
+        removed = store.delete(client, run)
+    if folder is not None:
+        shutil.rmtree(folder)
+    if json_output:
+        emit({"run": run, "keys": removed, "folder": str(folder) if folder else None})
+    else:
+        print(f"deleted {run}: {removed} keys" + (f" and {folder}" if folder else ""))
+
+
+def _describe(client: Client, run: str) -> dict[str, Any] | None:
+    """A row of `ddrl runs`, or None if the run was deleted meanwhile."""
+    try:
+        state, config = store.state(client, run), store.config(client, run)
+    except store.UnknownRunError:
+        return None
+    now_s = store.server_ms(client) / 1e3
+    return {
+        "run": run,
+        "status": state.status,
+        "reason": state.reason,
+        "env": config.env.id,
+        "algorithm": config.algorithm["name"],
+        "env_steps": state.appended_steps,
+        "updates": state.updates,
+        "version": state.version,
+        "return_mean": (state.evaluation or {}).get("return_mean"),
+        "created_s": state.created_s,
+        "train_s": (state.ended_s or now_s) - state.first_step_s if state.first_step_s else None,
+        "leased": state.leased,
+        "artifacts": state.folder,
+    }
+
+
+def _change(run: str, new: str, reason: str, json_output: bool) -> None:
+    with server() as client:
+        run = store.resolve(client, run)
+        old = store.state(client, run)
+        if old.ended:
+            raise InputError(f"run {run}: has already ended ({old.status}); `ddrl resume {run}` continues it")
+        if old.status == new:
+            raise InputError(f"run {run}: is already {new}; `ddrl resume {run}` continues it")
+        if not store.set_status(client, run, new, reason):
+            raise InputError(f"run {run}: has ended meanwhile ({store.status(client, run)})")
+    if json_output:
+        emit({"run": run, "status": new, "reason": reason})
+    else:
+        print(f"{new} {run}; continue it with `ddrl resume {run}`")
+
+
+def _own_folder(state: store.RunState) -> Path | None:
+    """The run's folder if it is on this machine and really the run's."""
+    folder = Path(state.folder) if state.folder else Path("runs") / state.run
+    if state.host and state.host != socket.gethostname():
+        raise InputError(f"run {state.run}: its folder is on {state.host}; delete {folder} there, without --files here")
+    if not folder.is_dir():
+        return None
+    if folder.name != state.run:
+        raise InputError(f"{folder}: not deleted, as it is not named {state.run}; delete it yourself")
+    return folder.resolve()

@@ -1,0 +1,235 @@
+"""Environments + policy -> Fragments. Knows neither Redis nor Celery.
+
+The loop over steps is the hot path of a rollout worker: per step it asks the policy, steps the
+environments and copies five arrays into columns that exist already. Episode returns and scaled rewards are
+worked out once a fragment.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from ddrl import envs
+from ddrl.config import EnvConfig, RolloutConfig
+from ddrl.types import EnvSpec, Fragment
+
+_FIRST_STEPS = 16  # T of the first fragment, before the speed is known
+_MAX_CHANGE = 4  # T grows and shrinks by at most this factor at a time
+_MAX_FRAGMENT_BYTES = 64 * 1024**2  # of uncompressed observations, whatever the speed
+
+
+class Policy(Protocol):
+    """What the collector needs of an algorithm's policy."""
+
+    def load(self, weights: Mapping[str, Any]) -> None:
+        """Take over published weights."""
+
+    def act(self, observation: np.ndarray, *, explore: bool, generator: np.random.Generator) -> np.ndarray:
+        """[N, *O] -> [N, *A]: float32 in the environment's unit, or int64."""
+
+
+class Collector:
+    """One producer: N environments whose episodes go on from fragment to fragment.
+
+    Not to be used again after `collect` raised: its lanes may have moved on without a fragment.
+
+    Args:
+        run: id of the run.
+        producer: id from INCR; seeds environments and exploration together with `seed` and `incarnation`.
+        incarnation: random token >= 0 of this process.
+        env: what is played; `env.num_envs` lanes.
+        rollout: length of fragments and exploration.
+        spec: the spaces as the learner knows them.
+        policy: chooses actions; explores by itself where the algorithm does.
+        seed: the run's seed.
+
+    Raises:
+        EnvError: the environment cannot be made here, or its spaces are not those of `spec`.
+    """
+
+    def __init__(
+        self,
+        *,
+        run: str,
+        producer: int,
+        incarnation: int,
+        env: EnvConfig,
+        rollout: RolloutConfig,
+        spec: EnvSpec,
+        policy: Policy,
+        seed: int,
+    ) -> None:
+        self._run, self._producer, self._incarnation = run, producer, incarnation
+        self._rollout, self._spec, self._policy = rollout, spec, policy
+        self._reward_scale = env.reward_scale
+        self._version = -1
+        self._seq = 0
+
+        env_seeds, play_seeds = np.random.SeedSequence([seed, producer, incarnation]).spawn(2)
+        self._generator = np.random.default_rng(play_seeds)
+        self._vector = envs.make_vector(env)
+        self._num_envs = num_envs = self._vector.num_envs
+        self._check_spaces(env.id)
+        low = np.array(spec.action_low, np.float64).reshape(spec.action_shape if spec.action_low else 0)
+        high = np.array(spec.action_high, np.float64).reshape(low.shape)
+        self._low, self._high, self._span = low, high, high - low
+        self._noise = (self._span * (0.5 * rollout.action_noise)).astype(np.float32)
+        self._low32, self._high32 = low.astype(np.float32), high.astype(np.float32)
+        self._action_dtype = np.float32 if spec.action_kind == "continuous" else np.int64
+
+        first, _ = self._vector.reset(seed=[int(s) for s in env_seeds.generate_state(num_envs)])
+        self._observation = np.array(first, spec.observation_dtype)  # [N, *O], starts the next fragment
+        self._return = np.zeros(num_envs)  # of the episode each lane is in, unscaled
+        self._length = np.zeros(num_envs, np.int64)
+        row_bytes = max(1, self._observation.nbytes)
+        self._max_steps = max(1, min(rollout.max_fragment_steps, _MAX_FRAGMENT_BYTES // row_bytes))
+        self._steps = min(_FIRST_STEPS, self._max_steps)
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that play; -1 before the first `load`."""
+        return self._version
+
+    @property
+    def seq(self) -> int:
+        """Sequence number of the next fragment."""
+        return self._seq
+
+    @property
+    def abandoned(self) -> int:
+        """Episodes that would be lost if this collector were closed now: lanes amid one."""
+        return int(np.count_nonzero(self._length))
+
+    @property
+    def num_bytes(self) -> int:
+        """Rough memory held between fragments, for a cache: 256 KiB a lane and a few observations."""
+        return self._num_envs * 256 * 1024 + 8 * self._observation.nbytes
+
+    def load(self, version: int, weights: Mapping[str, Any]) -> None:
+        """Play by these weights from the next fragment on."""
+        self._policy.load(weights)
+        self._version = version
+
+    def close(self) -> None:
+        """Close the environments."""
+        self._vector.close()
+
+    def collect(self, *, max_steps: int | None = None, stop_at: float | None = None) -> Fragment:
+        """Play one fragment under the current version.
+
+        Args:
+            max_steps: upper bound of T for this fragment; at least one step is played.
+            stop_at: `time.monotonic()` after which no further step begins; at least one step is played.
+
+        Raises:
+            RuntimeError: nothing was loaded yet.
+            ValueError: the policy gave actions of a wrong shape.
+        """
+        if self._version < 0:
+            raise RuntimeError("collect: no weights loaded; call load first")
+        limit = self._steps if max_steps is None else max(1, min(self._steps, max_steps))
+        spec, num_envs, step = self._spec, self._num_envs, self._vector.step
+        observation = np.empty((limit + 1, num_envs, *spec.observation_shape), spec.observation_dtype)
+        action = np.empty((limit, num_envs, *spec.action_shape), self._action_dtype)
+        reward = np.empty((limit, num_envs))  # float64 and unscaled, as the environments gave it
+        terminated = np.empty((limit, num_envs), np.bool_)
+        ended = np.empty((limit, num_envs), np.bool_)
+        final_observations: dict[tuple[int, int], np.ndarray] = {}
+        choose = self._random if self._version == 0 and self._rollout.random_until_learned else self._explore
+        shape = (num_envs, *spec.action_shape)
+
+        begin = time.perf_counter()
+        observation[0] = self._observation
+        played = 0
+        while True:
+            chosen = choose(observation[played])
+            if chosen.shape != shape:
+                raise ValueError(f"policy: actions of shape {chosen.shape}, expected {shape}")
+            action[played] = chosen
+            following, reward[played], terminated[played], ended[played], info = step(chosen)
+            observation[played + 1] = following
+            if "final_obs" in info:
+                for lane in np.flatnonzero(ended[played] & ~terminated[played]):
+                    final_observations[played, int(lane)] = info["final_obs"][lane]
+                ended[played] |= terminated[played]
+            played += 1
+            if played == limit or (stop_at is not None and time.monotonic() >= stop_at):
+                break
+        self._adapt((time.perf_counter() - begin) / played)
+
+        self._observation = observation[played].copy()
+        reward, terminated, ended = reward[:played], terminated[:played], ended[:played]
+        returns, lengths = self._finish_episodes(reward, ended)
+        finals = np.empty((len(final_observations), *spec.observation_shape), spec.observation_dtype)
+        for row, final in enumerate(final_observations.values()):
+            finals[row] = final
+        seq, self._seq = self._seq, self._seq + 1
+        return Fragment(
+            run=self._run,
+            producer=self._producer,
+            incarnation=self._incarnation,
+            seq=seq,
+            policy_version=self._version,
+            context=0,
+            observation=observation[: played + 1],
+            action=action[:played],
+            reward=(reward * self._reward_scale).astype(np.float32),
+            terminated=terminated,
+            truncated=ended & ~terminated,
+            final_index=np.array(list(final_observations), np.int32).reshape(-1, 2),
+            final_observation=finals,
+            episode_return=returns,
+            episode_length=lengths,
+        )
+
+    def _check_spaces(self, env_id: str) -> None:
+        found, known = envs.spec_of(self._vector.envs[0], env_id), self._spec
+        for name in ("observation_shape", "observation_dtype", "action_kind", "action_shape", "num_actions"):
+            if getattr(found, name) != getattr(known, name):
+                self._vector.close()
+                raise envs.EnvError(
+                    f"{env_id}: {name} is {getattr(found, name)} here, the run expects {getattr(known, name)}; "
+                    "install the same version of the environment everywhere"
+                )
+
+    def _random(self, observation: np.ndarray) -> np.ndarray:
+        """Uniform actions within the bounds, [N, *A]."""
+        if self._spec.action_kind == "discrete":
+            return self._generator.integers(self._spec.num_actions, size=self._num_envs)
+        action = self._generator.random((self._num_envs, *self._low.shape))
+        return (self._low + self._span * action).astype(np.float32)
+
+    def _explore(self, observation: np.ndarray) -> np.ndarray:
+        """The policy's exploring actions, with clipped Gaussian noise where configured, [N, *A]."""
+        action = self._policy.act(observation, explore=True, generator=self._generator)
+        if self._noise.any():
+            noise = self._generator.standard_normal(action.shape, np.float32)
+            action = np.minimum(np.maximum(action + self._noise * noise, self._low32), self._high32)
+        return action.astype(self._action_dtype, copy=False)
+
+    def _finish_episodes(self, reward: np.ndarray, ended: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns [E] float32 and lengths [E] int32 of the episodes that ended, in order of time.
+
+        Moves each lane's running return and length to the end of the fragment.
+        """
+        returns, lengths = [], []
+        begin = np.zeros(self._num_envs, np.int64)  # first step, here, of the episode each lane is in
+        for step, lane in np.argwhere(ended):
+            returns.append(self._return[lane] + reward[begin[lane] : step + 1, lane].sum())
+            lengths.append(self._length[lane] + step + 1 - begin[lane])
+            self._return[lane], self._length[lane], begin[lane] = 0.0, 0, step + 1
+        for lane, start in enumerate(begin):
+            self._return[lane] += reward[start:, lane].sum()
+        self._length += len(reward) - begin
+        return np.array(returns, np.float32), np.array(lengths, np.int32)
+
+    def _adapt(self, step_s: float) -> None:
+        """Choose the next T so that a fragment takes about `rollout.fragment_s` at `step_s` a step."""
+        wanted = self._rollout.fragment_s / max(step_s, 1e-9)
+        lowest, highest = math.ceil(self._steps / _MAX_CHANGE), self._steps * _MAX_CHANGE
+        self._steps = int(min(max(wanted, lowest, 1), highest, self._max_steps))

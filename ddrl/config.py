@@ -1,0 +1,273 @@
+"""A run's configuration: load YAML, override, validate, explain.
+
+What a field does and what more or less of it causes stands in its description (`ddrl schema` prints
+them). The algorithm's part stays a plain mapping here; `algorithms.base.resolve` validates it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError, model_validator
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used; the message names it, its value and the remedy, in one line."""
+
+
+def parse_duration(value: Any) -> Any:
+    """Seconds from 90, "90s", "15m" or "2h"; anything else goes on to pydantic, which refuses it."""
+    if isinstance(value, str) and (match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)?", value.strip())):
+        unit = {None: 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}[match[2]]
+        return float(match[1]) * unit
+    return value
+
+
+M = TypeVar("M", bound=BaseModel)
+Duration = Annotated[float, BeforeValidator(parse_duration)]
+
+
+class Section(BaseModel):
+    """Base of every part: frozen, and no unknown key passes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, protected_namespaces=())
+
+
+class EnvConfig(Section):
+    """What is played."""
+
+    id: str = Field(description='Gymnasium id, or "module:callable" returning an environment.')
+    kwargs: dict[str, Any] = Field({}, description="Keyword arguments of the environment.")
+    num_envs: int = Field(
+        16, ge=1, le=4096, description="Environments side by side in one process; more amortise the policy."
+    )
+    action_repeat: int = Field(1, ge=1, le=64, description="Each action is played this often; rewards add up.")
+    reward_scale: float = Field(
+        1.0, gt=0, description="Training rewards are multiplied by this; reported returns are not."
+    )
+    max_episode_steps: int | None = Field(
+        None, ge=1, description="Truncate episodes here instead of at the environment's own limit."
+    )
+
+
+class RolloutConfig(Section):
+    """How experience is collected."""
+
+    segment_s: Duration = Field(
+        5.0, gt=0, description="Length of one rollout task; shorter shares the fleet finer, at more overhead."
+    )
+    fragment_s: Duration = Field(
+        0.25, gt=0, description="Play between two appends; less is fresher, more compresses better."
+    )
+    max_fragment_steps: int = Field(512, ge=1, le=65536, description="Upper bound of T, whatever the speed.")
+    random_until_learned: bool = Field(
+        True, description="Play version 0, which has learned nothing, by uniformly random actions."
+    )
+    action_noise: float = Field(
+        0.0,
+        ge=0,
+        le=2,
+        description="Standard deviation of Gaussian noise added to explored actions, in half action ranges.",
+    )
+
+
+class ReplayConfig(Section):
+    """The stream as replay buffer, and the pace between playing and learning."""
+
+    capacity: int = Field(1_000_000, ge=1, description="Transitions that the learner's view holds.")
+    max_bytes: ByteSize = Field(
+        ByteSize(512 * 1024**2), ge=65536, description="Budget of the stream in Redis; writers wait at it."
+    )
+    warmup_steps: int = Field(1_000, ge=1, description="Transitions appended before the first update.")
+    samples_per_insert: float = Field(
+        32.0,
+        gt=0,
+        description="Transitions sampled per transition appended, kept on both sides; more reuses data harder.",
+    )
+    slack_steps: int = Field(
+        1_000, ge=1, description="Transitions that collectors may be ahead of that ratio; bounds burstiness."
+    )
+
+
+class LearnerConfig(Section):
+    """The training process."""
+
+    device: str = Field("auto", description='"auto" takes CUDA when there is one; else "cpu", "cuda", "cuda:1".')
+    num_threads: int = Field(1, ge=1, le=256, description="Torch threads of the training process on a CPU.")
+    publish_every_s: Duration = Field(1.0, ge=0, description="Least time between two versions of the weights.")
+    checkpoint_every_s: Duration = Field(60.0, ge=1, description="Least time between two checkpoints.")
+    metrics_every_s: Duration = Field(1.0, ge=0.1, description="Time between two rows of figures.")
+
+
+class WeightsConfig(Section):
+    """Which published versions are kept in Redis."""
+
+    keep_last: int = Field(10, ge=2, description="Newest versions kept.")
+    keep_every: int = Field(100, ge=1, description="Every so many versions one is kept for good.")
+    max_bytes: ByteSize = Field(
+        ByteSize(64 * 1024**2), ge=1024, description="Cap of the versions kept for good; the oldest go first."
+    )
+
+
+class EvaluationConfig(Section):
+    """When and how versions are evaluated (deterministic actions, fixed seeds)."""
+
+    num_episodes: int = Field(20, ge=1, description="Episodes of one evaluation.")
+    confirm_episodes: int = Field(100, ge=0, description="Episodes on other seeds that must confirm; 0: none.")
+    num_envs: int = Field(20, ge=1, le=4096, description="Episodes played side by side.")
+    every_s: Duration = Field(60.0, gt=0, description="Time between evaluations while the target is far.")
+    near_every_s: Duration = Field(2.0, gt=0, description="Time between them when training returns are near it.")
+    near: float = Field(
+        50.0, ge=0, description="Near: mean of the last 20 training returns above stop.return minus this."
+    )
+    seed: int = Field(1_000_000, ge=0, description="First seed of the evaluations; the confirmation's follow.")
+    timeout_s: Duration = Field(120.0, gt=0, description="An evaluation without result is sent again after this.")
+
+
+class StopConfig(Section):
+    """When the run ends; the first condition that holds ends it."""
+
+    return_: float | None = Field(None, alias="return", description="Solved at this mean return, confirmed.")
+    time: Duration | None = Field(None, gt=0, description="Wall time of the learner, such as 15m.")
+    env_steps: int | None = Field(None, ge=1, description="Agent steps appended.")
+    updates: int | None = Field(None, ge=1, description="Updates of the learner.")
+
+
+class RunConfig(Section):
+    """One run, resolved: what `ddrl submit` stores and every process reads."""
+
+    name: str = Field("run", pattern=r"^[a-z0-9][a-z0-9-]{0,39}$", description="First part of the run's id.")
+    seed: int = Field(1, ge=0, lt=2**31, description="Seed of networks, draws, environments and exploration.")
+    weight: float = Field(1.0, gt=0, le=100, description="Share of a fleet that several runs play on.")
+    env: EnvConfig
+    algorithm: dict[str, Any] = Field(description="name: sac, and that algorithm's own options.")
+    rollout: RolloutConfig = RolloutConfig()
+    replay: ReplayConfig = ReplayConfig()
+    learner: LearnerConfig = LearnerConfig()
+    weights: WeightsConfig = WeightsConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    stop: StopConfig = StopConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RunConfig:
+        if not isinstance(self.algorithm.get("name"), str):
+            raise ValueError("algorithm.name: missing; name the algorithm, such as sac")
+        if self.replay.warmup_steps > self.replay.capacity:
+            raise ValueError(
+                f"replay.warmup_steps: {self.replay.warmup_steps} is more than replay.capacity "
+                f"{self.replay.capacity}; learning would never start: lower it or raise the capacity"
+            )
+        if self.rollout.fragment_s > self.rollout.segment_s:
+            raise ValueError(
+                f"rollout.fragment_s: {self.rollout.fragment_s:g} is longer than rollout.segment_s "
+                f"{self.rollout.segment_s:g}; use at most {self.rollout.segment_s:g}"
+            )
+        return self
+
+
+def duration(text: str, option: str) -> float:
+    """Seconds from a command line's option.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    value = parse_duration(text)
+    if not isinstance(value, float) or value <= 0:
+        raise ConfigError(f"{option}: {text!r} is no duration; use 90s, 15m or 2h")
+    return value
+
+
+def load(source: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a YAML file and apply `a.b=c` overrides (values are YAML).
+
+    Raises:
+        ConfigError: the file is missing or no YAML mapping, or a setting cannot be used.
+    """
+    try:
+        text = Path(source).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{source}: cannot be read ({error.strerror}); name an existing YAML file") from None
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source}: not valid YAML ({' '.join(str(error).split())})") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{source}: holds no settings; expected a mapping such as `env: {{id: ...}}`")
+    tree.setdefault("name", re.sub(r"[^a-z0-9-]+", "-", Path(source).stem.lower()).strip("-") or "run")
+    for override in overrides:
+        _override(tree, override)
+    return validate(tree)
+
+
+def validate(tree: Mapping[str, Any]) -> RunConfig:
+    """A RunConfig from plain data.
+
+    Raises:
+        ConfigError: a setting cannot be used.
+    """
+    return parse(RunConfig, tree)
+
+
+def parse(model: type[M], tree: Mapping[str, Any], prefix: str = "") -> M:
+    """Validate `tree` as `model`, with errors as one line each.
+
+    Raises:
+        ConfigError: some field cannot be used; `prefix` stands before its name.
+    """
+    try:
+        return model.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError("; ".join(_explain(model, item, prefix) for item in error.errors())) from None
+
+
+def _override(tree: dict[str, Any], text: str) -> None:
+    path, equals, value = text.partition("=")
+    names = path.strip().split(".")
+    if not equals or not all(names):
+        raise ConfigError(f"-s {text}: expected NAME.NAME=VALUE, such as algorithm.gamma=0.99")
+    node = tree
+    for depth, name in enumerate(names[:-1]):
+        node = node.setdefault(name, {})
+        if not isinstance(node, dict):
+            raise ConfigError(f"-s {text}: {'.'.join(names[: depth + 1])} is a value, not a section")
+    try:
+        node[names[-1]] = yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise ConfigError(f"-s {text}: the value is not valid YAML") from None
+
+
+def _explain(model: type[BaseModel], item: Any, prefix: str) -> str:
+    location = [str(part) for part in item["loc"]]
+    name = prefix + ".".join(location)
+    if item["type"] == "extra_forbidden":
+        known = _fields_at(model, location[:-1])
+        near = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(sorted(known))}"
+        return f"{name}: unknown option; {hint}"
+    if item["type"] == "missing":
+        return f"{name}: missing; give it a value"
+    message = item["msg"].removeprefix("Value error, ")
+    if not location:
+        return prefix + message
+    return f"{name}: {item['input']!r} cannot be used; {message[0].lower()}{message[1:]}"
+
+
+def _fields_at(model: type[BaseModel], path: Sequence[str]) -> list[str]:
+    """Names (aliases where there are any) that the model accepts at `path`."""
+    for name in path:
+        annotation: Any = next(
+            (f.annotation for key, f in model.model_fields.items() if name in (key, f.alias)), None
+        )
+        if isinstance(annotation, types.UnionType):
+            annotation = next((a for a in typing.get_args(annotation) if a is not type(None)), None)
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return []
+        model = annotation
+    return [field.alias or key for key, field in model.model_fields.items()]

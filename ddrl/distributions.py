@@ -1,0 +1,66 @@
+"""Probability distributions as pure functions on tensors.
+
+The tanh-Gaussian is the policy of SAC: a Gaussian u ~ N(mean, std) squashed to a = tanh(u) in (-1, 1).
+Scaling a to the bounds of an environment happens outside and is *not* part of log_prob: it would only add
+the constant -sum log(scale), which would have to be undone in the target entropy.
+Source: Haarnoja et al. 2018, arXiv:1812.05905, appendix C.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+LOG_STD_MIN = -5.0
+LOG_STD_MAX = 2.0
+
+
+def bounded_log_std(raw: Tensor, *, low: float = LOG_STD_MIN, high: float = LOG_STD_MAX) -> Tensor:
+    """Map a network's output smoothly into [low, high], so that its gradient never dies at a bound.
+
+    Args:
+        raw: [..., A] any real number; 0 gives the middle of the interval.
+        low: smallest log standard deviation, in nats.
+        high: largest log standard deviation, in nats.
+
+    Returns:
+        [..., A] low + (high - low) * (tanh(raw) + 1) / 2.
+    """
+    return torch.tanh(raw) * (0.5 * (high - low)) + 0.5 * (high + low)
+
+
+def tanh_gaussian_sample(mean: Tensor, log_std: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """Reparametrized sample of a tanh-Gaussian and its log density.
+
+    log(1 - tanh(u)^2) is computed as 2 * (log 2 - u - softplus(-2u)), which is exact where
+    1 - tanh(u)^2 rounds to 0 and needs no epsilon.
+    Source: arXiv:1812.05905, equation 21; the softplus form: tensorflow_probability, bijectors.Tanh.
+
+    Args:
+        mean: [..., A] mean of the Gaussian before squashing.
+        log_std: [..., A] log standard deviation before squashing, in nats.
+        noise: [..., A] standard normal draws; with them the sample is a function of mean and log_std.
+
+    Returns:
+        [..., A] the action in (-1, 1), and [...] its log density in nats, summed over the A dimensions.
+    """
+    pre_tanh = torch.addcmul(mean, log_std.exp(), noise)  # [..., A]
+    # -noise^2 / 2 - log_std - log(2 pi) / 2 - 2 (log 2 - u - softplus(-2u)), the constants taken out of the sum
+    density = 2.0 * (pre_tanh + F.softplus(-2.0 * pre_tanh)) - (log_std + 0.5 * noise.square())  # [..., A]
+    constant = (0.5 * math.log(2.0 * math.pi) + 2.0 * math.log(2.0)) * mean.shape[-1]
+    return torch.tanh(pre_tanh), density.sum(dim=-1) - constant
+
+
+def tanh_gaussian_mode(mean: Tensor) -> Tensor:
+    """The deterministic action: the squashed mean (the median, not the density's maximum).
+
+    Args:
+        mean: [..., A] mean of the Gaussian before squashing.
+
+    Returns:
+        [..., A] tanh(mean), in (-1, 1).
+    """
+    return torch.tanh(mean)

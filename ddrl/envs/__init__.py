@@ -1,0 +1,16 @@
+"""Environments: the only package that imports gymnasium (inside functions, so importing this is cheap)."""
+
+from ddrl.envs.make import EnvError, describe, make_one, make_vector, spec_of
+from ddrl.envs.requirements import ALLOW_VARIABLE, allowed_modules, capabilities, requirement
+
+__all__ = [
+    "ALLOW_VARIABLE",
+    "EnvError",
+    "allowed_modules",
+    "capabilities",
+    "describe",
+    "make_one",
+    "make_vector",
+    "requirement",
+    "spec_of",
+]

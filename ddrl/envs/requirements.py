@@ -1,0 +1,53 @@
+"""What a machine must have to play an environment, and what this machine has; nothing here builds one.
+
+Queues are named after these words, so both sides must choose the same one: an environment of the user's,
+"my_pkg.envs:make", requires the top-level package `my_pkg`, whichever of its modules a worker allows.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+
+ALLOW_VARIABLE = "DDRL_ALLOW_MODULES"  # comma-separated modules whose code may be imported and run
+PACKAGES = {"box2d": "Box2D", "atari": "ale_py", "mujoco": "mujoco"}  # extra -> module that it installs
+
+_BOX2D = {"LunarLander", "LunarLanderContinuous", "BipedalWalker", "BipedalWalkerHardcore", "CarRacing"}
+_MUJOCO = {
+    *("Ant", "HalfCheetah", "Hopper", "Humanoid", "HumanoidStandup", "InvertedDoublePendulum"),
+    *("InvertedPendulum", "Pusher", "Reacher", "Swimmer", "Walker2d"),
+}
+_ATARI = re.compile(r"ALE/.+|.+(NoFrameskip|Deterministic)-v\d+")
+
+
+def requirement(env_id: str) -> str | None:
+    """What a worker must have for `env_id`: "box2d", "atari", "mujoco", a top-level package, or None.
+
+    Goes by the name alone. An id of a third-party package that registers itself gives None: list it as
+    "module:callable" instead.
+    """
+    if ":" in env_id:
+        return env_id.partition(":")[0].partition(".")[0]
+    if _ATARI.fullmatch(env_id):
+        return "atari"
+    name = re.sub(r"-v\d+$", "", env_id)
+    if name in _BOX2D:
+        return "box2d"
+    return "mujoco" if name in _MUJOCO else None
+
+
+def capabilities() -> list[str]:
+    """The requirements that this process can meet, sorted: installed extras and allowed packages."""
+    extras = {extra for extra, module in PACKAGES.items() if importlib.util.find_spec(module) is not None}
+    return sorted(extras | {module.partition(".")[0] for module in allowed_modules()})
+
+
+def allowed_modules() -> list[str]:
+    """The modules named in DDRL_ALLOW_MODULES, in its order."""
+    return [name.strip() for name in os.environ.get(ALLOW_VARIABLE, "").split(",") if name.strip()]
+
+
+def is_allowed(module: str) -> bool:
+    """Whether `module` or one of its parent packages is named in DDRL_ALLOW_MODULES."""
+    return any(module == name or module.startswith(name + ".") for name in allowed_modules())

@@ -1,0 +1,127 @@
+"""Every Redis key: its pattern, type, writer, reader and lifetime. No other file spells one.
+
+`{run}` is a hash tag: all keys of a run share a cluster slot, so one script may touch several of them.
+
+| key                               | type   | written by            | read by             | lifetime |
+|-----------------------------------|--------|-----------------------|---------------------|----------|
+| ddrl:runs                         | zset   | submit                | all                 | ids by creation time; a member goes with its run |
+| ddrl:producers                    | string | collector             | collector           | counter of producer ids |
+| ddrl:worker:<node>                | string | worker                | status, dispatcher  | heartbeat, expires |
+| ddrl:{run}:spec                   | string | submit                | all                 | the run's |
+| ddrl:{run}:state                  | hash   | submit, learner, cli  | all                 | the run's; status, counters, reason, waiting messages |
+| ddrl:{run}:lease                  | string | learner               | learner             | token of the learner, expires |
+| ddrl:{run}:allowance              | stream | learner               | collector           | one entry: env steps that may be played, latest version |
+| ddrl:{run}:experience             | stream | collector             | learner             | fragments: the replay buffer; trimmed by the learner |
+| ddrl:{run}:producers              | hash   | collector             | stream, status      | producer -> incarnation, last seq, host, last seen |
+| ddrl:{run}:weights                | hash   | learner               | all                 | latest, best, kept |
+| ddrl:{run}:weights:<v>            | string | learner               | collector, cli      | safetensors; until pruned |
+| ddrl:{run}:evaluations            | stream | evaluation worker     | learner, cli        | the run's; version, seeds, returns |
+| ddrl:{run}:evaluating             | hash   | learner               | evaluation worker   | open evaluations; a field goes with its result |
+| ddrl:{run}:episodes               | stream | collector             | learner, cli        | finished training episodes, capped |
+| ddrl:{run}:metrics                | stream | learner               | cli                 | the learner's figures, capped |
+| ddrl:{run}:dead                   | stream | learner               | cli                 | refused entries and why, capped |
+| ddrl:{run}:journal                | stream | submit, learner, cli  | cli                 | every change of state or setting |
+| ddrl:{run}:checkpoint:<t>:<n>:<p> | string | learner               | learner             | parts, named by the pointer in state |
+"""
+
+from __future__ import annotations
+
+RUNS = "ddrl:runs"
+PRODUCERS = "ddrl:producers"
+WORKER_PATTERN = "ddrl:worker:*"
+BROKER_PREFIX = "ddrl:broker:"  # Celery's own keys; `celery.py` sets it, `fleet.py` reads queue lengths below it
+
+
+def worker(node: str) -> str:
+    """Heartbeat of one worker."""
+    return f"ddrl:worker:{node}"
+
+
+def queue(name: str) -> str:
+    """The list in which Celery keeps a queue's messages."""
+    return f"{BROKER_PREFIX}{name}"
+
+
+def of_run(run: str, name: str) -> str:
+    """A key of a run; `name` is one of those in the table above."""
+    return f"ddrl:{{{run}}}:{name}"
+
+
+def spec(run: str) -> str:
+    """Resolved config, JSON."""
+    return of_run(run, "spec")
+
+
+def state(run: str) -> str:
+    """Status, counters, reason, waiting messages."""
+    return of_run(run, "state")
+
+
+def lease(run: str) -> str:
+    """Token of the learner that holds the run."""
+    return of_run(run, "lease")
+
+
+def allowance(run: str) -> str:
+    """One entry: allowance and latest version."""
+    return of_run(run, "allowance")
+
+
+def experience(run: str) -> str:
+    """The replay buffer."""
+    return of_run(run, "experience")
+
+
+def producers(run: str) -> str:
+    """Producer -> what was last heard of it."""
+    return of_run(run, "producers")
+
+
+def weights(run: str) -> str:
+    """Latest, best and kept versions."""
+    return of_run(run, "weights")
+
+
+def weights_blob(run: str, version: int) -> str:
+    """Safetensors bytes of one version."""
+    return of_run(run, f"weights:{version}")
+
+
+def evaluations(run: str) -> str:
+    """Results of evaluations."""
+    return of_run(run, "evaluations")
+
+
+def evaluating(run: str) -> str:
+    """Open evaluations."""
+    return of_run(run, "evaluating")
+
+
+def episodes(run: str) -> str:
+    """Finished training episodes."""
+    return of_run(run, "episodes")
+
+
+def metrics(run: str) -> str:
+    """The learner's figures."""
+    return of_run(run, "metrics")
+
+
+def dead(run: str) -> str:
+    """Refused entries."""
+    return of_run(run, "dead")
+
+
+def journal(run: str) -> str:
+    """Changes of state and settings."""
+    return of_run(run, "journal")
+
+
+def checkpoint_part(run: str, token: int, number: int, part: int) -> str:
+    """One part of a checkpoint."""
+    return of_run(run, f"checkpoint:{token}:{number}:{part}")
+
+
+def run_pattern(run: str) -> str:
+    """Matches every key of a run (glob; run ids hold no special character)."""
+    return f"ddrl:{{{run}}}:*"

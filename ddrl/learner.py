@@ -1,0 +1,389 @@
+"""The learner's loop: admit, pace, sample, update; and, on a second thread, publish and checkpoint.
+
+The training thread owns the algorithm, the view and the counters. The service thread owns the writes to the
+server; what it needs of the algorithm is handed over as finished copies. Background Python steals updates
+through the GIL, so the service thread works a few milliseconds a second.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from redis import Redis
+
+from ddrl import codec
+from ddrl.algorithms.base import Resolved
+from ddrl.config import RunConfig
+from ddrl.replay.feed import Feed, Staged, stage
+from ddrl.replay.pacing import Pacing
+from ddrl.replay.samplers import uniform
+from ddrl.replay.view import DenseView
+from ddrl.store import checkpoints, lease, metrics, stream, weights
+from ddrl.types import Batch
+
+log = logging.getLogger(__name__)
+
+RENEW_S = 2.0
+TRAILING_EPISODES = 20
+CHECKPOINT_BYTES_PER_S = 1e6  # what checkpoints may cost the server on average
+BUDGET_HIGH, BUDGET_LOW = 0.85, 0.7  # of replay.max_bytes: where trimming for space begins and ends
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Where a learner is in its run; what a checkpoint holds besides tensors.
+
+    Attributes:
+        updates: of the algorithm.
+        steps: transitions appended up to the cursor; what pacing and curves count.
+        admitted: fragments admitted to the view, each counted once.
+        dead: entries refused.
+        elapsed_s: of learning, over all learners of the run.
+        cursor: last entry taken from the stream.
+        oldest: first entry that the view holds.
+    """
+
+    updates: int = 0
+    steps: int = 0
+    admitted: int = 0
+    dead: int = 0
+    elapsed_s: float = 0.0
+    cursor: str = "0-0"
+    oldest: str = "0-0"
+
+
+class Learner:
+    """One run's training.
+
+    Args:
+        client: connection of the service thread.
+        feed_client: connection for the feed's blocking reads.
+        run: its id.
+        token: fencing token of the lease.
+        config: the run's.
+        resolved: its algorithm and spaces.
+        device: where networks and batches live.
+    """
+
+    def __init__(
+        self,
+        client: Redis,
+        feed_client: Redis,
+        run: str,
+        token: int,
+        config: RunConfig,
+        resolved: Resolved,
+        *,
+        device: torch.device,
+    ) -> None:
+        self._client, self._feed_client = client, feed_client
+        self._run, self._token, self._config = run, token, config
+        self._device = device
+        self._batch_size = int(resolved.config.batch_size)
+        self.algorithm = resolved.learner(device=device, seed=config.seed)
+        self.view = DenseView(
+            capacity=config.replay.capacity, gamma=resolved.config.gamma, n_step=resolved.config.n_step
+        )
+        self._pacing = Pacing(
+            samples_per_insert=config.replay.samples_per_insert,
+            warmup_steps=config.replay.warmup_steps,
+            slack_steps=config.replay.slack_steps,
+            batch_size=self._batch_size,
+        )
+        self.counters = Counters()
+        self.version = -1
+        self.pinned: frozenset[int] = frozenset()  # versions that must not be dropped
+        self.returns: deque[float] = deque(maxlen=TRAILING_EPISODES)
+        self.stopping = threading.Event()
+        self._feed: Feed | None = None
+        self._updates = self._steps = self._admitted = self._dead = 0
+        self._cursor = b"0-0"
+        self._figures: Mapping[str, torch.Tensor] = {}
+        self._waited_s = 0.0
+        self._staleness: list[int] = []  # sum and count since the last row
+        self._entries: deque[tuple[bytes, int]] = deque()  # (id, cumulative bytes) of the stream's entries
+        self._stream_bytes = (0, 0)  # cumulative at the cursor, trimmed
+        # Handed from the training thread to the service thread, each a finished copy.
+        self._published: tuple[int, Mapping[str, torch.Tensor]] | None = None
+        self._saved: tuple[Counters, Mapping[str, torch.Tensor]] | None = None
+        self._checkpoint_due = threading.Event()
+        self._checkpoint: Counters | None = None  # the newest one in the server
+        self._published_updates = 0
+        self._allowed = -1
+        now = self._started = time.monotonic()
+        self._elapsed_before_s = 0.0
+        self._publish_at = now + config.learner.publish_every_s
+        self._checkpoint_at = now + config.learner.checkpoint_every_s
+        self._renew_at = self._metrics_at = now
+        self._last_row = (now, 0, 0, 0.0)
+
+    # --- start and end -------------------------------------------------------------------------------
+
+    def restore(self) -> None:
+        """Continue from the newest checkpoint, if any, and rebuild the view from the stream."""
+        found = checkpoints.load(self._client, self._run)
+        if found is not None:
+            blob, meta = found
+            state = {name: torch.from_numpy(array) for name, array in codec.decode_weights(blob).items()}
+            self.algorithm.load_state(state)
+            counters = Counters(**meta)
+            self._checkpoint = counters
+            self._updates, self._steps = counters.updates, counters.steps
+            self._admitted, self._dead = counters.admitted, counters.dead
+            self._elapsed_before_s = counters.elapsed_s
+            self._cursor = counters.cursor.encode()
+            self._rebuild(counters.oldest.encode(), self._cursor)
+        self._note()
+        self._published_updates = self._updates
+        log.info("starts at update %d, env step %d, %d transitions in view", self._updates, self._steps, len(self.view))
+        self._publish(self._updates, self.algorithm.weights())
+        self._feed = Feed(self._feed_client, self._run, self._cursor)
+        self._feed.start()
+
+    def _rebuild(self, oldest: bytes, cursor: bytes) -> None:
+        """Admit again what the view held when the checkpoint was taken; the counters stand already."""
+        after = stream.before(oldest)
+        while True:
+            entries = stream.read(self._client, self._run, after, count=256, until=cursor)
+            for entry in entries:
+                staged = stage(entry, self._run)
+                if staged.fragment is not None:
+                    self.view.admit(staged.fragment, staged.entry_id)
+                self._entries.append((staged.entry_id, staged.cumulative_bytes))
+                self._stream_bytes = (staged.cumulative_bytes, self._stream_bytes[1])
+            if not entries:
+                return
+            after = entries[-1].entry_id
+
+    def finish(self) -> None:
+        """Publish and checkpoint what there is; call when the training thread has returned."""
+        if self._feed is not None:
+            self._feed.stop()
+        if self._updates > self._published_updates:
+            self._publish(self._updates, self.algorithm.weights())
+        self._save(self.counters, self.algorithm.state())
+
+    # --- the training thread -------------------------------------------------------------------------
+
+    def train(self) -> None:
+        """Learn until `stopping` is set.
+
+        Raises:
+            BaseException: what ended the feed.
+        """
+        assert self._feed is not None, "restore() comes first"
+        while not self.stopping.is_set():
+            if self._feed.ready:
+                for staged in self._feed.take():
+                    self._admit(staged)
+                self._note()
+            if self._pacing.can_sample(self._steps, self._updates) and len(self.view):
+                self._update()
+            else:
+                started = time.monotonic()
+                self._feed.wait(0.05)
+                self._waited_s += time.monotonic() - started
+            if self._checkpoint_due.is_set():
+                self._checkpoint_due.clear()
+                self._note()
+                self._saved = (self.counters, self.algorithm.state())
+
+    def _admit(self, staged: Staged) -> None:
+        fragment, reason = staged.fragment, staged.reason
+        if fragment is not None:
+            try:
+                self.view.admit(fragment, staged.entry_id)
+            except ValueError as error:
+                fragment, reason = None, str(error)
+        if fragment is None:
+            self._dead += 1
+            log.warning("entry %s refused: %s", staged.entry_id.decode(), reason)
+            stream.refuse(self._feed_client, self._run, self._token, staged.entry_id, staged.head, reason)
+        else:
+            self._admitted += 1
+            self.returns.extend(float(value) for value in fragment.episode_return)
+            self._staleness.append(self.version - fragment.policy_version)
+        self._cursor = staged.entry_id
+        self._steps = max(self._steps, staged.cumulative_steps)
+        self._entries.append((staged.entry_id, staged.cumulative_bytes))
+        self._stream_bytes = (staged.cumulative_bytes, self._stream_bytes[1])
+
+    def _update(self) -> None:
+        index = uniform(len(self.view), self._batch_size, seed=self._config.seed, draw=self._updates)
+        self._figures = self.algorithm.update(to_device(self.view.gather(index), self._device))
+        self._updates += 1
+        now = time.monotonic()
+        if now >= self._publish_at:
+            self._publish_at = now + self._config.learner.publish_every_s
+            self._published = (self._updates, self.algorithm.weights())
+
+    def _note(self) -> None:
+        """Make the counters visible to the service thread, all at once."""
+        oldest = self.view.oldest_entry_id
+        self.counters = Counters(
+            updates=self._updates,
+            steps=self._steps,
+            admitted=self._admitted,
+            dead=self._dead,
+            elapsed_s=self.elapsed_s,
+            cursor=self._cursor.decode(),
+            oldest=oldest.decode() if isinstance(oldest, bytes) else (oldest or self._cursor.decode()),
+        )
+
+    @property
+    def elapsed_s(self) -> float:
+        """Time of learning, that of earlier learners of the run included as far as checkpoints tell."""
+        return self._elapsed_before_s + time.monotonic() - self._started
+
+    @property
+    def num_updates(self) -> int:
+        """Updates so far."""
+        return self._updates
+
+    @property
+    def num_steps(self) -> int:
+        """Environment steps appended, up to the cursor."""
+        return self._steps
+
+    # --- the service thread --------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        """One round of what the server must be told; call it about twenty times a second.
+
+        Raises:
+            LeaseLostError: another learner took over.
+            redis.exceptions.ConnectionError: the server does not answer; call again.
+        """
+        now = time.monotonic()
+        if now >= self._renew_at:
+            self._renew_at = now + RENEW_S
+            lease.renew(self._client, self._run, self._token)
+            self._make_room()
+        published, self._published = self._published, None
+        if published is not None:
+            self._publish(*published)
+        else:
+            self._raise_allowance()
+        saved, self._saved = self._saved, None
+        if saved is not None:
+            self._save(*saved)
+        elif now >= self._checkpoint_at:
+            self._checkpoint_at = now + self._config.learner.checkpoint_every_s
+            self._checkpoint_due.set()
+        if now >= self._metrics_at:
+            self._metrics_at = now + self._config.learner.metrics_every_s
+            metrics.add(self._client, self._run, self._row(now))
+
+    def _publish(self, updates: int, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Store the next version of the weights; versions never go back."""
+        stored = weights.index(self._client, self._run)
+        policy = self._config.weights
+        drop = weights.superseded(
+            stored,
+            keep_last=policy.keep_last,
+            keep_every=policy.keep_every,
+            max_bytes=int(policy.max_bytes),
+            pinned=self.pinned,
+        )
+        allowance = self._pacing.allowance(self._updates)
+        version = stored.latest + 1
+        weights.publish(
+            self._client,
+            self._run,
+            self._token,
+            version=version,
+            blob=codec.encode_weights({name: tensor.numpy() for name, tensor in parameters.items()}),
+            allowance=allowance,
+            updates=self._updates,
+            drop=drop,
+        )
+        self.version, self._allowed, self._published_updates = version, allowance, updates
+
+    def _raise_allowance(self) -> None:
+        """Tell collectors of more room, in steps worth a call."""
+        allowance = self._pacing.allowance(self._updates)
+        if allowance >= self._allowed + max(1, self._config.replay.slack_steps // 8):
+            stream.allow(self._client, self._run, self._token, allowance, self._updates)
+            self._allowed = allowance
+
+    def _save(self, counters: Counters, state: Mapping[str, torch.Tensor]) -> None:
+        blob = codec.encode_weights({name: tensor.numpy() for name, tensor in state.items()})
+        checkpoints.save(self._client, self._run, self._token, blob, asdict(counters))
+        self._checkpoint = counters
+        every = max(self._config.learner.checkpoint_every_s, len(blob) / CHECKPOINT_BYTES_PER_S)
+        self._checkpoint_at = time.monotonic() + every
+
+    def _make_room(self) -> None:
+        """Trim what neither the view nor the newest checkpoint needs; near the budget, what only the view needs.
+
+        Entries after the newest checkpoint's cursor stay in any case, so near the budget a checkpoint comes first.
+        """
+        total, trimmed = self._stream_bytes
+        budget = int(self._config.replay.max_bytes)
+        if total - trimmed > BUDGET_HIGH * budget:
+            if self._checkpoint is None or self._checkpoint.cursor != self.counters.cursor:
+                self._checkpoint_due.set()
+            cut = total - int(BUDGET_LOW * budget)
+            limit = self._checkpoint.cursor.encode() if self._checkpoint else b"0-0"
+            keep = next((entry for entry, size in list(self._entries) if size > cut), None)
+        elif self._checkpoint is not None:
+            keep, limit = self.counters.oldest.encode(), self._checkpoint.oldest.encode()
+        else:
+            return
+        if keep is None:
+            return
+        first_kept = min(keep, limit, key=_order)
+        if not self._entries or _order(first_kept) <= _order(self._entries[0][0]):
+            return
+        stream.trim(self._client, self._run, self._token, first_kept)
+        while self._entries and _order(self._entries[0][0]) < _order(first_kept):
+            trimmed = self._entries.popleft()[1]
+        self._stream_bytes = (self._stream_bytes[0], trimmed)
+
+    def _row(self, now: float) -> dict[str, float]:
+        """Figures since the last row."""
+        then, updates_then, steps_then, waited_then = self._last_row
+        updates, steps, waited = self._updates, self._steps, self._waited_s
+        self._last_row = (now, updates, steps, waited)
+        elapsed = max(now - then, 1e-9)
+        trained_steps = max(steps - self._config.replay.warmup_steps, 1)
+        row = {
+            "env_steps": steps,
+            "updates": updates,
+            "env_steps_per_s": (steps - steps_then) / elapsed,
+            "updates_per_s": (updates - updates_then) / elapsed,
+            "samples_per_insert": updates * self._batch_size / trained_steps,
+            "replay_size": len(self.view),
+            "admitted": self._admitted,
+            "dead": self._dead,
+            "version": self.version,
+            "learner_wait": min(1.0, (waited - waited_then) / elapsed),
+        }
+        staleness, self._staleness = self._staleness, []
+        if staleness:
+            row["staleness"] = sum(staleness) / len(staleness)
+        if self.returns:
+            row["return_mean"] = float(np.mean(list(self.returns)))
+        return row | {name: float(value) for name, value in dict(self._figures).items()}
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Arrays to tensors: the one place on the learner's side."""
+    tensors = {name: torch.from_numpy(value) for name, value in vars(batch).items()}
+    if device.type == "cuda":
+        tensors = {name: value.pin_memory().to(device, non_blocking=True) for name, value in tensors.items()}
+    return Batch(**tensors)
+
+
+def _order(entry_id: bytes) -> tuple[int, int]:
+    """Stream ids in their order."""
+    milliseconds, _, number = entry_id.partition(b"-")
+    return int(milliseconds), int(number or 0)

@@ -1,0 +1,142 @@
+"""Policies to keep: exported to one file, loaded anywhere, without server and run folder.
+
+The file is safetensors; its metadata holds the environment, the spaces and the algorithm's options as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from redis import Redis
+
+from ddrl import codec
+from ddrl.algorithms import base
+from ddrl.config import ConfigError, EnvConfig, RunConfig, validate
+from ddrl.store import runs, weights
+from ddrl.store.connection import StoreError
+from ddrl.types import EnvSpec
+
+FORMAT = "ddrl-policy-1"
+
+
+class PolicyFileError(ValueError):
+    """A file that holds no policy, or one of another shape; one line with the remedy."""
+
+
+@dataclass(frozen=True)
+class LoadedPolicy:
+    """A policy with what it was trained for.
+
+    Attributes:
+        policy: acts on [N, *O] observations.
+        config: the run's, resolved.
+        spaces: of its environment.
+        run, version: where it comes from.
+    """
+
+    policy: base.Policy
+    config: RunConfig
+    spaces: EnvSpec
+    run: str
+    version: int
+
+    @property
+    def env(self) -> EnvConfig:
+        """What it plays."""
+        return self.config.env
+
+    def action(self, observation: np.ndarray) -> np.ndarray:
+        """The deterministic action [*A] for one observation [*O]."""
+        return self.policy.act(observation[None], explore=False, generator=_UNUSED)[0]
+
+
+_UNUSED = np.random.default_rng(0)  # deterministic actions draw nothing
+
+
+def load(path: str | Path) -> LoadedPolicy:
+    """Read an exported policy.
+
+    Raises:
+        PolicyFileError: no such file, not a policy, or weights of another shape.
+    """
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise PolicyFileError(f"{path}: cannot be read ({error.strerror}); export one with `ddrl export`") from None
+    try:
+        arrays, metadata = codec.decode_weights(data), codec.weights_metadata(data)
+    except codec.CodecError as error:
+        raise PolicyFileError(f"{path}: holds no policy ({error}); export one with `ddrl export`") from None
+    if metadata.get("format") != FORMAT:
+        found = metadata.get("format", "no format")
+        raise PolicyFileError(f"{path}: is {found}, not {FORMAT}; export it again with this version of ddrl")
+    config = validate(json.loads(metadata["config"]))
+    spaces = EnvSpec(**_tuples(json.loads(metadata["spaces"])))
+    return _build(arrays, config, spaces, metadata["run"], int(metadata["version"]), source=str(path))
+
+
+def from_run(client: Redis, run: str, version: int) -> LoadedPolicy:
+    """A version that the server keeps.
+
+    Raises:
+        UnknownRunError: there is no such run.
+        StoreError: the version is not there (never published, or pruned).
+    """
+    arrays = codec.decode_weights(_blob(client, run, version))
+    return _build(
+        arrays, runs.config(client, run), runs.spaces(client, run), run, version, source=f"{run}@{version}"
+    )
+
+
+def save(client: Redis, run: str, version: int, path: str | Path) -> Path:
+    """Write a version to a file, whole or not at all.
+
+    Raises:
+        UnknownRunError: there is no such run.
+        StoreError: the version is not there (never published, or pruned).
+    """
+    metadata = {
+        "format": FORMAT,
+        "run": run,
+        "version": str(version),
+        "config": runs.config(client, run).model_dump_json(by_alias=True),
+        "spaces": json.dumps(asdict(runs.spaces(client, run))),
+    }
+    data = codec.encode_weights(codec.decode_weights(_blob(client, run, version)), metadata)
+    target = Path(path)
+    partial = target.with_name(target.name + ".partial")
+    partial.write_bytes(data)
+    partial.replace(target)
+    return target
+
+
+def _blob(client: Redis, run: str, version: int) -> bytes:
+    blob = weights.get(client, run, version)
+    if blob is None:
+        kept = sorted(weights.index(client, run).sizes)
+        there = f"kept are {', '.join(map(str, kept[-12:]))}" if kept else "none is published yet"
+        raise StoreError(f"run {run}: no weights of version {version}; {there}")
+    return blob
+
+
+def _build(
+    arrays: Mapping[str, np.ndarray], config: RunConfig, spaces: EnvSpec, run: str, version: int, *, source: str
+) -> LoadedPolicy:
+    policy = base.resolve(config, spaces).policy()
+    try:
+        policy.load(arrays)
+        policy.act(np.zeros((1, *spaces.observation_shape), spaces.observation_dtype), explore=False, generator=_UNUSED)
+    except (KeyError, ValueError) as error:
+        raise PolicyFileError(
+            f"{source}: weights do not fit the networks of its config ({error}); export the policy again"
+        ) from None
+    return LoadedPolicy(policy, config, spaces, run, version)
+
+
+def _tuples(tree: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in tree.items()}

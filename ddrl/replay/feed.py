@@ -1,0 +1,150 @@
+"""Reads the experience stream ahead of the learner: entries to fragments, in a thread of its own.
+
+Decompression releases the GIL; what remains in Python is a few calls an entry. The feed stages, the training
+thread admits, so that the view needs no lock.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from redis import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from ddrl import codec
+from ddrl.store import stream
+from ddrl.types import Fragment
+
+log = logging.getLogger(__name__)
+
+BLOCK_MS = 1_000
+MAX_STAGED_BYTES = 256 * 1024**2  # of compressed entries; beyond it the feed waits for the learner
+
+
+@dataclass(frozen=True)
+class Staged:
+    """An entry read: its fragment, or the reason why it cannot be used.
+
+    Attributes:
+        entry_id: in the stream.
+        cumulative_fragments, cumulative_steps, cumulative_bytes: counts of the stream up to and with it.
+        num_bytes: of the entry.
+        reason, head: of a refused entry, why, and the beginning of its header.
+    """
+
+    entry_id: bytes
+    cumulative_fragments: int
+    cumulative_steps: int
+    cumulative_bytes: int
+    num_bytes: int
+    fragment: Fragment | None
+    reason: str = ""
+    head: bytes = b""
+
+
+def stage(entry: stream.Entry, run: str) -> Staged:
+    """Decode an entry; a bad one becomes a reason, never an exception."""
+    counts = [_count(entry, name) for name in (b"f", b"n", b"b", b"s")]
+    try:
+        fragment = codec.decode(entry.fields)
+        if fragment.run != run:
+            raise codec.CodecError(f"run: {fragment.run!r} does not belong into the stream of {run!r}")
+    except codec.CodecError as error:
+        return Staged(
+            entry.entry_id, *counts, fragment=None, reason=str(error), head=entry.fields.get(b"h", b"")[:1024]
+        )
+    return Staged(entry.entry_id, *counts, fragment=fragment)
+
+
+def _count(entry: stream.Entry, name: bytes) -> int:
+    """A counter of the append; 0 where an entry was not written by it."""
+    value = entry.fields.get(name, b"0")
+    return int(value) if value.isdigit() and len(value) < 20 else 0
+
+
+class Feed:
+    """Entries after a cursor, decoded in the background.
+
+    Args:
+        client: connection for blocking reads, used by the feed alone.
+        run: whose stream.
+        cursor: the last entry already admitted.
+    """
+
+    def __init__(self, client: Redis, run: str, cursor: bytes) -> None:
+        self._client = client
+        self._run = run
+        self._cursor = cursor
+        self._staged: deque[Staged] = deque()
+        self._taken_bytes = 0
+        self._staged_bytes = 0
+        self._arrived = threading.Event()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._read, name="feed", daemon=True)
+        self.error: BaseException | None = None
+
+    def start(self) -> None:
+        """Begin reading."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End within one blocking read."""
+        self._stopping.set()
+        self._thread.join(timeout=2 * BLOCK_MS / 1e3)
+
+    def take(self) -> list[Staged]:
+        """All that is staged now, in the order of the stream.
+
+        Raises:
+            BaseException: what ended the feed, once everything before it was taken.
+        """
+        if not self._staged and self.error is not None:
+            raise self.error
+        self._arrived.clear()
+        batch = []
+        while self._staged:
+            staged = self._staged.popleft()
+            self._taken_bytes += staged.num_bytes
+            batch.append(staged)
+        return batch
+
+    @property
+    def ready(self) -> bool:
+        """Something is staged, or the feed has failed."""
+        return bool(self._staged) or self.error is not None
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until something is staged."""
+        if not self.ready:
+            self._arrived.wait(timeout_s)
+
+    def _read(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                self._read_once()
+        except BaseException as error:  # told to the training thread by `take`
+            self.error = error
+            self._arrived.set()
+
+    def _read_once(self) -> None:
+        if self._staged_bytes - self._taken_bytes > MAX_STAGED_BYTES:
+            time.sleep(0.01)
+            return
+        try:
+            count = stream.read_count(self._client, self._run)
+            entries = stream.read(self._client, self._run, self._cursor, count=count, block_ms=BLOCK_MS)
+        except (RedisConnectionError, RedisTimeoutError) as error:
+            log.warning("the server does not answer (%s); waiting for it", error)
+            self._stopping.wait(1.0)
+            return
+        for entry in entries:
+            staged = stage(entry, self._run)
+            self._cursor = entry.entry_id
+            self._staged_bytes += staged.num_bytes
+            self._staged.append(staged)
+            self._arrived.set()

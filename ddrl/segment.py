@@ -1,0 +1,179 @@
+"""One segment of play: what a rollout task does, and the players that a process keeps between tasks.
+
+A player is a collector with its connection to a run: environments, policy, producer id. Episodes go on across
+segments; a player that is evicted takes its unfinished episodes with it, and they are counted as abandoned.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from redis import Redis
+
+from ddrl import codec
+from ddrl.algorithms import base
+from ddrl.collector import Collector
+from ddrl.config import RunConfig
+from ddrl.store import runs, stream, weights
+from ddrl.store.stream import Answer, Appended
+
+MAX_CACHED_BYTES = 1024**3
+WAIT_MS = 1_000
+RETRY_FULL_S = 0.25
+
+
+@dataclass
+class Unsent:
+    """An encoded fragment that the server had no room for."""
+
+    fields: dict[bytes, bytes]
+    seq: int
+    num_transitions: int
+    episode_returns: tuple[float, ...]
+    played_ms: int
+
+
+class Player:
+    """A run's collector in this process."""
+
+    def __init__(self, client: Redis, run: str) -> None:
+        self.run = run
+        self.config: RunConfig = runs.config(client, run)
+        spaces = runs.spaces(client, run)
+        self.producer = stream.new_producer(client)
+        self.incarnation = secrets.randbits(48)
+        self.collector = Collector(
+            run=run,
+            producer=self.producer,
+            incarnation=self.incarnation,
+            env=self.config.env,
+            rollout=self.config.rollout,
+            spec=spaces,
+            policy=base.resolve(self.config, spaces).policy(),
+            seed=self.config.seed,
+        )
+        self.unsent: Unsent | None = None
+        self._host = socket.gethostname()
+
+    def load(self, client: Redis, version: int) -> bool:
+        """Take over a version of the weights; False if it was dropped meanwhile."""
+        if version == self.collector.version:
+            return True
+        blob = weights.get(client, self.run, version)
+        if blob is not None:
+            self.collector.load(version, codec.decode_weights(blob))
+        return blob is not None
+
+    def play(self, max_steps: int) -> None:
+        """Collect one fragment into `unsent`."""
+        started = time.monotonic()
+        fragment = self.collector.collect(max_steps=max_steps)
+        self.unsent = Unsent(
+            codec.encode(fragment),
+            fragment.seq,
+            fragment.num_transitions,
+            tuple(fragment.episode_return.tolist()),
+            round((time.monotonic() - started) * 1e3),
+        )
+
+    def send(self, client: Redis) -> Appended:
+        """Append `unsent`; it stays when the server has no room."""
+        unsent = self.unsent
+        assert unsent is not None, "play() comes first"
+        reply = stream.append(
+            client,
+            self.run,
+            unsent.fields,
+            producer=self.producer,
+            incarnation=self.incarnation,
+            seq=unsent.seq,
+            num_transitions=unsent.num_transitions,
+            episode_returns=unsent.episode_returns,
+            played_ms=unsent.played_ms,
+            host=self._host,
+        )
+        if reply.answer is not Answer.FULL:
+            self.unsent = None
+        return reply
+
+
+class Players:
+    """The recent players of a process, the least recently used going first beyond a bound in bytes."""
+
+    def __init__(self, max_bytes: int = MAX_CACHED_BYTES) -> None:
+        self._players: OrderedDict[str, Player] = OrderedDict()
+        self._max_bytes = max_bytes
+        self.num_abandoned = 0
+        """Unfinished episodes that went with their players."""
+
+    def get(self, client: Redis, run: str) -> Player:
+        """The run's player, made on first use."""
+        if run not in self._players:
+            self._players[run] = Player(client, run)
+        self._players.move_to_end(run)
+        while len(self._players) > 1 and self._num_bytes() > self._max_bytes:
+            self.drop(next(iter(self._players)))
+        return self._players[run]
+
+    def drop(self, run: str) -> None:
+        """Close a run's player, if there is one."""
+        player = self._players.pop(run, None)
+        if player is not None:
+            self.num_abandoned += player.collector.abandoned
+            player.collector.close()
+
+    def _num_bytes(self) -> int:
+        return sum(player.collector.num_bytes for player in self._players.values())
+
+
+def play(client: Redis, blocking: Redis, players: Players, run: str) -> int:
+    """Play one segment of a run; the transitions appended.
+
+    It ends after `rollout.segment_s`, or within one fragment when the run has stopped, is paused, or waits for
+    its learner while other runs want the process.
+
+    Args:
+        client: connection for commands.
+        blocking: connection for blocking reads.
+        players: of this process.
+        run: its id.
+
+    Raises:
+        UnknownRunError, EnvError, ConfigError: the run cannot be played here.
+    """
+    word = stream.remaining(client, run)
+    if word.answer is Answer.STOPPED:
+        players.drop(run)
+        return 0
+    player = players.get(client, run)
+    deadline = time.monotonic() + player.config.rollout.segment_s
+    num_envs = player.config.env.num_envs
+    appended = 0
+    while word.answer is not Answer.YIELD and time.monotonic() < deadline:
+        if word.answer is Answer.FULL:
+            time.sleep(RETRY_FULL_S)
+        elif word.answer is Answer.WAIT:
+            told = stream.await_allowance(blocking, run, word.allowance_id, block_ms=WAIT_MS)
+            if not told and runs.num_active(client) > 1:
+                break
+            word = stream.remaining(client, run)
+            if word.answer is Answer.STOPPED:
+                break
+            continue
+        elif not player.load(client, word.version):
+            word = stream.remaining(client, run)
+            continue
+        else:
+            player.play(max_steps=max(1, -(-word.remaining_steps // num_envs)))
+        transitions = player.unsent.num_transitions if player.unsent else 0
+        word = player.send(client)
+        if word.answer is Answer.STOPPED:
+            break
+        appended += transitions if word.answer is not Answer.FULL else 0
+    if word.answer is Answer.STOPPED:
+        players.drop(run)
+    return appended

@@ -1,0 +1,87 @@
+"""Checkpoints: the learner's full state in parts of at most 4 MB, then one fenced flip of the pointer.
+
+A large SET stalls every other client of the server (100 MB: 0.8 s; 4 MB: 20 ms), hence the parts. Part
+names hold the writer's token, so that a learner that was replaced overwrites nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from typing import Any, cast
+
+from redis import Redis
+
+from ddrl import keys
+from ddrl.store.connection import StoreError
+from ddrl.store.lease import FENCE, fenced
+
+PART_BYTES = 4 * 1024**2
+
+_FLIP = (
+    FENCE
+    + """
+-- KEYS: state, parts of the previous checkpoint... ARGV: token, pointer (JSON).
+redis.call('HSET', KEYS[1], 'checkpoint', ARGV[2])
+for i = 2, #KEYS do redis.call('UNLINK', KEYS[i]) end
+return 1
+"""
+)
+
+
+def save(client: Redis, run: str, token: int, blob: bytes, meta: dict[str, Any]) -> None:
+    """Store a checkpoint; the previous one stays until this one is whole.
+
+    Args:
+        blob: tensors, safetensors.
+        meta: counters and cursor, JSON.
+
+    Raises:
+        LeaseLostError: another learner took over.
+    """
+    previous = _pointer(client, run)
+    number = previous["number"] + 1 if previous else 0
+    parts = [blob[start : start + PART_BYTES] for start in range(0, len(blob), PART_BYTES)] or [b""]
+    for part, data in enumerate(parts):
+        client.set(keys.checkpoint_part(run, token, number, part), data)
+    pointer = {
+        "token": token,
+        "number": number,
+        "parts": len(parts),
+        "bytes": len(blob),
+        "crc32": zlib.crc32(blob),
+        "meta": meta,
+    }
+    old = _part_keys(run, previous) if previous else []
+    fenced(client, _FLIP, [keys.state(run), *old], token, json.dumps(pointer))
+
+
+def load(client: Redis, run: str) -> tuple[bytes, dict[str, Any]] | None:
+    """The newest checkpoint as (tensors, meta), or None if there is none.
+
+    Raises:
+        StoreError: parts are missing or damaged.
+    """
+    pointer = _pointer(client, run)
+    if pointer is None:
+        return None
+    parts = [cast("bytes | None", client.get(key)) for key in _part_keys(run, pointer)]
+    blob = b"".join(part or b"" for part in parts)
+    if len(blob) != pointer["bytes"] or zlib.crc32(blob) != pointer["crc32"]:
+        raise StoreError(
+            f"run {run}: checkpoint {pointer['number']} is damaged ({len(blob)} of {pointer['bytes']} bytes); "
+            "restore the server's data or start the run anew"
+        )
+    return blob, pointer["meta"]
+
+
+def _pointer(client: Redis, run: str) -> dict[str, Any] | None:
+    raw = cast("bytes | None", client.hget(keys.state(run), "checkpoint"))
+    return json.loads(raw) if raw else None
+
+
+def _part_keys(run: str, pointer: dict[str, Any]) -> list[str]:
+    return [
+        keys.checkpoint_part(run, pointer["token"], pointer["number"], part)
+        for part in range(pointer["parts"])
+    ]

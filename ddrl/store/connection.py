@@ -1,0 +1,254 @@
+"""Which server is used, how it is reached, and whether it will do.
+
+`DDRL_REDIS_URL` names a server. Without it every process of a user resolves the same embedded one: a unix
+socket in `runtime_dir()`, data and password in `state_dir()`. The embedded server always requires its
+password, so that opening TCP later (`ddrl up --listen`) changes nothing for those already connected.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import secrets
+import stat
+import tempfile
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, quote, urlsplit
+
+import redis
+from redis.backoff import ExponentialBackoff
+from redis.exceptions import (
+    AuthenticationError,
+    AuthenticationWrongNumberOfArgsError,
+    BusyLoadingError,
+    NoPermissionError,
+    RedisError,
+    ResponseError,
+)
+from redis.retry import Retry
+
+URL_VARIABLE = "DDRL_REDIS_URL"
+OLDEST_VERSION = (6, 2)
+SCHEMES = ("redis", "rediss", "unix")
+MAX_SOCKET_PATH_BYTES = 103  # macOS; Linux takes 107
+RETRIES = 4  # after the first try, waiting 0.2, 0.4, 0.8 and 1 s: longer than a restart of the embedded server
+
+
+UNREACHABLE = (redis.ConnectionError, redis.TimeoutError)
+"""What a client raises when the server does not answer, now or for the time being."""
+
+
+class StoreError(RuntimeError):
+    """The server or its place cannot be used; the message names it, its value and the remedy, in one line."""
+
+
+def state_dir() -> Path:
+    """Where the embedded server's data, log and password stay: `$XDG_STATE_HOME/ddrl`, else `~/.local/state/ddrl`."""
+    base = _xdg("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return _private_folder(base / "ddrl", "set XDG_STATE_HOME to a folder that is yours")
+
+
+def runtime_dir() -> Path:
+    """Where the socket and the users' lock are: `$XDG_RUNTIME_DIR/ddrl`, else a folder under the temp folder.
+
+    Whoever can replace the socket receives the password, hence the folder must be the user's and closed to others.
+    A socket path that the kernel would refuse as too long moves to a short folder named by a hash of the long one.
+    """
+    base, uid = _xdg("XDG_RUNTIME_DIR"), os.getuid()
+    folder = base / "ddrl" if base else Path(tempfile.gettempdir()) / f"ddrl-{uid}"
+    if len(os.fsencode(folder / "redis.sock")) > MAX_SOCKET_PATH_BYTES:
+        name = f"ddrl-{uid}-{hashlib.sha256(os.fsencode(folder)).hexdigest()[:8]}"
+        folder = Path(tempfile.gettempdir()) / name
+        if len(os.fsencode(folder / "redis.sock")) > MAX_SOCKET_PATH_BYTES:
+            folder = Path("/tmp") / name
+    return _private_folder(folder, "set XDG_RUNTIME_DIR to a folder that is yours")
+
+
+def socket_path() -> Path:
+    """The embedded server's unix socket."""
+    return runtime_dir() / "redis.sock"
+
+
+def password() -> str:
+    """The embedded server's password, made at the first call and kept (mode 0600) in `state_dir()`."""
+    path = state_dir() / "password"
+    try:
+        if not path.exists():
+            draft = path.with_name(f"password.{os.getpid()}.{secrets.token_hex(4)}")
+            draft.touch(mode=0o600, exist_ok=False)
+            draft.write_text(secrets.token_hex(24))
+            try:
+                os.link(draft, path)  # unlike a rename this never replaces the one another process just made
+            except FileExistsError:
+                pass
+            finally:
+                draft.unlink()
+        text = path.read_text().strip()
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be used ({error.strerror}); make it yours (mode 600)") from error
+    if not re.fullmatch(r"[0-9a-f]{32,}", text):
+        raise StoreError(f"{path}: not a password made by ddrl; end all ddrl processes and delete the file")
+    return text
+
+
+def is_embedded() -> bool:
+    """Whether the embedded server is meant, as `DDRL_REDIS_URL` names no other."""
+    return not os.environ.get(URL_VARIABLE)
+
+
+def url() -> str:
+    """The server's URL, password included; show it to people through `mask` only."""
+    return os.environ.get(URL_VARIABLE) or f"unix://:{password()}@{quote(str(socket_path()))}"
+
+
+def broker_url(server_url: str | None = None) -> str:
+    """The same server as Kombu spells it: `redis+socket://` for a unix socket, others as they are."""
+    server_url = _checked(server_url or url())
+    if not server_url.startswith("unix://"):
+        return server_url
+    parts = urlsplit(server_url)
+    credentials = parts.netloc.rpartition("@")[0]
+    database = parse_qs(parts.query).get("db", ["0"])[0]
+    query = "" if database == "0" else f"?virtual_host={quote(database)}"
+    return f"redis+socket://{credentials + '@' if credentials else ''}{parts.path}{query}"
+
+
+def mask(server_url: str) -> str:
+    """`server_url` with the password, wherever it stands, replaced by `***`."""
+    hidden = re.sub(r"(://[^:/?]*:).*@", r"\1***@", server_url)
+    return re.sub(r"([?&]password=)[^&]*", r"\1***", hidden)
+
+
+def connect(server_url: str | None = None) -> redis.Redis:
+    """A client with explicit timeouts; nothing is sent before its first command.
+
+    Failed commands are sent again a few times, so a script that appends must be idempotent (ours are).
+
+    Raises:
+        StoreError: the URL has a scheme or an option that is unknown.
+    """
+    return _client(server_url, reply_timeout_s=10.0)
+
+
+def connect_blocking(server_url: str | None = None, *, block_ms: int = 2000) -> redis.Redis:
+    """A client for reads that block up to `block_ms`: its timeout lies 5 s beyond, so a quiet stream is no error."""
+    return _client(server_url, reply_timeout_s=block_ms / 1000 + 5.0)
+
+
+def check(client: redis.Redis) -> None:
+    """Refuse a server that cannot be reached, is too old, or would evict keys.
+
+    Raises:
+        StoreError: one line with the server (password masked), what is wrong, and the remedy.
+    """
+    where = _where(client)
+    remedy = "start the server" if is_embedded() else f"start the server or set {URL_VARIABLE}"
+    try:
+        client.ping()
+        info: Any = client.info()
+    except AuthenticationWrongNumberOfArgsError as error:
+        raise StoreError(f"{where}: the server is too old to know users; use Redis >= 6.2 or Valkey") from error
+    except AuthenticationError as error:
+        raise StoreError(_auth_message(where, client)) from error
+    except BusyLoadingError as error:
+        raise StoreError(f"{where}: still loading its data; wait and try again") from error
+    except NoPermissionError as error:
+        raise StoreError(f"{where}: {error}; allow the user +@all on ~ddrl:* or use another one") from error
+    except ResponseError as error:
+        raise StoreError(f"{where}: PING or INFO was refused ({error}); use Redis >= 6.2 or Valkey") from error
+    except (RedisError, OSError) as error:
+        raise StoreError(f"{where}: no server reachable ({_reason(error)}); {remedy}") from error
+    version = str(info.get("redis_version", "unknown"))
+    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < OLDEST_VERSION:
+        raise StoreError(f"{where}: server version {version} is too old; use Redis >= 6.2 or Valkey")
+    policy = _eviction_policy(client, info)
+    if policy not in (None, "noeviction"):
+        raise StoreError(
+            f"{where}: maxmemory-policy is {policy}, which drops experience in silence;"
+            " run CONFIG SET maxmemory-policy noeviction and keep it in the server's configuration"
+        )
+
+
+def _client(server_url: str | None, reply_timeout_s: float) -> redis.Redis:
+    server_url = _checked(server_url or url())
+    keepalive = {} if server_url.startswith("unix://") else {"socket_keepalive": True}
+    try:
+        return redis.Redis.from_url(
+            server_url,
+            socket_timeout=reply_timeout_s,
+            socket_connect_timeout=3.0,
+            health_check_interval=30,
+            retry=Retry(ExponentialBackoff(cap=1.0, base=0.1), RETRIES),
+            decode_responses=False,
+            **keepalive,
+        )
+    except (ValueError, TypeError) as error:
+        raise StoreError(f"{mask(server_url)}: {error}; correct {URL_VARIABLE}") from error
+
+
+def _checked(server_url: str) -> str:
+    """`server_url`, if its scheme is one that both redis-py and Kombu can be told."""
+    scheme = server_url.partition("://")[0]
+    if scheme not in SCHEMES or "://" not in server_url:
+        expected = ", ".join(f"{name}://" for name in SCHEMES)
+        raise StoreError(f"{mask(server_url)}: unknown scheme of a server URL; use one of {expected}")
+    return server_url
+
+
+def _eviction_policy(client: redis.Redis, info: dict[str, Any]) -> str | None:
+    """INFO names it on every server known to us; where it does not, and CONFIG is forbidden, nobody can tell."""
+    if "maxmemory_policy" in info:
+        return str(info["maxmemory_policy"])
+    try:
+        reply: Any = client.config_get("maxmemory-policy")
+    except ResponseError:
+        return None
+    values = [value.decode() if isinstance(value, bytes) else str(value) for value in reply.values()]
+    return values[0] if values else None
+
+
+def _where(client: redis.Redis) -> str:
+    """The client's server as people write it, never with its password."""
+    options = client.connection_pool.connection_kwargs
+    if "path" in options:
+        return f"unix://{options['path']}"
+    secure = issubclass(client.connection_pool.connection_class, redis.SSLConnection)
+    user = f"{options['username']}:***@" if options.get("username") else ":***@" if options.get("password") else ""
+    address = f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"
+    return f"{'rediss' if secure else 'redis'}://{user}{address}/{options.get('db') or 0}"
+
+
+def _auth_message(where: str, client: redis.Redis) -> str:
+    if client.connection_pool.connection_kwargs.get("password") is None:
+        return f"{where}: the server requires a password; write it into {URL_VARIABLE} as scheme://:password@..."
+    if is_embedded():
+        return f"{where}: the password in {state_dir() / 'password'} is not the server's; end all ddrl processes first"
+    return f"{where}: the server refuses the user or password; correct {URL_VARIABLE}"
+
+
+def _reason(error: Exception) -> str:
+    """What the system said, in one line, without redis-py's own decoration."""
+    cause = error.__cause__ or error
+    return (cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause)).splitlines()[0]
+
+
+def _xdg(variable: str) -> Path | None:
+    """An XDG base folder; relative values are to be ignored, says the specification."""
+    value = os.environ.get(variable, "")
+    return Path(value) if os.path.isabs(value) else None
+
+
+def _private_folder(folder: Path, remedy: str) -> Path:
+    """`folder`, made with mode 0700 if absent; refused if it is another's, a link, or open to others."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.lstat()
+    except OSError as error:
+        raise StoreError(f"{folder}: cannot be made ({error.strerror}); {remedy}") from error
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        raise StoreError(f"{folder}: is not a folder of user {os.getuid()}; {remedy}")
+    if status.st_mode & 0o077:
+        raise StoreError(f"{folder}: mode {status.st_mode & 0o777:o} lets others in; run chmod 700 {folder}")
+    return folder

@@ -1,0 +1,298 @@
+"""The experience stream: the single-call append of collectors, the reads and trims of the learner.
+
+An entry holds a fragment's fields (codec.py) and four counters written by the append:
+`f`, `n`, `b`: cumulative fragments, transitions and bytes, this entry included; `s`: this entry's bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, cast
+
+from redis import Redis
+
+from ddrl import keys
+from ddrl.store.lease import FENCE, fenced
+
+ENTRY_OVERHEAD_BYTES = 128  # of an entry in the server: measured 75 to 83, counters and names besides
+REPLY_BYTES = 8 * 1024**2  # aim for one read
+EPISODES_LENGTH = 20_000
+DEAD_LENGTH = 1_000
+
+
+class Answer(Enum):
+    """What a collector is told by an append."""
+
+    GO = "GO"  # written; play on
+    WAIT = "WAIT"  # written; the allowance is used up
+    YIELD = "YIELD"  # written; end the segment
+    FULL = "FULL"  # not written: the byte budget is used up; append the same again later
+    STOPPED = "STOPPED"  # not written: the run has ended or is gone
+
+
+@dataclass(frozen=True)
+class Appended:
+    """The reply to an append.
+
+    Attributes:
+        answer: see `Answer`.
+        version: latest published version of the weights.
+        allowance_id: entry of the allowance stream that the answer rests on; wait for a later one.
+        remaining_steps: of the allowance; negative when it is overshot.
+    """
+
+    answer: Answer
+    version: int
+    allowance_id: bytes
+    remaining_steps: int
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One entry of the stream, with its cumulative counts."""
+
+    entry_id: bytes
+    fields: Mapping[bytes, bytes]
+
+    @property
+    def cumulative_fragments(self) -> int:
+        """Fragments appended up to and with this one."""
+        return int(self.fields[b"f"])
+
+    @property
+    def cumulative_steps(self) -> int:
+        """Transitions appended up to and with this one."""
+        return int(self.fields[b"n"])
+
+
+_APPEND = """
+-- KEYS: 1 state (hash), 2 experience (stream), 3 producers (hash: id -> "incarnation seq steps ms host"),
+--       4 episodes (stream)
+-- ARGV: 1 producer, 2 incarnation, 3 seq, 4 transitions, 5 bytes, 6 played ms, 7 host, 8 episodes (JSON or ""),
+--       9 cap of the episodes stream, 10... fields of the entry
+local state = redis.call('HMGET', KEYS[1], 'status', 'allowance', 'version', 'allowance_id', 'max_bytes',
+  'appended_fragments', 'appended_steps', 'appended_bytes', 'trimmed_bytes')
+local status, allowance, version = state[1], tonumber(state[2] or 0), tonumber(state[3] or -1)
+local allowance_id, max_bytes = state[4] or '0-0', tonumber(state[5] or 0)
+local fragments, steps = tonumber(state[6] or 0), tonumber(state[7] or 0)
+local bytes, trimmed = tonumber(state[8] or 0), tonumber(state[9] or 0)
+if status ~= 'active' and status ~= 'paused' then return {'STOPPED', version, allowance_id, 0} end
+local last = redis.call('HGET', KEYS[3], ARGV[1])
+local last_steps, repeated = 0, false
+if last then
+  local incarnation, seq, played = string.match(last, '^(%d+) (%d+) (%d+) ')
+  last_steps = tonumber(played)
+  repeated = incarnation == ARGV[2] and tonumber(ARGV[3]) <= tonumber(seq)
+end
+if repeated then
+  redis.call('HINCRBY', KEYS[1], 'duplicates', 1)
+else
+  if bytes - trimmed + tonumber(ARGV[5]) > max_bytes then
+    redis.call('HINCRBY', KEYS[1], 'full', 1)
+    return {'FULL', version, allowance_id, allowance - steps}
+  end
+  local time = redis.call('TIME')
+  local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
+  fragments, steps, bytes = fragments + 1, steps + tonumber(ARGV[4]), bytes + tonumber(ARGV[5])
+  local entry = {'f', fragments, 'n', steps, 'b', bytes, 's', ARGV[5]}
+  for i = 10, #ARGV do entry[#entry + 1] = ARGV[i] end
+  redis.call('XADD', KEYS[2], '*', unpack(entry))
+  redis.call('HSET', KEYS[1], 'appended_fragments', fragments, 'appended_steps', steps, 'appended_bytes', bytes)
+  redis.call('HSETNX', KEYS[1], 'first_step_ms', now_ms - tonumber(ARGV[6]))
+  redis.call('HSET', KEYS[3], ARGV[1],
+    ARGV[2] .. ' ' .. ARGV[3] .. ' ' .. (last_steps + tonumber(ARGV[4])) .. ' ' .. now_ms .. ' ' .. ARGV[7])
+  if ARGV[8] ~= '' then
+    redis.call('XADD', KEYS[4], 'MAXLEN', '~', ARGV[9], '*', 'returns', ARGV[8], 'env_steps', steps)
+  end
+end
+local answer = 'GO'
+if status == 'paused' then answer = 'YIELD' elseif steps >= allowance then answer = 'WAIT' end
+return {answer, version, allowance_id, allowance - steps}
+"""
+
+
+def new_producer(client: Redis) -> int:
+    """An id that no other collector has or had on this server."""
+    return cast(int, client.incr(keys.PRODUCERS))
+
+
+def append(
+    client: Redis,
+    run: str,
+    fields: Mapping[bytes, bytes],
+    *,
+    producer: int,
+    incarnation: int,
+    seq: int,
+    num_transitions: int,
+    episode_returns: Sequence[float] = (),
+    played_ms: int = 0,
+    host: str = "-",
+) -> Appended:
+    """Append one fragment, once: repeating the call writes nothing more and answers as the first time.
+
+    Args:
+        fields: the encoded fragment.
+        producer, incarnation, seq: its identity.
+        num_transitions: what it adds to `env_steps`.
+        episode_returns: of the training episodes that ended in it.
+        played_ms: time that the play took; the first fragment dates the run's first step with it.
+        host: where it was played.
+    """
+    flat: list[bytes] = [part for pair in fields.items() for part in pair]
+    size = sum(map(len, flat)) + ENTRY_OVERHEAD_BYTES
+    reply = client.eval(
+        _APPEND,
+        4,
+        keys.state(run),
+        keys.experience(run),
+        keys.producers(run),
+        keys.episodes(run),
+        producer,
+        incarnation,
+        seq,
+        num_transitions,
+        size,
+        played_ms,
+        host,
+        json.dumps([round(value, 3) for value in episode_returns]) if episode_returns else "",
+        EPISODES_LENGTH,
+        *flat,
+    )
+    answer, version, allowance_id, remaining = cast("tuple[bytes, int, bytes, int]", reply)
+    return Appended(Answer(answer.decode()), version, allowance_id, remaining)
+
+
+def read(
+    client: Redis, run: str, cursor: bytes, *, count: int, block_ms: int | None = None, until: bytes = b"+"
+) -> list[Entry]:
+    """Entries after `cursor`, oldest first, at most `count`; waits up to `block_ms` for the first one.
+
+    With `until`, entries up to that one and no waiting.
+    """
+    key = keys.experience(run)
+    if block_ms is None:
+        raw = cast("list[Any]", client.xrange(key, min=b"(" + cursor, max=until, count=count))
+    else:
+        reply = cast("list[Any]", client.xread({key: cursor}, count=count, block=block_ms))
+        raw = reply[0][1] if reply else []
+    return [Entry(entry_id, fields) for entry_id, fields in raw]
+
+
+def read_count(client: Redis, run: str) -> int:
+    """How many entries make a reply of about REPLY_BYTES."""
+    length = cast(int, client.xlen(keys.experience(run)))
+    values = cast("list[bytes | None]", client.hmget(keys.state(run), ["appended_bytes", "trimmed_bytes"]))
+    live_bytes = int(values[0] or 0) - int(values[1] or 0)
+    return max(1, min(1024, REPLY_BYTES * length // max(live_bytes, 1))) if length else 64
+
+
+_TRIM = (
+    FENCE
+    + """
+-- KEYS: state, experience. ARGV: token, first entry that stays.
+local removed = redis.call('XTRIM', KEYS[2], 'MINID', ARGV[2])
+local first = redis.call('XRANGE', KEYS[2], '-', '+', 'COUNT', 1)[1]
+local trimmed = tonumber(redis.call('HGET', KEYS[1], 'appended_bytes') or 0)
+if first then
+  local size = 0
+  for i = 1, #first[2], 2 do
+    if first[2][i] == 'b' then trimmed = tonumber(first[2][i + 1]) end
+    if first[2][i] == 's' then size = tonumber(first[2][i + 1]) end
+  end
+  trimmed = trimmed - size
+end
+redis.call('HSET', KEYS[1], 'trimmed_bytes', trimmed)
+return removed
+"""
+)
+
+
+def trim(client: Redis, run: str, token: int, first_kept: bytes) -> int:
+    """Drop the entries before `first_kept`; the number dropped.
+
+    Raises:
+        LeaseLostError: another learner took over.
+    """
+    return cast(int, fenced(client, _TRIM, [keys.state(run), keys.experience(run)], token, first_kept))
+
+
+_REFUSE = (
+    FENCE
+    + """
+-- KEYS: state, dead. ARGV: token, cap, entry id, reason, head of the entry's header.
+redis.call('HINCRBY', KEYS[1], 'dead', 1)
+return redis.call('XADD', KEYS[2], 'MAXLEN', '~', ARGV[2], '*', 'entry', ARGV[3], 'reason', ARGV[4], 'head', ARGV[5])
+"""
+)
+
+
+def refuse(client: Redis, run: str, token: int, entry_id: bytes, head: bytes, reason: str) -> None:
+    """Note an entry that cannot be used, with the reason and the head of its header.
+
+    Raises:
+        LeaseLostError: another learner took over.
+    """
+    script_keys = [keys.state(run), keys.dead(run)]
+    fenced(client, _REFUSE, script_keys, token, DEAD_LENGTH, entry_id, reason[:500], head)
+
+
+_ALLOW = (
+    FENCE
+    + """
+-- KEYS: state, allowance (stream of one entry). ARGV: token, allowance, updates.
+local version = redis.call('HGET', KEYS[1], 'version')
+local id = redis.call('XADD', KEYS[2], 'MAXLEN', 1, '*', 'allowance', ARGV[2], 'version', version)
+redis.call('HSET', KEYS[1], 'allowance', ARGV[2], 'allowance_id', id, 'updates', ARGV[3])
+return id
+"""
+)
+
+
+def allow(client: Redis, run: str, token: int, allowance: int, updates: int) -> None:
+    """Raise what may be played, and wake the collectors that wait for it.
+
+    Raises:
+        LeaseLostError: another learner took over.
+    """
+    fenced(client, _ALLOW, [keys.state(run), keys.allowance(run)], token, allowance, updates)
+
+
+def await_allowance(client: Redis, run: str, after: bytes, *, block_ms: int) -> bool:
+    """Wait up to `block_ms` for word later than `after`; False if there was none."""
+    return bool(client.xread({keys.allowance(run): after}, count=1, block=block_ms))
+
+
+def remaining(client: Redis, run: str) -> Appended:
+    """What an append would be answered now, without appending."""
+    names = ["status", "version", "allowance_id", "allowance", "appended_steps"]
+    raw = cast("list[bytes | None]", client.hmget(keys.state(run), names))
+    steps = int(raw[3] or 0) - int(raw[4] or 0)
+    answers = {b"active": Answer.GO if steps > 0 else Answer.WAIT, b"paused": Answer.YIELD}
+    answer = answers.get(raw[0] or b"", Answer.STOPPED)
+    return Appended(answer, int(raw[1] or -1), raw[2] or b"0-0", steps)
+
+
+def episodes(client: Redis, run: str, after: bytes = b"0-0") -> tuple[list[dict[str, Any]], bytes]:
+    """Finished training episodes after an entry: rows of time_s, env_steps, returns; and the last entry's id."""
+    raw = cast("list[Any]", client.xrange(keys.episodes(run), min=b"(" + after))
+    rows = [
+        {
+            "time_s": int(entry_id.split(b"-")[0]) / 1e3,
+            "env_steps": int(fields[b"env_steps"]),
+            "returns": json.loads(fields[b"returns"]),
+        }
+        for entry_id, fields in raw
+    ]
+    return rows, raw[-1][0] if raw else after
+
+
+def before(entry_id: bytes) -> bytes:
+    """The largest id below `entry_id`: as a cursor, it makes that entry the next one read."""
+    milliseconds, _, number = entry_id.partition(b"-")
+    if int(number or 0) > 0:
+        return b"%d-%d" % (int(milliseconds), int(number) - 1)
+    return b"%d-%d" % (int(milliseconds) - 1, 2**64 - 1) if int(milliseconds) else b"0-0"

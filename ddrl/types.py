@@ -1,0 +1,144 @@
+"""What travels: plain frozen data, with the shape, the unit and the invariant of every field.
+
+Axes: T steps, N environments played side by side, B batch, K sparse rows. `*O` is the shape of one
+observation, `*A` that of one action. Nothing here imports torch or redis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class EnvSpec:
+    """The spaces of an environment, as much of them as a network or an algorithm must know.
+
+    Attributes:
+        env_id: Gymnasium id or "module:callable".
+        observation_shape: `*O`.
+        observation_dtype: NumPy name, such as "float32" or "uint8".
+        action_kind: "continuous" (a bounded Box) or "discrete".
+        action_shape: `*A`; () for discrete actions.
+        num_actions: number of choices; 0 for continuous actions.
+        action_low, action_high: [*A] flattened bounds of a continuous action, in the environment's unit.
+    """
+
+    env_id: str
+    observation_shape: tuple[int, ...]
+    observation_dtype: str
+    action_kind: Literal["continuous", "discrete"]
+    action_shape: tuple[int, ...]
+    num_actions: int = 0
+    action_low: tuple[float, ...] = ()
+    action_high: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """T steps of N environments under one policy version: the unit that goes over the wire.
+
+    Invariants: every column's first axis is time and its second the environment; `observation` has one
+    row more than the others, the last one only bootstraps. Autoreset is SAME_STEP: the row after an
+    ending is the first observation of the next episode; the true last observation of a *truncated*
+    episode is kept in `final_observation`.
+
+    Attributes:
+        run: id of the run.
+        producer: id of the collector, from INCR on the server.
+        incarnation: random token of the process that played; a producer never changes it.
+        seq: 0, 1, 2, ... without a gap for one (producer, incarnation).
+        policy_version: version of the weights that chose all actions.
+        context: C leading steps that are not trained on.
+        observation: [C+T+1, N, *O].
+        action: [C+T, N, *A], float32 in the environment's unit, or int64.
+        reward: [C+T, N] float32, as scaled for training.
+        terminated: [C+T, N] bool, the episode ended by its own rules.
+        truncated: [C+T, N] bool, the episode was cut (a time limit); never together with terminated.
+        final_index: [K, 2] int32, (step, environment) of each truncated step, in order of time.
+        final_observation: [K, *O], the true observation after each of those steps.
+        episode_return: [E] float32, undiscounted and unscaled returns of the episodes that ended here.
+        episode_length: [E] int32, their lengths in agent steps.
+        extras: further columns [C+T, N, ...] that an algorithm asked for, such as behavior_log_prob.
+    """
+
+    run: str
+    producer: int
+    incarnation: int
+    seq: int
+    policy_version: int
+    context: int
+    observation: np.ndarray
+    action: np.ndarray
+    reward: np.ndarray
+    terminated: np.ndarray
+    truncated: np.ndarray
+    final_index: np.ndarray
+    final_observation: np.ndarray
+    episode_return: np.ndarray
+    episode_length: np.ndarray
+    extras: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    @property
+    def num_steps(self) -> int:
+        """T: the steps that are trained on."""
+        return len(self.reward) - self.context
+
+    @property
+    def num_envs(self) -> int:
+        """N."""
+        return int(self.reward.shape[1])
+
+    @property
+    def num_transitions(self) -> int:
+        """T * N: what the fragment adds to `env_steps`."""
+        return self.num_steps * self.num_envs
+
+
+@dataclass(frozen=True)
+class Batch:
+    """B independent n-step transitions; NumPy arrays as sampled, tensors once on the device.
+
+    Attributes:
+        observation: [B, *O] s_t.
+        action: [B, *A] the action taken at s_t.
+        n_step_return: [B] sum of gamma^i * r_{t+i} for i < k, k <= n the steps that could be used.
+        bootstrap_discount: [B] gamma^k, or 0 where the episode *terminated* within the k steps.
+        next_observation: [B, *O] s_{t+k}; after a truncation the true final observation.
+    """
+
+    observation: Any
+    action: Any
+    n_step_return: Any
+    bootstrap_discount: Any
+    next_observation: Any
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """What playing a fixed list of seeds gave.
+
+    Attributes:
+        policy_version: version of the weights that played.
+        seeds: one per episode.
+        returns: undiscounted episode returns, in the order of the seeds, in reward units of the environment.
+        lengths: episode lengths in agent steps.
+    """
+
+    policy_version: int
+    seeds: tuple[int, ...]
+    returns: tuple[float, ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def return_mean(self) -> float:
+        """Mean episode return."""
+        return float(np.mean(self.returns))
+
+    @property
+    def return_std(self) -> float:
+        """Standard deviation over the episodes (population)."""
+        return float(np.std(self.returns))
