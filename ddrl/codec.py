@@ -36,7 +36,7 @@ _MAX_HEADER_BYTES = 64 * 1024
 _MAX_COLUMNS = 64
 _MAX_RANK = 8
 _CHUNK_HEADER_BYTES = 32
-# Bytes of a chunk's header (blosc2 README_CHUNK_FORMAT): [16:22] filters: none, shuffle, bit shuffle, no plugins;
+# In a chunk's header (blosc2 README_CHUNK_FORMAT): [16:22] filters: none, shuffle, bit shuffle, no plugins;
 # [31] kind: plain or all zeros. Lazy and uninitialized chunks would read what the entry does not hold.
 _PLAIN_FILTERS = frozenset({0, 1, 2})
 _PLAIN_KINDS = frozenset({0, 1 << 4})
@@ -150,14 +150,14 @@ def decode(fields: Mapping[bytes, bytes], *, max_bytes: int = MAX_BYTES) -> Frag
 
 
 def encode_weights(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None) -> bytes:
-    """Named arrays, and texts about them, as safetensors bytes.
+    """Named arrays as safetensors bytes, with `metadata` in their header.
 
     Raises:
         CodecError: an array has a dtype that safetensors does not know.
     """
+    tensors = {name: np.asarray(array, order="C") for name, array in arrays.items()}  # keeps scalars scalar
     try:
-        contiguous = {name: np.asarray(array, order="C") for name, array in arrays.items()}
-        return safetensors_numpy.save(contiguous, dict(metadata or {}) or None)
+        return safetensors_numpy.save(tensors, dict(metadata) if metadata else None)
     except (SafetensorError, KeyError, ValueError, TypeError) as error:
         raise CodecError(f"weights: cannot be written as safetensors ({_one_line(error)})") from None
 
@@ -175,10 +175,20 @@ def decode_weights(data: bytes) -> dict[str, np.ndarray]:
 
 
 def weights_metadata(data: bytes) -> dict[str, str]:
-    """The texts of safetensors bytes that `decode_weights` has accepted; empty where there are none."""
-    size = int.from_bytes(data[:8], "little")
-    found = json.loads(data[8 : 8 + size]).get("__metadata__") or {}
-    return {str(name): str(text) for name, text in found.items()}
+    """The metadata in the header of safetensors bytes (8 bytes of length, then JSON); empty where none is.
+
+    Raises:
+        CodecError: the bytes are not safetensors, or the metadata is not text by text.
+    """
+    length = int.from_bytes(data[:8], "little")
+    try:
+        header = json.loads(data[8 : 8 + length])
+    except (ValueError, RecursionError) as error:
+        raise CodecError(f"weights: not safetensors ({_one_line(error)})") from None
+    metadata = header.get("__metadata__", {}) if isinstance(header, dict) else None
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CodecError("weights: the metadata is no mapping of text to text")
+    return metadata
 
 
 def _one_line(error: Exception) -> str:

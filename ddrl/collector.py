@@ -193,7 +193,8 @@ class Collector:
             if getattr(found, name) != getattr(known, name):
                 self._vector.close()
                 raise envs.EnvError(
-                    f"{env_id}: {name} is {getattr(found, name)} here, the run expects {getattr(known, name)}; "
+                    f"{env_id}: {name} is {getattr(found, name)} here, "
+                    f"the run expects {getattr(known, name)}; "
                     "install the same version of the environment everywhere"
                 )
 

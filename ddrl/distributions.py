@@ -48,7 +48,7 @@ def tanh_gaussian_sample(mean: Tensor, log_std: Tensor, noise: Tensor) -> tuple[
         [..., A] the action in (-1, 1), and [...] its log density in nats, summed over the A dimensions.
     """
     pre_tanh = torch.addcmul(mean, log_std.exp(), noise)  # [..., A]
-    # -noise^2 / 2 - log_std - log(2 pi) / 2 - 2 (log 2 - u - softplus(-2u)), the constants taken out of the sum
+    # -noise^2 / 2 - log_std - log(2 pi) / 2 - 2 (log 2 - u - softplus(-2u)), constants taken out
     density = 2.0 * (pre_tanh + F.softplus(-2.0 * pre_tanh)) - (log_std + 0.5 * noise.square())  # [..., A]
     constant = (0.5 * math.log(2.0 * math.pi) + 2.0 * math.log(2.0)) * mean.shape[-1]
     return torch.tanh(pre_tanh), density.sum(dim=-1) - constant

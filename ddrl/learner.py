@@ -167,6 +167,7 @@ class Learner:
         """Publish and checkpoint what there is; call when the training thread has returned."""
         if self._feed is not None:
             self._feed.stop()
+        self._note()
         if self._updates > self._published_updates:
             self._publish(self._updates, self.algorithm.weights())
         self._save(self.counters, self.algorithm.state())
@@ -266,6 +267,8 @@ class Learner:
         if now >= self._renew_at:
             self._renew_at = now + RENEW_S
             lease.renew(self._client, self._run, self._token)
+            self._trim()
+        if self._is_over_budget:
             self._make_room()
         published, self._published = self._published, None
         if published is not None:
@@ -321,29 +324,33 @@ class Learner:
         every = max(self._config.learner.checkpoint_every_s, len(blob) / CHECKPOINT_BYTES_PER_S)
         self._checkpoint_at = time.monotonic() + every
 
-    def _make_room(self) -> None:
-        """Trim what neither the view nor the newest checkpoint needs; near the budget, what only the view needs.
-
-        Entries after the newest checkpoint's cursor stay in any case, so near the budget a checkpoint comes first.
-        """
+    @property
+    def _is_over_budget(self) -> bool:
         total, trimmed = self._stream_bytes
-        budget = int(self._config.replay.max_bytes)
-        if total - trimmed > BUDGET_HIGH * budget:
-            if self._checkpoint is None or self._checkpoint.cursor != self.counters.cursor:
-                self._checkpoint_due.set()
-            cut = total - int(BUDGET_LOW * budget)
-            limit = self._checkpoint.cursor.encode() if self._checkpoint else b"0-0"
-            keep = next((entry for entry, size in list(self._entries) if size > cut), None)
-        elif self._checkpoint is not None:
-            keep, limit = self.counters.oldest.encode(), self._checkpoint.oldest.encode()
-        else:
-            return
-        if keep is None:
-            return
-        first_kept = min(keep, limit, key=_order)
+        return total - trimmed > BUDGET_HIGH * int(self._config.replay.max_bytes)
+
+    def _trim(self) -> None:
+        """Drop from the stream what neither the view nor the newest checkpoint needs."""
+        if self._checkpoint is not None:
+            self._drop_before(min(self.counters.oldest.encode(), self._checkpoint.oldest.encode(), key=_order))
+
+    def _make_room(self) -> None:
+        """Near the budget, drop from the stream the oldest that only the view still needs.
+
+        Entries after the newest checkpoint's cursor stay in any case, so a checkpoint comes first.
+        """
+        if self._checkpoint is None or self._checkpoint.cursor != self.counters.cursor:
+            self._checkpoint_due.set()
+        if self._checkpoint is not None:
+            cut = self._stream_bytes[0] - int(BUDGET_LOW * int(self._config.replay.max_bytes))
+            keep = next((entry for entry, size in list(self._entries) if size > cut), b"0-0")
+            self._drop_before(min(keep, self._checkpoint.cursor.encode(), key=_order))
+
+    def _drop_before(self, first_kept: bytes) -> None:
         if not self._entries or _order(first_kept) <= _order(self._entries[0][0]):
             return
         stream.trim(self._client, self._run, self._token, first_kept)
+        trimmed = self._stream_bytes[1]
         while self._entries and _order(self._entries[0][0]) < _order(first_kept):
             trimmed = self._entries.popleft()[1]
         self._stream_bytes = (self._stream_bytes[0], trimmed)

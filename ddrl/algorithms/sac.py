@@ -1,4 +1,4 @@
-"""Soft actor-critic for bounded continuous actions: Config, pure losses, the learner's SAC, the player's Policy.
+"""Soft actor-critic for bounded continuous actions: options, losses, the learner's SAC, the player's Policy.
 
 Source: Haarnoja et al. 2018, arXiv:1812.05905 (learned temperature, two critics, no value network).
 The policy and the critics work on actions in [-1, 1]; the environment's unit appears only where a batch
@@ -19,8 +19,6 @@ from torch import Tensor
 from ddrl.distributions import LOG_STD_MAX, LOG_STD_MIN, bounded_log_std, tanh_gaussian_sample
 from ddrl.networks.mlp import MLP, EnsembleMLP, FlatParameters
 from ddrl.types import Batch, EnvSpec
-
-_ROWS = 16  # Policy.act computes blocks of this many rows: one shape, hence one BLAS kernel, for every N
 
 
 class Config(BaseModel):
@@ -110,7 +108,10 @@ class Config(BaseModel):
             if not 0 <= float(self.temperature) < math.inf:
                 raise ValueError(f"temperature={self.temperature}: must be finite and >= 0, or 'auto'")
             for name in ("target_entropy", "initial_temperature"):
-                if name in self.model_fields_set and getattr(self, name) != type(self).model_fields[name].default:
+                if (
+                    name in self.model_fields_set
+                    and getattr(self, name) != type(self).model_fields[name].default
+                ):
                     raise ValueError(
                         f"{name}={getattr(self, name)}: has no effect with temperature={self.temperature}; "
                         f"remove it or set temperature='auto'"
@@ -150,8 +151,8 @@ def check(config: Config, spec: EnvSpec) -> None:
 
 
 def critic_loss(
-    q: Tensor, next_target_q: Tensor, next_log_prob: Tensor, n_step_return: Tensor, bootstrap_discount: Tensor,
-    temperature: Tensor,
+    q: Tensor, next_target_q: Tensor, next_log_prob: Tensor, n_step_return: Tensor,
+    bootstrap_discount: Tensor, temperature: Tensor,
 ) -> Tensor:  # fmt: skip
     """Soft Bellman error: the sum over the critics of their mean squared errors.
 
@@ -318,7 +319,7 @@ class SAC:
     def weights(self) -> dict[str, Tensor]:
         """What a `Policy` needs: the actor's parameters by name, as CPU copies."""
         vector = self._actor.vector.detach().to("cpu", copy=True)
-        sections = vector.split([parameter.numel() for parameter in self._actor.parameters])
+        sections = vector.split_with_sizes([parameter.numel() for parameter in self._actor.parameters])
         named = zip(self.actor.named_parameters(), sections, strict=True)
         return {name: section.view(parameter.shape) for (name, parameter), section in named}
 
@@ -379,8 +380,9 @@ def _adam(parameter: Tensor, config: Config) -> torch.optim.Adam:
 class Policy:
     """The actor for rollout and evaluation: plain NumPy on exported weights.
 
-    An action depends on its own observation only, to the last bit: rows are computed in zero-padded blocks
-    of one fixed shape, so the number of rows cannot choose another BLAS kernel.
+    A mode depends on its own observation only, to the last bit: each row is a vector-matrix product of its
+    own, because a matrix product rounds a row differently by its place and by the number of rows.
+    Exploration needs no such promise and takes the faster matrix product.
 
     Args:
         config: options of the algorithm.
@@ -399,8 +401,8 @@ class Policy:
         self._weights: list[np.ndarray[Any, Any]] = []
         self._biases: list[np.ndarray[Any, Any]] = []
 
-    def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Take over what `SAC.weights` returned (CPU tensors, or NumPy arrays of the same names)."""
+    def load(self, weights: Mapping[str, Any]) -> None:
+        """Take over what `SAC.weights` returned: CPU tensors, or arrays as they come off the wire."""
         layers = range(self._num_layers)
         self._weights = [np.array(weights[f"weights.{i}"], np.float32) for i in layers]
         self._biases = [np.array(weights[f"biases.{i}"], np.float32) for i in layers]
@@ -419,19 +421,21 @@ class Policy:
             [N, *A] float32, in the environment's unit, within its bounds.
         """
         size = len(observation)
-        x = np.zeros((-(-size // _ROWS), _ROWS, self._num_inputs), np.float32)
-        x.reshape(-1, self._num_inputs)[:size] = observation
+        x = np.asarray(observation, np.float32).reshape(size, self._num_inputs)
+        if not explore:
+            x = x[:, None]  # [N, 1, O]: NumPy multiplies row by row
         *hidden, last = zip(self._weights, self._biases, strict=True)
         for weight, bias in hidden:
             x = x @ weight
             x += bias
             np.maximum(x, 0.0, out=x)
-        output = (x @ last[0] + last[1]).reshape(-1, 2 * len(self._low))
+        output = (x @ last[0] + last[1]).reshape(size, 2 * len(self._low))
         mean = output[:, : len(self._low)]
         if explore:
             middle, half = (LOG_STD_MAX + LOG_STD_MIN) / 2, (LOG_STD_MAX - LOG_STD_MIN) / 2
-            std = np.exp(np.tanh(output[:size, len(self._low) :]) * half + middle)
-            mean = mean[:size] + std * generator.standard_normal(std.shape, dtype=np.float32)
-        action = (np.tanh(mean) * self._scale + self._center)[:size]
+            std = np.exp(np.tanh(output[:, len(self._low) :]) * half + middle)
+            mean = mean + std * generator.standard_normal(std.shape, dtype=np.float32)
+        action = np.tanh(np.ascontiguousarray(mean)) * self._scale + self._center
         # rounding may step over a bound by one unit in the last place
-        return np.clip(action, self._low, self._high).reshape(size, *self._action_shape)
+        action = np.clip(action, self._low, self._high)
+        return np.ascontiguousarray(action.reshape(size, *self._action_shape), np.float32)

@@ -17,7 +17,7 @@ from ddrl.cli.policies import evaluate, export
 from ddrl.cli.runs import delete, pause, runs, stop, watch
 from ddrl.cli.server import doctor, schema, up
 from ddrl.cli.status import status
-from ddrl.cli.submit import resume, submit
+from ddrl.cli.submit import crew, resume, submit
 
 DONE, FAILED, BAD_INPUT, NO_SERVER, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -45,12 +45,18 @@ COMMANDS: tuple[tuple[str, Callable[..., Any]], ...] = (
 # imported cannot have been raised, so that `ddrl --help` need not import blosc2 or gymnasium for this table.
 _EXPLAINED: tuple[tuple[str, str, int], ...] = (
     ("ddrl.cli.output", "InputError", BAD_INPUT),
+    ("ddrl.cli.output", "ServerError", NO_SERVER),
     ("ddrl.config", "ConfigError", BAD_INPUT),
     ("ddrl.envs", "EnvError", BAD_INPUT),
     ("ddrl.codec", "CodecError", BAD_INPUT),
-    ("ddrl.store.runs", "UnknownRunError", BAD_INPUT),
+    ("ddrl.policy", "PolicyFileError", BAD_INPUT),
     ("ddrl.store.lease", "LeaseLostError", FAILED),
-    ("ddrl.store.connection", "StoreError", NO_SERVER),
+    ("ddrl.crew", "CrewError", FAILED),
+    (
+        "ddrl.store.connection",
+        "StoreError",
+        BAD_INPUT,
+    ),  # of a run; ServerError is what the server is at fault for
     ("redis.exceptions", "RedisError", NO_SERVER),
 )
 
@@ -59,12 +65,13 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="rich",
     epilog=(
-        "Exit codes: 0 done, 1 the run failed, 2 bad input, 3 server not reachable or not fit, 130 interrupted. "
-        "The server is the one DDRL_REDIS_URL names, else one that ddrl starts for you."
+        "Exit codes: 0 done, 1 the run failed, 2 bad input, 3 server not reachable or not fit, "
+        "130 interrupted. The server is the one DDRL_REDIS_URL names, else one that ddrl starts for you."
     ),
 )
 for _panel, _command in COMMANDS:
     app.command(rich_help_panel=_panel)(_command)
+app.command(hidden=True)(crew)  # what `--detach` leaves behind
 
 
 @app.callback(invoke_without_command=True)
@@ -82,7 +89,7 @@ def _root(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command line (without the program's name) and return the exit code; `ddrl --help` lists them."""
+    """Run a command line (without the program's name) and return its exit code; `ddrl --help` lists them."""
     try:
         code = app(sys.argv[1:] if arguments is None else list(arguments), "ddrl", standalone_mode=False)
         return code if isinstance(code, int) else DONE

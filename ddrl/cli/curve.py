@@ -1,4 +1,4 @@
-"""A learning curve in text: training returns as a braille line, evaluations as marks, the target as a rule."""
+"""A learning curve in text: a braille line of training returns, marks of evaluations, the target."""
 
 from __future__ import annotations
 
@@ -40,6 +40,8 @@ def draw(
     """
     width, height = max(width - _LABEL_WIDTH - 1, 8), max(height - 1, 3)
     means = trailing_mean([value for _, value in returns])
+    if len(means) > WINDOW:  # the mean of one or two episodes would only stretch the axis
+        returns, means = returns[WINDOW // 4 :], means[WINDOW // 4 :]
     levels = means + [value for _, value, _ in evaluations]
     end_s = max([when for when, *_ in (*returns, *evaluations)], default=0.0)
     if not levels or end_s <= 0:

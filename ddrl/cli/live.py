@@ -5,22 +5,19 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ddrl.cli.output import Client, duration, number, size
-from ddrl.config import RunConfig
-from ddrl.store import evaluations, metrics, runs, stream, workers
+from ddrl.cli.watcher import Figures, Watcher
 from ddrl.store.runs import RunState
-from ddrl.store.workers import Heartbeat
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+    from rich.table import Table
 
 POLL_S = 0.5
 TICK_S = 0.2
 LINE_S = 5.0
-WORKERS_S = 3.0  # between two looks for workers, which scan the server's keys
 STARTING_S = 10.0  # what the caller starts itself may take so long before its absence is worth a word
 
 # Figures of the learner with a place of their own in the view; all others are the algorithm's.
@@ -34,120 +31,12 @@ _NAMED = (
     "return_mean",
     "replay_size",
     "learner_wait",
+    "admitted",
+    "dead",
+    "version",
+    "elapsed_s",
 )
 _COLORS = {"active": "cyan", "solved": "bold green", "failed": "bold red", "paused": "yellow"}
-
-
-@dataclass
-class Figures:
-    """What is known of a run at one moment; the lists grow from poll to poll.
-
-    Attributes:
-        state: of the run.
-        config: of the run.
-        row: the learner's newest figures; empty before the first.
-        returns: (seconds since the first step, return) of finished training episodes.
-        evaluated: results of evaluations, oldest first.
-        serving: workers that take the run's rollouts.
-        now_s: the server's clock.
-        hint: why nothing happens, and the remedy; empty while all is well.
-    """
-
-    state: RunState
-    config: RunConfig
-    row: Mapping[str, Any] = field(default_factory=dict)
-    returns: list[tuple[float, float]] = field(default_factory=list)
-    evaluated: list[dict[str, Any]] = field(default_factory=list)
-    serving: list[Heartbeat] = field(default_factory=list)
-    now_s: float = 0.0
-    hint: str = ""
-
-    @property
-    def start_s(self) -> float:
-        """The first environment step, or the creation before there is one; server's clock."""
-        return self.state.first_step_s or self.state.created_s
-
-    @property
-    def elapsed_s(self) -> float:
-        """Since `start_s`, up to the end of the run."""
-        return max(0.0, (self.state.ended_s or self.now_s) - self.start_s)
-
-    @property
-    def left_s(self) -> float | None:
-        """Until `stop.time`; None without such a limit."""
-        limit = self.config.stop.time
-        return None if limit is None else max(0.0, limit - self.elapsed_s)
-
-    @property
-    def env_steps(self) -> int:
-        """Appended so far."""
-        return self.state.appended_steps
-
-    @property
-    def updates(self) -> int:
-        """As last told by the learner, in whichever way was later."""
-        return max(self.state.updates, int(self.row.get("updates", 0)))
-
-
-class Watcher:
-    """Polls a run: a few cheap commands, and only what is new of each stream."""
-
-    def __init__(self, client: Client, run: str, *, starting_s: float = 0.0) -> None:
-        self._client = client
-        self._run = run
-        self._queue = rollout_queue(runs.config(client, run).env.id)
-        self._figures = Figures(runs.state(client, run), runs.config(client, run))
-        self._episodes_cursor = self._evaluations_cursor = b"0-0"
-        self._quiet_until = time.monotonic() + starting_s
-        self._next_workers = 0.0
-
-    def poll(self) -> Figures:
-        """What is known now; the same object every time."""
-        client, run, figures = self._client, self._run, self._figures
-        figures.state = runs.state(client, run)
-        figures.now_s = runs.server_ms(client) / 1e3
-        figures.row = metrics.last(client, run)
-        rows, self._episodes_cursor = stream.episodes(client, run, self._episodes_cursor)
-        for row in rows:
-            when = max(0.0, row["time_s"] - figures.start_s)
-            figures.returns.extend((when, value) for value in row["returns"])
-        results, self._evaluations_cursor = evaluations.results(client, run, self._evaluations_cursor)
-        figures.evaluated.extend(results)
-        if time.monotonic() >= self._next_workers and not figures.state.ended:
-            figures.serving = [w for w in workers.alive(client) if self._queue in w.queues]
-            self._next_workers = time.monotonic() + WORKERS_S
-        figures.hint = hint(figures, self._queue, starting=time.monotonic() < self._quiet_until)
-        return figures
-
-
-def rollout_queue(env_id: str) -> str:
-    """Where the rollouts of an environment wait: as `ddrl.celery` names it, which is not imported for a name."""
-    from ddrl import envs
-
-    need = envs.requirement(env_id)
-    return f"ddrl.rollout.{need}" if need else "ddrl.rollout"
-
-
-def hint(figures: Figures, queue: str, *, starting: bool) -> str:
-    """Why nothing plays or learns, and what to do; empty while all is well.
-
-    Args:
-        starting: the caller is starting a learner and workers, so that their absence says nothing yet.
-    """
-    state = figures.state
-    if state.ended:
-        return ""
-    if state.status == "paused":
-        return f"paused: {state.reason}; `ddrl resume {state.run}` goes on"
-    if starting and not state.appended_steps:
-        return "starting"
-    if not state.leased:
-        return "waiting for a learner: start `ddrl learner`"
-    if not figures.serving:
-        return f"no worker plays {queue}: start `celery -A ddrl worker`"
-    if not state.appended_steps:
-        return "waiting for the first steps"
-    return ""
 
 
 def plain_line(figures: Figures) -> str:
@@ -169,6 +58,29 @@ def plain_line(figures: Figures) -> str:
     if figures.hint:
         parts.append(f"({figures.hint})" if len(parts) > 1 else figures.hint)
     return "  ".join(parts)
+
+
+def closing_lines(summary: Mapping[str, Any]) -> str:
+    """What a run came to, for people.
+
+    Args:
+        summary: of `ddrl.artifacts`.
+    """
+    evaluated, run = summary["evaluation"], summary["run"]
+    lines = [
+        f"{run}: {summary['status']} after {duration(summary['train_s'])} of training, "
+        f"{summary['env_steps']:,} env steps, {summary['updates']:,} updates"
+    ]
+    if evaluated:
+        lines.append(
+            f"policy version {summary['policy_version']}: return {evaluated['return_mean']:.1f} "
+            f"± {evaluated['return_std']:.1f} over {evaluated['episodes']} episodes"
+        )
+    if summary["artifacts"]:
+        lines.append(f"artifacts in {summary['artifacts']}")
+    if summary["status"] in ("failed", "stopped", "time"):
+        lines.append(f"continue it with `ddrl resume {run}`, look into it with `ddrl logs {run}`")
+    return "\n".join(lines)
 
 
 def follow(
@@ -257,24 +169,32 @@ def view(figures: Figures, *, width: int, height: int) -> RenderableType:
         (max(0.0, e["time_s"] - figures.start_s), float(e["return_mean"]), e["purpose"] == "confirm")
         for e in figures.evaluated
     ]
+    roomy = height >= 32
+    table = _figures_table(figures, columns=3 if inner >= 100 else 2, others=roomy)
+    last = figures.evaluated[-3 if roomy else -1 :]
+    free = height - 8 - table.row_count - len(last)  # borders, legend, blank lines, the last line, the prompt
     drawing = curve.draw(
-        figures.returns, marks, width=inner, height=max(5, min(14, height - 16)), target=config.stop.return_
+        figures.returns, marks, width=inner, height=max(4, min(14, free)), target=config.stop.return_
     )
-    legend = Text("return over seconds: ", style="dim")
+    legend = Text("return: ", style="dim", no_wrap=True)
     legend.append("⠤ ", style="cyan").append(f"training, mean of {curve.WINDOW}  ", style="dim")
     legend.append("● ", style="bold yellow").append("evaluation  ", style="dim")
-    legend.append("◆ ", style="bold green").append("confirmation  ", style="dim")
+    legend.append("◆ ", style="bold green").append("confirmed  ", style="dim")
     if config.stop.return_ is not None:
         legend.append("╌ ", style="green").append(f"target {config.stop.return_:g}", style="dim")
-    parts: list[RenderableType] = [legend, drawing, Text(), _figures_table(figures)]
-    if figures.evaluated:
-        parts += [Text(), _evaluations_table(figures.evaluated[-3:])]
+    parts: list[RenderableType] = [legend, drawing, Text(), table]
+    if last:
+        parts += [Text(), _evaluations_table(last)]
     if figures.hint:
         parts += [Text(), Text(figures.hint, style="yellow")]
     elif state.reason:
         parts += [Text(), Text(state.reason, style="dim")]
     title = Text.assemble(
-        (state.run, "bold"), "  ", (state.status, _COLORS.get(state.status, "")), "  ", duration(figures.elapsed_s)
+        (state.run, "bold"),
+        "  ",
+        (state.status, _COLORS.get(state.status, "")),
+        "  ",
+        duration(figures.elapsed_s),
     )
     if figures.left_s is not None and not state.ended:
         title.append(f", {duration(figures.left_s)} left")
@@ -282,7 +202,7 @@ def view(figures: Figures, *, width: int, height: int) -> RenderableType:
     return Panel(Group(*parts), title=title, subtitle=subtitle, width=inner + 4, border_style="dim")
 
 
-def _figures_table(figures: Figures) -> RenderableType:
+def _figures_table(figures: Figures, *, columns: int, others: bool) -> Table:
     from rich.table import Table
     from rich.text import Text
 
@@ -293,7 +213,10 @@ def _figures_table(figures: Figures) -> RenderableType:
         ("env steps", f"{figures.env_steps:,}{_rate(row, 'env_steps_per_s', state.ended)}"),
         ("updates", f"{figures.updates:,}{_rate(row, 'updates_per_s', state.ended)}"),
         ("return", number(row.get("return_mean"))),
-        ("samples/insert", f"{number(row.get('samples_per_insert'))} of {config.replay.samples_per_insert:g}"),
+        (
+            "samples/insert",
+            f"{number(row.get('samples_per_insert'))} of {config.replay.samples_per_insert:g}",
+        ),
         ("staleness", f"{number(row.get('staleness'))} versions"),
         ("version", f"{state.version}" if state.version >= 0 else "-"),
         ("replay", f"{int(row.get('replay_size', 0)):,} of {config.replay.capacity:,}"),
@@ -301,20 +224,23 @@ def _figures_table(figures: Figures) -> RenderableType:
         ("learner waits", "-" if wait is None else f"{100 * wait:.0f} %"),
         ("workers", f"{len(figures.serving)} ({processes} processes)"),
     ]
-    cells += [(name, f"{value:.4g}") for name, value in row.items() if _is_other(name, value)]
+    if others:
+        cells += [(name, f"{value:.4g}") for name, value in row.items() if _is_other(name, value)]
     grid = Table.grid(padding=(0, 1), expand=True)
-    for _ in range(3):
+    for _ in range(columns):
         grid.add_column(style="dim", no_wrap=True)
         grid.add_column(no_wrap=True)
-    for start in range(0, len(cells), 3):
-        grid.add_row(*(Text(part) for cell in cells[start : start + 3] for part in cell))
+    for start in range(0, len(cells), columns):
+        grid.add_row(*(Text(part) for cell in cells[start : start + columns] for part in cell))
     return grid
 
 
-def _evaluations_table(rows: list[dict[str, Any]]) -> RenderableType:
+def _evaluations_table(rows: list[dict[str, Any]]) -> Table:
     from rich.table import Table
 
     grid = Table.grid(padding=(0, 3, 0, 0))
+    for _ in range(5):
+        grid.add_column(no_wrap=True)
     for row in reversed(rows):
         grid.add_row(
             f"evaluation of v{row['version']}",

@@ -6,7 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Annotated, Any
 
 import typer
@@ -21,23 +21,29 @@ class InputError(ValueError):
     """A command that cannot be carried out as given; the message is one line with the remedy."""
 
 
+class ServerError(RuntimeError):
+    """The server cannot be reached or will not do; the message is one line with the remedy."""
+
+
 @contextmanager
 def server() -> Iterator[Client]:
     """A checked connection to DDRL_REDIS_URL, or else to the embedded server, held while the context lasts.
 
     Raises:
-        StoreError: not reachable, or not fit.
+        ServerError: not reachable, or not fit.
     """
     from ddrl import embedded
     from ddrl.store import connection
 
-    with embedded.use() as url:
-        client = connection.connect(url)
+    with ExitStack() as stack:
         try:
+            url = stack.enter_context(embedded.use())
+            client = connection.connect(url)
+            stack.callback(client.close)
             connection.check(client)
-            yield client
-        finally:
-            client.close()
+        except connection.StoreError as error:
+            raise ServerError(str(error)) from error
+        yield client
 
 
 def emit(value: Any) -> None:

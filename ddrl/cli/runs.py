@@ -54,13 +54,16 @@ def runs(
 def watch(run: Run = "last", json_output: Json = False) -> None:
     """Follow a run until it ends; exit code 1 if it failed."""
     from ddrl import artifacts
-    from ddrl.cli.live import follow
+    from ddrl.cli.live import closing_lines, follow
 
     with server() as client:
         run = store.resolve(client, run)
         state = follow(client, run, json_output=json_output)
-        if json_output:
-            emit(artifacts.summary(client, run))
+        summary = artifacts.summary(client, run)
+    if json_output:
+        emit(summary)
+    else:
+        print(closing_lines(summary))
     if state.status == "failed":
         raise typer.Exit(1)
 
@@ -76,7 +79,9 @@ def pause(run: Run = "last", json_output: Json = False) -> None:
 
 
 def delete(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Id of an ended run, the start of one, or: last.")],
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="Id of an ended run, the start of one, or: last.")
+    ],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     files: Annotated[bool, typer.Option("--files", help="Delete its folder of artifacts too.")] = False,
     json_output: Json = False,
@@ -131,7 +136,8 @@ def _change(run: str, new: str, reason: str, json_output: bool) -> None:
         run = store.resolve(client, run)
         old = store.state(client, run)
         if old.ended:
-            raise InputError(f"run {run}: has already ended ({old.status}); `ddrl resume {run}` continues it")
+            remedy = "" if old.status == "solved" else f"; `ddrl resume {run}` continues it"
+            raise InputError(f"run {run}: has already ended ({old.status}){remedy}")
         if old.status == new:
             raise InputError(f"run {run}: is already {new}; `ddrl resume {run}` continues it")
         if not store.set_status(client, run, new, reason):
@@ -146,7 +152,9 @@ def _own_folder(state: store.RunState) -> Path | None:
     """The run's folder if it is on this machine and really the run's."""
     folder = Path(state.folder) if state.folder else Path("runs") / state.run
     if state.host and state.host != socket.gethostname():
-        raise InputError(f"run {state.run}: its folder is on {state.host}; delete {folder} there, without --files here")
+        raise InputError(
+            f"run {state.run}: its folder is on {state.host}; delete {folder} there, without --files here"
+        )
     if not folder.is_dir():
         return None
     if folder.name != state.run:

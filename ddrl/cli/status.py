@@ -6,8 +6,8 @@ import time
 from typing import Any
 
 from ddrl import keys
-from ddrl.cli.live import rollout_queue
 from ddrl.cli.output import Client, Json, Run, duration, emit, number, pairs, server, size, table
+from ddrl.cli.watcher import rollout_queue
 from ddrl.store import evaluations, metrics, runs, weights, workers
 
 
@@ -32,6 +32,7 @@ def collect(client: Client, run: str) -> dict[str, Any]:
         "run": run,
         "status": state.status,
         "reason": state.reason,
+        "error": state.error,
         "env": config.env.id,
         "algorithm": config.algorithm["name"],
         "seed": config.seed,
@@ -86,31 +87,32 @@ def _show(report: dict[str, Any]) -> None:
     learner = report["learner"]
     players = [w for w in report["workers"] if w["plays"]]
     limit = "" if report["time_limit_s"] is None else f" of {duration(report['time_limit_s'])}"
-    rates = {name: f" ({figures[name]:.0f}/s)" if name in figures else "" for name in _RATES}
+    processes = sum(w["processes"] for w in players)
+    rates = [f" ({figures[name]:.0f}/s)" if name in figures else "" for name in _RATES]
     best = "none" if kept["best"] < 0 else f"v{kept['best']} ({number(kept['best_return'])})"
+    versions = f"latest v{kept['latest']}, best {best}, {len(kept['kept'])} kept ({size(kept['bytes'])})"
     others = {n: v for n, v in figures.items() if n not in _SHOWN and isinstance(v, (int, float))}
     pairs(
         {
             "run": report["run"],
             "status": f"{report['status']}: {report['reason']}" if report["reason"] else report["status"],
+            **({"last error": report["error"]} if report["error"] else {}),
             "task": f"{report['env']} with {report['algorithm']}, seed {report['seed']}",
             "created": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(report["created_s"])),
             "train time": "not begun" if report["train_s"] is None else duration(report["train_s"]) + limit,
             "learner": learner["host"] if learner["leased"] else "none",
             "folder": learner["folder"] or "-",
-            "workers": f"{len(players)} on {report['queue']} ({sum(w['processes'] for w in players)} processes), "
+            "workers": f"{len(players)} ({processes} processes) on {report['queue']}, "
             f"{report['waiting_messages']} messages waiting",
-            "env steps": f"{report['env_steps']:,}{rates['env_steps_per_s']}, {report['allowance']:,} allowed",
-            "updates": f"{report['updates']:,}{rates['updates_per_s']}",
+            "env steps": f"{report['env_steps']:,}{rates[0]}, {report['allowance']:,} allowed",
+            "updates": f"{report['updates']:,}{rates[1]}",
             "samples per insert": number(figures.get("samples_per_insert")),
             "staleness": f"{number(figures.get('staleness'))} versions",
             "training return": number(figures.get("return_mean")),
-            "weights": f"latest v{kept['latest']}, best {best}, {len(kept['kept'])} kept ({size(kept['bytes'])})"
-            if kept["latest"] >= 0
-            else "none yet",
+            "weights": versions if kept["latest"] >= 0 else "none yet",
             "stream": f"{size(stream['live_bytes'])} of {size(stream['max_bytes'])} in use, "
             f"{stream['fragments']:,} fragments appended ({size(stream['appended_bytes'])})",
-            "refused": f"{stream['duplicates']} repeated, {stream['dead']} dead, {stream['full']} for want of room",
+            "refused": "{duplicates} repeated, {dead} dead, {full} for lack of room".format_map(stream),
             "open evaluations": ", ".join(report["open_evaluations"]) or "none",
             **({"figures": "  ".join(f"{n} {v:.4g}" for n, v in others.items())} if others else {}),
         }

@@ -81,7 +81,7 @@ def spec_of(made: gymnasium.Env[Any, Any], env_id: str) -> EnvSpec:
         raise EnvError(
             f"{env_id}: observation space {observed} is no Box; wrap the environment to give one array"
         )
-    dtype = np.dtype(observed.dtype or np.float32)
+    dtype = np.dtype(observed.dtype)
     name = "float32" if dtype.kind == "f" else dtype.name
     if isinstance(acted, Discrete):
         if int(acted.start) != 0:
@@ -89,7 +89,7 @@ def spec_of(made: gymnasium.Env[Any, Any], env_id: str) -> EnvSpec:
                 f"{env_id}: actions start at {acted.start}; wrap the environment so that they start at 0"
             )
         return EnvSpec(env_id, observed.shape, name, "discrete", (), num_actions=int(acted.n))
-    if not isinstance(acted, Box) or np.dtype(acted.dtype or np.float32).kind != "f":
+    if not isinstance(acted, Box) or np.dtype(acted.dtype).kind != "f":
         raise EnvError(f"{env_id}: action space {acted} is not supported; use Discrete or a float Box")
     if not (np.isfinite(acted.low).all() and np.isfinite(acted.high).all()):
         raise EnvError(f"{env_id}: action space {acted} has no bounds; wrap the environment to clip actions")
@@ -117,7 +117,7 @@ def _from_registry(env: EnvConfig) -> gymnasium.Env[Any, Any]:
         return gymnasium.make(env.id, disable_env_checker=True, **limit, **env.kwargs)
     except gymnasium.error.DependencyNotInstalled as error:
         raise EnvError(f"{env.id}: {' '.join(str(error).split())}") from None
-    except (gymnasium.error.UnregisteredEnv, gymnasium.error.Error) as error:
+    except gymnasium.error.Error as error:
         near = difflib.get_close_matches(env.id, gymnasium.registry, n=3, cutoff=0.6)
         hint = f"did you mean {' or '.join(near)}?" if near else 'name a Gymnasium id or "module:callable"'
         raise EnvError(f"{env.id}: no such environment ({_first_line(error)}); {hint}") from None

@@ -17,9 +17,9 @@ _TARGET_STEPS = 10
 
 def register_toys() -> None:
     """Make the toys known to `gymnasium.make`; calling it again does nothing."""
-    for env_id, entry_point in ((ENDLESS, Endless), (TARGET, Target)):
+    for env_id, name in ((ENDLESS, "Endless"), (TARGET, "Target")):
         if env_id not in gymnasium.registry:
-            gymnasium.register(env_id, entry_point=entry_point)
+            gymnasium.register(env_id, entry_point=f"{__name__}:{name}")
 
 
 class Endless(gymnasium.Env[np.ndarray, np.ndarray]):

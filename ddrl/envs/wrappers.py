@@ -8,7 +8,7 @@ import gymnasium
 
 
 class ActionRepeat(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Play each action `repeat` times, or until the episode ends; rewards add up, the last observation counts."""
+    """Play each action `repeat` times, or until the episode ends; rewards add up."""
 
     def __init__(self, env: gymnasium.Env[Any, Any], repeat: int) -> None:
         super().__init__(env)

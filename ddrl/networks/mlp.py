@@ -82,7 +82,7 @@ class EnsembleMLP(nn.Module):
         self._layers = tuple(zip(self.weights, self.biases, strict=True))  # ParameterList is slow to walk
 
     def forward(self, x: Tensor, *, num_members: int | None = None) -> Tensor:
-        """Evaluate the first `num_members` networks (None: all E) on the same rows: [B, in] -> [E, B, out]."""
+        """Evaluate the first `num_members` members (None: all E) on the same rows: [B, in] -> [E, B, out]."""
         count = self.num_members if num_members is None else num_members
         x = x.expand(count, *x.shape)
         *hidden, (last_weight, last_bias) = self._layers
@@ -92,12 +92,14 @@ class EnsembleMLP(nn.Module):
                 x = F.layer_norm(x, x.shape[-1:])
             x = torch.relu_(x)
         if last_weight.shape[-1] == 1:  # a product with one column: several times faster as a weighted sum
-            return (x * last_weight[:count].mT).sum(dim=-1, keepdim=True) + last_bias[:count]
+            weighted = x * last_weight[:count].transpose(1, 2)  # [E, B, in]
+            x = weighted.sum(dim=-1, keepdim=True) + last_bias[:count]
+            return x
         return torch.baddbmm(last_bias[:count], x, last_weight[:count])
 
 
 class FlatParameters:
-    """All parameters of a module as views of one vector: one kernel per optimizer step, norm or target update.
+    """All parameters of a module as views of one vector: one kernel per optimizer step or target update.
 
     Attributes:
         vector: [P] the parameters in the module's order; its `.grad` is [P] and always allocated.
@@ -108,7 +110,7 @@ class FlatParameters:
         self.parameters = tuple(module.parameters())
         self.vector = nn.Parameter(torch.cat([p.detach().reshape(-1) for p in self.parameters]))
         self.vector.grad = torch.zeros_like(self.vector)
-        sections = self.vector.detach().split([p.numel() for p in self.parameters])
+        sections = self.vector.detach().split_with_sizes([p.numel() for p in self.parameters])
         for parameter, section in zip(self.parameters, sections, strict=True):
             parameter.data = section.view(parameter.shape)
 

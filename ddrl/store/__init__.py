@@ -1,1 +1,1 @@
-"""All that is kept on the server, one noun a file; the only package that imports redis (beside `ddrl.embedded`)."""
+"""All that is kept on the server, one noun a file; beside `ddrl.embedded` the only importer of redis."""

@@ -33,7 +33,7 @@ URL_VARIABLE = "DDRL_REDIS_URL"
 OLDEST_VERSION = (6, 2)
 SCHEMES = ("redis", "rediss", "unix")
 MAX_SOCKET_PATH_BYTES = 103  # macOS; Linux takes 107
-RETRIES = 4  # after the first try, waiting 0.2, 0.4, 0.8 and 1 s: longer than a restart of the embedded server
+RETRIES = 4  # waiting 0.2, 0.4, 0.8 and 1 s: longer than a restart of the embedded server
 
 
 UNREACHABLE = (redis.ConnectionError, redis.TimeoutError)
@@ -45,7 +45,7 @@ class StoreError(RuntimeError):
 
 
 def state_dir() -> Path:
-    """Where the embedded server's data, log and password stay: `$XDG_STATE_HOME/ddrl`, else `~/.local/state/ddrl`."""
+    """Where the embedded server's data, log and password stay: `$XDG_STATE_HOME/ddrl`, or the home's."""
     base = _xdg("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return _private_folder(base / "ddrl", "set XDG_STATE_HOME to a folder that is yours")
 
@@ -53,8 +53,8 @@ def state_dir() -> Path:
 def runtime_dir() -> Path:
     """Where the socket and the users' lock are: `$XDG_RUNTIME_DIR/ddrl`, else a folder under the temp folder.
 
-    Whoever can replace the socket receives the password, hence the folder must be the user's and closed to others.
-    A socket path that the kernel would refuse as too long moves to a short folder named by a hash of the long one.
+    Whoever can replace the socket receives the password, hence it must be the user's and closed to others.
+    A socket path too long for the kernel moves to a short folder named by a hash of the long one.
     """
     base, uid = _xdg("XDG_RUNTIME_DIR"), os.getuid()
     folder = base / "ddrl" if base else Path(tempfile.gettempdir()) / f"ddrl-{uid}"
@@ -133,7 +133,7 @@ def connect(server_url: str | None = None) -> redis.Redis:
 
 
 def connect_blocking(server_url: str | None = None, *, block_ms: int = 2000) -> redis.Redis:
-    """A client for reads that block up to `block_ms`: its timeout lies 5 s beyond, so a quiet stream is no error."""
+    """A client for reads that block up to `block_ms`; its timeout lies 5 s beyond: quiet is no error."""
     return _client(server_url, reply_timeout_s=block_ms / 1000 + 5.0)
 
 
@@ -149,7 +149,7 @@ def check(client: redis.Redis) -> None:
         client.ping()
         info: Any = client.info()
     except AuthenticationWrongNumberOfArgsError as error:
-        raise StoreError(f"{where}: the server is too old to know users; use Redis >= 6.2 or Valkey") from error
+        raise StoreError(f"{where}: the server is too old; use Redis >= 6.2 or Valkey") from error
     except AuthenticationError as error:
         raise StoreError(_auth_message(where, client)) from error
     except BusyLoadingError as error:
@@ -157,7 +157,7 @@ def check(client: redis.Redis) -> None:
     except NoPermissionError as error:
         raise StoreError(f"{where}: {error}; allow the user +@all on ~ddrl:* or use another one") from error
     except ResponseError as error:
-        raise StoreError(f"{where}: PING or INFO was refused ({error}); use Redis >= 6.2 or Valkey") from error
+        raise StoreError(f"{where}: PING or INFO refused ({error}); use Redis >= 6.2 or Valkey") from error
     except (RedisError, OSError) as error:
         raise StoreError(f"{where}: no server reachable ({_reason(error)}); {remedy}") from error
     version = str(info.get("redis_version", "unknown"))
@@ -198,7 +198,7 @@ def _checked(server_url: str) -> str:
 
 
 def _eviction_policy(client: redis.Redis, info: dict[str, Any]) -> str | None:
-    """INFO names it on every server known to us; where it does not, and CONFIG is forbidden, nobody can tell."""
+    """INFO names it on the servers we know; where it does not and CONFIG is forbidden, nobody can tell."""
     if "maxmemory_policy" in info:
         return str(info["maxmemory_policy"])
     try:
@@ -215,16 +215,17 @@ def _where(client: redis.Redis) -> str:
     if "path" in options:
         return f"unix://{options['path']}"
     secure = issubclass(client.connection_pool.connection_class, redis.SSLConnection)
-    user = f"{options['username']}:***@" if options.get("username") else ":***@" if options.get("password") else ""
+    user = f"{options.get('username') or ''}:***@" if options.get("password") else ""
     address = f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"
     return f"{'rediss' if secure else 'redis'}://{user}{address}/{options.get('db') or 0}"
 
 
 def _auth_message(where: str, client: redis.Redis) -> str:
     if client.connection_pool.connection_kwargs.get("password") is None:
-        return f"{where}: the server requires a password; write it into {URL_VARIABLE} as scheme://:password@..."
+        return f"{where}: it requires a password; write it into {URL_VARIABLE} as scheme://:password@..."
     if is_embedded():
-        return f"{where}: the password in {state_dir() / 'password'} is not the server's; end all ddrl processes first"
+        path = state_dir() / "password"
+        return f"{where}: its password is not the one in {path}; end all ddrl processes first"
     return f"{where}: the server refuses the user or password; correct {URL_VARIABLE}"
 
 

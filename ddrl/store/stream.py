@@ -267,13 +267,13 @@ def await_allowance(client: Redis, run: str, after: bytes, *, block_ms: int) -> 
 
 
 def remaining(client: Redis, run: str) -> Appended:
-    """What an append would be answered now, without appending."""
+    """What an append would be answered now, without appending; WAIT also before the first version."""
     names = ["status", "version", "allowance_id", "allowance", "appended_steps"]
     raw = cast("list[bytes | None]", client.hmget(keys.state(run), names))
     steps = int(raw[3] or 0) - int(raw[4] or 0)
-    answers = {b"active": Answer.GO if steps > 0 else Answer.WAIT, b"paused": Answer.YIELD}
-    answer = answers.get(raw[0] or b"", Answer.STOPPED)
-    return Appended(answer, int(raw[1] or -1), raw[2] or b"0-0", steps)
+    version = int(raw[1] or -1)
+    answers = {b"active": Answer.GO if steps > 0 and version >= 0 else Answer.WAIT, b"paused": Answer.YIELD}
+    return Appended(answers.get(raw[0] or b"", Answer.STOPPED), version, raw[2] or b"0-0", steps)
 
 
 def episodes(client: Redis, run: str, after: bytes = b"0-0") -> tuple[list[dict[str, Any]], bytes]:

@@ -1,0 +1,71 @@
+# Everything a newcomer types. `make` alone lists it; CONTRIBUTING.md says more.
+
+CONFIG ?= lunar
+TIME ?=
+WORKERS ?=
+SEED ?=
+ARGS ?=
+PIP_ARGS ?=
+EXTRAS ?= box2d,tensorboard,flower,dev
+
+VENV = .venv
+STAMP = $(VENV)/.set-up
+DDRL = $(VENV)/bin/ddrl
+NEW_ENOUGH = import sys; sys.exit(sys.version_info < (3, 11))
+
+.DEFAULT_GOAL = help
+.PHONY: help setup lunar run test check clean clean-runs
+
+help:
+	@echo 'make lunar       train a LunarLander; sets everything up first'
+	@echo 'make run         train configs/$$CONFIG.yaml; CONFIG=lunar'
+	@echo '                 both take TIME=15 (minutes), WORKERS=3, SEED=1'
+	@echo 'make test        set up and run the tests; ARGS="-k codec -x" goes to pytest'
+	@echo 'make check       format, lint, types and tests: what a change must pass'
+	@echo 'make setup       only set up $(VENV); PYTHON=python3.12 picks the interpreter, PIP_ARGS="..." goes to pip'
+	@echo 'make clean       remove $(VENV), caches and builds (never runs/)'
+	@echo 'make clean-runs  remove runs/, the results of all runs'
+
+setup: $(STAMP)
+
+# The stamp is written last: an interrupted set-up leaves none, and the next one starts afresh.
+$(STAMP): pyproject.toml constraints.txt
+	@set -e; \
+	for python in $(or $(PYTHON),python3 python3.14 python3.13 python3.12 python3.11); do \
+	  if "$$python" -c '$(NEW_ENOUGH)' 2>/dev/null; then found=$$python; break; fi; \
+	done; \
+	if [ -z "$${found:-}" ]; then \
+	  echo "make: $(or $(PYTHON),python3) is missing or older than Python 3.11: install one, or name it: make PYTHON=/path/to/python3.12" >&2; exit 1; \
+	fi; \
+	if ! "$$found" -c 'import ensurepip, venv' 2>/dev/null; then \
+	  echo "make: $$found cannot make virtual environments: install its venv package (Debian, Ubuntu: python3-venv), or name another: make PYTHON=/path/to/python3.12" >&2; exit 1; \
+	fi; \
+	if [ ! -e $@ ]; then echo "Setting up $(VENV) with $$found"; "$$found" -m venv --clear $(VENV); fi; \
+	rm -f $@; \
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
+	  -c constraints.txt -e '.[$(EXTRAS)]'; \
+	touch $@
+
+lunar: override CONFIG = lunar
+lunar: run
+
+run: $(STAMP)
+	@$(DDRL) submit configs/$(CONFIG).yaml \
+	  $(if $(TIME),--time $(if $(filter %s %m %h,$(TIME)),$(TIME),$(TIME)m)) \
+	  $(if $(WORKERS),--workers $(WORKERS)) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+test: $(STAMP)
+	@$(VENV)/bin/python -m pytest $(ARGS)
+
+check: $(STAMP)
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/mypy
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	find ddrl workers tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+clean-runs:
+	rm -rf runs

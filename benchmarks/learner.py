@@ -1,0 +1,112 @@
+"""What feeding through Redis costs the learner: updates/s of `ddrl learner` against the same loop in memory.
+
+    python benchmarks/learner.py
+
+`configs/lunar.yaml`, without the target: learner on one core; server, rollout and evaluation worker on the other.
+The fed learner ingests, publishes, dispatches and checkpoints as ever. The other loop draws from a view that
+was filled once. Both in turns; medians and their ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+
+from machine import CONFIG, child, cores, fresh_home, heading
+
+IN_MEMORY = """
+import sys, time
+import numpy as np, torch
+from ddrl import config, submit
+from ddrl.algorithms import base
+from ddrl.collector import Collector
+from ddrl.learner import to_device
+from ddrl.replay.samplers import uniform
+from ddrl.replay.view import DenseView
+settings = config.load(sys.argv[1])
+torch.set_num_threads(settings.learner.num_threads)
+spaces = submit.prepare(settings)
+resolved = base.resolve(settings, spaces)
+algorithm = resolved.learner(device=torch.device("cpu"), seed=1)
+view = DenseView(capacity=settings.replay.capacity, gamma=resolved.config.gamma, n_step=resolved.config.n_step)
+collector = Collector(run="r", producer=1, incarnation=1, env=settings.env, rollout=settings.rollout, spec=spaces,
+                      policy=resolved.policy(), seed=1)
+collector.load(0, {name: value.numpy() for name, value in algorithm.weights().items()})
+while len(view) < int(sys.argv[3]):
+    view.admit(collector.collect(), b"0-0")
+size, device, updates = resolved.config.batch_size, torch.device("cpu"), 0
+for warm in (1.0, float(sys.argv[2])):
+    first, started = updates, time.perf_counter()
+    while (elapsed := time.perf_counter() - started) < warm:
+        algorithm.update(to_device(view.gather(uniform(len(view), size, seed=1, draw=updates)), device))
+        updates += 1
+print((updates - first) / elapsed)
+"""
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=15.0, help="of each measurement")
+    arguments = parser.parse_args()
+    print(heading("Learner fed through Redis against the same loop in memory"))
+    fed, waits, memory = [], [], []
+    core, other = cores()
+    for _ in range(arguments.rounds):
+        with fresh_home() as environment:
+            rate, wait, size = fed_rate(environment, core, other, arguments.seconds)
+        fed.append(rate), waits.append(wait)
+        loop = subprocess.run(
+            ["taskset", "-c", str(core), sys.executable, "-c", IN_MEMORY, str(CONFIG), str(arguments.seconds), str(size)],
+            env=environment, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        memory.append(float(loop.stdout))
+    ratios = [one / two for one, two in zip(fed, memory, strict=True)]
+    print("| what | updates/s (median) | range |\n|---|---|---|")
+    for name, figures in (("fed through Redis", fed), ("in memory", memory)):
+        print(f"| {name} | {statistics.median(figures):,.0f} | {min(figures):,.0f} to {max(figures):,.0f} |")
+    print(
+        f"\nshare kept: {100 * statistics.median(ratios):.0f} % (median of {len(ratios)} ratios, "
+        f"{100 * min(ratios):.0f} to {100 * max(ratios):.0f} %; floor 85, goal 95); "
+        f"the fed learner waited for play {100 * statistics.median(waits):.1f} % of the time"
+    )
+
+
+def fed_rate(environment: dict[str, str], core: int, other: int, seconds: float) -> tuple[float, float, int]:
+    """Updates/s of a real learner with real workers, its share of waiting, and the size of its view."""
+    os.environ.update({name: environment[name] for name in ("XDG_STATE_HOME", "XDG_RUNTIME_DIR")})
+    os.environ.pop("DDRL_REDIS_URL", None)
+    os.sched_setaffinity(0, {other})  # the embedded server, too, is started from here
+    from ddrl import config, embedded, submit
+    from ddrl.store import connection, metrics, runs
+
+    settings = config.load(CONFIG, ["stop.return=1000000", "evaluation.near=0"])
+    with embedded.use() as url:
+        client = connection.connect(url)
+        run = submit.create(client, settings, submit.prepare(settings))
+        workers = ["-m", "ddrl", "worker", "--concurrency", "1", "--role"]
+        with (
+            child([*workers, "rollout"], environment, other),
+            child([*workers, "evaluate"], environment, other),
+            child(["-m", "ddrl", "learner", run], environment, core),
+        ):
+            while runs.state(client, run).updates < 500:
+                time.sleep(0.1)
+            time.sleep(2.0)
+            _, cursor = metrics.read(client, run)
+            time.sleep(seconds)
+            rows, _ = metrics.read(client, run, cursor)
+            runs.set_status(client, run, "stopped", "measured")
+        client.close()
+    elapsed = rows[-1]["time_s"] - rows[0]["time_s"]
+    rate = (rows[-1]["updates"] - rows[0]["updates"]) / elapsed
+    return rate, statistics.mean(row["learner_wait"] for row in rows[1:]), int(rows[0]["replay_size"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""What every benchmark prints first: commit, machine, versions; and what they share to run real parts."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIG = ROOT / "configs" / "lunar.yaml"
+
+
+def heading(title: str) -> str:
+    """One line a fact, Markdown."""
+    import numpy
+    import torch
+
+    commit = _output("git", "rev-parse", "--short", "HEAD") or "no commit"
+    if _output("git", "status", "--porcelain", "--untracked-files=no"):
+        commit += " with changes"
+    cpu = next(
+        (line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
+        platform.processor(),
+    )
+    return (
+        f"# {title}\n"
+        f"commit {commit}; {os.cpu_count()} cores, {cpu}; Python {platform.python_version()}, "
+        f"torch {torch.__version__}, numpy {numpy.__version__}"
+    )
+
+
+@contextmanager
+def fresh_home() -> Iterator[dict[str, str]]:
+    """An environment in which the embedded server, its data and the runs are new and temporary."""
+    with tempfile.TemporaryDirectory(prefix="ddrl-bench-") as folder:
+        for name in ("state", "run", "work"):
+            Path(folder, name).mkdir(mode=0o700)
+        yield {
+            **{name: value for name, value in os.environ.items() if name != "DDRL_REDIS_URL"},
+            "XDG_STATE_HOME": str(Path(folder, "state")),
+            "XDG_RUNTIME_DIR": str(Path(folder, "run")),
+            "PYTHONPATH": str(ROOT),
+            "DDRL_BENCH_FOLDER": str(Path(folder, "work")),
+        }
+
+
+@contextmanager
+def child(arguments: list[str], environment: dict[str, str], core: int | None = None) -> Iterator[subprocess.Popen[bytes]]:
+    """A `python -m ...` process, on one core if given, ended with the context."""
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=environment["DDRL_BENCH_FOLDER"],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=(lambda: os.sched_setaffinity(0, {core})) if core is not None else None,
+    )
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def cores() -> tuple[int, int]:
+    """Two cores to keep learner and players apart (the same one twice where there is one only)."""
+    usable = sorted(os.sched_getaffinity(0))
+    return usable[0], usable[min(1, len(usable) - 1)]
+
+
+def _output(*command: str) -> str:
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+
+def _lines(path: str) -> list[str]:
+    return Path(path).read_text().splitlines() if Path(path).exists() else []

@@ -1,0 +1,119 @@
+"""What a rollout process keeps of pure simulation: Celery, policy, encoding and append against a random loop.
+
+    python benchmarks/rollout.py
+
+`configs/lunar.yaml` as shipped but for the pace: one Celery rollout process, on one core, plays with an
+allowance that is never used up; then, on the same core, a loop of random actions over the same vector of
+environments. Both in turns; medians and their ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+
+from machine import CONFIG, child, cores, fresh_home, heading
+
+RANDOM_LOOP = """
+import sys, time
+from ddrl import config, envs
+env = config.load(sys.argv[1]).env
+vector = envs.make_vector(env)
+vector.reset(seed=1)
+vector.action_space.seed(1)
+import numpy as np
+generator = np.random.default_rng(1)
+low, high = vector.action_space.low, vector.action_space.high
+steps, started = 0, time.perf_counter()
+while (elapsed := time.perf_counter() - started) < float(sys.argv[2]):
+    for _ in range(20):
+        vector.step(generator.uniform(low, high).astype(np.float32))
+    steps += 20 * vector.num_envs
+print(steps / elapsed)
+"""
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement")
+    arguments = parser.parse_args()
+    print(heading("Rollout through Celery and Redis against a random-action loop, one core"))
+    with fresh_home() as environment:
+        os.environ.update({name: environment[name] for name in ("XDG_STATE_HOME", "XDG_RUNTIME_DIR")})
+        os.environ.pop("DDRL_REDIS_URL", None)
+        other, core = cores()
+        os.sched_setaffinity(0, {other})
+        import torch
+
+        from ddrl import celery, codec, config, embedded, submit
+        from ddrl.algorithms import base
+        from ddrl.fleet import Dispatcher
+        from ddrl.store import connection, lease, runs, stream, weights, workers
+
+        settings = config.load(CONFIG, ["replay.max_bytes=4GB"])
+        with embedded.use() as url:
+            client = connection.connect(url)
+            spaces = submit.prepare(settings)
+            run = submit.create(client, settings, spaces)
+            token = lease.acquire(client, run, host="benchmark", folder="-")
+            assert token is not None
+            algorithm = base.resolve(settings, spaces).learner(device=torch.device("cpu"), seed=1)
+            blob = codec.encode_weights({name: value.numpy() for name, value in algorithm.weights().items()})
+            for version in (0, 1):  # version 0 plays at random, 1 plays the policy
+                weights.publish(
+                    client, run, token, version=version, blob=blob, allowance=10**12, updates=0
+                )
+            queue = celery.queue_for(celery.ROLLOUT, settings.env.id)
+            dispatcher = Dispatcher(
+                client, run, weight=1.0, queue=queue, send=lambda: celery.send_rollout(run, queue)
+            )
+            play = ["-m", "ddrl", "worker", "--role", "rollout", "--concurrency", "1"]
+            ours, bare = [], []
+            with child(play, environment, core):
+                while not workers.alive(client):
+                    time.sleep(0.1)
+
+                def keep_playing(seconds: float) -> float:
+                    before, started = runs.state(client, run).appended_steps, time.perf_counter()
+                    while time.perf_counter() - started < seconds:
+                        dispatcher.tick()
+                        time.sleep(0.05)
+                    elapsed = time.perf_counter() - started
+                    steps = runs.state(client, run).appended_steps - before
+                    entries = stream.read(client, run, b"0-0", count=1)
+                    if entries:  # room for the next round
+                        stream.trim(client, run, token, b"9999999999999-0")
+                    return steps / elapsed
+
+                keep_playing(10.0)  # start-up and first segments
+                for _ in range(arguments.rounds):
+                    ours.append(keep_playing(arguments.seconds))
+                    runs.set_status(client, run, "paused", "the other's turn")
+                    time.sleep(1.0)
+                    loop = subprocess.run(
+                        ["taskset", "-c", str(core), sys.executable, "-c", RANDOM_LOOP, str(CONFIG), str(arguments.seconds)],
+                        env=environment, capture_output=True, text=True, check=True,
+                    )  # fmt: skip
+                    bare.append(float(loop.stdout))
+                    runs.set_status(client, run, "active", "our turn")
+                    keep_playing(1.0)
+            client.close()
+    ratios = [one / two for one, two in zip(ours, bare, strict=True)]
+    print(f"{settings.env.num_envs} environments, fragments of {settings.rollout.fragment_s:g} s, {len(ours)} rounds\n")
+    print("| what | env steps/s (median) | range |\n|---|---|---|")
+    for name, figures in (("ddrl rollout process", ours), ("random-action loop", bare)):
+        print(f"| {name} | {statistics.median(figures):,.0f} | {min(figures):,.0f} to {max(figures):,.0f} |")
+    print(
+        f"\nshare kept: {100 * statistics.median(ratios):.0f} % (median of {len(ratios)} ratios, "
+        f"{100 * min(ratios):.0f} to {100 * max(ratios):.0f} %; floor 60, goal 80)"
+    )
+
+
+if __name__ == "__main__":
+    main()

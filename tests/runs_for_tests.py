@@ -1,0 +1,61 @@
+"""Small runs that tests share: the toy environment `ddrl/Target-v0`, learned in seconds by a small SAC."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from redis import Redis
+
+from ddrl import codec, submit
+from ddrl.algorithms import base
+from ddrl.config import RunConfig, validate
+from ddrl.segment import Players, play
+from ddrl.store import runs, stream, weights
+
+
+def target_tree(**sections: dict[str, Any]) -> dict[str, Any]:
+    """A config as plain data; `sections` are merged into it."""
+    tree: dict[str, Any] = {
+        "name": "target",
+        "env": {"id": "ddrl/Target-v0", "num_envs": 4},
+        "algorithm": {"name": "sac", "hidden_sizes": [32, 32], "learning_rate": 3e-3, "batch_size": 32, "gamma": 0.5},
+        "rollout": {"segment_s": 0.5, "fragment_s": 0.02, "max_fragment_steps": 20},
+        "replay": {"capacity": 20_000, "warmup_steps": 200, "samples_per_insert": 16, "slack_steps": 200},
+        "learner": {"publish_every_s": 0.1, "checkpoint_every_s": 1, "metrics_every_s": 0.2, "device": "cpu"},
+        "evaluation": {"every_s": 1, "near_every_s": 0.2, "near": 5, "num_envs": 10, "timeout_s": 10},
+        "stop": {"return": -0.5, "time": 120},
+    }
+    for name, section in sections.items():
+        tree[name] = {**tree.get(name, {}), **section} if isinstance(section, dict) else section
+    return tree
+
+
+def target_config(**sections: dict[str, Any]) -> RunConfig:
+    """The same, validated."""
+    return validate(target_tree(**sections))
+
+
+def start(client: Redis, config: RunConfig) -> str:
+    """Submit a run."""
+    return submit.create(client, config, submit.prepare(config))
+
+
+def play_steps(client: Redis, run: str, token: int, steps: int, *, players: Players | None = None) -> Players:
+    """Append at least `steps` more transitions by really playing, whatever the pace allows."""
+    players = players or Players()
+    if weights.index(client, run).latest < 0:
+        config = runs.config(client, run)
+        learner = base.resolve(config, runs.spaces(client, run)).learner(device=torch.device("cpu"), seed=1)
+        blob = codec.encode_weights({name: value.numpy() for name, value in learner.weights().items()})
+        weights.publish(client, run, token, version=0, blob=blob, allowance=0, updates=0)
+    goal = stream_steps(client, run) + steps
+    while stream_steps(client, run) < goal:
+        stream.allow(client, run, token, goal, updates=0)
+        play(client, client, players, run)
+    return players
+
+
+def stream_steps(client: Redis, run: str) -> int:
+    """Transitions appended so far."""
+    return runs.state(client, run).appended_steps

@@ -1,0 +1,197 @@
+"""Which server is meant, and every kind of server that is refused, each on a real one."""
+
+from __future__ import annotations
+
+import socket
+import stat
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import kombu
+import pytest
+
+from ddrl.store import connection
+from ddrl.store.connection import StoreError
+
+
+@pytest.fixture(autouse=True)
+def _few_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "RETRIES", 1)
+
+
+def refusal(url: str) -> str:
+    """The one line with which `check` refuses the server at `url`."""
+    with connection.connect(url) as client, pytest.raises(StoreError) as caught:
+        connection.check(client)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_good_server_passes(server):
+    connection.check(server.client)
+
+
+def test_a_server_that_is_not_there_is_named_without_its_password(home: Path):
+    text = refusal(f"unix://:hunter2@{home}/nothing")
+    assert f"unix://{home}/nothing" in text and "no server reachable" in text and "hunter2" not in text
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        text = refusal(f"redis://me:hunter2@127.0.0.1:{free.getsockname()[1]}/3")
+    assert "redis://me:***@127.0.0.1:" in text and "refused" in text and "hunter2" not in text
+
+
+def test_password_missing_or_wrong(make_server):
+    private = make_server(password="right")
+    connection.check(private.client)
+    assert "requires a password" in refusal(f"unix://{private.socket}")
+    text = refusal(f"unix://:wrong@{private.socket}")
+    assert "password" in text and "wrong" not in text
+
+
+def test_a_server_that_evicts_is_refused(make_server):
+    text = refusal(make_server("--maxmemory-policy", "allkeys-lru").url)
+    assert "allkeys-lru" in text and "CONFIG SET maxmemory-policy noeviction" in text
+
+
+def test_forbidden_config_is_no_obstacle(make_server):
+    private = make_server()
+    private.client.acl_setuser(
+        "fleet", enabled=True, passwords=["+pw"], keys=["*"], commands=["+@all", "-config"]
+    )
+    with connection.connect(f"unix://fleet:pw@{private.socket}") as client:
+        connection.check(client)
+
+
+@pytest.fixture
+def old_server() -> Iterator[str]:
+    """Says of itself that it is 6.0.16, and knows nothing but PING and INFO."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    info = b"# Server\r\nredis_version:6.0.16\r\n"
+    replies = {b"PING": b"+PONG\r\n", b"INFO": b"$%d\r\n%s\r\n" % (len(info), info)}
+
+    def serve(peer: socket.socket) -> None:
+        with peer, peer.makefile("rb") as stream:
+            while header := stream.readline():
+                words = [stream.read(int(stream.readline()[1:]) + 2)[:-2] for _ in range(int(header[1:]))]
+                peer.sendall(replies.get(words[0], b"-ERR unknown command\r\n"))
+
+    def accept() -> None:
+        while True:
+            try:
+                peer, _ = listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=serve, args=(peer,), daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    yield f"redis://127.0.0.1:{listener.getsockname()[1]}"
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+
+
+def test_an_old_server_is_refused(old_server: str):
+    assert "6.0.16 is too old; use Redis >= 6.2" in refusal(f"{old_server}?protocol=2")
+
+
+@pytest.mark.parametrize("url", ["http://:secret@host", "amqp://me:secret@host", "/tmp/redis.sock"])
+def test_unknown_schemes_are_refused(url: str):
+    for make in (connection.connect, connection.connect_blocking, connection.broker_url):
+        with pytest.raises(StoreError, match="unknown scheme") as caught:
+            make(url)
+        assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "masked"),
+    [
+        ("redis://h:6379/0", "redis://h:6379/0"),
+        ("redis://:pw@h:6379/0", "redis://:***@h:6379/0"),
+        ("rediss://me:p@s/w:d@h/0", "rediss://me:***@h/0"),
+        ("unix://:pw@/run/x.sock?db=2", "unix://:***@/run/x.sock?db=2"),
+        ("redis+socket://:pw@/run/x.sock", "redis+socket://:***@/run/x.sock"),
+        ("unix:///run/x.sock?password=pw&db=1", "unix:///run/x.sock?password=***&db=1"),
+    ],
+)
+def test_mask(url: str, masked: str):
+    assert connection.mask(url) == masked
+
+
+def test_timeouts_are_explicit():
+    options = connection.connect("redis://h").connection_pool.connection_kwargs
+    assert (options["socket_timeout"], options["socket_connect_timeout"]) == (10.0, 3.0)
+    assert options["health_check_interval"] == 30 and options["socket_keepalive"] is True
+    blocking = connection.connect_blocking("redis://h", block_ms=1500)
+    assert blocking.connection_pool.connection_kwargs["socket_timeout"] == 6.5
+
+
+def test_kombu_reaches_the_same_database_with_the_password(make_server):
+    private = make_server(password="a:b@c")
+    for database in (0, 3):
+        broker = connection.broker_url(f"{private.url}?db={database}")
+        with kombu.Connection(broker) as broker_connection:
+            client = broker_connection.default_channel.client
+            client.set("who", str(database))
+        with connection.connect(f"{private.url}?db={database}") as ours:
+            assert ours.get("who") == b"%d" % database
+    for url in ("redis://:pw@h:1/2", "rediss://h"):
+        assert connection.broker_url(url) == url
+
+
+def test_the_variable_names_the_server(home: Path, monkeypatch: pytest.MonkeyPatch):
+    assert connection.is_embedded() and connection.url().startswith("unix://:")
+    assert connection.password() in connection.broker_url()
+    assert connection.broker_url().startswith("redis+socket://:")
+    monkeypatch.setenv("DDRL_REDIS_URL", "redis://far:6379/0")
+    assert (
+        not connection.is_embedded() and connection.url() == connection.broker_url() == "redis://far:6379/0"
+    )
+
+
+def test_the_password_is_made_once_and_kept_from_others(home: Path):
+    first = connection.password()
+    assert len(first) == 48 and connection.password() == first
+    path = home / "state" / "ddrl" / "password"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert [entry.name for entry in path.parent.iterdir()] == ["password"]
+    path.write_text("")
+    with pytest.raises(StoreError, match="not a password"):
+        connection.password()
+
+
+def test_a_long_path_falls_back_to_a_short_one(home: Path, monkeypatch: pytest.MonkeyPatch):
+    long = home / ("x" * 120)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
+    folder = connection.runtime_dir()
+    try:
+        assert len(str(connection.socket_path())) <= connection.MAX_SOCKET_PATH_BYTES
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and connection.runtime_dir() == folder
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(long) + "y")
+        other = connection.runtime_dir()
+        other.rmdir()
+        assert other != folder
+    finally:
+        folder.rmdir()
+
+
+def test_without_a_runtime_folder_the_temp_folder_serves(home: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tempfile.tempdir", str(home))
+    for value in ("", "relative/path"):
+        monkeypatch.setenv("XDG_RUNTIME_DIR", value)
+        assert connection.runtime_dir().parent == home
+
+
+def test_folders_open_to_others_or_not_ours_are_refused(home: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = connection.runtime_dir()
+    folder.chmod(0o755)
+    with pytest.raises(StoreError, match="mode 755 lets others in; run chmod 700"):
+        connection.runtime_dir()
+    folder.rmdir()
+    folder.symlink_to(home)
+    with pytest.raises(StoreError, match="is not a folder of user"):
+        connection.runtime_dir()
+    folder.unlink()
+    folder.mkdir(mode=0o700)
+    monkeypatch.setattr("os.getuid", lambda: 54321)
+    with pytest.raises(StoreError, match="is not a folder of user 54321"):
+        connection.runtime_dir()

@@ -1,0 +1,220 @@
+"""Environments by id or callable: made as configured, refused with a remedy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.spaces import Box, Discrete
+
+from ddrl import envs
+from ddrl.config import EnvConfig
+from ddrl.envs import EnvError
+from ddrl.types import EnvSpec
+
+
+class Ramp(gymnasium.Env[np.ndarray, int]):
+    """Reward and observation are the number of the step; ends by itself at `end`."""
+
+    def __init__(self, end: int = 5, *, actions: Any = None, observations: Any = None) -> None:
+        self.observation_space = observations or Box(0, 100, (1,), np.float64)
+        self.action_space = actions or Discrete(3)
+        self.end = end
+        self.steps = 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.steps = 0
+        return np.zeros(1), {}
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        self.steps += 1
+        return np.full(1, float(self.steps)), float(self.steps), self.steps >= self.end, False, {}
+
+
+def not_an_environment() -> int:
+    return 3
+
+
+RAMP = f"{__name__}:Ramp"
+
+
+@pytest.fixture
+def _allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DDRL_ALLOW_MODULES", f"other, {__name__}")
+
+
+def play(made: gymnasium.Env[Any, Any], action: Any = 0) -> list[tuple[float, bool, bool]]:
+    made.reset(seed=0)
+    rows = []
+    while not rows or not (rows[-1][1] or rows[-1][2]):
+        rows.append(made.step(action)[1:4])
+    return rows
+
+
+@pytest.mark.usefixtures("_allowed")
+def test_callable_with_kwargs_and_limit() -> None:
+    assert len(play(envs.make_one(EnvConfig(id=RAMP)))) == 5
+    assert play(envs.make_one(EnvConfig(id=RAMP, kwargs={"end": 3})))[-1] == (3.0, True, False)
+    limited = play(envs.make_one(EnvConfig(id=RAMP, max_episode_steps=4)))
+    assert limited[-1] == (4.0, False, True)
+
+
+@pytest.mark.usefixtures("_allowed")
+def test_action_repeat_sums_and_stops_at_the_end() -> None:
+    assert play(envs.make_one(EnvConfig(id=RAMP, action_repeat=2))) == [
+        (1.0 + 2.0, False, False),
+        (3.0 + 4.0, False, False),
+        (5.0, True, False),
+    ]
+    cut = play(envs.make_one(EnvConfig(id=RAMP, action_repeat=2, max_episode_steps=3)))
+    assert cut == [(3.0, False, False), (3.0, False, True)]
+
+
+def test_module_must_be_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DDRL_ALLOW_MODULES", raising=False)
+    with pytest.raises(
+        EnvError, match=rf"module {__name__} may not be imported here; set DDRL_ALLOW_MODULES="
+    ):
+        envs.make_one(EnvConfig(id=RAMP))
+    monkeypatch.setenv("DDRL_ALLOW_MODULES", __name__[:-1])  # a prefix of the name is no parent package
+    with pytest.raises(EnvError, match="may not be imported"):
+        envs.make_one(EnvConfig(id=RAMP))
+    monkeypatch.setenv("DDRL_ALLOW_MODULES", "xml")
+    with pytest.raises(EnvError, match="xml.sax has no 'nothing'"):  # the parent package allows it
+        envs.make_one(EnvConfig(id="xml.sax:nothing"))
+    with pytest.raises(EnvError, match="No module named 'xml.nothing'"):
+        envs.make_one(EnvConfig(id="xml.nothing:make"))
+
+
+@pytest.mark.usefixtures("_allowed")
+def test_callable_that_cannot_be_used() -> None:
+    with pytest.raises(EnvError, match=r"env.kwargs \{'endd': 3\} refused .*'endd'"):
+        envs.make_one(EnvConfig(id=RAMP, kwargs={"endd": 3}))
+    with pytest.raises(EnvError, match="returned int; expected a gymnasium.Env"):
+        envs.make_one(EnvConfig(id=f"{__name__}:not_an_environment"))
+
+
+def test_unknown_ids_and_kwargs() -> None:
+    with pytest.raises(EnvError, match=r"^LunarLnder-v3: .*did you mean .*LunarLander-v3"):
+        envs.make_one(EnvConfig(id="LunarLnder-v3"))
+    with pytest.raises(EnvError, match="did you mean .*ddrl/Endless-v0"):
+        envs.make_one(EnvConfig(id="ddrl/Endles-v0"))
+    with pytest.raises(EnvError, match=r'name a Gymnasium id or "module:callable"'):
+        envs.make_one(EnvConfig(id="qqqqqqqq"))
+    with pytest.raises(EnvError, match=r"env.kwargs \{'stepz': 1\} refused"):
+        envs.make_one(EnvConfig(id="ddrl/Endless-v0", kwargs={"stepz": 1}))
+
+
+@pytest.mark.parametrize(
+    ("env_id", "extra"), [("LunarLander-v3", "box2d"), ("Ant-v5", "mujoco"), ("ALE/Pong-v5", "atari")]
+)
+def test_missing_extra_names_the_command(env_id: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(EnvError, match=rf"^{env_id}: needs \w+; run pip install 'ddrl\[{extra}\]'"):
+        envs.make_one(EnvConfig(id=env_id))
+    assert extra not in envs.capabilities()
+
+
+@pytest.mark.parametrize(
+    ("env_id", "needed"),
+    [
+        ("LunarLander-v3", "box2d"),
+        ("LunarLanderContinuous-v3", "box2d"),
+        ("BipedalWalker-v3", "box2d"),
+        ("HalfCheetah-v5", "mujoco"),
+        ("ALE/Pong-v5", "atari"),
+        ("PongNoFrameskip-v4", "atari"),
+        ("CartPole-v1", None),
+        ("ddrl/Endless-v0", None),
+        ("my_pkg.envs:make", "my_pkg"),
+        ("my_pkg:make", "my_pkg"),
+    ],
+)
+def test_requirement(env_id: str, needed: str | None) -> None:
+    assert envs.requirement(env_id) == needed
+
+
+def test_requirement_knows_every_registered_environment() -> None:
+    """The table of names against what Gymnasium itself says where the class lives."""
+    words = {"box2d": "box2d", "mujoco": "mujoco"}
+    for env_id, registered in gymnasium.registry.items():
+        if env_id.startswith(("phys2d/", "tabular/", "ddrl/", "GymV")) or not isinstance(
+            registered.entry_point, str
+        ):
+            continue
+        package = registered.entry_point.partition(":")[0].split(".")
+        expected = next((word for part, word in words.items() if part in package), None)
+        if package[0] == "gymnasium":
+            assert envs.requirement(env_id) == expected, env_id
+
+
+def test_capabilities_speak_the_words_of_requirement(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DDRL_ALLOW_MODULES", "my_pkg.envs, other,, my_pkg")
+    found = envs.capabilities()
+    assert found == sorted(set(found))
+    assert envs.requirement("my_pkg.envs:make") in found
+    assert {"my_pkg", "other"} <= set(found) <= {"my_pkg", "other", "box2d", "atari", "mujoco"}
+
+
+def test_importing_the_package_is_cheap() -> None:
+    code = (
+        "import sys, ddrl.envs as e; e.requirement('LunarLander-v3'); e.capabilities(); "
+        "assert not {'gymnasium', 'torch'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_describe() -> None:
+    assert envs.describe(EnvConfig(id="ddrl/Target-v0")) == EnvSpec(
+        "ddrl/Target-v0", (1,), "float32", "continuous", (1,), action_low=(-2.0,), action_high=(2.0,)
+    )
+    assert envs.describe(EnvConfig(id="CartPole-v1")) == EnvSpec(
+        "CartPole-v1", (4,), "float32", "discrete", (), num_actions=2
+    )
+
+
+@pytest.mark.usefixtures("_allowed")
+def test_describe_narrows_floats_and_refuses_strange_spaces() -> None:
+    assert envs.describe(EnvConfig(id=RAMP)).observation_dtype == "float32"  # the space is float64
+    image = Box(0, 255, (4, 4), np.uint8)
+    assert envs.describe(EnvConfig(id=RAMP, kwargs={"observations": image})).observation_dtype == "uint8"
+    for kwargs, message in [
+        ({"observations": Discrete(4)}, "observation space .* is no Box"),
+        ({"actions": Discrete(3, start=1)}, "actions start at 1"),
+        ({"actions": Box(-np.inf, np.inf, (1,), np.float32)}, "has no bounds"),
+        ({"actions": Box(0, 9, (1,), np.int64)}, "is not supported"),
+        ({"actions": gymnasium.spaces.MultiBinary(2)}, "is not supported"),
+    ]:
+        with pytest.raises(EnvError, match=message):
+            envs.describe(EnvConfig(id=RAMP, kwargs=kwargs))
+
+
+def test_vector_resets_in_the_same_step() -> None:
+    vector = envs.make_vector(
+        EnvConfig(id="ddrl/Endless-v0", kwargs={"max_steps": 2}, num_envs=5), num_envs=3
+    )
+    assert isinstance(vector, gymnasium.vector.SyncVectorEnv)
+    assert vector.num_envs == 3
+    assert vector.metadata["autoreset_mode"] is gymnasium.vector.AutoresetMode.SAME_STEP
+    vector.reset(seed=0)
+    ends = [vector.step(np.zeros((3, 1), np.float32))[3].tolist() for _ in range(4)]
+    assert ends == [[False] * 3, [True] * 3] * 2  # no step is lost to the reset
+    vector.close()
+
+
+def test_toys() -> None:
+    endless = play(envs.make_one(EnvConfig(id="ddrl/Endless-v0", kwargs={"max_steps": 7})), np.zeros(1))
+    assert endless == [(1.0, False, False)] * 6 + [(1.0, False, True)]
+    target = envs.make_one(EnvConfig(id="ddrl/Target-v0"))
+    shown, _ = target.reset(seed=3)
+    for step in range(10):
+        offset = 0.5 if step == 4 else 0.0
+        shown, reward, terminated, truncated, _ = target.step(shown + np.float32(offset))
+        assert reward == pytest.approx(-(offset**2), abs=1e-6)
+        assert (terminated, truncated) == (False, step == 9)
+        assert target.observation_space.contains(shown)

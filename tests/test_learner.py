@@ -1,0 +1,257 @@
+"""The learner against a real server: replay out of the stream, the ledger, pace, resume, trimming, bad entries."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from redis import Redis
+from runs_for_tests import play_steps, start, target_config
+
+from ddrl import keys
+from ddrl.algorithms import base
+from ddrl.learner import Learner
+from ddrl.store import checkpoints, lease, metrics, runs, stream, weights
+
+
+@pytest.fixture
+def client(server) -> Redis:
+    return server.client
+
+
+def make_learner(client: Redis, run: str, token: int, url: str) -> Learner:
+    config = runs.config(client, run)
+    resolved = base.resolve(config, runs.spaces(client, run))
+    from ddrl.store import connection
+
+    blocking = connection.connect_blocking(url)
+    return Learner(client, blocking, run, token, config, resolved, device=torch.device("cpu"))
+
+
+def take(client: Redis, run: str) -> int:
+    client.delete(keys.lease(run))
+    token = lease.acquire(client, run, host="here", folder="/tmp")
+    assert token is not None
+    return token
+
+
+@contextmanager
+def training(learner: Learner, *, serve: bool = True) -> Iterator[None]:
+    """The learner's two threads, for as long as the context lasts."""
+    failed: list[BaseException] = []
+
+    def train() -> None:
+        try:
+            learner.train()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    stop = threading.Event()
+
+    def service() -> None:
+        while not stop.wait(0.02):
+            learner.serve()
+
+    server = threading.Thread(target=service) if serve else None
+    if server:
+        server.start()
+    try:
+        yield
+    finally:
+        learner.stopping.set()
+        thread.join()
+        stop.set()
+        if server:
+            server.join()
+    assert not failed, failed
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.01)
+
+
+def test_everything_appended_is_admitted_once_and_the_view_holds_what_was_played(client: Redis, server) -> None:
+    run = start(client, target_config())
+    token = take(client, run)
+    play_steps(client, run, token, 1000)
+    learner = make_learner(client, run, token, server.url)
+    learner.restore()
+    with training(learner):
+        until(lambda: learner.num_steps == runs.state(client, run).appended_steps)
+    learner.finish()
+    state = runs.state(client, run)
+    counters = learner.counters
+    assert counters.admitted == state.appended_fragments and counters.dead == 0
+    assert len(learner.view) == counters.steps == state.appended_steps
+    learner.view.check_valid()
+    batch = learner.view.gather(np.arange(len(learner.view)))
+    # Reward -(action - target)^2 with one-step returns: every row of the view can be checked by hand.
+    expected = -np.square(batch.action[:, 0] - batch.observation[:, 0])
+    np.testing.assert_allclose(batch.n_step_return, expected, rtol=1e-4, atol=1e-5)
+    assert np.all(batch.bootstrap_discount == np.float32(0.5))  # the end is a truncation: it bootstraps
+
+
+def test_updates_keep_the_ratio_and_the_allowance_follows(client: Redis, server) -> None:
+    config = target_config(replay={"warmup_steps": 200, "samples_per_insert": 8, "slack_steps": 100})
+    run = start(client, config)
+    token = take(client, run)
+    play_steps(client, run, token, 600)
+    steps = runs.state(client, run).appended_steps
+    learner = make_learner(client, run, token, server.url)
+    learner.restore()
+    most = (steps - 200) * 8 // 32
+    with training(learner):
+        until(lambda: learner.num_updates >= most)
+        time.sleep(0.2)
+        assert learner.num_updates == most  # it waits for more play
+        allowance = runs.state(client, run).allowance
+        assert 200 + most * 32 / 8 + 100 - 100 / 8 - 1 <= allowance <= 200 + most * 32 / 8 + 100
+    row = metrics.last(client, run)
+    assert row["samples_per_insert"] <= 8 and row["env_steps"] == steps
+
+
+def test_a_resumed_learner_goes_on_bit_equal_from_the_checkpoint_and_the_stream(client: Redis, server) -> None:
+    run = start(client, target_config(stop={"return": None}))
+    token = take(client, run)
+    play_steps(client, run, token, 800)
+    first = make_learner(client, run, token, server.url)
+    first.restore()
+    with training(first):
+        until(lambda: first.num_updates >= 50)
+    first.finish()
+    second = make_learner(client, run, take(client, run), server.url)
+    second.restore()
+    assert second.counters.updates == first.num_updates and second.counters.cursor == first.counters.cursor
+    assert second.counters.elapsed_s == pytest.approx(first.counters.elapsed_s, abs=1.0)
+    everything = np.arange(len(first.view))
+    for name, array in vars(first.view.gather(everything)).items():
+        np.testing.assert_array_equal(array, getattr(second.view.gather(everything), name), err_msg=name)
+    for name, tensor in first.algorithm.state().items():
+        assert torch.equal(tensor, second.algorithm.state()[name]), name
+    assert second.version == first.version + 1  # the restored weights are published as the next version
+    with pytest.raises(lease.LeaseLostError):
+        first.serve()
+    second.stopping.set(), second.finish()
+
+
+def test_without_checkpoint_the_replay_still_comes_from_the_stream_and_without_stream_there_is_none(
+    client: Redis, server
+) -> None:
+    run = start(client, target_config())
+    token = take(client, run)
+    play_steps(client, run, token, 500)
+    learner = make_learner(client, run, token, server.url)
+    learner.restore()
+    until(lambda: learner._feed is not None and learner._feed.ready)
+    with training(learner, serve=False):
+        until(lambda: learner.num_steps == runs.state(client, run).appended_steps)
+    assert len(learner.view) >= 500
+    learner.finish()
+
+    client.delete(keys.experience(run))
+    empty = make_learner(client, run, take(client, run), server.url)
+    empty.restore()
+    assert empty.counters.updates == learner.num_updates  # the weights are there
+    assert len(empty.view) == 0  # the replay was only in the stream
+    empty.finish()
+
+
+def test_bad_entries_go_to_dead_with_the_reason_and_learning_goes_on(client: Redis, server) -> None:
+    run = start(client, target_config())
+    token = take(client, run)
+    players = play_steps(client, run, token, 300)
+    for number, poison in enumerate((b"{}", b"\xff\xfe", b"not json")):
+        stream.append(client, run, {b"h": poison}, producer=99, incarnation=1, seq=number, num_transitions=8)
+    foreign = dict(stream.read(client, run, b"0-0", count=1)[0].fields)
+    foreign[b"h"] = foreign[b"h"].replace(run.encode(), b"other-0101-000000-0000")
+    client.xadd(keys.experience(run), foreign)  # not by the append: no counters that could be believed
+    play_steps(client, run, token, 300, players=players)
+    learner = make_learner(client, run, token, server.url)
+    learner.restore()
+    with training(learner):
+        until(lambda: learner.num_steps == runs.state(client, run).appended_steps)
+        until(lambda: learner.num_updates >= 20)
+    learner.finish()
+    dead = client.xrange(keys.dead(run))
+    assert learner.counters.dead == len(dead) == 4
+    assert learner.counters.admitted == runs.state(client, run).appended_fragments - 3  # the fourth was never appended
+    assert any(b"does not belong" in fields[b"reason"] for _, fields in dead)
+
+
+def test_trimming_keeps_what_view_and_checkpoint_need_and_memory_below_the_budget(client: Redis, server) -> None:
+    config = target_config(
+        replay={"capacity": 400, "warmup_steps": 100, "slack_steps": 400, "max_bytes": 10**6},
+        rollout={"max_fragment_steps": 10},
+    )
+    run = start(client, config)
+    token = take(client, run)
+    learner = make_learner(client, run, token, server.url)
+    learner.restore()
+    with training(learner):
+        players = play_steps(client, run, token, 600)
+        until(lambda: learner.num_steps == runs.state(client, run).appended_steps)
+        play_steps(client, run, token, 600, players=players)
+        until(lambda: learner.num_steps == runs.state(client, run).appended_steps)
+        until(lambda: client.xlen(keys.experience(run)) < runs.state(client, run).appended_fragments)
+    learner.finish()
+    found = checkpoints.load(client, run)
+    assert found is not None
+    oldest = stream.read(client, run, b"0-0", count=1)[0].entry_id
+    assert oldest.decode() <= found[1]["oldest"]
+    again = make_learner(client, run, take(client, run), server.url)
+    again.restore()
+    assert len(again.view) == len(learner.view)
+    again.finish()
+
+
+def test_a_full_stream_forces_a_checkpoint_and_a_trim_and_play_goes_on(client: Redis, server) -> None:
+    config = target_config(
+        replay={"capacity": 100_000, "max_bytes": 65536, "samples_per_insert": 1, "slack_steps": 4000},
+        learner={"checkpoint_every_s": 3600},
+        rollout={"max_fragment_steps": 10},
+    )
+    run = start(client, config)
+    token = take(client, run)
+    learner = make_learner(client, run, token, server.url)
+    learner.restore()
+    with training(learner):
+        players = None
+        for _ in range(12):
+            players = play_steps(client, run, token, 400, players=players)
+            assert runs.state(client, run).live_bytes <= 65536
+        until(lambda: learner.num_steps == runs.state(client, run).appended_steps)
+    learner.finish()
+    state = runs.state(client, run)
+    assert state.appended_bytes > 2 * 65536, "the budget was used several times over"
+    assert learner.counters.admitted == state.appended_fragments
+
+
+def test_versions_are_published_in_time_and_pruned(client: Redis, server) -> None:
+    run = start(client, target_config(learner={"publish_every_s": 0.02}))
+    tree = runs.config(client, run).model_dump(by_alias=True, mode="json") | {"weights": {"keep_last": 3, "keep_every": 10}}
+    from ddrl.config import validate
+
+    client.set(keys.spec(run), validate(tree).model_dump_json(by_alias=True))
+    token = take(client, run)
+    learner = make_learner(client, run, token, server.url)
+    learner.restore()
+    assert weights.index(client, run).latest == 0  # version 0 has learned nothing
+    with training(learner):
+        players = play_steps(client, run, token, 400)
+        until(lambda: learner.version >= 1)
+        while learner.version < 25:
+            players = play_steps(client, run, token, 100, players=players)
+    learner.finish()
+    index = weights.index(client, run)
+    newest = sorted(index.sizes)[-3:]
+    assert index.latest == newest[-1] and {0, 10, 20} <= set(index.sizes) and len(index.sizes) <= 7

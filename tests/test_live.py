@@ -1,0 +1,138 @@
+"""Following a run: plain lines, the live view, and the word on why nothing happens."""
+
+from __future__ import annotations
+
+import io
+import time
+from typing import Any
+
+import pytest
+from rich.console import Console
+from test_artifacts import learn_something, make_run
+
+from ddrl.cli import curve, live, watcher
+from ddrl.store import lease, runs, workers
+
+QUEUE = "ddrl.rollout.box2d"
+
+
+def beat(client: Any, *queues: str) -> None:
+    workers.beat(client, workers.Heartbeat("ddrl-1@here", "here", 1, 3, queues, {}))
+
+
+def test_plain_line_has_the_figures(server: Any) -> None:
+    run = make_run(server.client)
+    learn_something(server.client, run)
+    beat(server.client, QUEUE)
+    line = live.plain_line(watcher.Watcher(server.client, run).poll())
+    assert "env_steps 30000 (2930/s)  updates 7600 (310/s)  return 143.2  eval " in line
+    assert line.startswith("30s  ") and line.endswith("@v31  staleness 0.8")
+
+
+def test_hints_say_what_is_missing(server: Any) -> None:
+    client, run = server.client, make_run(server.client)
+    assert "waiting for a learner: start `ddrl learner`" in watcher.Watcher(client, run).poll().hint
+    token = lease.acquire(client, run, host="here", folder="")
+    missing = f"no worker plays {QUEUE}: start `celery -A ddrl worker`"
+    assert watcher.Watcher(client, run).poll().hint == missing
+    beat(client, "ddrl.rollout", "ddrl.evaluate.box2d")
+    assert watcher.Watcher(client, run).poll().hint == missing
+    beat(client, QUEUE)
+    assert watcher.Watcher(client, run).poll().hint == "waiting for the first steps"
+    runs.note_error(client, run, "EnvError: no such thing")
+    assert "EnvError: no such thing" in watcher.Watcher(client, run).poll().hint
+    assert watcher.Watcher(client, run, starting_s=9).poll().hint == "starting"
+    lease.release(client, run, token or 0)
+    runs.set_status(client, run, "paused", "paused by the operator")
+    assert f"`ddrl resume {run}`" in watcher.Watcher(client, run).poll().hint
+
+
+def test_follow_prints_lines_until_the_end(server: Any) -> None:
+    client, run = server.client, make_run(server.client)
+    learn_something(client, run)
+    ticks = []
+
+    def tick() -> None:
+        ticks.append(time.monotonic())
+        if len(ticks) == 4:
+            runs.set_status(client, run, "solved", "return 200 confirmed")
+
+    console = Console(file=io.StringIO(), force_terminal=False)
+    state = live.follow(client, run, json_output=False, console=console, on_tick=tick)
+    assert state.status == "solved" and len(ticks) >= 4
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert len(lines) == 2 and "solved: return 200 confirmed" in lines[1] and "/s)" not in lines[1]
+
+
+def test_with_json_stdout_stays_empty(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(server.client)
+    runs.set_status(server.client, run, "stopped", "stopped by the operator")
+    assert live.follow(server.client, run, json_output=True).ended
+    printed = capsys.readouterr()
+    assert printed.out == "" and "stopped by the operator" in printed.err
+
+
+def test_a_deadline_ends_following_and_errors_of_the_tick_pass(server: Any) -> None:
+    client, run = server.client, make_run(server.client)
+    assert live.follow(client, run, json_output=True, deadline=time.monotonic()).status == "active"
+
+    def fail() -> None:
+        raise RuntimeError("a child died")
+
+    with pytest.raises(RuntimeError, match="a child died"):
+        live.follow(client, run, json_output=True, on_tick=fail)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_view_shows_everything(server: Any, width: int) -> None:
+    run = make_run(server.client)
+    learn_something(server.client, run)
+    beat(server.client, QUEUE)
+    console = Console(record=True, force_terminal=True, width=width, height=40, file=io.StringIO())
+    figures = watcher.Watcher(server.client, run).poll()
+    console.print(live.view(figures, width=width, height=40))
+    text = console.export_text()
+    for shown in (
+        *(run, "active", "30s, 14m", "30,000 (2930/s)", "7,600 (310/s)", "143.2", "31.9 of 32"),
+        *("0.8 versions", "1 (3 processes)", "12 %", "critic_loss", "evaluation of v31", "20 episodes"),
+        *("confirmation", "target 200", "LunarLanderContinuous-v3, sac, seed 1", "◆"),
+    ):
+        assert shown in text, shown
+    assert any("⠁" <= character <= "⣿" for character in text)
+    assert max(map(len, text.splitlines())) <= width
+
+
+def test_the_view_of_a_fresh_run(server: Any) -> None:
+    console = Console(record=True, force_terminal=True, width=80, height=24, file=io.StringIO())
+    figures = watcher.Watcher(server.client, make_run(server.client)).poll()
+    console.print(live.view(figures, width=80, height=24))
+    text = console.export_text()
+    assert "waiting for a learner: start `ddrl learner`" in text and "no episode has ended yet" in text
+    assert len(text.splitlines()) <= 24
+
+
+def test_the_curve_goes_where_the_returns_go() -> None:
+    assert curve.trailing_mean([1.0, 2.0, 3.0, 4.0], window=2) == [1.0, 1.5, 2.5, 3.5]
+    rising = curve.draw(
+        [(float(t), float(t)) for t in range(100)], [], width=60, height=10
+    ).plain.splitlines()
+    assert len(rising) == 10
+    inked = [[c for c, mark in enumerate(line[8:]) if "⠁" <= mark <= "⣿"] for line in rising[:-1]]
+    assert min(inked[0] or [99]) > max(inked[-1] or [0])
+    flat = curve.draw([(1.0, 5.0), (2.0, 5.0)], [(2.0, 5.0, True)], width=40, height=6, target=5.0)
+    assert "◆" in flat.plain and "╌" in flat.plain
+
+
+def test_closing_lines_say_how_to_go_on() -> None:
+    summary: dict[str, Any] = {
+        "run": "x-1",
+        "status": "time",
+        "train_s": 61.0,
+        "env_steps": 1000,
+        "updates": 10,
+    }
+    summary |= {"policy_version": 3, "artifacts": "/a/x-1", "evaluation": None}
+    text = live.closing_lines(summary)
+    assert "x-1: time after 1m01s" in text and "`ddrl resume x-1`" in text and "/a/x-1" in text
+    summary["evaluation"] = {"return_mean": 9.0, "return_std": 1.0, "episodes": 20}
+    assert "return 9.0 ± 1.0 over 20 episodes" in live.closing_lines({**summary, "status": "solved"})
