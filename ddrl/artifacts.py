@@ -277,7 +277,7 @@ def _draw(axes: Axes, records: Records, over: str) -> None:
     axes.set_xlim(left=0)
     if not returns and not records.evaluated:
         axes.text(
-            0.5, 0.5, "no episode has ended", transform=axes.transAxes, ha="center", va="center", color=_GREY
+            0.5, 0.6, "no episode has ended", transform=axes.transAxes, ha="center", va="center", color=_GREY
         )
 
 

@@ -153,27 +153,23 @@ def play(client: Redis, blocking: Redis, players: Players, run: str) -> int:
     deadline = time.monotonic() + player.config.rollout.segment_s
     num_envs = player.config.env.num_envs
     appended = 0
-    while word.answer is not Answer.YIELD and time.monotonic() < deadline:
-        if word.answer is Answer.FULL:
-            time.sleep(RETRY_FULL_S)
-        elif word.answer is Answer.WAIT:
+    while word.answer not in (Answer.YIELD, Answer.STOPPED) and time.monotonic() < deadline:
+        if word.answer is Answer.WAIT:
             told = stream.await_allowance(blocking, run, word.allowance_id, block_ms=WAIT_MS)
             if not told and runs.num_active(client) > 1:
                 break
             word = stream.remaining(client, run)
-            if word.answer is Answer.STOPPED:
-                break
             continue
-        elif not player.load(client, word.version):
-            word = stream.remaining(client, run)
-            continue
-        else:
+        if word.answer is Answer.FULL:
+            time.sleep(RETRY_FULL_S)
+        if player.unsent is None:
+            if not player.load(client, word.version):
+                word = stream.remaining(client, run)
+                continue
             player.play(max_steps=max(1, -(-word.remaining_steps // num_envs)))
         transitions = player.unsent.num_transitions if player.unsent else 0
         word = player.send(client)
-        if word.answer is Answer.STOPPED:
-            break
-        appended += transitions if word.answer is not Answer.FULL else 0
+        appended += transitions if word.answer not in (Answer.FULL, Answer.STOPPED) else 0
     if word.answer is Answer.STOPPED:
         players.drop(run)
     return appended

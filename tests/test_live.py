@@ -94,8 +94,8 @@ def test_the_view_shows_everything(server: Any, width: int) -> None:
     text = console.export_text()
     for shown in (
         *(run, "active", "30s, 14m", "30,000 (2930/s)", "7,600 (310/s)", "143.2", "31.9 of 32"),
-        *("0.8 versions", "1 (3 processes)", "12 %", "critic_loss", "evaluation of v31", "20 episodes"),
-        *("confirmation", "target 200", "LunarLanderContinuous-v3, sac, seed 1", "◆"),
+        *("0.8 versions", "1 (3 processes)", "12 %", "critic_loss", "evaluation v31", "20 episodes"),
+        *("confirmation v31", "target 200", "LunarLanderContinuous-v3, sac, seed 1", "◆"),
     ):
         assert shown in text, shown
     assert any("⠁" <= character <= "⣿" for character in text)
@@ -136,3 +136,13 @@ def test_closing_lines_say_how_to_go_on() -> None:
     assert "x-1: time after 1m01s" in text and "`ddrl resume x-1`" in text and "/a/x-1" in text
     summary["evaluation"] = {"return_mean": 9.0, "return_std": 1.0, "episodes": 20}
     assert "return 9.0 ± 1.0 over 20 episodes" in live.closing_lines({**summary, "status": "solved"})
+
+
+def test_follow_on_a_terminal_leaves_the_last_view_standing(server: Any) -> None:
+    client, run = server.client, make_run(server.client)
+    learn_something(client, run)
+    runs.set_status(client, run, "solved", "return 200 confirmed")
+    console = Console(force_terminal=True, width=100, height=40, file=io.StringIO())
+    assert live.follow(client, run, json_output=False, console=console).status == "solved"
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "solved" in shown and "return 200 confirmed" in shown and "30,000" in shown

@@ -1,6 +1,6 @@
 """Starts an evaluation worker: plays the episodes that score a version of the weights.
 
-    python workers/evaluation.py [PROCESSES]     else $DDRL_PROCESSES, else one process
+python workers/evaluation.py [PROCESSES]     else $DDRL_PROCESSES, else one process
 """
 
 from __future__ import annotations

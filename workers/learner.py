@@ -1,6 +1,6 @@
 """Starts a learner: trains every run that waits for one, until it is stopped. No Celery worker.
 
-    python workers/learner.py [RUN] [--folder RUNS]
+python workers/learner.py [RUN] [--folder RUNS]
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Starts a rollout worker: plays segments of every run that this machine can play.
 
-    python workers/rollout.py [PROCESSES]        else $DDRL_PROCESSES, else one process a core
+python workers/rollout.py [PROCESSES]        else $DDRL_PROCESSES, else one process a core
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 def main() -> int:
     from ddrl.cli import main as ddrl
 
-    processes = sys.argv[1] if len(sys.argv) > 1 else os.environ.get("DDRL_PROCESSES") or str(os.cpu_count() or 1)
+    processes = (
+        sys.argv[1] if len(sys.argv) > 1 else os.environ.get("DDRL_PROCESSES") or str(os.cpu_count() or 1)
+    )
     return ddrl(["worker", "--role", "rollout", "--concurrency", processes])
 
 

@@ -404,8 +404,8 @@ class Policy:
     def load(self, weights: Mapping[str, Any]) -> None:
         """Take over what `SAC.weights` returned: CPU tensors, or arrays as they come off the wire."""
         layers = range(self._num_layers)
-        self._weights = [np.array(weights[f"weights.{i}"], np.float32) for i in layers]
-        self._biases = [np.array(weights[f"biases.{i}"], np.float32) for i in layers]
+        self._weights = [np.asarray(weights[f"weights.{i}"], np.float32).copy() for i in layers]
+        self._biases = [np.asarray(weights[f"biases.{i}"], np.float32).copy() for i in layers]
 
     def act(
         self, observation: np.ndarray[Any, Any], *, explore: bool, generator: np.random.Generator

@@ -239,14 +239,13 @@ def _evaluations_table(rows: list[dict[str, Any]]) -> Table:
     from rich.table import Table
 
     grid = Table.grid(padding=(0, 3, 0, 0))
-    for _ in range(5):
+    for _ in range(4):
         grid.add_column(no_wrap=True)
     for row in reversed(rows):
         grid.add_row(
-            f"evaluation of v{row['version']}",
+            f"{'confirmation' if row['purpose'] == 'confirm' else 'evaluation'} v{row['version']}",
             f"{row['return_mean']:.1f} ± {row['return_std']:.1f}",
             f"{row['num_episodes']} episodes",
-            "confirmation" if row["purpose"] == "confirm" else "",
             f"at {row['env_steps']:,} steps",
         )
     return grid

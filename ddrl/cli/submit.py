@@ -85,7 +85,11 @@ def resume(
         _attend(client, run, workers=workers, with_learner=with_learner, detach=detach, json_=json_, started=started)
 
 
-def crew(run: str, workers: int, with_learner: bool) -> None:
+def crew(
+    run: str,
+    workers: Annotated[int, typer.Option()],
+    with_learner: Annotated[bool, typer.Option("--learner/--no-learner")],
+) -> None:
     """What `--detach` leaves behind: the processes of a run, until it ends."""
     from ddrl.cli import output
     from ddrl.store import runs

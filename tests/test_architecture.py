@@ -1,0 +1,276 @@
+"""What imports what, and what no file may say. Every rule is shown to fail on a planted source."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MAX_LINES = 400
+
+_RANKED = (
+    "types keys parent",
+    "config codec returns distributions",
+    "networks envs store",
+    "replay algorithms",
+    "collector evaluation learner fleet policy supervisor",
+    "embedded artifacts segment",
+    "celery",
+    "tasks",
+    "runner submit crew",
+    "cli",
+    "__main__ workers",
+)
+RANKS = {name: rank for rank, names in enumerate(_RANKED) for name in names.split()}
+
+WALLS = {  # library -> the units of ddrl that may import it
+    "redis": {"store", "embedded"},
+    "celery": {"celery", "tasks"},
+    "kombu": {"celery", "tasks"},
+    "billiard": {"celery", "tasks"},
+    "gymnasium": {"envs"},
+}
+WITHOUT_TORCH = ("types", "keys", "config", "store", "submit", "cli", "celery")
+PICKLES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+FORBIDDEN_CALLS = {
+    *("yaml.load", "yaml.load_all", "yaml.full_load", "yaml.unsafe_load", "torch.load", "torch.save"),
+    *("blosc2.pack", "blosc2.unpack", "eval", "exec", "os.system", "os.popen"),
+}
+FORBIDDEN_NAMES = {f"{verb}_{noun}" for verb in ("pack", "unpack") for noun in ("array", "array2", "tensor")}
+
+
+class Import(NamedTuple):
+    module: str  # dotted; "ddrl.store" for `from ddrl import store`
+    line: int
+    at_import: bool  # executed when the module is imported
+    for_types: bool  # under `if TYPE_CHECKING`
+
+
+def unit_of(path: str) -> str:
+    """The ranked name of a file: "ddrl/store/runs.py" -> "store", "workers/rollout.py" -> "workers"."""
+    parts = Path(path).with_suffix("").parts
+    return parts[1] if parts[0] == "ddrl" else parts[0]
+
+
+def imports(source: str, path: str) -> Iterator[Import]:
+    """Every import statement of a file, relative ones resolved."""
+    package = Path(path).parent.parts
+
+    def visit(node: ast.AST, at_import: bool, for_types: bool) -> Iterator[Import]:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(alias.name, node.lineno, at_import, for_types)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:
+                name = f"{module}.{alias.name}" if module == "ddrl" else module
+                yield Import(name, node.lineno, at_import, for_types)
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            for child in node.body:
+                yield from visit(child, False, True)
+            for child in node.orelse:
+                yield from visit(child, at_import, for_types)
+        else:
+            inside = at_import and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            for child in ast.iter_child_nodes(node):
+                yield from visit(child, inside, for_types)
+
+    return visit(ast.parse(source), True, False)
+
+
+def broken_ranks(source: str, path: str) -> list[str]:
+    """Imports of the same or a higher rank; those within one package are its own affair."""
+    unit = unit_of(path)
+    if unit == "__init__":
+        return [f"{path}:{i.line}: ddrl/__init__.py imports {i.module}" for i in imports(source, path)]
+    if unit not in RANKS:
+        return [f"{path}: {unit} has no rank; give it one here and in CONTRIBUTING.md"]
+    broken = []
+    for found in imports(source, path):
+        parts = found.module.split(".")
+        if parts[0] != "ddrl" or len(parts) < 2 or parts[1] == "__version__" or parts[1] == unit:
+            continue
+        if RANKS.get(parts[1], len(_RANKED)) >= RANKS[unit]:
+            broken.append(f"{path}:{found.line}: {unit} imports {found.module}, which ranks no lower")
+    return broken
+
+
+def broken_walls(source: str, path: str) -> list[str]:
+    """Libraries imported outside the units that own them; type-only imports bind nothing and pass."""
+    return [
+        f"{path}:{found.line}: {found.module} belongs to {', '.join(sorted(allowed))}"
+        for found in imports(source, path)
+        if not found.for_types
+        and (allowed := WALLS.get(found.module.split(".")[0])) is not None
+        and unit_of(path) not in allowed
+    ]
+
+
+def early_torch(source: str, path: str) -> list[str]:
+    """Module-level imports of torch where a command or the store would pay for them."""
+    return [
+        f"{path}:{found.line}: import torch inside the function that needs it"
+        for found in imports(source, path)
+        if found.at_import and found.module.split(".")[0] == "torch" and unit_of(path) in WITHOUT_TORCH
+    ]
+
+
+def spelled_keys(source: str, path: str) -> list[str]:
+    """Redis keys spelled outside keys.py, docstrings included ("ddrl: error" and the pattern ddrl:* are none)."""
+    if unit_of(path) == "keys":
+        return []
+    return [
+        f"{path}:{node.lineno}: {node.value[:40]!r} spells a key; use ddrl.keys"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and re.search(r"\bddrl:(?![\s*])", node.value)
+    ]
+
+
+def dangerous(source: str, path: str) -> list[str]:
+    """Whatever unpickles, evaluates text or runs a shell."""
+    found = [
+        f"{path}:{i.line}: {i.module} pickles"
+        for i in imports(source, path)
+        if i.module.split(".")[0] in PICKLES
+    ]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call):
+            if (called := ast.unparse(node.func)) in FORBIDDEN_CALLS:
+                found.append(f"{path}:{node.lineno}: {called}")
+            for keyword in node.keywords:
+                if keyword.arg == "shell" and not (
+                    isinstance(keyword.value, ast.Constant) and keyword.value.value is False
+                ):
+                    found.append(f"{path}:{node.lineno}: shell=")
+        names = [node.attr] if isinstance(node, ast.Attribute) else []
+        names += [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) else []
+        found += [f"{path}: {name} pickles" for name in names if name in FORBIDDEN_NAMES]
+        if isinstance(node, ast.ImportFrom):
+            wanted = {f"{node.module}.{alias.name}" for alias in node.names}
+            found += [f"{path}:{node.lineno}: {name}" for name in sorted(wanted & FORBIDDEN_CALLS)]
+    return found
+
+
+def too_long(source: str, path: str) -> list[str]:
+    """Files that want to be two."""
+    count = source.count("\n")
+    return [f"{path}: {count} lines; above 350 a file wants to be two"] if count > MAX_LINES else []
+
+
+RULES = (broken_ranks, broken_walls, early_torch, spelled_keys, dangerous, too_long)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_no_file_breaks(rule: Callable[[str, str], list[str]]) -> None:
+    files = sorted([*ROOT.glob("ddrl/**/*.py"), *ROOT.glob("workers/*.py")])
+    assert len(files) > 30
+    broken = [
+        line for file in files for line in rule(file.read_text("utf-8"), file.relative_to(ROOT).as_posix())
+    ]
+    assert not broken, "\n".join(["", *broken])
+
+
+PLANTED = [
+    (broken_ranks, "ddrl/config.py", "from ddrl.store import runs"),
+    (broken_ranks, "ddrl/config.py", "from ddrl import store"),
+    (broken_ranks, "ddrl/config.py", "import ddrl.store.runs"),
+    (broken_ranks, "ddrl/config.py", "from . import store"),
+    (broken_ranks, "ddrl/store/runs.py", "from ..replay import view"),
+    (broken_ranks, "ddrl/config.py", "def f():\n    from ddrl.learner import Learner"),
+    (broken_ranks, "ddrl/replay/view.py", "from ddrl.algorithms import base"),
+    (broken_ranks, "ddrl/algorithms/sac.py", "from ddrl.replay.view import DenseView"),
+    (broken_ranks, "ddrl/collector.py", "from ddrl import evaluation"),
+    (broken_ranks, "ddrl/tasks.py", "from ddrl.runner import serve"),
+    (broken_ranks, "ddrl/submit.py", "from ddrl.nowhere import thing"),
+    (broken_ranks, "ddrl/unranked.py", ""),
+    (broken_ranks, "ddrl/__init__.py", "import numpy"),
+    (broken_walls, "ddrl/learner.py", "import redis"),
+    (broken_walls, "ddrl/learner.py", "from redis.exceptions import RedisError"),
+    (broken_walls, "ddrl/fleet.py", "def f():\n    import celery"),
+    (broken_walls, "workers/rollout.py", "from celery import Celery"),
+    (broken_walls, "ddrl/runner.py", "from kombu import Queue"),
+    (broken_walls, "ddrl/collector.py", "import gymnasium as gym"),
+    (early_torch, "ddrl/store/runs.py", "import torch"),
+    (early_torch, "ddrl/cli/live.py", "from torch import nn"),
+    (early_torch, "ddrl/celery.py", "class A:\n    import torch"),
+    (early_torch, "ddrl/config.py", "try:\n    import torch\nexcept ImportError:\n    pass"),
+    (spelled_keys, "ddrl/store/runs.py", 'KEY = "ddrl:runs"'),
+    (spelled_keys, "ddrl/store/runs.py", 'def f(run):\n    return f"ddrl:{run}:spec"'),
+    (dangerous, "ddrl/codec.py", "import pickle"),
+    (dangerous, "ddrl/codec.py", "from cloudpickle import dumps"),
+    (dangerous, "ddrl/config.py", "yaml.load(text)"),
+    (dangerous, "ddrl/config.py", "from yaml import unsafe_load"),
+    (dangerous, "ddrl/policy.py", "torch.load(path)"),
+    (dangerous, "ddrl/policy.py", "eval(text)"),
+    (dangerous, "workers/rollout.py", "subprocess.run(line, shell=True)"),
+    (dangerous, "ddrl/codec.py", "blosc2.pack_array(a)"),
+    (dangerous, "ddrl/codec.py", "from blosc2 import unpack_array2"),
+    (dangerous, "ddrl/codec.py", "blosc2.unpack(a)"),
+    (too_long, "ddrl/learner.py", "x = 1\n" * (MAX_LINES + 1)),
+]
+
+
+@pytest.mark.parametrize(("rule", "path", "source"), PLANTED)
+def test_rule_finds_the_planted(rule: Callable[[str, str], list[str]], path: str, source: str) -> None:
+    assert len(rule(source, path)) == 1
+
+
+HARMLESS = [
+    (broken_ranks, "ddrl/store/runs.py", "from ddrl.store.lease import fenced\nfrom ddrl import keys"),
+    (broken_ranks, "ddrl/cli/doctor.py", "import ddrl\nfrom ddrl import __version__, embedded"),
+    (broken_ranks, "workers/learner.py", "from ddrl.cli import main"),
+    (broken_walls, "ddrl/learner.py", "if TYPE_CHECKING:\n    from redis import Redis"),
+    (broken_walls, "ddrl/store/runs.py", "import redis"),
+    (broken_walls, "ddrl/runner.py", "from ddrl.celery import app"),
+    (early_torch, "ddrl/cli/doctor.py", "def f():\n    import torch"),
+    (early_torch, "ddrl/learner.py", "import torch"),
+    (spelled_keys, "ddrl/cli/output.py", 'print("ddrl: error: no")'),
+    (spelled_keys, "ddrl/keys.py", 'RUNS = "ddrl:runs"'),
+    (dangerous, "ddrl/codec.py", "network.eval()\nyaml.safe_load(t)\nstruct.pack('i', 1)\nrun(shell=False)"),
+    (too_long, "ddrl/learner.py", "x = 1\n" * MAX_LINES),
+]
+
+
+@pytest.mark.parametrize(("rule", "path", "source"), HARMLESS)
+def test_rule_passes_the_harmless(rule: Callable[[str, str], list[str]], path: str, source: str) -> None:
+    assert rule(source, path) == []
+
+
+def loaded_by(module: str, libraries: set[str]) -> set[str]:
+    """Which of `libraries` a fresh interpreter has loaded after importing `module`."""
+    code = f"import sys, {module}; print(*(name for name in {sorted(libraries)!r} if name in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize("module", ["ddrl", "ddrl.cli"])
+def test_commands_start_light(module: str) -> None:
+    assert loaded_by(module, {"torch", "gymnasium", "matplotlib"}) == set()
+
+
+@pytest.mark.parametrize("unit", WITHOUT_TORCH)
+def test_no_torch_by_way_of_others(unit: str) -> None:
+    assert loaded_by(f"ddrl.{unit}", {"torch"}) == set()
+
+
+def test_the_light_check_can_fail() -> None:
+    assert loaded_by("ddrl.returns", {"numpy", "torch"}) == {"numpy"}
+
+
+def test_ranks_in_contributing_are_these() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    for rank, names in enumerate(_RANKED):
+        row = re.search(rf"^\| {rank} \| (.+) \|$", text, re.MULTILINE)
+        assert row is not None, f"rank {rank} is missing"
+        written = {re.split(r"[/.]", name)[0] for name in re.findall(r"`([a-z_/*.]+)`", row[1])}
+        assert written == set(names.split())

@@ -1,0 +1,185 @@
+"""Compose file, Dockerfile and units against the code: no engine here, so they are read and checked."""
+
+from __future__ import annotations
+
+import configparser
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ddrl.cli import COMMANDS
+
+ROOT = Path(__file__).parents[1]
+COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text("utf-8"))
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+UNITS = sorted(ROOT.glob("workers/*.service"))
+DOCKERFILE = (ROOT / "workers" / "Dockerfile").read_text("utf-8")
+SUBCOMMANDS = {function.__name__ for _, function in COMMANDS}
+ELSEWHERE = {"HOME", "REDISCLI_AUTH", "MAXMEMORY", "FLOWER_BASIC_AUTH"}  # read by others than ddrl
+SECRET = re.compile(r"PASSWORD|SECRET|TOKEN|AUTH|URL")
+
+
+def source() -> str:
+    files = [*ROOT.glob("ddrl/**/*.py"), *ROOT.glob("workers/*.py")]
+    return "\n".join(file.read_text("utf-8") for file in files)
+
+
+def is_pinned(image: str) -> bool:
+    return re.fullmatch(r"[a-z0-9./-]+:v?\d+\.\d+\.\d+[a-z0-9.-]*", image) is not None
+
+
+def exists(command: list[str]) -> bool:
+    """Whether a command line starts something that this project has."""
+    program = Path(command[0]).name
+    if program == "python":
+        return command[1].startswith("workers/") and (ROOT / command[1]).is_file()
+    if program == "celery":
+        return command[1:3] == ["-A", "ddrl"] and command[3] in ("worker", "flower")
+    return program == "ddrl" and command[1] in SUBCOMMANDS
+
+
+def command_of(service: dict[str, Any]) -> list[str]:
+    """The words that a service runs in the end."""
+    command = [*service.get("entrypoint", []), *service.get("command", [])]
+    if command[0] == "sh":
+        line = next(line for line in command[-1].splitlines() if line.startswith("exec "))
+        return str(line).split()[1:]
+    return command
+
+
+def test_the_checks_can_fail() -> None:
+    assert not is_pinned("redis") and not is_pinned("redis:latest") and not is_pinned("redis:7")
+    assert is_pinned("redis:7.4.5-alpine")
+    assert not exists(["python", "workers/nobody.py"]) and not exists(["ddrl", "dance"])
+    assert not exists(["celery", "-A", "other", "worker"]) and exists(["ddrl", "submit", "x"])
+
+
+def test_images_are_pinned() -> None:
+    bases = re.findall(r"^FROM (\S+)", DOCKERFILE, re.MULTILINE)
+    images = [service["image"] for service in SERVICES.values()]
+    assert len(bases) == 1 and all(map(is_pinned, bases + images))
+
+
+def test_commands_exist() -> None:
+    commands = [command_of(service) for name, service in SERVICES.items() if name != "redis"]
+    for unit in UNITS:
+        commands.append(re.search(r"^ExecStart=(.+)$", unit.read_text("utf-8"), re.MULTILINE)[1].split())  # type: ignore[index]
+    commands.append(yaml.safe_load(re.search(r"^CMD (.+)$", DOCKERFILE, re.MULTILINE)[1]))  # type: ignore[index]
+    assert len(commands) >= 9
+    assert [command for command in commands if not exists(command)] == []
+
+
+def test_roles_are_all_there() -> None:
+    started = {command_of(service)[1] for service in SERVICES.values()}
+    assert {"workers/rollout.py", "workers/evaluation.py", "workers/learner.py"} <= started
+    assert {unit.stem for unit in UNITS} == {"ddrl-rollout@", "ddrl-evaluation", "ddrl-learner"}
+    table = (ROOT / "workers" / "README.md").read_text("utf-8")
+    assert all(f"`python workers/{role}.py" in table for role in ("rollout", "evaluation", "learner"))
+
+
+def test_environment_names_are_read_by_the_code() -> None:
+    given = {name for service in SERVICES.values() for name in service.get("environment", {})}
+    for unit in UNITS:
+        given |= set(re.findall(r"^Environment=(\w+)=", unit.read_text("utf-8"), re.MULTILINE))
+    given |= set(re.findall(r"`(DDRL_\w+)`", (ROOT / "workers" / "README.md").read_text("utf-8")))
+    code = source()
+    assert "DDRL_REDIS_URL" in given
+    assert {name for name in given - ELSEWHERE if f'"{name}"' not in code} == set()
+
+
+def test_no_secret_is_written_down() -> None:
+    for name, service in SERVICES.items():
+        for variable, value in service.get("environment", {}).items():
+            if SECRET.search(variable):
+                assert "${" in str(value), f"{name}: {variable}"
+                assert re.sub(r"\$\{[^}]*\}", "", str(value)) in ("", "redis://:@redis:6379/0")
+    for file in [*UNITS, ROOT / "workers" / "Dockerfile"]:
+        assert not re.search(r"(PASSWORD|TOKEN|SECRET)\s*=\s*\S", file.read_text("utf-8")), file.name
+    assert "EnvironmentFile=/etc/ddrl/env" in "".join(unit.read_text("utf-8") for unit in UNITS)
+
+
+def test_the_server_is_safe_and_durable() -> None:
+    server = SERVICES["redis"]
+    settings = server["command"][-1]
+    for setting in ("appendonly yes", "maxmemory-policy noeviction", "requirepass $$REDISCLI_AUTH"):
+        assert setting in settings
+    assert ":?" in server["environment"]["REDISCLI_AUTH"]
+    assert "ports" not in server and "healthcheck" in server and server["volumes"] == ["redis:/data"]
+
+
+def test_published_ports_are_on_the_loopback_and_flower_asks_who_you_are() -> None:
+    ports = [port for service in SERVICES.values() for port in service.get("ports", [])]
+    assert ports == ["127.0.0.1:5555:5555"]
+    flower = SERVICES["flower"]
+    assert flower["profiles"] == ["monitoring"]
+    assert ':?set it to user:password}"' in flower["command"][-1]  # refuses to start without
+    assert "UNAUTHENTICATED" not in str(COMPOSE)
+
+
+def test_services_wait_for_the_server_and_end_in_order() -> None:
+    for name, service in SERVICES.items():
+        assert "stop_grace_period" in service and "restart" in service, name
+        if name != "redis":
+            assert service["depends_on"] == {"redis": {"condition": "service_healthy"}}
+    assert SERVICES["learner-gpu"]["profiles"] == ["gpu"]
+    device = SERVICES["learner-gpu"]["deploy"]["resources"]["reservations"]["devices"][0]
+    assert device["capabilities"] == ["gpu"]
+    assert "deploy" not in SERVICES["learner"]
+
+
+def test_the_image_runs_as_somebody_and_has_what_it_copies() -> None:
+    copied = [
+        word for line in re.findall(r"^COPY (.+) \S+$", DOCKERFILE, re.MULTILINE) for word in line.split()
+    ]
+    kept = {
+        line[1:] for line in (ROOT / ".dockerignore").read_text("utf-8").splitlines() if line.startswith("!")
+    }
+    assert all((ROOT / name).exists() for name in copied) and set(copied) == kept
+    assert "-c constraints.txt" in DOCKERFILE and re.search(r"^USER ddrl$", DOCKERFILE, re.MULTILINE)
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
+def test_units(unit: Path) -> None:
+    parser = configparser.ConfigParser(interpolation=None, strict=False)
+    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    parser.read_string(unit.read_text("utf-8"))
+    service = parser["Service"]
+    assert service["Restart"] == "always" and service["KillSignal"] == "SIGTERM"
+    assert int(service["TimeoutStopSec"]) > 0 and service["User"] == "ddrl"
+    assert service["NoNewPrivileges"] == "yes" and service["ProtectSystem"] == "strict"
+
+
+@pytest.mark.parametrize("role", ["rollout", "evaluation"])
+def test_role_scripts_start_no_worker_when_imported(role: str) -> None:
+    """The pool spawns, and its children import the main file again."""
+    code = f"import runpy; runpy.run_path('workers/{role}.py', run_name='__mp_main__')"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make")
+def test_make_refuses_what_it_cannot_use(tmp_path: Path) -> None:
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    old = tmp_path / "old-python"
+    old.write_text("#!/bin/sh\nexit 1\n")
+    old.chmod(0o755)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    done = subprocess.run(
+        ["make", "setup", f"PYTHON={old}"], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode != 0 and "older than Python 3.11" in done.stderr
+    assert not (tmp_path / ".venv").exists()
+
+
+def test_make_run_passes_its_variables_on() -> None:
+    arguments = ["make", "--dry-run", "--old-file=.venv/.set-up", "lunar", "TIME=15", "WORKERS=3", "SEED=2"]
+    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=True)
+    line = " ".join(done.stdout.replace("\\\n", " ").split())
+    assert line.endswith("submit configs/lunar.yaml --time 15m --workers 3 --seed 2")

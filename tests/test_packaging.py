@@ -1,0 +1,92 @@
+"""The constraints pin what pyproject.toml names, and the wheel holds `ddrl` only."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import ddrl
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+DIRECT = [
+    Requirement(text)
+    for group in [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()]
+    for text in group
+]
+LEFT_TO_TORCH = ("nvidia-", "cuda-", "triton")  # what its CUDA build pins itself
+PIN = re.compile(r"([a-z0-9-]+)==([0-9][0-9a-z.]*)")
+
+
+def pins() -> dict[str, str]:
+    """Name -> version of constraints.txt; every line must be a plain pin."""
+    lines = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
+    found = [PIN.fullmatch(line) for line in lines if line and not line.startswith("#")]
+    assert all(found), "a line is no plain pin"
+    return {match[1]: match[2] for match in found if match}
+
+
+def unpinned(requirements: list[Requirement], pinned: dict[str, str]) -> set[str]:
+    """Requirements that constraints.txt leaves open or contradicts."""
+    return {
+        str(need)
+        for need in requirements
+        if not canonicalize_name(need.name).startswith(LEFT_TO_TORCH)
+        and not need.specifier.contains(pinned.get(canonicalize_name(need.name), "0.dev0"), prereleases=False)
+    }
+
+
+def test_each_direct_dependency_has_a_pin_in_its_range() -> None:
+    assert unpinned(DIRECT, pins()) == set()
+
+
+def test_a_missing_or_contradicting_pin_is_found() -> None:
+    assert unpinned([Requirement("nosuch")], pins()) == {"nosuch"}
+    assert unpinned([Requirement("torch<1")], pins()) == {"torch<1"}
+    assert unpinned([Requirement("nvidia-cublas")], pins()) == set()
+
+
+def test_each_indirect_dependency_has_a_pin() -> None:
+    """Follows what is installed here; packages of extras that are not installed cannot be followed."""
+    open_names = [(canonicalize_name(need.name), frozenset(need.extras)) for need in DIRECT]
+    seen: set[tuple[str, frozenset[str]]] = set()
+    needed: list[Requirement] = []
+    while open_names:
+        name, extras = open_names.pop()
+        if (name, extras) in seen or name.startswith(LEFT_TO_TORCH):
+            continue
+        seen.add((name, extras))
+        try:
+            texts = importlib.metadata.requires(name) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        for need in map(Requirement, texts):
+            if need.marker is None or any(need.marker.evaluate({"extra": extra}) for extra in ("", *extras)):
+                needed.append(need)
+                open_names.append((canonicalize_name(need.name), frozenset(need.extras)))
+    assert len(seen) > 40
+    assert unpinned(needed, pins()) == set()
+
+
+def test_torch_is_pinned_without_a_local_version() -> None:
+    assert pins()["torch"] == "2.13.0"
+
+
+def test_the_version_has_one_source() -> None:
+    assert PROJECT["dynamic"] == ["version"]
+    assert re.fullmatch(r"\d+\.\d+\.\d+", ddrl.__version__)
+
+
+def test_the_wheel_holds_ddrl_only() -> None:
+    wheel = pytest.importorskip("hatchling.builders.wheel")
+    builder = wheel.WheelBuilder(str(ROOT))
+    paths = {file.distribution_path for file in builder.recurse_included_files()}
+    assert "ddrl/cli/__init__.py" in paths and "ddrl/store/runs.py" in paths
+    assert {path.split("/")[0] for path in paths} == {"ddrl"}
+    assert builder.metadata.version == ddrl.__version__
