@@ -50,7 +50,7 @@ app.conf.update(
     worker_disable_prefetch=True,  # an idle process takes the next message at once
     worker_prefetch_multiplier=1,
     worker_pool_start_method="spawn",  # fork hangs with torch and with blosc2
-    worker_proc_alive_timeout=120,  # a child imports torch before it is up
+    worker_proc_alive_timeout=120,  # a child is up once its imports are done
     worker_send_task_events=True,  # Flower
     worker_hijack_root_logger=True,
     broker_connection_retry_on_startup=True,

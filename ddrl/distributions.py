@@ -14,11 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-LOG_STD_MIN = -5.0
-LOG_STD_MAX = 2.0
 
-
-def bounded_log_std(raw: Tensor, *, low: float = LOG_STD_MIN, high: float = LOG_STD_MAX) -> Tensor:
+def bounded_log_std(raw: Tensor, *, low: float, high: float) -> Tensor:
     """Map a network's output smoothly into [low, high], so that its gradient never dies at a bound.
 
     Args:

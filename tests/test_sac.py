@@ -13,7 +13,8 @@ from pydantic import ValidationError
 from reference import Layers, sac_critic_loss, sac_policy_loss
 from torch import Tensor
 
-from ddrl.algorithms.sac import SAC, Config, Policy, check, critic_loss, policy_loss, temperature_loss
+from ddrl.algorithms.sac import Config, Policy, check
+from ddrl.algorithms.sac_learner import SAC, critic_loss, policy_loss, temperature_loss
 from ddrl.networks.mlp import MLP, EnsembleMLP
 from ddrl.types import Batch, EnvSpec
 

@@ -1,7 +1,7 @@
 """What an algorithm's module offers, and how its name in a config finds it.
 
-A module `ddrl.algorithms.<name>` holds `Config`, `check`, a learner class and `Policy`. To add one, write the
-file and name it in `_MODULES`.
+A module `ddrl.algorithms.<name>` holds `Config`, `check` and `Policy`; `<name>_learner` holds the class that
+learns, and is imported by learners only. To add one, write both and name it in `_LEARNERS`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ddrl.types import Batch, EnvSpec
 if TYPE_CHECKING:
     import torch
 
-_MODULES = {"sac": ("ddrl.algorithms.sac", "SAC")}
+_LEARNERS = {"sac": "SAC"}  # algorithm -> class in its learner module
 
 
 class Policy(Protocol):
@@ -56,30 +56,30 @@ class Resolved:
     """An algorithm chosen and configured for one environment.
 
     Attributes:
+        name: of the algorithm.
         config: the algorithm's own options, validated; every off-policy one has gamma, n_step, batch_size.
         spec: spaces of the environment.
-        learner_class, policy_class: as the module offers them.
     """
 
+    name: str
     config: Any
     spec: EnvSpec
-    learner_class: Any
-    policy_class: Any
 
     def learner(self, *, device: torch.device, seed: int) -> Algorithm:
         """Fresh networks and optimizers."""
-        built: Algorithm = self.learner_class(self.config, self.spec, device=device, seed=seed)
+        module = importlib.import_module(f"ddrl.algorithms.{self.name}_learner")
+        built: Algorithm = getattr(module, _LEARNERS[self.name])(self.config, self.spec, device=device, seed=seed)
         return built
 
     def policy(self) -> Policy:
         """A player without weights."""
-        built: Policy = self.policy_class(self.config, self.spec)
+        built: Policy = _module(self.name).Policy(self.config, self.spec)
         return built
 
 
 def names() -> list[str]:
     """Algorithms that a config may name."""
-    return sorted(_MODULES)
+    return sorted(_LEARNERS)
 
 
 def config_class(name: str) -> type[BaseModel]:
@@ -106,10 +106,10 @@ def resolve(config: RunConfig, spec: EnvSpec) -> Resolved:
         module.check(own, spec)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    return Resolved(own, spec, getattr(module, _MODULES[name][1]), module.Policy)
+    return Resolved(name, own, spec)
 
 
 def _module(name: str) -> Any:
-    if name not in _MODULES:
+    if name not in _LEARNERS:
         raise ConfigError(f"algorithm.name: {name!r} is unknown; known are {', '.join(names())}")
-    return importlib.import_module(_MODULES[name][0])
+    return importlib.import_module(f"ddrl.algorithms.{name}")

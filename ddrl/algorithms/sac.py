@@ -1,8 +1,9 @@
-"""Soft actor-critic for bounded continuous actions: options, losses, the learner's SAC, the player's Policy.
+"""Soft actor-critic for bounded continuous actions: its options, what it can serve, the Policy that plays.
 
 Source: Haarnoja et al. 2018, arXiv:1812.05905 (learned temperature, two critics, no value network).
-The policy and the critics work on actions in [-1, 1]; the environment's unit appears only where a batch
-comes in and where `Policy.act` goes out.
+What learns is in sac_learner.py, for a rollout process and `ddrl submit` need no torch: that is seconds of
+their start and most of their memory. The policy works on actions in [-1, 1]; the environment's unit appears
+only where `Policy.act` goes out.
 """
 
 from __future__ import annotations
@@ -12,13 +13,11 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
-from torch import Tensor
 
-from ddrl.distributions import LOG_STD_MAX, LOG_STD_MIN, bounded_log_std, tanh_gaussian_sample
-from ddrl.networks.mlp import MLP, EnsembleMLP, FlatParameters
-from ddrl.types import Batch, EnvSpec
+from ddrl.types import EnvSpec
+
+LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0  # of the Gaussian before squashing, in nats
 
 
 class Config(BaseModel):
@@ -148,233 +147,6 @@ def check(config: Config, spec: EnvSpec) -> None:
             f"{spec.env_id}: observation_shape is {spec.observation_shape}, but sac needs a vector; wrap "
             f"the environment in gymnasium.wrappers.FlattenObservation"
         )
-
-
-def critic_loss(
-    q: Tensor, next_target_q: Tensor, next_log_prob: Tensor, n_step_return: Tensor,
-    bootstrap_discount: Tensor, temperature: Tensor,
-) -> Tensor:  # fmt: skip
-    """Soft Bellman error: the sum over the critics of their mean squared errors.
-
-    Source: arXiv:1812.05905, equations 5 and 6, with the minimum of two target critics (section 6) and
-    n-step returns. The entropy bonus enters at the bootstrap only, not within the n steps.
-
-    Args:
-        q: [E, B] Q_i(s_t, a_t), the only argument through which a gradient is taken.
-        next_target_q: [E, B] target critics at (s_{t+k}, a'), a' drawn from the *current* policy.
-        next_log_prob: [B] log pi(a' | s_{t+k}), in nats.
-        n_step_return: [B] sum of gamma^i * r_{t+i} for i < k, in reward units.
-        bootstrap_discount: [B] gamma^k, or 0 where the episode *terminated* within the k steps.
-        temperature: [] alpha, reward units per nat.
-
-    Returns:
-        The scalar loss.
-    """
-    next_value = next_target_q.amin(dim=0) - temperature * next_log_prob  # [B]
-    target = torch.addcmul(n_step_return, bootstrap_discount, next_value).detach()  # [B]
-    return (q - target).square().sum() / target.shape[0]
-
-
-def policy_loss(q: Tensor, log_prob: Tensor, temperature: Tensor) -> Tensor:
-    """Policy improvement: E[alpha * log pi - min_i Q_i], for reparametrized actions.
-
-    Source: arXiv:1812.05905, equation 7.
-
-    Args:
-        q: [E, B] critics at (s, a~), a~ from the policy; the minimum over E is climbed (E = 1: form sac1).
-        log_prob: [B] log pi(a~ | s), in nats.
-        temperature: [] alpha, reward units per nat; no gradient is taken through it.
-
-    Returns:
-        The scalar loss.
-    """
-    return (temperature.detach() * log_prob - q.amin(dim=0)).mean()
-
-
-def temperature_loss(log_temperature: Tensor, log_prob: Tensor, *, target_entropy: float) -> Tensor:
-    """Dual of the entropy constraint: E[-alpha * (log pi + H)], as a function of log alpha.
-
-    Source: arXiv:1812.05905, equation 18.
-
-    Args:
-        log_temperature: [] log alpha, which keeps alpha positive.
-        log_prob: [B] log pi(a~ | s), in nats; no gradient is taken through it.
-        target_entropy: H, in nats: above it alpha falls, below it alpha rises.
-
-    Returns:
-        The scalar loss. As a function of log alpha it is its own gradient.
-    """
-    return -log_temperature.exp() * (log_prob.detach().mean() + target_entropy)
-
-
-class SAC:
-    """Networks, optimizers and random state of one learner.
-
-    Args:
-        config: options of the algorithm.
-        spec: spaces of the environment.
-        device: where networks and batches live.
-        seed: of the initial weights, which are the same on every device, and of the policy's noise.
-    """
-
-    def __init__(self, config: Config, spec: EnvSpec, *, device: torch.device, seed: int) -> None:
-        check(config, spec)
-        self.num_updates = 0
-        self._config = config
-        num_inputs, num_dims = spec.observation_shape[0], math.prod(spec.action_shape)
-        low, high = (torch.tensor(bound, device=device) for bound in (spec.action_low, spec.action_high))
-        self._action_scale = 2.0 / (high - low)  # to [-1, 1]
-        self._action_offset = -(high + low) / (high - low)
-        self._num_dims = num_dims
-        self._target_entropy = -float(num_dims) if config.target_entropy is None else config.target_entropy
-
-        weights = torch.Generator().manual_seed(seed)
-        hidden = config.hidden_sizes
-        critic_sizes = (num_inputs + num_dims, *hidden, 1)
-
-        def critics() -> EnsembleMLP:
-            return EnsembleMLP(
-                config.num_critics, critic_sizes, layer_norm=config.layer_norm, generator=weights
-            ).to(device)
-
-        self.actor = MLP((num_inputs, *hidden, 2 * num_dims), generator=weights).to(device)
-        self.critics = critics()
-        self.target_critics = critics().requires_grad_(False)
-        self._actor = FlatParameters(self.actor)
-        self._critics = FlatParameters(self.critics)
-        self._target = FlatParameters(self.target_critics).vector.requires_grad_(False)
-        self._target.copy_(self._critics.vector.detach())
-
-        learned = config.temperature == "auto"
-        start = config.initial_temperature if config.temperature == "auto" else config.temperature
-        self._log_temperature = torch.tensor(math.log(start) if start > 0 else -math.inf, device=device)
-        self._optimizers = {
-            "critics": _adam(self._critics.vector, config),
-            "actor": _adam(self._actor.vector, config),
-        }
-        if learned:
-            self._log_temperature.requires_grad_()
-            self._log_temperature.grad = torch.zeros_like(self._log_temperature)
-            self._optimizers["temperature"] = _adam(self._log_temperature, config)
-        self._noise = torch.Generator(device).manual_seed(seed)
-
-    def update(self, batch: Batch) -> dict[str, Tensor]:
-        """One update of critics and targets and, every `policy_delay`-th time, of actor and temperature.
-
-        Args:
-            batch: tensors on the learner's device, float32; actions in the environment's unit.
-
-        Returns:
-            Detached scalars by name; reading one waits for the device. Those of the actor are absent
-            from updates that leave it alone.
-        """
-        config = self._config
-        observation, next_observation = batch.observation, batch.next_observation  # [B, O]
-        size = len(observation)
-        action = torch.addcmul(
-            self._action_offset, batch.action.reshape(size, self._num_dims), self._action_scale
-        )  # [B, A], in [-1, 1]
-        with torch.no_grad():
-            temperature = self._log_temperature.exp()
-            next_action, next_log_prob = self._sample(next_observation)
-            next_target_q = self.target_critics(torch.cat((next_observation, next_action), dim=1))[..., 0]
-
-        q = self.critics(torch.cat((observation, action), dim=1))[..., 0]  # [E, B]
-        loss = critic_loss(
-            q, next_target_q, next_log_prob, batch.n_step_return, batch.bootstrap_discount, temperature
-        )
-        self._critics.differentiate(loss)
-        self._optimizers["critics"].step()
-        metrics = {"critic_loss": loss.detach(), "q_mean": q.detach().mean(), "temperature": temperature}
-        if self.num_updates % config.policy_delay == 0:
-            metrics |= self._improve_policy(observation, temperature)
-        self._target.lerp_(self._critics.vector.detach(), config.target_rate)
-        self.num_updates += 1
-        return metrics
-
-    def _improve_policy(self, observation: Tensor, temperature: Tensor) -> dict[str, Tensor]:
-        """Update actor and temperature on [B, O] observations."""
-        action, log_prob = self._sample(observation)
-        climbed = 1 if self._config.form == "sac1" else self._config.num_critics
-        q = self.critics(torch.cat((observation, action), dim=1), num_members=climbed)[..., 0]
-        loss = policy_loss(q, log_prob, temperature)
-        self._actor.differentiate(loss)
-        self._optimizers["actor"].step()
-        log_prob = log_prob.detach()
-        if "temperature" in self._optimizers:
-            with torch.no_grad():  # the loss is its own gradient
-                gradient = temperature_loss(
-                    self._log_temperature, log_prob, target_entropy=self._target_entropy
-                )
-            self._log_temperature.grad = gradient
-            self._optimizers["temperature"].step()
-        return {"policy_loss": loss.detach(), "entropy": -log_prob.mean()}
-
-    def _sample(self, observation: Tensor) -> tuple[Tensor, Tensor]:
-        """Actions [B, A] of the current policy at [B, O] and their log densities [B]."""
-        mean, raw_log_std = self.actor(observation).chunk(2, dim=1)
-        noise = torch.randn(mean.shape, generator=self._noise, device=mean.device)
-        return tanh_gaussian_sample(mean, bounded_log_std(raw_log_std), noise)
-
-    def weights(self) -> dict[str, Tensor]:
-        """What a `Policy` needs: the actor's parameters by name, as CPU copies."""
-        vector = self._actor.vector.detach().to("cpu", copy=True)
-        sections = vector.split_with_sizes([parameter.numel() for parameter in self._actor.parameters])
-        named = zip(self.actor.named_parameters(), sections, strict=True)
-        return {name: section.view(parameter.shape) for (name, parameter), section in named}
-
-    def state(self) -> dict[str, Tensor]:
-        """Everything that continuation needs, as contiguous CPU copies that share no memory."""
-        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._tensors().items()} | {
-            "noise": self._noise.get_state().clone(),
-            "num_updates": torch.tensor(self.num_updates),
-        }
-
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from what `state` returned; the next updates are bit-equal to those of the original.
-
-        Raises:
-            ValueError: an entry is missing, unknown or of another shape (the configuration differs).
-        """
-        tensors = self._tensors()
-        expected = {name: tensor.shape for name, tensor in tensors.items()}
-        expected |= {"noise": self._noise.get_state().shape, "num_updates": torch.Size(())}
-        for name in sorted(expected.keys() | state.keys()):
-            found = tuple(state[name].shape) if name in state else None
-            wanted = tuple(expected[name]) if name in expected else None
-            if found != wanted:
-                raise ValueError(
-                    f"{name}: shape {found} in the state, {wanted} here; use the configuration and the "
-                    f"environment that wrote it"
-                )
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                tensor.copy_(state[name])
-        self._noise.set_state(state["noise"].cpu())
-        self.num_updates = int(state["num_updates"])
-
-    def _tensors(self) -> dict[str, Tensor]:
-        """The live tensors that updates change, by name."""
-        parameters = {
-            "actor": self._actor.vector, "critics": self._critics.vector, "temperature": self._log_temperature
-        }  # fmt: skip
-        named = {f"{name}.value": parameter for name, parameter in parameters.items()}
-        named["target_critics.value"] = self._target
-        for name, optimizer in self._optimizers.items():
-            slots = optimizer.state[parameters[name]]
-            named |= {f"{name}.{slot}": slots[slot] for slot in ("step", "exp_avg", "exp_avg_sq")}
-        return named
-
-
-def _adam(parameter: Tensor, config: Config) -> torch.optim.Adam:
-    """Adam for one tensor, its slots allocated at once (torch waits for the first step, too late to load)."""
-    optimizer = torch.optim.Adam([parameter], lr=config.learning_rate, fused=True)
-    optimizer.state[parameter] = {
-        "step": torch.zeros((), device=parameter.device),
-        "exp_avg": torch.zeros_like(parameter.detach()),
-        "exp_avg_sq": torch.zeros_like(parameter.detach()),
-    }
-    return optimizer
 
 
 class Policy:
