@@ -124,7 +124,7 @@ def early_torch(source: str, path: str) -> list[str]:
 
 
 def spelled_keys(source: str, path: str) -> list[str]:
-    """Redis keys spelled outside keys.py, docstrings included ("ddrl: error" and the pattern ddrl:* are none)."""
+    """Redis keys spelled outside keys.py, docstrings included. "ddrl: error" and "ddrl:*" are none."""
     if unit_of(path) == "keys":
         return []
     return [

@@ -44,11 +44,12 @@ class Site:
         return done
 
     def start(self, *arguments: str, module: str = "ddrl") -> subprocess.Popen[str]:
-        log = (self.folder / f"{len(self.processes)}-{arguments[0].strip('-')}.log").open("w")
-        process = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
-            cwd=self.folder, env=self.environment, stdout=log, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-        )  # fmt: skip
+        with (self.folder / f"{len(self.processes)}-{arguments[0].strip('-')}.log").open("w") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", module, *arguments],
+                cwd=self.folder, env=self.environment, stdout=log, stderr=subprocess.STDOUT, text=True,
+                start_new_session=True,
+            )  # fmt: skip
         self.processes.append(process)
         return process
 
