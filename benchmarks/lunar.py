@@ -31,7 +31,9 @@ def run(seed: int, overrides: list[str]) -> dict[str, float | str]:
             env=environment, cwd=environment["DDRL_BENCH_FOLDER"], capture_output=True, text=True,
         )  # fmt: skip
         if submitted.returncode:
-            raise SystemExit(f"seed {seed}: exit code {submitted.returncode}: {submitted.stderr.strip()[-500:]}")
+            raise SystemExit(
+                f"seed {seed}: exit code {submitted.returncode}: {submitted.stderr.strip()[-500:]}"
+            )
         summary = json.loads(submitted.stdout.splitlines()[-1])
         status = subprocess.run(
             [*command, "status", "last", "--json"],

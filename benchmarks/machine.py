@@ -50,7 +50,9 @@ def fresh_home() -> Iterator[dict[str, str]]:
 
 
 @contextmanager
-def child(arguments: list[str], environment: dict[str, str], core: int | None = None) -> Iterator[subprocess.Popen[bytes]]:
+def child(
+    arguments: list[str], environment: dict[str, str], core: int | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
     """A `python -m ...` process, on one core if given, ended with the context."""
     process = subprocess.Popen(
         [sys.executable, *arguments],

@@ -66,9 +66,7 @@ def main() -> None:
             algorithm = base.resolve(settings, spaces).learner(device=torch.device("cpu"), seed=1)
             blob = codec.encode_weights({name: value.numpy() for name, value in algorithm.weights().items()})
             for version in (0, 1):  # version 0 plays at random, 1 plays the policy
-                weights.publish(
-                    client, run, token, version=version, blob=blob, allowance=10**12, updates=0
-                )
+                weights.publish(client, run, token, version=version, blob=blob, allowance=10**12, updates=0)
             queue = celery.queue_for(celery.ROLLOUT, settings.env.id)
             dispatcher = Dispatcher(
                 client, run, weight=1.0, queue=queue, send=lambda: celery.send_rollout(run, queue)
@@ -105,7 +103,9 @@ def main() -> None:
                     keep_playing(1.0)
             client.close()
     ratios = [one / two for one, two in zip(ours, bare, strict=True)]
-    print(f"{settings.env.num_envs} environments, fragments of {settings.rollout.fragment_s:g} s, {len(ours)} rounds\n")
+    print(
+        f"{settings.env.num_envs} environments, fragments of {settings.rollout.fragment_s:g} s, {len(ours)} rounds\n"
+    )
     print("| what | env steps/s (median) | range |\n|---|---|---|")
     for name, figures in (("ddrl rollout process", ours), ("random-action loop", bare)):
         print(f"| {name} | {statistics.median(figures):,.0f} | {min(figures):,.0f} to {max(figures):,.0f} |")

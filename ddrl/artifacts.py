@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from redis import Redis
 
 from ddrl.config import RunConfig
 from ddrl.store import evaluations, metrics, runs, stream
@@ -22,6 +21,7 @@ from ddrl.store.runs import RunState
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from redis import Redis
 
 log = logging.getLogger(__name__)
 

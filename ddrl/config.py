@@ -48,7 +48,9 @@ class EnvConfig(Section):
     num_envs: int = Field(
         16, ge=1, le=4096, description="Environments side by side in one process; more amortise the policy."
     )
-    action_repeat: int = Field(1, ge=1, le=64, description="Each action is played this often; rewards add up.")
+    action_repeat: int = Field(
+        1, ge=1, le=64, description="Each action is played this often; rewards add up."
+    )
     reward_scale: float = Field(
         1.0, gt=0, description="Training rewards are multiplied by this; reported returns are not."
     )
@@ -99,9 +101,13 @@ class ReplayConfig(Section):
 class LearnerConfig(Section):
     """The training process."""
 
-    device: str = Field("auto", description='"auto" takes CUDA when there is one; else "cpu", "cuda", "cuda:1".')
+    device: str = Field(
+        "auto", description='"auto" takes CUDA when there is one; else "cpu", "cuda", "cuda:1".'
+    )
     num_threads: int = Field(1, ge=1, le=256, description="Torch threads of the training process on a CPU.")
-    publish_every_s: Duration = Field(1.0, ge=0, description="Least time between two versions of the weights.")
+    publish_every_s: Duration = Field(
+        1.0, ge=0, description="Least time between two versions of the weights."
+    )
     checkpoint_every_s: Duration = Field(60.0, ge=1, description="Least time between two checkpoints.")
     metrics_every_s: Duration = Field(1.0, ge=0.1, description="Time between two rows of figures.")
 
@@ -120,15 +126,23 @@ class EvaluationConfig(Section):
     """When and how versions are evaluated (deterministic actions, fixed seeds)."""
 
     num_episodes: int = Field(20, ge=1, description="Episodes of one evaluation.")
-    confirm_episodes: int = Field(100, ge=0, description="Episodes on other seeds that must confirm; 0: none.")
+    confirm_episodes: int = Field(
+        100, ge=0, description="Episodes on other seeds that must confirm; 0: none."
+    )
     num_envs: int = Field(20, ge=1, le=4096, description="Episodes played side by side.")
     every_s: Duration = Field(60.0, gt=0, description="Time between evaluations while the target is far.")
-    near_every_s: Duration = Field(2.0, gt=0, description="Time between them when training returns are near it.")
+    near_every_s: Duration = Field(
+        2.0, gt=0, description="Time between them when training returns are near it."
+    )
     near: float = Field(
         50.0, ge=0, description="Near: mean of the last 20 training returns above stop.return minus this."
     )
-    seed: int = Field(1_000_000, ge=0, description="First seed of the evaluations; the confirmation's follow.")
-    timeout_s: Duration = Field(120.0, gt=0, description="An evaluation without result is sent again after this.")
+    seed: int = Field(
+        1_000_000, ge=0, description="First seed of the evaluations; the confirmation's follow."
+    )
+    timeout_s: Duration = Field(
+        120.0, gt=0, description="An evaluation without result is sent again after this."
+    )
 
 
 class StopConfig(Section):
@@ -193,7 +207,9 @@ def load(source: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     try:
         text = Path(source).read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{source}: cannot be read ({error.strerror}); name an existing YAML file") from None
+        raise ConfigError(
+            f"{source}: cannot be read ({error.strerror}); name an existing YAML file"
+        ) from None
     try:
         tree = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -253,7 +269,7 @@ def _explain(model: type[BaseModel], item: Any, prefix: str) -> str:
         return f"{name}: unknown option; {hint}"
     if item["type"] == "missing":
         return f"{name}: missing; give it a value"
-    message = item["msg"].removeprefix("Value error, ")
+    message: str = item["msg"].removeprefix("Value error, ")
     if not location:
         return prefix + message
     return f"{name}: {item['input']!r} cannot be used; {message[0].lower()}{message[1:]}"

@@ -76,7 +76,9 @@ class Crew:
             quick = time.monotonic() - child.started < QUICK_DEATH_S
             child.restarts += 1
             if child.restarts > MAX_RESTARTS or (quick and child.name == "learner" and code in (1, 2, 3)):
-                raise CrewError(f"{child.name} ended with code {code}: {last_line(child.log)} (see {child.log})")
+                raise CrewError(
+                    f"{child.name} ended with code {code}: {last_line(child.log)} (see {child.log})"
+                )
             child.process, child.started = self._spawn(child.command, child.log), time.monotonic()
 
     def wait(self, name: str, timeout_s: float) -> None:

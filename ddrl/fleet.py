@@ -12,12 +12,14 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-
-from redis import Redis
+from typing import TYPE_CHECKING
 
 from ddrl.config import EvaluationConfig, StopConfig
 from ddrl.store import evaluations, messages, runs, weights, workers
 from ddrl.store.evaluations import OpenEvaluation
+
+if TYPE_CHECKING:
+    from redis import Redis
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +40,9 @@ class Dispatcher:
         send: sends one message.
     """
 
-    def __init__(self, client: Redis, run: str, *, weight: float, queue: str, send: Callable[[], None]) -> None:
+    def __init__(
+        self, client: Redis, run: str, *, weight: float, queue: str, send: Callable[[], None]
+    ) -> None:
         self._client, self._run, self._weight = client, run, weight
         self._queue, self._send = queue, send
         self._target = max(1, math.ceil(weight))

@@ -29,7 +29,9 @@ from __future__ import annotations
 RUNS = "ddrl:runs"
 PRODUCERS = "ddrl:producers"
 WORKER_PATTERN = "ddrl:worker:*"
-BROKER_PREFIX = "ddrl:broker:"  # Celery's own keys; `celery.py` sets it, `fleet.py` reads queue lengths below it
+BROKER_PREFIX = (
+    "ddrl:broker:"  # Celery's own keys; `celery.py` sets it, `fleet.py` reads queue lengths below it
+)
 
 
 def worker(node: str) -> str:

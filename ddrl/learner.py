@@ -13,11 +13,10 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from redis import Redis
 
 from ddrl import codec
 from ddrl.algorithms.base import Resolved
@@ -28,6 +27,9 @@ from ddrl.replay.samplers import uniform
 from ddrl.replay.view import DenseView
 from ddrl.store import checkpoints, lease, metrics, stream, weights
 from ddrl.types import Batch
+
+if TYPE_CHECKING:
+    from redis import Redis
 
 log = logging.getLogger(__name__)
 
@@ -143,7 +145,12 @@ class Learner:
             self._rebuild(counters.oldest.encode(), self._cursor)
         self._note()
         self._published_updates = self._updates
-        log.info("starts at update %d, env step %d, %d transitions in view", self._updates, self._steps, len(self.view))
+        log.info(
+            "starts at update %d, env step %d, %d transitions in view",
+            self._updates,
+            self._steps,
+            len(self.view),
+        )
         self._publish(self._updates, self.algorithm.weights())
         self._feed = Feed(self._feed_client, self._run, self._cursor)
         self._feed.start()
@@ -332,7 +339,9 @@ class Learner:
     def _trim(self) -> None:
         """Drop from the stream what neither the view nor the newest checkpoint needs."""
         if self._checkpoint is not None:
-            self._drop_before(min(self.counters.oldest.encode(), self._checkpoint.oldest.encode(), key=_order))
+            self._drop_before(
+                min(self.counters.oldest.encode(), self._checkpoint.oldest.encode(), key=_order)
+            )
 
     def _make_room(self) -> None:
         """Near the budget, drop from the stream the oldest that only the view still needs.

@@ -9,17 +9,19 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-from redis import Redis
 
 from ddrl import codec
 from ddrl.algorithms import base
-from ddrl.config import ConfigError, EnvConfig, RunConfig, validate
+from ddrl.config import EnvConfig, RunConfig, validate
 from ddrl.store import runs, weights
 from ddrl.store.connection import StoreError
 from ddrl.types import EnvSpec
+
+if TYPE_CHECKING:
+    from redis import Redis
 
 FORMAT = "ddrl-policy-1"
 
@@ -52,7 +54,8 @@ class LoadedPolicy:
 
     def action(self, observation: np.ndarray) -> np.ndarray:
         """The deterministic action [*A] for one observation [*O]."""
-        return self.policy.act(observation[None], explore=False, generator=_UNUSED)[0]
+        action: np.ndarray = self.policy.act(observation[None], explore=False, generator=_UNUSED)[0]
+        return action
 
 
 _UNUSED = np.random.default_rng(0)  # deterministic actions draw nothing
@@ -67,7 +70,9 @@ def load(path: str | Path) -> LoadedPolicy:
     try:
         data = Path(path).read_bytes()
     except OSError as error:
-        raise PolicyFileError(f"{path}: cannot be read ({error.strerror}); export one with `ddrl export`") from None
+        raise PolicyFileError(
+            f"{path}: cannot be read ({error.strerror}); export one with `ddrl export`"
+        ) from None
     try:
         arrays, metadata = codec.decode_weights(data), codec.weights_metadata(data)
     except codec.CodecError as error:
@@ -76,7 +81,7 @@ def load(path: str | Path) -> LoadedPolicy:
         found = metadata.get("format", "no format")
         raise PolicyFileError(f"{path}: is {found}, not {FORMAT}; export it again with this version of ddrl")
     config = validate(json.loads(metadata["config"]))
-    spaces = EnvSpec(**_tuples(json.loads(metadata["spaces"])))
+    spaces = EnvSpec.from_json(json.loads(metadata["spaces"]))
     return _build(arrays, config, spaces, metadata["run"], int(metadata["version"]), source=str(path))
 
 
@@ -125,18 +130,24 @@ def _blob(client: Redis, run: str, version: int) -> bytes:
 
 
 def _build(
-    arrays: Mapping[str, np.ndarray], config: RunConfig, spaces: EnvSpec, run: str, version: int, *, source: str
+    arrays: Mapping[str, np.ndarray],
+    config: RunConfig,
+    spaces: EnvSpec,
+    run: str,
+    version: int,
+    *,
+    source: str,
 ) -> LoadedPolicy:
     policy = base.resolve(config, spaces).policy()
     try:
         policy.load(arrays)
-        policy.act(np.zeros((1, *spaces.observation_shape), spaces.observation_dtype), explore=False, generator=_UNUSED)
+        policy.act(
+            np.zeros((1, *spaces.observation_shape), spaces.observation_dtype),
+            explore=False,
+            generator=_UNUSED,
+        )
     except (KeyError, ValueError) as error:
         raise PolicyFileError(
             f"{source}: weights do not fit the networks of its config ({error}); export the policy again"
         ) from None
     return LoadedPolicy(policy, config, spaces, run, version)
-
-
-def _tuples(tree: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in tree.items()}

@@ -10,9 +10,9 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from redis import Redis
 
 from ddrl import artifacts, celery, evaluation, policy
 from ddrl.algorithms import base
@@ -22,6 +22,9 @@ from ddrl.fleet import Dispatcher, Progress, Referee
 from ddrl.learner import Learner
 from ddrl.store import connection, evaluations, lease, runs, weights
 from ddrl.store.connection import StoreError
+
+if TYPE_CHECKING:
+    from redis import Redis
 
 log = logging.getLogger(__name__)
 
@@ -238,7 +241,9 @@ class _Session:
     def _evaluate_last(self) -> None:
         """Evaluate what a limit left behind, here, unless it was evaluated already."""
         version, config = weights.index(self._client, self._run).latest, self._config.evaluation
-        if version < 1 or any(row["version"] == version for row in evaluations.results(self._client, self._run)[0]):
+        if version < 1 or any(
+            row["version"] == version for row in evaluations.results(self._client, self._run)[0]
+        ):
             return
         try:
             player = policy.from_run(self._client, self._run, version)

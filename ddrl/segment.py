@@ -11,8 +11,7 @@ import socket
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
-
-from redis import Redis
+from typing import TYPE_CHECKING
 
 from ddrl import codec
 from ddrl.algorithms import base
@@ -20,6 +19,9 @@ from ddrl.collector import Collector
 from ddrl.config import RunConfig
 from ddrl.store import runs, stream, weights
 from ddrl.store.stream import Answer, Appended
+
+if TYPE_CHECKING:
+    from redis import Redis
 
 MAX_CACHED_BYTES = 1024**3
 WAIT_MS = 1_000

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from redis import Redis
-from redis.exceptions import RedisError
+from typing import TYPE_CHECKING
 
 from ddrl import envs
 from ddrl.algorithms import base
 from ddrl.config import ConfigError, RunConfig
 from ddrl.replay.pacing import Pacing
-from ddrl.store import runs
+from ddrl.store import connection, runs
 from ddrl.types import EnvSpec
+
+if TYPE_CHECKING:
+    from redis import Redis
 
 CHECKPOINTS_BYTES = 64 * 1024**2  # two checkpoints, with room for their parts and the server's own needs
 
@@ -49,10 +51,7 @@ def create(client: Redis, config: RunConfig, spaces: EnvSpec) -> str:
     Raises:
         ConfigError: the server's memory cannot hold what the run may need.
     """
-    try:
-        maxmemory = int(client.config_get("maxmemory").get("maxmemory", 0))
-    except RedisError:  # CONFIG may be forbidden
-        maxmemory = 0
+    maxmemory = connection.maxmemory(client)
     needed = int(config.replay.max_bytes) + int(config.weights.max_bytes) + CHECKPOINTS_BYTES
     if 0 < maxmemory < needed:
         raise ConfigError(

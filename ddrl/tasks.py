@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-
-from redis import Redis
+from typing import TYPE_CHECKING
 
 from ddrl import codec
 from ddrl.algorithms import base
@@ -13,6 +12,9 @@ from ddrl.celery import EVALUATE, ROLLOUT, app
 from ddrl.evaluation import evaluate as play_episodes
 from ddrl.segment import Players, play
 from ddrl.store import connection, evaluations, messages, runs, weights
+
+if TYPE_CHECKING:
+    from redis import Redis
 
 CRASH_PAUSE_S = 1.0  # between a failed task and the next, so that a broken run cannot spin
 

@@ -36,6 +36,14 @@ class EnvSpec:
     action_low: tuple[float, ...] = ()
     action_high: tuple[float, ...] = ()
 
+    @classmethod
+    def from_json(cls, tree: Mapping[str, Any]) -> EnvSpec:
+        """From what `json.loads` makes of its fields: lists become tuples again."""
+        fields: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in tree.items()
+        }
+        return cls(**fields)
+
 
 @dataclass(frozen=True)
 class Fragment:

@@ -19,7 +19,13 @@ def target_tree(**sections: dict[str, Any]) -> dict[str, Any]:
     tree: dict[str, Any] = {
         "name": "target",
         "env": {"id": "ddrl/Target-v0", "num_envs": 4},
-        "algorithm": {"name": "sac", "hidden_sizes": [32, 32], "learning_rate": 3e-3, "batch_size": 32, "gamma": 0.5},
+        "algorithm": {
+            "name": "sac",
+            "hidden_sizes": [32, 32],
+            "learning_rate": 3e-3,
+            "batch_size": 32,
+            "gamma": 0.5,
+        },
         "rollout": {"segment_s": 0.5, "fragment_s": 0.02, "max_fragment_steps": 20},
         "replay": {"capacity": 20_000, "warmup_steps": 200, "samples_per_insert": 16, "slack_steps": 200},
         "learner": {"publish_every_s": 0.1, "checkpoint_every_s": 1, "metrics_every_s": 0.2, "device": "cpu"},

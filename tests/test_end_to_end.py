@@ -57,7 +57,9 @@ class Site:
         return self.start("-A", "ddrl", "worker", "-c", "1", "-l", "info", module="celery")
 
     def logs(self) -> str:
-        return "\n".join(f"== {path.name}\n{path.read_text()[-3000:]}" for path in self.folder.glob("**/*.log"))
+        return "\n".join(
+            f"== {path.name}\n{path.read_text()[-3000:]}" for path in self.folder.glob("**/*.log")
+        )
 
     def close(self) -> None:
         for process in self.processes:
@@ -137,7 +139,14 @@ def test_one_command_does_everything_and_leaves_a_folder_and_no_process(laptop: 
     folder = Path(summary["artifacts"])
     assert folder == laptop.folder / "runs" / summary["run"]
     names = {path.name for path in folder.iterdir()}
-    assert {"config.yaml", "metrics.csv", "evaluations.csv", "episodes.csv", "curve.png", "policy.safetensors"} <= names
+    assert {
+        "config.yaml",
+        "metrics.csv",
+        "evaluations.csv",
+        "episodes.csv",
+        "curve.png",
+        "policy.safetensors",
+    } <= names
     assert json.loads((folder / "summary.json").read_text())["status"] == "solved"
     # Finished runs stay readable: the server comes back for each command.
     listed = json.loads(laptop.ddrl("runs", "--json").stdout)
@@ -163,7 +172,12 @@ print(total / 100)
 """
     environment = {**laptop.environment, "DDRL_REDIS_URL": "redis://127.0.0.1:1"}
     plain = subprocess.run(
-        [sys.executable, "-c", script], cwd=laptop.folder, env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", script],
+        cwd=laptop.folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert float(plain.stdout) == pytest.approx(exported["return_mean"])
     assert not leftovers(laptop)
@@ -182,8 +196,10 @@ def leftovers(site: Site) -> list[str]:
                 command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             except OSError:
                 continue
-            if int(process.name) != os.getpid() and marks[0] in environ and any(
-                word in command for word in ("ddrl", "valkey", "redis", "celery")
+            if (
+                int(process.name) != os.getpid()
+                and marks[0] in environ
+                and any(word in command for word in ("ddrl", "valkey", "redis", "celery"))
             ):
                 found.append(command)
         if not found:
@@ -283,7 +299,9 @@ def test_a_worker_that_joins_in_mid_run_plays_soon(fleet: Site, server) -> None:
 def test_pause_uses_no_process_and_resume_goes_on(fleet: Site, server) -> None:
     client = server.client
     fleet.worker(), fleet.start("learner")
-    run = json.loads(fleet.ddrl("submit", str(fleet.config(stop={"return": 10.0})), "--detach", "--json").stdout)["run"]
+    run = json.loads(
+        fleet.ddrl("submit", str(fleet.config(stop={"return": 10.0})), "--detach", "--json").stdout
+    )["run"]
     until(lambda: runs.state(client, run).updates > 20, fleet)
     fleet.ddrl("pause", run)
     time.sleep(1.5)
@@ -308,7 +326,9 @@ def test_pause_uses_no_process_and_resume_goes_on(fleet: Site, server) -> None:
         (["nonsense"], "-s nonsense: expected NAME.NAME=VALUE"),
     ],
 )
-def test_bad_input_is_one_line_and_leaves_nothing(fleet: Site, server, overrides: list[str], message: str) -> None:
+def test_bad_input_is_one_line_and_leaves_nothing(
+    fleet: Site, server, overrides: list[str], message: str
+) -> None:
     options = [part for override in overrides for part in ("-s", override)]
     done = fleet.ddrl("submit", str(fleet.config()), *options, check=False)
     assert done.returncode == 2 and done.stdout == ""

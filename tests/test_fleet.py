@@ -138,7 +138,9 @@ def test_an_overdue_evaluation_is_sent_again_and_counts_once(match: Match) -> No
     match.tick()
     assert match.sent == ["1:1000000:20"] * 2
     match.answer(-2.0)
-    assert evaluations.get_open(match.client, match.run, match.sent[0]) is None  # the second one finds nothing to do
+    assert (
+        evaluations.get_open(match.client, match.run, match.sent[0]) is None
+    )  # the second one finds nothing to do
 
 
 def test_a_new_learner_takes_over_the_open_evaluation(match: Match) -> None:

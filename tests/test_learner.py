@@ -80,7 +80,9 @@ def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
         time.sleep(0.01)
 
 
-def test_everything_appended_is_admitted_once_and_the_view_holds_what_was_played(client: Redis, server) -> None:
+def test_everything_appended_is_admitted_once_and_the_view_holds_what_was_played(
+    client: Redis, server
+) -> None:
     run = start(client, target_config())
     token = take(client, run)
     play_steps(client, run, token, 1000)
@@ -120,7 +122,9 @@ def test_updates_keep_the_ratio_and_the_allowance_follows(client: Redis, server)
     assert row["samples_per_insert"] <= 8 and row["env_steps"] == steps
 
 
-def test_a_resumed_learner_goes_on_bit_equal_from_the_checkpoint_and_the_stream(client: Redis, server) -> None:
+def test_a_resumed_learner_goes_on_bit_equal_from_the_checkpoint_and_the_stream(
+    client: Redis, server
+) -> None:
     run = start(client, target_config(stop={"return": None}))
     token = take(client, run)
     play_steps(client, run, token, 800)
@@ -184,11 +188,15 @@ def test_bad_entries_go_to_dead_with_the_reason_and_learning_goes_on(client: Red
     learner.finish()
     dead = client.xrange(keys.dead(run))
     assert learner.counters.dead == len(dead) == 4
-    assert learner.counters.admitted == runs.state(client, run).appended_fragments - 3  # the fourth was never appended
+    assert (
+        learner.counters.admitted == runs.state(client, run).appended_fragments - 3
+    )  # the fourth was never appended
     assert any(b"does not belong" in fields[b"reason"] for _, fields in dead)
 
 
-def test_trimming_keeps_what_view_and_checkpoint_need_and_memory_below_the_budget(client: Redis, server) -> None:
+def test_trimming_keeps_what_view_and_checkpoint_need_and_memory_below_the_budget(
+    client: Redis, server
+) -> None:
     config = target_config(
         replay={"capacity": 400, "warmup_steps": 100, "slack_steps": 400, "max_bytes": 10**6},
         rollout={"max_fragment_steps": 10},
@@ -238,7 +246,9 @@ def test_a_full_stream_forces_a_checkpoint_and_a_trim_and_play_goes_on(client: R
 
 def test_versions_are_published_in_time_and_pruned(client: Redis, server) -> None:
     run = start(client, target_config(learner={"publish_every_s": 0.02}))
-    tree = runs.config(client, run).model_dump(by_alias=True, mode="json") | {"weights": {"keep_last": 3, "keep_every": 10}}
+    tree = runs.config(client, run).model_dump(by_alias=True, mode="json") | {
+        "weights": {"keep_last": 3, "keep_every": 10}
+    }
     from ddrl.config import validate
 
     client.set(keys.spec(run), validate(tree).model_dump_json(by_alias=True))

@@ -31,7 +31,16 @@ def run(client: Redis) -> str:
     return runs.create(client, make_config(), SPACES)
 
 
-def append(client: Redis, run: str, seq: int, *, producer: int = 1, incarnation: int = 7, num: int = 10, size: int = 10):
+def append(
+    client: Redis,
+    run: str,
+    seq: int,
+    *,
+    producer: int = 1,
+    incarnation: int = 7,
+    num: int = 10,
+    size: int = 10,
+):
     return stream.append(
         client,
         run,
@@ -68,7 +77,12 @@ def test_append_counts_cumulatively_and_answers_by_the_allowance(client: Redis, 
     assert [second.answer, third.answer, fourth.answer] == [Answer.GO, Answer.GO, Answer.WAIT]
     assert (second.remaining_steps, fourth.remaining_steps) == (15, -5)
     entries = stream.read(client, run, b"0-0", count=10)
-    assert [(entry.cumulative_fragments, entry.cumulative_steps) for entry in entries] == [(1, 10), (2, 20), (3, 30), (4, 40)]
+    assert [(entry.cumulative_fragments, entry.cumulative_steps) for entry in entries] == [
+        (1, 10),
+        (2, 20),
+        (3, 30),
+        (4, 40),
+    ]
     state = runs.state(client, run)
     assert (state.appended_fragments, state.appended_steps) == (4, 40)
     episodes, _ = stream.episodes(client, run)
@@ -91,7 +105,9 @@ def test_append_yields_when_paused_and_is_refused_when_ended_or_gone(client: Red
     assert runs.set_status(client, run, "paused", "by test")
     assert append(client, run, 0).answer is Answer.YIELD
     assert runs.state(client, run).appended_fragments == 1  # what is in flight is still accepted
-    assert runs.set_status(client, run, "active", "by test") and runs.set_status(client, run, "stopped", "by test")
+    assert runs.set_status(client, run, "active", "by test") and runs.set_status(
+        client, run, "stopped", "by test"
+    )
     assert append(client, run, 1).answer is Answer.STOPPED
     assert append(client, "gone-0101-000000-0000", 0).answer is Answer.STOPPED
     assert not client.exists(keys.experience("gone-0101-000000-0000"))
@@ -145,7 +161,9 @@ def test_waiting_ends_with_the_next_word_of_the_learner(client: Redis, run: str)
 @pytest.mark.parametrize("entry_id", [b"5-3", b"5-0", b"1-0", b"0-1"])
 def test_before_makes_the_entry_the_next_one_read(client: Redis, run: str, entry_id: bytes) -> None:
     client.xadd(keys.experience(run), {"h": "x"}, id=entry_id)
-    assert [entry.entry_id for entry in stream.read(client, run, stream.before(entry_id), count=5)] == [entry_id]
+    assert [entry.entry_id for entry in stream.read(client, run, stream.before(entry_id), count=5)] == [
+        entry_id
+    ]
     assert stream.read(client, run, entry_id, count=5) == []
 
 
@@ -182,7 +200,16 @@ def test_publication_moves_pointer_allowance_and_drops_in_one_call(client: Redis
     token = take(client, run)
     for version in range(4):
         drop = (0,) if version == 3 else ()
-        weights.publish(client, run, token, version=version, blob=b"w%d" % version, allowance=version, updates=9, drop=drop)
+        weights.publish(
+            client,
+            run,
+            token,
+            version=version,
+            blob=b"w%d" % version,
+            allowance=version,
+            updates=9,
+            drop=drop,
+        )
     index = weights.index(client, run)
     assert index.latest == 3 and sorted(index.sizes) == [1, 2, 3]
     assert weights.get(client, run, 0) is None and weights.get(client, run, 3) == b"w3"
@@ -247,7 +274,9 @@ def test_status_changes_only_along_its_arrows(client: Redis, run: str) -> None:
     assert runs.set_status(client, run, "paused", "")
     assert not runs.set_status(client, run, "paused", "")
     assert runs.set_status(client, run, "active", "") and runs.set_status(client, run, "solved", "yes")
-    assert not runs.set_status(client, run, "stopped", "too late") and not runs.set_status(client, run, "active", "")
+    assert not runs.set_status(client, run, "stopped", "too late") and not runs.set_status(
+        client, run, "active", ""
+    )
     with pytest.raises(StoreError, match="is solved"):
         runs.reactivate(client, run)
     assert runs.state(client, run).ended_s > 0

@@ -68,7 +68,9 @@ class Resolved:
     def learner(self, *, device: torch.device, seed: int) -> Algorithm:
         """Fresh networks and optimizers."""
         module = importlib.import_module(f"ddrl.algorithms.{self.name}_learner")
-        built: Algorithm = getattr(module, _LEARNERS[self.name])(self.config, self.spec, device=device, seed=seed)
+        built: Algorithm = getattr(module, _LEARNERS[self.name])(
+            self.config, self.spec, device=device, seed=seed
+        )
         return built
 
     def policy(self) -> Policy:

@@ -182,7 +182,9 @@ class SAC:
         """Actions [B, A] of the current policy at [B, O] and their log densities [B]."""
         mean, raw_log_std = self.actor(observation).chunk(2, dim=1)
         noise = torch.randn(mean.shape, generator=self._noise, device=mean.device)
-        return tanh_gaussian_sample(mean, bounded_log_std(raw_log_std, low=LOG_STD_MIN, high=LOG_STD_MAX), noise)
+        return tanh_gaussian_sample(
+            mean, bounded_log_std(raw_log_std, low=LOG_STD_MIN, high=LOG_STD_MAX), noise
+        )
 
     def weights(self) -> dict[str, Tensor]:
         """What a `Policy` needs: the actor's parameters by name, as CPU copies."""

@@ -13,7 +13,9 @@ import typer
 
 
 def learner(
-    run: Annotated[str | None, typer.Argument(help="Run to learn; without it, whatever waits for a learner.")] = None,
+    run: Annotated[
+        str | None, typer.Argument(help="Run to learn; without it, whatever waits for a learner.")
+    ] = None,
     folder: Annotated[Path, typer.Option(help="Where the runs' folders go.")] = Path("runs"),
 ) -> None:
     """Learn runs: one until it ends, or, without RUN, every one that waits, until stopped."""
@@ -36,7 +38,9 @@ def learner(
 
 def worker(
     role: Annotated[str, typer.Option(help="rollout, evaluate or all.")] = "all",
-    concurrency: Annotated[int, typer.Option("--concurrency", "-c", min=1, help="Processes.")] = os.cpu_count() or 1,
+    concurrency: Annotated[
+        int, typer.Option("--concurrency", "-c", min=1, help="Processes.")
+    ] = os.cpu_count() or 1,
     loglevel: Annotated[str, typer.Option("--loglevel", "-l", help="Celery's log level.")] = "info",
 ) -> None:
     """Play and evaluate: `celery -A ddrl worker` with the queues of a role."""

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 LEARNER_EXIT_S = 60.0  # for the folder of the run, after it has ended
 
 Overrides = Annotated[
-    list[str] | None, typer.Option("--set", "-s", metavar="NAME=VALUE", help="Override, such as algorithm.gamma=0.98.")
+    list[str] | None,
+    typer.Option("--set", "-s", metavar="NAME=VALUE", help="Override, such as algorithm.gamma=0.98."),
 ]
 Time = Annotated[str | None, typer.Option("--time", help="Stop after this long, such as 15m.")]
 Workers = Annotated[
@@ -62,7 +63,15 @@ def submit(
         from ddrl import submit as submission
 
         run = submission.create(client, resolved, submission.prepare(resolved))
-        _attend(client, run, workers=workers, with_learner=with_learner, detach=detach, json_=json_, started=started)
+        _attend(
+            client,
+            run,
+            workers=workers,
+            with_learner=with_learner,
+            detach=detach,
+            json_=json_,
+            started=started,
+        )
 
 
 def resume(
@@ -82,7 +91,15 @@ def resume(
     with output.server() as client:
         run = runs.resolve(client, run)
         runs.reactivate(client, run, more_time_s=configs.duration(time_, "--time") if time_ else None)
-        _attend(client, run, workers=workers, with_learner=with_learner, detach=detach, json_=json_, started=started)
+        _attend(
+            client,
+            run,
+            workers=workers,
+            with_learner=with_learner,
+            detach=detach,
+            json_=json_,
+            started=started,
+        )
 
 
 def crew(
@@ -117,7 +134,9 @@ def _attend(
     from ddrl.store import connection, runs
 
     alone = connection.is_embedded()
-    num_workers = workers if workers is not None else (max(1, min(8, (os.cpu_count() or 2) - 1)) if alone else 0)
+    num_workers = (
+        workers if workers is not None else (max(1, min(8, (os.cpu_count() or 2) - 1)) if alone else 0)
+    )
     bring_learner = with_learner if with_learner is not None else alone
     if detach:
         if num_workers or bring_learner:
@@ -167,6 +186,4 @@ def _leave_behind(run: str, workers: int, with_learner: bool) -> None:
     folder = Path("runs") / run
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "crew.log").open("ab") as log:
-        subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-        )
+        subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)

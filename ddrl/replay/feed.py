@@ -11,14 +11,14 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
-
-from redis import Redis
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import TimeoutError as RedisTimeoutError
+from typing import TYPE_CHECKING
 
 from ddrl import codec
-from ddrl.store import stream
+from ddrl.store import connection, stream
 from ddrl.types import Fragment
+
+if TYPE_CHECKING:
+    from redis import Redis
 
 log = logging.getLogger(__name__)
 
@@ -49,16 +49,23 @@ class Staged:
 
 def stage(entry: stream.Entry, run: str) -> Staged:
     """Decode an entry; a bad one becomes a reason, never an exception."""
-    counts = [_count(entry, name) for name in (b"f", b"n", b"b", b"s")]
+    fragment, reason, head = None, "", b""
     try:
         fragment = codec.decode(entry.fields)
         if fragment.run != run:
             raise codec.CodecError(f"run: {fragment.run!r} does not belong into the stream of {run!r}")
     except codec.CodecError as error:
-        return Staged(
-            entry.entry_id, *counts, fragment=None, reason=str(error), head=entry.fields.get(b"h", b"")[:1024]
-        )
-    return Staged(entry.entry_id, *counts, fragment=fragment)
+        fragment, reason, head = None, str(error), entry.fields.get(b"h", b"")[:1024]
+    return Staged(
+        entry.entry_id,
+        cumulative_fragments=_count(entry, b"f"),
+        cumulative_steps=_count(entry, b"n"),
+        cumulative_bytes=_count(entry, b"b"),
+        num_bytes=_count(entry, b"s"),
+        fragment=fragment,
+        reason=reason,
+        head=head,
+    )
 
 
 def _count(entry: stream.Entry, name: bytes) -> int:
@@ -138,7 +145,7 @@ class Feed:
         try:
             count = stream.read_count(self._client, self._run)
             entries = stream.read(self._client, self._run, self._cursor, count=count, block_ms=BLOCK_MS)
-        except (RedisConnectionError, RedisTimeoutError) as error:
+        except connection.UNREACHABLE as error:
             log.warning("the server does not answer (%s); waiting for it", error)
             self._stopping.wait(1.0)
             return

@@ -171,6 +171,15 @@ def check(client: redis.Redis) -> None:
         )
 
 
+def maxmemory(client: redis.Redis) -> int:
+    """The server's limit in bytes; 0 where there is none, or where it may not be asked."""
+    try:
+        info: Any = client.info("memory")
+    except RedisError:
+        return 0
+    return int(info.get("maxmemory", 0))
+
+
 def _client(server_url: str | None, reply_timeout_s: float) -> redis.Redis:
     server_url = _checked(server_url or url())
     keepalive = {} if server_url.startswith("unix://") else {"socket_keepalive": True}

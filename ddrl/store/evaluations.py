@@ -96,6 +96,7 @@ def results(client: Redis, run: str, after: bytes = b"0-0") -> tuple[list[dict[s
     """Results after an entry, oldest first, each with `time_s` (server's clock); and the last entry's id."""
     raw = cast("list[Any]", client.xrange(keys.evaluations(run), min=b"(" + after))
     rows = [
-        {"time_s": int(entry_id.split(b"-")[0]) / 1e3, **json.loads(fields[b"result"])} for entry_id, fields in raw
+        {"time_s": int(entry_id.split(b"-")[0]) / 1e3, **json.loads(fields[b"result"])}
+        for entry_id, fields in raw
     ]
     return rows, raw[-1][0] if raw else after

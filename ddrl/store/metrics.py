@@ -21,7 +21,10 @@ def add(client: Redis, run: str, row: Mapping[str, float]) -> None:
 def read(client: Redis, run: str, after: bytes = b"0-0") -> tuple[list[dict[str, Any]], bytes]:
     """Rows after an entry, oldest first, each with `time_s` (server's clock); and the last entry's id."""
     raw = cast("list[Any]", client.xrange(keys.metrics(run), min=b"(" + after))
-    rows = [{"time_s": int(entry_id.split(b"-")[0]) / 1e3, **json.loads(fields[b"row"])} for entry_id, fields in raw]
+    rows = [
+        {"time_s": int(entry_id.split(b"-")[0]) / 1e3, **json.loads(fields[b"row"])}
+        for entry_id, fields in raw
+    ]
     return rows, raw[-1][0] if raw else after
 
 

@@ -151,8 +151,7 @@ def spaces(client: Redis, run: str) -> EnvSpec:
     raw = client.hget(keys.state(run), "spaces")
     if raw is None:
         raise UnknownRunError(f"run {run}: not on this server; `ddrl runs` lists those that are")
-    tree = json.loads(cast(bytes, raw))
-    return EnvSpec(**{name: tuple(value) if isinstance(value, list) else value for name, value in tree.items()})
+    return EnvSpec.from_json(json.loads(cast(bytes, raw)))
 
 
 def state(client: Redis, run: str) -> RunState:
@@ -308,11 +307,11 @@ def delete(client: Redis, run: str) -> int:
     client.zrem(keys.RUNS, run)
     removed = 0
     for key in client.scan_iter(match=keys.run_pattern(run), count=1000):
-        removed += cast(int, client.unlink(key))
+        removed += client.unlink(key)
     return removed
 
 
 def server_ms(client: Redis) -> int:
     """The server's clock in milliseconds; two machines' clocks are never compared."""
-    seconds, micros = cast("tuple[int, int]", client.time())
+    seconds, micros = client.time()
     return seconds * 1000 + micros // 1000

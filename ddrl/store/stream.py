@@ -116,7 +116,7 @@ return {answer, version, allowance_id, allowance - steps}
 
 def new_producer(client: Redis) -> int:
     """An id that no other collector has or had on this server."""
-    return cast(int, client.incr(keys.PRODUCERS))
+    return client.incr(keys.PRODUCERS)
 
 
 def append(
@@ -184,7 +184,7 @@ def read(
 
 def read_count(client: Redis, run: str) -> int:
     """How many entries make a reply of about REPLY_BYTES."""
-    length = cast(int, client.xlen(keys.experience(run)))
+    length = client.xlen(keys.experience(run))
     values = cast("list[bytes | None]", client.hmget(keys.state(run), ["appended_bytes", "trimmed_bytes"]))
     live_bytes = int(values[0] or 0) - int(values[1] or 0)
     return max(1, min(1024, REPLY_BYTES * length // max(live_bytes, 1))) if length else 64
