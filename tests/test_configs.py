@@ -1,0 +1,68 @@
+"""Every shipped config can be submitted as it is, with nothing that only repeats a default."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ddrl import config, submit
+from ddrl.algorithms import base
+
+CONFIGS = sorted(Path("configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_it_can_be_submitted(path: Path) -> None:
+    loaded = config.load(path)
+    assert loaded.name == path.stem
+    submit.prepare(loaded)
+    assert config.validate(loaded.model_dump(mode="json", by_alias=True)) == loaded  # as a run stores it
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_it_holds_only_what_differs_from_the_defaults(path: Path) -> None:
+    tree = yaml.safe_load(path.read_text())
+    loaded = config.load(path)
+    own = base.resolve(loaded, submit.prepare(loaded)).config
+    for section, values in tree.items():
+        model = own if section == "algorithm" else getattr(loaded, section)
+        for name, value in values.items():
+            field = next((f for key, f in type(model).model_fields.items() if name in (key, f.alias)), None)
+            assert field is None or field.default != value, f"{path}: {section}.{name} repeats the default"
+
+
+def test_overrides_are_yaml_and_sections_stay_sections() -> None:
+    loaded = config.load(CONFIGS[0], ["env.num_envs=3", "stop.time=2m", "algorithm.hidden_sizes=[8, 8]"])
+    assert (loaded.env.num_envs, loaded.stop.time) == (3, 120.0)
+    assert loaded.algorithm["hidden_sizes"] == [8, 8]
+    with pytest.raises(config.ConfigError, match="seed is a value, not a section"):
+        config.load(CONFIGS[0], ["seed=1", "seed.x=2"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("", "holds no settings"), ("- 1", "holds no settings"), ("a: [", "not valid YAML")],
+)
+def test_a_file_that_is_no_config_is_one_line(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text(text)
+    with pytest.raises(config.ConfigError, match=message) as caught:
+        config.load(path)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(config.ConfigError, match="cannot be read"):
+        config.load(tmp_path / "missing.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90", 90.0), ("90s", 90.0), ("1.5m", 90.0), ("2h", 7200.0), ("500ms", 0.5)]
+)
+def test_durations(text: str, seconds: float) -> None:
+    assert config.duration(text, "--time") == seconds
+
+
+@pytest.mark.parametrize("text", ["", "fast", "-1s", "0"])
+def test_what_is_no_duration_is_refused(text: str) -> None:
+    with pytest.raises(config.ConfigError, match="--time"):
+        config.duration(text, "--time")
