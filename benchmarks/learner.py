@@ -12,11 +12,9 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import subprocess
-import sys
 import time
 
-from machine import CONFIG, child, cores, fresh_home, heading
+from machine import CONFIG, child, cores, figure, fresh_home, heading
 
 IN_MEMORY = """
 import sys, time
@@ -61,11 +59,8 @@ def main() -> None:
         with fresh_home() as environment:
             rate, wait, size = fed_rate(environment, core, other, arguments.seconds)
         fed.append(rate), waits.append(wait)
-        loop = subprocess.run(
-            ["taskset", "-c", str(core), sys.executable, "-c", IN_MEMORY, str(CONFIG), str(arguments.seconds), str(size)],
-            env=environment, capture_output=True, text=True, check=True,
-        )  # fmt: skip
-        memory.append(float(loop.stdout))
+        loop = figure(IN_MEMORY, CONFIG, arguments.seconds, size, environment=environment, core=core)
+        memory.append(loop)
     ratios = [one / two for one, two in zip(fed, memory, strict=True)]
     print("| what | updates/s (median) | range |\n|---|---|---|")
     for name, figures in (("fed through Redis", fed), ("in memory", memory)):

@@ -66,7 +66,8 @@ def main() -> None:
             flush=True,
         )
     print(
-        f"\nmedian train_s {statistics.median(times):.1f} (floor 60, goal 30), spread {min(times):.1f} to {max(times):.1f}; "
+        f"\nmedian train_s {statistics.median(times):.1f} (floor 60, goal 30), "
+        f"spread {min(times):.1f} to {max(times):.1f}; "
         f"start-up median {statistics.median(starts):.1f} s (floor 15, goal 8)"
     )
 

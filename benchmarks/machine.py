@@ -73,6 +73,19 @@ def child(
             process.wait()
 
 
+def figure(code: str, *arguments: object, environment: dict[str, str], core: int) -> float:
+    """What a Python program prints, run by itself on one core."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        preexec_fn=lambda: os.sched_setaffinity(0, {core}),
+    )
+    return float(done.stdout)
+
+
 def cores() -> tuple[int, int]:
     """Two cores to keep learner and players apart (the same one twice where there is one only)."""
     usable = sorted(os.sched_getaffinity(0))

@@ -49,7 +49,9 @@ def main() -> None:
                 child([*play, "evaluate"], environment),
                 child(["-m", "ddrl", "learner", run], environment) as learner,
             ):
-                print("| s | learner MB | stream MB (MEMORY USAGE) | budget MB | env steps | appended MB | full |")
+                print(
+                    "| s | learner MB | stream MB (MEMORY USAGE) | budget MB | env steps | appended MB | full |"
+                )
                 print("|---|---|---|---|---|---|---|", flush=True)
                 sizes, largest = [], 0.0
                 started = time.monotonic()
@@ -77,7 +79,9 @@ def main() -> None:
 
 def resident_mb(pid: int) -> float:
     """Resident memory of a process, in MiB (Linux)."""
-    line = next(line for line in Path("/proc", str(pid), "status").read_text().splitlines() if "VmRSS" in line)
+    line = next(
+        line for line in Path("/proc", str(pid), "status").read_text().splitlines() if "VmRSS" in line
+    )
     return int(line.split()[1]) / 1024
 
 

@@ -12,11 +12,9 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import subprocess
-import sys
 import time
 
-from machine import CONFIG, child, cores, fresh_home, heading
+from machine import CONFIG, child, cores, figure, fresh_home, heading
 
 RANDOM_LOOP = """
 import sys, time
@@ -94,11 +92,9 @@ def main() -> None:
                     ours.append(keep_playing(arguments.seconds))
                     runs.set_status(client, run, "paused", "the other's turn")
                     time.sleep(1.0)
-                    loop = subprocess.run(
-                        ["taskset", "-c", str(core), sys.executable, "-c", RANDOM_LOOP, str(CONFIG), str(arguments.seconds)],
-                        env=environment, capture_output=True, text=True, check=True,
-                    )  # fmt: skip
-                    bare.append(float(loop.stdout))
+                    bare.append(
+                        figure(RANDOM_LOOP, CONFIG, arguments.seconds, environment=environment, core=core)
+                    )
                     runs.set_status(client, run, "active", "our turn")
                     keep_playing(1.0)
             client.close()

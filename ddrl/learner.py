@@ -23,6 +23,7 @@ from ddrl.algorithms.base import Resolved
 from ddrl.config import RunConfig
 from ddrl.replay.feed import Feed, Staged, stage
 from ddrl.replay.pacing import Pacing
+from ddrl.replay.retention import Retention
 from ddrl.replay.samplers import uniform
 from ddrl.replay.view import DenseView
 from ddrl.store import checkpoints, lease, metrics, stream, weights
@@ -36,7 +37,6 @@ log = logging.getLogger(__name__)
 RENEW_S = 2.0
 TRAILING_EPISODES = 20
 CHECKPOINT_BYTES_PER_S = 1e6  # what checkpoints may cost the server on average
-BUDGET_HIGH, BUDGET_LOW = 0.85, 0.7  # of replay.max_bytes: where trimming for space begins and ends
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,7 @@ class Learner:
             slack_steps=config.replay.slack_steps,
             batch_size=self._batch_size,
         )
+        self._retention = Retention(client, run, token, max_bytes=int(config.replay.max_bytes))
         self.counters = Counters()
         self.version = -1
         self.pinned: frozenset[int] = frozenset()  # versions that must not be dropped
@@ -111,8 +112,6 @@ class Learner:
         self._figures: Mapping[str, torch.Tensor] = {}
         self._waited_s = 0.0
         self._staleness: list[int] = []  # sum and count since the last row
-        self._entries: deque[tuple[bytes, int]] = deque()  # (id, cumulative bytes) of the stream's entries
-        self._stream_bytes = (0, 0)  # cumulative at the cursor, trimmed
         # Handed from the training thread to the service thread, each a finished copy.
         self._published: tuple[int, Mapping[str, torch.Tensor]] | None = None
         self._saved: tuple[Counters, Mapping[str, torch.Tensor]] | None = None
@@ -164,8 +163,7 @@ class Learner:
                 staged = stage(entry, self._run)
                 if staged.fragment is not None:
                     self.view.admit(staged.fragment, staged.entry_id)
-                self._entries.append((staged.entry_id, staged.cumulative_bytes))
-                self._stream_bytes = (staged.cumulative_bytes, self._stream_bytes[1])
+                self._retention.admitted(staged.entry_id, staged.cumulative_bytes)
             if not entries:
                 return
             after = entries[-1].entry_id
@@ -221,8 +219,7 @@ class Learner:
             self._staleness.append(self.version - fragment.policy_version)
         self._cursor = staged.entry_id
         self._steps = max(self._steps, staged.cumulative_steps)
-        self._entries.append((staged.entry_id, staged.cumulative_bytes))
-        self._stream_bytes = (staged.cumulative_bytes, self._stream_bytes[1])
+        self._retention.admitted(staged.entry_id, staged.cumulative_bytes)
 
     def _update(self) -> None:
         index = uniform(len(self.view), self._batch_size, seed=self._config.seed, draw=self._updates)
@@ -274,8 +271,10 @@ class Learner:
         if now >= self._renew_at:
             self._renew_at = now + RENEW_S
             lease.renew(self._client, self._run, self._token)
-            self._trim()
-        if self._is_over_budget:
+            if self._checkpoint is not None:
+                oldest, held = self.counters.oldest.encode(), self._checkpoint.oldest.encode()
+                self._retention.trim(view_oldest=oldest, checkpoint_oldest=held)
+        if self._retention.is_near_budget:
             self._make_room()
         published, self._published = self._published, None
         if published is not None:
@@ -331,38 +330,12 @@ class Learner:
         every = max(self._config.learner.checkpoint_every_s, len(blob) / CHECKPOINT_BYTES_PER_S)
         self._checkpoint_at = time.monotonic() + every
 
-    @property
-    def _is_over_budget(self) -> bool:
-        total, trimmed = self._stream_bytes
-        return total - trimmed > BUDGET_HIGH * int(self._config.replay.max_bytes)
-
-    def _trim(self) -> None:
-        """Drop from the stream what neither the view nor the newest checkpoint needs."""
-        if self._checkpoint is not None:
-            self._drop_before(
-                min(self.counters.oldest.encode(), self._checkpoint.oldest.encode(), key=_order)
-            )
-
     def _make_room(self) -> None:
-        """Near the budget, drop from the stream the oldest that only the view still needs.
-
-        Entries after the newest checkpoint's cursor stay in any case, so a checkpoint comes first.
-        """
+        """Have a checkpoint taken, and drop what it makes dispensable."""
         if self._checkpoint is None or self._checkpoint.cursor != self.counters.cursor:
             self._checkpoint_due.set()
         if self._checkpoint is not None:
-            cut = self._stream_bytes[0] - int(BUDGET_LOW * int(self._config.replay.max_bytes))
-            keep = next((entry for entry, size in list(self._entries) if size > cut), b"0-0")
-            self._drop_before(min(keep, self._checkpoint.cursor.encode(), key=_order))
-
-    def _drop_before(self, first_kept: bytes) -> None:
-        if not self._entries or _order(first_kept) <= _order(self._entries[0][0]):
-            return
-        stream.trim(self._client, self._run, self._token, first_kept)
-        trimmed = self._stream_bytes[1]
-        while self._entries and _order(self._entries[0][0]) < _order(first_kept):
-            trimmed = self._entries.popleft()[1]
-        self._stream_bytes = (self._stream_bytes[0], trimmed)
+            self._retention.make_room(checkpoint_cursor=self._checkpoint.cursor.encode())
 
     def _row(self, now: float) -> dict[str, float]:
         """Figures since the last row."""
@@ -372,6 +345,7 @@ class Learner:
         elapsed = max(now - then, 1e-9)
         trained_steps = max(steps - self._config.replay.warmup_steps, 1)
         row = {
+            "elapsed_s": self.elapsed_s,
             "env_steps": steps,
             "updates": updates,
             "env_steps_per_s": (steps - steps_then) / elapsed,
@@ -397,9 +371,3 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     if device.type == "cuda":
         tensors = {name: value.pin_memory().to(device, non_blocking=True) for name, value in tensors.items()}
     return Batch(**tensors)
-
-
-def _order(entry_id: bytes) -> tuple[int, int]:
-    """Stream ids in their order."""
-    milliseconds, _, number = entry_id.partition(b"-")
-    return int(milliseconds), int(number or 0)

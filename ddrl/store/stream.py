@@ -292,7 +292,13 @@ def episodes(client: Redis, run: str, after: bytes = b"0-0") -> tuple[list[dict[
 
 def before(entry_id: bytes) -> bytes:
     """The largest id below `entry_id`: as a cursor, it makes that entry the next one read."""
+    milliseconds, number = order(entry_id)
+    if number > 0:
+        return b"%d-%d" % (milliseconds, number - 1)
+    return b"%d-%d" % (milliseconds - 1, 2**64 - 1) if milliseconds else b"0-0"
+
+
+def order(entry_id: bytes) -> tuple[int, int]:
+    """What sorts ids as the stream does."""
     milliseconds, _, number = entry_id.partition(b"-")
-    if int(number or 0) > 0:
-        return b"%d-%d" % (int(milliseconds), int(number) - 1)
-    return b"%d-%d" % (int(milliseconds) - 1, 2**64 - 1) if int(milliseconds) else b"0-0"
+    return int(milliseconds), int(number or 0)
