@@ -74,7 +74,11 @@ class Collector:
         self._generator = np.random.default_rng(play_seeds)
         self._vector = envs.make_vector(env)
         self._num_envs = num_envs = self._vector.num_envs
-        self._check_spaces(env.id)
+        try:
+            envs.check_spaces(self._vector.envs[0], env.id, spec)
+        except envs.EnvError:
+            self._vector.close()
+            raise
         low = np.array(spec.action_low, np.float64).reshape(spec.action_shape if spec.action_low else 0)
         high = np.array(spec.action_high, np.float64).reshape(low.shape)
         self._low, self._high, self._span = low, high, high - low
@@ -186,17 +190,6 @@ class Collector:
             episode_return=returns,
             episode_length=lengths,
         )
-
-    def _check_spaces(self, env_id: str) -> None:
-        found, known = envs.spec_of(self._vector.envs[0], env_id), self._spec
-        for name in ("observation_shape", "observation_dtype", "action_kind", "action_shape", "num_actions"):
-            if getattr(found, name) != getattr(known, name):
-                self._vector.close()
-                raise envs.EnvError(
-                    f"{env_id}: {name} is {getattr(found, name)} here, "
-                    f"the run expects {getattr(known, name)}; "
-                    "install the same version of the environment everywhere"
-                )
 
     def _random(self, observation: np.ndarray) -> np.ndarray:
         """Uniform actions within the bounds, [N, *A]."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from ddrl import envs
 from ddrl.config import EnvConfig
-from ddrl.types import EvaluationResult
+from ddrl.types import EnvSpec, EvaluationResult
 
 
 class Policy(Protocol):
@@ -32,6 +32,7 @@ class _Lane:
 def evaluate(
     policy: Policy,
     env: EnvConfig,
+    spaces: EnvSpec,
     seeds: Sequence[int],
     *,
     num_envs: int,
@@ -46,6 +47,7 @@ def evaluate(
     Args:
         policy: has its weights loaded.
         env: what is played; its `num_envs` and `reward_scale` are not used.
+        spaces: of the environment, as the policy knows them.
         seeds: one per episode, at least one.
         num_envs: episodes side by side, at least 1; more amortise the policy.
         policy_version: goes into the result.
@@ -53,7 +55,7 @@ def evaluate(
 
     Raises:
         ValueError: no seeds, or `num_envs` below 1.
-        EnvError: the environment cannot be made here.
+        EnvError: the environment cannot be made here, or its spaces are others.
     """
     if not seeds:
         raise ValueError("evaluate: no seeds; give one per episode")
@@ -66,8 +68,8 @@ def evaluate(
     try:
         for _ in range(min(num_envs, len(seeds))):
             lanes.append(_Lane(env))
-        spec = envs.spec_of(lanes[0].env, env.id)
-        observation = np.empty((len(lanes), *spec.observation_shape), spec.observation_dtype)
+        envs.check_spaces(lanes[0].env, env.id, spaces)
+        observation = np.empty((len(lanes), *spaces.observation_shape), spaces.observation_dtype)
 
         def begin(lane: _Lane, row: int) -> bool:
             index = next(waiting, None)

@@ -258,7 +258,12 @@ class _Session:
             )
             evaluations.open_(self._client, self._run, self._token, wanted)
             result = evaluation.evaluate(
-                player.policy, player.env, wanted.seeds, num_envs=config.num_envs, policy_version=version
+                player.policy,
+                player.env,
+                player.spaces,
+                wanted.seeds,
+                num_envs=config.num_envs,
+                policy_version=version,
             )
         except EnvError as error:
             log.warning("the last version is not evaluated: %s", error)

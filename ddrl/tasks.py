@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from ddrl import codec
-from ddrl.algorithms import base
+from ddrl import policy
 from ddrl.celery import EVALUATE, ROLLOUT, app
 from ddrl.evaluation import evaluate as play_episodes
 from ddrl.segment import Players, play
-from ddrl.store import connection, evaluations, messages, runs, weights
+from ddrl.store import connection, evaluations, messages, runs
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -27,13 +28,11 @@ def clients() -> tuple[Redis, Redis]:
     return connection.connect(), connection.connect_blocking()
 
 
-@app.task(name=ROLLOUT)  # type: ignore[untyped-decorator]
-def rollout(run: str) -> int:
-    """Play one segment of a run; the transitions appended."""
-    client, blocking = clients()
-    messages.taken(client, run)
+@contextmanager
+def reporting(client: Redis, run: str) -> Iterator[None]:
+    """Tell the run's state why it could not be played here, and give the server a moment."""
     try:
-        return play(client, blocking, players, run)
+        yield
     except connection.UNREACHABLE:
         raise
     except Exception as error:
@@ -43,17 +42,30 @@ def rollout(run: str) -> int:
         raise
 
 
+@app.task(name=ROLLOUT)  # type: ignore[untyped-decorator]
+def rollout(run: str) -> int:
+    """Play one segment of a run; the transitions appended."""
+    client, blocking = clients()
+    messages.taken(client, run)
+    with reporting(client, run):
+        return play(client, blocking, players, run)
+
+
 @app.task(name=EVALUATE)  # type: ignore[untyped-decorator]
 def evaluate(run: str, evaluation_id: str) -> bool:
     """Play an open evaluation and store its result; False if there was nothing left to do."""
     client, _ = clients()
     wanted = evaluations.get_open(client, run, evaluation_id)
-    blob = weights.get(client, run, wanted.version) if wanted else None
-    if wanted is None or blob is None:
+    if wanted is None:
         return False
-    config = runs.config(client, run)
-    policy = base.resolve(config, runs.spaces(client, run)).policy()
-    policy.load(codec.decode_weights(blob))
-    num_envs = config.evaluation.num_envs
-    result = play_episodes(policy, config.env, wanted.seeds, num_envs=num_envs, policy_version=wanted.version)
-    return evaluations.finish(client, run, wanted, result)
+    with reporting(client, run):
+        player = policy.from_run(client, run, wanted.version)
+        result = play_episodes(
+            player.policy,
+            player.env,
+            player.spaces,
+            wanted.seeds,
+            num_envs=player.config.evaluation.num_envs,
+            policy_version=wanted.version,
+        )
+        return evaluations.finish(client, run, wanted, result)

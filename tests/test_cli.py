@@ -239,9 +239,11 @@ def test_evaluate(client: Any, refused: Callable[..., str], monkeypatch: pytest.
 
     def from_run(_: Any, name: str, version: int) -> Any:
         resolved = runs.config(client, name)
-        return SimpleNamespace(policy=None, config=resolved, env=resolved.env, run=name, version=version)
+        return SimpleNamespace(
+            policy=None, config=resolved, env=resolved.env, spaces=None, run=name, version=version
+        )
 
-    def play(_: Any, env: Any, seeds: range, **options: Any) -> EvaluationResult:
+    def play(_: Any, env: Any, spaces: Any, seeds: range, **options: Any) -> EvaluationResult:
         asked.append((seeds, options["num_envs"]))
         options["on_episode"](0, 0.0, 1)
         returns = tuple(float(seed - seeds[0]) for seed in seeds)

@@ -243,7 +243,7 @@ def test_policy_of_a_wrong_shape_is_refused() -> None:
 
 def test_spaces_must_be_those_of_the_run() -> None:
     other = envs.describe(EnvConfig(id="CartPole-v1"))
-    with pytest.raises(envs.EnvError, match=r"observation_shape is \(3,\) here, the run expects \(4,\)"):
+    with pytest.raises(envs.EnvError, match=r"observation_shape is \(3,\) here, but \(4,\) is expected"):
         make(spec=other)
 
 

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from ddrl.config import EnvConfig
-from ddrl.envs import make_one
+from ddrl.envs import EnvError, describe, make_one
 from ddrl.evaluation import evaluate
 
 CARTPOLE = EnvConfig(id="CartPole-v1", max_episode_steps=60, reward_scale=0.01)
+SPACES = describe(CARTPOLE)
+TARGET = EnvConfig(id="ddrl/Target-v0")
 
 
 class Lean:
@@ -44,7 +46,7 @@ SEEDS = [1_000_000 + 7 * i for i in range(20)]
 @pytest.mark.parametrize("num_envs", [1, 3, 20, 50])
 def test_result_does_not_depend_on_num_envs(num_envs: int) -> None:
     policy = Lean()
-    result = evaluate(policy, CARTPOLE, SEEDS, num_envs=num_envs, policy_version=4)
+    result = evaluate(policy, CARTPOLE, SPACES, SEEDS, num_envs=num_envs, policy_version=4)
     assert result.policy_version == 4
     assert result.seeds == tuple(SEEDS)
     assert list(zip(result.returns, result.lengths, strict=True)) == [alone(seed) for seed in SEEDS]
@@ -54,14 +56,20 @@ def test_result_does_not_depend_on_num_envs(num_envs: int) -> None:
 
 
 def test_same_seed_twice_and_order_of_seeds() -> None:
-    result = evaluate(Lean(), CARTPOLE, [SEEDS[3], SEEDS[1], SEEDS[3]], num_envs=2, policy_version=0)
+    result = evaluate(Lean(), CARTPOLE, SPACES, [SEEDS[3], SEEDS[1], SEEDS[3]], num_envs=2, policy_version=0)
     assert result.lengths == (alone(SEEDS[3])[1], alone(SEEDS[1])[1], alone(SEEDS[3])[1])
 
 
 def test_each_episode_is_reported() -> None:
     seen: list[tuple[int, float, int]] = []
     result = evaluate(
-        Lean(), CARTPOLE, SEEDS[:5], num_envs=2, policy_version=0, on_episode=lambda *row: seen.append(row)
+        Lean(),
+        CARTPOLE,
+        SPACES,
+        SEEDS[:5],
+        num_envs=2,
+        policy_version=0,
+        on_episode=lambda *row: seen.append(row),
     )
     assert sorted(seen) == sorted(zip(result.seeds, result.returns, result.lengths, strict=True))
 
@@ -71,7 +79,12 @@ def test_each_episode_is_reported() -> None:
 )
 def test_refusals(seeds: list[int], num_envs: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        evaluate(Lean(), CARTPOLE, seeds, num_envs=num_envs, policy_version=0)
+        evaluate(Lean(), CARTPOLE, SPACES, seeds, num_envs=num_envs, policy_version=0)
+
+
+def test_an_environment_that_the_policy_does_not_know_is_refused() -> None:
+    with pytest.raises(EnvError, match=r"observation_shape is \(1,\) here, but \(4,\) is expected"):
+        evaluate(Lean(), TARGET, SPACES, [1], num_envs=1, policy_version=0)
 
 
 def test_continuous_actions_and_known_answer() -> None:
@@ -79,6 +92,6 @@ def test_continuous_actions_and_known_answer() -> None:
         def act(self, observation: np.ndarray, **kwargs: Any) -> np.ndarray:
             return observation + np.float32(0.5)
 
-    result = evaluate(Hit(), EnvConfig(id="ddrl/Target-v0"), [1, 2, 3], num_envs=2, policy_version=0)
+    result = evaluate(Hit(), TARGET, describe(TARGET), [1, 2, 3], num_envs=2, policy_version=0)
     np.testing.assert_allclose(result.returns, [-2.5] * 3, rtol=1e-5)
     assert result.lengths == (10, 10, 10)

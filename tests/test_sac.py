@@ -285,7 +285,7 @@ def test_config_survives_json() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"action_kind": "discrete", "num_actions": 4}, "action_kind is 'discrete'.*use algorithm"),
+        ({"action_kind": "discrete", "num_actions": 4}, "action_kind is 'discrete'.*choose an environment"),
         ({"action_high": (math.inf, 1.0)}, "action_high is .*RescaleAction"),
         ({"action_low": ()}, "action_low is .*2 finite bounds"),
         ({"action_low": (2.0, 0.0)}, "action_low .* is not below"),

@@ -128,14 +128,14 @@ def check(config: Config, spec: EnvSpec) -> None:
     if spec.action_kind != "continuous":
         raise ValueError(
             f"{spec.env_id}: action_kind is {spec.action_kind!r}, but sac needs continuous actions; "
-            f"use algorithm dqn or ppo"
+            f"choose an environment with a Box of actions"
         )
     num_dims = math.prod(spec.action_shape)
     for name, bounds in (("action_low", spec.action_low), ("action_high", spec.action_high)):
         if len(bounds) != num_dims or not all(math.isfinite(bound) for bound in bounds):
             raise ValueError(
                 f"{spec.env_id}: {name} is {bounds}, but sac needs {num_dims} finite bounds; wrap the "
-                f"environment in gymnasium.wrappers.RescaleAction or ClipAction, or use algorithm ppo"
+                f"environment in gymnasium.wrappers.RescaleAction or ClipAction"
             )
     if any(low >= high for low, high in zip(spec.action_low, spec.action_high, strict=True)):
         raise ValueError(

@@ -52,6 +52,7 @@ def evaluate(
         result = play(
             loaded.policy,
             loaded.env,
+            loaded.spaces,
             seeds,
             num_envs=min(num_envs, episodes),
             policy_version=loaded.version,

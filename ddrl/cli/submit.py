@@ -56,7 +56,7 @@ def submit(
     from ddrl.cli import output
 
     overrides = list(set_ or [])
-    overrides += [f"stop.time={time_}"] if time_ else []
+    overrides += [f"stop.time={configs.duration(time_, '--time')}"] if time_ else []
     overrides += [f"seed={seed}"] if seed is not None else []
     resolved = configs.load(config, overrides)
     with output.server() as client:

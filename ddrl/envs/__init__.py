@@ -1,6 +1,6 @@
 """Environments: the only package that imports gymnasium (inside functions, so importing this is cheap)."""
 
-from ddrl.envs.make import EnvError, describe, make_one, make_vector, spec_of
+from ddrl.envs.make import EnvError, check_spaces, describe, make_one, make_vector, spec_of
 from ddrl.envs.requirements import ALLOW_VARIABLE, allowed_modules, capabilities, requirement
 
 __all__ = [
@@ -8,6 +8,7 @@ __all__ = [
     "EnvError",
     "allowed_modules",
     "capabilities",
+    "check_spaces",
     "describe",
     "make_one",
     "make_vector",

@@ -97,6 +97,21 @@ def spec_of(made: gymnasium.Env[Any, Any], env_id: str) -> EnvSpec:
     return EnvSpec(env_id, observed.shape, name, "continuous", acted.shape, action_low=low, action_high=high)
 
 
+def check_spaces(made: gymnasium.Env[Any, Any], env_id: str, known: EnvSpec) -> None:
+    """Refuse an environment that is not the one a run or a policy knows.
+
+    Raises:
+        EnvError: its spaces are others.
+    """
+    found = spec_of(made, env_id)
+    for name in ("observation_shape", "observation_dtype", "action_kind", "action_shape", "num_actions"):
+        if getattr(found, name) != getattr(known, name):
+            raise EnvError(
+                f"{env_id}: {name} is {getattr(found, name)} here, but {getattr(known, name)} is expected; "
+                "install the same version of the environment everywhere"
+            )
+
+
 def _from_registry(env: EnvConfig) -> gymnasium.Env[Any, Any]:
     import gymnasium
 
