@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddrl.cli.output import Client, duration, number, size
 from ddrl.cli.watcher import Figures, Watcher
+from ddrl.store.connection import UNREACHABLE
 from ddrl.store.runs import RunState
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 POLL_S = 0.5
 TICK_S = 0.2
 LINE_S = 5.0
+OUTAGE_S = 60.0  # how long a server may be away, restarting say, before following ends with its error
 STARTING_S = 10.0  # what the caller starts itself may take so long before its absence is worth a word
 
 # Figures of the learner with a place of their own in the view; all others are the algorithm's.
@@ -127,13 +129,21 @@ def _loop(
     deadline: float | None,
     on_tick: Callable[[], None] | None,
 ) -> RunState:
-    next_poll = 0.0
+    next_poll, outage_at = 0.0, None
     while True:
         if on_tick is not None:
             on_tick()
         now = time.monotonic()
         if now >= next_poll:
-            figures = watcher.poll()
+            try:
+                figures = watcher.poll()
+                outage_at = None
+            except UNREACHABLE:
+                outage_at = outage_at or now
+                if now - outage_at > OUTAGE_S:
+                    raise
+                next_poll = now + POLL_S
+                continue
             show(figures)
             if figures.state.ended or (deadline is not None and now >= deadline):
                 return figures.state

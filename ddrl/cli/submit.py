@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -131,6 +132,7 @@ def _attend(
     """Bring what is missing, watch the run to its end, report."""
     from ddrl import artifacts
     from ddrl.cli import live, output
+    from ddrl.crew import CrewError
     from ddrl.store import connection, runs
 
     alone = connection.is_embedded()
@@ -146,25 +148,26 @@ def _attend(
         else:
             print(f"{run}: submitted; watch it with `ddrl watch {run}`", flush=True)
         return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a service manager's word is as good as Ctrl-C
     output.note(f"run {run}")
+    interrupted = False
     with _crew(run, num_workers, bring_learner) as brought:
         try:
             live.follow(client, run, json_output=json_, on_tick=brought.check)
-            brought.wait("learner", LEARNER_EXIT_S)
         except KeyboardInterrupt:
-            if bring_learner:
-                runs.set_status(client, run, "stopped", "interrupted")
-                output.note(f"stopping {run} ... (continue it with `ddrl resume {run}`)")
-                brought.wait("learner", LEARNER_EXIT_S)
-            else:
+            interrupted = True
+            if not bring_learner:
                 output.note(f"{run} goes on without being watched; stop it with `ddrl stop {run}`")
-            raise typer.Exit(130) from None
-        except Exception as error:
+                raise typer.Exit(130) from None
+            output.note(f"stopping {run} ...")
+            runs.set_status(client, run, "stopped", "interrupted")
+        except CrewError as error:
             runs.set_status(client, run, "failed", str(error))
             raise
+        brought.wait("learner", LEARNER_EXIT_S)
     summary = artifacts.summary(client, run, wall_s=time.monotonic() - started)
     print(json.dumps(summary) if json_ else live.closing_lines(summary), flush=True)
-    raise typer.Exit(1 if summary["status"] == "failed" else 0)
+    raise typer.Exit(130 if interrupted else 1 if summary["status"] == "failed" else 0)
 
 
 def _crew(run: str, workers: int, with_learner: bool) -> Crew:

@@ -118,7 +118,7 @@ def hint(figures: Figures, queue: str, *, starting: bool) -> str:
         return ""
     if state.status == "paused":
         return f"paused: {state.reason}; `ddrl resume {state.run}` goes on"
-    if starting and not state.appended_steps:
+    if starting and not (state.appended_steps and state.leased and figures.serving):
         return "starting"
     if not state.leased:
         return "waiting for a learner: start `ddrl learner`"
