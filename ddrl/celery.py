@@ -17,6 +17,7 @@ from typing import Any
 from celery import Celery
 from celery.signals import celeryd_init, worker_process_init, worker_ready, worker_shutting_down
 from kombu import Exchange, Queue
+from kombu.exceptions import OperationalError
 
 from ddrl import embedded, envs, keys, parent
 from ddrl.store import connection, workers
@@ -39,7 +40,10 @@ def queue_for(kind: str, env_id: str) -> str:
     return f"{kind}.{need}" if need else kind
 
 
-app = Celery("ddrl", broker=connection.broker_url(), include=["ddrl.tasks"])
+try:
+    app = Celery("ddrl", broker=connection.broker_url(), include=["ddrl.tasks"])
+except connection.StoreError as _error:  # `celery -A ddrl` would print a traceback
+    raise SystemExit(f"ddrl: error: {_error}") from None
 app.conf.update(
     task_queues=[Queue(name, Exchange(name), routing_key=name) for name in queues()],
     task_default_queue=ROLLOUT,
@@ -66,13 +70,28 @@ app.conf.update(
 
 
 def send_rollout(run: str, queue: str) -> None:
-    """Send one permission to play."""
-    app.send_task(ROLLOUT, args=[run], queue=queue)
+    """Send one permission to play.
+
+    Raises:
+        UnreachableError: the server does not answer.
+    """
+    _send(ROLLOUT, [run], queue)
 
 
 def send_evaluation(run: str, evaluation_id: str, queue: str) -> None:
-    """Send one evaluation."""
-    app.send_task(EVALUATE, args=[run, evaluation_id], queue=queue)
+    """Send one evaluation.
+
+    Raises:
+        UnreachableError: the server does not answer.
+    """
+    _send(EVALUATE, [run, evaluation_id], queue)
+
+
+def _send(task: str, arguments: list[str], queue: str) -> None:
+    try:
+        app.send_task(task, args=arguments, queue=queue)
+    except OperationalError as error:
+        raise connection.UnreachableError(str(error)) from error
 
 
 # --- a worker's life ---------------------------------------------------------------------------------
@@ -122,7 +141,7 @@ def _start_heartbeat(sender: Any, **_: Any) -> None:
                 if leaving.wait(workers.BEAT_S):
                     workers.leave(client, heartbeat.node)
                     return
-            except connection.UNREACHABLE:
+            except Exception:  # unreachable, out of memory, ...: the worker plays on, and so must this
                 leaving.wait(1.0)
 
     threading.Thread(target=beat, name="heartbeat", daemon=True).start()

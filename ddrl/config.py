@@ -141,7 +141,7 @@ class EvaluationConfig(Section):
         1_000_000, ge=0, description="First seed of the evaluations; the confirmation's follow."
     )
     timeout_s: Duration = Field(
-        120.0, gt=0, description="An evaluation without result is sent again after this."
+        60.0, gt=0, description="An evaluation without result is sent again after this."
     )
 
 

@@ -16,7 +16,7 @@ from typing import IO
 
 from ddrl.parent import FD_VARIABLE
 
-MAX_RESTARTS = 5
+MAX_RESTARTS = 5  # in a row
 QUICK_DEATH_S = 10.0  # a child that dies sooner counts as a failed start
 STOP_S = 15.0
 
@@ -74,8 +74,8 @@ class Crew:
             if code is None or (code == 0 and child.name == "learner"):
                 continue
             quick = time.monotonic() - child.started < QUICK_DEATH_S
-            child.restarts += 1
-            if child.restarts > MAX_RESTARTS or (quick and child.name == "learner" and code in (1, 2, 3)):
+            child.restarts = child.restarts + 1 if quick else 1
+            if child.restarts > MAX_RESTARTS or (quick and child.name == "learner" and code in (1, 2)):
                 raise CrewError(
                     f"{child.name} ended with code {code}: {last_line(child.log)} (see {child.log})"
                 )

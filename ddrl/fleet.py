@@ -10,9 +10,10 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from statistics import mean, pstdev
+from typing import TYPE_CHECKING, Any
 
 from ddrl.config import EvaluationConfig, StopConfig
 from ddrl.store import evaluations, messages, runs, weights, workers
@@ -99,13 +100,15 @@ class Referee:
     ) -> None:
         self._client, self._run, self._token = client, run, token
         self._config, self._stop, self._send = config, stop, send
-        self._best = weights.index(client, run).best_return
-        open_now = evaluations.opened(client, run)
-        self._open = next(iter(open_now.values()), None)
-        self._cursor = evaluations.results(client, run)[1]
-        self._last_at = time.monotonic()
-        self._overdue_at = self._last_at
+        self._returns: dict[int, list[float]] = {}  # of all evaluation episodes, by version
+        self._open = next(iter(evaluations.opened(client, run).values()), None)
+        self._last_at = self._overdue_at = time.monotonic()
         self.solved = False
+        rows, self._cursor = evaluations.results(client, run)
+        for row in rows:
+            self._returns.setdefault(row["version"], []).extend(row["returns"])
+        if rows and self._open is None:  # its learner may have died before it judged
+            self._decide(rows[-1])
 
     @property
     def pinned(self) -> frozenset[int]:
@@ -148,40 +151,65 @@ class Referee:
         )
         evaluations.open_(self._client, self._run, self._token, opened)
         self._open = opened
-        self._overdue_at = time.monotonic() + self._config.timeout_s
-        self._send(opened.evaluation_id)
+        self._resend()
+
+    def _resend(self) -> None:
+        """Send the open evaluation; due again at once where sending fails."""
+        assert self._open is not None
+        self._overdue_at = time.monotonic()
+        self._send(self._open.evaluation_id)
+        self._overdue_at += self._config.timeout_s
 
     def _collect(self) -> None:
         assert self._open is not None
         rows, self._cursor = evaluations.results(self._client, self._run, self._cursor)
         for row in rows:
+            self.keep_best(row)
             if row["version"] == self._open.version and row["purpose"] == self._open.purpose:
-                finished, self._open = self._open, None
+                self._open = None
                 self._last_at = time.monotonic()
-                self.judge(finished, row["return_mean"], row["return_std"])
+                self._decide(row)
                 return
-        if time.monotonic() >= self._overdue_at:
-            log.warning("evaluation %s is overdue; sent again", self._open.evaluation_id)
-            again = replace(self._open, sent_ms=runs.server_ms(self._client))
-            evaluations.open_(self._client, self._run, self._token, again)
-            self._overdue_at = time.monotonic() + self._config.timeout_s
-            self._send(again.evaluation_id)
+        if time.monotonic() < self._overdue_at:
+            return
+        if self._open.version not in weights.index(self._client, self._run).sizes:
+            log.warning("evaluation %s cannot be played: its weights are gone", self._open.evaluation_id)
+            evaluations.drop(self._client, self._run, self._token, self._open.evaluation_id)
+            self._open = None
+            return
+        log.warning("evaluation %s is overdue; sent again", self._open.evaluation_id)
+        again = replace(self._open, sent_ms=runs.server_ms(self._client))
+        evaluations.open_(self._client, self._run, self._token, again)
+        self._resend()
 
-    def judge(self, finished: OpenEvaluation, mean: float, std: float) -> None:
-        """Take a result: keep the best, confirm what reached the target, say when that is confirmed."""
+    def keep_best(self, row: Mapping[str, Any]) -> None:
+        """Take a result: mark the version that is best by all its evaluation episodes together."""
         log.info(
             "%s of version %d: %.1f +- %.1f over %d episodes",
-            finished.purpose, finished.version, mean, std, finished.num_episodes,
+            row["purpose"], row["version"], row["return_mean"], row["return_std"], row["num_episodes"],
         )  # fmt: skip
-        note = {"version": finished.version, "return_mean": mean, "return_std": std}
-        note["episodes"] = finished.num_episodes
-        confirmed = finished.purpose == "confirm"
-        reached = self._stop.return_ is not None and mean >= self._stop.return_
-        if mean > self._best or confirmed:
-            self._best = mean
-            weights.mark_best(self._client, self._run, self._token, finished.version, mean)
-            runs.note_evaluation(self._client, self._run, self._token, note)
-        if reached and (confirmed or self._config.confirm_episodes == 0):
-            self.solved = True
-        elif reached:
-            self._begin(finished.version, "confirm", finished.env_steps, finished.updates)
+        self._returns.setdefault(row["version"], []).extend(row["returns"])
+        there = weights.index(self._client, self._run).sizes
+        means = {version: mean(values) for version, values in self._returns.items() if version in there}
+        if not means:
+            return
+        best = max(means, key=means.__getitem__)
+        weights.mark_best(self._client, self._run, self._token, best, means[best])
+        self._note(best, self._returns[best])
+
+    def _decide(self, row: Mapping[str, Any]) -> None:
+        """Confirm what has reached the target; solved is what was confirmed."""
+        if self._stop.return_ is None or row["return_mean"] < self._stop.return_:
+            return
+        if row["purpose"] == "watch" and self._config.confirm_episodes:
+            self._begin(row["version"], "confirm", row["env_steps"], row["updates"])
+            return
+        weights.mark_best(self._client, self._run, self._token, row["version"], row["return_mean"])
+        self._note(row["version"], row["returns"])
+        self.solved = True
+
+    def _note(self, version: int, returns: Sequence[float]) -> None:
+        """Let these episodes describe the run."""
+        note = {"version": version, "return_mean": mean(returns), "return_std": pstdev(returns)}
+        note["episodes"] = len(returns)
+        runs.note_evaluation(self._client, self._run, self._token, note)

@@ -124,6 +124,11 @@ def checkpoint_part(run: str, token: int, number: int, part: int) -> str:
     return of_run(run, f"checkpoint:{token}:{number}:{part}")
 
 
+def checkpoint_pattern(run: str) -> str:
+    """Matches all parts of a run's checkpoints (glob)."""
+    return of_run(run, "checkpoint:*")
+
+
 def run_pattern(run: str) -> str:
     """Matches every key of a run (glob; run ids hold no special character)."""
     return f"ddrl:{{{run}}}:*"

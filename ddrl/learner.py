@@ -7,6 +7,7 @@ through the GIL, so the service thread works a few milliseconds a second.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -88,7 +89,7 @@ class Learner:
     ) -> None:
         self._client, self._feed_client = client, feed_client
         self._run, self._token, self._config = run, token, config
-        self._device = device
+        self._device, self._spaces = device, resolved.spec
         self._batch_size = int(resolved.config.batch_size)
         self.algorithm = resolved.learner(device=device, seed=config.seed)
         self.view = DenseView(
@@ -111,7 +112,8 @@ class Learner:
         self._cursor = b"0-0"
         self._figures: Mapping[str, torch.Tensor] = {}
         self._waited_s = 0.0
-        self._staleness: list[int] = []  # sum and count since the last row
+        self._staleness: list[int] = []  # of the fragments admitted since the last row
+        self._refused: deque[tuple[bytes, bytes, str]] = deque()  # (entry, head, reason) to be told
         # Handed from the training thread to the service thread, each a finished copy.
         self._published: tuple[int, Mapping[str, torch.Tensor]] | None = None
         self._saved: tuple[Counters, Mapping[str, torch.Tensor]] | None = None
@@ -130,6 +132,7 @@ class Learner:
 
     def restore(self) -> None:
         """Continue from the newest checkpoint, if any, and rebuild the view from the stream."""
+        checkpoints.sweep(self._client, self._run)
         found = checkpoints.load(self._client, self._run)
         if found is not None:
             blob, meta = found
@@ -150,29 +153,38 @@ class Learner:
             self._steps,
             len(self.view),
         )
-        self._publish(self._updates, self.algorithm.weights())
-        self._feed = Feed(self._feed_client, self._run, self._cursor)
+        stored = weights.index(self._client, self._run)
+        if self._updates == 0 and stored.latest >= 0:  # what a learner without checkpoint left plays better
+            self.version = stored.latest
+            self._raise_allowance()
+        else:
+            self._publish(self._updates, self.algorithm.weights())
+        self._feed = Feed(self._feed_client, self._run, self._spaces, self._cursor)
         self._feed.start()
 
     def _rebuild(self, oldest: bytes, cursor: bytes) -> None:
         """Admit again what the view held when the checkpoint was taken; the counters stand already."""
         after = stream.before(oldest)
         while True:
-            entries = stream.read(self._client, self._run, after, count=256, until=cursor)
+            count = stream.read_count(self._client, self._run)
+            entries = stream.read(self._client, self._run, after, count=count, until=cursor)
             for entry in entries:
-                staged = stage(entry, self._run)
+                staged = stage(entry, self._run, self._spaces)
                 if staged.fragment is not None:
-                    self.view.admit(staged.fragment, staged.entry_id)
-                self._retention.admitted(staged.entry_id, staged.cumulative_bytes)
+                    with contextlib.suppress(ValueError):  # refused and counted before
+                        self.view.admit(staged.fragment, staged.entry_id)
+                self._retention.admitted(staged.entry_id, staged.cumulative_bytes, staged.num_bytes)
             if not entries:
-                return
+                break
             after = entries[-1].entry_id
+        stream.trim(self._client, self._run, self._token, oldest)  # what only the former learner's view held
 
     def finish(self) -> None:
         """Publish and checkpoint what there is; call when the training thread has returned."""
         if self._feed is not None:
             self._feed.stop()
         self._note()
+        self._tell_refused()
         if self._updates > self._published_updates:
             self._publish(self._updates, self.algorithm.weights())
         self._save(self.counters, self.algorithm.state())
@@ -212,14 +224,14 @@ class Learner:
         if fragment is None:
             self._dead += 1
             log.warning("entry %s refused: %s", staged.entry_id.decode(), reason)
-            stream.refuse(self._feed_client, self._run, self._token, staged.entry_id, staged.head, reason)
+            self._refused.append((staged.entry_id, staged.head, reason))
         else:
             self._admitted += 1
             self.returns.extend(float(value) for value in fragment.episode_return)
             self._staleness.append(self.version - fragment.policy_version)
         self._cursor = staged.entry_id
         self._steps = max(self._steps, staged.cumulative_steps)
-        self._retention.admitted(staged.entry_id, staged.cumulative_bytes)
+        self._retention.admitted(staged.entry_id, staged.cumulative_bytes, staged.num_bytes)
 
     def _update(self) -> None:
         index = uniform(len(self.view), self._batch_size, seed=self._config.seed, draw=self._updates)
@@ -247,6 +259,10 @@ class Learner:
     def elapsed_s(self) -> float:
         """Time of learning, that of earlier learners of the run included as far as checkpoints tell."""
         return self._elapsed_before_s + time.monotonic() - self._started
+
+    def skip(self, seconds: float) -> None:
+        """Do not count some time that has passed as learning: the run was paused."""
+        self._elapsed_before_s -= seconds
 
     @property
     def num_updates(self) -> int:
@@ -276,6 +292,7 @@ class Learner:
                 self._retention.trim(view_oldest=oldest, checkpoint_oldest=held)
         if self._retention.is_near_budget:
             self._make_room()
+        self._tell_refused()
         published, self._published = self._published, None
         if published is not None:
             self._publish(*published)
@@ -290,6 +307,11 @@ class Learner:
         if now >= self._metrics_at:
             self._metrics_at = now + self._config.learner.metrics_every_s
             metrics.add(self._client, self._run, self._row(now))
+
+    def _tell_refused(self) -> None:
+        while self._refused:
+            stream.refuse(self._client, self._run, self._token, *self._refused[0])
+            self._refused.popleft()
 
     def _publish(self, updates: int, parameters: Mapping[str, torch.Tensor]) -> None:
         """Store the next version of the weights; versions never go back."""

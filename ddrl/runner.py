@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -54,14 +55,31 @@ def serve(client: Redis, folder: Path, interrupt: Interrupt, *, poll_s: float = 
     """Learn whatever runs wait for a learner, one after another, until interrupted."""
     log.info("waits for runs")
     while not interrupt.event.is_set():
-        for run in runs.names(client):
-            now = runs.state(client, run)
-            if now.status == "active" and not now.leased:
-                learn(client, run, folder, interrupt)
+        try:
+            for run in runs.names(client):
+                now = runs.state(client, run)
+                if now.status == "active" and not now.leased:
+                    _learn_or_tell(client, run, folder, interrupt)
+        except connection.UNREACHABLE as error:
+            log.warning("the server does not answer (%s); waiting for it", error)
+        except runs.UnknownRunError:
+            log.info("a run was deleted meanwhile")
         interrupt.event.wait(poll_s)
 
 
-def learn(client: Redis, run: str, folder: Path, interrupt: Interrupt) -> str | None:
+def _learn_or_tell(client: Redis, run: str, folder: Path, interrupt: Interrupt) -> None:
+    """Learn a run; what ends it here must not end the service for the others."""
+    try:
+        learn(client, run, folder, interrupt, wait_s=0.0)
+    except connection.UNREACHABLE:
+        raise
+    except Exception as error:
+        log.error("%s: %s", run, error, exc_info=not isinstance(error, (StoreError, ConfigError)))
+
+
+def learn(
+    client: Redis, run: str, folder: Path, interrupt: Interrupt, *, wait_s: float = LEASE_WAIT_S
+) -> str | None:
     """Learn one run until it ends, is taken over, or this process is told to stop.
 
     Args:
@@ -69,6 +87,7 @@ def learn(client: Redis, run: str, folder: Path, interrupt: Interrupt) -> str | 
         run: an active run.
         folder: the run's artifacts go to `folder / run`.
         interrupt: the process's wish to end.
+        wait_s: for the lease of a learner that may have died.
 
     Returns:
         The status with which the run ended; None when it goes on without this learner.
@@ -76,18 +95,19 @@ def learn(client: Redis, run: str, folder: Path, interrupt: Interrupt) -> str | 
     Raises:
         StoreError: the run is not active, or another learner holds it.
     """
-    token = _take(client, run, folder / run, interrupt)
+    token = _take(client, run, folder / run, interrupt, wait_s)
     if token is None:
         return None
     try:
         return _Session(client, run, token, folder / run, interrupt).go()
     finally:
-        lease.release(client, run, token)
+        with contextlib.suppress(*connection.UNREACHABLE):  # then it expires
+            lease.release(client, run, token)
 
 
-def _take(client: Redis, run: str, folder: Path, interrupt: Interrupt) -> int | None:
-    """The lease's token; waits for the lease of a learner that may have died."""
-    deadline = time.monotonic() + LEASE_WAIT_S
+def _take(client: Redis, run: str, folder: Path, interrupt: Interrupt, wait_s: float) -> int | None:
+    """The lease's token; None when the process is told to end."""
+    deadline = time.monotonic() + wait_s
     while not interrupt.event.is_set():
         now = runs.state(client, run)
         if now.status != "active":
@@ -116,9 +136,12 @@ class _Session:
         """Learn to the end; the status of the run, None when it goes on without this learner."""
         try:
             self._wire()
+            self._learner.pinned = self._referee.pinned
             self._learner.restore()
-        except (ConfigError, ValueError) as error:
-            runs.set_status(self._client, self._run, "failed", str(error))
+        except lease.LeaseLostError:
+            raise
+        except (ConfigError, StoreError, ValueError) as error:
+            self._set_status("failed", str(error))
             raise
         service = threading.Thread(target=self._serve, name="service", daemon=True)
         service.start()
@@ -183,12 +206,14 @@ class _Session:
         learner.pinned = self._referee.pinned
         learner.serve()
         if now >= self._status_at:
-            self._status_at = now + STATUS_S
             status = runs.status(self._client, self._run)
             if status == "active":
                 self._dispatcher.tick()
-            elif status != "paused":
+            elif status == "paused":
+                learner.skip(STATUS_S)
+            else:
                 learner.stopping.set()
+            self._status_at = now + STATUS_S
         returns = list(learner.returns)
         self._referee.tick(
             Progress(
@@ -201,6 +226,9 @@ class _Session:
         self._end = self._reached()
         if self._end or self._interrupt.event.is_set():
             learner.stopping.set()
+
+    def _set_status(self, status: str, reason: str) -> None:
+        runs.set_status(self._client, self._run, status, reason, token=self._token)
 
     def _reached(self) -> tuple[str, str] | None:
         """The condition of `stop` that holds now."""
@@ -221,10 +249,9 @@ class _Session:
             log.error("%s", self._error)
             raise self._error
         if self._end is not None:  # before anything slow: players stop at once
-            runs.set_status(self._client, self._run, *self._end)
+            self._set_status(*self._end)
         elif self._error is not None:
-            reason = f"{type(self._error).__name__}: {self._error}"
-            runs.set_status(self._client, self._run, "failed", reason)
+            self._set_status("failed", f"{type(self._error).__name__}: {self._error}")
         self._learner.finish()
         status = runs.status(self._client, self._run)
         if self._error is not None:
@@ -269,7 +296,7 @@ class _Session:
             log.warning("the last version is not evaluated: %s", error)
             return
         evaluations.finish(self._client, self._run, wanted, result)
-        self._referee.judge(wanted, result.return_mean, result.return_std)
+        self._referee.keep_best(evaluations.results(self._client, self._run)[0][-1])
 
     def _write(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)

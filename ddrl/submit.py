@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from ddrl import envs
 from ddrl.algorithms import base
@@ -14,6 +17,7 @@ from ddrl.types import EnvSpec
 if TYPE_CHECKING:
     from redis import Redis
 
+FRAGMENTS_IN_BUDGET = 8  # uncompressed: below, one fragment could be more than what the learner keeps free
 CHECKPOINTS_BYTES = 64 * 1024**2  # two checkpoints, with room for their parts and the server's own needs
 
 
@@ -41,6 +45,15 @@ def prepare(config: RunConfig) -> EnvSpec:
         raise ConfigError(
             f"rollout.max_fragment_steps: {config.rollout.max_fragment_steps} steps of {config.env.num_envs} "
             f"environments exceed replay.capacity {config.replay.capacity}; use at most {max(most, 1)}"
+        )
+    row = np.dtype(spaces.observation_dtype).itemsize * math.prod(spaces.observation_shape)
+    transition = row + 4 * math.prod(spaces.action_shape) + 8  # an action, a reward, two flags
+    needed = FRAGMENTS_IN_BUDGET * largest * transition
+    if config.replay.max_bytes < needed:
+        steps = int(config.replay.max_bytes) // (FRAGMENTS_IN_BUDGET * config.env.num_envs * transition)
+        raise ConfigError(
+            f"replay.max_bytes: {int(config.replay.max_bytes)} holds fewer than {FRAGMENTS_IN_BUDGET} of the largest "
+            f"fragments; use at least {needed}, or rollout.max_fragment_steps {max(steps, 1)}"
         )
     return spaces
 

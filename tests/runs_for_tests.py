@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -56,7 +57,9 @@ def play_steps(client: Redis, run: str, token: int, steps: int, *, players: Play
         blob = codec.encode_weights({name: value.numpy() for name, value in learner.weights().items()})
         weights.publish(client, run, token, version=0, blob=blob, allowance=0, updates=0)
     goal = stream_steps(client, run) + steps
+    deadline = time.monotonic() + 60
     while stream_steps(client, run) < goal:
+        assert time.monotonic() < deadline, runs.state(client, run)
         stream.allow(client, run, token, goal, updates=0)
         play(client, client, players, run)
     return players

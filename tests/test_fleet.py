@@ -65,6 +65,8 @@ class Match:
         self.sent: list[str] = []
         self.referee = Referee(client, run, self.token, config.evaluation, config.stop, send=self.sent.append)
         self.version = 1
+        for version in range(6 if token else 0):
+            weights.publish(client, run, self.token, version=version, blob=b"w", allowance=0, updates=0)
 
     def tick(self, return_mean: float | None = 0.0) -> None:
         self.referee.tick(Progress(self.version, return_mean, env_steps=100, updates=10))
@@ -141,6 +143,49 @@ def test_an_overdue_evaluation_is_sent_again_and_counts_once(match: Match) -> No
     assert (
         evaluations.get_open(match.client, match.run, match.sent[0]) is None
     )  # the second one finds nothing to do
+
+
+def test_a_lucky_evaluation_that_is_not_confirmed_is_not_the_best(match: Match) -> None:
+    match.version = 1
+    time.sleep(0.02)
+    match.tick(), match.answer(-1.0), match.tick()
+    match.version = 2
+    time.sleep(0.02)
+    match.tick(), match.answer(-0.4), match.tick(), match.answer(-9.0), match.tick()
+    assert not match.referee.solved
+    assert weights.index(match.client, match.run).best == 1
+
+
+def test_an_evaluation_whose_weights_are_gone_is_dropped_and_the_next_is_opened(match: Match) -> None:
+    time.sleep(0.02)
+    match.tick()
+    weights.publish(
+        match.client, match.run, match.token, version=6, blob=b"w", allowance=0, updates=0, drop=(1,)
+    )
+    match.version = 6
+    time.sleep(0.25)
+    match.tick()
+    assert evaluations.opened(match.client, match.run) == {} and match.referee.pinned == frozenset()
+    time.sleep(0.02)
+    match.tick()
+    assert match.sent[-1] == "6:1000000:20"
+
+
+def test_a_confirmation_that_came_while_no_learner_ran_still_solves(match: Match) -> None:
+    time.sleep(0.02)
+    match.tick(), match.answer(-0.4), match.tick(), match.answer(-0.4)
+    successor = Match(match.client, match.run)
+    assert successor.referee.solved
+
+
+def test_sending_that_fails_is_tried_again_at_once(match: Match) -> None:
+    time.sleep(0.02)
+    sent, match.referee._send = match.sent, lambda _: (_ for _ in ()).throw(ConnectionError)
+    with pytest.raises(ConnectionError):
+        match.tick()
+    match.referee._send = sent.append
+    match.tick()
+    assert sent == ["1:1000000:20"]
 
 
 def test_a_new_learner_takes_over_the_open_evaluation(match: Match) -> None:

@@ -188,10 +188,71 @@ def test_bad_entries_go_to_dead_with_the_reason_and_learning_goes_on(client: Red
     learner.finish()
     dead = client.xrange(keys.dead(run))
     assert learner.counters.dead == len(dead) == 4
+    again = make_learner(client, run, take(client, run), server.url)
+    again.restore()  # the refused ones do not stand in the way
+    assert len(again.view) == len(learner.view)
+    again.finish()
     assert (
         learner.counters.admitted == runs.state(client, run).appended_fragments - 3
     )  # the fourth was never appended
     assert any(b"does not belong" in fields[b"reason"] for _, fields in dead)
+
+
+def test_a_fragment_of_other_spaces_is_refused_even_as_the_first_one(client: Redis, server) -> None:
+    from dataclasses import replace
+
+    from ddrl import codec
+
+    run = start(client, target_config())
+    token = take(client, run)
+    play_steps(client, run, token, 40)
+    first = stream.read(client, run, b"0-0", count=1)[0]
+    fragment = codec.decode(first.fields)
+    wide = replace(
+        fragment,
+        producer=77,
+        observation=np.repeat(fragment.observation, 2, axis=-1),
+        final_observation=np.repeat(fragment.final_observation, 2, axis=-1),
+    )
+    client.delete(keys.experience(run))
+    stream.append(client, run, codec.encode(wide), producer=77, incarnation=1, seq=0, num_transitions=8)
+    play_steps(client, run, token, 300)
+    learner = make_learner(client, run, token, server.url)
+    learner.restore()
+    with training(learner):
+        until(lambda: learner.num_steps == runs.state(client, run).appended_steps)
+    learner.finish()
+    assert learner.counters.dead == 1 and len(learner.view) >= 300
+    reason = client.xrange(keys.dead(run))[0][1][b"reason"]
+    assert reason.startswith(b"spaces: observation and action are ('float32', (2,), (1,))")
+
+
+def test_a_learner_without_checkpoint_keeps_the_weights_that_were_there(client: Redis, server) -> None:
+    run = start(client, target_config())
+    token = take(client, run)
+    play_steps(client, run, token, 40)
+    weights.publish(client, run, token, version=1, blob=b"learned", allowance=0, updates=9)
+    learner = make_learner(client, run, take(client, run), server.url)
+    learner.restore()
+    assert learner.version == 1 and weights.index(client, run).latest == 1
+    assert runs.state(client, run).allowance > 0
+    learner.finish()
+
+
+def test_large_fragments_do_not_block_the_budget(client: Redis, server) -> None:
+    run = start(client, target_config(stop={"return": None}))
+    client.hset(keys.state(run), "max_bytes", 12_000)  # eight fragments
+    token = take(client, run)
+    learner = make_learner(client, run, token, server.url)
+    learner._retention._max_bytes = 12_000
+    learner.restore()
+    with training(learner):
+        players = None
+        for _ in range(20):
+            players = play_steps(client, run, token, 80, players=players)
+    learner.finish()
+    state = runs.state(client, run)
+    assert state.appended_bytes > 2 * 12_000 and state.live_bytes <= 12_000
 
 
 def test_trimming_keeps_what_view_and_checkpoint_need_and_memory_below_the_budget(

@@ -184,6 +184,7 @@ def test_only_one_learner_holds_a_run_and_a_replaced_one_writes_nothing(client: 
         lambda: weights.mark_best(client, run, old, 0, 1.0),
         lambda: checkpoints.save(client, run, old, b"x", {}),
         lambda: runs.note_evaluation(client, run, old, {}),
+        lambda: evaluations.drop(client, run, old, "0:0:1"),
         lambda: evaluations.open_(client, run, old, OpenEvaluation(0, 0, 1, "watch", 0, 0, 0)),
     ]
     for attempt in attempts:
@@ -285,10 +286,39 @@ def test_status_changes_only_along_its_arrows(client: Redis, run: str) -> None:
 
 def test_a_stopped_run_goes_on_with_more_time(client: Redis, run: str) -> None:
     checkpoints.save(client, run, take(client, run), b"", {"elapsed_s": 40.0})
-    runs.set_status(client, run, "time", "limit")
+    runs.set_status(client, run, "time", "time limit of 40 s")
+    with pytest.raises(StoreError, match="give it more, such as --time 10m"):
+        runs.reactivate(client, run)
     runs.reactivate(client, run, more_time_s=60.0)
     assert runs.state(client, run).status == "active" and runs.state(client, run).ended_s == 0
     assert runs.config(client, run).stop.time == 100.0
+
+
+def test_a_run_that_reached_a_count_cannot_go_on(client: Redis, run: str) -> None:
+    runs.set_status(client, run, "time", "limit of 500 updates")
+    with pytest.raises(StoreError, match="reached its limit of 500 updates; start another one"):
+        runs.reactivate(client, run, more_time_s=60.0)
+
+
+def test_parts_of_a_checkpoint_that_was_never_finished_are_swept(client: Redis, run: str) -> None:
+    token = take(client, run)
+    checkpoints.save(client, run, token, b"whole", {"updates": 1})
+    client.set(keys.checkpoint_part(run, token, 7, 0), b"half")
+    assert checkpoints.sweep(client, run) == 1 and checkpoints.sweep(client, run) == 0
+    assert checkpoints.load(client, run) == (b"whole", {"updates": 1})
+
+
+def test_a_replaced_learner_cannot_end_the_run_but_the_operator_can(client: Redis, run: str) -> None:
+    old = take(client, run)
+    client.delete(keys.lease(run))
+    new = take(client, run)
+    with pytest.raises(lease.LeaseLostError):
+        runs.set_status(client, run, "time", "too late", token=old)
+    assert runs.state(client, run).status == "active"
+    assert runs.set_status(client, run, "time", "in time", token=new)
+    assert runs.set_status(client, run, "active", "operator") and runs.set_status(
+        client, run, "stopped", "operator"
+    )
 
 
 def test_delete_removes_every_key_of_an_ended_run_only(client: Redis, run: str) -> None:

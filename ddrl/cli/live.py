@@ -80,8 +80,9 @@ def closing_lines(summary: Mapping[str, Any]) -> str:
         )
     if summary["artifacts"]:
         lines.append(f"artifacts in {summary['artifacts']}")
-    if summary["status"] in ("failed", "stopped", "time"):
-        lines.append(f"continue it with `ddrl resume {run}`, look into it with `ddrl logs {run}`")
+    more = {"failed": "", "stopped": "", "time": " --time 10m"}.get(summary["status"])
+    if more is not None:
+        lines.append(f"continue it with `ddrl resume {run}{more}`, look into it with `ddrl logs {run}`")
     return "\n".join(lines)
 
 

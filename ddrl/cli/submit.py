@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -15,7 +16,7 @@ import typer
 
 if TYPE_CHECKING:
     from ddrl.cli.output import Client
-    from ddrl.crew import Crew
+    from ddrl.crew import Crew, CrewError
 
 LEARNER_EXIT_S = 60.0  # for the folder of the run, after it has ended
 
@@ -91,6 +92,9 @@ def resume(
 
     with output.server() as client:
         run = runs.resolve(client, run)
+        before = runs.state(client, run)
+        if before.leased and not before.ended:  # its learner waits: only watch
+            with_learner, workers = with_learner or False, workers or 0
         runs.reactivate(client, run, more_time_s=configs.duration(time_, "--time") if time_ else None)
         _attend(
             client,
@@ -110,12 +114,20 @@ def crew(
 ) -> None:
     """What `--detach` leaves behind: the processes of a run, until it ends."""
     from ddrl.cli import output
-    from ddrl.store import runs
+    from ddrl.crew import CrewError
+    from ddrl.store import connection, runs
 
     with output.server() as client, _crew(run, workers, with_learner) as brought:
-        while not runs.state(client, run).ended:
-            brought.check()
+        ended = False
+        while not ended:
             time.sleep(0.5)
+            with contextlib.suppress(*connection.UNREACHABLE):  # the children ride it out, and so does this
+                ended = runs.state(client, run).ended
+            try:
+                brought.check()
+            except CrewError as error:
+                _fail(client, run, error)
+                raise
         brought.wait("learner", LEARNER_EXIT_S)
 
 
@@ -162,12 +174,21 @@ def _attend(
             output.note(f"stopping {run} ...")
             runs.set_status(client, run, "stopped", "interrupted")
         except CrewError as error:
-            runs.set_status(client, run, "failed", str(error))
-            raise
+            if not runs.state(client, run).ended:
+                _fail(client, run, error)
+                raise
         brought.wait("learner", LEARNER_EXIT_S)
     summary = artifacts.summary(client, run, wall_s=time.monotonic() - started)
     print(json.dumps(summary) if json_ else live.closing_lines(summary), flush=True)
     raise typer.Exit(130 if interrupted else 1 if summary["status"] == "failed" else 0)
+
+
+def _fail(client: Client, run: str, error: CrewError) -> None:
+    """A run whose learner cannot be kept alive has failed, unless another learner holds it."""
+    from ddrl.store import runs
+
+    if not runs.state(client, run).leased:
+        runs.set_status(client, run, "failed", str(error))
 
 
 def _crew(run: str, workers: int, with_learner: bool) -> Crew:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from ddrl import codec
 from ddrl.store import connection, stream
-from ddrl.types import Fragment
+from ddrl.types import EnvSpec, Fragment
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -47,13 +47,18 @@ class Staged:
     head: bytes = b""
 
 
-def stage(entry: stream.Entry, run: str) -> Staged:
-    """Decode an entry; a bad one becomes a reason, never an exception."""
+def stage(entry: stream.Entry, run: str, spaces: EnvSpec) -> Staged:
+    """Decode an entry; a bad one, or one that is not of this run and its spaces, becomes a reason."""
     fragment, reason, head = None, "", b""
     try:
         fragment = codec.decode(entry.fields)
         if fragment.run != run:
             raise codec.CodecError(f"run: {fragment.run!r} does not belong into the stream of {run!r}")
+        observed, acted = fragment.observation, fragment.action
+        found = (str(observed.dtype), observed.shape[2:], acted.shape[2:])
+        known = (spaces.observation_dtype, spaces.observation_shape, spaces.action_shape)
+        if found != known:
+            raise codec.CodecError(f"spaces: observation and action are {found}, those of the run {known}")
     except codec.CodecError as error:
         fragment, reason, head = None, str(error), entry.fields.get(b"h", b"")[:1024]
     return Staged(
@@ -80,12 +85,14 @@ class Feed:
     Args:
         client: connection for blocking reads, used by the feed alone.
         run: whose stream.
+        spaces: of its environment.
         cursor: the last entry already admitted.
     """
 
-    def __init__(self, client: Redis, run: str, cursor: bytes) -> None:
+    def __init__(self, client: Redis, run: str, spaces: EnvSpec, cursor: bytes) -> None:
         self._client = client
         self._run = run
+        self._spaces = spaces
         self._cursor = cursor
         self._staged: deque[Staged] = deque()
         self._taken_bytes = 0
@@ -112,7 +119,6 @@ class Feed:
         """
         if not self._staged and self.error is not None:
             raise self.error
-        self._arrived.clear()
         batch = []
         while self._staged:
             staged = self._staged.popleft()
@@ -127,6 +133,7 @@ class Feed:
 
     def wait(self, timeout_s: float) -> None:
         """Sleep until something is staged."""
+        self._arrived.clear()
         if not self.ready:
             self._arrived.wait(timeout_s)
 
@@ -150,7 +157,7 @@ class Feed:
             self._stopping.wait(1.0)
             return
         for entry in entries:
-            staged = stage(entry, self._run)
+            staged = stage(entry, self._run, self._spaces)
             self._cursor = entry.entry_id
             self._staged_bytes += staged.num_bytes
             self._staged.append(staged)

@@ -34,8 +34,10 @@ class Retention:
         self._total = 0  # bytes appended up to the newest entry here
         self._trimmed = 0  # of these, bytes dropped
 
-    def admitted(self, entry_id: bytes, cumulative_bytes: int) -> None:
-        """Note an entry that the learner has taken from the stream."""
+    def admitted(self, entry_id: bytes, cumulative_bytes: int, num_bytes: int) -> None:
+        """Note an entry that the learner has taken from the stream, of `num_bytes`."""
+        if not self._total:
+            self._trimmed = cumulative_bytes - num_bytes
         self._entries.append((entry_id, cumulative_bytes))
         self._total = cumulative_bytes
 
@@ -53,14 +55,14 @@ class Retention:
         self._drop_before(min(view_oldest, checkpoint_oldest, key=stream.order))
 
     def make_room(self, *, checkpoint_cursor: bytes) -> None:
-        """Drop the oldest entries until LOW of the budget, but none after the newest checkpoint's cursor.
+        """Drop the oldest entries down to LOW of the budget, but none after the newest checkpoint's cursor.
 
         Raises:
             LeaseLostError: another learner took over.
         """
         cut = self._total - int(LOW * self._max_bytes)
-        keep = next((entry_id for entry_id, size in list(self._entries) if size > cut), b"0-0")
-        self._drop_before(min(keep, checkpoint_cursor, key=stream.order))
+        kept = (entry_id for entry_id, cumulative_bytes in list(self._entries)[1:] if cumulative_bytes > cut)
+        self._drop_before(min(next(kept, checkpoint_cursor), checkpoint_cursor, key=stream.order))
 
     def _drop_before(self, first_kept: bytes) -> None:
         if not self._entries or stream.order(first_kept) <= stream.order(self._entries[0][0]):

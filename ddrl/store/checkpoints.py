@@ -75,6 +75,19 @@ def load(client: Redis, run: str) -> tuple[bytes, dict[str, Any]] | None:
     return blob, pointer["meta"]
 
 
+def sweep(client: Redis, run: str) -> int:
+    """Remove parts that no pointer names: those of a learner that died while it saved. The number removed.
+
+    Call it as the run's learner, before the first save.
+    """
+    pointer = _pointer(client, run)
+    named = {key.encode() for key in _part_keys(run, pointer)} if pointer else set()
+    stray = [
+        key for key in client.scan_iter(match=keys.checkpoint_pattern(run), count=1000) if key not in named
+    ]
+    return client.unlink(*stray) if stray else 0
+
+
 def _pointer(client: Redis, run: str) -> dict[str, Any] | None:
     raw = cast("bytes | None", client.hget(keys.state(run), "checkpoint"))
     return json.loads(raw) if raw else None

@@ -36,6 +36,10 @@ MAX_SOCKET_PATH_BYTES = 103  # macOS; Linux takes 107
 RETRIES = 4  # waiting 0.2, 0.4, 0.8 and 1 s: longer than a restart of the embedded server
 
 
+class UnreachableError(redis.ConnectionError):
+    """A library above redis-py says that the server does not answer."""
+
+
 UNREACHABLE = (redis.ConnectionError, redis.TimeoutError)
 """What a client raises when the server does not answer, now or for the time being."""
 

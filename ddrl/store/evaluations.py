@@ -52,7 +52,7 @@ _OPEN = FENCE + "redis.call('HSET', KEYS[2], ARGV[2], ARGV[3]) return 1"
 _FINISH = """
 -- KEYS: evaluating (hash), evaluations (stream). ARGV: evaluation id, result (JSON). Stores a result once.
 if redis.call('HDEL', KEYS[1], ARGV[1]) == 0 then return 0 end
-redis.call('XADD', KEYS[2], '*', 'result', ARGV[2])
+redis.call('XADD', KEYS[2], 'MAXLEN', '~', 10000, '*', 'result', ARGV[2])
 return 1
 """
 
@@ -90,6 +90,18 @@ def finish(client: Redis, run: str, evaluation: OpenEvaluation, result: Evaluati
     }
     script_keys = [keys.evaluating(run), keys.evaluations(run)]
     return bool(client.eval(_FINISH, 2, *script_keys, evaluation.evaluation_id, json.dumps(row)))
+
+
+_DROP = FENCE + "return redis.call('HDEL', KEYS[2], ARGV[2])"
+
+
+def drop(client: Redis, run: str, token: int, evaluation_id: str) -> None:
+    """Close an evaluation that cannot be played any more.
+
+    Raises:
+        LeaseLostError: another learner took over.
+    """
+    fenced(client, _DROP, [keys.state(run), keys.evaluating(run)], token, evaluation_id)
 
 
 def results(client: Redis, run: str, after: bytes = b"0-0") -> tuple[list[dict[str, Any]], bytes]:

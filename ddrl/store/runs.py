@@ -202,19 +202,22 @@ def status(client: Redis, run: str) -> str | None:
 
 
 _SET_STATUS = """
--- KEYS: state hash, journal stream. ARGV: status, reason, ended (1|0), then the statuses it may replace.
--- An end is final but for `active`, which resumes.
+-- KEYS: state hash, journal stream. ARGV: token (0: the operator), status, reason, ended (1|0), then the
+-- statuses it may replace. An end is final but for `active`, which resumes.
+if ARGV[1] ~= '0' and redis.call('HGET', KEYS[1], 'fence') ~= ARGV[1] then
+  return redis.error_reply('FENCED another learner took over')
+end
 local now = redis.call('HGET', KEYS[1], 'status')
-for i = 4, #ARGV do
+for i = 5, #ARGV do
   if now == ARGV[i] then
     local time = redis.call('TIME')
-    redis.call('HSET', KEYS[1], 'status', ARGV[1], 'reason', ARGV[2])
-    if ARGV[3] == '1' then
+    redis.call('HSET', KEYS[1], 'status', ARGV[2], 'reason', ARGV[3])
+    if ARGV[4] == '1' then
       redis.call('HSET', KEYS[1], 'ended_ms', time[1] * 1000 + math.floor(time[2] / 1000))
     else
       redis.call('HDEL', KEYS[1], 'ended_ms')
     end
-    redis.call('XADD', KEYS[2], 'MAXLEN', '~', 10000, '*', 'event', ARGV[1], 'reason', ARGV[2])
+    redis.call('XADD', KEYS[2], 'MAXLEN', '~', 10000, '*', 'event', ARGV[2], 'reason', ARGV[3])
     return 1
   end
 end
@@ -222,15 +225,22 @@ return 0
 """
 
 
-def set_status(client: Redis, run: str, new: str, reason: str) -> bool:
-    """Change the status if the present one allows it; False if it does not (already ended, say)."""
+def set_status(client: Redis, run: str, new: str, reason: str, *, token: int | None = None) -> bool:
+    """Change the status if the present one allows it; False if it does not (already ended, say).
+
+    Args:
+        token: of the learner that says so; None is the operator, whose word needs no lease.
+
+    Raises:
+        LeaseLostError: another learner took over.
+    """
     allowed = {
         "active": ("paused", "time", "stopped", "failed"),
         "paused": ("active",),
     }.get(new, ("active", "paused"))
     ended = "1" if new in ENDED else "0"
     keys_ = [keys.state(run), keys.journal(run)]
-    return bool(client.eval(_SET_STATUS, 2, *keys_, new, reason, ended, *allowed))
+    return bool(fenced(client, _SET_STATUS, keys_, token or 0, new, reason, ended, *allowed))
 
 
 def reactivate(client: Redis, run: str, *, more_time_s: float | None = None) -> None:
@@ -240,12 +250,16 @@ def reactivate(client: Redis, run: str, *, more_time_s: float | None = None) -> 
         more_time_s: new `stop.time`, counted from what has been learned so far; None leaves the limit alone.
 
     Raises:
-        StoreError: the run is solved.
+        StoreError: the run is solved, or has reached a limit that is not raised.
         UnknownRunError: there is no such run.
     """
     now = state(client, run)
     if now.status == "solved":
         raise StoreError(f"run {run}: is solved; start another one with `ddrl submit`")
+    if now.status == "time" and not now.reason.startswith("time limit"):
+        raise StoreError(f"run {run}: reached its {now.reason}; start another one with a larger limit")
+    if now.status == "time" and more_time_s is None:
+        raise StoreError(f"run {run}: reached its {now.reason}; give it more, such as --time 10m")
     if more_time_s is not None:
         changed = config(client, run)
         limit = changed.stop.model_copy(update={"time": elapsed_s(client, run) + more_time_s})
