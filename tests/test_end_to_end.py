@@ -335,3 +335,32 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     assert done.stderr.startswith("ddrl: error: ") and len(done.stderr.splitlines()) == 1, done.stderr
     assert message in done.stderr
     assert server.client.dbsize() == 0 and not (fleet.folder / "runs").exists()
+
+
+def test_a_restart_of_the_server_ends_neither_run_nor_learner_nor_worker_nor_command(
+    make_server, tmp_path: Path
+) -> None:
+    server = make_server("--appendonly", "yes", "--appendfsync", "always")
+    site = Site(tmp_path, {**os.environ, "DDRL_REDIS_URL": server.url, "PYTHONPATH": str(Path.cwd())})
+    try:
+        worker, learner = site.worker(), site.start("learner")
+        config = site.config(
+            stop={"return": -0.5}, evaluation={"every_s": 3600, "near_every_s": 3600, "near": 0}
+        )
+        command = site.start("submit", str(config))
+        until(lambda: runs.names(server.client), site)
+        run = runs.names(server.client)[-1]
+        until(lambda: runs.state(server.client, run).updates > 20, site)
+        server.kill()
+        time.sleep(5.0)  # longer than any client retries by itself
+        server.start()
+        before = runs.state(server.client, run)
+        assert before.status == "active"
+        until(lambda: runs.state(server.client, run).appended_steps > before.appended_steps, site)
+        until(lambda: runs.state(server.client, run).updates > before.updates, site)
+        assert [process.poll() for process in (worker, learner, command)] == [None] * 3, site.logs()
+        site.ddrl("stop", run)
+        assert command.wait(60) == 0
+        assert runs.state(server.client, run).status == "stopped"
+    finally:
+        site.close()

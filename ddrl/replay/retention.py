@@ -33,6 +33,7 @@ class Retention:
         self._entries: deque[tuple[bytes, int]] = deque()  # (id, cumulative bytes), oldest first
         self._total = 0  # bytes appended up to the newest entry here
         self._trimmed = 0  # of these, bytes dropped
+        self._largest = 0  # entry so far, bytes
 
     def admitted(self, entry_id: bytes, cumulative_bytes: int, num_bytes: int) -> None:
         """Note an entry that the learner has taken from the stream, of `num_bytes`."""
@@ -40,11 +41,13 @@ class Retention:
             self._trimmed = cumulative_bytes - num_bytes
         self._entries.append((entry_id, cumulative_bytes))
         self._total = cumulative_bytes
+        self._largest = max(self._largest, num_bytes)
 
     @property
     def is_near_budget(self) -> bool:
-        """Whether room must be made."""
-        return self._total - self._trimmed > HIGH * self._max_bytes
+        """Whether room must be made: before the next two entries may find none."""
+        live = self._total - self._trimmed
+        return live > HIGH * self._max_bytes or live + 2 * self._largest > self._max_bytes
 
     def trim(self, *, view_oldest: bytes, checkpoint_oldest: bytes) -> None:
         """Drop what neither the view nor the view of the newest checkpoint holds.
