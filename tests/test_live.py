@@ -133,7 +133,7 @@ def test_closing_lines_say_how_to_go_on() -> None:
     }
     summary |= {"policy_version": 3, "artifacts": "/a/x-1", "evaluation": None}
     text = live.closing_lines(summary)
-    assert "x-1: time after 1m01s" in text and "`ddrl resume x-1`" in text and "/a/x-1" in text
+    assert "x-1: time after 1m01s" in text and "`ddrl resume x-1 --time 10m`" in text and "/a/x-1" in text
     summary["evaluation"] = {"return_mean": 9.0, "return_std": 1.0, "episodes": 20}
     assert "return 9.0 ± 1.0 over 20 episodes" in live.closing_lines({**summary, "status": "solved"})
 

@@ -83,7 +83,7 @@ def finish(client: Redis, run: str, evaluation: OpenEvaluation, result: Evaluati
     """Store a result; False if another worker was first."""
     row = {
         **asdict(evaluation),
-        "returns": [round(value, 4) for value in result.returns],
+        "returns": list(result.returns),
         "lengths": list(result.lengths),
         "return_mean": result.return_mean,
         "return_std": result.return_std,
