@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BLOCK_MS = 1_000
+COUNT_S = 5.0  # between two looks at the size of entries
 MAX_STAGED_BYTES = 256 * 1024**2  # of compressed entries; beyond it the feed waits for the learner
 
 
@@ -97,6 +98,7 @@ class Feed:
         self._staged: deque[Staged] = deque()
         self._taken_bytes = 0
         self._staged_bytes = 0
+        self._count, self._count_at = 1, 0.0  # entries a reply, and when to find out anew
         self._arrived = threading.Event()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._read, name="feed", daemon=True)
@@ -150,8 +152,10 @@ class Feed:
             time.sleep(0.01)
             return
         try:
-            count = stream.read_count(self._client, self._run)
-            entries = stream.read(self._client, self._run, self._cursor, count=count, block_ms=BLOCK_MS)
+            if time.monotonic() >= self._count_at:
+                self._count = stream.read_count(self._client, self._run)
+                self._count_at = time.monotonic() + COUNT_S
+            entries = stream.read(self._client, self._run, self._cursor, count=self._count, block_ms=BLOCK_MS)
         except connection.UNREACHABLE as error:
             log.warning("the server does not answer (%s); waiting for it", error)
             self._stopping.wait(1.0)
