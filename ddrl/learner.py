@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,6 +28,7 @@ from ddrl.replay.retention import Retention
 from ddrl.replay.samplers import uniform
 from ddrl.replay.view import DenseView
 from ddrl.store import checkpoints, lease, metrics, stream, weights
+from ddrl.store.checkpoints import Counters
 from ddrl.types import Batch
 
 if TYPE_CHECKING:
@@ -38,29 +39,6 @@ log = logging.getLogger(__name__)
 RENEW_S = 2.0
 TRAILING_EPISODES = 20
 CHECKPOINT_BYTES_PER_S = 1e6  # what checkpoints may cost the server on average
-
-
-@dataclass(frozen=True)
-class Counters:
-    """Where a learner is in its run; what a checkpoint holds besides tensors.
-
-    Attributes:
-        updates: of the algorithm.
-        steps: transitions appended up to the cursor; what pacing and curves count.
-        admitted: fragments admitted to the view, each counted once.
-        dead: entries refused.
-        elapsed_s: of learning, over all learners of the run.
-        cursor: last entry taken from the stream.
-        oldest: first entry that the view holds.
-    """
-
-    updates: int = 0
-    steps: int = 0
-    admitted: int = 0
-    dead: int = 0
-    elapsed_s: float = 0.0
-    cursor: str = "0-0"
-    oldest: str = "0-0"
 
 
 class Learner:
@@ -140,7 +118,7 @@ class Learner:
             self.algorithm.load_state(state)
             counters = Counters(**meta)
             self._checkpoint = counters
-            self._updates, self._steps = counters.updates, counters.steps
+            self._updates, self._steps = counters.updates, counters.env_steps
             self._admitted, self._dead = counters.admitted, counters.dead
             self._elapsed_before_s = counters.elapsed_s
             self._cursor = counters.cursor.encode()
@@ -247,7 +225,7 @@ class Learner:
         oldest = self.view.oldest_entry_id
         self.counters = Counters(
             updates=self._updates,
-            steps=self._steps,
+            env_steps=self._steps,
             admitted=self._admitted,
             dead=self._dead,
             elapsed_s=self.elapsed_s,

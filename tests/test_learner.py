@@ -94,7 +94,7 @@ def test_everything_appended_is_admitted_once_and_the_view_holds_what_was_played
     state = runs.state(client, run)
     counters = learner.counters
     assert counters.admitted == state.appended_fragments and counters.dead == 0
-    assert len(learner.view) == counters.steps == state.appended_steps
+    assert len(learner.view) == counters.env_steps == state.appended_steps
     learner.view.check_valid()
     batch = learner.view.gather(np.arange(len(learner.view)))
     # Reward -(action - target)^2 with one-step returns: every row of the view can be checked by hand.

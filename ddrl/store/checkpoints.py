@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from dataclasses import dataclass
 from typing import Any, cast
 
 from redis import Redis
@@ -17,6 +18,30 @@ from ddrl.store.connection import StoreError
 from ddrl.store.lease import FENCE, fenced
 
 PART_BYTES = 4 * 1024**2
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Where a learner is in its run; what a checkpoint holds besides tensors.
+
+    Attributes:
+        updates: of the algorithm.
+        env_steps: transitions appended up to the cursor; what pacing and curves count.
+        admitted: fragments admitted to the view, each counted once.
+        dead: entries refused.
+        elapsed_s: of learning, over all learners of the run.
+        cursor: last entry taken from the stream.
+        oldest: first entry that the view holds.
+    """
+
+    updates: int = 0
+    env_steps: int = 0
+    admitted: int = 0
+    dead: int = 0
+    elapsed_s: float = 0.0
+    cursor: str = "0-0"
+    oldest: str = "0-0"
+
 
 _FLIP = (
     FENCE
@@ -34,7 +59,7 @@ def save(client: Redis, run: str, token: int, blob: bytes, meta: dict[str, Any])
 
     Args:
         blob: tensors, safetensors.
-        meta: counters and cursor, JSON.
+        meta: `Counters` as plain data, JSON.
 
     Raises:
         LeaseLostError: another learner took over.
