@@ -49,6 +49,7 @@ class Site:
                 [sys.executable, "-m", module, *arguments],
                 cwd=self.folder, env=self.environment, stdout=log, stderr=subprocess.STDOUT, text=True,
                 start_new_session=True,
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a script's `&` ignores it
             )  # fmt: skip
         self.processes.append(process)
         return process
