@@ -49,7 +49,7 @@ def main() -> None:
         os.sched_setaffinity(0, {other})
         import torch
 
-        from ddrl import celery, codec, config, embedded, submit
+        from ddrl import celery, codec, config, embedded, envs, submit
         from ddrl.algorithms import base
         from ddrl.fleet import Dispatcher
         from ddrl.store import connection, lease, runs, stream, weights, workers
@@ -65,7 +65,7 @@ def main() -> None:
             blob = codec.encode_weights({name: value.numpy() for name, value in algorithm.weights().items()})
             for version in (0, 1):  # version 0 plays at random, 1 plays the policy
                 weights.publish(client, run, token, version=version, blob=blob, allowance=10**12, updates=0)
-            queue = celery.queue_for(celery.ROLLOUT, settings.env.id)
+            queue = envs.queue_for(celery.ROLLOUT, settings.env.id)
             dispatcher = Dispatcher(
                 client, run, weight=1.0, queue=queue, send=lambda: celery.send_rollout(run, queue)
             )

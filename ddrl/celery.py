@@ -34,12 +34,6 @@ def queues(kind: str = "all") -> list[str]:
     return [queue for base in kinds for queue in (base, *(f"{base}.{name}" for name in envs.capabilities()))]
 
 
-def queue_for(kind: str, env_id: str) -> str:
-    """The queue of the workers that have what an environment needs."""
-    need = envs.requirement(env_id)
-    return f"{kind}.{need}" if need else kind
-
-
 try:
     app = Celery("ddrl", broker=connection.broker_url(), include=["ddrl.tasks"])
 except connection.StoreError as _error:  # `celery -A ddrl` would print a traceback

@@ -137,6 +137,7 @@ class Learner:
             self._raise_allowance()
         else:
             self._publish(self._updates, self.algorithm.weights())
+        self._last_row = (time.monotonic(), self._updates, self._steps, 0.0)  # rates are this learner's own
         self._feed = Feed(self._feed_client, self._run, self._spaces, self._cursor)
         self._feed.start()
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ddrl import artifacts, celery, evaluation, policy
+from ddrl import artifacts, celery, envs, evaluation, policy
 from ddrl.algorithms import base
 from ddrl.config import ConfigError, RunConfig
 from ddrl.envs import EnvError
@@ -168,8 +168,8 @@ class _Session:
             resolved,
             device=device,
         )
-        rollouts = celery.queue_for(celery.ROLLOUT, config.env.id)
-        evaluating = celery.queue_for(celery.EVALUATE, config.env.id)
+        rollouts = envs.queue_for(celery.ROLLOUT, config.env.id)
+        evaluating = envs.queue_for(celery.EVALUATE, config.env.id)
         send: Callable[[], None] = lambda: celery.send_rollout(run, rollouts)  # noqa: E731
         self._dispatcher = Dispatcher(self._client, run, weight=config.weight, queue=rollouts, send=send)
         self._referee = Referee(

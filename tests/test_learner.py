@@ -142,6 +142,7 @@ def test_a_resumed_learner_goes_on_bit_equal_from_the_checkpoint_and_the_stream(
         np.testing.assert_array_equal(array, getattr(second.view.gather(everything), name), err_msg=name)
     for name, tensor in first.algorithm.state().items():
         assert torch.equal(tensor, second.algorithm.state()[name]), name
+    assert second._row(time.monotonic() + 1)["updates_per_s"] == 0  # rates do not count what was restored
     assert second.version == first.version + 1  # the restored weights are published as the next version
     with pytest.raises(lease.LeaseLostError):  # at the latest when it renews
         until(lambda: first.serve() is not None)

@@ -103,8 +103,7 @@ def rollout_queue(env_id: str) -> str:
     """Where rollouts of an environment wait: as in `ddrl.celery`, which is not imported for a name."""
     from ddrl import envs
 
-    need = envs.requirement(env_id)
-    return f"ddrl.rollout.{need}" if need else "ddrl.rollout"
+    return envs.queue_for("ddrl.rollout", env_id)
 
 
 def hint(figures: Figures, queue: str, *, starting: bool) -> str:

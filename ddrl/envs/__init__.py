@@ -1,7 +1,7 @@
 """Environments: the only package that imports gymnasium (inside functions, so importing this is cheap)."""
 
 from ddrl.envs.make import EnvError, check_spaces, describe, make_one, make_vector, spec_of
-from ddrl.envs.requirements import ALLOW_VARIABLE, allowed_modules, capabilities, requirement
+from ddrl.envs.requirements import ALLOW_VARIABLE, allowed_modules, capabilities, queue_for, requirement
 
 __all__ = [
     "ALLOW_VARIABLE",
@@ -12,6 +12,7 @@ __all__ = [
     "describe",
     "make_one",
     "make_vector",
+    "queue_for",
     "requirement",
     "spec_of",
 ]

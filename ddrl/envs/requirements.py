@@ -37,6 +37,12 @@ def requirement(env_id: str) -> str | None:
     return "mujoco" if name in _MUJOCO else None
 
 
+def queue_for(kind: str, env_id: str) -> str:
+    """The queue, "ddrl.rollout" or "ddrl.evaluate" followed by what an environment needs of a worker."""
+    need = requirement(env_id)
+    return f"{kind}.{need}" if need else kind
+
+
 def capabilities() -> list[str]:
     """The requirements that this process can meet, sorted: installed extras and allowed packages."""
     extras = {extra for extra, module in PACKAGES.items() if importlib.util.find_spec(module) is not None}

@@ -22,7 +22,6 @@ from ddrl.store.lease import FENCE, fenced
 from ddrl.types import EnvSpec
 
 ENDED = ("solved", "time", "stopped", "failed")
-STATUSES = ("active", "paused", *ENDED)
 JOURNAL_LENGTH = 10_000
 
 
