@@ -32,7 +32,7 @@ resolved = base.resolve(settings, spaces)
 algorithm = resolved.learner(device=torch.device("cpu"), seed=1)
 view = DenseView(capacity=settings.replay.capacity, gamma=resolved.config.gamma, n_step=resolved.config.n_step)
 collector = Collector(run="r", producer=1, incarnation=1, env=settings.env, rollout=settings.rollout, spec=spaces,
-                      policy=resolved.policy(), seed=1)
+                      policy=resolved.policy(), random_until_learned=True, seed=1)
 collector.load(0, {name: value.numpy() for name, value in algorithm.weights().items()})
 while len(view) < int(sys.argv[3]):
     view.admit(collector.collect(), b"0-0")

@@ -17,18 +17,23 @@ CONFIG = ROOT / "configs" / "lunar.yaml"
 
 def heading(title: str) -> str:
     """One line a fact, Markdown."""
+    return f"# {title}\n{facts()}"
+
+
+def facts() -> str:
+    """Commit, machine and versions, in one line."""
     import numpy
     import torch
 
     commit = _output("git", "rev-parse", "--short", "HEAD") or "no commit"
-    if _output("git", "status", "--porcelain", "--untracked-files=no"):
+    results = (":!benchmarks/results", ":!docs/*.png")  # what is being written is no change to the program
+    if _output("git", "status", "--porcelain", "--untracked-files=no", "--", ".", *results):
         commit += " with changes"
     cpu = next(
         (line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
         platform.processor(),
     )
     return (
-        f"# {title}\n"
         f"commit {commit}; {os.cpu_count()} cores, {cpu}; Python {platform.python_version()}, "
         f"torch {torch.__version__}, numpy {numpy.__version__}"
     )

@@ -29,8 +29,10 @@ class Policy(Protocol):
     def load(self, weights: Mapping[str, Any]) -> None:
         """Take over published weights."""
 
-    def act(self, observation: np.ndarray, *, explore: bool, generator: np.random.Generator) -> np.ndarray:
-        """[N, *O] -> [N, *A]: float32 in the environment's unit, or int64."""
+    def explore(
+        self, observation: np.ndarray, generator: np.random.Generator
+    ) -> tuple[np.ndarray, Mapping[str, np.ndarray]]:
+        """[N, *O] -> [N, *A], float32 in the environment's unit or int64, and further columns [N, ...]."""
 
 
 class Collector:
@@ -43,9 +45,10 @@ class Collector:
         producer: id from INCR; seeds environments and exploration together with `seed` and `incarnation`.
         incarnation: random token >= 0 of this process.
         env: what is played; `env.num_envs` lanes.
-        rollout: length of fragments and exploration.
+        rollout: length of fragments and noise on actions; its `random_until_learned` is not used.
         spec: the spaces as the learner knows them.
-        policy: chooses actions; explores by itself where the algorithm does.
+        policy: chooses actions, and may give further columns of the fragment with them.
+        random_until_learned: version 0 plays uniformly random actions, without further columns.
         seed: the run's seed.
 
     Raises:
@@ -62,10 +65,12 @@ class Collector:
         rollout: RolloutConfig,
         spec: EnvSpec,
         policy: Policy,
+        random_until_learned: bool,
         seed: int,
     ) -> None:
         self._run, self._producer, self._incarnation = run, producer, incarnation
         self._rollout, self._spec, self._policy = rollout, spec, policy
+        self._random_until_learned = random_until_learned
         self._reward_scale = env.reward_scale
         self._version = -1
         self._seq = 0
@@ -85,6 +90,8 @@ class Collector:
         self._noise = (self._span * (0.5 * rollout.action_noise)).astype(np.float32)
         self._low32, self._high32 = low.astype(np.float32), high.astype(np.float32)
         self._action_dtype = np.float32 if spec.action_kind == "continuous" else np.int64
+        sizes = np.array(spec.action_sizes, np.int64)
+        self._sizes = sizes.reshape(spec.action_shape if spec.action_sizes else 0)
 
         first, _ = self._vector.reset(seed=[int(s) for s in env_seeds.generate_state(num_envs)])
         self._observation = np.array(first, spec.observation_dtype)  # [N, *O], starts the next fragment
@@ -132,7 +139,7 @@ class Collector:
 
         Raises:
             RuntimeError: nothing was loaded yet.
-            ValueError: the policy gave actions of a wrong shape.
+            ValueError: the policy gave actions or further columns of a wrong shape.
         """
         if self._version < 0:
             raise RuntimeError("collect: no weights loaded; call load first")
@@ -144,17 +151,22 @@ class Collector:
         terminated = np.empty((limit, num_envs), np.bool_)
         ended = np.empty((limit, num_envs), np.bool_)
         final_observations: dict[tuple[int, int], np.ndarray] = {}
-        choose = self._random if self._version == 0 and self._rollout.random_until_learned else self._explore
+        extras: dict[str, np.ndarray] = {}
+        choose = self._random if self._version == 0 and self._random_until_learned else self._explore
         shape = (num_envs, *spec.action_shape)
 
         begin = time.perf_counter()
         observation[0] = self._observation
         played = 0
         while True:
-            chosen = choose(observation[played])
+            chosen, further = choose(observation[played])
             if chosen.shape != shape:
                 raise ValueError(f"policy: actions of shape {chosen.shape}, expected {shape}")
             action[played] = chosen
+            if further or extras:
+                if played == 0:
+                    extras = self._columns(further, limit)
+                _write(extras, further, played)
             following, reward[played], terminated[played], ended[played], info = step(chosen)
             observation[played + 1] = following
             if "final_obs" in info:
@@ -189,22 +201,30 @@ class Collector:
             final_observation=finals,
             episode_return=returns,
             episode_length=lengths,
+            extras={name: column[:played] for name, column in extras.items()},
         )
 
-    def _random(self, observation: np.ndarray) -> np.ndarray:
-        """Uniform actions within the bounds, [N, *A]."""
-        if self._spec.action_kind == "discrete":
-            return self._generator.integers(self._spec.num_actions, size=self._num_envs)
-        action = self._generator.random((self._num_envs, *self._low.shape))
-        return (self._low + self._span * action).astype(np.float32)
+    def _random(self, observation: np.ndarray) -> tuple[np.ndarray, Mapping[str, np.ndarray]]:
+        """Uniform actions within the bounds, [N, *A]; no further columns."""
+        shape = (self._num_envs, *self._spec.action_shape)
+        if self._spec.action_kind != "continuous":
+            return self._generator.integers(self._sizes, size=shape), {}
+        return (self._low + self._span * self._generator.random(shape)).astype(np.float32), {}
 
-    def _explore(self, observation: np.ndarray) -> np.ndarray:
-        """The policy's exploring actions, with clipped Gaussian noise where configured, [N, *A]."""
-        action = self._policy.act(observation, explore=True, generator=self._generator)
+    def _explore(self, observation: np.ndarray) -> tuple[np.ndarray, Mapping[str, np.ndarray]]:
+        """The policy's exploring actions, with clipped Gaussian noise where configured, [N, *A]; its columns."""
+        action, further = self._policy.explore(observation, self._generator)
         if self._noise.any():
             noise = self._generator.standard_normal(action.shape, np.float32)
             action = np.minimum(np.maximum(action + self._noise * noise, self._low32), self._high32)
-        return action.astype(self._action_dtype, copy=False)
+        return action.astype(self._action_dtype, copy=False), further
+
+    def _columns(self, first: Mapping[str, np.ndarray], steps: int) -> dict[str, np.ndarray]:
+        """Empty columns [T, N, ...] for what the policy gave at the first step, [N, ...] each."""
+        for name, row in first.items():
+            if row.shape[:1] != (self._num_envs,):
+                raise ValueError(f"policy: {name} of shape {row.shape}, expected ({self._num_envs}, ...)")
+        return {name: np.empty((steps, *row.shape), row.dtype) for name, row in first.items()}
 
     def _finish_episodes(self, reward: np.ndarray, ended: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns [E] float32 and lengths [E] int32 of the episodes that ended, in order of time.
@@ -227,3 +247,23 @@ class Collector:
         wanted = self._rollout.fragment_s / max(step_s, 1e-9)
         lowest, highest = math.ceil(self._steps / _MAX_CHANGE), self._steps * _MAX_CHANGE
         self._steps = int(min(max(wanted, lowest, 1), highest, self._max_steps))
+
+
+def _write(columns: Mapping[str, np.ndarray], rows: Mapping[str, np.ndarray], step: int) -> None:
+    """Copy the rows [N, ...] of one step into their columns [T, N, ...].
+
+    Raises:
+        ValueError: a row is missing, unknown, or not of the shape and dtype of the first step's.
+    """
+    if rows.keys() != columns.keys():
+        raise ValueError(
+            f"policy: further columns {sorted(rows)} at step {step} of a fragment, {sorted(columns)} at its first"
+        )
+    for name, row in rows.items():
+        column = columns[name]
+        if row.shape != column.shape[1:] or row.dtype != column.dtype:
+            raise ValueError(
+                f"policy: {name} of shape {row.shape} and dtype {row.dtype} at step {step} of a fragment, "
+                f"{column.shape[1:]} and {column.dtype} at its first"
+            )
+        column[step] = row

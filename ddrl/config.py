@@ -12,7 +12,7 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError, model_validator
@@ -69,8 +69,10 @@ class RolloutConfig(Section):
         0.25, gt=0, description="Play between two appends; less is fresher, more compresses better."
     )
     max_fragment_steps: int = Field(512, ge=1, le=65536, description="Upper bound of T, whatever the speed.")
-    random_until_learned: bool = Field(
-        True, description="Play version 0, which has learned nothing, by uniformly random actions."
+    random_until_learned: bool | None = Field(
+        None,
+        description="Play version 0, which has learned nothing, by uniformly random actions. None: off-policy "
+        "algorithms do; on-policy ones cannot.",
     )
     action_noise: float = Field(
         0.0,
@@ -95,6 +97,30 @@ class ReplayConfig(Section):
     )
     slack_steps: int = Field(
         1_000, ge=1, description="Transitions that collectors may be ahead of that ratio; bounds burstiness."
+    )
+
+
+class OnPolicyConfig(Section):
+    """How on-policy algorithms share time with play; versions count their iterations."""
+
+    collect: Literal["async", "sync"] = Field(
+        "async",
+        description="`async`: play goes on while the learner learns, up to max_staleness ahead; `sync`: play waits "
+        "for the next version. async uses two processors at once, sync is closest to on-policy.",
+    )
+    max_staleness: int = Field(
+        1,
+        ge=0,
+        description="Versions that a fragment may be behind the weights that learn from it; older ones are `stale`. "
+        "More keeps a large fleet busy, at the cost of older data. Usual: 1 to 4.",
+    )
+    stale: Literal["drop", "correct"] = Field(
+        "drop",
+        description="What happens to fragments older than max_staleness: dropped and counted, or learned from "
+        "nevertheless, corrected by importance weights (V-trace and UPGO only).",
+    )
+    forced_lag: int = Field(
+        0, ge=0, description="For studies: each fragment is learned from exactly so many versions late."
     )
 
 
@@ -164,6 +190,7 @@ class RunConfig(Section):
     algorithm: dict[str, Any] = Field(description="name: sac, and that algorithm's own options.")
     rollout: RolloutConfig = RolloutConfig()
     replay: ReplayConfig = ReplayConfig()
+    on_policy: OnPolicyConfig = OnPolicyConfig()
     learner: LearnerConfig = LearnerConfig()
     weights: WeightsConfig = WeightsConfig()
     evaluation: EvaluationConfig = EvaluationConfig()

@@ -9,6 +9,7 @@ Source: Haarnoja et al. 2018, arXiv:1812.05905, appendix C.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -61,3 +62,44 @@ def tanh_gaussian_mode(mean: Tensor) -> Tensor:
         [..., A] tanh(mean), in (-1, 1).
     """
     return torch.tanh(mean)
+
+
+def categorical(logits: Tensor, action: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Log probability and entropy of independent categorical choices.
+
+    Args:
+        logits: [B, sum(sizes)] unnormalized log probabilities, one dimension after the other.
+        action: [B] or [B, D] int64, the choice in each of the D dimensions.
+        sizes: choices of each dimension.
+
+    Returns:
+        [B] log probability of the action and [B] entropy, both in nats and summed over the dimensions.
+    """
+    choices = action.reshape(len(logits), len(sizes))
+    log_prob = entropy = None
+    for dimension, part in enumerate(logits.split(list(sizes), dim=1) if len(sizes) > 1 else (logits,)):
+        log_probs = torch.log_softmax(part, dim=1)
+        chosen = log_probs.gather(1, choices[:, dimension : dimension + 1]).squeeze(1)
+        spread = -(log_probs.exp() * log_probs).sum(dim=1)
+        log_prob = chosen if log_prob is None else log_prob + chosen
+        entropy = spread if entropy is None else entropy + spread
+    assert log_prob is not None and entropy is not None, "sizes name at least one dimension"
+    return log_prob, entropy
+
+
+def gaussian(mean: Tensor, log_std: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
+    """Log density and entropy of a diagonal Gaussian.
+
+    Args:
+        mean: [B, A].
+        log_std: [A] log standard deviation, the same for every row, in nats.
+        action: [B, A] the draw, before any clipping.
+
+    Returns:
+        [B] log density of the action and [B] entropy, both in nats and summed over the A dimensions.
+    """
+    half_log_tau = 0.5 * math.log(2.0 * math.pi) * mean.shape[1]
+    spread = log_std.sum()
+    distance = (action - mean) * torch.exp(-log_std)  # [B, A] in standard deviations
+    log_prob = -0.5 * distance.square().sum(dim=1) - (spread + half_log_tau)
+    return log_prob, (spread + half_log_tau + 0.5 * mean.shape[1]).expand(len(mean))

@@ -15,8 +15,8 @@ from ddrl.types import EnvSpec, EvaluationResult
 class Policy(Protocol):
     """What an evaluation needs of a policy: a row's action must not depend on the other rows."""
 
-    def act(self, observation: np.ndarray, *, explore: bool, generator: np.random.Generator) -> np.ndarray:
-        """[B, *O] -> [B, *A]; B shrinks as episodes end."""
+    def act(self, observation: np.ndarray) -> np.ndarray:
+        """The deterministic action: [B, *O] -> [B, *A]; B shrinks as episodes end."""
 
 
 class _Lane:
@@ -39,7 +39,7 @@ def evaluate(
     policy_version: int,
     on_episode: Callable[[int, float, int], None] | None = None,
 ) -> EvaluationResult:
-    """Play one episode per seed, each from `reset(seed=seed)`, with `explore=False`.
+    """Play one episode per seed, each from `reset(seed=seed)`, by deterministic actions.
 
     The result does not depend on `num_envs`: up to that many episodes go side by side, one call of the policy
     per step for all that still play.
@@ -63,7 +63,6 @@ def evaluate(
         raise ValueError(f"evaluate: num_envs is {num_envs}; use 1 or more")
     returns, lengths = [0.0] * len(seeds), [0] * len(seeds)
     waiting = iter(range(len(seeds)))
-    generator = np.random.default_rng(0)  # deterministic actions draw nothing from it
     lanes: list[_Lane] = []
     try:
         for _ in range(min(num_envs, len(seeds))):
@@ -81,7 +80,7 @@ def evaluate(
 
         playing = [row for row, lane in enumerate(lanes) if begin(lane, row)]
         while playing:
-            actions = policy.act(observation[playing], explore=False, generator=generator)
+            actions = policy.act(observation[playing])
             still = []
             for row, action in zip(playing, actions, strict=True):
                 lane = lanes[row]

@@ -1,6 +1,8 @@
-"""The learner's loop: admit, pace, sample, update; and, on a second thread, publish and checkpoint.
+"""The learner's loop: admit, draw, update; and, on a second thread, publish and checkpoint.
 
-The training thread owns the algorithm, the view and the counters. The service thread owns the writes to the
+Off-policy experience is sampled from a view, weights are published now and then; on-policy experience is learned
+from once, and each iteration waits for the publication of the one before, so that versions count iterations.
+The training thread owns the algorithm, the experience and the counters. The service thread owns the writes to the
 server; what it needs of the algorithm is handed over as finished copies. Background Python steals updates
 through the GIL, so the service thread works a few milliseconds a second.
 """
@@ -22,14 +24,12 @@ import torch
 from ddrl import codec
 from ddrl.algorithms.base import Resolved
 from ddrl.config import RunConfig
+from ddrl.replay.experience import experience
 from ddrl.replay.feed import Feed, Staged, stage
-from ddrl.replay.pacing import Pacing
 from ddrl.replay.retention import Retention
-from ddrl.replay.samplers import uniform
-from ddrl.replay.view import DenseView
 from ddrl.store import checkpoints, lease, metrics, stream, weights
 from ddrl.store.checkpoints import Counters
-from ddrl.types import Batch
+from ddrl.types import Batch, Trajectories
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -68,29 +68,22 @@ class Learner:
         self._client, self._feed_client = client, feed_client
         self._run, self._token, self._config = run, token, config
         self._device, self._spaces = device, resolved.spec
-        self._batch_size = int(resolved.config.batch_size)
+        self._on_policy = resolved.on_policy
         self.algorithm = resolved.learner(device=device, seed=config.seed)
-        self.view = DenseView(
-            capacity=config.replay.capacity, gamma=resolved.config.gamma, n_step=resolved.config.n_step
-        )
-        self._pacing = Pacing(
-            samples_per_insert=config.replay.samples_per_insert,
-            warmup_steps=config.replay.warmup_steps,
-            slack_steps=config.replay.slack_steps,
-            batch_size=self._batch_size,
-        )
+        self.experience = experience(config, resolved.config, on_policy=resolved.on_policy)
         self._retention = Retention(client, run, token, max_bytes=int(config.replay.max_bytes))
         self.counters = Counters()
         self.version = -1
         self.pinned: frozenset[int] = frozenset()  # versions that must not be dropped
         self.returns: deque[float] = deque(maxlen=TRAILING_EPISODES)
         self.stopping = threading.Event()
+        self.due = threading.Event()
+        """Something waits for `serve`."""
         self._feed: Feed | None = None
         self._updates = self._steps = self._admitted = self._dead = 0
         self._cursor = b"0-0"
         self._figures: Mapping[str, torch.Tensor] = {}
         self._waited_s = 0.0
-        self._staleness: list[int] = []  # of the fragments admitted since the last row
         self._refused: deque[tuple[bytes, bytes, str]] = deque()  # (entry, head, reason) to be told
         # Handed from the training thread to the service thread, each a finished copy.
         self._published: tuple[int, Mapping[str, torch.Tensor]] | None = None
@@ -120,16 +113,17 @@ class Learner:
             self._checkpoint = counters
             self._updates, self._steps = counters.updates, counters.env_steps
             self._admitted, self._dead = counters.admitted, counters.dead
+            self.experience.num_dropped = counters.dropped
             self._elapsed_before_s = counters.elapsed_s
             self._cursor = counters.cursor.encode()
             self._rebuild(counters.oldest.encode(), self._cursor)
         self._note()
         self._published_updates = self._updates
         log.info(
-            "starts at update %d, env step %d, %d transitions in view",
+            "starts at update %d, env step %d, holding %d transitions",
             self._updates,
             self._steps,
-            len(self.view),
+            len(self.experience),
         )
         stored = weights.index(self._client, self._run)
         if self._updates == 0 and stored.latest >= 0:  # what a learner without checkpoint left plays better
@@ -142,7 +136,8 @@ class Learner:
         self._feed.start()
 
     def _rebuild(self, oldest: bytes, cursor: bytes) -> None:
-        """Admit again what the view held when the checkpoint was taken; the counters stand already."""
+        """Admit again what was held when the checkpoint was taken; the counters stand already."""
+        version = weights.index(self._client, self._run).latest
         after = stream.before(oldest)
         while True:
             count = stream.read_count(self._client, self._run)
@@ -151,7 +146,7 @@ class Learner:
                 staged = stage(entry, self._run, self._spaces)
                 if staged.fragment is not None:
                     with contextlib.suppress(ValueError):  # refused and counted before
-                        self.view.admit(staged.fragment, staged.entry_id)
+                        self.experience.admit(staged.fragment, staged.entry_id, version=version)
                 self._retention.admitted(staged.entry_id, staged.cumulative_bytes, staged.num_bytes)
             if not entries:
                 break
@@ -182,8 +177,9 @@ class Learner:
                 for staged in self._feed.take():
                     self._admit(staged)
                 self._note()
-            if self._pacing.can_sample(self._steps, self._updates) and len(self.view):
-                self._update()
+            batch = self._draw()
+            if batch is not None:
+                self._update(batch)
             else:
                 started = time.monotonic()
                 self._feed.wait(0.05)
@@ -197,7 +193,7 @@ class Learner:
         fragment, reason = staged.fragment, staged.reason
         if fragment is not None:
             try:
-                self.view.admit(fragment, staged.entry_id)
+                self.experience.admit(fragment, staged.entry_id, version=self.version)
             except ValueError as error:
                 fragment, reason = None, str(error)
         if fragment is None:
@@ -207,23 +203,29 @@ class Learner:
         else:
             self._admitted += 1
             self.returns.extend(float(value) for value in fragment.episode_return)
-            self._staleness.append(self.version - fragment.policy_version)
         self._cursor = staged.entry_id
         self._steps = max(self._steps, staged.cumulative_steps)
         self._retention.admitted(staged.entry_id, staged.cumulative_bytes, staged.num_bytes)
 
-    def _update(self) -> None:
-        index = uniform(len(self.view), self._batch_size, seed=self._config.seed, draw=self._updates)
-        self._figures = self.algorithm.update(to_device(self.view.gather(index), self._device))
-        self._updates += 1
+    def _draw(self) -> Batch | Trajectories | None:
+        """What to learn from next; None while there is nothing, or the last iteration is still unpublished."""
+        if self._on_policy and self._published is not None:
+            return None
+        return self.experience.draw(num_steps=self._steps, num_updates=self._updates, version=self.version)
+
+    def _update(self, batch: Batch | Trajectories) -> None:
+        self._figures = self.algorithm.update(to_device(batch, self._device))
+        self._updates = self.algorithm.num_updates
         now = time.monotonic()
-        if now >= self._publish_at:
+        if self._on_policy or now >= self._publish_at:
             self._publish_at = now + self._config.learner.publish_every_s
             self._published = (self._updates, self.algorithm.weights())
+            if self._on_policy:
+                self.due.set()
 
     def _note(self) -> None:
         """Make the counters visible to the service thread, all at once."""
-        oldest = self.view.oldest_entry_id
+        oldest = self.experience.oldest_entry_id
         self.counters = Counters(
             updates=self._updates,
             env_steps=self._steps,
@@ -231,7 +233,8 @@ class Learner:
             dead=self._dead,
             elapsed_s=self.elapsed_s,
             cursor=self._cursor.decode(),
-            oldest=oldest.decode() if isinstance(oldest, bytes) else (oldest or self._cursor.decode()),
+            oldest=(oldest or stream.following(self._cursor)).decode(),
+            dropped=self.experience.num_dropped,
         )
 
     @property
@@ -272,9 +275,13 @@ class Learner:
         if self._retention.is_near_budget:
             self._make_room()
         self._tell_refused()
-        published, self._published = self._published, None
+        published = self._published
         if published is not None:
             self._publish(*published)
+            if self._published is published:  # the next one may have come meanwhile
+                self._published = None
+            if self._feed is not None:
+                self._feed.wake()
         else:
             self._raise_allowance()
         saved, self._saved = self._saved, None
@@ -303,8 +310,8 @@ class Learner:
             max_bytes=int(policy.max_bytes),
             pinned=self.pinned,
         )
-        allowance = self._pacing.allowance(self._updates)
         version = stored.latest + 1
+        allowance = self._allowance(version)
         weights.publish(
             self._client,
             self._run,
@@ -312,6 +319,7 @@ class Learner:
             version=version,
             blob=codec.encode_weights({name: tensor.numpy() for name, tensor in parameters.items()}),
             allowance=allowance,
+            share=self.experience.share,
             updates=self._updates,
             drop=drop,
         )
@@ -319,10 +327,15 @@ class Learner:
 
     def _raise_allowance(self) -> None:
         """Tell collectors of more room, in steps worth a call."""
-        allowance = self._pacing.allowance(self._updates)
-        if allowance >= self._allowed + max(1, self._config.replay.slack_steps // 8):
-            stream.allow(self._client, self._run, self._token, allowance, self._updates)
+        allowance = self._allowance(self.version)
+        if allowance >= self._allowed + self.experience.grain:
+            share, updates = self.experience.share, self._updates
+            stream.allow(self._client, self._run, self._token, allowance, share=share, updates=updates)
             self._allowed = allowance
+
+    def _allowance(self, version: int) -> int:
+        """Environment steps that may have been appended in all once `version` is published."""
+        return self.experience.allowance(num_steps=self._steps, num_updates=self._updates, version=version)
 
     def _save(self, counters: Counters, state: Mapping[str, torch.Tensor]) -> None:
         blob = codec.encode_weights({name: tensor.numpy() for name, tensor in state.items()})
@@ -344,31 +357,26 @@ class Learner:
         updates, steps, waited = self._updates, self._steps, self._waited_s
         self._last_row = (now, updates, steps, waited)
         elapsed = max(now - then, 1e-9)
-        trained_steps = max(steps - self._config.replay.warmup_steps, 1)
         row = {
             "elapsed_s": self.elapsed_s,
             "env_steps": steps,
             "updates": updates,
             "env_steps_per_s": (steps - steps_then) / elapsed,
             "updates_per_s": (updates - updates_then) / elapsed,
-            "samples_per_insert": updates * self._batch_size / trained_steps,
-            "replay_size": len(self.view),
+            **self.experience.figures(num_steps=steps, num_updates=updates),
             "admitted": self._admitted,
             "dead": self._dead,
             "version": self.version,
             "learner_wait": min(1.0, (waited - waited_then) / elapsed),
         }
-        staleness, self._staleness = self._staleness, []
-        if staleness:
-            row["staleness"] = sum(staleness) / len(staleness)
         if self.returns:
             row["return_mean"] = float(np.mean(list(self.returns)))
         return row | {name: float(value) for name, value in dict(self._figures).items()}
 
 
-def to_device(batch: Batch, device: torch.device) -> Batch:
+def to_device(batch: Batch | Trajectories, device: torch.device) -> Batch | Trajectories:
     """Arrays to tensors: the one place on the learner's side."""
     tensors = {name: torch.from_numpy(value) for name, value in vars(batch).items()}
     if device.type == "cuda":
         tensors = {name: value.pin_memory().to(device, non_blocking=True) for name, value in tensors.items()}
-    return Batch(**tensors)
+    return type(batch)(**tensors)

@@ -54,11 +54,8 @@ class LoadedPolicy:
 
     def action(self, observation: np.ndarray) -> np.ndarray:
         """The deterministic action [*A] for one observation [*O]."""
-        action: np.ndarray = self.policy.act(observation[None], explore=False, generator=_UNUSED)[0]
+        action: np.ndarray = self.policy.act(observation[None])[0]
         return action
-
-
-_UNUSED = np.random.default_rng(0)  # deterministic actions draw nothing
 
 
 def load(path: str | Path) -> LoadedPolicy:
@@ -141,11 +138,7 @@ def _build(
     policy = base.resolve(config, spaces).policy()
     try:
         policy.load(arrays)
-        policy.act(
-            np.zeros((1, *spaces.observation_shape), spaces.observation_dtype),
-            explore=False,
-            generator=_UNUSED,
-        )
+        policy.act(np.zeros((1, *spaces.observation_shape), spaces.observation_dtype))
     except (KeyError, ValueError) as error:
         raise PolicyFileError(
             f"{source}: weights do not fit the networks of its config ({error}); export the policy again"

@@ -1,11 +1,29 @@
-"""Targets of learning from rewards and endings: pure functions on time-major [T, N] arrays."""
+"""Targets of learning from rewards and endings: pure functions, time-major, vectorized over the second axis.
+
+`n_step_return` works on NumPy arrays, where fragments are stored. The others work on torch tensors, on whatever device
+they lie, for learning on-policy, and share these arguments, all [T, B]:
+
+- reward: r_t, the reward of the step from s_t, in training units.
+- discount: d_t = gamma, or 0 where step t terminated its episode.
+- value: V(s_t), in units of the return.
+- next_value: V of the *true* s_{t+1}: after a truncation of the final observation, never of the reset one; at a
+  fragment's border the bootstrap. Without meaning where d_t = 0; equal to value[t + 1] where `continues`.
+- continues: bool, row t + 1 is the next step of the same episode; the last row counts as False whatever it says.
+
+Truncation rule of all of them: where `continues` is False the trace is cut and the target is r_t + d_t * next_value_t,
+so that only termination (d_t = 0) removes the bootstrap. Nothing behind a cut, not even a NaN, has an influence on what
+lies before it. No gradient flows through any of them.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:  # tensors bring their methods along; what only cuts fragments does not pay for torch
+    from torch import Tensor
 
 
 def n_step_return(
@@ -64,3 +82,211 @@ def n_step_return(
         going &= ~ended[i:]
     bootstrap_discount = np.where(lost, 0.0, np.power(float(gamma), k))
     return total.astype(np.float32), bootstrap_discount.astype(np.float32), k
+
+
+def td_lambda(
+    reward: Tensor, discount: Tensor, next_value: Tensor, continues: Tensor, *, lambda_: float
+) -> Tensor:
+    """Lambda-return: all n-step returns up to the next cut, weighted by (1 - lambda) * lambda^(n-1).
+
+    G_t = r_t + d_t * ((1 - lambda) * V(s_{t+1}) + lambda * G_{t+1}); at a cut r_t + d_t * next_value_t.
+    Source: Sutton and Barto 2018, section 12.1; the recursion: exercise 12.1.
+
+    Args:
+        reward: [T, B], as the module says; so are discount, next_value and continues.
+        discount: [T, B].
+        next_value: [T, B].
+        continues: [T, B] bool.
+        lambda_: in [0, 1]; 0 is the one-step target, 1 the Monte Carlo return.
+
+    Returns:
+        [T, B] return_, in units of the return.
+
+    Raises:
+        ValueError: lambda_ out of range, columns of different shapes, or `continues` no bool.
+    """
+    _check_lambda(lambda_)
+    follows, reward, discount, next_value = _columns(
+        continues, reward=reward, discount=discount, next_value=next_value
+    )
+    bootstrap = _discounted(discount, next_value)
+    first = reward + bootstrap.where(~follows, (1.0 - lambda_) * bootstrap)
+    return _scan(first, lambda_ * discount, follows)
+
+
+def monte_carlo(reward: Tensor, discount: Tensor, next_value: Tensor, continues: Tensor) -> Tensor:
+    """Discounted sum of all rewards up to the next cut, which bootstraps unless the episode terminated there.
+
+    G_t = r_t + d_t * G_{t+1}; at a cut r_t + d_t * next_value_t.
+    Source: Sutton and Barto 2018, section 5.1; with the bootstrap, section 7.1 with n up to the cut.
+
+    Args:
+        reward: [T, B], as the module says; so are discount, next_value and continues.
+        discount: [T, B].
+        next_value: [T, B]; used at cuts only.
+        continues: [T, B] bool.
+
+    Returns:
+        [T, B] return_, in units of the return.
+
+    Raises:
+        ValueError: columns of different shapes, or `continues` no bool.
+    """
+    follows, reward, discount, next_value = _columns(
+        continues, reward=reward, discount=discount, next_value=next_value
+    )
+    return _scan(reward + _discounted(discount, next_value).masked_fill(follows, 0.0), discount, follows)
+
+
+def gae(
+    reward: Tensor, discount: Tensor, value: Tensor, next_value: Tensor, continues: Tensor, *, lambda_: float
+) -> tuple[Tensor, Tensor]:
+    """Generalized advantage estimate, and the lambda-return that belongs to it.
+
+    A_t = delta_t + d_t * lambda * A_{t+1}, delta_t = r_t + d_t * next_value_t - V(s_t); at a cut delta_t.
+    Source: Schulman et al. 2016, arXiv:1506.02438, equation 16.
+
+    Args:
+        reward: [T, B], as the module says; so are discount, value, next_value and continues.
+        discount: [T, B].
+        value: [T, B].
+        next_value: [T, B].
+        continues: [T, B] bool.
+        lambda_: in [0, 1]; less is more bias by the value estimate, more is more variance.
+
+    Returns:
+        [T, B] advantage, and [T, B] return_ = advantage + value, which is `td_lambda`'s; in units of the return.
+
+    Raises:
+        ValueError: lambda_ out of range, columns of different shapes, or `continues` no bool.
+    """
+    _check_lambda(lambda_)
+    follows, reward, discount, value, next_value = _columns(
+        continues, reward=reward, discount=discount, value=value, next_value=next_value
+    )
+    delta = reward + _discounted(discount, next_value) - value
+    advantage = _scan(delta, lambda_ * discount, follows)
+    return advantage, advantage + value
+
+
+def vtrace(
+    reward: Tensor,
+    discount: Tensor,
+    value: Tensor,
+    next_value: Tensor,
+    continues: Tensor,
+    log_rho: Tensor,
+    *,
+    lambda_: float,
+    rho_bar: float = 1.0,
+    pg_rho_bar: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """V-trace: value targets corrected for actions of another policy, and the advantage of the policy gradient.
+
+    vs_t = V(s_t) + delta_t + d_t * c_t * (vs_{t+1} - V(s_{t+1})), at a cut V(s_t) + delta_t, where
+    delta_t = min(rho_bar, rho_t) * (r_t + d_t * next_value_t - V(s_t)) and c_t = lambda * min(1, rho_t);
+    advantage_t = min(pg_rho_bar, rho_t) * (r_t + d_t * vs_{t+1} - V(s_t)), with next_value_t for vs_{t+1} at a cut.
+    With rho = 1, vs is the lambda-return of `td_lambda`.
+    Source: Espeholt et al. 2018, arXiv:1802.01561, section 4.1, the recursion of remark 1 and the lambda of remark 2;
+    the advantage: section 4.2. The truncation of c, c_bar in the paper, is always 1 here.
+
+    Args:
+        reward: [T, B], as the module says; so are discount, value, next_value and continues.
+        discount: [T, B].
+        value: [T, B].
+        next_value: [T, B].
+        continues: [T, B] bool.
+        log_rho: [T, B] log of rho_t = pi(a_t | s_t) / mu(a_t | s_t), learning policy over playing one, in nats.
+        lambda_: in [0, 1]; how far a correction reaches back; 1 is the paper's main form.
+        rho_bar: truncation of rho in delta, above 0; it sets the policy whose value is learned: less is nearer to
+            the playing policy, infinity the learning one. The paper assumes at least 1.
+        pg_rho_bar: truncation of rho in the advantage, above 0; more is less bias and more variance.
+
+    Returns:
+        [T, B] advantage, weighted by its truncated rho, and [T, B] return_ = vs; in units of the return.
+
+    Raises:
+        ValueError: lambda_ or a truncation out of range, columns of different shapes, or `continues` no bool.
+    """
+    _check_lambda(lambda_)
+    for name, bound in (("rho_bar", rho_bar), ("pg_rho_bar", pg_rho_bar)):
+        if not bound > 0.0:
+            raise ValueError(f"{name}: {bound!r} truncates every ratio away; use a number above 0, usually 1")
+    follows, reward, discount, value, next_value, log_rho = _columns(
+        continues, reward=reward, discount=discount, value=value, next_value=next_value, log_rho=log_rho
+    )
+    rho = log_rho.exp()
+    delta = rho.clamp(max=rho_bar) * (reward + _discounted(discount, next_value) - value)
+    return_ = value + _scan(delta, lambda_ * rho.clamp(max=1.0) * discount, follows)
+    next_return = return_.roll(-1, 0).where(follows, next_value)
+    advantage = rho.clamp(max=pg_rho_bar) * (reward + _discounted(discount, next_return) - value)
+    return advantage, return_
+
+
+def upgo(
+    reward: Tensor, discount: Tensor, value: Tensor, next_value: Tensor, continues: Tensor, log_rho: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Upgoing return: follow what was played as long as it went at least as well as expected, else bootstrap.
+
+    G_t = r_t + d_t * G_{t+1} if r_{t+1} + d_{t+1} * next_value_{t+1} >= V(s_{t+1}), else, and at a cut,
+    r_t + d_t * next_value_t; advantage_t = min(1, rho_t) * (G_t - V(s_t)).
+    Source: Vinyals et al. 2019, "Grandmaster level in StarCraft II using multi-agent reinforcement learning",
+    Nature 575, methods, where Q(s, a) is the one-step target too and nothing is discounted.
+
+    Args:
+        reward: [T, B], as the module says; so are discount, value, next_value and continues.
+        discount: [T, B].
+        value: [T, B].
+        next_value: [T, B].
+        continues: [T, B] bool.
+        log_rho: [T, B] log of rho_t = pi(a_t | s_t) / mu(a_t | s_t), learning policy over playing one, in nats.
+
+    Returns:
+        [T, B] advantage, weighted by its truncated rho, and [T, B] return_ = G; in units of the return.
+
+    Raises:
+        ValueError: columns of different shapes, or `continues` no bool.
+    """
+    follows, reward, discount, value, next_value, log_rho = _columns(
+        continues, reward=reward, discount=discount, value=value, next_value=next_value, log_rho=log_rho
+    )
+    bootstrap = _discounted(discount, next_value)
+    upgoing = follows & (reward + bootstrap >= value).roll(-1, 0)
+    return_ = _scan(reward + bootstrap.masked_fill(upgoing, 0.0), discount, upgoing)
+    return log_rho.exp().clamp(max=1.0) * (return_ - value), return_
+
+
+def _check_lambda(lambda_: float) -> None:
+    if not 0.0 <= lambda_ <= 1.0:
+        raise ValueError(f"lambda: {lambda_!r} is no weight; use a number from 0 to 1")
+
+
+def _columns(continues: Tensor, **columns: Tensor) -> list[Tensor]:
+    """Where the next row follows, [T, B] bool with a last row of False, and the columns, cut off from gradients."""
+    shapes = [tuple(column.shape) for column in (*columns.values(), continues)]
+    if len(shapes[0]) != 2 or len(set(shapes)) != 1:
+        raise ValueError(
+            f"{', '.join(columns)}, continues: shapes {', '.join(map(str, shapes))}; expected the same [T, B] for all"
+        )
+    if str(continues.dtype) != "torch.bool":
+        raise ValueError(f"continues: {continues.dtype} is no mask; use torch.bool")
+    follows = continues.clone()
+    follows[-1:] = False
+    return [follows, *(column.detach() for column in columns.values())]
+
+
+def _discounted(discount: Tensor, next_value: Tensor) -> Tensor:
+    """d_t * V(s_{t+1}), 0 where d_t is, whatever the value that has no meaning there."""
+    return (discount * next_value).masked_fill(discount == 0.0, 0.0)
+
+
+def _scan(first: Tensor, factor: Tensor, follows: Tensor) -> Tensor:
+    """Overwrite `first` by x_t = first_t + factor_t * x_{t+1} where the next row follows; [T, B].
+
+    Two small tensor operations a step are all that is not vectorized over T.
+    """
+    rows, factors, cuts = first.unbind(0), factor.unbind(0), (~follows).unbind(0)
+    for t in range(len(rows) - 2, -1, -1):
+        # masked_fill rather than a factor of 0: what lies behind a cut may be infinite and must not give NaN.
+        rows[t].addcmul_(factors[t], rows[t + 1].masked_fill(cuts[t], 0.0))
+    return first

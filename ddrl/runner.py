@@ -185,7 +185,9 @@ class _Session:
     def _serve(self) -> None:
         """The service thread: tell the server, keep the fleet busy, notice the end."""
         failing_since = 0.0
-        while not self._learner.stopping.wait(TICK_S):
+        while not self._learner.stopping.is_set():
+            self._learner.due.wait(TICK_S)
+            self._learner.due.clear()
             try:
                 self._tick()
                 if failing_since:

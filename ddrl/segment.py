@@ -46,6 +46,8 @@ class Player:
         self.run = run
         self.config: RunConfig = runs.config(client, run)
         spaces = runs.spaces(client, run)
+        resolved = base.resolve(self.config, spaces)
+        at_random = self.config.rollout.random_until_learned
         self.producer = stream.new_producer(client)
         self.incarnation = secrets.randbits(48)
         self.collector = Collector(
@@ -55,7 +57,8 @@ class Player:
             env=self.config.env,
             rollout=self.config.rollout,
             spec=spaces,
-            policy=base.resolve(self.config, spaces).policy(),
+            policy=resolved.policy(),
+            random_until_learned=not resolved.on_policy if at_random is None else at_random,
             seed=self.config.seed,
         )
         self.unsent: Unsent | None = None

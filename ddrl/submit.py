@@ -9,8 +9,8 @@ import numpy as np
 
 from ddrl import envs
 from ddrl.algorithms import base
-from ddrl.config import ConfigError, RunConfig
-from ddrl.replay.pacing import Pacing
+from ddrl.config import ConfigError, RunConfig, Section
+from ddrl.replay.pacing import Pacing, check_staleness
 from ddrl.store import connection, runs
 from ddrl.types import EnvSpec
 
@@ -21,8 +21,11 @@ FRAGMENTS_IN_BUDGET = 8  # uncompressed: below, one fragment could be more than 
 CHECKPOINTS_BYTES = 64 * 1024**2  # two checkpoints, with room for their parts and the server's own needs
 
 
-def prepare(config: RunConfig) -> EnvSpec:
+def prepare(config: RunConfig, *, processes: int = 1) -> EnvSpec:
     """Check that environment, algorithm and pace fit together; the environment's spaces.
+
+    Args:
+        processes: that will play at least, as far as is known.
 
     Raises:
         EnvError: the environment cannot be made here.
@@ -31,21 +34,13 @@ def prepare(config: RunConfig) -> EnvSpec:
     spaces = envs.describe(config.env)
     resolved = base.resolve(config, spaces)
     try:
-        Pacing.check(
-            samples_per_insert=config.replay.samples_per_insert,
-            warmup_steps=config.replay.warmup_steps,
-            slack_steps=config.replay.slack_steps,
-            batch_size=resolved.config.batch_size,
-        )
+        if resolved.on_policy:
+            _check_on_policy(config, resolved, processes)
+        else:
+            _check_off_policy(config, resolved)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     largest = config.rollout.max_fragment_steps * config.env.num_envs
-    if largest > config.replay.capacity:
-        most = config.replay.capacity // config.env.num_envs
-        raise ConfigError(
-            f"rollout.max_fragment_steps: {config.rollout.max_fragment_steps} steps of {config.env.num_envs} "
-            f"environments exceed replay.capacity {config.replay.capacity}; use at most {max(most, 1)}"
-        )
     row = np.dtype(spaces.observation_dtype).itemsize * math.prod(spaces.observation_shape)
     transition = row + 4 * math.prod(spaces.action_shape) + 8  # an action, a reward, two flags
     needed = FRAGMENTS_IN_BUDGET * largest * transition
@@ -56,6 +51,63 @@ def prepare(config: RunConfig) -> EnvSpec:
             f"fragments; use at least {needed}, or rollout.max_fragment_steps {max(steps, 1)}"
         )
     return spaces
+
+
+def _check_off_policy(config: RunConfig, resolved: base.Resolved) -> None:
+    """Refuse a pace that cannot be kept, and settings without effect; ValueError."""
+    Pacing.check(
+        samples_per_insert=config.replay.samples_per_insert,
+        warmup_steps=config.replay.warmup_steps,
+        slack_steps=config.replay.slack_steps,
+        batch_size=resolved.config.batch_size,
+    )
+    _refuse_set(config.on_policy, "on_policy", list(type(config.on_policy).model_fields), resolved.name)
+    largest = config.rollout.max_fragment_steps * config.env.num_envs
+    if largest > config.replay.capacity:
+        most = config.replay.capacity // config.env.num_envs
+        raise ValueError(
+            f"rollout.max_fragment_steps: {config.rollout.max_fragment_steps} steps of {config.env.num_envs} "
+            f"environments exceed replay.capacity {config.replay.capacity}; use at most {max(most, 1)}"
+        )
+
+
+def _check_on_policy(config: RunConfig, resolved: base.Resolved, processes: int) -> None:
+    """Refuse a staleness that cannot be kept, and settings without effect; ValueError."""
+    pace, batch_size, num_envs = config.on_policy, resolved.config.batch_size, config.env.num_envs
+    check_staleness(collect=pace.collect, max_staleness=pace.max_staleness, forced_lag=pace.forced_lag)
+    if num_envs * processes > batch_size:
+        most = batch_size // processes
+        remedy = f"env.num_envs {most}" if most else f"algorithm.batch_size {num_envs * processes}"
+        raise ValueError(
+            f"on_policy.max_staleness: {pace.max_staleness} cannot be kept when one step of {processes} processes of "
+            f"{num_envs} environments is more than algorithm.batch_size {batch_size}; use {remedy}"
+        )
+    if pace.stale == "correct" and not resolved.corrects:
+        raise ValueError(
+            f"on_policy.stale: correct needs importance weights, which estimator {resolved.config.estimator} has not; "
+            "use algorithm.estimator vtrace, or on_policy.stale: drop"
+        )
+    if config.rollout.random_until_learned:
+        raise ValueError(
+            f"rollout.random_until_learned: true gives actions that {resolved.name} cannot learn from; remove it"
+        )
+    _refuse_set(config.rollout, "rollout", ["action_noise"], resolved.name)
+    _refuse_set(
+        config.replay,
+        "replay",
+        ["capacity", "warmup_steps", "samples_per_insert", "slack_steps"],
+        resolved.name,
+    )
+    _refuse_set(config.learner, "learner", ["publish_every_s"], resolved.name)
+
+
+def _refuse_set(section: Section, prefix: str, names: list[str], algorithm: str) -> None:
+    """Refuse settings other than the default that have no effect on an algorithm; ValueError."""
+    for name in names:
+        if getattr(section, name) != type(section).model_fields[name].default:
+            raise ValueError(
+                f"{prefix}.{name}: {getattr(section, name)} has no effect on algorithm {algorithm}; remove it"
+            )
 
 
 def create(client: Redis, config: RunConfig, spaces: EnvSpec) -> str:

@@ -1,6 +1,6 @@
 """What travels: plain frozen data, with the shape, the unit and the invariant of every field.
 
-Axes: T steps, N environments played side by side, B batch, K sparse rows. `*O` is the shape of one
+Axes: T steps, N environments played side by side, B batch, K sparse rows, R observation rows. `*O` is the shape of one
 observation, `*A` that of one action. Nothing here imports torch or redis.
 """
 
@@ -21,18 +21,19 @@ class EnvSpec:
         env_id: Gymnasium id or "module:callable".
         observation_shape: `*O`.
         observation_dtype: NumPy name, such as "float32" or "uint8".
-        action_kind: "continuous" (a bounded Box) or "discrete".
-        action_shape: `*A`; () for discrete actions.
-        num_actions: number of choices; 0 for continuous actions.
+        action_kind: "continuous" (a bounded Box), "discrete", or "multi_discrete".
+        action_shape: `*A`; () for discrete actions, (D,) for multi-discrete ones.
+        action_sizes: choices of each of D dimensions, flattened; one number for discrete actions, none for
+            continuous ones.
         action_low, action_high: [*A] flattened bounds of a continuous action, in the environment's unit.
     """
 
     env_id: str
     observation_shape: tuple[int, ...]
     observation_dtype: str
-    action_kind: Literal["continuous", "discrete"]
+    action_kind: Literal["continuous", "discrete", "multi_discrete"]
     action_shape: tuple[int, ...]
-    num_actions: int = 0
+    action_sizes: tuple[int, ...] = ()
     action_low: tuple[float, ...] = ()
     action_high: tuple[float, ...] = ()
 
@@ -123,6 +124,37 @@ class Batch:
     n_step_return: Any
     bootstrap_discount: Any
     next_observation: Any
+
+
+@dataclass(frozen=True)
+class Trajectories:
+    """Fragments side by side, for learning on-policy; NumPy arrays as cut, tensors once on the device.
+
+    A lane of B is one environment of one producer over as many of its fragments as follow each other without a
+    gap. Shorter lanes are padded at their end; padding has `valid`, `discount` and `continues` False or 0.
+
+    Attributes:
+        observation: [R, *O] every observation once, bootstraps and final observations included.
+        row: [T, B] int64 row of s_t in `observation`; 0 in padding.
+        next_row: [T, B] int64 row of the true s_{t+1}: after a truncation the final observation. Without meaning
+            where the step terminated and in padding.
+        valid: [T, B] bool, a step that was played; M of them.
+        action: [T, B, *A] as stored, float32 or int64.
+        reward: [T, B] float32, in training units.
+        discount: [T, B] float32, gamma, or 0 where the step terminated its episode.
+        continues: [T, B] bool, step t + 1 of the lane is the next one of the same episode.
+        behavior_log_prob: [T, B] float32 log density of the action under the policy that played, in nats.
+    """
+
+    observation: Any
+    row: Any
+    next_row: Any
+    valid: Any
+    action: Any
+    reward: Any
+    discount: Any
+    continues: Any
+    behavior_log_prob: Any
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import numpy as np
 import torch
 from redis import Redis
 
@@ -63,6 +64,15 @@ def play_steps(client: Redis, run: str, token: int, steps: int, *, players: Play
         stream.allow(client, run, token, goal, updates=0)
         play(client, client, players, run)
     return players
+
+
+def toy_answers(observation: np.ndarray) -> np.ndarray:
+    """The best actions in the toys that show their answer, by the shape of [N, *O] observations."""
+    if observation.shape[1:] == (8, 8, 1):  # Spot
+        return observation.reshape(-1, 2, 4, 2, 4).any(axis=(2, 4)).reshape(-1, 4).argmax(axis=1)
+    if observation.shape[1:] == (4,):  # Pick
+        return observation.argmax(axis=1)
+    return np.stack([observation[:, :3].argmax(axis=1), observation[:, 3:].argmax(axis=1)], axis=1)  # Pairs
 
 
 def stream_steps(client: Redis, run: str) -> int:

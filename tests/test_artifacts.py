@@ -17,7 +17,9 @@ from ddrl import artifacts, config
 from ddrl.store import evaluations, lease, metrics, runs, stream, weights
 from ddrl.types import EnvSpec, EvaluationResult
 
-SPACES = EnvSpec("LunarLanderContinuous-v3", (8,), "float32", "continuous", (2,), 0, (-1.0, -1.0), (1.0, 1.0))
+SPACES = EnvSpec(
+    "LunarLanderContinuous-v3", (8,), "float32", "continuous", (2,), (), (-1.0, -1.0), (1.0, 1.0)
+)
 
 
 def make_run(client: Redis, **sections: dict[str, Any]) -> str:

@@ -30,7 +30,7 @@ def make_fragment(
     context: int = 0,
     shape: tuple[int, ...] = (4,),
     dtype: str = "float32",
-    discrete: bool = False,
+    action_kind: str = "continuous",
     end_rate: float = 0.3,
     extras: bool = False,
 ) -> Fragment:
@@ -45,11 +45,11 @@ def make_fragment(
     index = np.argwhere(truncated).astype(np.int32)
     episodes = int(ended.sum())
     action = (
-        rng.integers(0, 5, (rows, num_envs))
-        if discrete
-        else rng.normal(size=(rows, num_envs, 2)).astype("f4")
+        rng.normal(size=(rows, num_envs, 2)).astype("f4")
+        if action_kind == "continuous"
+        else rng.integers(0, 5, (rows, num_envs) if action_kind == "discrete" else (rows, num_envs, 2))
     )
-    extra = {"behavior_log_prob": rng.normal(size=(rows, num_envs)).astype("f4")} if extras else {}
+    columns = {"behavior_log_prob": (), "raw_action": (2,)} if extras else {}
     return Fragment(
         run="run-1",
         producer=7,
@@ -66,7 +66,9 @@ def make_fragment(
         final_observation=observations(len(index)),
         episode_return=rng.normal(size=episodes).astype("f4"),
         episode_length=rng.integers(1, 99, episodes).astype("i4"),
-        extras=extra,
+        extras={
+            name: rng.normal(size=(rows, num_envs, *axes)).astype("f4") for name, axes in columns.items()
+        },
     )
 
 
@@ -90,7 +92,7 @@ def assert_same(actual: Fragment, expected: Fragment) -> None:
     context=st.integers(0, 3),
     shape=st.sampled_from([(), (1,), (8,), (5, 6), (3, 4, 2)]),
     dtype=st.sampled_from(["float32", "float64", "float16", "uint8", "int64", "bool"]),
-    discrete=st.booleans(),
+    action_kind=st.sampled_from(["continuous", "discrete", "multi_discrete"]),
     end_rate=st.sampled_from([0.0, 0.3, 1.0]),
     extras=st.booleans(),
 )

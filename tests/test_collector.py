@@ -10,11 +10,14 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium.spaces import Box
+from runs_for_tests import toy_answers
 
 from ddrl import codec, collector, envs
 from ddrl.collector import Collector
 from ddrl.config import EnvConfig, RolloutConfig
 from ddrl.types import Fragment
+
+Explored = tuple[np.ndarray, Mapping[str, np.ndarray]]
 
 
 class Counting(gymnasium.Env[np.ndarray, np.ndarray]):
@@ -50,7 +53,7 @@ def length_of(episode: int) -> int:
 
 
 class Echo:
-    """Action = steps / 10, so that a row's action says which observation it was chosen for."""
+    """Action = steps / 10, so that a row's action says which observation it was chosen for; no extras."""
 
     def __init__(self) -> None:
         self.loaded: list[Any] = []
@@ -58,9 +61,22 @@ class Echo:
     def load(self, weights: Mapping[str, Any]) -> None:
         self.loaded.append(weights)
 
-    def act(self, observation: np.ndarray, *, explore: bool, generator: np.random.Generator) -> np.ndarray:
-        assert explore
-        return observation[:, 1:2] / np.float32(10)
+    def explore(self, observation: np.ndarray, generator: np.random.Generator) -> Explored:
+        return observation[:, 1:2] / np.float32(10), {}
+
+
+class Marked(Echo):
+    """Extras that say which observation they were given with; one buffer is written again at each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.buffer = np.zeros((2, 2), np.float32)
+
+    def explore(self, observation: np.ndarray, generator: np.random.Generator) -> Explored:
+        action, _ = super().explore(observation, generator)
+        self.buffer[:] = observation[:, :2] + np.float32(0.25)
+        code = (100 * observation[:, 0] + observation[:, 1]).astype(np.int64)
+        return action, {"behavior_log_prob": -observation[:, 1], "raw_action": self.buffer, "code": code}
 
 
 @pytest.fixture(autouse=True)
@@ -87,6 +103,7 @@ def make(
             "rollout": RolloutConfig(**(rollout or {})),
             "spec": envs.describe(config),
             "policy": policy or Echo(),
+            "random_until_learned": True,
             "seed": 1,
             **kwargs,
         }
@@ -202,7 +219,7 @@ def test_version_0_is_random_until_learned() -> None:
     played.load(1, {})
     fragment = played.collect(max_steps=4)
     np.testing.assert_allclose(fragment.action[..., 0], fragment.observation[:-1, :, 1] / 10, rtol=1e-6)
-    at_once = make(rollout={"random_until_learned": False}, version=0).collect(max_steps=4)
+    at_once = make(random_until_learned=False, version=0).collect(max_steps=4)
     np.testing.assert_allclose(at_once.action[..., 0], at_once.observation[:-1, :, 1] / 10, rtol=1e-6)
 
 
@@ -220,8 +237,8 @@ def test_noise_is_in_half_ranges_and_clipped() -> None:
 
 def test_discrete_actions() -> None:
     class Right(Echo):
-        def act(self, observation: np.ndarray, **kwargs: Any) -> np.ndarray:
-            return np.ones(len(observation), np.int64)
+        def explore(self, observation: np.ndarray, generator: np.random.Generator) -> Explored:
+            return np.ones(len(observation), np.int64), {}
 
     played = make(env={"id": "CartPole-v1", "num_envs": 3}, policy=Right(), version=0)
     action = played.collect(max_steps=16).action
@@ -232,10 +249,120 @@ def test_discrete_actions() -> None:
     assert (played.collect(max_steps=4).action == 1).all()
 
 
+@pytest.mark.parametrize(
+    ("env_id", "sizes"), [("ddrl/Pairs-v0", (3, 4)), ("ddrl/Pick-v0", (4,)), ("CartPole-v1", (2,))]
+)
+def test_random_choices_are_uniform(env_id: str, sizes: tuple[int, ...]) -> None:
+    played = make(env={"id": env_id, "num_envs": 16}, rollout={"fragment_s": 5}, version=0)
+    action = np.concatenate([played.collect(max_steps=64).action for _ in range(12)])
+    assert action.dtype == np.int64
+    assert action.shape[1:] == ((16, 2) if len(sizes) > 1 else (16,))
+    rows = action.reshape(-1, len(sizes))
+    counts = np.zeros(sizes)
+    np.add.at(counts, tuple(rows.T), 1)  # of each combination, so that dimensions are independent, too
+    assert (counts.sum(), counts.size) == (len(rows), np.prod(sizes))
+    expected = len(rows) / counts.size
+    assert np.abs(counts - expected).max() < 5 * expected**0.5
+
+
+class Answers(Echo):
+    """Solves the toys; the extras repeat what was chosen."""
+
+    def explore(self, observation: np.ndarray, generator: np.random.Generator) -> Explored:
+        action = toy_answers(observation)
+        return action, {"behavior_log_prob": np.zeros(len(action), np.float32), "chosen": action}
+
+
+@pytest.mark.parametrize("env_id", ["ddrl/Pick-v0", "ddrl/Pairs-v0", "ddrl/Spot-v0"])
+def test_a_round_with_each_toy(env_id: str) -> None:
+    played = make(env={"id": env_id, "num_envs": 3}, policy=Answers(), random_until_learned=False, version=0)
+    for steps in (7, 16):
+        fragment = played.collect(max_steps=steps)
+        assert (fragment.reward == 1).all()
+        np.testing.assert_array_equal(fragment.extras["chosen"], fragment.action)
+        decoded = codec.decode(codec.encode(fragment))
+        for name in ("observation", "action", "final_observation"):
+            np.testing.assert_array_equal(getattr(decoded, name), getattr(fragment, name))
+        assert {name: column.shape for name, column in decoded.extras.items()} == {
+            "behavior_log_prob": (steps, 3),
+            "chosen": fragment.action.shape,
+        }
+    assert fragment.episode_return.tolist() == [10.0] * 6  # at steps 10 and 20 of 23
+    assert fragment.final_index.tolist() == [[step, lane] for step in (2, 12) for lane in range(3)]
+    assert not fragment.terminated.any()
+
+
+def test_extras_land_row_for_row() -> None:
+    played = make(policy=Marked())
+    for steps in (1, 5, 16):
+        fragment = played.collect(max_steps=steps)
+        seen = fragment.observation[:-1]  # [T, N, 3]
+        assert list(fragment.extras) == ["behavior_log_prob", "raw_action", "code"]
+        np.testing.assert_array_equal(fragment.extras["behavior_log_prob"], -seen[..., 1])
+        np.testing.assert_array_equal(fragment.extras["raw_action"], seen[..., :2] + np.float32(0.25))
+        np.testing.assert_array_equal(fragment.extras["code"], 100 * seen[..., 0] + seen[..., 1])
+        assert [column.dtype for column in fragment.extras.values()] == [np.float32, np.float32, np.int64]
+        decoded = codec.decode(codec.encode(fragment))
+        for name, column in fragment.extras.items():
+            np.testing.assert_array_equal(decoded.extras[name], column)
+    early = played.collect(stop_at=time.monotonic() - 1)
+    assert {name: column.shape for name, column in early.extras.items()} == {
+        "behavior_log_prob": (1, 2),
+        "raw_action": (1, 2, 2),
+        "code": (1, 2),
+    }
+
+
+def test_random_actions_and_noise_leave_extras_alone() -> None:
+    played = make(policy=Marked(), rollout={"action_noise": 2.0}, version=0)
+    assert played.collect(max_steps=4).extras == {}
+    played.load(1, {})
+    fragment = played.collect(max_steps=4)
+    np.testing.assert_array_equal(
+        fragment.extras["raw_action"], fragment.observation[:-1, :, :2] + np.float32(0.25)
+    )
+    assert not np.allclose(fragment.action[..., 0], fragment.observation[:-1, :, 1] / 10)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ({"a": np.zeros(3)}, {}, r"a of shape \(3,\), expected \(2, ...\)"),
+        ({"a": np.zeros(())}, {}, r"a of shape \(\), expected \(2, ...\)"),
+        (
+            {"a": np.zeros((2, 3))},
+            {"a": np.zeros((2, 1))},
+            r"a of shape \(2, 1\) .* at step 1 .*, \(2, 3\) and",
+        ),
+        ({"a": np.zeros(2)}, {"a": np.zeros(1)}, r"a of shape \(1,\) .* at step 1 .*, \(2,\) and"),
+        (
+            {"a": np.zeros(2, "f4")},
+            {"a": np.zeros(2)},
+            "a of shape .* dtype float64 at step 1 .* float32 at its first",
+        ),
+        ({"a": np.zeros(2)}, {}, r"further columns \[\] at step 1 of a fragment, \['a'\] at its first"),
+        ({}, {"a": np.zeros(2)}, r"further columns \['a'\] at step 1 of a fragment, \[\] at its first"),
+        ({"a": np.zeros(2)}, {"b": np.zeros(2)}, r"further columns \['b'\] at step 1"),
+    ],
+)
+def test_extras_of_a_wrong_shape_are_refused(
+    first: Mapping[str, np.ndarray], second: Mapping[str, np.ndarray], message: str
+) -> None:
+    class Changing(Echo):
+        given = iter([first, second])
+
+        def explore(self, observation: np.ndarray, generator: np.random.Generator) -> Explored:
+            return super().explore(observation, generator)[0], next(self.given)
+
+    with pytest.raises(ValueError, match=f"^policy: {message}") as refused:
+        make(policy=Changing()).collect()
+    assert "\n" not in str(refused.value)
+
+
 def test_policy_of_a_wrong_shape_is_refused() -> None:
     class Flat(Echo):
-        def act(self, observation: np.ndarray, **kwargs: Any) -> np.ndarray:
-            return observation[:, 1]
+        def explore(self, observation: np.ndarray, generator: np.random.Generator) -> Explored:
+            return observation[:, 1], {}
 
     with pytest.raises(ValueError, match=r"policy: actions of shape \(2,\), expected \(2, 1\)"):
         make(policy=Flat()).collect()

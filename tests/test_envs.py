@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from gymnasium.spaces import Box, Discrete
+from gymnasium.spaces import Box, Discrete, MultiDiscrete
 
 from ddrl import envs
 from ddrl.config import EnvConfig
@@ -21,8 +22,8 @@ class Ramp(gymnasium.Env[np.ndarray, int]):
     """Reward and observation are the number of the step; ends by itself at `end`."""
 
     def __init__(self, end: int = 5, *, actions: Any = None, observations: Any = None) -> None:
-        self.observation_space = observations or Box(0, 100, (1,), np.float64)
-        self.action_space = actions or Discrete(3)
+        self.observation_space = Box(0, 100, (1,), np.float64) if observations is None else observations
+        self.action_space = Discrete(3) if actions is None else actions
         self.end = end
         self.steps = 0
 
@@ -174,8 +175,16 @@ def test_describe() -> None:
         "ddrl/Target-v0", (1,), "float32", "continuous", (1,), action_low=(-2.0,), action_high=(2.0,)
     )
     assert envs.describe(EnvConfig(id="CartPole-v1")) == EnvSpec(
-        "CartPole-v1", (4,), "float32", "discrete", (), num_actions=2
+        "CartPole-v1", (4,), "float32", "discrete", (), action_sizes=(2,)
     )
+    for env_id, shape, dtype, kind, action_shape, sizes in [
+        ("ddrl/Pick-v0", (4,), "float32", "discrete", (), (4,)),
+        ("ddrl/Pairs-v0", (7,), "float32", "multi_discrete", (2,), (3, 4)),
+        ("ddrl/Spot-v0", (8, 8, 1), "uint8", "discrete", (), (4,)),
+    ]:
+        assert envs.describe(EnvConfig(id=env_id)) == EnvSpec(
+            env_id, shape, dtype, kind, action_shape, action_sizes=sizes
+        )
 
 
 @pytest.mark.usefixtures("_allowed")
@@ -185,13 +194,31 @@ def test_describe_narrows_floats_and_refuses_strange_spaces() -> None:
     assert envs.describe(EnvConfig(id=RAMP, kwargs={"observations": image})).observation_dtype == "uint8"
     for kwargs, message in [
         ({"observations": Discrete(4)}, "observation space .* is no Box"),
-        ({"actions": Discrete(3, start=1)}, "actions start at 1"),
+        ({"actions": Discrete(3, start=1)}, "actions start at 1; wrap"),
+        ({"actions": MultiDiscrete([3, 4], start=[0, 2])}, r"actions start at \[0, 2\]; wrap"),
+        ({"actions": MultiDiscrete([[3, 4], [2, 2]])}, r"actions of shape \(2, 2\) are no vector; wrap"),
+        ({"actions": MultiDiscrete([])}, r"actions of shape \(0,\) are no vector"),
         ({"actions": Box(-np.inf, np.inf, (1,), np.float32)}, "has no bounds"),
         ({"actions": Box(0, 9, (1,), np.int64)}, "is not supported"),
         ({"actions": gymnasium.spaces.MultiBinary(2)}, "is not supported"),
     ]:
-        with pytest.raises(EnvError, match=message):
+        with pytest.raises(EnvError, match=message) as refused:
             envs.describe(EnvConfig(id=RAMP, kwargs=kwargs))
+        assert "\n" not in str(refused.value)
+
+
+@pytest.mark.usefixtures("_allowed")
+def test_other_spaces_than_known_are_refused() -> None:
+    made = envs.make_one(EnvConfig(id=RAMP, kwargs={"actions": MultiDiscrete([3, 4])}))
+    known = envs.spec_of(made, RAMP)
+    envs.check_spaces(made, RAMP, known)
+    for changes, message in [
+        ({"action_sizes": (4, 3)}, r"action_sizes is \(3, 4\) here, but \(4, 3\) is expected"),
+        ({"action_shape": (3,)}, r"action_shape is \(2,\) here, but \(3,\) is expected"),
+        ({"action_kind": "discrete"}, "action_kind is multi_discrete here, but discrete is expected"),
+    ]:
+        with pytest.raises(EnvError, match=message):
+            envs.check_spaces(made, RAMP, dataclasses.replace(known, **changes))
 
 
 def test_vector_resets_in_the_same_step() -> None:
@@ -218,3 +245,47 @@ def test_toys() -> None:
         assert reward == pytest.approx(-(offset**2), abs=1e-6)
         assert (terminated, truncated) == (False, step == 9)
         assert target.observation_space.contains(shown)
+
+
+def shown_by(env_id: str, observation: np.ndarray) -> tuple[int, ...]:
+    """The answer that an observation shows, read the slow way."""
+    bright = np.argwhere(observation)
+    if env_id == "ddrl/Spot-v0":
+        ((row, column, _),) = bright
+        assert observation.max() == 255
+        return (2 * (row // 4) + column // 4,)
+    assert observation.max() == 1
+    first, *second = (int(i) for (i,) in bright)
+    return (first, *(i - 3 for i in second))
+
+
+@pytest.mark.parametrize(
+    ("env_id", "sizes", "random_return"),
+    [
+        ("ddrl/Pick-v0", (4,), 2.5),
+        ("ddrl/Pairs-v0", (3, 4), 10 * 0.5 * (1 / 3 + 1 / 4)),
+        ("ddrl/Spot-v0", (4,), 2.5),
+    ],
+)
+def test_toys_that_show_their_answer(env_id: str, sizes: tuple[int, ...], random_return: float) -> None:
+    """Every action's reward is known; answers are uniform, so any fixed action scores as random ones do."""
+    toy = envs.make_one(EnvConfig(id=env_id))
+    generator = np.random.default_rng(0)
+    answers, random_total, seen = [], 0.0, set()
+    for episode in range(400):
+        shown, _ = toy.reset(seed=episode)
+        for step in range(10):
+            assert toy.observation_space.contains(shown)
+            seen.add(shown.tobytes())
+            answer = shown_by(env_id, shown)
+            answers.append(answer)
+            chosen = generator.integers(sizes)
+            shown, reward, terminated, truncated, _ = toy.step(chosen if len(sizes) > 1 else chosen[0])
+            assert reward == np.mean(chosen == answer)
+            assert (terminated, truncated) == (False, step == 9)
+            random_total += reward
+    assert random_total / 400 == pytest.approx(random_return, abs=0.25)
+    for dimension, size in enumerate(sizes):
+        shares = np.bincount(np.array(answers)[:, dimension], minlength=size) / 4000
+        np.testing.assert_allclose(shares, 1 / size, atol=0.04)
+    assert len(seen) == {"ddrl/Pick-v0": 4, "ddrl/Pairs-v0": 12, "ddrl/Spot-v0": 64}[env_id]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
+from runs_for_tests import toy_answers
 
 from ddrl.config import EnvConfig
 from ddrl.envs import EnvError, describe, make_one
@@ -22,8 +21,7 @@ class Lean:
     def __init__(self) -> None:
         self.sizes: list[int] = []
 
-    def act(self, observation: np.ndarray, *, explore: bool, generator: np.random.Generator) -> np.ndarray:
-        assert not explore
+    def act(self, observation: np.ndarray) -> np.ndarray:
         self.sizes.append(len(observation))
         return (observation[:, 2] > 0).astype(np.int64)
 
@@ -89,9 +87,21 @@ def test_an_environment_that_the_policy_does_not_know_is_refused() -> None:
 
 def test_continuous_actions_and_known_answer() -> None:
     class Hit:
-        def act(self, observation: np.ndarray, **kwargs: Any) -> np.ndarray:
+        def act(self, observation: np.ndarray) -> np.ndarray:
             return observation + np.float32(0.5)
 
     result = evaluate(Hit(), TARGET, describe(TARGET), [1, 2, 3], num_envs=2, policy_version=0)
     np.testing.assert_allclose(result.returns, [-2.5] * 3, rtol=1e-5)
     assert result.lengths == (10, 10, 10)
+
+
+@pytest.mark.parametrize("env_id", ["ddrl/Pick-v0", "ddrl/Pairs-v0", "ddrl/Spot-v0"])
+def test_the_answer_of_each_toy_gives_its_best_return(env_id: str) -> None:
+    class Solved:
+        def act(self, observation: np.ndarray) -> np.ndarray:
+            return toy_answers(observation)
+
+    toy = EnvConfig(id=env_id)
+    result = evaluate(Solved(), toy, describe(toy), range(20), num_envs=3, policy_version=0)
+    assert set(result.returns) == {10.0}
+    assert set(result.lengths) == {10}

@@ -19,7 +19,7 @@ from ddrl.networks.mlp import MLP, EnsembleMLP
 from ddrl.types import Batch, EnvSpec
 
 CPU = torch.device("cpu")
-SPEC = EnvSpec("Toy-v0", (3,), "float32", "continuous", (2,), 0, (-2.0, 0.0), (2.0, 1.0))
+SPEC = EnvSpec("Toy-v0", (3,), "float32", "continuous", (2,), (), (-2.0, 0.0), (2.0, 1.0))
 SMALL: dict[str, Any] = {"hidden_sizes": (8, 7), "learning_rate": 1e-2, "target_rate": 0.1}
 BATCH_SIZE = 6
 
@@ -213,7 +213,7 @@ def test_learns_the_best_action_of_a_one_step_game() -> None:
     policy = Policy(config, SPEC)
     policy.load(sac.weights())
     rows = make_batch(7, 64).observation.numpy()
-    action = policy.act(rows, explore=False, generator=np.random.default_rng(0)).mean(axis=0)
+    action = policy.act(rows).mean(axis=0)
     error = (action - best.numpy()) / (span.numpy() / 2)  # as a share of half the range
     np.testing.assert_allclose(error, 0.0, atol=0.1)
 
@@ -285,7 +285,14 @@ def test_config_survives_json() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"action_kind": "discrete", "num_actions": 4}, "action_kind is 'discrete'.*choose an environment"),
+        (
+            {"action_kind": "discrete", "action_sizes": (4,)},
+            "action_kind is 'discrete'.*choose an environment",
+        ),
+        (
+            {"action_kind": "multi_discrete", "action_sizes": (3, 4)},
+            "action_kind is 'multi_discrete'.*Box of",
+        ),
         ({"action_high": (math.inf, 1.0)}, "action_high is .*RescaleAction"),
         ({"action_low": ()}, "action_low is .*2 finite bounds"),
         ({"action_low": (2.0, 0.0)}, "action_low .* is not below"),
@@ -307,12 +314,11 @@ def make_policy(sac: SAC, **options: Any) -> Policy:
 @pytest.mark.parametrize("hidden_sizes", [(8, 7), (128, 128), (64,), (400, 300)])
 def test_mode_does_not_depend_on_the_number_of_rows(hidden_sizes: tuple[int, ...]) -> None:
     policy = make_policy(make(hidden_sizes=hidden_sizes), hidden_sizes=hidden_sizes)
-    generator = np.random.default_rng(0)
-    rows = generator.standard_normal((64, 3)).astype(np.float32)
-    one_by_one = np.concatenate([policy.act(row[None], explore=False, generator=generator) for row in rows])
+    rows = np.random.default_rng(0).standard_normal((64, 3)).astype(np.float32)
+    one_by_one = np.concatenate([policy.act(row[None]) for row in rows])
     for size in range(1, 65):
         start = 64 - size  # so that a row is seen at every place of a block
-        actions = policy.act(rows[start:], explore=False, generator=generator)
+        actions = policy.act(rows[start:])
         assert actions.tobytes() == one_by_one[start:].tobytes()
 
 
@@ -320,7 +326,7 @@ def test_mode_equals_the_actor_network() -> None:
     sac = make()
     sac.update(make_batch())
     rows = np.random.default_rng(0).standard_normal((20, 3)).astype(np.float32)
-    actions = make_policy(sac).act(rows, explore=False, generator=np.random.default_rng(0))
+    actions = make_policy(sac).act(rows)
     with torch.no_grad():
         mode = torch.tanh(sac.actor(torch.from_numpy(rows))[:, :2]).numpy()
     assert actions.dtype == np.float32
@@ -330,9 +336,8 @@ def test_mode_equals_the_actor_network() -> None:
 def test_exploration_has_the_actor_networks_spread() -> None:
     sac = make()
     row = np.array([[0.3, -0.2, 0.9]], np.float32)
-    actions = make_policy(sac).act(
-        np.repeat(row, 40_000, 0), explore=True, generator=np.random.default_rng(0)
-    )
+    actions, extras = make_policy(sac).explore(np.repeat(row, 40_000, 0), np.random.default_rng(0))
+    assert (actions.shape, actions.dtype, extras) == ((40_000, 2), np.float32, {})
     assert np.all(actions >= SPEC.action_low) and np.all(actions <= SPEC.action_high)
     pre_tanh = np.arctanh(np.clip((actions - [0.0, 0.5]) / [2.0, 0.5], -1 + 1e-7, 1 - 1e-7))
     with torch.no_grad():

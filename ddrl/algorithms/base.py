@@ -1,7 +1,7 @@
 """What an algorithm's module offers, and how its name in a config finds it.
 
-A module `ddrl.algorithms.<name>` holds `Config`, `check` and `Policy`; `<name>_learner` holds the class that
-learns, and is imported by learners only. To add one, write both and name it in `_LEARNERS`.
+A module `ddrl.algorithms.<name>` holds `Config`, `check`, `Policy` and `ON_POLICY`; `<name>_learner` holds the class
+that learns, and is imported by learners only. To add one, write both and name it in `_LEARNERS`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import numpy as np
 from pydantic import BaseModel
 
 from ddrl.config import ConfigError, RunConfig, parse
-from ddrl.types import Batch, EnvSpec
+from ddrl.types import EnvSpec
 
 if TYPE_CHECKING:
     import torch
 
-_LEARNERS = {"sac": "SAC"}  # algorithm -> class in its learner module
+_LEARNERS = {"impala": "IMPALA", "ppo": "PPO", "sac": "SAC"}  # algorithm -> class in its learner module
 
 
 class Policy(Protocol):
@@ -29,8 +29,13 @@ class Policy(Protocol):
     def load(self, weights: Mapping[str, Any]) -> None:
         """Take over published weights."""
 
-    def act(self, observation: np.ndarray, *, explore: bool, generator: np.random.Generator) -> np.ndarray:
-        """[N, *O] -> [N, *A], in the environment's unit."""
+    def act(self, observation: np.ndarray) -> np.ndarray:
+        """The deterministic action: [N, *O] -> [N, *A], in the environment's unit; each row by itself."""
+
+    def explore(
+        self, observation: np.ndarray, generator: np.random.Generator
+    ) -> tuple[np.ndarray, Mapping[str, np.ndarray]]:
+        """Exploring actions [N, *A] within the bounds, and further columns [N, ...] that the learner needs."""
 
 
 class Algorithm(Protocol):
@@ -38,8 +43,11 @@ class Algorithm(Protocol):
 
     num_updates: int
 
-    def update(self, batch: Batch) -> Mapping[str, torch.Tensor]:
-        """One update on a batch of tensors; detached scalars by name."""
+    def update(self, batch: Any) -> Mapping[str, torch.Tensor]:
+        """Learn from tensors, a `Batch` off-policy, `Trajectories` on-policy; detached scalars by name.
+
+        `num_updates` grows by the optimizer's steps.
+        """
 
     def weights(self) -> Mapping[str, torch.Tensor]:
         """What a Policy needs, as CPU copies."""
@@ -57,13 +65,25 @@ class Resolved:
 
     Attributes:
         name: of the algorithm.
-        config: the algorithm's own options, validated; every off-policy one has gamma, n_step, batch_size.
+        config: the algorithm's own options, validated; all have gamma and batch_size, off-policy ones n_step.
         spec: spaces of the environment.
     """
 
     name: str
     config: Any
     spec: EnvSpec
+
+    @property
+    def on_policy(self) -> bool:
+        """Each fragment is learned from once, in order, soon after it was played."""
+        on_policy: bool = _module(self.name).ON_POLICY
+        return on_policy
+
+    @property
+    def corrects(self) -> bool:
+        """Stale fragments are corrected by importance weights; on-policy algorithms only."""
+        corrects: bool = _module(self.name).corrects(self.config)
+        return corrects
 
     def learner(self, *, device: torch.device, seed: int) -> Algorithm:
         """Fresh networks and optimizers."""

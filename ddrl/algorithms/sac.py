@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
 from ddrl.types import EnvSpec
 
+ON_POLICY = False
 LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0  # of the Gaussian before squashing, in nats
 
 
@@ -179,35 +180,47 @@ class Policy:
         self._weights = [np.asarray(weights[f"weights.{i}"], np.float32).copy() for i in layers]
         self._biases = [np.asarray(weights[f"biases.{i}"], np.float32).copy() for i in layers]
 
-    def act(
-        self, observation: np.ndarray[Any, Any], *, explore: bool, generator: np.random.Generator
-    ) -> np.ndarray[Any, Any]:
-        """Choose actions.
+    def act(self, observation: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """The mode: [N, O] -> [N, *A] float32, in the environment's unit, within its bounds."""
+        output = self._output(self._rows(observation)[:, None])  # [N, 1, O]: NumPy multiplies row by row
+        return self._to_environment(output[:, : len(self._low)])
+
+    def explore(
+        self, observation: np.ndarray[Any, Any], generator: np.random.Generator
+    ) -> tuple[np.ndarray[Any, Any], dict[str, np.ndarray[Any, Any]]]:
+        """Sample the policy.
 
         Args:
             observation: [N, O].
-            explore: sample the policy; else take its mode, and leave the generator alone.
-            generator: source of the exploration noise.
+            generator: source of the noise.
 
         Returns:
-            [N, *A] float32, in the environment's unit, within its bounds.
+            [N, *A] float32, in the environment's unit, within its bounds; and no further columns.
         """
-        size = len(observation)
-        x = np.asarray(observation, np.float32).reshape(size, self._num_inputs)
-        if not explore:
-            x = x[:, None]  # [N, 1, O]: NumPy multiplies row by row
+        output = self._output(self._rows(observation))
+        mean = output[:, : len(self._low)]
+        middle, half = (LOG_STD_MAX + LOG_STD_MIN) / 2, (LOG_STD_MAX - LOG_STD_MIN) / 2
+        std = np.exp(np.tanh(output[:, len(self._low) :]) * half + middle)
+        noise = generator.standard_normal(std.shape, dtype=np.float32)
+        return self._to_environment(mean + std * noise), {}
+
+    def _rows(self, observation: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        return np.asarray(observation, np.float32).reshape(len(observation), self._num_inputs)
+
+    def _output(self, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """[N, O] or [N, 1, O] -> [N, 2 A]: mean and raw deviation before squashing."""
+        size = len(x)
         *hidden, last = zip(self._weights, self._biases, strict=True)
         for weight, bias in hidden:
             x = x @ weight
             x += bias
             np.maximum(x, 0.0, out=x)
-        output = (x @ last[0] + last[1]).reshape(size, 2 * len(self._low))
-        mean = output[:, : len(self._low)]
-        if explore:
-            middle, half = (LOG_STD_MAX + LOG_STD_MIN) / 2, (LOG_STD_MAX - LOG_STD_MIN) / 2
-            std = np.exp(np.tanh(output[:, len(self._low) :]) * half + middle)
-            mean = mean + std * generator.standard_normal(std.shape, dtype=np.float32)
-        action = np.tanh(np.ascontiguousarray(mean)) * self._scale + self._center
+        x = x @ last[0] + last[1]
+        return x.reshape(size, 2 * len(self._low))
+
+    def _to_environment(self, unsquashed: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """[N, A] -> [N, *A], squashed into the bounds."""
+        action = np.tanh(np.ascontiguousarray(unsquashed)) * self._scale + self._center
         # rounding may step over a bound by one unit in the last place
         action = np.clip(action, self._low, self._high)
-        return np.ascontiguousarray(action.reshape(size, *self._action_shape), np.float32)
+        return np.ascontiguousarray(action.reshape(len(action), *self._action_shape), np.float32)

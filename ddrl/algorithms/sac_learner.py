@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ddrl.algorithms.continuation import adam, check_state, copies, slots
 from ddrl.algorithms.sac import LOG_STD_MAX, LOG_STD_MIN, Config, check
 from ddrl.distributions import bounded_log_std, tanh_gaussian_sample
 from ddrl.networks.mlp import MLP, EnsembleMLP, FlatParameters
@@ -117,13 +118,13 @@ class SAC:
         start = config.initial_temperature if config.temperature == "auto" else config.temperature
         self._log_temperature = torch.tensor(math.log(start) if start > 0 else -math.inf, device=device)
         self._optimizers = {
-            "critics": _adam(self._critics.vector, config),
-            "actor": _adam(self._actor.vector, config),
+            "critics": adam(self._critics.vector, learning_rate=config.learning_rate),
+            "actor": adam(self._actor.vector, learning_rate=config.learning_rate),
         }
         if learned:
             self._log_temperature.requires_grad_()
             self._log_temperature.grad = torch.zeros_like(self._log_temperature)
-            self._optimizers["temperature"] = _adam(self._log_temperature, config)
+            self._optimizers["temperature"] = adam(self._log_temperature, learning_rate=config.learning_rate)
         self._noise = torch.Generator(device).manual_seed(seed)
 
     def update(self, batch: Batch) -> dict[str, Tensor]:
@@ -195,7 +196,7 @@ class SAC:
 
     def state(self) -> dict[str, Tensor]:
         """Everything that continuation needs, as contiguous CPU copies that share no memory."""
-        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._tensors().items()} | {
+        return copies(self._tensors()) | {
             "noise": self._noise.get_state().clone(),
             "num_updates": torch.tensor(self.num_updates),
         }
@@ -208,15 +209,7 @@ class SAC:
         """
         tensors = self._tensors()
         expected = {name: tensor.shape for name, tensor in tensors.items()}
-        expected |= {"noise": self._noise.get_state().shape, "num_updates": torch.Size(())}
-        for name in sorted(expected.keys() | state.keys()):
-            found = tuple(state[name].shape) if name in state else None
-            wanted = tuple(expected[name]) if name in expected else None
-            if found != wanted:
-                raise ValueError(
-                    f"{name}: shape {found} in the state, {wanted} here; use the configuration and the "
-                    f"environment that wrote it"
-                )
+        check_state(expected | {"noise": self._noise.get_state().shape, "num_updates": torch.Size(())}, state)
         with torch.no_grad():
             for name, tensor in tensors.items():
                 tensor.copy_(state[name])
@@ -231,17 +224,5 @@ class SAC:
         named = {f"{name}.value": parameter for name, parameter in parameters.items()}
         named["target_critics.value"] = self._target
         for name, optimizer in self._optimizers.items():
-            slots = optimizer.state[parameters[name]]
-            named |= {f"{name}.{slot}": slots[slot] for slot in ("step", "exp_avg", "exp_avg_sq")}
+            named |= slots(name, optimizer, parameters[name])
         return named
-
-
-def _adam(parameter: Tensor, config: Config) -> torch.optim.Adam:
-    """Adam for one tensor, its slots allocated at once (torch waits for the first step, too late to load)."""
-    optimizer = torch.optim.Adam([parameter], lr=config.learning_rate, fused=True)
-    optimizer.state[parameter] = {
-        "step": torch.zeros((), device=parameter.device),
-        "exp_avg": torch.zeros_like(parameter.detach()),
-        "exp_avg_sq": torch.zeros_like(parameter.detach()),
-    }
-    return optimizer

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddrl.cli.output import Client, duration, number, size
 from ddrl.cli.watcher import Figures, Watcher
+from ddrl.config import RunConfig
 from ddrl.store.connection import UNREACHABLE
 from ddrl.store.runs import RunState
 
@@ -30,6 +31,9 @@ _NAMED = (
     "updates_per_s",
     "samples_per_insert",
     "staleness",
+    "max_staleness",
+    "dropped",
+    "queued_steps",
     "return_mean",
     "replay_size",
     "learner_wait",
@@ -57,6 +61,8 @@ def plain_line(figures: Figures) -> str:
             parts.append(f"eval {last['return_mean']:.1f}@v{last['version']}")
         if "staleness" in row:
             parts.append(f"staleness {row['staleness']:.1f}")
+        if row.get("dropped"):
+            parts.append(f"dropped {row['dropped']:.0f}")
     if figures.hint:
         parts.append(f"({figures.hint})" if len(parts) > 1 else figures.hint)
     return "  ".join(parts)
@@ -224,13 +230,8 @@ def _figures_table(figures: Figures, *, columns: int, others: bool) -> Table:
         ("env steps", f"{figures.env_steps:,}{_rate(row, 'env_steps_per_s', state.ended)}"),
         ("updates", f"{figures.updates:,}{_rate(row, 'updates_per_s', state.ended)}"),
         ("return", number(row.get("return_mean"))),
-        (
-            "samples/insert",
-            f"{number(row.get('samples_per_insert'))} of {config.replay.samples_per_insert:g}",
-        ),
-        ("staleness", f"{number(row.get('staleness'))} versions"),
         ("version", f"{state.version}" if state.version >= 0 else "-"),
-        ("replay", f"{int(row.get('replay_size', 0)):,} of {config.replay.capacity:,}"),
+        *_experience_cells(row, config),
         ("stream", f"{size(state.live_bytes)} of {size(config.replay.max_bytes)}"),
         ("learner waits", "-" if wait is None else f"{100 * wait:.0f} %"),
         ("workers", f"{len(figures.serving)} ({processes} processes)"),
@@ -244,6 +245,28 @@ def _figures_table(figures: Figures, *, columns: int, others: bool) -> Table:
     for start in range(0, len(cells), columns):
         grid.add_row(*(Text(part) for cell in cells[start : start + columns] for part in cell))
     return grid
+
+
+def _experience_cells(row: Mapping[str, Any], config: RunConfig) -> list[tuple[str, str]]:
+    """How fresh and how much the experience is: off-policy a replay, on-policy a queue."""
+    if "queued_steps" not in row:
+        return [
+            (
+                "samples/insert",
+                f"{number(row.get('samples_per_insert'))} of {config.replay.samples_per_insert:g}",
+            ),
+            ("staleness", f"{number(row.get('staleness'))} versions"),
+            ("replay", f"{int(row.get('replay_size', 0)):,} of {config.replay.capacity:,}"),
+        ]
+    bound = config.on_policy.max_staleness
+    return [
+        ("queued", f"{int(row['queued_steps']):,} steps"),
+        (
+            "staleness",
+            f"{number(row.get('staleness'))}, at most {number(row.get('max_staleness'))} of {bound} versions",
+        ),
+        ("too stale", f"{int(row['dropped']):,} fragments dropped"),
+    ]
 
 
 def _evaluations_table(rows: list[dict[str, Any]]) -> Table:

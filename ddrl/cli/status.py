@@ -106,8 +106,7 @@ def _show(report: dict[str, Any]) -> None:
             f"{report['waiting_messages']} messages waiting",
             "env steps": f"{report['env_steps']:,}{rates[0]}, {report['allowance']:,} allowed",
             "updates": f"{report['updates']:,}{rates[1]}",
-            "samples per insert": number(figures.get("samples_per_insert")),
-            "staleness": f"{number(figures.get('staleness'))} versions",
+            **_experience(figures),
             "training return": number(figures.get("return_mean")),
             "weights": versions if kept["latest"] >= 0 else "none yet",
             "stream": f"{size(stream['live_bytes'])} of {size(stream['max_bytes'])} in use, "
@@ -130,7 +129,25 @@ def _show(report: dict[str, Any]) -> None:
 
 
 _RATES = ("env_steps_per_s", "updates_per_s")
-_SHOWN = (*_RATES, "env_steps", "updates", "samples_per_insert", "staleness", "return_mean")
+_SHOWN = (
+    *(*_RATES, "env_steps", "updates", "samples_per_insert", "staleness", "max_staleness", "return_mean"),
+    *("queued_steps", "dropped"),
+)
+
+
+def _experience(figures: dict[str, Any]) -> dict[str, str]:
+    """How the learner's experience stands: sampled from a replay, or taken from a queue."""
+    mean = number(figures.get("staleness"))
+    if "queued_steps" not in figures:
+        return {
+            "samples per insert": number(figures.get("samples_per_insert")),
+            "staleness": f"{mean} versions",
+        }
+    dropped = f"{figures['dropped']:.0f} fragments dropped as too stale"
+    return {
+        "queued": f"{figures['queued_steps']:.0f} steps",
+        "staleness": f"{mean} versions, at most {number(figures.get('max_staleness'))}; {dropped}",
+    }
 
 
 def _show_evaluations(rows: list[dict[str, Any]]) -> None:

@@ -64,7 +64,8 @@ def submit(
     with output.server() as client:
         from ddrl import submit as submission
 
-        run = submission.create(client, resolved, submission.prepare(resolved))
+        processes = _processes(workers) + _serving(client, resolved.env.id)
+        run = submission.create(client, resolved, submission.prepare(resolved, processes=max(1, processes)))
         _attend(
             client,
             run,
@@ -148,9 +149,7 @@ def _attend(
     from ddrl.store import connection, runs
 
     alone = connection.is_embedded()
-    num_workers = (
-        workers if workers is not None else (max(1, min(8, (os.cpu_count() or 2) - 1)) if alone else 0)
-    )
+    num_workers = _processes(workers)
     bring_learner = with_learner if with_learner is not None else alone
     if detach:
         if num_workers or bring_learner:
@@ -181,6 +180,24 @@ def _attend(
     summary = artifacts.summary(client, run, wall_s=time.monotonic() - started)
     print(json.dumps(summary) if json_ else live.closing_lines(summary), flush=True)
     raise typer.Exit(130 if interrupted else 1 if summary["status"] == "failed" else 0)
+
+
+def _processes(workers: int | None) -> int:
+    """Rollout processes to bring along."""
+    from ddrl.store import connection
+
+    if workers is not None:
+        return workers
+    return max(1, min(8, (os.cpu_count() or 2) - 1)) if connection.is_embedded() else 0
+
+
+def _serving(client: Client, env_id: str) -> int:
+    """Processes of the fleet that play an environment now."""
+    from ddrl.cli.watcher import rollout_queue
+    from ddrl.store import workers
+
+    queue = rollout_queue(env_id)
+    return sum(worker.num_players for worker in workers.alive(client) if queue in worker.queues)
 
 
 def _fail(client: Client, run: str, error: CrewError) -> None:

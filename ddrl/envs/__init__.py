@@ -1,12 +1,10 @@
 """Environments: the only package that imports gymnasium (inside functions, so importing this is cheap)."""
 
 from ddrl.envs.make import EnvError, check_spaces, describe, make_one, make_vector, spec_of
-from ddrl.envs.requirements import ALLOW_VARIABLE, allowed_modules, capabilities, queue_for, requirement
+from ddrl.envs.requirements import capabilities, queue_for, requirement
 
 __all__ = [
-    "ALLOW_VARIABLE",
     "EnvError",
-    "allowed_modules",
     "capabilities",
     "check_spaces",
     "describe",

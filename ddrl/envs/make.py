@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ddrl.config import EnvConfig
-from ddrl.envs.requirements import ALLOW_VARIABLE, PACKAGES, is_allowed, requirement
+from ddrl.envs.requirements import PACKAGES, requirement
+from ddrl.modules import ModuleError, first_line, load_callable
 from ddrl.types import EnvSpec
 
 if TYPE_CHECKING:
@@ -72,9 +73,10 @@ def spec_of(made: gymnasium.Env[Any, Any], env_id: str) -> EnvSpec:
     """The spaces of a made environment. Float observations of any width are float32 in ddrl.
 
     Raises:
-        EnvError: observations that are no Box, or actions that are neither Discrete nor a bounded float Box.
+        EnvError: observations that are no Box, or actions that are neither Discrete nor one-dimensional
+            MultiDiscrete, counted from 0, nor a bounded float Box.
     """
-    from gymnasium.spaces import Box, Discrete
+    from gymnasium.spaces import Box, Discrete, MultiDiscrete
 
     observed, acted = made.observation_space, made.action_space
     if not isinstance(observed, Box):
@@ -83,14 +85,24 @@ def spec_of(made: gymnasium.Env[Any, Any], env_id: str) -> EnvSpec:
         )
     dtype = np.dtype(observed.dtype)
     name = "float32" if dtype.kind == "f" else dtype.name
-    if isinstance(acted, Discrete):
-        if int(acted.start) != 0:
+    if isinstance(acted, Discrete | MultiDiscrete):
+        if np.any(acted.start):
             raise EnvError(
-                f"{env_id}: actions start at {acted.start}; wrap the environment so that they start at 0"
+                f"{env_id}: actions start at {np.asarray(acted.start).tolist()}; "
+                "wrap the environment so that they start at 0"
             )
-        return EnvSpec(env_id, observed.shape, name, "discrete", (), num_actions=int(acted.n))
+        if isinstance(acted, Discrete):
+            return EnvSpec(env_id, observed.shape, name, "discrete", (), action_sizes=(int(acted.n),))
+        if acted.nvec.ndim != 1 or not acted.nvec.size:
+            raise EnvError(
+                f"{env_id}: actions of shape {acted.nvec.shape} are no vector; wrap the environment to flatten them"
+            )
+        sizes = tuple(map(int, acted.nvec))
+        return EnvSpec(env_id, observed.shape, name, "multi_discrete", (len(sizes),), action_sizes=sizes)
     if not isinstance(acted, Box) or np.dtype(acted.dtype).kind != "f":
-        raise EnvError(f"{env_id}: action space {acted} is not supported; use Discrete or a float Box")
+        raise EnvError(
+            f"{env_id}: action space {acted} is not supported; use Discrete, MultiDiscrete or a float Box"
+        )
     if not (np.isfinite(acted.low).all() and np.isfinite(acted.high).all()):
         raise EnvError(f"{env_id}: action space {acted} has no bounds; wrap the environment to clip actions")
     low, high = (tuple(map(float, bound.reshape(-1))) for bound in (acted.low, acted.high))
@@ -104,7 +116,7 @@ def check_spaces(made: gymnasium.Env[Any, Any], env_id: str, known: EnvSpec) -> 
         EnvError: its spaces are others.
     """
     found = spec_of(made, env_id)
-    for name in ("observation_shape", "observation_dtype", "action_kind", "action_shape", "num_actions"):
+    for name in ("observation_shape", "observation_dtype", "action_kind", "action_shape", "action_sizes"):
         if getattr(found, name) != getattr(known, name):
             raise EnvError(
                 f"{env_id}: {name} is {getattr(found, name)} here, but {getattr(known, name)} is expected; "
@@ -135,32 +147,22 @@ def _from_registry(env: EnvConfig) -> gymnasium.Env[Any, Any]:
     except gymnasium.error.Error as error:
         near = difflib.get_close_matches(env.id, gymnasium.registry, n=3, cutoff=0.6)
         hint = f"did you mean {' or '.join(near)}?" if near else 'name a Gymnasium id or "module:callable"'
-        raise EnvError(f"{env.id}: no such environment ({_first_line(error)}); {hint}") from None
+        raise EnvError(f"{env.id}: no such environment ({first_line(error)}); {hint}") from None
     except TypeError as error:
-        raise EnvError(f"{env.id}: env.kwargs {env.kwargs} refused ({_first_line(error)})") from None
+        raise EnvError(f"{env.id}: env.kwargs {env.kwargs} refused ({first_line(error)})") from None
 
 
 def _from_callable(env: EnvConfig) -> gymnasium.Env[Any, Any]:
     import gymnasium
 
-    module_name, _, name = env.id.partition(":")
-    if not is_allowed(module_name):
-        raise EnvError(
-            f"{env.id}: module {module_name} may not be imported here; "
-            f"set {ALLOW_VARIABLE}={module_name.partition('.')[0]} on every machine that plays it"
-        )
     try:
-        make = getattr(importlib.import_module(module_name), name)
-    except ImportError as error:
-        raise EnvError(
-            f"{env.id}: {_first_line(error)}; install what is missing where it is to be played"
-        ) from None
-    except AttributeError:
-        raise EnvError(f"{env.id}: module {module_name} has no {name!r}; name a callable of it") from None
+        make = load_callable(env.id)
+    except ModuleError as error:
+        raise EnvError(str(error)) from None
     try:
         made = make(**env.kwargs)
     except TypeError as error:
-        raise EnvError(f"{env.id}: env.kwargs {env.kwargs} refused ({_first_line(error)})") from None
+        raise EnvError(f"{env.id}: env.kwargs {env.kwargs} refused ({first_line(error)})") from None
     if not isinstance(made, gymnasium.Env):
         raise EnvError(f"{env.id}: returned {type(made).__name__}; expected a gymnasium.Env")
     if env.max_episode_steps is None:
@@ -168,7 +170,3 @@ def _from_callable(env: EnvConfig) -> gymnasium.Env[Any, Any]:
     return gymnasium.wrappers.TimeLimit(
         made, env.max_episode_steps
     )  # a longer limit of its own no longer matters
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

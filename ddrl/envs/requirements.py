@@ -7,10 +7,10 @@ Queues are named after these words, so both sides must choose the same one: an e
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 
-ALLOW_VARIABLE = "DDRL_ALLOW_MODULES"  # comma-separated modules whose code may be imported and run
+from ddrl.modules import allowed_modules
+
 PACKAGES = {"box2d": "Box2D", "atari": "ale_py", "mujoco": "mujoco"}  # extra -> module that it installs
 
 _BOX2D = {"LunarLander", "LunarLanderContinuous", "BipedalWalker", "BipedalWalkerHardcore", "CarRacing"}
@@ -47,13 +47,3 @@ def capabilities() -> list[str]:
     """The requirements that this process can meet, sorted: installed extras and allowed packages."""
     extras = {extra for extra, module in PACKAGES.items() if importlib.util.find_spec(module) is not None}
     return sorted(extras | {module.partition(".")[0] for module in allowed_modules()})
-
-
-def allowed_modules() -> list[str]:
-    """The modules named in DDRL_ALLOW_MODULES, in its order."""
-    return [name.strip() for name in os.environ.get(ALLOW_VARIABLE, "").split(",") if name.strip()]
-
-
-def is_allowed(module: str) -> bool:
-    """Whether `module` or one of its parent packages is named in DDRL_ALLOW_MODULES."""
-    return any(module == name or module.startswith(name + ".") for name in allowed_modules())

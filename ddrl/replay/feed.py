@@ -134,10 +134,13 @@ class Feed:
         return bool(self._staged) or self.error is not None
 
     def wait(self, timeout_s: float) -> None:
-        """Sleep until something is staged."""
+        """Sleep until something is staged or `wake` is called; returns at once if that was since the last wait."""
+        self._arrived.wait(timeout_s)
         self._arrived.clear()
-        if not self.ready:
-            self._arrived.wait(timeout_s)
+
+    def wake(self) -> None:
+        """End a `wait`."""
+        self._arrived.set()
 
     def _read(self) -> None:
         try:

@@ -1,4 +1,4 @@
-"""The pace between playing and learning: samples_per_insert kept on both sides.
+"""The pace between playing and learning: off-policy, samples_per_insert kept on both sides.
 
 With I transitions inserted, W of them for warm-up, u updates of B transitions, S slack steps:
 
@@ -77,6 +77,10 @@ class Pacing:
         paid = num_inserted - self._warmup_steps
         return paid >= 0 and (num_updates + 1) * self._batch_size * self._inserts <= self._samples * paid
 
+    def trained_steps(self, num_inserted: int) -> int:
+        """Transitions appended after the warm-up, at least 1: what samples are counted against."""
+        return max(num_inserted - self._warmup_steps, 1)
+
     def allowance(self, num_updates: int) -> int:
         """Collectors may append while fewer transitions than this were appended in all.
 
@@ -87,3 +91,21 @@ class Pacing:
         """
         due = -(-num_updates * self._batch_size * self._inserts // self._samples)  # rounded up
         return self._warmup_steps + due + self._slack_steps
+
+
+def check_staleness(*, collect: str, max_staleness: int, forced_lag: int = 0) -> None:
+    """Refuse settings under which every fragment would be too stale.
+
+    Raises:
+        ValueError: names the setting, its value and the nearest one that can be used.
+    """
+    if collect == "async" and max_staleness < 1:
+        raise ValueError(
+            "on_policy.max_staleness: 0 cannot be met while play goes on during learning; use 1, or "
+            "on_policy.collect: sync"
+        )
+    if forced_lag > max_staleness:
+        raise ValueError(
+            f"on_policy.max_staleness: {max_staleness} is below on_policy.forced_lag {forced_lag}; "
+            f"use at least {forced_lag}"
+        )

@@ -31,7 +31,8 @@ class Counters:
         dead: entries refused.
         elapsed_s: of learning, over all learners of the run.
         cursor: last entry taken from the stream.
-        oldest: first entry that the view holds.
+        oldest: first entry that is held; the one after the cursor where none is.
+        dropped: fragments admitted and not learned from, because they were too stale.
     """
 
     updates: int = 0
@@ -41,6 +42,7 @@ class Counters:
     elapsed_s: float = 0.0
     cursor: str = "0-0"
     oldest: str = "0-0"
+    dropped: int = 0
 
 
 _FLIP = (

@@ -1,0 +1,319 @@
+"""What the on-policy learners share: network and optimizer, statistics, targets, schedules.
+
+An iteration learns from one batch of trajectories: values and log probabilities under the weights that begin
+it, targets from them, then gradient steps. The learner owns the statistics of observations and returns: they
+stand still within an iteration, and those of observations are published with the weights they belong to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ddrl import returns
+from ddrl.algorithms.actor_critic import OBSERVATION_CLIP, Options, num_policy_parameters
+from ddrl.algorithms.continuation import check_state, copies, slots
+from ddrl.distributions import categorical, gaussian
+from ddrl.networks.actor_critic import ActorCritic
+from ddrl.networks.mlp import FlatParameters
+from ddrl.networks.trunks import to_input
+from ddrl.types import EnvSpec, Trajectories
+
+_RETURN_RATE = 0.1  # share of an iteration's returns in the running statistics of returns
+_LEAST_STD = 1e-4
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The M transitions of a batch with all that the losses need; no gradient is attached.
+
+    Attributes:
+        observation: [M, *O], normalized; uint8 stays uint8.
+        action: [M, *A], as the policy drew it.
+        behavior_log_prob: [M] under the policy that played.
+        log_prob: [M] under the policy that begins the iteration.
+        value: [M] under the critic that begins the iteration, in units of the critic.
+        advantage: [M] in reward units.
+        return_: [M] the critic's target, in units of the critic.
+    """
+
+    observation: Tensor
+    action: Tensor
+    behavior_log_prob: Tensor
+    log_prob: Tensor
+    value: Tensor
+    advantage: Tensor
+    return_: Tensor
+
+    def __len__(self) -> int:
+        """M."""
+        return len(self.action)
+
+    def select(self, index: Tensor) -> Prepared:
+        """The transitions at [B] positions."""
+        return Prepared(**{name: column[index] for name, column in vars(self).items()})
+
+    def split(self, num: int) -> list[Prepared]:
+        """`num` parts, as equal as can be, in order."""
+        parts = {name: column.tensor_split(num) for name, column in vars(self).items()}
+        return [Prepared(**{name: columns[i] for name, columns in parts.items()}) for i in range(num)]
+
+
+def targets(
+    estimator: str,
+    *,
+    reward: Tensor,
+    discount: Tensor,
+    value: Tensor,
+    next_value: Tensor,
+    continues: Tensor,
+    log_rho: Tensor,
+    lambda_: float,
+    rho_bar: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns [T, B] by the name of an estimator; arguments as of `ddrl.returns`."""
+    steps = (reward, discount)
+    if estimator == "gae":
+        return returns.gae(*steps, value, next_value, continues, lambda_=lambda_)
+    if estimator == "vtrace":
+        return returns.vtrace(
+            *steps,
+            value,
+            next_value,
+            continues,
+            log_rho,
+            lambda_=lambda_,
+            rho_bar=rho_bar,
+            pg_rho_bar=rho_bar,
+        )
+    if estimator == "monte_carlo":
+        return_ = returns.monte_carlo(*steps, next_value, continues)
+    else:
+        return_ = returns.td_lambda(*steps, next_value, continues, lambda_=lambda_)
+    if estimator == "upgo":  # the critic keeps its TD(lambda) targets, as in AlphaStar
+        return returns.upgo(*steps, value, next_value, continues, log_rho)[0], return_
+    return return_ - value, return_
+
+
+class Trainee:
+    """Network, optimizer, statistics and random state of one on-policy learner.
+
+    Args:
+        config: options of the algorithm.
+        spec: spaces of the environment.
+        device: where the network and batches live.
+        seed: of the initial weights, which are the same on every device, and of the order of minibatches.
+    """
+
+    def __init__(self, config: Options, spec: EnvSpec, *, device: torch.device, seed: int) -> None:
+        self.num_updates = 0
+        self.num_steps = 0
+        """Transitions learned from."""
+        self.generator = torch.Generator().manual_seed(
+            seed
+        )  # on the CPU, so that every device shuffles alike
+        self.device = device
+        self._config, self._spec = config, spec
+        self._is_continuous = spec.action_kind == "continuous"
+        num_outputs = num_policy_parameters(spec)
+        self.net = ActorCritic(
+            config.network,
+            spec.observation_shape,
+            num_outputs=num_outputs,
+            hidden_sizes=config.hidden_sizes,
+            activation=config.activation,
+            shared=config.shared,
+            log_std_dims=num_outputs if self._is_continuous else 0,
+            initial_log_std=config.initial_log_std,
+            kwargs=config.network_kwargs,
+            generator=torch.Generator().manual_seed(seed),
+        ).to(device)
+        self.flat = FlatParameters(self.net)
+        self.optimizer: torch.optim.Optimizer
+        shape = spec.observation_shape if config.normalize_observations else (0,)
+        self._statistics = {
+            "observation_count": torch.zeros((), dtype=torch.float64),
+            "observation_mean": torch.zeros(shape, dtype=torch.float64),
+            "observation_variance": torch.ones(shape, dtype=torch.float64),
+            "return_count": torch.zeros((), dtype=torch.float64),
+            "return_mean": torch.zeros((), dtype=torch.float64),
+            "return_variance": torch.ones((), dtype=torch.float64),
+        }
+
+    def scheduled(self, name: str) -> float:
+        """An option's value now: it goes linearly to final_<name> within anneal_steps."""
+        first: float = getattr(self._config, name)
+        final: float | None = getattr(self._config, f"final_{name}")
+        if final is None or self._config.anneal_steps is None:
+            return first
+        return first + (final - first) * min(1.0, self.num_steps / self._config.anneal_steps)
+
+    @torch.no_grad()
+    def prepare(
+        self, batch: Trajectories, *, estimator: str, rho_bar: float = 1.0, reward_clip: float | None = None
+    ) -> Prepared:
+        """Values, log probabilities and targets of a batch, and the statistics of its returns.
+
+        Args:
+            batch: tensors on the device.
+            estimator: see `targets`.
+            rho_bar: cap of the importance weights of V-trace.
+            reward_clip: rewards are clipped to +- this; None: not at all.
+        """
+        config = self._config
+        if config.normalize_observations and self._statistics["observation_count"] == 0:
+            self.observe(batch)  # an untrained policy acts nearly alike under any statistics
+        observation = self._normalized(batch.observation)
+        parameters, value = self.net(to_input(observation))  # [R, P], [R]
+        mean, std = self.return_scale
+        steps = batch.row.shape  # [T, B]
+        row = batch.row.reshape(-1)
+        log_prob, _ = self.log_prob(
+            parameters[row], batch.action.reshape(row.numel(), *batch.action.shape[2:])
+        )
+        true_value = value * std + mean
+        advantage, return_ = targets(
+            estimator,
+            reward=batch.reward if reward_clip is None else batch.reward.clamp(-reward_clip, reward_clip),
+            discount=batch.discount,
+            value=true_value[batch.row],
+            next_value=true_value[batch.next_row],
+            continues=batch.continues,
+            log_rho=log_prob.view(steps) - batch.behavior_log_prob,
+            lambda_=config.lambda_,
+            rho_bar=rho_bar,
+        )
+        played = batch.valid.reshape(-1).nonzero().squeeze(1)  # [M]
+        row, return_ = row[played], return_.reshape(-1)[played]
+        if config.normalize_returns:
+            self._rescale(return_)
+            mean, std = self.return_scale
+            value = (true_value - mean) / std
+        return Prepared(
+            observation=observation[row],
+            action=batch.action.reshape(-1, *batch.action.shape[2:])[played],
+            behavior_log_prob=batch.behavior_log_prob.reshape(-1)[played],
+            log_prob=log_prob[played],
+            value=value[row],
+            advantage=advantage.reshape(-1)[played],
+            return_=(return_ - mean) / std,
+        )
+
+    def evaluate(self, prepared: Prepared) -> tuple[Tensor, Tensor, Tensor]:
+        """Log probability, entropy and value, each [B], of transitions under the network now."""
+        parameters, value = self.net(to_input(prepared.observation))
+        log_prob, entropy = self.log_prob(parameters, prepared.action)
+        return log_prob, entropy, value
+
+    def log_prob(self, parameters: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
+        """Log probability and entropy, each [B], of actions [B, *A] under policy parameters [B, P]."""
+        if self._is_continuous:
+            return gaussian(parameters, self.net.log_std, action.reshape(parameters.shape))
+        return categorical(parameters, action, self._spec.action_sizes)
+
+    def step(self, loss: Tensor, *, learning_rate: float) -> None:
+        """One step of the optimizer down the gradient of a scalar loss."""
+        self.flat.differentiate(loss)
+        gradient = self.flat.vector.grad
+        assert gradient is not None, "FlatParameters allocates it"
+        limit = self._config.max_grad_norm
+        if limit is not None:
+            gradient.mul_((limit / (gradient.norm() + 1e-6)).clamp(max=1.0))
+        self.optimizer.param_groups[0]["lr"] = learning_rate
+        self.optimizer.step()
+        self.num_updates += 1
+
+    @torch.no_grad()
+    def observe(self, batch: Trajectories) -> None:
+        """Take a batch's observations into their statistics: all that were ever seen weigh alike.
+
+        Source: Chan, Golub, LeVeque 1979, the parallel update of mean and variance.
+        """
+        if not self._config.normalize_observations:
+            return
+        seen, old = batch.observation.to("cpu", torch.float64), self._statistics
+        num, count = len(seen), float(old["observation_count"])
+        total = count + num
+        difference = seen.mean(dim=0) - old["observation_mean"]
+        old["observation_variance"].copy_(
+            (old["observation_variance"] * count + seen.var(dim=0, correction=0) * num) / total
+            + difference.square() * (count * num / total**2)
+        )
+        old["observation_mean"] += difference * (num / total)
+        old["observation_count"].fill_(total)
+
+    def _normalized(self, observation: Tensor) -> Tensor:
+        """[R, *O] in running deviations from the running mean, clipped; as it is where not configured."""
+        if not self._config.normalize_observations:
+            return observation
+        mean, std = (part.to(self.device) for part in self._observation_scale())
+        return ((observation - mean) / std).clamp(-OBSERVATION_CLIP, OBSERVATION_CLIP)
+
+    def _observation_scale(self) -> tuple[Tensor, Tensor]:
+        variance = self._statistics["observation_variance"]
+        return self._statistics["observation_mean"].float(), variance.sqrt().clamp(min=_LEAST_STD).float()
+
+    @property
+    def return_scale(self) -> tuple[float, float]:
+        """Mean and deviation that the critic's unit is made of, in reward units."""
+        variance = float(self._statistics["return_variance"])
+        return float(self._statistics["return_mean"]), max(variance**0.5, _LEAST_STD)
+
+    def _rescale(self, return_: Tensor) -> None:
+        """Move the statistics of returns, and the critic's head so that its predictions stay what they were.
+
+        Source: van Hasselt et al. 2016, arXiv:1602.07714 (Pop-Art), equations 5 to 7.
+        """
+        old_mean, old_std = self.return_scale
+        count = float(self._statistics["return_count"])
+        rate = max(_RETURN_RATE, 1.0 / (count + 1.0))
+        sample_mean, sample_square = float(return_.mean()), float(return_.square().mean())
+        square = old_std**2 + old_mean**2 if count else 0.0
+        mean = (1 - rate) * (old_mean if count else 0.0) + rate * sample_mean
+        variance = max((1 - rate) * square + rate * sample_square - mean**2, _LEAST_STD**2)
+        for name, value in (("count", count + 1.0), ("mean", mean), ("variance", variance)):
+            self._statistics[f"return_{name}"].fill_(value)
+        mean, std = self.return_scale
+        head = self.net.value_head
+        head.weight.mul_(old_std / std)
+        head.bias.mul_(old_std).add_(old_mean - mean).div_(std)
+
+    def weights(self) -> dict[str, Tensor]:
+        """What a `Policy` needs, as CPU copies."""
+        published = dict(self.net.policy_state())
+        if self._config.normalize_observations:
+            published["observation_mean"], published["observation_std"] = self._observation_scale()
+        return copies(published)
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything that continuation needs, as contiguous CPU copies that share no memory."""
+        return copies(self._tensors()) | {
+            "generator": self.generator.get_state().clone(),
+            "num_updates": torch.tensor(self.num_updates),
+            "num_steps": torch.tensor(self.num_steps),
+        }
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from what `state` returned; the next updates are bit-equal to those of the original.
+
+        Raises:
+            ValueError: an entry is missing, unknown or of another shape (the configuration differs).
+        """
+        tensors = self._tensors()
+        expected = {name: tensor.shape for name, tensor in tensors.items()}
+        expected |= {"generator": self.generator.get_state().shape}
+        check_state(expected | dict.fromkeys(("num_updates", "num_steps"), torch.Size(())), state)
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                tensor.copy_(state[name])
+        self.generator.set_state(state["generator"].cpu())
+        self.num_updates, self.num_steps = int(state["num_updates"]), int(state["num_steps"])
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """The live tensors that updates change, by name."""
+        named = {"network": self.flat.vector, **self._statistics}
+        named |= {f"buffer.{name}": buffer for name, buffer in self.net.named_buffers()}
+        return named | slots("optimizer", self.optimizer, self.flat.vector)

@@ -1,0 +1,113 @@
+"""Actor and critic as one module: trunks, a policy head, a value head.
+
+Source: Huang et al. 2022, "The 37 Implementation Details of Proximal Policy Optimization" (ICLR blog track):
+detail 2 (orthogonal weights, gain 0.01 for the policy's head and 1 for the value's; biases of zero) and, for
+continuous actions, a log standard deviation that does not depend on the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.nn import functional as F
+
+from ddrl.networks.trunks import NetworkError, make_trunk, orthogonal_linear
+
+
+class ActorCritic(nn.Module):
+    """Policy parameters and values of observations.
+
+    Parameters are named `actor.*` and `critic.*` (the trunks; no critic when shared), `policy_head.weight` [P, F],
+    `policy_head.bias` [P], `value_head.weight` [1, F], `value_head.bias` [1] and, if it has dimensions, `log_std`
+    [log_std_dims]. The same generator gives the same actor and policy head, shared or not.
+
+    Args:
+        network: of each trunk, see `make_trunk`.
+        observation_shape: `*O`.
+        num_outputs: P, parameters of the policy: means, or logits.
+        hidden_sizes: widths of the dense layers of a built-in trunk.
+        activation: "tanh" or "relu", of a built-in trunk.
+        shared: the critic's head sits on the actor's trunk; otherwise each has a trunk of its own.
+        log_std_dims: numbers of a log standard deviation that is the same for all states; 0 for none.
+        initial_log_std: what each of them starts with.
+        kwargs: keyword arguments of a network of one's own.
+        generator: CPU generator of the initial weights; torch's global one when None.
+
+    Raises:
+        NetworkError: as `make_trunk`, or a callable that gives one module twice when two are needed.
+    """
+
+    log_std: nn.Parameter
+
+    def __init__(
+        self,
+        network: str,
+        observation_shape: Sequence[int],
+        *,
+        num_outputs: int,
+        hidden_sizes: Sequence[int],
+        activation: str,
+        shared: bool,
+        log_std_dims: int = 0,
+        initial_log_std: float = 0.0,
+        kwargs: Mapping[str, Any] | None = None,
+        generator: Generator | None = None,
+    ) -> None:
+        super().__init__()
+
+        def trunk() -> tuple[nn.Module, int]:
+            return make_trunk(
+                network,
+                observation_shape,
+                hidden_sizes=hidden_sizes,
+                activation=activation,
+                kwargs=kwargs,
+                generator=generator,
+            )
+
+        self.actor, num_features = trunk()
+        self.policy_head = orthogonal_linear(num_features, num_outputs, 0.01, generator)
+        if not shared:
+            self.critic, num_features = trunk()
+            if set(self.actor.parameters()) & set(self.critic.parameters()):
+                raise NetworkError(
+                    f"network {network}: returned the same parameters twice; make new ones at each call, or set "
+                    "shared to true"
+                )
+        self.value_head = orthogonal_linear(num_features, 1, 1.0, generator)
+        if log_std_dims:
+            self.log_std = nn.Parameter(torch.full((log_std_dims,), initial_log_std))
+        self.shared = shared
+        # Finding a parameter through its module costs as much as a small operation.
+        self._policy_head = self.policy_head.weight, self.policy_head.bias
+        self._value_head = self.value_head.weight, self.value_head.bias
+
+    def forward(self, observation: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, *O] -> policy parameters [B, P] and values [B]."""
+        features = self.actor(observation)
+        parameters = F.linear(features, *self._policy_head)
+        weight, bias = self._value_head
+        if not self.shared:
+            features = self.critic(observation)
+        return parameters, torch.addmv(bias, features, weight.squeeze(0))
+
+    def policy(self, observation: Tensor) -> Tensor:
+        """[B, *O] -> policy parameters [B, P]."""
+        return F.linear(self.actor(observation), *self._policy_head)
+
+    def value(self, observation: Tensor) -> Tensor:
+        """[B, *O] -> values [B]."""
+        weight, bias = self._value_head
+        features = self.actor(observation) if self.shared else self.critic(observation)
+        return torch.addmv(bias, features, weight.squeeze(0))
+
+    def policy_state(self) -> dict[str, Tensor]:
+        """What a player needs, by name: `actor.*`, `policy_head.*`, `log_std`; detached, but not copied."""
+        return {
+            name: tensor
+            for name, tensor in self.state_dict().items()
+            if name == "log_std" or name.startswith(("actor.", "policy_head."))
+        }

@@ -1,0 +1,399 @@
+"""ddrl.networks.trunks: shapes, initial weights, hand numbers, and what is refused of one's own networks."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ddrl.networks.trunks import ConvTrunk, MLPTrunk, NetworkError, make_trunk, to_input
+
+IMAGES = [(10, 10, 4), (4, 84, 84), (84, 84, 1), (5, 5, 3)]
+CONVOLUTIONS = {  # shape -> (channels, kernel, stride) of each, and the inputs of the first dense layer
+    (10, 10, 4): ([(16, 3, 1), (32, 3, 1)], 32 * 6 * 6),
+    (5, 5, 3): ([(16, 3, 1), (32, 3, 1)], 32),
+    (3, 15, 20): ([(16, 3, 1), (32, 3, 1)], 32 * 11 * 16),
+    (16, 35, 3): ([(16, 3, 2), (32, 3, 2)], 32 * 4 * 8),
+    (1, 36, 84): ([(32, 8, 4), (64, 4, 2), (64, 3, 1)], 64 * 1 * 7),
+    (4, 84, 84): ([(32, 8, 4), (64, 4, 2), (64, 3, 1)], 64 * 7 * 7),
+    (84, 84, 1): ([(32, 8, 4), (64, 4, 2), (64, 3, 1)], 64 * 7 * 7),
+}
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def trunk(
+    network: str,
+    shape: tuple[int, ...],
+    hidden_sizes: tuple[int, ...] = (6, 5),
+    activation: str = "tanh",
+    seed: int | None = 0,
+    **kwargs: Any,
+) -> tuple[nn.Module, int]:
+    return make_trunk(
+        network,
+        shape,
+        hidden_sizes=hidden_sizes,
+        activation=activation,
+        kwargs=kwargs,
+        generator=None if seed is None else seeded(seed),
+    )
+
+
+def refusal(network: str, shape: tuple[int, ...], **options: Any) -> str:
+    with pytest.raises(NetworkError) as refused:
+        trunk(network, shape, **options)
+    message = str(refused.value)
+    assert message.startswith(f"network {network}: ")
+    assert "\n" not in message
+    assert refused.value.__suppress_context__ or refused.value.__context__ is None
+    return message
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+    return all(torch.equal(left, right) for left, right in pairs)
+
+
+def test_mlp_names_shapes_and_start() -> None:
+    module, num_features = trunk("mlp", (3,), (8, 5))
+    assert isinstance(module, MLPTrunk)
+    assert num_features == module.num_features == 5
+    assert {name: tuple(value.shape) for name, value in module.state_dict().items()} == {
+        "layers.0.weight": (8, 3),
+        "layers.0.bias": (8,),
+        "layers.1.weight": (5, 8),
+        "layers.1.bias": (5,),
+    }
+    for layer in module.layers:
+        weight = layer.weight.detach()
+        short = weight.T @ weight if weight.shape[0] > weight.shape[1] else weight @ weight.T
+        torch.testing.assert_close(short, 2.0 * torch.eye(len(short)))  # gain sqrt(2)
+        assert layer.bias.abs().max() == 0
+        assert layer.weight.requires_grad
+
+
+@pytest.mark.parametrize(("activation", "expected"), [("relu", [0.5, 0.0]), ("tanh", None)])
+def test_mlp_by_hand(activation: str, expected: list[float] | None) -> None:
+    module, _ = trunk("mlp", (2,), (2, 2), activation)
+    state = {
+        "layers.0.weight": torch.tensor([[1.0, -1.0], [2.0, 0.0]]),
+        "layers.0.bias": torch.tensor([0.5, -3.0]),
+        "layers.1.weight": torch.tensor([[1.0, 1.0], [-1.0, 0.0]]),
+        "layers.1.bias": torch.tensor([-1.0, 0.5]),
+    }
+    module.load_state_dict(state)
+    if expected is None:  # 1 - (-0) ..: first layer (1.5, -1) before its activation
+        first = (math.tanh(1.5), math.tanh(-1.0))
+        expected = [math.tanh(first[0] + first[1] - 1.0), math.tanh(-first[0] + 0.5)]
+    x = torch.tensor([[1.0, 0.0]])
+    torch.testing.assert_close(module(x), torch.tensor([expected]))
+    assert x.tolist() == [[1.0, 0.0]]  # activations work in place, on what the trunk made
+
+
+def test_no_hidden_layers_is_the_observation() -> None:
+    module, num_features = trunk("mlp", (3,), ())
+    x = torch.randn(2, 3, generator=seeded())
+    assert num_features == 3
+    assert torch.equal(module(x), x)
+
+
+@pytest.mark.parametrize("shape", CONVOLUTIONS)
+def test_conv_layers(shape: tuple[int, ...]) -> None:
+    module, num_features = trunk("conv", shape, (7, 9), "relu")
+    assert isinstance(module, ConvTrunk)
+    assert num_features == 9
+    layers, num_inputs = CONVOLUTIONS[shape]
+    built = [(c.out_channels, c.kernel_size[0], c.stride[0]) for c in module.convolutions]
+    assert built == layers
+    assert module.convolutions[0].in_channels == (shape[2] if shape[2] <= shape[0] else shape[0])
+    assert [tuple(layer.weight.shape) for layer in module.layers] == [(7, num_inputs), (9, 7)]
+    assert trunk("conv", shape, ())[1] == num_inputs
+    assert module(torch.rand(2, *shape, generator=seeded())).shape == (2, 9)
+    for layer in [*module.convolutions, *module.layers]:
+        weight = layer.weight.detach().flatten(1)
+        short = weight.T @ weight if weight.shape[0] > weight.shape[1] else weight @ weight.T
+        torch.testing.assert_close(short, 2.0 * torch.eye(len(short)), atol=1e-4, rtol=0.0)
+        assert layer.bias.abs().max() == 0
+    assert set(module.state_dict()) == {
+        f"{part}.{i}.{kind}"
+        for part, num in (("convolutions", len(layers)), ("layers", 2))
+        for i in range(num)
+        for kind in ("weight", "bias")
+    }
+
+
+@pytest.mark.parametrize("activation", ["tanh", "relu"])
+@pytest.mark.parametrize("shape", IMAGES)
+def test_conv_equals_plain_layers(shape: tuple[int, ...], activation: str) -> None:
+    module, _ = trunk("conv", shape, (6,), activation)
+    assert isinstance(module, ConvTrunk)
+    act = getattr(torch, activation)
+    image = torch.rand(2, *shape, generator=seeded())
+    x = torch.stack([image[..., c] for c in range(shape[2])], dim=1) if shape[2] <= shape[0] else image
+    for layer in module.convolutions:
+        x = act(F.conv2d(x, layer.weight, layer.bias, stride=layer.stride, padding=layer.padding))
+    for layer in module.layers:
+        x = act(x.reshape(2, -1) @ layer.weight.T + layer.bias)
+    torch.testing.assert_close(module(image), x)
+
+
+@pytest.mark.parametrize("side", [*range(5, 45), 50, 61, 64, 84, 85, 86, 87])
+def test_every_pixel_is_seen(side: int) -> None:
+    module, _ = trunk("conv", (side, side + 1, 1), ())
+    assert isinstance(module, ConvTrunk)
+    for layer in module.convolutions:
+        nn.init.ones_(layer.weight)
+        layer.weight.data /= layer.weight[0].numel()
+    image = torch.full((1, side, side + 1, 1), 0.1, requires_grad=True)
+    module(image).sum().backward()
+    assert image.grad is not None
+    assert bool((image.grad > 0).all())
+    no_padding = (side - 3) % 2 == 0 if 16 <= side < 36 else side < 16
+    assert (module.convolutions[0].padding[0] == 0) >= no_padding
+
+
+@pytest.mark.parametrize(("network", "shape"), [("mlp", (4,)), ("conv", (10, 10, 4))])
+def test_start_is_reproducible_and_leaves_the_global_generator(network: str, shape: tuple[int, ...]) -> None:
+    before = torch.get_rng_state()
+    first, second, other = (trunk(network, shape, seed=seed)[0] for seed in (1, 1, 2))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert same(first, second)
+    assert not same(first, other)
+    assert not same(*(trunk(network, shape, seed=None)[0] for _ in range(2)))  # the global one goes on
+
+
+def test_parameters_may_be_moved_and_copied() -> None:
+    """The layers that forward walks are those that optimizers, copies and `load_state_dict` work on."""
+    for network, shape in (("mlp", (4,)), ("conv", (10, 10, 4))):
+        module, _ = trunk(network, shape)
+        other, _ = trunk(network, shape, seed=1)
+        x = torch.rand(3, *shape, generator=seeded())
+        other.load_state_dict(module.state_dict())
+        assert torch.equal(other(x), module(x))
+        doubled = trunk(network, shape)[0].double()
+        torch.testing.assert_close(doubled(x.double()).float(), module(x))
+        module(x).sum().backward()
+        assert all(parameter.grad is not None for parameter in module.parameters())
+
+
+def test_to_input() -> None:
+    x = torch.rand(2, 3)
+    assert to_input(x) is x
+    pixels = torch.tensor([0, 51, 255], dtype=torch.uint8)
+    torch.testing.assert_close(to_input(pixels), torch.tensor([0.0, 0.2, 1.0]))
+    assert pixels.tolist() == [0, 51, 255]
+    assert torch.equal(to_input(torch.tensor([-2, 300])), torch.tensor([-2.0, 300.0]))
+    assert to_input(torch.zeros(1, dtype=torch.float64)).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("network", "shape", "expected"),
+    [
+        (
+            "mlp",
+            (10, 10, 4),
+            "needs a vector, but observations are (10, 10, 4); use conv for images, or gymn",
+        ),
+        (
+            "mlp",
+            (3, 3),
+            "needs a vector, but observations are (3, 3); use gymnasium.wrappers.FlattenObservation",
+        ),
+        ("mlp", (), "needs a vector, but observations are (); use gymnasium.wrappers.FlattenObservation"),
+        ("conv", (4,), "needs images [H, W, C] or [C, H, W], but observations are (4,); use mlp"),
+        ("conv", (10, 10), "observations are (10, 10); use mlp and gymnasium.wrappers.FlattenObservation"),
+        (
+            "conv",
+            (4, 5, 3),
+            "needs images of 5x5 pixels or more, but observations are (4, 5, 3); use mlp and",
+        ),
+        ("conv", (1, 9, 4), "needs images of 5x5 pixels or more, but observations are (1, 9, 4)"),
+        ("cnn", (4,), 'is unknown; use mlp, conv or your own "module:callable"'),
+    ],
+)
+def test_observations_that_do_not_fit(network: str, shape: tuple[int, ...], expected: str) -> None:
+    assert expected in refusal(network, shape)
+
+
+def test_options_that_do_not_fit() -> None:
+    assert "activation 'gelu' is unknown; use tanh or relu" in refusal("mlp", (4,), activation="gelu")
+    assert "takes no keyword arguments, but got {'width': 3}" in refusal("conv", (10, 10, 4), width=3)
+
+
+OWN = """
+import torch
+from torch import nn
+
+class Good(nn.Module):
+    def __init__(self, observation_shape, width=3):
+        super().__init__()
+        self.layer = nn.Linear(observation_shape[0], width)
+    def forward(self, x):
+        return self.layer(x).relu()
+
+def change(forward, prepare=lambda module: None):
+    class Changed(Good):
+        def __init__(self, observation_shape):
+            super().__init__(observation_shape)
+            prepare(self)
+        def forward(self, x):
+            return forward(self, x)
+    return Changed
+
+def sequential(*layers):
+    return lambda shape: nn.Sequential(nn.Flatten(), nn.Linear(shape[0], 3), *layers)
+
+number = 3
+gives_list = lambda shape: [1]
+gives_class = lambda shape: Good
+flatten = lambda shape: nn.Flatten()
+dropout = sequential(nn.Dropout(0.5))
+batch_norm = sequential(nn.BatchNorm1d(3))
+batch_norm_2d = sequential(nn.Unflatten(1, (1, 1, 3)), nn.BatchNorm2d(1), nn.Flatten())
+double = lambda shape: Good(shape).double()
+lazy = lambda shape: nn.LazyLinear(6)
+
+def raises(shape):
+    raise RuntimeError("too small\\nreally")
+
+def type_error_within(shape):
+    return len(3)
+
+def fails(self, x):
+    raise RuntimeError("first line\\nsecond")
+forward_fails = change(fails)
+gives_tuple = change(lambda self, x: (self.layer(x), None))
+three_axes = change(lambda self, x: self.layer(x)[:, None])
+one_axis = change(lambda self, x: self.layer(x)[:, 0])
+mean_of_batch = change(lambda self, x: self.layer(x).mean(0, keepdim=True))
+no_features = change(lambda self, x: self.layer(x)[:, :0])
+gives_double = change(lambda self, x: self.layer(x).double())
+nan_on_zeros = change(lambda self, x: self.layer(x) / x.norm(dim=1, keepdim=True))
+nan_on_noise = change(lambda self, x: self.layer(x) + torch.where(x.any(), float("nan"), 0.0))
+batch_wide = change(lambda self, x: self.layer(x)[:, :1].expand(-1, len(x) + 1))
+centers = change(lambda self, x: self.layer(x) - self.layer(x).mean(0))
+detached = change(lambda self, x: self.layer(x).detach())
+less_in_evaluation = change(lambda self, x: self.layer(x)[:, :None if self.training else 2])
+
+def freeze(module):
+    module.layer.bias.requires_grad_(False)
+frozen = change(lambda self, x: self.layer(x), freeze)
+
+def add_unused(module):
+    module.other = nn.Linear(2, 2)
+unused = change(lambda self, x: self.layer(x), add_unused)
+
+def add_double(module):
+    module.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+mixed = change(lambda self, x: self.layer(x) * self.scale.float(), add_double)
+
+def global_draws(shape):
+    global drawn
+    drawn = torch.rand(3)
+    return Good(shape)
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
+    """An allowed module `own_networks`; gives it once it is imported."""
+    (tmp_path / "own_networks.py").write_text(OWN)
+    monkeypatch.delitem(sys.modules, "own_networks", raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("DDRL_ALLOW_MODULES", "own_networks")
+    return lambda: sys.modules["own_networks"]
+
+
+@pytest.mark.usefixtures("own")
+def test_own_network_starts_alike_by_its_seed() -> None:
+    before = torch.get_rng_state()
+    (first, num_features), (second, _), (other, _) = (
+        trunk("own_networks:Good", (4,), seed=seed, width=7) for seed in (1, 1, 2)
+    )
+    assert num_features == 7
+    assert torch.equal(torch.get_rng_state(), before)
+    assert same(first, second)
+    assert not same(first, other)
+    assert first.training
+    assert all(parameter.grad is None for parameter in first.parameters())
+    one_generator = seeded()
+    pair = [
+        make_trunk("own_networks:Good", (4,), hidden_sizes=(), activation="tanh", generator=one_generator)[0]
+        for _ in range(2)
+    ]
+    assert not same(*pair)  # actor and critic of one learner
+
+
+def test_own_network_draws_from_the_seeded_generator(own: Callable[[], Any]) -> None:
+    trunk("own_networks:global_draws", (4,), seed=5)
+    drawn = own().drawn
+    torch.manual_seed(0)
+    trunk("own_networks:global_draws", (4,), seed=5)
+    assert torch.equal(own().drawn, drawn)
+    trunk("own_networks:global_draws", (4,), seed=None)
+    assert torch.equal(own().drawn, torch.rand(3, generator=seeded(0)))  # nothing else was drawn meanwhile
+
+
+@pytest.mark.usefixtures("own")
+def test_lazy_layers_are_made_by_the_check() -> None:
+    (first, num_features), (second, _) = (trunk("own_networks:lazy", (4,)) for _ in range(2))
+    assert num_features == 6
+    assert same(first, second)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("missing", "module own_networks has no 'missing'; name a callable of it"),
+        ("number", "is int, which cannot be called"),
+        ("gives_list", "returned list; return a torch.nn.Module"),
+        ("gives_class", "returned type; return a torch.nn.Module"),
+        ("raises", "making it raised RuntimeError (too small); fix it for shape (4,)"),
+        ("type_error_within", "refused (object of type 'int' has no len()); it is called as make(observation_shape"),
+        ("forward_fails", "forward raised RuntimeError (first line) on float32 [2, 4]; make it take"),
+        ("double", "forward raised RuntimeError (mat1 and mat2 must have the same dtype"),
+        ("gives_tuple", "forward returned tuple, not a tensor; return float32 features [B, F] for observations [2, 4]"),
+        ("three_axes", "forward returned shape [2, 1, 3]; return float32 features [B, F]"),
+        ("one_axis", "forward returned shape [2]; return float32 features [B, F]"),
+        ("mean_of_batch", "forward returned shape [1, 3]; return float32 features [B, F] for observations [2, 4]"),
+        ("no_features", "forward returned shape [2, 0]; return float32 features"),
+        ("gives_double", "forward returned float64; return float32 features"),
+        ("nan_on_zeros", "forward returned NaN or infinity on zeros; check"),
+        ("nan_on_noise", "forward returned NaN or infinity on noise in [0, 1]; check"),
+        ("batch_wide", "returned 2 features for batch 1 and 3 for batch 2; return the same number"),
+        ("less_in_evaluation", "returned 2 features in evaluation mode and 3 in training; return the same number"),
+        ("centers", "the features of one observation change with its batch"),
+        ("dropout", "by chance or in evaluation mode; use LayerNorm or GroupNorm instead of BatchNorm, and no Dropout"),
+        ("batch_norm", "forward raised ValueError (Expected more than 1 value per channel when training"),
+        ("batch_norm_2d", "use LayerNorm or GroupNorm instead of BatchNorm"),
+        ("flatten", "has no trainable parameters; return a module with layers"),
+        ("detached", "no gradient passes through forward; compute with torch"),
+        ("frozen", "parameter layer.bias is not trainable; make it a buffer (register_buffer)"),
+        ("unused", "parameter other.weight has no effect on the features; use it in forward or remove it"),
+        ("mixed", "parameter scale is float64; make it float32"),
+    ],
+)  # fmt: skip
+@pytest.mark.usefixtures("own")
+def test_own_networks_that_are_refused(name: str, expected: str) -> None:
+    assert expected in refusal(f"own_networks:{name}", (4,))
+
+
+def test_own_network_where_it_may_not_be(own: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = "observation shape (4,) and keyword arguments {'widht': 3} refused ("
+    assert expected in refusal("own_networks:Good", (4,), widht=3)
+    assert "making it raised" not in refusal("own_networks:Good", (), width=3)
+    monkeypatch.delenv("DDRL_ALLOW_MODULES")
+    assert refusal("own_networks:Good", (4,)).endswith(
+        "module own_networks may not be imported here; set DDRL_ALLOW_MODULES=own_networks on every machine that "
+        "uses it"
+    )
