@@ -283,6 +283,55 @@ def test_a_fleet_solves_and_survives_kill_9_of_child_worker_and_learner(fleet: S
     assert weights.index(client, run).latest > 2
 
 
+def test_on_policy_a_stopped_process_that_goes_on_is_not_learned_from_and_the_run_is_solved(
+    fleet: Site, server
+) -> None:
+    client = server.client
+    fleet.worker()
+    stopped = fleet.worker()
+    until(lambda: len(workers.alive(client)) == 2, fleet)
+    learner = fleet.start("learner")
+    config = fleet.config(
+        env={"id": "ddrl/Pick-v0"},
+        algorithm={"name": "ppo", "batch_size": 512, "num_epochs": 1, "learning_rate": 3e-3},  # busy players
+        stop={"return": 9.5},
+        evaluation={"every_s": 3600, "near_every_s": 3600},  # not before the second learner
+    )
+    tree = yaml.safe_load(config.read_text())
+    tree["replay"] = {}
+    del tree["learner"]["publish_every_s"]
+    config.write_text(yaml.safe_dump(tree))
+    run = json.loads(fleet.ddrl("submit", str(config), "--detach", "--json").stdout)["run"]
+    until(lambda: client.hlen(keys.producers(run)) == 2, fleet)
+    children = pool_children(stopped)
+
+    def dropped() -> bool:
+        return metrics.last(client, run).get("dropped", 0) >= 1
+
+    for _ in range(20):  # it may be stopped while it waits: then nothing of it is stale
+        for child in children:
+            os.kill(child, signal.SIGSTOP)
+        version = runs.state(client, run).version
+        until(lambda version=version: runs.state(client, run).version >= version + 10, fleet)  # nobody waits for it
+        for child in children:
+            os.kill(child, signal.SIGCONT)
+        now = metrics.last(client, run)["env_steps"]
+        until(lambda now=now: metrics.last(client, run)["env_steps"] > now, fleet)
+        if dropped():
+            break
+    assert dropped()
+    learner.terminate()
+    learner.wait()
+    spec = json.loads(client.get(keys.spec(run)))
+    spec["evaluation"] |= {"every_s": 1.0, "near_every_s": 0.2, "near": 5.0}
+    client.set(keys.spec(run), json.dumps(spec))
+    fleet.start("learner")
+    until(lambda: runs.state(client, run).ended, fleet)
+    assert runs.state(client, run).status == "solved", fleet.logs()
+    seen = [row["max_staleness"] for row in metrics.read(client, run)[0] if "max_staleness" in row]
+    assert seen and max(seen) <= 1
+
+
 def test_a_worker_that_joins_in_mid_run_plays_soon(fleet: Site, server) -> None:
     client = server.client
     fleet.worker(), fleet.start("learner")
@@ -321,7 +370,8 @@ def test_pause_uses_no_process_and_resume_goes_on(fleet: Site, server) -> None:
         (["env.id=LunarLadner-v3"], "LunarLander"),
         (["env.id=CartPole-v1"], "action_kind is 'discrete'"),
         (["env.id=ALE/Pong-v5"], "pip install 'ddrl[atari]'"),
-        (["algorithm.name=sacc"], "algorithm.name: 'sacc' is unknown; known are sac"),
+        (["algorithm.name=sacc"], "algorithm.name: 'sacc' is unknown; known are impala, ppo, sac"),
+        (["on_policy.max_staleness=2"], "on_policy.max_staleness: 2 has no effect on algorithm sac"),
         (["replay.warmup_steps=30000"], "replay.warmup_steps: 30000 is more than replay.capacity 20000"),
         (["replay.slack_steps=1", "replay.samples_per_insert=1"], "replay.slack_steps"),
         (["nonsense"], "-s nonsense: expected NAME.NAME=VALUE"),

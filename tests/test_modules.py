@@ -1,4 +1,4 @@
-""" "module:callable": loaded from allowed modules only, refused with a remedy."""
+"""Callables by "module:callable": loaded from allowed modules only, refused with a remedy."""
 
 from __future__ import annotations
 

@@ -1,11 +1,8 @@
-"""ddrl.networks.trunks: shapes, initial weights, hand numbers, and what is refused of one's own networks."""
+"""ddrl.networks.trunks: shapes, initial weights, hand numbers, and what is refused."""
 
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +12,7 @@ from torch.nn import functional as F
 
 from ddrl.networks.trunks import ConvTrunk, MLPTrunk, NetworkError, make_trunk, to_input
 
-IMAGES = [(10, 10, 4), (4, 84, 84), (84, 84, 1), (5, 5, 3)]
+IMAGES = [(10, 10, 4), (4, 84, 84), (84, 84, 1), (5, 5, 3), (8, 7, 8), (10, 10, 20)]  # channels last
 CONVOLUTIONS = {  # shape -> (channels, kernel, stride) of each, and the inputs of the first dense layer
     (10, 10, 4): ([(16, 3, 1), (32, 3, 1)], 32 * 6 * 6),
     (5, 5, 3): ([(16, 3, 1), (32, 3, 1)], 32),
@@ -92,7 +89,7 @@ def test_mlp_by_hand(activation: str, expected: list[float] | None) -> None:
         "layers.1.bias": torch.tensor([-1.0, 0.5]),
     }
     module.load_state_dict(state)
-    if expected is None:  # 1 - (-0) ..: first layer (1.5, -1) before its activation
+    if expected is None:  # the first layer gives (1.5, -1) before its activation
         first = (math.tanh(1.5), math.tanh(-1.0))
         expected = [math.tanh(first[0] + first[1] - 1.0), math.tanh(-first[0] + 0.5)]
     x = torch.tensor([[1.0, 0.0]])
@@ -115,7 +112,7 @@ def test_conv_layers(shape: tuple[int, ...]) -> None:
     layers, num_inputs = CONVOLUTIONS[shape]
     built = [(c.out_channels, c.kernel_size[0], c.stride[0]) for c in module.convolutions]
     assert built == layers
-    assert module.convolutions[0].in_channels == (shape[2] if shape[2] <= shape[0] else shape[0])
+    assert module.convolutions[0].in_channels == (shape[0] if shape[0] < min(shape[2], 5) else shape[2])
     assert [tuple(layer.weight.shape) for layer in module.layers] == [(7, num_inputs), (9, 7)]
     assert trunk("conv", shape, ())[1] == num_inputs
     assert module(torch.rand(2, *shape, generator=seeded())).shape == (2, 9)
@@ -139,7 +136,8 @@ def test_conv_equals_plain_layers(shape: tuple[int, ...], activation: str) -> No
     assert isinstance(module, ConvTrunk)
     act = getattr(torch, activation)
     image = torch.rand(2, *shape, generator=seeded())
-    x = torch.stack([image[..., c] for c in range(shape[2])], dim=1) if shape[2] <= shape[0] else image
+    first = shape[0] < min(shape[2], 5)  # channels first
+    x = image if first else torch.stack([image[..., c] for c in range(shape[2])], dim=1)
     for layer in module.convolutions:
         x = act(F.conv2d(x, layer.weight, layer.bias, stride=layer.stride, padding=layer.padding))
     for layer in module.layers:
@@ -158,8 +156,24 @@ def test_every_pixel_is_seen(side: int) -> None:
     module(image).sum().backward()
     assert image.grad is not None
     assert bool((image.grad > 0).all())
-    no_padding = (side - 3) % 2 == 0 if 16 <= side < 36 else side < 16
-    assert (module.convolutions[0].padding[0] == 0) >= no_padding
+
+
+@pytest.mark.parametrize(
+    ("side", "paddings"),
+    [
+        (5, (0, 0)),
+        (16, (1, 1)),
+        (17, (0, 1)),
+        (35, (0, 0)),
+        (84, (0, 0, 0)),
+        (85, (2, 1, 0)),
+        (87, (1, 1, 0)),
+    ],
+)
+def test_padding_is_the_least(side: int, paddings: tuple[int, ...]) -> None:
+    module, _ = trunk("conv", (side, side, 1), ())
+    assert isinstance(module, ConvTrunk)
+    assert tuple(layer.padding[0] for layer in module.convolutions) == paddings
 
 
 @pytest.mark.parametrize(("network", "shape"), [("mlp", (4,)), ("conv", (10, 10, 4))])
@@ -228,172 +242,3 @@ def test_observations_that_do_not_fit(network: str, shape: tuple[int, ...], expe
 def test_options_that_do_not_fit() -> None:
     assert "activation 'gelu' is unknown; use tanh or relu" in refusal("mlp", (4,), activation="gelu")
     assert "takes no keyword arguments, but got {'width': 3}" in refusal("conv", (10, 10, 4), width=3)
-
-
-OWN = """
-import torch
-from torch import nn
-
-class Good(nn.Module):
-    def __init__(self, observation_shape, width=3):
-        super().__init__()
-        self.layer = nn.Linear(observation_shape[0], width)
-    def forward(self, x):
-        return self.layer(x).relu()
-
-def change(forward, prepare=lambda module: None):
-    class Changed(Good):
-        def __init__(self, observation_shape):
-            super().__init__(observation_shape)
-            prepare(self)
-        def forward(self, x):
-            return forward(self, x)
-    return Changed
-
-def sequential(*layers):
-    return lambda shape: nn.Sequential(nn.Flatten(), nn.Linear(shape[0], 3), *layers)
-
-number = 3
-gives_list = lambda shape: [1]
-gives_class = lambda shape: Good
-flatten = lambda shape: nn.Flatten()
-dropout = sequential(nn.Dropout(0.5))
-batch_norm = sequential(nn.BatchNorm1d(3))
-batch_norm_2d = sequential(nn.Unflatten(1, (1, 1, 3)), nn.BatchNorm2d(1), nn.Flatten())
-double = lambda shape: Good(shape).double()
-lazy = lambda shape: nn.LazyLinear(6)
-
-def raises(shape):
-    raise RuntimeError("too small\\nreally")
-
-def type_error_within(shape):
-    return len(3)
-
-def fails(self, x):
-    raise RuntimeError("first line\\nsecond")
-forward_fails = change(fails)
-gives_tuple = change(lambda self, x: (self.layer(x), None))
-three_axes = change(lambda self, x: self.layer(x)[:, None])
-one_axis = change(lambda self, x: self.layer(x)[:, 0])
-mean_of_batch = change(lambda self, x: self.layer(x).mean(0, keepdim=True))
-no_features = change(lambda self, x: self.layer(x)[:, :0])
-gives_double = change(lambda self, x: self.layer(x).double())
-nan_on_zeros = change(lambda self, x: self.layer(x) / x.norm(dim=1, keepdim=True))
-nan_on_noise = change(lambda self, x: self.layer(x) + torch.where(x.any(), float("nan"), 0.0))
-batch_wide = change(lambda self, x: self.layer(x)[:, :1].expand(-1, len(x) + 1))
-centers = change(lambda self, x: self.layer(x) - self.layer(x).mean(0))
-detached = change(lambda self, x: self.layer(x).detach())
-less_in_evaluation = change(lambda self, x: self.layer(x)[:, :None if self.training else 2])
-
-def freeze(module):
-    module.layer.bias.requires_grad_(False)
-frozen = change(lambda self, x: self.layer(x), freeze)
-
-def add_unused(module):
-    module.other = nn.Linear(2, 2)
-unused = change(lambda self, x: self.layer(x), add_unused)
-
-def add_double(module):
-    module.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
-mixed = change(lambda self, x: self.layer(x) * self.scale.float(), add_double)
-
-def global_draws(shape):
-    global drawn
-    drawn = torch.rand(3)
-    return Good(shape)
-"""
-
-
-@pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
-    """An allowed module `own_networks`; gives it once it is imported."""
-    (tmp_path / "own_networks.py").write_text(OWN)
-    monkeypatch.delitem(sys.modules, "own_networks", raising=False)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("DDRL_ALLOW_MODULES", "own_networks")
-    return lambda: sys.modules["own_networks"]
-
-
-@pytest.mark.usefixtures("own")
-def test_own_network_starts_alike_by_its_seed() -> None:
-    before = torch.get_rng_state()
-    (first, num_features), (second, _), (other, _) = (
-        trunk("own_networks:Good", (4,), seed=seed, width=7) for seed in (1, 1, 2)
-    )
-    assert num_features == 7
-    assert torch.equal(torch.get_rng_state(), before)
-    assert same(first, second)
-    assert not same(first, other)
-    assert first.training
-    assert all(parameter.grad is None for parameter in first.parameters())
-    one_generator = seeded()
-    pair = [
-        make_trunk("own_networks:Good", (4,), hidden_sizes=(), activation="tanh", generator=one_generator)[0]
-        for _ in range(2)
-    ]
-    assert not same(*pair)  # actor and critic of one learner
-
-
-def test_own_network_draws_from_the_seeded_generator(own: Callable[[], Any]) -> None:
-    trunk("own_networks:global_draws", (4,), seed=5)
-    drawn = own().drawn
-    torch.manual_seed(0)
-    trunk("own_networks:global_draws", (4,), seed=5)
-    assert torch.equal(own().drawn, drawn)
-    trunk("own_networks:global_draws", (4,), seed=None)
-    assert torch.equal(own().drawn, torch.rand(3, generator=seeded(0)))  # nothing else was drawn meanwhile
-
-
-@pytest.mark.usefixtures("own")
-def test_lazy_layers_are_made_by_the_check() -> None:
-    (first, num_features), (second, _) = (trunk("own_networks:lazy", (4,)) for _ in range(2))
-    assert num_features == 6
-    assert same(first, second)
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("missing", "module own_networks has no 'missing'; name a callable of it"),
-        ("number", "is int, which cannot be called"),
-        ("gives_list", "returned list; return a torch.nn.Module"),
-        ("gives_class", "returned type; return a torch.nn.Module"),
-        ("raises", "making it raised RuntimeError (too small); fix it for shape (4,)"),
-        ("type_error_within", "refused (object of type 'int' has no len()); it is called as make(observation_shape"),
-        ("forward_fails", "forward raised RuntimeError (first line) on float32 [2, 4]; make it take"),
-        ("double", "forward raised RuntimeError (mat1 and mat2 must have the same dtype"),
-        ("gives_tuple", "forward returned tuple, not a tensor; return float32 features [B, F] for observations [2, 4]"),
-        ("three_axes", "forward returned shape [2, 1, 3]; return float32 features [B, F]"),
-        ("one_axis", "forward returned shape [2]; return float32 features [B, F]"),
-        ("mean_of_batch", "forward returned shape [1, 3]; return float32 features [B, F] for observations [2, 4]"),
-        ("no_features", "forward returned shape [2, 0]; return float32 features"),
-        ("gives_double", "forward returned float64; return float32 features"),
-        ("nan_on_zeros", "forward returned NaN or infinity on zeros; check"),
-        ("nan_on_noise", "forward returned NaN or infinity on noise in [0, 1]; check"),
-        ("batch_wide", "returned 2 features for batch 1 and 3 for batch 2; return the same number"),
-        ("less_in_evaluation", "returned 2 features in evaluation mode and 3 in training; return the same number"),
-        ("centers", "the features of one observation change with its batch"),
-        ("dropout", "by chance or in evaluation mode; use LayerNorm or GroupNorm instead of BatchNorm, and no Dropout"),
-        ("batch_norm", "forward raised ValueError (Expected more than 1 value per channel when training"),
-        ("batch_norm_2d", "use LayerNorm or GroupNorm instead of BatchNorm"),
-        ("flatten", "has no trainable parameters; return a module with layers"),
-        ("detached", "no gradient passes through forward; compute with torch"),
-        ("frozen", "parameter layer.bias is not trainable; make it a buffer (register_buffer)"),
-        ("unused", "parameter other.weight has no effect on the features; use it in forward or remove it"),
-        ("mixed", "parameter scale is float64; make it float32"),
-    ],
-)  # fmt: skip
-@pytest.mark.usefixtures("own")
-def test_own_networks_that_are_refused(name: str, expected: str) -> None:
-    assert expected in refusal(f"own_networks:{name}", (4,))
-
-
-def test_own_network_where_it_may_not_be(own: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = "observation shape (4,) and keyword arguments {'widht': 3} refused ("
-    assert expected in refusal("own_networks:Good", (4,), widht=3)
-    assert "making it raised" not in refusal("own_networks:Good", (), width=3)
-    monkeypatch.delenv("DDRL_ALLOW_MODULES")
-    assert refusal("own_networks:Good", (4,)).endswith(
-        "module own_networks may not be imported here; set DDRL_ALLOW_MODULES=own_networks on every machine that "
-        "uses it"
-    )

@@ -11,8 +11,9 @@ An MLP plays in plain NumPy, so that its rollout processes need no torch; other 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -21,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 from ddrl.types import EnvSpec
 
 OBSERVATION_CLIP = 10.0  # of normalized observations, in standard deviations
+_ACTIVATIONS: Mapping[str, Callable[..., Any]] = {"tanh": np.tanh, "relu": partial(np.maximum, 0.0)}
 
 
 class Options(BaseModel):
@@ -94,7 +96,7 @@ class Options(BaseModel):
         ge=0,
         le=1,
         alias="lambda",
-        description="Decay of the traces: 0 trusts the critic after one step, 1 trusts rewards alone. Usual: 0.8 to 0.98.",
+        description="Decay of the traces: 0 trusts the critic after one step, 1 rewards alone. Usual: 0.8 to 0.98.",
     )
     batch_size: PositiveInt = Field(
         2_048,
@@ -215,17 +217,25 @@ class Policy:
         )
         self._scale, self._center = (self._high - self._low) / 2, (self._high + self._low) / 2
         self._sections = np.cumsum(spec.action_sizes)[:-1]  # where the logits of each dimension begin
-        self._network = _Mlp(config.activation) if config.network == "mlp" else _module(config, spec)
+        self._network = _Mlp(config, spec) if config.network == "mlp" else _module(config, spec)
         self._mean = self._std = self._log_std = np.zeros(0, np.float32)
+        self._shapes = {"log_std": self._low.shape} if self._is_continuous else {}
+        if config.normalize_observations:
+            self._shapes |= dict.fromkeys(("observation_mean", "observation_std"), spec.observation_shape)
 
     def load(self, weights: Mapping[str, Any]) -> None:
-        """Take over what the learner's `weights` returned: CPU tensors, or arrays as they come off the wire."""
+        """Take over what the learner's `weights` returned: CPU tensors, or arrays as they come off the wire.
+
+        Raises:
+            ValueError: they are those of another configuration or environment.
+        """
         arrays = {name: np.array(value, np.float32) for name, value in weights.items()}
-        self._mean, self._std = (
-            arrays.pop(f"observation_{name}", np.zeros(0, np.float32)) for name in ("mean", "std")
-        )
+        actor = {name: arrays.pop(name) for name in weights if name.startswith(("actor.", "policy_head."))}
+        _check_shapes(self._shapes, arrays)
+        self._network.load(actor)
         self._log_std = arrays.get("log_std", self._log_std)
-        self._network.load(arrays)
+        self._mean = arrays.get("observation_mean", self._mean)
+        self._std = arrays.get("observation_std", self._std)
 
     def act(self, observation: np.ndarray) -> np.ndarray:
         """The mode: [N, *O] -> [N, *A], float32 in the environment's unit or int64."""
@@ -265,18 +275,19 @@ class Policy:
     def _parameters(self, observation: np.ndarray, *, by_row: bool) -> np.ndarray:
         """[N, *O] -> [N, P]."""
         if len(self._mean):
+            observation = np.asarray(observation, np.float32)
             observation = np.clip((observation - self._mean) / self._std, -OBSERVATION_CLIP, OBSERVATION_CLIP)
-        return self._network.forward(observation, by_row)
+        parameters: np.ndarray = self._network.forward(observation, by_row)
+        return parameters
 
     def _choose(self, parameters: np.ndarray) -> np.ndarray:
         """The means [N, A], or the choices of largest logits [N, D] int64."""
         if self._is_continuous:
             return parameters
         if not len(self._sections):
-            return parameters.argmax(axis=1)[:, None]
-        return np.stack(
-            [part.argmax(axis=1) for part in np.split(parameters, self._sections, axis=1)], axis=1
-        )
+            return np.expand_dims(parameters.argmax(axis=1), 1)
+        parts = np.split(parameters, self._sections, axis=1)
+        return np.stack([part.argmax(axis=1) for part in parts], axis=1)
 
     def _to_environment(self, action: np.ndarray) -> np.ndarray:
         """Raw actions or choices, one row each, in the environment's unit and shape."""
@@ -291,24 +302,24 @@ class Policy:
 class _Mlp:
     """The actor as plain NumPy."""
 
-    def __init__(self, activation: str) -> None:
-        self._activate: Callable[..., np.ndarray] = np.tanh if activation == "tanh" else _relu
+    def __init__(self, config: Options, spec: EnvSpec) -> None:
+        self._activate = _ACTIVATIONS[config.activation]
+        self._names = [*(f"actor.layers.{i}" for i in range(len(config.hidden_sizes))), "policy_head"]
+        sizes = (*spec.observation_shape, *config.hidden_sizes, num_policy_parameters(spec))
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        for name, (inputs, outputs) in zip(self._names, pairwise(sizes), strict=True):
+            self._shapes |= {f"{name}.weight": (outputs, inputs), f"{name}.bias": (outputs,)}
         self._layers: list[tuple[np.ndarray, np.ndarray]] = []
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        trunk = {
-            int(found[1]): name
-            for name in arrays
-            if (found := re.fullmatch(r"actor\.\D*(\d+)\.weight", name))
-        }
-        names = [*(trunk[i] for i in sorted(trunk)), "policy_head.weight"]
+        _check_shapes(self._shapes, arrays)
         self._layers = [
-            (np.ascontiguousarray(arrays[name].T), arrays[name.replace("weight", "bias")]) for name in names
+            (np.ascontiguousarray(arrays[f"{name}.weight"].T), arrays[f"{name}.bias"]) for name in self._names
         ]
 
     def forward(self, x: np.ndarray, by_row: bool) -> np.ndarray:
         size = len(x)
-        x = np.asarray(x, np.float32)
+        x = x / np.float32(255.0) if x.dtype == np.uint8 else np.asarray(x, np.float32)  # as trunks.to_input
         if by_row:
             x = x[:, None]  # [N, 1, O]: NumPy multiplies row by row
         *hidden, last = self._layers
@@ -316,11 +327,15 @@ class _Mlp:
             x = x @ weight
             x += bias
             self._activate(x, out=x)
-        return (x @ last[0] + last[1]).reshape(size, -1)
+        output: np.ndarray = x @ last[0] + last[1]
+        return output.reshape(size, -1)
 
 
-def _relu(x: np.ndarray, out: np.ndarray) -> np.ndarray:
-    return np.maximum(x, 0.0, out=out)
+def _check_shapes(expected: Mapping[str, tuple[int, ...]], arrays: Mapping[str, np.ndarray]) -> None:
+    for name in sorted(expected.keys() | arrays.keys()):
+        found, wanted = arrays[name].shape if name in arrays else None, expected.get(name)
+        if found != wanted:
+            raise ValueError(f"{name}: shape {found} in the weights, {wanted} here")
 
 
 def _module(config: Options, spec: EnvSpec) -> Any:

@@ -78,23 +78,16 @@ def targets(
     steps = (reward, discount)
     if estimator == "gae":
         return returns.gae(*steps, value, next_value, continues, lambda_=lambda_)
-    if estimator == "vtrace":
-        return returns.vtrace(
-            *steps,
-            value,
-            next_value,
-            continues,
-            log_rho,
-            lambda_=lambda_,
-            rho_bar=rho_bar,
-            pg_rho_bar=rho_bar,
-        )
+    if estimator in ("vtrace", "upgo"):
+        corrected = (*steps, value, next_value, continues, log_rho)
+        advantage, return_ = returns.vtrace(*corrected, lambda_=lambda_, rho_bar=rho_bar, pg_rho_bar=rho_bar)
+        if estimator == "upgo":  # AlphaStar's TD(lambda) values, which V-trace's are where data are not stale
+            advantage = returns.upgo(*corrected)[0]
+        return advantage, return_
     if estimator == "monte_carlo":
         return_ = returns.monte_carlo(*steps, next_value, continues)
     else:
         return_ = returns.td_lambda(*steps, next_value, continues, lambda_=lambda_)
-    if estimator == "upgo":  # the critic keeps its TD(lambda) targets, as in AlphaStar
-        return returns.upgo(*steps, value, next_value, continues, log_rho)[0], return_
     return return_ - value, return_
 
 
@@ -174,7 +167,9 @@ class Trainee:
         log_prob, _ = self.log_prob(
             parameters[row], batch.action.reshape(row.numel(), *batch.action.shape[2:])
         )
-        true_value = value * std + mean
+        is_first = config.normalize_returns and self._statistics["return_count"] == 0
+        # Before the first returns are seen the critic's outputs have no unit, and count for nothing.
+        true_value = torch.zeros_like(value) if is_first else value * std + mean
         advantage, return_ = targets(
             estimator,
             reward=batch.reward if reward_clip is None else batch.reward.clamp(-reward_clip, reward_clip),
@@ -191,7 +186,7 @@ class Trainee:
         if config.normalize_returns:
             self._rescale(return_)
             mean, std = self.return_scale
-            value = (true_value - mean) / std
+            value = value if is_first else (true_value - mean) / std
         return Prepared(
             observation=observation[row],
             action=batch.action.reshape(-1, *batch.action.shape[2:])[played],
@@ -226,6 +221,12 @@ class Trainee:
         self.optimizer.step()
         self.num_updates += 1
 
+    def finish(self, batch: Trajectories, num_steps: int) -> None:
+        """End an iteration: count the transitions learned from, and take its observations into their statistics."""
+        if self.num_steps:  # those of the first one were taken by `prepare`
+            self.observe(batch)
+        self.num_steps += num_steps
+
     @torch.no_grad()
     def observe(self, batch: Trajectories) -> None:
         """Take a batch's observations into their statistics: all that were ever seen weigh alike.
@@ -250,7 +251,7 @@ class Trainee:
         if not self._config.normalize_observations:
             return observation
         mean, std = (part.to(self.device) for part in self._observation_scale())
-        return ((observation - mean) / std).clamp(-OBSERVATION_CLIP, OBSERVATION_CLIP)
+        return ((observation.float() - mean) / std).clamp(-OBSERVATION_CLIP, OBSERVATION_CLIP)
 
     def _observation_scale(self) -> tuple[Tensor, Tensor]:
         variance = self._statistics["observation_variance"]
@@ -265,21 +266,25 @@ class Trainee:
     def _rescale(self, return_: Tensor) -> None:
         """Move the statistics of returns, and the critic's head so that its predictions stay what they were.
 
+        The first returns only give the unit of the untrained critic's outputs, whatever the size of rewards.
         Source: van Hasselt et al. 2016, arXiv:1602.07714 (Pop-Art), equations 5 to 7.
         """
         old_mean, old_std = self.return_scale
         count = float(self._statistics["return_count"])
         rate = max(_RETURN_RATE, 1.0 / (count + 1.0))
-        sample_mean, sample_square = float(return_.mean()), float(return_.square().mean())
-        square = old_std**2 + old_mean**2 if count else 0.0
-        mean = (1 - rate) * (old_mean if count else 0.0) + rate * sample_mean
-        variance = max((1 - rate) * square + rate * sample_square - mean**2, _LEAST_STD**2)
+        sample = return_.to("cpu", torch.float64)  # the difference of two squares would lose float32's digits
+        sample_mean, sample_square = float(sample.mean()), float(sample.square().mean())
+        mean = (1 - rate) * old_mean + rate * sample_mean
+        variance = max(
+            (1 - rate) * (old_std**2 + old_mean**2) + rate * sample_square - mean**2, _LEAST_STD**2
+        )
         for name, value in (("count", count + 1.0), ("mean", mean), ("variance", variance)):
             self._statistics[f"return_{name}"].fill_(value)
         mean, std = self.return_scale
-        head = self.net.value_head
-        head.weight.mul_(old_std / std)
-        head.bias.mul_(old_std).add_(old_mean - mean).div_(std)
+        if count:
+            head = self.net.value_head
+            head.weight.mul_(old_std / std)
+            head.bias.mul_(old_std).add_(old_mean - mean).div_(std)
 
     def weights(self) -> dict[str, Tensor]:
         """What a `Policy` needs, as CPU copies."""

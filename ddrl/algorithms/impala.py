@@ -50,11 +50,11 @@ class Config(actor_critic.Options):
     max_grad_norm: float | None = Field(
         40.0,
         gt=0,
-        description="The gradient of the mean loss is scaled down to this norm. None: never. Usual: 0.5 to 40.",
+        description="The gradient, summed over the batch, is scaled down to this norm. None: never. Usual: 40.",
     )
     batch_size: PositiveInt = Field(
         640,
-        description="Transitions of one update, after which a version is published. Usual: 20 steps of 32 environments.",
+        description="Transitions of one update, then a version is published. Usual: 20 steps of 32 environments.",
     )
     optimizer: Literal["rmsprop", "adam"] = Field(
         "rmsprop", description="rmsprop (decay 0.99, eps 0.1) as in the paper, or adam (eps 1e-5)."

@@ -67,9 +67,10 @@ class IMPALA:
         policy_loss = policy_gradient_loss(log_prob, prepared.advantage)
         value_loss = 0.5 * (value - prepared.return_).square().mean()
         bonus = trainee.scheduled("entropy_coefficient") * entropy.mean()
-        trainee.step(policy_loss + config.value_coefficient * value_loss - bonus, learning_rate=learning_rate)
-        trainee.num_steps += len(prepared)
-        trainee.observe(batch)
+        loss = policy_loss + config.value_coefficient * value_loss - bonus
+        # The paper's loss is a sum over the batch, and its epsilon and gradient norm are of that size.
+        trainee.step(len(prepared) * loss, learning_rate=learning_rate)
+        trainee.finish(batch, len(prepared))
         rho = (prepared.log_prob - prepared.behavior_log_prob).exp()
         return {
             "policy_loss": policy_loss.detach(),

@@ -101,8 +101,7 @@ class PPO:
             ):
                 break
         figures = self._figures(prepared, old_log_prob, clip)
-        trainee.num_steps += len(prepared)
-        trainee.observe(batch)
+        trainee.finish(batch, len(prepared))
         settings = {"learning_rate": learning_rate, "epochs": float(num_epochs)}
         return figures | {name: torch.tensor(value) for name, value in settings.items()}
 

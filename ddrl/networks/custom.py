@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -42,8 +42,12 @@ def custom_trunk(
     Raises:
         NetworkError: it cannot be made, or does not do what `trunks.make_trunk` asks for.
     """
+    try:
+        make = load_callable(network)  # not seeded: importing may draw numbers, and happens only once
+    except ModuleError as error:
+        raise NetworkError(f"network {error}") from None
     with _seeded(generator):
-        module = _load(network, observation_shape, kwargs)
+        module = _make(network, make, observation_shape, kwargs)
         return module, _check(network, module, observation_shape)
 
 
@@ -59,12 +63,10 @@ def _seeded(generator: Generator | None) -> Iterator[None]:
         yield
 
 
-def _load(network: str, shape: tuple[int, ...], kwargs: Mapping[str, Any]) -> nn.Module:
+def _make(
+    network: str, make: Callable[..., Any], shape: tuple[int, ...], kwargs: Mapping[str, Any]
+) -> nn.Module:
     """The user's module, not yet checked."""
-    try:
-        make = load_callable(network)
-    except ModuleError as error:
-        raise NetworkError(f"network {error}") from None
     try:
         module = make(shape, **kwargs)
     except TypeError as error:
@@ -96,13 +98,13 @@ def _check(network: str, module: nn.Module, shape: tuple[int, ...]) -> int:
     with torch.no_grad():
         alone = _features(network, module, noise[:1])
         _features(network, module, torch.zeros(2, *shape))
-    for num, found in ((1, alone), (2, evaluated)):
-        if found.shape[1] != features.shape[1]:
-            refuse(
-                network,
-                f"returned {found.shape[1]} features for batch {num} and {features.shape[1]} for batch 2; "
-                "return the same number for every batch",
-            )
+    width = features.shape[1]
+    for found, difference in (
+        (alone, f"for batch 1 and {width} for batch 2"),
+        (evaluated, f"in evaluation mode and {width} in training"),
+    ):
+        if found.shape[1] != width:
+            refuse(network, f"returned {found.shape[1]} features {difference}; return the same number always")
     for found in (alone, evaluated):
         if not torch.allclose(found[0], features[0], rtol=1e-3, atol=1e-4):
             refuse(
@@ -111,7 +113,7 @@ def _check(network: str, module: nn.Module, shape: tuple[int, ...]) -> int:
                 "use LayerNorm or GroupNorm instead of BatchNorm, and no Dropout",
             )
     _check_parameters(network, module, features)
-    return int(features.shape[1])
+    return width
 
 
 def _features(network: str, module: nn.Module, observation: Tensor) -> Tensor:

@@ -51,6 +51,6 @@ class ModulePlayer:
     def forward(self, observation: np.ndarray, by_row: bool) -> np.ndarray:
         """[N, *O] -> [N, P] policy parameters; each row by itself if `by_row`."""
         x = to_input(torch.from_numpy(np.ascontiguousarray(observation)))
-        rows = x.split(1) if by_row else (x,)
+        rows = [x[i : i + 1] for i in range(len(x))] if by_row else [x]
         outputs = [self._module["policy_head"](self._module["actor"](row)) for row in rows]
         return torch.cat(outputs).numpy()

@@ -35,6 +35,7 @@ Activation = Callable[[Tensor], Tensor]
 ACTIVATIONS: Mapping[str, Activation] = {"tanh": torch.tanh_, "relu": torch.relu_}  # both in place
 
 LEAST_SIDE = 5  # of an image, in pixels
+MOST_FIRST_CHANNELS = 4  # a longer first axis is one of pixels
 # By the shorter side of the image: channels, side of the kernel and stride of each convolution.
 _CONVOLUTIONS = (
     (36, ((32, 8, 4), (64, 4, 2), (64, 3, 1))),  # Mnih et al. 2015 (Nature 518), methods
@@ -157,7 +158,7 @@ class MLPTrunk(nn.Module):
 class ConvTrunk(nn.Module):
     """Convolutions, then dense layers, from a small image [H, W, C] or [C, H, W].
 
-    The channel axis is the shorter of the first and the last one, the last one if they are equal. The convolutions
+    The channel axis is the last one, unless the first is of at most MOST_FIRST_CHANNELS and the shorter one. The convolutions
     go by the shorter side of the image: from 36 pixels three of kernels 8, 4, 3, strides 4, 2, 1 and 32, 64, 64
     channels; from 16 pixels two of 3x3, stride 2, 16 and 32 channels; from 5 pixels the same with stride 1. Zeros
     pad the border, as few as let every pixel be seen.
@@ -191,7 +192,7 @@ class ConvTrunk(nn.Module):
                 f"needs images [H, W, C] or [C, H, W], but observations are {observation_shape}; use {other}",
             )
         first, *_, last = observation_shape
-        self._channels_last = last <= first
+        self._channels_last = last <= first or first > MOST_FIRST_CHANNELS
         channels, *sides = (last, *observation_shape[:2]) if self._channels_last else observation_shape
         if min(sides) < LEAST_SIDE:
             refuse(

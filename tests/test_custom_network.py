@@ -1,0 +1,210 @@
+"""ddrl.networks.custom: a network of one's own starts by its seed, and is refused by what is wrong with it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ddrl.networks.trunks import NetworkError, make_trunk
+
+
+def trunk(
+    network: str, shape: tuple[int, ...], *, seed: int | None = 0, **kwargs: Any
+) -> tuple[nn.Module, int]:
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    return make_trunk(network, shape, hidden_sizes=(), activation="tanh", kwargs=kwargs, generator=generator)
+
+
+def refusal(network: str, shape: tuple[int, ...], **kwargs: Any) -> str:
+    with pytest.raises(NetworkError) as refused:
+        trunk(network, shape, **kwargs)
+    message = str(refused.value)
+    assert message.startswith(f"network {network}: ")
+    assert "\n" not in message
+    assert refused.value.__suppress_context__ or refused.value.__context__ is None
+    return message
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+    return all(torch.equal(left, right) for left, right in pairs)
+
+
+OWN = """
+import torch
+from torch import nn
+
+class Good(nn.Module):
+    def __init__(self, observation_shape, width=3):
+        super().__init__()
+        self.layer = nn.Linear(observation_shape[0], width)
+    def forward(self, x):
+        return self.layer(x).relu()
+
+def change(forward, prepare=lambda module: None):
+    class Changed(Good):
+        def __init__(self, observation_shape):
+            super().__init__(observation_shape)
+            prepare(self)
+        def forward(self, x):
+            return forward(self, x)
+    return Changed
+
+def sequential(*layers):
+    return lambda shape: nn.Sequential(nn.Flatten(), nn.Linear(shape[0], 3), *layers)
+
+at_import = torch.rand(5)  # as some modules do; it may not move the seed of what follows
+number = 3
+gives_list = lambda shape: [1]
+gives_class = lambda shape: Good
+flatten = lambda shape: nn.Flatten()
+dropout = sequential(nn.Dropout(0.5))
+batch_norm = sequential(nn.BatchNorm1d(3))
+batch_norm_2d = sequential(nn.Unflatten(1, (1, 1, 3)), nn.BatchNorm2d(1), nn.Flatten())
+double = lambda shape: Good(shape).double()
+lazy = lambda shape: nn.LazyLinear(6)
+
+def raises(shape):
+    raise RuntimeError("too small\\nreally")
+
+def type_error_within(shape):
+    return len(3)
+
+def fails(self, x):
+    raise RuntimeError("first line\\nsecond")
+forward_fails = change(fails)
+gives_tuple = change(lambda self, x: (self.layer(x), None))
+three_axes = change(lambda self, x: self.layer(x)[:, None])
+one_axis = change(lambda self, x: self.layer(x)[:, 0])
+mean_of_batch = change(lambda self, x: self.layer(x).mean(0, keepdim=True))
+no_features = change(lambda self, x: self.layer(x)[:, :0])
+gives_double = change(lambda self, x: self.layer(x).double())
+nan_on_zeros = change(lambda self, x: self.layer(x) / x.norm(dim=1, keepdim=True))
+nan_on_noise = change(lambda self, x: self.layer(x) + torch.where(x.any(), float("nan"), 0.0))
+batch_wide = change(lambda self, x: self.layer(x)[:, :1].expand(-1, len(x) + 1))
+centers = change(lambda self, x: self.layer(x) - self.layer(x).mean(0))
+twice_in_training = change(lambda self, x: self.layer(x) * (2 if self.training else 1))
+detached = change(lambda self, x: self.layer(x).detach())
+less_in_evaluation = change(lambda self, x: self.layer(x)[:, :None if self.training else 2])
+
+def freeze(module):
+    module.layer.bias.requires_grad_(False)
+frozen = change(lambda self, x: self.layer(x), freeze)
+
+def add_unused(module):
+    module.other = nn.Linear(2, 2)
+unused = change(lambda self, x: self.layer(x), add_unused)
+
+def add_double(module):
+    module.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+mixed = change(lambda self, x: self.layer(x) * self.scale.float(), add_double)
+
+def global_draws(shape):
+    global drawn
+    drawn = torch.rand(3)
+    return Good(shape)
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
+    """An allowed module `own_networks`; gives it once it is imported."""
+    (tmp_path / "own_networks.py").write_text(OWN)
+    monkeypatch.delitem(sys.modules, "own_networks", raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("DDRL_ALLOW_MODULES", "own_networks")
+    return lambda: sys.modules["own_networks"]
+
+
+@pytest.mark.usefixtures("own")
+def test_own_network_starts_alike_by_its_seed() -> None:
+    first, num_features = trunk("own_networks:Good", (4,), seed=1, width=7)  # imports the module
+    before = torch.get_rng_state()
+    second, other = (trunk("own_networks:Good", (4,), seed=seed, width=7)[0] for seed in (1, 2))
+    assert num_features == 7
+    assert torch.equal(torch.get_rng_state(), before)
+    assert same(first, second)
+    assert not same(first, other)
+    assert first.training
+    assert all(parameter.grad is None for parameter in first.parameters())
+    one_generator = torch.Generator().manual_seed(0)
+    pair = [
+        make_trunk("own_networks:Good", (4,), hidden_sizes=(), activation="tanh", generator=one_generator)[0]
+        for _ in range(2)
+    ]
+    assert not same(*pair)  # actor and critic of one learner
+
+
+def test_own_network_draws_from_the_seeded_generator(own: Callable[[], Any]) -> None:
+    trunk("own_networks:global_draws", (4,), seed=5)
+    drawn = own().drawn
+    torch.manual_seed(0)
+    trunk("own_networks:global_draws", (4,), seed=5)
+    assert torch.equal(own().drawn, drawn)
+    trunk("own_networks:global_draws", (4,), seed=None)
+    assert torch.equal(
+        own().drawn, torch.rand(3, generator=torch.Generator().manual_seed(0))
+    )  # nothing else was drawn meanwhile
+
+
+@pytest.mark.usefixtures("own")
+def test_lazy_layers_are_made_by_the_check() -> None:
+    (first, num_features), (second, _) = (trunk("own_networks:lazy", (4,)) for _ in range(2))
+    assert num_features == 6
+    assert same(first, second)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("missing", "module own_networks has no 'missing'; name a callable of it"),
+        ("number", "is int, which cannot be called"),
+        ("gives_list", "returned list; return a torch.nn.Module"),
+        ("gives_class", "returned type; return a torch.nn.Module"),
+        ("raises", "making it raised RuntimeError (too small); fix it for shape (4,)"),
+        ("type_error_within", "refused (object of type 'int' has no len()); it is called as make(observation_shape"),
+        ("forward_fails", "forward raised RuntimeError (first line) on float32 [2, 4]; make it take"),
+        ("double", "forward raised RuntimeError (mat1 and mat2 must have the same dtype"),
+        ("gives_tuple", "forward returned tuple, not a tensor; return float32 features [B, F] for observations [2, 4]"),
+        ("three_axes", "forward returned shape [2, 1, 3]; return float32 features [B, F]"),
+        ("one_axis", "forward returned shape [2]; return float32 features [B, F]"),
+        ("mean_of_batch", "forward returned shape [1, 3]; return float32 features [B, F] for observations [2, 4]"),
+        ("no_features", "forward returned shape [2, 0]; return float32 features"),
+        ("gives_double", "forward returned float64; return float32 features"),
+        ("nan_on_zeros", "forward returned NaN or infinity on zeros; check"),
+        ("nan_on_noise", "forward returned NaN or infinity on noise in [0, 1]; check"),
+        ("batch_wide", "returned 2 features for batch 1 and 3 for batch 2; return the same number always"),
+        ("less_in_evaluation", "returned 2 features in evaluation mode and 3 in training; return the same number"),
+        ("centers", "the features of one observation change with its batch"),
+        ("twice_in_training", "by chance or in evaluation mode; use LayerNorm"),
+        ("dropout", "by chance or in evaluation mode; use LayerNorm or GroupNorm instead of BatchNorm, and no Dropout"),
+        ("batch_norm", "forward raised ValueError (Expected more than 1 value per channel when training"),
+        ("batch_norm_2d", "use LayerNorm or GroupNorm instead of BatchNorm"),
+        ("flatten", "has no trainable parameters; return a module with layers"),
+        ("detached", "no gradient passes through forward; compute with torch"),
+        ("frozen", "parameter layer.bias is not trainable; make it a buffer (register_buffer)"),
+        ("unused", "parameter other.weight has no effect on the features; use it in forward or remove it"),
+        ("mixed", "parameter scale is float64; make it float32"),
+    ],
+)  # fmt: skip
+@pytest.mark.usefixtures("own")
+def test_own_networks_that_are_refused(name: str, expected: str) -> None:
+    assert expected in refusal(f"own_networks:{name}", (4,))
+
+
+def test_own_network_where_it_may_not_be(own: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = "observation shape (4,) and keyword arguments {'widht': 3} refused ("
+    assert expected in refusal("own_networks:Good", (4,), widht=3)
+    expected = "making it raised IndexError (tuple index out of range); fix it for shape ()"
+    assert expected in refusal("own_networks:Good", ())
+    monkeypatch.delenv("DDRL_ALLOW_MODULES")
+    assert refusal("own_networks:Good", (4,)).endswith(
+        "module own_networks may not be imported here; set DDRL_ALLOW_MODULES=own_networks on every machine that "
+        "uses it"
+    )
