@@ -319,7 +319,7 @@ class Learner:
             version=version,
             blob=codec.encode_weights({name: tensor.numpy() for name, tensor in parameters.items()}),
             allowance=allowance,
-            share=self.experience.share,
+            players=self.experience.players,
             updates=self._updates,
             drop=drop,
         )
@@ -329,8 +329,8 @@ class Learner:
         """Tell collectors of more room, in steps worth a call."""
         allowance = self._allowance(self.version)
         if allowance >= self._allowed + self.experience.grain:
-            share, updates = self.experience.share, self._updates
-            stream.allow(self._client, self._run, self._token, allowance, share=share, updates=updates)
+            players, updates = self.experience.players, self._updates
+            stream.allow(self._client, self._run, self._token, allowance, players=players, updates=updates)
             self._allowed = allowance
 
     def _allowance(self, version: int) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 import socket
+import sys
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -61,6 +62,8 @@ class Player:
             random_until_learned=not resolved.on_policy if at_random is None else at_random,
             seed=self.config.seed,
         )
+        self.most_steps: int = resolved.config.batch_size if resolved.on_policy else sys.maxsize
+        """Transitions of one fragment that the learner has a use for."""
         self.unsent: Unsent | None = None
         self._host = socket.gethostname()
 
@@ -171,7 +174,8 @@ def play(client: Redis, blocking: Redis, players: Players, run: str) -> int:
             if not player.load(client, word.version):
                 word = stream.remaining(client, run)
                 continue
-            player.play(max_steps=max(1, -(-word.remaining_steps // num_envs)))
+            wanted = min(word.remaining_steps, player.most_steps)
+            player.play(max_steps=max(1, -(-wanted // num_envs)))
         transitions = player.unsent.num_transitions if player.unsent else 0
         word = player.send(client)
         appended += transitions if word.answer not in (Answer.FULL, Answer.STOPPED) else 0

@@ -289,10 +289,10 @@ def slow_value_loss(value: Tensor, old_value: float, return_: float, *, clip: fl
     """Half the larger of the squared errors of a value and of the same value kept within `clip` of the old one."""
     error = (value - return_) ** 2
     if clip is not None:
-        near = value if abs(float(value) - old_value) <= clip else torch.tensor(
-            old_value + math.copysign(clip, float(value) - old_value)
-        )  # fmt: skip
-        error = max(error, (near - return_) ** 2, key=float)
+        moved = float(value.detach()) - old_value
+        near = value if abs(moved) <= clip else torch.tensor(old_value + math.copysign(clip, moved))
+        other = (near - return_) ** 2
+        error = other if bool(other > error) else error
     return 0.5 * error
 
 

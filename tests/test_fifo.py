@@ -117,13 +117,13 @@ def test_what_is_dropped_is_given_back() -> None:
     assert fifo.allowance(num_steps=8, num_updates=0, version=5) == 8 + B
 
 
-def test_the_share_of_a_producer() -> None:
+def test_the_players_that_share_the_allowance() -> None:
     fifo = make()
-    assert fifo.share == 0
+    assert fifo.players == 1
     for producer in range(4):
         fifo.admit(fragment(0, producer=producer), b"%d-0" % producer, version=0)
     assert draw(fifo, 0) is not None
-    assert fifo.share == B // 4
+    assert fifo.players == 4
 
 
 def test_a_fragment_of_another_algorithm_is_refused() -> None:

@@ -29,7 +29,7 @@ def begin(client: Redis, **sections) -> tuple[str, int]:
 def test_segments_continue_episodes_of_one_producer_without_a_gap(client: Redis) -> None:
     run, token = begin(client)
     players = play_steps(client, run, token, 300)
-    stream.allow(client, run, token, 10**6, 0)
+    stream.allow(client, run, token, 10**6, updates=0)
     play(client, client, players, run)
     fragments = [codec.decode(entry.fields) for entry in stream.read(client, run, b"0-0", count=1000)]
     assert [fragment.seq for fragment in fragments] == list(range(len(fragments)))
@@ -44,7 +44,7 @@ def test_a_segment_waits_at_the_allowance_with_at_most_one_fragment_too_much(cli
     run, token = begin(client, rollout={"segment_s": 0.3, "max_fragment_steps": 8})
     play_steps(client, run, token, 10)
     before = stream_steps(client, run)
-    stream.allow(client, run, token, before + 50, 0)
+    stream.allow(client, run, token, before + 50, updates=0)
     started = time.monotonic()
     play(client, client, Players(), run)
     assert time.monotonic() - started >= 0.3  # it blocked until the segment's end
@@ -54,7 +54,7 @@ def test_a_segment_waits_at_the_allowance_with_at_most_one_fragment_too_much(cli
 def test_a_paused_run_accepts_what_is_in_flight_and_a_stopped_one_drops_the_player(client: Redis) -> None:
     run, token = begin(client)
     players = play_steps(client, run, token, 50)
-    stream.allow(client, run, token, 10**6, 0)
+    stream.allow(client, run, token, 10**6, updates=0)
     runs.set_status(client, run, "paused", "test")
     assert play(client, client, players, run) == 0
     player = players.get(client, run)
@@ -69,7 +69,7 @@ def test_a_fragment_that_finds_the_stream_full_is_kept_and_appended_once_later(c
     run, token = begin(client, replay={"max_bytes": 65536})
     players = play_steps(client, run, token, 20)
     client.hset(keys.state(run), "appended_bytes", 10**7)  # as if the budget were used up
-    stream.allow(client, run, token, 10**6, 0)
+    stream.allow(client, run, token, 10**6, updates=0)
     before = runs.state(client, run).appended_fragments
     assert play(client, client, players, run) == 0  # waits, writes nothing, drops nothing
     assert runs.state(client, run).appended_fragments == before
@@ -91,7 +91,7 @@ def test_waiting_for_the_learner_ends_the_segment_when_another_run_wants_the_pro
 
 def test_nothing_is_played_before_the_first_version(client: Redis) -> None:
     run, token = begin(client, rollout={"segment_s": 0.2})
-    stream.allow(client, run, token, 10**6, 0)
+    stream.allow(client, run, token, 10**6, updates=0)
     assert play(client, client, Players(), run) == 0
 
 

@@ -229,7 +229,7 @@ class Policy:
         Raises:
             ValueError: they are those of another configuration or environment.
         """
-        arrays = {name: np.array(value, np.float32) for name, value in weights.items()}
+        arrays = {name: np.asarray(value, np.float32).copy() for name, value in weights.items()}
         actor = {name: arrays.pop(name) for name in weights if name.startswith(("actor.", "policy_head."))}
         _check_shapes(self._shapes, arrays)
         self._network.load(actor)

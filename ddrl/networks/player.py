@@ -51,6 +51,8 @@ class ModulePlayer:
     def forward(self, observation: np.ndarray, by_row: bool) -> np.ndarray:
         """[N, *O] -> [N, P] policy parameters; each row by itself if `by_row`."""
         x = to_input(torch.from_numpy(np.ascontiguousarray(observation)))
-        rows = [x[i : i + 1] for i in range(len(x))] if by_row else [x]
+        # Copies, for kernels round differently by the strides (NumPy's [None] gives 0) and the place of a row too.
+        layout = torch.contiguous_format
+        rows = [x[i : i + 1].clone(memory_format=layout) for i in range(len(x))] if by_row else [x]
         outputs = [self._module["policy_head"](self._module["actor"](row)) for row in rows]
         return torch.cat(outputs).numpy()

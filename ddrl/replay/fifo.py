@@ -66,8 +66,8 @@ class Fifo:
         self._queue: deque[tuple[bytes, Fragment]] = deque()
         self._account = _Account()
         self.grain = 1  # steps by which the allowance grows before collectors are told
-        self.share = 0
-        """Steps that one producer may append at a time: an even share of a batch; 0 before the first one."""
+        self.players = 1
+        """Producers of the last batch, among which what is left of the allowance is divided."""
         self.num_dropped = 0
         """Fragments dropped because they were too stale."""
         self._staleness: list[
@@ -125,7 +125,7 @@ class Fifo:
             num_taken += fragment.num_transitions
             self._staleness.append((version - fragment.policy_version, fragment.num_transitions))
         self._account = _Account(len(self) - num_taken, num_taken, version)
-        self.share = max(1, self._batch_size // len({fragment.producer for fragment in taken}))
+        self.players = len({fragment.producer for fragment in taken})
         return trajectories(taken, gamma=self._gamma)
 
     def allowance(self, *, num_steps: int, num_updates: int, version: int) -> int:

@@ -23,7 +23,7 @@ class Sampled:
         self.view, self._pacing = view, pacing
         self._batch_size, self._seed = batch_size, seed
         self.grain = grain
-        self.share = 0  # no bound on what one producer appends at a time
+        self.players = 1  # each producer may take all that is left of the allowance
         self.num_dropped = 0
         self._staleness: list[int] = []  # of the fragments admitted since the last figures
 

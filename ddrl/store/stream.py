@@ -41,8 +41,9 @@ class Appended:
         answer: see `Answer`.
         version: latest published version of the weights.
         allowance_id: entry of the allowance stream that the answer rests on; wait for a later one.
-        remaining_steps: of the allowance, or this producer's share of it if that is less; negative when it is
-            overshot.
+        remaining_steps: of the allowance, this producer's even share of what is left; negative when it is overshot.
+            Shares shrink with what is left, so that many producers hardly overshoot it (guided self-scheduling:
+            Polychronopoulos and Kuck 1987).
     """
 
     answer: Answer
@@ -75,14 +76,14 @@ _APPEND = """
 -- ARGV: 1 producer, 2 incarnation, 3 seq, 4 transitions, 5 bytes, 6 played ms, 7 host, 8 episodes (JSON or ""),
 --       9 cap of the episodes stream, 10... fields of the entry
 local state = redis.call('HMGET', KEYS[1], 'status', 'allowance', 'version', 'allowance_id', 'max_bytes',
-  'appended_fragments', 'appended_steps', 'appended_bytes', 'trimmed_bytes', 'share')
+  'appended_fragments', 'appended_steps', 'appended_bytes', 'trimmed_bytes', 'players')
 local status, allowance, version = state[1], tonumber(state[2] or 0), tonumber(state[3] or -1)
 local allowance_id, max_bytes = state[4] or '0-0', tonumber(state[5] or 0)
 local fragments, steps = tonumber(state[6] or 0), tonumber(state[7] or 0)
 local bytes, trimmed = tonumber(state[8] or 0), tonumber(state[9] or 0)
-local share = tonumber(state[10] or 0)
+local players = tonumber(state[10] or 1)
 local function left()
-  if share > 0 and share < allowance - steps then return share end
+  if steps < allowance then return math.ceil((allowance - steps) / players) end
   return allowance - steps
 end
 if status ~= 'active' and status ~= 'paused' then return {'STOPPED', version, allowance_id, 0} end
@@ -249,27 +250,27 @@ def refuse(client: Redis, run: str, token: int, entry_id: bytes, head: bytes, re
 _ALLOW = (
     FENCE
     + """
--- KEYS: state, allowance (stream of one entry). ARGV: token, allowance, updates, share.
+-- KEYS: state, allowance (stream of one entry). ARGV: token, allowance, updates, players.
 local version = redis.call('HGET', KEYS[1], 'version')
 local id = redis.call('XADD', KEYS[2], 'MAXLEN', 1, '*', 'allowance', ARGV[2], 'version', version)
-redis.call('HSET', KEYS[1], 'allowance', ARGV[2], 'allowance_id', id, 'updates', ARGV[3], 'share', ARGV[4])
+redis.call('HSET', KEYS[1], 'allowance', ARGV[2], 'allowance_id', id, 'updates', ARGV[3], 'players', ARGV[4])
 return id
 """
 )
 
 
-def allow(client: Redis, run: str, token: int, allowance: int, *, updates: int, share: int = 0) -> None:
+def allow(client: Redis, run: str, token: int, allowance: int, *, updates: int, players: int = 1) -> None:
     """Raise what may be played, and wake the collectors that wait for it.
 
     Args:
         allowance: steps that may have been appended in all.
         updates: of the learner, for the run's state.
-        share: of these steps, most that one producer should append at a time; 0: any number.
+        players: producers among which what is left is divided; 1: each may take all of it.
 
     Raises:
         LeaseLostError: another learner took over.
     """
-    fenced(client, _ALLOW, [keys.state(run), keys.allowance(run)], token, allowance, updates, share)
+    fenced(client, _ALLOW, [keys.state(run), keys.allowance(run)], token, allowance, updates, players)
 
 
 def await_allowance(client: Redis, run: str, after: bytes, *, block_ms: int) -> bool:
@@ -279,13 +280,13 @@ def await_allowance(client: Redis, run: str, after: bytes, *, block_ms: int) -> 
 
 def remaining(client: Redis, run: str) -> Appended:
     """What an append would be answered now, without appending; WAIT also before the first version."""
-    names = ["status", "version", "allowance_id", "allowance", "appended_steps", "share"]
+    names = ["status", "version", "allowance_id", "allowance", "appended_steps", "players"]
     raw = cast("list[bytes | None]", client.hmget(keys.state(run), names))
     steps = int(raw[3] or 0) - int(raw[4] or 0)
     version = int(raw[1] or -1)
     answers = {b"active": Answer.GO if steps > 0 and version >= 0 else Answer.WAIT, b"paused": Answer.YIELD}
-    share = int(raw[5] or 0) or steps
-    return Appended(answers.get(raw[0] or b"", Answer.STOPPED), version, raw[2] or b"0-0", min(steps, share))
+    share = -(-steps // int(raw[5] or 1)) if steps > 0 else steps
+    return Appended(answers.get(raw[0] or b"", Answer.STOPPED), version, raw[2] or b"0-0", share)
 
 
 def episodes(client: Redis, run: str, after: bytes = b"0-0") -> tuple[list[dict[str, Any]], bytes]:

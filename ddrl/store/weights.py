@@ -28,7 +28,7 @@ _PUBLISH = (
     FENCE
     + """
 -- KEYS: state, weights, allowance, blob of the version, blobs to drop... ARGV: token, version, bytes, blob,
--- allowance, updates, share, then the versions to drop in the order of their keys.
+-- allowance, updates, players, then the versions to drop in the order of their keys.
 redis.call('SET', KEYS[4], ARGV[4])
 redis.call('HSET', KEYS[2], 'latest', ARGV[2], ARGV[2], ARGV[3])
 for i = 5, #KEYS do
@@ -37,7 +37,7 @@ for i = 5, #KEYS do
 end
 local id = redis.call('XADD', KEYS[3], 'MAXLEN', 1, '*', 'allowance', ARGV[5], 'version', ARGV[2])
 redis.call('HSET', KEYS[1], 'version', ARGV[2], 'allowance', ARGV[5], 'allowance_id', id, 'updates', ARGV[6],
-  'share', ARGV[7])
+  'players', ARGV[7])
 return 1
 """
 )
@@ -52,7 +52,7 @@ def publish(
     blob: bytes,
     allowance: int,
     updates: int,
-    share: int = 0,
+    players: int = 1,
     drop: tuple[int, ...] = (),
 ) -> None:
     """Store a version, move the pointer, raise the allowance and drop old versions, all or nothing.
@@ -62,7 +62,7 @@ def publish(
     """
     script_keys = [keys.state(run), keys.weights(run), keys.allowance(run), keys.weights_blob(run, version)]
     script_keys += [keys.weights_blob(run, old) for old in drop]
-    fenced(client, _PUBLISH, script_keys, token, version, len(blob), blob, allowance, updates, share, *drop)
+    fenced(client, _PUBLISH, script_keys, token, version, len(blob), blob, allowance, updates, players, *drop)
 
 
 _MARK_BEST = FENCE + "redis.call('HSET', KEYS[2], 'best', ARGV[2], 'best_return', ARGV[3]) return 1"
