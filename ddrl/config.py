@@ -120,7 +120,7 @@ class OnPolicyConfig(Section):
         "nevertheless, corrected by importance weights (V-trace and UPGO only).",
     )
     forced_lag: int = Field(
-        0, ge=0, description="For studies: each fragment is learned from exactly so many versions late."
+        0, ge=0, description="For studies: learning is held back so many versions behind play."
     )
 
 

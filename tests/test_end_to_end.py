@@ -312,7 +312,9 @@ def test_on_policy_a_stopped_process_that_goes_on_is_not_learned_from_and_the_ru
         for child in children:
             os.kill(child, signal.SIGSTOP)
         version = runs.state(client, run).version
-        until(lambda version=version: runs.state(client, run).version >= version + 10, fleet)  # nobody waits for it
+        until(
+            lambda version=version: runs.state(client, run).version >= version + 10, fleet
+        )  # nobody waits for it
         for child in children:
             os.kill(child, signal.SIGCONT)
         now = metrics.last(client, run)["env_steps"]

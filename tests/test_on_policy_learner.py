@@ -76,7 +76,7 @@ def rows(client: Redis, run: str) -> list[dict[str, float]]:
         ({"collect": "sync", "max_staleness": 0}, 0, 0),
         ({"collect": "sync"}, 0, 1),
         ({"collect": "async", "max_staleness": 2}, 0, 2),
-        ({"collect": "async", "max_staleness": 4, "forced_lag": 4}, 4, 4),
+        ({"collect": "async", "max_staleness": 4, "forced_lag": 4}, 3, 4),
     ],
 )
 def test_staleness_stays_within_the_bound_and_versions_count_iterations(

@@ -95,20 +95,11 @@ def test_value_loss_hand_numbers_and_gradient() -> None:
 
 def test_losses_equal_their_slow_twins_sample_by_sample() -> None:
     generator = torch.Generator().manual_seed(0)
-    first, second, third = (torch.randn(200, generator=generator) for _ in range(3))
+    a, b, c = (torch.randn(200, generator=generator) for _ in range(3))
     for clip in (0.1, 0.3):
-        twins = [
-            slow_surrogate(a, float(b), float(c), clip=clip)
-            for a, b, c in zip(first, second, third, strict=True)
-        ]
-        torch.testing.assert_close(
-            clipped_surrogate(first, second, third, clip=clip), -torch.stack(twins).mean()
-        )
-        twins = [
-            slow_value_loss(a, float(b), float(c), clip=clip)
-            for a, b, c in zip(first, second, third, strict=True)
-        ]
-        torch.testing.assert_close(value_loss(first, second, third, clip=clip), torch.stack(twins).mean())
+        for loss, twin, sign in ((clipped_surrogate, slow_surrogate, -1), (value_loss, slow_value_loss, 1)):
+            each = [twin(x, float(y), float(z), clip=clip) for x, y, z in zip(a, b, c, strict=True)]
+            torch.testing.assert_close(loss(a, b, c, clip=clip), sign * torch.stack(each).mean())
 
 
 def test_only_the_new_policy_and_value_take_gradients() -> None:
@@ -134,8 +125,6 @@ def test_updates_equal_the_slow_twin(spec: EnvSpec, options: dict[str, Any]) -> 
         "batch_size": 72, "minibatch_size": 72, "max_grad_norm": None, "entropy_coefficient": 0.02, "lambda_": 0.8,
         "learning_rate": 0.05,
     } | options  # fmt: skip
-    if options["estimator"] == "monte_carlo":
-        del options["lambda_"]
     batch = tensors(make_feed(spec, num_fragments=4))
     assert not batch.valid.all()
     begin = leaves(dict(make(spec, **options)._trainee.net.named_parameters()))
@@ -237,7 +226,7 @@ def test_kl_ends_epochs_early() -> None:
 
     assert epochs(None) == epochs(1e3) == (6.0, 6 * 11)
     assert epochs(1e-9) == (1.0, 11), "the epoch that goes too far is the last one"
-    assert 1.0 < epochs(1e-3)[0] < 6.0
+    assert 1.0 < epochs(4e-3)[0] < 6.0
 
 
 @pytest.mark.parametrize(("minibatch_size", "sizes"), [(20, 4), (28, 3), (30, 2), (60, 1)])
@@ -277,7 +266,6 @@ def test_schedules_reach_their_final_values() -> None:
 REFUSALS: list[tuple[str, EnvSpec, dict[str, Any], str]] = [
     ("ppo", DISCRETE, {"batch_size": 100, "minibatch_size": 128},
      "algorithm.minibatch_size=128: is larger than batch_size; use at most 100"),
-    ("ppo", DISCRETE, {"estimator": "monte_carlo", "lambda": 0.9}, "algorithm.lambda=0.9: has no effect on monte"),
     ("ppo", DISCRETE, {"final_clip": 0.1}, "algorithm.final_clip: needs anneal_steps, .* set it"),
     ("impala", DISCRETE, {"final_learning_rate": 0.0}, "algorithm.final_learning_rate: needs anneal_steps"),
     ("ppo", DISCRETE, {"anneal_steps": 1000}, "algorithm.anneal_steps=1000: has no effect without a final_"),
@@ -316,6 +304,12 @@ def test_what_cannot_be_used_is_refused(
     with pytest.raises(ConfigError, match=message) as refused:
         base.resolve(config, spec)
     assert "\n" not in str(refused.value)
+
+
+def test_one_line_switches_the_estimator() -> None:
+    """So a lambda is no contradiction to monte_carlo, which does without."""
+    found = {digest(after(DISCRETE, SMALL | {"estimator": "monte_carlo", "lambda_": x})) for x in (0.5, 0.95)}
+    assert len(found) == 1
 
 
 def test_which_estimators_correct() -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
+import numpy as np
 import pytest
 from redis import Redis
-from runs_for_tests import play_steps, start, stream_steps, target_config
+from runs_for_tests import play_steps, start, stream_steps, target_config, target_tree
 
 from ddrl import codec, keys
+from ddrl.algorithms import actor_critic, sac
+from ddrl.config import validate
 from ddrl.segment import Players, play
 from ddrl.store import lease, runs, stream
 from ddrl.store.stream import Answer
@@ -93,6 +97,33 @@ def test_nothing_is_played_before_the_first_version(client: Redis) -> None:
     run, token = begin(client, rollout={"segment_s": 0.2})
     stream.allow(client, run, token, 10**6, updates=0)
     assert play(client, client, Players(), run) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "at_random"),
+    [("sac", None, True), ("sac", True, True), ("sac", False, False), ("ppo", None, False)],
+)
+def test_version_0_plays_at_random_where_configured_or_off_policy(
+    client: Redis, monkeypatch: pytest.MonkeyPatch, name: str, setting: bool | None, at_random: bool
+) -> None:
+    def explore(self: Any, observation: np.ndarray, generator: np.random.Generator) -> Any:
+        return np.full((len(observation), 1), 0.125, np.float32), {}
+
+    monkeypatch.setattr(sac.Policy, "explore", explore)
+    monkeypatch.setattr(actor_critic.Policy, "explore", explore)
+    tree = target_tree(rollout={"random_until_learned": setting})
+    if name == "ppo":
+        tree |= {"algorithm": {"name": "ppo"}, "replay": {}}
+        del tree["learner"]
+    run = start(client, validate(tree))
+    token = lease.acquire(client, run, host="here", folder="/tmp")
+    assert token is not None
+    play_steps(client, run, token, 20)
+    (entry, *_) = stream.read(client, run, b"0-0", count=1)
+    fragment = codec.decode(entry.fields)
+    assert fragment.policy_version == 0
+    assert (fragment.action != 0.125).all() == at_random
+    assert (fragment.action == 0.125).all() != at_random
 
 
 def test_players_are_evicted_by_bytes_and_their_episodes_counted(client: Redis) -> None:

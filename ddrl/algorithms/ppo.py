@@ -64,10 +64,6 @@ class Config(actor_critic.Options):
             raise ValueError(
                 f"minibatch_size={self.minibatch_size}: is larger than batch_size; use at most {self.batch_size}"
             )
-        if self.estimator == "monte_carlo" and self.lambda_ != type(self).model_fields["lambda_"].default:
-            raise ValueError(
-                f"lambda={self.lambda_}: has no effect on monte_carlo; remove it, or use estimator: gae"
-            )
         return self
 
 
