@@ -28,7 +28,8 @@ from submitted import Outcome, parser, run
 CONFIG_NAME = "cartpole"
 LAG = ("on_policy.forced_lag={lag}", "on_policy.max_staleness={lag}")  # what forces it
 ESTIMATOR = "algorithm.estimator={estimator}"
-LENGTH = ("stop.env_steps={env_steps}", "stop.return=null", "stop.time=1h")
+LENGTH = ("stop.env_steps={env_steps}", "stop.return=null", "stop.time=1h", "rollout.max_fragment_steps=8")
+# Short fragments, because a batch is made of whole ones: what it has too much shortens the lag.
 STALENESS = (
     "staleness",
     "max_staleness",

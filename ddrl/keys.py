@@ -8,7 +8,7 @@
 | ddrl:producers                    | string | collector             | collector           | counter of producer ids |
 | ddrl:worker:<node>                | string | worker                | status, dispatcher  | heartbeat, expires |
 | ddrl:{run}:spec                   | string | submit                | all                 | the run's |
-| ddrl:{run}:state                  | hash   | submit, learner, cli  | all                 | the run's; status, counters, reason, waiting messages |
+| ddrl:{run}:state                  | hash   | submit, learner, cli  | all                 | the run's; status, counters, allowance and players, reason, waiting messages |
 | ddrl:{run}:lease                  | string | learner               | learner             | token of the learner, expires |
 | ddrl:{run}:allowance              | stream | learner               | collector           | one entry: env steps that may be played, latest version |
 | ddrl:{run}:experience             | stream | collector             | learner             | fragments: the replay buffer; trimmed by the learner |

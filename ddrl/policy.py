@@ -23,7 +23,7 @@ from ddrl.types import EnvSpec
 if TYPE_CHECKING:
     from redis import Redis
 
-FORMAT = "ddrl-policy-1"
+FORMAT = "ddrl-policy-2"
 
 
 class PolicyFileError(ValueError):
