@@ -291,7 +291,7 @@ def _explain(model: type[BaseModel], item: Any, prefix: str) -> str:
     name = prefix + ".".join(location)
     if item["type"] == "extra_forbidden":
         known = _fields_at(model, location[:-1])
-        near = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
+        near = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.6)
         hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(sorted(known))}"
         return f"{name}: unknown option; {hint}"
     if item["type"] == "missing":

@@ -79,8 +79,8 @@ def _check_on_policy(config: RunConfig, resolved: base.Resolved, processes: int)
         most = batch_size // processes
         remedy = f"env.num_envs {most}" if most else f"algorithm.batch_size {num_envs * processes}"
         raise ValueError(
-            f"on_policy.max_staleness: {pace.max_staleness} cannot be kept when one step of {processes} processes of "
-            f"{num_envs} environments is more than algorithm.batch_size {batch_size}; use {remedy}"
+            f"on_policy.max_staleness: {pace.max_staleness} cannot be kept when one step of the fleet, "
+            f"{processes} x {num_envs} environments, is more than algorithm.batch_size {batch_size}; use {remedy}"
         )
     if pace.stale == "correct" and not resolved.corrects:
         raise ValueError(

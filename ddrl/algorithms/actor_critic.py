@@ -153,9 +153,10 @@ def check(config: Options, spec: EnvSpec, *, name: str) -> None:
     """
     is_vector = len(spec.observation_shape) == 1
     if config.network == "mlp" and not is_vector:
+        others = "conv, or " if len(spec.observation_shape) == 3 else ""
         raise ValueError(
             f"algorithm.network: mlp needs a vector, but {spec.env_id} has observations {spec.observation_shape}; use "
-            "conv, or wrap the environment in gymnasium.wrappers.FlattenObservation"
+            f"{others}gymnasium.wrappers.FlattenObservation"
         )
     if config.normalize_observations and not is_vector:
         raise ValueError(
