@@ -142,16 +142,18 @@ def test_updates_equal_the_slow_twin(spec: EnvSpec, options: dict[str, Any]) -> 
         torch.testing.assert_close(ppo._trainee.flat.vector.grad, gradient, atol=2e-6, rtol=1e-3)
         at = leaves(dict(ppo._trainee.net.named_parameters()))
 
-    log_ratio, entropy, error = [], [], []
+    log_ratio, moved, entropy, error = [], [], [], []
     for row in rows:
         log_prob, spread = slow_policy(at, row.observation, row.action, spec, config.activation)
         value = slow_value(at, row.observation, config.activation)
         log_ratio.append(float(log_prob.detach()) - row.old_log_prob)
+        first, _ = slow_policy(begin, row.observation, row.action, spec, config.activation)
+        moved.append(float(log_prob.detach()) - float(first.detach()))
         entropy.append(float(spread.detach()))
         error.append((float(value.detach()) - row.return_) ** 2)
     left = torch.tensor([row.return_ - row.old_value for row in rows])
     expected = {
-        "kl": sum(math.exp(x) - 1 - x for x in log_ratio) / len(rows),
+        "kl": sum(math.exp(x) - 1 - x for x in moved) / len(rows),
         "clip_fraction": sum(abs(math.exp(x) - 1) > 0.2 for x in log_ratio) / len(rows),
         "entropy": sum(entropy) / len(rows),
         "value_loss": 0.5 * sum(error) / len(rows),

@@ -52,7 +52,8 @@ class Config(actor_critic.Options):
     target_kl: float | None = Field(
         None,
         gt=0,
-        description="No further epoch once the policy has moved this far, in nats. None: all. Usual: 0.01 to 0.05.",
+        description="No further epoch of an iteration once the policy has moved this far in it, in nats. None: "
+        "all. Usual: 0.01 to 0.05.",
     )
     normalize_advantages: bool = Field(
         True, description="Advantages of a minibatch get mean 0 and deviation 1. Usual: yes."

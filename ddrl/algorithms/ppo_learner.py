@@ -87,7 +87,7 @@ class PPO:
         clip, learning_rate = trainee.scheduled("clip"), trainee.scheduled("learning_rate")
         entropy_coefficient = trainee.scheduled("entropy_coefficient")
         num_minibatches = max(1, round(len(prepared) / config.minibatch_size))
-        num_epochs = 0
+        num_epochs, figures = 0, {}
         while num_epochs < config.num_epochs:
             order = torch.randperm(len(prepared), generator=trainee.generator).to(trainee.device)
             shuffled, old = prepared.select(order), old_log_prob[order].tensor_split(num_minibatches)
@@ -95,12 +95,11 @@ class PPO:
                 loss = self._loss(part, part_old, clip, entropy_coefficient)
                 trainee.step(loss, learning_rate=learning_rate)
             num_epochs += 1
-            if (
-                config.target_kl is not None
-                and self._figures(prepared, old_log_prob, clip)["kl"] > config.target_kl
-            ):
-                break
-        figures = self._figures(prepared, old_log_prob, clip)
+            if config.target_kl is not None:
+                figures = self._figures(prepared, old_log_prob, clip)
+                if figures["kl"] > config.target_kl:
+                    break
+        figures = figures or self._figures(prepared, old_log_prob, clip)
         trainee.finish(batch, len(prepared))
         settings = {"learning_rate": learning_rate, "epochs": float(num_epochs)}
         return figures | {name: torch.tensor(value) for name, value in settings.items()}
@@ -111,7 +110,9 @@ class PPO:
         log_prob, entropy, value = self._trainee.evaluate(part)
         advantage = part.advantage
         if config.normalize_advantages and len(advantage) > 1:
-            advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+            # What has importance weight 0 must have no advantage either: weighted ones are scaled, not shifted.
+            mean = 0.0 if corrects(config) else advantage.mean()
+            advantage = (advantage - mean) / (advantage.std() + 1e-8)
         loss = clipped_surrogate(log_prob, old_log_prob, advantage, clip=clip)
         value_clip = config.value_clip
         if value_clip is not None and config.normalize_returns:
@@ -125,11 +126,11 @@ class PPO:
     def _figures(self, prepared: Prepared, old_log_prob: Tensor, clip: float) -> dict[str, Tensor]:
         """How far the policy has moved, and how good the critic was, over the whole batch."""
         log_prob, entropy, value = self._trainee.evaluate(prepared)
-        log_ratio = log_prob - old_log_prob
-        ratio = log_ratio.exp()
+        moved = log_prob - prepared.log_prob  # within this iteration
+        ratio = (log_prob - old_log_prob).exp()
         unexplained = (prepared.return_ - prepared.value).var(correction=0)
         return {
-            "kl": (ratio - 1 - log_ratio).mean(),  # Schulman 2020, "Approximating KL divergence"
+            "kl": (moved.exp() - 1 - moved).mean(),  # Schulman 2020, "Approximating KL divergence"
             "clip_fraction": ((ratio - 1).abs() > clip).float().mean(),
             "entropy": entropy.mean(),
             "value_loss": value_loss(value, prepared.value, prepared.return_, clip=None),

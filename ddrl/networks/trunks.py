@@ -159,9 +159,9 @@ class ConvTrunk(nn.Module):
     """Convolutions, then dense layers, from a small image [H, W, C] or [C, H, W].
 
     The channel axis is the last one, unless the first is of at most MOST_FIRST_CHANNELS and the shorter one. The
-    convolutions go by the shorter side of the image: from 36 pixels three of kernels 8, 4, 3, strides 4, 2, 1 and 32, 64, 64
-    channels; from 16 pixels two of 3x3, stride 2, 16 and 32 channels; from 5 pixels the same with stride 1. Zeros
-    pad the border, as few as let every pixel be seen.
+    convolutions go by the shorter side of the image: from 36 pixels three of kernels 8, 4, 3, strides 4, 2, 1 and 32,
+    64, 64 channels; from 16 pixels two of 3x3, stride 2, 16 and 32 channels; from 5 pixels the same with stride 1.
+    Zeros pad the border, as few as let every pixel be seen.
 
     Parameters are named `convolutions.i.weight` [out, in, k, k], `convolutions.i.bias` [out], `layers.i.weight`
     [out, in] and `layers.i.bias` [out], i counted from the input.
