@@ -187,7 +187,9 @@ class RunConfig(Section):
     seed: int = Field(1, ge=0, lt=2**31, description="Seed of networks, draws, environments and exploration.")
     weight: float = Field(1.0, gt=0, le=100, description="Share of a fleet that several runs play on.")
     env: EnvConfig
-    algorithm: dict[str, Any] = Field(description="name: sac, and that algorithm's own options.")
+    algorithm: dict[str, Any] = Field(
+        description="name: impala, ppo or sac, and that algorithm's own options."
+    )
     rollout: RolloutConfig = RolloutConfig()
     replay: ReplayConfig = ReplayConfig()
     on_policy: OnPolicyConfig = OnPolicyConfig()
@@ -199,7 +201,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
         if not isinstance(self.algorithm.get("name"), str):
-            raise ValueError("algorithm.name: missing; name the algorithm, such as sac")
+            raise ValueError("algorithm.name: missing; name the algorithm, such as sac or ppo")
         if self.replay.warmup_steps > self.replay.capacity:
             raise ValueError(
                 f"replay.warmup_steps: {self.replay.warmup_steps} is more than replay.capacity "

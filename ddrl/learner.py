@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -105,6 +105,9 @@ class Learner:
         """Continue from the newest checkpoint, if any, and rebuild the view from the stream."""
         checkpoints.sweep(self._client, self._run)
         found = checkpoints.load(self._client, self._run)
+        stored = weights.index(self._client, self._run)
+        version = stored.latest + 1  # of the weights that begin, unless they are the published ones
+        self.experience.first_version = version
         if found is not None:
             blob, meta = found
             state = {name: torch.from_numpy(array) for name, array in codec.decode_weights(blob).items()}
@@ -113,10 +116,12 @@ class Learner:
             self._checkpoint = counters
             self._updates, self._steps = counters.updates, counters.env_steps
             self._admitted, self._dead = counters.admitted, counters.dead
-            self.experience.num_dropped = counters.dropped
+            version -= self._on_policy and counters.version == stored.latest
             self._elapsed_before_s = counters.elapsed_s
             self._cursor = counters.cursor.encode()
-            self._rebuild(counters.oldest.encode(), self._cursor)
+            self.experience.first_version = version if version > stored.latest else 0
+            self._rebuild(counters.oldest.encode(), self._cursor, version)
+            self.experience.num_dropped = counters.dropped + counters.waiting - self.experience.num_waiting
         self._note()
         self._published_updates = self._updates
         log.info(
@@ -125,8 +130,8 @@ class Learner:
             self._steps,
             len(self.experience),
         )
-        stored = weights.index(self._client, self._run)
-        if self._updates == 0 and stored.latest >= 0:  # what a learner without checkpoint left plays better
+        # Off-policy, what a learner without checkpoint left plays better; on-policy, it is another policy.
+        if version == stored.latest or (not self._on_policy and self._updates == 0 and stored.latest >= 0):
             self.version = stored.latest
             self._raise_allowance()
         else:
@@ -135,9 +140,8 @@ class Learner:
         self._feed = Feed(self._feed_client, self._run, self._spaces, self._cursor)
         self._feed.start()
 
-    def _rebuild(self, oldest: bytes, cursor: bytes) -> None:
+    def _rebuild(self, oldest: bytes, cursor: bytes, version: int) -> None:
         """Admit again what was held when the checkpoint was taken; the counters stand already."""
-        version = weights.index(self._client, self._run).latest
         after = stream.before(oldest)
         while True:
             count = stream.read_count(self._client, self._run)
@@ -161,7 +165,7 @@ class Learner:
         self._tell_refused()
         if self._updates > self._published_updates:
             self._publish(self._updates, self.algorithm.weights())
-        self._save(self.counters, self.algorithm.state())
+        self._save(replace(self.counters, version=self.version), self.algorithm.state())
 
     # --- the training thread -------------------------------------------------------------------------
 
@@ -235,6 +239,7 @@ class Learner:
             cursor=self._cursor.decode(),
             oldest=(oldest or stream.following(self._cursor)).decode(),
             dropped=self.experience.num_dropped,
+            waiting=self.experience.num_waiting,
         )
 
     @property

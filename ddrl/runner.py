@@ -130,7 +130,7 @@ class _Session:
         self._config: RunConfig = runs.config(client, run)
         self._end: tuple[str, str] | None = None  # (status, reason)
         self._error: Exception | None = None
-        self._status_at = 0.0
+        self._status_at = self._tick_at = 0.0
 
     def go(self) -> str | None:
         """Learn to the end; the status of the run, None when it goes on without this learner."""
@@ -207,6 +207,9 @@ class _Session:
         learner, now = self._learner, time.monotonic()
         learner.pinned = self._referee.pinned
         learner.serve()
+        if now < self._tick_at:  # woken for a publication alone
+            return
+        self._tick_at = now + TICK_S
         if now >= self._status_at:
             status = runs.status(self._client, self._run)
             if status == "active":

@@ -41,8 +41,12 @@ def prepare(config: RunConfig, *, processes: int = 1) -> EnvSpec:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     largest = config.rollout.max_fragment_steps * config.env.num_envs
+    if resolved.on_policy:
+        largest = min(largest, resolved.config.batch_size + config.env.num_envs)
     row = np.dtype(spaces.observation_dtype).itemsize * math.prod(spaces.observation_shape)
-    transition = row + 4 * math.prod(spaces.action_shape) + 8  # an action, a reward, two flags
+    transition = (
+        row + 8 * math.prod(spaces.action_shape) + 12
+    )  # two actions, a reward, a log probability, flags
     needed = FRAGMENTS_IN_BUDGET * largest * transition
     if config.replay.max_bytes < needed:
         steps = int(config.replay.max_bytes) // (FRAGMENTS_IN_BUDGET * config.env.num_envs * transition)
@@ -79,13 +83,21 @@ def _check_on_policy(config: RunConfig, resolved: base.Resolved, processes: int)
         most = batch_size // processes
         remedy = f"env.num_envs {most}" if most else f"algorithm.batch_size {num_envs * processes}"
         raise ValueError(
-            f"on_policy.max_staleness: {pace.max_staleness} cannot be kept when one step of the fleet, "
-            f"{processes} x {num_envs} environments, is more than algorithm.batch_size {batch_size}; use {remedy}"
+            f"on_policy.max_staleness: {pace.max_staleness} cannot be kept, for one step of the fleet, {processes} x "
+            f"{num_envs} environments, is more than algorithm.batch_size {batch_size}; use {remedy}"
         )
     if pace.stale == "correct" and not resolved.corrects:
         raise ValueError(
             f"on_policy.stale: correct needs importance weights, which estimator {resolved.config.estimator} has not; "
             "use algorithm.estimator vtrace, or on_policy.stale: drop"
+        )
+    if pace.collect == "sync" and pace.forced_lag:
+        raise ValueError(
+            f"on_policy.forced_lag: {pace.forced_lag} needs play to go on; use on_policy.collect: async"
+        )
+    if pace.collect == "sync" and pace.stale == "correct":
+        _refuse_set(
+            pace, "on_policy", ["max_staleness"], f"{resolved.name} with collect: sync and stale: correct"
         )
     if config.rollout.random_until_learned:
         raise ValueError(

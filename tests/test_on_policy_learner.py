@@ -12,7 +12,7 @@ from redis import Redis
 from runs_for_tests import start, target_config
 from test_learner import make_learner, take, training, until
 
-from ddrl import codec
+from ddrl import codec, keys
 from ddrl.config import RunConfig
 from ddrl.learner import Learner
 from ddrl.segment import Player, Players, play
@@ -175,8 +175,9 @@ def test_a_resumed_learner_goes_on_from_its_checkpoint_and_learns_nothing_twice(
     queued = len(first.experience)
     second = make_learner(client, run, take(client, run), server.url)
     second.restore()
-    assert second.num_updates == first.num_updates and second.version == first.version + 1
-    assert len(second.experience) <= queued, "what waited waits again, unless it is too stale by now"
+    assert second.num_updates == first.num_updates
+    assert second.version == first.version, "its weights are the published ones"
+    assert len(second.experience) == queued, "what waited waits again"
     assert second.counters.admitted == first.counters.admitted
     _assert_same_state(first, second)
     with playing(server.url, run), training(second):
@@ -185,6 +186,58 @@ def test_a_resumed_learner_goes_on_from_its_checkpoint_and_learns_nothing_twice(
     appended = runs.state(client, run).appended_fragments
     unread = len(stream.read(client, run, second.counters.cursor.encode(), count=10**6))
     assert second.counters.admitted == appended - unread
+
+
+def test_after_a_death_nothing_is_learned_from_what_the_dead_learner_s_later_weights_played(
+    client: Redis, server
+) -> None:
+    run = start(client, pick_config(on_policy={"max_staleness": 4}, learner={"checkpoint_every_s": 1}))
+    first = make_learner(client, run, take(client, run), server.url)
+    first.restore()
+    with playing(server.url, run), training(first):
+        until(lambda: client.hexists(keys.state(run), "checkpoint"))
+        until(lambda: first.counters.waiting > 0 and len(first.experience) > 0)
+    left = runs.state(client, run).version  # it dies here: no finish
+    second = make_learner(client, run, take(client, run), server.url)
+    second.restore()
+    assert second.version == left + 1 and len(second.experience) == 0
+    with playing(server.url, run), training(second):
+        until(lambda: second.version >= left + 6)
+    second.finish()
+    assert second.counters.dropped > 0
+    assert max(row.get("max_staleness", 0) for row in rows(client, run)) <= 4
+
+
+def test_a_learner_without_checkpoint_begins_with_its_own_weights(client: Redis, server) -> None:
+    run = start(client, pick_config(learner={"checkpoint_every_s": 3600}))
+    first = make_learner(client, run, take(client, run), server.url)
+    first.restore()
+    with playing(server.url, run), training(first):
+        until(lambda: first.version >= 5)
+    left = runs.state(client, run).version
+    appended = runs.state(client, run).appended_fragments
+    second = make_learner(client, run, take(client, run), server.url)
+    second.restore()
+    assert second.version == left + 1, "another policy than the one that played"
+    with training(second):
+        until(lambda: second.counters.dropped == appended)
+    assert second.num_updates == 0
+
+
+def test_an_action_that_is_no_choice_of_the_run_is_refused(client: Redis, server) -> None:
+    run = start(client, pick_config())
+    learner = make_learner(client, run, take(client, run), server.url)
+    learner.restore()
+    player = Player(client, run)
+    player.load(client, 0)
+    fragment = player.collector.collect(max_steps=4)
+    fields = codec.encode(type(fragment)(**{**vars(fragment), "action": fragment.action + 4}))
+    with training(learner):
+        stream.append(
+            client, run, fields, producer=player.producer, incarnation=player.incarnation, seq=0,
+            num_transitions=16,
+        )  # fmt: skip
+        until(lambda: learner.counters.dead == 1)
 
 
 def _assert_same_state(first: Learner, second: Learner) -> None:

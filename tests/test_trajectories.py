@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_returns import make_fragment
 
-from ddrl.replay.windows import trajectories
+from ddrl.replay.windows import check_trajectory, trajectories
 from ddrl.types import Fragment
 
 
@@ -92,9 +92,16 @@ def test_what_the_policy_drew_is_the_action() -> None:
             {"behavior_log_prob": np.zeros((3, 2), np.float32), "raw_action": np.zeros((3, 2), np.float32)},
             "raw_action differs in shape",
         ),
+        (
+            {
+                "behavior_log_prob": np.zeros((3, 2), np.float32),
+                "raw_action": np.zeros((3, 2, 2), np.float16),
+            },
+            "or dtype",
+        ),
     ],
 )
 def test_columns_of_another_algorithm_are_refused(extras: dict[str, np.ndarray], message: str) -> None:
     one = dataclasses.replace(make(0, 1, 0, 3, 2), extras=extras)
     with pytest.raises(ValueError, match=message):
-        trajectories([one], gamma=0.9)
+        check_trajectory(one)

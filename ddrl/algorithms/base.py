@@ -1,7 +1,8 @@
 """What an algorithm's module offers, and how its name in a config finds it.
 
-A module `ddrl.algorithms.<name>` holds `Config`, `check`, `Policy` and `ON_POLICY`; `<name>_learner` holds the class
-that learns, and is imported by learners only. To add one, write both and name it in `_LEARNERS`.
+A module `ddrl.algorithms.<name>` holds `Config`, `check`, `Policy` and `ON_POLICY`, and `corrects` where that is true;
+`<name>_learner` holds the class that learns, and is imported by learners only. To add one, write both and name it in
+`_LEARNERS`.
 """
 
 from __future__ import annotations

@@ -57,7 +57,8 @@ class Config(actor_critic.Options):
         description="Transitions of one update, then a version is published. Usual: 20 steps of 32 environments.",
     )
     optimizer: Literal["rmsprop", "adam"] = Field(
-        "rmsprop", description="rmsprop (decay 0.99, eps 0.1) as in the paper, or adam (eps 1e-5)."
+        "rmsprop",
+        description="rmsprop (decay 0.99, eps 0.1, added outside the root, where the paper's adds it inside), or adam (eps 1e-5).",
     )
     rho_bar: float = Field(
         1.0, gt=0, description="Cap of the importance weights: larger is less biased and noisier. Usual: 1."

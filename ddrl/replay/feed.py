@@ -13,6 +13,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ddrl import codec
 from ddrl.store import connection, stream
 from ddrl.types import EnvSpec, Fragment
@@ -60,6 +62,10 @@ def stage(entry: stream.Entry, run: str, spaces: EnvSpec) -> Staged:
         known = (spaces.observation_dtype, spaces.observation_shape, spaces.action_shape)
         if found != known:
             raise codec.CodecError(f"spaces: observation and action are {found}, those of the run {known}")
+        if (acted.dtype == np.float32) != (spaces.action_kind == "continuous"):
+            raise codec.CodecError(f"action: {acted.dtype}, but actions of the run are {spaces.action_kind}")
+        if spaces.action_sizes and not ((acted >= 0) & (acted < spaces.action_sizes)).all():
+            raise codec.CodecError(f"action: outside the choices of the run, {spaces.action_sizes}")
     except codec.CodecError as error:
         fragment, reason, head = None, str(error), entry.fields.get(b"h", b"")[:1024]
     return Staged(

@@ -7,8 +7,8 @@ for `async`), collectors may append while
 
 where `disposed` counts what was learned from or dropped by the iterations that led to the published version. A
 transition appended under version v is then at most number (v + 1 + L) * B and learned from by iteration v + L at the
-latest, so it is L versions stale. Only overshoot (one fragment a process), slow processes and a restarted learner
-give staler fragments; these are dropped, and what they took of the allowance is given back. The learner waits for
+latest, so it is L versions stale. Only overshoot (processes play at the same time), slow processes and a learner that
+died give staler fragments; these are dropped, and what they took of the allowance is given back. The learner waits for
 appended transitions only, never for a producer, so no producer's death can stall it.
 
 When B transitions wait, an iteration takes fragments whole, from the oldest on, until it has B.
@@ -67,7 +67,10 @@ class Fifo:
         self._account = _Account()
         self.grain = 1  # steps by which the allowance grows before collectors are told
         self.players = 1
-        """Producers of the last batch, among which what is left of the allowance is divided."""
+        """Producers lately heard of, among which what is left of the allowance is divided."""
+        self.first_version = 0
+        """What older versions played comes from another learner's weights, not from earlier ones of these."""
+        self._heard: set[int] = set()  # producers since the last draw
         self.num_dropped = 0
         """Fragments dropped because they were too stale."""
         self._staleness: list[
@@ -83,6 +86,11 @@ class Fifo:
         """Stream entry of the oldest fragment that waits; None when there is none."""
         return self._queue[0][0] if self._queue else None
 
+    @property
+    def num_waiting(self) -> int:
+        """Fragments that wait."""
+        return len(self._queue)
+
     def admit(self, fragment: Fragment, entry_id: bytes, *, version: int) -> None:
         """Queue a fragment, or drop it if it is too stale already.
 
@@ -95,6 +103,7 @@ class Fifo:
             ValueError: it cannot be learned from.
         """
         check_trajectory(fragment)
+        self._heard.add(fragment.producer)
         if self._is_stale(fragment, version):
             self.num_dropped += 1
             return
@@ -125,7 +134,7 @@ class Fifo:
             num_taken += fragment.num_transitions
             self._staleness.append((version - fragment.policy_version, fragment.num_transitions))
         self._account = _Account(len(self) - num_taken, num_taken, version)
-        self.players = len({fragment.producer for fragment in taken})
+        self.players, self._heard = max(1, len(self._heard)), set()
         return trajectories(taken, gamma=self._gamma)
 
     def allowance(self, *, num_steps: int, num_updates: int, version: int) -> int:
@@ -150,7 +159,8 @@ class Fifo:
         return row
 
     def _is_stale(self, fragment: Fragment, version: int) -> bool:
-        return self._drops and version - fragment.policy_version > self._max_staleness
+        oldest = max(self.first_version, version - self._max_staleness)
+        return self._drops and fragment.policy_version < oldest
 
     def _count(self, num_transitions: int) -> None:
         account = self._account

@@ -24,7 +24,8 @@ class Sampled:
         self._batch_size, self._seed = batch_size, seed
         self.grain = grain
         self.players = 1  # each producer may take all that is left of the allowance
-        self.num_dropped = 0
+        self.num_dropped = self.num_waiting = 0
+        self.first_version = 0  # what any policy played will do
         self._staleness: list[int] = []  # of the fragments admitted since the last figures
 
     def __len__(self) -> int:

@@ -89,15 +89,14 @@ def trajectories(fragments: Sequence[Fragment], *, gamma: float) -> Trajectories
     what the policy drew, before it was scaled and clipped for the environment.
 
     Args:
-        fragments: at least one, in the order of the stream, with the column behavior_log_prob.
+        fragments: at least one, in the order of the stream, each one having passed `check_trajectory`.
         gamma: discount of one agent step, in [0, 1].
 
     Raises:
-        ValueError: a fragment cannot be used (see `check_trajectory`).
+        ValueError: final observations do not match the truncated steps (see `check_trajectory` for the rest).
     """
     chains: dict[tuple[int, int, int], list[list[Fragment]]] = {}
     for fragment in fragments:
-        check_trajectory(fragment)
         known = chains.setdefault((fragment.producer, fragment.incarnation, fragment.num_envs), [])
         if known and known[-1][-1].seq + 1 == fragment.seq:
             known[-1].append(fragment)
@@ -157,9 +156,10 @@ def check_trajectory(fragment: Fragment) -> None:
         raise ValueError(
             "fragment: no column behavior_log_prob, float32 [T, N]; its worker plays another algorithm"
         )
-    if _drawn(fragment).shape != fragment.action.shape:
+    drawn, action = _drawn(fragment), fragment.action
+    if (drawn.shape, drawn.dtype) != (action.shape, action.dtype):
         raise ValueError(
-            "fragment: raw_action differs in shape from action; its worker plays another environment"
+            "fragment: raw_action differs in shape or dtype from action; its worker plays another algorithm"
         )
     _observation_rows(fragment)
 

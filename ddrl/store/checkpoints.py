@@ -33,6 +33,8 @@ class Counters:
         cursor: last entry taken from the stream.
         oldest: first entry that is held; the one after the cursor where none is.
         dropped: fragments admitted and not learned from, because they were too stale.
+        waiting: fragments admitted and not learned from yet; on-policy only.
+        version: of the published weights, where these are the checkpoint's own; -1 else.
     """
 
     updates: int = 0
@@ -43,6 +45,8 @@ class Counters:
     cursor: str = "0-0"
     oldest: str = "0-0"
     dropped: int = 0
+    waiting: int = 0
+    version: int = -1
 
 
 _FLIP = (

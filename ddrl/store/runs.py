@@ -150,7 +150,10 @@ def spaces(client: Redis, run: str) -> EnvSpec:
     raw = client.hget(keys.state(run), "spaces")
     if raw is None:
         raise UnknownRunError(f"run {run}: not on this server; `ddrl runs` lists those that are")
-    return EnvSpec.from_json(json.loads(cast(bytes, raw)))
+    try:
+        return EnvSpec.from_json(json.loads(cast(bytes, raw)))
+    except TypeError:
+        raise StoreError(f"run {run}: was stored by another version of ddrl; submit it again") from None
 
 
 def state(client: Redis, run: str) -> RunState:

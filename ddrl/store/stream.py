@@ -41,9 +41,10 @@ class Appended:
         answer: see `Answer`.
         version: latest published version of the weights.
         allowance_id: entry of the allowance stream that the answer rests on; wait for a later one.
-        remaining_steps: of the allowance, this producer's even share of what is left; negative when it is overshot.
-            Shares shrink with what is left, so that many producers hardly overshoot it (guided self-scheduling:
-            Polychronopoulos and Kuck 1987).
+        remaining_steps: what this producer should append next; negative when the allowance is overshot. One of
+            many gets half of an even share of what is left, so that they overshoot little though each plays
+            without knowing what the others have in hand (after guided self-scheduling: Polychronopoulos and
+            Kuck 1987).
     """
 
     answer: Answer
@@ -82,8 +83,9 @@ local allowance_id, max_bytes = state[4] or '0-0', tonumber(state[5] or 0)
 local fragments, steps = tonumber(state[6] or 0), tonumber(state[7] or 0)
 local bytes, trimmed = tonumber(state[8] or 0), tonumber(state[9] or 0)
 local players = tonumber(state[10] or 1)
+local shares = players > 1 and 2 * players or 1
 local function left()
-  if steps < allowance then return math.ceil((allowance - steps) / players) end
+  if steps < allowance then return math.ceil((allowance - steps) / shares) end
   return allowance - steps
 end
 if status ~= 'active' and status ~= 'paused' then return {'STOPPED', version, allowance_id, 0} end
@@ -285,7 +287,8 @@ def remaining(client: Redis, run: str) -> Appended:
     steps = int(raw[3] or 0) - int(raw[4] or 0)
     version = int(raw[1] or -1)
     answers = {b"active": Answer.GO if steps > 0 and version >= 0 else Answer.WAIT, b"paused": Answer.YIELD}
-    share = -(-steps // int(raw[5] or 1)) if steps > 0 else steps
+    players = int(raw[5] or 1)
+    share = -(-steps // (2 * players)) if steps > 0 and players > 1 else steps
     return Appended(answers.get(raw[0] or b"", Answer.STOPPED), version, raw[2] or b"0-0", share)
 
 
