@@ -58,7 +58,7 @@ class Config(actor_critic.Options):
     )
     optimizer: Literal["rmsprop", "adam"] = Field(
         "rmsprop",
-        description="rmsprop (decay 0.99, eps 0.1, added outside the root, where the paper's adds it inside), or adam (eps 1e-5).",
+        description="rmsprop (decay 0.99, eps 0.1, outside the root where the paper's is inside), or adam (eps 1e-5).",
     )
     rho_bar: float = Field(
         1.0, gt=0, description="Cap of the importance weights: larger is less biased and noisier. Usual: 1."
