@@ -302,8 +302,6 @@ def slow_ppo_loss(
     """arXiv:1707.06347, equation 9, negated, over one minibatch."""
     advantages = torch.tensor([row.advantage for row in rows])
     mean, std = (float(advantages.mean()), float(advantages.std())) if normalize else (0.0, 1.0)
-    if config.estimator in ("vtrace", "upgo"):  # they carry importance weights
-        mean = 0.0
     total = torch.zeros(())
     for row in rows:
         log_prob, entropy = slow_policy(parameters, row.observation, row.action, spec, config.activation)

@@ -110,9 +110,7 @@ class PPO:
         log_prob, entropy, value = self._trainee.evaluate(part)
         advantage = part.advantage
         if config.normalize_advantages and len(advantage) > 1:
-            # What has importance weight 0 must have no advantage either: weighted ones are scaled, not shifted.
-            mean = 0.0 if corrects(config) else advantage.mean()
-            advantage = (advantage - mean) / (advantage.std() + 1e-8)
+            advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
         loss = clipped_surrogate(log_prob, old_log_prob, advantage, clip=clip)
         value_clip = config.value_clip
         if value_clip is not None and config.normalize_returns:
