@@ -59,8 +59,6 @@ def test_outputs(network: str, shape: tuple[int, ...], shared: bool) -> None:
         parameters, value = net(x)
         assert parameters.shape == (num, 4)
         assert value.shape == (num,)
-        assert torch.equal(net.policy(x), parameters)
-        assert torch.equal(net.value(x), value)
         with torch.inference_mode():
             assert torch.equal(net(x)[0], parameters)
     assert value.std() > 0
@@ -118,8 +116,8 @@ def test_outputs_by_hand(shared: bool, value: list[float]) -> None:
     parameters = torch.tensor([[2.25, -1.0], [0.25, 0.0]])
     for found, expected in zip(net(x), (parameters, torch.tensor(value)), strict=True):
         torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(net.policy(x), parameters)
-    torch.testing.assert_close(net.value(x), torch.tensor(value))
+    torch.testing.assert_close(net(x)[0], parameters)
+    torch.testing.assert_close(net(x)[1], torch.tensor(value))
 
 
 def reached(net: ActorCritic, loss: torch.Tensor) -> set[str]:
@@ -142,10 +140,10 @@ def test_which_parameters_a_loss_reaches(
 ) -> None:
     net = made(network, shape, shared=shared)
     x = observations(7, shape)
-    for value in (net.value(x), net(x)[1]):
-        assert reached(net, value.square().sum()) == by_value
-    for parameters in (net.policy(x), net(x)[0]):
-        assert reached(net, parameters.square().sum()) == {"actor", "policy_head"}
+    parameters, value = net(x)
+    assert reached(net, value.square().sum()) == by_value
+    parameters, value = net(x)
+    assert reached(net, parameters.square().sum()) == {"actor", "policy_head"}
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -194,8 +192,8 @@ def test_a_player_needs_only_the_policy_state() -> None:
     assert not unexpected
     assert {name.split(".")[0] for name in missing} == {"critic", "value_head"}
     x = observations()
-    assert torch.equal(player.policy(x), learner.policy(x))
-    assert not torch.equal(player.value(x), learner.value(x))
+    assert torch.equal(player(x)[0], learner(x)[0])
+    assert not torch.equal(player(x)[1], learner(x)[1])
 
 
 OWN = """

@@ -224,7 +224,7 @@ def test_predictions_stay_what_they_were_when_the_unit_moves() -> None:
     def predictions() -> Tensor:
         mean, std = learner.return_scale
         with torch.no_grad():
-            value = learner.net.value(batch.observation)
+            value = learner.net(batch.observation)[1]
         return value * std + mean
 
     before, scale = predictions(), learner.return_scale
@@ -232,7 +232,7 @@ def test_predictions_stay_what_they_were_when_the_unit_moves() -> None:
     assert learner.return_scale[1] > 5 * scale[1]
     torch.testing.assert_close(predictions(), before, rtol=1e-5, atol=1e-4)
     with torch.no_grad():
-        now = learner.net.value(prepared.observation)
+        now = learner.net(prepared.observation)[1]
     torch.testing.assert_close(prepared.value, now, rtol=1e-4, atol=1e-5)
 
 

@@ -11,7 +11,7 @@ from redis import Redis
 from runs_for_tests import play_steps, start, stream_steps, target_config, target_tree
 
 from ddrl import codec, keys
-from ddrl.algorithms import actor_critic, sac
+from ddrl.algorithms import actor_critic_policy, sac
 from ddrl.config import validate
 from ddrl.segment import Players, play
 from ddrl.store import lease, runs, stream
@@ -110,7 +110,7 @@ def test_version_0_plays_at_random_where_configured_or_off_policy(
         return np.full((len(observation), 1), 0.125, np.float32), {}
 
     monkeypatch.setattr(sac.Policy, "explore", explore)
-    monkeypatch.setattr(actor_critic.Policy, "explore", explore)
+    monkeypatch.setattr(actor_critic_policy.Policy, "explore", explore)
     tree = target_tree(rollout={"random_until_learned": setting})
     if name == "ppo":
         tree |= {"algorithm": {"name": "ppo"}, "replay": {}}

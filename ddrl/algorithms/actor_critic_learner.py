@@ -105,9 +105,8 @@ class Trainee:
         self.num_updates = 0
         self.num_steps = 0
         """Transitions learned from."""
-        self.generator = torch.Generator().manual_seed(
-            seed
-        )  # on the CPU, so that every device shuffles alike
+        self.generator = torch.Generator().manual_seed(seed)
+        """On the CPU, so that every device shuffles alike."""
         self.device = device
         self._config, self._spec = config, spec
         self._is_continuous = spec.action_kind == "continuous"

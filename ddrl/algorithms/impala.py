@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PositiveInt
 
 from ddrl.algorithms import actor_critic
-from ddrl.algorithms.actor_critic import Policy
+from ddrl.algorithms.actor_critic_policy import Policy
 from ddrl.types import EnvSpec
 
 __all__ = ["ON_POLICY", "Config", "Policy", "check", "corrects"]

@@ -11,7 +11,7 @@ from typing import Literal
 from pydantic import Field, PositiveInt, model_validator
 
 from ddrl.algorithms import actor_critic
-from ddrl.algorithms.actor_critic import Policy
+from ddrl.algorithms.actor_critic_policy import Policy
 from ddrl.types import EnvSpec
 
 __all__ = ["ON_POLICY", "Config", "Policy", "check", "corrects"]

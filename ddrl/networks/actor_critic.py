@@ -94,16 +94,6 @@ class ActorCritic(nn.Module):
             features = self.critic(observation)
         return parameters, torch.addmv(bias, features, weight.squeeze(0))
 
-    def policy(self, observation: Tensor) -> Tensor:
-        """[B, *O] -> policy parameters [B, P]."""
-        return F.linear(self.actor(observation), *self._policy_head)
-
-    def value(self, observation: Tensor) -> Tensor:
-        """[B, *O] -> values [B]."""
-        weight, bias = self._value_head
-        features = self.actor(observation) if self.shared else self.critic(observation)
-        return torch.addmv(bias, features, weight.squeeze(0))
-
     def policy_state(self) -> dict[str, Tensor]:
         """What a player needs, by name: `actor.*`, `policy_head.*`, `log_std`; detached, but not copied."""
         return {

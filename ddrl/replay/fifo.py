@@ -73,9 +73,8 @@ class Fifo:
         self._heard: set[int] = set()  # producers since the last draw
         self.num_dropped = 0
         """Fragments dropped because they were too stale."""
-        self._staleness: list[
-            tuple[int, int]
-        ] = []  # (versions, transitions) learned from since the last figures
+        self._staleness: list[tuple[int, int]] = []
+        """(versions, transitions) of what was learned from since the last figures."""
 
     def __len__(self) -> int:
         """Transitions that wait."""
