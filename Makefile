@@ -6,7 +6,7 @@ WORKERS ?=
 SEED ?=
 ARGS ?=
 PIP_ARGS ?=
-EXTRAS ?= box2d,tensorboard,flower,dev
+EXTRAS ?= box2d,atari,video,tensorboard,flower,dev
 
 VENV = .venv
 STAMP = $(VENV)/.set-up

@@ -22,7 +22,7 @@ import numpy as np, torch
 from ddrl import config, submit
 from ddrl.algorithms import base
 from ddrl.collector import Collector
-from ddrl.learner import to_device
+from ddrl.device import to_device
 from ddrl.replay.samplers import uniform
 from ddrl.replay.view import DenseView
 settings = config.load(sys.argv[1])

@@ -7,6 +7,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,6 +76,24 @@ def child(
             process.wait(20)
         except subprocess.TimeoutExpired:
             process.kill()
+            process.wait()
+
+
+@contextmanager
+def server() -> Iterator[str]:
+    """A private server without persistence, ended with the context; its URL."""
+    from ddrl.supervisor import server_binary
+
+    with tempfile.TemporaryDirectory(prefix="ddrl-bench-") as folder:
+        socket = Path(folder, "s")
+        options = ["--port", "0", "--unixsocket", str(socket), "--save", "", "--dir", folder]
+        process = subprocess.Popen([server_binary(), *options], stdout=subprocess.DEVNULL)
+        try:
+            while not socket.exists():
+                time.sleep(0.02)
+            yield f"unix://{socket}"
+        finally:
+            process.terminate()
             process.wait()
 
 

@@ -13,6 +13,8 @@ import argparse
 import os
 import statistics
 import time
+from collections.abc import Sequence
+from pathlib import Path
 
 from machine import CONFIG, child, cores, figure, fresh_home, heading
 
@@ -35,13 +37,18 @@ print(steps / elapsed)
 """
 
 
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement")
-    arguments = parser.parse_args()
-    print(heading("Rollout through Celery and Redis against a random-action loop, one core"))
+def in_turns(
+    path: Path, loop: str, *, rounds: int, seconds: float, overrides: Sequence[str] = ()
+) -> tuple[list[float], list[float]]:
+    """Env steps/s of a rollout process of a config, and those of a loop on the same core, in turns.
+
+    Args:
+        path: of the config.
+        loop: a program with the arguments path and seconds, that prints its env steps/s.
+        rounds: of both.
+        seconds: of each measurement.
+        overrides: of the config.
+    """
     with fresh_home() as environment:
         os.environ.update({name: environment[name] for name in ("XDG_STATE_HOME", "XDG_RUNTIME_DIR")})
         os.environ.pop("DDRL_REDIS_URL", None)
@@ -54,7 +61,7 @@ def main() -> None:
         from ddrl.fleet import Dispatcher
         from ddrl.store import connection, lease, runs, stream, weights, workers
 
-        settings = config.load(CONFIG, ["replay.max_bytes=4GB"])
+        settings = config.load(path, ["replay.max_bytes=4GB", *overrides])
         with embedded.use() as url:
             client = connection.connect(url)
             spaces = submit.prepare(settings)
@@ -88,27 +95,38 @@ def main() -> None:
                     return steps / elapsed
 
                 keep_playing(10.0)  # start-up and first segments
-                for _ in range(arguments.rounds):
-                    ours.append(keep_playing(arguments.seconds))
+                for _ in range(rounds):
+                    ours.append(keep_playing(seconds))
                     runs.set_status(client, run, "paused", "the other's turn")
-                    time.sleep(1.0)
-                    bare.append(
-                        figure(RANDOM_LOOP, CONFIG, arguments.seconds, environment=environment, core=core)
-                    )
+                    time.sleep(1.0 + settings.rollout.fragment_s)
+                    bare.append(figure(loop, path, seconds, environment=environment, core=core))
                     runs.set_status(client, run, "active", "our turn")
                     keep_playing(1.0)
             client.close()
+    return ours, bare
+
+
+def report(ours: Sequence[float], bare: Sequence[float], *, loop: str, floor: int, goal: int) -> None:
+    """Print the table and the share."""
     ratios = [one / two for one, two in zip(ours, bare, strict=True)]
-    print(
-        f"{settings.env.num_envs} environments, fragments of {settings.rollout.fragment_s:g} s, {len(ours)} rounds\n"
-    )
     print("| what | env steps/s (median) | range |\n|---|---|---|")
-    for name, figures in (("ddrl rollout process", ours), ("random-action loop", bare)):
+    for name, figures in (("ddrl rollout process", ours), (loop, bare)):
         print(f"| {name} | {statistics.median(figures):,.0f} | {min(figures):,.0f} to {max(figures):,.0f} |")
     print(
         f"\nshare kept: {100 * statistics.median(ratios):.0f} % (median of {len(ratios)} ratios, "
-        f"{100 * min(ratios):.0f} to {100 * max(ratios):.0f} %; floor 60, goal 80)"
+        f"{100 * min(ratios):.0f} to {100 * max(ratios):.0f} %; floor {floor}, goal {goal})"
     )
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement")
+    arguments = parser.parse_args()
+    print(heading("Rollout through Celery and Redis against a random-action loop, one core") + "\n")
+    ours, bare = in_turns(CONFIG, RANDOM_LOOP, rounds=arguments.rounds, seconds=arguments.seconds)
+    report(ours, bare, loop="random-action loop", floor=60, goal=80)
 
 
 if __name__ == "__main__":

@@ -6,12 +6,14 @@ The format (number 1), readable from any language that has JSON and blosc2:
   over the compressed columns in the order of `columns`) and columns: a list of {name, dtype, shape, bytes}.
 * a field per column that is not empty, named as the column: one blosc2 chunk (`compress2`) of the
   little-endian values in C order; a bool is one byte, 0 or 1. A uint8 column [T, N, ...] of rank 4 or more
-  (images) is stored lane-major, [N, T, ...], because consecutive frames of one lane resemble each other.
+  (images) is stored lane-major, [N, T, ...], a lane a block, because consecutive frames of one lane resemble each
+  other.
 * other fields (the append adds counters with one-letter names) are not the codec's business.
 
 Everything read is untrusted: types, shapes and sizes are checked, and bounded, before anything is allocated.
 Compression as measured on LunarLander (151 x 16 x 8 float32): zstd-1 with bit shuffle 1.6x in 0.08 ms, and
 0.07 ms back; LZ4 with shuffle 1.2x in 0.02 ms; blosclz 1.2x in 0.05 ms. Images: see docs/decisions.md.
+Nothing here holds the interpreter's lock while it compresses or decompresses.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ _CHUNK_HEADER_BYTES = 32
 # [31] kind: plain or all zeros. Lazy and uninitialized chunks would read what the entry does not hold.
 _PLAIN_FILTERS = frozenset({0, 1, 2})
 _PLAIN_KINDS = frozenset({0, 1 << 4})
+_MAX_BLOCK_BYTES = 1024**2  # of images; about as far back as zstd looks at this level
 _NAME = re.compile(r"[a-z][a-z0-9_]{1,63}")  # two letters or more: one-letter fields belong to the append
 _NUMBERS = ("run", "producer", "incarnation", "seq", "policy_version", "T", "N", "C", "checksum")
 
@@ -56,6 +59,9 @@ _DTYPE_OF: dict[str, tuple[str, ...]] = {
     "episode_return": ("float32",),
     "episode_length": ("int32",),
 }
+_MEMORY_DTYPE = {"memory_index": "int32", "memory": "float16"}  # extras that are no columns [C+T, N, ...]
+
+blosc2.set_releasegil(True)
 
 
 class CodecError(ValueError):
@@ -75,6 +81,15 @@ class _Column(NamedTuple):
     def is_image(self) -> bool:
         """Stored lane-major: uint8 [T, N, at least two more axes]."""
         return self.dtype == "uint8" and len(self.shape) >= 4 and self.name != "final_observation"
+
+    @property
+    def block_bytes(self) -> int:
+        """What is compressed by itself: of images a lane, or an even part of it; 0 leaves it to the library."""
+        if not self.is_image:
+            return 0
+        frame = math.prod(self.shape[2:])
+        parts = math.ceil(self.shape[0] * frame / _MAX_BLOCK_BYTES)
+        return math.ceil(self.shape[0] / parts) * frame
 
 
 def encode(fragment: Fragment) -> dict[bytes, bytes]:
@@ -204,8 +219,9 @@ def _compress(column: _Column, array: np.ndarray) -> bytes:
         array.reshape(-1).view(np.uint8),
         typesize=array.itemsize,
         codec=blosc2.Codec.ZSTD,
-        clevel=5 if column.is_image else 1,
+        clevel=2 if column.is_image else 1,
         filters=[shuffle],
+        blocksize=column.block_bytes,
         nthreads=1,
     )
     return chunk
@@ -293,7 +309,7 @@ def _check_layout(columns: list[_Column], steps: int, num_envs: int, context: in
         "final_index": (num_finals, 2),
         "final_observation": (num_finals, *observation.shape[2:]),
         "episode_length": (num_episodes,),
-    }
+    } | _memory_layout(by_name, rows * num_envs)
     for column in columns:
         if column.dtype not in _DTYPES:
             raise CodecError(f"{column.name}: dtype {column.dtype} is not one of {', '.join(_DTYPES)}")
@@ -304,6 +320,25 @@ def _check_layout(columns: list[_Column], steps: int, num_envs: int, context: in
             raise CodecError(f"{column.name}: shape {list(column.shape)}, expected {list(expected)}")
     if by_name["final_observation"].dtype != observation.dtype:
         raise CodecError(f"final_observation: dtype differs from that of observation, {observation.dtype}")
+
+
+def _memory_layout(by_name: Mapping[str, _Column], num_transitions: int) -> dict[str, tuple[int, ...]]:
+    """The shapes of `memory_index` [S, 2] and `memory` [S, H] as they must be; {} where there are none."""
+    found = [by_name[name] for name in _MEMORY_DTYPE if name in by_name]
+    if not found:
+        return {}
+    if len(found) == 1:
+        raise CodecError(f"{found[0].name}: memory_index and memory come together or not at all")
+    for column in found:
+        if column.dtype != _MEMORY_DTYPE[column.name] or len(column.shape) != 2:
+            raise CodecError(
+                f"{column.name}: {column.dtype} {list(column.shape)}, expected "
+                f"{_MEMORY_DTYPE[column.name]} of rank 2"
+            )
+    index, memory = found
+    if index.shape[0] > num_transitions:
+        raise CodecError(f"memory_index: {index.shape[0]} states of {num_transitions} steps")
+    return {"memory_index": (index.shape[0], 2), "memory": (index.shape[0], memory.shape[1])}
 
 
 def _check_chunk(column: _Column, fields: Mapping[bytes, bytes]) -> bytes:
@@ -355,5 +390,11 @@ def _check_values(arrays: Mapping[str, np.ndarray]) -> None:
         raise CodecError("truncated: a step is both terminated and truncated")
     if not np.array_equal(arrays["final_index"], np.argwhere(truncated)):
         raise CodecError("final_index: not the (step, environment) of each truncated step in order of time")
+    if "memory_index" in arrays:
+        index = arrays["memory_index"]
+        if (index < 0).any() or (index >= np.array(terminated.shape)).any():
+            raise CodecError(
+                f"memory_index: a (step, environment) outside {terminated.shape[0]} x {terminated.shape[1]}"
+            )
     if (arrays["episode_length"] < 1).any():
         raise CodecError("episode_length: an episode of less than one step")

@@ -2,7 +2,7 @@
 
 The loop over steps is the hot path of a rollout worker: per step it asks the policy, steps the
 environments and copies five arrays into columns that exist already. Episode returns and scaled rewards are
-worked out once a fragment.
+worked out once a fragment. Where fragments carry context, the last steps of one lead the next.
 """
 
 from __future__ import annotations
@@ -10,13 +10,18 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
 
 from ddrl import envs
 from ddrl.config import EnvConfig, RolloutConfig
-from ddrl.types import EnvSpec, Fragment
+from ddrl.history import History
+from ddrl.memory import Memory, remember
+from ddrl.replay.sequences import cut_fragment, memory_rows
+from ddrl.stacking import FrameStack
+from ddrl.types import EnvSpec, Fragment, SequenceShape
 
 _FIRST_STEPS = 16  # T of the first fragment, before the speed is known
 _MAX_CHANGE = 4  # T grows and shrinks by at most this factor at a time
@@ -29,10 +34,13 @@ class Policy(Protocol):
     def load(self, weights: Mapping[str, Any]) -> None:
         """Take over published weights."""
 
+    def memory(self, num_envs: int) -> Memory:
+        """What it carries from step to step; {} for most."""
+
     def explore(
-        self, observation: np.ndarray, generator: np.random.Generator
+        self, observation: np.ndarray, generator: np.random.Generator, memory: Memory
     ) -> tuple[np.ndarray, Mapping[str, np.ndarray]]:
-        """[N, *O] -> [N, *A], float32 in the environment's unit or int64, and further columns [N, ...]."""
+        """[N, *I] -> [N, *A], float32 in the environment's unit or int64, and further columns [N, ...]."""
 
 
 class Collector:
@@ -50,6 +58,8 @@ class Collector:
         policy: chooses actions, and may give further columns of the fragment with them.
         random_until_learned: version 0 plays uniformly random actions, without further columns.
         seed: the run's seed.
+        context: steps before a fragment that it brings along, once so many were played.
+        sequences: of a recurrent policy, whose state is sent where one begins; T is a multiple of their stride.
 
     Raises:
         EnvError: the environment cannot be made here, or its spaces are not those of `spec`.
@@ -67,11 +77,13 @@ class Collector:
         policy: Policy,
         random_until_learned: bool,
         seed: int,
+        context: int = 0,
+        sequences: SequenceShape | None = None,
     ) -> None:
         self._run, self._producer, self._incarnation = run, producer, incarnation
         self._rollout, self._spec, self._policy = rollout, spec, policy
         self._random_until_learned = random_until_learned
-        self._reward_scale = env.reward_scale
+        self._env, self._context, self._sequences = env, context, sequences
         self._version = -1
         self._seq = 0
 
@@ -80,7 +92,7 @@ class Collector:
         self._vector = envs.make_vector(env)
         self._num_envs = num_envs = self._vector.num_envs
         try:
-            envs.check_spaces(self._vector.envs[0], env.id, spec)
+            envs.check_vector(self._vector, env.id, spec)
         except envs.EnvError:
             self._vector.close()
             raise
@@ -95,6 +107,10 @@ class Collector:
 
         first, _ = self._vector.reset(seed=[int(s) for s in env_seeds.generate_state(num_envs)])
         self._observation = np.array(first, spec.observation_dtype)  # [N, *O], starts the next fragment
+        self._stack = FrameStack(num_envs, spec)
+        self._input = self._stack.push(self._observation, np.ones(num_envs, np.bool_))  # [N, *I]
+        self._memory = policy.memory(num_envs)
+        self._history = History(context)
         self._return = np.zeros(num_envs)  # of the episode each lane is in, unscaled
         self._length = np.zeros(num_envs, np.int64)
         row_bytes = max(1, self._observation.nbytes)
@@ -143,15 +159,20 @@ class Collector:
         """
         if self._version < 0:
             raise RuntimeError("collect: no weights loaded; call load first")
-        limit = self._steps if max_steps is None else max(1, min(self._steps, max_steps))
-        spec, num_envs, step = self._spec, self._num_envs, self._vector.step
-        observation = np.empty((limit + 1, num_envs, *spec.observation_shape), spec.observation_dtype)
+        limit = self._limit(self._max_steps if max_steps is None else max_steps)
+        spec, num_envs, step, history = self._spec, self._num_envs, self._vector.step, self._history
+        context = len(history)
+        rows = np.empty((context + limit + 1, num_envs, *spec.observation_shape), spec.observation_dtype)
+        observation = rows[context:]
         action = np.empty((limit, num_envs, *spec.action_shape), self._action_dtype)
         reward = np.empty((limit, num_envs))  # float64 and unscaled, as the environments gave it
-        terminated = np.empty((limit, num_envs), np.bool_)
-        ended = np.empty((limit, num_envs), np.bool_)
-        final_observations: dict[tuple[int, int], np.ndarray] = {}
+        terminated = np.empty((limit, num_envs), np.bool_)  # as learning sees it: a lost life is an end
+        truncated = np.empty((limit, num_envs), np.bool_)
+        over = np.empty((limit, num_envs), np.bool_)  # as returns see it
+        finals = dict(history.finals)
         extras: dict[str, np.ndarray] = {}
+        memory = self._memory
+        states = np.empty((limit, *memory["state"].shape), np.float16) if memory else None
         choose = self._random if self._version == 0 and self._random_until_learned else self._explore
         shape = (num_envs, *spec.action_shape)
 
@@ -159,7 +180,9 @@ class Collector:
         observation[0] = self._observation
         played = 0
         while True:
-            chosen, further = choose(observation[played])
+            if states is not None:
+                states[played] = memory["state"]
+            chosen, further = choose(self._input)
             if chosen.shape != shape:
                 raise ValueError(f"policy: actions of shape {chosen.shape}, expected {shape}")
             action[played] = chosen
@@ -167,42 +190,80 @@ class Collector:
                 if played == 0:
                     extras = self._columns(further, limit)
                 _write(extras, further, played)
-            following, reward[played], terminated[played], ended[played], info = step(chosen)
+            following, reward[played], terminated[played], truncated[played], info = step(chosen)
             observation[played + 1] = following
+            np.logical_or(terminated[played], truncated[played], out=over[played])
+            ended = over[played]
+            if "life_lost" in info:
+                terminated[played] |= info["life_lost"]
+                ended = ended | terminated[played]
+            truncated[played] &= ~terminated[played]
             if "final_obs" in info:
-                for lane in np.flatnonzero(ended[played] & ~terminated[played]):
-                    final_observations[played, int(lane)] = info["final_obs"][lane]
-                ended[played] |= terminated[played]
+                for lane in np.flatnonzero(truncated[played]):
+                    finals[context + played, int(lane)] = np.array(
+                        info["final_obs"][lane], spec.observation_dtype
+                    )
+            self._input = self._stack.push(observation[played + 1], ended)
+            if memory:
+                remember(memory, chosen, envs.training_reward(self._env, reward[played]), ended)
             played += 1
             if played == limit or (stop_at is not None and time.monotonic() >= stop_at):
                 break
         self._adapt((time.perf_counter() - begin) / played)
 
         self._observation = observation[played].copy()
-        reward, terminated, ended = reward[:played], terminated[:played], ended[:played]
-        returns, lengths = self._finish_episodes(reward, ended)
-        finals = np.empty((len(final_observations), *spec.observation_shape), spec.observation_dtype)
-        for row, final in enumerate(final_observations.values()):
-            finals[row] = final
-        seq, self._seq = self._seq, self._seq + 1
-        return Fragment(
+        returns, lengths = self._finish_episodes(reward[:played], over[:played])
+        rows = rows[: context + played + 1]
+        columns = {
+            "action": history.lead("action", action[:played]),
+            "reward": history.lead("reward", envs.training_reward(self._env, reward[:played])),
+            "terminated": history.lead("terminated", terminated[:played]),
+            "truncated": history.lead("truncated", truncated[:played]),
+        }
+        further_columns = {name: history.lead(name, column[:played]) for name, column in extras.items()}
+        if states is not None:
+            states = history.lead("state", states[:played])
+        if context:
+            rows[:context] = history.lead("observation", rows[:0])
+        fragment = Fragment(
             run=self._run,
             producer=self._producer,
             incarnation=self._incarnation,
-            seq=seq,
+            seq=self._seq,
             policy_version=self._version,
-            context=0,
-            observation=observation[: played + 1],
-            action=action[:played],
-            reward=(reward * self._reward_scale).astype(np.float32),
-            terminated=terminated,
-            truncated=ended & ~terminated,
-            final_index=np.array(list(final_observations), np.int32).reshape(-1, 2),
-            final_observation=finals,
+            context=context,
+            observation=rows,
+            **columns,
+            final_index=np.array(list(finals), np.int32).reshape(-1, 2),
+            final_observation=np.array(list(finals.values()), spec.observation_dtype).reshape(
+                -1, *spec.observation_shape
+            ),
             episode_return=returns,
             episode_length=lengths,
-            extras={name: column[:played] for name, column in extras.items()},
+            extras=further_columns,
         )
+        self._seq += 1
+        kept = (
+            columns | further_columns | {"observation": rows} | ({} if states is None else {"state": states})
+        )
+        if states is not None and self._sequences is not None:
+            fragment = self._with_memory(fragment, states)
+        history.keep(kept, finals)
+        return fragment
+
+    def _with_memory(self, fragment: Fragment, states: np.ndarray) -> Fragment:
+        """The fragment with the recurrent states [C+T, N, H] at the places where its sequences begin."""
+        assert self._sequences is not None, "only called for a recurrent policy"
+        cuts = cut_fragment(fragment, self._sequences, self._spec.frame_stack)
+        index = memory_rows(cuts)
+        memory = {"memory_index": index, "memory": states[index[:, 0], index[:, 1]]}
+        return replace(fragment, extras=dict(fragment.extras) | memory)
+
+    def _limit(self, max_steps: int) -> int:
+        """T of the next fragment: a multiple of the sequences' stride, rounded up where fewer are allowed."""
+        limit = max(1, min(self._steps, max_steps))
+        stride = self._sequences.stride if self._sequences else 1
+        return -(-limit // stride) * stride
 
     def _random(self, observation: np.ndarray) -> tuple[np.ndarray, Mapping[str, np.ndarray]]:
         """Uniform actions within the bounds, [N, *A]; no further columns."""
@@ -213,7 +274,7 @@ class Collector:
 
     def _explore(self, observation: np.ndarray) -> tuple[np.ndarray, Mapping[str, np.ndarray]]:
         """The policy's exploring actions, with clipped Gaussian noise where configured, [N, *A]; its columns."""
-        action, further = self._policy.explore(observation, self._generator)
+        action, further = self._policy.explore(observation, self._generator, self._memory)
         if self._noise.any():
             noise = self._generator.standard_normal(action.shape, np.float32)
             action = np.minimum(np.maximum(action + self._noise * noise, self._low32), self._high32)

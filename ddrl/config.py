@@ -40,6 +40,38 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, protected_namespaces=())
 
 
+class AtariConfig(Section):
+    """How ALE games are played: the standard protocol. Frames are the emulator's, steps the agent's."""
+
+    noop_max: int = Field(
+        30,
+        ge=0,
+        le=1000,
+        description="An episode begins with 0 to so many idle frames, drawn anew.",
+    )
+    fire_reset: bool = Field(
+        True, description="Press FIRE as the first of them, where the game has that button."
+    )
+    frame_skip: int = Field(
+        4, ge=1, le=64, description="Frames per step; the last two are merged by their maximum."
+    )
+    screen_size: int = Field(
+        84, ge=16, le=210, description="Grey frames are scaled to this square, in pixels."
+    )
+    episodic_life: bool = Field(
+        True,
+        description="In training a lost life counts as termination; the game goes on, and returns count it whole.",
+    )
+    sticky: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="Probability that a frame repeats the action before instead (sticky actions: 0.25).",
+    )
+    full_actions: bool = Field(False, description="All 18 actions instead of those that the game uses.")
+    max_frames: int = Field(108_000, ge=1, description="Episodes are truncated after so many frames.")
+
+
 class EnvConfig(Section):
     """What is played."""
 
@@ -54,9 +86,20 @@ class EnvConfig(Section):
     reward_scale: float = Field(
         1.0, gt=0, description="Training rewards are multiplied by this; reported returns are not."
     )
+    reward_sign: bool = Field(
+        False,
+        description="Training rewards are -1, 0 or 1 by their sign; reported returns are not. Usual for Atari.",
+    )
     max_episode_steps: int | None = Field(
         None, ge=1, description="Truncate episodes here instead of at the environment's own limit."
     )
+    frame_stack: int = Field(
+        1,
+        ge=1,
+        le=16,
+        description="Newest observations that the networks see at once; sent and stored one by one. Usual: 4 for Atari.",
+    )
+    atari: AtariConfig = AtariConfig()
 
 
 class RolloutConfig(Section):
@@ -97,6 +140,22 @@ class ReplayConfig(Section):
     )
     slack_steps: int = Field(
         1_000, ge=1, description="Transitions that collectors may be ahead of that ratio; bounds burstiness."
+    )
+    observations: Literal["auto", "dense", "compressed"] = Field(
+        "auto",
+        description="How the learner holds observations: `dense` arrays, fastest; `compressed` images, a thirtieth of "
+        "the memory; `auto`: dense where capacity fits into memory_bytes.",
+    )
+    memory_bytes: ByteSize = Field(
+        ByteSize(4 * 1024**3),
+        ge=1024**2,
+        description="Learner's memory up to which `auto` holds observations dense.",
+    )
+    threads: int = Field(
+        1,
+        ge=0,
+        le=64,
+        description="Threads that decompress batches ahead of the learner; 0: it waits for each. compressed only.",
     )
 
 

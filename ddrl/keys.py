@@ -17,6 +17,8 @@
 | ddrl:{run}:weights:<v>            | string | learner               | collector, cli      | safetensors; until pruned |
 | ddrl:{run}:evaluations            | stream | evaluation worker     | learner, cli        | the run's; version, seeds, returns |
 | ddrl:{run}:evaluating             | hash   | learner               | evaluation worker   | open evaluations; a field goes with its result |
+| ddrl:{run}:requests:<s>           | hash   | cli                   | evaluation worker   | open requests of one `ddrl evaluate`, who plays each; expires |
+| ddrl:{run}:answers:<s>            | list   | evaluation worker     | cli                 | their answers, never mixed with evaluations; expires |
 | ddrl:{run}:episodes               | stream | collector             | learner, cli        | finished training episodes, capped |
 | ddrl:{run}:metrics                | stream | learner               | cli                 | the learner's figures, capped |
 | ddrl:{run}:dead                   | stream | learner               | cli                 | refused entries and why, capped |
@@ -97,6 +99,16 @@ def evaluations(run: str) -> str:
 def evaluating(run: str) -> str:
     """Open evaluations."""
     return of_run(run, "evaluating")
+
+
+def requests(run: str, name: str) -> str:
+    """Open requests of one `ddrl evaluate`."""
+    return of_run(run, f"requests:{name}")
+
+
+def answers(run: str, name: str) -> str:
+    """Answers to them."""
+    return of_run(run, f"answers:{name}")
 
 
 def episodes(run: str) -> str:

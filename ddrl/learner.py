@@ -24,12 +24,14 @@ import torch
 from ddrl import codec
 from ddrl.algorithms.base import Resolved
 from ddrl.config import RunConfig
+from ddrl.device import to_device, to_host
 from ddrl.replay.experience import experience
 from ddrl.replay.feed import Feed, Staged, stage
 from ddrl.replay.retention import Retention
+from ddrl.replay.sampled import Drawn
 from ddrl.store import checkpoints, lease, metrics, stream, weights
 from ddrl.store.checkpoints import Counters
-from ddrl.types import Batch, Trajectories
+from ddrl.types import Trajectories
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -38,6 +40,7 @@ log = logging.getLogger(__name__)
 
 RENEW_S = 2.0
 TRAILING_EPISODES = 20
+REPLAY = "replay."  # before the names of the experience's part of a checkpoint
 CHECKPOINT_BYTES_PER_S = 1e6  # what checkpoints may cost the server on average
 
 
@@ -70,7 +73,9 @@ class Learner:
         self._device, self._spaces = device, resolved.spec
         self._on_policy = resolved.on_policy
         self.algorithm = resolved.learner(device=device, seed=config.seed)
-        self.experience = experience(config, resolved.config, on_policy=resolved.on_policy)
+        self.experience = experience(
+            config, resolved.config, resolved.spec, on_policy=self._on_policy, sequences=resolved.sequences
+        )
         self._retention = Retention(client, run, token, max_bytes=int(config.replay.max_bytes))
         self.counters = Counters()
         self.version = -1
@@ -110,8 +115,9 @@ class Learner:
         self.experience.first_version = version
         if found is not None:
             blob, meta = found
-            state = {name: torch.from_numpy(array) for name, array in codec.decode_weights(blob).items()}
-            self.algorithm.load_state(state)
+            arrays = codec.decode_weights(blob)
+            held = {name: arrays.pop(name) for name in list(arrays) if name.startswith(REPLAY)}
+            self.algorithm.load_state({name: torch.from_numpy(array) for name, array in arrays.items()})
             counters = Counters(**meta)
             self._checkpoint = counters
             self._updates, self._steps = counters.updates, counters.env_steps
@@ -121,6 +127,7 @@ class Learner:
             self._cursor = counters.cursor.encode()
             self.experience.first_version = version if version > stored.latest else 0
             self._rebuild(counters.oldest.encode(), self._cursor, version)
+            self.experience.load_state({name.removeprefix(REPLAY): array for name, array in held.items()})
             self.experience.num_dropped = counters.dropped + counters.waiting - self.experience.num_waiting
         self._note()
         self._published_updates = self._updates
@@ -165,7 +172,8 @@ class Learner:
         self._tell_refused()
         if self._updates > self._published_updates:
             self._publish(self._updates, self.algorithm.weights())
-        self._save(replace(self.counters, version=self.version), self.algorithm.state())
+        self._save(replace(self.counters, version=self.version), self._state())
+        self.experience.close()
 
     # --- the training thread -------------------------------------------------------------------------
 
@@ -191,7 +199,7 @@ class Learner:
             if self._checkpoint_due.is_set():
                 self._checkpoint_due.clear()
                 self._note()
-                self._saved = (self.counters, self.algorithm.state())
+                self._saved = (self.counters, self._state())
 
     def _admit(self, staged: Staged) -> None:
         fragment, reason = staged.fragment, staged.reason
@@ -211,14 +219,18 @@ class Learner:
         self._steps = max(self._steps, staged.cumulative_steps)
         self._retention.admitted(staged.entry_id, staged.cumulative_bytes, staged.num_bytes)
 
-    def _draw(self) -> Batch | Trajectories | None:
+    def _draw(self) -> Drawn | Trajectories | None:
         """What to learn from next; None while there is nothing, or the last iteration is still unpublished."""
         if self._on_policy and self._published is not None:
             return None
         return self.experience.draw(num_steps=self._steps, num_updates=self._updates, version=self.version)
 
-    def _update(self, batch: Batch | Trajectories) -> None:
-        self._figures = self.algorithm.update(to_device(batch, self._device))
+    def _update(self, batch: Drawn | Trajectories) -> None:
+        figures = dict(self.algorithm.update(to_device(batch, self._device)))
+        priority = figures.pop("priority", None)
+        if priority is not None:
+            self.experience.prioritize(batch, to_host(priority))
+        self._figures = figures
         self._updates = self.algorithm.num_updates
         now = time.monotonic()
         if self._on_policy or now >= self._publish_at:
@@ -226,6 +238,11 @@ class Learner:
             self._published = (self._updates, self.algorithm.weights())
             if self._on_policy:
                 self.due.set()
+
+    def _state(self) -> Mapping[str, torch.Tensor]:
+        """All that continuation needs of algorithm and experience, as CPU copies."""
+        held = {REPLAY + name: torch.from_numpy(array) for name, array in self.experience.state().items()}
+        return dict(self.algorithm.state()) | held
 
     def _note(self) -> None:
         """Make the counters visible to the service thread, all at once."""
@@ -377,11 +394,3 @@ class Learner:
         if self.returns:
             row["return_mean"] = float(np.mean(list(self.returns)))
         return row | {name: float(value) for name, value in dict(self._figures).items()}
-
-
-def to_device(batch: Batch | Trajectories, device: torch.device) -> Batch | Trajectories:
-    """Arrays to tensors: the one place on the learner's side."""
-    tensors = {name: torch.from_numpy(value) for name, value in vars(batch).items()}
-    if device.type == "cuda":
-        tensors = {name: value.pin_memory().to(device, non_blocking=True) for name, value in tensors.items()}
-    return type(batch)(**tensors)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,9 @@ import numpy as np
 from ddrl import codec
 from ddrl.algorithms import base
 from ddrl.config import EnvConfig, RunConfig, validate
+from ddrl.envs import training_reward
+from ddrl.memory import Memory, remember
+from ddrl.stacking import FrameStack
 from ddrl.store import runs, weights
 from ddrl.store.connection import StoreError
 from ddrl.types import EnvSpec
@@ -28,6 +31,16 @@ FORMAT = "ddrl-policy-2"
 
 class PolicyFileError(ValueError):
     """A file that holds no policy, or one of another shape; one line with the remedy."""
+
+
+@dataclass
+class _Episode:
+    """What one episode has shown so far, for policies that see more than the newest observation."""
+
+    stack: FrameStack
+    memory: Memory
+    begins: bool = True
+    action: np.ndarray | None = None  # [1, *A], the last one
 
 
 @dataclass(frozen=True)
@@ -46,15 +59,32 @@ class LoadedPolicy:
     spaces: EnvSpec
     run: str
     version: int
+    _episodes: list[_Episode] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def env(self) -> EnvConfig:
         """What it plays."""
         return self.config.env
 
-    def action(self, observation: np.ndarray) -> np.ndarray:
-        """The deterministic action [*A] for one observation [*O]."""
-        action: np.ndarray = self.policy.act(observation[None])[0]
+    def begin(self) -> None:
+        """Start an episode; only policies that stack frames or have a memory notice."""
+        self._episodes[:] = [_Episode(FrameStack(1, self.spaces), self.policy.memory(1))]
+
+    def action(self, observation: np.ndarray, reward: float = 0.0) -> np.ndarray:
+        """The deterministic action [*A] for the next observation [*O] of an episode.
+
+        Args:
+            observation: as the environment of `env` gives it; not stacked.
+            reward: that came with it; used by recurrent policies only.
+        """
+        if not self._episodes:
+            self.begin()
+        episode, going = self._episodes[0], np.zeros(1, np.bool_)
+        if episode.memory and episode.action is not None:
+            remember(episode.memory, episode.action, training_reward(self.env, np.array([reward])), going)
+        seen = episode.stack.push(np.asarray(observation)[None], ~going if episode.begins else going)
+        episode.begins, episode.action = False, self.policy.act(seen, episode.memory)
+        action: np.ndarray = episode.action[0]
         return action
 
 
@@ -138,7 +168,7 @@ def _build(
     policy = base.resolve(config, spaces).policy()
     try:
         policy.load(arrays)
-        policy.act(np.zeros((1, *spaces.observation_shape), spaces.observation_dtype))
+        policy.act(np.zeros((1, *spaces.input_shape), spaces.observation_dtype), policy.memory(1))
     except (KeyError, ValueError) as error:
         raise PolicyFileError(
             f"{source}: weights do not fit the networks of its config ({error}); export the policy again"

@@ -256,6 +256,42 @@ def upgo(
     return log_rho.exp().clamp(max=1.0) * (return_ - value), return_
 
 
+def rescale(x: Tensor, eps: float = 1e-3) -> Tensor:
+    """Squash returns so that a network meets their root: h(x) = sign(x) (sqrt(|x| + 1) - 1) + eps x.
+
+    Source: Pohlen et al. 2018, arXiv:1805.11593, section 3.2. Written as x / (sqrt(|x| + 1) + 1) + eps x, which
+    subtracts nothing: float32 loses two units in the last place, where the paper's form loses all digits of |x| < 1e-7.
+
+    Args:
+        x: of any shape, in units of the return.
+        eps: slope that stays far from 0, at least 0; it keeps the inverse Lipschitz.
+
+    Returns:
+        h(x), of the same shape and dtype.
+    """
+    return x / ((x.abs() + 1.0).sqrt() + 1.0) + eps * x
+
+
+def unrescale(x: Tensor, eps: float = 1e-3) -> Tensor:
+    """The inverse of `rescale`: h^-1(x) = sign(x) (((sqrt(1 + 4 eps (|x| + 1 + eps)) - 1) / (2 eps))^2 - 1).
+
+    Source: Pohlen et al. 2018, arXiv:1805.11593, proposition A.2. Differences of nearly equal numbers are multiplied
+    out (r - 1 = |x| (2 - 4 eps / (s + 1 + 2 eps)) / (s + 1), s the inner root, r the base of the square): float32 then
+    loses three units in the last place, where the paper's form is off by 1e-4 at 1 and below.
+
+    Args:
+        x: of any shape, as `rescale` gives it.
+        eps: as of `rescale`.
+
+    Returns:
+        h^-1(x), of the same shape and dtype, in units of the return.
+    """
+    size = x.abs()
+    root = ((1.0 + 2.0 * eps) ** 2 + 4.0 * eps * size).sqrt()
+    excess = (2.0 - 4.0 * eps / (root + (1.0 + 2.0 * eps))) / (root + 1.0)  # (r - 1) / |x|
+    return x * excess * (size * excess + 2.0)
+
+
 def _check_lambda(lambda_: float) -> None:
     if not 0.0 <= lambda_ <= 1.0:
         raise ValueError(f"lambda: {lambda_!r} is no weight; use a number from 0 to 1")

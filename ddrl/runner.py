@@ -296,6 +296,7 @@ class _Session:
                 wanted.seeds,
                 num_envs=config.num_envs,
                 policy_version=version,
+                epsilon=getattr(player.policy, "evaluation_epsilon", 0.0),
             )
         except EnvError as error:
             log.warning("the last version is not evaluated: %s", error)

@@ -58,9 +58,11 @@ class Player:
             env=self.config.env,
             rollout=self.config.rollout,
             spec=spaces,
-            policy=resolved.policy(),
-            random_until_learned=not resolved.on_policy if at_random is None else at_random,
+            policy=resolved.policy(producer=self.producer),
+            random_until_learned=resolved.can_begin_at_random if at_random is None else at_random,
             seed=self.config.seed,
+            context=resolved.context,
+            sequences=resolved.sequences,
         )
         self.most_steps: int = resolved.config.batch_size if resolved.on_policy else sys.maxsize
         """Transitions of one fragment that the learner has a use for."""

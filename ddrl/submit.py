@@ -10,6 +10,7 @@ import numpy as np
 from ddrl import envs
 from ddrl.algorithms import base
 from ddrl.config import ConfigError, RunConfig, Section
+from ddrl.replay.experience import is_compressed, is_image, samples_per_update
 from ddrl.replay.pacing import Pacing, check_staleness
 from ddrl.store import connection, runs
 from ddrl.types import EnvSpec
@@ -59,20 +60,49 @@ def prepare(config: RunConfig, *, processes: int = 1) -> EnvSpec:
 
 def _check_off_policy(config: RunConfig, resolved: base.Resolved) -> None:
     """Refuse a pace that cannot be kept, and settings without effect; ValueError."""
+    replay, spec, options = config.replay, resolved.spec, resolved.config
     Pacing.check(
-        samples_per_insert=config.replay.samples_per_insert,
-        warmup_steps=config.replay.warmup_steps,
-        slack_steps=config.replay.slack_steps,
-        batch_size=resolved.config.batch_size,
+        samples_per_insert=replay.samples_per_insert,
+        warmup_steps=replay.warmup_steps,
+        slack_steps=replay.slack_steps,
+        batch_size=samples_per_update(options),
     )
     _refuse_set(config.on_policy, "on_policy", list(type(config.on_policy).model_fields), resolved.name)
-    largest = config.rollout.max_fragment_steps * config.env.num_envs
-    if largest > config.replay.capacity:
-        most = config.replay.capacity // config.env.num_envs
-        raise ValueError(
-            f"rollout.max_fragment_steps: {config.rollout.max_fragment_steps} steps of {config.env.num_envs} "
-            f"environments exceed replay.capacity {config.replay.capacity}; use at most {max(most, 1)}"
+    if spec.action_kind != "continuous":
+        _refuse_set(
+            config.rollout, "rollout", ["action_noise"], f"{resolved.name} with {spec.action_kind} actions"
         )
+    fragment_steps = config.rollout.max_fragment_steps
+    if options.n_step > fragment_steps:
+        raise ValueError(
+            f"algorithm.n_step: {options.n_step} is longer than a fragment, rollout.max_fragment_steps "
+            f"{fragment_steps}; use at most {fragment_steps}"
+        )
+    if config.rollout.random_until_learned and not resolved.can_begin_at_random:
+        raise ValueError(
+            f"rollout.random_until_learned: true gives no recurrent states, which {resolved.name} learns from; remove it"
+        )
+    largest = fragment_steps * config.env.num_envs
+    if resolved.sequences is not None and resolved.sequences.length > replay.capacity:
+        raise ValueError(
+            f"replay.capacity: {replay.capacity} cannot hold one sequence of {resolved.sequences.length} steps; use at "
+            f"least {largest}"
+        )
+    if largest > replay.capacity:
+        most = replay.capacity // config.env.num_envs
+        raise ValueError(
+            f"rollout.max_fragment_steps: {fragment_steps} steps of {config.env.num_envs} environments exceed "
+            f"replay.capacity {replay.capacity}; use at most {max(most, 1)}"
+        )
+    if replay.observations == "compressed" and not is_image(spec):
+        raise ValueError(
+            f"replay.observations: compressed is for images, but {spec.env_id} has observations "
+            f"{spec.observation_dtype} {list(spec.observation_shape)}; use dense"
+        )
+    if not is_compressed(replay, spec):
+        _refuse_set(replay, "replay", ["threads"], "a view whose observations are dense")
+    if replay.observations != "auto":
+        _refuse_set(replay, "replay", ["memory_bytes"], f"observations: {replay.observations}")
 
 
 def _check_on_policy(config: RunConfig, resolved: base.Resolved, processes: int) -> None:
@@ -107,19 +137,17 @@ def _check_on_policy(config: RunConfig, resolved: base.Resolved, processes: int)
     _refuse_set(
         config.replay,
         "replay",
-        ["capacity", "warmup_steps", "samples_per_insert", "slack_steps"],
+        [name for name in type(config.replay).model_fields if name != "max_bytes"],
         resolved.name,
     )
     _refuse_set(config.learner, "learner", ["publish_every_s"], resolved.name)
 
 
-def _refuse_set(section: Section, prefix: str, names: list[str], algorithm: str) -> None:
-    """Refuse settings other than the default that have no effect on an algorithm; ValueError."""
+def _refuse_set(section: Section, prefix: str, names: list[str], what: str) -> None:
+    """Refuse settings other than the default that have no effect on something; ValueError."""
     for name in names:
         if getattr(section, name) != type(section).model_fields[name].default:
-            raise ValueError(
-                f"{prefix}.{name}: {getattr(section, name)} has no effect on algorithm {algorithm}; remove it"
-            )
+            raise ValueError(f"{prefix}.{name}: {getattr(section, name)} has no effect on {what}; remove it")
 
 
 def create(client: Redis, config: RunConfig, spaces: EnvSpec) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,13 +12,15 @@ from typing import TYPE_CHECKING
 from ddrl import policy
 from ddrl.celery import EVALUATE, ROLLOUT, app
 from ddrl.evaluation import evaluate as play_episodes
+from ddrl.evaluation import with_noops
 from ddrl.segment import Players, play
-from ddrl.store import connection, evaluations, messages, runs
+from ddrl.store import connection, evaluations, messages, requests, runs
 
 if TYPE_CHECKING:
     from redis import Redis
 
 CRASH_PAUSE_S = 1.0  # between a failed task and the next, so that a broken run cannot spin
+SIGN_EVERY_S = 3.0  # of life, while a request is played
 
 players = Players()
 
@@ -53,8 +56,10 @@ def rollout(run: str) -> int:
 
 @app.task(name=EVALUATE)  # type: ignore[untyped-decorator]
 def evaluate(run: str, evaluation_id: str) -> bool:
-    """Play an open evaluation and store its result; False if there was nothing left to do."""
+    """Play an open evaluation or request and store its result; False if there was nothing left to do."""
     client, _ = clients()
+    if requests.is_request(evaluation_id):
+        return answer(client, run, evaluation_id)
     wanted = evaluations.get_open(client, run, evaluation_id)
     if wanted is None:
         return False
@@ -67,5 +72,50 @@ def evaluate(run: str, evaluation_id: str) -> bool:
             wanted.seeds,
             num_envs=player.config.evaluation.num_envs,
             policy_version=wanted.version,
+            epsilon=getattr(player.policy, "evaluation_epsilon", 0.0),
         )
         return evaluations.finish(client, run, wanted, result)
+
+
+class Withdrawn(Exception):
+    """Nobody waits any more for what is being played."""
+
+
+def answer(client: Redis, run: str, request_id: str) -> bool:
+    """Play a request and answer it, be it with the reason why it cannot be played here."""
+    me = secrets.token_hex(8)
+    wanted = requests.take(client, run, request_id, me)
+    if wanted is None:
+        return False
+    sign_at = time.monotonic() + SIGN_EVERY_S
+
+    def give_sign() -> None:
+        nonlocal sign_at
+        if time.monotonic() >= sign_at:
+            if requests.take(client, run, request_id, me) is None:
+                raise Withdrawn
+            sign_at = time.monotonic() + SIGN_EVERY_S
+
+    number = int(request_id.rpartition(":")[2])
+    try:
+        player = policy.from_run(client, run, wanted.version)
+        result = play_episodes(
+            player.policy,
+            with_noops(player.env, wanted.noop_max),
+            player.spaces,
+            wanted.seeds,
+            num_envs=wanted.num_envs,
+            policy_version=wanted.version,
+            epsilon=wanted.epsilon,
+            on_step=give_sign,
+        )
+    except Withdrawn:
+        return False
+    except connection.UNREACHABLE:
+        raise
+    except Exception as error:  # the asker plays it then, and says why
+        time.sleep(CRASH_PAUSE_S)  # others may do better with what is left
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        return requests.answer(client, run, request_id, requests.Answer(number, (), (), reason))
+    given = requests.Answer(number, result.returns, result.lengths)
+    return requests.answer(client, run, request_id, given)

@@ -17,7 +17,7 @@ from ddrl.algorithms import base
 from ddrl.collector import Collector
 from ddrl.config import validate
 from ddrl.evaluation import evaluate
-from ddrl.learner import to_device
+from ddrl.device import to_device
 from ddrl.replay.fifo import Fifo
 from ddrl.replay.windows import trajectories
 from ddrl.types import EnvSpec, Fragment, Trajectories

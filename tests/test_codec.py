@@ -119,6 +119,65 @@ def test_frames_of_a_lane_lie_together() -> None:
     assert_same(codec.decode(fields), still)
 
 
+def test_a_lane_of_images_is_a_block() -> None:
+    """Up to a megabyte; longer lanes are divided evenly. What was written in other blocks is read all the same."""
+    for steps, num_envs, shape, block in [
+        (19, 3, (84, 84), 20 * 7056),
+        (149, 1, (84, 84), 75 * 7056),
+        (3, 2, (1024, 1025), 1024 * 1025),
+    ]:
+        fragment = make_fragment(steps=steps, num_envs=num_envs, shape=shape, dtype="uint8", end_rate=0.0)
+        fields = codec.encode(fragment)
+        assert blosc2.get_cbuffer_sizes(fields[b"observation"])[2] == block
+    lanes = np.ascontiguousarray(fragment.observation.swapaxes(0, 1))
+    old = blosc2.compress2(
+        lanes.reshape(-1), typesize=1, codec=blosc2.Codec.ZSTD, clevel=5, filters=[blosc2.Filter.NOFILTER]
+    )
+    assert_same(codec.decode(with_chunk("observation", old, fragment)), fragment)
+
+
+def with_memory(num_states: int = 5, size: int = 4, **changed: np.ndarray) -> Fragment:
+    """7 + 2 steps of 3 environments, and recurrent states of some."""
+    rng = np.random.default_rng(1)
+    index = np.stack([rng.integers(0, 9, num_states), rng.integers(0, 3, num_states)], 1).astype("i4")
+    memory = {"memory_index": index, "memory": rng.normal(size=(num_states, size)).astype("f2")}
+    return dataclasses.replace(make_fragment(context=2), extras={**memory, **changed})
+
+
+@pytest.mark.parametrize("num_states", [0, 5, 27])
+def test_recurrent_states_have_rows_of_their_own(num_states: int) -> None:
+    fragment = with_memory(num_states)
+    assert_same(codec.decode(codec.encode(fragment)), fragment)
+
+
+def test_recurrent_states_of_another_form_are_refused() -> None:
+    good = with_memory().extras
+    index, memory = good["memory_index"], good["memory"]
+    for changed, message in [
+        ({"memory_index": index.astype("i8")}, "memory_index: int64 [5, 2], expected int32 of rank 2"),
+        ({"memory": memory.astype("f4")}, "memory: float32 [5, 4], expected float16 of rank 2"),
+        ({"memory": memory[:, 0]}, "memory: float16 [5], expected float16 of rank 2"),
+        ({"memory_index": index[:, :1]}, "memory_index: shape [5, 1], expected [5, 2]"),
+        ({"memory_index": index[:, 0]}, "memory_index: int32 [5], expected"),
+        ({"memory": memory[:4]}, "memory: shape [4, 4], expected [5, 4]"),
+        ({"memory_index": index[:4]}, "memory: shape [5, 4], expected [4, 4]"),
+    ]:
+        with pytest.raises(CodecError) as caught:
+            codec.encode(with_memory(**changed))
+        assert message in str(caught.value)
+    for name in good:
+        with pytest.raises(CodecError, match="together or not at all"):
+            codec.encode(dataclasses.replace(with_memory(), extras={name: good[name]}))
+    with pytest.raises(CodecError, match="^memory_index: 28 states of 27 steps"):
+        codec.encode(with_memory(28))
+    for row in ([9, 0], [0, 3], [-1, 0], [0, -1]):
+        bad = np.array([row, *index[1:]], np.int32)
+        with pytest.raises(CodecError, match=r"^memory_index: a \(step, environment\) outside 9 x 3"):
+            codec.decode(codec.encode(with_memory(memory_index=bad)))
+    with pytest.raises(CodecError, match="^memory: holds NaN"):
+        codec.decode(codec.encode(with_memory(memory=np.full((5, 4), np.nan, np.float16))))
+
+
 def test_encode_refuses_what_decode_would() -> None:
     fragment = make_fragment()
     with pytest.raises(CodecError, match="^reward: dtype float64"):
@@ -232,8 +291,28 @@ def test_claim_of_a_terabyte_costs_no_memory(max_bytes: int) -> None:
             shape = [*rows, 2**20, width]
             column(header, name).update(shape=shape, bytes=int(np.prod(shape)) * 4)
 
-    for change in (claim, wide):
-        fields = forge(change, make_fragment(end_rate=0.0))
+    def long(header: dict[str, Any]) -> None:
+        column(header, "memory").update(shape=[5, 2**31 - 1], bytes=5 * (2**31 - 1) * 2)
+
+    def many(header: dict[str, Any]) -> None:
+        column(header, "memory_index").update(shape=[2**30, 2], bytes=2**33)
+        column(header, "memory").update(shape=[2**30, 512], bytes=2**40)
+
+    def images(header: dict[str, Any]) -> None:
+        for name, rows in (("observation", [8, 3]), ("final_observation", [0])):
+            shape = [*rows, 2**20, 2**20 // 24]
+            column(header, name).update(shape=shape, bytes=int(np.prod(shape)))
+
+    picture = make_fragment(end_rate=0.0, shape=(6, 5), dtype="uint8")
+    plain = make_fragment(end_rate=0.0)
+    for change, fragment in (
+        (claim, plain),
+        (wide, plain),
+        (images, picture),
+        (long, with_memory()),
+        (many, with_memory()),
+    ):
+        fields = forge(change, fragment)
         tracemalloc.start()  # sees NumPy's buffers and bytes objects
         try:
             with pytest.raises(CodecError):

@@ -15,6 +15,7 @@ from runs_for_tests import toy_answers
 from ddrl import codec, collector, envs
 from ddrl.collector import Collector
 from ddrl.config import EnvConfig, RolloutConfig
+from ddrl.memory import Memory
 from ddrl.types import Fragment
 
 Explored = tuple[np.ndarray, Mapping[str, np.ndarray]]
@@ -61,7 +62,10 @@ class Echo:
     def load(self, weights: Mapping[str, Any]) -> None:
         self.loaded.append(weights)
 
-    def explore(self, observation: np.ndarray, generator: np.random.Generator) -> Explored:
+    def memory(self, num_envs: int) -> Memory:
+        return {}
+
+    def explore(self, observation: np.ndarray, generator: np.random.Generator, memory: Memory) -> Explored:
         return observation[:, 1:2] / np.float32(10), {}
 
 
@@ -72,8 +76,8 @@ class Marked(Echo):
         super().__init__()
         self.buffer = np.zeros((2, 2), np.float32)
 
-    def explore(self, observation: np.ndarray, generator: np.random.Generator) -> Explored:
-        action, _ = super().explore(observation, generator)
+    def explore(self, observation: np.ndarray, generator: np.random.Generator, memory: Memory) -> Explored:
+        action, _ = super().explore(observation, generator, memory)
         self.buffer[:] = observation[:, :2] + np.float32(0.25)
         code = (100 * observation[:, 0] + observation[:, 1]).astype(np.int64)
         return action, {"behavior_log_prob": -observation[:, 1], "raw_action": self.buffer, "code": code}
@@ -237,7 +241,9 @@ def test_noise_is_in_half_ranges_and_clipped() -> None:
 
 def test_discrete_actions() -> None:
     class Right(Echo):
-        def explore(self, observation: np.ndarray, generator: np.random.Generator) -> Explored:
+        def explore(
+            self, observation: np.ndarray, generator: np.random.Generator, memory: Memory
+        ) -> Explored:
             return np.ones(len(observation), np.int64), {}
 
     played = make(env={"id": "CartPole-v1", "num_envs": 3}, policy=Right(), version=0)
@@ -268,7 +274,7 @@ def test_random_choices_are_uniform(env_id: str, sizes: tuple[int, ...]) -> None
 class Answers(Echo):
     """Solves the toys; the extras repeat what was chosen."""
 
-    def explore(self, observation: np.ndarray, generator: np.random.Generator) -> Explored:
+    def explore(self, observation: np.ndarray, generator: np.random.Generator, memory: Memory) -> Explored:
         action = toy_answers(observation)
         return action, {"behavior_log_prob": np.zeros(len(action), np.float32), "chosen": action}
 
@@ -351,8 +357,10 @@ def test_extras_of_a_wrong_shape_are_refused(
     class Changing(Echo):
         given = iter([first, second])
 
-        def explore(self, observation: np.ndarray, generator: np.random.Generator) -> Explored:
-            return super().explore(observation, generator)[0], next(self.given)
+        def explore(
+            self, observation: np.ndarray, generator: np.random.Generator, memory: Memory
+        ) -> Explored:
+            return super().explore(observation, generator, memory)[0], next(self.given)
 
     with pytest.raises(ValueError, match=f"^policy: {message}") as refused:
         make(policy=Changing()).collect()
@@ -361,7 +369,9 @@ def test_extras_of_a_wrong_shape_are_refused(
 
 def test_policy_of_a_wrong_shape_is_refused() -> None:
     class Flat(Echo):
-        def explore(self, observation: np.ndarray, generator: np.random.Generator) -> Explored:
+        def explore(
+            self, observation: np.ndarray, generator: np.random.Generator, memory: Memory
+        ) -> Explored:
             return observation[:, 1], {}
 
     with pytest.raises(ValueError, match=r"policy: actions of shape \(2,\), expected \(2, 1\)"):

@@ -109,6 +109,8 @@ def test_unknown_ids_and_kwargs() -> None:
         envs.make_one(EnvConfig(id="qqqqqqqq"))
     with pytest.raises(EnvError, match=r"env.kwargs \{'stepz': 1\} refused"):
         envs.make_one(EnvConfig(id="ddrl/Endless-v0", kwargs={"stepz": 1}))
+    with pytest.raises(EnvError, match=r"env.kwargs \{'size': 5\} refused .*pixels a multiple of it"):
+        envs.make_one(EnvConfig(id="ddrl/Catch-v0", kwargs={"size": 5}))
 
 
 @pytest.mark.parametrize(
@@ -221,6 +223,54 @@ def test_other_spaces_than_known_are_refused() -> None:
             envs.check_spaces(made, RAMP, dataclasses.replace(known, **changes))
 
 
+@pytest.mark.usefixtures("_allowed")
+def test_other_vectors_than_known_are_refused() -> None:
+    config = EnvConfig(id=RAMP, num_envs=2)
+    vector, known = envs.make_vector(config), envs.describe(config)
+    envs.check_vector(vector, RAMP, known)
+    envs.check_vector(vector, RAMP, dataclasses.replace(known, frame_stack=4))  # the same observations
+    with pytest.raises(EnvError, match=r"action_sizes is \(3,\) here, but \(4,\) is expected"):
+        envs.check_vector(vector, RAMP, dataclasses.replace(known, action_sizes=(4,)))
+    vector.close()
+
+
+@pytest.mark.usefixtures("_allowed")
+def test_frames_are_stacked_of_vectors_and_grey_images_only() -> None:
+    assert envs.describe(EnvConfig(id="CartPole-v1", frame_stack=3)).input_shape == (12,)
+    grey = {"observations": Box(0, 255, (6, 5), np.uint8)}
+    assert envs.describe(EnvConfig(id=RAMP, kwargs=grey, frame_stack=4)).input_shape == (4, 6, 5)
+    assert envs.describe(EnvConfig(id="ddrl/Spot-v0")).frame_stack == 1
+    with pytest.raises(
+        EnvError, match=r"env.frame_stack is 2, but observations \[8, 8, 1\] are neither .* set it to 1"
+    ):
+        envs.describe(EnvConfig(id="ddrl/Spot-v0", frame_stack=2))
+
+
+def test_settings_of_games_are_refused_elsewhere() -> None:
+    for make in (envs.make_one, envs.make_vector):
+        with pytest.raises(
+            EnvError, match="^CartPole-v1: env.atari is set, but this is no ALE game; remove it$"
+        ):
+            make(EnvConfig(id="CartPole-v1", atari={"noop_max": 0}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, [-3.0, 0.0, 0.5]),
+        ({"reward_scale": 0.1}, [-0.3, 0.0, 0.05]),
+        ({"reward_sign": True}, [-1.0, 0.0, 1.0]),
+        ({"reward_sign": True, "reward_scale": 0.1}, [-0.1, 0.0, 0.1]),
+    ],
+)
+def test_training_reward(settings: dict[str, Any], expected: list[float]) -> None:
+    given = np.array([[-3.0, 0.0, 0.5]])
+    found = envs.training_reward(EnvConfig(id="CartPole-v1", **settings), given)
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found, np.array([expected], np.float32))
+    np.testing.assert_array_equal(given, [[-3.0, 0.0, 0.5]])
+
+
 def test_vector_resets_in_the_same_step() -> None:
     vector = envs.make_vector(
         EnvConfig(id="ddrl/Endless-v0", kwargs={"max_steps": 2}, num_envs=5), num_envs=3
@@ -232,60 +282,3 @@ def test_vector_resets_in_the_same_step() -> None:
     ends = [vector.step(np.zeros((3, 1), np.float32))[3].tolist() for _ in range(4)]
     assert ends == [[False] * 3, [True] * 3] * 2  # no step is lost to the reset
     vector.close()
-
-
-def test_toys() -> None:
-    endless = play(envs.make_one(EnvConfig(id="ddrl/Endless-v0", kwargs={"max_steps": 7})), np.zeros(1))
-    assert endless == [(1.0, False, False)] * 6 + [(1.0, False, True)]
-    target = envs.make_one(EnvConfig(id="ddrl/Target-v0"))
-    shown, _ = target.reset(seed=3)
-    for step in range(10):
-        offset = 0.5 if step == 4 else 0.0
-        shown, reward, terminated, truncated, _ = target.step(shown + np.float32(offset))
-        assert reward == pytest.approx(-(offset**2), abs=1e-6)
-        assert (terminated, truncated) == (False, step == 9)
-        assert target.observation_space.contains(shown)
-
-
-def shown_by(env_id: str, observation: np.ndarray) -> tuple[int, ...]:
-    """The answer that an observation shows, read the slow way."""
-    bright = np.argwhere(observation)
-    if env_id == "ddrl/Spot-v0":
-        ((row, column, _),) = bright
-        assert observation.max() == 255
-        return (2 * (row // 4) + column // 4,)
-    assert observation.max() == 1
-    first, *second = (int(i) for (i,) in bright)
-    return (first, *(i - 3 for i in second))
-
-
-@pytest.mark.parametrize(
-    ("env_id", "sizes", "random_return"),
-    [
-        ("ddrl/Pick-v0", (4,), 2.5),
-        ("ddrl/Pairs-v0", (3, 4), 10 * 0.5 * (1 / 3 + 1 / 4)),
-        ("ddrl/Spot-v0", (4,), 2.5),
-    ],
-)
-def test_toys_that_show_their_answer(env_id: str, sizes: tuple[int, ...], random_return: float) -> None:
-    """Every action's reward is known; answers are uniform, so any fixed action scores as random ones do."""
-    toy = envs.make_one(EnvConfig(id=env_id))
-    generator = np.random.default_rng(0)
-    answers, random_total, seen = [], 0.0, set()
-    for episode in range(400):
-        shown, _ = toy.reset(seed=episode)
-        for step in range(10):
-            assert toy.observation_space.contains(shown)
-            seen.add(shown.tobytes())
-            answer = shown_by(env_id, shown)
-            answers.append(answer)
-            chosen = generator.integers(sizes)
-            shown, reward, terminated, truncated, _ = toy.step(chosen if len(sizes) > 1 else chosen[0])
-            assert reward == np.mean(chosen == answer)
-            assert (terminated, truncated) == (False, step == 9)
-            random_total += reward
-    assert random_total / 400 == pytest.approx(random_return, abs=0.25)
-    for dimension, size in enumerate(sizes):
-        shares = np.bincount(np.array(answers)[:, dimension], minlength=size) / 4000
-        np.testing.assert_allclose(shares, 1 / size, atol=0.04)
-    assert len(seen) == {"ddrl/Pick-v0": 4, "ddrl/Pairs-v0": 12, "ddrl/Spot-v0": 64}[env_id]

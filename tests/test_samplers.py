@@ -1,4 +1,4 @@
-"""Uniform draws: distribution, and independence of everything but their arguments."""
+"""Uniform and stratified draws: distribution, and independence of everything but their arguments."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import pytest
 
-from ddrl.replay.samplers import uniform
+from ddrl.replay.samplers import stratified, uniform
 
 PINNED = [79, 102, 370, 155, 575, 442]
 
@@ -97,3 +97,32 @@ def test_arguments_out_of_range_are_refused(arguments: tuple[int, int, int, int]
     num, size, seed, draw = arguments
     with pytest.raises(ValueError, match=match):
         uniform(num, size, seed=seed, draw=draw)
+
+
+def test_stratified_takes_one_mass_of_each_part() -> None:
+    for draw in range(100):
+        mass = stratified(8.0, 16, seed=1, draw=draw)
+        assert (np.floor(mass * 2) == np.arange(16)).all()
+    first = np.array([stratified(1.0, 4, seed=1, draw=draw) for draw in range(2000)]) * 4 - np.arange(4)
+    counts = np.histogram(first, bins=20, range=(0, 1))[0]
+    assert ((counts - 400) ** 2 / 400).sum() < 19 + 5 * 38**0.5  # within its part it is uniform
+
+
+def test_stratified_uses_the_same_words_as_uniform_and_nothing_else() -> None:
+    part = stratified(1000.0 * 6, 6, seed=5, draw=9) - 1000.0 * np.arange(6)
+    assert np.floor(part).astype(int).tolist() == PINNED
+    assert stratified(1.0, 0, seed=0, draw=0).shape == (0,)
+    assert stratified(1e-300, 9, seed=0, draw=0).max() <= 1e-300
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ((0.0, 1, 0, 0), "total"), ((float("nan"), 1, 0, 0), "total"), ((float("inf"), 1, 0, 0), "total"),
+        ((1.0, -1, 0, 0), "size"), ((1.0, 1, 2**64, 0), "seed"),
+    ],
+)  # fmt: skip
+def test_stratified_refuses(arguments: tuple[float, int, int, int], match: str) -> None:
+    total, size, seed, draw = arguments
+    with pytest.raises(ValueError, match=match):
+        stratified(total, size, seed=seed, draw=draw)

@@ -106,7 +106,7 @@ def test_nothing_is_played_before_the_first_version(client: Redis) -> None:
 def test_version_0_plays_at_random_where_configured_or_off_policy(
     client: Redis, monkeypatch: pytest.MonkeyPatch, name: str, setting: bool | None, at_random: bool
 ) -> None:
-    def explore(self: Any, observation: np.ndarray, generator: np.random.Generator) -> Any:
+    def explore(self: Any, observation: np.ndarray, generator: np.random.Generator, memory: Any) -> Any:
         return np.full((len(observation), 1), 0.125, np.float32), {}
 
     monkeypatch.setattr(sac.Policy, "explore", explore)

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_returns import make_fragment
+from reference_stacks import Player
 
-from ddrl.replay.windows import check_trajectory, trajectories
+from ddrl.replay.trajectories import check_trajectory, trajectories
 from ddrl.types import Fragment
 
 
@@ -105,3 +106,32 @@ def test_columns_of_another_algorithm_are_refused(extras: dict[str, np.ndarray],
     one = dataclasses.replace(make(0, 1, 0, 3, 2), extras=extras)
     with pytest.raises(ValueError, match=message):
         check_trajectory(one)
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((5, 3), "uint8"), ((3,), "float32")])
+def test_stacks_equal_those_of_the_environment(shape: tuple[int, ...], dtype: str) -> None:
+    """Two producers, the fragments of each joined; the first has less context than a stack."""
+    players = [Player(seed, num_envs=2, shape=shape, dtype=dtype) for seed in (1, 2)]
+    fragments = []
+    for num_steps in (2, 9, 30):
+        for producer, player in enumerate(players):
+            one = player.fragment(num_steps, context=3 if num_steps < 30 else 5)
+            log_prob = np.zeros(one.reward.shape, np.float32)
+            fragments.append(
+                dataclasses.replace(one, producer=producer, extras={"behavior_log_prob": log_prob})
+            )
+    batch = trajectories(fragments, gamma=0.5, frame_stack=4)
+    assert batch.valid.shape == (41, 4) and batch.valid.all()
+    inputs = (4, *shape) if len(shape) > 1 else (4 * shape[0],)
+    assert batch.observation.shape[1:] == inputs
+    for lane in range(4):
+        for time, row in enumerate(players[lane // 2].steps):
+            step = row[lane % 2]
+            assert batch.action[time, lane] == step.action
+            seen = batch.observation[batch.row[time, lane]]
+            np.testing.assert_array_equal(seen, step.stack.reshape(inputs))
+            if not step.terminated:
+                after = batch.observation[batch.next_row[time, lane]]
+                np.testing.assert_array_equal(after, step.next_stack.reshape(inputs))
+    truncated = sum(int(one.truncated[one.context :].sum()) for one in fragments)
+    assert len(batch.observation) == 2 * 2 * (41 + 3) + truncated, "no row for what only stacks reach into"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,6 +23,15 @@ CONVOLUTIONS = {  # shape -> (channels, kernel, stride) of each, and the inputs 
     (4, 84, 84): ([(32, 8, 4), (64, 4, 2), (64, 3, 1)], 64 * 7 * 7),
     (84, 84, 1): ([(32, 8, 4), (64, 4, 2), (64, 3, 1)], 64 * 7 * 7),
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Small tensors: more threads only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -232,7 +242,13 @@ def test_to_input() -> None:
             "needs images of 5x5 pixels or more, but observations are (4, 5, 3); use mlp and",
         ),
         ("conv", (1, 9, 4), "needs images of 5x5 pixels or more, but observations are (1, 9, 4)"),
-        ("cnn", (4,), 'is unknown; use mlp, conv or your own "module:callable"'),
+        ("conv", (84, 84), "observations are (84, 84); use nature or impala"),
+        ("mlp", (84, 84), "needs a vector, but observations are (84, 84)"),
+        (
+            "cnn",
+            (4,),
+            'is unknown; use mlp, conv, nature, impala, data_efficient or your own "module:callable"',
+        ),
     ],
 )
 def test_observations_that_do_not_fit(network: str, shape: tuple[int, ...], expected: str) -> None:

@@ -1,4 +1,4 @@
-"""The dense view against a plain list of transitions."""
+"""The view without stacks against a plain list of transitions (with stacks: test_stacks.py)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_returns import Transition, make_fragment, slow_transitions
 
-from ddrl.replay.view import DenseView
+from ddrl.replay.rows import CompressedRows, DenseRows
+from ddrl.replay.view import TransitionView, dense_bytes, expected_rows
 
 GAMMA, N_STEP = 0.5, 3  # dyadic: all sums are exact
 
 
-def assert_equal(view: DenseView, twin: list[Transition]) -> None:
+def dense(*, capacity: int, gamma: float = GAMMA, n_step: int = N_STEP) -> TransitionView:
+    rows = DenseRows(expected_rows=max(1, expected_rows(capacity)))
+    return TransitionView(rows, capacity=capacity, gamma=gamma, n_step=n_step)
+
+
+def assert_equal(view: TransitionView, twin: list[Transition]) -> None:
     """Every transition of the view, gathered in random order, is the twin's, exactly."""
     assert len(view) == len(twin)
     order = np.random.default_rng(len(twin)).permutation(len(twin))
@@ -41,14 +47,19 @@ def fragment_sizes(draw: st.DrawFn) -> tuple[int, list[tuple[int, int, int, floa
 
 
 @settings(max_examples=60, deadline=None)
-@given(sizes=fragment_sizes(), seed=st.integers(0, 2**32), dtype=st.sampled_from([np.float32, np.uint8]))
+@given(
+    sizes=fragment_sizes(),
+    seed=st.integers(0, 2**32),
+    dtype=st.sampled_from([np.float32, np.uint8]),
+    store=st.sampled_from([DenseRows, CompressedRows]),
+)
 def test_equals_a_list_of_transitions_after_each_admission(
-    sizes: tuple[int, list[tuple[int, int, int, float]]], seed: int, dtype: type
+    sizes: tuple[int, list[tuple[int, int, int, float]]], seed: int, dtype: type, store: type
 ) -> None:
     capacity, fragments = sizes
-    view = DenseView(capacity=capacity, gamma=GAMMA, n_step=N_STEP)
+    view = TransitionView(store(), capacity=capacity, gamma=GAMMA, n_step=N_STEP)
     view.check_valid()
-    held: list[tuple[str, list[Transition]]] = []
+    held: list[tuple[bytes, list[Transition]]] = []
     admitted = 0
     for serial, (num_steps, num_envs, context, end_probability) in enumerate(fragments):
         fragment = make_fragment(
@@ -60,38 +71,38 @@ def test_equals_a_list_of_transitions_after_each_admission(
             dtype=dtype,
             end_probability=end_probability,
         )
-        held.append((f"{serial}-0", slow_transitions(fragment, gamma=GAMMA, n=N_STEP)))
+        held.append((b"%d-0" % serial, slow_transitions(fragment, gamma=GAMMA, n=N_STEP)))
         while sum(len(items) for _, items in held) > capacity:
             held.pop(0)
         admitted += num_steps * num_envs
 
-        view.admit(fragment, f"{serial}-0")
+        view.admit(fragment, b"%d-0" % serial)
 
         view.check_valid()
         assert_equal(view, [item for _, items in held for item in items])
-        assert (view.oldest_entry_id, view.newest_entry_id) == (held[0][0], held[-1][0])
-        assert view.num_admitted_fragments == serial + 1
-        assert view.num_admitted_transitions == admitted
+        assert view.oldest_entry_id == held[0][0]
+        assert view.first + len(view) == admitted
         assert view.gather(np.array([0])).observation.dtype == dtype
 
 
 def test_oldest_fragments_are_evicted_whole() -> None:
-    view = DenseView(capacity=10, gamma=GAMMA, n_step=N_STEP)
+    view = dense(capacity=10)
     for serial in range(3):
-        view.admit(make_fragment(serial, num_steps=2, num_envs=2, serial=serial), str(serial))
+        view.admit(make_fragment(serial, num_steps=2, num_envs=2, serial=serial), b"%d-0" % serial)
     assert len(view) == 8
-    assert (view.oldest_entry_id, view.newest_entry_id) == ("1", "2")
+    assert (view.oldest_entry_id, view.first) == (b"1-0", 4)
     assert view.gather(np.array([0, 7])).observation[:, 0].tolist() == [1, 2]
-    assert (view.num_admitted_fragments, view.num_admitted_transitions) == (3, 12)
+    assert view.num_steps == 8
 
 
 def test_short_fragments_grow_the_rows_and_keep_the_capacity() -> None:
-    view = DenseView(capacity=100, gamma=GAMMA, n_step=N_STEP)
-    view.admit(make_fragment(0, num_steps=50, num_envs=1, end_probability=0), "0")
+    view = dense(capacity=100)
+    view.admit(make_fragment(0, num_steps=50, num_envs=1, end_probability=0), b"0-0")
     before = view.num_bytes
     for serial in range(1, 250):
         view.admit(
-            make_fragment(serial, num_steps=1, num_envs=1, serial=serial, end_probability=1.0), str(serial)
+            make_fragment(serial, num_steps=1, num_envs=1, serial=serial, end_probability=1.0),
+            b"%d-0" % serial,
         )
         view.check_valid()
     assert len(view) == 100
@@ -100,19 +111,21 @@ def test_short_fragments_grow_the_rows_and_keep_the_capacity() -> None:
 
 
 def test_rings_are_allocated_with_the_first_fragment_and_then_stay() -> None:
-    view = DenseView(capacity=64, gamma=GAMMA, n_step=N_STEP)
-    assert (view.num_bytes, len(view), view.oldest_entry_id, view.newest_entry_id) == (0, 0, None, None)
+    view = dense(capacity=64)
+    assert (view.num_bytes, len(view), view.first, view.oldest_entry_id) == (0, 0, 0, None)
     sizes = set()
     for serial in range(20):
         view.admit(make_fragment(serial, num_steps=16, num_envs=2, end_probability=0), b"%d-0" % serial)
         sizes.add(view.num_bytes)
-    assert sizes == {(64 + 8) * 4 * 4 + 64 * (8 + 8 + 2 * 4 + 4 + 4)}
-    assert view.newest_entry_id == b"19-0"
+    assert sizes == {(64 + 8) * 4 * 4 + 64 * (8 + 4 + 2 * 4 + 4 + 4)}
+    assert sizes == {
+        dense_bytes(capacity=64, observation_shape=(4,), observation_dtype="float32", action_bytes=8)
+    }
 
 
 def test_gather_repeats_positions_and_gives_arrays_of_its_own() -> None:
-    view = DenseView(capacity=8, gamma=GAMMA, n_step=N_STEP)
-    view.admit(make_fragment(0, num_steps=4, num_envs=2), "0")
+    view = dense(capacity=8)
+    view.admit(make_fragment(0, num_steps=4, num_envs=2), b"0-0")
     batch = view.gather(np.array([5, 5, 0]))
     assert batch.observation[:, 1:3].tolist() == [[2, 1], [2, 1], [0, 0]]
     batch.observation[:] = 77
@@ -122,8 +135,8 @@ def test_gather_repeats_positions_and_gives_arrays_of_its_own() -> None:
 
 @pytest.mark.parametrize("index", [[-1], [8], [0, 100]])
 def test_gather_refuses_positions_outside(index: list[int]) -> None:
-    view = DenseView(capacity=20, gamma=GAMMA, n_step=N_STEP)
-    view.admit(make_fragment(0, num_steps=4, num_envs=2), "0")
+    view = dense(capacity=20)
+    view.admit(make_fragment(0, num_steps=4, num_envs=2), b"0-0")
     with pytest.raises(IndexError, match=r"0\.\.7"):
         view.gather(np.array(index))
 
@@ -131,23 +144,26 @@ def test_gather_refuses_positions_outside(index: list[int]) -> None:
 @pytest.mark.parametrize("index", [[], [0]])
 def test_gather_from_an_empty_view_is_refused(index: list[int]) -> None:
     with pytest.raises(IndexError, match="empty"):
-        DenseView(capacity=20, gamma=GAMMA, n_step=N_STEP).gather(np.array(index, np.int64))
+        dense(capacity=20).gather(np.array(index, np.int64))
 
 
 def test_refused_fragments_change_nothing() -> None:
-    view = DenseView(capacity=8, gamma=GAMMA, n_step=N_STEP)
+    view = dense(capacity=8)
     large = make_fragment(0, num_steps=3, num_envs=3)
     with pytest.raises(ValueError, match=r"9 transitions .* capacity of 8"):
-        view.admit(large, "0")
+        view.admit(large, b"0-0")
     assert view.num_bytes == 0
     first = make_fragment(1, num_steps=4, num_envs=2)
-    view.admit(first, "1")
+    view.admit(first, b"1-0")
     bad = {
         "observation is float32": dataclasses.replace(
             first, observation=first.observation[..., :3], final_observation=first.final_observation[:, :3]
         ),
         "observation is uint8": make_fragment(1, num_steps=4, num_envs=2, dtype=np.uint8),
         "action is int64": dataclasses.replace(first, action=np.zeros((4, 2), np.int64)),
+        "action_value and state_value": dataclasses.replace(
+            first, extras={"state_value": np.zeros((4, 2), np.float32)}
+        ),
         "final observations": dataclasses.replace(
             make_fragment(2, num_steps=4, num_envs=2, end_probability=1.0),
             final_index=np.zeros((0, 2), np.int32),
@@ -155,13 +171,32 @@ def test_refused_fragments_change_nothing() -> None:
     }
     for message, fragment in bad.items():
         with pytest.raises(ValueError, match=message):
-            view.admit(fragment, "2")
+            view.admit(fragment, b"2-0")
         view.check_valid()
         assert_equal(view, slow_transitions(first, gamma=GAMMA, n=N_STEP))
-        assert (view.newest_entry_id, view.num_admitted_fragments) == ("1", 1)
+        assert (view.oldest_entry_id, view.first, len(view)) == (b"1-0", 0, 8)
 
 
 @pytest.mark.parametrize("settings", [{"capacity": 0}, {"gamma": 1.5}, {"n_step": 0}])
 def test_settings_out_of_range_are_refused(settings: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(settings))):
-        DenseView(**{"capacity": 8, "gamma": GAMMA, "n_step": N_STEP, **settings})  # type: ignore[arg-type]
+        TransitionView(DenseRows(), **{"capacity": 8, "gamma": GAMMA, "n_step": N_STEP, **settings})
+
+
+def test_admit_gives_the_td_errors_of_the_new_transitions() -> None:
+    view = dense(capacity=100)
+    plain = make_fragment(0, num_steps=6, num_envs=2, context=1)
+    assert view.admit(plain, b"0-0") is None
+    values = {name: np.ones((7, 2), np.float32) for name in ("action_value", "state_value")}
+    errors = view.admit(dataclasses.replace(plain, extras=values), b"1-0")
+    batch = view.gather(np.arange(12, 24))
+    assert errors is not None and errors.dtype == np.float32
+    np.testing.assert_array_equal(errors, np.abs(batch.n_step_return + batch.bootstrap_discount - 1))
+
+
+def test_memory_of_a_million_frames_is_foretold() -> None:
+    """84 x 84 bytes of 1,125,000 rows, each with 4 bytes for its stack, and 28 bytes a transition."""
+    figure = dense_bytes(
+        capacity=1_000_000, observation_shape=(84, 84), observation_dtype="uint8", frame_stack=4
+    )
+    assert figure == 1_125_000 * (84 * 84 + 4) + 28_000_000

@@ -33,16 +33,16 @@ def test_every_transition_equals_the_slow_twin(
     twin = slow_transitions(fragment, gamma=gamma, n=n)
     assert len(windows) == fragment.num_transitions == len(twin)
     for i, item in enumerate(twin):
-        assert windows.rows[windows.start[i]].tolist() == item.observation.tolist()
+        assert windows.block.rows[windows.start[i]].tolist() == item.observation.tolist()
         assert windows.action[i].tolist() == item.action.tolist()
         assert windows.n_step_return[i] == item.n_step_return
         assert windows.bootstrap_discount[i] == item.bootstrap_discount
         if item.next_observation is not None:
-            assert windows.rows[windows.bootstrap[i]].tolist() == item.next_observation.tolist()
-    assert np.all((windows.bootstrap >= 0) & (windows.bootstrap < len(windows.rows)))
+            assert windows.block.rows[windows.bootstrap[i]].tolist() == item.next_observation.tolist()
+    assert np.all((windows.bootstrap >= 0) & (windows.bootstrap < len(windows.block.rows)))
     num_final = np.count_nonzero(fragment.truncated[context:])
-    assert len(windows.rows) == (num_steps + 1) * num_envs + num_final
-    assert len(np.unique(windows.rows, axis=0)) == len(windows.rows), "each frame once"
+    assert len(windows.block.rows) == (num_steps + 1) * num_envs + num_final
+    assert len(np.unique(windows.block.rows, axis=0)) == len(windows.block.rows), "each frame once"
 
 
 def test_hand_example_of_a_truncation() -> None:
@@ -69,7 +69,7 @@ def test_final_observations_may_come_in_any_order() -> None:
     )
     a, b = n_step_windows(fragment, gamma=0.9, n=3), n_step_windows(shuffled, gamma=0.9, n=3)
     assert len(order) > 3
-    assert np.array_equal(a.rows[a.bootstrap], b.rows[b.bootstrap])
+    assert np.array_equal(a.block.rows[a.bootstrap], b.block.rows[b.bootstrap])
 
 
 def test_final_observation_of_a_context_step_is_left_out() -> None:
@@ -81,14 +81,14 @@ def test_final_observation_of_a_context_step_is_left_out() -> None:
         final_observation=np.array([[0, 0, 0, 1]], np.float32),
     )
     windows = n_step_windows(fragment, gamma=0.9, n=1)
-    assert windows.rows[:, 1].tolist() == [2, 3, 4]
+    assert windows.block.rows[:, 1].tolist() == [2, 3, 4]
 
 
 def test_dtypes_are_kept() -> None:
     fragment = make_fragment(4, num_steps=5, num_envs=2, dtype=np.uint8, end_probability=0.5)
     fragment = dataclasses.replace(fragment, action=np.zeros((5, 2), np.int64))
     windows = n_step_windows(fragment, gamma=0.9, n=3)
-    assert windows.rows.dtype == np.uint8
+    assert windows.block.rows.dtype == np.uint8
     assert windows.action.dtype == np.int64
     assert windows.action.shape == (10,)
 
@@ -110,4 +110,49 @@ def test_final_observations_that_do_not_match_are_refused(keep: str) -> None:
 def test_a_fragment_of_context_alone_is_refused() -> None:
     fragment = dataclasses.replace(make_fragment(0, num_steps=2, num_envs=1), context=2)
     with pytest.raises(ValueError, match="T = 0"):
+        n_step_windows(fragment, gamma=0.9, n=1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    num_steps=st.integers(1, 8),
+    context=st.integers(0, 3),
+    n=st.integers(1, 5),
+    end_probability=st.sampled_from([0.0, 0.3, 0.9]),
+)
+def test_td_errors_by_the_values_of_the_player(
+    seed: int, num_steps: int, context: int, n: int, end_probability: float
+) -> None:
+    fragment = make_fragment(
+        seed, num_steps=num_steps, num_envs=2, context=context, end_probability=end_probability
+    )
+    rng = np.random.default_rng(seed)
+    values = {
+        name: rng.integers(-8, 9, fragment.reward.shape).astype(np.float32)
+        for name in ("action_value", "state_value")
+    }
+    fragment = dataclasses.replace(fragment, extras=values)
+    errors = n_step_windows(fragment, gamma=0.5, n=n).td_error
+    assert errors is not None and errors.dtype == np.float32
+    for i, item in enumerate(slow_transitions(fragment, gamma=0.5, n=n)):
+        step, lane = context + i // 2, i % 2
+        last = step + item.num_steps - 1
+        told = last if fragment.truncated[last, lane] or last + 1 == len(fragment.reward) else last + 1
+        target = item.n_step_return + item.bootstrap_discount * values["state_value"][told, lane]
+        assert errors[i] == abs(target - values["action_value"][step, lane])
+
+
+@pytest.mark.parametrize(
+    "extras",
+    [
+        {"action_value": np.zeros((3, 2), np.float32)},
+        {"state_value": np.zeros((3, 2), np.float32)},
+        {"action_value": np.zeros((3, 2), np.float32), "state_value": np.zeros((3, 2), np.float64)},
+        {"action_value": np.zeros((3, 2, 1), np.float32), "state_value": np.zeros((3, 2), np.float32)},
+    ],
+)
+def test_values_of_another_form_are_refused(extras: dict[str, np.ndarray]) -> None:
+    fragment = dataclasses.replace(make_fragment(0, num_steps=3, num_envs=2), extras=extras)
+    with pytest.raises(ValueError, match="action_value and state_value"):
         n_step_windows(fragment, gamma=0.9, n=1)

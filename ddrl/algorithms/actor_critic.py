@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
 from ddrl.types import EnvSpec
 
+BUILT_IN = ("mlp", "conv", "nature", "impala", "data_efficient")  # networks
 OBSERVATION_CLIP = 10.0  # of normalized observations, in standard deviations
 
 
@@ -25,8 +26,8 @@ class Options(BaseModel):
 
     network: str = Field(
         "mlp",
-        description="Trunk from observation to features: `mlp`, `conv` (small images) or your own, "
-        '"module:callable", called with the observation shape and returning a torch module.',
+        description="Trunk from observation to features: `mlp`; for images `conv` (small ones), `nature`, `impala` "
+        'or `data_efficient`; or your own, "module:callable", called with the observation shape and returning a torch module.',
     )
     network_kwargs: dict[str, Any] = Field({}, description="Keyword arguments of a network of your own.")
     hidden_sizes: tuple[PositiveInt, ...] = Field(
@@ -122,10 +123,10 @@ class Options(BaseModel):
             raise ValueError(
                 f"anneal_steps={self.anneal_steps}: has no effect without a final_... value; set one"
             )
-        if self.network not in ("mlp", "conv"):
+        if self.network not in BUILT_IN:
             if ":" not in self.network:
                 raise ValueError(
-                    f'network={self.network!r}: is unknown; use mlp, conv or your own "module:callable"'
+                    f'network={self.network!r}: is unknown; use {", ".join(BUILT_IN)} or your own "module:callable"'
                 )
             for name in ("hidden_sizes", "activation"):
                 if getattr(self, name) != type(self).model_fields[name].default:
@@ -144,16 +145,16 @@ def check(config: Options, spec: EnvSpec, *, name: str) -> None:
     Raises:
         ValueError: one line naming the thing, its value and the remedy.
     """
-    is_vector = len(spec.observation_shape) == 1
+    is_vector = len(spec.input_shape) == 1
     if config.network == "mlp" and not is_vector:
-        others = "conv, or " if len(spec.observation_shape) == 3 else ""
+        others = "conv, or " if len(spec.input_shape) == 3 else ""
         raise ValueError(
-            f"algorithm.network: mlp needs a vector, but {spec.env_id} has observations {spec.observation_shape}; use "
+            f"algorithm.network: mlp needs a vector, but {spec.env_id} has observations {spec.input_shape}; use "
             f"{others}gymnasium.wrappers.FlattenObservation"
         )
     if config.normalize_observations and not is_vector:
         raise ValueError(
-            f"algorithm.normalize_observations: {spec.env_id} has observations {spec.observation_shape}, not a "
+            f"algorithm.normalize_observations: {spec.env_id} has observations {spec.input_shape}, not a "
             "vector; set it to false"
         )
     if spec.action_kind == "continuous" and not all(
@@ -180,7 +181,7 @@ def check(config: Options, spec: EnvSpec, *, name: str) -> None:
 
         make_trunk(
             config.network,
-            spec.observation_shape,
+            spec.input_shape,
             hidden_sizes=config.hidden_sizes,
             activation=config.activation,
             kwargs=config.network_kwargs,

@@ -113,7 +113,7 @@ class Trainee:
         num_outputs = num_policy_parameters(spec)
         self.net = ActorCritic(
             config.network,
-            spec.observation_shape,
+            spec.input_shape,
             num_outputs=num_outputs,
             hidden_sizes=config.hidden_sizes,
             activation=config.activation,
@@ -125,7 +125,7 @@ class Trainee:
         ).to(device)
         self.flat = FlatParameters(self.net)
         self.optimizer: torch.optim.Optimizer
-        shape = spec.observation_shape if config.normalize_observations else (0,)
+        shape = spec.input_shape if config.normalize_observations else (0,)
         self._statistics = {
             "observation_count": torch.zeros((), dtype=torch.float64),
             "observation_mean": torch.zeros(shape, dtype=torch.float64),

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ddrl.algorithms.actor_critic import OBSERVATION_CLIP, Options, num_policy_parameters
+from ddrl.memory import NO_MEMORY, Memory
 from ddrl.types import EnvSpec
 
 _ACTIVATIONS: Mapping[str, Callable[..., Any]] = {"tanh": np.tanh, "relu": partial(np.maximum, 0.0)}
@@ -29,7 +30,7 @@ class Policy:
         spec: spaces of the environment.
     """
 
-    def __init__(self, config: Options, spec: EnvSpec) -> None:
+    def __init__(self, config: Options, spec: EnvSpec, *, producer: int = 0) -> None:
         self._spec = spec
         self._is_continuous = spec.action_kind == "continuous"
         self._low, self._high = (
@@ -42,7 +43,7 @@ class Policy:
         self._mean = self._std = self._log_std = np.zeros(0, np.float32)
         self._shapes = {"log_std": self._low.shape} if self._is_continuous else {}
         if config.normalize_observations:
-            self._shapes |= dict.fromkeys(("observation_mean", "observation_std"), spec.observation_shape)
+            self._shapes |= dict.fromkeys(("observation_mean", "observation_std"), spec.input_shape)
 
     def load(self, weights: Mapping[str, Any]) -> None:
         """Take over what the learner's `weights` returned: CPU tensors, or arrays as they come off the wire.
@@ -58,12 +59,16 @@ class Policy:
         self._mean = arrays.get("observation_mean", self._mean)
         self._std = arrays.get("observation_std", self._std)
 
-    def act(self, observation: np.ndarray) -> np.ndarray:
+    def memory(self, num_envs: int) -> Memory:
+        """Nothing is carried from step to step."""
+        return {}
+
+    def act(self, observation: np.ndarray, memory: Memory = NO_MEMORY) -> np.ndarray:
         """The mode: [N, *O] -> [N, *A], float32 in the environment's unit or int64."""
         return self._to_environment(self._choose(self._parameters(observation, by_row=True)))
 
     def explore(
-        self, observation: np.ndarray, generator: np.random.Generator
+        self, observation: np.ndarray, generator: np.random.Generator, memory: Memory = NO_MEMORY
     ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Draw actions.
 
@@ -126,7 +131,7 @@ class _Mlp:
     def __init__(self, config: Options, spec: EnvSpec) -> None:
         self._activate = _ACTIVATIONS[config.activation]
         self._names = [*(f"actor.layers.{i}" for i in range(len(config.hidden_sizes))), "policy_head"]
-        sizes = (*spec.observation_shape, *config.hidden_sizes, num_policy_parameters(spec))
+        sizes = (*spec.input_shape, *config.hidden_sizes, num_policy_parameters(spec))
         self._shapes: dict[str, tuple[int, ...]] = {}
         for name, (inputs, outputs) in zip(self._names, pairwise(sizes), strict=True):
             self._shapes |= {f"{name}.weight": (outputs, inputs), f"{name}.bias": (outputs,)}
@@ -165,7 +170,7 @@ def _module(config: Options, spec: EnvSpec) -> Any:
 
     return ModulePlayer(
         config.network,
-        spec.observation_shape,
+        spec.input_shape,
         num_outputs=num_policy_parameters(spec),
         hidden_sizes=config.hidden_sizes,
         activation=config.activation,

@@ -16,12 +16,14 @@ import numpy as np
 from pydantic import BaseModel
 
 from ddrl.config import ConfigError, RunConfig, parse
-from ddrl.types import EnvSpec
+from ddrl.memory import NO_MEMORY, Memory
+from ddrl.types import EnvSpec, SequenceShape
 
 if TYPE_CHECKING:
     import torch
 
-_LEARNERS = {"impala": "IMPALA", "ppo": "PPO", "sac": "SAC"}  # algorithm -> class in its learner module
+# Algorithm -> class in its learner module.
+_LEARNERS = {"dqn": "DQN", "impala": "IMPALA", "ppo": "PPO", "r2d2": "R2D2", "sac": "SAC"}
 
 
 class Policy(Protocol):
@@ -30,11 +32,17 @@ class Policy(Protocol):
     def load(self, weights: Mapping[str, Any]) -> None:
         """Take over published weights."""
 
-    def act(self, observation: np.ndarray) -> np.ndarray:
-        """The deterministic action: [N, *O] -> [N, *A], in the environment's unit; each row by itself."""
+    def memory(self, num_envs: int) -> Memory:
+        """What is carried from step to step, at episodes' beginnings (see `ddrl.memory`); {} for most policies."""
+
+    def act(self, observation: np.ndarray, memory: Memory = NO_MEMORY) -> np.ndarray:
+        """The deterministic action: [N, *I] -> [N, *A], in the environment's unit; each row by itself.
+
+        A recurrent policy moves `memory["state"]` on, in place.
+        """
 
     def explore(
-        self, observation: np.ndarray, generator: np.random.Generator
+        self, observation: np.ndarray, generator: np.random.Generator, memory: Memory = NO_MEMORY
     ) -> tuple[np.ndarray, Mapping[str, np.ndarray]]:
         """Exploring actions [N, *A] within the bounds, and further columns [N, ...] that the learner needs."""
 
@@ -45,9 +53,10 @@ class Algorithm(Protocol):
     num_updates: int
 
     def update(self, batch: Any) -> Mapping[str, torch.Tensor]:
-        """Learn from tensors, a `Batch` off-policy, `Trajectories` on-policy; detached scalars by name.
+        """Learn from tensors, a `Batch` or `Sequences` off-policy, `Trajectories` on-policy; detached scalars by name.
 
-        `num_updates` grows by the optimizer's steps.
+        `num_updates` grows by the optimizer's steps. Where replay is prioritized, `priority` is among them: [B], how
+        surprising each item was.
         """
 
     def weights(self) -> Mapping[str, torch.Tensor]:
@@ -66,7 +75,8 @@ class Resolved:
 
     Attributes:
         name: of the algorithm.
-        config: the algorithm's own options, validated; all have gamma and batch_size, off-policy ones n_step.
+        config: the algorithm's own options, validated; all have gamma and batch_size, off-policy ones n_step; those
+            that prioritize and those that learn from sequences have what `replay.experience` names.
         spec: spaces of the environment.
     """
 
@@ -94,9 +104,25 @@ class Resolved:
         )
         return built
 
-    def policy(self) -> Policy:
-        """A player without weights."""
-        built: Policy = _module(self.name).Policy(self.config, self.spec)
+    @property
+    def sequences(self) -> SequenceShape | None:
+        """How a recurrent algorithm wants its sequences; None for the others."""
+        shape: SequenceShape | None = getattr(self.config, "sequences", None)
+        return shape
+
+    @property
+    def can_begin_at_random(self) -> bool:
+        """Actions that no policy chose can be learned from."""
+        return not self.on_policy and self.sequences is None
+
+    @property
+    def context(self) -> int:
+        """Steps of history that a fragment brings along."""
+        return self.spec.frame_stack - 1 + (self.sequences.context if self.sequences else 0)
+
+    def policy(self, *, producer: int = 0) -> Policy:
+        """A player without weights; how much it explores may go by its producer's id."""
+        built: Policy = _module(self.name).Policy(self.config, self.spec, producer=producer)
         return built
 
 

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
+from ddrl.memory import NO_MEMORY, Memory
 from ddrl.types import EnvSpec
 
 ON_POLICY = False
@@ -143,9 +144,9 @@ def check(config: Config, spec: EnvSpec) -> None:
             f"{spec.env_id}: action_low {spec.action_low} is not below action_high {spec.action_high}; "
             f"remove the action dimensions that have no choice"
         )
-    if len(spec.observation_shape) != 1:
+    if len(spec.input_shape) != 1:
         raise ValueError(
-            f"{spec.env_id}: observation_shape is {spec.observation_shape}, but sac needs a vector; wrap "
+            f"{spec.env_id}: observation_shape is {spec.input_shape}, but sac needs a vector; wrap "
             f"the environment in gymnasium.wrappers.FlattenObservation"
         )
 
@@ -162,14 +163,14 @@ class Policy:
         spec: spaces of the environment.
     """
 
-    def __init__(self, config: Config, spec: EnvSpec) -> None:
+    def __init__(self, config: Config, spec: EnvSpec, *, producer: int = 0) -> None:
         check(config, spec)
         low, high = np.asarray(spec.action_low, np.float32), np.asarray(spec.action_high, np.float32)
         self._low, self._high = low, high
         self._scale = (high - low) / 2
         self._center = (high + low) / 2
         self._action_shape = spec.action_shape
-        self._num_inputs = spec.observation_shape[0]
+        self._num_inputs = spec.input_shape[0]
         self._num_layers = len(config.hidden_sizes) + 1
         self._weights: list[np.ndarray[Any, Any]] = []
         self._biases: list[np.ndarray[Any, Any]] = []
@@ -180,13 +181,17 @@ class Policy:
         self._weights = [np.asarray(weights[f"weights.{i}"], np.float32).copy() for i in layers]
         self._biases = [np.asarray(weights[f"biases.{i}"], np.float32).copy() for i in layers]
 
-    def act(self, observation: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    def memory(self, num_envs: int) -> Memory:
+        """Nothing is carried from step to step."""
+        return {}
+
+    def act(self, observation: np.ndarray[Any, Any], memory: Memory = NO_MEMORY) -> np.ndarray[Any, Any]:
         """The mode: [N, O] -> [N, *A] float32, in the environment's unit, within its bounds."""
         output = self._output(self._rows(observation)[:, None])  # [N, 1, O]: NumPy multiplies row by row
         return self._to_environment(output[:, : len(self._low)])
 
     def explore(
-        self, observation: np.ndarray[Any, Any], generator: np.random.Generator
+        self, observation: np.ndarray[Any, Any], generator: np.random.Generator, memory: Memory = NO_MEMORY
     ) -> tuple[np.ndarray[Any, Any], dict[str, np.ndarray[Any, Any]]]:
         """Sample the policy.
 

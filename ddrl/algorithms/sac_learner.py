@@ -90,7 +90,7 @@ class SAC:
         check(config, spec)
         self.num_updates = 0
         self._config = config
-        num_inputs, num_dims = spec.observation_shape[0], math.prod(spec.action_shape)
+        num_inputs, num_dims = spec.input_shape[0], math.prod(spec.action_shape)
         low, high = (torch.tensor(bound, device=device) for bound in (spec.action_low, spec.action_high))
         self._action_scale = 2.0 / (high - low)  # to [-1, 1]
         self._action_offset = -(high + low) / (high - low)

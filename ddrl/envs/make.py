@@ -1,20 +1,21 @@
-"""From an EnvConfig to environments: registered ones by id, the user's own by "module:callable".
+"""From an EnvConfig to environments: registered ones by id, ALE games, the user's own by "module:callable".
 
-Rewards stay unscaled here (the collector scales), so that episode returns mean the same everywhere.
+Rewards stay as the environment gives them, so that episode returns mean the same everywhere; `training_reward` says
+what is learned from. Observations stay single frames; whoever plays stacks them.
 """
 
 from __future__ import annotations
 
 import difflib
-import importlib
-import importlib.util
+import re
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from ddrl.config import EnvConfig
-from ddrl.envs.requirements import PACKAGES, requirement
+from ddrl.config import AtariConfig, EnvConfig
+from ddrl.envs.requirements import EnvError, check_installed, requirement
 from ddrl.modules import ModuleError, first_line, load_callable
 from ddrl.types import EnvSpec
 
@@ -22,18 +23,37 @@ if TYPE_CHECKING:
     import gymnasium
 
 
-class EnvError(ValueError):
-    """An environment that cannot be made or used here; the message names it and the remedy in one line."""
+class Vector(Protocol):
+    """N environments side by side, autoreset in the same step: Gymnasium's SyncVectorEnv, or AtariVector."""
+
+    num_envs: int
+    single_observation_space: Any
+    single_action_space: Any
+
+    def reset(self, *, seed: Any) -> tuple[np.ndarray, dict[str, Any]]:
+        """Begin an episode in every lane, each from its own seed."""
+
+    def step(
+        self, actions: np.ndarray, /
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
+        """[N, *A] -> [N, *O], [N] rewards, [N] terminated, [N] truncated, and info: `final_obs` where some ended."""
+
+    def close(self) -> None:
+        """Close the environments."""
 
 
 def make_one(env: EnvConfig) -> gymnasium.Env[Any, Any]:
-    """One environment with `max_episode_steps` and `action_repeat` applied.
+    """One environment with `max_episode_steps` and `action_repeat` applied; of ALE games a whole game an episode.
 
     `max_episode_steps` counts the environment's own steps, before `action_repeat`, as its own limit does.
 
     Raises:
-        EnvError: unknown id, package not installed, module not allowed, or keyword arguments refused.
+        EnvError: unknown id, package not installed, module not allowed, or settings refused.
     """
+    if _is_game(env):
+        from ddrl.envs.atari import AtariEnv
+
+        return AtariEnv(env.id, env.atari)
     made = _from_callable(env) if ":" in env.id else _from_registry(env)
     if env.action_repeat > 1:
         from ddrl.envs.wrappers import ActionRepeat
@@ -42,43 +62,79 @@ def make_one(env: EnvConfig) -> gymnasium.Env[Any, Any]:
     return made
 
 
-def make_vector(env: EnvConfig, *, num_envs: int | None = None) -> gymnasium.vector.SyncVectorEnv:
+def make_vector(env: EnvConfig, *, num_envs: int | None = None) -> Vector:
     """`num_envs` (default `env.num_envs`) environments stepped in turn, autoreset in the same step.
 
-    The observation array it returns is its own buffer, overwritten by the next step: copy what you keep.
+    The observation array it returns may be its own buffer, overwritten by the next step: copy what you keep.
 
     Raises:
         EnvError: as `make_one`.
     """
+    lanes = env.num_envs if num_envs is None else num_envs
+    if _is_game(env):
+        from ddrl.envs.atari import AtariVector
+
+        return AtariVector(env.id, env.atari, lanes)
     from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-    makers = [partial(make_one, env)] * (env.num_envs if num_envs is None else num_envs)
-    return SyncVectorEnv(makers, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
+    return SyncVectorEnv([partial(make_one, env)] * lanes, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
+
+
+def training_reward(env: EnvConfig, reward: np.ndarray) -> np.ndarray:
+    """What is learned from instead of the environment's reward, any shape, float32: its sign first, then scaled."""
+    return ((np.sign(reward) if env.reward_sign else reward) * env.reward_scale).astype(np.float32)
 
 
 def describe(env: EnvConfig) -> EnvSpec:
-    """The spaces of an environment; makes one and closes it.
+    """The spaces of an environment, and how many observations are stacked; makes one and closes it.
 
     Raises:
-        EnvError: as `make_one`, or spaces that ddrl cannot play.
+        EnvError: as `make_one`, or spaces that ddrl cannot play or stack.
     """
     made = make_one(env)
     try:
-        return spec_of(made, env.id)
+        spec = spec_of(made, env.id)
     finally:
         made.close()
+    if env.frame_stack > 1 and len(spec.observation_shape) not in (1, 2):
+        raise EnvError(
+            f"{env.id}: env.frame_stack is {env.frame_stack}, but observations {list(spec.observation_shape)} are "
+            "neither vectors nor grey images [H, W]; set it to 1, or wrap the environment to give one of these"
+        )
+    return replace(spec, frame_stack=env.frame_stack)
 
 
 def spec_of(made: gymnasium.Env[Any, Any], env_id: str) -> EnvSpec:
-    """The spaces of a made environment. Float observations of any width are float32 in ddrl.
+    """The spaces of a made environment, unstacked. Float observations of any width are float32 in ddrl.
 
     Raises:
         EnvError: observations that are no Box, or actions that are neither Discrete nor one-dimensional
             MultiDiscrete, counted from 0, nor a bounded float Box.
     """
+    return _spec(made.observation_space, made.action_space, env_id)
+
+
+def check_spaces(made: gymnasium.Env[Any, Any], env_id: str, known: EnvSpec) -> None:
+    """Refuse an environment that is not the one a run or a policy knows.
+
+    Raises:
+        EnvError: its spaces are others.
+    """
+    _compare(spec_of(made, env_id), known)
+
+
+def check_vector(made: Vector, env_id: str, known: EnvSpec) -> None:
+    """Refuse a vector of environments that are not those a run or a policy knows.
+
+    Raises:
+        EnvError: their spaces are others.
+    """
+    _compare(_spec(made.single_observation_space, made.single_action_space, env_id), known)
+
+
+def _spec(observed: Any, acted: Any, env_id: str) -> EnvSpec:
     from gymnasium.spaces import Box, Discrete, MultiDiscrete
 
-    observed, acted = made.observation_space, made.action_space
     if not isinstance(observed, Box):
         raise EnvError(
             f"{env_id}: observation space {observed} is no Box; wrap the environment to give one array"
@@ -109,19 +165,47 @@ def spec_of(made: gymnasium.Env[Any, Any], env_id: str) -> EnvSpec:
     return EnvSpec(env_id, observed.shape, name, "continuous", acted.shape, action_low=low, action_high=high)
 
 
-def check_spaces(made: gymnasium.Env[Any, Any], env_id: str, known: EnvSpec) -> None:
-    """Refuse an environment that is not the one a run or a policy knows.
-
-    Raises:
-        EnvError: its spaces are others.
-    """
-    found = spec_of(made, env_id)
+def _compare(found: EnvSpec, known: EnvSpec) -> None:
     for name in ("observation_shape", "observation_dtype", "action_kind", "action_shape", "action_sizes"):
         if getattr(found, name) != getattr(known, name):
             raise EnvError(
-                f"{env_id}: {name} is {getattr(found, name)} here, but {getattr(known, name)} is expected; "
+                f"{found.env_id}: {name} is {getattr(found, name)} here, but {getattr(known, name)} is expected; "
                 "install the same version of the environment everywhere"
             )
+
+
+def _is_game(env: EnvConfig) -> bool:
+    """Whether ale-py plays it.
+
+    Raises:
+        EnvError: it does not, or not by this name, but settings say so, or the other way round; or it is missing.
+    """
+    if requirement(env.id) != "atari":
+        if env.atari != AtariConfig():
+            raise EnvError(f"{env.id}: env.atari is set, but this is no ALE game; remove it")
+        return False
+    _refuse_older(env.id)
+    for name, instead in [
+        ("action_repeat", "env.atari.frame_skip"),
+        ("max_episode_steps", "env.atari.max_frames"),
+        ("kwargs", "what env.atari offers"),
+    ]:
+        value = getattr(env, name)
+        if value != EnvConfig.model_fields[name].default:
+            raise EnvError(
+                f"{env.id}: env.{name} is {value}, which ALE games do not take; set {instead} instead"
+            )
+    check_installed(env.id)
+    return True
+
+
+def _refuse_older(env_id: str) -> None:
+    """Ids from before ALE/ mean another frame skip and other sticky actions than `env.atari`."""
+    older = re.fullmatch(r"(\w+?)(?:-ram)?(?:NoFrameskip|Deterministic)?-v\d+", env_id)
+    if older:
+        raise EnvError(
+            f"{env_id}: is an older id of ALE/{older[1]}-v5; use that one, with env.atari for how it is played"
+        )
 
 
 def _from_registry(env: EnvConfig) -> gymnasium.Env[Any, Any]:
@@ -130,14 +214,10 @@ def _from_registry(env: EnvConfig) -> gymnasium.Env[Any, Any]:
     from ddrl.envs.toy import register_toys
 
     register_toys()
-    extra = requirement(env.id)
-    if extra is not None:
-        if importlib.util.find_spec(PACKAGES[extra]) is None:
-            raise EnvError(
-                f"{env.id}: needs {PACKAGES[extra]}; run pip install 'ddrl[{extra}]' where it is to be played"
-            )
-        if extra == "atari":
-            gymnasium.register_envs(importlib.import_module("ale_py"))
+    check_installed(env.id)
+    known = gymnasium.registry.get(env.id)
+    if known is not None and str(known.entry_point).startswith("ale_py"):
+        _refuse_older(env.id)
     limit = {} if env.max_episode_steps is None else {"max_episode_steps": env.max_episode_steps}
     try:
         # The checker's wrapper costs a call per step and checks only the first one.
@@ -148,7 +228,7 @@ def _from_registry(env: EnvConfig) -> gymnasium.Env[Any, Any]:
         near = difflib.get_close_matches(env.id, gymnasium.registry, n=3, cutoff=0.6)
         hint = f"did you mean {' or '.join(near)}?" if near else 'name a Gymnasium id or "module:callable"'
         raise EnvError(f"{env.id}: no such environment ({first_line(error)}); {hint}") from None
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise EnvError(f"{env.id}: env.kwargs {env.kwargs} refused ({first_line(error)})") from None
 
 

@@ -21,6 +21,10 @@ _MUJOCO = {
 _ATARI = re.compile(r"ALE/.+|.+(NoFrameskip|Deterministic)-v\d+")
 
 
+class EnvError(ValueError):
+    """An environment that cannot be made or used here; the message names it and the remedy in one line."""
+
+
 def requirement(env_id: str) -> str | None:
     """What a worker must have for `env_id`: "box2d", "atari", "mujoco", a top-level package, or None.
 
@@ -35,6 +39,19 @@ def requirement(env_id: str) -> str | None:
     if name in _BOX2D:
         return "box2d"
     return "mujoco" if name in _MUJOCO else None
+
+
+def check_installed(env_id: str) -> None:
+    """Refuse an id, not "module:callable", whose extra is not installed here.
+
+    Raises:
+        EnvError: the package is missing; the message says how to install it.
+    """
+    extra = requirement(env_id)
+    if extra is not None and importlib.util.find_spec(PACKAGES[extra]) is None:
+        raise EnvError(
+            f"{env_id}: needs {PACKAGES[extra]}; run pip install 'ddrl[{extra}]' where it is to be played"
+        )
 
 
 def queue_for(kind: str, env_id: str) -> str:

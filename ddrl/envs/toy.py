@@ -5,38 +5,46 @@ Imports gymnasium: import this inside functions only.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import gymnasium
 import numpy as np
-from gymnasium.spaces import Box, Discrete, MultiDiscrete
+from gymnasium.spaces import Box, Discrete, MultiDiscrete, Space
 
-ENDLESS, TARGET = "ddrl/Endless-v0", "ddrl/Target-v0"
-PICK, PAIRS, SPOT = "ddrl/Pick-v0", "ddrl/Pairs-v0", "ddrl/Spot-v0"
-_NAMES = {ENDLESS: "Endless", TARGET: "Target", PICK: "Pick", PAIRS: "Pairs", SPOT: "Spot"}
-_STEPS = 10  # of an episode where the answer changes each step
+_ENTRY_POINTS = {
+    "ddrl/Endless-v0": "Endless",
+    "ddrl/Target-v0": "target",
+    "ddrl/Pick-v0": "pick",
+    "ddrl/Pairs-v0": "pairs",
+    "ddrl/Spot-v0": "spot",
+    "ddrl/Catch-v0": "Catch",
+    "ddrl/Recall-v0": "Recall",
+}
+_QUESTIONS = 10  # of an episode where the answer changes each step
 
 
 def register_toys() -> None:
     """Make the toys known to `gymnasium.make`; calling it again does nothing."""
-    for env_id, name in _NAMES.items():
+    for env_id, name in _ENTRY_POINTS.items():
         if env_id not in gymnasium.registry:
             gymnasium.register(env_id, entry_point=f"{__name__}:{name}")
 
 
-class Endless(gymnasium.Env[np.ndarray, np.ndarray]):
+class Endless(gymnasium.Env[np.ndarray, Any]):
     """Reward 1 each step whatever is done, and no end but the time limit: the value is 1 / (1 - gamma).
 
-    The observation is always [1]; the action, one number in [-1, 1], changes nothing. An agent that takes the
-    time limit for an outcome learns a smaller value.
+    The observation is always [1]; the action changes nothing. An agent that takes the time limit for an outcome
+    learns a smaller value.
 
     Args:
         max_steps: the episode is truncated after this many steps.
+        discrete: the action is one of 2, instead of one number in [-1, 1].
     """
 
-    def __init__(self, max_steps: int = 100) -> None:
+    def __init__(self, max_steps: int = 100, *, discrete: bool = False) -> None:
         self.observation_space = Box(0.0, 1.0, (1,), np.float32)
-        self.action_space = Box(-1.0, 1.0, (1,), np.float32)
+        self.action_space: Space[Any] = Discrete(2) if discrete else Box(-1.0, 1.0, (1,), np.float32)
         self._max_steps = max_steps
         self._step = 0
 
@@ -48,143 +56,218 @@ class Endless(gymnasium.Env[np.ndarray, np.ndarray]):
         self._step = 0
         return np.ones(1, np.float32), {}
 
-    def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         """Reward 1; truncated at `max_steps`."""
         self._step += 1
         return np.ones(1, np.float32), 1.0, False, self._step >= self._max_steps, {}
 
 
-class Target(gymnasium.Env[np.ndarray, np.ndarray]):
-    """Hit the number that is shown: reward -(action - target)^2, a new target each step, 10 steps.
+class Questions(gymnasium.Env[np.ndarray, Any]):
+    """A new question each step, 10 steps, none depending on what was answered before.
+
+    The end is a truncation, so the value is the same everywhere.
+
+    Args:
+        observations, actions: the spaces.
+        ask: draws a question: what is shown, and its answer.
+        grade: the reward of an action, given the answer.
+    """
+
+    def __init__(
+        self,
+        observations: Box,
+        actions: Space[Any],
+        ask: Callable[[np.random.Generator], tuple[np.ndarray, Any]],
+        grade: Callable[[Any, Any], float],
+    ) -> None:
+        self.observation_space, self.action_space = observations, actions
+        self._ask, self._grade = ask, grade
+        self._answer: Any = None
+        self._step = 0
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[np.ndarray, dict[str, Any]]:
+        """Start an episode with a question."""
+        super().reset(seed=seed)
+        self._step = 0
+        observation, self._answer = self._ask(self.np_random)
+        return observation, {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        """The reward for the question that was shown, and the next one."""
+        self._step += 1
+        reward = self._grade(action, self._answer)
+        observation, self._answer = self._ask(self.np_random)
+        return observation, reward, False, self._step >= _QUESTIONS, {}
+
+
+def target() -> Questions:
+    """Hit the number that is shown: reward -(action - target)^2.
 
     Observation: the target, one number in [-1.5, 1.5]. Action: one number in [-2, 2]. The best return is 0;
-    uniformly random actions give -20.8 on average (10 * (4/3 + 3/4)). The end is a truncation: what follows a
-    step does not depend on it, so the best value is 0 everywhere.
+    uniformly random actions give -20.8 on average (10 * (4/3 + 3/4)). The best value is 0 everywhere.
     """
 
-    def __init__(self) -> None:
-        self.observation_space = Box(-1.5, 1.5, (1,), np.float32)
-        self.action_space = Box(-2.0, 2.0, (1,), np.float32)
-        self._target = np.zeros(1, np.float32)
-        self._step = 0
+    def ask(generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        shown = generator.uniform(-1.5, 1.5, 1).astype(np.float32)
+        return shown.copy(), shown
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[np.ndarray, dict[str, Any]]:
-        """Start an episode with a target drawn uniformly."""
-        super().reset(seed=seed)
-        self._step = 0
-        return self._draw(), {}
-
-    def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        """Reward minus the squared distance between the action and the target that was shown."""
-        self._step += 1
-        reward = -float((action[0] - self._target[0]) ** 2)
-        return self._draw(), reward, False, self._step >= _STEPS, {}
-
-    def _draw(self) -> np.ndarray:
-        self._target = self.np_random.uniform(-1.5, 1.5, 1).astype(np.float32)
-        return self._target.copy()
+    return Questions(
+        Box(-1.5, 1.5, (1,), np.float32),
+        Box(-2.0, 2.0, (1,), np.float32),
+        ask,
+        lambda action, answer: -float((action[0] - answer[0]) ** 2),
+    )
 
 
-class Pick(gymnasium.Env[np.ndarray, np.int64]):
-    """Name what is shown: reward 1 for the number of the bright entry, a new one each step, 10 steps.
+def pick() -> Questions:
+    """Name what is shown: reward 1 for the number of the bright entry.
 
     Observation: one-hot of 4. Action: one of 4. The best return is 10; uniformly random actions give 2.5 on
-    average. The end is a truncation, so the value of the best policy is 1 / (1 - gamma) everywhere.
+    average. The value of the best policy is 1 / (1 - gamma) everywhere.
     """
 
-    def __init__(self) -> None:
-        self.observation_space = Box(0.0, 1.0, (4,), np.float32)
-        self.action_space = Discrete(4)
-        self._answer = 0
-        self._step = 0
+    def ask(generator: np.random.Generator) -> tuple[np.ndarray, int]:
+        answer = int(generator.integers(4))
+        return _bright(4, answer), answer
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[np.ndarray, dict[str, Any]]:
-        """Start an episode with an answer drawn uniformly."""
-        super().reset(seed=seed)
-        self._step = 0
-        return self._draw(), {}
-
-    def step(self, action: np.int64) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        """Reward 1 if the action is the answer that was shown, else 0."""
-        self._step += 1
-        reward = float(action == self._answer)
-        return self._draw(), reward, False, self._step >= _STEPS, {}
-
-    def _draw(self) -> np.ndarray:
-        self._answer = int(self.np_random.integers(4))
-        observation = np.zeros(4, np.float32)
-        observation[self._answer] = 1.0
-        return observation
+    return Questions(Box(0.0, 1.0, (4,), np.float32), Discrete(4), ask, _is_right)
 
 
-class Pairs(gymnasium.Env[np.ndarray, np.ndarray]):
-    """Name two things at once: reward 0.5 for each that is right, new ones each step, 10 steps.
+def pairs() -> Questions:
+    """Name two things at once: reward 0.5 for each that is right.
 
     Observation: a one-hot of 3 and one of 4, in one vector. Action: [one of 3, one of 4]. The best return is
-    10; uniformly random actions give 10 * 0.5 * (1/3 + 1/4) = 2.92 on average. The end is a truncation.
+    10; uniformly random actions give 10 * 0.5 * (1/3 + 1/4) = 2.92 on average.
     """
 
-    def __init__(self) -> None:
-        self.observation_space = Box(0.0, 1.0, (7,), np.float32)
-        self.action_space = MultiDiscrete([3, 4])
-        self._answers = np.zeros(2, np.int64)
-        self._step = 0
+    def ask(generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        answers = generator.integers((3, 4))
+        return _bright(7, answers + (0, 3)), answers
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[np.ndarray, dict[str, Any]]:
-        """Start an episode with answers drawn uniformly, each by itself."""
-        super().reset(seed=seed)
-        self._step = 0
-        return self._draw(), {}
-
-    def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        """Reward 0.5 for each number of the action that is the answer that was shown."""
-        self._step += 1
-        reward = 0.5 * float((np.asarray(action) == self._answers).sum())
-        return self._draw(), reward, False, self._step >= _STEPS, {}
-
-    def _draw(self) -> np.ndarray:
-        self._answers = self.np_random.integers((3, 4))
-        observation = np.zeros(7, np.float32)
-        observation[self._answers + (0, 3)] = 1.0
-        return observation
+    return Questions(
+        Box(0.0, 1.0, (7,), np.float32),
+        MultiDiscrete([3, 4]),
+        ask,
+        lambda action, answers: 0.5 * float((np.asarray(action) == answers).sum()),
+    )
 
 
-class Spot(gymnasium.Env[np.ndarray, np.int64]):
-    """Say in which quarter of an image the light is: reward 1 if right, a new image each step, 10 steps.
+def spot() -> Questions:
+    """Say in which quarter of an image the light is: reward 1 if right.
 
     Observation: uint8 [8, 8, 1], 0 but for one pixel of 255, anywhere. Action: its quadrant, 2 * lower half +
-    right half. The best return is 10; uniformly random actions give 2.5 on average. The end is a truncation.
+    right half. The best return is 10; uniformly random actions give 2.5 on average.
     """
 
-    def __init__(self) -> None:
-        self.observation_space = Box(0, 255, (8, 8, 1), np.uint8)
-        self.action_space = Discrete(4)
-        self._answer = 0
-        self._step = 0
+    def ask(generator: np.random.Generator) -> tuple[np.ndarray, int]:
+        row, column = generator.integers(8, size=2)
+        image = np.zeros((8, 8, 1), np.uint8)
+        image[row, column] = 255
+        return image, 2 * int(row >= 4) + int(column >= 4)
+
+    return Questions(Box(0, 255, (8, 8, 1), np.uint8), Discrete(4), ask, _is_right)
+
+
+class Catch(gymnasium.Env[np.ndarray, np.int64]):
+    """Catch the falling ball: it starts anywhere in the top row and falls one row a step.
+
+    Observation: grey uint8 [pixels, pixels], a board of size x size cells, black but for the ball and the paddle
+    in the bottom row. Action: move the paddle by -1, 0 or 1 cells (0, 1, 2). The only reward comes with the end,
+    after size - 1 steps: 1 if ball and paddle meet, else -1. The best return is 1, always within reach from the
+    middle, where the paddle starts; whoever does not look, such as at random, gets 2 / size - 1 (-0.833 of 12).
+    Source: bsuite's catch, Osband et al. 2020, arXiv:1908.03568, there 10 x 5.
+
+    Args:
+        size: cells along a side, 3 or more.
+        pixels: along a side, a multiple of size.
+
+    Raises:
+        ValueError: another size or number of pixels.
+    """
+
+    def __init__(self, size: int = 12, pixels: int = 84) -> None:
+        if size < 3 or pixels < size or pixels % size:
+            raise ValueError(
+                f"size {size}, pixels {pixels}: size must be 3 or more, and pixels a multiple of it"
+            )
+        self.observation_space = Box(0, 255, (pixels, pixels), np.uint8)
+        self.action_space = Discrete(3)
+        self._size, self._cell = size, pixels // size
+        self._row = self._column = self._paddle = 0
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[np.ndarray, dict[str, Any]]:
-        """Start an episode with a pixel drawn uniformly."""
+        """Drop a ball from a column drawn uniformly."""
         super().reset(seed=seed)
-        self._step = 0
+        self._row, self._column = 0, int(self.np_random.integers(self._size))
+        self._paddle = self._size // 2
         return self._draw(), {}
 
     def step(self, action: np.int64) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        """Reward 1 if the action is the quadrant that was shown, else 0."""
-        self._step += 1
-        reward = float(action == self._answer)
-        return self._draw(), reward, False, self._step >= _STEPS, {}
+        """Move the paddle, then the ball; terminated where that reaches the bottom row."""
+        self._paddle = min(max(self._paddle + int(action) - 1, 0), self._size - 1)
+        self._row += 1
+        landed = self._row == self._size - 1
+        reward = (1.0 if self._paddle == self._column else -1.0) if landed else 0.0
+        return self._draw(), reward, landed, False, {}
 
     def _draw(self) -> np.ndarray:
-        row, column = self.np_random.integers(8, size=2)
-        self._answer = 2 * int(row >= 4) + int(column >= 4)
-        image = np.zeros((8, 8, 1), np.uint8)
-        image[row, column] = 255
-        return image
+        board = np.zeros((self._size, self._size), np.uint8)
+        board[self._row, self._column] = board[-1, self._paddle] = 255
+        return board.repeat(self._cell, axis=0).repeat(self._cell, axis=1)
+
+
+class Recall(gymnasium.Env[np.ndarray, np.int64]):
+    """Remember a cue: shown at first, then `delay` blank steps, then it is asked for.
+
+    Observation: num_cues + 1 numbers; the first shows the cue as a one-hot, blank ones are 0, and the last, the only
+    one whose action matters, has a 1 at the end. The reward is 1 if its action is the cue, else 0. The best return is
+    1; whoever sees only the newest delay + 1 observations, stacked or not, gets 1 / num_cues at best, as at random.
+
+    Args:
+        delay: blank steps, 0 or more; an episode has delay + 2 steps.
+        num_cues: cues, and actions; 2 or more.
+
+    Raises:
+        ValueError: a negative delay, or fewer cues.
+    """
+
+    def __init__(self, delay: int = 8, num_cues: int = 2) -> None:
+        if delay < 0 or num_cues < 2:
+            raise ValueError(
+                f"delay {delay}, num_cues {num_cues}: delay must be 0 or more, num_cues 2 or more"
+            )
+        self.observation_space = Box(0.0, 1.0, (num_cues + 1,), np.float32)
+        self.action_space = Discrete(num_cues)
+        self._delay, self._num_cues = delay, num_cues
+        self._cue = self._step = 0
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[np.ndarray, dict[str, Any]]:
+        """Show a cue drawn uniformly."""
+        super().reset(seed=seed)
+        self._step, self._cue = 0, int(self.np_random.integers(self._num_cues))
+        return _bright(self._num_cues + 1, self._cue), {}
+
+    def step(self, action: np.int64) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        """Blank, or the question; terminated by the answer to it."""
+        self._step += 1
+        answered = self._step == self._delay + 2
+        asked = self._step == self._delay + 1
+        observation = _bright(self._num_cues + 1, -1) if asked else np.zeros(self._num_cues + 1, np.float32)
+        return observation, _is_right(action, self._cue) if answered else 0.0, answered, False, {}
+
+
+def _is_right(action: Any, answer: int) -> float:
+    return float(action == answer)
+
+
+def _bright(size: int, at: Any) -> np.ndarray:
+    """[size] float32, 0 but for 1 at these indices."""
+    vector = np.zeros(size, np.float32)
+    vector[at] = 1.0
+    return vector

@@ -1,41 +1,51 @@
 """Trunks: from observations [B, *O] to features [B, F]. Whoever uses one adds the heads.
 
-Three kinds, chosen by name: "mlp" for vectors, "conv" for small images, "module:callable" for one's own.
+Chosen by name: "mlp" for vectors, "conv" for small images, those of `images` for screens, "module:callable" for one's
+own.
 
-The built-in ones start with orthogonal weights of gain sqrt(2) and biases of zero, and apply the activation after
-each layer, the last included. Source: Huang et al. 2022, "The 37 Implementation Details of Proximal Policy
-Optimization" (ICLR blog track), detail 2.
+The built-in ones start with orthogonal weights of gain sqrt(2) and biases of zero unless they say otherwise, and apply
+the activation after each layer, the last included. Source: Huang et al. 2022, "The 37 Implementation Details of
+Proximal Policy Optimization" (ICLR blog track), detail 2.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import count, pairwise
-from typing import Any, TypeVar
+from functools import partial
+from itertools import count
+from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
 from ddrl.networks.custom import NetworkError, custom_trunk, refuse
+from ddrl.networks.images import NORMS, PlainTrunk, ResidualTrunk
+from ddrl.networks.layers import (
+    ACTIVATIONS,
+    Activation,
+    channels_and_sides,
+    channels_first,
+    dense,
+    image_axes,
+    orthogonal,
+    orthogonal_linear,
+)
 
 __all__ = [
     "ACTIVATIONS",
     "ConvTrunk",
     "MLPTrunk",
     "NetworkError",
+    "PlainTrunk",
+    "ResidualTrunk",
     "make_trunk",
     "orthogonal_linear",
     "to_input",
 ]
 
-L = TypeVar("L", nn.Linear, nn.Conv2d)
-Activation = Callable[[Tensor], Tensor]
-ACTIVATIONS: Mapping[str, Activation] = {"tanh": torch.tanh_, "relu": torch.relu_}  # both in place
-
 LEAST_SIDE = 5  # of an image, in pixels
-MOST_FIRST_CHANNELS = 4  # a longer first axis is one of pixels
 # By the shorter side of the image: channels, side of the kernel and stride of each convolution.
 _CONVOLUTIONS = (
     (36, ((32, 8, 4), (64, 4, 2), (64, 3, 1))),  # Mnih et al. 2015 (Nature 518), methods
@@ -50,20 +60,25 @@ def make_trunk(
     *,
     hidden_sizes: Sequence[int],
     activation: str,
+    norm: str = "none",
     kwargs: Mapping[str, Any] | None = None,
     generator: Generator | None = None,
 ) -> tuple[nn.Module, int]:
     """A trunk for observations of one shape, on the CPU.
 
     Args:
-        network: "mlp" (`MLPTrunk`), "conv" (`ConvTrunk`), or "module:callable" of an allowed module. The callable
-            is called as `make(observation_shape, **kwargs)` and returns a `torch.nn.Module` that maps float32
-            [B, *O], as `to_input` gives them, to float32 features [B, F], F its own choice. Each row's features
-            depend on this row only, and are the same in training as in evaluation mode: no BatchNorm, no Dropout.
-            All its parameters are float32, trained and used by `forward`. What does not fit is refused.
+        network: "mlp" (`MLPTrunk`), "conv" (`ConvTrunk`), "nature" and "data_efficient" (`PlainTrunk`),
+            "impala" (`ResidualTrunk`), or "module:callable" of an allowed module. The callable is called as
+            `make(observation_shape, **kwargs)` and returns a `torch.nn.Module` that maps float32 [B, *O], as
+            `to_input` gives them, to float32 features [B, F], F its own choice. Each row's features depend on this
+            row only, and are the same in training as in evaluation mode: no BatchNorm, no Dropout. All its
+            parameters are float32, trained and used by `forward`. What does not fit is refused.
         observation_shape: `*O`.
-        hidden_sizes: widths of the dense layers of "mlp" and "conv".
-        activation: "tanh" or "relu", of "mlp" and "conv".
+        hidden_sizes: widths of the dense layers of a built-in trunk.
+        activation: "tanh" or "relu", of a built-in trunk.
+        norm: "none", "group" or "batch", after each convolution of "nature" and "impala"; "none" for all others. With
+            "batch" a row's features depend on the others in training mode, and on running statistics, which are
+            buffers, in evaluation mode.
         kwargs: keyword arguments of one's own callable.
         generator: CPU generator of the initial weights; torch's global one when None. One's own callable finds
             the global one seeded from it, and nothing else in the process notices.
@@ -75,21 +90,22 @@ def make_trunk(
         NetworkError: unknown name, or a trunk that cannot serve these observations.
     """
     shape = tuple(observation_shape)
+    if ":" not in network and network not in _BUILT_IN:
+        refuse(network, f'is unknown; use {", ".join(_BUILT_IN)} or your own "module:callable"')
+    if norm not in NORMS:
+        refuse(network, f"norm {norm!r} is unknown; use {', '.join(NORMS[:-1])} or {NORMS[-1]}")
+    if norm != "none" and network not in ("nature", "impala"):
+        refuse(network, f"norm {norm!r} is for nature and impala only; set norm to none")
     if ":" in network:
         return custom_trunk(network, shape, kwargs or {}, generator=generator)
-    if network not in ("mlp", "conv"):
-        refuse(network, 'is unknown; use mlp, conv or your own "module:callable"')
     if kwargs:
         refuse(
             network, f"takes no keyword arguments, but got {dict(kwargs)}; they are for a network of your own"
         )
     if activation not in ACTIVATIONS:
         refuse(network, f"activation {activation!r} is unknown; use {' or '.join(ACTIVATIONS)}")
-    made: MLPTrunk | ConvTrunk
-    if network == "mlp":
-        made = MLPTrunk(shape, hidden_sizes, ACTIVATIONS[activation], generator=generator)
-    else:
-        made = ConvTrunk(shape, hidden_sizes, ACTIVATIONS[activation], generator=generator)
+    options = {} if norm == "none" else {"norm": norm}
+    made = _BUILT_IN[network](shape, hidden_sizes, ACTIVATIONS[activation], generator=generator, **options)
     return made, made.num_features
 
 
@@ -100,14 +116,6 @@ def to_input(observation: Tensor) -> Tensor:
     if observation.dtype == torch.uint8:
         return observation.float().div_(255.0)
     return observation.float()
-
-
-def orthogonal_linear(
-    num_inputs: int, num_outputs: int, gain: float, generator: Generator | None
-) -> nn.Linear:
-    """A dense layer with orthogonal weights times `gain` and biases of zero."""
-    layer = nn.Linear(num_inputs, num_outputs, device="meta")  # draws nothing from the global generator
-    return _orthogonal(layer, gain, generator)
 
 
 class MLPTrunk(nn.Module):
@@ -141,7 +149,7 @@ class MLPTrunk(nn.Module):
                 f"needs a vector, but observations are {observation_shape}; use {others}"
                 "gymnasium.wrappers.FlattenObservation",
             )
-        layers = _dense(observation_shape[0], hidden_sizes, generator)
+        layers = dense(observation_shape[0], hidden_sizes, generator)
         self.layers = nn.ModuleList(layers)
         self.num_features = layers[-1].out_features if layers else observation_shape[0]
         self._activate = activation
@@ -158,10 +166,9 @@ class MLPTrunk(nn.Module):
 class ConvTrunk(nn.Module):
     """Convolutions, then dense layers, from a small image [H, W, C] or [C, H, W].
 
-    The channel axis is the last one, unless the first is of at most MOST_FIRST_CHANNELS and the shorter one. The
-    convolutions go by the shorter side of the image: from 36 pixels three of kernels 8, 4, 3, strides 4, 2, 1 and 32,
-    64, 64 channels; from 16 pixels two of 3x3, stride 2, 16 and 32 channels; from 5 pixels the same with stride 1.
-    Zeros pad the border, as few as let every pixel be seen.
+    `layers.image_axes` says which axis is that of channels. The convolutions go by the shorter side of the image: from
+    36 pixels three of kernels 8, 4, 3, strides 4, 2, 1 and 32, 64, 64 channels; from 16 pixels two of 3x3, stride 2,
+    16 and 32 channels; from 5 pixels the same with stride 1. Zeros pad the border, as few as let every pixel be seen.
 
     Parameters are named `convolutions.i.weight` [out, in, k, k], `convolutions.i.bias` [out], `layers.i.weight`
     [out, in] and `layers.i.bias` [out], i counted from the input.
@@ -187,13 +194,14 @@ class ConvTrunk(nn.Module):
         super().__init__()
         if len(observation_shape) != 3:
             other = "mlp" if len(observation_shape) == 1 else "mlp and gymnasium.wrappers.FlattenObservation"
+            if len(observation_shape) == 2 and min(observation_shape) >= 36:
+                other = "nature or impala"
             refuse(
                 "conv",
                 f"needs images [H, W, C] or [C, H, W], but observations are {observation_shape}; use {other}",
             )
-        first, *_, last = observation_shape
-        self._channels_last = last <= first or first > MOST_FIRST_CHANNELS
-        channels, *sides = (last, *observation_shape[:2]) if self._channels_last else observation_shape
+        self._axes = image_axes(observation_shape)
+        channels, sides = channels_and_sides(observation_shape, self._axes)
         if min(sides) < LEAST_SIDE:
             refuse(
                 "conv",
@@ -209,7 +217,7 @@ class ConvTrunk(nn.Module):
             sides = [
                 (side + 2 * pad - kernel) // stride + 1 for side, pad in zip(sides, padding, strict=True)
             ]
-            layer = _orthogonal(
+            layer = orthogonal(
                 nn.Conv2d(channels, out_channels, kernel, stride, padding, device="meta"),
                 math.sqrt(2),
                 generator,
@@ -218,7 +226,7 @@ class ConvTrunk(nn.Module):
             self._convolutions.append((layer.weight, layer.bias, stride, padding))
             channels = out_channels
         num_inputs = channels * math.prod(sides)
-        layers = _dense(num_inputs, hidden_sizes, generator)
+        layers = dense(num_inputs, hidden_sizes, generator)
         self.layers = nn.ModuleList(layers)
         self.num_features = layers[-1].out_features if layers else num_inputs
         self._activate = activation
@@ -227,8 +235,7 @@ class ConvTrunk(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[B, H, W, C] or [B, C, H, W], as at construction -> [B, F]."""
         activate = self._activate
-        if self._channels_last:
-            x = x.permute(0, 3, 1, 2)
+        x = channels_first(x, self._axes)
         for weight, bias, stride, padding in self._convolutions:
             x = activate(F.conv2d(x, weight, bias, stride, padding))
         x = x.flatten(1)
@@ -242,17 +249,10 @@ def _padding(side: int, kernel: int, stride: int) -> int:
     return next(pad for pad in count() if (side + 2 * pad - kernel) % stride <= pad)
 
 
-def _dense(num_inputs: int, hidden_sizes: Sequence[int], generator: Generator | None) -> list[nn.Linear]:
-    """The dense layers of a trunk."""
-    return [
-        orthogonal_linear(i, o, math.sqrt(2), generator) for i, o in pairwise([num_inputs, *hidden_sizes])
-    ]
-
-
-def _orthogonal(layer: L, gain: float, generator: Generator | None) -> L:
-    """Give a layer made on the "meta" device its memory and initial values."""
-    layer = layer.to_empty(device="cpu")
-    nn.init.orthogonal_(layer.weight, gain, generator)
-    assert layer.bias is not None, "every layer here has one"
-    nn.init.zeros_(layer.bias)
-    return layer
+_BUILT_IN: Mapping[str, Callable[..., Any]] = {
+    "mlp": MLPTrunk,
+    "conv": ConvTrunk,
+    "nature": partial(PlainTrunk, "nature"),
+    "impala": ResidualTrunk,
+    "data_efficient": partial(PlainTrunk, "data_efficient"),
+}

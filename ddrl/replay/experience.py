@@ -4,32 +4,104 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddrl.config import RunConfig
+from ddrl.config import ReplayConfig, RunConfig
 from ddrl.replay.fifo import Fifo
 from ddrl.replay.pacing import Pacing
+from ddrl.replay.priorities import Priorities
+from ddrl.replay.rows import CompressedRows, DenseRows
 from ddrl.replay.sampled import Sampled
-from ddrl.replay.view import DenseView
+from ddrl.replay.sequence_view import SequenceView
+from ddrl.replay.view import TransitionView, dense_bytes, expected_rows
+from ddrl.types import EnvSpec, SequenceShape
 
 
-def experience(config: RunConfig, options: Any, *, on_policy: bool) -> Sampled | Fifo:
+def experience(
+    config: RunConfig, options: Any, spec: EnvSpec, *, on_policy: bool, sequences: SequenceShape | None = None
+) -> Sampled | Fifo:
     """What a run's config asks for.
 
     Args:
-        options: the algorithm's: gamma and batch_size, off-policy n_step too.
+        options: the algorithm's: gamma and batch_size; off-policy n_step too; if `prioritized` is among them and true,
+            the exponents; with sequences, priority_mix and rescale_values.
+        spec: of the environment.
         on_policy: each fragment is learned from once, in order.
+        sequences: shape of what a recurrent algorithm learns from; None: transitions.
 
     Raises:
-        ValueError: a pace that cannot be kept.
+        ValueError: a pace that cannot be kept, or a capacity that holds nothing.
     """
     if on_policy:
-        return Fifo(batch_size=options.batch_size, gamma=options.gamma, **config.on_policy.model_dump())
+        pace = config.on_policy.model_dump()
+        return Fifo(batch_size=options.batch_size, gamma=options.gamma, frame_stack=spec.frame_stack, **pace)
     replay = config.replay
     pacing = Pacing(
         samples_per_insert=replay.samples_per_insert,
         warmup_steps=replay.warmup_steps,
         slack_steps=replay.slack_steps,
-        batch_size=options.batch_size,
+        batch_size=samples_per_update(options),
     )
-    view = DenseView(capacity=replay.capacity, gamma=options.gamma, n_step=options.n_step)
-    grain = max(1, replay.slack_steps // 8)
-    return Sampled(view, pacing, batch_size=options.batch_size, seed=config.seed, grain=grain)
+    compressed = is_compressed(replay, spec)
+    store = CompressedRows if compressed else DenseRows
+    rows = store(frame_stack=spec.frame_stack, expected_rows=expected_rows(replay.capacity))
+    view: TransitionView | SequenceView
+    if sequences is None:
+        view = TransitionView(
+            rows,
+            capacity=replay.capacity,
+            gamma=options.gamma,
+            n_step=options.n_step,
+            frame_stack=spec.frame_stack,
+        )
+    else:
+        view = SequenceView(
+            rows,
+            shape=sequences,
+            capacity=replay.capacity,
+            gamma=options.gamma,
+            n_step=options.n_step,
+            priority_mix=options.priority_mix,
+            rescaled=options.rescale_values,
+        )
+    priorities = None
+    if getattr(options, "prioritized", False):
+        priorities = Priorities(
+            replay.capacity
+            + config.rollout.max_fragment_steps * config.env.num_envs,  # the new come before the old go
+            exponent=options.priority_exponent,
+            importance_exponent=options.importance_exponent,
+            final_importance_exponent=options.final_importance_exponent,
+            anneal_updates=options.importance_anneal_updates,
+        )
+    return Sampled(
+        view,
+        pacing,
+        batch_size=options.batch_size,
+        seed=config.seed,
+        grain=max(1, replay.slack_steps // 8),
+        priorities=priorities,
+        threads=replay.threads if compressed else 0,
+    )
+
+
+def samples_per_update(options: Any) -> int:
+    """Transitions that an update learns from: batch_size, or that many sequences' steps."""
+    samples: int = getattr(options, "transitions_per_update", options.batch_size)
+    return samples
+
+
+def is_compressed(replay: ReplayConfig, spec: EnvSpec) -> bool:
+    """Whether the learner holds observations compressed."""
+    if replay.observations != "auto":
+        return replay.observations == "compressed"
+    needed = dense_bytes(
+        capacity=replay.capacity,
+        observation_shape=spec.observation_shape,
+        observation_dtype=spec.observation_dtype,
+        frame_stack=spec.frame_stack,
+    )
+    return is_image(spec) and needed > int(replay.memory_bytes)
+
+
+def is_image(spec: EnvSpec) -> bool:
+    """Whether observations are what the compressed view is made for."""
+    return spec.observation_dtype == "uint8" and len(spec.observation_shape) >= 2

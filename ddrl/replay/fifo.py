@@ -17,8 +17,12 @@ When B transitions wait, an iteration takes fragments whole, from the oldest on,
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ddrl.replay.pacing import check_staleness
 from ddrl.replay.windows import check_trajectory, trajectories
@@ -46,6 +50,7 @@ class Fifo:
         max_staleness: versions.
         stale: what happens to staler fragments.
         forced_lag: versions by which learning is held back, for studies.
+        frame_stack: K, observations that the networks see at once.
     """
 
     def __init__(
@@ -57,9 +62,10 @@ class Fifo:
         max_staleness: int,
         stale: Literal["drop", "correct"] = "drop",
         forced_lag: int = 0,
+        frame_stack: int = 1,
     ) -> None:
         check_staleness(collect=collect, max_staleness=max_staleness, forced_lag=forced_lag)
-        self._batch_size, self._gamma = batch_size, gamma
+        self._batch_size, self._gamma, self._frame_stack = batch_size, gamma, frame_stack
         self._max_staleness, self._drops = max_staleness, stale == "drop"
         self._lag = forced_lag
         self._lead = max(forced_lag, 0 if collect == "sync" else max_staleness)
@@ -134,7 +140,7 @@ class Fifo:
             self._staleness.append((version - fragment.policy_version, fragment.num_transitions))
         self._account = _Account(len(self) - num_taken, num_taken, version)
         self.players, self._heard = max(1, len(self._heard)), set()
-        return trajectories(taken, gamma=self._gamma)
+        return trajectories(taken, gamma=self._gamma, frame_stack=self._frame_stack)
 
     def allowance(self, *, num_steps: int, num_updates: int, version: int) -> int:
         """Collectors may append while fewer environment steps than this were appended in all.
@@ -147,6 +153,19 @@ class Fifo:
         account = self._account
         open_steps = account.queued_steps + (account.learned_steps if version <= account.version else 0)
         return num_steps - open_steps + (1 + self._lead) * self._batch_size
+
+    def prioritize(self, batch: Any, priority: Callable[[], NDArray[np.float32]]) -> None:
+        """Each fragment is learned from once, whatever it was like."""
+
+    def state(self) -> Mapping[str, NDArray[Any]]:
+        """Nothing of a checkpoint: what waits is in the stream."""
+        return {}
+
+    def load_state(self, state: Mapping[str, NDArray[Any]]) -> None:
+        """Nothing to continue from."""
+
+    def close(self) -> None:
+        """Nothing to end."""
 
     def figures(self, *, num_steps: int, num_updates: int) -> dict[str, float]:
         """What a row of figures says of it; staleness of what was learned from since the last call."""

@@ -77,9 +77,9 @@ class Pacing:
         paid = num_inserted - self._warmup_steps
         return paid >= 0 and (num_updates + 1) * self._batch_size * self._inserts <= self._samples * paid
 
-    def trained_steps(self, num_inserted: int) -> int:
-        """Transitions appended after the warm-up, at least 1: what samples are counted against."""
-        return max(num_inserted - self._warmup_steps, 1)
+    def samples_per_insert(self, num_inserted: int, num_updates: int) -> float:
+        """Transitions sampled so far per transition appended after the warm-up."""
+        return num_updates * self._batch_size / max(num_inserted - self._warmup_steps, 1)
 
     def allowance(self, num_updates: int) -> int:
         """Collectors may append while fewer transitions than this were appended in all.

@@ -1,42 +1,75 @@
-"""Experience as off-policy algorithms use it: kept in a view, drawn at random and many times, paced both ways."""
+"""Experience as off-policy algorithms use it: kept in a view, drawn at random and many times, paced both ways.
+
+Batches are drawn by their number, which is that of the update that learns from them. Where gathering is slow, threads
+gather the next ones while the learner learns; what those hold was chosen a few updates before it is used.
+"""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
 from ddrl.replay.pacing import Pacing
+from ddrl.replay.priorities import Priorities
 from ddrl.replay.samplers import uniform
-from ddrl.replay.view import DenseView
-from ddrl.types import Batch, Fragment
+from ddrl.replay.sequence_view import SequenceView
+from ddrl.replay.view import TransitionView
+from ddrl.types import Batch, Fragment, Sequences
+
+Drawn = Batch | Sequences
+Surprise = tuple[NDArray[np.int64], Callable[[], NDArray[np.float32]]]  # numbers, priorities
 
 
 class Sampled:
     """A view with its sampler and its pace.
 
     Args:
-        view: holds the transitions.
+        view: holds the items, transitions or sequences.
         pacing: who may go on.
-        batch_size: B, transitions of a draw.
+        batch_size: B, items of a draw.
         seed: of the draws.
         grain: steps by which the allowance grows before collectors are told.
+        priorities: of the items; None: all are drawn alike.
+        threads: that gather ahead of the learner; 0: it gathers itself.
     """
 
-    def __init__(self, view: DenseView, pacing: Pacing, *, batch_size: int, seed: int, grain: int) -> None:
-        self.view, self._pacing = view, pacing
+    def __init__(
+        self,
+        view: TransitionView | SequenceView,
+        pacing: Pacing,
+        *,
+        batch_size: int,
+        seed: int,
+        grain: int,
+        priorities: Priorities | None = None,
+        threads: int = 0,
+    ) -> None:
+        self.view, self._pacing, self._priorities = view, pacing, priorities
         self._batch_size, self._seed = batch_size, seed
         self.grain = grain
         self.players = 1  # each producer may take all that is left of the allowance
         self.num_dropped = self.num_waiting = 0
         self.first_version = 0  # what any policy played will do
         self._staleness: list[int] = []  # of the fragments admitted since the last figures
+        self._pool = ThreadPoolExecutor(threads, "gather") if threads else None
+        self._ahead: deque[tuple[int, Callable[[], Drawn]]] = deque()  # (number, batch), the next one first
+        self._depth = threads + 1 if threads else 0
+        self._surprises: deque[Surprise] = deque()
 
     def __len__(self) -> int:
         """Transitions held."""
-        return len(self.view)
+        return self.view.num_steps
 
     @property
     def oldest_entry_id(self) -> bytes | None:
         """Stream entry of the oldest fragment held; None when empty."""
-        oldest = self.view.oldest_entry_id
-        return oldest.encode() if isinstance(oldest, str) else oldest
+        return self.view.oldest_entry_id
 
     def admit(self, fragment: Fragment, entry_id: bytes, *, version: int) -> None:
         """Take a fragment over.
@@ -49,11 +82,18 @@ class Sampled:
         Raises:
             ValueError: it cannot be used.
         """
-        self.view.admit(fragment, entry_id)
+        end = self.view.first + len(self.view)
+        surprise = self.view.admit(fragment, entry_id)
+        if self._priorities is not None:
+            num_new = self.view.first + len(self.view) - end
+            self._priorities.append(num_new, surprise)
+            self._priorities.drop(self.view.first)
         self._staleness.append(version - fragment.policy_version)
 
-    def draw(self, *, num_steps: int, num_updates: int, version: int) -> Batch | None:
+    def draw(self, *, num_steps: int, num_updates: int, version: int) -> Drawn | None:
         """The next batch of NumPy arrays, or None while the learner must wait.
+
+        It may be overwritten once a few more were drawn.
 
         Args:
             num_steps: environment steps appended.
@@ -62,8 +102,56 @@ class Sampled:
         """
         if not self._pacing.can_sample(num_steps, num_updates) or not len(self.view):
             return None
-        index = uniform(len(self.view), self._batch_size, seed=self._seed, draw=num_updates)
-        return self.view.gather(index)
+        if self._ahead and self._ahead[0][0] != num_updates:
+            self._ahead.clear()
+        while len(self._ahead) <= self._depth:
+            number = num_updates + len(self._ahead)
+            self._ahead.append((number, self._begin(number)))
+        return self._ahead.popleft()[1]()
+
+    def _begin(self, number: int) -> Callable[[], Drawn]:
+        """Choose a batch and start to gather it; call the result for the batch."""
+        position, further = self._choose(number)
+        gather: Callable[[], Any] = self.view.plan(position)
+        if self._pool is not None:
+            gather = self._pool.submit(gather).result
+        return lambda: replace(gather(), **further)
+
+    def _choose(self, number: int) -> tuple[NDArray[np.int64], dict[str, NDArray[Any]]]:
+        """Positions [B] in the view, and what else a batch says of them."""
+        self._prioritize(keep=1)
+        if self._priorities is None:
+            return uniform(len(self.view), self._batch_size, seed=self._seed, draw=number), {}
+        position, item, weight = self._priorities.draw(self._batch_size, seed=self._seed, draw=number)
+        return position, {"number": item, "weight": weight}
+
+    def prioritize(self, batch: Any, priority: Callable[[], NDArray[np.float32]]) -> None:
+        """Note how surprising the items of a batch were, [B]; those evicted meanwhile are left out.
+
+        Looked at only when the batch after it has been drawn, so that drawing never waits for a GPU.
+        """
+        self._surprises.append((batch.number, priority))
+
+    def _prioritize(self, *, keep: int) -> None:
+        """Pass on what is noted but for the newest `keep`."""
+        while self._priorities is not None and len(self._surprises) > keep:
+            number, priority = self._surprises.popleft()
+            self._priorities.update(number, priority())
+
+    def state(self) -> Mapping[str, NDArray[Any]]:
+        """What a checkpoint needs beside the stream: the priorities of the items held."""
+        self._prioritize(keep=0)
+        return {} if self._priorities is None else self._priorities.state()
+
+    def load_state(self, state: Mapping[str, NDArray[Any]]) -> None:
+        """Give the items held, rebuilt from the stream up to the checkpoint's cursor, their priorities back."""
+        if self._priorities is not None and state:
+            self._priorities.load_state(state)
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
 
     def allowance(self, *, num_steps: int, num_updates: int, version: int) -> int:
         """Collectors may append while fewer environment steps than this were appended in all."""
@@ -73,7 +161,8 @@ class Sampled:
         """What a row of figures says of it; staleness of the fragments since the last call."""
         staleness, self._staleness = self._staleness, []
         row = {
-            "samples_per_insert": num_updates * self._batch_size / self._pacing.trained_steps(num_steps),
-            "replay_size": float(len(self.view)),
+            "samples_per_insert": self._pacing.samples_per_insert(num_steps, num_updates),
+            "replay_size": float(len(self)),
+            "replay_bytes": float(self.view.num_bytes),
         }
         return row | ({"staleness": sum(staleness) / len(staleness)} if staleness else {})

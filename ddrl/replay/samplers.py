@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from typing import Any
 
@@ -49,10 +50,39 @@ def uniform(num: int, size: int, *, seed: int, draw: int) -> NDArray[np.int64]:
     """
     if not 1 <= num <= 2**53:
         raise ValueError(f"num: {num} positions to draw from; needs 1..2^53, so wait for data")
+    word = _words(size, seed=seed, draw=draw)
+    # 53 bits are exact in float64, and (1 - 2^-53) * num rounds to less than num.
+    return ((word >> np.uint64(11)) * (2.0**-53 * num)).astype(np.int64)
+
+
+def stratified(total: float, size: int, *, seed: int, draw: int) -> NDArray[np.float64]:
+    """Masses drawn uniformly, one from each of `size` equal parts of [0, total); a pure function of its arguments.
+
+    Part i gives (i + u_i) / size * total, with u_i in [0, 1) from the same counter-based stream as `uniform`.
+    Each mass by itself is no better than a uniform one, together they vary less: a batch cannot miss a whole part.
+    Source: Schaul et al. 2016, arXiv:1511.05952, section 3.3.
+
+    Args:
+        total: of all priorities, finite and above 0.
+        size: B, how many are drawn, at least 0.
+        seed: of the run, 0..2^64 - 1.
+        draw: number of the draw, such as the update's, 0..2^64 - 1.
+
+    Returns:
+        [size] float64, ascending; rounding may give the last one `total` itself.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+    if not 0 < total < math.inf:
+        raise ValueError(f"total: {total} cannot be divided; needs a finite number above 0, so wait for data")
+    word = _words(size, seed=seed, draw=draw)
+    return (np.arange(size) + (word >> np.uint64(11)) * 2.0**-53) * (total / max(size, 1))
+
+
+def _words(size: int, *, seed: int, draw: int) -> NDArray[np.uint64]:
     if size < 0:
         raise ValueError(f"size: {size} is no batch size; use at least 0")
     if not (0 <= seed < 2**64 and 0 <= draw < 2**64):
         raise ValueError(f"seed, draw: {seed}, {draw}; both must be in 0..2^64-1")
-    word = _philox.raw(size, seed=seed, draw=draw)
-    # 53 bits are exact in float64, and (1 - 2^-53) * num rounds to less than num.
-    return ((word >> np.uint64(11)) * (2.0**-53 * num)).astype(np.int64)
+    return _philox.raw(size, seed=seed, draw=draw)

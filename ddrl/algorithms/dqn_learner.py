@@ -1,0 +1,184 @@
+"""What learns in DQN: one small class with the network, its target and the optimizer. The losses are in q_losses.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ddrl.algorithms.continuation import adam, check_state, copies, rmsprop, slots
+from ddrl.algorithms.dqn import Config, check
+from ddrl.algorithms.q_learning import make_network
+from ddrl.algorithms.q_losses import categorical_loss, expected_q, q_loss, quantile_loss, support
+from ddrl.networks.mlp import FlatParameters
+from ddrl.networks.trunks import to_input
+from ddrl.types import Batch, EnvSpec
+
+
+class DQN:
+    """Network, target network, optimizer and random state of one learner.
+
+    Args:
+        config: options of the algorithm.
+        spec: spaces of the environment.
+        device: where networks and batches live.
+        seed: of the initial weights, which are the same on every device, and of the noise of noisy layers.
+    """
+
+    def __init__(self, config: Config, spec: EnvSpec, *, device: torch.device, seed: int) -> None:
+        check(config, spec)
+        self.num_updates = 0
+        self._config = config
+        self.network = make_network(config, spec, generator=torch.Generator().manual_seed(seed)).to(device)
+        self.target_network = make_network(config, spec).to(device).requires_grad_(False).eval()
+        self._flat = FlatParameters(self.network)
+        self._target = FlatParameters(self.target_network).vector.requires_grad_(False)
+        self._buffers = _buffers(self.network)
+        self._target_buffers = _buffers(self.target_network)
+        self._follow(1.0)
+        vector = self._flat.vector
+        self._optimizer = (
+            adam(vector, learning_rate=config.learning_rate, eps=config.adam_eps)
+            if config.optimizer == "adam"
+            else rmsprop(vector, learning_rate=config.learning_rate, eps=3e-3, decay=0.95)
+        )
+        self._noise = torch.Generator(device).manual_seed(seed)
+        self._atoms: Tensor | None = None
+        if config.distribution == "categorical":
+            self._atoms = support(
+                config.num_atoms, v_min=config.v_min, v_max=config.v_max, like=vector.detach()
+            )
+
+    def update(self, batch: Batch) -> dict[str, Tensor]:
+        """One update of the network and, when it is its time, of the target.
+
+        Args:
+            batch: tensors on the learner's device; observations uint8 or float32.
+
+        Returns:
+            Detached scalars by name; reading one waits for the device. `q_mean` is the mean over the batch of
+            max_a Q(s_t, a), `td_error` the mean size of the errors (not where the distribution is categorical: there
+            the loss itself is the surprise). With importance weights also `priority` [B], at least 0.
+        """
+        config = self._config
+        next_q, next_output = self._bootstrap(to_input(batch.next_observation))
+        self.network.draw_noise(self._noise)
+        output = self.network(to_input(batch.observation))
+        loss, surprise = self._loss(output, next_q, next_output, batch)
+        self._flat.differentiate(loss)
+        metrics = {"loss": loss.detach()}
+        if config.max_grad_norm is not None:
+            gradient = self._flat.vector.grad
+            assert gradient is not None, "FlatParameters always has one"
+            metrics["grad_norm"] = gradient.norm()
+            gradient.mul_((config.max_grad_norm / (metrics["grad_norm"] + 1e-6)).clamp(max=1.0))
+        self._optimizer.step()
+        self.num_updates += 1
+        if config.target_rate is not None:
+            self._follow(config.target_rate)
+        elif config.target_period is not None and self.num_updates % config.target_period == 0:
+            self._follow(1.0)
+        size = surprise.abs()
+        metrics["q_mean"] = expected_q(output.detach(), self._atoms).amax(dim=1).mean()
+        if config.distribution != "categorical":
+            metrics["td_error"] = size.mean()
+        if not config.epsilon_ladder:
+            metrics["epsilon"] = torch.tensor(config.epsilon_at(self.num_updates))
+        if batch.weight is not None:
+            metrics["priority"] = size
+        return metrics
+
+    @torch.no_grad()
+    def _bootstrap(self, next_observation: Tensor) -> tuple[Tensor, Tensor]:
+        """The values [B, A] that pick the next action, and what the target network gives there.
+
+        Double Q-learning takes a forward pass of its own for the choice. One of [s; s'] together would carry the
+        gradient through both halves: 0.89 instead of 0.80 ms on a CPU for an MLP, 42 instead of 31 ms for Nature's trunk.
+        Noise is drawn anew for each pass (Fortunato et al. 2018, arXiv:1706.10295, section 3.1).
+        """
+        self.target_network.draw_noise(self._noise)
+        next_output = self.target_network(next_observation)
+        if not self._config.double:
+            return expected_q(next_output, self._atoms), next_output
+        self.network.draw_noise(self._noise)
+        if not self._buffers:
+            return expected_q(self.network(next_observation), self._atoms), next_output
+        self.network.eval()  # whatever picks an action goes by BatchNorm's running statistics, as a policy does
+        next_q = expected_q(self.network(next_observation), self._atoms)
+        self.network.train()
+        return next_q, next_output
+
+    def _loss(
+        self, output: Tensor, next_q: Tensor, next_output: Tensor, batch: Batch
+    ) -> tuple[Tensor, Tensor]:
+        """The loss of the configured kind, and the surprise [B] of each transition."""
+        config = self._config
+        args = (
+            next_q,
+            next_output,
+            batch.action,
+            batch.n_step_return,
+            batch.bootstrap_discount,
+            batch.weight,
+        )
+        if config.distribution == "categorical":
+            return categorical_loss(output, *args, v_min=config.v_min, v_max=config.v_max)
+        if config.distribution == "quantile":
+            return quantile_loss(output, *args, huber_delta=config.huber_delta)
+        return q_loss(output, *args, loss=config.loss, huber_delta=config.huber_delta)
+
+    @torch.no_grad()
+    def _follow(self, rate: float) -> None:
+        """Move the target by a share of the way; counts of batches are copied."""
+        pairs: list[tuple[Tensor, Tensor]] = [(self._target, self._flat.vector)]
+        pairs += [(self._target_buffers[name], buffer) for name, buffer in self._buffers.items()]
+        for target, value in pairs:
+            if rate < 1.0 and target.is_floating_point():
+                target.lerp_(value, rate)
+            else:
+                target.copy_(value)
+
+    def weights(self) -> dict[str, Tensor]:
+        """What a `Policy` needs: the network's parameters and buffers by name, and epsilon; CPU copies."""
+        vector = self._flat.vector.detach().to("cpu", copy=True)
+        sections = vector.split_with_sizes([parameter.numel() for parameter in self._flat.parameters])
+        named = zip(self.network.named_parameters(), sections, strict=True)
+        parameters = {name: section.view(parameter.shape) for (name, parameter), section in named}
+        epsilon = torch.tensor(self._config.epsilon_at(self.num_updates))
+        return parameters | copies(self._buffers) | {"epsilon": epsilon}
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything that continuation needs, as contiguous CPU copies that share no memory."""
+        return copies(self._tensors()) | {
+            "noise": self._noise.get_state().clone(),
+            "num_updates": torch.tensor(self.num_updates),
+        }
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from what `state` returned; the next updates are bit-equal to those of the original.
+
+        Raises:
+            ValueError: an entry is missing, unknown or of another shape (the configuration differs).
+        """
+        tensors = self._tensors()
+        expected = {name: tensor.shape for name, tensor in tensors.items()}
+        check_state(expected | {"noise": self._noise.get_state().shape, "num_updates": torch.Size(())}, state)
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                tensor.copy_(state[name])
+        self._noise.set_state(state["noise"].cpu())
+        self.num_updates = int(state["num_updates"])
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """The live tensors that updates change, by name."""
+        named = {"network.value": self._flat.vector, "target_network.value": self._target}
+        named |= slots("network", self._optimizer, self._flat.vector)
+        named |= {f"network.{name}": buffer for name, buffer in self._buffers.items()}
+        return named | {f"target_network.{name}": buffer for name, buffer in self._target_buffers.items()}
+
+
+def _buffers(network: torch.nn.Module) -> dict[str, Tensor]:
+    """What a network carries besides its parameters, by name: the statistics of BatchNorm. Noise is drawn anew."""
+    kept = network.state_dict(keep_vars=True).keys()
+    return {name: buffer for name, buffer in network.named_buffers() if name in kept}

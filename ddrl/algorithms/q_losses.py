@@ -1,0 +1,189 @@
+"""Losses of value learning from n-step transitions: pure functions of what the networks gave, for B transitions.
+
+They share these arguments:
+
+- next_q: [B, A] the values whose largest one picks the next action: the online network's at s_{t+k} for Double
+  Q-learning (van Hasselt et al. 2016, arXiv:1509.06461), the target network's own for the plain one.
+- action: [B] int64, the action taken at s_t.
+- n_step_return: [B] sum of gamma^i * r_{t+i} for i < k, in reward units.
+- bootstrap_discount: [B] gamma^k, or 0 where the episode *terminated* within the k steps. Truncation keeps gamma^k:
+  a time limit is not an outcome.
+- weight: [B] importance weight in (0, 1] of prioritized replay (Schaul et al. 2016, arXiv:1511.05952, section 3.4),
+  which scales a transition's share of the mean; None where replay is uniform.
+
+A gradient is taken through the first argument only.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def q_loss(
+    q: Tensor, next_q: Tensor, next_target_q: Tensor, action: Tensor, n_step_return: Tensor,
+    bootstrap_discount: Tensor, weight: Tensor | None,
+    *, loss: Literal["huber", "mse"] = "huber", huber_delta: float = 1.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Q-learning, plain or Double by `next_q`: the distance of Q(s_t, a_t) from R + discount * Q'(s_{t+k}, a*).
+
+    Source: Mnih et al. 2015 (Nature 518), methods; arXiv:1509.06461, equation 4.
+
+    Args:
+        q: [B, A] online Q(s_t, .).
+        next_q: [B, A], as the module says; so are action, n_step_return, bootstrap_discount and weight.
+        next_target_q: [B, A] target-network Q(s_{t+k}, .).
+        action: [B] int64.
+        n_step_return: [B].
+        bootstrap_discount: [B].
+        weight: [B] or None.
+        loss: "huber" (0.5 d^2 up to huber_delta, linear beyond) or "mse" (0.5 d^2 everywhere, as its limit).
+        huber_delta: TD error, in reward units, beyond which the loss is linear.
+
+    Returns:
+        The scalar loss, and [B] TD errors (detached) whose size is the new priority.
+    """
+    next_value = next_target_q.gather(1, next_q.argmax(dim=1, keepdim=True)).squeeze(1)  # [B]
+    target = torch.addcmul(n_step_return, bootstrap_discount, next_value).detach()  # [B]
+    prediction = q.gather(1, action.unsqueeze(1)).squeeze(1)  # [B]
+    if loss == "huber":
+        each = F.huber_loss(prediction, target, reduction="none", delta=huber_delta)  # [B]
+    else:
+        each = 0.5 * (prediction - target).square()
+    return _mean(each, weight), target - prediction.detach()
+
+
+def categorical_loss(
+    logits: Tensor, next_q: Tensor, next_target_logits: Tensor, action: Tensor, n_step_return: Tensor,
+    bootstrap_discount: Tensor, weight: Tensor | None,
+    *, v_min: float, v_max: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Categorical Q-learning (C51): the Kullback-Leibler divergence of the predicted from the projected distribution.
+
+    The target's atoms move to R + discount * z, clipped to the support; each one's probability goes to its two
+    neighbors on the support, in proportion to their nearness.
+    Source: Bellemare et al. 2017, arXiv:1707.06887, section 4 and algorithm 1, whose cross-entropy differs from the
+    divergence by a constant; the priority: Hessel et al. 2018, arXiv:1710.02298, section 3.
+
+    Args:
+        logits: [B, A, Z] online logits of the atoms at s_t.
+        next_q: [B, A] of *expected* values, as the module says; so are the others.
+        next_target_logits: [B, A, Z] target-network logits at s_{t+k}.
+        action: [B] int64.
+        n_step_return: [B].
+        bootstrap_discount: [B].
+        weight: [B] or None.
+        v_min: the lowest atom, in units of the return.
+        v_max: the highest atom.
+
+    Returns:
+        The scalar loss in nats, and [B] divergences (detached, at least 0), which are the new priorities.
+    """
+    next_logits = _of_action(next_target_logits, next_q.argmax(dim=1))  # [B, Z]
+    target = project(
+        next_logits.softmax(dim=1), n_step_return, bootstrap_discount, v_min=v_min, v_max=v_max
+    ).detach()
+    log_prob = _of_action(logits, action).log_softmax(dim=1)  # [B, Z]
+    divergence = (torch.xlogy(target, target) - target * log_prob).sum(dim=1)  # [B]
+    return _mean(divergence, weight), divergence.detach().clamp(min=0.0)
+
+
+def quantile_loss(
+    quantiles: Tensor, next_q: Tensor, next_target_quantiles: Tensor, action: Tensor, n_step_return: Tensor,
+    bootstrap_discount: Tensor, weight: Tensor | None,
+    *, huber_delta: float = 1.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Quantile regression (QR-DQN): each quantile against each one of the target, by the asymmetric Huber loss.
+
+    The loss of a transition is the sum over the predicted quantiles i, at the midpoints tau_i = (i + 1/2) / Z, of the
+    mean over the target's j of |tau_i - 1{u < 0}| * Huber(u), u = R + discount * theta'_j - theta_i.
+    Source: Dabney et al. 2018, arXiv:1710.10044, equation 10 and algorithm 1.
+
+    Args:
+        quantiles: [B, A, Z] online quantile values at s_t, in units of the return.
+        next_q: [B, A] of *expected* values, as the module says; so are the others.
+        next_target_quantiles: [B, A, Z] of the target network at s_{t+k}.
+        action: [B] int64.
+        n_step_return: [B].
+        bootstrap_discount: [B].
+        weight: [B] or None.
+        huber_delta: kappa, in reward units: below it the loss is quadratic, and quantiles turn into expectiles.
+
+    Returns:
+        The scalar loss, and [B] TD errors of the expected values (detached), whose size is the new priority.
+    """
+    next_quantiles = _of_action(next_target_quantiles, next_q.argmax(dim=1))  # [B, Z]
+    target = torch.addcmul(
+        n_step_return[:, None], bootstrap_discount[:, None], next_quantiles
+    ).detach()  # [B, Z]
+    prediction = _of_action(quantiles, action)  # [B, Z]
+    num_atoms = prediction.shape[1]
+    tau = (torch.arange(num_atoms, device=prediction.device, dtype=prediction.dtype) + 0.5) / num_atoms  # [Z]
+    difference = target[:, None, :] - prediction[:, :, None]  # [B, Z (predicted), Z (target)]
+    share = (tau[:, None] - (difference < 0).to(tau.dtype)).abs()
+    huber = F.huber_loss(difference, torch.zeros_like(difference), reduction="none", delta=huber_delta)
+    each = (share * huber).mean(dim=2).sum(dim=1)  # [B]
+    return _mean(each, weight), (target.mean(dim=1) - prediction.detach().mean(dim=1))
+
+
+def project(
+    prob: Tensor, n_step_return: Tensor, bootstrap_discount: Tensor, *, v_min: float, v_max: float
+) -> Tensor:
+    """A distribution on the support, moved by R + discount * z and brought back onto the support.
+
+    Atom i gets of each moved atom the share clip(1 - distance / spacing, 0, 1).
+    Source: arXiv:1707.06887, equation 7.
+
+    Args:
+        prob: [B, Z] probabilities of the atoms.
+        n_step_return: [B].
+        bootstrap_discount: [B].
+        v_min: the lowest atom.
+        v_max: the highest atom.
+
+    Returns:
+        [B, Z] probabilities.
+    """
+    num_atoms = prob.shape[1]
+    spacing = (v_max - v_min) / (num_atoms - 1)
+    atoms = support(num_atoms, v_min=v_min, v_max=v_max, like=prob)  # [Z]
+    moved = torch.addcmul(n_step_return[:, None], bootstrap_discount[:, None], atoms).clamp(
+        v_min, v_max
+    )  # [B, Z]
+    distance = (moved[:, None, :] - atoms[:, None]).abs()  # [B, Z (support), Z (moved)]
+    share = (1.0 - distance / spacing).clamp(min=0.0)
+    return torch.bmm(share, prob[:, :, None]).squeeze(2)
+
+
+def support(num_atoms: int, *, v_min: float, v_max: float, like: Tensor) -> Tensor:
+    """The atoms of a categorical distribution: [Z], evenly spaced, in units of the return; of the kind of `like`."""
+    return torch.linspace(v_min, v_max, num_atoms, device=like.device, dtype=like.dtype)
+
+
+def expected_q(output: Tensor, atoms: Tensor | None) -> Tensor:
+    """Action values of a network's output.
+
+    Args:
+        output: [B, A] values; or [B, A, Z] logits of `atoms`, or quantile values where there are none.
+        atoms: [Z] the support of a categorical distribution; None for the others.
+
+    Returns:
+        [B, A] in units of the return.
+    """
+    if output.dim() == 2:
+        return output
+    return output.mean(dim=2) if atoms is None else output.softmax(dim=2) @ atoms
+
+
+def _of_action(output: Tensor, action: Tensor) -> Tensor:
+    """[B, A, Z] at the actions [B]: [B, Z]."""
+    index = action[:, None, None].expand(-1, 1, output.shape[2])
+    return output.gather(1, index).squeeze(1)
+
+
+def _mean(each: Tensor, weight: Tensor | None) -> Tensor:
+    """The weighted mean over the batch, of [B] losses; it is divided by B, not by the weights' sum."""
+    return each.mean() if weight is None else (weight * each).mean()

@@ -1,0 +1,245 @@
+"""What learns in R2D2: pure functions on sequences, and one small class with networks and optimizer.
+
+Source: Kapturowski et al. 2019, "Recurrent experience replay in distributed reinforcement learning" (ICLR), sections
+2.3 and 3. Options and the policy that plays are in r2d2.py.
+
+Training slices have L steps, and L + 1 rows of what is seen: the last row only bootstraps. Value rescaling means that
+networks give h(Q) (`returns.rescale`), in which unit TD errors, losses and priorities are too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ddrl.algorithms.continuation import adam, check_state, copies, rmsprop, slots
+from ddrl.algorithms.q_learning import make_network
+from ddrl.algorithms.r2d2 import Config, check
+from ddrl.networks.mlp import FlatParameters
+from ddrl.networks.q_network import QNetwork
+from ddrl.networks.trunks import to_input
+from ddrl.returns import rescale, unrescale
+from ddrl.types import EnvSpec, Sequences
+
+
+def sequence_targets(
+    q: Tensor, target_q: Tensor, n_step_return: Tensor, bootstrap_discount: Tensor, bootstrap: Tensor,
+    *, double: bool = True, rescale_values: bool = True,
+) -> Tensor:  # fmt: skip
+    """n-step Q-learning targets of sequences: h(R + discount * h^-1(Q'(s_{t+k}, argmax_a Q(s_{t+k}, a)))).
+
+    Source: Kapturowski et al. 2019, section 2.3; h: Pohlen et al. 2018, arXiv:1805.11593, appendix A.1. Where fewer
+    than n steps are left in the sequence, k is shorter, as in the authors' later code (SEED RL, arXiv:1910.06591).
+
+    Args:
+        q: [L+1, B, A] online network.
+        target_q: [L+1, B, A] target network.
+        n_step_return: [L, B] sum of gamma^i * r_{t+i} for i < k, in reward units.
+        bootstrap_discount: [L, B] gamma^k, or 0 where the episode *terminated* within the k steps.
+        bootstrap: [L, B] int64, t + k in 0..L.
+        double: the online network picks the action, the target network values it; else the target network does both.
+        rescale_values: networks give h(Q); without it h is the identity.
+
+    Returns:
+        [L, B] without gradient, in the networks' unit; without meaning where no step was played.
+    """
+    next_action = (q if double else target_q).detach().argmax(dim=2, keepdim=True)  # [L+1, B, 1]
+    value = target_q.detach().gather(2, next_action).squeeze(2).gather(0, bootstrap)  # [L, B]
+    if not rescale_values:
+        return torch.addcmul(n_step_return, bootstrap_discount, value)
+    return rescale(torch.addcmul(n_step_return, bootstrap_discount, unrescale(value)))
+
+
+def sequence_loss(
+    q: Tensor, target: Tensor, action: Tensor, valid: Tensor, weight: Tensor | None,
+    *, reduction: Literal["mean", "sum"] = "mean",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Half the squared TD errors of sequences, weighted for prioritized replay.
+
+    Within a sequence they are summed or averaged over the steps that were played, and the B results, times their
+    weights, are averaged. The paper does not say which; SEED RL and Acme sum, so that longer sequences count for
+    more and the gradient is about L times as long.
+
+    Args:
+        q: [L+1, B, A] online network, the only argument through which a gradient is taken; its last row is not used.
+        target: [L, B], in the unit of q.
+        action: [L, B] int64, the action taken.
+        valid: [L, B] bool, a step that was played; what the others hold has no influence.
+        weight: [B] importance weight in (0, 1]; None where replay is uniform.
+        reduction: over the steps of a sequence.
+
+    Returns:
+        The scalar loss, and [L, B] TD errors (target - prediction, detached), 0 where not valid.
+    """
+    prediction = q[:-1].gather(2, action.unsqueeze(2)).squeeze(2)  # [L, B]
+    # Masked before squaring: an error that overflows would give a NaN gradient behind a mask of the loss.
+    td = torch.where(valid, target.detach() - prediction, 0.0)
+    total = 0.5 * td.square().sum(dim=0)  # [B]
+    if reduction == "mean":
+        total = total / valid.sum(dim=0).clamp(min=1)
+    return (total if weight is None else weight * total).mean(), td.detach()
+
+
+def sequence_priority(td: Tensor, valid: Tensor, *, mix: float) -> Tensor:
+    """How surprising each sequence was: mix * max_t |td_t| + (1 - mix) * mean_t |td_t|, over steps that were played.
+
+    Source: Kapturowski et al. 2019, section 2.3, where mix is eta = 0.9.
+
+    Args:
+        td: [L, B] TD errors.
+        valid: [L, B] bool.
+        mix: share of the largest error, 0 to 1.
+
+    Returns:
+        [B], in the unit of td.
+    """
+    size = torch.where(valid, td.abs(), 0.0)
+    mean = size.sum(dim=0) / valid.sum(dim=0).clamp(min=1)
+    return mix * size.amax(dim=0) + (1.0 - mix) * mean
+
+
+class R2D2:
+    """Network, target network and optimizer of one learner.
+
+    Args:
+        config: options of the algorithm.
+        spec: spaces of the environment.
+        device: where networks and batches live.
+        seed: of the initial weights, which are the same on every device.
+    """
+
+    def __init__(self, config: Config, spec: EnvSpec, *, device: torch.device, seed: int) -> None:
+        check(config, spec)
+        self.num_updates = 0
+        self._config = config
+        self.network = make_network(config, spec, generator=torch.Generator().manual_seed(seed)).to(device)
+        self.target_network = make_network(config, spec).to(device).requires_grad_(False)
+        self.target_network.load_state_dict(self.network.state_dict())
+        self._flat = FlatParameters(self.network)
+        self._target = FlatParameters(self.target_network).vector.requires_grad_(False)
+        vector = self._flat.vector
+        self._optimizer = (
+            adam(vector, learning_rate=config.learning_rate, eps=config.adam_eps)
+            if config.optimizer == "adam"
+            else rmsprop(vector, learning_rate=config.learning_rate, eps=3e-3, decay=0.95)
+        )
+
+    def update(self, batch: Sequences) -> dict[str, Tensor]:
+        """One update of the network and, when it is its time, of the target.
+
+        Args:
+            batch: tensors on the learner's device; observations uint8 or float32.
+
+        Returns:
+            Detached scalars by name; reading one waits for the device. `q_mean` is the mean over the steps played of
+            max_a of what the network gives, `td_error` the mean size of the errors, both in units of h(Q) where
+            values are rescaled. With importance weights also `priority` [B], at least 0.
+        """
+        config = self._config
+        observation = to_input(batch.observation)
+        warm_up = batch.burn_in.clamp(
+            min=1
+        ).cpu()  # where a packed sequence wants its lengths; waits once, not twice
+        q = _unroll(self.network, batch, observation, warm_up)  # [L+1, B, A]
+        with torch.no_grad():
+            target_q = _unroll(self.target_network, batch, observation, warm_up)
+        target = sequence_targets(
+            q, target_q, batch.n_step_return, batch.bootstrap_discount, batch.bootstrap,
+            double=config.double, rescale_values=config.rescale_values,
+        )  # fmt: skip
+        loss, td = sequence_loss(
+            q, target, batch.action, batch.valid, batch.weight, reduction=config.loss_reduction
+        )
+        self._flat.differentiate(loss)
+        metrics = {"loss": loss.detach()}
+        if config.max_grad_norm is not None:
+            gradient = self._flat.vector.grad
+            assert gradient is not None, "FlatParameters always has one"
+            metrics["grad_norm"] = gradient.norm()
+            gradient.mul_((config.max_grad_norm / (metrics["grad_norm"] + 1e-6)).clamp(max=1.0))
+        self._optimizer.step()
+        self.num_updates += 1
+        self._follow()
+        num_played = batch.valid.sum()
+        best = q.detach()[:-1].amax(dim=2)  # [L, B]
+        metrics["q_mean"] = torch.where(batch.valid, best, 0.0).sum() / num_played
+        metrics["td_error"] = td.abs().sum() / num_played
+        if not config.epsilon_ladder:
+            metrics["epsilon"] = torch.tensor(config.epsilon_at(self.num_updates))
+        if batch.weight is not None:
+            metrics["priority"] = sequence_priority(td, batch.valid, mix=config.priority_mix)
+        return metrics
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        """Move the target, a share of the way or, when it is time, all of it."""
+        config = self._config
+        if config.target_rate is not None:
+            self._target.lerp_(self._flat.vector, config.target_rate)
+        elif config.target_period is not None and self.num_updates % config.target_period == 0:
+            self._target.copy_(self._flat.vector)
+
+    def weights(self) -> dict[str, Tensor]:
+        """What a `Policy` needs: the network's parameters by name, and epsilon; CPU copies."""
+        vector = self._flat.vector.detach().to("cpu", copy=True)
+        sections = vector.split_with_sizes([parameter.numel() for parameter in self._flat.parameters])
+        named = zip(self.network.named_parameters(), sections, strict=True)
+        parameters = {name: section.view(parameter.shape) for (name, parameter), section in named}
+        epsilon = torch.tensor(self._config.epsilon_at(self.num_updates))
+        return parameters | copies(_buffers(self.network)) | {"epsilon": epsilon}
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything that continuation needs, as contiguous CPU copies that share no memory."""
+        return copies(self._tensors()) | {"num_updates": torch.tensor(self.num_updates)}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from what `state` returned; the next updates are bit-equal to those of the original.
+
+        Raises:
+            ValueError: an entry is missing, unknown or of another shape (the configuration differs).
+        """
+        tensors = self._tensors()
+        expected = {name: tensor.shape for name, tensor in tensors.items()}
+        check_state(expected | {"num_updates": torch.Size(())}, state)
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                tensor.copy_(state[name])
+        self.num_updates = int(state["num_updates"])
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """The live tensors that updates change, by name."""
+        named = {"network.value": self._flat.vector, "target_network.value": self._target}
+        named |= slots("network", self._optimizer, self._flat.vector)
+        for kind, network in (("network", self.network), ("target_network", self.target_network)):
+            named |= {f"{kind}.{name}": buffer for name, buffer in _buffers(network).items()}
+        return named
+
+
+def _unroll(network: QNetwork, batch: Sequences, observation: Tensor, warm_up: Tensor) -> Tensor:
+    """A network's values [L+1, B, A] of the training slices, after burn-in from the stored state.
+
+    Args:
+        network: online or target.
+        batch: the others of its columns.
+        observation: [U+L+1, B, *I] float32.
+        warm_up: [B] int64, rows of burn-in, at least 1; no gradient enters them.
+    """
+    start = len(observation) - len(batch.action) - 1
+    action, reward, state = batch.previous_action, batch.previous_reward, batch.memory
+    if start:
+        with torch.no_grad():
+            _, warm = network.sequence(observation[:start], action[:start], reward[:start], state, warm_up)
+        state = torch.where(
+            batch.burn_in.unsqueeze(1) > 0, warm, state
+        )  # where there is none, the stored one
+    values, _ = network.sequence(observation[start:], action[start:], reward[start:], state)
+    return values
+
+
+def _buffers(network: torch.nn.Module) -> dict[str, Tensor]:
+    """What a network of one's own carries besides its parameters, by name; no update changes it."""
+    kept = network.state_dict(keep_vars=True).keys()
+    return {name: buffer for name, buffer in network.named_buffers() if name in kept}

@@ -1,0 +1,220 @@
+"""ALE games by ale-py's own vector environment, played by the standard protocol (`config.AtariConfig`).
+
+An episode begins with 0 to `noop_max` idle frames. Where the game has a FIRE button, `fire_reset` puts a press of it in
+the place of the first, and there always is one then. Each action is held for `frame_skip` frames; the grey maximum of
+the last two is scaled to a square.
+Rewards are the game's own: `training_reward` clips them. A lost life is only reported: the game goes on.
+Source: Mnih et al. 2015; Machado et al. 2018, arXiv:1709.06009 (sticky actions).
+
+Two things are done here and not left to ale-py 0.12: its last frame of a truncated episode is stale, merged into the
+one before, and its `noop_max` excludes the bound.
+
+Imports gymnasium and ale_py: import this inside functions only.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from typing import Any
+
+import ale_py
+import gymnasium
+import numpy as np
+from ale_py.vector_env import AtariVectorEnv
+from gymnasium.spaces import Box
+from gymnasium.vector import AutoresetMode
+
+from ddrl.config import AtariConfig
+from ddrl.envs.requirements import EnvError
+
+_NEVER = 2**30  # frames; ale-py's own limit, which does not show the true last frame
+_SEED_MASK = 2**31 - 1  # ale-py takes seeds in [0, 2^31); a negative one is none
+_ENLARGED = 4  # rendered pixels along a side for one that the agent sees
+
+
+def rom_of(env_id: str) -> str:
+    """The file of a game by ale-py's registry: "ALE/WizardOfWor-v5" -> "wizard_of_wor".
+
+    Raises:
+        EnvError: no such game; the message suggests near names.
+    """
+    gymnasium.register_envs(ale_py)
+    games = {name: spec for name, spec in gymnasium.registry.items() if name.startswith("ALE/")}
+    if env_id in games:
+        return str(games[env_id].kwargs["game"])
+    near = difflib.get_close_matches(env_id, games, n=3, cutoff=0.75)
+    hint = f"did you mean {' or '.join(near)}?" if near else "games are named as in ALE/Asterix-v5"
+    raise EnvError(f"{env_id}: no such game; {hint}")
+
+
+class AtariVector:
+    """N games side by side, stepped by one thread; autoreset in the same step.
+
+    Lanes do not depend on each other, nor on N. Arrays that it returns are not overwritten later.
+
+    Args:
+        env_id: such as "ALE/Asterix-v5".
+        atari: the protocol.
+        num_envs: N.
+
+    Raises:
+        EnvError: no such game.
+    """
+
+    def __init__(self, env_id: str, atari: AtariConfig, num_envs: int) -> None:
+        self._games = _games(env_id, atari, num_envs, AutoresetMode.SAME_STEP)
+        self.num_envs = num_envs
+        self.single_observation_space = _screen(atari)
+        self.single_action_space = self._games.single_action_space
+        self._num_actions = int(self.single_action_space.n)  # type: ignore[attr-defined]
+        self._episodic_life = atari.episodic_life
+        self._max_steps = _max_steps(atari)
+        self._steps = np.zeros(num_envs, np.int64)  # of the episode each lane is in
+        self._lives = np.zeros(num_envs, np.int64)
+
+    def reset(self, *, seed: Sequence[int] | None = None) -> tuple[np.ndarray, dict[str, Any]]:
+        """Begin an episode in every lane.
+
+        Args:
+            seed: one for each lane, which alone decides all that follows; without it their randomness goes on.
+
+        Returns:
+            [N, H, W] uint8 first observations, and nothing further.
+        """
+        observation, info = self._games.reset(seed=None if seed is None else _seeds(seed))
+        self._steps[:], self._lives = 0, info["lives"]
+        return observation[:, 0], {}
+
+    def step(
+        self, actions: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+        """One agent step of every lane.
+
+        Args:
+            actions: [N] int64.
+
+        Returns:
+            [N, H, W] uint8 observations, of a new episode where one ended; [N] float64 rewards; [N] bool terminated;
+            [N] bool truncated; and further `life_lost`, [N] bool, lost though the game goes on (with
+            `episodic_life`), and `final_obs`, [N, H, W], true last observations where an episode ended (if any did).
+
+        Raises:
+            ValueError: not one action of the game for each lane.
+        """
+        # ale-py would wait forever for the lane that an unknown action stops.
+        if actions.shape != (self.num_envs,) or actions.min() < 0 or actions.max() >= self._num_actions:
+            raise ValueError(
+                f"actions: {actions.tolist()}; expected {self.num_envs} numbers from 0 to {self._num_actions - 1}"
+            )
+        observation, reward, terminated, _, info = self._games.step(actions)
+        further = {}
+        self._steps += 1
+        truncated = (self._steps >= self._max_steps) & ~terminated
+        ended = terminated | truncated
+        if truncated.any():
+            final = observation
+            if terminated.any():
+                final = np.where(terminated[:, None, None, None], info["final_obs"], observation)
+            further["final_obs"] = final[:, 0]
+            observation, info = self._games.reset(options={"reset_mask": truncated})
+        elif terminated.any():
+            further["final_obs"] = info["final_obs"][:, 0]
+        lives = info["lives"]
+        if self._episodic_life:
+            # Some games go on for a moment at 0 lives: the game's end is the last life's.
+            further["life_lost"] = (lives < self._lives) & (lives > 0) & ~ended
+        self._steps[ended], self._lives = 0, lives
+        return observation[:, 0], reward.astype(np.float64), terminated, truncated, further
+
+    def close(self) -> None:
+        """Close the games."""
+        self._games.close()
+
+
+class AtariEnv(gymnasium.Env[np.ndarray, np.int64]):
+    """One game, seen exactly as a lane of `AtariVector` sees it; whole games, whatever `episodic_life` says.
+
+    Args:
+        env_id: such as "ALE/Asterix-v5".
+        atari: the protocol.
+
+    Raises:
+        EnvError: no such game.
+    """
+
+    def __init__(self, env_id: str, atari: AtariConfig) -> None:
+        # Not SAME_STEP: the last frame is still to be rendered, and whoever plays resets by a seed anyway.
+        self._games = _games(env_id, atari, 1, AutoresetMode.NEXT_STEP)
+        self.observation_space = _screen(atari)
+        self.action_space = self._games.single_action_space
+        self.metadata = {"render_modes": ["rgb_array"], "render_fps": max(1, 60 // atari.frame_skip)}
+        self.render_mode = "rgb_array"
+        self._max_steps = _max_steps(atari)
+        self._steps = 0
+        self._frame = np.zeros(self.observation_space.shape, np.uint8)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[np.ndarray, dict[str, Any]]:
+        """Begin a game, [H, W] uint8; a seed alone decides all that follows."""
+        super().reset(seed=seed)
+        observation, _ = self._games.reset(seed=None if seed is None else _seeds([seed]))
+        self._steps, self._frame = 0, observation[0, 0]
+        return self._frame, {}
+
+    def step(self, action: np.int64) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        """One agent step.
+
+        Raises:
+            ValueError: the game has no such action.
+        """
+        if not self.action_space.contains(action):
+            raise ValueError(f"action: {action}; expected one of {self.action_space}")
+        observation, reward, terminated, _, _ = self._games.step(np.array([action], np.int64))
+        self._steps, self._frame = self._steps + 1, observation[0, 0]
+        ended = bool(terminated[0])
+        return self._frame, float(reward[0]), ended, self._steps >= self._max_steps and not ended, {}
+
+    def render(self) -> np.ndarray:
+        """The newest observation, enlarged, [4H, 4W, 3] uint8."""
+        enlarged = self._frame.repeat(_ENLARGED, axis=0).repeat(_ENLARGED, axis=1)
+        return np.repeat(enlarged[:, :, None], 3, axis=2)
+
+    def close(self) -> None:
+        """Close the game."""
+        self._games.close()
+
+
+def _games(env_id: str, atari: AtariConfig, num_envs: int, autoreset: AutoresetMode) -> AtariVectorEnv:
+    return AtariVectorEnv(
+        rom_of(env_id),
+        num_envs=num_envs,
+        num_threads=1,  # a rollout process has one core
+        autoreset_mode=autoreset,
+        max_num_frames_per_episode=_NEVER,
+        repeat_action_probability=atari.sticky,
+        full_action_space=atari.full_actions,
+        img_height=atari.screen_size,
+        img_width=atari.screen_size,
+        stack_num=1,
+        frameskip=atari.frame_skip,
+        maxpool=True,
+        noop_max=atari.noop_max + 1,  # its own draw excludes the bound
+        use_fire_reset=atari.fire_reset,
+        episodic_life=False,
+        reward_clipping=False,
+    )
+
+
+def _screen(atari: AtariConfig) -> Box:
+    return Box(0, 255, (atari.screen_size, atari.screen_size), np.uint8)
+
+
+def _max_steps(atari: AtariConfig) -> int:
+    """Whole steps within which `max_frames` are reached."""
+    return -(-atari.max_frames // atari.frame_skip)
+
+
+def _seeds(seeds: Sequence[int]) -> np.ndarray:
+    return np.array([seed & _SEED_MASK for seed in seeds], np.int64)

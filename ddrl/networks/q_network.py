@@ -1,0 +1,162 @@
+"""Values of discrete actions: a trunk, perhaps a recurrent core, and a head, with the options of Rainbow and R2D2."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from torch import Generator, Tensor, nn
+
+from ddrl.networks.heads import Head
+from ddrl.networks.images import BatchNorm
+from ddrl.networks.layers import ACTIVATIONS
+from ddrl.networks.noisy import NoisyLinear
+from ddrl.networks.recurrent import RecurrentCore
+from ddrl.networks.trunks import make_trunk
+
+
+class QNetwork(nn.Module):
+    """Action values, or their distributions, of observations or sequences of them.
+
+    Dense layers lie between the trunk's convolutions, or inputs, and the output; `hidden_sizes` are their widths. All
+    belong to the trunk, except for the last one, which belongs to the head if that is dueling (one in each stream) or
+    noisy, or if a recurrent core lies between the two. A network of one's own takes no dense layers, and gets the last
+    one where the head has it.
+
+    Parameters are named `core.*` (recurrent only; see `RecurrentCore`), `trunk.*` and `head.*` (`Head`). Everything
+    that a player needs is in `state_dict()`, in float32; noise and other passing buffers are not.
+
+    Args:
+        network: of the trunk, see `make_trunk`.
+        input_shape: `*I`.
+        num_actions: A.
+        hidden_sizes: widths of the dense layers.
+        activation: "tanh" or "relu", of the built-in layers.
+        norm: after each convolution, see `make_trunk`.
+        dueling: two streams, Q = V + A - mean A.
+        distribution: what the head gives for each action: its value, the logits of atoms, or values at quantiles.
+        num_atoms: Z, of a distribution.
+        noisy: dense layers of the head have learned noise.
+        noise_scale: sigma_0 of that.
+        recurrent: the core between trunk and head.
+        recurrent_size: units of the core.
+        kwargs: keyword arguments of a network of one's own.
+        generator: CPU generator of the initial weights; torch's global one when None.
+
+    Raises:
+        NetworkError: as `make_trunk`.
+    """
+
+    def __init__(
+        self,
+        network: str,
+        input_shape: Sequence[int],
+        *,
+        num_actions: int,
+        hidden_sizes: Sequence[int],
+        activation: str = "relu",
+        norm: str = "none",
+        dueling: bool = False,
+        distribution: Literal["none", "categorical", "quantile"] = "none",
+        num_atoms: int = 1,
+        noisy: bool = False,
+        noise_scale: float = 0.5,
+        recurrent: Literal["none", "lstm", "gru"] = "none",
+        recurrent_size: int = 512,
+        kwargs: Mapping[str, Any] | None = None,
+        generator: Generator | None = None,
+    ) -> None:
+        super().__init__()
+        in_trunk, hidden_size = list(hidden_sizes), None
+        if in_trunk and (dueling or noisy or recurrent != "none"):
+            *in_trunk, hidden_size = in_trunk
+        trunk, num_features = make_trunk(
+            network,
+            input_shape,
+            hidden_sizes=in_trunk,
+            activation=activation,
+            norm=norm,
+            kwargs=kwargs,
+            generator=generator,
+        )
+        self.core: RecurrentCore | None = None
+        if recurrent != "none":
+            # The first one to be registered: cuDNN wants its weights at the start of their memory (`FlatParameters`).
+            self.core = RecurrentCore(
+                recurrent, num_features, num_actions, recurrent_size, generator=generator
+            )
+            num_features = recurrent_size
+        self.trunk = trunk
+        self.head = Head(
+            num_features,
+            num_actions,
+            num_atoms=1 if distribution == "none" else num_atoms,
+            hidden_size=hidden_size,
+            activation=ACTIVATIONS[activation],
+            is_dueling=dueling,
+            noise_scale=noise_scale if noisy else None,
+            generator=generator,
+        )
+        self._has_values = distribution == "none"
+        self._noisy = tuple(layer for layer in self.modules() if isinstance(layer, NoisyLinear))
+
+    @property
+    def state_size(self) -> int:
+        """H, numbers of a recurrent state; 0 without a core."""
+        return 0 if self.core is None else self.core.state_size
+
+    def forward(self, observation: Tensor) -> Tensor:
+        """[B, *I] float32, as `to_input` gives it -> values [B, A], or logits of atoms or quantiles [B, A, Z]."""
+        assert self.core is None, "a recurrent network takes sequences"
+        output: Tensor = self.head(self.trunk(observation))
+        return output.squeeze(2) if self._has_values else output
+
+    def sequence(
+        self,
+        observation: Tensor,
+        previous_action: Tensor,
+        previous_reward: Tensor,
+        state: Tensor,
+        lengths: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Go through B sequences; recurrent networks only.
+
+        Args:
+            observation: [T, B, *I] float32, as `to_input` gives it.
+            previous_action: [T, B] int64, taken before each row; -1 where there is none.
+            previous_reward: [T, B] float32; 0 where there is none.
+            state: [B, H] float32 before the first row; zeros at an episode's start.
+            lengths: [B] int64 in 1..T, rows of each sequence that count; all when None.
+
+        Returns:
+            [T, B, A], or [T, B, A, Z], without meaning beyond a sequence's length; and the state [B, H] after it.
+        """
+        assert self.core is not None, "only a recurrent network takes sequences"
+        leading = observation.shape[:2]
+        features = self.trunk(observation.flatten(0, 1)).unflatten(0, leading)
+        features, state = self.core(features, previous_action, previous_reward, state, lengths)
+        output: Tensor = self.head(features.flatten(0, 1)).unflatten(0, leading)
+        return output.squeeze(3) if self._has_values else output, state
+
+    def draw_noise(self, generator: Generator) -> None:
+        """Fresh noise for all noisy layers, if any; drawn on the generator's device."""
+        for layer in self._noisy:
+            layer.draw_noise(generator)
+
+    def mean_weights(self) -> None:
+        """No noise in any layer, as at first."""
+        for layer in self._noisy:
+            layer.mean_weights()
+
+    def play_state(self) -> dict[str, Tensor]:
+        """What a player needs, by name; detached, but not copied."""
+        return {name: tensor.detach() for name, tensor in self.state_dict().items()}
+
+    def statistics(self) -> dict[str, Tensor]:
+        """Running statistics of BatchNorm by name, which a target network copies along with the parameters."""
+        return {
+            f"{name}.{kind}": tensor
+            for name, layer in self.named_modules()
+            if isinstance(layer, BatchNorm)
+            for kind, tensor in layer.named_buffers()
+        }

@@ -1,0 +1,83 @@
+"""A recurrent core between trunk and head, which also sees the previous action and reward."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from ddrl.networks.layers import uniform_
+
+
+class RecurrentCore(nn.Module):
+    """One layer of LSTM or GRU over features, previous action (one-hot) and previous reward.
+
+    Source of the inputs: Kapturowski et al. 2019, "Recurrent experience replay in distributed reinforcement learning"
+    (ICLR), section 2.3. Parameters are named as torch.nn.LSTM's and GRU's, and start as theirs.
+
+    Args:
+        kind: "lstm" or "gru".
+        num_features: F.
+        num_actions: A.
+        size: S, units of the layer, which is the width of its output.
+        generator: CPU generator of the initial weights; torch's global one when None.
+
+    Attributes:
+        state_size: H, numbers of a state: S for "gru"; 2 S for "lstm", its output h first, then its cell c.
+    """
+
+    actions: Tensor
+
+    def __init__(
+        self,
+        kind: Literal["lstm", "gru"],
+        num_features: int,
+        num_actions: int,
+        size: int,
+        *,
+        generator: Generator | None = None,
+    ) -> None:
+        super().__init__()
+        layer = nn.LSTM if kind == "lstm" else nn.GRU
+        self.layer = layer(num_features + num_actions + 1, size, device="meta").to_empty(device="cpu")
+        uniform_(self.layer, size, generator)
+        self.register_buffer("actions", torch.arange(num_actions), persistent=False)
+        self.state_size = 2 * size if kind == "lstm" else size
+        self._is_lstm = kind == "lstm"
+
+    def forward(
+        self,
+        features: Tensor,
+        previous_action: Tensor,
+        previous_reward: Tensor,
+        state: Tensor,
+        lengths: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Go through sequences.
+
+        Args:
+            features: [T, B, F].
+            previous_action: [T, B] int64, taken before each row; -1, at an episode's start, gives zeros.
+            previous_reward: [T, B] float32, received before each row.
+            state: [B, H] before the first row.
+            lengths: [B] int64 in 1..T, rows of each sequence that count; all of them when None. A tensor on the CPU
+                waits for no other device.
+
+        Returns:
+            [T, B, S] outputs, zero beyond a sequence's length, and the state [B, H] after each sequence's own length.
+        """
+        action = previous_action.unsqueeze(-1) == self.actions  # [T, B, A]
+        x = torch.cat((features, action.to(features.dtype), previous_reward.unsqueeze(-1)), dim=-1)
+        packed = x if lengths is None else pack_padded_sequence(x, lengths.cpu(), enforce_sorted=False)
+        before = state.unsqueeze(0)
+        if self._is_lstm:
+            hidden, cell = before.chunk(2, dim=-1)
+            output, after = self.layer(packed, (hidden.contiguous(), cell.contiguous()))
+            new_state = torch.cat(after, dim=-1)
+        else:
+            output, new_state = self.layer(packed, before.contiguous())
+        if lengths is not None:
+            output, _ = pad_packed_sequence(output, total_length=len(x))
+        return output, new_state.squeeze(0)

@@ -1,0 +1,291 @@
+"""ALE games as ddrl plays them, against plain ale_py; the protocol, lost lives, truncation, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ddrl import envs
+from ddrl.config import AtariConfig, EnvConfig
+from ddrl.envs import EnvError
+from ddrl.types import EnvSpec
+
+pytest.importorskip("ale_py")
+
+from ale_py.vector_env import AtariVectorEnv  # noqa: E402
+from gymnasium.vector import AutoresetMode  # noqa: E402
+
+from ddrl.envs.atari import AtariEnv, AtariVector  # noqa: E402
+
+BREAKOUT, ASTERIX = "ALE/Breakout-v5", "ALE/Asterix-v5"
+
+
+def plain(game: str, num_envs: int, **options: Any) -> AtariVectorEnv:
+    """ale_py's own, with what AtariConfig's defaults mean there."""
+    return AtariVectorEnv(
+        game,
+        num_envs=num_envs,
+        **{
+            "stack_num": 1,
+            "autoreset_mode": AutoresetMode.SAME_STEP,
+            "reward_clipping": False,
+            "noop_max": 31,
+            "num_threads": 1,
+            **options,
+        },
+    )
+
+
+def play(vector: AtariVector, seeds: list[int], lane: int, num_steps: int) -> list[tuple[Any, ...]]:
+    """What one lane shows, while each lane plays at random by its own seed, modulo 2^31."""
+    generators = [np.random.default_rng(seed % 2**31) for seed in seeds]
+    num_actions = int(vector.single_action_space.n)
+    rows: list[tuple[Any, ...]] = [(vector.reset(seed=seeds)[0][lane].tobytes(),)]
+    for _ in range(num_steps):
+        actions = np.array([generator.integers(num_actions) for generator in generators])
+        observation, reward, terminated, truncated, info = vector.step(actions)
+        final = info["final_obs"][lane].tobytes() if terminated[lane] or truncated[lane] else None
+        lost = info["life_lost"][lane]
+        rows.append(
+            (observation[lane].tobytes(), reward[lane], terminated[lane], truncated[lane], lost, final)
+        )
+    vector.close()
+    return rows
+
+
+@pytest.mark.parametrize(("game", "num_steps"), [("breakout", 220), ("frogger", 330)])
+def test_a_vector_plays_as_ale_does_and_tells_lost_lives(game: str, num_steps: int) -> None:
+    """ale_py can tell lost lives as ends; frogger goes on at 0 lives for a moment, which ends nothing."""
+    vector = AtariVector(f"ALE/{game.title()}-v5", AtariConfig(), 3)
+    expected = plain(game, 3, life_loss_info=True)
+    first, further = vector.reset(seed=[3, 1, 4])
+    shown, told = expected.reset(seed=np.array([3, 1, 4]))
+    np.testing.assert_array_equal(first, shown[:, 0])
+    assert further == {} and first.dtype == np.uint8 and first.shape == (3, 84, 84)
+    generator = np.random.default_rng(0)
+    num_ends, num_lost = 0, 0
+    for _ in range(num_steps):
+        actions = generator.integers(int(vector.single_action_space.n), size=3)
+        lives = told["lives"]
+        observation, reward, terminated, truncated, info = vector.step(actions)
+        shown, paid, over, _, told = expected.step(actions)
+        np.testing.assert_array_equal(observation, shown[:, 0])
+        np.testing.assert_array_equal(reward, paid)
+        assert reward.dtype == np.float64 and not truncated.any()
+        lost = info["life_lost"]
+        np.testing.assert_array_equal(terminated | lost, over)
+        np.testing.assert_array_equal(lost, (told["lives"] < lives) & (told["lives"] > 0) & ~terminated)
+        assert ("final_obs" in info) == terminated.any()
+        for lane in np.flatnonzero(terminated):
+            np.testing.assert_array_equal(info["final_obs"][lane], told["final_obs"][lane, 0])
+        num_ends, num_lost = num_ends + int(terminated.sum()), num_lost + int(lost.sum())
+    assert num_ends >= 2 and num_lost >= 2 * num_ends
+    vector.close()
+
+
+def test_lost_lives_are_told_only_where_they_shall_count() -> None:
+    vector = AtariVector(BREAKOUT, AtariConfig(episodic_life=False), 1)
+    vector.reset(seed=[1])
+    assert all("life_lost" not in vector.step(np.array([1]))[4] for _ in range(100))
+    vector.close()
+    without = AtariVector("ALE/Pong-v5", AtariConfig(max_frames=200), 2)  # a game without lives
+    without.reset(seed=[1, 2])
+    assert not any(without.step(np.array([0, 2]))[4]["life_lost"].any() for _ in range(120))
+    without.close()
+
+
+def test_lanes_depend_on_their_seed_alone_through_all_endings() -> None:
+    """A game that ends by its rules in the step that cuts the games beside it; then one that is cut."""
+    length = next(
+        step
+        for step, row in enumerate(play(AtariVector(BREAKOUT, AtariConfig(), 1), [4], 0, 200))
+        if row[2:3] == (True,)
+    )
+    atari = AtariConfig(max_frames=4 * length)
+    alone = play(AtariVector(BREAKOUT, atari, 1), [4], 0, 2 * length + 5)
+    ends = {step: row[2:4] for step, row in enumerate(alone) if any(row[2:4])}
+    assert ends == {length: (True, False), 2 * length: (False, True)}
+    beside = play(AtariVector(BREAKOUT, atari, 3), [11, 2**32 + 4, 13], 1, 2 * length + 5)
+    assert alone == beside
+    assert play(AtariVector(BREAKOUT, atari, 1), [5], 0, 50) != alone[:51]
+
+
+def test_truncation_by_frames_shows_the_true_last_observation() -> None:
+    """The game that is never cut shows the same; a new one begins in the same step, and lives do not count there."""
+    cut = AtariVector(ASTERIX, AtariConfig(max_frames=98), 1)  # 24.5 steps: 25
+    whole = AtariVector(ASTERIX, AtariConfig(), 1)
+    first = cut.reset(seed=[7])[0]
+    np.testing.assert_array_equal(first, whole.reset(seed=[7])[0])
+    generator = np.random.default_rng(0)
+    for step in range(1, 26):
+        action = generator.integers(9, size=1)
+        observation, reward, terminated, truncated, info = cut.step(action)
+        shown, paid, *_ = whole.step(action)
+        assert (reward[0], terminated[0], truncated[0]) == (paid[0], False, step == 25)
+        if step < 25:
+            np.testing.assert_array_equal(observation, shown)
+            assert "final_obs" not in info
+    np.testing.assert_array_equal(info["final_obs"], shown)
+    assert (observation != shown).any() and not info["life_lost"].any()
+    assert [cut.step(np.array([0]))[3][0] for _ in range(50)] == ([False] * 24 + [True]) * 2
+    cut.close()
+    whole.close()
+
+
+def test_one_game_is_a_lane_of_a_vector() -> None:
+    """Frames, rewards and ends of whole games, from seed to seed; lost lives end nothing."""
+    kinds = set()
+    one = AtariEnv(BREAKOUT, AtariConfig(max_frames=560))
+    for seed in (4, 5):
+        vector = AtariVector(BREAKOUT, AtariConfig(max_frames=560), 2)
+        expected = vector.reset(seed=[seed, 1])[0][0]
+        observation, _ = one.reset(seed=seed)
+        generator = np.random.default_rng(seed)
+        ended, num_lost = False, 0
+        while not ended:
+            np.testing.assert_array_equal(observation, expected)
+            assert one.observation_space.contains(observation)
+            action = generator.integers(4)
+            observation, reward, *end, _ = one.step(action)
+            following, paid, terminated, truncated, info = vector.step(np.array([action, 0]))
+            assert (reward, end) == (paid[0], [terminated[0], truncated[0]])
+            ended = any(end)
+            expected = info["final_obs"][0] if ended else following[0]
+            num_lost += int(info["life_lost"][0])
+        np.testing.assert_array_equal(observation, expected)
+        assert num_lost >= 2
+        kinds.add(tuple(end))
+        np.testing.assert_array_equal(one.render()[::4, ::4, 1], observation)  # still the last frame
+        vector.close()
+    one.close()
+    assert kinds == {(True, False), (False, True)}
+
+
+def test_rendered_frames_are_enlarged_and_colored() -> None:
+    one = envs.make_one(EnvConfig(id=ASTERIX, atari={"frame_skip": 3}))
+    shown, _ = one.reset(seed=1)
+    image = one.render()
+    assert image.shape == (336, 336, 3) and image.dtype == np.uint8
+    np.testing.assert_array_equal(image[4 * 50 + 3, 4 * 20 + 1], [shown[50, 20]] * 3)
+    assert (one.render_mode, one.metadata["render_fps"]) == ("rgb_array", 20)
+    one.close()
+
+
+@pytest.mark.parametrize(
+    ("env_id", "fire_reset", "noop_max", "idle_frames"),
+    [
+        (ASTERIX, True, 0, {0}),  # a game without FIRE
+        (ASTERIX, True, 2, {0, 1, 2}),
+        (BREAKOUT, True, 0, {1}),
+        (BREAKOUT, True, 3, {1, 2, 3}),
+        (BREAKOUT, False, 3, {0}),  # it waits for FIRE, and shows the same until then
+    ],
+)
+def test_an_episode_begins_with_idle_frames_and_fire(
+    env_id: str, fire_reset: bool, noop_max: int, idle_frames: set[int]
+) -> None:
+    """Which of the frames that follow a bare start, by FIRE or idling first, are ever shown first."""
+    start = 1 if env_id == BREAKOUT and fire_reset else 0
+    frame_by_frame = AtariVector(env_id, AtariConfig(noop_max=0, fire_reset=False, frame_skip=1), 1)
+    shown, number_of = frame_by_frame.reset(seed=[0])[0], {}
+    for number in range(5):
+        number_of.setdefault(shown.tobytes(), number)
+        shown, *_ = frame_by_frame.step(np.array([start if number == 0 else 0]))
+    assert len(number_of) == (1 if idle_frames == {0} and env_id == BREAKOUT else 5)
+    vector = AtariVector(env_id, AtariConfig(noop_max=noop_max, fire_reset=fire_reset), 1)
+    firsts = [vector.reset(seed=[0])[0], *(vector.reset()[0] for _ in range(20))]
+    assert {number_of[first.tobytes()] for first in firsts} == idle_frames
+    frame_by_frame.close()
+    vector.close()
+
+
+def test_sticky_actions_change_what_happens_and_stay_seeded() -> None:
+    rows = {
+        sticky: play(AtariVector(ASTERIX, AtariConfig(sticky=sticky), 1), [4], 0, 60)
+        for sticky in (0.0, 0.25)
+    }
+    assert rows[0.0][0] == rows[0.25][0] and rows[0.0] != rows[0.25]
+    assert play(AtariVector(ASTERIX, AtariConfig(sticky=0.25), 1), [4], 0, 60) == rows[0.25]
+
+
+def test_rewards_are_not_clipped() -> None:
+    rows = play(AtariVector(ASTERIX, AtariConfig(), 1), [1], 0, 200)
+    assert max(row[1] for row in rows[1:]) == 50.0
+
+
+def test_returned_observations_stay_as_they_are() -> None:
+    vector = AtariVector(ASTERIX, AtariConfig(), 2)
+    kept = [vector.reset(seed=[1, 2])[0]] + [vector.step(np.array([0, 2]))[0] for _ in range(20)]
+    copies = [array.copy() for array in kept]
+    for _ in range(20):
+        vector.step(np.array([3, 4]))
+    vector.reset(seed=[3, 4])
+    for array, copy in zip(kept, copies, strict=True):
+        np.testing.assert_array_equal(array, copy)
+    vector.close()
+
+
+def test_description_follows_the_settings() -> None:
+    expected = EnvSpec(ASTERIX, (84, 84), "uint8", "discrete", (), action_sizes=(9,), frame_stack=4)
+    assert envs.describe(EnvConfig(id=ASTERIX, frame_stack=4)) == expected
+    other = EnvConfig(id="ALE/UpNDown-v5", atari={"screen_size": 42, "full_actions": True})
+    spec = envs.describe(other)
+    assert (spec.observation_shape, spec.action_sizes, spec.frame_stack) == ((42, 42), (18,), 1)
+    vector = envs.make_vector(other, num_envs=2)
+    assert isinstance(vector, AtariVector) and vector.num_envs == 2
+    envs.check_vector(vector, other.id, spec)
+    with pytest.raises(EnvError, match=r"action_sizes is \(18,\) here, but \(9,\) is expected"):
+        envs.check_vector(vector, other.id, EnvSpec(ASTERIX, (42, 42), "uint8", "discrete", (), (9,)))
+    assert vector.reset(seed=[1, 2])[0].shape == (2, 42, 42)
+    vector.close()
+
+
+@pytest.mark.parametrize(
+    ("env_id", "message"),
+    [
+        ("ALE/Asterx-v5", "^ALE/Asterx-v5: no such game; did you mean ALE/Asterix-v5"),
+        ("ALE/WizardofWor-v5", "did you mean ALE/WizardOfWor-v5"),
+        ("ALE/ms_pacman-v5", "did you mean ALE/MsPacman-v5"),
+        ("ALE/Qqqqqqqqqqqq", "no such game; games are named as in ALE/Asterix-v5$"),
+        ("PongNoFrameskip-v4", "^PongNoFrameskip-v4: is an older id of ALE/Pong-v5; use that one"),
+        ("WizardOfWorDeterministic-v0", "is an older id of ALE/WizardOfWor-v5"),
+        ("Pong-v4", "is an older id of ALE/Pong-v5"),  # known, once ale_py is imported
+    ],
+)
+def test_unknown_games_are_refused_in_one_line(env_id: str, message: str) -> None:
+    for make in (envs.describe, envs.make_vector):
+        with pytest.raises(EnvError, match=message) as refused:
+            make(EnvConfig(id=env_id))
+        assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"action_repeat": 4}, "env.action_repeat is 4, .* set env.atari.frame_skip instead$"),
+        ({"max_episode_steps": 9}, "env.max_episode_steps is 9, .* set env.atari.max_frames instead$"),
+        ({"kwargs": {"mode": 1}}, r"env.kwargs is \{'mode': 1\}, .* set what env.atari offers instead$"),
+    ],
+)
+def test_settings_of_other_environments_are_refused(settings: dict[str, Any], message: str) -> None:
+    for make in (envs.make_one, envs.make_vector):
+        with pytest.raises(EnvError, match=f"^{ASTERIX}: {message}"):
+            make(EnvConfig(id=ASTERIX, **settings))
+
+
+def test_actions_that_the_game_does_not_have_are_refused() -> None:
+    """ale_py itself would never answer."""
+    vector = AtariVector("ALE/Pong-v5", AtariConfig(), 2)
+    vector.reset(seed=[1, 2])
+    for actions in ([0, 6], [-1, 0], [0], [[0, 1]]):
+        with pytest.raises(ValueError, match="expected 2 numbers from 0 to 5"):
+            vector.step(np.array(actions))
+    vector.step(np.array([5, 0]))
+    vector.close()
+    one = AtariEnv("ALE/Pong-v5", AtariConfig())
+    one.reset(seed=1)
+    with pytest.raises(ValueError, match=r"action: 6; expected one of Discrete\(6\)"):
+        one.step(np.int64(6))
+    one.close()

@@ -1,0 +1,179 @@
+"""Toy environments do what their docstrings say: answers, best returns, returns of those who cannot know."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+
+from ddrl import envs
+from ddrl.config import EnvConfig
+
+
+def make(env_id: str, **kwargs: Any) -> gymnasium.Env[Any, Any]:
+    return envs.make_one(EnvConfig(id=env_id, kwargs=kwargs))
+
+
+def test_endless_pays_until_the_time_limit() -> None:
+    for discrete in (False, True):
+        toy = make("ddrl/Endless-v0", max_steps=7, discrete=discrete)
+        assert envs.spec_of(toy, "toy").action_kind == ("discrete" if discrete else "continuous")
+        shown, _ = toy.reset(seed=0)
+        toy.action_space.seed(0)
+        for step in range(1, 8):
+            np.testing.assert_array_equal(shown, [1.0])
+            shown, *rest, _ = toy.step(toy.action_space.sample())
+            assert rest == [1.0, False, step == 7]
+
+
+def test_target() -> None:
+    target = make("ddrl/Target-v0")
+    shown, _ = target.reset(seed=3)
+    for step in range(10):
+        offset = 0.5 if step == 4 else 0.0
+        shown, reward, terminated, truncated, _ = target.step(shown + np.float32(offset))
+        assert reward == pytest.approx(-(offset**2), abs=1e-6)
+        assert (terminated, truncated) == (False, step == 9)
+        assert target.observation_space.contains(shown)
+
+
+def shown_by(env_id: str, observation: np.ndarray) -> tuple[int, ...]:
+    """The answer that an observation shows, read the slow way."""
+    bright = np.argwhere(observation)
+    if env_id == "ddrl/Spot-v0":
+        ((row, column, _),) = bright
+        assert observation.max() == 255
+        return (2 * (row // 4) + column // 4,)
+    assert observation.max() == 1
+    first, *second = (int(i) for (i,) in bright)
+    return (first, *(i - 3 for i in second))
+
+
+@pytest.mark.parametrize(
+    ("env_id", "sizes", "random_return"),
+    [
+        ("ddrl/Pick-v0", (4,), 2.5),
+        ("ddrl/Pairs-v0", (3, 4), 10 * 0.5 * (1 / 3 + 1 / 4)),
+        ("ddrl/Spot-v0", (4,), 2.5),
+    ],
+)
+def test_toys_that_show_their_answer(env_id: str, sizes: tuple[int, ...], random_return: float) -> None:
+    """Every action's reward is known; answers are uniform, so any fixed action scores as random ones do."""
+    toy = make(env_id)
+    generator = np.random.default_rng(0)
+    answers, random_total, seen = [], 0.0, set()
+    for episode in range(400):
+        shown, _ = toy.reset(seed=episode)
+        for step in range(10):
+            assert toy.observation_space.contains(shown)
+            seen.add(shown.tobytes())
+            answer = shown_by(env_id, shown)
+            answers.append(answer)
+            chosen = generator.integers(sizes)
+            shown, reward, terminated, truncated, _ = toy.step(chosen if len(sizes) > 1 else chosen[0])
+            assert reward == np.mean(chosen == answer)
+            assert (terminated, truncated) == (False, step == 9)
+            random_total += reward
+    assert random_total / 400 == pytest.approx(random_return, abs=0.25)
+    for dimension, size in enumerate(sizes):
+        shares = np.bincount(np.array(answers)[:, dimension], minlength=size) / 4000
+        np.testing.assert_allclose(shares, 1 / size, atol=0.04)
+    assert len(seen) == {"ddrl/Pick-v0": 4, "ddrl/Pairs-v0": 12, "ddrl/Spot-v0": 64}[env_id]
+
+
+def slow_board(image: np.ndarray, size: int) -> np.ndarray:
+    """[size, size] bool of an image, whose cells must be of one color each, black or white."""
+    cell = image.shape[0] // size
+    board = np.zeros((size, size), bool)
+    for row, column in itertools.product(range(size), repeat=2):
+        (color,) = np.unique(image[row * cell : (row + 1) * cell, column * cell : (column + 1) * cell])
+        assert color in (0, 255)
+        board[row, column] = color == 255
+    return board
+
+
+@pytest.mark.parametrize(("size", "pixels"), [(12, 84), (3, 9), (6, 36)])
+def test_catch_shows_ball_and_paddle_and_can_always_be_won(size: int, pixels: int) -> None:
+    """A policy that only reads the image wins from every column."""
+    toy = make("ddrl/Catch-v0", size=size, pixels=pixels)
+    columns = set()
+    for episode in range(8 * size):
+        image, _ = toy.reset(seed=episode)
+        expected_paddle, ended, num_steps = size // 2, False, 0
+        while not ended:
+            assert toy.observation_space.contains(image) and image.shape == (pixels, pixels)
+            board = slow_board(image, size)
+            (ball,) = np.flatnonzero(board[num_steps])
+            (paddle,) = np.flatnonzero(board[-1])
+            assert board.sum() == 2 and paddle == expected_paddle
+            columns.add(ball)
+            move = int(np.sign(ball - paddle))
+            image, reward, ended, truncated, _ = toy.step(np.int64(move + 1))
+            expected_paddle, num_steps = paddle + move, num_steps + 1
+            assert not truncated and reward == float(ended)
+        assert num_steps == size - 1 and slow_board(image, size)[-1, ball]
+    assert columns == set(range(size))
+
+
+def test_catch_pays_who_does_not_look_what_it_says() -> None:
+    """2 / size - 1 for random, still and running paddles, which never leave the board."""
+    toy = make("ddrl/Catch-v0")
+    generator = np.random.default_rng(0)
+    for play in (lambda: generator.integers(3), lambda: 1, lambda: 0, lambda: 2):
+        returns = []
+        for episode in range(600):
+            toy.reset(seed=episode)
+            ended = False
+            while not ended:
+                image, reward, ended, *_ = toy.step(np.int64(play()))
+            returns.append(reward)
+            assert set(returns) <= {-1.0, 1.0} and np.count_nonzero(slow_board(image, 12)[-1]) in (1, 2)
+        assert np.mean(returns) == pytest.approx(2 / 12 - 1, abs=0.08)
+
+
+@pytest.mark.parametrize(("size", "pixels"), [(2, 84), (5, 84), (12, 0), (12, 6)])
+def test_catch_refuses_boards_that_cannot_be_drawn(size: int, pixels: int) -> None:
+    with pytest.raises(envs.EnvError, match=f"size {size}, pixels {pixels}: size must be 3 or more"):
+        make("ddrl/Catch-v0", size=size, pixels=pixels)
+
+
+@pytest.mark.parametrize(("delay", "num_cues"), [(8, 2), (1, 4), (0, 3)])
+def test_recall_is_beyond_whoever_sees_only_the_newest_observations(delay: int, num_cues: int) -> None:
+    """Every cue, every answer: before the answer the newest delay + 1 observations are always the same ones."""
+    toy = make("ddrl/Recall-v0", delay=delay, num_cues=num_cues)
+    generator = np.random.default_rng(0)
+    seen: dict[int, set[bytes]] = {}  # length of a stack -> stacks seen when asked
+    returns: dict[tuple[int, int], set[float]] = {}  # cue, answer -> returns
+    cues = []
+    for seed in range(40 * num_cues):
+        shown, _ = toy.reset(seed=seed)
+        cue, rows = int(shown.argmax()), [shown]
+        cues.append(cue)
+        for _ in range(delay + 1):
+            shown, *rest, _ = toy.step(generator.integers(num_cues))  # without effect
+            assert rest == [0.0, False, False] and toy.observation_space.contains(shown)
+            rows.append(shown)
+        assert rows[0].sum() == 1 and rows[0][-1] == 0 and rows[-1][-1] == 1
+        for length in range(1, delay + 3):
+            seen.setdefault(length, set()).add(np.concatenate(rows[-length:]).tobytes())
+        answer = int(generator.integers(num_cues))
+        _, reward, terminated, truncated, _ = toy.step(np.int64(answer))
+        assert (terminated, truncated) == (True, False)
+        returns.setdefault((cue, answer), set()).add(reward)
+    assert {length: len(stacks) for length, stacks in seen.items()} == {
+        **dict.fromkeys(range(1, delay + 2), 1),
+        delay + 2: num_cues,  # and this one tells
+    }
+    assert returns == {
+        (cue, answer): {float(cue == answer)} for cue, answer in itertools.product(range(num_cues), repeat=2)
+    }  # so any fixed answer gets the share of its cue
+    np.testing.assert_allclose(np.bincount(cues) / len(cues), 1 / num_cues, atol=0.12)
+
+
+def test_recall_refuses_what_is_no_memory_task() -> None:
+    for kwargs in ({"delay": -1}, {"num_cues": 1}):
+        with pytest.raises(envs.EnvError, match="delay must be 0 or more, num_cues 2 or more"):
+            make("ddrl/Recall-v0", **kwargs)
