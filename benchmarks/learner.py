@@ -24,13 +24,16 @@ from ddrl.algorithms import base
 from ddrl.collector import Collector
 from ddrl.device import to_device
 from ddrl.replay.samplers import uniform
-from ddrl.replay.view import DenseView
+from ddrl.replay.rows import DenseRows
+from ddrl.replay.view import TransitionView, expected_rows
 settings = config.load(sys.argv[1])
 torch.set_num_threads(settings.learner.num_threads)
 spaces = submit.prepare(settings)
 resolved = base.resolve(settings, spaces)
 algorithm = resolved.learner(device=torch.device("cpu"), seed=1)
-view = DenseView(capacity=settings.replay.capacity, gamma=resolved.config.gamma, n_step=resolved.config.n_step)
+capacity = settings.replay.capacity
+rows = DenseRows(expected_rows=expected_rows(capacity))
+view = TransitionView(rows, capacity=capacity, gamma=resolved.config.gamma, n_step=resolved.config.n_step)
 collector = Collector(run="r", producer=1, incarnation=1, env=settings.env, rollout=settings.rollout, spec=spaces,
                       policy=resolved.policy(), random_until_learned=True, seed=1)
 collector.load(0, {name: value.numpy() for name, value in algorithm.weights().items()})

@@ -97,7 +97,7 @@ class EnvConfig(Section):
         1,
         ge=1,
         le=16,
-        description="Newest observations that the networks see at once; sent and stored one by one. Usual: 4 for Atari.",
+        description="Newest observations that networks see at once; sent and stored one by one. Usual: 4 for Atari.",
     )
     atari: AtariConfig = AtariConfig()
 

@@ -80,7 +80,7 @@ def _check_off_policy(config: RunConfig, resolved: base.Resolved) -> None:
         )
     if config.rollout.random_until_learned and not resolved.can_begin_at_random:
         raise ValueError(
-            f"rollout.random_until_learned: true gives no recurrent states, which {resolved.name} learns from; remove it"
+            f"rollout.random_until_learned: true gives no recurrent states, which {resolved.name} needs; remove it"
         )
     largest = fragment_steps * config.env.num_envs
     if resolved.sequences is not None and resolved.sequences.length > replay.capacity:

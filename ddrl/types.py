@@ -1,7 +1,8 @@
 """What travels: plain frozen data, with the shape, the unit and the invariant of every field.
 
 Axes: T steps, N environments played side by side, B batch, K sparse rows, R observation rows. `*O` is the shape of one
-observation, `*I` that of a network's input (a stack of observations, or one), `*A` that of one action. Nothing here imports torch or redis.
+observation, `*I` that of a network's input (a stack of observations, or one), `*A` that of one action. Nothing here
+imports torch or redis.
 """
 
 from __future__ import annotations

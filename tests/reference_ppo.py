@@ -16,10 +16,10 @@ from ddrl import envs
 from ddrl.algorithms import base
 from ddrl.collector import Collector
 from ddrl.config import validate
-from ddrl.evaluation import evaluate
 from ddrl.device import to_device
+from ddrl.evaluation import evaluate
 from ddrl.replay.fifo import Fifo
-from ddrl.replay.windows import trajectories
+from ddrl.replay.trajectories import trajectories
 from ddrl.types import EnvSpec, Fragment, Trajectories
 
 CPU = torch.device("cpu")

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ddrl.algorithms.r2d2 import Config, Policy
+from ddrl.memory import remember
 from ddrl.types import EnvSpec, Sequences, SequenceShape
 
 CPU = torch.device("cpu")
@@ -25,6 +27,7 @@ SMALL: dict[str, Any] = {
     "gamma": 0.9,
     "learning_rate": 1e-2,
     "adam_eps": 1e-5,
+    "loss_reduction": "mean",
 }
 
 # (observation [1, 1, *I], previous_action [1, 1], previous_reward [1, 1], state [1, H]) -> (q [1, 1, A], state [1, H])
@@ -168,3 +171,43 @@ def _empty(
         "number": np.arange(num_sequences),
         "weight": (weight / weight.max()).astype(np.float32),
     }
+
+
+NUM_CUES, LAST = 3, 5  # the cue is seen at step 0, and asked for at step 5
+RECALL = EnvSpec("Recall-v0", (NUM_CUES,), "float32", "discrete", (), (NUM_CUES,))
+
+
+def play_recall(policy: Policy, cue: np.ndarray, *, forgets: bool = False) -> float:
+    """Share of episodes whose last action is the cue. One that forgets sees nothing but the observation."""
+    memory = policy.memory(len(cue))
+    for step in range(LAST + 1):
+        if forgets:
+            memory = policy.memory(len(cue))
+        action = policy.act(np.eye(NUM_CUES, dtype=np.float32)[cue] * (step == 0), memory)
+        remember(memory, action, np.zeros(len(cue), np.float32), np.zeros(len(cue), np.bool_))
+    return float(np.mean(action == cue))
+
+
+def recall_sequences(rng: np.random.Generator, config: Config, size: int, memory_size: int) -> Sequences:
+    """Whole episodes of random actions; only the last one is rewarded, by 1 where it is the cue."""
+    num_steps, cue = LAST + 1, rng.integers(NUM_CUES, size=size)
+    action = rng.integers(NUM_CUES, size=(num_steps, size))
+    observation = np.zeros((num_steps + 1, size, NUM_CUES), np.float32)
+    observation[0, np.arange(size), cue] = 1.0
+    bootstrap = np.minimum(np.arange(num_steps)[:, None] + config.n_step, num_steps).repeat(size, axis=1)
+    k = bootstrap - np.arange(num_steps)[:, None]
+    is_over = bootstrap == num_steps
+    reward = (action[-1] == cue).astype(np.float32)
+    columns = {
+        "observation": observation,
+        "previous_action": np.concatenate([np.full((1, size), -1), action]),
+        "previous_reward": np.zeros((num_steps + 1, size), np.float32),
+        "memory": np.zeros((size, memory_size), np.float32),
+        "burn_in": np.zeros(size, np.int64),
+        "action": action,
+        "n_step_return": (config.gamma ** (k - 1) * is_over * reward).astype(np.float32),
+        "bootstrap_discount": (config.gamma**k * ~is_over).astype(np.float32),
+        "bootstrap": bootstrap,
+        "valid": np.ones((num_steps, size), np.bool_),
+    }
+    return Sequences(**{name: torch.from_numpy(value) for name, value in columns.items()})

@@ -188,7 +188,7 @@ PLANTED = [
     (broken_ranks, "ddrl/store/runs.py", "from ..replay import view"),
     (broken_ranks, "ddrl/config.py", "def f():\n    from ddrl.learner import Learner"),
     (broken_ranks, "ddrl/replay/view.py", "from ddrl.algorithms import base"),
-    (broken_ranks, "ddrl/algorithms/sac.py", "from ddrl.replay.view import DenseView"),
+    (broken_ranks, "ddrl/algorithms/sac.py", "from ddrl.replay.view import TransitionView"),
     (broken_ranks, "ddrl/collector.py", "from ddrl import evaluation"),
     (broken_ranks, "ddrl/tasks.py", "from ddrl.runner import serve"),
     (broken_ranks, "ddrl/submit.py", "from ddrl.nowhere import thing"),

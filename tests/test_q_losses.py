@@ -178,15 +178,15 @@ def test_categorical_loss_hand_numbers() -> None:
 
 
 def test_categorical_loss_is_zero_where_nothing_is_left_to_learn() -> None:
-    logits = torch.randn((4, 2, 51), generator=torch.Generator().manual_seed(0))
+    logits = torch.randn((2000, 2, 5), generator=torch.Generator().manual_seed(0))
     action = logits.softmax(dim=2)[..., -1].argmax(dim=1)
     next_q = torch.nn.functional.one_hot(action, 2).float()
-    zeros, ones = torch.zeros(4), torch.ones(4)
+    zeros, ones = torch.zeros(2000), torch.ones(2000)
     loss, priority = categorical_loss(
-        logits, next_q, logits, action, zeros, ones, None, v_min=-10.0, v_max=10.0
+        logits, next_q, logits, action, zeros, ones, None, v_min=-2.0, v_max=2.0
     )
     assert float(loss) == pytest.approx(0.0, abs=1e-5)
-    assert bool((priority >= 0).all())
+    assert bool((priority >= 0).all()), "whatever rounding does"
 
 
 def test_quantile_loss_hand_numbers() -> None:

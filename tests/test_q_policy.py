@@ -160,11 +160,11 @@ def test_a_fleet_is_spread_over_the_whole_ladder() -> None:
 
 
 def test_lanes_explore_by_their_rung() -> None:
-    policy = make(producer=2, epsilon_ladder=True, ladder_exponent=1.0)
-    observation, rng = np.repeat(rows(VECTORS, 1), 8, axis=0), np.random.default_rng(0)
+    policy = make(producer=3, epsilon_ladder=True, ladder_exponent=1.0)
+    observation, rng = np.repeat(rows(VECTORS, 1), 5, axis=0), np.random.default_rng(0)
     greedy = policy.act(observation[:1])[0]
     strays = np.mean([policy.explore(observation, rng)[0] != greedy for _ in range(4_000)], axis=0)
-    expected = np.array(slow_ladder(2, 8, 0.4, 1.0)) * 3 / 4
+    expected = np.array(slow_ladder(3, 5, 0.4, 1.0)) * 3 / 4
     assert np.ptp(expected) > 0.1
     np.testing.assert_allclose(strays, expected, atol=0.03)
 
@@ -207,17 +207,16 @@ def test_evaluation_epsilon_is_told_and_not_played() -> None:
     assert policy.act(observation).tolist() == other.act(observation).tolist()
 
 
-def test_weights_come_as_arrays_too_and_are_copied() -> None:
+def test_weights_come_as_arrays_too_read_only_off_the_wire() -> None:
     policy, observation = make(), rows(VECTORS, 50)
     weights = {
         name: value.numpy()
         for name, value in DQN(Config(**SMALL), VECTORS, device=CPU, seed=5).weights().items()
     }
-    policy.load(weights)
-    action = policy.act(observation).tolist()
     for array in weights.values():
-        array[...] = 0.0
-    assert policy.act(observation).tolist() == action != make().act(observation).tolist()
+        array.flags.writeable = False
+    policy.load(weights)
+    assert policy.act(observation).tolist() != make().act(observation).tolist()
     assert policy.memory(3) == {}
 
 

@@ -1,10 +1,11 @@
-"""R2D2's policy: step by step it is the network over a sequence; rows by themselves, new episodes, exploration."""
+"""R2D2's options and policy: it is the network step by step; rows by themselves, new episodes, exploration."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,11 @@ import torch
 from reference_r2d2 import CPU, IMAGES, SMALL, VECTORS
 
 from ddrl.algorithms.q_learning import ladder
-from ddrl.algorithms.r2d2 import Config, Policy
+from ddrl.algorithms.r2d2 import Config, Policy, check
 from ddrl.algorithms.r2d2_learner import R2D2
+from ddrl.config import ConfigError, parse
 from ddrl.memory import Memory, fresh, remember
-from ddrl.types import EnvSpec
+from ddrl.types import EnvSpec, SequenceShape
 
 KINDS: dict[str, tuple[EnvSpec, dict[str, Any]]] = {
     "lstm": (VECTORS, {}),
@@ -245,6 +247,47 @@ def test_weights_are_copied_and_those_that_do_not_fit_are_refused() -> None:
     for other in ({"recurrent": "gru"}, {"recurrent_size": 8}, {"dueling": False}):
         with pytest.raises(ValueError, match="loading state_dict|size mismatch"):
             policy.load(learner(**other).weights())
+
+
+def test_defaults_are_the_papers() -> None:
+    config = Config()
+    assert config.sequences == SequenceShape(burn_in=40, length=80, overlap=40)
+    assert (config.n_step, config.gamma, config.batch_size, config.target_period) == (5, 0.997, 64, 2500)
+    assert (config.learning_rate, config.adam_eps, config.max_grad_norm) == (1e-4, 1e-3, 40.0)
+    assert (config.priority_exponent, config.importance_exponent, config.priority_mix) == (0.9, 0.6, 0.9)
+    assert config.final_importance_exponent == 0.6
+    assert config.double and config.dueling and config.prioritized and config.rescale_values
+    assert config.epsilon_ladder and (config.recurrent, config.recurrent_size) == ("lstm", 512)
+    assert config.transitions_per_update == 64 * 80
+    assert Config.model_validate_json(config.model_dump_json()) == config
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"overlap": 80}, "overlap=80: leaves nothing new in sequences of 80 steps; use at most 79"),
+        (
+            {"sequence_length": 4, "overlap": 1},
+            "n_step=5: is longer than a sequence of 4 steps; use at most 4",
+        ),
+        ({"burn_in": -1}, "algorithm.burn_in: -1 cannot be used"),
+        ({"overlap": -1}, "algorithm.overlap: -1 cannot be used"),
+        ({"network": "nature", "norm": "batch"}, "norm=batch: .* use group"),
+        ({"prioritized": False, "priority_mix": 0.5}, "priority_mix=0.5: has no effect without prioritized"),
+        ({"epsilon": 0.5}, "epsilon=0.5: has no effect with epsilon_ladder=true; remove it"),
+        ({"noisy": True}, "algorithm.noisy: unknown option"),
+    ],
+)
+def test_contradictions_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse(Config, options, prefix="algorithm.")
+
+
+def test_check_names_thing_value_and_remedy() -> None:
+    with pytest.raises(ValueError, match="r2d2 needs discrete actions"):
+        check(Config(), replace(VECTORS, action_kind="continuous", action_sizes=()))
+    with pytest.raises(ValueError, match="mlp needs a vector"):
+        check(Config(), IMAGES)
 
 
 def test_options_need_no_torch() -> None:

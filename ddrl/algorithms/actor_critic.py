@@ -27,7 +27,8 @@ class Options(BaseModel):
     network: str = Field(
         "mlp",
         description="Trunk from observation to features: `mlp`; for images `conv` (small ones), `nature`, `impala` "
-        'or `data_efficient`; or your own, "module:callable", called with the observation shape and returning a torch module.',
+        'or `data_efficient`; or your own, "module:callable", called with the observation shape and returning a '
+        "torch module.",
     )
     network_kwargs: dict[str, Any] = Field({}, description="Keyword arguments of a network of your own.")
     hidden_sizes: tuple[PositiveInt, ...] = Field(

@@ -39,7 +39,7 @@ class Options(BaseModel):
     hidden_sizes: tuple[PositiveInt, ...] = Field(
         (128, 128),
         min_length=1,
-        description="Widths of the dense layers before the head; with dueling the last one is that of each of the two streams. "
+        description="Widths of the dense layers before the output; with dueling the last one is that of each stream. "
         "Wider fits more and costs time. Usual: (64, 64) to (256, 256) for vectors, (512,) after convolutions.",
     )
     activation: Literal["relu", "tanh"] = Field(
@@ -47,8 +47,8 @@ class Options(BaseModel):
     )
     norm: Literal["none", "group", "batch"] = Field(
         "none",
-        description="Normalization after each convolution of nature and impala. `group` steadies learning and needs less tuning, at some "
-        "time per update; `batch` mixes the transitions of a batch. Usual: none, or group for images.",
+        description="Normalization after each convolution of nature and impala. `group` steadies learning and needs "
+        "less tuning, at some time per update; `batch` mixes the transitions of a batch. Usual: none or group.",
     )
     dueling: bool = Field(
         False,

@@ -58,7 +58,7 @@ class Config(q_learning.Options):
         "yes, with rewards as they are.",
     )
     loss_reduction: Literal["mean", "sum"] = Field(
-        "mean",
+        "sum",
         description="Over the steps of a sequence. `sum`, as in SEED RL and Acme, gives gradients sequence_length "
         "times as long, for which adam_eps=1e-3 and max_grad_norm=40 were chosen; `mean` needs a smaller adam_eps.",
     )

@@ -140,9 +140,8 @@ class R2D2:
         """
         config = self._config
         observation = to_input(batch.observation)
-        warm_up = batch.burn_in.clamp(
-            min=1
-        ).cpu()  # where a packed sequence wants its lengths; waits once, not twice
+        # On the CPU, where packed sequences want their lengths: so the device is waited for once, not twice.
+        warm_up = batch.burn_in.clamp(min=1).cpu()
         q = _unroll(self.network, batch, observation, warm_up)  # [L+1, B, A]
         with torch.no_grad():
             target_q = _unroll(self.target_network, batch, observation, warm_up)

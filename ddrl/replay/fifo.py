@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddrl.replay.pacing import check_staleness
-from ddrl.replay.windows import check_trajectory, trajectories
+from ddrl.replay.trajectories import check_trajectory, trajectories
 from ddrl.types import Fragment, Trajectories
 
 

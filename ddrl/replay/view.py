@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddrl.replay.ring import Ring
-from ddrl.replay.rows import DenseRows, Rows
+from ddrl.replay.rows import Rows
 from ddrl.replay.windows import n_step_windows
 from ddrl.types import Batch, Fragment
 
@@ -242,10 +242,3 @@ def dense_bytes(
     """
     row = math.prod(observation_shape) * np.dtype(observation_dtype).itemsize + 4 * (frame_stack > 1)
     return expected_rows(capacity) * row + capacity * (_POINTER_BYTES + action_bytes)
-
-
-def DenseView(*, capacity: int, gamma: float, n_step: int) -> TransitionView:  # noqa: N802
-    """TEMPORARY, until experience.py builds its views itself."""
-    return TransitionView(
-        DenseRows(expected_rows=expected_rows(capacity)), capacity=capacity, gamma=gamma, n_step=n_step
-    )

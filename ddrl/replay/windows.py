@@ -13,8 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddrl.replay.blocks import Block, block
-from ddrl.replay.trajectories import check_trajectory as check_trajectory  # moved
-from ddrl.replay.trajectories import trajectories as trajectories
 from ddrl.returns import n_step_return
 from ddrl.types import Fragment
 
