@@ -98,7 +98,7 @@ def fill(game: str, num_observations: int) -> tuple[int, int, int, float]:
     """Play so many observations into a server of its own; bytes used, observations, bytes of a frame, seconds."""
     import torch
 
-    from ddrl import codec, config, submit
+    from ddrl import config, submit, tensors
     from ddrl.algorithms import base
     from ddrl.segment import Players, play
     from ddrl.store import connection, lease, runs, weights
@@ -111,7 +111,7 @@ def fill(game: str, num_observations: int) -> tuple[int, int, int, float]:
         token = lease.acquire(client, run, host="benchmark", folder="-")
         assert token is not None
         learner = base.resolve(settings, spaces).learner(device=torch.device("cpu"), seed=1)
-        blob = codec.encode_weights({name: value.numpy() for name, value in learner.weights().items()})
+        blob = tensors.encode_weights({name: value.numpy() for name, value in learner.weights().items()})
         # version 0 plays at random
         weights.publish(client, run, token, version=0, blob=blob, allowance=num_observations, updates=0)
 

@@ -56,7 +56,7 @@ def in_turns(
         os.sched_setaffinity(0, {other})
         import torch
 
-        from ddrl import celery, codec, config, embedded, envs, submit
+        from ddrl import celery, config, embedded, envs, submit, tensors
         from ddrl.algorithms import base
         from ddrl.fleet import Dispatcher
         from ddrl.store import connection, lease, runs, stream, weights, workers
@@ -69,7 +69,9 @@ def in_turns(
             token = lease.acquire(client, run, host="benchmark", folder="-")
             assert token is not None
             algorithm = base.resolve(settings, spaces).learner(device=torch.device("cpu"), seed=1)
-            blob = codec.encode_weights({name: value.numpy() for name, value in algorithm.weights().items()})
+            blob = tensors.encode_weights(
+                {name: value.numpy() for name, value in algorithm.weights().items()}
+            )
             for version in (0, 1):  # version 0 plays at random, 1 plays the policy
                 weights.publish(client, run, token, version=version, blob=blob, allowance=10**12, updates=0)
             queue = envs.queue_for(celery.ROLLOUT, settings.env.id)

@@ -1,4 +1,4 @@
-"""Each option of DQN by itself on CartPole and on pixels, and what only a memory can solve: whole runs, within a budget.
+"""Each option of DQN by itself on CartPole and on pixels, and what only a memory can solve: runs within a budget.
 
     python benchmarks/value_learning.py --seeds 1 | tee benchmarks/results/value_learning.txt
 
@@ -36,7 +36,9 @@ def main() -> None:
     options.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     arguments = options.parse_args()
     print(heading("Value learning, to a confirmed mean return within a budget of env steps") + "\n")
-    print("| task | variant | seed | status | env steps | budget | train_s | updates | return +- std (episodes) |")
+    print(
+        "| task | variant | seed | status | env steps | budget | train_s | updates | return +- std (episodes) |"
+    )
     print("|---|---|---|---|---|---|---|---|---|", flush=True)
     outcomes: dict[tuple[str, str], list[Outcome]] = {}
     for seed in range(1, arguments.seeds + 1):

@@ -1,4 +1,4 @@
-"""Fragment <-> the fields of one stream entry, and weights <-> safetensors bytes. No pickle.
+"""Fragment <-> the fields of one stream entry. No pickle.
 
 The format (number 1), readable from any language that has JSON and blosc2:
 
@@ -27,8 +27,6 @@ from typing import Any, NamedTuple
 
 import blosc2
 import numpy as np
-from safetensors import SafetensorError
-from safetensors import numpy as safetensors_numpy
 
 from ddrl.types import Fragment
 
@@ -65,7 +63,7 @@ blosc2.set_releasegil(True)
 
 
 class CodecError(ValueError):
-    """Bytes that are no valid fragment or weights; the message names the column or value in one line."""
+    """Bytes that are no valid fragment; the message names the column or value in one line."""
 
 
 class _Column(NamedTuple):
@@ -162,48 +160,6 @@ def decode(fields: Mapping[bytes, bytes], *, max_bytes: int = MAX_BYTES) -> Frag
         **required,
         extras=arrays,
     )
-
-
-def encode_weights(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None) -> bytes:
-    """Named arrays as safetensors bytes, with `metadata` in their header.
-
-    Raises:
-        CodecError: an array has a dtype that safetensors does not know.
-    """
-    tensors = {name: np.asarray(array, order="C") for name, array in arrays.items()}  # keeps scalars scalar
-    try:
-        return safetensors_numpy.save(tensors, dict(metadata) if metadata else None)
-    except (SafetensorError, KeyError, ValueError, TypeError) as error:
-        raise CodecError(f"weights: cannot be written as safetensors ({_one_line(error)})") from None
-
-
-def decode_weights(data: bytes) -> dict[str, np.ndarray]:
-    """Named arrays from safetensors bytes; read-only views where NumPy can.
-
-    Raises:
-        CodecError: the bytes are not safetensors.
-    """
-    try:
-        return dict(safetensors_numpy.load(bytes(data)))
-    except (SafetensorError, KeyError, ValueError, TypeError, AttributeError, OverflowError) as error:
-        raise CodecError(f"weights: not safetensors ({_one_line(error)})") from None
-
-
-def weights_metadata(data: bytes) -> dict[str, str]:
-    """The metadata in the header of safetensors bytes (8 bytes of length, then JSON); empty where none is.
-
-    Raises:
-        CodecError: the bytes are not safetensors, or the metadata is not text by text.
-    """
-    length = int.from_bytes(data[:8], "little")
-    try:
-        header = json.loads(data[8 : 8 + length])
-    except (ValueError, RecursionError) as error:
-        raise CodecError(f"weights: not safetensors ({_one_line(error)})") from None
-    metadata = header.get("__metadata__", {}) if isinstance(header, dict) else None
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise CodecError("weights: the metadata is no mapping of text to text")
-    return metadata
 
 
 def _one_line(error: Exception) -> str:

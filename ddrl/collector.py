@@ -111,6 +111,7 @@ class Collector:
         self._input = self._stack.push(self._observation, np.ones(num_envs, np.bool_))  # [N, *I]
         self._memory = policy.memory(num_envs)
         self._history = History(context)
+        self._weights_bytes = 0  # of the policy
         self._return = np.zeros(num_envs)  # of the episode each lane is in, unscaled
         self._length = np.zeros(num_envs, np.int64)
         row_bytes = max(1, self._observation.nbytes)
@@ -134,12 +135,15 @@ class Collector:
 
     @property
     def num_bytes(self) -> int:
-        """Rough memory held between fragments, for a cache: 256 KiB a lane and a few observations."""
-        return self._num_envs * 256 * 1024 + 8 * self._observation.nbytes
+        """Rough memory held between fragments, for a cache: 256 KiB a lane, and arrays as they are."""
+        arrays = sum(array.nbytes for array in (self._observation, *self._memory.values()))
+        stack = 2 * self._input.nbytes  # the room of `FrameStack`
+        return self._num_envs * 256 * 1024 + arrays + stack + self._history.num_bytes + self._weights_bytes
 
     def load(self, version: int, weights: Mapping[str, Any]) -> None:
         """Play by these weights from the next fragment on."""
         self._policy.load(weights)
+        self._weights_bytes = sum(array.nbytes for array in weights.values())
         self._version = version
 
     def close(self) -> None:

@@ -60,7 +60,8 @@ class AtariConfig(Section):
     )
     episodic_life: bool = Field(
         True,
-        description="In training a lost life counts as termination; the game goes on, and returns count it whole.",
+        description="In training a lost life counts as termination; the game goes on, and returns count it whole. "
+        "Usual: yes; R2D2 usually plays without it.",
     )
     sticky: float = Field(
         0.0,
@@ -247,7 +248,7 @@ class RunConfig(Section):
     weight: float = Field(1.0, gt=0, le=100, description="Share of a fleet that several runs play on.")
     env: EnvConfig
     algorithm: dict[str, Any] = Field(
-        description="name: impala, ppo or sac, and that algorithm's own options."
+        description="name: dqn, impala, ppo, r2d2 or sac, and that algorithm's own options."
     )
     rollout: RolloutConfig = RolloutConfig()
     replay: ReplayConfig = ReplayConfig()

@@ -10,12 +10,20 @@ import torch
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """A batch of arrays as the same kind of batch of tensors; numbers of items stay where they are looked up."""
+    """A batch of arrays as the same kind of batch of tensors, all on the device but what steers the host: burn_in.
+
+    Numbers of items stay behind, where they are looked up.
+    """
     arrays = {name: value for name, value in vars(batch).items() if value is not None and name != "number"}
     tensors = {name: torch.from_numpy(value) for name, value in arrays.items()}
-    if device.type == "cuda":
-        tensors = {name: value.pin_memory().to(device, non_blocking=True) for name, value in tensors.items()}
-    return type(batch)(**tensors)
+    return type(batch)(
+        **{name: value if name == "burn_in" else send(value, device) for name, value in tensors.items()}
+    )
+
+
+def send(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """CPU values on the device; from a GPU nothing is waited for."""
+    return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
 
 
 def to_host(values: torch.Tensor) -> Callable[[], np.ndarray]:

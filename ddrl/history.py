@@ -28,9 +28,9 @@ class History:
         return len(next(iter(self._columns.values()), ()))
 
     @property
-    def is_whole(self) -> bool:
-        """So many steps as wanted are held; otherwise they begin with first observations."""
-        return len(self) == self._num_steps
+    def num_bytes(self) -> int:
+        """Bytes of what is held."""
+        return sum(array.nbytes for array in (*self._columns.values(), *self.finals.values()))
 
     def lead(self, name: str, column: np.ndarray) -> np.ndarray:
         """A column [T, N, ...] with the steps held before it, [C+T, N, ...]; zeros where it did not exist then."""

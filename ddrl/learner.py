@@ -10,6 +10,7 @@ through the GIL, so the service thread works a few milliseconds a second.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import time
@@ -21,12 +22,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ddrl import codec
+from ddrl import tensors
 from ddrl.algorithms.base import Resolved
 from ddrl.config import RunConfig
 from ddrl.device import to_device, to_host
-from ddrl.replay.experience import experience
-from ddrl.replay.feed import Feed, Staged, stage
+from ddrl.replay.experience import experience, longest_fragment
+from ddrl.replay.feed import Bounds, Feed, Staged, stage, stored
 from ddrl.replay.retention import Retention
 from ddrl.replay.sampled import Drawn
 from ddrl.store import checkpoints, lease, metrics, stream, weights
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RENEW_S = 2.0
+ADMIT_S = 0.05  # of admitting between two updates: of a backlog a part, so that updates go on meanwhile
 TRAILING_EPISODES = 20
 REPLAY = "replay."  # before the names of the experience's part of a checkpoint
 CHECKPOINT_BYTES_PER_S = 1e6  # what checkpoints may cost the server on average
@@ -70,11 +72,16 @@ class Learner:
     ) -> None:
         self._client, self._feed_client = client, feed_client
         self._run, self._token, self._config = run, token, config
-        self._device, self._spaces = device, resolved.spec
+        self._device = device
         self._on_policy = resolved.on_policy
         self.algorithm = resolved.learner(device=device, seed=config.seed)
         self.experience = experience(
             config, resolved.config, resolved.spec, on_policy=self._on_policy, sequences=resolved.sequences
+        )
+        most_steps = longest_fragment(config.rollout, resolved.sequences)
+        bounds = Bounds(most_steps, config.env.num_envs, resolved.context)
+        self._stage = functools.partial(
+            stage, run=run, spaces=resolved.spec, bounds=bounds, prepare=self.experience.prepare
         )
         self._retention = Retention(client, run, token, max_bytes=int(config.replay.max_bytes))
         self.counters = Counters()
@@ -88,7 +95,6 @@ class Learner:
         self._updates = self._steps = self._admitted = self._dead = 0
         self._cursor = b"0-0"
         self._figures: Mapping[str, torch.Tensor] = {}
-        self._waited_s = 0.0
         self._refused: deque[tuple[bytes, bytes, str]] = deque()  # (entry, head, reason) to be told
         # Handed from the training thread to the service thread, each a finished copy.
         self._published: tuple[int, Mapping[str, torch.Tensor]] | None = None
@@ -115,7 +121,7 @@ class Learner:
         self.experience.first_version = version
         if found is not None:
             blob, meta = found
-            arrays = codec.decode_weights(blob)
+            arrays = tensors.decode_weights(blob)
             held = {name: arrays.pop(name) for name in list(arrays) if name.startswith(REPLAY)}
             self.algorithm.load_state({name: torch.from_numpy(array) for name, array in arrays.items()})
             counters = Counters(**meta)
@@ -131,12 +137,8 @@ class Learner:
             self.experience.num_dropped = counters.dropped + counters.waiting - self.experience.num_waiting
         self._note()
         self._published_updates = self._updates
-        log.info(
-            "starts at update %d, env step %d, holding %d transitions",
-            self._updates,
-            self._steps,
-            len(self.experience),
-        )
+        size = len(self.experience)
+        log.info("starts at update %d, env step %d, holding %d transitions", self._updates, self._steps, size)
         # Off-policy, what a learner without checkpoint left plays better; on-policy, it is another policy.
         if version == stored.latest or (not self._on_policy and self._updates == 0 and stored.latest >= 0):
             self.version = stored.latest
@@ -144,24 +146,17 @@ class Learner:
         else:
             self._publish(self._updates, self.algorithm.weights())
         self._last_row = (time.monotonic(), self._updates, self._steps, 0.0)  # rates are this learner's own
-        self._feed = Feed(self._feed_client, self._run, self._spaces, self._cursor)
+        self._feed = Feed(self._feed_client, self._run, self._cursor, self._stage)
         self._feed.start()
 
     def _rebuild(self, oldest: bytes, cursor: bytes, version: int) -> None:
         """Admit again what was held when the checkpoint was taken; the counters stand already."""
-        after = stream.before(oldest)
-        while True:
-            count = stream.read_count(self._client, self._run)
-            entries = stream.read(self._client, self._run, after, count=count, until=cursor)
-            for entry in entries:
-                staged = stage(entry, self._run, self._spaces)
-                if staged.fragment is not None:
-                    with contextlib.suppress(ValueError):  # refused and counted before
-                        self.experience.admit(staged.fragment, staged.entry_id, version=version)
-                self._retention.admitted(staged.entry_id, staged.cumulative_bytes, staged.num_bytes)
-            if not entries:
-                break
-            after = entries[-1].entry_id
+        for staged in stored(self._client, self._run, oldest, cursor, self._stage):
+            self._renew()
+            if staged.fragment is not None:
+                with contextlib.suppress(ValueError):  # refused and counted before
+                    self.experience.admit(staged.prepared, staged.entry_id, version=version)
+            self._retention.admitted(staged.entry_id, staged.cumulative_bytes, staged.num_bytes)
         stream.trim(self._client, self._run, self._token, oldest)  # what only the former learner's view held
 
     def finish(self) -> None:
@@ -186,16 +181,15 @@ class Learner:
         assert self._feed is not None, "restore() comes first"
         while not self.stopping.is_set():
             if self._feed.ready:
-                for staged in self._feed.take():
+                for staged in self._feed.take(ADMIT_S):
                     self._admit(staged)
                 self._note()
             batch = self._draw()
             if batch is not None:
                 self._update(batch)
-            else:
-                started = time.monotonic()
+                del batch  # its memory may serve the next one
+            elif not self._feed.ready:
                 self._feed.wait(0.05)
-                self._waited_s += time.monotonic() - started
             if self._checkpoint_due.is_set():
                 self._checkpoint_due.clear()
                 self._note()
@@ -205,7 +199,7 @@ class Learner:
         fragment, reason = staged.fragment, staged.reason
         if fragment is not None:
             try:
-                self.experience.admit(fragment, staged.entry_id, version=self.version)
+                self.experience.admit(staged.prepared, staged.entry_id, version=self.version)
             except ValueError as error:
                 fragment, reason = None, str(error)
         if fragment is None:
@@ -288,12 +282,9 @@ class Learner:
             redis.exceptions.ConnectionError: the server does not answer; call again.
         """
         now = time.monotonic()
-        if now >= self._renew_at:
-            self._renew_at = now + RENEW_S
-            lease.renew(self._client, self._run, self._token)
-            if self._checkpoint is not None:
-                oldest, held = self.counters.oldest.encode(), self._checkpoint.oldest.encode()
-                self._retention.trim(view_oldest=oldest, checkpoint_oldest=held)
+        if self._renew() and self._checkpoint is not None:
+            oldest, held = self.counters.oldest.encode(), self._checkpoint.oldest.encode()
+            self._retention.trim(view_oldest=oldest, checkpoint_oldest=held)
         if self._retention.is_near_budget:
             self._make_room()
         self._tell_refused()
@@ -315,6 +306,14 @@ class Learner:
         if now >= self._metrics_at:
             self._metrics_at = now + self._config.learner.metrics_every_s
             metrics.add(self._client, self._run, self._row(now))
+
+    def _renew(self) -> bool:
+        """Keep the lease, where it is time to."""
+        is_due = time.monotonic() >= self._renew_at
+        if is_due:
+            self._renew_at = time.monotonic() + RENEW_S
+            lease.renew(self._client, self._run, self._token)
+        return is_due
 
     def _tell_refused(self) -> None:
         while self._refused:
@@ -339,7 +338,7 @@ class Learner:
             self._run,
             self._token,
             version=version,
-            blob=codec.encode_weights({name: tensor.numpy() for name, tensor in parameters.items()}),
+            blob=tensors.encode_weights({name: tensor.numpy() for name, tensor in parameters.items()}),
             allowance=allowance,
             players=self.experience.players,
             updates=self._updates,
@@ -360,7 +359,7 @@ class Learner:
         return self.experience.allowance(num_steps=self._steps, num_updates=self._updates, version=version)
 
     def _save(self, counters: Counters, state: Mapping[str, torch.Tensor]) -> None:
-        blob = codec.encode_weights({name: tensor.numpy() for name, tensor in state.items()})
+        blob = tensors.encode_weights({name: tensor.numpy() for name, tensor in state.items()})
         checkpoints.save(self._client, self._run, self._token, blob, asdict(counters))
         self._checkpoint = counters
         every = max(self._config.learner.checkpoint_every_s, len(blob) / CHECKPOINT_BYTES_PER_S)
@@ -376,7 +375,8 @@ class Learner:
     def _row(self, now: float) -> dict[str, float]:
         """Figures since the last row."""
         then, updates_then, steps_then, waited_then = self._last_row
-        updates, steps, waited = self._updates, self._steps, self._waited_s
+        updates, steps = self._updates, self._steps
+        waited = self._feed.waited_s if self._feed is not None else 0.0
         self._last_row = (now, updates, steps, waited)
         elapsed = max(now - then, 1e-9)
         row = {

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ddrl import codec
+from ddrl import tensors
 from ddrl.algorithms import base
 from ddrl.config import EnvConfig, RunConfig, validate
 from ddrl.envs import training_reward
@@ -101,8 +101,8 @@ def load(path: str | Path) -> LoadedPolicy:
             f"{path}: cannot be read ({error.strerror}); export one with `ddrl export`"
         ) from None
     try:
-        arrays, metadata = codec.decode_weights(data), codec.weights_metadata(data)
-    except codec.CodecError as error:
+        arrays, metadata = tensors.decode_weights(data), tensors.weights_metadata(data)
+    except tensors.TensorsError as error:
         raise PolicyFileError(f"{path}: holds no policy ({error}); export one with `ddrl export`") from None
     if metadata.get("format") != FORMAT:
         found = metadata.get("format", "no format")
@@ -119,7 +119,7 @@ def from_run(client: Redis, run: str, version: int) -> LoadedPolicy:
         UnknownRunError: there is no such run.
         StoreError: the version is not there (never published, or pruned).
     """
-    arrays = codec.decode_weights(_blob(client, run, version))
+    arrays = tensors.decode_weights(_blob(client, run, version))
     return _build(
         arrays, runs.config(client, run), runs.spaces(client, run), run, version, source=f"{run}@{version}"
     )
@@ -139,7 +139,7 @@ def save(client: Redis, run: str, version: int, path: str | Path) -> Path:
         "config": runs.config(client, run).model_dump_json(by_alias=True),
         "spaces": json.dumps(asdict(runs.spaces(client, run))),
     }
-    data = codec.encode_weights(codec.decode_weights(_blob(client, run, version)), metadata)
+    data = tensors.encode_weights(tensors.decode_weights(_blob(client, run, version)), metadata)
     target = Path(path)
     partial = target.with_name(target.name + ".partial")
     partial.write_bytes(data)

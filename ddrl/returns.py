@@ -1,7 +1,7 @@
 """Targets of learning from rewards and endings: pure functions, time-major, vectorized over the second axis.
 
-`n_step_return` works on NumPy arrays, where fragments are stored. The others work on torch tensors, on whatever device
-they lie, for learning on-policy, and share these arguments, all [T, B]:
+`n_step_return` works on NumPy arrays, where fragments are stored, `rescale` and `unrescale` on both. The others work on
+torch tensors, on whatever device they lie, for learning on-policy, and share these arguments, all [T, B]:
 
 - reward: r_t, the reward of the step from s_t, in training units.
 - discount: d_t = gamma, or 0 where step t terminated its episode.
@@ -17,13 +17,15 @@ lies before it. No gradient flows through any of them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:  # tensors bring their methods along; what only cuts fragments does not pay for torch
     from torch import Tensor
+
+Elements = TypeVar("Elements", "Tensor", NDArray[np.float64])
 
 
 def n_step_return(
@@ -256,7 +258,7 @@ def upgo(
     return log_rho.exp().clamp(max=1.0) * (return_ - value), return_
 
 
-def rescale(x: Tensor, eps: float = 1e-3) -> Tensor:
+def rescale(x: Elements, eps: float = 1e-3) -> Elements:
     """Squash returns so that a network meets their root: h(x) = sign(x) (sqrt(|x| + 1) - 1) + eps x.
 
     Source: Pohlen et al. 2018, arXiv:1805.11593, section 3.2. Written as x / (sqrt(|x| + 1) + 1) + eps x, which
@@ -269,10 +271,10 @@ def rescale(x: Tensor, eps: float = 1e-3) -> Tensor:
     Returns:
         h(x), of the same shape and dtype.
     """
-    return x / ((x.abs() + 1.0).sqrt() + 1.0) + eps * x
+    return x / ((abs(x) + 1.0) ** 0.5 + 1.0) + eps * x
 
 
-def unrescale(x: Tensor, eps: float = 1e-3) -> Tensor:
+def unrescale(x: Elements, eps: float = 1e-3) -> Elements:
     """The inverse of `rescale`: h^-1(x) = sign(x) (((sqrt(1 + 4 eps (|x| + 1 + eps)) - 1) / (2 eps))^2 - 1).
 
     Source: Pohlen et al. 2018, arXiv:1805.11593, proposition A.2. Differences of nearly equal numbers are multiplied
@@ -286,8 +288,8 @@ def unrescale(x: Tensor, eps: float = 1e-3) -> Tensor:
     Returns:
         h^-1(x), of the same shape and dtype, in units of the return.
     """
-    size = x.abs()
-    root = ((1.0 + 2.0 * eps) ** 2 + 4.0 * eps * size).sqrt()
+    size = abs(x)
+    root = ((1.0 + 2.0 * eps) ** 2 + 4.0 * eps * size) ** 0.5
     excess = (2.0 - 4.0 * eps / (root + (1.0 + 2.0 * eps))) / (root + 1.0)  # (r - 1) / |x|
     return x * excess * (size * excess + 2.0)
 

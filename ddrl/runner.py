@@ -296,7 +296,7 @@ class _Session:
                 wanted.seeds,
                 num_envs=config.num_envs,
                 policy_version=version,
-                epsilon=getattr(player.policy, "evaluation_epsilon", 0.0),
+                epsilon=player.policy.evaluation_epsilon,
             )
         except EnvError as error:
             log.warning("the last version is not evaluated: %s", error)

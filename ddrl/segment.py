@@ -14,7 +14,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ddrl import codec
+from ddrl import codec, tensors
 from ddrl.algorithms import base
 from ddrl.collector import Collector
 from ddrl.config import RunConfig
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 MAX_CACHED_BYTES = 1024**3
 WAIT_MS = 1_000
 RETRY_FULL_S = 0.25
+_STEPS_PER_SUM = 4  # of n rewards: less than a quarter of the sums are then cut by the fragment's end
 
 
 @dataclass
@@ -66,6 +67,8 @@ class Player:
         )
         self.most_steps: int = resolved.config.batch_size if resolved.on_policy else sys.maxsize
         """Transitions of one fragment that the learner has a use for."""
+        self.least_steps = 1 if resolved.on_policy else _STEPS_PER_SUM * resolved.config.n_step
+        """T that a fragment is worth, however little is left of the allowance: sums of rewards end with it."""
         self.unsent: Unsent | None = None
         self._host = socket.gethostname()
 
@@ -75,7 +78,7 @@ class Player:
             return True
         blob = weights.get(client, self.run, version)
         if blob is not None:
-            self.collector.load(version, codec.decode_weights(blob))
+            self.collector.load(version, tensors.decode_weights(blob))
         return blob is not None
 
     def play(self, max_steps: int) -> None:
@@ -144,7 +147,8 @@ def play(client: Redis, blocking: Redis, players: Players, run: str) -> int:
     """Play one segment of a run; the transitions appended.
 
     It ends after `rollout.segment_s`, or within one fragment when the run has stopped, is paused, or waits for
-    its learner while other runs want the process.
+    its learner while other runs want the process. A process passes the allowance by one fragment at most, of the
+    steps that are left or a few times n_step where that is more.
 
     Args:
         client: connection for commands.
@@ -177,7 +181,7 @@ def play(client: Redis, blocking: Redis, players: Players, run: str) -> int:
                 word = stream.remaining(client, run)
                 continue
             wanted = min(word.remaining_steps, player.most_steps)
-            player.play(max_steps=max(1, -(-wanted // num_envs)))
+            player.play(max_steps=max(player.least_steps, -(-wanted // num_envs)))
         transitions = player.unsent.num_transitions if player.unsent else 0
         word = player.send(client)
         appended += transitions if word.answer not in (Answer.FULL, Answer.STOPPED) else 0

@@ -10,7 +10,8 @@ import numpy as np
 from ddrl import envs
 from ddrl.algorithms import base
 from ddrl.config import ConfigError, RunConfig, Section
-from ddrl.replay.experience import is_compressed, is_image, samples_per_update
+from ddrl.replay.blocks import is_image
+from ddrl.replay.experience import is_compressed, longest_fragment, samples_per_update
 from ddrl.replay.pacing import Pacing, check_staleness
 from ddrl.store import connection, runs
 from ddrl.types import EnvSpec
@@ -41,21 +42,42 @@ def prepare(config: RunConfig, *, processes: int = 1) -> EnvSpec:
             _check_off_policy(config, resolved)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    largest = config.rollout.max_fragment_steps * config.env.num_envs
-    if resolved.on_policy:
-        largest = min(largest, resolved.config.batch_size + config.env.num_envs)
-    row = np.dtype(spaces.observation_dtype).itemsize * math.prod(spaces.observation_shape)
-    transition = (
-        row + 8 * math.prod(spaces.action_shape) + 12
-    )  # two actions, a reward, a log probability, flags
-    needed = FRAGMENTS_IN_BUDGET * largest * transition
-    if config.replay.max_bytes < needed:
-        steps = int(config.replay.max_bytes) // (FRAGMENTS_IN_BUDGET * config.env.num_envs * transition)
-        raise ConfigError(
-            f"replay.max_bytes: {int(config.replay.max_bytes)} holds fewer than {FRAGMENTS_IN_BUDGET} of the largest "
-            f"fragments; use at least {needed}, or rollout.max_fragment_steps {max(steps, 1)}"
-        )
+    _check_budget(config, resolved)
     return spaces
+
+
+def _check_budget(config: RunConfig, resolved: base.Resolved) -> None:
+    """Refuse a stream that holds too few of the largest fragments; ConfigError."""
+    longest, num_envs = longest_fragment(config.rollout, resolved.sequences), config.env.num_envs
+    if resolved.on_policy:
+        longest = min(longest, resolved.config.batch_size // num_envs + 1)
+    lane = FRAGMENTS_IN_BUDGET * num_envs
+    needed = lane * _lane_bytes(resolved, longest)
+    budget = int(config.replay.max_bytes)
+    if budget < needed:
+        stride = resolved.sequences.stride if resolved.sequences else 1
+        steps = longest
+        while steps > 0 and lane * _lane_bytes(resolved, steps) > budget:
+            steps -= stride
+        remedy = f", or rollout.max_fragment_steps {steps}" if steps > 0 else ""
+        raise ConfigError(
+            f"replay.max_bytes: {budget} holds fewer than {FRAGMENTS_IN_BUDGET} of the largest fragments; use at least "
+            f"{needed}{remedy}"
+        )
+
+
+def _lane_bytes(resolved: base.Resolved, steps: int) -> int:
+    """What one environment's part of a fragment of T = `steps` takes, uncompressed, with all its context."""
+    spec, sequences = resolved.spec, resolved.sequences
+    row = np.dtype(spec.observation_dtype).itemsize * math.prod(spec.observation_shape)
+    # Two actions, a reward, a log probability or two values, flags.
+    transition = row + 8 * math.prod(spec.action_shape) + 16
+    memory = 0
+    if (
+        sequences is not None
+    ):  # states before sequences that begin amid an episode, float16, and where they are
+        memory = -(-steps // sequences.stride) * (2 * resolved.config.memory_size + 8)
+    return row + (resolved.context + steps) * transition + memory
 
 
 def _check_off_policy(config: RunConfig, resolved: base.Resolved) -> None:
@@ -72,7 +94,13 @@ def _check_off_policy(config: RunConfig, resolved: base.Resolved) -> None:
         _refuse_set(
             config.rollout, "rollout", ["action_noise"], f"{resolved.name} with {spec.action_kind} actions"
         )
-    fragment_steps = config.rollout.max_fragment_steps
+    fragment_steps, num_envs = config.rollout.max_fragment_steps, config.env.num_envs
+    stride = resolved.sequences.stride if resolved.sequences else 1
+    if fragment_steps < stride:
+        raise ValueError(
+            f"rollout.max_fragment_steps: {fragment_steps} is less than the {stride} steps from one sequence to the "
+            f"next, by which fragments grow; use at least {stride}, or more algorithm.overlap"
+        )
     if options.n_step > fragment_steps:
         raise ValueError(
             f"algorithm.n_step: {options.n_step} is longer than a fragment, rollout.max_fragment_steps "
@@ -82,27 +110,32 @@ def _check_off_policy(config: RunConfig, resolved: base.Resolved) -> None:
         raise ValueError(
             f"rollout.random_until_learned: true gives no recurrent states, which {resolved.name} needs; remove it"
         )
-    largest = fragment_steps * config.env.num_envs
+    largest = longest_fragment(config.rollout, resolved.sequences) * num_envs
     if resolved.sequences is not None and resolved.sequences.length > replay.capacity:
         raise ValueError(
             f"replay.capacity: {replay.capacity} cannot hold one sequence of {resolved.sequences.length} steps; use at "
-            f"least {largest}"
+            f"least {max(largest, resolved.sequences.length)}"
         )
     if largest > replay.capacity:
-        most = replay.capacity // config.env.num_envs
+        most = replay.capacity // (num_envs * stride) * stride
+        remedy = f"use at most {most}" if most else f"use replay.capacity {largest}"
+        strides = f", in strides of {stride}," if stride > 1 else ""
         raise ValueError(
-            f"rollout.max_fragment_steps: {fragment_steps} steps of {config.env.num_envs} environments exceed "
-            f"replay.capacity {replay.capacity}; use at most {max(most, 1)}"
+            f"rollout.max_fragment_steps: {fragment_steps} steps of {num_envs} environments{strides} exceed "
+            f"replay.capacity {replay.capacity}; {remedy}"
         )
-    if replay.observations == "compressed" and not is_image(spec):
+    are_images = is_image(spec.observation_dtype, spec.observation_shape)
+    if replay.observations == "compressed" and not are_images:
         raise ValueError(
             f"replay.observations: compressed is for images, but {spec.env_id} has observations "
             f"{spec.observation_dtype} {list(spec.observation_shape)}; use dense"
         )
-    if not is_compressed(replay, spec):
+    if not is_compressed(replay, spec, resolved.sequences):
         _refuse_set(replay, "replay", ["threads"], "a view whose observations are dense")
     if replay.observations != "auto":
         _refuse_set(replay, "replay", ["memory_bytes"], f"observations: {replay.observations}")
+    if not are_images:
+        _refuse_set(replay, "replay", ["memory_bytes"], "observations that are no images")
 
 
 def _check_on_policy(config: RunConfig, resolved: base.Resolved, processes: int) -> None:

@@ -72,7 +72,7 @@ def evaluate(run: str, evaluation_id: str) -> bool:
             wanted.seeds,
             num_envs=player.config.evaluation.num_envs,
             policy_version=wanted.version,
-            epsilon=getattr(player.policy, "evaluation_epsilon", 0.0),
+            epsilon=player.policy.evaluation_epsilon,
         )
         return evaluations.finish(client, run, wanted, result)
 
@@ -83,10 +83,10 @@ class Withdrawn(Exception):
 
 def answer(client: Redis, run: str, request_id: str) -> bool:
     """Play a request and answer it, be it with the reason why it cannot be played here."""
-    me = secrets.token_hex(8)
-    wanted = requests.take(client, run, request_id, me)
-    if wanted is None:
+    number = requests.number_of(request_id)
+    if number is None:
         return False
+    me = secrets.token_hex(8)
     sign_at = time.monotonic() + SIGN_EVERY_S
 
     def give_sign() -> None:
@@ -96,8 +96,10 @@ def answer(client: Redis, run: str, request_id: str) -> bool:
                 raise Withdrawn
             sign_at = time.monotonic() + SIGN_EVERY_S
 
-    number = int(request_id.rpartition(":")[2])
     try:
+        wanted = requests.take(client, run, request_id, me)
+        if wanted is None:
+            return False
         player = policy.from_run(client, run, wanted.version)
         result = play_episodes(
             player.policy,
@@ -109,6 +111,7 @@ def answer(client: Redis, run: str, request_id: str) -> bool:
             epsilon=wanted.epsilon,
             on_step=give_sign,
         )
+        given = requests.Answer(number, result.returns, result.lengths)
     except Withdrawn:
         return False
     except connection.UNREACHABLE:
@@ -116,6 +119,5 @@ def answer(client: Redis, run: str, request_id: str) -> bool:
     except Exception as error:  # the asker plays it then, and says why
         time.sleep(CRASH_PAUSE_S)  # others may do better with what is left
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        return requests.answer(client, run, request_id, requests.Answer(number, (), (), reason))
-    given = requests.Answer(number, result.returns, result.lengths)
+        given = requests.Answer(number, (), (), reason)
     return requests.answer(client, run, request_id, given)

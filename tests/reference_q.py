@@ -164,6 +164,12 @@ def make_batch(
     )
 
 
+def as_arrays(batch: Any) -> Any:
+    """A batch of tensors as a learner's view gives it, to be sent to a device."""
+    given = {name: value for name, value in vars(batch).items() if value is not None}
+    return type(batch)(**{name: value.numpy() for name, value in given.items()})
+
+
 def digest(named: Mapping[str, Any]) -> str:
     """A hash of all that is in there, tensors or arrays."""
     sha = hashlib.sha256()

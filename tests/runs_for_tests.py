@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from redis import Redis
 
-from ddrl import codec, submit
+from ddrl import submit, tensors
 from ddrl.algorithms import base
 from ddrl.config import RunConfig, validate
 from ddrl.segment import Players, play
@@ -55,7 +55,7 @@ def play_steps(client: Redis, run: str, token: int, steps: int, *, players: Play
     if weights.index(client, run).latest < 0:
         config = runs.config(client, run)
         learner = base.resolve(config, runs.spaces(client, run)).learner(device=torch.device("cpu"), seed=1)
-        blob = codec.encode_weights({name: value.numpy() for name, value in learner.weights().items()})
+        blob = tensors.encode_weights({name: value.numpy() for name, value in learner.weights().items()})
         weights.publish(client, run, token, version=0, blob=blob, allowance=0, updates=0)
     goal = stream_steps(client, run) + steps
     deadline = time.monotonic() + 60

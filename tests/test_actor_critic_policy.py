@@ -15,8 +15,8 @@ import torch
 from reference_ppo import CONTINUOUS, CPU, DISCRETE, IMAGES, PAIRS, feed, make_feed
 from torch import Tensor
 
-from ddrl import codec
 from ddrl import policy as policies
+from ddrl import tensors
 from ddrl.algorithms.actor_critic_learner import Trainee
 from ddrl.algorithms.ppo import Config, Policy
 from ddrl.algorithms.ppo_learner import PPO
@@ -90,6 +90,10 @@ def learners_parameters(trainee: Trainee, observation: np.ndarray) -> Tensor:
         parameters, _ = trainee.net(to_input(normalized))
     assert isinstance(parameters, Tensor)
     return parameters
+
+
+def test_evaluations_mix_no_random_actions_in() -> None:
+    assert Policy(Config(), DISCRETE).evaluation_epsilon == 0.0
 
 
 @each_case
@@ -276,7 +280,7 @@ def test_a_policy_file_of_another_shape_is_refused(tmp_path: Path) -> None:
     for size in (8, 9):
         config = {"env": {"id": "Toy-v0"}, "algorithm": {"name": "ppo", "hidden_sizes": [size]}}
         metadata = {"format": policies.FORMAT, "run": "run", "version": "3", "config": json.dumps(config)}
-        path.write_bytes(codec.encode_weights(arrays, metadata | {"spaces": json.dumps(asdict(DISCRETE))}))
+        path.write_bytes(tensors.encode_weights(arrays, metadata | {"spaces": json.dumps(asdict(DISCRETE))}))
         if size == 8:
             assert policies.load(path).action(np.zeros(3, np.float32)).shape == ()
     with pytest.raises(

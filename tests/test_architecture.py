@@ -17,7 +17,7 @@ MAX_LINES = 400
 
 _RANKED = (
     "types keys parent",
-    "config codec returns distributions modules memory history device stacking",
+    "config codec tensors returns distributions modules memory history device stacking",
     "networks envs store",
     "replay algorithms",
     "collector evaluation learner fleet policy supervisor",

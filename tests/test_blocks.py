@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
 from reference_returns import make_fragment
 
-from ddrl.replay.blocks import block, is_image, stacked
+from ddrl.replay.blocks import block, check_finals, is_image, stacked
 from ddrl.types import Fragment
 
 
@@ -85,7 +86,7 @@ def test_images_from_the_wire_are_not_copied() -> None:
         observation=lanes.swapaxes(0, 1),
         final_observation=np.zeros((0, 6, 6), np.uint8),
     )
-    assert is_image(fragment.observation)
+    assert is_image(fragment.observation.dtype, (6, 6))
     assert np.shares_memory(block(fragment, 4).rows, lanes)
 
 
@@ -98,8 +99,36 @@ def test_final_observations_that_do_not_match_are_refused(index: list[list[int]]
         final_index=np.array(index, np.int32).reshape(-1, 2),
         final_observation=np.zeros((num_finals, 1), np.float32),
     )
-    with pytest.raises(ValueError, match=f"{num_finals} final observations for 1 truncated steps"):
-        block(fragment, 1)
+    for refuses in (check_finals, lambda one: block(one, 1)):
+        with pytest.raises(ValueError, match=f"{num_finals} final observations for 1 truncated steps"):
+            refuses(fragment)
+
+
+def test_finals_of_context_steps_are_not_checked() -> None:
+    """They belong to an earlier fragment, and no step that is learned from leads there."""
+    fragment = dataclasses.replace(
+        hand_fragment(),
+        context=2,
+        final_index=np.zeros((0, 2), np.int32),
+        final_observation=np.zeros((0, 1), np.float32),
+    )
+    check_finals(fragment)
+    with pytest.raises(ValueError, match="T = 0"):
+        check_finals(dataclasses.replace(fragment, context=len(fragment.reward)))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "expected"),
+    [
+        ("uint8", (84, 84), True),
+        (np.dtype(np.uint8), (84, 84, 3), True),
+        ("uint8", (128,), False),
+        ("int8", (84, 84), False),
+        (np.float32, (84, 84), False),
+    ],
+)
+def test_images_are_bytes_of_two_axes(dtype: Any, shape: tuple[int, ...], expected: bool) -> None:
+    assert is_image(dtype, shape) is expected
 
 
 def test_a_stack_of_none_is_refused() -> None:

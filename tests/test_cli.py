@@ -88,11 +88,13 @@ def test_errors_have_exit_codes(capsys: pytest.CaptureFixture[str], monkeypatch:
     from ddrl.codec import CodecError
     from ddrl.envs import EnvError
     from ddrl.store.lease import LeaseLostError
+    from ddrl.tensors import TensorsError
 
     codes = {
         config.ConfigError("a"): 2,
         EnvError("b"): 2,
         CodecError("c"): 2,
+        TensorsError("c"): 2,
         policy.PolicyFileError("d"): 2,
         runs.UnknownRunError("e"): 2,
         LeaseLostError("f"): 1,
@@ -240,7 +242,12 @@ def test_evaluate(client: Any, refused: Callable[..., str], monkeypatch: pytest.
     def from_run(_: Any, name: str, version: int) -> Any:
         resolved = runs.config(client, name)
         return SimpleNamespace(
-            policy=None, config=resolved, env=resolved.env, spaces=None, run=name, version=version
+            policy=SimpleNamespace(evaluation_epsilon=0.0),
+            config=resolved,
+            env=resolved.env,
+            spaces=None,
+            run=name,
+            version=version,
         )
 
     def play(_: Any, env: Any, spaces: Any, seeds: range, **options: Any) -> EvaluationResult:

@@ -418,33 +418,3 @@ def test_damaged_chunk_with_a_right_checksum_never_crashes(position: int, value:
         codec.decode(with_chunk(name, patched(chunk, position % len(chunk), value)))
     except CodecError as error:
         assert "\n" not in str(error)
-
-
-def test_weights_round_trip() -> None:
-    rng = np.random.default_rng(0)
-    arrays = {
-        "weights.0": rng.normal(size=(8, 16)).astype("f4").T,
-        "biases.0": np.zeros(0, "f4"),
-        "n": np.int64(3),
-    }
-    data = codec.encode_weights(arrays, {"run": "r", "version": "4"})
-    decoded = codec.decode_weights(data)
-    assert set(decoded) == set(arrays)
-    for name, array in arrays.items():
-        np.testing.assert_array_equal(decoded[name], array)
-    assert codec.weights_metadata(data) == {"run": "r", "version": "4"}
-    assert codec.weights_metadata(codec.encode_weights(arrays)) == {}
-
-
-@pytest.mark.parametrize("data", [b"", b"garbage", b"\xff" * 64, (2**40).to_bytes(8, "little") + b"{}"])
-def test_garbage_is_no_weights(data: bytes) -> None:
-    with pytest.raises(CodecError, match="^weights: "):
-        codec.decode_weights(data)
-    if data != (2**40).to_bytes(8, "little") + b"{}":
-        with pytest.raises(CodecError, match="^weights: "):
-            codec.weights_metadata(data)
-
-
-def test_weights_of_objects_are_refused() -> None:
-    with pytest.raises(CodecError, match="^weights: cannot be written"):
-        codec.encode_weights({"w": np.array([object()])})

@@ -207,8 +207,9 @@ def test_nothing_is_played_without_weights() -> None:
     assert played.version == -1
     with pytest.raises(RuntimeError, match="no weights loaded"):
         played.collect()
-    played.load(3, {"w": 1})
-    assert (played.version, policy.loaded) == (3, [{"w": 1}])
+    weights = {"w": np.ones(1)}
+    played.load(3, weights)
+    assert (played.version, policy.loaded) == (3, [weights])
     assert played.collect().policy_version == 3
 
 
@@ -427,3 +428,19 @@ def test_short_maximum_holds_from_the_start() -> None:
 
 def test_memory_estimate_grows_with_lanes() -> None:
     assert make(env={"num_envs": 4}).num_bytes > make(env={"num_envs": 2}).num_bytes > 0
+
+
+def test_memory_estimate_counts_weights_and_history() -> None:
+    plain, long = make(), make(context=50)
+    before = plain.num_bytes
+    plain.load(2, {"w": np.zeros((1000, 1000), np.float32), "b": np.zeros(1000)})
+    assert plain.num_bytes == before + 4_000_000 + 8_000
+    plain.load(3, {})
+    assert plain.num_bytes == before
+    for played in (plain, long):
+        while played.seq < 20:
+            played.collect(max_steps=10)
+    rows = 50 * 2 * (3 * 4 + 4 + 4 + 1 + 1)  # observation, action, reward, two ends; of two lanes
+    finals = len(long._history.finals) * 3 * 4
+    assert finals > 0
+    assert long.num_bytes - plain.num_bytes == rows + finals

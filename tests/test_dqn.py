@@ -264,6 +264,14 @@ def test_continuation_is_bit_equal(spec: EnvSpec, options: dict[str, Any]) -> No
     assert digest(load(save(original.weights()))) == digest(other.weights())
 
 
+def test_only_noisy_layers_leave_a_random_state_behind() -> None:
+    """Its size goes by the device: without it a checkpoint continues on any."""
+    assert "noise" not in make().state()
+    assert "noise" in make(noisy=True).state()
+    with pytest.raises(ValueError, match=r"noise: shape \(\d+,\) in the state, None here"):
+        make().load_state(make().state() | {"noise": make(noisy=True).state()["noise"]})
+
+
 def test_load_state_names_what_does_not_fit() -> None:
     state = make().state()
     with pytest.raises(ValueError, match=r"network\.exp_avg: shape"):

@@ -71,8 +71,8 @@ def after(spec: EnvSpec, options: dict[str, Any]) -> str:
 
 PRIORITIZED, LADDER, NOISY = {"prioritized": True}, {"epsilon_ladder": True}, {"noisy": True}
 FLIPS: dict[str, tuple[EnvSpec, dict[str, Any], Any]] = {  # option -> (environment, what it needs, other value)
-    "network": (IMAGES, {"network": "conv", "dueling": True}, OWN),
-    "network_kwargs": (IMAGES, {"network": OWN, "dueling": True}, {"width": 7}),
+    "network": (IMAGES, {"network": "conv", "dueling": True, "hidden_sizes": (7,)}, OWN),
+    "network_kwargs": (IMAGES, {"network": OWN, "dueling": True, "hidden_sizes": (7,)}, {"width": 7}),
     "hidden_sizes": (VECTORS, {}, (8, 6)),
     "activation": (VECTORS, {}, "tanh"),
     "norm": (PIXELS, {"network": "nature"}, "group"),
@@ -168,6 +168,11 @@ def test_each_kind_of_norm_and_distribution_learns_otherwise() -> None:
         ({"noisy": True, "epsilon_anneal_updates": 5}, "epsilon_anneal_updates=5: has no effect where"),
         ({"network": "a:b", "hidden_sizes": (5,)}, r"hidden_sizes=\(5,\): has no effect on a:b"),
         ({"network": "a:b", "activation": "tanh"}, "activation=tanh: has no effect on a:b"),
+        (
+            {"network": "a:b", "dueling": True, "hidden_sizes": (6, 5)},
+            r"hidden_sizes=\(6, 5\): only the last one is used on a:b, .*; set \(5,\)",
+        ),
+        ({"network": "a:b", "noisy": True, "hidden_sizes": (6, 5)}, "only the last one is used"),
         ({"gama": 0.9}, "gama"),
         ({"hidden_sizes": ()}, "hidden_sizes"),
         ({"num_atoms": 1, "distribution": "quantile"}, "num_atoms"),
@@ -201,7 +206,10 @@ def test_defaults_give_way_to_what_takes_their_place() -> None:
     config = Config(noisy=True)
     assert (config.epsilon, config.final_epsilon) == (0.0, 0.0)
     config = Config(noisy=True, epsilon=0.2)
-    assert (config.epsilon, config.final_epsilon) == (0.2, 0.05)
+    assert (config.epsilon, config.final_epsilon) == (0.2, 0.0)
+    config = Config(noisy=True, final_epsilon=0.1)
+    assert (config.epsilon, config.final_epsilon) == (0.0, 0.1)
+    assert Config(network=OWN, dueling=True).hidden_sizes == (128, 128), "the default, of which one is used"
 
 
 @pytest.mark.parametrize(

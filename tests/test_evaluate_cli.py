@@ -17,7 +17,7 @@ from runs_for_tests import start, target_config, toy_answers
 from test_end_to_end import Site, until
 from typer.testing import CliRunner
 
-from ddrl import celery, codec, keys, policy, tasks
+from ddrl import celery, keys, policy, tasks, tensors
 from ddrl.algorithms import base
 from ddrl.cli import app, main, spread, video
 from ddrl.config import validate
@@ -50,7 +50,7 @@ def run(client: Redis) -> str:
     token = lease.acquire(client, made, host="here", folder="/tmp")
     assert token is not None
     learner = base.resolve(config, runs.spaces(client, made)).learner(device=torch.device("cpu"), seed=1)
-    blob = codec.encode_weights({name: value.numpy() for name, value in learner.weights().items()})
+    blob = tensors.encode_weights({name: value.numpy() for name, value in learner.weights().items()})
     weights.publish(client, made, token, version=0, blob=blob, allowance=0, updates=0)
     return made
 
@@ -256,6 +256,34 @@ def test_an_answer_of_a_wrong_length_is_not_believed(
     monkeypatch.setattr(celery, "send_evaluation", send)
     report, said = call(f"{run}@0", *ASK)
     assert scores(report) == expected and report["episodes_on_fleet"] == 0 and "number is wrong" in said
+
+
+@pytest.mark.parametrize("row", [b"{", b'{"number": 0}', b'{"number": 0, "returns": [1], "lengths": 7}'])
+def test_an_answer_that_cannot_be_read_is_none(
+    client: Redis, run: str, expected: Any, sent: list[str], monkeypatch: pytest.MonkeyPatch, row: bytes
+) -> None:
+    def send(name: str, request_id: str, _: str) -> None:
+        if request_id.endswith(":0"):
+            client.rpush(keys.answers(name, request_id.split(":")[1]), row)
+        assert tasks.evaluate(name, request_id)
+
+    monkeypatch.setattr(celery, "send_evaluation", send)
+    report, said = call(f"{run}@0", *ASK)
+    num_spoiled = 4 if b"number" in row else 0  # without a number it is nobody's
+    assert scores(report) == expected and report["episodes_on_fleet"] == 10 - num_spoiled
+    assert said.count("answer cannot be read") == bool(num_spoiled)
+
+
+def test_a_request_that_cannot_be_read_is_answered_with_the_reason(client: Redis, run: str) -> None:
+    name = requests.new_name()
+    for number, row in enumerate((b"{", b"[1]", b'{"version": 0}')):
+        client.hset(keys.requests(run, name), str(number), row)
+        assert tasks.evaluate(run, requests.request_id(name, number))
+    client.hset(keys.requests(run, name), "x", b"{}")
+    assert not tasks.evaluate(run, f"request:{name}:x")
+    given = requests.answers(client, run, name)
+    assert [answer.number for answer in given] == [0, 1, 2]
+    assert all("ValueError: request" in answer.error and answer.returns == () for answer in given)
 
 
 def test_a_worker_stops_playing_what_nobody_waits_for(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +14,8 @@ import torch
 from redis import Redis
 from runs_for_tests import play_steps, start, target_config
 
-from ddrl import keys
+from ddrl import codec, keys
+from ddrl import learner as learner_module
 from ddrl.algorithms import base
 from ddrl.learner import Learner
 from ddrl.store import checkpoints, lease, metrics, runs, stream, weights
@@ -173,6 +175,90 @@ def test_without_checkpoint_the_replay_still_comes_from_the_stream_and_without_s
     empty.finish()
 
 
+def test_the_lease_is_renewed_while_the_view_is_rebuilt(
+    client: Redis, server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A million images take longer than a lease lasts: whoever takes over meanwhile ends it, at the next entry."""
+    run = start(client, target_config())
+    token = take(client, run)
+    play_steps(client, run, token, 500)
+    first = make_learner(client, run, token, server.url)
+    first.restore()
+    with training(first):
+        until(lambda: first.num_steps == runs.state(client, run).appended_steps)
+    first.finish()
+    assert first.counters.admitted > 5
+    monkeypatch.setattr(learner_module, "RENEW_S", 0.0)
+    second = make_learner(client, run, take(client, run), server.url)
+    admit, admitted = second.experience.admit, []
+
+    def slow(fragment: object, entry_id: bytes, *, version: int) -> None:
+        if not admitted:
+            client.delete(keys.lease(run))  # as if it had expired
+        else:
+            assert client.exists(keys.lease(run))
+        admitted.append(entry_id)
+        admit(fragment, entry_id, version=version)
+        if len(admitted) == 3:
+            take(client, run)
+
+    monkeypatch.setattr(second.experience, "admit", slow)
+    with pytest.raises(lease.LeaseLostError):
+        second.restore()
+    assert len(admitted) == 3
+
+
+def test_updates_go_on_while_a_backlog_is_admitted(
+    client: Redis, server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learner_module, "ADMIT_S", 0.0)  # one entry, then perhaps an update
+    run = start(client, target_config())
+    token = take(client, run)
+    play_steps(client, run, token, 1000)
+    learner = make_learner(client, run, token, server.url)
+    learner.restore()
+    backlog = runs.state(client, run).appended_fragments
+    until(lambda: learner._feed is not None and len(learner._feed._staged) == backlog)
+    at_update: list[int] = []
+    update = learner._update
+
+    def noted(batch: object) -> None:
+        at_update.append(learner._admitted)
+        update(batch)
+
+    monkeypatch.setattr(learner, "_update", noted)
+    with training(learner):
+        until(lambda: learner._admitted == backlog and len(at_update) > 5)
+    learner.finish()
+    assert at_update[0] < backlog - 5  # the warm-up is a fifth of the backlog
+    assert learner.counters.admitted == backlog
+
+
+def test_no_fragment_larger_than_those_of_the_run_is_taken(client: Redis, server) -> None:
+    run = start(client, target_config())
+    token = take(client, run)
+    players = play_steps(client, run, token, 300)
+    fragment = codec.decode(stream.read(client, run, b"0-0", count=1)[0].fields)
+    doubled = {
+        name: np.concatenate([getattr(fragment, name)] * 2, axis=1)
+        for name in ("observation", "action", "reward", "terminated", "truncated")
+    }
+    index = np.argwhere(doubled["truncated"]).astype(np.int32)
+    finals = np.zeros((len(index), *fragment.observation.shape[2:]), np.float32)
+    wide = dataclasses.replace(fragment, **doubled, final_index=index, final_observation=finals)
+    fields = codec.encode(wide)
+    stream.append(client, run, fields, producer=99, incarnation=1, seq=0, num_transitions=8)
+    play_steps(client, run, token, 100, players=players)
+    learner = make_learner(client, run, token, server.url)
+    learner.restore()
+    with training(learner):
+        until(lambda: learner.num_steps == runs.state(client, run).appended_steps)
+    learner.finish()
+    assert learner.counters.dead == 1
+    ((_, told),) = client.xrange(keys.dead(run))
+    assert told[b"reason"].endswith(b"those of the run are at most (20, 4, 0)")
+
+
 def test_bad_entries_go_to_dead_with_the_reason_and_learning_goes_on(client: Redis, server) -> None:
     run = start(client, target_config())
     token = take(client, run)
@@ -203,8 +289,6 @@ def test_bad_entries_go_to_dead_with_the_reason_and_learning_goes_on(client: Red
 
 def test_a_fragment_of_other_spaces_is_refused_even_as_the_first_one(client: Redis, server) -> None:
     from dataclasses import replace
-
-    from ddrl import codec
 
     run = start(client, target_config())
     token = take(client, run)

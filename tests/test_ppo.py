@@ -276,7 +276,7 @@ REFUSALS: list[tuple[str, EnvSpec, dict[str, Any], str]] = [
     ("ppo", DISCRETE, {"network": OWN, "hidden_sizes": [8]},
      f"algorithm.hidden_sizes: has no effect on {OWN}; pass it in network_kwargs"),
     ("ppo", DISCRETE, {"network": OWN, "activation": "relu"}, f"algorithm.activation: has no effect on {OWN}"),
-    ("ppo", DISCRETE, {"network": "cnn"}, "algorithm.network='cnn': is unknown; use mlp, conv, nature"),
+    ("ppo", DISCRETE, {"network": "cnn"}, "network cnn: is unknown; use mlp, conv, nature"),
     ("ppo", DISCRETE, {"network": OWN, "network_kwargs": {"depth": 3}}, "depth"),
     ("impala", DISCRETE, {"estimator": "gae"},
      "algorithm.estimator: 'gae' cannot be used; impala learns from corrected returns only; use vtrace or upgo"),

@@ -276,6 +276,10 @@ def test_defaults_are_the_papers() -> None:
         ({"prioritized": False, "priority_mix": 0.5}, "priority_mix=0.5: has no effect without prioritized"),
         ({"epsilon": 0.5}, "epsilon=0.5: has no effect with epsilon_ladder=true; remove it"),
         ({"noisy": True}, "algorithm.noisy: unknown option"),
+        (
+            {"network": "a:b", "hidden_sizes": [6, 5]},
+            r"hidden_sizes=\(6, 5\): only the last one is used on a:b, .*; set \(5,\)",
+        ),
     ],
 )
 def test_contradictions_are_refused(options: dict[str, Any], words: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import pytest
@@ -88,6 +89,60 @@ def test_withdrawn_nothing_is_left_and_nothing_comes_back(client: Redis, name: s
     "text", ["request", "request:", "request:x", "request:x:", "request:x:y:z", "request:é:1"]
 )
 def test_a_message_that_means_nothing_does_nothing(client: Redis, name: str, text: str) -> None:
+    assert requests.number_of(text) is None
     assert requests.take(client, RUN, text, "a") is None
     assert not requests.answer(client, RUN, text, Answer(0, (), ()))
     assert client.dbsize() == 1
+
+
+def test_the_number_of_a_request() -> None:
+    assert [requests.number_of(requests.request_id("x", number)) for number in (0, 7, 10_000)] == [
+        0,
+        7,
+        10_000,
+    ]
+
+
+BAD_REQUESTS = (b"{", b"[]", b"\xff", b"{}", b'{"version": 1}', b'{"version": "x"}', b"null")
+
+
+@pytest.mark.parametrize("row", BAD_REQUESTS)
+def test_a_request_that_cannot_be_read_is_named(client: Redis, name: str, row: bytes) -> None:
+    client.hset(keys.requests(RUN, name), "1", row)
+    with pytest.raises(ValueError, match=r"^request 1: cannot be read \([^\n]+\); send it again$"):
+        requests.take(client, RUN, requests.request_id(name, 1), "a")
+
+
+@pytest.mark.parametrize(
+    ("row", "number"),
+    [
+        (b"{", -1),
+        (b"[]", -1),
+        (b"\xff", -1),
+        (b"7", -1),
+        (b"[" * 100_000, -1),
+        (b'{"returns": [], "lengths": []}', -1),
+        (b'{"number": "x", "returns": [], "lengths": []}', -1),
+        (b'{"number": 2}', 2),
+        (b'{"number": 2, "returns": [1], "lengths": ["x"]}', 2),
+        (b'{"number": 2, "returns": 5, "lengths": [1]}', 2),
+        (b'{"number": 2, "returns": [1], "lengths": [1], "error": 5}', 2),
+    ],
+)
+def test_an_answer_that_cannot_be_read_counts_as_failed(
+    client: Redis, name: str, row: bytes, number: int
+) -> None:
+    client.rpush(keys.answers(RUN, name), row)
+    good = Answer(1, (math.inf, -2.0), (3, 4))
+    assert requests.answer(client, RUN, requests.request_id(name, 1), good)
+    bad, other = requests.answers(client, RUN, name)
+    assert (bad.number, bad.returns, bad.lengths) == (number, (), ())
+    assert bad.error.startswith("its answer cannot be read (") and "\n" not in bad.error
+    assert other == good and requests.answers(client, RUN, name, 1) == [good]
+
+
+def test_fields_that_mean_nothing_are_no_signs(client: Redis, name: str) -> None:
+    requests.take(client, RUN, requests.request_id(name, 0), "a")
+    for field in (b"x:player", b"\xff:player", b"0:other", b":"):
+        client.hset(keys.requests(RUN, name), field, b"\xff")
+    assert list(requests.look(client, RUN, name)) == [0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -83,3 +84,12 @@ def test_gradient() -> None:
     x = torch.tensor([0.0, 3.0, -8.0], dtype=torch.float64, requires_grad=True)
     (gradient,) = torch.autograd.grad(rescale(x).sum(), x)  # 1 / (2 sqrt(|x| + 1)) + eps
     torch.testing.assert_close(gradient, torch.tensor([0.501, 0.251, 1 / 6 + 0.001]).double())
+
+
+def test_arrays_give_what_tensors_give() -> None:
+    """Of workers' values the learner makes initial priorities without torch."""
+    x = everywhere()
+    for function in (rescale, unrescale):
+        found = function(x.numpy())
+        assert isinstance(found, np.ndarray) and found.dtype == np.float64
+        np.testing.assert_allclose(found, function(x).numpy(), rtol=1e-14)

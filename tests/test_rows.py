@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from reference_returns import make_fragment
 from reference_stacks import Player
 
+from ddrl.replay import outputs as outputs_module
 from ddrl.replay import rows as rows_module
 from ddrl.replay.blocks import Block, block, stacked
+from ddrl.replay.outputs import Outputs
 from ddrl.replay.ring import Ring
 from ddrl.replay.rows import CompressedRows, DenseRows, Rows
 
@@ -78,7 +80,7 @@ def test_reads_the_stacks_of_every_block_held(
     held: list[tuple[int, Block]] = []
     for _ in range(15):
         made = block(player.fragment(int(rng.integers(1, 40)), context=6), frame_stack)
-        held.append((rows.append(made), made))
+        held.append((rows.append(rows.pack(made)), made))
         rows.check_valid()
         if len(held) > 3:
             rows.drop(len(held.pop(0)[1].rows))
@@ -96,7 +98,7 @@ def test_reads_the_stacks_of_every_block_held(
 def test_other_observations_are_refused_and_change_nothing(store: type) -> None:
     rows: Rows = store()
     made = block(make_fragment(0, num_steps=3, num_envs=2), 1)
-    rows.append(made)
+    rows.append(rows.pack(made))
     before = (len(rows), rows.num_bytes)
     for observations, message in [
         (made.rows[:, :3], r"observation is float32\[3\]"),
@@ -105,7 +107,7 @@ def test_other_observations_are_refused_and_change_nothing(store: type) -> None:
         bad = Block(observations, made.at, made.after, None)
         for refuse in (rows.check, rows.append):
             with pytest.raises(ValueError, match=message):
-                refuse(bad)
+                refuse(rows.pack(bad))
     assert (len(rows), rows.num_bytes) == before
     rows.check_valid()
 
@@ -115,11 +117,11 @@ def test_chunks_are_evened_out_and_leave_with_their_block() -> None:
     rows = CompressedRows(frame_stack=4)
     player = Player(2, num_envs=2)
     first, second = (block(player.fragment(60, context=0), 4) for _ in range(2))
-    rows.append(first)
+    rows.append(rows.pack(first))
     finals = len(first.rows) - 122
     assert finals > 0
     assert np.bincount(rows._ring.columns["chunk"][: len(rows)]).tolist() == [21, 20, 20] * 2 + [1] * finals
-    rows.append(second)
+    rows.append(rows.pack(second))
     rows.drop(len(first.rows))
     rows.check_valid()
     assert rows._first_chunk == 6 + finals
@@ -133,14 +135,14 @@ def test_frames_that_resemble_each_other_take_little_memory() -> None:
     made = block(make_fragment(0, num_steps=63, num_envs=2, end_probability=0.0), 4)
     image = Block(np.repeat(still[0], 128, axis=0), made.at.T.reshape(2, 64).T, made.after, made.back)
     rows = CompressedRows(frame_stack=4, expected_rows=128)
-    rows.append(image)
+    rows.append(rows.pack(image))
     assert rows.num_bytes < 128 * 1600 / 10
 
 
 def test_a_chunk_is_decompressed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = CompressedRows(frame_stack=4)
     made = block(Player(3, num_envs=2).fragment(15, context=0), 4)
-    rows.append(made)
+    rows.append(rows.pack(made))
     calls = []
     real = rows_module.blosc2.decompress2
     monkeypatch.setattr(
@@ -156,7 +158,7 @@ def test_threads_decompress_into_memory_of_their_own(monkeypatch: pytest.MonkeyP
     """Both have decompressed their chunk before either copies from it."""
     rows = CompressedRows(frame_stack=4)
     made = block(Player(4, num_envs=2).fragment(15, context=0), 4)
-    rows.append(made)
+    rows.append(rows.pack(made))
     both, real = threading.Barrier(2, timeout=30), rows_module.blosc2.decompress2
 
     def slow(data: bytes, **kwargs: Any) -> None:
@@ -172,8 +174,8 @@ def test_threads_decompress_into_memory_of_their_own(monkeypatch: pytest.MonkeyP
 
 
 def test_large_arrays_are_used_again_when_nobody_refers_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows_module, "_POOLED_BYTES", 1)
-    outputs = rows_module._Outputs()
+    monkeypatch.setattr(outputs_module, "POOLED_BYTES", 1)
+    outputs = Outputs()
     first = outputs.take((4, 3), np.dtype("f4"))
     view = first[1:]
     second = outputs.take((4, 3), np.dtype("f4"))
@@ -185,9 +187,47 @@ def test_large_arrays_are_used_again_when_nobody_refers_to_them(monkeypatch: pyt
     del view
     assert outputs.take((4, 3), np.dtype("f4")).ctypes.data == address
     assert outputs.take((4, 3), np.dtype("u1")).dtype == np.uint8
-    kept = [outputs.take((2,), np.dtype("f4")) for _ in range(20)]
-    assert len({array.ctypes.data for array in kept}) == 20
-    assert len(outputs._arrays) == rows_module._MAX_POOLED
+
+
+def test_of_large_arrays_those_in_use_are_kept_and_hardly_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outputs_module, "POOLED_BYTES", 1)
+    outputs = Outputs()
+    in_use = [outputs.take((2,), np.dtype("f4")) for _ in range(20)]
+    assert len({array.ctypes.data for array in in_use}) == 20 and outputs.num_bytes == 20 * 8
+    del in_use[3:]
+    newest = outputs.take((2,), np.dtype("f4"))
+    assert outputs.num_bytes == (3 + 1 + outputs_module.MAX_IDLE) * 8  # those in use, and for the next batch
+    del newest
+    other = outputs.take((2,), np.dtype("u1"))
+    assert outputs.num_bytes == 3 * 8 + other.nbytes  # batches have another shape now
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_batches_that_are_kept_count_as_memory(store: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outputs_module, "POOLED_BYTES", 1)
+    rows: Rows = store(frame_stack=2)
+    made = block(Player(5, num_envs=2, frame_stack=2).fragment(15, context=0), 2)
+    rows.append(rows.pack(made))
+    before = rows.num_bytes
+    batch = rows.plan(made.at[:, 0])()
+    assert rows.num_bytes == before + batch.nbytes
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_packing_changes_nothing_and_fits_whatever_is_appended_meanwhile(store: type) -> None:
+    rows: Rows = store(frame_stack=3)
+    player = Player(6, frame_stack=3)
+    one, two = (block(player.fragment(num_steps, context=2), 3) for num_steps in (40, 9))
+    empty = rows.num_bytes
+    late = rows.pack(one)
+    assert (len(rows), rows.num_bytes) == (0, empty)
+    first_of_two = rows.append(rows.pack(two))
+    first_of_one = rows.append(late)
+    rows.check_valid()
+    assert (first_of_two, first_of_one) == (0, len(two.rows))
+    for made, first in ((one, first_of_one), (two, first_of_two)):
+        every = np.arange(len(made.rows))
+        np.testing.assert_array_equal(rows.plan(first + every)(), stacked(made, every, 3))
 
 
 def test_large_batches_of_pairs_are_read_in_parts() -> None:
@@ -196,6 +236,6 @@ def test_large_batches_of_pairs_are_read_in_parts() -> None:
     made = block(make_fragment(0, num_steps=119, num_envs=2, end_probability=0.0), 1)
     at = np.arange(240).reshape(2, 120).T
     rows = DenseRows()
-    rows.append(Block(frames.reshape(240, 84, 84), at, made.after, None))
+    rows.append(rows.pack(Block(frames.reshape(240, 84, 84), at, made.after, None)))
     numbers = np.random.default_rng(1).integers(0, 240, (2, 200))
     np.testing.assert_array_equal(rows.plan(numbers)(), frames.reshape(240, 84, 84)[numbers])

@@ -311,6 +311,10 @@ def make_policy(sac: SAC, **options: Any) -> Policy:
     return policy
 
 
+def test_evaluations_mix_no_random_actions_in() -> None:
+    assert make_policy(make()).evaluation_epsilon == 0.0
+
+
 @pytest.mark.parametrize("hidden_sizes", [(8, 7), (128, 128), (64,), (400, 300)])
 def test_mode_does_not_depend_on_the_number_of_rows(hidden_sizes: tuple[int, ...]) -> None:
     policy = make_policy(make(hidden_sizes=hidden_sizes), hidden_sizes=hidden_sizes)

@@ -55,6 +55,40 @@ def test_a_segment_waits_at_the_allowance_with_at_most_one_fragment_too_much(cli
     assert before + 50 <= stream_steps(client, run) <= before + 50 + 8 * 4
 
 
+@pytest.mark.parametrize(("most", "steps"), [(20, 12), (5, 5)])
+def test_a_fragment_is_worth_a_few_sums_of_rewards_however_little_may_be_played(
+    client: Redis, most: int, steps: int
+) -> None:
+    """With n_step 3 that is 12 steps, bounded by the run's largest fragment; overshot by no more than that."""
+    algorithm = target_tree()["algorithm"] | {"n_step": 3}
+    run, token = begin(
+        client, algorithm=algorithm, rollout={"segment_s": 0.3, "max_fragment_steps": most, "fragment_s": 0.3}
+    )
+    players = play_steps(client, run, token, 100)
+    before = stream_steps(client, run)
+    stream.allow(client, run, token, before + 1, updates=0)
+    play(client, client, players, run)
+    assert stream_steps(client, run) == before + 4 * steps  # of four environments
+    last = codec.decode(client.xrevrange(keys.experience(run), count=1)[0][1])
+    assert last.num_steps == steps
+
+
+def test_on_policy_fragments_are_as_short_as_what_is_left(client: Redis) -> None:
+    tree = target_tree(rollout={"segment_s": 0.3, "fragment_s": 0.3}) | {
+        "algorithm": {"name": "ppo"},
+        "replay": {},
+    }
+    del tree["learner"]
+    run = start(client, validate(tree))
+    token = lease.acquire(client, run, host="here", folder="/tmp")
+    assert token is not None
+    players = play_steps(client, run, token, 20)
+    before = stream_steps(client, run)
+    stream.allow(client, run, token, before + 1, updates=0)
+    play(client, client, players, run)
+    assert stream_steps(client, run) == before + 4
+
+
 def test_a_paused_run_accepts_what_is_in_flight_and_a_stopped_one_drops_the_player(client: Redis) -> None:
     run, token = begin(client)
     players = play_steps(client, run, token, 50)

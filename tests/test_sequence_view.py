@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from reference_sequences import STATE_SIZE, Player, SlowSequence
 
 from ddrl.replay.rows import CompressedRows, DenseRows
-from ddrl.replay.sequence_view import SequenceView
+from ddrl.replay.sequence_view import SequenceView, expected_rows
 from ddrl.types import Fragment, Sequences, SequenceShape
 
 SHAPE = SequenceShape(burn_in=3, length=4, overlap=2)
@@ -36,6 +36,7 @@ def make_view(player: Player, *, capacity: int, compressed: bool = False) -> Seq
         capacity=capacity,
         gamma=player.gamma,
         n_step=player.n_step,
+        memory_size=STATE_SIZE,
     )
 
 
@@ -201,6 +202,17 @@ def other_places(fragment: Fragment) -> Fragment:
     return of_extras(memory_index=fragment.extras["memory_index"] + [[1, 0]])(fragment)
 
 
+def of_reward(reward: float) -> Callable[[Fragment], Fragment]:
+    """With this reward for the last step of lane 1."""
+
+    def change(fragment: Fragment) -> Fragment:
+        fragment = dataclasses.replace(fragment, reward=fragment.reward.copy())
+        fragment.reward[-1, 1] = reward
+        return fragment
+
+    return change
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -212,12 +224,15 @@ def other_places(fragment: Fragment) -> Fragment:
         (of_extras(memory=np.float16(0)), r"memory is float16\[\], expected float16"),
         (
             lambda one: of_extras(memory=one.extras["memory"].astype(np.float32))(one),
-            r"memory is float32\[12, 3\], expected float16",
+            r"memory is float32\[12, 3\], expected float16 \[S, 3\]",
         ),
         (
             lambda one: of_extras(memory=one.extras["memory"][:, :2])(one),
-            r"memory is float16\[2\], but the view",
+            r"memory is float16\[12, 2\], expected float16 \[S, 3\]",
         ),
+        (of_reward(3e38), r"rewards of up to 3e\+38 have no finite sum of n_step 2"),
+        (of_reward(-2e38), r"rewards of up to 2e\+38 have no finite sum of n_step 2"),
+        (lambda one: dataclasses.replace(one, context=7), "7 steps of context, but its sequences need 6"),
         (of_extras(state_value=np.zeros((3, 2), np.float32)), "state_value has shape"),
         (lambda one: dataclasses.replace(one, action=one.action.astype(np.float32)), "discrete actions"),
         (lambda one: dataclasses.replace(one, action=one.action[:, :, None]), "discrete actions"),
@@ -246,9 +261,59 @@ def test_refused_fragments_change_nothing(change: Callable[[Fragment], Fragment]
     assert_equal(view.gather(len(view) - len(next_slow) + np.arange(len(next_slow))), next_slow, images=False)
 
 
+@pytest.mark.parametrize("width", [STATE_SIZE - 1, STATE_SIZE + 1, 2**26])
+def test_a_strangers_states_do_not_decide_the_width(width: int) -> None:
+    """They are refused before there is memory for them, whether or not a sequence needs any."""
+    player = make_player(end_probability=0.0)
+    view = make_view(player, capacity=100)
+    first, second = player.fragment(9)[0], player.fragment(9)[0]
+    for honest in (first, second):
+        wide = np.broadcast_to(np.float16(1), (len(honest.extras["memory"]), width))
+        with pytest.raises(
+            ValueError, match=rf"memory is float16\[\d+, {width}\], expected float16 \[S, 3\]"
+        ):
+            view.admit(of_extras(memory=wide)(honest), b"0-0")
+        assert view.num_bytes == 0 or len(view)
+        view.admit(honest, b"0-0")
+    view.check_valid()
+
+
+@pytest.mark.parametrize("frame_stack", [1, 3])
+def test_no_more_context_than_sequences_need(frame_stack: int) -> None:
+    """Fragments of one new step and a long history would fill the memory while the capacity counts one step."""
+    player = make_player(frame_stack=frame_stack, end_probability=0.0)
+    view = make_view(player, capacity=100)
+    fragments = [player.fragment(4)[0] for _ in range(3)]
+    most = SHAPE.context + frame_stack - 1
+    assert [one.context for one in fragments] == [0, 4, most]
+    for number, fragment in enumerate(fragments):
+        view.admit(fragment, b"%d-0" % number)
+    longer = dataclasses.replace(player.fragment(4)[0], context=most + 1)
+    with pytest.raises(ValueError, match=f"{most + 1} steps of context, but its sequences need {most}"):
+        view.admit(longer, b"3-0")
+
+
+@pytest.mark.parametrize("shape", [SHAPE, SequenceShape(burn_in=6, length=40, overlap=10)])
+def test_expected_rows_are_room_for_a_full_view(shape: SequenceShape) -> None:
+    """Of fragments of about 32 steps, whole strides of sequences; nothing grows, and little is left over."""
+    capacity, num_steps = 2000, -(-32 // shape.stride) * shape.stride
+    player = make_player(shape=shape, frame_stack=2, end_probability=0.0)
+    room = expected_rows(capacity, shape, 2)
+    rows = DenseRows(frame_stack=2, expected_rows=room)
+    view = SequenceView(
+        rows, shape=shape, capacity=capacity, gamma=GAMMA, n_step=N_STEP, memory_size=STATE_SIZE
+    )
+    sizes = set()
+    for serial in range(2 * capacity // (2 * num_steps)):
+        view.admit(player.fragment(num_steps)[0], b"%d-0" % serial)
+        sizes.add(view.num_bytes)
+    assert len(sizes) == 1 and 0.9 * room < len(rows) <= room
+
+
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
+        ({"memory_size": 0}, "memory_size: 0 is no recurrent state"),
         ({"capacity": 3}, "capacity: 3 transitions hold no sequence of 4 steps; use at least 4"),
         ({"gamma": 1.5}, "gamma: 1.5 is no discount"),
         ({"n_step": 0}, "n_step: 0 does not fit into sequences of 4 steps; use 1 to 4"),
@@ -259,5 +324,6 @@ def test_refused_fragments_change_nothing(change: Callable[[Fragment], Fragment]
 def test_refused_settings(setting: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SequenceView(
-            DenseRows(), **{"shape": SHAPE, "capacity": 40, "gamma": GAMMA, "n_step": N_STEP} | setting
+            DenseRows(),
+            **{"shape": SHAPE, "capacity": 40, "gamma": GAMMA, "n_step": N_STEP, "memory_size": 3} | setting,
         )

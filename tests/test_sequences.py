@@ -7,12 +7,10 @@ import math
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_sequences import Player
 
-from ddrl import returns
 from ddrl.replay.sequences import (
     Cuts,
     at_beginning,
@@ -20,9 +18,7 @@ from ddrl.replay.sequences import (
     cut_fragment,
     memory_rows,
     priorities,
-    rescale,
     targets,
-    unrescale,
 )
 from ddrl.types import SequenceShape
 
@@ -254,12 +250,3 @@ def test_priorities_equal_the_slow_twin(seed: int) -> None:
             mix=0.9,
         )
         np.testing.assert_allclose(found, [one.surprise for one in slow], rtol=1e-5, atol=1e-6)
-
-
-def test_rescaling_is_that_of_the_learner() -> None:
-    x = np.concatenate([-np.logspace(-6, 5, 40), [0.0], np.logspace(-6, 5, 40)])
-    np.testing.assert_allclose(rescale(x), returns.rescale(torch.tensor(x)).numpy(), rtol=1e-12)
-    np.testing.assert_allclose(
-        unrescale(x), returns.unrescale(torch.tensor(x)).numpy(), rtol=1e-5, atol=1e-12
-    )
-    np.testing.assert_allclose(unrescale(rescale(x)), x, rtol=1e-6, atol=1e-12)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -106,6 +107,18 @@ def test_columns_of_another_algorithm_are_refused(extras: dict[str, np.ndarray],
     one = dataclasses.replace(make(0, 1, 0, 3, 2), extras=extras)
     with pytest.raises(ValueError, match=message):
         check_trajectory(one)
+
+
+def test_checks_copy_no_images() -> None:
+    one = make(0, 1, 0, 60, 2)
+    images = np.zeros((61, 2, 84, 84), np.uint8)  # 840 KiB
+    finals = np.zeros((len(one.final_index), 84, 84), np.uint8)
+    one = dataclasses.replace(one, observation=images, final_observation=finals)
+    tracemalloc.start()
+    check_trajectory(one)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < images.nbytes / 3
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [((5, 3), "uint8"), ((3,), "float32")])

@@ -194,6 +194,13 @@ def test_admit_gives_the_td_errors_of_the_new_transitions() -> None:
     np.testing.assert_array_equal(errors, np.abs(batch.n_step_return + batch.bootstrap_discount - 1))
 
 
+@pytest.mark.parametrize(
+    ("context", "steps", "rows"), [(0, 8, 1125), (3, 32, 1125), (84, 40, 3125), (0, 7, 1143)]
+)
+def test_rows_of_a_thousand_transitions(context: int, steps: int, rows: int) -> None:
+    assert expected_rows(1000, context=context, steps=steps) == rows
+
+
 def test_memory_of_a_million_frames_is_foretold() -> None:
     """84 x 84 bytes of 1,125,000 rows, each with 4 bytes for its stack, and 28 bytes a transition."""
     figure = dense_bytes(

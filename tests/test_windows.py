@@ -107,6 +107,18 @@ def test_final_observations_that_do_not_match_are_refused(keep: str) -> None:
         n_step_windows(fragment, gamma=0.9, n=1)
 
 
+@pytest.mark.parametrize("reward", [3e38, -3e38])
+def test_rewards_without_finite_sums_are_refused(reward: float) -> None:
+    """Three of 1e38 are finite, two of 3e38 are not; a sum of one is what it is."""
+    fragment = make_fragment(0, num_steps=3, num_envs=2, end_probability=0.0)
+    large = dataclasses.replace(fragment, reward=np.full((3, 2), reward / 3, np.float32))
+    assert np.isfinite(n_step_windows(large, gamma=1.0, n=100).n_step_return).all()
+    larger = dataclasses.replace(fragment, reward=np.full((3, 2), reward, np.float32))
+    assert np.isfinite(n_step_windows(larger, gamma=1.0, n=1).n_step_return).all()
+    with pytest.raises(ValueError, match=r"rewards of up to 3e\+38 have no finite sum of n_step 2; lower"):
+        n_step_windows(larger, gamma=1.0, n=2)
+
+
 def test_a_fragment_of_context_alone_is_refused() -> None:
     fragment = dataclasses.replace(make_fragment(0, num_steps=2, num_envs=1), context=2)
     with pytest.raises(ValueError, match="T = 0"):

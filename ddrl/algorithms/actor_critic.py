@@ -15,7 +15,6 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
 from ddrl.types import EnvSpec
 
-BUILT_IN = ("mlp", "conv", "nature", "impala", "data_efficient")  # networks
 OBSERVATION_CLIP = 10.0  # of normalized observations, in standard deviations
 
 
@@ -124,11 +123,7 @@ class Options(BaseModel):
             raise ValueError(
                 f"anneal_steps={self.anneal_steps}: has no effect without a final_... value; set one"
             )
-        if self.network not in BUILT_IN:
-            if ":" not in self.network:
-                raise ValueError(
-                    f'network={self.network!r}: is unknown; use {", ".join(BUILT_IN)} or your own "module:callable"'
-                )
+        if ":" in self.network:
             for name in ("hidden_sizes", "activation"):
                 if getattr(self, name) != type(self).model_fields[name].default:
                     raise ValueError(f"{name}: has no effect on {self.network}; pass it in network_kwargs")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ddrl import returns
 from ddrl.algorithms.actor_critic import OBSERVATION_CLIP, Options, num_policy_parameters
-from ddrl.algorithms.continuation import check_state, copies, slots
+from ddrl.algorithms.continuation import copies, restore, slots
 from ddrl.distributions import categorical, gaussian
 from ddrl.networks.actor_critic import ActorCritic
 from ddrl.networks.mlp import FlatParameters
@@ -211,11 +211,8 @@ class Trainee:
     def step(self, loss: Tensor, *, learning_rate: float) -> None:
         """One step of the optimizer down the gradient of a scalar loss."""
         self.flat.differentiate(loss)
-        gradient = self.flat.vector.grad
-        assert gradient is not None, "FlatParameters allocates it"
-        limit = self._config.max_grad_norm
-        if limit is not None:
-            gradient.mul_((limit / (gradient.norm() + 1e-6)).clamp(max=1.0))
+        if self._config.max_grad_norm is not None:
+            self.flat.clip_gradient(self._config.max_grad_norm)
         self.optimizer.param_groups[0]["lr"] = learning_rate
         self.optimizer.step()
         self.num_updates += 1
@@ -306,13 +303,8 @@ class Trainee:
         Raises:
             ValueError: an entry is missing, unknown or of another shape (the configuration differs).
         """
-        tensors = self._tensors()
-        expected = {name: tensor.shape for name, tensor in tensors.items()}
-        expected |= {"generator": self.generator.get_state().shape}
-        check_state(expected | dict.fromkeys(("num_updates", "num_steps"), torch.Size(())), state)
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                tensor.copy_(state[name])
+        counts = dict.fromkeys(("num_updates", "num_steps"), torch.Size(()))
+        restore(self._tensors(), state, generator=self.generator.get_state().shape, **counts)
         self.generator.set_state(state["generator"].cpu())
         self.num_updates, self.num_steps = int(state["num_updates"]), int(state["num_steps"])
 

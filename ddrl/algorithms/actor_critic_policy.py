@@ -30,6 +30,8 @@ class Policy:
         spec: spaces of the environment.
     """
 
+    evaluation_epsilon = 0.0
+
     def __init__(self, config: Options, spec: EnvSpec, *, producer: int = 0) -> None:
         self._spec = spec
         self._is_continuous = spec.action_kind == "continuous"

@@ -29,6 +29,10 @@ _LEARNERS = {"dqn": "DQN", "impala": "IMPALA", "ppo": "PPO", "r2d2": "R2D2", "sa
 class Policy(Protocol):
     """What plays: on the CPU of a worker."""
 
+    @property
+    def evaluation_epsilon(self) -> float:
+        """Share of random actions that whoever evaluates mixes in; `act` knows nothing of it."""
+
     def load(self, weights: Mapping[str, Any]) -> None:
         """Take over published weights."""
 

@@ -39,6 +39,23 @@ def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
 
+def restore(tensors: Mapping[str, Tensor], state: Mapping[str, Tensor], **others: torch.Size) -> None:
+    """Copy a state into the live tensors of its names.
+
+    Args:
+        tensors: what to fill.
+        state: what `copies` of them gave, and more.
+        others: shapes of that more, which the caller restores.
+
+    Raises:
+        ValueError: as `check_state`; nothing has changed then.
+    """
+    check_state({name: tensor.shape for name, tensor in tensors.items()} | others, state)
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            tensor.copy_(state[name])
+
+
 def check_state(expected: Mapping[str, torch.Size], state: Mapping[str, Tensor]) -> None:
     """Refuse a state that is not that of this learner.
 

@@ -44,7 +44,7 @@ class Config(q_learning.Options):
     noisy: bool = Field(
         False,
         description="Learned noise on the weights of the dense layers explores, consistently from step to step, "
-        "instead of epsilon, which is 0 unless it is set.",
+        "instead of epsilon; it and final_epsilon are 0 unless they are set.",
     )
     noise_scale: float = Field(
         0.5,
@@ -65,11 +65,10 @@ class Config(q_learning.Options):
     @model_validator(mode="before")
     @classmethod
     def _noise_explores(cls, values: Any) -> Any:
-        """Noisy layers take the place of epsilon, unless one is asked for."""
+        """Noisy layers take the place of epsilon, of whatever of it is not asked for."""
         if not isinstance(values, dict) or values.get("noisy") is not True or values.get("epsilon_ladder"):
             return values
-        asked = "epsilon" in values or "final_epsilon" in values
-        return values if asked else {**values, "epsilon": 0.0, "final_epsilon": 0.0}
+        return {"epsilon": 0.0, "final_epsilon": 0.0, **values}
 
     @model_validator(mode="after")
     def _refuse_more_contradictions(self) -> Config:
@@ -89,7 +88,9 @@ class Config(q_learning.Options):
             self.refuse_changed(["huber_delta"], "with loss=mse")
         if not self.noisy:
             self.refuse_changed(["noise_scale"], "without noisy=true")
-        if ":" in self.network and not (self.dueling or self.noisy):
+        if self.dueling or self.noisy:
+            self.refuse_layers_of_ones_own()
+        elif ":" in self.network:
             own = f"on {self.network}, after which comes one linear layer"
             self.refuse_changed(["hidden_sizes", "activation"], own)
         return self

@@ -7,11 +7,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ddrl.algorithms.continuation import adam, check_state, copies, rmsprop, slots
+from ddrl.algorithms import q_training
+from ddrl.algorithms.continuation import copies, restore
 from ddrl.algorithms.dqn import Config, check
 from ddrl.algorithms.q_learning import make_network
 from ddrl.algorithms.q_losses import categorical_loss, expected_q, q_loss, quantile_loss, support
 from ddrl.networks.mlp import FlatParameters
+from ddrl.networks.q_network import QNetwork
 from ddrl.networks.trunks import to_input
 from ddrl.types import Batch, EnvSpec
 
@@ -34,21 +36,14 @@ class DQN:
         self.target_network = make_network(config, spec).to(device).requires_grad_(False).eval()
         self._flat = FlatParameters(self.network)
         self._target = FlatParameters(self.target_network).vector.requires_grad_(False)
-        self._buffers = _buffers(self.network)
-        self._target_buffers = _buffers(self.target_network)
+        self._buffers = q_training.buffers(self.network)
+        self._target_buffers = q_training.buffers(self.target_network)
         self._follow(1.0)
-        vector = self._flat.vector
-        self._optimizer = (
-            adam(vector, learning_rate=config.learning_rate, eps=config.adam_eps)
-            if config.optimizer == "adam"
-            else rmsprop(vector, learning_rate=config.learning_rate, eps=3e-3, decay=0.95)
-        )
-        self._noise = torch.Generator(device).manual_seed(seed)
+        self._optimizer = q_training.make_optimizer(config, self._flat.vector)
+        self._noise = torch.Generator(device).manual_seed(seed) if config.noisy else None
         self._atoms: Tensor | None = None
         if config.distribution == "categorical":
-            self._atoms = support(
-                config.num_atoms, v_min=config.v_min, v_max=config.v_max, like=vector.detach()
-            )
+            self._atoms = support(config.num_atoms, v_min=config.v_min, v_max=config.v_max, like=self._target)
 
     def update(self, batch: Batch) -> dict[str, Tensor]:
         """One update of the network and, when it is its time, of the target.
@@ -63,22 +58,16 @@ class DQN:
         """
         config = self._config
         next_q, next_output = self._bootstrap(to_input(batch.next_observation))
-        self.network.draw_noise(self._noise)
+        self._draw_noise(self.network)
         output = self.network(to_input(batch.observation))
         loss, surprise = self._loss(output, next_q, next_output, batch)
         self._flat.differentiate(loss)
         metrics = {"loss": loss.detach()}
         if config.max_grad_norm is not None:
-            gradient = self._flat.vector.grad
-            assert gradient is not None, "FlatParameters always has one"
-            metrics["grad_norm"] = gradient.norm()
-            gradient.mul_((config.max_grad_norm / (metrics["grad_norm"] + 1e-6)).clamp(max=1.0))
+            metrics["grad_norm"] = self._flat.clip_gradient(config.max_grad_norm)
         self._optimizer.step()
         self.num_updates += 1
-        if config.target_rate is not None:
-            self._follow(config.target_rate)
-        elif config.target_period is not None and self.num_updates % config.target_period == 0:
-            self._follow(1.0)
+        self._follow(q_training.target_share(config, self.num_updates))
         size = surprise.abs()
         metrics["q_mean"] = expected_q(output.detach(), self._atoms).amax(dim=1).mean()
         if config.distribution != "categorical":
@@ -97,11 +86,11 @@ class DQN:
         gradient through both halves: on a CPU 0.89 instead of 0.80 ms (MLP), 42 instead of 31 ms (Nature).
         Noise is drawn anew for each pass (Fortunato et al. 2018, arXiv:1706.10295, section 3.1).
         """
-        self.target_network.draw_noise(self._noise)
+        self._draw_noise(self.target_network)
         next_output = self.target_network(next_observation)
         if not self._config.double:
             return expected_q(next_output, self._atoms), next_output
-        self.network.draw_noise(self._noise)
+        self._draw_noise(self.network)
         if not self._buffers:
             return expected_q(self.network(next_observation), self._atoms), next_output
         self.network.eval()  # whatever picks an action goes by BatchNorm's running statistics, as a policy does
@@ -128,32 +117,27 @@ class DQN:
             return quantile_loss(output, *args, huber_delta=config.huber_delta)
         return q_loss(output, *args, loss=config.loss, huber_delta=config.huber_delta)
 
-    @torch.no_grad()
-    def _follow(self, rate: float) -> None:
-        """Move the target by a share of the way; counts of batches are copied."""
-        pairs: list[tuple[Tensor, Tensor]] = [(self._target, self._flat.vector)]
-        pairs += [(self._target_buffers[name], buffer) for name, buffer in self._buffers.items()]
-        for target, value in pairs:
-            if rate < 1.0 and target.is_floating_point():
-                target.lerp_(value, rate)
-            else:
-                target.copy_(value)
+    def _draw_noise(self, network: QNetwork) -> None:
+        """Fresh noise for noisy layers."""
+        if self._noise is not None:
+            network.draw_noise(self._noise)
+
+    def _follow(self, share: float) -> None:
+        """Move the target, and the statistics that it goes by, a share of the way."""
+        if not share:
+            return
+        q_training.follow(self._target, self._flat.vector, share)
+        for name, buffer in self._buffers.items():
+            q_training.follow(self._target_buffers[name], buffer, share)
 
     def weights(self) -> dict[str, Tensor]:
         """What a `Policy` needs: the network's parameters and buffers by name, and epsilon; CPU copies."""
-        vector = self._flat.vector.detach().to("cpu", copy=True)
-        sections = vector.split_with_sizes([parameter.numel() for parameter in self._flat.parameters])
-        named = zip(self.network.named_parameters(), sections, strict=True)
-        parameters = {name: section.view(parameter.shape) for (name, parameter), section in named}
-        epsilon = torch.tensor(self._config.epsilon_at(self.num_updates))
-        return parameters | copies(self._buffers) | {"epsilon": epsilon}
+        return q_training.weights(self._config, self._flat, self._buffers, self.num_updates)
 
     def state(self) -> dict[str, Tensor]:
         """Everything that continuation needs, as contiguous CPU copies that share no memory."""
-        return copies(self._tensors()) | {
-            "noise": self._noise.get_state().clone(),
-            "num_updates": torch.tensor(self.num_updates),
-        }
+        state = copies(self._tensors()) | {"num_updates": torch.tensor(self.num_updates)}
+        return state if self._noise is None else state | {"noise": self._noise.get_state().clone()}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Continue from what `state` returned; the next updates are bit-equal to those of the original.
@@ -161,24 +145,14 @@ class DQN:
         Raises:
             ValueError: an entry is missing, unknown or of another shape (the configuration differs).
         """
-        tensors = self._tensors()
-        expected = {name: tensor.shape for name, tensor in tensors.items()}
-        check_state(expected | {"noise": self._noise.get_state().shape, "num_updates": torch.Size(())}, state)
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                tensor.copy_(state[name])
-        self._noise.set_state(state["noise"].cpu())
+        noise = {} if self._noise is None else {"noise": self._noise.get_state().shape}
+        restore(self._tensors(), state, num_updates=torch.Size(()), **noise)
+        if self._noise is not None:
+            self._noise.set_state(state["noise"].cpu())
         self.num_updates = int(state["num_updates"])
 
     def _tensors(self) -> dict[str, Tensor]:
         """The live tensors that updates change, by name."""
-        named = {"network.value": self._flat.vector, "target_network.value": self._target}
-        named |= slots("network", self._optimizer, self._flat.vector)
-        named |= {f"network.{name}": buffer for name, buffer in self._buffers.items()}
-        return named | {f"target_network.{name}": buffer for name, buffer in self._target_buffers.items()}
-
-
-def _buffers(network: torch.nn.Module) -> dict[str, Tensor]:
-    """What a network carries besides its parameters, by name: the statistics of BatchNorm. Noise is drawn anew."""
-    kept = network.state_dict(keep_vars=True).keys()
-    return {name: buffer for name, buffer in network.named_buffers() if name in kept}
+        return q_training.live_tensors(
+            self._flat, self._target, self._optimizer, kept=self._buffers, target_kept=self._target_buffers
+        )

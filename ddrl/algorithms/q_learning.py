@@ -219,6 +219,23 @@ class Options(BaseModel):
             if value != type(self).model_fields[name].default:
                 raise ValueError(f"{name}={value}: has no effect {when}; remove it")
 
+    def refuse_layers_of_ones_own(self) -> None:
+        """Refuse dense layers for a network of one's own, but for the head's: it takes none.
+
+        Raises:
+            ValueError: more than one is set.
+        """
+        sizes = self.hidden_sizes
+        if (
+            ":" in self.network
+            and len(sizes) > 1
+            and sizes != type(self).model_fields["hidden_sizes"].default
+        ):
+            raise ValueError(
+                f"hidden_sizes={sizes}: only the last one is used on {self.network}, which brings the layers before it "
+                f"itself; set {sizes[-1:]}"
+            )
+
     def epsilon_at(self, num_updates: int) -> float:
         """The share of random actions after so many updates; without meaning on a ladder."""
         reached = min(1.0, num_updates / self.epsilon_anneal_updates)

@@ -159,12 +159,18 @@ class Config(q_learning.Options):
             )
         if not self.prioritized:
             self.refuse_changed(["priority_mix"], "without prioritized=true")
+        self.refuse_layers_of_ones_own()
         return self
 
     @property
     def sequences(self) -> SequenceShape:
         """How episodes are cut."""
         return SequenceShape(burn_in=self.burn_in, length=self.sequence_length, overlap=self.overlap)
+
+    @property
+    def memory_size(self) -> int:
+        """H, numbers of the recurrent state of one environment."""
+        return self.recurrent_size * (2 if self.recurrent == "lstm" else 1)
 
     @property
     def transitions_per_update(self) -> int:

@@ -15,9 +15,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ddrl.algorithms.continuation import adam, check_state, copies, rmsprop, slots
+from ddrl.algorithms import q_training
+from ddrl.algorithms.continuation import copies, restore
 from ddrl.algorithms.q_learning import make_network
 from ddrl.algorithms.r2d2 import Config, check
+from ddrl.device import send
 from ddrl.networks.mlp import FlatParameters
 from ddrl.networks.q_network import QNetwork
 from ddrl.networks.trunks import to_input
@@ -117,21 +119,20 @@ class R2D2:
         self._config = config
         self.network = make_network(config, spec, generator=torch.Generator().manual_seed(seed)).to(device)
         self.target_network = make_network(config, spec).to(device).requires_grad_(False)
-        self.target_network.load_state_dict(self.network.state_dict())
         self._flat = FlatParameters(self.network)
         self._target = FlatParameters(self.target_network).vector.requires_grad_(False)
-        vector = self._flat.vector
-        self._optimizer = (
-            adam(vector, learning_rate=config.learning_rate, eps=config.adam_eps)
-            if config.optimizer == "adam"
-            else rmsprop(vector, learning_rate=config.learning_rate, eps=3e-3, decay=0.95)
-        )
+        self._buffers = q_training.buffers(self.network)  # constants of a network of one's own
+        self._target_buffers = q_training.buffers(self.target_network)
+        q_training.follow(self._target, self._flat.vector, 1.0)
+        for name, buffer in self._buffers.items():
+            q_training.follow(self._target_buffers[name], buffer, 1.0)
+        self._optimizer = q_training.make_optimizer(config, self._flat.vector)
 
     def update(self, batch: Sequences) -> dict[str, Tensor]:
         """One update of the network and, when it is its time, of the target.
 
         Args:
-            batch: tensors on the learner's device; observations uint8 or float32.
+            batch: tensors on the learner's device but for burn_in, on the CPU; observations uint8 or float32.
 
         Returns:
             Detached scalars by name; reading one waits for the device. `q_mean` is the mean over the steps played of
@@ -140,11 +141,9 @@ class R2D2:
         """
         config = self._config
         observation = to_input(batch.observation)
-        # On the CPU, where packed sequences want their lengths: so the device is waited for once, not twice.
-        warm_up = batch.burn_in.clamp(min=1).cpu()
-        q = _unroll(self.network, batch, observation, warm_up)  # [L+1, B, A]
+        q = _unroll(self.network, batch, observation)  # [L+1, B, A]
         with torch.no_grad():
-            target_q = _unroll(self.target_network, batch, observation, warm_up)
+            target_q = _unroll(self.target_network, batch, observation)
         target = sequence_targets(
             q, target_q, batch.n_step_return, batch.bootstrap_discount, batch.bootstrap,
             double=config.double, rescale_values=config.rescale_values,
@@ -155,13 +154,12 @@ class R2D2:
         self._flat.differentiate(loss)
         metrics = {"loss": loss.detach()}
         if config.max_grad_norm is not None:
-            gradient = self._flat.vector.grad
-            assert gradient is not None, "FlatParameters always has one"
-            metrics["grad_norm"] = gradient.norm()
-            gradient.mul_((config.max_grad_norm / (metrics["grad_norm"] + 1e-6)).clamp(max=1.0))
+            metrics["grad_norm"] = self._flat.clip_gradient(config.max_grad_norm)
         self._optimizer.step()
         self.num_updates += 1
-        self._follow()
+        share = q_training.target_share(config, self.num_updates)
+        if share:
+            q_training.follow(self._target, self._flat.vector, share)
         num_played = batch.valid.sum()
         best = q.detach()[:-1].amax(dim=2)  # [L, B]
         metrics["q_mean"] = torch.where(batch.valid, best, 0.0).sum() / num_played
@@ -172,23 +170,9 @@ class R2D2:
             metrics["priority"] = sequence_priority(td, batch.valid, mix=config.priority_mix)
         return metrics
 
-    @torch.no_grad()
-    def _follow(self) -> None:
-        """Move the target, a share of the way or, when it is time, all of it."""
-        config = self._config
-        if config.target_rate is not None:
-            self._target.lerp_(self._flat.vector, config.target_rate)
-        elif config.target_period is not None and self.num_updates % config.target_period == 0:
-            self._target.copy_(self._flat.vector)
-
     def weights(self) -> dict[str, Tensor]:
-        """What a `Policy` needs: the network's parameters by name, and epsilon; CPU copies."""
-        vector = self._flat.vector.detach().to("cpu", copy=True)
-        sections = vector.split_with_sizes([parameter.numel() for parameter in self._flat.parameters])
-        named = zip(self.network.named_parameters(), sections, strict=True)
-        parameters = {name: section.view(parameter.shape) for (name, parameter), section in named}
-        epsilon = torch.tensor(self._config.epsilon_at(self.num_updates))
-        return parameters | copies(_buffers(self.network)) | {"epsilon": epsilon}
+        """What a `Policy` needs: the network's parameters and buffers by name, and epsilon; CPU copies."""
+        return q_training.weights(self._config, self._flat, self._buffers, self.num_updates)
 
     def state(self) -> dict[str, Tensor]:
         """Everything that continuation needs, as contiguous CPU copies that share no memory."""
@@ -200,45 +184,31 @@ class R2D2:
         Raises:
             ValueError: an entry is missing, unknown or of another shape (the configuration differs).
         """
-        tensors = self._tensors()
-        expected = {name: tensor.shape for name, tensor in tensors.items()}
-        check_state(expected | {"num_updates": torch.Size(())}, state)
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                tensor.copy_(state[name])
+        restore(self._tensors(), state, num_updates=torch.Size(()))
         self.num_updates = int(state["num_updates"])
 
     def _tensors(self) -> dict[str, Tensor]:
         """The live tensors that updates change, by name."""
-        named = {"network.value": self._flat.vector, "target_network.value": self._target}
-        named |= slots("network", self._optimizer, self._flat.vector)
-        for kind, network in (("network", self.network), ("target_network", self.target_network)):
-            named |= {f"{kind}.{name}": buffer for name, buffer in _buffers(network).items()}
-        return named
+        return q_training.live_tensors(
+            self._flat, self._target, self._optimizer, kept=self._buffers, target_kept=self._target_buffers
+        )
 
 
-def _unroll(network: QNetwork, batch: Sequences, observation: Tensor, warm_up: Tensor) -> Tensor:
+def _unroll(network: QNetwork, batch: Sequences, observation: Tensor) -> Tensor:
     """A network's values [L+1, B, A] of the training slices, after burn-in from the stored state.
 
     Args:
         network: online or target.
-        batch: the others of its columns.
+        batch: the others of its columns; no gradient enters burn-in.
         observation: [U+L+1, B, *I] float32.
-        warm_up: [B] int64, rows of burn-in, at least 1; no gradient enters them.
     """
     start = len(observation) - len(batch.action) - 1
     action, reward, state = batch.previous_action, batch.previous_reward, batch.memory
     if start:
         with torch.no_grad():
-            _, warm = network.sequence(observation[:start], action[:start], reward[:start], state, warm_up)
-        state = torch.where(
-            batch.burn_in.unsqueeze(1) > 0, warm, state
-        )  # where there is none, the stored one
+            lengths = batch.burn_in.clamp(min=1)
+            _, warm = network.sequence(observation[:start], action[:start], reward[:start], state, lengths)
+        has_burn_in = send(batch.burn_in.unsqueeze(1) > 0, state.device)  # [B, 1]
+        state = torch.where(has_burn_in, warm, state)
     values, _ = network.sequence(observation[start:], action[start:], reward[start:], state)
     return values
-
-
-def _buffers(network: torch.nn.Module) -> dict[str, Tensor]:
-    """What a network of one's own carries besides its parameters, by name; no update changes it."""
-    kept = network.state_dict(keep_vars=True).keys()
-    return {name: buffer for name, buffer in network.named_buffers() if name in kept}

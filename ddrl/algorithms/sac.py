@@ -163,6 +163,8 @@ class Policy:
         spec: spaces of the environment.
     """
 
+    evaluation_epsilon = 0.0
+
     def __init__(self, config: Config, spec: EnvSpec, *, producer: int = 0) -> None:
         check(config, spec)
         low, high = np.asarray(spec.action_low, np.float32), np.asarray(spec.action_high, np.float32)

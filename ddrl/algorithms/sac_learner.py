@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ddrl.algorithms.continuation import adam, check_state, copies, slots
+from ddrl.algorithms.continuation import adam, copies, restore, slots
 from ddrl.algorithms.sac import LOG_STD_MAX, LOG_STD_MIN, Config, check
 from ddrl.distributions import bounded_log_std, tanh_gaussian_sample
 from ddrl.networks.mlp import MLP, EnsembleMLP, FlatParameters
@@ -189,10 +189,7 @@ class SAC:
 
     def weights(self) -> dict[str, Tensor]:
         """What a `Policy` needs: the actor's parameters by name, as CPU copies."""
-        vector = self._actor.vector.detach().to("cpu", copy=True)
-        sections = vector.split_with_sizes([parameter.numel() for parameter in self._actor.parameters])
-        named = zip(self.actor.named_parameters(), sections, strict=True)
-        return {name: section.view(parameter.shape) for (name, parameter), section in named}
+        return self._actor.copies()
 
     def state(self) -> dict[str, Tensor]:
         """Everything that continuation needs, as contiguous CPU copies that share no memory."""
@@ -207,12 +204,7 @@ class SAC:
         Raises:
             ValueError: an entry is missing, unknown or of another shape (the configuration differs).
         """
-        tensors = self._tensors()
-        expected = {name: tensor.shape for name, tensor in tensors.items()}
-        check_state(expected | {"noise": self._noise.get_state().shape, "num_updates": torch.Size(())}, state)
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                tensor.copy_(state[name])
+        restore(self._tensors(), state, noise=self._noise.get_state().shape, num_updates=torch.Size(()))
         self._noise.set_state(state["noise"].cpu())
         self.num_updates = int(state["num_updates"])
 

@@ -49,6 +49,7 @@ _EXPLAINED: tuple[tuple[str, str, int], ...] = (
     ("ddrl.config", "ConfigError", BAD_INPUT),
     ("ddrl.envs", "EnvError", BAD_INPUT),
     ("ddrl.codec", "CodecError", BAD_INPUT),
+    ("ddrl.tensors", "TensorsError", BAD_INPUT),
     ("ddrl.policy", "PolicyFileError", BAD_INPUT),
     ("ddrl.store.lease", "LeaseLostError", FAILED),
     ("ddrl.crew", "CrewError", FAILED),

@@ -66,7 +66,7 @@ def evaluate(
             env=with_noops(loaded.env, noop),
             seeds=range(first, first + episodes),
             num_envs=num_envs,
-            epsilon=getattr(loaded.policy, "evaluation_epsilon", 0.0) if epsilon is None else epsilon,
+            epsilon=loaded.policy.evaluation_epsilon if epsilon is None else epsilon,
             noop_max=noop,
         )
         recorder = None if video is None else stack.enter_context(Recorder(video))

@@ -107,7 +107,7 @@ class FlatParameters:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.parameters = tuple(module.parameters())
+        self._names, self.parameters = zip(*module.named_parameters(), strict=True)
         self.vector = nn.Parameter(torch.cat([p.detach().reshape(-1) for p in self.parameters]))
         self.vector.grad = torch.zeros_like(self.vector)
         sections = self.vector.detach().split_with_sizes([p.numel() for p in self.parameters])
@@ -118,3 +118,18 @@ class FlatParameters:
         """Set `vector.grad` to the gradient of a scalar loss with respect to these parameters *only*."""
         gradients = torch.autograd.grad(loss, self.parameters)
         torch.cat([gradient.reshape(-1) for gradient in gradients], out=self.vector.grad)
+
+    def clip_gradient(self, max_norm: float) -> Tensor:
+        """Scale `vector.grad` down to `max_norm` where it is longer; the norm [] that it had."""
+        gradient = self.vector.grad
+        assert gradient is not None, "there always is one"
+        norm: Tensor = gradient.norm()
+        gradient.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    def copies(self) -> dict[str, Tensor]:
+        """CPU copies of the parameters by their names in the module, in one transfer."""
+        vector = self.vector.detach().to("cpu", copy=True)
+        sections = vector.split_with_sizes([parameter.numel() for parameter in self.parameters])
+        parts = zip(self.parameters, sections, strict=True)
+        return dict(zip(self._names, (part.view(own.shape) for own, part in parts), strict=True))

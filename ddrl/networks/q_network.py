@@ -8,7 +8,6 @@ from typing import Any, Literal
 from torch import Generator, Tensor, nn
 
 from ddrl.networks.heads import Head
-from ddrl.networks.images import BatchNorm
 from ddrl.networks.layers import ACTIVATIONS
 from ddrl.networks.noisy import NoisyLinear
 from ddrl.networks.recurrent import RecurrentCore
@@ -126,7 +125,7 @@ class QNetwork(nn.Module):
             previous_action: [T, B] int64, taken before each row; -1 where there is none.
             previous_reward: [T, B] float32; 0 where there is none.
             state: [B, H] float32 before the first row; zeros at an episode's start.
-            lengths: [B] int64 in 1..T, rows of each sequence that count; all when None.
+            lengths: [B] int64 on the CPU, in 1..T, rows of each sequence that count; all when None.
 
         Returns:
             [T, B, A], or [T, B, A, Z], without meaning beyond a sequence's length; and the state [B, H] after it.
@@ -147,16 +146,3 @@ class QNetwork(nn.Module):
         """No noise in any layer, as at first."""
         for layer in self._noisy:
             layer.mean_weights()
-
-    def play_state(self) -> dict[str, Tensor]:
-        """What a player needs, by name; detached, but not copied."""
-        return {name: tensor.detach() for name, tensor in self.state_dict().items()}
-
-    def statistics(self) -> dict[str, Tensor]:
-        """Running statistics of BatchNorm by name, which a target network copies along with the parameters."""
-        return {
-            f"{name}.{kind}": tensor
-            for name, layer in self.named_modules()
-            if isinstance(layer, BatchNorm)
-            for kind, tensor in layer.named_buffers()
-        }

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Generator, Tensor, nn
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
+from ddrl.device import send
 from ddrl.networks.layers import uniform_
 
 
@@ -62,22 +63,30 @@ class RecurrentCore(nn.Module):
             previous_action: [T, B] int64, taken before each row; -1, at an episode's start, gives zeros.
             previous_reward: [T, B] float32, received before each row.
             state: [B, H] before the first row.
-            lengths: [B] int64 in 1..T, rows of each sequence that count; all of them when None. A tensor on the CPU
-                waits for no other device.
+            lengths: [B] int64 on the CPU, in 1..T, rows of each sequence that count; all of them when None.
 
         Returns:
             [T, B, S] outputs, zero beyond a sequence's length, and the state [B, H] after each sequence's own length.
         """
         action = previous_action.unsqueeze(-1) == self.actions  # [T, B, A]
         x = torch.cat((features, action.to(features.dtype), previous_reward.unsqueeze(-1)), dim=-1)
-        packed = x if lengths is None else pack_padded_sequence(x, lengths.cpu(), enforce_sorted=False)
+        if lengths is None:
+            return self._go(x, state)
+        # Sorted here: pack_padded_sequence(enforce_sorted=False) and its inverse would each wait for the device.
+        lengths, order = lengths.sort(descending=True)
+        by_length, back = send(order, x.device), send(order.argsort(), x.device)
+        packed = pack_padded_sequence(x.index_select(1, by_length), lengths)
+        packed_output, new_state = self._go(packed, state.index_select(0, by_length))
+        output, _ = pad_packed_sequence(packed_output, total_length=len(x))
+        return output.index_select(1, back), new_state.index_select(0, back)
+
+    def _go(self, inputs: Tensor | PackedSequence, state: Tensor) -> tuple[Any, Tensor]:
+        """Through the layer from a state [B, H]; outputs as the inputs are, and the state [B, H] after them."""
         before = state.unsqueeze(0)
         if self._is_lstm:
             hidden, cell = before.chunk(2, dim=-1)
-            output, after = self.layer(packed, (hidden.contiguous(), cell.contiguous()))
+            output, after = self.layer(inputs, (hidden.contiguous(), cell.contiguous()))
             new_state = torch.cat(after, dim=-1)
         else:
-            output, new_state = self.layer(packed, before.contiguous())
-        if lengths is not None:
-            output, _ = pad_packed_sequence(output, total_length=len(x))
+            output, new_state = self.layer(inputs, before.contiguous())
         return output, new_state.squeeze(0)

@@ -7,11 +7,12 @@ episode before.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from ddrl.types import Fragment
 
@@ -55,17 +56,13 @@ def block(fragment: Fragment, frame_stack: int, *, context: int | None = None) -
     Raises:
         ValueError: there is no step, or the final observations do not match the truncated steps.
     """
-    num_steps, num_envs = fragment.num_steps, fragment.num_envs
-    if num_steps < 1 or num_envs < 1:
-        raise ValueError(
-            f"fragment: T = {num_steps}, N = {num_envs}; at least one step of one lane is needed"
-        )
+    _check_size(fragment)
     if frame_stack < 1:
         raise ValueError(f"frame_stack: {frame_stack} stacks nothing; use at least 1")
     skipped = 0 if context is None else max(fragment.context - context, 0)
     observation = fragment.observation[skipped:]
-    num_rows = len(observation)  # per lane
-    if is_image(fragment.observation):
+    num_rows, num_envs = observation.shape[:2]  # rows per lane
+    if is_image(observation.dtype, observation.shape[2:]):
         rows = observation.swapaxes(0, 1).reshape(-1, *observation.shape[2:])
         at = np.arange(num_envs * num_rows).reshape(num_envs, num_rows).T
     else:
@@ -73,7 +70,7 @@ def block(fragment: Fragment, frame_stack: int, *, context: int | None = None) -
         at = np.arange(num_rows * num_envs).reshape(num_rows, num_envs)
     truncated = fragment.truncated[skipped:]
     after = at[1:].copy()
-    step, lane, final = _finals(fragment, truncated, skipped)
+    step, lane, final = _finals(fragment, skipped)
     final_row = len(rows) + np.arange(len(step))
     after[step, lane] = final_row
     back = None
@@ -105,19 +102,35 @@ def as_input(stacks: NDArray[Any], num_axes: int, frame_stack: int) -> NDArray[A
     return stacks
 
 
-def is_image(observation: NDArray[Any]) -> bool:
-    """Whether observations [C+T+1, N, *O] lie lane by lane, as the codec has them: uint8 of two axes or more."""
-    return observation.dtype == np.uint8 and observation.ndim >= 4
+def is_image(dtype: DTypeLike, shape: Sequence[int]) -> bool:
+    """Whether observations `*O` lie lane by lane, as the codec has them, and may be held compressed: uint8, 2 axes."""
+    return np.dtype(dtype) == np.uint8 and len(shape) >= 2
 
 
-def _finals(
-    fragment: Fragment, truncated: NDArray[np.bool_], skipped: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[Any]]:
+def check_finals(fragment: Fragment) -> None:
+    """Refuse what `block` would of the steps behind the context, without copying an observation.
+
+    Raises:
+        ValueError: there is no step, or the final observations do not match the truncated steps.
+    """
+    _check_size(fragment)
+    _finals(fragment, fragment.context)
+
+
+def _check_size(fragment: Fragment) -> None:
+    if fragment.num_steps < 1 or fragment.num_envs < 1:
+        raise ValueError(
+            f"fragment: T = {fragment.num_steps}, N = {fragment.num_envs}; at least one step of one lane is needed"
+        )
+
+
+def _finals(fragment: Fragment, skipped: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[Any]]:
     """Step and lane of each truncation behind the first `skipped` steps, and its final observation.
 
     Raises:
         ValueError: they do not match.
     """
+    truncated = fragment.truncated[skipped:]
     num_truncated = np.count_nonzero(truncated)
     in_use = fragment.final_index[:, 0] >= skipped
     step, lane = (fragment.final_index[in_use].astype(np.int64) - (skipped, 0)).T

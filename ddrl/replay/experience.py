@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddrl.config import ReplayConfig, RunConfig
+from ddrl.config import ReplayConfig, RolloutConfig, RunConfig
+from ddrl.replay.blocks import is_image
 from ddrl.replay.fifo import Fifo
 from ddrl.replay.pacing import Pacing
 from ddrl.replay.priorities import Priorities
 from ddrl.replay.rows import CompressedRows, DenseRows
 from ddrl.replay.sampled import Sampled
 from ddrl.replay.sequence_view import SequenceView
+from ddrl.replay.sequence_view import expected_rows as expected_rows_of_sequences
 from ddrl.replay.view import TransitionView, dense_bytes, expected_rows
 from ddrl.types import EnvSpec, SequenceShape
 
@@ -22,7 +24,7 @@ def experience(
 
     Args:
         options: the algorithm's: gamma and batch_size; off-policy n_step too; if `prioritized` is among them and true,
-            the exponents; with sequences, priority_mix and rescale_values.
+            the exponents; with sequences, memory_size, priority_mix and rescale_values.
         spec: of the environment.
         on_policy: each fragment is learned from once, in order.
         sequences: shape of what a recurrent algorithm learns from; None: transitions.
@@ -40,9 +42,9 @@ def experience(
         slack_steps=replay.slack_steps,
         batch_size=samples_per_update(options),
     )
-    compressed = is_compressed(replay, spec)
+    compressed = is_compressed(replay, spec, sequences)
     store = CompressedRows if compressed else DenseRows
-    rows = store(frame_stack=spec.frame_stack, expected_rows=expected_rows(replay.capacity))
+    rows = store(frame_stack=spec.frame_stack, expected_rows=_expected_rows(replay, spec, sequences))
     view: TransitionView | SequenceView
     if sequences is None:
         view = TransitionView(
@@ -59,14 +61,15 @@ def experience(
             capacity=replay.capacity,
             gamma=options.gamma,
             n_step=options.n_step,
+            memory_size=options.memory_size,
             priority_mix=options.priority_mix,
             rescaled=options.rescale_values,
         )
     priorities = None
     if getattr(options, "prioritized", False):
+        largest = longest_fragment(config.rollout, sequences) * config.env.num_envs
         priorities = Priorities(
-            replay.capacity
-            + config.rollout.max_fragment_steps * config.env.num_envs,  # the new come before the old go
+            replay.capacity + largest,  # the new come before the old go
             exponent=options.priority_exponent,
             importance_exponent=options.importance_exponent,
             final_importance_exponent=options.final_importance_exponent,
@@ -89,8 +92,14 @@ def samples_per_update(options: Any) -> int:
     return samples
 
 
-def is_compressed(replay: ReplayConfig, spec: EnvSpec) -> bool:
-    """Whether the learner holds observations compressed."""
+def longest_fragment(rollout: RolloutConfig, sequences: SequenceShape | None) -> int:
+    """The largest T that a collector sends: whole strides of sequences."""
+    stride = sequences.stride if sequences else 1
+    return -(-rollout.max_fragment_steps // stride) * stride
+
+
+def is_compressed(replay: ReplayConfig, spec: EnvSpec, sequences: SequenceShape | None = None) -> bool:
+    """Whether the learner holds observations compressed; of sequences of that shape, None: transitions."""
     if replay.observations != "auto":
         return replay.observations == "compressed"
     needed = dense_bytes(
@@ -98,10 +107,12 @@ def is_compressed(replay: ReplayConfig, spec: EnvSpec) -> bool:
         observation_shape=spec.observation_shape,
         observation_dtype=spec.observation_dtype,
         frame_stack=spec.frame_stack,
+        num_rows=_expected_rows(replay, spec, sequences),
     )
-    return is_image(spec) and needed > int(replay.memory_bytes)
+    return is_image(spec.observation_dtype, spec.observation_shape) and needed > int(replay.memory_bytes)
 
 
-def is_image(spec: EnvSpec) -> bool:
-    """Whether observations are what the compressed view is made for."""
-    return spec.observation_dtype == "uint8" and len(spec.observation_shape) >= 2
+def _expected_rows(replay: ReplayConfig, spec: EnvSpec, sequences: SequenceShape | None) -> int:
+    if sequences is None:
+        return expected_rows(replay.capacity)
+    return expected_rows_of_sequences(replay.capacity, sequences, spec.frame_stack)

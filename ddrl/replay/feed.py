@@ -1,17 +1,19 @@
 """Reads the experience stream ahead of the learner: entries to fragments, in a thread of its own.
 
-Decompression releases the GIL; what remains in Python is a few calls an entry. The feed stages, the training
-thread admits, so that the view needs no lock.
+Decompression and compression release the GIL; what remains in Python is a few calls an entry. The feed stages, the
+training thread admits, so that the view needs no lock.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,7 +28,37 @@ log = logging.getLogger(__name__)
 
 BLOCK_MS = 1_000
 COUNT_S = 5.0  # between two looks at the size of entries
-MAX_STAGED_BYTES = 256 * 1024**2  # of compressed entries; beyond it the feed waits for the learner
+MAX_STAGED_BYTES = 256 * 1024**2  # of decoded fragments; beyond it the feed waits for the learner
+_ENTRY_BYTES = 2 * 1024  # of anything staged, be it refused
+_EXTRA_BYTES = 4 * 1024  # of a step: what algorithms may add to it, such as values and recurrent states
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What no fragment of a run exceeds.
+
+    Attributes:
+        num_steps: T.
+        num_envs: N.
+        context: C.
+    """
+
+    num_steps: int
+    num_envs: int
+    context: int
+
+    def num_bytes(self, spaces: EnvSpec) -> int:
+        """Of all columns, uncompressed, generously: with a final observation after every step."""
+        observation = math.prod(spaces.observation_shape) * np.dtype(spaces.observation_dtype).itemsize
+        step = 2 * observation + 8 * math.prod(spaces.action_shape) + _EXTRA_BYTES
+        return min(codec.MAX_BYTES, (self.context + self.num_steps + 1) * self.num_envs * step)
+
+    def check(self, fragment: Fragment) -> None:
+        """Raise CodecError where the fragment is larger."""
+        found = (fragment.num_steps, fragment.num_envs, fragment.context)
+        most = (self.num_steps, self.num_envs, self.context)
+        if any(one > bound for one, bound in zip(found, most, strict=True)):
+            raise codec.CodecError(f"T, N, C: {found}, those of the run are at most {most}")
 
 
 @dataclass(frozen=True)
@@ -36,7 +68,10 @@ class Staged:
     Attributes:
         entry_id: in the stream.
         cumulative_fragments, cumulative_steps, cumulative_bytes: counts of the stream up to and with it.
-        num_bytes: of the entry.
+        num_bytes: of the entry, as it says.
+        held_bytes: of memory while it is staged.
+        fragment: as decoded.
+        prepared: what `prepare` made of it.
         reason, head: of a refused entry, why, and the beginning of its header.
     """
 
@@ -45,16 +80,34 @@ class Staged:
     cumulative_steps: int
     cumulative_bytes: int
     num_bytes: int
+    held_bytes: int
     fragment: Fragment | None
+    prepared: Any = None
     reason: str = ""
     head: bytes = b""
 
 
-def stage(entry: stream.Entry, run: str, spaces: EnvSpec) -> Staged:
-    """Decode an entry; a bad one, or one that is not of this run and its spaces, becomes a reason."""
-    fragment, reason, head = None, "", b""
+def stage(
+    entry: stream.Entry,
+    run: str,
+    spaces: EnvSpec,
+    *,
+    bounds: Bounds | None = None,
+    prepare: Callable[[Fragment], Any] | None = None,
+) -> Staged:
+    """Decode an entry; a bad one, or one that is not of this run, its spaces and bounds, becomes a reason.
+
+    Args:
+        entry: of the stream.
+        run: whose it must be.
+        spaces: of the run's environment.
+        bounds: of its fragments; None: the codec's alone.
+        prepare: does what admission needs and other threads may do; a ValueError becomes the reason.
+    """
+    fragment, prepared, reason, head = None, None, "", b""
     try:
-        fragment = codec.decode(entry.fields)
+        max_bytes = codec.MAX_BYTES if bounds is None else bounds.num_bytes(spaces)
+        fragment = codec.decode(entry.fields, max_bytes=max_bytes)
         if fragment.run != run:
             raise codec.CodecError(f"run: {fragment.run!r} does not belong into the stream of {run!r}")
         observed, acted = fragment.observation, fragment.action
@@ -66,7 +119,11 @@ def stage(entry: stream.Entry, run: str, spaces: EnvSpec) -> Staged:
             raise codec.CodecError(f"action: {acted.dtype}, but actions of the run are {spaces.action_kind}")
         if spaces.action_sizes and not ((acted >= 0) & (acted < spaces.action_sizes)).all():
             raise codec.CodecError(f"action: outside the choices of the run, {spaces.action_sizes}")
-    except codec.CodecError as error:
+        if bounds is not None:
+            bounds.check(fragment)
+        if prepare is not None:
+            prepared = prepare(fragment)
+    except ValueError as error:  # CodecError is one
         fragment, reason, head = None, str(error), entry.fields.get(b"h", b"")[:1024]
     return Staged(
         entry.entry_id,
@@ -74,7 +131,9 @@ def stage(entry: stream.Entry, run: str, spaces: EnvSpec) -> Staged:
         cumulative_steps=_count(entry, b"n"),
         cumulative_bytes=_count(entry, b"b"),
         num_bytes=_count(entry, b"s"),
+        held_bytes=_ENTRY_BYTES + (_num_bytes(fragment) if fragment is not None else 0),
         fragment=fragment,
+        prepared=prepared,
         reason=reason,
         head=head,
     )
@@ -86,21 +145,41 @@ def _count(entry: stream.Entry, name: bytes) -> int:
     return int(value) if value.isdigit() and len(value) < 20 else 0
 
 
+def _num_bytes(fragment: Fragment) -> int:
+    """Of its arrays."""
+    columns = [*vars(fragment).values(), *fragment.extras.values()]
+    return sum(column.nbytes for column in columns if isinstance(column, np.ndarray))
+
+
+def stored(
+    client: Redis, run: str, first: bytes, last: bytes, stage: Callable[[stream.Entry], Staged]
+) -> Iterator[Staged]:
+    """The entries from `first` to `last` that are still in the stream, staged one by one."""
+    after = stream.before(first)
+    count = stream.read_count(client, run)
+    while entries := stream.read(client, run, after, count=count, until=last):
+        yield from map(stage, entries)
+        after = entries[-1].entry_id
+        count = stream.read_count(client, run)
+
+
 class Feed:
-    """Entries after a cursor, decoded in the background.
+    """Entries after a cursor, staged in the background.
 
     Args:
         client: connection for blocking reads, used by the feed alone.
         run: whose stream.
-        spaces: of its environment.
         cursor: the last entry already admitted.
+        stage: makes of an entry what is staged, in the feed's thread.
     """
 
-    def __init__(self, client: Redis, run: str, spaces: EnvSpec, cursor: bytes) -> None:
+    def __init__(
+        self, client: Redis, run: str, cursor: bytes, stage: Callable[[stream.Entry], Staged]
+    ) -> None:
         self._client = client
         self._run = run
-        self._spaces = spaces
         self._cursor = cursor
+        self._stage = stage
         self._staged: deque[Staged] = deque()
         self._taken_bytes = 0
         self._staged_bytes = 0
@@ -109,6 +188,8 @@ class Feed:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._read, name="feed", daemon=True)
         self.error: BaseException | None = None
+        self.waited_s = 0.0
+        """Time that went by in `wait`."""
 
     def start(self) -> None:
         """Begin reading."""
@@ -119,20 +200,22 @@ class Feed:
         self._stopping.set()
         self._thread.join(timeout=2 * BLOCK_MS / 1e3)
 
-    def take(self) -> list[Staged]:
-        """All that is staged now, in the order of the stream.
+    def take(self, for_s: float) -> Iterator[Staged]:
+        """What is staged, in the order of the stream; after `for_s` no more, but one at least.
 
         Raises:
             BaseException: what ended the feed, once everything before it was taken.
         """
-        if not self._staged and self.error is not None:
-            raise self.error
-        batch = []
+        until = time.monotonic() + for_s
+        error = self.error  # looked at first: whatever was staged before it is then seen below
+        if error is not None and not self._staged:
+            raise error
         while self._staged:
             staged = self._staged.popleft()
-            self._taken_bytes += staged.num_bytes
-            batch.append(staged)
-        return batch
+            yield staged
+            self._taken_bytes += staged.held_bytes
+            if time.monotonic() >= until:
+                return
 
     @property
     def ready(self) -> bool:
@@ -141,8 +224,10 @@ class Feed:
 
     def wait(self, timeout_s: float) -> None:
         """Sleep until something is staged or `wake` is called; returns at once if that was since the last wait."""
+        started = time.monotonic()
         self._arrived.wait(timeout_s)
         self._arrived.clear()
+        self.waited_s += time.monotonic() - started
 
     def wake(self) -> None:
         """End a `wait`."""
@@ -157,9 +242,6 @@ class Feed:
             self._arrived.set()
 
     def _read_once(self) -> None:
-        if self._staged_bytes - self._taken_bytes > MAX_STAGED_BYTES:
-            time.sleep(0.01)
-            return
         try:
             if time.monotonic() >= self._count_at:
                 self._count = stream.read_count(self._client, self._run)
@@ -170,8 +252,11 @@ class Feed:
             self._stopping.wait(1.0)
             return
         for entry in entries:
-            staged = stage(entry, self._run, self._spaces)
+            while self._staged_bytes - self._taken_bytes > MAX_STAGED_BYTES:
+                if self._stopping.wait(0.01):
+                    return
+            staged = self._stage(entry)
             self._cursor = entry.entry_id
-            self._staged_bytes += staged.num_bytes
+            self._staged_bytes += staged.held_bytes
             self._staged.append(staged)
             self._arrived.set()

@@ -96,6 +96,10 @@ class Fifo:
         """Fragments that wait."""
         return len(self._queue)
 
+    def prepare(self, fragment: Fragment) -> Fragment:
+        """What `admit` takes: there is nothing to prepare."""
+        return fragment
+
     def admit(self, fragment: Fragment, entry_id: bytes, *, version: int) -> None:
         """Queue a fragment, or drop it if it is too stale already.
 

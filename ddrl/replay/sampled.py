@@ -18,11 +18,16 @@ from numpy.typing import NDArray
 from ddrl.replay.pacing import Pacing
 from ddrl.replay.priorities import Priorities
 from ddrl.replay.samplers import uniform
+from ddrl.replay.sequence_view import Packed as PackedSequences
 from ddrl.replay.sequence_view import SequenceView
+from ddrl.replay.view import Packed as PackedTransitions
 from ddrl.replay.view import TransitionView
 from ddrl.types import Batch, Fragment, Sequences
 
 Drawn = Batch | Sequences
+_COUNT_DRAWS = 500  # between two counts of the producers
+_LARGEST_SURPRISE = 1e37  # whatever is larger counts as not told
+Packed = PackedTransitions | PackedSequences
 Surprise = tuple[NDArray[np.int64], Callable[[], NDArray[np.float32]]]  # numbers, priorities
 
 
@@ -53,7 +58,11 @@ class Sampled:
         self.view, self._pacing, self._priorities = view, pacing, priorities
         self._batch_size, self._seed = batch_size, seed
         self.grain = grain
-        self.players = 1  # each producer may take all that is left of the allowance
+        self.players = 1
+        """Producers lately heard of, among which what is left of the allowance is divided."""
+        self._heard: set[int] = set()  # producers since the last count of them
+        self._heard_before: set[int] = set()  # and between the last two counts
+        self._num_draws = 0
         self.num_dropped = self.num_waiting = 0
         self.first_version = 0  # what any policy played will do
         self._staleness: list[int] = []  # of the fragments admitted since the last figures
@@ -71,29 +80,41 @@ class Sampled:
         """Stream entry of the oldest fragment held; None when empty."""
         return self.view.oldest_entry_id
 
-    def admit(self, fragment: Fragment, entry_id: bytes, *, version: int) -> None:
+    def prepare(self, fragment: Fragment) -> Packed:
+        """The costly part of admission, for any thread: it needs nothing of what is held.
+
+        Raises:
+            ValueError: the fragment cannot be used.
+        """
+        return self.view.pack(fragment)
+
+    def admit(self, fragment: Fragment | Packed, entry_id: bytes, *, version: int) -> None:
         """Take a fragment over.
 
         Args:
-            fragment: as decoded.
+            fragment: as decoded, or as `prepare` made of it.
             entry_id: its id in the stream.
             version: latest published.
 
         Raises:
             ValueError: it cannot be used.
         """
+        packed: Any = self.prepare(fragment) if isinstance(fragment, Fragment) else fragment
         end = self.view.first + len(self.view)
-        surprise = self.view.admit(fragment, entry_id)
+        surprise = self.view.admit(packed, entry_id)
         if self._priorities is not None:
             num_new = self.view.first + len(self.view) - end
-            self._priorities.append(num_new, surprise)
+            # Values of a stranger may be finite and their difference not; the view has the items already.
+            is_usable = surprise is not None and bool((surprise < _LARGEST_SURPRISE).all())
+            self._priorities.append(num_new, surprise if is_usable else None)
             self._priorities.drop(self.view.first)
-        self._staleness.append(version - fragment.policy_version)
+        self._staleness.append(version - packed.fragment.policy_version)
+        self._heard.add(packed.fragment.producer)
 
     def draw(self, *, num_steps: int, num_updates: int, version: int) -> Drawn | None:
         """The next batch of NumPy arrays, or None while the learner must wait.
 
-        It may be overwritten once a few more were drawn.
+        Nobody else writes to its arrays as long as they are referred to; large ones are used again afterwards.
 
         Args:
             num_steps: environment steps appended.
@@ -104,10 +125,18 @@ class Sampled:
             return None
         if self._ahead and self._ahead[0][0] != num_updates:
             self._ahead.clear()
+        self._count_players()
         while len(self._ahead) <= self._depth:
             number = num_updates + len(self._ahead)
             self._ahead.append((number, self._begin(number)))
         return self._ahead.popleft()[1]()
+
+    def _count_players(self) -> None:
+        """Count the producers now and then; who falls silent is forgotten after two counts."""
+        self._num_draws += 1
+        if self._num_draws % _COUNT_DRAWS == 0:
+            self.players = max(1, len(self._heard | self._heard_before))
+            self._heard, self._heard_before = set(), self._heard
 
     def _begin(self, number: int) -> Callable[[], Drawn]:
         """Choose a batch and start to gather it; call the result for the batch."""

@@ -12,11 +12,33 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ddrl.replay.blocks import block
+from ddrl.replay import rows as stores
+from ddrl.replay.blocks import Block, block
 from ddrl.replay.ring import Ring
 from ddrl.replay.rows import Rows
-from ddrl.replay.sequences import Cuts, cut_fragment, memory_rows, priorities, targets
+from ddrl.replay.sequences import Cuts, cut_fragment, memory_states, priorities, targets
+from ddrl.replay.view import expected_rows as rows_of_fragments
+from ddrl.replay.windows import check_rewards
 from ddrl.types import Fragment, Sequences, SequenceShape
+
+_TYPICAL_STEPS = 32  # T, where the stride asks for no more; fragments take about rollout.fragment_s
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A fragment with all of its admission that needs nothing of what the view holds.
+
+    Attributes:
+        memory: [M, H] states before the M sequences.
+        surprise: [M], see `SequenceView.admit`.
+    """
+
+    fragment: Fragment
+    cuts: Cuts
+    observed: Block
+    rows: stores.Packed
+    memory: NDArray[np.float16]
+    surprise: NDArray[np.float32] | None
 
 
 @dataclass(frozen=True)
@@ -59,19 +81,21 @@ class SequenceView:
         capacity: int,
         gamma: float,
         n_step: int,
+        memory_size: int,
         priority_mix: float = 0.9,
         rescaled: bool = True,
     ) -> None:
         """Nothing is held yet; shapes and dtypes are those of the first fragment.
 
         Args:
-            rows: empty; holds the observations, and knows how many make a stack.
+            rows: empty; holds the observations, and knows how many make a stack; `expected_rows` is room enough.
             shape: of the sequences.
             capacity: most transitions held, not counting context; at least one sequence of them.
             gamma: discount of one agent step, in [0, 1].
             n_step: most rewards summed, at least 1 and at most a sequence of them.
+            memory_size: H, numbers of a recurrent state.
             priority_mix: weight of the largest TD error in a new sequence's priority, against their mean; in [0, 1].
-            rescaled: the policy's values are in units of h (see `sequences.rescale`).
+            rescaled: the policy's values are in units of h (see `returns.rescale`).
 
         Raises:
             ValueError: a setting is out of range.
@@ -89,11 +113,16 @@ class SequenceView:
             )
         if not 0.0 <= priority_mix <= 1.0:
             raise ValueError(f"priority_mix: {priority_mix} is no share; use a number from 0 to 1")
+        if memory_size < 1:
+            raise ValueError(f"memory_size: {memory_size} is no recurrent state; use at least 1")
         self.capacity, self.shape = capacity, shape
+        self._context = shape.context + rows.frame_stack - 1
+        self._memory_size = memory_size
         self._gamma, self._n_step = gamma, n_step
         self._mix, self._rescaled = priority_mix, rescaled
         self._rows = rows
-        self._steps = Ring(capacity)  # lane by lane: row, action, reward
+        # Lane by lane, context included: row, action, reward.
+        self._steps = Ring(expected_rows(capacity, shape, rows.frame_stack))
         self._items = Ring(max(1, capacity // shape.stride))
         self._held: deque[_Held] = deque()
         self._num_steps = 0
@@ -122,14 +151,41 @@ class SequenceView:
         """Bytes of memory as allocated."""
         return self._rows.num_bytes + self._steps.num_bytes + self._items.num_bytes
 
-    def admit(self, fragment: Fragment, entry_id: bytes) -> NDArray[np.float32] | None:
+    def pack(self, fragment: Fragment) -> Packed:
+        """Cut a fragment into sequences and pack its rows, in any thread; errors as of `admit`."""
+        if fragment.num_transitions > self.capacity:
+            raise ValueError(
+                f"fragment: {fragment.num_transitions} transitions exceed the capacity of {self.capacity}; "
+                "raise replay.capacity or shorten the fragments"
+            )
+        if fragment.context > self._context:  # which the capacity does not count
+            raise ValueError(
+                f"fragment: {fragment.context} steps of context, but its sequences need {self._context}; its worker "
+                "plays with other settings"
+            )
+        if fragment.action.ndim != 2 or fragment.action.dtype != np.int64:
+            raise ValueError(
+                f"fragment: action is {fragment.action.dtype}{list(fragment.action.shape[2:])}; sequences are of "
+                "discrete actions, int64"
+            )
+        cuts = cut_fragment(fragment, self.shape, self._rows.frame_stack)
+        check_rewards(fragment, self._n_step)
+        observed = block(fragment, self._rows.frame_stack)
+        memory = memory_states(fragment, cuts, self._memory_size)
+        surprise = priorities(
+            fragment, cuts, gamma=self._gamma, n=self._n_step, rescaled=self._rescaled, mix=self._mix
+        )
+        return Packed(fragment, cuts, observed, self._rows.pack(observed), memory, surprise)
+
+    def admit(self, fragment: Fragment | Packed, entry_id: bytes) -> NDArray[np.float32] | None:
         """Append a fragment's sequences, evicting the oldest fragments whole to make room.
 
         A refused fragment changes nothing.
 
         Args:
-            fragment: copied; may be reused afterwards. Its extras must have memory_index and memory, of exactly the
-                rows that `sequences.memory_rows` gives; empty ones where it gives none.
+            fragment: as it is, or as `pack` made of it; copied, may be reused afterwards. Its extras must have
+                memory_index and memory, of exactly the rows that `sequences.memory_rows` gives; empty ones where it
+                gives none.
             entry_id: its id in the stream.
 
         Returns:
@@ -138,30 +194,16 @@ class SequenceView:
 
         Raises:
             ValueError: the fragment is larger than the capacity, its shapes or dtypes differ from the first one's, it
-                has no discrete actions or other recurrent states than its sequences need, or it cannot be cut.
+                has no discrete actions or other context or recurrent states than its sequences need, its returns need
+                not be finite, or it cannot be cut.
         """
-        if fragment.num_transitions > self.capacity:
-            raise ValueError(
-                f"fragment: {fragment.num_transitions} transitions exceed the capacity of {self.capacity}; "
-                "raise replay.capacity or shorten the fragments"
-            )
-        if fragment.action.ndim != 2 or fragment.action.dtype != np.int64:
-            raise ValueError(
-                f"fragment: action is {fragment.action.dtype}{list(fragment.action.shape[2:])}; sequences are of "
-                "discrete actions, int64"
-            )
-        cuts = cut_fragment(fragment, self.shape, self._rows.frame_stack)
-        observed = block(fragment, self._rows.frame_stack)
-        self._rows.check(observed)
-        memory = _memory(fragment, cuts)
-        self._items.check("memory", memory)
-        surprise = priorities(
-            fragment, cuts, gamma=self._gamma, n=self._n_step, rescaled=self._rescaled, mix=self._mix
-        )
+        packed = self.pack(fragment) if isinstance(fragment, Fragment) else fragment
+        fragment, cuts, observed = packed.fragment, packed.cuts, packed.observed
+        self._rows.check(packed.rows)
         while self._num_steps + fragment.num_transitions > self.capacity:
             self._evict()
 
-        row = self._rows.append(observed)
+        row = self._rows.append(packed.rows)
         step = self._steps.append(
             row=row + observed.at[:-1].T.reshape(-1),
             action=fragment.action.T.reshape(-1),
@@ -175,7 +217,7 @@ class SequenceView:
             fresh=cuts.fresh,
             terminated=fragment.terminated[cuts.last, cuts.lane],
             after=row + observed.after[cuts.last, cuts.lane],
-            memory=memory,
+            memory=packed.memory,
         )
         self._held.append(
             _Held(
@@ -188,7 +230,7 @@ class SequenceView:
             )
         )
         self._num_steps += fragment.num_transitions
-        return surprise
+        return packed.surprise
 
     def gather(self, position: NDArray[np.int64]) -> Sequences:
         """As `plan`, at once."""
@@ -308,25 +350,7 @@ class SequenceView:
         self._num_steps -= held.num_transitions
 
 
-def _memory(fragment: Fragment, cuts: Cuts) -> NDArray[np.float16]:
-    """[S, H] the recurrent state before the first step in use of each sequence; 0 at an episode's start.
-
-    Raises:
-        ValueError: the fragment has others than those.
-    """
-    index, memory = fragment.extras.get("memory_index"), fragment.extras.get("memory")
-    needed = memory_rows(cuts)
-    if index is None or memory is None:
-        raise ValueError(
-            "fragment: no columns memory_index and memory; its worker plays another algorithm than a recurrent one"
-        )
-    if memory.dtype != np.float16 or memory.ndim != 2:
-        raise ValueError(f"fragment: memory is {memory.dtype}{list(memory.shape)}, expected float16 [S, H]")
-    if not np.array_equal(index, needed) or len(memory) != len(needed):
-        raise ValueError(
-            f"fragment: {len(memory)} recurrent states, but not of the {len(needed)} steps that its sequences begin "
-            "with; its worker plays with other settings"
-        )
-    state = np.zeros((len(cuts), memory.shape[1]), np.float16)
-    state[~cuts.fresh] = memory
-    return state
+def expected_rows(capacity: int, shape: SequenceShape, frame_stack: int) -> int:
+    """Room for the observations of `capacity` transitions, of which every fragment repeats its context."""
+    steps = -(-_TYPICAL_STEPS // shape.stride) * shape.stride
+    return rows_of_fragments(capacity, context=shape.context + frame_stack - 1, steps=steps)

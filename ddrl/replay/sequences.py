@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddrl.returns import n_step_return
+from ddrl.returns import n_step_return, rescale, unrescale
 from ddrl.types import Fragment, SequenceShape
 
 
@@ -151,6 +151,33 @@ def memory_rows(cuts: Cuts) -> NDArray[np.int32]:
     return np.stack([cuts.first[stored], cuts.lane[stored]], axis=1).astype(np.int32)
 
 
+def memory_states(fragment: Fragment, cuts: Cuts, size: int) -> NDArray[np.float16]:
+    """[S, H] the recurrent state before the first step in use of each sequence, H = `size`; 0 at an episode's start.
+
+    Raises:
+        ValueError: the fragment has others than those.
+    """
+    index, memory = fragment.extras.get("memory_index"), fragment.extras.get("memory")
+    needed = memory_rows(cuts)
+    if index is None or memory is None:
+        raise ValueError(
+            "fragment: no columns memory_index and memory; its worker plays another algorithm than a recurrent one"
+        )
+    if memory.dtype != np.float16 or memory.ndim != 2 or memory.shape[1] != size:
+        raise ValueError(
+            f"fragment: memory is {memory.dtype}{list(memory.shape)}, expected float16 [S, {size}]; its worker plays "
+            "with other settings"
+        )
+    if not np.array_equal(index, needed) or len(memory) != len(needed):
+        raise ValueError(
+            f"fragment: {len(memory)} recurrent states, but not of the {len(needed)} steps that its sequences begin "
+            "with; its worker plays with other settings"
+        )
+    state = np.zeros((len(cuts), size), np.float16)
+    state[~cuts.fresh] = memory
+    return state
+
+
 def targets(
     reward: NDArray[Any],
     length: NDArray[np.int64],
@@ -194,7 +221,7 @@ def priorities(
         fragment: its extras `action_value` and `state_value` [C+T, N] float32 are needed.
         cuts: its S sequences.
         gamma, n: as for `returns.n_step_return`.
-        rescaled: values are in units of h (see `rescale`).
+        rescaled: values are in units of h (see `returns.rescale`).
         mix: weight of the maximum, in [0, 1].
 
     Returns:
@@ -223,14 +250,3 @@ def priorities(
     td = np.abs((rescale(target) if rescaled else target) - extras["action_value"][step, lane]) * valid
     mixed: NDArray[np.float64] = mix * td.max(axis=0) + (1.0 - mix) * td.sum(axis=0) / cuts.length
     return mixed.astype(np.float32)
-
-
-def rescale(x: NDArray[np.float64], eps: float = 1e-3) -> NDArray[np.float64]:
-    """h(x) = sign(x) (sqrt(|x| + 1) - 1) + eps x, elementwise: `returns.rescale` without torch."""
-    return x / (np.sqrt(np.abs(x) + 1.0) + 1.0) + eps * x
-
-
-def unrescale(x: NDArray[np.float64], eps: float = 1e-3) -> NDArray[np.float64]:
-    """The inverse of `rescale`, elementwise: `returns.unrescale` without torch."""
-    root = (np.sqrt(1.0 + 4.0 * eps * (np.abs(x) + 1.0 + eps)) - 1.0) / (2.0 * eps)
-    return np.sign(x) * (root * root - 1.0)

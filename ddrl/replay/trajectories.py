@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddrl.replay.blocks import block, stacked
+from ddrl.replay.blocks import block, check_finals, stacked
 from ddrl.types import Fragment, Trajectories
 
 
@@ -92,7 +92,7 @@ def check_trajectory(fragment: Fragment) -> None:
         raise ValueError(
             "fragment: raw_action differs in shape or dtype from action; its worker plays another algorithm"
         )
-    block(fragment, 1, context=0)
+    check_finals(fragment)
 
 
 def _drawn(fragment: Fragment) -> NDArray[Any]:

@@ -13,14 +13,24 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ddrl.replay import rows as stores
 from ddrl.replay.ring import Ring
 from ddrl.replay.rows import Rows
-from ddrl.replay.windows import n_step_windows
+from ddrl.replay.windows import Windows, n_step_windows
 from ddrl.types import Batch, Fragment
 
 _POINTER_BYTES = (
     8 + 4 + 4 + 4
 )  # of a transition: start row, rows ahead to the bootstrap, n_step_return, bootstrap_discount
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A fragment with all of its admission that needs nothing of what the view holds."""
+
+    fragment: Fragment
+    windows: Windows
+    rows: stores.Packed
 
 
 @dataclass(frozen=True)
@@ -96,13 +106,23 @@ class TransitionView:
         """Bytes of memory as allocated; 0 before the first fragment. What was never written costs none yet."""
         return self._ring.num_bytes + self._rows.num_bytes
 
-    def admit(self, fragment: Fragment, entry_id: bytes) -> NDArray[np.float32] | None:
+    def pack(self, fragment: Fragment) -> Packed:
+        """Cut a fragment into transitions and pack its rows, in any thread; errors as of `admit`."""
+        if fragment.num_transitions > self.capacity:
+            raise ValueError(
+                f"fragment: {fragment.num_transitions} transitions exceed the capacity of {self.capacity}; "
+                "raise replay.capacity or shorten the fragments"
+            )
+        windows = n_step_windows(fragment, gamma=self._gamma, n=self._n_step, frame_stack=self._frame_stack)
+        return Packed(fragment, windows, self._rows.pack(windows.block))
+
+    def admit(self, fragment: Fragment | Packed, entry_id: bytes) -> NDArray[np.float32] | None:
         """Append a fragment's transitions, evicting the oldest fragments whole to make room.
 
         A refused fragment changes nothing.
 
         Args:
-            fragment: copied; may be reused afterwards.
+            fragment: as it is, or as `pack` made of it; copied, may be reused afterwards.
             entry_id: its id in the stream.
 
         Returns:
@@ -113,19 +133,15 @@ class TransitionView:
             ValueError: the fragment is larger than the capacity, its shapes or dtypes differ from the
                 first one's, or it cannot be cut into transitions (see `n_step_windows`).
         """
-        if fragment.num_transitions > self.capacity:
-            raise ValueError(
-                f"fragment: {fragment.num_transitions} transitions exceed the capacity of {self.capacity}; "
-                "raise replay.capacity or shorten the fragments"
-            )
-        windows = n_step_windows(fragment, gamma=self._gamma, n=self._n_step, frame_stack=self._frame_stack)
-        self._rows.check(windows.block)
+        packed = self.pack(fragment) if isinstance(fragment, Fragment) else fragment
+        windows = packed.windows
+        self._rows.check(packed.rows)
         self._ring.check("action", windows.action)
         while len(self) + len(windows) > self.capacity:
             held = self._held.popleft()
             self._ring.drop(held.num_transitions)
             self._rows.drop(held.num_rows)
-        first_row = self._rows.append(windows.block)
+        first_row = self._rows.append(packed.rows)
         self._ring.append(
             start=first_row + windows.start,
             ahead=(windows.bootstrap - windows.start).astype(np.int32),
@@ -218,9 +234,12 @@ class TransitionView:
             end, row = here.stop, row + held.num_rows
 
 
-def expected_rows(capacity: int) -> int:
-    """Room for the observations of `capacity` transitions from fragments of 8 steps without context, or 32 with 3."""
-    return capacity + -(-capacity // 8)
+def expected_rows(capacity: int, *, context: int = 0, steps: int = 8) -> int:
+    """Room for the observations of `capacity` transitions from fragments of T = `steps` that bring C = `context` along.
+
+    8 steps without context give as many as 32 steps with 3.
+    """
+    return capacity + -(-capacity * (context + 1) // steps)
 
 
 def dense_bytes(
@@ -230,8 +249,11 @@ def dense_bytes(
     observation_dtype: str,
     frame_stack: int = 1,
     action_bytes: int = 8,
+    num_rows: int | None = None,
 ) -> int:
     """Memory that a full view of `capacity` transitions takes with dense observations, as far as it can be foretold.
+
+    Of a view of sequences give the `num_rows`; what else it holds is about a hundredth of its images.
 
     Args:
         capacity: transitions.
@@ -239,6 +261,8 @@ def dense_bytes(
         observation_dtype: NumPy name.
         frame_stack: K.
         action_bytes: of one action.
+        num_rows: observations; None for those that `expected_rows(capacity)` gives.
     """
     row = math.prod(observation_shape) * np.dtype(observation_dtype).itemsize + 4 * (frame_stack > 1)
-    return expected_rows(capacity) * row + capacity * (_POINTER_BYTES + action_bytes)
+    num_rows = expected_rows(capacity) if num_rows is None else num_rows
+    return num_rows * row + capacity * (_POINTER_BYTES + action_bytes)

@@ -16,6 +16,8 @@ from ddrl.replay.blocks import Block, block
 from ddrl.returns import n_step_return
 from ddrl.types import Fragment
 
+_MAX_RETURN = float(np.finfo(np.float32).max)
+
 
 @dataclass(frozen=True)
 class Windows:
@@ -61,8 +63,9 @@ def n_step_windows(fragment: Fragment, *, gamma: float, n: int, frame_stack: int
 
     Raises:
         ValueError: the fragment has no step to train on, its final observations do not match its truncated steps, its
-            values are no columns [C+T, N], or gamma, n or frame_stack is out of range.
+            values are no columns [C+T, N], its returns need not be finite, or gamma, n or frame_stack is out of range.
     """
+    check_rewards(fragment, n)
     num_steps, context = fragment.num_steps, fragment.context
     rows = block(fragment, frame_stack, context=frame_stack - 1)
     after = rows.after[rows.num_steps - num_steps :]  # [T, N]
@@ -84,6 +87,19 @@ def n_step_windows(fragment: Fragment, *, gamma: float, n: int, frame_stack: int
         bootstrap_discount=discount.reshape(-1),
         td_error=None if td_error is None else td_error.reshape(-1),
     )
+
+
+def check_rewards(fragment: Fragment, n: int) -> None:
+    """Refuse finite rewards of which `n` may sum to what float32 does not hold.
+
+    Raises:
+        ValueError: n times the largest is more.
+    """
+    largest = float(np.abs(fragment.reward).max(initial=0.0))
+    if not largest * min(n, len(fragment.reward)) <= _MAX_RETURN:
+        raise ValueError(
+            f"fragment: rewards of up to {largest:.3g} have no finite sum of n_step {n}; lower env.reward_scale"
+        )
 
 
 def _td_error(

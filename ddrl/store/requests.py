@@ -8,11 +8,13 @@ of life. Both keys expire unless the asker goes on looking, so that nothing stay
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, cast
+from typing import cast
 
+from pydantic import TypeAdapter, ValidationError
 from redis import Redis
 
 from ddrl import keys
@@ -21,6 +23,7 @@ TTL_S = 300  # after the asker's last look
 SILENT_MS = 15_000  # without a sign of life a request may be taken by another
 
 _PREFIX = "request"  # of a task's argument; an evaluation's begins with a number
+_ID = re.compile(rf"{_PREFIX}:(\w+):(0|[1-9][0-9]{{0,8}})", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Answer:
     """What came of a request.
 
     Attributes:
-        number: of the request in its set.
+        number: of the request in its set; -1 where that cannot be read.
         returns, lengths: of its episodes, in the order of the seeds; empty where it failed.
         error: why it could not be played; "" otherwise.
     """
@@ -63,6 +66,8 @@ class Answer:
     lengths: tuple[int, ...]
     error: str = ""
 
+
+_REQUEST, _ANSWERED = TypeAdapter(Request), TypeAdapter(Answer)
 
 _PUT = """
 -- KEYS: requests (hash). ARGV: seconds to live, then number and request (JSON) in turn. Opens them, for anyone.
@@ -114,6 +119,12 @@ def is_request(text: str) -> bool:
     return text.startswith(_PREFIX + ":")
 
 
+def number_of(text: str) -> int | None:
+    """The number in a `request_id`; None where it is none."""
+    found = _ID.fullmatch(text)
+    return None if found is None else int(found[2])
+
+
 def put(client: Redis, run: str, name: str, wanted: Mapping[int, Request]) -> None:
     """Open requests, or open them again: then anybody may take them at once."""
     parts = [part for number, request in wanted.items() for part in (number, json.dumps(asdict(request)))]
@@ -131,26 +142,38 @@ def take(client: Redis, run: str, text: str, player: str, *, silent_ms: int = SI
         silent_ms: a player unheard of for so long has lost it.
 
     Returns:
-        None if it is answered, withdrawn, or played by another.
+        None if it is answered, withdrawn, or played by another; or `text` means no request.
+
+    Raises:
+        ValueError: what is stored there is no request.
     """
-    name, number = _split(text)
+    found = _ID.fullmatch(text)
+    if found is None:
+        return None
+    name, number = found.groups()
     raw = cast("bytes | None", client.eval(_TAKE, 1, keys.requests(run, name), number, player, silent_ms))
-    return Request(**json.loads(raw)) if raw else None
+    if raw is None:
+        return None
+    try:
+        return _REQUEST.validate_json(raw)
+    except ValidationError as error:
+        raise ValueError(f"request {number}: cannot be read ({_reason(error)}); send it again") from None
 
 
 def answer(client: Redis, run: str, text: str, given: Answer) -> bool:
     """Store an answer; False if there was one, or nobody waits for it any more."""
-    name, number = _split(text)
+    found = _ID.fullmatch(text)
+    if found is None:
+        return False
+    name, number = found.groups()
     script_keys = [keys.requests(run, name), keys.answers(run, name)]
     return bool(client.eval(_ANSWER, 2, *script_keys, number, json.dumps(asdict(given)), TTL_S))
 
 
 def answers(client: Redis, run: str, name: str, after: int = 0) -> list[Answer]:
-    """Answers after the first so many, in order of coming."""
-    raw = cast("list[bytes]", client.lrange(keys.answers(run, name), after, -1))
-    rows: list[dict[str, Any]] = [json.loads(value) for value in raw]
+    """Answers after the first so many, in order of coming; those that cannot be read say so."""
     return [
-        Answer(**{**row, "returns": tuple(row["returns"]), "lengths": tuple(row["lengths"])}) for row in rows
+        _read_answer(raw) for raw in cast("list[bytes]", client.lrange(keys.answers(run, name), after, -1))
     ]
 
 
@@ -161,8 +184,8 @@ def look(client: Redis, run: str, name: str) -> dict[int, str]:
         pipe.expire(keys.requests(run, name), TTL_S)
         pipe.expire(keys.answers(run, name), TTL_S)
         raw: dict[bytes, bytes] = pipe.execute()[0]
-    signs = {field.decode(): value.decode() for field, value in raw.items()}
-    return {int(field.partition(":")[0]): value for field, value in signs.items() if ":" in field}
+    signs = {re.fullmatch(rb"([0-9]{1,9}):player", field): value for field, value in raw.items()}
+    return {int(field[1]): value.decode(errors="replace") for field, value in signs.items() if field}
 
 
 def withdraw(client: Redis, run: str, name: str) -> None:
@@ -170,6 +193,20 @@ def withdraw(client: Redis, run: str, name: str) -> None:
     client.delete(keys.requests(run, name), keys.answers(run, name))
 
 
-def _split(text: str) -> tuple[str, str]:
-    _, name, number = (*text.split(":"), "", "")[:3]
-    return name, number
+def _read_answer(raw: bytes) -> Answer:
+    try:
+        return _ANSWERED.validate_json(raw)
+    except ValidationError as error:
+        reason = _reason(error)
+    try:
+        row = json.loads(raw)
+        number = row["number"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        number = -1
+    return Answer(number if isinstance(number, int) else -1, (), (), f"its answer cannot be read ({reason})")
+
+
+def _reason(error: ValidationError) -> str:
+    """The first thing that is wrong, in one line."""
+    first = error.errors(include_url=False)[0]
+    return " ".join(": ".join((*map(str, first["loc"]), first["msg"])).split())

@@ -1,0 +1,54 @@
+"""What a run's config makes of the learner's experience: how it is held, and how much of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ddrl import config, envs
+from ddrl.algorithms import base
+from ddrl.config import ReplayConfig, RolloutConfig
+from ddrl.replay.experience import experience, is_compressed, longest_fragment
+from ddrl.replay.sampled import Sampled
+from ddrl.replay.sequence_view import SequenceView
+from ddrl.types import EnvSpec, SequenceShape
+
+GAME = EnvSpec("game", (84, 84), "uint8", "discrete", (), (6,), frame_stack=4)
+SHAPE = SequenceShape(burn_in=40, length=80, overlap=40)
+R2D2 = {"name": "r2d2", "hidden_sizes": [16], "recurrent_size": 8, "sequence_length": 20, "overlap": 10}
+
+
+def test_context_of_sequences_counts_for_auto() -> None:
+    """A thousand transitions are 1,125 rows of 7,060 bytes; as sequences, by 40 with 84 of context, 3,125 rows."""
+    replay = ReplayConfig.model_validate({"capacity": 1000, "memory_bytes": 16 * 1024**2})
+    assert not is_compressed(replay, GAME)
+    assert is_compressed(replay, GAME, SHAPE)
+    larger = ReplayConfig.model_validate({"capacity": 1000, "memory_bytes": 3125 * 7060 + 28_000})
+    assert not is_compressed(larger, GAME, SHAPE)
+    smaller = ReplayConfig.model_validate({"capacity": 1000, "memory_bytes": 3125 * 7060 + 27_999})
+    assert is_compressed(smaller, GAME, SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("most", "shape", "longest"),
+    [(512, None, 512), (512, SHAPE, 520), (520, SHAPE, 520), (40, SHAPE, 40), (41, SHAPE, 80)],
+)
+def test_fragments_of_sequences_are_whole_strides(
+    most: int, shape: SequenceShape | None, longest: int
+) -> None:
+    assert longest_fragment(RolloutConfig(max_fragment_steps=most), shape) == longest
+
+
+@pytest.mark.parametrize(("recurrent", "size"), [("lstm", 16), ("gru", 8)])
+def test_recurrent_states_are_as_wide_as_the_players(recurrent: str, size: int) -> None:
+    options: dict[str, Any] = R2D2 | {"recurrent": recurrent}
+    run = config.validate({"env": {"id": "CartPole-v1"}, "algorithm": options})
+    spec = envs.describe(run.env)
+    resolved = base.resolve(run, spec)
+    assert resolved.config.memory_size == size
+    assert resolved.policy().memory(3)["state"].shape == (3, size)
+    held = experience(run, resolved.config, spec, on_policy=False, sequences=resolved.sequences)
+    assert isinstance(held, Sampled) and isinstance(held.view, SequenceView)
+    assert held.view._memory_size == size
+    held.close()
