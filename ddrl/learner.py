@@ -79,7 +79,8 @@ class Learner:
             config, resolved.config, resolved.spec, on_policy=self._on_policy, sequences=resolved.sequences
         )
         most_steps = longest_fragment(config.rollout, resolved.sequences)
-        bounds = Bounds(most_steps, config.env.num_envs, resolved.context)
+        memory_size = getattr(resolved.config, "memory_size", 0)
+        bounds = Bounds(most_steps, config.env.num_envs, resolved.context, memory_size)
         self._stage = functools.partial(
             stage, run=run, spaces=resolved.spec, bounds=bounds, prepare=self.experience.prepare
         )

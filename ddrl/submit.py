@@ -89,10 +89,15 @@ def _check_off_policy(config: RunConfig, resolved: base.Resolved) -> None:
         slack_steps=replay.slack_steps,
         batch_size=samples_per_update(options),
     )
-    _refuse_set(config.on_policy, "on_policy", list(type(config.on_policy).model_fields), resolved.name)
+    _refuse_set(
+        config.on_policy, "on_policy", list(type(config.on_policy).model_fields), f"algorithm {resolved.name}"
+    )
     if spec.action_kind != "continuous":
         _refuse_set(
-            config.rollout, "rollout", ["action_noise"], f"{resolved.name} with {spec.action_kind} actions"
+            config.rollout,
+            "rollout",
+            ["action_noise"],
+            f"algorithm {resolved.name} with {spec.action_kind} actions",
         )
     fragment_steps, num_envs = config.rollout.max_fragment_steps, config.env.num_envs
     stride = resolved.sequences.stride if resolved.sequences else 1
@@ -166,14 +171,14 @@ def _check_on_policy(config: RunConfig, resolved: base.Resolved, processes: int)
         raise ValueError(
             f"rollout.random_until_learned: true gives actions that {resolved.name} cannot learn from; remove it"
         )
-    _refuse_set(config.rollout, "rollout", ["action_noise"], resolved.name)
+    _refuse_set(config.rollout, "rollout", ["action_noise"], f"algorithm {resolved.name}")
     _refuse_set(
         config.replay,
         "replay",
         [name for name in type(config.replay).model_fields if name != "max_bytes"],
-        resolved.name,
+        f"algorithm {resolved.name}",
     )
-    _refuse_set(config.learner, "learner", ["publish_every_s"], resolved.name)
+    _refuse_set(config.learner, "learner", ["publish_every_s"], f"algorithm {resolved.name}")
 
 
 def _refuse_set(section: Section, prefix: str, names: list[str], what: str) -> None:

@@ -66,20 +66,27 @@ def test_the_largest_fragment_of_the_run_passes_and_a_larger_one_does_not() -> N
 
 def test_every_step_may_be_truncated_and_extras_have_room() -> None:
     """Bytes are bounded so that no fragment that a collector can make is refused."""
-    made = fragment(0)
+    made, spaces = fragment(0), replace(SPACES, observation_shape=(5000,))
     everywhere = np.ones_like(made.truncated)
     index = np.argwhere(everywhere).astype(np.int32)
     widest = replace(
         made,
+        observation=np.zeros((11, 3, 5000), np.float32),
         truncated=everywhere,
         terminated=np.zeros_like(everywhere),
         final_index=index,
-        final_observation=np.zeros((len(index), 4), np.float32),
+        final_observation=np.zeros((len(index), 5000), np.float32),
         episode_return=np.zeros(len(index), np.float32),
         episode_length=np.ones(len(index), np.int32),
-        extras={"wide": np.zeros((*everywhere.shape, 1000), np.float32)},
+        extras={
+            "wide": np.zeros((*everywhere.shape, 1000), np.float32),
+            "memory_index": index,
+            "memory": np.zeros((len(index), 9000), np.float16),
+        },
     )
-    assert stage(entry(codec.encode(widest)), RUN, SPACES, bounds=BOUNDS).reason == ""
+    fields = entry(codec.encode(widest))
+    assert stage(fields, RUN, spaces, bounds=replace(BOUNDS, memory_size=9000)).reason == ""
+    assert "uncompressed, at most" in stage(fields, RUN, spaces, bounds=BOUNDS).reason
 
 
 def test_what_is_far_too_large_is_refused_before_anything_is_decompressed(

@@ -30,7 +30,7 @@ BLOCK_MS = 1_000
 COUNT_S = 5.0  # between two looks at the size of entries
 MAX_STAGED_BYTES = 256 * 1024**2  # of decoded fragments; beyond it the feed waits for the learner
 _ENTRY_BYTES = 2 * 1024  # of anything staged, be it refused
-_EXTRA_BYTES = 4 * 1024  # of a step: what algorithms may add to it, such as values and recurrent states
+_EXTRA_BYTES = 4 * 1024  # of a step: what algorithms may add to it, such as values
 
 
 @dataclass(frozen=True)
@@ -41,16 +41,18 @@ class Bounds:
         num_steps: T.
         num_envs: N.
         context: C.
+        memory_size: H, numbers of a recurrent state.
     """
 
     num_steps: int
     num_envs: int
     context: int
+    memory_size: int = 0
 
     def num_bytes(self, spaces: EnvSpec) -> int:
-        """Of all columns, uncompressed, generously: with a final observation after every step."""
+        """Of all columns, uncompressed, generously: with a final observation and a recurrent state for each step."""
         observation = math.prod(spaces.observation_shape) * np.dtype(spaces.observation_dtype).itemsize
-        step = 2 * observation + 8 * math.prod(spaces.action_shape) + _EXTRA_BYTES
+        step = 2 * observation + 8 * math.prod(spaces.action_shape) + 2 * self.memory_size + _EXTRA_BYTES
         return min(codec.MAX_BYTES, (self.context + self.num_steps + 1) * self.num_envs * step)
 
     def check(self, fragment: Fragment) -> None:
