@@ -36,6 +36,7 @@ _NAMED = (
     "queued_steps",
     "return_mean",
     "replay_size",
+    "replay_bytes",
     "learner_wait",
     "admitted",
     "dead",
@@ -257,6 +258,7 @@ def _experience_cells(row: Mapping[str, Any], config: RunConfig) -> list[tuple[s
             ),
             ("staleness", f"{number(row.get('staleness'))} versions"),
             ("replay", f"{int(row.get('replay_size', 0)):,} of {config.replay.capacity:,}"),
+            ("replay memory", size(row.get("replay_bytes", 0))),
         ]
     bound = config.on_policy.max_staleness
     return [
