@@ -189,7 +189,7 @@ def test_noise_is_fresh_per_call_seeded_and_not_for_evaluation() -> None:
     observation = rows(VECTORS, 200)
     policy = make(noisy=True, prioritized=True, noise_scale=1.0)
     mean = policy.act(observation).tolist()
-    assert policy._epsilon == 0.0
+    assert policy._exploration.epsilon == 0.0
     rng = np.random.default_rng(0)
     first, second = (policy.explore(observation, rng)[1]["state_value"] for _ in range(2))
     assert not np.array_equal(first, second)

@@ -1,4 +1,4 @@
-"""The Policy that plays for feed-forward networks of action values: greedily, or with random actions mixed in."""
+"""The Policy that plays for feed-forward networks of action values, and how it and R2D2's explore."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ddrl.algorithms.q_learning import check, ladder, load_weights, make_network
+from ddrl.algorithms.q_learning import Options, check, ladder, load_weights, make_network
 from ddrl.memory import NO_MEMORY, Memory
 from ddrl.types import EnvSpec
 
@@ -15,6 +15,42 @@ if TYPE_CHECKING:
     from torch import Generator, Tensor
 
     from ddrl.algorithms.dqn import Config
+
+
+class EpsilonGreedy:
+    """The best actions, random ones with probability epsilon; of DQN and R2D2 alike.
+
+    Args:
+        config: options of the algorithm.
+        spec: spaces of the environment.
+        producer: id of the collector, which places its environments on the ladder.
+
+    Attributes:
+        epsilon: the schedule's, of the weights that play; a ladder goes by the environments alone.
+    """
+
+    def __init__(self, config: Options, spec: EnvSpec, *, producer: int) -> None:
+        self.epsilon = config.epsilon_at(0)
+        self._config, self._producer = config, producer
+        self._num_actions = spec.action_sizes[0]
+        self._rungs = np.zeros(0, np.float32)
+
+    def choose(
+        self, value: np.ndarray, generator: np.random.Generator
+    ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """[N, A] action values -> [N] int64 actions, and the columns that first priorities are made of.
+
+        These are action_value [N], of the action played, and state_value [N], the largest, in units of `value`.
+        """
+        size = len(value)
+        epsilon: float | np.ndarray = self.epsilon
+        if self._config.epsilon_ladder:
+            if len(self._rungs) != size:
+                self._rungs = ladder(self._config, producer=self._producer, num_envs=size)
+            epsilon = self._rungs
+        is_random = generator.random(size) < epsilon
+        action = np.where(is_random, generator.integers(self._num_actions, size=size), value.argmax(axis=1))
+        return action, {"action_value": value[np.arange(size), action], "state_value": value.max(axis=1)}
 
 
 class Policy:
@@ -36,11 +72,9 @@ class Policy:
         check(config, spec, name="dqn")
         self.evaluation_epsilon = config.evaluation_epsilon
         self._config = config
-        self._producer = producer
-        self._num_actions = spec.action_sizes[0]
+        self._exploration = EpsilonGreedy(config, spec, producer=producer)
         self._network = make_network(config, spec).eval().requires_grad_(False)
         self._atoms: Tensor | None = None
-        self._epsilon = config.epsilon_at(0)
         self._noise: Generator | None = None
         # In nats, and so not to be compared with errors of values: new items get the largest priority seen.
         self._tells_values = config.prioritized and config.distribution != "categorical"
@@ -56,7 +90,7 @@ class Policy:
         Raises:
             ValueError: they are those of another configuration or environment.
         """
-        self._epsilon = load_weights(self._network, weights)
+        self._exploration.epsilon = load_weights(self._network, weights)
 
     def memory(self, num_envs: int) -> Memory:
         """Nothing is carried from step to step."""
@@ -88,17 +122,8 @@ class Policy:
 
                 self._noise = torch.Generator().manual_seed(int(generator.integers(2**63)))
             self._network.draw_noise(self._noise)
-        value = self._values(observation)  # [N, A]
-        size = len(value)
-        action = value.argmax(axis=1)
-        epsilon: float | np.ndarray = self._epsilon
-        if self._config.epsilon_ladder:
-            epsilon = ladder(self._config, producer=self._producer, num_envs=size)
-        is_random = generator.random(size) < epsilon
-        action = np.where(is_random, generator.integers(self._num_actions, size=size), action)
-        if not self._tells_values:
-            return action, {}
-        return action, {"action_value": value[np.arange(size), action], "state_value": value.max(axis=1)}
+        action, values = self._exploration.choose(self._values(observation), generator)
+        return action, values if self._tells_values else {}
 
     def _values(self, observation: np.ndarray) -> np.ndarray:
         """[N, *I] -> [N, A] expected values."""

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ddrl import memory as memories
-from ddrl.algorithms.q_learning import check, ladder, load_weights, make_network
+from ddrl.algorithms.q_learning import check, load_weights, make_network
+from ddrl.algorithms.q_policy import EpsilonGreedy
 from ddrl.memory import NO_MEMORY, Memory
 from ddrl.types import EnvSpec
 
@@ -35,10 +36,8 @@ class Policy:
         check(config, spec, name="r2d2")
         self.evaluation_epsilon = config.evaluation_epsilon
         self._config = config
-        self._producer = producer
-        self._num_actions = spec.action_sizes[0]
+        self._exploration = EpsilonGreedy(config, spec, producer=producer)
         self._network = make_network(config, spec).eval().requires_grad_(False)
-        self._epsilon = config.epsilon_at(0)
 
     def load(self, weights: Mapping[str, Any]) -> None:
         """Take over what `R2D2.weights` returned: CPU tensors, or arrays as they come off the wire.
@@ -46,7 +45,7 @@ class Policy:
         Raises:
             ValueError: they are those of another configuration or environment.
         """
-        self._epsilon = load_weights(self._network, weights)
+        self._exploration.epsilon = load_weights(self._network, weights)
 
     def memory(self, num_envs: int) -> Memory:
         """That of `num_envs` episodes that have not begun."""
@@ -88,17 +87,8 @@ class Policy:
             ValueError: as `act`.
         """
         self._check(observation, memory)
-        value = self._values(observation, memory, slice(None))  # [N, A]
-        size = len(value)
-        action = value.argmax(axis=1)
-        epsilon: float | np.ndarray = self._epsilon
-        if self._config.epsilon_ladder:
-            epsilon = ladder(self._config, producer=self._producer, num_envs=size)
-        is_random = generator.random(size) < epsilon
-        action = np.where(is_random, generator.integers(self._num_actions, size=size), action)
-        if not self._config.prioritized:
-            return action, {}
-        return action, {"action_value": value[np.arange(size), action], "state_value": value.max(axis=1)}
+        action, values = self._exploration.choose(self._values(observation, memory, slice(None)), generator)
+        return action, values if self._config.prioritized else {}
 
     def _check(self, observation: np.ndarray, memory: Memory) -> None:
         if not memory:
