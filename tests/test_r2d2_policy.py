@@ -197,7 +197,7 @@ def test_the_random_ones_move_the_state_on_too() -> None:
     policy, seen = make(), observations(VECTORS, 3)
     memory, greedy = policy.memory(3), policy.memory(3)
     policy._config = policy._config.model_copy(update=SCHEDULE)
-    policy._epsilon = 1.0
+    policy._exploration.epsilon = 1.0
     policy.explore(seen, np.random.default_rng(0), memory)
     policy.act(seen, greedy)
     np.testing.assert_allclose(memory["state"], greedy["state"], rtol=1e-5, atol=1e-7)
