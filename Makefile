@@ -5,6 +5,7 @@ TIME ?=
 WORKERS ?=
 SEED ?=
 ARGS ?=
+MINUTES ?= 15
 PIP_ARGS ?=
 EXTRAS ?= box2d,atari,video,tensorboard,flower,dev
 
@@ -14,13 +15,15 @@ DDRL = $(VENV)/bin/ddrl
 NEW_ENOUGH = import sys; sys.exit(sys.version_info < (3, 11))
 
 .DEFAULT_GOAL = help
-.PHONY: help setup lunar run test check clean clean-runs
+.PHONY: help setup lunar run test faults soak check clean clean-runs
 
 help:
 	@echo 'make lunar       train a LunarLander; sets everything up first'
 	@echo 'make run         train configs/$$CONFIG.yaml; CONFIG=lunar'
 	@echo '                 both take TIME=15 (minutes), WORKERS=3, SEED=1'
 	@echo 'make test        set up and run the tests; ARGS="-k codec -x" goes to pytest'
+	@echo 'make faults      only the tests that kill, freeze, cut and fill up, held to their exact time bounds'
+	@echo 'make soak        random faults on a live fleet; MINUTES=15, SEED=1'
 	@echo 'make check       format, lint, types and tests: what a change must pass'
 	@echo 'make setup       only set up $(VENV); PYTHON=python3.12 picks the interpreter, PIP_ARGS="..." goes to pip'
 	@echo 'make clean       remove $(VENV), caches and builds (never runs/)'
@@ -56,6 +59,12 @@ run: $(STAMP)
 
 test: $(STAMP)
 	@$(VENV)/bin/python -m pytest $(ARGS)
+
+faults: $(STAMP)
+	@DDRL_FAULT_BOUNDS=exact $(VENV)/bin/python -m pytest -m faults $(ARGS)
+
+soak: $(STAMP)
+	@PYTHONPATH=tests $(VENV)/bin/python benchmarks/soak.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 check: $(STAMP)
 	$(VENV)/bin/ruff format --check

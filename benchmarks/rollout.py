@@ -56,7 +56,7 @@ def in_turns(
         os.sched_setaffinity(0, {other})
         import torch
 
-        from ddrl import celery, config, embedded, envs, submit, tensors
+        from ddrl import celery, config, embedded, submit, tensors
         from ddrl.algorithms import base
         from ddrl.fleet import Dispatcher
         from ddrl.store import connection, lease, runs, stream, weights, workers
@@ -74,9 +74,11 @@ def in_turns(
             )
             for version in (0, 1):  # version 0 plays at random, 1 plays the policy
                 weights.publish(client, run, token, version=version, blob=blob, allowance=10**12, updates=0)
-            queue = envs.queue_for(celery.ROLLOUT, settings.env.id)
             dispatcher = Dispatcher(
-                client, run, weight=1.0, queue=queue, send=lambda: celery.send_rollout(run, queue)
+                client,
+                run,
+                settings.rollout,
+                send=lambda queue, priority: celery.send_rollout(run, queue, priority),
             )
             play = ["-m", "ddrl", "worker", "--role", "rollout", "--concurrency", "1"]
             ours, bare = [], []

@@ -36,6 +36,7 @@ class Records:
         figures: the learner's rows.
         episodes: one row per finished training episode: time_s, env_steps, return.
         evaluated: one row per evaluation.
+        journal: one row per change of state or setting.
     """
 
     config: RunConfig
@@ -43,6 +44,12 @@ class Records:
     figures: list[dict[str, Any]]
     episodes: list[dict[str, Any]]
     evaluated: list[dict[str, Any]]
+    journal: list[dict[str, Any]]
+
+    @property
+    def changes(self) -> list[dict[str, Any]]:
+        """Settings changed while the run went on: time_s, env_steps, option, from, to."""
+        return [row for row in self.journal if row["event"] == "set"]
 
 
 def summary(client: Redis, run: str, *, wall_s: float | None = None) -> dict[str, Any]:
@@ -95,7 +102,16 @@ def read(client: Redis, run: str) -> Records:
         figures=[since_start(row) for row in metrics.read(client, run)[0]],
         episodes=episodes,
         evaluated=[since_start(row) for row in evaluations.results(client, run)[0]],
+        journal=[_decoded(since_start(row)) for row in runs.journal(client, run)],
     )
+
+
+def _decoded(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of the journal with a changed setting's values as they are."""
+    if row["event"] != "set":
+        return row
+    values = {name: json.loads(row[name]) for name in ("from", "to")}
+    return {**row, **values, "env_steps": int(row["env_steps"])}
 
 
 def write(client: Redis, run: str, folder: Path) -> list[Path]:
@@ -118,6 +134,7 @@ def write(client: Redis, run: str, folder: Path) -> list[Path]:
     written.append(_write_csv(folder / "metrics.csv", _figure_names(records.figures), records.figures))
     written.append(_write_csv(folder / "episodes.csv", ("time_s", "env_steps", "return"), records.episodes))
     written.append(_write_csv(folder / "evaluations.csv", _EVALUATION_COLUMNS, records.evaluated))
+    written.append(_write_csv(folder / "journal.csv", _JOURNAL_COLUMNS, records.journal))
     events = _write_events(folder / "tensorboard", records)
     if events is not None:
         written.append(events)
@@ -131,6 +148,7 @@ _EVALUATION_COLUMNS = (
     *("time_s", "version", "purpose", "env_steps", "updates", "num_episodes", "first_seed"),
     *("return_mean", "return_std"),
 )
+_JOURNAL_COLUMNS = ("time_s", "event", "reason", "option", "from", "to", "env_steps")
 _FIRST_COLUMNS = ("time_s", "env_steps", "updates")
 
 
@@ -158,7 +176,9 @@ def _write_events(folder: Path, records: Records) -> Path | None:
     try:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.plugins.text.metadata import create_summary_metadata
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from tensorboard.util.tensor_util import make_tensor_proto
     except ImportError:
         log.info("no TensorBoard events: pip install 'ddrl[tensorboard]'")
         return None
@@ -172,6 +192,16 @@ def _write_events(folder: Path, records: Records) -> Path | None:
             writer.add_event(
                 Event(wall_time=start_s + time_s, step=env_steps, summary=Summary(value=scalars))
             )
+        for row in records.changes:
+            text = Summary.Value(
+                tag="settings",
+                metadata=create_summary_metadata("settings", "changed while the run went on"),
+                tensor=make_tensor_proto([f"{row['option']}: {_shown(row['from'])} -> {_shown(row['to'])}"]),
+            )
+            event = Event(
+                wall_time=start_s + row["time_s"], step=row["env_steps"], summary=Summary(value=[text])
+            )
+            writer.add_event(event)
     finally:
         writer.close()
     return folder
@@ -196,7 +226,10 @@ def _event_rows(records: Records) -> Iterable[tuple[float, int, dict[str, float]
 
 # --- the plot --------------------------------------------------------------------------------------------
 
-_BLUE, _ORANGE, _GREEN, _GREY = "#2f6fb0", "#d9822b", "#2a9d5c", "#6b7280"
+_BLUE, _ORANGE, _GREEN, _GREY, _VIOLET = "#2f6fb0", "#d9822b", "#2a9d5c", "#6b7280", "#7a3e9d"
+LABEL_WIDTH = 0.026  # of a line of a changed setting's label, in widths of a panel
+LABEL_LINES = 4
+MOST_LABELS = 12
 
 
 def plot(records: Records, path: Path) -> Path:
@@ -275,10 +308,65 @@ def _draw(axes: Axes, records: Records, over: str) -> None:
     low, high = _visible(returns, records.evaluated, target)
     axes.set_ylim(low, high)
     axes.set_xlim(left=0)
+    _draw_changes(axes, records, over)
     if not returns and not records.evaluated:
         axes.text(
             0.5, 0.6, "no episode has ended", transform=axes.transAxes, ha="center", va="center", color=_GREY
         )
+
+
+def _draw_changes(axes: Axes, records: Records, over: str) -> None:
+    """A thin line for each setting that was changed, and what it became, away from the curve."""
+    changes = sorted(records.changes, key=lambda row: row[over])
+    lines = [axes.axvline(row[over], color=_VIOLET, linewidth=0.9, alpha=0.7, zorder=1.5) for row in changes]
+    if lines:
+        lines[0].set_label("setting changed")
+    left, right = axes.get_xlim()
+    column = LABEL_WIDTH * (right - left)
+    labels = _labels(changes, over, column)
+    middle = sum(axes.get_ylim()) / 2
+    for x, texts in labels if len(labels) <= MOST_LABELS else []:  # journal.csv has them all
+        near = [row["return"] for row in records.episodes if abs(row[over] - x) < 0.1 * (right - left)]
+        is_low = bool(near) and sum(near) / len(near) > middle
+        fits = x + len(texts) * column < right
+        axes.annotate(
+            "\n".join(texts if fits else reversed(texts)),
+            (x, 0.015 if is_low else 0.985),
+            (3 if fits else -3, 0),
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            rotation=90,
+            ha="left" if fits else "right",
+            va="bottom" if is_low else "top",
+            fontsize=7.5,
+            color=_VIOLET,
+            linespacing=1.1,
+            bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.6},
+            zorder=5,
+        )
+
+
+def _labels(changes: Sequence[Mapping[str, Any]], over: str, column: float) -> list[tuple[float, list[str]]]:
+    """Where a label begins and its lines, each `column` wide; changes too close for one of their own share one."""
+    labels: list[tuple[float, list[str]]] = []
+    for row in changes:
+        text = f"{row['option'].removeprefix('algorithm.')} {_shown(row['to'])}"
+        if labels and row[over] < labels[-1][0] + min(len(labels[-1][1]), LABEL_LINES) * column:
+            labels[-1][1].append(text)
+        else:
+            labels.append((row[over], [text]))
+    most = LABEL_LINES - 1
+    return [
+        (x, texts if len(texts) <= LABEL_LINES else [*texts[:most], f"and {len(texts) - most} more"])
+        for x, texts in labels
+    ]
+
+
+def _shown(value: Any) -> str:
+    """A setting in few letters."""
+    if isinstance(value, float):
+        return f"{value:g}"
+    return "none" if value is None else str(value)
 
 
 def _trailing_mean(values: Sequence[float]) -> list[float]:

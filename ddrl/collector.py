@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -60,6 +60,7 @@ class Collector:
         seed: the run's seed.
         context: steps before a fragment that it brings along, once so many were played.
         sequences: of a recurrent policy, whose state is sent where one begins; T is a multiple of their stride.
+        on_step: called after each step of the environments, as a sign of life.
 
     Raises:
         EnvError: the environment cannot be made here, or its spaces are not those of `spec`.
@@ -79,11 +80,12 @@ class Collector:
         seed: int,
         context: int = 0,
         sequences: SequenceShape | None = None,
+        on_step: Callable[[], None] | None = None,
     ) -> None:
         self._run, self._producer, self._incarnation = run, producer, incarnation
         self._rollout, self._spec, self._policy = rollout, spec, policy
         self._random_until_learned = random_until_learned
-        self._env, self._context, self._sequences = env, context, sequences
+        self._env, self._context, self._sequences, self._on_step = env, context, sequences, on_step
         self._version = -1
         self._seq = 0
 
@@ -155,7 +157,8 @@ class Collector:
 
         Args:
             max_steps: upper bound of T for this fragment; at least one step is played.
-            stop_at: `time.monotonic()` after which no further step begins; at least one step is played.
+            stop_at: `time.monotonic()` after which no further step begins, or no further stride of sequences; at least
+                one step is played.
 
         Raises:
             RuntimeError: nothing was loaded yet.
@@ -179,6 +182,7 @@ class Collector:
         states = np.empty((limit, *memory["state"].shape), np.float16) if memory else None
         choose = self._random if self._version == 0 and self._random_until_learned else self._explore
         shape = (num_envs, *spec.action_shape)
+        stride, on_step = (self._sequences.stride if self._sequences else 1), self._on_step
 
         begin = time.perf_counter()
         observation[0] = self._observation
@@ -195,6 +199,8 @@ class Collector:
                     extras = self._columns(further, limit)
                 _write(extras, further, played)
             following, reward[played], terminated[played], truncated[played], info = step(chosen)
+            if on_step is not None:
+                on_step()
             observation[played + 1] = following
             np.logical_or(terminated[played], truncated[played], out=over[played])
             ended = over[played]
@@ -211,7 +217,9 @@ class Collector:
             if memory:
                 remember(memory, chosen, envs.training_reward(self._env, reward[played]), ended)
             played += 1
-            if played == limit or (stop_at is not None and time.monotonic() >= stop_at):
+            if played == limit or (
+                stop_at is not None and played % stride == 0 and time.monotonic() >= stop_at
+            ):
                 break
         self._adapt((time.perf_counter() - begin) / played)
 

@@ -1,7 +1,7 @@
 """A run's configuration: load YAML, override, validate, explain.
 
-What a field does and what more or less of it causes stands in its description (`ddrl schema` prints
-them). The algorithm's part stays a plain mapping here; `algorithms.base.resolve` validates it.
+The sections are in `ddrl.sections`. The algorithm's part stays a plain mapping here; `algorithms.base.resolve`
+validates it.
 """
 
 from __future__ import annotations
@@ -12,232 +12,56 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
+
+from ddrl.sections import (
+    LIVE,
+    AtariConfig,
+    Duration,
+    EnvConfig,
+    EvaluationConfig,
+    LearnerConfig,
+    OnPolicyConfig,
+    ReplayConfig,
+    RolloutConfig,
+    Section,
+    StopConfig,
+    WeightsConfig,
+    parse_duration,
+)
+
+__all__ = [
+    "LIVE",
+    "AtariConfig",
+    "ConfigError",
+    "Duration",
+    "EnvConfig",
+    "EvaluationConfig",
+    "LearnerConfig",
+    "OnPolicyConfig",
+    "ReplayConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "Section",
+    "StopConfig",
+    "WeightsConfig",
+    "duration",
+    "live_options",
+    "load",
+    "parse",
+    "parse_duration",
+    "validate",
+]
 
 
 class ConfigError(ValueError):
     """A setting that cannot be used; the message names it, its value and the remedy, in one line."""
 
 
-def parse_duration(value: Any) -> Any:
-    """Seconds from 90, "90s", "15m" or "2h"; anything else goes on to pydantic, which refuses it."""
-    if isinstance(value, str) and (match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)?", value.strip())):
-        unit = {None: 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}[match[2]]
-        return float(match[1]) * unit
-    return value
-
-
 M = TypeVar("M", bound=BaseModel)
-Duration = Annotated[float, BeforeValidator(parse_duration)]
-
-
-class Section(BaseModel):
-    """Base of every part: frozen, and no unknown key passes."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, protected_namespaces=())
-
-
-class AtariConfig(Section):
-    """How ALE games are played: the standard protocol. Frames are the emulator's, steps the agent's."""
-
-    noop_max: int = Field(
-        30,
-        ge=0,
-        le=1000,
-        description="An episode begins with 0 to so many idle frames, drawn anew.",
-    )
-    fire_reset: bool = Field(
-        True, description="Press FIRE as the first of them, where the game has that button."
-    )
-    frame_skip: int = Field(
-        4, ge=1, le=64, description="Frames per step; the last two are merged by their maximum."
-    )
-    screen_size: int = Field(
-        84, ge=16, le=210, description="Grey frames are scaled to this square, in pixels."
-    )
-    episodic_life: bool = Field(
-        True,
-        description="In training a lost life counts as termination; the game goes on, and returns count it whole. "
-        "Usual: yes; R2D2 usually plays without it.",
-    )
-    sticky: float = Field(
-        0.0,
-        ge=0,
-        lt=1,
-        description="Probability that a frame repeats the action before instead (sticky actions: 0.25).",
-    )
-    full_actions: bool = Field(False, description="All 18 actions instead of those that the game uses.")
-    max_frames: int = Field(108_000, ge=1, description="Episodes are truncated after so many frames.")
-
-
-class EnvConfig(Section):
-    """What is played."""
-
-    id: str = Field(description='Gymnasium id, or "module:callable" returning an environment.')
-    kwargs: dict[str, Any] = Field({}, description="Keyword arguments of the environment.")
-    num_envs: int = Field(
-        16, ge=1, le=4096, description="Environments side by side in one process; more amortise the policy."
-    )
-    action_repeat: int = Field(
-        1, ge=1, le=64, description="Each action is played this often; rewards add up."
-    )
-    reward_scale: float = Field(
-        1.0, gt=0, description="Training rewards are multiplied by this; reported returns are not."
-    )
-    reward_sign: bool = Field(
-        False,
-        description="Training rewards are -1, 0 or 1 by their sign; reported returns are not. Usual for Atari.",
-    )
-    max_episode_steps: int | None = Field(
-        None, ge=1, description="Truncate episodes here instead of at the environment's own limit."
-    )
-    frame_stack: int = Field(
-        1,
-        ge=1,
-        le=16,
-        description="Newest observations that networks see at once; sent and stored one by one. Usual: 4 for Atari.",
-    )
-    atari: AtariConfig = AtariConfig()
-
-
-class RolloutConfig(Section):
-    """How experience is collected."""
-
-    segment_s: Duration = Field(
-        5.0, gt=0, description="Length of one rollout task; shorter shares the fleet finer, at more overhead."
-    )
-    fragment_s: Duration = Field(
-        0.25, gt=0, description="Play between two appends; less is fresher, more compresses better."
-    )
-    max_fragment_steps: int = Field(512, ge=1, le=65536, description="Upper bound of T, whatever the speed.")
-    random_until_learned: bool | None = Field(
-        None,
-        description="Play version 0, which has learned nothing, by uniformly random actions. None: off-policy "
-        "algorithms do; on-policy ones cannot.",
-    )
-    action_noise: float = Field(
-        0.0,
-        ge=0,
-        le=2,
-        description="Standard deviation of Gaussian noise added to explored actions, in half action ranges.",
-    )
-
-
-class ReplayConfig(Section):
-    """The stream as replay buffer, and the pace between playing and learning."""
-
-    capacity: int = Field(1_000_000, ge=1, description="Transitions that the learner's view holds.")
-    max_bytes: ByteSize = Field(
-        ByteSize(512 * 1024**2), ge=65536, description="Budget of the stream in Redis; writers wait at it."
-    )
-    warmup_steps: int = Field(1_000, ge=1, description="Transitions appended before the first update.")
-    samples_per_insert: float = Field(
-        32.0,
-        gt=0,
-        description="Transitions sampled per transition appended, kept on both sides; more reuses data harder.",
-    )
-    slack_steps: int = Field(
-        1_000, ge=1, description="Transitions that collectors may be ahead of that ratio; bounds burstiness."
-    )
-    observations: Literal["auto", "dense", "compressed"] = Field(
-        "auto",
-        description="How the learner holds observations: `dense` arrays, fastest; `compressed` images, a thirtieth of "
-        "the memory; `auto`: dense where capacity fits into memory_bytes.",
-    )
-    memory_bytes: ByteSize = Field(
-        ByteSize(4 * 1024**3),
-        ge=1024**2,
-        description="Learner's memory up to which `auto` holds observations dense.",
-    )
-    threads: int = Field(
-        1,
-        ge=0,
-        le=64,
-        description="Threads that decompress batches ahead of the learner; 0: it waits for each. compressed only.",
-    )
-
-
-class OnPolicyConfig(Section):
-    """How on-policy algorithms share time with play; versions count their iterations."""
-
-    collect: Literal["async", "sync"] = Field(
-        "async",
-        description="`async`: play goes on while the learner learns, up to max_staleness ahead; `sync`: play waits "
-        "for the next version. async uses two processors at once, sync is closest to on-policy.",
-    )
-    max_staleness: int = Field(
-        1,
-        ge=0,
-        description="Versions that a fragment may be behind the weights that learn from it; older ones are `stale`. "
-        "More keeps a large fleet busy, at the cost of older data. Usual: 1 to 4.",
-    )
-    stale: Literal["drop", "correct"] = Field(
-        "drop",
-        description="What happens to fragments older than max_staleness: dropped and counted, or learned from "
-        "nevertheless, corrected by importance weights (V-trace and UPGO only).",
-    )
-    forced_lag: int = Field(
-        0, ge=0, description="For studies: learning is held back so many versions behind play."
-    )
-
-
-class LearnerConfig(Section):
-    """The training process."""
-
-    device: str = Field(
-        "auto", description='"auto" takes CUDA when there is one; else "cpu", "cuda", "cuda:1".'
-    )
-    num_threads: int = Field(1, ge=1, le=256, description="Torch threads of the training process on a CPU.")
-    publish_every_s: Duration = Field(
-        1.0, ge=0, description="Least time between two versions of the weights."
-    )
-    checkpoint_every_s: Duration = Field(60.0, ge=1, description="Least time between two checkpoints.")
-    metrics_every_s: Duration = Field(1.0, ge=0.1, description="Time between two rows of figures.")
-
-
-class WeightsConfig(Section):
-    """Which published versions are kept in Redis."""
-
-    keep_last: int = Field(10, ge=2, description="Newest versions kept.")
-    keep_every: int = Field(100, ge=1, description="Every so many versions one is kept for good.")
-    max_bytes: ByteSize = Field(
-        ByteSize(64 * 1024**2), ge=1024, description="Cap of the versions kept for good; the oldest go first."
-    )
-
-
-class EvaluationConfig(Section):
-    """When and how versions are evaluated (deterministic actions, fixed seeds)."""
-
-    num_episodes: int = Field(20, ge=1, description="Episodes of one evaluation.")
-    confirm_episodes: int = Field(
-        100, ge=0, description="Episodes on other seeds that must confirm; 0: none."
-    )
-    num_envs: int = Field(20, ge=1, le=4096, description="Episodes played side by side.")
-    every_s: Duration = Field(60.0, gt=0, description="Time between evaluations while the target is far.")
-    near_every_s: Duration = Field(
-        2.0, gt=0, description="Time between them when training returns are near it."
-    )
-    near: float = Field(
-        50.0, ge=0, description="Near: mean of the last 20 training returns above stop.return minus this."
-    )
-    seed: int = Field(
-        1_000_000, ge=0, description="First seed of the evaluations; the confirmation's follow."
-    )
-    timeout_s: Duration = Field(
-        60.0, gt=0, description="An evaluation without result is sent again after this."
-    )
-
-
-class StopConfig(Section):
-    """When the run ends; the first condition that holds ends it."""
-
-    return_: float | None = Field(None, alias="return", description="Solved at this mean return, confirmed.")
-    time: Duration | None = Field(None, gt=0, description="Wall time of the learner, such as 15m.")
-    env_steps: int | None = Field(None, ge=1, description="Agent steps appended.")
-    updates: int | None = Field(None, ge=1, description="Updates of the learner.")
 
 
 class RunConfig(Section):
@@ -245,7 +69,18 @@ class RunConfig(Section):
 
     name: str = Field("run", pattern=r"^[a-z0-9][a-z0-9-]{0,39}$", description="First part of the run's id.")
     seed: int = Field(1, ge=0, lt=2**31, description="Seed of networks, draws, environments and exploration.")
-    weight: float = Field(1.0, gt=0, le=100, description="Share of a fleet that several runs play on.")
+    weight: float = Field(
+        1.0,
+        gt=0,
+        le=100,
+        description="Share of the fleet's time among runs of one priority that want it; 2 gets twice what 1 gets.",
+        json_schema_extra=LIVE,
+    )
+    priority: Literal["low", "normal", "high"] = Field(
+        "normal",
+        description="Runs of a higher priority take processes first, and from lower ones; weights share what is left.",
+        json_schema_extra=LIVE,
+    )
     env: EnvConfig
     algorithm: dict[str, Any] = Field(
         description="name: dqn, impala, ppo, r2d2 or sac, and that algorithm's own options."
@@ -318,6 +153,19 @@ def validate(tree: Mapping[str, Any]) -> RunConfig:
         ConfigError: a setting cannot be used.
     """
     return parse(RunConfig, tree)
+
+
+def live_options(model: type[BaseModel], prefix: str = "") -> set[str]:
+    """Dotted names of the options that may change while a run goes on."""
+    found: set[str] = set()
+    for key, field in model.model_fields.items():
+        name = prefix + (field.alias or key)
+        extra = field.json_schema_extra
+        if isinstance(extra, dict) and extra.get("live"):
+            found.add(name)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            found |= live_options(field.annotation, name + ".")
+    return found
 
 
 def parse(model: type[M], tree: Mapping[str, Any], prefix: str = "") -> M:

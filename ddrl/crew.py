@@ -1,4 +1,4 @@
-"""The processes that a command brings along: a learner and workers that live and die with it.
+"""The processes that a command brings along: learners and workers that live and die with it.
 
 Each child holds the reading end of a pipe (parent.py), so that nothing is orphaned when the command is killed.
 A child that dies is started again; what it leaves behind in the server is enough to go on.
@@ -6,7 +6,9 @@ A child that dies is started again; what it leaves behind in the server is enoug
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -18,28 +20,57 @@ from ddrl.parent import FD_VARIABLE
 
 MAX_RESTARTS = 5  # in a row
 QUICK_DEATH_S = 10.0  # a child that dies sooner counts as a failed start
+PAUSES_S = (
+    0.0,
+    0.5,
+    1.0,
+    2.0,
+    4.0,
+)  # before the restarts that follow quick deaths; the last one for all later ones
 STOP_S = 15.0
+_SERVERS_FAULT = ("OutOfMemoryError", "MISCONF", "ReadOnlyError", "BusyLoadingError")  # what Celery ends with
 
 
 class CrewError(RuntimeError):
-    """A child process cannot be kept alive; one line naming its log."""
+    """A child process cannot be kept alive; one line naming its log.
+
+    Attributes:
+        run: whose learner it is; None for workers.
+    """
+
+    def __init__(self, message: str, run: str | None = None) -> None:
+        super().__init__(message)
+        self.run = run
 
 
 @dataclass
 class _Child:
+    """A process of the crew.
+
+    Attributes:
+        name: of its log.
+        run: whose learner it is; None for workers.
+        log_begin: where the log of the present process begins, in bytes.
+        quick_deaths: in a row.
+        again_at: when the next process is started, of `time.monotonic()`; None while one lives.
+    """
+
     name: str
+    run: str | None
     command: list[str]
     log: Path
     process: subprocess.Popen[bytes]
     started: float
-    restarts: int = 0
+    log_begin: int
+    quick_deaths: int = 0
+    again_at: float | None = None
 
 
 class Crew:
-    """Children of this process, as a context manager.
+    """Children of this process, as a context manager; an interrupt that leaves it kills them at once.
 
     Args:
-        folder: their logs go there: learner.log, rollout.log, evaluation.log.
+        folder: the workers' logs go there: rollout.log, evaluation.log.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -51,69 +82,99 @@ class Crew:
     def __enter__(self) -> Crew:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.stop()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and issubclass(kind, KeyboardInterrupt):
+            self.kill()
+        else:
+            self.stop()
 
-    def start_learner(self, run: str) -> None:
-        """Bring a learner for one run."""
-        self._start("learner", ["learner", run])
+    def start_learner(self, run: str, folder: Path) -> None:
+        """Bring a learner for one run; its log goes to `folder`."""
+        self._start("learner", ["learner", run], folder, run)
 
     def start_workers(self, processes: int) -> None:
         """Bring `processes` players, and one process more for evaluations."""
-        self._start("rollout", ["worker", "--role", "rollout", "--concurrency", str(processes)])
-        self._start("evaluation", ["worker", "--role", "evaluate", "--concurrency", "1"])
+        players = ["worker", "--role", "rollout", "--concurrency", str(processes)]
+        self._start("rollout", players, self._folder)
+        self._start("evaluation", ["worker", "--role", "evaluate", "--concurrency", "1"], self._folder)
 
     def check(self) -> None:
-        """Start again what has died.
+        """Start again what has died, after a pause where it dies quickly.
+
+        Workers that end because the server is full, or read-only, or cannot write to its disk, are started again
+        until it serves.
 
         Raises:
-            CrewError: a child keeps dying.
+            CrewError: a child keeps dying; it is given up.
         """
-        for child in self._children:
+        now = time.monotonic()
+        for child in list(self._children):
             code = child.process.poll()
-            if code is None or (code == 0 and child.name == "learner"):
+            if code is None or (code == 0 and child.run is not None):
                 continue
-            quick = time.monotonic() - child.started < QUICK_DEATH_S
-            child.restarts = child.restarts + 1 if quick else 1
-            if child.restarts > MAX_RESTARTS or (quick and child.name == "learner" and code in (1, 2)):
-                raise CrewError(
-                    f"{child.name} ended with code {code}: {last_line(child.log)} (see {child.log})"
-                )
-            child.process, child.started = self._spawn(child.command, child.log), time.monotonic()
+            if child.again_at is None:
+                quick = now - child.started < QUICK_DEATH_S
+                child.quick_deaths = child.quick_deaths + 1 if quick else 1
+                child.again_at = now + PAUSES_S[min(child.quick_deaths, len(PAUSES_S)) - 1]
+                if self._is_hopeless(child, code, quick):
+                    self._children.remove(child)
+                    last = last_line(child.log)
+                    raise CrewError(
+                        f"{child.name} ended with code {code}: {last} (see {child.log})", child.run
+                    )
+            if now >= child.again_at:
+                child.process, child.log_begin = self._spawn(child.command, child.log)
+                child.started, child.again_at = time.monotonic(), None
 
-    def wait(self, name: str, timeout_s: float) -> None:
-        """Wait until a child has ended by itself, `timeout_s` at most."""
+    def wait_for_learners(self, timeout_s: float) -> None:
+        """Wait until they have ended by themselves, `timeout_s` at most."""
+        deadline = time.monotonic() + timeout_s
         for child in self._children:
-            if child.name == name:
-                try:
-                    child.process.wait(timeout_s)
-                except subprocess.TimeoutExpired:
-                    return
+            if child.run is not None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.process.wait(max(0.0, deadline - time.monotonic()))
 
     def stop(self) -> None:
-        """End all children: TERM, and KILL after STOP_S."""
+        """End all children: TERM, and KILL after STOP_S, or at once when interrupted in waiting for them."""
         for child in self._children:
             if child.process.poll() is None:
                 child.process.terminate()
         deadline = time.monotonic() + STOP_S
+        try:
+            for child in self._children:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.process.wait(max(0.1, deadline - time.monotonic()))
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """End all children at once, with their own children."""
         for child in self._children:
-            try:
-                child.process.wait(max(0.1, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                child.process.kill()
+            if child.process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child.process.pid, signal.SIGKILL)
                 child.process.wait()
         self._children.clear()
 
-    def _start(self, name: str, arguments: list[str]) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "ddrl", *arguments]
-        log = self._folder / f"{name}.log"
-        self._children.append(_Child(name, command, log, self._spawn(command, log), time.monotonic()))
+    def _is_hopeless(self, child: _Child, code: int, quick: bool) -> bool:
+        if child.run is None and _is_servers_fault(child):
+            child.quick_deaths = min(child.quick_deaths, MAX_RESTARTS)
+            return False
+        return child.quick_deaths > MAX_RESTARTS or (quick and child.run is not None and code in (1, 2))
 
-    def _spawn(self, command: list[str], log: Path) -> subprocess.Popen[bytes]:
+    def _start(self, name: str, arguments: list[str], folder: Path, run: str | None = None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "ddrl", *arguments]
+        log = folder / f"{name}.log"
+        process, begin = self._spawn(command, log)
+        self._children.append(_Child(name, run, command, log, process, time.monotonic(), begin))
+
+    def _spawn(self, command: list[str], log: Path) -> tuple[subprocess.Popen[bytes], int]:
+        """A process, and where its part of the log begins."""
         output: IO[bytes]
         with log.open("ab") as output:
-            return subprocess.Popen(
+            begin = output.tell()
+            process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -122,6 +183,15 @@ class Crew:
                 env={**os.environ, FD_VARIABLE: str(self._reader)},
                 start_new_session=True,  # the terminal's Ctrl-C is for the command, which ends them in order
             )
+        return process, begin
+
+
+def _is_servers_fault(child: _Child) -> bool:
+    """Whether a worker ended because the server does not take writes: Celery says so and ends, with code 0."""
+    with child.log.open("rb") as file:
+        file.seek(child.log_begin)
+        text = file.read().decode(errors="replace")
+    return any(sign in text for sign in _SERVERS_FAULT)
 
 
 def last_line(log: Path) -> str:

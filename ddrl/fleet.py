@@ -15,55 +15,169 @@ from dataclasses import dataclass, replace
 from statistics import mean, pstdev
 from typing import TYPE_CHECKING, Any
 
-from ddrl.config import EvaluationConfig, StopConfig
-from ddrl.store import evaluations, messages, runs, weights, workers
+from ddrl import keys
+from ddrl.config import EvaluationConfig, RolloutConfig, StopConfig
+from ddrl.sharing import Capacity, Shares
+from ddrl.store import evaluations, runs, segments, stream, weights, workers
 from ddrl.store.evaluations import OpenEvaluation
+from ddrl.store.run_state import Rival, RunState
+from ddrl.store.workers import Heartbeat
 
 if TYPE_CHECKING:
     from redis import Redis
 
 log = logging.getLogger(__name__)
 
+LOOK_S = 0.1  # between two looks at the rivals
+LOOK_PER_RUN_S = 0.01  # the same, of many
 SURVEY_S = 2.0  # between two looks at the heartbeats
-PROCESSES_PER_MESSAGE = 4  # a segment lasts seconds, the dispatcher looks many times a second
+PATIENT_LOOKS = 2  # at an empty queue, before a run sends out of its turn
+REFUSED_S = 1.0  # between messages of a run that some machine refuses: each may be taken in vain
+CLAIM_AFTER_S = 0.3  # of waiting
+CLAIM_EVERY_S = 1.0
 
 
 class Dispatcher:
-    """Keeps rollout messages of one run waiting, in proportion to its weight and to the fleet.
+    """Keeps a few rollout messages of one run waiting, so that it gets its share of the fleet (`ddrl.sharing`).
 
-    First-in-first-out service then shares the fleet by weight, and a new machine plays at once.
+    A run whose allowance is used up sends none while others want the processes. Where messages of a higher priority
+    wait in vain, processes that play runs of lower ones are claimed.
 
     Args:
         client: connection to the server.
         run: whose messages.
-        weight: share relative to other runs.
-        queue: where they wait.
-        send: sends one message.
+        rollout: the run's settings of play.
+        send: sends one message, given queue and priority.
     """
 
     def __init__(
-        self, client: Redis, run: str, *, weight: float, queue: str, send: Callable[[], None]
+        self, client: Redis, run: str, rollout: RolloutConfig, *, send: Callable[[str, str], None]
     ) -> None:
-        self._client, self._run, self._weight = client, run, weight
-        self._queue, self._send = queue, send
-        self._target = max(1, math.ceil(weight))
-        self._survey_at = 0.0
+        self._client, self._run, self._rollout, self._send = client, run, rollout, send
+        self._shares = Shares(run, rollout.segment_s)
+        self._capacity = Capacity()
+        self._names = [run]
+        self._queue, self._priority = "", "normal"
+        self._refused = False
+        self._empty = 0  # looks in a row at which no message waited
+        self._survey_at = self._look_at = self._send_at = self._claim_at = 0.0
+        self._surveyed_at = self._trusted_at = time.monotonic()
+        self._suspects: frozenset[int] = frozenset()
 
     def tick(self) -> int:
-        """Send what is missing; the number sent."""
+        """Send what is missing; the number sent.
+
+        Raises:
+            redis.exceptions.RedisError, UnreachableError: the server does not serve; call again.
+        """
         now = time.monotonic()
         if now >= self._survey_at:
-            self._survey_at = now + SURVEY_S
-            processes = sum(
-                worker.processes for worker in workers.alive(self._client) if self._queue in worker.queues
+            self._survey(now)
+        if now < self._look_at:
+            return 0
+        self._look_at = now + max(LOOK_S, LOOK_PER_RUN_S * len(self._names)) - 0.01
+        found, length = segments.look(self._client, self._names, self._queue, self._priority)
+        mine = next((rival for rival in found if rival.run == self._run), None)
+        if mine is None:  # paused or ended meanwhile
+            return 0
+        if mine.priority != self._priority:  # changed meanwhile
+            self._survey_at = self._look_at = now
+            return 0
+        rivals = [rival for rival in found if self._capacity.meet(rival.queue, mine.queue)]
+        self._shares.look(rivals, self._capacity, now_s=now)
+        self._empty = 0 if length else self._empty + 1
+        waiting = mine.waiting
+        if waiting and self._empty >= PATIENT_LOOKS:
+            waiting = segments.recount(self._client, self._run, self._queue, self._priority)
+        self._claim(mine, rivals, now)
+        missing = self._wanted(mine, rivals) - waiting
+        if missing <= 0 or now < self._send_at:
+            return 0
+        self._send_at = now + (REFUSED_S if self._refused else 0.0)
+        segments.sent(self._client, self._run, missing)
+        for _ in range(missing):
+            self._send(self._queue, self._priority)
+        return missing
+
+    def _wanted(self, mine: Rival, rivals: Sequence[Rival]) -> int:
+        """How many messages should wait now."""
+        others = [rival for rival in rivals if rival.run != self._run and rival.wants]
+        total = self._capacity.messages(self._queue)
+        if not others:
+            return total
+        if not mine.wants:
+            return 0
+        wanted = self._shares.messages(total)
+        if wanted or self._empty < PATIENT_LOOKS:
+            return wanted
+        # Its turn or not, nothing waits: those whose turn it is do not use their processes.
+        elsewhere = [
+            rival for rival in others if rival.priority == mine.priority and rival.queue != mine.queue
+        ]
+        if any(rival.waiting and self._capacity.covers(rival.queue, mine.queue) for rival in elsewhere):
+            return 0
+        return max(1, math.ceil(total * self._shares.accounts[self._run].share))
+
+    def _claim(self, mine: Rival, rivals: Sequence[Rival], now: float) -> None:
+        """Have processes of lower priorities end their segments while messages wait in vain."""
+        if not (mine.waiting and mine.wants):
+            self._claim_at = now + CLAIM_AFTER_S
+            return
+        if now < self._claim_at:
+            return
+        self._claim_at = now + CLAIM_EVERY_S
+        left = mine.waiting
+        playing = {run: account.playing for run, account in self._shares.accounts.items()}
+        level = keys.PRIORITIES
+        lower = [rival for rival in rivals if level[rival.priority] > level[mine.priority]]
+        for rival in sorted(lower, key=lambda rival: (-level[rival.priority], -playing[rival.run])):
+            claimed = min(left, math.ceil(playing[rival.run] - 0.1))
+            if claimed > 0:
+                stream.claim(self._client, rival.run, claimed, for_ms=round(CLAIM_EVERY_S * 1e3))
+                left -= claimed
+
+    # --- every few seconds -------------------------------------------------------------------------------
+
+    def _survey(self, now: float) -> None:
+        """Look at workers, rivals, lost producers, crashes; count the messages that wait."""
+        self._survey_at = now + SURVEY_S
+        fleet = workers.alive(self._client)
+        self._capacity = Capacity(fleet)
+        self._names = sorted({*runs.active_names(self._client), self._run})
+        state = runs.state(self._client, self._run)
+        self._queue, self._priority = state.queue, state.priority
+        segments.recount(self._client, self._run, self._queue, self._priority)
+        self._refused = bool(segments.refusals(self._client, self._run))
+        if now - self._surveyed_at > 2 * SURVEY_S:  # the server was away, and what it knows of workers is old
+            self._trusted_at = now + 2 * workers.TTL_S
+        self._surveyed_at = now
+        if now >= self._trusted_at:
+            self._find_lost({worker.node: worker for worker in fleet})
+        self._quarantine(state)
+
+    def _find_lost(self, fleet: Mapping[str, Heartbeat]) -> None:
+        """Note producers whose process is gone, seen so twice in a row: a worker tells of its processes in time."""
+        gone = {}
+        for producer, player in segments.players(self._client, self._run).items():
+            worker = fleet.get(player.node)
+            if worker is None:
+                gone[producer] = f"worker {player.node} is gone"
+            elif player.pid not in worker.pids:
+                gone[producer] = f"process {player.pid} of {player.node} is gone"
+        for producer in self._suspects & gone.keys():
+            log.warning("%s: producer %d ended without a word: %s", self._run, producer, gone[producer])
+            segments.lost(self._client, self._run, [producer], gone.pop(producer))
+        self._suspects = frozenset(gone)
+
+    def _quarantine(self, state: RunState) -> None:
+        """Pause a run that ends processes instead of playing."""
+        if state.status == "active" and state.crashes >= self._rollout.max_crashes:
+            reason = (
+                f"quarantined: {state.crashes} processes ended without a fragment: {state.error}; "
+                f"mend the environment and `ddrl resume {self._run}`"
             )
-            self._target = max(1, math.ceil(self._weight * max(1.0, processes / PROCESSES_PER_MESSAGE)))
-        missing = self._target - messages.waiting(self._client, self._run, self._queue)
-        if missing > 0:
-            messages.sent(self._client, self._run, missing)
-            for _ in range(missing):
-                self._send()
-        return max(missing, 0)
+            log.error("%s: %s", self._run, reason)
+            runs.set_status(self._client, self._run, "paused", reason)
 
 
 @dataclass(frozen=True)
@@ -114,6 +228,10 @@ class Referee:
     def pinned(self) -> frozenset[int]:
         """Versions that an open evaluation needs."""
         return frozenset({self._open.version} if self._open else ())
+
+    def adopt(self, config: EvaluationConfig, stop: StopConfig) -> None:
+        """Go by changed settings from now on."""
+        self._config, self._stop = config, stop
 
     def tick(self, progress: Progress) -> None:
         """Take results, send again what is overdue, open what is due.

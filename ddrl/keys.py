@@ -6,13 +6,20 @@
 |-----------------------------------|--------|-----------------------|---------------------|----------|
 | ddrl:runs                         | zset   | submit                | all                 | ids by creation time; a member goes with its run |
 | ddrl:producers                    | string | collector             | collector           | counter of producer ids |
+| ddrl:deleted                      | zset   | cli                   | learner             | ids of runs deleted on purpose, by time; a month |
 | ddrl:worker:<node>                | string | worker                | status, dispatcher  | heartbeat, expires |
+| ddrl:broker:*                     |        | Celery                | Celery              | messages waiting; Celery's own keys |
 | ddrl:{run}:spec                   | string | submit                | all                 | the run's |
-| ddrl:{run}:state                  | hash   | submit, learner, cli  | all                 | the run's; status, counters, allowance and players, reason, waiting messages |
+| ddrl:{run}:state                  | hash   | all                   | all                 | the run's; status, reason, counters, allowance, share of the fleet |
+| ddrl:{run}:initial                | string | submit                | learner             | weights to begin with, safetensors; the run's |
 | ddrl:{run}:lease                  | string | learner               | learner             | token of the learner, expires |
 | ddrl:{run}:allowance              | stream | learner               | collector           | one entry: env steps that may be played, latest version |
 | ddrl:{run}:experience             | stream | collector             | learner             | fragments: the replay buffer; trimmed by the learner |
-| ddrl:{run}:producers              | hash   | collector             | stream, status      | producer -> incarnation, last seq, host, last seen |
+| ddrl:{run}:producers              | hash   | collector             | stream, audit       | producer -> incarnation, last seq, steps, when, host, fragments, duplicates, node |
+| ddrl:{run}:playing                | hash   | worker                | dispatcher, fleet   | producer -> node, pid, since; while it plays |
+| ddrl:{run}:draining               | set    | worker                | collector           | nodes whose processes end their segments; expires |
+| ddrl:{run}:refusals               | hash   | worker                | cli                 | host -> why it does not play the run |
+| ddrl:{run}:ledger                 | hash   | learner               | audit               | producer -> what became of its fragments, up to `cursor` |
 | ddrl:{run}:weights                | hash   | learner               | all                 | latest, best, kept |
 | ddrl:{run}:weights:<v>            | string | learner               | collector, cli      | safetensors; until pruned |
 | ddrl:{run}:evaluations            | stream | evaluation worker     | learner, cli        | the run's; version, seeds, returns |
@@ -22,7 +29,8 @@
 | ddrl:{run}:episodes               | stream | collector             | learner, cli        | finished training episodes, capped |
 | ddrl:{run}:metrics                | stream | learner               | cli                 | the learner's figures, capped |
 | ddrl:{run}:dead                   | stream | learner               | cli                 | refused entries and why, capped |
-| ddrl:{run}:journal                | stream | submit, learner, cli  | cli                 | every change of state or setting |
+| ddrl:{run}:journal                | stream | all                   | cli                 | every change of state or setting, capped |
+| ddrl:{run}:logs                   | stream | learner, worker       | cli                 | lines of log, capped |
 | ddrl:{run}:checkpoint:<t>:<n>:<p> | string | learner               | learner             | parts, named by the pointer in state |
 """
 
@@ -30,6 +38,7 @@ from __future__ import annotations
 
 RUNS = "ddrl:runs"
 PRODUCERS = "ddrl:producers"
+DELETED = "ddrl:deleted"
 WORKER_PATTERN = "ddrl:worker:*"
 BROKER_PREFIX = (
     "ddrl:broker:"  # Celery's own keys; `celery.py` sets it, `fleet.py` reads queue lengths below it
@@ -41,9 +50,14 @@ def worker(node: str) -> str:
     return f"ddrl:worker:{node}"
 
 
-def queue(name: str) -> str:
-    """The list in which Celery keeps a queue's messages."""
-    return f"{BROKER_PREFIX}{name}"
+PRIORITIES = {"high": 0, "normal": 3, "low": 6}
+"""As Celery's Redis transport counts them: lower is sooner."""
+
+
+def queue(name: str, priority: str = "normal") -> str:
+    """The list in which Celery keeps a queue's messages of one priority; all but the soonest have a suffix."""
+    level = PRIORITIES[priority]
+    return f"{BROKER_PREFIX}{name}" + (f"\x06\x16{level}" if level else "")
 
 
 def of_run(run: str, name: str) -> str:
@@ -79,6 +93,36 @@ def experience(run: str) -> str:
 def producers(run: str) -> str:
     """Producer -> what was last heard of it."""
     return of_run(run, "producers")
+
+
+def playing(run: str) -> str:
+    """Producers that play now."""
+    return of_run(run, "playing")
+
+
+def draining(run: str) -> str:
+    """Nodes that are leaving."""
+    return of_run(run, "draining")
+
+
+def refusals(run: str) -> str:
+    """Hosts that do not play the run, and why."""
+    return of_run(run, "refusals")
+
+
+def ledger(run: str) -> str:
+    """What became of each producer's fragments."""
+    return of_run(run, "ledger")
+
+
+def initial(run: str) -> str:
+    """Weights to begin with."""
+    return of_run(run, "initial")
+
+
+def logs(run: str) -> str:
+    """Lines of log."""
+    return of_run(run, "logs")
 
 
 def weights(run: str) -> str:

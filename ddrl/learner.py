@@ -1,10 +1,12 @@
-"""The learner's loop: admit, draw, update; and, on a second thread, publish and checkpoint.
+"""The learner's loop: admit, draw, update. What the server must know of it is told by `ddrl.service`.
 
 Off-policy experience is sampled from a view, weights are published now and then; on-policy experience is learned
 from once, and each iteration waits for the publication of the one before, so that versions count iterations.
-The training thread owns the algorithm, the experience and the counters. The service thread owns the writes to the
-server; what it needs of the algorithm is handed over as finished copies. Background Python steals updates
-through the GIL, so the service thread works a few milliseconds a second.
+The training thread owns the algorithm, the experience and the accounts of what it was sent; the service thread gets
+finished copies.
+
+In lockstep fragments are admitted one by one, with all updates that the pace allows between, and checkpoints are taken
+between these rounds only. Then the stream alone decides what is learned, however often a learner is killed on the way.
 """
 
 from __future__ import annotations
@@ -15,22 +17,22 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import asdict, replace
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
-from ddrl import tensors
+from ddrl.algorithms import base
 from ddrl.algorithms.base import Resolved
 from ddrl.config import RunConfig
 from ddrl.device import to_device, to_host
+from ddrl.replay.accounts import Accounts
 from ddrl.replay.experience import experience, longest_fragment
 from ddrl.replay.feed import Bounds, Feed, Staged, stage, stored
-from ddrl.replay.retention import Retention
 from ddrl.replay.sampled import Drawn
-from ddrl.store import checkpoints, lease, metrics, stream, weights
+from ddrl.service import Board, Service, Tensors
+from ddrl.store import stream
 from ddrl.store.checkpoints import Counters
 from ddrl.types import Trajectories
 
@@ -39,11 +41,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-RENEW_S = 2.0
 ADMIT_S = 0.05  # of admitting between two updates: of a backlog a part, so that updates go on meanwhile
-TRAILING_EPISODES = 20
+WAIT_S = 0.05  # for fragments, before looking at what else is wanted
 REPLAY = "replay."  # before the names of the experience's part of a checkpoint
-CHECKPOINT_BYTES_PER_S = 1e6  # what checkpoints may cost the server on average
 
 
 class Learner:
@@ -72,7 +72,7 @@ class Learner:
     ) -> None:
         self._client, self._feed_client = client, feed_client
         self._run, self._token, self._config = run, token, config
-        self._device = device
+        self._device, self._spec = device, resolved.spec
         self._on_policy = resolved.on_policy
         self.algorithm = resolved.learner(device=device, seed=config.seed)
         self.experience = experience(
@@ -84,91 +84,94 @@ class Learner:
         self._stage = functools.partial(
             stage, run=run, spaces=resolved.spec, bounds=bounds, prepare=self.experience.prepare
         )
-        self._retention = Retention(client, run, token, max_bytes=int(config.replay.max_bytes))
-        self.counters = Counters()
-        self.version = -1
-        self.pinned: frozenset[int] = frozenset()  # versions that must not be dropped
-        self.returns: deque[float] = deque(maxlen=TRAILING_EPISODES)
+        self.accounts = Accounts()
+        self._board = Board()
+        self.service = Service(
+            client,
+            run,
+            token,
+            config,
+            experience=self.experience,
+            accounts=self.accounts,
+            board=self._board,
+        )
         self.stopping = threading.Event()
         self.due = threading.Event()
         """Something waits for `serve`."""
         self._feed: Feed | None = None
-        self._updates = self._steps = self._admitted = self._dead = 0
-        self._cursor = b"0-0"
-        self._figures: Mapping[str, torch.Tensor] = {}
-        self._refused: deque[tuple[bytes, bytes, str]] = deque()  # (entry, head, reason) to be told
-        # Handed from the training thread to the service thread, each a finished copy.
-        self._published: tuple[int, Mapping[str, torch.Tensor]] | None = None
-        self._saved: tuple[Counters, Mapping[str, torch.Tensor]] | None = None
-        self._checkpoint_due = threading.Event()
-        self._checkpoint: Counters | None = None  # the newest one in the server
-        self._published_updates = 0
-        self._allowed = -1
-        now = self._started = time.monotonic()
-        self._elapsed_before_s = 0.0
-        self._publish_at = now + config.learner.publish_every_s
-        self._checkpoint_at = now + config.learner.checkpoint_every_s
-        self._renew_at = self._metrics_at = now
-        self._last_row = (now, 0, 0, 0.0)
+        self._publish_at = time.monotonic() + config.learner.publish_every_s
+        self._training = threading.Lock()  # held by the thread that may touch algorithm and experience
+        self._is_between = True  # no round of lockstep is under way
+        self._adopting: tuple[RunConfig, Any] | None = None
+        self._wanted: threading.Event | None = None  # set when a snapshot is there
+        self._snapshot: tuple[Counters, Tensors] = (Counters(), {})
 
     # --- start and end -------------------------------------------------------------------------------
 
     def restore(self) -> None:
-        """Continue from the newest checkpoint, if any, and rebuild the view from the stream."""
-        checkpoints.sweep(self._client, self._run)
-        found = checkpoints.load(self._client, self._run)
-        stored = weights.index(self._client, self._run)
-        version = stored.latest + 1  # of the weights that begin, unless they are the published ones
+        """Continue from the newest checkpoint, if any, and rebuild the view from the stream.
+
+        Raises:
+            LeaseLostError: another learner took over.
+            redis.exceptions.RedisError: the server cannot serve; a new learner may try again.
+        """
+        service, board = self.service, self._board
+        found, latest = service.load()
+        version = latest + 1  # of the weights that begin, unless they are the published ones
         self.experience.first_version = version
         if found is not None:
-            blob, meta = found
-            arrays = tensors.decode_weights(blob)
-            held = {name: arrays.pop(name) for name in list(arrays) if name.startswith(REPLAY)}
-            self.algorithm.load_state({name: torch.from_numpy(array) for name, array in arrays.items()})
-            counters = Counters(**meta)
-            self._checkpoint = counters
-            self._updates, self._steps = counters.updates, counters.env_steps
-            self._admitted, self._dead = counters.admitted, counters.dead
-            version -= self._on_policy and counters.version == stored.latest
-            self._elapsed_before_s = counters.elapsed_s
-            self._cursor = counters.cursor.encode()
-            self.experience.first_version = version if version > stored.latest else 0
-            self._rebuild(counters.oldest.encode(), self._cursor, version)
-            self.experience.load_state({name.removeprefix(REPLAY): array for name, array in held.items()})
+            state, counters = found
+            held = {name: state.pop(name) for name in list(state) if name.startswith(REPLAY)}
+            self.algorithm.load_state(state)
+            board.updates, board.steps = counters.updates, counters.env_steps
+            version -= self._on_policy and counters.version == latest
+            board.add_elapsed(counters.elapsed_s)
+            self.accounts.load_state(counters)
+            self.experience.first_version = version if version > latest else 0
+            self._rebuild(counters, version)
+            self.experience.load_state(
+                {name.removeprefix(REPLAY): tensor.numpy() for name, tensor in held.items()}
+            )
             self.experience.num_dropped = counters.dropped + counters.waiting - self.experience.num_waiting
+        elif (initial := service.initial()) is not None:
+            source, parameters = initial
+            fresh = self.algorithm.warm_start(parameters)
+            service.note("warm start", f"begins with {source}; {fresh}")
         self._note()
-        self._published_updates = self._updates
         size = len(self.experience)
-        log.info("starts at update %d, env step %d, holding %d transitions", self._updates, self._steps, size)
+        log.info("starts at update %d, env step %d, holding %d transitions", board.updates, board.steps, size)
+        self._feed = Feed(self._feed_client, self._run, self.accounts.cursor, self._stage)
         # Off-policy, what a learner without checkpoint left plays better; on-policy, it is another policy.
-        if version == stored.latest or (not self._on_policy and self._updates == 0 and stored.latest >= 0):
-            self.version = stored.latest
-            self._raise_allowance()
+        if version == latest or (not self._on_policy and board.updates == 0 and latest >= 0):
+            service.begin(self._feed, latest, None)
         else:
-            self._publish(self._updates, self.algorithm.weights())
-        self._last_row = (time.monotonic(), self._updates, self._steps, 0.0)  # rates are this learner's own
-        self._feed = Feed(self._feed_client, self._run, self._cursor, self._stage)
+            service.begin(self._feed, version, self.algorithm.weights())
         self._feed.start()
 
-    def _rebuild(self, oldest: bytes, cursor: bytes, version: int) -> None:
+    def _rebuild(self, counters: Counters, version: int) -> None:
         """Admit again what was held when the checkpoint was taken; the counters stand already."""
+        oldest, cursor = counters.oldest.encode(), counters.cursor.encode()
+        refused = {entry_id.encode() for entry_id in counters.repeated}
         for staged in stored(self._client, self._run, oldest, cursor, self._stage):
-            self._renew()
-            if staged.fragment is not None:
+            self.service.renew()
+            if staged.fragment is not None and staged.producer >= 0 and staged.entry_id not in refused:
                 with contextlib.suppress(ValueError):  # refused and counted before
                     self.experience.admit(staged.prepared, staged.entry_id, version=version)
-            self._retention.admitted(staged.entry_id, staged.cumulative_bytes, staged.num_bytes)
+            self.service.retention.admitted(staged.entry_id, staged.cumulative_bytes, staged.num_bytes)
         stream.trim(self._client, self._run, self._token, oldest)  # what only the former learner's view held
 
     def finish(self) -> None:
-        """Publish and checkpoint what there is; call when the training thread has returned."""
+        """Publish and checkpoint what there is; call when the training thread has returned, again if it fails.
+
+        Raises:
+            LeaseLostError: another learner took over.
+            redis.exceptions.RedisError: the server cannot serve.
+        """
         if self._feed is not None:
             self._feed.stop()
-        self._note()
-        self._tell_refused()
-        if self._updates > self._published_updates:
-            self._publish(self._updates, self.algorithm.weights())
-        self._save(replace(self.counters, version=self.version), self._state())
+        counters, state = self._taken()
+        is_whole = self._is_between or not self._config.learner.lockstep
+        self.service.finish(counters if is_whole else None, state, self.algorithm.weights())
         self.experience.close()
 
     # --- the training thread -------------------------------------------------------------------------
@@ -180,218 +183,203 @@ class Learner:
             BaseException: what ended the feed.
         """
         assert self._feed is not None, "restore() comes first"
-        while not self.stopping.is_set():
-            if self._feed.ready:
-                for staged in self._feed.take(ADMIT_S):
-                    self._admit(staged)
-                self._note()
-            batch = self._draw()
-            if batch is not None:
-                self._update(batch)
-                del batch  # its memory may serve the next one
-            elif not self._feed.ready:
-                self._feed.wait(0.05)
-            if self._checkpoint_due.is_set():
-                self._checkpoint_due.clear()
-                self._note()
-                self._saved = (self.counters, self._state())
+        go = self._round if self._config.learner.lockstep else self._step
+        with self._training:
+            while not self.stopping.is_set():
+                go(self._feed)
+                self._answer()
+
+    def _step(self, feed: Feed) -> None:
+        """Admit what there is, and do one update."""
+        if feed.ready:
+            for staged in feed.take(ADMIT_S):
+                self._admit(staged)
+            self._note()
+        batch = self._draw()
+        if batch is not None:
+            self._update(batch)
+            del batch  # its memory may serve the next one
+        elif not feed.ready:
+            feed.wait(WAIT_S)
+
+    def _round(self, feed: Feed) -> None:
+        """Admit one fragment, and do all updates that the pace allows then."""
+        if not feed.ready:
+            feed.wait(WAIT_S)
+            return
+        for staged in feed.take(0.0):
+            self._is_between = False
+            self._admit(staged)
+        self._note()
+        while (batch := self._draw()) is not None:
+            self._update(batch)
+            del batch
+        self._is_between = True
 
     def _admit(self, staged: Staged) -> None:
-        fragment, reason = staged.fragment, staged.reason
-        if fragment is not None:
+        fragment, reason = staged.fragment, staged.reason or self.accounts.objection(staged)
+        if not reason:
             try:
                 self.experience.admit(staged.prepared, staged.entry_id, version=self.version)
             except ValueError as error:
-                fragment, reason = None, str(error)
-        if fragment is None:
-            self._dead += 1
+                reason = str(error)
+        before = self.accounts.cursor
+        gone = self.accounts.take(staged, consumed=not reason)
+        if gone:
+            lost = (
+                f"{gone} fragment{'s' * (gone > 1)} between {before.decode()} and {staged.entry_id.decode()}"
+            )
+            lost += " went from the stream unread"
+            self._board.gone.append(lost)
+            log.warning("%s", lost)
+        if reason:
             log.warning("entry %s refused: %s", staged.entry_id.decode(), reason)
-            self._refused.append((staged.entry_id, staged.head, reason))
-        else:
-            self._admitted += 1
+            self._board.refused.append((staged.entry_id, staged.head, reason))
+        elif fragment is not None:
             self.returns.extend(float(value) for value in fragment.episode_return)
-        self._cursor = staged.entry_id
-        self._steps = max(self._steps, staged.cumulative_steps)
-        self._retention.admitted(staged.entry_id, staged.cumulative_bytes, staged.num_bytes)
+        self._board.steps = max(self._board.steps, staged.cumulative_steps)
+        self.service.retention.admitted(staged.entry_id, staged.cumulative_bytes, staged.num_bytes)
 
     def _draw(self) -> Drawn | Trajectories | None:
         """What to learn from next; None while there is nothing, or the last iteration is still unpublished."""
-        if self._on_policy and self._published is not None:
+        board = self._board
+        if self._on_policy and board.weights is not None:
             return None
-        return self.experience.draw(num_steps=self._steps, num_updates=self._updates, version=self.version)
+        return self.experience.draw(num_steps=board.steps, num_updates=board.updates, version=board.version)
 
     def _update(self, batch: Drawn | Trajectories) -> None:
         figures = dict(self.algorithm.update(to_device(batch, self._device)))
         priority = figures.pop("priority", None)
         if priority is not None:
             self.experience.prioritize(batch, to_host(priority))
-        self._figures = figures
-        self._updates = self.algorithm.num_updates
+        self._board.figures = figures
+        self._board.updates = self.algorithm.num_updates
         now = time.monotonic()
         if self._on_policy or now >= self._publish_at:
             self._publish_at = now + self._config.learner.publish_every_s
-            self._published = (self._updates, self.algorithm.weights())
+            self._board.weights = (self._board.updates, self.algorithm.weights())
             if self._on_policy:
                 self.due.set()
 
-    def _state(self) -> Mapping[str, torch.Tensor]:
-        """All that continuation needs of algorithm and experience, as CPU copies."""
+    def _answer(self) -> None:
+        """Do what the service thread has asked for."""
+        if self._adopting is not None:
+            (self._config, options), self._adopting = self._adopting, None
+            self._adopt(options)
+        if self._board.wants_state.is_set():
+            self._board.wants_state.clear()
+            self._board.state = self._taken()
+        if self._wanted is not None:
+            self._snapshot = self._taken()
+            self._wanted.set()
+            self._wanted = None
+
+    def _adopt(self, options: Any) -> None:
+        self._publish_at = min(self._publish_at, time.monotonic() + self._config.learner.publish_every_s)
+        try:
+            self.algorithm.adopt(options)
+        except ValueError as error:
+            log.warning("%s", error)
+            return
+        self.experience.adopt(options)
+
+    def _taken(self) -> tuple[Counters, Tensors]:
+        """All that continuation needs of algorithm and experience, as CPU copies, and the counters with it."""
+        self._note()
+        counters = replace(self.counters, **self.accounts.state(self.counters.oldest.encode()))
         held = {REPLAY + name: torch.from_numpy(array) for name, array in self.experience.state().items()}
-        return dict(self.algorithm.state()) | held
+        return counters, dict(self.algorithm.state()) | held
 
     def _note(self) -> None:
         """Make the counters visible to the service thread, all at once."""
-        oldest = self.experience.oldest_entry_id
-        self.counters = Counters(
-            updates=self._updates,
-            env_steps=self._steps,
-            admitted=self._admitted,
-            dead=self._dead,
+        oldest, cursor = self.experience.oldest_entry_id, self.accounts.cursor
+        self._board.counters = Counters(
+            updates=self._board.updates,
+            env_steps=self._board.steps,
+            admitted=self.accounts.consumed,
+            dead=self.accounts.refused,
             elapsed_s=self.elapsed_s,
-            cursor=self._cursor.decode(),
-            oldest=(oldest or stream.following(self._cursor)).decode(),
+            cursor=cursor.decode(),
+            oldest=(oldest or stream.following(cursor)).decode(),
             dropped=self.experience.num_dropped,
             waiting=self.experience.num_waiting,
         )
 
+    # --- the service thread --------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        """One round of what the server must be told; call it about twenty times a second. As `Service.serve`."""
+        self.service.serve()
+
+    def snapshot(self) -> tuple[Counters, Tensors]:
+        """Counters and tensors of a checkpoint taken now, or in lockstep soon; for other threads, after `restore`."""
+        self._wanted = wanted = threading.Event()
+        while not wanted.wait(WAIT_S / 5):
+            if self._training.acquire(blocking=False):  # nobody trains
+                self._answer()
+                self._training.release()
+        return self._snapshot
+
+    def adopt(self, config: RunConfig) -> None:
+        """Go by other live settings: the service's at once, the training thread's from the next update on.
+
+        Raises:
+            ConfigError: the algorithm does not know them.
+        """
+        resolved = base.resolve(config, self._spec)
+        self.service.adopt(config)
+        self._adopting = (config, resolved.config)
+
+    @property
+    def copy_to(self) -> Callable[[bytes, Mapping[str, Any]], object] | None:
+        """Gets tensors (safetensors) and meta of each checkpoint that the server has taken."""
+        return self.service.copy_to
+
+    @copy_to.setter
+    def copy_to(self, copy: Callable[[bytes, Mapping[str, Any]], object] | None) -> None:
+        self.service.copy_to = copy
+
+    @property
+    def pinned(self) -> frozenset[int]:
+        """Versions that must not be dropped."""
+        return self.service.pinned
+
+    @pinned.setter
+    def pinned(self, versions: frozenset[int]) -> None:
+        self.service.pinned = versions
+
+    # --- what anybody may ask ------------------------------------------------------------------------
+
+    @property
+    def counters(self) -> Counters:
+        """As of the last entry admitted."""
+        return self._board.counters
+
+    @property
+    def returns(self) -> deque[float]:
+        """Of the newest training episodes."""
+        return self._board.returns
+
+    @property
+    def version(self) -> int:
+        """Latest published; -1 before the first."""
+        return self._board.version
+
     @property
     def elapsed_s(self) -> float:
         """Time of learning, that of earlier learners of the run included as far as checkpoints tell."""
-        return self._elapsed_before_s + time.monotonic() - self._started
+        return self._board.elapsed_s
 
     def skip(self, seconds: float) -> None:
         """Do not count some time that has passed as learning: the run was paused."""
-        self._elapsed_before_s -= seconds
+        self._board.add_elapsed(-seconds)
 
     @property
     def num_updates(self) -> int:
         """Updates so far."""
-        return self._updates
+        return self._board.updates
 
     @property
     def num_steps(self) -> int:
         """Environment steps appended, up to the cursor."""
-        return self._steps
-
-    # --- the service thread --------------------------------------------------------------------------
-
-    def serve(self) -> None:
-        """One round of what the server must be told; call it about twenty times a second.
-
-        Raises:
-            LeaseLostError: another learner took over.
-            redis.exceptions.ConnectionError: the server does not answer; call again.
-        """
-        now = time.monotonic()
-        if self._renew() and self._checkpoint is not None:
-            oldest, held = self.counters.oldest.encode(), self._checkpoint.oldest.encode()
-            self._retention.trim(view_oldest=oldest, checkpoint_oldest=held)
-        if self._retention.is_near_budget:
-            self._make_room()
-        self._tell_refused()
-        published = self._published
-        if published is not None:
-            self._publish(*published)
-            if self._published is published:  # the next one may have come meanwhile
-                self._published = None
-            if self._feed is not None:
-                self._feed.wake()
-        else:
-            self._raise_allowance()
-        saved, self._saved = self._saved, None
-        if saved is not None:
-            self._save(*saved)
-        elif now >= self._checkpoint_at:
-            self._checkpoint_at = now + self._config.learner.checkpoint_every_s
-            self._checkpoint_due.set()
-        if now >= self._metrics_at:
-            self._metrics_at = now + self._config.learner.metrics_every_s
-            metrics.add(self._client, self._run, self._row(now))
-
-    def _renew(self) -> bool:
-        """Keep the lease, where it is time to."""
-        is_due = time.monotonic() >= self._renew_at
-        if is_due:
-            self._renew_at = time.monotonic() + RENEW_S
-            lease.renew(self._client, self._run, self._token)
-        return is_due
-
-    def _tell_refused(self) -> None:
-        while self._refused:
-            stream.refuse(self._client, self._run, self._token, *self._refused[0])
-            self._refused.popleft()
-
-    def _publish(self, updates: int, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Store the next version of the weights; versions never go back."""
-        stored = weights.index(self._client, self._run)
-        policy = self._config.weights
-        drop = weights.superseded(
-            stored,
-            keep_last=policy.keep_last,
-            keep_every=policy.keep_every,
-            max_bytes=int(policy.max_bytes),
-            pinned=self.pinned,
-        )
-        version = stored.latest + 1
-        allowance = self._allowance(version)
-        weights.publish(
-            self._client,
-            self._run,
-            self._token,
-            version=version,
-            blob=tensors.encode_weights({name: tensor.numpy() for name, tensor in parameters.items()}),
-            allowance=allowance,
-            players=self.experience.players,
-            updates=self._updates,
-            drop=drop,
-        )
-        self.version, self._allowed, self._published_updates = version, allowance, updates
-
-    def _raise_allowance(self) -> None:
-        """Tell collectors of more room, in steps worth a call."""
-        allowance = self._allowance(self.version)
-        if allowance >= self._allowed + self.experience.grain:
-            players, updates = self.experience.players, self._updates
-            stream.allow(self._client, self._run, self._token, allowance, players=players, updates=updates)
-            self._allowed = allowance
-
-    def _allowance(self, version: int) -> int:
-        """Environment steps that may have been appended in all once `version` is published."""
-        return self.experience.allowance(num_steps=self._steps, num_updates=self._updates, version=version)
-
-    def _save(self, counters: Counters, state: Mapping[str, torch.Tensor]) -> None:
-        blob = tensors.encode_weights({name: tensor.numpy() for name, tensor in state.items()})
-        checkpoints.save(self._client, self._run, self._token, blob, asdict(counters))
-        self._checkpoint = counters
-        every = max(self._config.learner.checkpoint_every_s, len(blob) / CHECKPOINT_BYTES_PER_S)
-        self._checkpoint_at = time.monotonic() + every
-
-    def _make_room(self) -> None:
-        """Have a checkpoint taken, and drop what it makes dispensable."""
-        if self._checkpoint is None or self._checkpoint.cursor != self.counters.cursor:
-            self._checkpoint_due.set()
-        if self._checkpoint is not None:
-            self._retention.make_room(checkpoint_cursor=self._checkpoint.cursor.encode())
-
-    def _row(self, now: float) -> dict[str, float]:
-        """Figures since the last row."""
-        then, updates_then, steps_then, waited_then = self._last_row
-        updates, steps = self._updates, self._steps
-        waited = self._feed.waited_s if self._feed is not None else 0.0
-        self._last_row = (now, updates, steps, waited)
-        elapsed = max(now - then, 1e-9)
-        row = {
-            "elapsed_s": self.elapsed_s,
-            "env_steps": steps,
-            "updates": updates,
-            "env_steps_per_s": (steps - steps_then) / elapsed,
-            "updates_per_s": (updates - updates_then) / elapsed,
-            **self.experience.figures(num_steps=steps, num_updates=updates),
-            "admitted": self._admitted,
-            "dead": self._dead,
-            "version": self.version,
-            "learner_wait": min(1.0, (waited - waited_then) / elapsed),
-        }
-        if self.returns:
-            row["return_mean"] = float(np.mean(list(self.returns)))
-        return row | {name: float(value) for name, value in dict(self._figures).items()}
+        return self._board.steps

@@ -52,6 +52,7 @@ class LoadedPolicy:
         config: the run's, resolved.
         spaces: of its environment.
         run, version: where it comes from.
+        weights: as published.
     """
 
     policy: base.Policy
@@ -59,6 +60,7 @@ class LoadedPolicy:
     spaces: EnvSpec
     run: str
     version: int
+    weights: Mapping[str, np.ndarray] = field(default_factory=dict, repr=False, compare=False)
     _episodes: list[_Episode] = field(default_factory=list, repr=False, compare=False)
 
     @property
@@ -173,4 +175,4 @@ def _build(
         raise PolicyFileError(
             f"{source}: weights do not fit the networks of its config ({error}); export the policy again"
         ) from None
-    return LoadedPolicy(policy, config, spaces, run, version)
+    return LoadedPolicy(policy, config, spaces, run, version, arrays)

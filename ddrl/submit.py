@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ddrl import envs
+from ddrl import envs, versions
 from ddrl.algorithms import base
 from ddrl.config import ConfigError, RunConfig, Section
 from ddrl.replay.blocks import is_image
@@ -34,6 +34,16 @@ def prepare(config: RunConfig, *, processes: int = 1) -> EnvSpec:
         ConfigError: the algorithm cannot be used, or cannot serve this environment, or settings contradict.
     """
     spaces = envs.describe(config.env)
+    check(config, spaces, processes=processes)
+    return spaces
+
+
+def check(config: RunConfig, spaces: EnvSpec, *, processes: int = 1) -> base.Resolved:
+    """Check that algorithm and pace fit together on an environment of those spaces; the algorithm.
+
+    Raises:
+        ConfigError: the algorithm cannot be used, or cannot serve this environment, or settings contradict.
+    """
     resolved = base.resolve(config, spaces)
     try:
         if resolved.on_policy:
@@ -43,7 +53,7 @@ def prepare(config: RunConfig, *, processes: int = 1) -> EnvSpec:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     _check_budget(config, resolved)
-    return spaces
+    return resolved
 
 
 def _check_budget(config: RunConfig, resolved: base.Resolved) -> None:
@@ -178,7 +188,7 @@ def _check_on_policy(config: RunConfig, resolved: base.Resolved, processes: int)
         [name for name in type(config.replay).model_fields if name != "max_bytes"],
         f"algorithm {resolved.name}",
     )
-    _refuse_set(config.learner, "learner", ["publish_every_s"], f"algorithm {resolved.name}")
+    _refuse_set(config.learner, "learner", ["publish_every_s", "lockstep"], f"algorithm {resolved.name}")
 
 
 def _refuse_set(section: Section, prefix: str, names: list[str], what: str) -> None:
@@ -188,18 +198,51 @@ def _refuse_set(section: Section, prefix: str, names: list[str], what: str) -> N
             raise ValueError(f"{prefix}.{name}: {getattr(section, name)} has no effect on {what}; remove it")
 
 
-def create(client: Redis, config: RunConfig, spaces: EnvSpec) -> str:
+def create(
+    client: Redis, config: RunConfig, spaces: EnvSpec, *, initial: tuple[str, bytes] | None = None
+) -> str:
     """Store the run; from now on learners and workers find it.
+
+    Args:
+        client: connection to the server.
+        config: resolved.
+        spaces: as `prepare` gave them.
+        initial: where the weights to begin with come from, and they, safetensors.
 
     Raises:
         ConfigError: the server's memory cannot hold what the run may need.
     """
+    check_memory(client, config)
+    network = config.algorithm.get("network")
+    custom = [network] if isinstance(network, str) and ":" in network else []
+    return runs.create(
+        client,
+        config,
+        spaces,
+        queues=(
+            envs.queue_for("ddrl.rollout", config.env.id, network),
+            envs.queue_for("ddrl.evaluate", config.env.id, network),
+        ),
+        versions=versions.of(config.env.id, *custom),
+        initial=initial,
+    )
+
+
+def check_memory(client: Redis, config: RunConfig, *, run: str | None = None) -> None:
+    """Refuse a run that may need more than the server's memory holds; ConfigError.
+
+    Args:
+        client: connection to the server.
+        config: of the run.
+        run: its id, where it is there already.
+    """
     maxmemory = connection.maxmemory(client)
+    others = runs.reserved_bytes(client, but=run)
     needed = int(config.replay.max_bytes) + int(config.weights.max_bytes) + CHECKPOINTS_BYTES
-    if 0 < maxmemory < needed:
+    if 0 < maxmemory < needed + others:
+        also = f", the streams of other runs {others >> 20} MiB," if others else ""
         raise ConfigError(
             f"replay.max_bytes: {config.replay.max_bytes.human_readable()} and what else the run keeps need "
-            f"{needed >> 20} MiB, but the server's maxmemory is {maxmemory >> 20} MiB; lower replay.max_bytes or "
-            "raise maxmemory"
+            f"{needed >> 20} MiB{also or ','} but the server's maxmemory is {maxmemory >> 20} MiB; lower "
+            "replay.max_bytes or raise maxmemory"
         )
-    return runs.create(client, config, spaces)

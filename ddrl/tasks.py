@@ -2,68 +2,123 @@
 
 from __future__ import annotations
 
-import functools
+import logging
 import secrets
+import socket
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from ddrl import policy
-from ddrl.celery import EVALUATE, ROLLOUT, app
+from ddrl import policy, versions
+from ddrl.celery import EVALUATE, ROLLOUT, app, process_memory_bytes, queues
+from ddrl.config import ConfigError, RunConfig
 from ddrl.evaluation import evaluate as play_episodes
 from ddrl.evaluation import with_noops
-from ddrl.segment import Players, play
-from ddrl.store import connection, evaluations, messages, requests, runs
+from ddrl.modules import first_line
+from ddrl.segment import Players, play, without_spaces
+from ddrl.store import connection, evaluations, logs, requests, runs, segments
+from ddrl.versions import UnfitError
+from ddrl.watchdog import Watch
 
 if TYPE_CHECKING:
     from redis import Redis
 
-CRASH_PAUSE_S = 1.0  # between a failed task and the next, so that a broken run cannot spin
+T = TypeVar("T")
+
+PAUSE_S = 1.0  # between a task that could not be played and the next, so that none of them spins
+PATIENCE_S = 60.0  # for storing what was played, while the server cannot take it
 SIGN_EVERY_S = 3.0  # of life, while a request is played
 
-players = Players()
+_SERVED = frozenset(queues("rollout"))
+
+log = logging.getLogger(__name__)
+_mine = threading.local()  # of a thread: in a pool of threads each plays for itself
 
 
-@functools.cache
 def clients() -> tuple[Redis, Redis]:
-    """This process's connections: for commands, and for blocking reads."""
-    return connection.connect(), connection.connect_blocking()
+    """This thread's connections: for commands, and for blocking reads."""
+    if not hasattr(_mine, "clients"):
+        _mine.clients = connection.connect(), connection.connect_blocking()
+    return _mine.clients  # type: ignore[no-any-return]
+
+
+def players() -> Players:
+    """This thread's players."""
+    if not hasattr(_mine, "players"):
+        _mine.players = Players(watch=watch)
+    return _mine.players  # type: ignore[no-any-return]
+
+
+def _note_end(run: str, reason: str) -> None:
+    segments.note_crash(connection.connect(), run, reason)
+
+
+watch = Watch(_note_end, memory_bytes=process_memory_bytes())
 
 
 @contextmanager
-def reporting(client: Redis, run: str) -> Iterator[None]:
-    """Tell the run's state why it could not be played here, and give the server a moment."""
+def plainly(client: Redis, run: str, node: str) -> Iterator[None]:
+    """Let a task end in order whatever hinders it: say why where people look, and pause."""
+    host = socket.gethostname()
     try:
         yield
-    except connection.UNREACHABLE:
-        raise
+    except runs.UnknownRunError:
+        return  # deleted since the message was sent
+    except connection.HINDRANCES as error:
+        if (text := connection.hindrance(error)) is None:
+            text = f"the server refuses a command ({first_line(error)}); see the rights of the worker's user"
+        log.warning("run %s: %s", run, text)
+    except (UnfitError, ConfigError, connection.StoreError) as error:
+        reason = str(error) if isinstance(error, UnfitError) else f"host {host}: {error}"
+        log.warning("run %s: %s", run, reason)
+        with suppress(*connection.HINDRANCES):
+            segments.note_refusal(client, run, host, reason)
     except Exception as error:
-        players.drop(run)
-        runs.note_error(client, run, f"{type(error).__name__}: {error}")
-        time.sleep(CRASH_PAUSE_S)
-        raise
+        players().drop(run)
+        reason = f"host {host}: {type(error).__name__}: {first_line(error)}; mend what the run plays"
+        log.exception("run %s: %s", run, reason)
+        with suppress(*connection.HINDRANCES):
+            segments.note_crash(client, run, reason)
+            logs.add(client, run, f"worker {node}", "ERROR", reason)
+    else:
+        return
+    time.sleep(PAUSE_S)
 
 
-@app.task(name=ROLLOUT)  # type: ignore[untyped-decorator]
-def rollout(run: str) -> int:
+@app.task(name=ROLLOUT, bind=True)  # type: ignore[untyped-decorator]
+def rollout(self: Any, run: str) -> int:
     """Play one segment of a run; the transitions appended."""
     client, blocking = clients()
-    messages.taken(client, run)
-    with reporting(client, run):
-        return play(client, blocking, players, run)
+    node = without_spaces(self.request.hostname or "-")
+    appended = 0
+    with plainly(client, run, node):
+        segments.begin(client, run)
+        appended = play(client, blocking, players(), run, node=node, serves=_SERVED.__contains__)
+    return appended
 
 
-@app.task(name=EVALUATE)  # type: ignore[untyped-decorator]
-def evaluate(run: str, evaluation_id: str) -> bool:
+@app.task(name=EVALUATE, bind=True)  # type: ignore[untyped-decorator]
+def evaluate(self: Any, run: str, evaluation_id: str) -> bool:
     """Play an open evaluation or request and store its result; False if there was nothing left to do."""
     client, _ = clients()
-    if requests.is_request(evaluation_id):
-        return answer(client, run, evaluation_id)
+    stored = False
+    with plainly(client, run, without_spaces(self.request.hostname or "-")):
+        if requests.is_request(evaluation_id):
+            stored = answer(client, run, evaluation_id)
+        else:
+            stored = score(client, run, evaluation_id)
+    return stored
+
+
+def score(client: Redis, run: str, evaluation_id: str) -> bool:
+    """Play an open evaluation and store its result."""
     wanted = evaluations.get_open(client, run, evaluation_id)
     if wanted is None:
         return False
-    with reporting(client, run):
+    config = fitting(client, run)
+    with watch.over(run, config.env.id, config.rollout.step_timeout_s):
         player = policy.from_run(client, run, wanted.version)
         result = play_episodes(
             player.policy,
@@ -73,8 +128,37 @@ def evaluate(run: str, evaluation_id: str) -> bool:
             num_envs=player.config.evaluation.num_envs,
             policy_version=wanted.version,
             epsilon=player.policy.evaluation_epsilon,
+            on_step=watch.step,
         )
-        return evaluations.finish(client, run, wanted, result)
+    return patiently(lambda: evaluations.finish(client, run, wanted, result))
+
+
+def fitting(client: Redis, run: str) -> RunConfig:
+    """The run's config, if this machine plays it as its submitter would.
+
+    Raises:
+        UnknownRunError, ConfigError: it is gone, or of another version of ddrl.
+        UnfitError: it does not.
+    """
+    config = runs.config(client, run)
+    versions.check(config, runs.state(client, run).versions)
+    return config
+
+
+def patiently(store: Callable[[], T]) -> T:
+    """What `store` gives, called again while the server cannot serve, for PATIENCE_S.
+
+    Raises:
+        RedisError: it could not all that time, or waiting does not help.
+    """
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return store()
+        except connection.HINDRANCES as error:
+            if connection.hindrance(error) is None or time.monotonic() > deadline:
+                raise
+            time.sleep(PAUSE_S)
 
 
 class Withdrawn(Exception):
@@ -91,6 +175,7 @@ def answer(client: Redis, run: str, request_id: str) -> bool:
 
     def give_sign() -> None:
         nonlocal sign_at
+        watch.step()
         if time.monotonic() >= sign_at:
             if requests.take(client, run, request_id, me) is None:
                 raise Withdrawn
@@ -100,24 +185,26 @@ def answer(client: Redis, run: str, request_id: str) -> bool:
         wanted = requests.take(client, run, request_id, me)
         if wanted is None:
             return False
-        player = policy.from_run(client, run, wanted.version)
-        result = play_episodes(
-            player.policy,
-            with_noops(player.env, wanted.noop_max),
-            player.spaces,
-            wanted.seeds,
-            num_envs=wanted.num_envs,
-            policy_version=wanted.version,
-            epsilon=wanted.epsilon,
-            on_step=give_sign,
-        )
+        config = fitting(client, run)
+        with watch.over(run, config.env.id, config.rollout.step_timeout_s):
+            player = policy.from_run(client, run, wanted.version)
+            result = play_episodes(
+                player.policy,
+                with_noops(player.env, wanted.noop_max),
+                player.spaces,
+                wanted.seeds,
+                num_envs=wanted.num_envs,
+                policy_version=wanted.version,
+                epsilon=wanted.epsilon,
+                on_step=give_sign,
+            )
         given = requests.Answer(number, result.returns, result.lengths)
     except Withdrawn:
         return False
-    except connection.UNREACHABLE:
+    except connection.HINDRANCES:
         raise
     except Exception as error:  # the asker plays it then, and says why
-        time.sleep(CRASH_PAUSE_S)  # others may do better with what is left
+        time.sleep(PAUSE_S)  # others may do better with what is left
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         given = requests.Answer(number, (), (), reason)
-    return requests.answer(client, run, request_id, given)
+    return patiently(lambda: requests.answer(client, run, request_id, given))

@@ -5,83 +5,22 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from urllib.parse import quote
 
 import pytest
-import redis
+from private_server import PrivateServer as PrivateServer
+from private_server import wait_until as wait_until
+from processes import Processes
 
 from ddrl.store import connection
-from ddrl.supervisor import death_with_parent, read, server_binary, try_lock, unlock
+from ddrl.supervisor import read, server_binary, try_lock, unlock
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
-    """Return once `condition()` holds; fail after `timeout_s`, generous as others use the cores too."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
-
-
-class PrivateServer:
-    """A real server of one test module, on a unix socket of its own, without persistence unless asked."""
-
-    def __init__(self, *options: str, password: str = "") -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="ddrl-t", dir="/tmp"))  # short: socket paths are limited
-        self.socket = self.folder / "s"
-        credentials = f":{quote(password, safe='')}@" if password else ""
-        self.url = f"unix://{credentials}{self.socket}"
-        self.options = [*options, *(("--requirepass", password) if password else ())]
-        self.client: redis.Redis = connection.connect(self.url)
-        self.process: subprocess.Popen[bytes] | None = None
-        try:
-            self.start()
-        except BaseException:
-            self.close()
-            raise
-
-    def start(self) -> None:
-        """Start it again with the same options, and wait until it answers."""
-        fixed = ["--port", "0", "--unixsocket", str(self.socket), "--dir", str(self.folder)]
-        defaults = ["--save", "", "--appendonly", "no"]
-        with (self.folder / "log").open("ab") as log:
-            self.process = subprocess.Popen(
-                [server_binary(), *fixed, *defaults, *self.options],
-                stdout=log,
-                preexec_fn=death_with_parent(),  # a test run that is killed leaves none behind either
-            )
-        wait_until(self.answers)
-
-    def answers(self) -> bool:
-        try:
-            return bool(self.client.ping())
-        except redis.RedisError:
-            return False
-
-    def stop(self) -> None:
-        """End it cleanly."""
-        self._end(signal.SIGTERM)
-
-    def kill(self) -> None:
-        """End it as a crash would."""
-        self._end(signal.SIGKILL)
-
-    def _end(self, how: signal.Signals) -> None:
-        if self.process is not None and self.process.poll() is None:
-            self.process.send_signal(how)
-            self.process.wait(20.0)
-
-    def close(self) -> None:
-        self.client.close()
-        self.kill()
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def _require_program() -> None:
+def require_program() -> None:
+    """Skip where no server program is installed; in CI that is a failure."""
     try:
         server_binary()
     except connection.StoreError as error:
@@ -92,7 +31,7 @@ def _require_program() -> None:
 
 @pytest.fixture(scope="module")
 def module_server() -> Iterator[PrivateServer]:
-    _require_program()
+    require_program()
     private = PrivateServer()
     yield private
     private.close()
@@ -110,7 +49,7 @@ def server(module_server: PrivateServer) -> Iterator[PrivateServer]:
 @pytest.fixture
 def make_server() -> Iterator[Callable[..., PrivateServer]]:
     """Private servers with options of their own: `make_server("--maxmemory-policy", "allkeys-lru")`."""
-    _require_program()
+    require_program()
     made: list[PrivateServer] = []
 
     def make(*options: str, password: str = "") -> PrivateServer:
@@ -120,6 +59,13 @@ def make_server() -> Iterator[Callable[..., PrivateServer]]:
     yield make
     for private in made:
         private.close()
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Processes]:
+    """Starts workers, learners and commands in a folder of this test, and ends them with it."""
+    with Processes(tmp_path) as started:
+        yield started
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -16,15 +16,18 @@ ROOT = Path(__file__).parents[1]
 MAX_LINES = 400
 
 _RANKED = (
-    "types keys parent",
+    "types keys parent sections watchdog",
     "config codec tensors returns distributions modules memory history device stacking",
     "networks envs store",
-    "replay algorithms",
+    "replay algorithms versions housekeeping monitoring sharing presence",
+    "service",
     "collector evaluation learner fleet policy supervisor",
-    "embedded artifacts segment",
+    "embedded artifacts segment warmstart",
+    "comparison results",
     "celery",
     "tasks",
-    "runner submit crew",
+    "session submit crew",
+    "runner",
     "cli",
     "__main__ workers",
 )
@@ -37,7 +40,7 @@ WALLS = {  # library -> the units of ddrl that may import it
     "billiard": {"celery", "tasks"},
     "gymnasium": {"envs"},
 }
-WITHOUT_TORCH = ("types", "keys", "config", "store", "submit", "cli", "celery")
+WITHOUT_TORCH = ("types", "keys", "sections", "config", "store", "submit", "cli", "celery")
 PICKLES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 FORBIDDEN_CALLS = {
     *("yaml.load", "yaml.load_all", "yaml.full_load", "yaml.unsafe_load", "torch.load", "torch.save"),

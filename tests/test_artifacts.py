@@ -31,7 +31,8 @@ def make_run(client: Redis, **sections: dict[str, Any]) -> str:
         "stop": {"return": 200, "time": 900},
         **sections,
     }
-    return runs.create(client, config.validate(tree), SPACES)
+    queues = ("ddrl.rollout.box2d", "ddrl.evaluate.box2d")
+    return runs.create(client, config.validate(tree), SPACES, queues=queues)
 
 
 def evaluate(
@@ -63,10 +64,10 @@ def learn_something(client: Redis, run: str, *, folder: str = "") -> int:
             episode_returns=returns,
             played_ms=30_000 if seq == 0 else 0,
         )
-    metrics.add(client, run, {"env_steps": 15_000, "updates": 3_000, "env_steps_per_s": 2_000.0})
+    metrics.add(client, run, token, {"env_steps": 15_000, "updates": 3_000, "env_steps_per_s": 2_000.0})
     row = {"env_steps": 30_000, "updates": 7_600, "env_steps_per_s": 2_930.0, "updates_per_s": 310.0}
     row |= {"samples_per_insert": 31.9, "staleness": 0.8, "return_mean": 143.2, "replay_size": 30_000}
-    metrics.add(client, run, row | {"learner_wait": 0.12, "critic_loss": 0.0123, "temperature": 0.05})
+    metrics.add(client, run, token, row | {"learner_wait": 0.12, "critic_loss": 0.0123, "temperature": 0.05})
     weights.publish(client, run, token, version=31, blob=b"weights", allowance=10**6, updates=7_600)
     evaluate(client, run, token, 31, 201.3)
     evaluate(client, run, token, 31, 205.0, purpose="confirm")
@@ -124,6 +125,7 @@ def test_everything_is_written(server: Any, tmp_path: Path) -> None:
             "metrics.csv",
             "episodes.csv",
             "evaluations.csv",
+            "journal.csv",
             "tensorboard",
             "curve.png",
             "summary.json",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +19,7 @@ from typer.testing import CliRunner
 import ddrl.cli
 from ddrl import config, evaluation, policy
 from ddrl.cli import app, main, policies
-from ddrl.store import connection, runs, weights, workers
+from ddrl.store import connection, logs, runs, weights, workers
 from ddrl.types import EvaluationResult
 
 
@@ -149,7 +151,7 @@ def test_status(client: Any) -> None:
     for shown in (
         "30,000 (2930/s)",
         "latest v31, best v31 (205.0), 2 kept",
-        "1 (3 processes)",
+        "1 (0 of 3 processes play it)",
         "2 dead",
         "512.0 MB",
     ):
@@ -191,21 +193,37 @@ def test_delete_asks_and_keeps_files_unless_told(
     assert not (tmp_path / "runs" / run).exists() and folder.is_dir()
 
 
-def test_logs(client: Any, refused: Callable[..., str], tmp_path: Path) -> None:
+def test_logs_merges_what_was_gathered_with_files_and_journal(
+    client: Any, refused: Callable[..., str], tmp_path: Path
+) -> None:
     run = make_run(client)
     folder = tmp_path / "runs" / run
     folder.mkdir(parents=True)
-    (folder / "learner.log").write_text("".join(f"line {i}\n" for i in range(9)) + "unfinished")
-    (folder / "rollout.log").write_text("played\n")
-    rows = call_json("logs", "--lines", "2")
-    assert rows[:3] == [
-        {"source": "learner", "line": "line 7"},
-        {"source": "learner", "line": "line 8"},
-        {"source": "rollout", "line": "played"},
+    now = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time.time() - 1))
+    (folder / "learner.log").write_text(
+        f"{now},123 INFO learns {run}\n{now},200 WARNING slow\nTraceback\n  of it\nunfinished"
+    )
+    (folder / "rollout.log").write_text(f"[{now},250: ERROR/SpawnPoolWorker-1] played badly\n")
+    logs.add(client, run, "learner gpu1", "INFO", f"learns {run}")
+    logs.add(client, run, "worker far", "ERROR", "two\nlines")
+    rows = call_json("logs")
+    here = socket.gethostname()
+    told = [(row["source"], row["level"], row["line"]) for row in rows]
+    assert told.count(("learner gpu1", "INFO", f"learns {run}")) == 1, "the file's twin is left out"
+    assert [row for row in told if row[0] == f"learner {here}"] == [
+        (f"learner {here}", "WARNING", "slow"),
+        (f"learner {here}", "", "Traceback"),
+        (f"learner {here}", "", "  of it"),
     ]
-    assert rows[3]["source"] == "journal" and "created" in rows[3]["line"]
+    assert (f"rollout {here}", "ERROR", "played badly") in told and ("journal", "", "created") in told
+    assert told[-2:] == [("worker far", "ERROR", "two"), ("worker far", "ERROR", "lines")]
+    times = [row["time_s"] for row in rows]
+    assert times == sorted(times)
+    assert [row["line"] for row in call_json("logs", "--last", "1")] == ["lines"]
+    assert call_json("logs", "-n", "0") == []
     runs.set_status(client, run, "stopped", "enough")
-    assert "   rollout | played\n" in call("logs", "--follow")
+    text = call("logs", "--follow")
+    assert "| ERROR: played badly\n" in text and " journal" in text and "stopped enough\n" in text
     assert "--follow" in refused("logs", "--follow", "--json")
 
 

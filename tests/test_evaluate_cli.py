@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,9 @@ import numpy as np
 import pytest
 import redis
 import torch
+from processes import Processes
 from redis import Redis
 from runs_for_tests import start, target_config, toy_answers
-from test_end_to_end import Site, until
 from typer.testing import CliRunner
 
 from ddrl import celery, keys, policy, tasks, tensors
@@ -440,15 +439,11 @@ def test_no_op_starts_of_a_game(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no-ops    up to 7 frames" in text
 
 
-def test_a_real_worker_plays_it(server: Any, run: str, expected: Any, tmp_path: Path) -> None:
-    site = Site(tmp_path, {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])})
-    try:
-        site.worker()
-        until(lambda: workers.alive(server.client), site)
-        done = site.ddrl("evaluate", f"{run}@0", *ASK, "--json")
-        report = json.loads(done.stdout)
-        assert report["episodes_on_fleet"] == 10, (done.stderr, site.logs())
-        assert scores(report) == expected
-        assert nothing_left(server.client, run) and evaluations.results(server.client, run)[0] == []
-    finally:
-        site.close()
+def test_a_real_worker_plays_it(server: Any, run: str, expected: Any, processes: Processes) -> None:
+    processes.celery(server.url)
+    processes.until(lambda: workers.alive(server.client))
+    done = processes.ddrl(server.url, "evaluate", f"{run}@0", *ASK, "--json")
+    report = json.loads(done.stdout)
+    assert report["episodes_on_fleet"] == 10, (done.stderr, processes.logs())
+    assert scores(report) == expected
+    assert nothing_left(server.client, run) and evaluations.results(server.client, run)[0] == []

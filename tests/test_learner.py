@@ -16,6 +16,7 @@ from runs_for_tests import play_steps, start, target_config
 
 from ddrl import codec, keys
 from ddrl import learner as learner_module
+from ddrl import service as service_module
 from ddrl.algorithms import base
 from ddrl.learner import Learner
 from ddrl.store import checkpoints, lease, metrics, runs, stream, weights
@@ -146,7 +147,7 @@ def test_a_resumed_learner_goes_on_bit_equal_from_the_checkpoint_and_the_stream(
         )
     for name, tensor in first.algorithm.state().items():
         assert torch.equal(tensor, second.algorithm.state()[name]), name
-    assert second._row(time.monotonic() + 1)["updates_per_s"] == 0  # rates do not count what was restored
+    assert second.service._row(time.monotonic() + 1)["updates_per_s"] == 0  # rates do not count what was restored
     assert second.version == first.version + 1  # the restored weights are published as the next version
     with pytest.raises(lease.LeaseLostError):  # at the latest when it renews
         until(lambda: first.serve() is not None)
@@ -188,7 +189,7 @@ def test_the_lease_is_renewed_while_the_view_is_rebuilt(
         until(lambda: first.num_steps == runs.state(client, run).appended_steps)
     first.finish()
     assert first.counters.admitted > 5
-    monkeypatch.setattr(learner_module, "RENEW_S", 0.0)
+    monkeypatch.setattr(service_module, "RENEW_S", 0.0)
     second = make_learner(client, run, take(client, run), server.url)
     admit, admitted = second.experience.admit, []
 
@@ -223,12 +224,12 @@ def test_updates_go_on_while_a_backlog_is_admitted(
     update = learner._update
 
     def noted(batch: object) -> None:
-        at_update.append(learner._admitted)
+        at_update.append(learner.accounts.consumed)
         update(batch)
 
     monkeypatch.setattr(learner, "_update", noted)
     with training(learner):
-        until(lambda: learner._admitted == backlog and len(at_update) > 5)
+        until(lambda: learner.accounts.consumed == backlog and len(at_update) > 5)
     learner.finish()
     assert at_update[0] < backlog - 5  # the warm-up is a fifth of the backlog
     assert learner.counters.admitted == backlog
@@ -331,7 +332,7 @@ def test_large_fragments_do_not_block_the_budget(client: Redis, server) -> None:
     client.hset(keys.state(run), "max_bytes", 12_000)  # eight fragments
     token = take(client, run)
     learner = make_learner(client, run, token, server.url)
-    learner._retention._max_bytes = 12_000
+    learner.service.retention.max_bytes = 12_000
     learner.restore()
     with training(learner):
         players = None

@@ -10,14 +10,15 @@ import pytest
 from rich.console import Console
 from test_artifacts import learn_something, make_run
 
-from ddrl.cli import curve, live, watcher
-from ddrl.store import lease, runs, workers
+from ddrl.cli import curve, hints, live, view, watcher
+from ddrl.store import lease, runs, segments, workers
 
 QUEUE = "ddrl.rollout.box2d"
 
 
-def beat(client: Any, *queues: str) -> None:
-    workers.beat(client, workers.Heartbeat("ddrl-1@here", "here", 1, 3, queues, {}))
+def beat(client: Any, *queues: str, host: str = "here", **more: Any) -> None:
+    node = f"ddrl-1@{host}"
+    workers.beat(client, workers.Heartbeat(node, host, 1, 3, queues, {}, **more))
 
 
 def test_plain_line_has_the_figures(server: Any) -> None:
@@ -35,11 +36,15 @@ def test_hints_say_what_is_missing(server: Any) -> None:
     token = lease.acquire(client, run, host="here", folder="")
     missing = f"no worker plays {QUEUE}: start `celery -A ddrl worker`"
     assert watcher.Watcher(client, run).poll().hint == missing
-    beat(client, "ddrl.rollout", "ddrl.evaluate.box2d")
-    assert watcher.Watcher(client, run).poll().hint == missing
+    beat(client, "ddrl.rollout", "ddrl.rollout.atari", capabilities=("atari",))
+    beat(client, "ddrl.evaluate", "ddrl.evaluate.box2d", host="judge", capabilities=("box2d",))
+    beat(client, QUEUE, host="old", draining=True)
+    there = "there: here lacks box2d (pip install 'ddrl[box2d]' there), judge only evaluates"
+    workers.leave(client, "ddrl-1@old")
+    assert watcher.Watcher(client, run).poll().hint == f"{missing}; {there}"
     beat(client, QUEUE)
     assert watcher.Watcher(client, run).poll().hint == "waiting for the first steps"
-    runs.note_error(client, run, "EnvError: no such thing")
+    segments.note_crash(client, run, "EnvError: no such thing")
     assert "EnvError: no such thing" in watcher.Watcher(client, run).poll().hint
     assert watcher.Watcher(client, run, starting_s=9).poll().hint == "starting"
     lease.release(client, run, token or 0)
@@ -88,13 +93,15 @@ def test_the_view_shows_everything(server: Any, width: int) -> None:
     run = make_run(server.client)
     learn_something(server.client, run)
     beat(server.client, QUEUE)
+    for producer in range(2):
+        segments.playing(server.client, run, producer, node="ddrl-1@here", pid=7 + producer)
     console = Console(record=True, force_terminal=True, width=width, height=40, file=io.StringIO())
     figures = watcher.Watcher(server.client, run).poll()
-    console.print(live.view(figures, width=width, height=40))
+    console.print(view.view(figures, width=width, height=40))
     text = console.export_text()
     for shown in (
         *(run, "active", "30s, 14m", "30,000 (2930/s)", "7,600 (310/s)", "143.2", "31.9 of 32"),
-        *("0.8 versions", "1 (3 processes)", "12 %", "critic_loss", "evaluation v31", "20 episodes"),
+        *("0.8 versions", "1 (2 of 3 processes)", "12 %", "critic_loss", "evaluation v31", "20 episodes"),
         *("confirmation v31", "target 200", "LunarLanderContinuous-v3, sac, seed 1", "◆"),
     ):
         assert shown in text, shown
@@ -105,7 +112,7 @@ def test_the_view_shows_everything(server: Any, width: int) -> None:
 def test_the_view_of_a_fresh_run(server: Any) -> None:
     console = Console(record=True, force_terminal=True, width=80, height=24, file=io.StringIO())
     figures = watcher.Watcher(server.client, make_run(server.client)).poll()
-    console.print(live.view(figures, width=80, height=24))
+    console.print(view.view(figures, width=80, height=24))
     text = console.export_text()
     assert "waiting for a learner: start `ddrl learner`" in text and "no episode has ended yet" in text
     assert len(text.splitlines()) <= 24

@@ -159,7 +159,7 @@ def test_a_restart_continues_with_the_same_items_and_their_priorities(
     assert second.counters.updates == first.num_updates == second.algorithm.num_updates
     one, two = first.experience, second.experience
     two.view.check_valid()
-    assert len(one.view) == len(two.view) and two.view.first == 0
+    assert len(one.view) == len(two.view) and two.view.first == one.view.first
     everything = np.arange(len(one.view))
     wanted, found = one.view.gather(everything), two.view.gather(everything)
     for column, array in vars(wanted).items():

@@ -250,8 +250,11 @@ def test_load_state_names_what_does_not_fit() -> None:
     state = make().state()
     with pytest.raises(ValueError, match=r"critics\.exp_avg: shape"):
         make(num_critics=3).load_state(state)
-    with pytest.raises(ValueError, match=r"temperature\.exp_avg: shape \(\) in the state, None here"):
-        make(temperature=0.1).load_state(state)
+    with pytest.raises(ValueError, match=r"other: shape \(\) in the state, None here"):
+        make().load_state(state | {"other": torch.tensor(0.0)})
+    del state["temperature.exp_avg"]
+    with pytest.raises(ValueError, match=r"temperature\.exp_avg: shape None in the state, \(\) here"):
+        make().load_state(state)
 
 
 def test_same_seed_same_run_other_seed_other_run() -> None:

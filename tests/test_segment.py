@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import json
+import os
+import socket
+import threading
 import time
 from typing import Any
 
 import numpy as np
 import pytest
+from conftest import wait_until
 from redis import Redis
+from redis.exceptions import OutOfMemoryError
 from runs_for_tests import play_steps, start, stream_steps, target_config, target_tree
 
-from ddrl import codec, keys
+import ddrl
+from ddrl import codec, keys, versions
 from ddrl.algorithms import actor_critic_policy, sac
 from ddrl.config import validate
-from ddrl.segment import Players, play
-from ddrl.store import lease, runs, stream
+from ddrl.segment import PATIENCE_S, Players, play
+from ddrl.store import lease, runs, segments, stream
 from ddrl.store.stream import Answer
+from ddrl.versions import UnfitError
 
 
 @pytest.fixture
@@ -27,6 +35,16 @@ def begin(client: Redis, **sections) -> tuple[str, int]:
     run = start(client, target_config(**sections))
     token = lease.acquire(client, run, host="here", folder="/tmp")
     assert token is not None
+    return run, token
+
+
+def begin_long(client: Redis) -> tuple[str, int]:
+    """A run with weights whose segments last a minute."""
+    run, token = begin(client)
+    play_steps(client, run, token, 10)
+    spec = json.loads(client.get(keys.spec(run)))
+    spec["rollout"]["segment_s"] = 60
+    client.set(keys.spec(run), json.dumps(spec))
     return run, token
 
 
@@ -118,13 +136,142 @@ def test_a_fragment_that_finds_the_stream_full_is_kept_and_appended_once_later(c
     assert seqs == list(range(len(seqs)))
 
 
-def test_waiting_for_the_learner_ends_the_segment_when_another_run_wants_the_process(client: Redis) -> None:
+@pytest.mark.parametrize("wants", [True, False])
+def test_waiting_for_the_learner_ends_the_segment_when_another_run_wants_the_process(
+    client: Redis, wants: bool
+) -> None:
     run, token = begin(client, rollout={"segment_s": 3})
     players = play_steps(client, run, token, 10)
-    begin(client)  # another active run
+    other, others_token = begin(client)
+    play_steps(client, other, others_token, 10)
+    stream.allow(client, other, others_token, 10**6 if wants else 0, updates=0)
+    before = runs.state(client, run).allowance_wait_s
     started = time.monotonic()
     play(client, client, players, run)
-    assert time.monotonic() - started < 2.5
+    assert (time.monotonic() - started < 2.8) == wants
+    assert runs.state(client, run).allowance_wait_s - before >= PATIENCE_S
+
+
+def test_a_run_of_which_this_worker_takes_no_messages_does_not_end_the_segment(client: Redis) -> None:
+    run, token = begin(client, rollout={"segment_s": 1.5})
+    players = play_steps(client, run, token, 10)
+    other, others_token = begin(client)
+    play_steps(client, other, others_token, 10)
+    stream.allow(client, other, others_token, 10**6, updates=0)
+    started = time.monotonic()
+    play(client, client, players, run, serves=lambda queue: False)
+    assert time.monotonic() - started >= 1.5
+
+
+def test_a_segment_is_known_while_it_plays_and_its_time_is_told(client: Redis) -> None:
+    run, token = begin(client, rollout={"segment_s": 1.5})
+    players = play_steps(client, run, token, 10)
+    begun, seen = runs.state(client, run), {}
+    thread = threading.Thread(target=play, args=(client, client, players, run), kwargs={"node": "w@here"})
+    thread.start()
+    wait_until(lambda: seen.update(segments.players(client, run)) or seen)
+    (playing,) = seen.values()
+    assert (playing.node, playing.pid) == ("w@here", os.getpid())
+    stream.allow(
+        client, run, token, stream_steps(client, run) + 200, updates=0
+    )  # plays a little, waits again
+    thread.join()
+    assert segments.players(client, run) == {}
+    now = runs.state(client, run)
+    spent, waited = now.process_s - begun.process_s, now.allowance_wait_s - begun.allowance_wait_s
+    assert 1.5 <= spent < 15 and 0.5 <= waited < spent
+    assert 0 < now.played_s - begun.played_s < spent
+    assert now.room_wait_s == begun.room_wait_s == 0
+
+
+def test_a_segment_on_a_node_that_drains_ends_at_its_next_append(client: Redis) -> None:
+    run, token = begin_long(client)
+    stream.allow(client, run, token, 10**9, updates=0)
+    threads = [
+        threading.Thread(target=play, args=(client, client, mine, run), kwargs={"node": node})
+        for node, mine in (("leaves", Players()), ("stays", Players()))
+    ]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: len(segments.players(client, run)) == 2)
+    segments.drain(client, "leaves")
+    threads[0].join(20)
+    assert not threads[0].is_alive() and threads[1].is_alive()
+    assert [playing.node for playing in segments.players(client, run).values()] == ["stays"]
+    segments.stay(client, "leaves")  # begun again under the same name
+    assert stream.remaining(client, run, node="leaves").answer is Answer.GO
+    stream.claim(client, run, 1, for_ms=60_000)  # for another run's sake
+    threads[1].join(20)
+    assert not threads[1].is_alive()
+
+
+def test_a_draining_node_that_waits_for_its_learner_ends_too(client: Redis) -> None:
+    run, _ = begin_long(client)  # the allowance is used up
+    thread = threading.Thread(target=play, args=(client, client, Players(), run), kwargs={"node": "leaves"})
+    thread.start()
+    wait_until(lambda: segments.players(client, run))
+    segments.drain(client, "leaves")
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_what_a_server_did_not_take_is_sent_by_a_later_segment_even_by_one_that_ends_at_once(
+    client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, token = begin(client)
+    players = play_steps(client, run, token, 20)
+    stream.allow(client, run, token, 10**6, updates=0)
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise OutOfMemoryError("command not allowed when used memory > 'maxmemory'.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stream, "append", refused)
+        with pytest.raises(OutOfMemoryError):
+            play(client, client, players, run, node="w")
+    before = runs.state(client, run).appended_fragments
+    assert players.get(client, run).unsent is not None
+    segments.drain(client, "w")
+    assert play(client, client, players, run, node="w") > 0
+    assert runs.state(client, run).appended_fragments == before + 1
+    seqs = [codec.decode(entry.fields).seq for entry in stream.read(client, run, b"0-0", count=10_000)]
+    assert seqs == list(range(len(seqs)))
+
+
+def test_a_player_with_something_to_be_sent_is_not_evicted(client: Redis) -> None:
+    run, token = begin(client)
+    players = Players(max_bytes=1)
+    play_steps(client, run, token, 20, players=players)
+    kept = players.get(client, run)
+    kept.play(max_steps=4)
+    second, _ = begin(client)
+    players.get(client, second)
+    assert players.get(client, run) is kept
+
+
+def test_a_machine_with_other_versions_is_refused_by_name_with_the_remedy(client: Redis) -> None:
+    run, token = begin(client)
+    client.hset(keys.state(run), "versions", json.dumps({"ddrl": ddrl.__version__, "gymnasium": "0.26.3"}))
+    with pytest.raises(UnfitError) as refused:
+        play(client, client, Players(), run)
+    assert str(refused.value) == (
+        f"host {socket.gethostname()}: gymnasium is {versions.installed('gymnasium')}, the run was submitted with "
+        "0.26.3; run pip install 'gymnasium==0.26.3' there, or submit with env.same_versions=false"
+    )
+    assert runs.state(client, run).appended_fragments == 0
+    other, others_token = begin(client, env={"same_versions": False})
+    client.hset(keys.state(other), "versions", json.dumps({"gymnasium": "0.26.3"}))
+    play_steps(client, other, others_token, 20)
+
+
+def test_a_module_is_refused_where_it_is_not_allowed(client: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DDRL_ALLOW_MODULES", "bad_envs")
+    run, _ = begin(client, env={"id": "bad_envs:make", "kwargs": {"kind": "none"}})
+    monkeypatch.delenv("DDRL_ALLOW_MODULES")
+    with pytest.raises(
+        UnfitError, match=r"host \S+: bad_envs:make: .* set DDRL_ALLOW_MODULES=bad_envs on every"
+    ):
+        play(client, client, Players(), run)
 
 
 def test_nothing_is_played_before_the_first_version(client: Redis) -> None:

@@ -8,7 +8,7 @@ from redis import Redis
 
 from ddrl import keys
 from ddrl.config import RunConfig, validate
-from ddrl.store import checkpoints, evaluations, lease, messages, metrics, runs, stream, weights, workers
+from ddrl.store import checkpoints, evaluations, lease, metrics, runs, stream, weights, workers
 from ddrl.store.connection import StoreError
 from ddrl.store.evaluations import OpenEvaluation
 from ddrl.store.stream import Answer
@@ -77,7 +77,7 @@ def test_append_counts_cumulatively_and_answers_by_the_allowance(client: Redis, 
     assert [second.answer, third.answer, fourth.answer] == [Answer.GO, Answer.GO, Answer.WAIT]
     assert (second.remaining_steps, fourth.remaining_steps) == (15, -5)
     entries = stream.read(client, run, b"0-0", count=10)
-    assert [(entry.cumulative_fragments, entry.cumulative_steps) for entry in entries] == [
+    assert [(entry.count(b"f"), entry.count(b"n")) for entry in entries] == [
         (1, 10),
         (2, 20),
         (3, 30),
@@ -257,19 +257,6 @@ def test_an_evaluation_is_stored_once_whoever_plays_it(client: Redis, run: str) 
     assert evaluations.get_open(client, run, wanted.evaluation_id) is None
 
 
-def test_the_count_of_waiting_messages_is_set_right_by_an_empty_queue(client: Redis, run: str) -> None:
-    queue = "ddrl.rollout"
-    messages.sent(client, run, 3)
-    client.lpush(keys.queue(queue), "a", "b", "c")
-    assert messages.waiting(client, run, queue) == 3
-    messages.taken(client, run)
-    assert messages.waiting(client, run, queue) == 2
-    client.delete(keys.queue(queue))  # lost
-    assert messages.waiting(client, run, queue) == 0
-    messages.taken(client, run)  # delivered twice
-    assert messages.waiting(client, run, queue) == 0
-
-
 def test_status_changes_only_along_its_arrows(client: Redis, run: str) -> None:
     assert not runs.set_status(client, run, "active", "no change")
     assert runs.set_status(client, run, "paused", "")
@@ -345,7 +332,8 @@ def test_heartbeats_list_the_living(client: Redis) -> None:
 
 
 def test_metrics_rows_are_read_from_a_cursor(client: Redis, run: str) -> None:
-    metrics.add(client, run, {"updates": 1.0}), metrics.add(client, run, {"updates": 2.0})
+    token = take(client, run)
+    metrics.add(client, run, token, {"updates": 1.0}), metrics.add(client, run, token, {"updates": 2.0})
     rows, cursor = metrics.read(client, run)
     assert [row["updates"] for row in rows] == [1.0, 2.0] and metrics.last(client, run) == {"updates": 2.0}
     assert metrics.read(client, run, cursor)[0] == []

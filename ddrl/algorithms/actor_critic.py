@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
+from ddrl.config import LIVE
 from ddrl.types import EnvSpec
 
 OBSERVATION_CLIP = 10.0  # of normalized observations, in standard deviations
@@ -55,29 +56,42 @@ class Options(BaseModel):
         3e-4,
         gt=0,
         description="Step size of the optimizer. Larger is faster until the policy jumps. Usual: 1e-4 to 1e-3.",
+        json_schema_extra=LIVE,
     )
     final_learning_rate: float | None = Field(
         None,
         ge=0,
         description="Where the step size goes linearly within anneal_steps. None: stays. Usual: 0.",
+        json_schema_extra=LIVE,
     )
     entropy_coefficient: float = Field(
-        0.0, ge=0, description="Weight of the entropy bonus. More explores longer. Usual: 0 to 0.02."
+        0.0,
+        ge=0,
+        description="Weight of the entropy bonus. More explores longer. Usual: 0 to 0.02.",
+        json_schema_extra=LIVE,
     )
     final_entropy_coefficient: float | None = Field(
-        None, ge=0, description="Where that weight goes linearly within anneal_steps. None: stays. Usual: 0."
+        None,
+        ge=0,
+        description="Where that weight goes linearly within anneal_steps. None: stays. Usual: 0.",
+        json_schema_extra=LIVE,
     )
     anneal_steps: PositiveInt | None = Field(
         None,
         description="Transitions learned from until the final_... values are reached. Usual: those of the run.",
+        json_schema_extra=LIVE,
     )
     value_coefficient: float = Field(
         0.5,
         ge=0,
         description="Weight of the value loss; matters with a shared trunk or a clipped gradient. Usual: 0.5.",
+        json_schema_extra=LIVE,
     )
     max_grad_norm: float | None = Field(
-        0.5, gt=0, description="The gradient is scaled down to this norm. None: never. Usual: 0.5; IMPALA 40."
+        0.5,
+        gt=0,
+        description="The gradient is scaled down to this norm. None: never. Usual: 0.5; IMPALA 40.",
+        json_schema_extra=LIVE,
     )
     gamma: float = Field(
         0.99,
@@ -91,6 +105,7 @@ class Options(BaseModel):
         le=1,
         alias="lambda",
         description="Decay of the traces: 0 trusts the critic after one step, 1 rewards alone. Usual: 0.8 to 0.98.",
+        json_schema_extra=LIVE,
     )
     batch_size: PositiveInt = Field(
         2_048,

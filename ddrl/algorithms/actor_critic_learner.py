@@ -16,12 +16,14 @@ from torch import Tensor
 from ddrl import returns
 from ddrl.algorithms.actor_critic import OBSERVATION_CLIP, Options, num_policy_parameters
 from ddrl.algorithms.continuation import copies, restore, slots
+from ddrl.algorithms.live import adopted
 from ddrl.distributions import categorical, gaussian
 from ddrl.networks.actor_critic import ActorCritic
 from ddrl.networks.mlp import FlatParameters
 from ddrl.networks.trunks import to_input
 from ddrl.types import EnvSpec, Trajectories
 
+_WARM_COUNT = 100_000.0  # observations that published statistics count for, whose number is not known
 _RETURN_RATE = 0.1  # share of an iteration's returns in the running statistics of returns
 _LEAST_STD = 1e-4
 
@@ -219,7 +221,7 @@ class Trainee:
 
     def finish(self, batch: Trajectories, num_steps: int) -> None:
         """End an iteration: count the transitions learned from, and take its observations into their statistics."""
-        if self.num_steps:  # those of the first one were taken by `prepare`
+        if self.num_steps:  # of the first one, `prepare` took them where there were none before
             self.observe(batch)
         self.num_steps += num_steps
 
@@ -307,6 +309,31 @@ class Trainee:
         restore(self._tensors(), state, generator=self.generator.get_state().shape, **counts)
         self.generator.set_state(state["generator"].cpu())
         self.num_updates, self.num_steps = int(state["num_updates"]), int(state["num_steps"])
+
+    def adopt(self, options: Options) -> None:
+        """Go on with other live options from the next update on.
+
+        Raises:
+            ValueError: an option differs that is not live.
+        """
+        self._config = adopted(self._config, options)
+
+    def warm_start(self, weights: Mapping[str, Tensor]) -> str:
+        """Begin with a published actor and the observations' statistics; what starts fresh.
+
+        Raises:
+            ValueError: they are those of another configuration.
+        """
+        normalized = self._config.normalize_observations
+        scale = ("observation_mean", "observation_std") if normalized else ()
+        shape = self._statistics["observation_mean"].shape
+        restore(self.net.policy_state(), weights, **dict.fromkeys(scale, shape))
+        if normalized:
+            self._statistics["observation_count"].fill_(_WARM_COUNT)
+            self._statistics["observation_mean"].copy_(weights["observation_mean"])
+            self._statistics["observation_variance"].copy_(weights["observation_std"].double().square())
+        critic = "the critic's head" if self.net.shared else "the critic"
+        return f"{critic} and the optimizer start fresh"
 
     def _tensors(self) -> dict[str, Tensor]:
         """The live tensors that updates change, by name."""

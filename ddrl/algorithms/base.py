@@ -70,7 +70,24 @@ class Algorithm(Protocol):
         """Everything that continuation needs, as CPU copies."""
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Continue from what `state` returned."""
+        """Continue from what `state` returned; where options differ from those it was taken under, they count."""
+
+    def adopt(self, options: Any) -> None:
+        """Go on with other values of the live options from the next update on, as if they had been there when built.
+
+        Raises:
+            ValueError: an option differs that is not live; nothing has changed then.
+        """
+
+    def warm_start(self, weights: Mapping[str, torch.Tensor]) -> str:
+        """Begin, before the first update, with the policy whose `weights` these are.
+
+        Returns:
+            What such weights do not hold and so starts fresh, as one clause for the run's journal.
+
+        Raises:
+            ValueError: they are those of another configuration; nothing has changed then.
+        """
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def restore(tensors: Mapping[str, Tensor], state: Mapping[str, Tensor], **others
 
 
 def check_state(expected: Mapping[str, torch.Size], state: Mapping[str, Tensor]) -> None:
-    """Refuse a state that is not that of this learner.
+    """Refuse a state, or published weights, that are not those of this learner.
 
     Raises:
         ValueError: an entry is missing, unknown or of another shape (the configuration differs).

@@ -14,6 +14,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from ddrl.algorithms import q_learning
 from ddrl.algorithms.q_policy import Policy
+from ddrl.config import LIVE
 from ddrl.types import EnvSpec
 
 __all__ = ["ON_POLICY", "Config", "Policy", "check"]
@@ -60,6 +61,7 @@ class Config(q_learning.Options):
         1.0,
         gt=0,
         description="Error beyond which huber is linear, in training units. Less is more robust and slower. Usual: 1.",
+        json_schema_extra=LIVE,
     )
 
     @model_validator(mode="before")

@@ -10,6 +10,7 @@ from torch import Tensor
 from ddrl.algorithms import q_training
 from ddrl.algorithms.continuation import copies, restore
 from ddrl.algorithms.dqn import Config, check
+from ddrl.algorithms.live import adopted
 from ddrl.algorithms.q_learning import make_network
 from ddrl.algorithms.q_losses import categorical_loss, expected_q, q_loss, quantile_loss, support
 from ddrl.networks.mlp import FlatParameters
@@ -150,6 +151,25 @@ class DQN:
         if self._noise is not None:
             self._noise.set_state(state["noise"].cpu())
         self.num_updates = int(state["num_updates"])
+
+    def adopt(self, options: Config) -> None:
+        """Go on with other live options from the next update on.
+
+        Raises:
+            ValueError: an option differs that is not live.
+        """
+        self._config = adopted(self._config, options)
+        q_training.retune_optimizer(options, self._optimizer)
+
+    def warm_start(self, weights: Mapping[str, Tensor]) -> str:
+        """Begin with a published network, in the target too; what starts fresh.
+
+        Raises:
+            ValueError: they are those of another configuration.
+        """
+        fresh = q_training.warm_start(self._config, self.network, weights)
+        self._follow(1.0)
+        return fresh
 
     def _tensors(self) -> dict[str, Tensor]:
         """The live tensors that updates change, by name."""

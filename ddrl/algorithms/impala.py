@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, PositiveInt
 
 from ddrl.algorithms import actor_critic
 from ddrl.algorithms.actor_critic_policy import Policy
+from ddrl.config import LIVE
 from ddrl.types import EnvSpec
 
 __all__ = ["ON_POLICY", "Config", "Policy", "check", "corrects"]
@@ -36,6 +37,7 @@ class Config(actor_critic.Options):
         4.8e-4,
         gt=0,
         description="Step size of the optimizer. Larger is faster until the policy jumps. Usual: 1e-4 to 1e-3.",
+        json_schema_extra=LIVE,
     )
     lambda_: float = Field(
         1.0,
@@ -43,14 +45,19 @@ class Config(actor_critic.Options):
         le=1,
         alias="lambda",
         description="Decay of the traces c = lambda min(1, rho). Usual: 0.9 to 1.",
+        json_schema_extra=LIVE,
     )
     entropy_coefficient: float = Field(
-        0.01, ge=0, description="Weight of the entropy bonus. More explores longer. Usual: 2.5e-4 to 0.01."
+        0.01,
+        ge=0,
+        description="Weight of the entropy bonus. More explores longer. Usual: 2.5e-4 to 0.01.",
+        json_schema_extra=LIVE,
     )
     max_grad_norm: float | None = Field(
         40.0,
         gt=0,
         description="The gradient, summed over the batch, is scaled down to this norm. None: never. Usual: 40.",
+        json_schema_extra=LIVE,
     )
     batch_size: PositiveInt = Field(
         640,
@@ -61,12 +68,16 @@ class Config(actor_critic.Options):
         description="rmsprop (decay 0.99, eps 0.1, outside the root where the paper's is inside), or adam (eps 1e-5).",
     )
     rho_bar: float = Field(
-        1.0, gt=0, description="Cap of the importance weights: larger is less biased and noisier. Usual: 1."
+        1.0,
+        gt=0,
+        description="Cap of the importance weights: larger is less biased and noisier. Usual: 1.",
+        json_schema_extra=LIVE,
     )
     reward_clip: float | None = Field(
         None,
         gt=0,
         description="Rewards are clipped to +- this for learning. None: not at all. Usual: 1 for Atari.",
+        json_schema_extra=LIVE,
     )
 
 

@@ -95,3 +95,20 @@ class IMPALA:
             ValueError: it is that of another configuration.
         """
         self._trainee.load_state(state)
+
+    def adopt(self, options: Config) -> None:
+        """Go on with other live options from the next update on.
+
+        Raises:
+            ValueError: an option differs that is not live.
+        """
+        self._trainee.adopt(options)
+        self._config = options
+
+    def warm_start(self, weights: Mapping[str, Tensor]) -> str:
+        """Begin with a published actor; what starts fresh.
+
+        Raises:
+            ValueError: they are those of another configuration.
+        """
+        return self._trainee.warm_start(weights)

@@ -12,6 +12,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from ddrl.algorithms import actor_critic
 from ddrl.algorithms.actor_critic_policy import Policy
+from ddrl.config import LIVE
 from ddrl.types import EnvSpec
 
 __all__ = ["ON_POLICY", "Config", "Policy", "check", "corrects"]
@@ -33,27 +34,37 @@ class Config(actor_critic.Options):
         gt=0,
         lt=1,
         description="The ratio of new to old probability gains nothing beyond 1 +- clip. Usual: 0.1 to 0.3.",
+        json_schema_extra=LIVE,
     )
     final_clip: float | None = Field(
-        None, gt=0, lt=1, description="Where clip goes linearly within anneal_steps. None: stays."
+        None,
+        gt=0,
+        lt=1,
+        description="Where clip goes linearly within anneal_steps. None: stays.",
+        json_schema_extra=LIVE,
     )
     value_clip: float | None = Field(
         None,
         gt=0,
         description="Values gain nothing beyond +- this from where they were; in units of returns. None: free.",
+        json_schema_extra=LIVE,
     )
     num_epochs: PositiveInt = Field(
         10,
         description="Passes over the transitions of one iteration. More learns more from each. Usual: 3 to 20.",
+        json_schema_extra=LIVE,
     )
     minibatch_size: PositiveInt = Field(
-        256, description="Transitions per update, about. Smaller is noisier and slower. Usual: 64 to 2,048."
+        256,
+        description="Transitions per update, about. Smaller is noisier and slower. Usual: 64 to 2,048.",
+        json_schema_extra=LIVE,
     )
     target_kl: float | None = Field(
         None,
         gt=0,
         description="No further epoch of an iteration once the policy has moved this far in it, in nats. None: "
         "all. Usual: 0.01 to 0.05.",
+        json_schema_extra=LIVE,
     )
     normalize_advantages: bool = Field(
         True, description="Advantages of a minibatch get mean 0 and deviation 1. Usual: yes."

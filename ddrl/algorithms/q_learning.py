@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
+from ddrl.config import LIVE
 from ddrl.types import EnvSpec
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class Options(BaseModel):
         gt=0,
         description="Step size of the optimizer. Larger is faster until values diverge. Usual: 6.25e-5 to 2.5e-4 for "
         "images, 3e-4 to 2e-3 for vectors.",
+        json_schema_extra=LIVE,
     )
     optimizer: Literal["adam", "rmsprop"] = Field(
         "adam",
@@ -76,12 +78,14 @@ class Options(BaseModel):
         gt=0,
         description="Added to the root of Adam's second moment. More damps the steps of parameters with small "
         "gradients, which steadies sparse rewards. Usual: 1e-8 for vectors, 1.5e-4 to 1e-3 for images.",
+        json_schema_extra=LIVE,
     )
     max_grad_norm: float | None = Field(
         10.0,
         gt=0,
         description="The gradient is scaled down to this norm: less bounds rare large errors harder. None: never. "
         "Usual: 10 to 40.",
+        json_schema_extra=LIVE,
     )
     gamma: float = Field(
         0.99,
@@ -115,18 +119,25 @@ class Options(BaseModel):
         le=1,
         description="How much of the bias of prioritized draws the weights take back at first: 0 nothing, 1 all, at "
         "smaller steps. Usual: 0.4 to 0.6.",
+        json_schema_extra=LIVE,
     )
     final_importance_exponent: float = Field(
-        1.0, ge=0, le=1, description="Where importance_exponent goes linearly. Usual: 1; R2D2 stays at 0.6."
+        1.0,
+        ge=0,
+        le=1,
+        description="Where importance_exponent goes linearly. Usual: 1; R2D2 stays at 0.6.",
+        json_schema_extra=LIVE,
     )
     importance_anneal_updates: PositiveInt = Field(
         100_000,
         description="Updates within which it goes there. Fewer is less biased earlier. Usual: those of the run.",
+        json_schema_extra=LIVE,
     )
     target_period: PositiveInt | None = Field(
         500,
         description="Updates between two copies of the network to its target. More is stabler and slower. None with "
         "target_rate, which is the other way. Usual: 100 to 1,000 for vectors, 2,000 to 10,000 for images.",
+        json_schema_extra=LIVE,
     )
     target_rate: float | None = Field(
         None,
@@ -134,6 +145,7 @@ class Options(BaseModel):
         le=1,
         description="Share of the network mixed into its target at each update (tau), instead of target_period. Larger "
         "tracks faster and is less stable. Usual: 0.002 to 0.02.",
+        json_schema_extra=LIVE,
     )
     epsilon: float = Field(
         1.0,
@@ -141,17 +153,20 @@ class Options(BaseModel):
         le=1,
         description="Share of random actions in training at first. More explores more. It is shipped with the weights, "
         "for its clock is the learner's updates, which ddrl keeps in proportion to the steps. Usual: 1.",
+        json_schema_extra=LIVE,
     )
     final_epsilon: float = Field(
         0.05,
         ge=0,
         le=1,
         description="Where epsilon goes linearly. More never stops exploring. Usual: 0.01 to 0.1.",
+        json_schema_extra=LIVE,
     )
     epsilon_anneal_updates: PositiveInt = Field(
         10_000,
         description="Updates within which it goes there; S steps make S * replay.samples_per_insert / batch_size of "
         "them. More explores longer. Usual: a tenth to a half of the run's.",
+        json_schema_extra=LIVE,
     )
     epsilon_ladder: bool = Field(
         False,

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from ddrl.algorithms.continuation import adam, copies, rmsprop, slots
+from ddrl.algorithms.continuation import adam, copies, restore, rmsprop, slots
+from ddrl.algorithms.live import retune
 from ddrl.algorithms.q_learning import Options
 from ddrl.networks.mlp import FlatParameters
 
@@ -17,6 +18,13 @@ def make_optimizer(config: Options, vector: Tensor) -> torch.optim.Optimizer:
     if config.optimizer == "adam":
         return adam(vector, learning_rate=config.learning_rate, eps=config.adam_eps)
     return rmsprop(vector, learning_rate=config.learning_rate, eps=3e-3, decay=0.95)
+
+
+def retune_optimizer(config: Options, optimizer: torch.optim.Optimizer) -> None:
+    """Bring the live options of the optimizer into force."""
+    retune(optimizer, lr=config.learning_rate)
+    if config.optimizer == "adam":
+        retune(optimizer, eps=config.adam_eps)
 
 
 def target_share(config: Options, num_updates: int) -> float:
@@ -47,6 +55,18 @@ def weights(
 ) -> dict[str, Tensor]:
     """What a `Policy` needs, as CPU copies: the network's parameters and buffers by name, and epsilon."""
     return network.copies() | copies(kept) | {"epsilon": torch.tensor(config.epsilon_at(num_updates))}
+
+
+def warm_start(config: Options, network: nn.Module, published: Mapping[str, Tensor]) -> str:
+    """Give a network what `weights` returned; what starts fresh, as of `base.Algorithm.warm_start`.
+
+    Raises:
+        ValueError: they are those of another configuration; nothing has changed then.
+    """
+    restore(dict(network.named_parameters()) | buffers(network), published, epsilon=torch.Size(()))
+    if config.epsilon_ladder:
+        return "the optimizer starts fresh"
+    return f"the optimizer starts fresh, and epsilon at {config.epsilon:g} (algorithm.epsilon)"
 
 
 def live_tensors(

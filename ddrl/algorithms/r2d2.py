@@ -12,6 +12,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from ddrl.algorithms import q_learning
 from ddrl.algorithms.r2d2_policy import Policy
+from ddrl.config import LIVE
 from ddrl.types import EnvSpec, SequenceShape
 
 __all__ = ["ON_POLICY", "Config", "Policy", "check"]
@@ -79,18 +80,21 @@ class Config(q_learning.Options):
         1e-4,
         gt=0,
         description="Step size of the optimizer. Larger is faster until values diverge. Usual: 1e-4; vectors to 1e-3.",
+        json_schema_extra=LIVE,
     )
     adam_eps: float = Field(
         1e-3,
         gt=0,
         description="Added to the root of Adam's second moment. More damps the steps of parameters with small "
         "gradients, which steadies sparse rewards. Usual: 1e-3; vectors 1e-5 to 1e-8.",
+        json_schema_extra=LIVE,
     )
     max_grad_norm: float | None = Field(
         40.0,
         gt=0,
         description="The gradient is scaled down to this norm: less bounds rare large errors harder. None: never. "
         "Usual: 40.",
+        json_schema_extra=LIVE,
     )
     gamma: float = Field(
         0.997,
@@ -125,14 +129,20 @@ class Config(q_learning.Options):
         le=1,
         description="How much of the bias of prioritized draws the weights take back at first: 0 nothing, 1 all, at "
         "smaller steps. Usual: 0.6.",
+        json_schema_extra=LIVE,
     )
     final_importance_exponent: float = Field(
-        0.6, ge=0, le=1, description="Where importance_exponent goes linearly. Usual: 0.6, from the start."
+        0.6,
+        ge=0,
+        le=1,
+        description="Where importance_exponent goes linearly. Usual: 0.6, from the start.",
+        json_schema_extra=LIVE,
     )
     target_period: PositiveInt | None = Field(
         2_500,
         description="Updates between two copies of the network to its target. More is stabler and slower. None with "
         "target_rate, which is the other way. Usual: 2,500; vectors 100 to 1,000.",
+        json_schema_extra=LIVE,
     )
     epsilon_ladder: bool = Field(
         True,

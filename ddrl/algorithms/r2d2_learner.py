@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ddrl.algorithms import q_training
 from ddrl.algorithms.continuation import copies, restore
+from ddrl.algorithms.live import adopted
 from ddrl.algorithms.q_learning import make_network
 from ddrl.algorithms.r2d2 import Config, check
 from ddrl.device import send
@@ -123,9 +124,7 @@ class R2D2:
         self._target = FlatParameters(self.target_network).vector.requires_grad_(False)
         self._buffers = q_training.buffers(self.network)  # constants of a network of one's own
         self._target_buffers = q_training.buffers(self.target_network)
-        q_training.follow(self._target, self._flat.vector, 1.0)
-        for name, buffer in self._buffers.items():
-            q_training.follow(self._target_buffers[name], buffer, 1.0)
+        self._copy_to_target()
         self._optimizer = q_training.make_optimizer(config, self._flat.vector)
 
     def update(self, batch: Sequences) -> dict[str, Tensor]:
@@ -170,6 +169,11 @@ class R2D2:
             metrics["priority"] = sequence_priority(td, batch.valid, mix=config.priority_mix)
         return metrics
 
+    def _copy_to_target(self) -> None:
+        q_training.follow(self._target, self._flat.vector, 1.0)
+        for name, buffer in self._buffers.items():
+            q_training.follow(self._target_buffers[name], buffer, 1.0)
+
     def weights(self) -> dict[str, Tensor]:
         """What a `Policy` needs: the network's parameters and buffers by name, and epsilon; CPU copies."""
         return q_training.weights(self._config, self._flat, self._buffers, self.num_updates)
@@ -186,6 +190,25 @@ class R2D2:
         """
         restore(self._tensors(), state, num_updates=torch.Size(()))
         self.num_updates = int(state["num_updates"])
+
+    def adopt(self, options: Config) -> None:
+        """Go on with other live options from the next update on.
+
+        Raises:
+            ValueError: an option differs that is not live.
+        """
+        self._config = adopted(self._config, options)
+        q_training.retune_optimizer(options, self._optimizer)
+
+    def warm_start(self, weights: Mapping[str, Tensor]) -> str:
+        """Begin with a published network, in the target too; what starts fresh.
+
+        Raises:
+            ValueError: they are those of another configuration.
+        """
+        fresh = q_training.warm_start(self._config, self.network, weights)
+        self._copy_to_target()
+        return fresh
 
     def _tensors(self) -> dict[str, Tensor]:
         """The live tensors that updates change, by name."""

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
+from ddrl.config import LIVE
 from ddrl.memory import NO_MEMORY, Memory
 from ddrl.types import EnvSpec
 
@@ -38,6 +39,7 @@ class Config(BaseModel):
         gt=0,
         description="Adam step size of actor, critics and temperature. Larger learns faster until the "
         "critics diverge. Usual: 1e-4 to 3e-3.",
+        json_schema_extra=LIVE,
     )
     batch_size: PositiveInt = Field(
         256,
@@ -61,16 +63,19 @@ class Config(BaseModel):
         le=1,
         description="Share of the critics mixed into their targets at each update (tau; 1 - polyak). Larger "
         "tracks faster and is less stable. Usual: 0.002 to 0.05.",
+        json_schema_extra=LIVE,
     )
     temperature: Literal["auto"] | float = Field(
         "auto",
         description="Weight of the entropy against the reward: a number >= 0, or `auto` to learn the one "
         "that keeps the entropy at target_entropy. More explores more. Usual: auto; fixed 0.01 to 0.2.",
+        json_schema_extra=LIVE,
     )
     target_entropy: float | None = Field(
         None,
         description="Entropy that temperature=auto aims at, in nats, of actions in [-1, 1]. Larger is more "
         "random. None: minus the number of action dimensions. Usual: -2 to -0.5 per dimension.",
+        json_schema_extra=LIVE,
     )
     initial_temperature: float = Field(
         1.0,
@@ -82,6 +87,7 @@ class Config(BaseModel):
         1,
         description="Critic updates per update of actor and temperature. More is cheaper and gives the actor "
         "better critics, but fewer steps. Usual: 1 to 3.",
+        json_schema_extra=LIVE,
     )
     num_critics: PositiveInt = Field(
         2,

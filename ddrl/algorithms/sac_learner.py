@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ddrl.algorithms.continuation import adam, copies, restore, slots
+from ddrl.algorithms.live import adopted, retune
 from ddrl.algorithms.sac import LOG_STD_MAX, LOG_STD_MIN, Config, check
 from ddrl.distributions import bounded_log_std, tanh_gaussian_sample
 from ddrl.networks.mlp import MLP, EnsembleMLP, FlatParameters
@@ -95,7 +96,6 @@ class SAC:
         self._action_scale = 2.0 / (high - low)  # to [-1, 1]
         self._action_offset = -(high + low) / (high - low)
         self._num_dims = num_dims
-        self._target_entropy = -float(num_dims) if config.target_entropy is None else config.target_entropy
 
         weights = torch.Generator().manual_seed(seed)
         hidden = config.hidden_sizes
@@ -114,18 +114,32 @@ class SAC:
         self._target = FlatParameters(self.target_critics).vector.requires_grad_(False)
         self._target.copy_(self._critics.vector.detach())
 
-        learned = config.temperature == "auto"
-        start = config.initial_temperature if config.temperature == "auto" else config.temperature
-        self._log_temperature = torch.tensor(math.log(start) if start > 0 else -math.inf, device=device)
+        self._log_temperature = torch.tensor(math.log(config.initial_temperature), device=device)
+        self._log_temperature.requires_grad_()
+        self._log_temperature.grad = torch.zeros_like(self._log_temperature)
+        learned = {
+            "critics": self._critics.vector, "actor": self._actor.vector, "temperature": self._log_temperature
+        }  # fmt: skip
         self._optimizers = {
-            "critics": adam(self._critics.vector, learning_rate=config.learning_rate),
-            "actor": adam(self._actor.vector, learning_rate=config.learning_rate),
+            name: adam(parameter, learning_rate=config.learning_rate) for name, parameter in learned.items()
         }
-        if learned:
-            self._log_temperature.requires_grad_()
-            self._log_temperature.grad = torch.zeros_like(self._log_temperature)
-            self._optimizers["temperature"] = adam(self._log_temperature, learning_rate=config.learning_rate)
         self._noise = torch.Generator(device).manual_seed(seed)
+        self._follow_options()
+
+    def _follow_options(self) -> None:
+        """Bring the live options into force. A temperature that is learned goes on from where it is."""
+        config = self._config
+        self._target_entropy = (
+            -float(self._num_dims) if config.target_entropy is None else config.target_entropy
+        )
+        for optimizer in self._optimizers.values():
+            retune(optimizer, lr=config.learning_rate)
+        with torch.no_grad():
+            if config.temperature != "auto":
+                is_positive = config.temperature > 0
+                self._log_temperature.fill_(math.log(config.temperature) if is_positive else -math.inf)
+            elif self._log_temperature.isinf():  # it was fixed at 0, from which nothing can be learned
+                self._log_temperature.fill_(math.log(config.initial_temperature))
 
     def update(self, batch: Batch) -> dict[str, Tensor]:
         """One update of critics and targets and, every `policy_delay`-th time, of actor and temperature.
@@ -170,7 +184,7 @@ class SAC:
         self._actor.differentiate(loss)
         self._optimizers["actor"].step()
         log_prob = log_prob.detach()
-        if "temperature" in self._optimizers:
+        if self._config.temperature == "auto":
             with torch.no_grad():  # the loss is its own gradient
                 gradient = temperature_loss(
                     self._log_temperature, log_prob, target_entropy=self._target_entropy
@@ -207,6 +221,25 @@ class SAC:
         restore(self._tensors(), state, noise=self._noise.get_state().shape, num_updates=torch.Size(()))
         self._noise.set_state(state["noise"].cpu())
         self.num_updates = int(state["num_updates"])
+        self._follow_options()
+
+    def adopt(self, options: Config) -> None:
+        """Go on with other live options from the next update on.
+
+        Raises:
+            ValueError: an option differs that is not live.
+        """
+        self._config = adopted(self._config, options)
+        self._follow_options()
+
+    def warm_start(self, weights: Mapping[str, Tensor]) -> str:
+        """Begin with the actor of published weights; what starts fresh.
+
+        Raises:
+            ValueError: they are those of another configuration.
+        """
+        restore(dict(self.actor.named_parameters()), weights)
+        return "critics, temperature and optimizers start fresh"
 
     def _tensors(self) -> dict[str, Tensor]:
         """The live tensors that updates change, by name."""

@@ -11,11 +11,15 @@ import typer
 from typer.exceptions import TyperException
 
 import ddrl
+from ddrl.cli.audit import audit
+from ddrl.cli.compare import compare
 from ddrl.cli.fleet import learner, worker
 from ddrl.cli.logs import journal, logs
 from ddrl.cli.policies import evaluate, export
+from ddrl.cli.prune import prune
 from ddrl.cli.runs import delete, pause, runs, stop, watch
 from ddrl.cli.server import doctor, schema, up
+from ddrl.cli.settings import set_
 from ddrl.cli.status import status
 from ddrl.cli.submit import crew, resume, submit
 
@@ -26,11 +30,14 @@ COMMANDS: tuple[tuple[str, Callable[..., Any]], ...] = (
     ("Train", resume),
     ("Train", stop),
     ("Train", pause),
+    ("Train", set_),
     ("Look", runs),
     ("Look", status),
     ("Look", watch),
     ("Look", logs),
     ("Look", journal),
+    ("Look", compare),
+    ("Look", audit),
     ("Policies", evaluate),
     ("Policies", export),
     ("Machines", learner),
@@ -39,6 +46,7 @@ COMMANDS: tuple[tuple[str, Callable[..., Any]], ...] = (
     ("Machines", doctor),
     ("More", schema),
     ("More", delete),
+    ("More", prune),
 )
 
 # Errors that explain themselves in one line, most special first. By name: an error whose module was never
@@ -71,7 +79,7 @@ app = typer.Typer(
     ),
 )
 for _panel, _command in COMMANDS:
-    app.command(rich_help_panel=_panel)(_command)
+    app.command(_command.__name__.rstrip("_"), rich_help_panel=_panel)(_command)
 app.command(hidden=True)(crew)  # what `--detach` leaves behind
 
 

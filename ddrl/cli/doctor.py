@@ -81,7 +81,7 @@ def _extras() -> Iterator[Finding]:
 
 def _server() -> Iterator[Finding]:
     from ddrl.cli.output import ServerError, server
-    from ddrl.store import connection
+    from ddrl.store import connection, exposure
 
     try:
         with server() as client:
@@ -92,6 +92,12 @@ def _server() -> Iterator[Finding]:
                 "server", OK, f"{where} ({kind}), {version}, {info.get('maxmemory_policy', 'policy unknown')}"
             )
             yield _memory(int(info.get("maxmemory", 0)), int(info.get("used_memory", 0)))
+            unsafe = exposure.warning(client)
+            yield (
+                Finding("security", OK, "nothing unsafe found")
+                if unsafe is None
+                else Finding("security", WARN, *unsafe)
+            )
     except ServerError as error:
         detail, _, remedy = str(error).rpartition("; ")
         yield Finding("server", FAIL, detail or remedy, remedy if detail else "")

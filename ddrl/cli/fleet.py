@@ -16,24 +16,33 @@ def learner(
     run: Annotated[
         str | None, typer.Argument(help="Run to learn; without it, whatever waits for a learner.")
     ] = None,
+    take_over: Annotated[
+        bool,
+        typer.Option(
+            "--take-over", help="Ask the learner that holds RUN for it, and take it after 5 s in any case."
+        ),
+    ] = False,
     folder: Annotated[Path, typer.Option(help="Where the runs' folders go.")] = Path("runs"),
 ) -> None:
-    """Learn runs: one until it ends, or, without RUN, every one that waits, until stopped."""
+    """Learn runs: one until it ends, waiting for it while another learner holds it; or every one that waits."""
     from ddrl import parent
     from ddrl.cli import output
 
+    if take_over and run is None:
+        raise typer.BadParameter("needs the run that is to be taken over", param_hint="--take-over")
     parent.follow(signal.SIGTERM)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     with output.server() as client:
         from ddrl import runner
-        from ddrl.store import runs
+        from ddrl.store import copies
 
         interrupt = runner.Interrupt()
         interrupt.install()
         if run is None:
             runner.serve(client, folder, interrupt)
         else:
-            runner.learn(client, runs.resolve(client, run), folder, interrupt)
+            run = copies.find(client, run, folder)
+            runner.learn(client, run, folder, interrupt, take_over=take_over)
 
 
 def worker(

@@ -1,49 +1,26 @@
-"""Following a run until it ends: a live view on a terminal, plain lines elsewhere."""
+"""Following runs until they end: a live view on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ddrl.cli.output import Client, duration, number, size
+from ddrl.cli.hints import ROOM_WAIT
+from ddrl.cli.output import Client, duration
 from ddrl.cli.watcher import Figures, Watcher
-from ddrl.config import RunConfig
-from ddrl.store.connection import UNREACHABLE
-from ddrl.store.runs import RunState
+from ddrl.store import connection
+from ddrl.store.runs import RunState, UnknownRunError
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
-    from rich.table import Table
+    from rich.console import Console
 
 POLL_S = 0.5
 TICK_S = 0.2
 LINE_S = 5.0
-OUTAGE_S = 60.0  # how long a server may be away, restarting say, before following ends with its error
+OUTAGE_S = 300.0  # how long a server may be away, restarting say, before following ends with its error
 STARTING_S = 10.0  # what the caller starts itself may take so long before its absence is worth a word
-
-# Figures of the learner with a place of their own in the view; all others are the algorithm's.
-_NAMED = (
-    "env_steps",
-    "updates",
-    "env_steps_per_s",
-    "updates_per_s",
-    "samples_per_insert",
-    "staleness",
-    "max_staleness",
-    "dropped",
-    "queued_steps",
-    "return_mean",
-    "replay_size",
-    "replay_bytes",
-    "learner_wait",
-    "admitted",
-    "dead",
-    "version",
-    "elapsed_s",
-)
-_COLORS = {"active": "cyan", "solved": "bold green", "failed": "bold red", "paused": "yellow"}
 
 
 def plain_line(figures: Figures) -> str:
@@ -53,8 +30,8 @@ def plain_line(figures: Figures) -> str:
     if state.ended:
         parts.append(f"{state.status}: {state.reason}" if state.reason else state.status)
     if figures.env_steps or figures.updates:
-        parts.append(f"env_steps {figures.env_steps}{_rate(row, 'env_steps_per_s', state.ended)}")
-        parts.append(f"updates {figures.updates}{_rate(row, 'updates_per_s', state.ended)}")
+        parts.append(f"env_steps {figures.env_steps}{rate(row, 'env_steps_per_s', state.ended)}")
+        parts.append(f"updates {figures.updates}{rate(row, 'updates_per_s', state.ended)}")
         if "return_mean" in row:
             parts.append(f"return {row['return_mean']:.1f}")
         if figures.evaluated:
@@ -64,9 +41,26 @@ def plain_line(figures: Figures) -> str:
             parts.append(f"staleness {row['staleness']:.1f}")
         if row.get("dropped"):
             parts.append(f"dropped {row['dropped']:.0f}")
+        if not state.ended:
+            parts.extend(_sharing(figures))
     if figures.hint:
         parts.append(f"({figures.hint})" if len(parts) > 1 else figures.hint)
     return "  ".join(parts)
+
+
+def _sharing(figures: Figures) -> list[str]:
+    """Its share of the fleet, where there are others, and what its processes wait for, where that is much."""
+    parts = []
+    if len(figures.rivals) > 1 and figures.share is not None:
+        parts.append(f"share {100 * figures.share:.0f}%")
+    if (figures.room_wait or 0.0) >= ROOM_WAIT:
+        parts.append(f"waits {100 * (figures.room_wait or 0.0):.0f}% for room")
+    return parts
+
+
+def rate(row: Mapping[str, Any], name: str, ended: bool) -> str:
+    """Such as " (310/s)"; empty where it is not known, or the run has ended."""
+    return f" ({row[name]:.0f}/s)" if name in row and not ended else ""
 
 
 def closing_lines(summary: Mapping[str, Any]) -> str:
@@ -105,6 +99,8 @@ def follow(
     """Show a run until it has ended.
 
     Args:
+        client: connection to the server.
+        run: its id.
         json_output: leave stdout to the caller's JSON; plain lines go to stderr.
         console: where to show it; stdout by default. A live view if it is a terminal.
         deadline: of `time.monotonic()`; the state is returned then, ended or not.
@@ -115,28 +111,37 @@ def follow(
     """
     from rich.console import Console
 
-    watcher = Watcher(client, run, starting_s=STARTING_S if on_tick else 0.0)
+    watchers = [Watcher(client, run, starting_s=STARTING_S if on_tick else 0.0)]
     if console is None:
         console = Console(stderr=json_output)
     if json_output or not console.is_terminal:
-        file = sys.stderr if json_output else console.file
-        return _loop(watcher, _Lines(file).show, deadline, on_tick)
+        lines = Lines(sys.stderr if json_output else console.file)
+        return keep_looking(watchers, lines.show, deadline=deadline, on_tick=on_tick)[0]
     from rich.live import Live
+
+    from ddrl.cli.view import view
 
     with Live(console=console, auto_refresh=False, transient=False, vertical_overflow="crop") as live:
 
-        def show(figures: Figures) -> None:
-            live.update(view(figures, width=console.width, height=console.height), refresh=True)
+        def show(runs: Sequence[Figures]) -> None:
+            live.update(view(runs[0], width=console.width, height=console.height), refresh=True)
 
-        return _loop(watcher, show, deadline, on_tick)
+        return keep_looking(watchers, show, deadline=deadline, on_tick=on_tick)[0]
 
 
-def _loop(
-    watcher: Watcher,
-    show: Callable[[Figures], None],
-    deadline: float | None,
-    on_tick: Callable[[], None] | None,
-) -> RunState:
+def keep_looking(
+    watchers: Sequence[Watcher],
+    show: Callable[[Sequence[Figures]], None],
+    *,
+    deadline: float | None = None,
+    on_tick: Callable[[], None] | None = None,
+) -> list[RunState]:
+    """Poll and show runs until all have ended; a server that is away, or came back empty, is waited for.
+
+    Raises:
+        UnknownRunError: a run is gone for good.
+        redis.RedisError: the server is.
+    """
     next_poll, outage_at = 0.0, None
     while True:
         if on_tick is not None:
@@ -144,152 +149,60 @@ def _loop(
         now = time.monotonic()
         if now >= next_poll:
             try:
-                figures = watcher.poll()
+                runs = [watcher.poll() for watcher in watchers]
                 outage_at = None
-            except UNREACHABLE:
+            except (UnknownRunError, *connection.HINDRANCES) as error:
+                reason = _excuse(error)
                 outage_at = outage_at or now
-                if now - outage_at > OUTAGE_S:
+                if reason is None or now - outage_at > OUTAGE_S:
                     raise
-                next_poll = now + POLL_S
-                continue
-            show(figures)
-            if figures.state.ended or (deadline is not None and now >= deadline):
-                return figures.state
-            next_poll = now + POLL_S
+                runs = [watcher.without_server(reason) for watcher in watchers]
+            show(runs)
+            states = [figures.state for figures in runs]
+            if all(state.ended for state in states) or (deadline is not None and now >= deadline):
+                return states
+            next_poll = time.monotonic() + POLL_S
         time.sleep(TICK_S)
 
 
-class _Lines:
-    """Prints a line at once, then every LINE_S, and one at the end."""
+def _excuse(error: Exception) -> str | None:
+    """What is said while the server cannot be asked; None where waiting will not help."""
+    if isinstance(error, UnknownRunError):
+        return "the server came back without the run: its learner stores it again from its copy"
+    text = connection.hindrance(error)
+    return f"{text}; waiting for it" if text else None
 
-    def __init__(self, file: Any) -> None:
-        self._file = file
+
+class Lines:
+    """Prints a line a run at once, then every few seconds, and one when it ends; notices as they come.
+
+    Args:
+        file: where to.
+        prefix: what a run's lines begin with.
+    """
+
+    def __init__(self, file: Any, *, prefix: Callable[[Figures], str] = lambda figures: "") -> None:
+        self._file, self._prefix = file, prefix
         self._next = 0.0
+        self._noticed: dict[str, int] = {}
+        self._ended: set[str] = set()
 
-    def show(self, figures: Figures) -> None:
+    def show(self, runs: Sequence[Figures]) -> None:
+        """Print what is due of runs."""
         now = time.monotonic()
-        if now >= self._next or figures.state.ended:
-            print(plain_line(figures), file=self._file, flush=True)
-            self._next = now + LINE_S
+        is_time = now >= self._next
+        for figures in runs:
+            run = figures.state.run
+            for notice in figures.notices[self._noticed.get(run, 0) :]:
+                self._print(figures, f"{duration(figures.elapsed_s)}  {notice}")
+            self._noticed[run] = len(figures.notices)
+            ends_now = figures.state.ended and run not in self._ended
+            if ends_now or (is_time and not figures.state.ended):
+                self._print(figures, plain_line(figures))
+            if ends_now:
+                self._ended.add(run)
+        if is_time:
+            self._next = now + max(LINE_S, 2.0 * len(runs))
 
-
-def view(figures: Figures, *, width: int, height: int) -> RenderableType:
-    """The live view: curve, figures, last evaluations."""
-    from rich.console import Group
-    from rich.panel import Panel
-    from rich.text import Text
-
-    from ddrl.cli import curve
-
-    state, config = figures.state, figures.config
-    inner = max(40, min(width, 140) - 4)
-    marks = [
-        (max(0.0, e["time_s"] - figures.start_s), float(e["return_mean"]), e["purpose"] == "confirm")
-        for e in figures.evaluated
-    ]
-    roomy = height >= 32
-    table = _figures_table(figures, columns=3 if inner >= 100 else 2, others=roomy)
-    last = figures.evaluated[-3 if roomy else -1 :]
-    free = height - 8 - table.row_count - len(last)  # borders, legend, blank lines, the last line, the prompt
-    drawing = curve.draw(
-        figures.returns, marks, width=inner, height=max(4, min(14, free)), target=config.stop.return_
-    )
-    legend = Text("return: ", style="dim", no_wrap=True)
-    legend.append("⠤ ", style="cyan").append(f"training, mean of {curve.WINDOW}  ", style="dim")
-    legend.append("● ", style="bold yellow").append("evaluation  ", style="dim")
-    legend.append("◆ ", style="bold green").append("confirmed  ", style="dim")
-    if config.stop.return_ is not None:
-        legend.append("╌ ", style="green").append(f"target {config.stop.return_:g}", style="dim")
-    parts: list[RenderableType] = [legend, drawing, Text(), table]
-    if last:
-        parts += [Text(), _evaluations_table(last)]
-    if figures.hint:
-        parts += [Text(), Text(figures.hint, style="yellow")]
-    elif state.reason:
-        parts += [Text(), Text(state.reason, style="dim")]
-    title = Text.assemble(
-        (state.run, "bold"),
-        "  ",
-        (state.status, _COLORS.get(state.status, "")),
-        "  ",
-        duration(figures.elapsed_s),
-    )
-    if figures.left_s is not None and not state.ended:
-        title.append(f", {duration(figures.left_s)} left")
-    subtitle = f"{config.env.id}, {config.algorithm.get('name')}, seed {config.seed}"
-    return Panel(Group(*parts), title=title, subtitle=subtitle, width=inner + 4, border_style="dim")
-
-
-def _figures_table(figures: Figures, *, columns: int, others: bool) -> Table:
-    from rich.table import Table
-    from rich.text import Text
-
-    state, row, config = figures.state, figures.row, figures.config
-    processes = sum(worker.num_players for worker in figures.serving)
-    wait = row.get("learner_wait")
-    cells = [
-        ("env steps", f"{figures.env_steps:,}{_rate(row, 'env_steps_per_s', state.ended)}"),
-        ("updates", f"{figures.updates:,}{_rate(row, 'updates_per_s', state.ended)}"),
-        ("return", number(row.get("return_mean"))),
-        ("version", f"{state.version}" if state.version >= 0 else "-"),
-        *_experience_cells(row, config),
-        ("stream", f"{size(state.live_bytes)} of {size(config.replay.max_bytes)}"),
-        ("learner waits", "-" if wait is None else f"{100 * wait:.0f} %"),
-        ("workers", f"{len(figures.serving)} ({processes} processes)"),
-    ]
-    if others:
-        cells += [(name, f"{value:.4g}") for name, value in row.items() if _is_other(name, value)]
-    grid = Table.grid(padding=(0, 1), expand=True)
-    for _ in range(columns):
-        grid.add_column(style="dim", no_wrap=True)
-        grid.add_column(no_wrap=True)
-    for start in range(0, len(cells), columns):
-        grid.add_row(*(Text(part) for cell in cells[start : start + columns] for part in cell))
-    return grid
-
-
-def _experience_cells(row: Mapping[str, Any], config: RunConfig) -> list[tuple[str, str]]:
-    """How fresh and how much the experience is: off-policy a replay, on-policy a queue."""
-    if "queued_steps" not in row:
-        return [
-            (
-                "samples/insert",
-                f"{number(row.get('samples_per_insert'))} of {config.replay.samples_per_insert:g}",
-            ),
-            ("staleness", f"{number(row.get('staleness'))} versions"),
-            ("replay", f"{int(row.get('replay_size', 0)):,} of {config.replay.capacity:,}"),
-            ("replay memory", size(row.get("replay_bytes", 0))),
-        ]
-    bound = config.on_policy.max_staleness
-    return [
-        ("queued", f"{int(row['queued_steps']):,} steps"),
-        (
-            "staleness",
-            f"{number(row.get('staleness'))}, at most {number(row.get('max_staleness'))} of {bound} versions",
-        ),
-        ("too stale", f"{int(row['dropped']):,} fragments dropped"),
-    ]
-
-
-def _evaluations_table(rows: list[dict[str, Any]]) -> Table:
-    from rich.table import Table
-
-    grid = Table.grid(padding=(0, 3, 0, 0))
-    for _ in range(4):
-        grid.add_column(no_wrap=True)
-    for row in reversed(rows):
-        grid.add_row(
-            f"{'confirmation' if row['purpose'] == 'confirm' else 'evaluation'} v{row['version']}",
-            f"{row['return_mean']:.1f} ± {row['return_std']:.1f}",
-            f"{row['num_episodes']} episodes",
-            f"at {row['env_steps']:,} steps",
-        )
-    return grid
-
-
-def _is_other(name: str, value: Any) -> bool:
-    return name not in _NAMED and isinstance(value, (int, float))
-
-
-def _rate(row: Mapping[str, Any], name: str, ended: bool) -> str:
-    return f" ({row[name]:.0f}/s)" if name in row and not ended else ""
+    def _print(self, figures: Figures, text: str) -> None:
+        print(self._prefix(figures) + text, file=self._file, flush=True)

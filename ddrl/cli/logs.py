@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import datetime
+import re
+import socket
 import time
 from collections import deque
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ddrl.cli.output import Client, InputError, Json, Run, emit, server, table
+from ddrl.store import logs as stored
 from ddrl.store import runs as store
 
 POLL_S = 0.3
+SAME_S = 5.0  # a line of a file and one of the server with the same words are one line within this time
+MAX_SINGLE = 20_000  # lines remembered for that
+# "2030-01-31 12:00:00,123 INFO text" of a learner, "[2030-01-31 12:00:00,123: INFO/MainProcess] text" of Celery.
+_STAMPED = re.compile(r"\[?(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}):? ([A-Z]+)(?:/[^\]]*\])? (.*)")
 
 
 def journal(run: Run = "last", json_output: Json = False) -> None:
@@ -32,77 +41,140 @@ def journal(run: Run = "last", json_output: Json = False) -> None:
 def logs(
     run: Run = "last",
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False,
-    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Newest lines of each log.")] = 50,
+    last: Annotated[
+        int, typer.Option("--last", "-n", min=0, help="Begin with the newest so many lines.")
+    ] = 100,
     json_output: Json = False,
 ) -> None:
-    """Print a run's logs of this machine, each line after its log's name, and the run's journal."""
+    """Print what learner and workers of a run wrote, on whatever machine, and its journal, by time."""
     if follow and json_output:
         raise InputError("--json: prints one value and ends, so it cannot go with --follow; leave one out")
     with server() as client:
         run = store.resolve(client, run)
-        tail = _Tail(client, run, lines)
-        rows = tail.first()
+        tail = _Tail(client, run)
+        lines = tail.more()
+        lines = lines[len(lines) - min(last, len(lines)) :]
         if json_output:
-            emit([{"source": source, "line": line} for source, line in rows])
+            emit([asdict(line) for line in lines])
             return
-        _print(rows)
-        while follow:
-            ended = store.state(client, run).ended  # before the read, so that the last lines are seen
-            _print(tail.more())
-            if ended:
+        width = max([len(line.source) for line in lines], default=0)
+        while True:
+            for line in lines:
+                width = max(width, len(line.source))
+                print(line.text(width), flush=True)
+            if not follow:
                 return
-            time.sleep(POLL_S)
+            ended = store.state(client, run).ended  # before the read, so that the last lines are seen
+            lines = tail.more()
+            if ended and not lines:
+                return
+            time.sleep(0 if ended else POLL_S)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a log.
+
+    Attributes:
+        time_s: server's clock.
+        source: who wrote it, and on which machine.
+        level: as `logging` names it; empty where it is not known.
+        line: what it says.
+    """
+
+    time_s: float
+    source: str
+    level: str
+    line: str
+
+    def text(self, width: int) -> str:
+        """As it is printed, the source in a column of `width`."""
+        level = f"{self.level}: " if self.level in ("WARNING", "ERROR", "CRITICAL") else ""
+        return f"{_clock(self.time_s)} {self.source:<{width}} | {level}{self.line}".rstrip()
 
 
 class _Tail:
-    """Reads what is new in the log files of a run's folder and in its journal."""
+    """Reads what is new: lines that the server gathered, log files of this machine, the journal."""
 
-    def __init__(self, client: Client, run: str, lines: int) -> None:
-        self._client, self._run, self._lines = client, run, lines
+    def __init__(self, client: Client, run: str) -> None:
+        self._client, self._run = client, run
         folder = store.state(client, run).folder
         self._folder = Path(folder) if folder and Path(folder).is_dir() else Path("runs") / run
-        self._offsets: dict[Path, int] = {}
-        self._journal_seen = 0
+        self._files: dict[Path, _File] = {}
+        self._logs_cursor = self._journal_cursor = b"0-0"
+        self._single: dict[tuple[bool, str], deque[float]] = {}  # lines that only server or file had so far
 
-    def first(self) -> list[tuple[str, str]]:
-        """The newest lines of each source."""
-        rows: list[tuple[str, str]] = []
-        for source, new in self._read().items():
-            rows.extend((source, line) for line in deque(new, self._lines))
-        return rows
+    def more(self) -> list[Line]:
+        """Lines that came since, by time."""
+        rows, self._logs_cursor = stored.read(self._client, self._run, self._logs_cursor)
+        lines = [
+            Line(row["time_s"], row.get("source", ""), row.get("level", ""), part)
+            for row in rows
+            for part in row.get("text", "").splitlines() or [""]
+        ]
+        lines = [line for line in lines if not self._is_twin(line, in_file=False)]
+        entries, self._journal_cursor = store.journal_after(self._client, self._run, self._journal_cursor)
+        lines += [
+            Line(row["time_s"], "journal", "", f"{row.get('event', '')} {_details(row)}".rstrip())
+            for row in entries
+        ]
+        ahead_s = store.server_ms(self._client) / 1e3 - time.time()
+        for path in sorted(self._folder.glob("*.log")):
+            file = self._files.setdefault(path, _File(path))
+            lines += [line for line in file.more(ahead_s) if not self._is_twin(line, in_file=True)]
+        return sorted(lines, key=lambda line: line.time_s)
 
-    def more(self) -> list[tuple[str, str]]:
-        """Lines that came since."""
-        return [(source, line) for source, new in self._read().items() for line in new]
+    def _is_twin(self, line: Line, *, in_file: bool) -> bool:
+        """Whether the line has been seen already: in the server if it is a file's, in a file if the server's."""
+        words = line.line.strip()
+        twins = self._single.get((not in_file, words), deque())
+        for when in twins:
+            if line.level and abs(when - line.time_s) < SAME_S:
+                twins.remove(when)
+                return True
+        if len(self._single) > MAX_SINGLE:
+            self._single.clear()
+        self._single.setdefault((in_file, words), deque(maxlen=100)).append(line.time_s)
+        return False
 
-    def _read(self) -> dict[str, list[str]]:
-        found = {path.stem: self._read_file(path) for path in sorted(self._folder.glob("*.log"))}
-        rows = store.journal(self._client, self._run)
-        new, self._journal_seen = rows[self._journal_seen :], len(rows)
-        return {
-            **found,
-            "journal": [f"{_clock(r['time_s'])} {r.get('event', '')} {_details(r)}".rstrip() for r in new],
-        }
 
-    def _read_file(self, path: Path) -> list[str]:
-        """Whole lines after the last ones read; a file that shrank is read from its beginning."""
+class _File:
+    """A log file of this machine, read as it grows."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._time_s = 0.0
+        self._source = f"{path.stem} {socket.gethostname()}"
+
+    def more(self, ahead_s: float) -> list[Line]:
+        """Whole lines after the last ones read; a file that shrank is read from its beginning.
+
+        Args:
+            ahead_s: how much the server's clock is ahead of this machine's.
+        """
         try:
-            with path.open("rb") as file:
-                start = self._offsets.get(path, 0)
-                if file.seek(0, 2) < start:
-                    start = 0
-                file.seek(start)
+            with self._path.open("rb") as file:
+                if file.seek(0, 2) < self._offset:
+                    self._offset = 0
+                file.seek(self._offset)
                 data = file.read()
+                changed_s = self._path.stat().st_mtime
         except OSError:
             return []
         whole = data[: data.rfind(b"\n") + 1]
-        self._offsets[path] = start + len(whole)
-        return whole.decode(errors="replace").splitlines()
-
-
-def _print(rows: list[tuple[str, str]]) -> None:
-    for source, line in rows:
-        print(f"{source:>10} | {line}", flush=True)
+        self._offset += len(whole)
+        lines = []
+        texts = [text for text in whole.decode(errors="replace").splitlines() if text.strip()]
+        for text in texts:
+            found = _STAMPED.match(text)
+            if found is not None:
+                stamp = datetime.datetime.strptime(found[1], "%Y-%m-%d %H:%M:%S,%f")
+                self._time_s = stamp.timestamp()
+            when_s = self._time_s or changed_s  # what has no time of its own goes with the line before it
+            level, said = (found[2], found[3]) if found is not None else ("", text)
+            lines.append(Line(round(when_s + ahead_s, 3), self._source, level, said))
+        return lines
 
 
 def _clock(time_s: float) -> str:
@@ -110,6 +182,8 @@ def _clock(time_s: float) -> str:
 
 
 def _details(row: dict[str, Any]) -> str:
-    """The reason, and whatever else an entry holds."""
+    """The reason, and whatever else an entry holds; of a setting, what it was and is."""
+    if row.get("event") == "set":
+        return f"{row['option']}: {row['from']} -> {row['to']} at {int(row['env_steps']):,} env steps"
     rest = [f"{name}={value}" for name, value in row.items() if name not in ("time_s", "event", "reason")]
     return " ".join([part for part in (row.get("reason", ""), *rest) if part])

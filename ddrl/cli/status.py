@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from ddrl import keys
 from ddrl.cli.output import Client, Json, Run, duration, emit, number, pairs, server, size, table
-from ddrl.cli.watcher import rollout_queue
-from ddrl.store import evaluations, metrics, runs, weights, workers
+from ddrl.cli.watcher import Figures, Watcher
+from ddrl.store import evaluations, runs, weights
 
 
 def status(run: Run = "last", json_output: Json = False) -> None:
@@ -23,43 +22,57 @@ def status(run: Run = "last", json_output: Json = False) -> None:
 
 def collect(client: Client, run: str) -> dict[str, Any]:
     """What `ddrl status --json` prints; times are the server's clock in seconds."""
-    state, config = runs.state(client, run), runs.config(client, run)
+    figures = Watcher(client, run).poll()
+    state, config, queue = figures.state, figures.config, figures.state.queue
     index = weights.index(client, run)
-    queue = rollout_queue(config.env.id)
-    refused, full = client.hmget(keys.state(run), ["dead", "full"])
-    now_s = runs.server_ms(client) / 1e3
     return {
         "run": run,
         "status": state.status,
         "reason": state.reason,
         "error": state.error,
+        "hint": figures.hint,
         "env": config.env.id,
         "algorithm": config.algorithm["name"],
         "seed": config.seed,
+        "from": state.warm or None,
+        "config_version": state.config_version,
         "created_s": state.created_s,
         "first_step_s": state.first_step_s or None,
         "ended_s": state.ended_s or None,
-        "train_s": (state.ended_s or now_s) - state.first_step_s if state.first_step_s else None,
+        "train_s": (state.ended_s or figures.now_s) - state.first_step_s if state.first_step_s else None,
         "time_limit_s": config.stop.time,
         "target_return": config.stop.return_,
-        "learner": {"leased": state.leased, "host": state.host, "folder": state.folder},
+        "learner": {
+            "leased": state.leased,
+            "host": state.host,
+            "folder": state.folder,
+            "handover": state.handover or None,
+        },
         "queue": queue,
+        "sharing": _sharing(figures),
         "workers": [
             {
                 "node": worker.node,
                 "host": worker.host,
                 "pid": worker.pid,
                 "processes": worker.processes,
+                "draining": worker.draining,
                 "plays": queue in worker.queues,
-                "evaluates": queue.replace("ddrl.rollout", "ddrl.evaluate", 1) in worker.queues,
+                "evaluates": state.evaluation_queue in worker.queues,
             }
-            for worker in workers.alive(client)
+            for worker in figures.present
         ],
+        "refusals": figures.refusals,
+        "crashes": {
+            "since_last_fragment": state.crashes,
+            "total": state.crashes_total,
+            "lost_producers": state.lost_producers,
+        },
         "waiting_messages": state.waiting,
         "env_steps": state.appended_steps,
         "allowance": state.allowance,
         "updates": state.updates,
-        "figures": metrics.last(client, run),
+        "figures": dict(figures.row),
         "weights": {
             "latest": index.latest,
             "best": index.best,
@@ -68,7 +81,7 @@ def collect(client: Client, run: str) -> dict[str, Any]:
             "bytes": sum(index.sizes.values()),
         },
         "evaluation": state.evaluation,
-        "evaluations": evaluations.results(client, run)[0],
+        "evaluations": figures.evaluated,
         "open_evaluations": sorted(evaluations.opened(client, run)),
         "stream": {
             "fragments": state.appended_fragments,
@@ -76,15 +89,38 @@ def collect(client: Client, run: str) -> dict[str, Any]:
             "live_bytes": state.live_bytes,
             "max_bytes": int(config.replay.max_bytes),
             "duplicates": state.duplicates,
-            "dead": int(refused or 0),
-            "full": int(full or 0),
+            "dead": state.dead,
+            "full": state.full,
         },
+    }
+
+
+def _sharing(figures: Figures) -> dict[str, Any]:
+    """The run's part of the fleet: what it may have, what it has, and what its processes wait for.
+
+    The times count from the run's beginning, its share of all processes' time from that of the active runs.
+    """
+    state = figures.state
+    spent_s = state.process_s
+    everybody_s = sum(rival.process_ms for rival in figures.rivals) / 1e3
+    active = any(rival.run == state.run for rival in figures.rivals)
+    return {
+        "weight": state.weight,
+        "priority": state.priority,
+        "active_runs": len(figures.rivals),
+        "entitled": figures.entitled if active else None,
+        "share": spent_s / everybody_s if active and everybody_s > 0 else None,
+        "playing": figures.num_playing,
+        "process_s": spent_s,
+        "played": state.played_s / spent_s if spent_s else None,
+        "allowance_wait": state.allowance_wait_s / spent_s if spent_s else None,
+        "room_wait": state.room_wait_s / spent_s if spent_s else None,
     }
 
 
 def _show(report: dict[str, Any]) -> None:
     figures, stream, kept = report["figures"], report["stream"], report["weights"]
-    learner = report["learner"]
+    learner, hint = report["learner"], report["hint"].removeprefix(f"paused: {report['reason']}; ")
     players = [w for w in report["workers"] if w["plays"]]
     limit = "" if report["time_limit_s"] is None else f" of {duration(report['time_limit_s'])}"
     processes = sum(w["processes"] for w in players)
@@ -96,14 +132,18 @@ def _show(report: dict[str, Any]) -> None:
         {
             "run": report["run"],
             "status": f"{report['status']}: {report['reason']}" if report["reason"] else report["status"],
+            **({"hint": hint} if hint not in ("", report["reason"]) else {}),
             **({"last error": report["error"]} if report["error"] else {}),
             "task": f"{report['env']} with {report['algorithm']}, seed {report['seed']}",
             "created": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(report["created_s"])),
             "train time": "not begun" if report["train_s"] is None else duration(report["train_s"]) + limit,
-            "learner": learner["host"] if learner["leased"] else "none",
+            **({"began with": report["from"]} if report["from"] else {}),
+            "learner": _learner(learner),
             "folder": learner["folder"] or "-",
-            "workers": f"{len(players)} ({processes} processes) on {report['queue']}, "
-            f"{report['waiting_messages']} messages waiting",
+            "workers": f"{len(players)} ({report['sharing']['playing']} of {processes} processes play it) on "
+            f"{report['queue']}, {report['waiting_messages']} messages waiting",
+            **_share_lines(report["sharing"]),
+            **_trouble(report),
             "env steps": f"{report['env_steps']:,}{rates[0]}, {report['allowance']:,} allowed",
             "updates": f"{report['updates']:,}{rates[1]}",
             **_experience(figures),
@@ -126,6 +166,45 @@ def _show(report: dict[str, Any]) -> None:
             for w in report["workers"]
         ]
         table(("worker", "host", "pid", "processes", "plays", "evaluates"), rows, left=("worker", "host"))
+
+
+def _learner(learner: dict[str, Any]) -> str:
+    if not learner["leased"]:
+        return "none"
+    asked = f", asked to hand over to {learner['handover']}" if learner["handover"] else ""
+    return f"{learner['host']}{asked}"
+
+
+def _share_lines(sharing: dict[str, Any]) -> dict[str, str]:
+    """What the run gets of the fleet, and how its processes spend their time."""
+    lines = {"weight": f"{sharing['weight']:g}, priority {sharing['priority']}"}
+    if sharing["active_runs"] > 1 and sharing["share"] is not None:
+        lines["weight"] += (
+            f"; {100 * sharing['share']:.0f} % of the process time of {sharing['active_runs']} active runs, "
+            f"{100 * sharing['entitled']:.0f} % by its weight"
+        )
+    if sharing["process_s"]:
+        played, learner, room = (
+            100 * part for part in (sharing["played"], sharing["allowance_wait"], sharing["room_wait"])
+        )
+        lines["process time"] = (
+            f"{duration(sharing['process_s'])}: {played:.0f} % played, {learner:.0f} % waited for the learner, "
+            f"{room:.0f} % for room"
+        )
+    return lines
+
+
+def _trouble(report: dict[str, Any]) -> dict[str, str]:
+    """Crashes, and who does not play the run; nothing where all is well."""
+    crashes, lines = report["crashes"], {}
+    if crashes["total"] or crashes["lost_producers"]:
+        lines["ended badly"] = (
+            f"{crashes['total']} processes could not play it ({crashes['since_last_fragment']} since the last "
+            f"fragment), {crashes['lost_producers']} ended without a word"
+        )
+    for host, reason in report["refusals"].items():
+        lines[f"refused by {host}"] = reason
+    return lines
 
 
 _RATES = ("env_steps_per_s", "updates_per_s")

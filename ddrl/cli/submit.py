@@ -1,4 +1,4 @@
-"""`ddrl submit` and `ddrl resume`: start a run, bring what is missing, watch it to its end."""
+"""`ddrl submit` and `ddrl resume`: start runs, bring what is missing, watch them to their end."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
     from ddrl.cli.output import Client
+    from ddrl.config import RunConfig
     from ddrl.crew import Crew, CrewError
+    from ddrl.types import EnvSpec
 
 LEARNER_EXIT_S = 60.0  # for the folder of the run, after it has ended
 
@@ -48,6 +51,24 @@ def submit(
     time_: Time = None,
     workers: Workers = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Seed of the run.")] = None,
+    seeds: Annotated[
+        int,
+        typer.Option(
+            "--seeds", min=1, max=100, help="So many runs side by side, with the seeds from --seed on."
+        ),
+    ] = 1,
+    weight: Annotated[
+        float | None, typer.Option("--weight", help="Share of the fleet, relative to other runs' weights.")
+    ] = None,
+    priority: Annotated[
+        str | None, typer.Option("--priority", help="low, normal or high: the higher one plays first.")
+    ] = None,
+    initial: Annotated[
+        str | None,
+        typer.Option(
+            "--from", metavar="POLICY|RUN@VERSION", help="Begin with the weights of another policy."
+        ),
+    ] = None,
     with_learner: WithLearner = None,
     detach: Detach = False,
     json_: Json = False,
@@ -59,16 +80,19 @@ def submit(
 
     overrides = list(set_ or [])
     overrides += [f"stop.time={configs.duration(time_, '--time')}"] if time_ else []
-    overrides += [f"seed={seed}"] if seed is not None else []
+    given = {"seed": seed, "weight": weight, "priority": priority}
+    overrides += [f"{name}={value}" for name, value in given.items() if value is not None]
     resolved = configs.load(config, overrides)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a service manager's word is as good as Ctrl-C
     with output.server() as client:
         from ddrl import submit as submission
 
         processes = _processes(workers) + _serving(client, resolved.env.id)
-        run = submission.create(client, resolved, submission.prepare(resolved, processes=max(1, processes)))
+        spaces = submission.prepare(resolved, processes=max(1, processes))
+        runs = _create(client, [*_with_seeds(resolved, seeds)], spaces, initial)
         _attend(
             client,
-            run,
+            runs,
             workers=workers,
             with_learner=with_learner,
             detach=detach,
@@ -78,28 +102,36 @@ def submit(
 
 
 def resume(
-    run: Annotated[str, typer.Argument(help="Run to continue: an id, its beginning, or last.")] = "last",
+    runs: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="RUN...", help="Runs to continue: ids, their beginnings, or last.", show_default="last"),
+    ] = None,
     time_: Time = None,
     workers: Workers = None,
     with_learner: WithLearner = None,
     detach: Detach = False,
     json_: Json = False,
 ) -> None:
-    """Continue a paused, stopped or interrupted run from its newest checkpoint and its replay."""
+    """Continue paused, stopped or interrupted runs from their newest checkpoints and their replay."""
     started = time.monotonic()
     from ddrl import config as configs
     from ddrl.cli import output
-    from ddrl.store import runs
+    from ddrl.store import copies
+    from ddrl.store import runs as store
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    more_time_s = configs.duration(time_, "--time") if time_ else None
     with output.server() as client:
-        run = runs.resolve(client, run)
-        before = runs.state(client, run)
-        if before.leased and not before.ended:  # its learner waits: only watch
+        found = (copies.bring_back(client, name, Path("runs")) for name in runs or ["last"])
+        names = list(dict.fromkeys(found))
+        before = [store.state(client, run) for run in names]
+        if all(state.leased and not state.ended for state in before):  # their learners wait: only watch
             with_learner, workers = with_learner or False, workers or 0
-        runs.reactivate(client, run, more_time_s=configs.duration(time_, "--time") if time_ else None)
+        for run in names:
+            store.reactivate(client, run, more_time_s=more_time_s)
         _attend(
             client,
-            run,
+            names,
             workers=workers,
             with_learner=with_learner,
             detach=detach,
@@ -109,32 +141,28 @@ def resume(
 
 
 def crew(
-    run: str,
+    runs: list[str],
     workers: Annotated[int, typer.Option()],
     with_learner: Annotated[bool, typer.Option("--learner/--no-learner")],
 ) -> None:
-    """What `--detach` leaves behind: the processes of a run, until it ends."""
+    """What `--detach` leaves behind: the processes of runs, until they end."""
     from ddrl.cli import output
-    from ddrl.crew import CrewError
-    from ddrl.store import connection, runs
 
-    with output.server() as client, _crew(run, workers, with_learner) as brought:
-        ended = False
-        while not ended:
-            time.sleep(0.5)
-            with contextlib.suppress(*connection.UNREACHABLE):  # the children ride it out, and so does this
-                ended = runs.state(client, run).ended
-            try:
-                brought.check()
-            except CrewError as error:
-                _fail(client, run, error)
-                raise
-        brought.wait("learner", LEARNER_EXIT_S)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with output.server() as client, _crew(runs) as brought:
+        try:
+            _bring(brought, runs, workers, with_learner)
+            while _any_goes_on(client, runs):
+                time.sleep(0.5)
+                _keep_up(client, brought, runs)
+        except KeyboardInterrupt:
+            _stop(client, runs)
+        brought.wait_for_learners(LEARNER_EXIT_S)
 
 
 def _attend(
     client: Client,
-    run: str,
+    runs: Sequence[str],
     *,
     workers: int | None,
     with_learner: bool | None,
@@ -142,44 +170,77 @@ def _attend(
     json_: bool,
     started: float,
 ) -> None:
-    """Bring what is missing, watch the run to its end, report."""
-    from ddrl import artifacts
-    from ddrl.cli import live, output
-    from ddrl.crew import CrewError
-    from ddrl.store import connection, runs
+    """Bring what is missing, watch the runs to their end, report."""
+    from ddrl.cli import live, output, sweep
+    from ddrl.store import connection
 
-    alone = connection.is_embedded()
     num_workers = _processes(workers)
-    bring_learner = with_learner if with_learner is not None else alone
+    bring_learner = with_learner if with_learner is not None else connection.is_embedded()
     if detach:
         if num_workers or bring_learner:
-            _leave_behind(run, num_workers, bring_learner)
-        if json_:
-            print(json.dumps({"run": run, "status": "active"}), flush=True)
-        else:
-            print(f"{run}: submitted; watch it with `ddrl watch {run}`", flush=True)
+            _leave_behind(runs, num_workers, bring_learner)
+        _tell_detached(runs, json_)
         return
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a service manager's word is as good as Ctrl-C
-    output.note(f"run {run}")
+    output.note("\n".join(f"run {run}" for run in runs))
     interrupted = False
-    with _crew(run, num_workers, bring_learner) as brought:
-        try:
-            live.follow(client, run, json_output=json_, on_tick=brought.check)
-        except KeyboardInterrupt:
-            interrupted = True
-            if not bring_learner:
-                output.note(f"{run} goes on without being watched; stop it with `ddrl stop {run}`")
-                raise typer.Exit(130) from None
-            output.note(f"stopping {run} ...")
-            runs.set_status(client, run, "stopped", "interrupted")
-        except CrewError as error:
-            if not runs.state(client, run).ended:
-                _fail(client, run, error)
-                raise
-        brought.wait("learner", LEARNER_EXIT_S)
-    summary = artifacts.summary(client, run, wall_s=time.monotonic() - started)
-    print(json.dumps(summary) if json_ else live.closing_lines(summary), flush=True)
-    raise typer.Exit(130 if interrupted else 1 if summary["status"] == "failed" else 0)
+    try:
+        with _crew(runs) as brought:
+            try:
+                _bring(brought, runs, num_workers, bring_learner)
+                follow = live.follow if len(runs) == 1 else sweep.follow
+                target: Any = runs[0] if len(runs) == 1 else runs
+                follow(client, target, json_output=json_, on_tick=lambda: _keep_up(client, brought, runs))
+            except KeyboardInterrupt:
+                interrupted = True
+                if not bring_learner:
+                    output.note(_goes_on(runs))
+                    raise typer.Exit(130) from None
+                output.note(f"stopping {', '.join(runs)}; once more ends everything at once")
+                _stop(client, runs)
+            brought.wait_for_learners(LEARNER_EXIT_S)
+    except KeyboardInterrupt:  # the second one: the crew was killed on the way here
+        output.note(f"ended at once; `ddrl resume {' '.join(runs)}` goes on from the newest checkpoint")
+        raise
+    wall_s = time.monotonic() - started
+    summaries = sweep.summaries(client, runs, wall_s=wall_s)
+    if len(runs) == 1:
+        print(json.dumps(summaries[0]) if json_ else live.closing_lines(summaries[0]), flush=True)
+    else:
+        sweep.report(summaries, json_output=json_)
+    failed = any(summary["status"] == "failed" for summary in summaries)
+    raise typer.Exit(130 if interrupted else 1 if failed else 0)
+
+
+def _create(client: Client, configs: Sequence[RunConfig], spaces: EnvSpec, target: str | None) -> list[str]:
+    """Store the runs: all, or none that goes on."""
+    from ddrl import submit as submission
+    from ddrl.store import runs
+
+    weights = _initial(target, configs[0], spaces) if target is not None else None
+    created: list[str] = []
+    try:
+        for config in configs:
+            options = {"initial": weights} if weights else {}
+            created.append(submission.create(client, config, spaces, **options))
+    except BaseException:
+        for run in created:
+            runs.set_status(client, run, "stopped", "those submitted with it could not be")
+        raise
+    return created
+
+
+def _initial(target: str, config: RunConfig, spaces: EnvSpec) -> tuple[str, bytes]:
+    """Where the first weights come from, and they."""
+    from ddrl import warmstart
+    from ddrl.cli import targets
+
+    with targets.opened(target, None) as (source, _):
+        return warmstart.initial(source, config, spaces)
+
+
+def _with_seeds(config: RunConfig, seeds: int) -> Sequence[RunConfig]:
+    """One config a seed, from the config's own seed on."""
+    return [config.model_copy(update={"seed": config.seed + i}) for i in range(seeds)]
 
 
 def _processes(workers: int | None) -> int:
@@ -193,38 +254,102 @@ def _processes(workers: int | None) -> int:
 
 def _serving(client: Client, env_id: str) -> int:
     """Processes of the fleet that play an environment now."""
-    from ddrl.cli.watcher import rollout_queue
+    from ddrl import envs
     from ddrl.store import workers
 
-    queue = rollout_queue(env_id)
+    queue = envs.queue_for("ddrl.rollout", env_id)
     return sum(worker.num_players for worker in workers.alive(client) if queue in worker.queues)
 
 
-def _fail(client: Client, run: str, error: CrewError) -> None:
-    """A run whose learner cannot be kept alive has failed, unless another learner holds it."""
-    from ddrl.store import runs
-
-    if not runs.state(client, run).leased:
-        runs.set_status(client, run, "failed", str(error))
-
-
-def _crew(run: str, workers: int, with_learner: bool) -> Crew:
-    """The run's own processes, started."""
+def _crew(runs: Sequence[str]) -> Crew:
+    """Nobody yet; the workers' logs go to the first run's folder."""
     from ddrl.crew import Crew
 
-    brought = Crew(Path("runs") / run)
+    return Crew(Path("runs") / runs[0])
+
+
+def _bring(brought: Crew, runs: Sequence[str], workers: int, with_learner: bool) -> None:
+    """Start workers that all share, and a learner for each."""
     if workers:
         brought.start_workers(workers)
     if with_learner:
-        brought.start_learner(run)
-    return brought
+        for run in runs:
+            brought.start_learner(run, Path("runs") / run)
 
 
-def _leave_behind(run: str, workers: int, with_learner: bool) -> None:
+def _keep_up(client: Client, brought: Crew, runs: Sequence[str]) -> None:
+    """Start again what has died; a run whose learner cannot be kept alive has failed, unless another holds it.
+
+    Raises:
+        CrewError: workers, or the learner of the only run, cannot be kept alive.
+    """
+    from ddrl.cli import output
+    from ddrl.crew import CrewError
+
+    try:
+        brought.check()
+    except CrewError as error:
+        concerned = [error.run] if error.run is not None else list(runs)
+        for run in concerned:
+            _fail(client, run, error)
+        if error.run is None or len(runs) == 1:
+            raise
+        output.note(f"{error.run}: {error}")
+
+
+def _fail(client: Client, run: str, error: CrewError) -> None:
+    from ddrl.store import runs
+
+    now = runs.state(client, run)
+    if not now.leased and not now.ended:
+        runs.set_status(client, run, "failed", str(error))
+
+
+def _stop(client: Client, names: Sequence[str]) -> None:
+    """End the runs as Ctrl-C does; where the server does not answer, their learners leave them for the next."""
+    from ddrl.cli import output
+    from ddrl.store import connection, runs
+
+    for run in names:
+        try:
+            runs.set_status(client, run, "stopped", "interrupted")
+        except connection.HINDRANCES as error:
+            text = connection.hindrance(error)
+            if text is None:
+                raise
+            output.note(f"{run}: not marked as stopped: {text}")
+
+
+def _any_goes_on(client: Client, names: Sequence[str]) -> bool:
+    """Whether a run has not ended, as far as is known."""
+    from ddrl.store import connection, runs
+
+    with contextlib.suppress(*connection.UNREACHABLE):  # the children ride it out, and so does this
+        return any(runs.status(client, run) not in runs.ENDED for run in names)
+    return True
+
+
+def _goes_on(runs: Sequence[str]) -> str:
+    """What is said on leaving runs to a fleet."""
+    verb = "goes on" if len(runs) == 1 else "go on"
+    stops = "; ".join(f"`ddrl stop {run}`" for run in runs)
+    return f"{', '.join(runs)} {verb} without being watched; stop with {stops}"
+
+
+def _tell_detached(runs: Sequence[str], json_: bool) -> None:
+    if json_:
+        rows = [{"run": run, "status": "active"} for run in runs]
+        print(json.dumps(rows[0] if len(rows) == 1 else {"runs": rows}), flush=True)
+        return
+    for run in runs:
+        print(f"{run}: submitted; watch it with `ddrl watch {run}`", flush=True)
+
+
+def _leave_behind(runs: Sequence[str], workers: int, with_learner: bool) -> None:
     """Start `crew` as a process that outlives this one."""
-    command = [sys.executable, "-m", "ddrl", "crew", run, "--workers", str(workers)]
+    command = [sys.executable, "-m", "ddrl", "crew", *runs, "--workers", str(workers)]
     command.append("--learner" if with_learner else "--no-learner")
-    folder = Path("runs") / run
+    folder = Path("runs") / runs[0]
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "crew.log").open("ab") as log:
         subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)

@@ -1,19 +1,22 @@
-"""What is known of a run as it goes on, and why nothing happens when nothing does."""
+"""What is known of a run as it goes on, from poll to poll."""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ddrl.cli import hints
 from ddrl.cli.output import Client
 from ddrl.config import RunConfig
-from ddrl.store import evaluations, metrics, runs, stream, workers
-from ddrl.store.runs import RunState
+from ddrl.store import evaluations, metrics, runs, segments, stream, workers
+from ddrl.store.run_state import Rival, RunState
 from ddrl.store.workers import Heartbeat
 
-WORKERS_S = 3.0  # between two looks for workers, which scan the server's keys
+LOOK_S = 2.0  # between two looks at workers, rivals and the server, which cost more than the run's own state
+WINDOW_S = 60.0  # of shares and waits
 
 
 @dataclass
@@ -22,12 +25,20 @@ class Figures:
 
     Attributes:
         state: of the run.
-        config: of the run.
+        config: of the run, as of now.
         row: the learner's newest figures; empty before the first.
         returns: (seconds since the first step, return) of finished training episodes.
         evaluated: results of evaluations, oldest first.
-        serving: workers that take the run's rollouts.
+        present: all workers.
+        rivals: active runs, this one included.
+        refusals: host -> why it does not play the run.
+        num_playing: processes that play it now.
+        share: of all runs' process time within WINDOW_S; None while nothing is known.
+        allowance_wait, room_wait: parts of its own process time within WINDOW_S; None likewise.
+        quiet_s: since env steps last grew.
         now_s: the server's clock.
+        notices: what the journal says beside changes of status, each once, oldest first.
+        outage: why the server cannot be asked now; empty while it can.
         hint: why nothing happens, and the remedy; empty while all is well.
     """
 
@@ -36,9 +47,23 @@ class Figures:
     row: Mapping[str, Any] = field(default_factory=dict)
     returns: list[tuple[float, float]] = field(default_factory=list)
     evaluated: list[dict[str, Any]] = field(default_factory=list)
-    serving: list[Heartbeat] = field(default_factory=list)
+    present: list[Heartbeat] = field(default_factory=list)
+    rivals: list[Rival] = field(default_factory=list)
+    refusals: dict[str, str] = field(default_factory=dict)
+    num_playing: int = 0
+    share: float | None = None
+    allowance_wait: float | None = None
+    room_wait: float | None = None
+    quiet_s: float = 0.0
     now_s: float = 0.0
+    notices: list[str] = field(default_factory=list)
+    outage: str = ""
     hint: str = ""
+
+    @property
+    def serving(self) -> list[Heartbeat]:
+        """Workers that take the run's rollouts."""
+        return [worker for worker in self.present if self.state.queue in worker.queues]
 
     @property
     def start_s(self) -> float:
@@ -67,23 +92,45 @@ class Figures:
         """As last told by the learner, in whichever way was later."""
         return max(self.state.updates, int(self.row.get("updates", 0)))
 
+    @property
+    def entitled(self) -> float:
+        """The share that the run's weight gives it among the active runs of its priority."""
+        peers = [rival.weight for rival in self.rivals if rival.priority == self.state.priority]
+        return self.state.weight / total if (total := sum(peers)) else 1.0
+
 
 class Watcher:
-    """Polls a run: a few cheap commands, and only what is new of each stream."""
+    """Polls a run: a few cheap commands, and only what is new of each stream.
+
+    Args:
+        client: connection to the server.
+        run: its id.
+        starting_s: for so long the caller's own learner and workers may not be there yet.
+
+    Raises:
+        UnknownRunError: there is no such run.
+    """
 
     def __init__(self, client: Client, run: str, *, starting_s: float = 0.0) -> None:
         self._client = client
         self._run = run
-        self._queue = rollout_queue(runs.config(client, run).env.id)
         self._figures = Figures(runs.state(client, run), runs.config(client, run))
         self._episodes_cursor = self._evaluations_cursor = b"0-0"
+        self._journal_cursor = runs.journal_after(client, run)[1]
         self._quiet_until = time.monotonic() + starting_s
-        self._next_workers = 0.0
+        self._look_at = self._grown_at = 0.0
+        self._server = ""
+        self._history: deque[_Times] = deque()
 
     def poll(self) -> Figures:
         """What is known now; the same object every time."""
-        client, run, figures = self._client, self._run, self._figures
-        figures.state = runs.state(client, run)
+        client, run, figures, now = self._client, self._run, self._figures, time.monotonic()
+        before, figures.state = figures.state, runs.state(client, run)
+        if figures.state.config_version != before.config_version:
+            figures.config = runs.config(client, run)
+        if figures.state.appended_steps != before.appended_steps or not self._grown_at:
+            self._grown_at = now
+        figures.quiet_s = now - self._grown_at
         figures.now_s = runs.server_ms(client) / 1e3
         figures.row = metrics.last(client, run)
         rows, self._episodes_cursor = stream.episodes(client, run, self._episodes_cursor)
@@ -92,37 +139,60 @@ class Watcher:
             figures.returns.extend((when, value) for value in row["returns"])
         results, self._evaluations_cursor = evaluations.results(client, run, self._evaluations_cursor)
         figures.evaluated.extend(results)
-        if time.monotonic() >= self._next_workers and not figures.state.ended:
-            figures.serving = [w for w in workers.alive(client) if self._queue in w.queues]
-            self._next_workers = time.monotonic() + WORKERS_S
-        figures.hint = hint(figures, self._queue, starting=time.monotonic() < self._quiet_until)
+        entries, self._journal_cursor = runs.journal_after(client, run, self._journal_cursor)
+        texts = (hints.notice(entry) for entry in entries)
+        figures.notices.extend(text for text in texts if text and text not in figures.notices)
+        if now >= self._look_at and not figures.state.ended:
+            self._look_at = now + LOOK_S
+            self._look()
+        figures.outage = ""
+        figures.hint = hints.hint(figures, server=self._server, starting=now < self._quiet_until)
         return figures
 
+    def without_server(self, reason: str) -> Figures:
+        """What was known last, when the server cannot be asked."""
+        self._figures.outage = self._figures.hint = reason
+        return self._figures
 
-def rollout_queue(env_id: str) -> str:
-    """Where rollouts of an environment wait: as in `ddrl.celery`, which is not imported for a name."""
-    from ddrl import envs
+    def _look(self) -> None:
+        client, figures = self._client, self._figures
+        figures.present = workers.alive(client)
+        figures.rivals = runs.active(client)
+        figures.refusals = segments.refusals(client, self._run)
+        figures.num_playing = len(segments.players(client, self._run))
+        self._server = hints.server_trouble(client)
+        self._history.append(_Times.of(figures))
+        while len(self._history) > 2 and self._history[-1].at - self._history[1].at > WINDOW_S:
+            self._history.popleft()
+        first, last = self._history[0], self._history[-1]
+        everybody = sum(
+            max(0, last.process_ms[run] - first.process_ms.get(run, 0)) for run in last.process_ms
+        )
+        mine = last.process_ms.get(self._run, 0) - first.process_ms.get(self._run, 0)
+        figures.share = mine / everybody if everybody > 0 and self._run in last.process_ms else None
+        spent_s = last.process_s - first.process_s
+        if spent_s > 0:
+            figures.allowance_wait = min(1.0, (last.allowance_wait_s - first.allowance_wait_s) / spent_s)
+            figures.room_wait = min(1.0, (last.room_wait_s - first.room_wait_s) / spent_s)
 
-    return envs.queue_for("ddrl.rollout", env_id)
 
+@dataclass(frozen=True)
+class _Times:
+    """What processes had spent on each active run, and in which waits on this one."""
 
-def hint(figures: Figures, queue: str, *, starting: bool) -> str:
-    """Why nothing plays or learns, and what to do; empty while all is well.
+    at: float
+    process_ms: dict[str, int]
+    process_s: float
+    allowance_wait_s: float
+    room_wait_s: float
 
-    Args:
-        starting: the caller is starting a learner and workers, so that their absence says nothing yet.
-    """
-    state = figures.state
-    if state.ended:
-        return ""
-    if state.status == "paused":
-        return f"paused: {state.reason}; `ddrl resume {state.run}` goes on"
-    if starting and not (state.appended_steps and state.leased and figures.serving):
-        return "starting"
-    if not state.leased:
-        return "waiting for a learner: start `ddrl learner`"
-    if not figures.serving:
-        return f"no worker plays {queue}: start `celery -A ddrl worker`"
-    if state.error and not state.appended_steps:
-        return f"workers cannot play it: {state.error}"
-    return "" if state.appended_steps else "waiting for the first steps"
+    @classmethod
+    def of(cls, figures: Figures) -> _Times:
+        state = figures.state
+        return cls(
+            at=time.monotonic(),
+            process_ms={rival.run: rival.process_ms for rival in figures.rivals},
+            process_s=state.process_s,
+            allowance_wait_s=state.allowance_wait_s,
+            room_wait_s=state.room_wait_s,
+        )

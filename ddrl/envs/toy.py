@@ -5,6 +5,7 @@ Imports gymnasium: import this inside functions only.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from gymnasium.spaces import Box, Discrete, MultiDiscrete, Space
 
 _ENTRY_POINTS = {
     "ddrl/Endless-v0": "Endless",
+    "ddrl/Sleep-v0": "Sleep",
     "ddrl/Target-v0": "target",
     "ddrl/Pick-v0": "pick",
     "ddrl/Pairs-v0": "pairs",
@@ -60,6 +62,36 @@ class Endless(gymnasium.Env[np.ndarray, Any]):
         """Reward 1; truncated at `max_steps`."""
         self._step += 1
         return np.ones(1, np.float32), 1.0, False, self._step >= self._max_steps, {}
+
+
+class Sleep(gymnasium.Env[np.ndarray, np.int64]):
+    """Takes its time and next to no processor, as an environment on another machine does: for tests of fleets.
+
+    Reward 1 for action 1. The observation is always [1]; 20 steps are an episode, which is truncated.
+
+    Args:
+        step_s: duration of a step.
+    """
+
+    def __init__(self, step_s: float = 0.01) -> None:
+        self.observation_space = Box(0.0, 1.0, (1,), np.float32)
+        self.action_space = Discrete(2)
+        self._step_s = step_s
+        self._step = 0
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[np.ndarray, dict[str, Any]]:
+        """Start an episode."""
+        super().reset(seed=seed)
+        self._step = 0
+        return np.ones(1, np.float32), {}
+
+    def step(self, action: np.int64) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        """Sleep, then reward the action."""
+        time.sleep(self._step_s)
+        self._step += 1
+        return np.ones(1, np.float32), float(action), False, self._step >= 20, {}
 
 
 class Questions(gymnasium.Env[np.ndarray, Any]):

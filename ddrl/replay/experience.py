@@ -83,6 +83,7 @@ def experience(
         grain=max(1, replay.slack_steps // 8),
         priorities=priorities,
         threads=replay.threads if compressed else 0,
+        lockstep=config.learner.lockstep,
     )
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BLOCK_MS = 1_000
+RETRY_S = 0.5  # of a server that cannot serve for the time being
 COUNT_S = 5.0  # between two looks at the size of entries
 MAX_STAGED_BYTES = 256 * 1024**2  # of decoded fragments; beyond it the feed waits for the learner
 _ENTRY_BYTES = 2 * 1024  # of anything staged, be it refused
@@ -71,6 +72,7 @@ class Staged:
         entry_id: in the stream.
         cumulative_fragments, cumulative_steps, cumulative_bytes: counts of the stream up to and with it.
         num_bytes: of the entry, as it says.
+        producer, incarnation, seq: who appended it, and its number; -1 where no append wrote it.
         held_bytes: of memory while it is staged.
         fragment: as decoded.
         prepared: what `prepare` made of it.
@@ -82,6 +84,9 @@ class Staged:
     cumulative_steps: int
     cumulative_bytes: int
     num_bytes: int
+    producer: int
+    incarnation: int
+    seq: int
     held_bytes: int
     fragment: Fragment | None
     prepared: Any = None
@@ -129,22 +134,19 @@ def stage(
         fragment, reason, head = None, str(error), entry.fields.get(b"h", b"")[:1024]
     return Staged(
         entry.entry_id,
-        cumulative_fragments=_count(entry, b"f"),
-        cumulative_steps=_count(entry, b"n"),
-        cumulative_bytes=_count(entry, b"b"),
-        num_bytes=_count(entry, b"s"),
+        cumulative_fragments=entry.count(b"f"),
+        cumulative_steps=entry.count(b"n"),
+        cumulative_bytes=entry.count(b"b"),
+        num_bytes=entry.count(b"s"),
+        producer=entry.producer,
+        incarnation=entry.count(b"i", -1),
+        seq=entry.count(b"q", -1),
         held_bytes=_ENTRY_BYTES + (_num_bytes(fragment) if fragment is not None else 0),
         fragment=fragment,
         prepared=prepared,
         reason=reason,
         head=head,
     )
-
-
-def _count(entry: stream.Entry, name: bytes) -> int:
-    """A counter of the append; 0 where an entry was not written by it."""
-    value = entry.fields.get(name, b"0")
-    return int(value) if value.isdigit() and len(value) < 20 else 0
 
 
 def _num_bytes(fragment: Fragment) -> int:
@@ -249,9 +251,10 @@ class Feed:
                 self._count = stream.read_count(self._client, self._run)
                 self._count_at = time.monotonic() + COUNT_S
             entries = stream.read(self._client, self._run, self._cursor, count=self._count, block_ms=BLOCK_MS)
-        except connection.UNREACHABLE as error:
-            log.warning("the server does not answer (%s); waiting for it", error)
-            self._stopping.wait(1.0)
+        except connection.HINDRANCES as error:
+            if connection.hindrance(error) is None:
+                raise
+            self._stopping.wait(RETRY_S)  # the service thread says so
             return
         for entry in entries:
             while self._staged_bytes - self._taken_bytes > MAX_STAGED_BYTES:

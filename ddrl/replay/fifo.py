@@ -161,6 +161,9 @@ class Fifo:
     def prioritize(self, batch: Any, priority: Callable[[], NDArray[np.float32]]) -> None:
         """Each fragment is learned from once, whatever it was like."""
 
+    def adopt(self, options: Any) -> None:
+        """No live option of an algorithm changes anything here."""
+
     def state(self) -> Mapping[str, NDArray[Any]]:
         """Nothing of a checkpoint: what waits is in the stream."""
         return {}

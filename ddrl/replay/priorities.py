@@ -46,13 +46,10 @@ class Priorities:
         final_importance_exponent: float,
         anneal_updates: int,
     ) -> None:
-        betas = (importance_exponent, final_importance_exponent)
-        for value in (exponent, *betas):
-            if not 0 <= value <= 1:
-                raise ValueError(f"exponent: {value} of priorities or importance; use 0 to 1")
-        if anneal_updates < 0:
-            raise ValueError(f"anneal_updates: {anneal_updates} is negative; use at least 0")
-        self._exponent, self._betas, self._anneal_updates = exponent, betas, anneal_updates
+        _check_exponent(exponent)
+        self._exponent = exponent
+        self._betas, self._anneal_updates = (0.0, 0.0), 0
+        self.anneal(importance_exponent, final_importance_exponent, anneal_updates)
         self._tree = SumTree(max(capacity_hint, _LEAST_ROOM))  # of item number n: slot n modulo the capacity
         self._first = self._next = 0
         self._largest = 1.0  # |td|
@@ -67,6 +64,21 @@ class Priorities:
     def __len__(self) -> int:
         """Items held."""
         return self._next - self._first
+
+    def anneal(
+        self, importance_exponent: float, final_importance_exponent: float, anneal_updates: int
+    ) -> None:
+        """Go by other exponents of the importance weights from the next draw on; arguments as of the class.
+
+        Raises:
+            ValueError: an argument is out of range.
+        """
+        for exponent in (importance_exponent, final_importance_exponent):
+            _check_exponent(exponent)
+        if anneal_updates < 0:
+            raise ValueError(f"anneal_updates: {anneal_updates} is negative; use at least 0")
+        self._betas = (importance_exponent, final_importance_exponent)
+        self._anneal_updates = anneal_updates
 
     def beta(self, num_updates: int) -> float:
         """Exponent of the importance weights at an update."""
@@ -153,11 +165,19 @@ class Priorities:
         self._largest = max(self._largest, float(errors.max(initial=0.0)))
 
     def state(self) -> dict[str, NDArray[Any]]:
-        """For a checkpoint: `priority` [len] float32, that of the oldest item first, and the `largest` error."""
+        """For a checkpoint: `priority` [len] float32, oldest item first; the `largest` error; the `next` number."""
         return {
             "priority": self._tree.get(self._slots()).astype(np.float32),
             "largest": np.array(self._largest),
+            "next": np.array(self._next),
         }
+
+    def renumber(self, first: int) -> None:
+        """Number the items held anew, from `first` on: what is drawn depends on it, for slots go by numbers."""
+        p = self._tree.get(self._slots())
+        self._write(self._first, np.zeros(len(p)))
+        self._first, self._next = first, first + len(p)
+        self._write(first, p)
 
     def load_state(self, state: Mapping[str, NDArray[Any]]) -> None:
         """Take what `state` gave: its last priority is that of the newest item held now, and so on backwards.
@@ -218,3 +238,8 @@ class Priorities:
             p = self._tree.get(self._slots())
             self._tree = SumTree(max(num_items, 2 * self._tree.capacity))
             self._write(self._first, p)
+
+
+def _check_exponent(exponent: float) -> None:
+    if not 0 <= exponent <= 1:
+        raise ValueError(f"exponent: {exponent} of priorities or importance; use 0 to 1")

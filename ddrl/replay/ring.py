@@ -78,6 +78,10 @@ class Ring:
         self._len -= num_rows
         self._tail = (self._tail + num_rows) % self.num_slots
 
+    def renumber(self, first: int) -> None:
+        """Number the rows held anew, `first` being the oldest."""
+        self.first = first
+
     def slots(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Where rows held lie, same shape; not checked."""
         return self.wrapped(numbers + (self._tail - self.first))

@@ -2,6 +2,9 @@
 
 Batches are drawn by their number, which is that of the update that learns from them. Where gathering is slow, threads
 gather the next ones while the learner learns; what those hold was chosen a few updates before it is used.
+
+In lockstep nothing is chosen before what it may be chosen from is complete, and no priority comes late: between the
+rounds of updates that fragments pay for there are but the items, their priorities and the number of the next update.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ class Sampled:
         grain: steps by which the allowance grows before collectors are told.
         priorities: of the items; None: all are drawn alike.
         threads: that gather ahead of the learner; 0: it gathers itself.
+        lockstep: what is drawn depends on the order of fragments and updates alone, not on when they come.
     """
 
     def __init__(
@@ -54,6 +58,7 @@ class Sampled:
         grain: int,
         priorities: Priorities | None = None,
         threads: int = 0,
+        lockstep: bool = False,
     ) -> None:
         self.view, self._pacing, self._priorities = view, pacing, priorities
         self._batch_size, self._seed = batch_size, seed
@@ -69,6 +74,7 @@ class Sampled:
         self._pool = ThreadPoolExecutor(threads, "gather") if threads else None
         self._ahead: deque[tuple[int, Callable[[], Drawn]]] = deque()  # (number, batch), the next one first
         self._depth = threads + 1 if threads else 0
+        self._lockstep = lockstep
         self._surprises: deque[Surprise] = deque()
 
     def __len__(self) -> int:
@@ -122,12 +128,16 @@ class Sampled:
             version: latest published.
         """
         if not self._pacing.can_sample(num_steps, num_updates) or not len(self.view):
+            if self._lockstep:
+                self._prioritize(keep=0)
             return None
         if self._ahead and self._ahead[0][0] != num_updates:
             self._ahead.clear()
         self._count_players()
         while len(self._ahead) <= self._depth:
             number = num_updates + len(self._ahead)
+            if self._lockstep and not self._pacing.can_sample(num_steps, number):
+                break
             self._ahead.append((number, self._begin(number)))
         return self._ahead.popleft()[1]()
 
@@ -167,6 +177,13 @@ class Sampled:
             number, priority = self._surprises.popleft()
             self._priorities.update(number, priority())
 
+    def adopt(self, options: Any) -> None:
+        """Go on with other live options of the algorithm, as of `experience`, from the next draw on."""
+        if self._priorities is not None:
+            betas = (options.importance_exponent, options.final_importance_exponent)
+            self._priorities.anneal(*betas, options.importance_anneal_updates)
+            self._ahead.clear()  # what was gathered ahead has weights of before
+
     def state(self) -> Mapping[str, NDArray[Any]]:
         """What a checkpoint needs beside the stream: the priorities of the items held."""
         self._prioritize(keep=0)
@@ -174,8 +191,13 @@ class Sampled:
 
     def load_state(self, state: Mapping[str, NDArray[Any]]) -> None:
         """Give the items held, rebuilt from the stream up to the checkpoint's cursor, their priorities back."""
-        if self._priorities is not None and state:
-            self._priorities.load_state(state)
+        if self._priorities is None or not state:
+            return
+        if "next" in state:  # not in checkpoints of earlier versions
+            first = max(int(state["next"]) - len(self.view), 0)
+            self.view.renumber(first)
+            self._priorities.renumber(first)
+        self._priorities.load_state(state)
 
     def close(self) -> None:
         """End the threads."""

@@ -151,6 +151,10 @@ class SequenceView:
         """Bytes of memory as allocated."""
         return self._rows.num_bytes + self._steps.num_bytes + self._items.num_bytes
 
+    def renumber(self, first: int) -> None:
+        """Number the sequences held anew, `first` being the oldest: as they were before a restart."""
+        self._items.renumber(first)
+
     def pack(self, fragment: Fragment) -> Packed:
         """Cut a fragment into sequences and pack its rows, in any thread; errors as of `admit`."""
         if fragment.num_transitions > self.capacity:

@@ -106,6 +106,10 @@ class TransitionView:
         """Bytes of memory as allocated; 0 before the first fragment. What was never written costs none yet."""
         return self._ring.num_bytes + self._rows.num_bytes
 
+    def renumber(self, first: int) -> None:
+        """Number the transitions held anew, `first` being the oldest: as they were before a restart."""
+        self._ring.renumber(first)
+
     def pack(self, fragment: Fragment) -> Packed:
         """Cut a fragment into transitions and pack its rows, in any thread; errors as of `admit`."""
         if fragment.num_transitions > self.capacity:

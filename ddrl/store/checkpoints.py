@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import zlib
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from redis import Redis
+from redis.exceptions import ResponseError
 
 from ddrl import keys
 from ddrl.store.connection import StoreError
@@ -35,6 +37,9 @@ class Counters:
         dropped: fragments admitted and not learned from, because they were too stale.
         waiting: fragments admitted and not learned from yet; on-policy only.
         version: of the published weights, where these are the checkpoint's own; -1 else.
+        fragments: cumulative count of the stream at the cursor; -1 where it is not known.
+        ledger: producer -> consumed, refused, unread, incarnation, last_seq (see `ledger.Row`); {} between checkpoints.
+        repeated: entries held that were refused as repetitions; as `ledger`.
     """
 
     updates: int = 0
@@ -47,6 +52,9 @@ class Counters:
     dropped: int = 0
     waiting: int = 0
     version: int = -1
+    fragments: int = -1
+    ledger: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    repeated: Sequence[str] = ()
 
 
 _FLIP = (
@@ -60,35 +68,96 @@ return 1
 )
 
 
-def save(client: Redis, run: str, token: int, blob: bytes, meta: dict[str, Any]) -> None:
-    """Store a checkpoint; the previous one stays until this one is whole.
+def save(
+    client: Redis,
+    run: str,
+    token: int,
+    blob: bytes,
+    meta: Mapping[str, Any],
+    *,
+    between: Callable[[], object] = lambda: None,
+) -> None:
+    """Store a checkpoint; the previous one stays until this one is whole, and where the server refuses a part.
 
     Args:
+        client: connection to the server.
+        run: its id.
+        token: fencing token.
         blob: tensors, safetensors.
         meta: `Counters` as plain data, JSON.
+        between: called before each part; keeps the lease.
+
+    Raises:
+        LeaseLostError: another learner took over; nothing of this checkpoint is left.
+    """
+    previous = _pointer(client, run)
+    number = previous["number"] + 1 if previous else 0
+    try:
+        pointer = store_parts(client, run, token, number, blob, meta, is_fenced=True, between=between)
+        old = _part_keys(run, previous) if previous else []
+        fenced(client, _FLIP, [keys.state(run), *old], token, json.dumps(pointer))
+    except (StoreError, ResponseError):
+        stray = {"token": token, "number": number, "parts": -(-len(blob) // PART_BYTES) or 1}
+        found = _pointer(client, run)  # a flip that was sent twice may have been refused once
+        if found is None or _part_keys(run, found) != _part_keys(run, stray):
+            drop_parts(client, run, stray)
+        raise
+
+
+_STORE_PART = FENCE + "redis.call('SET', KEYS[2], ARGV[2]) return 1"
+
+
+def store_parts(
+    client: Redis,
+    run: str,
+    token: int,
+    number: int,
+    blob: bytes,
+    meta: Mapping[str, Any],
+    *,
+    is_fenced: bool = False,
+    between: Callable[[], object] = lambda: None,
+) -> dict[str, Any]:
+    """Store the parts of a checkpoint and return the pointer that will name them.
+
+    Args:
+        client: connection to the server.
+        run: its id.
+        token, number: of their names.
+        blob, meta: as of `save`.
+        is_fenced: the run is there, and the writer must hold it.
+        between: called before each part.
 
     Raises:
         LeaseLostError: another learner took over.
     """
-    previous = _pointer(client, run)
-    number = previous["number"] + 1 if previous else 0
     parts = [blob[start : start + PART_BYTES] for start in range(0, len(blob), PART_BYTES)] or [b""]
     for part, data in enumerate(parts):
-        client.set(keys.checkpoint_part(run, token, number, part), data)
-    pointer = {
+        key = keys.checkpoint_part(run, token, number, part)
+        between()
+        if is_fenced:
+            fenced(client, _STORE_PART, [keys.state(run), key], token, data)
+        else:
+            client.set(key, data)
+    return {
         "token": token,
         "number": number,
         "parts": len(parts),
         "bytes": len(blob),
         "crc32": zlib.crc32(blob),
-        "meta": meta,
+        "meta": dict(meta),
     }
-    old = _part_keys(run, previous) if previous else []
-    fenced(client, _FLIP, [keys.state(run), *old], token, json.dumps(pointer))
 
 
-def load(client: Redis, run: str) -> tuple[bytes, dict[str, Any]] | None:
-    """The newest checkpoint as (tensors, meta), or None if there is none.
+def drop_parts(client: Redis, run: str, pointer: dict[str, Any]) -> None:
+    """Remove what `store_parts` stored."""
+    client.unlink(*_part_keys(run, pointer))
+
+
+def load(
+    client: Redis, run: str, *, between: Callable[[], object] = lambda: None
+) -> tuple[bytes, dict[str, Any]] | None:
+    """The newest checkpoint as (tensors, meta), or None if there is none; `between` is called before each part.
 
     Raises:
         StoreError: parts are missing or damaged.
@@ -96,8 +165,11 @@ def load(client: Redis, run: str) -> tuple[bytes, dict[str, Any]] | None:
     pointer = _pointer(client, run)
     if pointer is None:
         return None
-    parts = [cast("bytes | None", client.get(key)) for key in _part_keys(run, pointer)]
-    blob = b"".join(part or b"" for part in parts)
+    parts = []
+    for key in _part_keys(run, pointer):
+        between()
+        parts.append(cast("bytes | None", client.get(key)) or b"")
+    blob = b"".join(parts)
     if len(blob) != pointer["bytes"] or zlib.crc32(blob) != pointer["crc32"]:
         raise StoreError(
             f"run {run}: checkpoint {pointer['number']} is damaged ({len(blob)} of {pointer['bytes']} bytes); "

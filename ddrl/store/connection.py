@@ -24,10 +24,14 @@ from redis.exceptions import (
     AuthenticationWrongNumberOfArgsError,
     BusyLoadingError,
     NoPermissionError,
+    OutOfMemoryError,
+    ReadOnlyError,
     RedisError,
     ResponseError,
 )
 from redis.retry import Retry
+
+from ddrl.store import tls
 
 URL_VARIABLE = "DDRL_REDIS_URL"
 OLDEST_VERSION = (6, 2)
@@ -44,8 +48,24 @@ UNREACHABLE = (redis.ConnectionError, redis.TimeoutError)
 """What a client raises when the server does not answer, now or for the time being."""
 
 
+HINDRANCES = (redis.RedisError,)
+"""What a client raises where `hindrance` may have a sentence for it; what has none goes on up."""
+
+_REFUSALS = {  # in a reply of the server, also amid a script's -> what it means
+    "OOM ": "the server's memory is full; free some, or raise its maxmemory",
+    "MISCONF ": "the server cannot write to its disk; make room there",
+    "READONLY ": "the server takes no writes: it is a replica, or is failing over; name the primary",
+    "NOREPLICAS ": "the server takes no writes, for it lacks replicas; bring them back",
+    "LOADING ": "the server still loads its data",
+}
+
+
 class StoreError(RuntimeError):
     """The server or its place cannot be used; the message names it, its value and the remedy, in one line."""
+
+
+class NotThereError(StoreError):
+    """The server cannot be reached, or is loading its data: another time it may."""
 
 
 def state_dir() -> Path:
@@ -108,7 +128,7 @@ def url() -> str:
 
 
 def broker_url(server_url: str | None = None) -> str:
-    """The same server as Kombu spells it: `redis+socket://` for a unix socket, others as they are."""
+    """The same server as Kombu spells it: `redis+socket://` for a unix socket; TLS options spelled out."""
     server_url = _checked(server_url or url())
     if not server_url.startswith("unix://"):
         return server_url
@@ -117,6 +137,11 @@ def broker_url(server_url: str | None = None) -> str:
     database = parse_qs(parts.query).get("db", ["0"])[0]
     query = "" if database == "0" else f"?virtual_host={quote(database)}"
     return f"redis+socket://{credentials + '@' if credentials else ''}{parts.path}{query}"
+
+
+def broker_ssl(server_url: str | None = None) -> dict[str, object]:
+    """TLS options of `broker_url` for those who do not read them there, as Flower; empty without TLS."""
+    return tls.options(_checked(server_url or url()))
 
 
 def mask(server_url: str) -> str:
@@ -157,13 +182,19 @@ def check(client: redis.Redis) -> None:
     except AuthenticationError as error:
         raise StoreError(_auth_message(where, client)) from error
     except BusyLoadingError as error:
-        raise StoreError(f"{where}: still loading its data; wait and try again") from error
+        raise NotThereError(f"{where}: still loading its data; wait and try again") from error
     except NoPermissionError as error:
         raise StoreError(f"{where}: {error}; allow the user +@all on ~ddrl:* or use another one") from error
     except ResponseError as error:
         raise StoreError(f"{where}: PING or INFO refused ({error}); use Redis >= 6.2 or Valkey") from error
     except (RedisError, OSError) as error:
-        raise StoreError(f"{where}: no server reachable ({_reason(error)}); {remedy}") from error
+        if (trouble := tls.explain(error)) is not None:
+            raise StoreError(f"{where}: {trouble[0]}; {trouble[1]}") from error
+        if where.startswith("redis://") and _hung_up(error):
+            remedy = f"if it wants TLS, write rediss:// into {URL_VARIABLE}"
+        elif where.startswith("rediss://") and isinstance(error, redis.TimeoutError):
+            remedy += ", or use the port that speaks TLS"
+        raise NotThereError(f"{where}: no server reachable ({_reason(error)}); {remedy}") from error
     version = str(info.get("redis_version", "unknown"))
     if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < OLDEST_VERSION:
         raise StoreError(f"{where}: server version {version} is too old; use Redis >= 6.2 or Valkey")
@@ -173,6 +204,29 @@ def check(client: redis.Redis) -> None:
             f"{where}: maxmemory-policy is {policy}, which drops experience in silence;"
             " run CONFIG SET maxmemory-policy noeviction and keep it in the server's configuration"
         )
+
+
+def hindrance(error: BaseException) -> str | None:
+    """Why the server cannot serve for the time being, as a plain sentence; None where waiting will not help."""
+    text = _sign(error) + " ".join(str(error).split())
+    if isinstance(error, (ResponseError, BusyLoadingError)):
+        return next((meaning for sign, meaning in _REFUSALS.items() if sign in text), None)
+    if isinstance(error, (AuthenticationError, StoreError)):
+        return None
+    if isinstance(error, UNREACHABLE):
+        return f"the server does not answer ({_reason(error)})"
+    return None
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether the server refuses what needs memory, for it has no more; what frees memory works then."""
+    return hindrance(error) == _REFUSALS["OOM "]
+
+
+def _sign(error: BaseException) -> str:
+    """The first word of a refusal where redis-py has made a class of it."""
+    signs = {OutOfMemoryError: "OOM ", ReadOnlyError: "READONLY ", BusyLoadingError: "LOADING "}
+    return next((sign for kind, sign in signs.items() if isinstance(error, kind)), "")
 
 
 def maxmemory(client: redis.Redis) -> int:
@@ -188,7 +242,7 @@ def _client(server_url: str | None, reply_timeout_s: float) -> redis.Redis:
     server_url = _checked(server_url or url())
     keepalive = {} if server_url.startswith("unix://") else {"socket_keepalive": True}
     try:
-        return redis.Redis.from_url(
+        client = redis.Redis.from_url(
             server_url,
             socket_timeout=reply_timeout_s,
             socket_connect_timeout=3.0,
@@ -197,17 +251,23 @@ def _client(server_url: str | None, reply_timeout_s: float) -> redis.Redis:
             decode_responses=False,
             **keepalive,
         )
+        pool = client.connection_pool
+        pool.connection_class(**pool.connection_kwargs)  # not connected: it only has to know each option
+        return client
     except (ValueError, TypeError) as error:
         raise StoreError(f"{mask(server_url)}: {error}; correct {URL_VARIABLE}") from error
 
 
 def _checked(server_url: str) -> str:
-    """`server_url`, if its scheme is one that both redis-py and Kombu can be told."""
+    """`server_url` as both redis-py and Kombu can be told, if they can; TLS options spelled out."""
     scheme = server_url.partition("://")[0]
     if scheme not in SCHEMES or "://" not in server_url:
         expected = ", ".join(f"{name}://" for name in SCHEMES)
         raise StoreError(f"{mask(server_url)}: unknown scheme of a server URL; use one of {expected}")
-    return server_url
+    try:
+        return tls.spelled_out(server_url)
+    except ValueError as error:
+        raise StoreError(f"{mask(server_url)}: {error}") from None
 
 
 def _eviction_policy(client: redis.Redis, info: dict[str, Any]) -> str | None:
@@ -246,6 +306,14 @@ def _reason(error: Exception) -> str:
     """What the system said, in one line, without redis-py's own decoration."""
     cause = error.__cause__ or error
     return (cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause)).splitlines()[0]
+
+
+def _hung_up(error: Exception) -> bool:
+    """Whether the other side took the connection, and closed it without a reply."""
+    cause = error.__cause__ or error.__context__
+    return isinstance(cause or error, ConnectionResetError | BrokenPipeError) or (
+        cause is None and isinstance(error, redis.ConnectionError) and "closed" in str(error).lower()
+    )
 
 
 def _xdg(variable: str) -> Path | None:

@@ -6,6 +6,7 @@ server was frozen goes on if nobody took it, and one that was replaced finds out
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 from redis import Redis
@@ -14,25 +15,29 @@ from redis.exceptions import ResponseError
 from ddrl import keys
 from ddrl.store.connection import StoreError
 
-TTL_MS = 8_000
+TTL_MS = 3_000
 
 # Prepended to every script of the learner: KEYS[1] is the state hash, ARGV[1] the caller's token.
 FENCE = """
-if redis.call('HGET', KEYS[1], 'fence') ~= ARGV[1] then
-  return redis.error_reply('FENCED another learner took over')
-end
+local fence = redis.call('HGET', KEYS[1], 'fence')
+if not fence then return redis.error_reply('GONE the server does not know the run') end
+if fence ~= ARGV[1] then return redis.error_reply('FENCED another learner took over') end
 """
 
 _ACQUIRE = """
--- KEYS: state hash, lease string. ARGV: time to live in ms, host, folder. Returns the token, or 0 if held.
-if redis.call('EXISTS', KEYS[2]) == 1 or redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
+-- KEYS: state hash, lease string. ARGV: time to live in ms, host, folder, force (1|0).
+-- Returns the token, or 0 if held or gone.
+if redis.call('HEXISTS', KEYS[1], 'status') == 0 then return 0 end
+if ARGV[4] ~= '1' and redis.call('EXISTS', KEYS[2]) == 1 then return 0 end
+redis.call('HDEL', KEYS[1], 'handover')  -- first: at maxmemory a script may write only after what adds nothing
 local token = redis.call('HINCRBY', KEYS[1], 'fence', 1)
 redis.call('HSET', KEYS[1], 'host', ARGV[2], 'folder', ARGV[3], 'reason', '')
 redis.call('SET', KEYS[2], token, 'PX', ARGV[1])
 return token
 """
 
-_RENEW = FENCE + "redis.call('SET', KEYS[2], ARGV[1], 'PX', ARGV[2]) return 1"
+# DEL first: at maxmemory a script may write only after what adds nothing.
+_RENEW = FENCE + "redis.call('DEL', KEYS[2]) redis.call('SET', KEYS[2], ARGV[1], 'PX', ARGV[2]) return 1"
 
 _RELEASE = "if redis.call('GET', KEYS[2]) == ARGV[1] then return redis.call('DEL', KEYS[2]) end return 0"
 
@@ -41,9 +46,20 @@ class LeaseLostError(StoreError):
     """Another learner took the run over; this one must write nothing more."""
 
 
-def acquire(client: Redis, run: str, *, host: str, folder: str, ttl_ms: int = TTL_MS) -> int | None:
-    """Take the run if nobody holds it: the fencing token, or None."""
-    reply = client.eval(_ACQUIRE, 2, keys.state(run), keys.lease(run), ttl_ms, host, folder)
+class RunGoneError(StoreError):
+    """The server does not know the run any more: it came back empty, is another one, or the run was deleted."""
+
+
+def acquire(
+    client: Redis, run: str, *, host: str, folder: str, ttl_ms: int = TTL_MS, force: bool = False
+) -> int | None:
+    """Take the run if nobody holds it: the fencing token, or None.
+
+    Args:
+        force: take it from its holder, who finds out at its next write.
+    """
+    script_keys = [keys.state(run), keys.lease(run)]
+    reply = client.eval(_ACQUIRE, 2, *script_keys, ttl_ms, host, folder, int(force))
     return cast(int, reply) or None
 
 
@@ -61,15 +77,38 @@ def release(client: Redis, run: str, token: int) -> None:
     client.eval(_RELEASE, 2, keys.state(run), keys.lease(run), token)
 
 
+def word(client: Redis, run: str) -> tuple[str | None, int, str]:
+    """What its holder must hear of: status (None where the run is gone), `config_version`, who asks for it."""
+    raw = client.hmget(keys.state(run), ["status", "config_version", "handover"])
+    status, version, host = cast("list[bytes | None]", raw)
+    return None if status is None else status.decode(), int(version or 0), (host or b"").decode()
+
+
+def free(client: Redis, names: Sequence[str]) -> list[tuple[str, str]]:
+    """Those of some runs that nobody holds, and who asks for them, if anybody does."""
+    with client.pipeline(transaction=False) as pipe:
+        for run in names:
+            pipe.exists(keys.lease(run))
+            pipe.hget(keys.state(run), "handover")
+        replies = pipe.execute()
+    found = zip(names, replies[::2], replies[1::2], strict=True)
+    return [(run, (host or b"").decode()) for run, held, host in found if not held]
+
+
 def fenced(client: Redis, script: str, script_keys: list[str], token: int, *args: Any) -> Any:
     """Run a script that begins with FENCE.
 
     Raises:
         LeaseLostError: the token is not the newest.
+        RunGoneError: the run is not there.
     """
     try:
         return client.eval(script, len(script_keys), *script_keys, token, *args)
     except ResponseError as error:
         if "FENCED" in str(error):
             raise LeaseLostError("another learner took this run over; this one has stopped writing") from None
+        if "GONE" in str(error):
+            raise RunGoneError(
+                f"{script_keys[0]}: is gone from the server; was it restarted without its data?"
+            ) from None
         raise

@@ -9,13 +9,21 @@ from typing import Any, cast
 from redis import Redis
 
 from ddrl import keys
+from ddrl.store.lease import FENCE, fenced
 
 LENGTH = 50_000
 
 
-def add(client: Redis, run: str, row: Mapping[str, float]) -> None:
-    """Append a row."""
-    client.xadd(keys.metrics(run), {"row": json.dumps(row)}, maxlen=LENGTH, approximate=True)
+_ADD = FENCE + "return redis.call('XADD', KEYS[2], 'MAXLEN', '~', ARGV[2], '*', 'row', ARGV[3])"
+
+
+def add(client: Redis, run: str, token: int, row: Mapping[str, float]) -> None:
+    """Append a row.
+
+    Raises:
+        LeaseLostError: another learner took over.
+    """
+    fenced(client, _ADD, [keys.state(run), keys.metrics(run)], token, LENGTH, json.dumps(row))
 
 
 def read(client: Redis, run: str, after: bytes = b"0-0") -> tuple[list[dict[str, Any]], bytes]:

@@ -10,7 +10,7 @@ import json
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, cast
 
 from redis import Redis
@@ -19,84 +19,57 @@ from ddrl import keys
 from ddrl.config import RunConfig, validate
 from ddrl.store.connection import StoreError
 from ddrl.store.lease import FENCE, fenced
+from ddrl.store.run_state import ENDED as ENDED
+from ddrl.store.run_state import Rival, ask_rivals, parse, rivals
+from ddrl.store.run_state import RunState as RunState
 from ddrl.types import EnvSpec
 
-ENDED = ("solved", "time", "stopped", "failed")
 JOURNAL_LENGTH = 10_000
+DELETED_MS = 30 * 86_400_000  # for which a deleted run is known as such
+NEWEST = 200  # runs among which active ones are looked for
 
 
 class UnknownRunError(StoreError):
     """There is no such run on this server."""
 
 
-@dataclass(frozen=True)
-class RunState:
-    """What the server knows of a run; times are the server's clock in seconds, 0 where not yet.
+def create(
+    client: Redis,
+    config: RunConfig,
+    spaces: EnvSpec,
+    *,
+    queues: tuple[str, str] = ("ddrl.rollout", "ddrl.evaluate"),
+    versions: Mapping[str, str] | None = None,
+    initial: tuple[str, bytes] | None = None,
+) -> str:
+    """Store a new active run and return its id: name, date and four random hex digits.
 
-    Attributes:
-        status: see the module's docstring.
-        reason: one line on why it has this status.
-        created_s, first_step_s, ended_s: creation, first environment step, end.
-        updates: of the learner, as last told.
-        version: latest published, -1 before the first.
-        allowance: env steps that may have been appended in all.
-        appended_fragments, appended_steps, appended_bytes: cumulative, refused ones not counted.
-        live_bytes: of the experience stream, entries trimmed not counted.
-        duplicates: repeated appends refused.
-        waiting: rollout messages sent and not yet taken.
-        error: the last one that a worker met in playing it, if any.
-        leased: a learner holds the run.
-        host: of the learner, and `folder` its artifacts there.
-        evaluation: the evaluation that describes the run, if any: version, return_mean, return_std, episodes.
+    Args:
+        client: connection to the server.
+        config: resolved.
+        spaces: of its environment.
+        queues: where its rollouts and its evaluations wait.
+        versions: of the packages that its environment runs with here.
+        initial: where the weights to begin with come from, and they, safetensors.
     """
-
-    run: str
-    status: str
-    reason: str
-    created_s: float
-    first_step_s: float
-    ended_s: float
-    updates: int
-    version: int
-    allowance: int
-    appended_fragments: int
-    appended_steps: int
-    appended_bytes: int
-    live_bytes: int
-    duplicates: int
-    waiting: int
-    error: str
-    leased: bool
-    host: str
-    folder: str
-    evaluation: dict[str, Any] | None
-
-    @property
-    def ended(self) -> bool:
-        """No more play or learning."""
-        return self.status in ENDED
-
-    @property
-    def train_s(self) -> float | None:
-        """From the first environment step to the end (None before the first, or while running)."""
-        return self.ended_s - self.first_step_s if self.first_step_s and self.ended_s else None
-
-
-def create(client: Redis, config: RunConfig, spaces: EnvSpec) -> str:
-    """Store a new active run and return its id: name, date and four random hex digits."""
     run = f"{config.name}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     now_ms = server_ms(client)
-    spec = config.model_dump_json(by_alias=True)
     with client.pipeline(transaction=True) as pipe:
-        pipe.set(keys.spec(run), spec)
+        pipe.set(keys.spec(run), config.model_dump_json(by_alias=True))
+        if initial is not None:
+            pipe.set(keys.initial(run), initial[1])
         pipe.hset(
             keys.state(run),
             mapping={
+                **_mirrored(config),
                 "status": "active",
                 "reason": "waiting for a learner",
                 "spaces": json.dumps(asdict(spaces)),
                 "created_ms": now_ms,
-                "max_bytes": int(config.replay.max_bytes),
+                "queue": queues[0],
+                "evaluation_queue": queues[1],
+                "versions": json.dumps(dict(versions or {})),
+                "warm": initial[0] if initial is not None else "",
                 "allowance": 0,
                 "version": -1,
                 "waiting": 0,
@@ -106,6 +79,15 @@ def create(client: Redis, config: RunConfig, spaces: EnvSpec) -> str:
         pipe.xadd(keys.journal(run), {"event": "created"}, maxlen=JOURNAL_LENGTH)
         pipe.execute()
     return run
+
+
+def _mirrored(config: RunConfig) -> dict[Any, Any]:
+    """Settings that scripts and other runs' dispatchers read."""
+    return {
+        "max_bytes": int(config.replay.max_bytes),
+        "weight": config.weight,
+        "priority": config.priority,
+    }
 
 
 def names(client: Redis) -> list[str]:
@@ -166,35 +148,26 @@ def state(client: Redis, run: str) -> RunState:
         pipe.hgetall(keys.state(run))
         pipe.exists(keys.lease(run))
         raw, leased = pipe.execute()
-    if not raw:
+    if b"status" not in raw:
         raise UnknownRunError(f"run {run}: not on this server; `ddrl runs` lists those that are")
-    field = {name.decode(): value.decode() for name, value in raw.items()}
+    return parse(run, raw, leased=bool(leased))
 
-    def number(name: str) -> int:
-        return int(field.get(name, 0))
 
-    return RunState(
-        run=run,
-        status=field["status"],
-        reason=field.get("reason", ""),
-        created_s=number("created_ms") / 1e3,
-        first_step_s=number("first_step_ms") / 1e3,
-        ended_s=number("ended_ms") / 1e3,
-        updates=number("updates"),
-        version=number("version"),
-        allowance=number("allowance"),
-        appended_fragments=number("appended_fragments"),
-        appended_steps=number("appended_steps"),
-        appended_bytes=number("appended_bytes"),
-        live_bytes=number("appended_bytes") - number("trimmed_bytes"),
-        duplicates=number("duplicates"),
-        waiting=number("waiting"),
-        error=field.get("error", ""),
-        leased=bool(leased),
-        host=field.get("host", ""),
-        folder=field.get("folder", ""),
-        evaluation=json.loads(field["evaluation"]) if "evaluation" in field else None,
-    )
+def active_names(client: Redis) -> list[str]:
+    """Runs that want players, of the newest NEWEST."""
+    newest = names(client)[-NEWEST:]
+    with client.pipeline(transaction=False) as pipe:
+        for run in newest:
+            pipe.hget(keys.state(run), "status")
+        return [run for run, value in zip(newest, pipe.execute(), strict=True) if value == b"active"]
+
+
+def active(client: Redis) -> list[Rival]:
+    """The active ones of the newest NEWEST runs, oldest first."""
+    newest = names(client)[-NEWEST:]
+    with client.pipeline(transaction=False) as pipe:
+        ask_rivals(pipe, newest)
+        return rivals(newest, pipe.execute())
 
 
 def status(client: Redis, run: str) -> str | None:
@@ -206,14 +179,17 @@ def status(client: Redis, run: str) -> str | None:
 _SET_STATUS = """
 -- KEYS: state hash, journal stream. ARGV: token (0: the operator), status, reason, ended (1|0), then the
 -- statuses it may replace. An end is final but for `active`, which resumes.
-if ARGV[1] ~= '0' and redis.call('HGET', KEYS[1], 'fence') ~= ARGV[1] then
-  return redis.error_reply('FENCED another learner took over')
+if ARGV[1] ~= '0' then
+  local fence = redis.call('HGET', KEYS[1], 'fence')
+  if not fence then return redis.error_reply('GONE the server does not know the run') end
+  if fence ~= ARGV[1] then return redis.error_reply('FENCED another learner took over') end
 end
 local now = redis.call('HGET', KEYS[1], 'status')
 for i = 5, #ARGV do
   if now == ARGV[i] then
     local time = redis.call('TIME')
     redis.call('HSET', KEYS[1], 'status', ARGV[2], 'reason', ARGV[3])
+    if ARGV[2] == 'active' then redis.call('HSET', KEYS[1], 'crashes', 0, 'error', '') end
     if ARGV[4] == '1' then
       redis.call('HSET', KEYS[1], 'ended_ms', time[1] * 1000 + math.floor(time[2] / 1000))
     else
@@ -234,7 +210,7 @@ def set_status(client: Redis, run: str, new: str, reason: str, *, token: int | N
         token: of the learner that says so; None is the operator, whose word needs no lease.
 
     Raises:
-        LeaseLostError: another learner took over.
+        LeaseLostError, RunGoneError: another learner took over; the run is not there.
     """
     allowed = {
         "active": ("paused", "time", "stopped", "failed"),
@@ -263,10 +239,10 @@ def reactivate(client: Redis, run: str, *, more_time_s: float | None = None) -> 
     if now.status == "time" and more_time_s is None:
         raise StoreError(f"run {run}: reached its {now.reason}; give it more, such as --time 10m")
     if more_time_s is not None:
-        changed = config(client, run)
-        limit = changed.stop.model_copy(update={"time": elapsed_s(client, run) + more_time_s})
-        spec = changed.model_copy(update={"stop": limit}).model_dump_json(by_alias=True)
-        client.set(keys.spec(run), spec)
+        before = config(client, run)
+        limit = before.stop.model_copy(update={"time": elapsed_s(client, run) + more_time_s})
+        changes = {"stop.time": (before.stop.time, limit.time)}
+        change(client, run, before.model_copy(update={"stop": limit}), changes, version=now.config_version)
     if now.status != "active":
         set_status(client, run, "active", "waiting for a learner")
 
@@ -289,38 +265,120 @@ def note_evaluation(client: Redis, run: str, token: int, evaluation: Mapping[str
     fenced(client, _NOTE_EVALUATION, [keys.state(run)], token, json.dumps(dict(evaluation)))
 
 
-def note_error(client: Redis, run: str, message: str) -> None:
-    """Show in the run's state why a worker could not play it."""
-    client.hset(keys.state(run), mapping={"error": message[:500]})
+_NOTE_ERROR = "if redis.call('EXISTS', KEYS[1]) == 1 then redis.call('HSET', KEYS[1], 'error', ARGV[1]) end"
 
 
-def num_active(client: Redis) -> int:
-    """Runs that want players now (among the newest hundred)."""
+def reserved_bytes(client: Redis, *, but: str | None = None) -> int:
+    """Of the server's memory: the budgets of the streams of runs that have not ended, but for one of them."""
+    newest = [run for run in names(client)[-NEWEST:] if run != but]
     with client.pipeline(transaction=False) as pipe:
-        for run in names(client)[-100:]:
-            pipe.hget(keys.state(run), "status")
-        return sum(value == b"active" for value in pipe.execute())
+        for run in newest:
+            pipe.hmget(keys.state(run), "status", "max_bytes")
+        return sum(int(size or 0) for status, size in pipe.execute() if status in (b"active", b"paused"))
+
+
+_CHANGE = """
+-- KEYS: spec, state, journal. ARGV: config version that is to be changed, spec, cap of the journal, number of fields,
+-- fields of the state..., then option, from and to of each change. The new config version; 0 if another was quicker.
+local now = tonumber(redis.call('HGET', KEYS[2], 'config_version') or 0)
+if now ~= tonumber(ARGV[1]) or redis.call('EXISTS', KEYS[2]) == 0 then return 0 end
+redis.call('SET', KEYS[1], ARGV[2])
+local first = 5 + 2 * tonumber(ARGV[4])
+local steps = redis.call('HGET', KEYS[2], 'appended_steps') or '0'
+for i = 5, first - 1, 2 do redis.call('HSET', KEYS[2], ARGV[i], ARGV[i + 1]) end
+for i = first, #ARGV, 3 do
+  redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[3], '*', 'event', 'set', 'option', ARGV[i], 'from', ARGV[i + 1],
+    'to', ARGV[i + 2], 'env_steps', steps)
+end
+return redis.call('HINCRBY', KEYS[2], 'config_version', 1)
+"""
+
+
+def change(
+    client: Redis, run: str, new: RunConfig, changes: Mapping[str, tuple[Any, Any]], *, version: int
+) -> int:
+    """Store a changed config; learner, dispatcher and scripts go by it from now on.
+
+    Args:
+        client: connection to the server.
+        run: its id.
+        new: the whole config.
+        changes: option -> (from, to), for the journal.
+        version: `config_version` of the config that was changed.
+
+    Returns:
+        The new `config_version`.
+
+    Raises:
+        StoreError: somebody else has changed it meanwhile.
+    """
+    fields = [part for pair in _mirrored(new).items() for part in pair]
+    rows = [part for name, values in changes.items() for part in (name, *map(json.dumps, values))]
+    script_keys = [keys.spec(run), keys.state(run), keys.journal(run)]
+    spec = new.model_dump_json(by_alias=True)
+    reply = client.eval(
+        _CHANGE, 3, *script_keys, version, spec, JOURNAL_LENGTH, len(fields) // 2, *fields, *rows
+    )
+    if not reply:
+        raise StoreError(f"run {run}: its settings were changed meanwhile; look at them and try again")
+    return cast(int, reply)
+
+
+def config_version(client: Redis, run: str) -> int:
+    """Grows with every setting changed: one cheap read."""
+    return int(cast("bytes | None", client.hget(keys.state(run), "config_version")) or 0)
+
+
+def request_handover(client: Redis, run: str, host: str) -> None:
+    """Ask the run's learner to let go of it; whoever acquires the lease ends the request."""
+    client.hset(keys.state(run), "handover", host)
+    note(client, run, "handover", f"asked for by {host}")
+
+
+def initial(client: Redis, run: str) -> bytes | None:
+    """Weights to begin with, safetensors; None where the run begins afresh."""
+    return cast("bytes | None", client.get(keys.initial(run)))
+
+
+def note(client: Redis, run: str, event: str, reason: str) -> None:
+    """Add to the run's journal."""
+    client.xadd(
+        keys.journal(run), {"event": event, "reason": reason}, maxlen=JOURNAL_LENGTH, approximate=True
+    )
 
 
 def journal(client: Redis, run: str) -> list[dict[str, Any]]:
     """Every change of state or setting, oldest first: `time_s` and the entry's fields."""
-    entries = cast("list[Any]", client.xrange(keys.journal(run)))
-    return [
+    return journal_after(client, run)[0]
+
+
+def journal_after(client: Redis, run: str, after: bytes = b"0-0") -> tuple[list[dict[str, Any]], bytes]:
+    """The journal after an entry; and the last entry's id."""
+    raw = cast("list[Any]", client.xrange(keys.journal(run), min=b"(" + after))
+    rows = [
         {"time_s": int(entry_id.split(b"-")[0]) / 1e3, **{k.decode(): v.decode() for k, v in fields.items()}}
-        for entry_id, fields in entries
+        for entry_id, fields in raw
     ]
+    return rows, raw[-1][0] if raw else after
 
 
 def delete(client: Redis, run: str) -> int:
     """Remove an ended run with all its keys; the number of keys removed.
 
     Raises:
-        StoreError: the run has not ended.
+        StoreError: the run has not ended, or its learner is still at work.
     """
     now = state(client, run)
     if not now.ended:
         raise StoreError(f"run {run}: is {now.status}; stop it first with `ddrl stop {run}`")
-    client.zrem(keys.RUNS, run)
+    if now.leased:
+        raise StoreError(f"run {run}: its learner on {now.host} still writes its results; try again soon")
+    with client.pipeline(transaction=True) as pipe:  # known as deleted, so that no learner brings it back
+        now_ms = server_ms(client)
+        pipe.zadd(keys.DELETED, {run: now_ms})
+        pipe.zremrangebyscore(keys.DELETED, 0, now_ms - DELETED_MS)
+        pipe.zrem(keys.RUNS, run)
+        pipe.execute()
     removed = 0
     for key in client.scan_iter(match=keys.run_pattern(run), count=1000):
         removed += client.unlink(key)

@@ -1,7 +1,7 @@
 """The experience stream: the single-call append of collectors, the reads and trims of the learner.
 
-An entry holds a fragment's fields (codec.py) and four counters written by the append:
-`f`, `n`, `b`: cumulative fragments, transitions and bytes, this entry included; `s`: this entry's bytes.
+An entry holds a fragment's fields (codec.py) and what the append writes: `f`, `n`, `b`: cumulative fragments,
+transitions and bytes, this entry included; `s`: this entry's bytes; `p`, `i`, `q`: producer, incarnation, seq.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ class Answer(Enum):
 
     GO = "GO"  # written; play on
     WAIT = "WAIT"  # written; the allowance is used up
-    YIELD = "YIELD"  # written; end the segment
+    YIELD = (
+        "YIELD"  # written; end the segment: the run is paused, the machine leaves, or another run claims it
+    )
     FULL = "FULL"  # not written: the byte budget is used up; append the same again later
     STOPPED = "STOPPED"  # not written: the run has ended or is gone
 
@@ -60,24 +62,25 @@ class Entry:
     entry_id: bytes
     fields: Mapping[bytes, bytes]
 
-    @property
-    def cumulative_fragments(self) -> int:
-        """Fragments appended up to and with this one."""
-        return int(self.fields[b"f"])
+    def count(self, name: bytes, default: int = 0) -> int:
+        """One of the numbers that the append wrote; `default` where an entry was not written by it."""
+        value = self.fields.get(name, b"")
+        return int(value) if value.isdigit() and len(value) < 20 else default
 
     @property
-    def cumulative_steps(self) -> int:
-        """Transitions appended up to and with this one."""
-        return int(self.fields[b"n"])
+    def producer(self) -> int:
+        """Who appended it; -1 where that cannot be read."""
+        return self.count(b"p", -1)
 
 
 _APPEND = """
--- KEYS: 1 state (hash), 2 experience (stream), 3 producers (hash: id -> "incarnation seq steps ms host"),
---       4 episodes (stream)
--- ARGV: 1 producer, 2 incarnation, 3 seq, 4 transitions, 5 bytes, 6 played ms, 7 host, 8 episodes (JSON or ""),
---       9 cap of the episodes stream, 10... fields of the entry
+-- KEYS: 1 state (hash), 2 experience (stream), 3 episodes (stream), 4 draining (set),
+--       5 producers (hash: id -> "incarnation seq steps ms host fragments duplicates node")
+-- ARGV: 1 producer, 2 incarnation, 3 seq, 4 transitions, 5 bytes, 6 played ms, 7 host, 8 node, 9 episodes (JSON or ""),
+--       10 cap of the episodes stream, 11 process ms, 12 and 13 ms waited for allowance and room, 14... fields
 local state = redis.call('HMGET', KEYS[1], 'status', 'allowance', 'version', 'allowance_id', 'max_bytes',
-  'appended_fragments', 'appended_steps', 'appended_bytes', 'trimmed_bytes', 'players')
+  'appended_fragments', 'appended_steps', 'appended_bytes', 'trimmed_bytes', 'players', 'crashes', 'claim',
+  'claim_until_ms', 'first_step_ms')
 local status, allowance, version = state[1], tonumber(state[2] or 0), tonumber(state[3] or -1)
 local allowance_id, max_bytes = state[4] or '0-0', tonumber(state[5] or 0)
 local fragments, steps = tonumber(state[6] or 0), tonumber(state[7] or 0)
@@ -89,37 +92,61 @@ local function left()
   return allowance - steps
 end
 if status ~= 'active' and status ~= 'paused' then return {'STOPPED', version, allowance_id, 0} end
-local last = redis.call('HGET', KEYS[3], ARGV[1])
-local last_steps, repeated = 0, false
+local time = redis.call('TIME')
+local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
+local incarnation, seq, played, seen, host, count, doubles, node
+local last = redis.call('HGET', KEYS[5], ARGV[1])
 if last then
-  local incarnation, seq, played = string.match(last, '^(%d+) (%d+) (%d+) ')
-  last_steps = tonumber(played)
-  repeated = incarnation == ARGV[2] and tonumber(ARGV[3]) <= tonumber(seq)
+  incarnation, seq, played, seen, host, count, doubles, node =
+    string.match(last, '^(%d+) (%d+) (%d+) (%d+) (%S+) (%d+) (%d+) (%S+)$')
 end
-if repeated then
+played, count, doubles = tonumber(played or 0), tonumber(count or 0), tonumber(doubles or 0)
+if incarnation == ARGV[2] and tonumber(ARGV[3]) <= tonumber(seq) then
   redis.call('HINCRBY', KEYS[1], 'duplicates', 1)
+  redis.call('HSET', KEYS[5], ARGV[1], table.concat(
+    {incarnation, seq, string.format('%.0f', played), seen, host, count, doubles + 1, node}, ' '))
 else
   if bytes - trimmed + tonumber(ARGV[5]) > max_bytes then
     redis.call('HINCRBY', KEYS[1], 'full', 1)
     return {'FULL', version, allowance_id, left()}
   end
-  local time = redis.call('TIME')
-  local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
   fragments, steps, bytes = fragments + 1, steps + tonumber(ARGV[4]), bytes + tonumber(ARGV[5])
-  local entry = {'f', fragments, 'n', steps, 'b', bytes, 's', ARGV[5]}
-  for i = 10, #ARGV do entry[#entry + 1] = ARGV[i] end
+  local entry = {'f', fragments, 'n', steps, 'b', bytes, 's', ARGV[5], 'p', ARGV[1], 'i', ARGV[2], 'q', ARGV[3]}
+  for i = 14, #ARGV do entry[#entry + 1] = ARGV[i] end
   redis.call('XADD', KEYS[2], '*', unpack(entry))
   redis.call('HSET', KEYS[1], 'appended_fragments', fragments, 'appended_steps', steps, 'appended_bytes', bytes)
-  redis.call('HSETNX', KEYS[1], 'first_step_ms', now_ms - tonumber(ARGV[6]))
-  redis.call('HSET', KEYS[3], ARGV[1],
-    ARGV[2] .. ' ' .. ARGV[3] .. ' ' .. (last_steps + tonumber(ARGV[4])) .. ' ' .. now_ms .. ' ' .. ARGV[7])
-  if ARGV[8] ~= '' then
-    redis.call('XADD', KEYS[4], 'MAXLEN', '~', ARGV[9], '*', 'returns', ARGV[8], 'env_steps', steps)
+  if not state[14] then redis.call('HSET', KEYS[1], 'first_step_ms', now_ms - tonumber(ARGV[6])) end
+  if state[11] and state[11] ~= '0' then redis.call('HSET', KEYS[1], 'crashes', 0) end
+  redis.call('HINCRBY', KEYS[1], 'played_ms', ARGV[6])
+  redis.call('HINCRBY', KEYS[1], 'process_ms', ARGV[11])
+  if ARGV[12] ~= '0' then redis.call('HINCRBY', KEYS[1], 'allowance_wait_ms', ARGV[12]) end
+  if ARGV[13] ~= '0' then redis.call('HINCRBY', KEYS[1], 'room_wait_ms', ARGV[13]) end
+  redis.call('HSET', KEYS[5], ARGV[1], table.concat({ARGV[2], ARGV[3],
+    string.format('%.0f', played + tonumber(ARGV[4])), string.format('%.0f', now_ms), ARGV[7], count + 1, doubles,
+    ARGV[8]}, ' '))
+  if ARGV[9] ~= '' then
+    redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[10], '*', 'returns', ARGV[9], 'env_steps', steps)
   end
 end
 local answer = 'GO'
-if status == 'paused' then answer = 'YIELD' elseif steps >= allowance then answer = 'WAIT' end
+if status == 'paused' or redis.call('SISMEMBER', KEYS[4], ARGV[8]) == 1 then
+  answer = 'YIELD'
+elseif tonumber(state[12] or 0) > 0 and now_ms < tonumber(state[13] or 0) then
+  redis.call('HINCRBY', KEYS[1], 'claim', -1)
+  answer = 'YIELD'
+elseif steps >= allowance then
+  answer = 'WAIT'
+end
 return {answer, version, allowance_id, left()}
+"""
+
+_CLAIM = """
+-- KEYS: state. ARGV: processes, ms for which the claim stands. Only what goes on can give way.
+if redis.call('HGET', KEYS[1], 'status') ~= 'active' then return 0 end
+local time = redis.call('TIME')
+redis.call('HSET', KEYS[1], 'claim', ARGV[1], 'claim_until_ms',
+  string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 1000) + tonumber(ARGV[2])))
+return 1
 """
 
 
@@ -139,7 +166,11 @@ def append(
     num_transitions: int,
     episode_returns: Sequence[float] = (),
     played_ms: int = 0,
+    process_ms: int = 0,
+    allowance_wait_ms: int = 0,
+    room_wait_ms: int = 0,
     host: str = "-",
+    node: str = "-",
 ) -> Appended:
     """Append one fragment, once: repeating the call writes nothing more and answers as the first time.
 
@@ -149,30 +180,34 @@ def append(
         num_transitions: what it adds to `env_steps`.
         episode_returns: of the training episodes that ended in it.
         played_ms: time that the play took; the first fragment dates the run's first step with it.
-        host: where it was played.
+        process_ms: of a process since its last append: play and what else it did, waits included.
+        allowance_wait_ms, room_wait_ms: of these, waited for the learner, and for room in the stream.
+        host, node: where it was played, and by which worker; without spaces.
     """
     flat: list[bytes] = [part for pair in fields.items() for part in pair]
     size = sum(map(len, flat)) + ENTRY_OVERHEAD_BYTES
     reply = client.eval(
         _APPEND,
-        4,
-        keys.state(run),
-        keys.experience(run),
-        keys.producers(run),
-        keys.episodes(run),
-        producer,
-        incarnation,
-        seq,
-        num_transitions,
-        size,
-        played_ms,
-        host,
+        5,
+        *(keys.state(run), keys.experience(run), keys.episodes(run), keys.draining(run), keys.producers(run)),
+        *(producer, incarnation, seq, num_transitions, size, played_ms, host, node),
         json.dumps([round(value, 3) for value in episode_returns]) if episode_returns else "",
         EPISODES_LENGTH,
+        *(process_ms, allowance_wait_ms, room_wait_ms),
         *flat,
     )
     answer, version, allowance_id, remaining = cast("tuple[bytes, int, bytes, int]", reply)
     return Appended(Answer(answer.decode()), version, allowance_id, remaining)
+
+
+def claim(client: Redis, run: str, processes: int, *, for_ms: int = 1000) -> None:
+    """Have so many processes end their segments of a run at their next append, for another run's sake.
+
+    Args:
+        processes: replaces what was claimed before.
+        for_ms: after which what was not taken lapses.
+    """
+    client.eval(_CLAIM, 1, keys.state(run), processes, for_ms)
 
 
 def read(
@@ -203,18 +238,24 @@ _TRIM = (
     FENCE
     + """
 -- KEYS: state, experience. ARGV: token, first entry that stays.
+-- What was appended before the first entry that stays is what was trimmed; an entry that says what cannot be was not
+-- written by the append, and the next one is asked.
 local removed = redis.call('XTRIM', KEYS[2], 'MINID', ARGV[2])
-local first = redis.call('XRANGE', KEYS[2], '-', '+', 'COUNT', 1)[1]
-local trimmed = tonumber(redis.call('HGET', KEYS[1], 'appended_bytes') or 0)
-if first then
-  local size = 0
-  for i = 1, #first[2], 2 do
-    if first[2][i] == 'b' then trimmed = tonumber(first[2][i + 1]) end
-    if first[2][i] == 's' then size = tonumber(first[2][i + 1]) end
+local appended = tonumber(redis.call('HGET', KEYS[1], 'appended_bytes') or 0)
+local trimmed = appended
+local entries = redis.call('XRANGE', KEYS[2], '-', '+', 'COUNT', 8)
+for _, entry in ipairs(entries) do
+  local bytes, size
+  for i = 1, #entry[2], 2 do
+    if entry[2][i] == 'b' then bytes = tonumber(entry[2][i + 1]) end
+    if entry[2][i] == 's' then size = tonumber(entry[2][i + 1]) end
   end
-  trimmed = trimmed - size
+  if bytes and size and size > 0 and bytes <= appended and bytes >= size then
+    trimmed = bytes - size
+    break
+  end
 end
-redis.call('HSET', KEYS[1], 'trimmed_bytes', trimmed)
+redis.call('HSET', KEYS[1], 'trimmed_bytes', string.format('%.0f', trimmed))
 return removed
 """
 )
@@ -280,13 +321,17 @@ def await_allowance(client: Redis, run: str, after: bytes, *, block_ms: int) -> 
     return bool(client.xread({keys.allowance(run): after}, count=1, block=block_ms))
 
 
-def remaining(client: Redis, run: str) -> Appended:
-    """What an append would be answered now, without appending; WAIT also before the first version."""
+def remaining(client: Redis, run: str, *, node: str = "-") -> Appended:
+    """What an append of a node would be answered now, without appending; WAIT also before the first version."""
     names = ["status", "version", "allowance_id", "allowance", "appended_steps", "players"]
-    raw = cast("list[bytes | None]", client.hmget(keys.state(run), names))
+    with client.pipeline(transaction=False) as pipe:
+        pipe.hmget(keys.state(run), names)
+        pipe.sismember(keys.draining(run), node)
+        raw, is_draining = cast("tuple[list[bytes | None], int]", pipe.execute())
     steps = int(raw[3] or 0) - int(raw[4] or 0)
     version = int(raw[1] or -1)
-    answers = {b"active": Answer.GO if steps > 0 and version >= 0 else Answer.WAIT, b"paused": Answer.YIELD}
+    going = Answer.YIELD if is_draining else Answer.GO if steps > 0 and version >= 0 else Answer.WAIT
+    answers = {b"active": going, b"paused": Answer.YIELD}
     players = int(raw[5] or 1)
     share = -(-steps // (2 * players)) if steps > 0 and players > 1 else steps
     return Appended(answers.get(raw[0] or b"", Answer.STOPPED), version, raw[2] or b"0-0", share)

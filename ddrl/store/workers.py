@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import asdict, dataclass
-from typing import Any, cast
+from typing import cast
 
+from pydantic import TypeAdapter, ValidationError
 from redis import Redis
 
 from ddrl import keys
 
-TTL_S = 15
-BEAT_S = 3
+TTL_S = 6
+BEAT_S = 1
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,13 @@ class Heartbeat:
         processes: pool size.
         queues: what it plays and evaluates.
         versions: of ddrl and the packages that environments depend on.
+        pids: of the pool's processes.
+        cores: of the machine.
+        gpus: their names.
+        memory_bytes: of the machine.
+        capabilities: extras and modules whose environments it can play.
+        draining: it leaves.
+        started_s: when it said ready, its own clock; to be shown only.
     """
 
     node: str
@@ -32,11 +41,21 @@ class Heartbeat:
     processes: int
     queues: tuple[str, ...]
     versions: dict[str, str]
+    pids: tuple[int, ...] = ()
+    cores: int = 0
+    gpus: tuple[str, ...] = ()
+    memory_bytes: int = 0
+    capabilities: tuple[str, ...] = ()
+    draining: bool = False
+    started_s: float = 0.0
 
     @property
     def num_players(self) -> int:
         """Processes that take rollouts."""
         return self.processes if any(queue.startswith("ddrl.rollout") for queue in self.queues) else 0
+
+
+_HEARTBEAT = TypeAdapter(Heartbeat)
 
 
 def beat(client: Redis, heartbeat: Heartbeat) -> None:
@@ -50,8 +69,12 @@ def leave(client: Redis, node: str) -> None:
 
 
 def alive(client: Redis) -> list[Heartbeat]:
-    """All workers heard of within TTL_S, by name."""
+    """All workers heard of within TTL_S, by name; those of a version that says other things are left out."""
     names = sorted(client.scan_iter(match=keys.WORKER_PATTERN, count=1000))
     raw = cast("list[bytes | None]", client.mget(names)) if names else []
-    rows: list[dict[str, Any]] = [json.loads(value) for value in raw if value]
-    return [Heartbeat(**{**row, "queues": tuple(row["queues"])}) for row in rows]
+    found = []
+    for value in raw:
+        if value is not None:
+            with contextlib.suppress(ValidationError):
+                found.append(_HEARTBEAT.validate_json(value))
+    return found

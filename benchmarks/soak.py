@@ -1,0 +1,166 @@
+"""Random faults on a live fleet, from a printed seed: does the run go on, is everything counted once, is it flat?
+
+make soak MINUTES=15      PYTHONPATH=tests python benchmarks/soak.py --minutes 15 --report docs/soak.md
+
+Every fault is said with its time and how long play and learning of all runs then took to go on. Ledgers are audited
+after each and at the end. Exit code 1 when a fragment was lost or counted twice, when a run did not go on, when a
+process ended that nobody had ended, or when memory or open files grew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from machine import facts
+from soak_faults import FAULTS, Fault
+from soak_fleet import MIB, NUM_LEARNERS, NUM_WORKERS, RUNS, SoakFleet, is_flat
+
+from ddrl.store import ledger
+
+LIMIT_S = 180.0  # for going on
+QUIET_S = (0.5, 4.0)  # between going on and the next fault
+AT_ONCE = 0.2  # probability that the next fault does not wait for recovery
+_COLUMNS = ("appended", "consumed", "waiting", "trimmed", "refused", "difference", "duplicates")
+TRACE = "Traceback (most recent call last)"
+
+
+@dataclass(frozen=True)
+class Event:
+    """One fault; `recovery_s` is None where the next one came before anything was awaited."""
+
+    at_s: float
+    name: str
+    words: str
+    recovery_s: float | None
+
+
+def soak(fleet: SoakFleet, seed: int, until_s: float) -> list[Event]:
+    """Faults until the time is up; each kind once before any comes again."""
+    draw, events, deck = random.Random(seed), [], []
+    if fleet.recover(LIMIT_S) is None:
+        fleet.findings.add("the fleet did not begin to play")
+    while fleet.elapsed_s < until_s and not too_much(fleet):
+        deck = deck or draw.sample(FAULTS, len(FAULTS))
+        fault: Fault = deck.pop()
+        at_s, name = fleet.elapsed_s, fault.__name__.replace("_", " ")
+        print(f"{at_s:7.1f} s  {name}", end="", flush=True)
+        words = fault(fleet, draw)
+        if draw.random() < AT_ONCE:
+            recovery_s = None
+            print(f" ({words}); the next at once", flush=True)
+        else:
+            recovery_s = fleet.recover(LIMIT_S)
+            print(f" ({words}); went on after {recovery_s or LIMIT_S:.1f} s", flush=True)
+            if recovery_s is None:
+                fleet.findings.add(f"{name}: not every run went on within {LIMIT_S:.0f} s")
+            for run in fleet.runs:
+                fleet.audit(run)
+            time.sleep(draw.uniform(*QUIET_S))
+        events.append(Event(at_s, name, words, recovery_s))
+    if fleet.recover(LIMIT_S) is None:
+        fleet.findings.add(f"at the end: not every run went on within {LIMIT_S:.0f} s")
+    return events
+
+
+def too_much(fleet: SoakFleet) -> bool:
+    """Whether going on would only add to what was found."""
+    return len(fleet.findings.words) >= 20
+
+
+def report(fleet: SoakFleet, seed: int, events: list[Event], audits: dict[str, ledger.Audit]) -> str:
+    """The soak as Markdown."""
+    lines = [
+        f"# Soak: {fleet.elapsed_s / 60:.0f} minutes of random faults, seed {seed}",
+        "",
+        f"{facts()}.",
+        f"{len(RUNS)} runs, {NUM_LEARNERS} learners (one on standby), {NUM_WORKERS} workers or one more, one server"
+        " with an append-only file; every other process reaches it through a proxy. `make soak` runs it.",
+        "",
+        f"**{len(events)} faults; {'no findings' if not fleet.findings.words else 'FINDINGS'}.**",
+        *(f"- {words}" for words in fleet.findings.words),
+        "",
+        "## The ledger",
+        "",
+        f"| run | producers | {' | '.join(_COLUMNS)} | strangers |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for run, audit in audits.items():
+        totals = " | ".join(f"{audit.total(name):,}" for name in _COLUMNS)
+        lines.append(f"| {run} | {len(audit.accounts)} | {totals} | {audit.strangers} |")
+    lines += [
+        "",
+        "In fragments; `difference` is what is not accounted for, duplicates are appends repeated and refused,"
+        " strangers are entries that no collector wrote.",
+        "",
+        "## Recovery",
+        "",
+        "Seconds from the fault's end until every run had new play acknowledged and new updates made.",
+        "",
+        "| fault | times | median | longest |",
+        "|---|---|---|---|",
+    ]
+    for name, times in sorted(Counter(event.name for event in events).items()):
+        waits = [e.recovery_s for e in events if e.name == name and e.recovery_s is not None]
+        figures = f"{statistics.median(waits):.1f} | {max(waits):.1f}" if waits else "- | -"
+        lines.append(f"| {name} | {times} | {figures} |")
+    lines += [
+        "",
+        "## Memory and open files",
+        "",
+        "Ninth deciles over all processes of a role, in the second and in the last quarter of the time.",
+        "",
+        "| role | memory, second quarter | last quarter | open files, second quarter | last quarter |",
+        "|---|---|---|---|---|",
+    ]
+    for role, (early, late) in fleet.growth().items():
+        memory = f"{early.memory_bytes / MIB:.0f} MiB | {late.memory_bytes / MIB:.0f} MiB"
+        lines.append(f"| {role} | {memory} | {early.files} | {late.files} |")
+    lines += ["", "## What happened", "", "| at | fault | | went on after |", "|---|---|---|---|"]
+    for event in events:
+        after = "the next came at once" if event.recovery_s is None else f"{event.recovery_s:.1f} s"
+        lines.append(f"| {event.at_s:.0f} s | {event.name} | {event.words} | {after} |")
+    traces = Counter(
+        text.splitlines()[-1][:200]
+        for process in fleet.processes.started
+        for text in process.text().split(TRACE)[1:]
+    )
+    if traces:
+        lines += ["", "## Tracebacks in the logs", "", *(f"- {num} x {line}" for line, num in traces.items())]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Parse, soak, judge."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=15.0)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
+    parser.add_argument("--report", type=Path, help="also write it there, as Markdown")
+    parser.add_argument("--folder", type=Path, help="keep logs and artifacts there")
+    arguments = parser.parse_args()
+    print(f"seed {arguments.seed}, {arguments.minutes:g} minutes", flush=True)
+    with tempfile.TemporaryDirectory(prefix="ddrl-soak-") as temporary:
+        folder = (arguments.folder or Path(temporary)).absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        with SoakFleet(folder) as fleet:
+            events = soak(fleet, arguments.seed, 60.0 * arguments.minutes)
+            audits = {run: fleet.audit(run) for run in fleet.runs}
+            for role, (early, late) in fleet.growth().items():
+                if not is_flat(early, late):
+                    fleet.findings.add(f"{role}: grew from {early} to {late}")
+            text = report(fleet, arguments.seed, events, audits)
+        print(text)
+        if arguments.report is not None:
+            arguments.report.write_text(text)
+    return 1 if fleet.findings.words else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,239 @@
+"""The live fleet of the soak: two endless runs, their learners with one on standby, workers, a server with a file.
+
+Every process is watched: what ends without having been ended, and what grows, is a finding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import quantiles
+from typing import Any
+
+from private_server import WITH_FILE, PrivateServer
+from processes import Process, Processes
+from proxy import Proxy
+
+from ddrl.store import connection, ledger, runs, segments
+
+SAMPLE_S = 2.0
+NUM_LEARNERS, NUM_WORKERS = 3, 2
+MIB = 1024**2
+_COMMON: dict[str, Any] = {
+    "stop": {"return": 100.0, "time": "10h"},  # out of reach
+    "evaluation": {"every_s": 20, "near_every_s": 20, "num_episodes": 10},
+    "rollout": {"segment_s": 2},
+}
+RUNS: dict[str, dict[str, Any]] = {
+    "off-policy": {**_COMMON, "replay": {"samples_per_insert": 1, "capacity": 5_000}},
+    "on-policy": {
+        **_COMMON,
+        "env": {"id": "ddrl/Pick-v0"},
+        "algorithm": {"name": "ppo", "batch_size": 512, "minibatch_size": 128, "num_epochs": 4},
+        "replay": None,
+        "learner": {"publish_every_s": None},
+    },
+}
+
+
+@dataclass
+class Sample:
+    """What one process held at one moment."""
+
+    at_s: float
+    role: str
+    memory_bytes: int
+    files: int
+
+
+@dataclass
+class Findings:
+    """What should not have been; any of them fails the soak."""
+
+    words: list[str] = field(default_factory=list)
+
+    def add(self, words: str) -> None:
+        """Note and say it."""
+        self.words.append(words)
+        print(f"  FINDING: {words}", flush=True)
+
+
+class SoakFleet:
+    """See the module's docstring; a context manager.
+
+    Args:
+        folder: of logs and artifacts.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.findings = Findings()
+        self.samples: list[Sample] = []
+        self._stack = contextlib.ExitStack()
+        self.server = PrivateServer(*WITH_FILE)
+        self._stack.callback(self.server.close)
+        self.proxy = Proxy(self.server.url)
+        self._stack.callback(self.proxy.close)
+        self.processes = self._stack.enter_context(Processes(folder))
+        self.client = self.server.client
+        self.learners: list[Process] = []
+        self.workers: list[Process] = []
+        self.runs: list[str] = []
+        self._seen: dict[str, dict[int, int]] = {}  # run -> producer -> fragments that were acknowledged
+        self._began = time.monotonic()
+        self._ended = threading.Event()
+
+    def __enter__(self) -> SoakFleet:
+        for _ in range(NUM_LEARNERS):
+            self.start_learner()
+        for _ in range(NUM_WORKERS):
+            self.start_worker()
+        for name, sections in RUNS.items():
+            self.runs.append(self.processes.detach(self.server.url, name=name, **sections))
+        sampler = threading.Thread(target=self._sample, daemon=True)
+        sampler.start()
+        self._stack.callback(sampler.join)
+        self._stack.callback(self._ended.set)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    @property
+    def elapsed_s(self) -> float:
+        """Since the beginning."""
+        return time.monotonic() - self._began
+
+    # --- who is there --------------------------------------------------------------------------------
+
+    def start_worker(self, **options: Any) -> Process:
+        """One more worker; every other one reaches the server through the proxy."""
+        self.workers.append(self.processes.celery(self._url(), **options))
+        return self.workers[-1]
+
+    def start_learner(self, **options: Any) -> Process:
+        """One more learner; every other one reaches the server through the proxy."""
+        self.learners.append(self.processes.learner(self._url(), **options))
+        return self.learners[-1]
+
+    def _url(self) -> str:
+        return self.proxy.url if len(self.processes.started) % 2 else self.server.url
+
+    def forget(self, process: Process) -> None:
+        """It is being ended, on purpose."""
+        for known in (self.workers, self.learners):
+            with contextlib.suppress(ValueError):
+                known.remove(process)
+
+    def tend(self) -> None:
+        """Notice who ended by itself, and have as many as there should be."""
+        for process in [*self.workers, *self.learners]:
+            if not process.running:
+                self.findings.add(
+                    f"{process.log.name} ended by itself with code {process.returncode}: {last_line(process)}"
+                )
+                self.forget(process)
+        while len(self.workers) < NUM_WORKERS:
+            self.start_worker()
+        while len(self.learners) < NUM_LEARNERS:
+            self.start_learner()
+
+    # --- what they do --------------------------------------------------------------------------------
+
+    def progress(self) -> list[tuple[int, int]]:
+        """Fragments and updates of each run."""
+        states = [runs.state(self.client, run) for run in self.runs]
+        return [(state.appended_fragments, state.updates) for state in states]
+
+    def recover(self, limit_s: float) -> float | None:
+        """Seconds until each run plays and learns on; None beyond the limit."""
+        began = time.monotonic()
+        before: list[tuple[int, int]] | None = None
+        while time.monotonic() - began < limit_s:
+            with contextlib.suppress(*connection.HINDRANCES):
+                before = before or self.progress()
+                now = self.progress()
+                if all(a > b and c > d for (a, c), (b, d) in zip(now, before, strict=True)):
+                    return time.monotonic() - began
+            self.tend()
+            time.sleep(0.05)
+        return None
+
+    def audit(self, run: str, within_s: float = 30.0) -> ledger.Audit:
+        """A run's ledger, once it balances; findings where it does not, or where acknowledged play is gone."""
+        deadline = time.monotonic() + within_s
+        found = ledger.audit(self.client, run)
+        while not found.is_balanced and time.monotonic() < deadline:
+            time.sleep(0.2)
+            found = ledger.audit(self.client, run)
+        for producer, account in found.accounts.items():
+            if account.difference:
+                self.findings.add(f"{run}: producer {producer} does not balance: {account}")
+        if found.total("trimmed"):
+            self.findings.add(f"{run}: {found.total('trimmed')} fragments went before they were read")
+        seen = self._seen.setdefault(run, {})
+        for producer, appended in seen.items():
+            now = found.accounts[producer].appended if producer in found.accounts else 0
+            if now < appended:
+                self.findings.add(
+                    f"{run}: producer {producer} had {appended} acknowledged fragments, now {now}"
+                )
+        seen.update({producer: account.appended for producer, account in found.accounts.items()})
+        return found
+
+    def playing(self) -> int:
+        """Producers that play now."""
+        return sum(len(segments.players(self.client, run)) for run in self.runs)
+
+    # --- what they hold ------------------------------------------------------------------------------
+
+    def _sample(self) -> None:
+        while not self._ended.wait(SAMPLE_S):
+            for role, pid in list(self._everybody()):
+                with contextlib.suppress(OSError, IndexError):
+                    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+                    files = len(list(Path(f"/proc/{pid}/fd").iterdir()))
+                    self.samples.append(Sample(self.elapsed_s, role, pages * 4096, files))
+
+    def _everybody(self) -> Iterator[tuple[str, int]]:
+        yield "server", self.server.pid
+        for process in list(self.learners):
+            yield "learner", process.pid
+        for process in list(self.workers):
+            yield "worker", process.pid
+            yield from (("playing process", pid) for pid in process.pool())
+
+    def growth(self) -> dict[str, tuple[Sample, Sample]]:
+        """By role, the ninth deciles of memory and files in the second and in the last quarter of the time."""
+        found = {}
+        for role in sorted({sample.role for sample in self.samples}):
+            of_role = [sample for sample in self.samples if sample.role == role]
+            quarters = [
+                [s for s in of_role if first <= s.at_s / self.elapsed_s < last]
+                for first, last in ((0.25, 0.5), (0.75, 1.01))
+            ]
+            if all(len(quarter) > 2 for quarter in quarters):
+                early, late = (_decile(quarter) for quarter in quarters)
+                found[role] = early, late
+        return found
+
+
+def is_flat(early: Sample, late: Sample) -> bool:
+    """Whether a role holds no more than it did, but for what a moment may add."""
+    return late.memory_bytes <= 1.2 * early.memory_bytes + 16 * MIB and late.files <= 1.2 * early.files + 8
+
+
+def last_line(process: Process) -> str:
+    """What a process said last."""
+    lines = process.text().strip().splitlines()
+    return lines[-1] if lines else "(nothing)"
+
+
+def _decile(samples: list[Sample]) -> Sample:
+    """The ninth deciles of memory and files."""
+    memory = quantiles([sample.memory_bytes for sample in samples], n=10)[-1]
+    files = quantiles([sample.files for sample in samples], n=10)[-1]
+    return Sample(samples[-1].at_s, samples[0].role, round(memory), round(files))

@@ -1,0 +1,170 @@
+"""`ddrl compare`: several runs side by side, as a table and as one drawing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ddrl.cli.output import Client, InputError, Json, duration, emit, note, number, server, table
+from ddrl.store import runs as store
+
+if TYPE_CHECKING:
+    from ddrl.artifacts import Records
+    from ddrl.comparison import Curve
+
+OWN = ("name", "seed", "env.id", "algorithm.name")  # columns of the table, so no differences worth a line
+
+
+def compare(
+    runs: Annotated[
+        list[str], typer.Argument(metavar="RUN RUN...", help="Ids of runs, starts of ids, or last.")
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="PNG file that the curves are drawn into.")
+    ] = Path("compare.png"),
+    json_output: Json = False,
+) -> None:
+    """Compare runs: what they reached, in what time, and in which settings they differ."""
+    from ddrl import artifacts
+
+    if output.suffix.lower() != ".png":
+        raise InputError(f"--output {output}: is drawn as PNG; name a file that ends in .png")
+    with server() as client:
+        names = list(dict.fromkeys(store.resolve(client, run) for run in runs))
+        if len(names) < 2:
+            raise InputError(
+                f"compare {' '.join(runs)}: names one run; give two or more, `ddrl runs` lists them"
+            )
+        records = [artifacts.read(client, run) for run in names]
+        rows = [_row(client, each) for each in records]
+    options = differences([_flat(each.config.model_dump(mode="json", by_alias=True)) for each in records])
+    for place, row in enumerate(rows):
+        row["differs"] = {name: values[place] for name, values in options.items()}
+    _plot(records, options, output)
+    if json_output:
+        emit({"runs": rows, "plot": str(output.resolve())})
+        return
+    _show(rows, options)
+    if len({row["env"] for row in rows}) > 1:
+        note("the runs play different environments, whose returns cannot be compared")
+    note(f"curves in {output}")
+
+
+def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Options whose values are not the same in all configs, by dotted name; None where one has it not."""
+    names = sorted({name for config in configs for name in config} - set(OWN))
+    found = {name: [config.get(name) for config in configs] for name in names}
+    return {name: values for name, values in found.items() if any(value != values[0] for value in values)}
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Settings by dotted name."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat
+
+
+def _row(client: Client, records: Records) -> dict[str, Any]:
+    """What one run reached."""
+    state, config = records.state, records.config
+    until_s = state.ended_s or store.server_ms(client) / 1e3
+    best = state.evaluation or {}
+    return {
+        "run": state.run,
+        "env": config.env.id,
+        "algorithm": config.algorithm["name"],
+        "seed": config.seed,
+        "status": state.status,
+        "train_s": round(until_s - state.first_step_s, 3) if state.first_step_s else None,
+        "env_steps": state.appended_steps,
+        "updates": state.updates,
+        "best_return": best.get("return_mean"),
+        "best_return_std": best.get("return_std"),
+        "best_version": best.get("version"),
+    }
+
+
+def _show(rows: Sequence[Mapping[str, Any]], options: Mapping[str, Sequence[Any]]) -> None:
+    shared = [name for name in ("env", "algorithm") if len({row[name] for row in rows}) == 1]
+    apart = [name for name in ("env", "algorithm") if name not in shared]
+    if shared:
+        print(", ".join(f"{name} {rows[0][name]}" for name in shared))
+        print()
+    table(
+        ("", "run", *apart, "seed", "status", "train", "env steps", "updates", "best return"),
+        [
+            (
+                f"{place}",
+                row["run"],
+                *(row[name] for name in apart),
+                f"{row['seed']}",
+                row["status"],
+                "-" if row["train_s"] is None else duration(row["train_s"]),
+                f"{row['env_steps']:,}",
+                f"{row['updates']:,}",
+                mean_and_std(row["best_return"], row["best_return_std"]),
+            )
+            for place, row in enumerate(rows, 1)
+        ],
+        left=("run", *apart, "status"),
+    )
+    print()
+    if not options:
+        print("their settings are the same but for the seed")
+        return
+    table(
+        ("differs", *(f"{place}" for place in range(1, len(rows) + 1))),
+        [(name, *map(_value, values)) for name, values in options.items()],
+        left=("differs",),
+    )
+
+
+def mean_and_std(mean: float | None, std: float | None) -> str:
+    """Such as 200.3 ± 15.0; a dash where there is no mean."""
+    return "-" if mean is None else f"{number(mean)} ± {number(std)}"
+
+
+def _value(value: Any) -> str:
+    """A setting as in YAML, on one line."""
+    if value is None:
+        return "-"
+    return str(value).lower() if isinstance(value, bool) else f"{value}"
+
+
+def _plot(records: Sequence[Records], options: Mapping[str, Sequence[Any]], path: Path) -> None:
+    from ddrl import comparison
+
+    envs = dict.fromkeys(each.config.env.id for each in records)
+    curves = [_curve(each, place, options) for place, each in enumerate(records)]
+    try:
+        comparison.plot(curves, path, title=", ".join(envs))
+    except OSError as error:
+        raise InputError(
+            f"--output {path}: cannot be written ({error.strerror}); name another file"
+        ) from None
+
+
+def _curve(records: Records, place: int, options: Mapping[str, Sequence[Any]]) -> Curve:
+    from ddrl.comparison import Curve
+
+    config, state = records.config, records.state
+    parts = [f"{place + 1}  {state.run}", f"{config.algorithm['name']}, seed {config.seed}", state.status]
+    told = [f"{name.rpartition('.')[2]} {_value(values[place])}" for name, values in options.items()]
+    if told:
+        parts.append(", ".join(told[:3]) + (", ..." if len(told) > 3 else ""))
+    return Curve(
+        label="   ".join(parts),
+        episodes=[(row["time_s"], row["env_steps"], row["return"]) for row in records.episodes],
+        evaluated=[
+            (row["time_s"], row["env_steps"], row["return_mean"], row["return_std"])
+            for row in records.evaluated
+        ],
+        target=config.stop.return_,
+    )

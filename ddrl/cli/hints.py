@@ -1,0 +1,140 @@
+"""Why nothing happens when nothing does, and what to do: sentences for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ddrl.cli.output import Client, duration, size
+from ddrl.envs.requirements import PACKAGES
+from ddrl.keys import PRIORITIES
+from ddrl.store import connection
+
+if TYPE_CHECKING:
+    from ddrl.cli.watcher import Figures
+    from ddrl.store.workers import Heartbeat
+
+ROOM_WAIT = 0.05  # of the process time spent waiting for room, from which on it is worth a word
+QUIET_S = 20.0  # without a step though some are allowed
+SHOWN = 3  # workers named in one sentence
+
+
+def hint(figures: Figures, *, server: str, starting: bool) -> str:
+    """Why nothing plays or learns, and what to do; empty while all is well.
+
+    Args:
+        figures: all that is known of the run.
+        server: what is wrong with the server, if anything is.
+        starting: the caller is starting a learner and workers, so that their absence says nothing yet.
+    """
+    state = figures.state
+    if state.ended:
+        return ""
+    if state.status == "paused":
+        remedy = "" if "ddrl resume" in state.reason else f"; `ddrl resume {state.run}` goes on"
+        return f"paused: {state.reason}{remedy}" if remedy else state.reason
+    if server:
+        return server
+    if starting and not (state.appended_steps and state.leased and figures.serving):
+        return "starting"
+    if not state.leased:
+        return "waiting for a learner: start `ddrl learner`"
+    if state.handover:
+        return f"the learner on {state.host} hands over to {state.handover}"
+    if not figures.serving:
+        return _nobody(figures)
+    return _obstacle(figures)
+
+
+def _nobody(figures: Figures) -> str:
+    """Who is there, and why it does not fit."""
+    queue = figures.state.queue
+    text = f"no worker plays {queue}: start `celery -A ddrl worker`"
+    misfits = {
+        f"{worker.host} {reason}": None for worker in figures.present if (reason := misfit(worker, queue))
+    }
+    shown = [*misfits][:SHOWN]
+    more = f", and {len(misfits) - SHOWN} more" if len(misfits) > SHOWN else ""
+    return f"{text}; there: {', '.join(shown)}{more}" if shown else text
+
+
+def _obstacle(figures: Figures) -> str:
+    """What keeps the workers that are there from playing, or the learner from going on."""
+    state = figures.state
+    if figures.refusals and not figures.num_playing and figures.quiet_s > 0:
+        host, reason = next(iter(figures.refusals.items()))
+        others = f" (and {len(figures.refusals) - 1} more)" if len(figures.refusals) > 1 else ""
+        return f"{_with_host(host, reason)}{others}"
+    if state.error and (state.crashes or not state.appended_steps):
+        times = f" ({state.crashes} times since the last fragment)" if state.crashes > 1 else ""
+        return f"workers cannot play it{times}: {state.error}"
+    if (figures.room_wait or 0.0) >= ROOM_WAIT:
+        budget = size(figures.config.replay.max_bytes)
+        return f"the stream is full ({budget}): play waits for the learner; raise replay.max_bytes"
+    if not state.appended_steps:
+        return "waiting for the first steps"
+    if figures.quiet_s > QUIET_S and state.allowance > state.appended_steps:
+        quiet = f"no step for {duration(figures.quiet_s)}"
+        level = PRIORITIES[state.priority]
+        ahead = [rival.run for rival in figures.rivals if PRIORITIES[rival.priority] < level and rival.wants]
+        return f"{quiet}: {ahead[0]} has a higher priority" if ahead else quiet
+    return ""
+
+
+def _with_host(host: str, reason: str) -> str:
+    """A refusal, with the machine's name in it."""
+    return reason if host in reason else f"{host}: {reason}"
+
+
+def misfit(worker: Heartbeat, queue: str) -> str:
+    """Why a worker does not take what waits in a queue; empty if it does."""
+    if worker.draining:
+        return "is leaving"
+    if queue in worker.queues:
+        return ""
+    kind, _, need = queue.partition(".")[2].partition(".")
+    if not any(name.startswith(f"ddrl.{kind}") for name in worker.queues):
+        return "only evaluates" if kind == "rollout" else "only plays"
+    if need in PACKAGES:
+        known = worker.capabilities or tuple(name.rpartition(".")[2] for name in worker.queues)
+        return (
+            "does not serve that queue"
+            if need in known
+            else f"lacks {need} (pip install 'ddrl[{need}]' there)"
+        )
+    if need:
+        return f"does not allow {need} (DDRL_ALLOW_MODULES={need} there, and install it)"
+    return "does not serve that queue"
+
+
+def server_trouble(client: Client) -> str:
+    """What is wrong with the server though it answers: its memory or its disk is full; empty if nothing is."""
+    try:
+        info = client.info("memory") | client.info("persistence")
+    except connection.UNREACHABLE:
+        raise
+    except connection.HINDRANCES:  # a user that may not ask is no trouble
+        return ""
+    used, limit = int(info.get("used_memory", 0)), int(info.get("maxmemory", 0))
+    if 0 < limit <= used:
+        return (
+            f"the server is full ({size(used)} of maxmemory {size(limit)}): all wait; "
+            "raise maxmemory, or make room with `ddrl prune`"
+        )
+    if info.get("aof_enabled") and info.get("aof_last_write_status", "ok") != "ok":
+        return "the server cannot write to its disk: all wait; free space there"
+    return ""
+
+
+def notice(entry: Mapping[str, Any]) -> str:
+    """What an entry of the journal says to who watches; empty for changes of status, which are shown anyway."""
+    event, reason = entry.get("event", ""), entry.get("reason", "")
+    if event == "set":
+        return f"set {entry.get('option')}: {entry.get('from')} -> {entry.get('to')}"
+    if event == "crashed":
+        return f"a process could not play it: {reason}"
+    if event == "lost":
+        return f"{entry.get('producers', 'some')} of its players ended without a word: {reason}"
+    if event in ("created", "active", "paused", "solved", "time", "stopped", "failed"):
+        return ""
+    return f"{event}: {reason}" if reason else str(event)

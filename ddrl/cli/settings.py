@@ -1,0 +1,174 @@
+"""`ddrl set`: change settings of a run while it goes on."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ddrl.cli.output import InputError, Json, emit, note, server
+from ddrl.store import runs as store
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from ddrl.config import RunConfig
+    from ddrl.types import EnvSpec
+
+Changes = dict[str, tuple[Any, Any]]  # option -> (from, to)
+
+
+def set_(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Id of a run, the start of one, or: last.")],
+    settings: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="NAME=VALUE...", help="Such as algorithm.learning_rate=1e-4 or stop.time=30m."
+        ),
+    ],
+    json_output: Json = False,
+) -> None:
+    """Change settings of a run while it goes on: all that are given, or none."""
+    wanted = _parse(settings)
+    with server() as client:
+        run = store.resolve(client, run)
+        state = store.state(client, run)
+        if state.ended:
+            remedy = "" if state.status == "solved" else f"; `ddrl resume {run}` continues it first"
+            raise InputError(f"run {run}: has ended ({state.status}), so nothing can change{remedy}")
+        before, spaces = store.config(client, run), store.spaces(client, run)
+        after, changes = change(before, spaces, wanted)
+        version = state.config_version
+        if changes:
+            from ddrl import submit
+
+            submit.check_memory(client, after, run=run)
+            version = store.change(client, run, after, changes, version=version)
+        values = _values(after, spaces)
+        unchanged = {name: values[name] for name in wanted if name not in changes}
+    if json_output:
+        rows = [{"option": name, "from": old, "to": new} for name, (old, new) in changes.items()]
+        emit({"run": run, "config_version": version, "changes": rows, "unchanged": unchanged})
+        return
+    for name, value in unchanged.items():
+        print(f"{name}: is {json.dumps(value)} already")
+    for name, (old, new) in changes.items():
+        print(f"{name}: {json.dumps(old)} -> {json.dumps(new)}")
+    if changes and not state.leased:
+        note(f"{run}: has no learner now; the next one begins with this")
+
+
+def change(before: RunConfig, spaces: EnvSpec, wanted: Mapping[str, Any]) -> tuple[RunConfig, Changes]:
+    """A config with other settings, checked as at submit, and every option that differs.
+
+    Args:
+        before: the config as it is.
+        spaces: of the run's environment.
+        wanted: option -> value.
+
+    Raises:
+        InputError: an option is unknown, or cannot change while a run goes on.
+        ConfigError: a value cannot be used.
+    """
+    from ddrl import submit
+    from ddrl.algorithms import base
+    from ddrl.config import RunConfig, live_options, validate
+
+    own = base.config_class(before.algorithm["name"])
+    live = live_options(RunConfig) | live_options(own, "algorithm.")
+    known = _options(RunConfig) - {"algorithm"} | {"algorithm.name"} | _options(own, "algorithm.")
+    for name in wanted:
+        if name not in live:
+            raise InputError(_refusal(name, live, known))
+    tree = before.model_dump(mode="json", by_alias=True)
+    for name, value in wanted.items():
+        *sections, option = name.split(".")
+        node = tree
+        for section in sections:
+            node = node[section]
+        node[option] = value
+    after = validate(tree)
+    submit.check(after, spaces)
+    old, new = _values(before, spaces), _values(after, spaces)
+    # The algorithm's part is stored as it was given: let 1e-4, which is text in YAML, be stored as a number.
+    given = {name: new[f"algorithm.{name}"] for name in after.algorithm if f"algorithm.{name}" in wanted}
+    after = after.model_copy(update={"algorithm": after.algorithm | given})
+    return after, {name: (old[name], new[name]) for name in new if old[name] != new[name]}
+
+
+def _parse(settings: Sequence[str]) -> dict[str, Any]:
+    """NAME=VALUE apart; values are YAML."""
+    import yaml
+
+    wanted: dict[str, Any] = {}
+    for text in settings:
+        name, equals, value = text.partition("=")
+        name = name.strip()
+        if not equals or not name:
+            raise InputError(f"{text}: expected NAME=VALUE, such as algorithm.learning_rate=1e-4")
+        if name in wanted:
+            raise InputError(f"{name}: is given twice; give it once")
+        try:
+            wanted[name] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise InputError(f"{text}: the value is not valid YAML") from None
+    return wanted
+
+
+def _refusal(name: str, live: set[str], known: set[str]) -> str:
+    """Why an option that is not live cannot be set."""
+    parts = sorted(option for option in live if option.startswith(f"{name}."))
+    if parts:
+        return f"{name}: is a section; name an option of it, such as {parts[0]}"
+    if name in known or any(name.startswith(f"{option}.") for option in known):
+        return f"{name}: cannot change while a run goes on; these can: {_in_words(live)}"
+    last = {option: option.rpartition(".")[2] for option in sorted(known)}
+    near = [option for option in last if last[option] == name]
+    near = near or difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.6)
+    hint = f"did you mean {near[0]}?" if near else f"these can change: {_in_words(live)}"
+    return f"{name}: unknown option; {hint}"
+
+
+def _in_words(names: Iterable[str]) -> str:
+    """Dotted names in one line: weight, stop.{return, time}."""
+    sections: dict[str, list[str]] = {}
+    for name in sorted(names):
+        section, _, option = name.rpartition(".")
+        sections.setdefault(section, []).append(option)
+    words = sections.pop("", [])
+    for section, options in sections.items():
+        words.append(f"{section}.{{{', '.join(options)}}}" if len(options) > 1 else f"{section}.{options[0]}")
+    return ", ".join(words)
+
+
+def _options(model: type[BaseModel], prefix: str = "") -> set[str]:
+    """Dotted names of all options."""
+    from pydantic import BaseModel
+
+    found: set[str] = set()
+    for key, field in model.model_fields.items():
+        name = prefix + (field.alias or key)
+        part = field.annotation
+        if isinstance(part, type) and issubclass(part, BaseModel):
+            found |= _options(part, f"{name}.")
+        else:
+            found.add(name)
+    return found
+
+
+def _values(config: RunConfig, spaces: EnvSpec) -> dict[str, Any]:
+    """Every option's value by its dotted name, the algorithm's defaults included, as JSON has them."""
+    from ddrl.algorithms import base
+
+    tree = config.model_dump(mode="json", by_alias=True)
+    options = base.resolve(config, spaces).config.model_dump(mode="json", by_alias=True)
+    found: dict[str, Any] = {}
+    for name, value in (tree | {"algorithm": {"name": tree["algorithm"]["name"], **options}}).items():
+        if isinstance(value, dict):
+            found |= {f"{name}.{option}": part for option, part in value.items()}
+        else:
+            found[name] = value
+    return found

@@ -1,0 +1,134 @@
+"""What the learner did with each producer's fragments, as it goes: the learner's side of `ddrl.store.ledger`.
+
+The append numbers a producer's fragments, and counts those of all. So a repetition is known by its number, and a gap in
+the count says that fragments went from the stream before they were read; whose they were, the producers' next numbers
+tell.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from ddrl.replay.feed import Staged
+from ddrl.store import stream
+from ddrl.store.checkpoints import Counters
+from ddrl.store.ledger import STRANGER, Row
+
+
+class Accounts:
+    """Rows of the ledger. The training thread writes, the service thread takes what has changed.
+
+    The row of STRANGER holds entries that no append wrote, and as `unread` those fragments that are gone and whose
+    producer has not been heard of since.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # rows and cursor are told as of one moment
+        self._rows: dict[int, Row] = {}
+        self._changed: dict[int, Row] = {}
+        self._fragments = 0  # count of the stream at the cursor; -1: not known
+        self._repeated: list[bytes] = []
+        self.cursor = b"0-0"
+        """The last entry taken from the stream."""
+        self.consumed = self.refused = 0
+
+    @property
+    def rows(self) -> dict[int, Row]:
+        """All rows by producer."""
+        return dict(self._rows)
+
+    def objection(self, staged: Staged) -> str:
+        """Why an entry cannot be counted as a fragment; empty where it can."""
+        if staged.producer == STRANGER:
+            return "no append wrote it"
+        if self._is_repeated(staged):
+            newest = self._rows[staged.producer].last_seq
+            return f"producer {staged.producer}: fragment {staged.seq} is repeated, its newest is {newest}"
+        return ""
+
+    def take(self, staged: Staged, *, consumed: bool) -> int:
+        """Note an entry, read after all before it; how many fragments before it are found to be gone unread."""
+        gone = max(staged.cumulative_fragments - self._fragments - 1, 0) if self._fragments >= 0 else 0
+        producer = staged.producer
+        with self._lock:
+            if gone:
+                self._add(STRANGER, unread=gone)
+            if not consumed and self._is_repeated(staged):
+                self._repeated.append(staged.entry_id)
+            elif producer != STRANGER:
+                self._claim(staged)
+            self._add(producer, consumed=int(consumed), refused=int(not consumed))
+            self.cursor = staged.entry_id
+        self._fragments = max(self._fragments, staged.cumulative_fragments)
+        self.consumed += consumed
+        self.refused += not consumed
+        return gone
+
+    def changes(self) -> tuple[dict[int, Row], bytes]:
+        """The rows that changed since the last call, and the cursor that goes with them."""
+        with self._lock:
+            changed, self._changed = self._changed, {}
+            return changed, self.cursor
+
+    def put_back(self, changed: Mapping[int, Row]) -> None:
+        """`changes` could not be told; later ones count."""
+        with self._lock:
+            self._changed = {**changed, **self._changed}
+
+    def state(self, oldest: bytes) -> dict[str, Any]:
+        """Fields of a checkpoint's `Counters`; of repetitions, those from entry `oldest` on."""
+        first = stream.order(oldest)
+        self._repeated = [entry_id for entry_id in self._repeated if stream.order(entry_id) >= first]
+        return {
+            "fragments": self._fragments,
+            "ledger": {
+                str(producer): (row.consumed, row.refused, row.unread, row.incarnation, row.last_seq)
+                for producer, row in self._rows.items()
+            },
+            "repeated": [entry_id.decode() for entry_id in self._repeated],
+        }
+
+    def load_state(self, counters: Counters) -> None:
+        """Go on from a checkpoint."""
+        self.cursor = counters.cursor.encode()
+        self.consumed, self.refused = counters.admitted, counters.dead
+        self._rows = {int(producer): Row(*row) for producer, row in counters.ledger.items()}
+        self._fragments = counters.fragments
+        self._repeated = [entry_id.encode() for entry_id in counters.repeated]
+
+    def _is_repeated(self, staged: Staged) -> bool:
+        """Whether its producer's newest fragment is this one or a later one."""
+        row = self._rows.get(staged.producer)
+        return row is not None and row.incarnation == staged.incarnation and staged.seq <= row.last_seq
+
+    def _claim(self, staged: Staged) -> None:
+        """Move on to a producer's fragment; of those gone, its own are the ones that it appended in between."""
+        row = self._rows.get(staged.producer, Row())
+        expected = row.last_seq + 1 if row.incarnation == staged.incarnation else 0
+        stranger = self._rows.get(STRANGER)
+        unclaimed = stranger.unread if stranger is not None else 0
+        own = min(max(staged.seq - expected, 0), unclaimed)
+        if own:
+            self._add(STRANGER, unread=-own)
+        self._write(
+            staged.producer,
+            Row(row.consumed, row.refused, row.unread + own, staged.incarnation, staged.seq),
+        )
+
+    def _add(self, producer: int, *, consumed: int = 0, refused: int = 0, unread: int = 0) -> None:
+        row = self._rows.get(producer, Row())
+        self._write(
+            producer,
+            Row(
+                row.consumed + consumed,
+                row.refused + refused,
+                row.unread + unread,
+                row.incarnation,
+                row.last_seq,
+            ),
+        )
+
+    def _write(self, producer: int, row: Row) -> None:
+        self._rows[producer] = self._changed[producer] = row

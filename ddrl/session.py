@@ -1,0 +1,384 @@
+"""One learner's time with one run: the training thread, the service thread, the end."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ddrl import celery, results, tensors
+from ddrl.algorithms import base
+from ddrl.config import ConfigError, RunConfig
+from ddrl.fleet import Dispatcher, Progress, Referee
+from ddrl.learner import Learner
+from ddrl.store import budget, connection, copies, lease, logs, runs, seeds
+from ddrl.store.connection import StoreError
+from ddrl.types import EnvSpec
+
+if TYPE_CHECKING:
+    from redis import Redis
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.05
+DISPATCH_S = 0.1
+STATUS_S = 0.25
+RENEW_S = lease.TTL_MS / 4e3
+RETRY_S = 1.0
+GONE = (lease.RunGoneError, runs.UnknownRunError)
+LOOK_S = 5.0  # between two looks at what the server knows of the run
+
+
+class Patience:
+    """Says once that the server cannot serve, and once that it does again."""
+
+    def __init__(self) -> None:
+        self._since = 0.0
+        self._said = ""
+
+    def bear(self, error: Exception) -> None:
+        """Take an error of the server that waiting may mend; raise any other."""
+        text = connection.hindrance(error)
+        if text is None:
+            raise error
+        self._since = self._since or time.monotonic()
+        if text != self._said:
+            log.warning("%s; waiting for it", text)
+        self._said = text
+
+    def over(self) -> None:
+        """The server has served."""
+        if self._since:
+            log.info("the server serves again after %.0f s", time.monotonic() - self._since)
+        self._since, self._said = 0.0, ""
+
+
+class Session:
+    """One learner's time with one run.
+
+    Args:
+        client: connection of the service thread.
+        run: its id.
+        token: fencing token of the lease, which stays held until `go` returns or raises.
+        folder: the run's.
+        interrupted: the process is to end; the run stays active for the next learner.
+    """
+
+    def __init__(
+        self, client: Redis, run: str, token: int, folder: Path, interrupted: threading.Event
+    ) -> None:
+        self._client, self._run, self._token = client, run, token
+        self._folder, self._interrupted = folder, interrupted
+        self._known = seeds.known(client, run)
+        self._config: RunConfig = runs.config(client, run)
+        self._config_version = int(self._known.state.get("config_version", 0))
+        self._copier = copies.Copier(folder)
+        self._patience = Patience()
+        self._status = "active"
+        self._asker = ""  # who asked for the run
+        self._end: tuple[str, str] | None = None  # (status, reason)
+        self._error: Exception | None = None
+        self._left = threading.Event()
+        self._status_at = self._dispatch_at = self._tick_at = 0.0
+        self._look_at = time.monotonic() + LOOK_S
+        self.seed: seeds.Seed | None = None
+        """All of the run, where the server knows it no more."""
+
+    def go(self) -> str | None:
+        """Learn to the end; the status of the run, None when it goes on without this learner.
+
+        Raises:
+            LeaseLostError: another learner took over.
+            RunGoneError, UnknownRunError: the server knows the run no more; `seed` is what can be planted again.
+        """
+        keeper = threading.Thread(target=self._keep_lease, name="lease", daemon=True)
+        keeper.start()
+        try:
+            with logs.sending(self._run, f"learner {socket.gethostname()}"):
+                return self._go()
+        finally:
+            self._left.set()
+            keeper.join()
+
+    def _go(self) -> str | None:
+        try:
+            self._wire()
+            self._learner.pinned = self._referee.pinned
+            self._learner.restore()
+            self._check_memory()
+        except (lease.LeaseLostError, *GONE, *connection.HINDRANCES):
+            raise
+        except (ConfigError, StoreError, ValueError) as error:
+            self._set_status("failed", str(error))
+            raise
+        service = threading.Thread(target=self._serve, name="service", daemon=True)
+        service.start()
+        try:
+            self._learner.train()
+        except Exception as error:
+            self._error = self._error or error
+        finally:
+            self._learner.stopping.set()
+            service.join()
+        return self._close()
+
+    # --- the beginning -----------------------------------------------------------------------------------
+
+    def _wire(self) -> None:
+        config, run = self._config, self._run
+        device = choose_device(config.learner.device)
+        torch.set_num_threads(config.learner.num_threads)
+        resolved = base.resolve(config, runs.spaces(self._client, run))
+        self._learner = Learner(
+            self._client,
+            connection.connect_blocking(),
+            run,
+            self._token,
+            config,
+            resolved,
+            device=device,
+        )
+        self._learner.copy_to = self._copy
+        state = runs.state(self._client, run)
+        limit_s = config.rollout.segment_s + 2 * config.rollout.step_timeout_s
+        self._dispatcher = Dispatcher(
+            self._client,
+            run,
+            config.rollout,
+            send=lambda queue, priority: celery.send_rollout(run, queue, priority, limit_s),
+        )
+        self._referee = Referee(
+            self._client,
+            run,
+            self._token,
+            config.evaluation,
+            config.stop,
+            send=lambda evaluation_id: celery.send_evaluation(run, evaluation_id, state.evaluation_queue),
+        )
+        log.info("learns %s on %s", run, device)
+
+    def _check_memory(self) -> None:
+        """Refuse to begin what the server's memory cannot hold to its end; ConfigError."""
+        learner, config = self._learner, self._config
+        parameters = _num_bytes(learner.algorithm.weights())
+        checkpoint = _num_bytes(learner.algorithm.state())
+        if learner.experience.state():  # priorities, of items yet to come
+            checkpoint += 4 * config.replay.capacity
+        budget.check(
+            self._client,
+            self._run,
+            self._token,
+            budget.needed_bytes(config, checkpoint_bytes=checkpoint, weights_bytes=parameters),
+        )
+
+    def _keep_lease(self) -> None:
+        """Hold the lease whatever else takes long; who must stop writing hears it from his own writes."""
+        client = connection.connect()
+        while not self._left.wait(RENEW_S):
+            with contextlib.suppress(StoreError, *connection.HINDRANCES):
+                lease.renew(client, self._run, self._token)
+        client.close()
+
+    # --- the service thread --------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        """Tell the server, keep the fleet busy, notice the end."""
+        while not self._learner.stopping.is_set():
+            self._learner.due.wait(TICK_S)
+            self._learner.due.clear()
+            try:
+                self._tick()
+                self._patience.over()
+            except connection.HINDRANCES as error:
+                self._bear(error)
+            except GONE as error:
+                self._error = error
+                self._take_seed()
+                self._learner.stopping.set()
+            except Exception as error:
+                self._error = error
+                self._learner.stopping.set()
+
+    def _bear(self, error: Exception) -> None:
+        try:
+            self._patience.bear(error)
+        except Exception as hopeless:
+            self._error = hopeless
+            self._learner.stopping.set()
+        if self._interrupted.is_set():
+            self._learner.stopping.set()
+        self._learner.stopping.wait(DISPATCH_S)
+
+    def _tick(self) -> None:
+        learner, now = self._learner, time.monotonic()
+        learner.pinned = self._referee.pinned
+        learner.serve()
+        if now < self._tick_at:  # woken for a publication alone
+            return
+        self._tick_at = now + TICK_S
+        if now >= self._status_at:
+            self._status_at = now + STATUS_S
+            self._heed()
+        if now >= self._look_at:
+            self._look_at = now + LOOK_S
+            self._known = seeds.known(self._client, self._run)
+        if self._status == "active" and now >= self._dispatch_at:
+            self._dispatch_at = now + DISPATCH_S
+            self._dispatcher.tick()
+        returns = list(learner.returns)
+        self._referee.tick(
+            Progress(
+                version=learner.version,
+                return_mean=sum(returns) / len(returns) if len(returns) == learner.returns.maxlen else None,
+                env_steps=learner.num_steps,
+                updates=learner.num_updates,
+            )
+        )
+        self._end = self._reached()
+        if self._end or self._interrupted.is_set():
+            learner.stopping.set()
+
+    def _heed(self) -> None:
+        """Hear what others want of the run: pause, stop, other settings, the run itself."""
+        status, config_version, self._asker = lease.word(self._client, self._run)
+        if status is None:
+            raise lease.RunGoneError(f"run {self._run}: the server does not know it any more")
+        self._status = status
+        if self._status == "paused":
+            self._learner.skip(STATUS_S)
+        elif self._status != "active" or self._asker:
+            self._learner.stopping.set()
+        if config_version != self._config_version:
+            self._config = runs.config(self._client, self._run)
+            self._config_version = config_version
+            self._learner.adopt(self._config)
+            self._referee.adopt(self._config.evaluation, self._config.stop)
+
+    def _take_seed(self) -> None:
+        """Keep all of the run, as the server lost it."""
+        counters, state = self._learner.snapshot()
+        self.seed = self._seed(_encoded(state), asdict(counters))
+        self._copier.put(self.seed)  # were this process to end before the run is planted again
+
+    def _seed(self, blob: bytes, meta: Mapping[str, Any]) -> seeds.Seed:
+        """The run as known last, with a checkpoint."""
+        state = {
+            **self._known.state,
+            "version": str(self._learner.version),
+            "status": self._status,
+        }
+        known = replace(self._known, state=state, spec=self._config.model_dump_json(by_alias=True))
+        return seeds.Seed(self._run, self._token, known, meta, blob)
+
+    def _copy(self, blob: bytes, meta: Mapping[str, Any]) -> None:
+        """Put a checkpoint that the server has into the folder too."""
+        self._known = seeds.known(self._client, self._run)
+        self._copier.put(self._seed(blob, meta))
+
+    def _set_status(self, status: str, reason: str) -> None:
+        runs.set_status(self._client, self._run, status, reason, token=self._token)
+
+    def _reached(self) -> tuple[str, str] | None:
+        """The condition of `stop` that holds now."""
+        stop, learner = self._config.stop, self._learner
+        if self._referee.solved:
+            return "solved", f"return {stop.return_:g} confirmed"
+        if stop.time is not None and learner.elapsed_s >= stop.time:
+            return "time", f"time limit of {stop.time:g} s"
+        if stop.env_steps is not None and learner.num_steps >= stop.env_steps:
+            return "time", f"limit of {stop.env_steps} env steps"
+        if stop.updates is not None and learner.num_updates >= stop.updates:
+            return "time", f"limit of {stop.updates} updates"
+        return None
+
+    # --- the end -----------------------------------------------------------------------------------------
+
+    def _close(self) -> str | None:
+        """Save everything, set the status, write the folder."""
+        if isinstance(self._error, (lease.LeaseLostError, *GONE)):
+            raise self._error
+        if self._end is not None:  # before anything slow: players stop at once
+            status, reason = self._end
+            self._patiently(lambda: self._set_status(status, reason))
+        elif self._error is not None:
+            self._set_status("failed", f"{type(self._error).__name__}: {self._error}")
+        self._patiently(self._learner.finish)
+        self._copier.close()
+        status = runs.status(self._client, self._run) or ""
+        if self._error is not None:
+            raise self._error
+        if status in ("", "active", "paused"):
+            self._say_who_goes_on(status)
+            return None
+        if status == "time":
+            row = results.evaluate_last(
+                self._client,
+                self._run,
+                self._token,
+                self._config.evaluation,
+                env_steps=self._learner.num_steps,
+                updates=self._learner.num_updates,
+            )
+            if row is not None:
+                self._referee.keep_best(row)
+        lease.renew(self._client, self._run, self._token)  # whoever lost the run leaves its folder alone
+        results.write(self._client, self._run, self._folder)
+        log.info("%s: %s", self._run, status)
+        return status
+
+    def _patiently(self, write: Callable[[], object]) -> None:
+        """Make a last write, however long the server cannot serve, unless the process is to end."""
+        while True:
+            try:
+                write()
+                self._patience.over()
+                return
+            except connection.HINDRANCES as error:
+                if self._interrupted.is_set():
+                    raise
+                self._patience.bear(error)
+                self._interrupted.wait(RETRY_S)
+
+    def _say_who_goes_on(self, status: str) -> None:
+        if self._asker:
+            log.info("hands %s over to the learner on %s, which asked for it", self._run, self._asker)
+        else:
+            log.info("leaves %s %s for the next learner", self._run, status)
+
+
+def choose_device(name: str) -> torch.device:
+    """The torch device of a config's `learner.device`.
+
+    Raises:
+        ConfigError: it is not on this machine.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError):
+        raise ConfigError(f"learner.device: {name!r} is not on this machine; use auto or cpu") from None
+    return device
+
+
+def warm_up(config: RunConfig, spaces: EnvSpec) -> None:
+    """Do beforehand what a learner's first seconds consist of, for the sake of a quick take-over."""
+    device = choose_device(config.learner.device)
+    base.resolve(config, spaces).learner(device=device, seed=config.seed).weights()
+
+
+def _num_bytes(arrays: Mapping[str, torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in arrays.values())
+
+
+def _encoded(state: Mapping[str, torch.Tensor]) -> bytes:
+    return tensors.encode_weights({name: tensor.numpy() for name, tensor in state.items()})

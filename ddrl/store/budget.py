@@ -1,0 +1,60 @@
+"""What the active runs may come to need of the server's memory, against its limit.
+
+Each learner states its run's need before it begins to learn, so that a run is refused then, and not hours later.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+from redis import Redis
+
+from ddrl import keys
+from ddrl.config import ConfigError, RunConfig
+from ddrl.store import connection, runs
+from ddrl.store.lease import FENCE, fenced
+
+OTHER_BYTES = 16 * 1024**2  # episodes, figures, logs and the like, of one run
+EXTRA_VERSIONS = 3  # kept besides the newest: the best one, the one being evaluated, the one being published
+
+_STATE = FENCE + "redis.call('HSET', KEYS[1], 'needed_bytes', ARGV[2]) return 1"
+
+
+def needed_bytes(config: RunConfig, *, checkpoint_bytes: int, weights_bytes: int) -> int:
+    """The most that a run keeps in the server.
+
+    Args:
+        config: the run's.
+        checkpoint_bytes: of one; two are there while it is replaced.
+        weights_bytes: of one version.
+    """
+    kept = (config.weights.keep_last + EXTRA_VERSIONS) * weights_bytes + int(config.weights.max_bytes)
+    return int(config.replay.max_bytes) + 2 * checkpoint_bytes + kept + OTHER_BYTES
+
+
+def check(client: Redis, run: str, token: int, needed: int) -> None:
+    """State the need of a run, and refuse it where the server's limit does not hold those of all active runs.
+
+    A run whose learner has said nothing yet counts with the budget of its stream.
+
+    Raises:
+        ConfigError: it does not.
+        LeaseLostError: another learner took over.
+    """
+    fenced(client, _STATE, [keys.state(run)], token, needed)
+    limit = connection.maxmemory(client)
+    if not limit:
+        return
+    others = [name for name in runs.active_names(client) if name != run]
+    with client.pipeline(transaction=False) as pipe:
+        for name in others:
+            pipe.hmget(keys.state(name), ["needed_bytes", "max_bytes"])
+        stated = cast("list[list[bytes | None]]", pipe.execute())
+    taken = sum(int(need or max_bytes or 0) for need, max_bytes in stated)
+    if needed + taken > limit:
+        plural = "s" if len(others) > 1 else ""
+        beside = f", and {len(others)} other active run{plural} {taken >> 20} MiB" if others else ""
+        raise ConfigError(
+            f"run {run}: needs up to {needed >> 20} MiB of the server{beside}, but its maxmemory is {limit >> 20} MiB;"
+            " lower replay.max_bytes, or raise maxmemory, and continue with `ddrl resume`"
+        )

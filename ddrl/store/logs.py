@@ -1,0 +1,94 @@
+"""Lines of log that concern a run, from learners and workers wherever they are; capped."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import logging.handlers
+import queue
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, cast
+
+from redis.exceptions import RedisError
+
+from ddrl import keys
+from ddrl.store import connection
+
+if TYPE_CHECKING:
+    from redis import Redis
+
+LENGTH = 5_000
+LINE_LENGTH = 2_000
+
+
+def add(client: Redis, run: str, source: str, level: str, text: str) -> None:
+    """Append a line.
+
+    Args:
+        client: connection to the server.
+        run: whose log.
+        source: who says so, such as "learner gpu1".
+        level: as `logging` names it.
+        text: cut at LINE_LENGTH.
+    """
+    row = {"source": source, "level": level, "text": text[:LINE_LENGTH]}
+    client.xadd(keys.logs(run), cast("dict[Any, Any]", row), maxlen=LENGTH, approximate=True)
+
+
+def read(client: Redis, run: str, after: bytes = b"0-0") -> tuple[list[dict[str, Any]], bytes]:
+    """Lines after an entry, oldest first: time_s (server's clock), source, level, text; and the last entry's id."""
+    raw = cast("list[Any]", client.xrange(keys.logs(run), min=b"(" + after))
+    rows = [
+        {
+            "time_s": int(entry_id.split(b"-")[0]) / 1e3,
+            **{name.decode(): value.decode(errors="replace") for name, value in fields.items()},
+        }
+        for entry_id, fields in raw
+    ]
+    return rows, raw[-1][0] if raw else after
+
+
+class Handler(logging.Handler):
+    """Sends what is logged in this process to a run's log; what the server does not take is not said there.
+
+    Args:
+        client: a connection of its own, with timeouts short enough for whoever logs.
+        run: whose log.
+        source: of the lines.
+    """
+
+    def __init__(self, client: Redis, run: str, source: str) -> None:
+        super().__init__(logging.INFO)
+        self._client, self._run, self._source = client, run, source
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Send a record; never raises."""
+        try:
+            add(self._client, self._run, self._source, record.levelname, record.getMessage())
+        except (RedisError, OSError):
+            pass
+        except Exception:  # of a malformed record
+            self.handleError(record)
+
+
+@contextlib.contextmanager
+def sending(run: str, source: str) -> Iterator[None]:
+    """What ddrl logs while the context lasts goes to a run's log, sent by a thread of its own: nobody waits for it.
+
+    Args:
+        run: whose log.
+        source: of the lines.
+    """
+    client = connection.connect()
+    lines: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    listener = logging.handlers.QueueListener(lines, Handler(client, run, source))
+    handler = logging.handlers.QueueHandler(lines)
+    handler.setLevel(logging.INFO)
+    listener.start()
+    logging.getLogger("ddrl").addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger("ddrl").removeHandler(handler)
+        listener.stop()
+        client.close()

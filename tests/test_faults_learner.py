@@ -1,0 +1,66 @@
+"""Learners are killed, stopped, or cannot write: players wait and are counted, nothing is consumed twice."""
+
+from __future__ import annotations
+
+import json
+import random
+import resource
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+from fault_fleet import Fleet, fleet_of
+from processes import EXACT, bound
+
+pytestmark = pytest.mark.faults
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    with fleet_of(tmp_path_factory.mktemp("fleet")) as fleet:
+        yield fleet
+
+
+def test_learners_killed_at_random_points(fleet: Fleet) -> None:
+    seed = random.randrange(10**6)
+    print(f"seed {seed}")
+    draw = random.Random(seed)
+    kills = 20 if EXACT else 4
+    for number in range(kills):
+        with fleet.survives(10.0):
+            time.sleep(draw.uniform(0.0, 1.5))
+            fleet.learner.kill()
+            fleet.learner = fleet.start_learner()
+        assert fleet.audit().total("consumed") > 0, number
+    assert fleet.audit().total("refused") == 0
+
+
+def test_a_slow_learner_keeps_players_waiting_which_is_counted_and_shown(fleet: Fleet) -> None:
+    with fleet.survives(5.0):
+        waited = fleet.state().allowance_wait_s
+        fleet.learner.send(signal.SIGSTOP)
+        time.sleep(4.0)
+        held = fleet.state()
+        assert held.appended_steps >= held.allowance > 0, held  # the allowance is used up
+        fleet.learner.send(signal.SIGCONT)
+    fleet.processes.until(lambda: fleet.state().allowance_wait_s >= waited + 1.0, bound(5.0))
+    shown = fleet.processes.ddrl(fleet.server.url, "status", fleet.run, "--json").stdout
+    assert "allowance_wait_s" in shown, json.loads(shown)
+
+
+def test_a_disk_that_is_full_where_the_copy_of_the_checkpoint_goes(fleet: Fleet) -> None:
+    fleet.ready()
+    copy = fleet.processes.folder / "runs" / fleet.run / "checkpoint"
+    fleet.processes.until(copy.exists)
+    with fleet.survives(5.0):
+        soft, hard = resource.prlimit(fleet.learner.pid, resource.RLIMIT_FSIZE)
+        lines = len(fleet.learner.text())
+        resource.prlimit(fleet.learner.pid, resource.RLIMIT_FSIZE, (max(lines, 4096) + 4096, hard))
+        said = fleet.says(fleet.learner, "checkpoint")
+        assert "File too large" in said or "disk" in said, said
+        resource.prlimit(fleet.learner.pid, resource.RLIMIT_FSIZE, (soft, hard))
+    changed = max(path.stat().st_mtime_ns for path in copy.iterdir())
+    fleet.processes.until(
+        lambda: max(path.stat().st_mtime_ns for path in copy.iterdir()) > changed, bound(10.0)
+    )
