@@ -14,6 +14,8 @@ import signal
 import socket
 import tempfile
 import time
+from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +30,16 @@ from celery.signals import (
     worker_shutdown,
     worker_shutting_down,
 )
+from celery.worker import consumer
 from celery.worker import state as worker_state
 from celery.worker.control import inspect_command
 from kombu import Exchange, Queue
 from kombu.exceptions import OperationalError
+from kombu.transport import redis as transport
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from ddrl import embedded, envs, keys, monitoring, parent, presence, versions, watchdog
-from ddrl.presence import Presence
+from ddrl.presence import Presence, without_spaces
 from ddrl.store import connection, requests, workers
 
 ROLLOUT, EVALUATE = "ddrl.rollout", "ddrl.evaluate"
@@ -85,8 +89,11 @@ try:
     _memory_bytes = process_memory_bytes()
 except connection.StoreError as _error:  # `celery -A ddrl` would print a traceback
     raise SystemExit(f"ddrl: error: {_error}") from None
+transport.Channel.do_restore = (
+    False  # what a worker that ends has not begun is lost, and nothing is lost by that
+)
 app.conf.update(
-    task_queues=[Queue(name, Exchange(""), routing_key=name, no_ack=True) for name in queues()],
+    task_queues=[Queue(name, Exchange(name), routing_key=name) for name in queues()],
     task_default_queue=ROLLOUT,
     task_serializer="json",
     accept_content=["json"],
@@ -101,6 +108,9 @@ app.conf.update(
     worker_hijack_root_logger=True,
     broker_connection_retry_on_startup=True,
     broker_connection_max_retries=None,
+    broker_channel_error_retry=True,  # a disk or a memory that is full has room again some time
+    worker_consumer="ddrl.celery:Consumer",
+    worker_cancel_long_running_tasks_on_connection_loss=True,  # concerns late acknowledgement only; else it is said
     broker_use_ssl=connection.broker_ssl() or False,  # Flower reads it here; Kombu in the URL
     broker_transport_options={
         "global_keyprefix": keys.BROKER_PREFIX,
@@ -130,8 +140,14 @@ def send_rollout(run: str, queue: str, priority: str = "normal", time_limit_s: f
     _send(ROLLOUT, [run], queue, keys.PRIORITIES[priority], time_limit_s)
 
 
-def send_evaluation(run: str, evaluation_id: str, queue: str, time_limit_s: float | None = None) -> None:
+def send_evaluation(run: str, evaluation_id: str, queue: str, time_limit_s: float = 3600.0) -> None:
     """Send one evaluation; a run's own go before all, for its end depends on them.
+
+    Args:
+        run: its id.
+        evaluation_id: of an open evaluation, or of a request.
+        queue: where those wait who can play it.
+        time_limit_s: after which its process is ended; a step that hangs is noticed long before.
 
     Raises:
         UnreachableError: the server does not answer.
@@ -152,6 +168,7 @@ def _send(task: str, arguments: list[str], queue: str, priority: int, time_limit
 # --- a worker's life ---------------------------------------------------------------------------------
 
 _presence: Presence | None = None  # of this process, where it is a worker's main one
+_told: deque[str] = deque(maxlen=100)  # tasks whose processes ended
 
 
 @celeryd_init.connect  # type: ignore[untyped-decorator]
@@ -184,18 +201,50 @@ class PoolUp(bootsteps.StartStopStep):  # type: ignore[misc]
         os.environ[UP_VARIABLE] = str(self._folder)  # the pool is started after this, and spawns
 
     def start(self, worker: Any) -> None:
-        """Wait until all are up, or one has ended."""
+        """Wait until all are up, or one has ended, and until the server takes what a worker tells it."""
         processes = getattr(getattr(worker.pool, "_pool", None), "_pool", ())
         deadline = time.monotonic() + UP_TIMEOUT_S
         while (
             len(list(self._folder.iterdir())) < len(processes)
             and all(process.exitcode is None for process in processes)
-            and worker_state.should_stop is None
-            and worker_state.should_terminate is None
+            and not _is_leaving()
             and time.monotonic() < deadline
         ):
             time.sleep(0.02)
         shutil.rmtree(self._folder, ignore_errors=True)
+        _await_server(worker.hostname)
+
+
+class Consumer(consumer.Consumer):  # type: ignore[misc]
+    """Celery's, which begins again after a refusal of the server only when that takes commands again."""
+
+    def on_connection_error_after_connected(self, exc: Exception) -> None:
+        """Called when the connection, or a command on it, has failed."""
+        super().on_connection_error_after_connected(exc)
+        _await_server(self.hostname)
+
+
+def _await_server(node: str) -> None:
+    """Wait until the server takes what a worker writes to it; Celery's beginning would end at some refusals."""
+    client, said = connection.connect(), ""
+    while True:
+        worker_state.maybe_shutdown()
+        try:
+            client.set(keys.worker(f"{without_spaces(node)}~begins"), "", ex=1)
+            return
+        except connection.HINDRANCES as error:
+            text = connection.hindrance(error)
+            if text is None:
+                return
+            if text != said:
+                log.warning("%s; waiting", text)
+                said = text
+            time.sleep(0.5)
+
+
+def _is_leaving() -> bool:
+    """Whether a signal has asked this worker to end."""
+    return worker_state.should_stop is not None or worker_state.should_terminate is not None
 
 
 app.steps["worker"].add(PoolUp)
@@ -218,8 +267,6 @@ def _warm_up(**_: Any) -> None:
 @worker_ready.connect  # type: ignore[untyped-decorator]
 def _appear(sender: Any, **_: Any) -> None:
     """Tell of this worker from a thread of its own; from now on a second signal ends it at once."""
-    from ddrl.segment import without_spaces
-
     global _presence
 
     def pids() -> tuple[int, ...]:
@@ -282,10 +329,13 @@ def _disappear(**_: Any) -> None:
 
 
 @task_failure.connect  # type: ignore[untyped-decorator]
-def _note_lost_process(exception: BaseException, args: Any, **_: Any) -> None:
+def _note_lost_process(task_id: str, exception: BaseException, args: Any, **_: Any) -> None:
     """Tell a run of a process that ended while it played; its other errors were told by the task itself."""
     if _presence is None or not isinstance(exception, WorkerLostError | TimeLimitExceeded) or not args:
         return
+    if task_id in _told:  # a time limit comes twice
+        return
+    _told.append(task_id)
     happened: str | None
     if isinstance(exception, TimeLimitExceeded):
         happened = f"a task took longer than {exception.args[0]:g} s and was ended; mend the environment"
@@ -295,17 +345,27 @@ def _note_lost_process(exception: BaseException, args: Any, **_: Any) -> None:
         _presence.note_crash(str(args[0]), f"host {socket.gethostname()}: {happened}")
 
 
+_EXPECTED = (*connection.HINDRANCES, OperationalError, OSError, WorkerLostError, TimeLimitExceeded)
+
+
 class _Plain(logging.Filter):
     """Cuts what Celery says of a lost server or process down to its first line."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Every record passes."""
-        error = record.exc_info[1] if record.exc_info else None
         ours = record.name.startswith(("celery", "kombu"))  # not a user's own code
-        if ours and isinstance(error, (*connection.HINDRANCES, OperationalError, OSError, WorkerLostError)):
+        if ours and record.exc_info and any(isinstance(one, _EXPECTED) for one in _chain(record.exc_info[1])):
             record.msg = " ".join(record.getMessage().split())
             record.args, record.exc_info, record.exc_text = (), None, None
         return True
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, what it came of, and what that came of; a pool wraps them."""
+    while error is not None:
+        error = getattr(error, "exc", error)
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 @after_setup_logger.connect  # type: ignore[untyped-decorator]

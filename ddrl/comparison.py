@@ -131,11 +131,12 @@ def _draw(axes: Axes, curve: Curve, over: int, number: int) -> None:
 
 
 def _line(curve: Curve) -> tuple[Sequence[tuple[float, float, float]], np.ndarray]:
-    """Episodes and smoothed returns that are drawn: MAX_POINTS, and not the mean of the first one or two."""
-    means = smoothed([value for *_, value in curve.episodes])
-    begin = WINDOW // 4 if len(means) > WINDOW else 0
-    step = max(1, len(means) // MAX_POINTS)
-    return curve.episodes[begin::step], means[begin::step]
+    """Episodes and smoothed returns that are drawn: at most MAX_POINTS, the last one of those told together."""
+    rows, means = curve.episodes, smoothed([value for *_, value in curve.episodes])
+    begin = WINDOW // 4 if len(means) > WINDOW else 0  # the mean of one or two episodes says little
+    ends = [i for i in range(begin, len(rows)) if i + 1 == len(rows) or rows[i][:2] != rows[i + 1][:2]]
+    kept = ends[:: max(1, len(ends) // MAX_POINTS)]
+    return [rows[i] for i in kept], means[kept]
 
 
 def smoothed(returns: Sequence[float]) -> np.ndarray:

@@ -28,6 +28,7 @@ PAUSES_S = (
     4.0,
 )  # before the restarts that follow quick deaths; the last one for all later ones
 STOP_S = 15.0
+LAST_BYTES = 65_536  # of a log, in which the reason for an end is looked for
 _SERVERS_FAULT = ("OutOfMemoryError", "MISCONF", "ReadOnlyError", "BusyLoadingError")  # what Celery ends with
 
 
@@ -83,10 +84,14 @@ class Crew:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and issubclass(kind, KeyboardInterrupt):
-            self.kill()
-        else:
-            self.stop()
+        try:
+            if kind is not None and issubclass(kind, KeyboardInterrupt):
+                self.kill()
+            else:
+                self.stop()
+        finally:
+            os.close(self._reader)
+            os.close(self._writer)
 
     def start_learner(self, run: str, folder: Path) -> None:
         """Bring a learner for one run; its log goes to `folder`."""
@@ -189,7 +194,7 @@ class Crew:
 def _is_servers_fault(child: _Child) -> bool:
     """Whether a worker ended because the server does not take writes: Celery says so and ends, with code 0."""
     with child.log.open("rb") as file:
-        file.seek(child.log_begin)
+        file.seek(max(child.log_begin, file.seek(0, os.SEEK_END) - LAST_BYTES))
         text = file.read().decode(errors="replace")
     return any(sign in text for sign in _SERVERS_FAULT)
 

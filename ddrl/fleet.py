@@ -31,7 +31,6 @@ log = logging.getLogger(__name__)
 LOOK_S = 0.1  # between two looks at the rivals
 LOOK_PER_RUN_S = 0.01  # the same, of many
 SURVEY_S = 2.0  # between two looks at the heartbeats
-PATIENT_LOOKS = 2  # at an empty queue, before a run sends out of its turn
 REFUSED_S = 1.0  # between messages of a run that some machine refuses: each may be taken in vain
 CLAIM_AFTER_S = 0.3  # of waiting
 CLAIM_EVERY_S = 1.0
@@ -59,7 +58,6 @@ class Dispatcher:
         self._names = [run]
         self._queue, self._priority = "", "normal"
         self._refused = False
-        self._empty = 0  # looks in a row at which no message waited
         self._survey_at = self._look_at = self._send_at = self._claim_at = 0.0
         self._surveyed_at = self._trusted_at = time.monotonic()
         self._suspects: frozenset[int] = frozenset()
@@ -76,21 +74,17 @@ class Dispatcher:
         if now < self._look_at:
             return 0
         self._look_at = now + max(LOOK_S, LOOK_PER_RUN_S * len(self._names)) - 0.01
-        found, length = segments.look(self._client, self._names, self._queue, self._priority)
+        told = segments.Standing(self._run, round(self._shares.ahead_s * 1e3), self._shares.recent)
+        found, length = segments.look(self._client, self._names, self._queue, self._priority, told)
         mine = next((rival for rival in found if rival.run == self._run), None)
         if mine is None:  # paused or ended meanwhile
             return 0
         if mine.priority != self._priority:  # changed meanwhile
             self._survey_at = self._look_at = now
             return 0
-        rivals = [rival for rival in found if self._capacity.meet(rival.queue, mine.queue)]
-        self._shares.look(rivals, self._capacity, now_s=now)
-        self._empty = 0 if length else self._empty + 1
-        waiting = mine.waiting
-        if waiting and self._empty >= PATIENT_LOOKS:
-            waiting = segments.recount(self._client, self._run, self._queue, self._priority)
-        self._claim(mine, rivals, now)
-        missing = self._wanted(mine, rivals) - waiting
+        self._shares.look(found, self._capacity, length=length, now_s=now)
+        self._claim(mine, now)
+        missing = self._shares.wanted() - mine.waiting
         if missing <= 0 or now < self._send_at:
             return 0
         self._send_at = now + (REFUSED_S if self._refused else 0.0)
@@ -99,26 +93,7 @@ class Dispatcher:
             self._send(self._queue, self._priority)
         return missing
 
-    def _wanted(self, mine: Rival, rivals: Sequence[Rival]) -> int:
-        """How many messages should wait now."""
-        others = [rival for rival in rivals if rival.run != self._run and rival.wants]
-        total = self._capacity.messages(self._queue)
-        if not others:
-            return total
-        if not mine.wants:
-            return 0
-        wanted = self._shares.messages(total)
-        if wanted or self._empty < PATIENT_LOOKS:
-            return wanted
-        # Its turn or not, nothing waits: those whose turn it is do not use their processes.
-        elsewhere = [
-            rival for rival in others if rival.priority == mine.priority and rival.queue != mine.queue
-        ]
-        if any(rival.waiting and self._capacity.covers(rival.queue, mine.queue) for rival in elsewhere):
-            return 0
-        return max(1, math.ceil(total * self._shares.accounts[self._run].share))
-
-    def _claim(self, mine: Rival, rivals: Sequence[Rival], now: float) -> None:
+    def _claim(self, mine: Rival, now: float) -> None:
         """Have processes of lower priorities end their segments while messages wait in vain."""
         if not (mine.waiting and mine.wants):
             self._claim_at = now + CLAIM_AFTER_S
@@ -126,14 +101,13 @@ class Dispatcher:
         if now < self._claim_at:
             return
         self._claim_at = now + CLAIM_EVERY_S
-        left = mine.waiting
-        playing = {run: account.playing for run, account in self._shares.accounts.items()}
-        level = keys.PRIORITIES
-        lower = [rival for rival in rivals if level[rival.priority] > level[mine.priority]]
-        for rival in sorted(lower, key=lambda rival: (-level[rival.priority], -playing[rival.run])):
-            claimed = min(left, math.ceil(playing[rival.run] - 0.1))
+        level, left = keys.PRIORITIES, mine.waiting
+        accounts = self._shares.accounts.values()
+        lower = [one for one in accounts if level[one.rival.priority] > level[mine.priority]]
+        for account in sorted(lower, key=lambda one: (-level[one.rival.priority], -one.playing)):
+            claimed = min(left, math.ceil(account.playing - 0.1))
             if claimed > 0:
-                stream.claim(self._client, rival.run, claimed, for_ms=round(CLAIM_EVERY_S * 1e3))
+                stream.claim(self._client, account.rival.run, claimed, for_ms=round(CLAIM_EVERY_S * 1e3))
                 left -= claimed
 
     # --- every few seconds -------------------------------------------------------------------------------
@@ -143,8 +117,11 @@ class Dispatcher:
         self._survey_at = now + SURVEY_S
         fleet = workers.alive(self._client)
         self._capacity = Capacity(fleet)
+        try:
+            state = runs.state(self._client, self._run)
+        except runs.UnknownRunError:  # the learner will notice
+            return
         self._names = sorted({*runs.active_names(self._client), self._run})
-        state = runs.state(self._client, self._run)
         self._queue, self._priority = state.queue, state.priority
         segments.recount(self._client, self._run, self._queue, self._priority)
         self._refused = bool(segments.refusals(self._client, self._run))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+EVERY_S = 600.0
 BATCH = 500  # keys asked for their size at once
 
 
@@ -37,6 +39,29 @@ class Pruned:
     ended_s: float
     num_bytes: int
     reason: str
+
+
+class Retention:
+    """Prunes again and again, for a process that stays.
+
+    Args:
+        older_than_s, max_bytes: as `prune` takes them.
+        every_s: time between two rounds.
+    """
+
+    def __init__(
+        self, older_than_s: float | None, max_bytes: int | None, *, every_s: float = EVERY_S
+    ) -> None:
+        self._older_than_s, self._max_bytes, self._every_s = older_than_s, max_bytes, every_s
+        self._next = 0.0
+
+    def apply(self, client: Redis) -> list[Pruned]:
+        """Prune where it is time to; what went."""
+        now = time.monotonic()
+        if now < self._next:
+            return []
+        self._next = now + self._every_s
+        return prune(client, self._older_than_s, self._max_bytes)
 
 
 def prune(
@@ -64,9 +89,9 @@ def prune(
     for state in sorted(ended, key=lambda state: state.ended_s):
         age_s, size = now_s - state.ended_s, sizes[state.run]
         if older_than_s is not None and age_s > older_than_s:
-            reason = f"ended {age_s / 86400:.1f} days ago"
+            reason = "too old"
         elif max_bytes is not None and total > max_bytes:
-            reason = f"ended runs take {total} bytes of {max_bytes}"
+            reason = f"ended runs take {total / 1e6:.1f} MB, more than {max_bytes / 1e6:.1f} MB"
         else:
             continue
         if not dry_run and not _deleted(client, state.run):

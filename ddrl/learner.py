@@ -28,9 +28,10 @@ from ddrl.algorithms.base import Resolved
 from ddrl.config import RunConfig
 from ddrl.device import to_device, to_host
 from ddrl.replay.accounts import Accounts
-from ddrl.replay.experience import experience, longest_fragment
+from ddrl.replay.experience import experience, longest_fragment, to_refill
 from ddrl.replay.feed import Bounds, Feed, Staged, stage, stored
-from ddrl.replay.sampled import Drawn
+from ddrl.replay.fifo import Fifo
+from ddrl.replay.sampled import Drawn, Sampled
 from ddrl.service import Board, Service, Tensors
 from ddrl.store import stream
 from ddrl.store.checkpoints import Counters
@@ -57,6 +58,7 @@ class Learner:
         config: the run's.
         resolved: its algorithm and spaces.
         device: where networks and batches live.
+        held: experience to go on with, of a learner of this run whose server was lost; it is as of the checkpoint.
     """
 
     def __init__(
@@ -69,15 +71,23 @@ class Learner:
         resolved: Resolved,
         *,
         device: torch.device,
+        held: Sampled | Fifo | None = None,
     ) -> None:
         self._client, self._feed_client = client, feed_client
         self._run, self._token, self._config = run, token, config
         self._device, self._spec = device, resolved.spec
         self._on_policy = resolved.on_policy
         self.algorithm = resolved.learner(device=device, seed=config.seed)
-        self.experience = experience(
-            config, resolved.config, resolved.spec, on_policy=self._on_policy, sequences=resolved.sequences
-        )
+        self._is_held = held is not None
+        if held is None:
+            held = experience(
+                config,
+                resolved.config,
+                resolved.spec,
+                on_policy=self._on_policy,
+                sequences=resolved.sequences,
+            )
+        self.experience = held
         most_steps = longest_fragment(config.rollout, resolved.sequences)
         memory_size = getattr(resolved.config, "memory_size", 0)
         bounds = Bounds(most_steps, config.env.num_envs, resolved.context, memory_size)
@@ -128,11 +138,18 @@ class Learner:
             board.add_elapsed(counters.elapsed_s)
             self.accounts.load_state(counters)
             self.experience.first_version = version if version > latest else 0
-            self._rebuild(counters, version)
-            self.experience.load_state(
-                {name.removeprefix(REPLAY): tensor.numpy() for name, tensor in held.items()}
+            if not self._is_held:
+                self._rebuild(counters, version)
+                self.experience.load_state(
+                    {name.removeprefix(REPLAY): tensor.numpy() for name, tensor in held.items()}
+                )
+                self.experience.num_dropped = (
+                    counters.dropped + counters.waiting - self.experience.num_waiting
+                )
+            size = len(self.experience)
+            board.refilled = counters.refilled + to_refill(
+                counters.held, size, self._config.replay.warmup_steps
             )
-            self.experience.num_dropped = counters.dropped + counters.waiting - self.experience.num_waiting
         elif (initial := service.initial()) is not None:
             source, parameters = initial
             fresh = self.algorithm.warm_start(parameters)
@@ -159,6 +176,13 @@ class Learner:
                     self.experience.admit(staged.prepared, staged.entry_id, version=version)
             self.service.retention.admitted(staged.entry_id, staged.cumulative_bytes, staged.num_bytes)
         stream.trim(self._client, self._run, self._token, oldest)  # what only the former learner's view held
+
+    def leave(self, *, keep_experience: bool = False) -> None:
+        """End what runs in the background, and tell nobody; call when the training thread has returned."""
+        if self._feed is not None:
+            self._feed.stop()
+        if not keep_experience:
+            self.experience.close()
 
     def finish(self) -> None:
         """Publish and checkpoint what there is; call when the training thread has returned, again if it fails.
@@ -223,15 +247,10 @@ class Learner:
                 self.experience.admit(staged.prepared, staged.entry_id, version=self.version)
             except ValueError as error:
                 reason = str(error)
-        before = self.accounts.cursor
         gone = self.accounts.take(staged, consumed=not reason)
         if gone:
-            lost = (
-                f"{gone} fragment{'s' * (gone > 1)} between {before.decode()} and {staged.entry_id.decode()}"
-            )
-            lost += " went from the stream unread"
-            self._board.gone.append(lost)
-            log.warning("%s", lost)
+            log.warning("%s", gone)
+            self._board.gone.append(gone)
         if reason:
             log.warning("entry %s refused: %s", staged.entry_id.decode(), reason)
             self._board.refused.append((staged.entry_id, staged.head, reason))
@@ -245,7 +264,9 @@ class Learner:
         board = self._board
         if self._on_policy and board.weights is not None:
             return None
-        return self.experience.draw(num_steps=board.steps, num_updates=board.updates, version=board.version)
+        return self.experience.draw(
+            num_steps=board.paced_steps, num_updates=board.updates, version=board.version
+        )
 
     def _update(self, batch: Drawn | Trajectories) -> None:
         figures = dict(self.algorithm.update(to_device(batch, self._device)))
@@ -303,12 +324,14 @@ class Learner:
             oldest=(oldest or stream.following(cursor)).decode(),
             dropped=self.experience.num_dropped,
             waiting=self.experience.num_waiting,
+            held=0 if self._on_policy else len(self.experience),
+            refilled=self._board.refilled,
         )
 
     # --- the service thread --------------------------------------------------------------------------
 
     def serve(self) -> None:
-        """One round of what the server must be told; call it about twenty times a second. As `Service.serve`."""
+        """One round of what the server must be told, as `Service.serve`; call it about twenty times a second."""
         self.service.serve()
 
     def snapshot(self) -> tuple[Counters, Tensors]:
@@ -338,15 +361,6 @@ class Learner:
     @copy_to.setter
     def copy_to(self, copy: Callable[[bytes, Mapping[str, Any]], object] | None) -> None:
         self.service.copy_to = copy
-
-    @property
-    def pinned(self) -> frozenset[int]:
-        """Versions that must not be dropped."""
-        return self.service.pinned
-
-    @pinned.setter
-    def pinned(self, versions: frozenset[int]) -> None:
-        self.service.pinned = versions
 
     # --- what anybody may ask ------------------------------------------------------------------------
 

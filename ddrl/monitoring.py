@@ -82,7 +82,7 @@ FIGURE = "ddrl_learner_figure"  # of the algorithm, by name
 
 _run: str | None = None
 _serving = threading.Lock()
-_served = False
+_served: bool | None = None  # None: not tried yet
 
 
 def start_learner() -> bool:
@@ -141,24 +141,28 @@ def _start(collector: Callable[[], Any]) -> bool:
     if not text:
         return False
     with _serving:
-        if _served:
-            return True
-        _served = True  # also where it fails: one warning is enough
-        try:
-            host, port = address(text)
-            from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
+        if _served is None:  # once, also where it fails: one warning is enough
+            _served = _open(text, collector)
+        return _served
 
-            registry = CollectorRegistry()
-            ProcessCollector(registry=registry)
-            registry.register(collector())
-            start_http_server(port, host, registry)
-        except ValueError as error:
-            log.warning("%s; no figures are served", error)
-        except OSError as error:
-            log.warning("%s=%s: %s; no figures are served", VARIABLE, text, error.strerror or error)
-        else:
-            log.info("figures for Prometheus at http://%s:%d/metrics", host, port)
-            return True
+
+def _open(text: str, collector: Callable[[], Any]) -> bool:
+    """Serve a collector's figures at an address; one line if that cannot be."""
+    try:
+        host, port = address(text)
+        from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
+
+        registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        registry.register(collector())
+        start_http_server(port, host, registry)
+    except ValueError as error:
+        log.warning("%s; no figures are served", error)
+    except OSError as error:
+        log.warning("%s=%s: %s; no figures are served", VARIABLE, text, error.strerror or error)
+    else:
+        log.info("figures for Prometheus at http://%s:%d/metrics", host, port)
+        return True
     return False
 
 

@@ -84,15 +84,16 @@ class Presence:
     def _work(self) -> None:
         client = connection.connect()
         crashes: list[tuple[str, str]] = []
-        draining, welcome = False, False
+        draining, welcome, pause_s = False, False, 0.0
         while True:
             try:
-                order = self._orders.get(timeout=DRAIN_EVERY_S if draining else workers.BEAT_S)
+                order = self._orders.get(timeout=pause_s)
             except queue.Empty:
                 order = ""
             if isinstance(order, tuple):
                 crashes.append(order)
             draining = draining or order == _DRAIN
+            pause_s = DRAIN_EVERY_S if draining else workers.BEAT_S
             try:
                 if order == _GO:
                     workers.leave(client, self.node)
@@ -147,3 +148,8 @@ def _lines(path: Path) -> list[str]:
         return path.read_text().splitlines()
     except OSError:
         return []
+
+
+def without_spaces(name: str) -> str:
+    """A host's or worker's name as the server keeps it among other words."""
+    return "_".join(name.split())

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING
 
 from ddrl import monitoring
 from ddrl.config import ConfigError
-from ddrl.session import GONE, Patience, Session, warm_up
-from ddrl.store import connection, copies, lease, runs, seeds
+from ddrl.housekeeping import Retention
+from ddrl.session import GONE, Rescued, Session, warm_up
+from ddrl.store import connection, copies, lease, runs
 from ddrl.store.connection import StoreError
+from ddrl.store.patience import Patience
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -49,14 +51,31 @@ class Interrupt:
         self.event.set()
 
 
-def serve(client: Redis, folder: Path, interrupt: Interrupt, *, poll_s: float = POLL_S) -> None:
-    """Learn whatever runs wait for a learner, one after another, until interrupted."""
+def serve(
+    client: Redis,
+    folder: Path,
+    interrupt: Interrupt,
+    *,
+    poll_s: float = POLL_S,
+    retention: Retention | None = None,
+) -> None:
+    """Learn whatever runs wait for a learner, one after another, until interrupted; between them ended ones go.
+
+    Args:
+        client: connection to the server.
+        folder: the runs' artifacts go to folders in it.
+        interrupt: the process's wish to end.
+        poll_s: time between two looks.
+        retention: which ended runs go from the server; None: none.
+    """
     log.info("waits for runs")
     monitoring.start_learner()
     spared: dict[str, float] = {}  # run -> until when it is left alone
     patience = Patience()
     while not interrupt.event.is_set():
         try:
+            if retention is not None:
+                retention.apply(client)
             now = time.monotonic()
             for run, asker in lease.free(client, runs.active_names(client)):
                 if asker:  # it takes the run in a moment, unless it has died
@@ -114,22 +133,22 @@ def learn(
     """
     claim = _Claim(client, run, folder / run, waits=waits, take_over=take_over)
     patience = Patience()
-    seed: seeds.Seed | None = None
+    rescued: Rescued | None = None
     while not interrupt.event.is_set():
         try:
-            if seed is not None:
-                copies.plant(client, run, folder / run, seed)
-                seed = None
+            if rescued is not None:
+                copies.plant(client, run, folder / run, rescued.seed)
             token = claim.take(interrupt.event)
             patience.over()
             if token is None:
                 return None
-            session = Session(client, run, token, folder / run, interrupt.event)
+            session = Session(client, run, token, folder / run, interrupt.event, rescued)
+            rescued = None
             try:
                 with monitoring.learning(run):
                     return session.go()
             except GONE:
-                seed = session.seed
+                rescued = session.rescued
             finally:
                 _release(client, run, token)
         except connection.HINDRANCES as error:

@@ -88,8 +88,8 @@ class EnvConfig(Section):
     )
     same_versions: bool = Field(
         True,
-        description="Machines with other versions of ddrl, gymnasium or the environment's package than the submitter's do "
-        "not play the run. False: they do, and experience of several versions mixes.",
+        description="Machines with other versions of ddrl, gymnasium or the environment's package than the "
+        "submitter's do not play the run. False: they do, and experience of several versions mixes.",
     )
     frame_stack: int = Field(
         1,

@@ -21,6 +21,7 @@ from ddrl import codec, envs, tensors, versions
 from ddrl.algorithms import base
 from ddrl.collector import Collector
 from ddrl.config import RunConfig
+from ddrl.presence import without_spaces
 from ddrl.store import connection, runs, segments, stream, weights
 from ddrl.store.stream import Answer, Appended
 from ddrl.watchdog import Watch
@@ -333,8 +334,3 @@ def prepare(client: Redis, most: int = 3) -> None:
         if ":" not in config.env.id and versions.custom_network(config) is None:
             envs.prepare(config.env.id)
             base.resolve(config, runs.spaces(client, run)).policy()
-
-
-def without_spaces(name: str) -> str:
-    """A host's or worker's name as the server keeps it among other words."""
-    return "_".join(name.split())

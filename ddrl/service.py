@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RENEW_S = 0.75  # a quarter of the lease
-SLOW_S = 1.0  # a round without large writes that took so long waited for the server
+SLOW_S = 1.0  # a round that takes longer than this,
+BYTES_PER_S = 20e6  # and than its writes at this pace, has waited for the server
 CHECKPOINT_BYTES_PER_S = 1e6  # what checkpoints may cost the server on average
 TRAILING_EPISODES = 20
 
@@ -50,6 +51,8 @@ class Board:
     def __init__(self) -> None:
         # By the training thread.
         self.updates = self.steps = 0
+        self.refilled = 0
+        """Of the steps, those that the pace leaves out; see `Counters`."""
         self.counters = Counters()
         """As of the last entry admitted, all at once."""
         self.figures: Tensors = {}
@@ -67,6 +70,11 @@ class Board:
         self.wants_state = threading.Event()
         self._started = time.monotonic()
         self._elapsed_before_s = 0.0
+
+    @property
+    def paced_steps(self) -> int:
+        """Steps that the pace counts."""
+        return self.steps - self.refilled
 
     @property
     def elapsed_s(self) -> float:
@@ -118,6 +126,7 @@ class Service:
         self._hindered_at = 0.0  # since when the server cannot serve
         self._is_full = False
         self._waited_s = 0.0
+        self._written_bytes = 0  # large writes
         self._last_row = (now, 0, 0, 0.0, 0.0)
 
     # --- the beginning and the end ---------------------------------------------------------------------
@@ -210,8 +219,7 @@ class Service:
     @contextlib.contextmanager
     def _noticing(self) -> Iterator[None]:
         """Count what is waited for a server that cannot serve."""
-        started = time.monotonic()
-        is_light = self._board.weights is None and self._board.state is None
+        started, before = time.monotonic(), self._written_bytes
         try:
             yield
         except connection.HINDRANCES as error:
@@ -220,11 +228,12 @@ class Service:
                 self._is_full = connection.is_full(error)
             raise
         now = time.monotonic()
+        slow = now - started - (self._written_bytes - before) / BYTES_PER_S
         if self._hindered_at:
             self._waited_s += now - self._hindered_at
-        elif is_light and now - started > SLOW_S:
-            self._waited_s += now - started
-            log.warning("the server took %.0f s to answer", now - started)
+        elif slow > SLOW_S:
+            self._waited_s += slow
+            log.warning("the server took %.1f s to answer", slow)
         self._hindered_at, self._is_full = 0.0, False
 
     def _make_room(self, *, may_trim: bool) -> None:
@@ -293,19 +302,20 @@ class Service:
             max_bytes=int(policy.max_bytes),
             pinned=self.pinned,
         )
-        version = stored.latest + 1
+        version, blob = stored.latest + 1, _encoded(parameters)
         allowance = self._allowance(version)
         weights.publish(
             self._client,
             self._run,
             self._token,
             version=version,
-            blob=_encoded(parameters),
+            blob=blob,
             allowance=allowance,
             players=self._experience.players,
             updates=self._board.updates,
             drop=drop,
         )
+        self._written_bytes += len(blob)
         self._board.version, self._allowed, self.published_updates = version, allowance, updates
 
     def _raise_allowance(self) -> None:
@@ -319,7 +329,9 @@ class Service:
     def _allowance(self, version: int) -> int:
         """Environment steps that may have been appended in all once `version` is published."""
         board = self._board
-        return self._experience.allowance(num_steps=board.steps, num_updates=board.updates, version=version)
+        return board.refilled + self._experience.allowance(
+            num_steps=board.paced_steps, num_updates=board.updates, version=version
+        )
 
     def _store(self) -> None:
         """Store a checkpoint that was taken, or have one taken when it is time."""
@@ -335,6 +347,7 @@ class Service:
         self.renew()
         blob, meta = _encoded(state), dict(vars(counters))
         checkpoints.save(self._client, self._run, self._token, blob, meta, between=self.renew)
+        self._written_bytes += len(blob)
         self.retention.checkpoint = counters
         every = max(self._config.learner.checkpoint_every_s, len(blob) / CHECKPOINT_BYTES_PER_S)
         self._checkpoint_at = time.monotonic() + every
@@ -366,7 +379,7 @@ class Service:
             "updates": updates,
             "env_steps_per_s": (steps - steps_then) / elapsed,
             "updates_per_s": (updates - updates_then) / elapsed,
-            **self._experience.figures(num_steps=steps, num_updates=updates),
+            **self._experience.figures(num_steps=board.paced_steps, num_updates=updates),
             "admitted": accounts.consumed,
             "dead": accounts.refused,
             "version": board.version,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +18,11 @@ from ddrl.algorithms import base
 from ddrl.config import ConfigError, RunConfig
 from ddrl.fleet import Dispatcher, Progress, Referee
 from ddrl.learner import Learner
-from ddrl.store import budget, connection, copies, lease, logs, runs, seeds
+from ddrl.replay.fifo import Fifo
+from ddrl.replay.sampled import Sampled
+from ddrl.store import budget, checkpoints, connection, copies, lease, logs, runs, seeds
 from ddrl.store.connection import StoreError
+from ddrl.store.patience import Patience
 from ddrl.types import EnvSpec
 
 if TYPE_CHECKING:
@@ -31,34 +33,17 @@ log = logging.getLogger(__name__)
 TICK_S = 0.05
 DISPATCH_S = 0.1
 STATUS_S = 0.25
-RENEW_S = lease.TTL_MS / 4e3
 RETRY_S = 1.0
 GONE = (lease.RunGoneError, runs.UnknownRunError)
 LOOK_S = 5.0  # between two looks at what the server knows of the run
 
 
-class Patience:
-    """Says once that the server cannot serve, and once that it does again."""
+@dataclass(frozen=True)
+class Rescued:
+    """What a learner holds of a run that its server has lost: all but what it had not read, and figures."""
 
-    def __init__(self) -> None:
-        self._since = 0.0
-        self._said = ""
-
-    def bear(self, error: Exception) -> None:
-        """Take an error of the server that waiting may mend; raise any other."""
-        text = connection.hindrance(error)
-        if text is None:
-            raise error
-        self._since = self._since or time.monotonic()
-        if text != self._said:
-            log.warning("%s; waiting for it", text)
-        self._said = text
-
-    def over(self) -> None:
-        """The server has served."""
-        if self._since:
-            log.info("the server serves again after %.0f s", time.monotonic() - self._since)
-        self._since, self._said = 0.0, ""
+    seed: seeds.Seed
+    experience: Sampled | Fifo
 
 
 class Session:
@@ -70,10 +55,17 @@ class Session:
         token: fencing token of the lease, which stays held until `go` returns or raises.
         folder: the run's.
         interrupted: the process is to end; the run stays active for the next learner.
+        rescued: by this learner's last session with the run, whose server has lost it.
     """
 
     def __init__(
-        self, client: Redis, run: str, token: int, folder: Path, interrupted: threading.Event
+        self,
+        client: Redis,
+        run: str,
+        token: int,
+        folder: Path,
+        interrupted: threading.Event,
+        rescued: Rescued | None = None,
     ) -> None:
         self._client, self._run, self._token = client, run, token
         self._folder, self._interrupted = folder, interrupted
@@ -81,37 +73,40 @@ class Session:
         self._config: RunConfig = runs.config(client, run)
         self._config_version = int(self._known.state.get("config_version", 0))
         self._copier = copies.Copier(folder)
+        self._feed_client = connection.connect_blocking()
         self._patience = Patience()
         self._status = "active"
         self._asker = ""  # who asked for the run
         self._end: tuple[str, str] | None = None  # (status, reason)
         self._error: Exception | None = None
-        self._left = threading.Event()
+        self._given = rescued
         self._status_at = self._dispatch_at = self._tick_at = 0.0
         self._look_at = time.monotonic() + LOOK_S
-        self.seed: seeds.Seed | None = None
-        """All of the run, where the server knows it no more."""
+        self.rescued: Rescued | None = None
+        """Of a run that the server knows no more."""
 
     def go(self) -> str | None:
         """Learn to the end; the status of the run, None when it goes on without this learner.
 
         Raises:
             LeaseLostError: another learner took over.
-            RunGoneError, UnknownRunError: the server knows the run no more; `seed` is what can be planted again.
+            RunGoneError, UnknownRunError: the server knows the run no more; see `rescued`.
         """
-        keeper = threading.Thread(target=self._keep_lease, name="lease", daemon=True)
-        keeper.start()
+        source = f"learner {socket.gethostname()}"
         try:
-            with logs.sending(self._run, f"learner {socket.gethostname()}"):
+            with lease.kept(self._run, self._token), logs.sending(self._run, source):
                 return self._go()
+        except lease.LeaseLostError:
+            raise lease.LeaseLostError(
+                f"run {self._run}: the learner on {self._successor()} took it over; this one has stopped writing"
+            ) from None
         finally:
-            self._left.set()
-            keeper.join()
+            self._feed_client.close()
 
     def _go(self) -> str | None:
         try:
             self._wire()
-            self._learner.pinned = self._referee.pinned
+            self._learner.service.pinned = self._referee.pinned
             self._learner.restore()
             self._check_memory()
         except (lease.LeaseLostError, *GONE, *connection.HINDRANCES):
@@ -128,7 +123,16 @@ class Session:
         finally:
             self._learner.stopping.set()
             service.join()
-        return self._close()
+        try:
+            return self._close()
+        finally:
+            self._learner.leave(keep_experience=self.rescued is not None)
+
+    def _successor(self) -> str:
+        try:
+            return runs.state(self._client, self._run).host
+        except (StoreError, *connection.HINDRANCES):
+            return "another host"
 
     # --- the beginning -----------------------------------------------------------------------------------
 
@@ -139,12 +143,13 @@ class Session:
         resolved = base.resolve(config, runs.spaces(self._client, run))
         self._learner = Learner(
             self._client,
-            connection.connect_blocking(),
+            self._feed_client,
             run,
             self._token,
             config,
             resolved,
             device=device,
+            held=self._held(),
         )
         self._learner.copy_to = self._copy
         state = runs.state(self._client, run)
@@ -165,6 +170,15 @@ class Session:
         )
         log.info("learns %s on %s", run, device)
 
+    def _held(self) -> Sampled | Fifo | None:
+        """The experience that was rescued, if the checkpoint is the one that was taken with it."""
+        newest = checkpoints.meta(self._client, self._run)
+        if self._given is None or newest is None:
+            return None
+        taken = self._given.seed.meta
+        is_same = all(newest[name] == taken[name] for name in ("cursor", "updates", "env_steps"))
+        return self._given.experience if is_same else None
+
     def _check_memory(self) -> None:
         """Refuse to begin what the server's memory cannot hold to its end; ConfigError."""
         learner, config = self._learner, self._config
@@ -178,14 +192,6 @@ class Session:
             self._token,
             budget.needed_bytes(config, checkpoint_bytes=checkpoint, weights_bytes=parameters),
         )
-
-    def _keep_lease(self) -> None:
-        """Hold the lease whatever else takes long; who must stop writing hears it from his own writes."""
-        client = connection.connect()
-        while not self._left.wait(RENEW_S):
-            with contextlib.suppress(StoreError, *connection.HINDRANCES):
-                lease.renew(client, self._run, self._token)
-        client.close()
 
     # --- the service thread --------------------------------------------------------------------------------
 
@@ -201,7 +207,7 @@ class Session:
                 self._bear(error)
             except GONE as error:
                 self._error = error
-                self._take_seed()
+                self._rescue()
                 self._learner.stopping.set()
             except Exception as error:
                 self._error = error
@@ -219,7 +225,7 @@ class Session:
 
     def _tick(self) -> None:
         learner, now = self._learner, time.monotonic()
-        learner.pinned = self._referee.pinned
+        learner.service.pinned = self._referee.pinned
         learner.serve()
         if now < self._tick_at:  # woken for a publication alone
             return
@@ -227,9 +233,9 @@ class Session:
         if now >= self._status_at:
             self._status_at = now + STATUS_S
             self._heed()
-        if now >= self._look_at:
-            self._look_at = now + LOOK_S
-            self._known = seeds.known(self._client, self._run)
+            if now >= self._look_at or "first_step_ms" not in self._known.state:
+                self._look_at = now + LOOK_S
+                self._known = seeds.known(self._client, self._run)
         if self._status == "active" and now >= self._dispatch_at:
             self._dispatch_at = now + DISPATCH_S
             self._dispatcher.tick()
@@ -262,11 +268,12 @@ class Session:
             self._learner.adopt(self._config)
             self._referee.adopt(self._config.evaluation, self._config.stop)
 
-    def _take_seed(self) -> None:
+    def _rescue(self) -> None:
         """Keep all of the run, as the server lost it."""
         counters, state = self._learner.snapshot()
-        self.seed = self._seed(_encoded(state), asdict(counters))
-        self._copier.put(self.seed)  # were this process to end before the run is planted again
+        seed = self._seed(_encoded(state), asdict(counters))
+        self._copier.put(seed)  # were this process to end before the run is planted again
+        self.rescued = Rescued(seed, self._learner.experience)
 
     def _seed(self, blob: bytes, meta: Mapping[str, Any]) -> seeds.Seed:
         """The run as known last, with a checkpoint."""

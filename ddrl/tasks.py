@@ -17,7 +17,8 @@ from ddrl.config import ConfigError, RunConfig
 from ddrl.evaluation import evaluate as play_episodes
 from ddrl.evaluation import with_noops
 from ddrl.modules import first_line
-from ddrl.segment import Players, play, without_spaces
+from ddrl.presence import without_spaces
+from ddrl.segment import Players, play
 from ddrl.store import connection, evaluations, logs, requests, runs, segments
 from ddrl.versions import UnfitError
 from ddrl.watchdog import Watch
@@ -29,6 +30,7 @@ T = TypeVar("T")
 
 PAUSE_S = 1.0  # between a task that could not be played and the next, so that none of them spins
 PATIENCE_S = 60.0  # for storing what was played, while the server cannot take it
+REPEAT_S = 30.0  # before the same warning is logged again
 SIGN_EVERY_S = 3.0  # of life, while a request is played
 
 _SERVED = frozenset(queues("rollout"))
@@ -69,10 +71,10 @@ def plainly(client: Redis, run: str, node: str) -> Iterator[None]:
     except connection.HINDRANCES as error:
         if (text := connection.hindrance(error)) is None:
             text = f"the server refuses a command ({first_line(error)}); see the rights of the worker's user"
-        log.warning("run %s: %s", run, text)
+        _warn(run, text)
     except (UnfitError, ConfigError, connection.StoreError) as error:
         reason = str(error) if isinstance(error, UnfitError) else f"host {host}: {error}"
-        log.warning("run %s: %s", run, reason)
+        _warn(run, reason)
         with suppress(*connection.HINDRANCES):
             segments.note_refusal(client, run, host, reason)
     except Exception as error:
@@ -85,6 +87,16 @@ def plainly(client: Redis, run: str, node: str) -> Iterator[None]:
     else:
         return
     time.sleep(PAUSE_S)
+
+
+def _warn(run: str, text: str) -> None:
+    """Log a warning, but not the same again within REPEAT_S."""
+    said: dict[str, float] = _mine.__dict__.setdefault("said", {})
+    if time.monotonic() - said.get(text, -REPEAT_S) >= REPEAT_S:
+        if len(said) > 100:
+            said.clear()
+        said[text] = time.monotonic()
+        log.warning("run %s: %s", run, text)
 
 
 @app.task(name=ROLLOUT, bind=True)  # type: ignore[untyped-decorator]

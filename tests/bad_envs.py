@@ -18,7 +18,8 @@ def make(kind: str, steps: int = 50, marker: str = "") -> gymnasium.Env[Any, Any
     """An environment that goes wrong after `steps` steps.
 
     Args:
-        kind: segfault; raise; hang, which lets other threads work; hold, which does not; eat, memory; none.
+        kind: segfault; raise; hang, which lets other threads work; hold, which does not; eat, memory;
+            sleep, 10 ms a step from the beginning; none.
         steps: of this environment.
         marker: a file; once it is there nothing goes wrong any more, and going wrong makes it.
     """
@@ -36,7 +37,9 @@ class Bad(gymnasium.Wrapper[Any, Any, Any, Any]):
     def step(self, action: Any) -> Any:
         """Goes wrong once no steps are left."""
         self._left -= 1
-        if self._left < 0 and self._kind != "none" and not (self._marker and Path(self._marker).exists()):
+        if self._kind == "sleep":
+            time.sleep(0.01)
+        if self._left < 0 and self._kind not in ("none", "sleep") and not (self._marker and Path(self._marker).exists()):
             if self._marker:
                 Path(self._marker).touch()
             self._go_wrong()

@@ -82,12 +82,19 @@ class Fleet:
     def ready(self) -> None:
         """Server, learner and worker are there, and the run goes on: whatever the fault before has left."""
         if not self.server.answers():
+            self.server.kill()
             self.server.start()
         if not self.worker.running:
             self.worker = self.start_worker()
         if not self.learner.running:
             self.learner = self.start_learner()
         self.goes_on(60.0)
+
+    def tidy(self) -> None:
+        """End what a test has started beside the fleet's own worker and learner."""
+        for process in self.processes.started:
+            if process.running and process not in (self.worker, self.learner):
+                process.kill_group()
 
     def goes_on(self, within_s: float, *, updates: bool = True) -> float:
         """Seconds until fragments of new play are acknowledged, and updates made; fails beyond `within_s`."""
@@ -151,4 +158,5 @@ def fleet_of(folder: Path, **options: Any) -> Iterator[Fleet]:
         server = PrivateServer(*WITH_FILE)
         stack.callback(server.close)
         processes = stack.enter_context(Processes(folder))
+        stack.callback(processes.kill)
         yield Fleet(server, processes, **options)

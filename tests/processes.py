@@ -227,6 +227,12 @@ class Processes:
         texts = {path: path.read_text(errors="replace") for path in sorted(self.folder.glob("**/*.log"))}
         return "\n".join(f"== {path.name}\n{text[-last_chars:]}" for path, text in texts.items())
 
+    def kill(self) -> None:
+        """End what still runs at once."""
+        for process in self.started:
+            if process.running:
+                process.kill_group()
+
     def close(self) -> None:
         """End what still runs: TERM, then KILL of its group."""
         alive = [process for process in self.started if process.running]

@@ -22,6 +22,7 @@ SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 UNITS = sorted(ROOT.glob("workers/*.service"))
 DOCKERFILE = (ROOT / "workers" / "Dockerfile").read_text("utf-8")
 SUBCOMMANDS = {function.__name__ for _, function in COMMANDS}
+FOREIGN = {"redis", "prometheus", "grafana"}  # services that are not ddrl's image
 ELSEWHERE = {"HOME", "REDISCLI_AUTH", "MAXMEMORY", "FLOWER_BASIC_AUTH"}  # read by others than ddrl
 BARE = {"PATH": os.environ["PATH"]}  # without what `make test` hands down
 SECRET = re.compile(r"PASSWORD|SECRET|TOKEN|AUTH|URL")
@@ -69,7 +70,7 @@ def test_images_are_pinned() -> None:
 
 
 def test_commands_exist() -> None:
-    commands = [command_of(service) for name, service in SERVICES.items() if name != "redis"]
+    commands = [command_of(service) for name, service in SERVICES.items() if name not in FOREIGN]
     for unit in UNITS:
         commands.append(re.search(r"^ExecStart=(.+)$", unit.read_text("utf-8"), re.MULTILINE)[1].split())  # type: ignore[index]
     commands.append(yaml.safe_load(re.search(r"^CMD (.+)$", DOCKERFILE, re.MULTILINE)[1]))  # type: ignore[index]
@@ -78,7 +79,7 @@ def test_commands_exist() -> None:
 
 
 def test_roles_are_all_there() -> None:
-    started = {command_of(service)[1] for service in SERVICES.values()}
+    started = {command_of(service)[1] for name, service in SERVICES.items() if name not in FOREIGN}
     assert {"workers/rollout.py", "workers/evaluation.py", "workers/learner.py"} <= started
     assert {unit.stem for unit in UNITS} == {"ddrl-rollout@", "ddrl-evaluation", "ddrl-learner"}
     table = (ROOT / "workers" / "README.md").read_text("utf-8")
@@ -87,6 +88,7 @@ def test_roles_are_all_there() -> None:
 
 def test_environment_names_are_read_by_the_code() -> None:
     given = {name for service in SERVICES.values() for name in service.get("environment", {})}
+    given = {name for name in given if not name.startswith("GF_")}
     for unit in UNITS:
         given |= set(re.findall(r"^Environment=(\w+)=", unit.read_text("utf-8"), re.MULTILINE))
     given |= set(re.findall(r"`(DDRL_\w+)`", (ROOT / "workers" / "README.md").read_text("utf-8")))
@@ -98,7 +100,7 @@ def test_environment_names_are_read_by_the_code() -> None:
 def test_no_secret_is_written_down() -> None:
     for name, service in SERVICES.items():
         for variable, value in service.get("environment", {}).items():
-            if SECRET.search(variable):
+            if SECRET.search(variable) and value != "false":
                 assert "${" in str(value), f"{name}: {variable}"
                 assert re.sub(r"\$\{[^}]*\}", "", str(value)) in ("", "redis://:@redis:6379/0")
     for file in [*UNITS, ROOT / "workers" / "Dockerfile"]:
@@ -115,19 +117,68 @@ def test_the_server_is_safe_and_durable() -> None:
     assert "ports" not in server and "healthcheck" in server and server["volumes"] == ["redis:/data"]
 
 
-def test_published_ports_are_on_the_loopback_and_flower_asks_who_you_are() -> None:
-    ports = [port for service in SERVICES.values() for port in service.get("ports", [])]
-    assert ports == ["127.0.0.1:5555:5555"]
-    flower = SERVICES["flower"]
-    assert flower["profiles"] == ["monitoring"]
-    assert ':?set it to user:password}"' in flower["command"][-1]  # refuses to start without
+def test_published_ports_are_on_the_loopback_and_ask_who_you_are() -> None:
+    ports = {name: service["ports"] for name, service in SERVICES.items() if "ports" in service}
+    assert ports == {"flower": ["127.0.0.1:5555:5555"], "grafana": ["127.0.0.1:3000:3000"]}
+    for name, start in (
+        ("flower", SERVICES["flower"]["command"]),
+        ("grafana", SERVICES["grafana"]["entrypoint"]),
+    ):
+        assert SERVICES[name]["profiles"] == ["monitoring"]
+        assert re.search(r': "\$\$\{\w+:\?set \w+', start[-1])  # refuses to start without a password
+    assert SERVICES["grafana"]["environment"]["GF_AUTH_ANONYMOUS_ENABLED"] == "false"
+    assert SERVICES["prometheus"]["profiles"] == ["monitoring"]
     assert "UNAUTHENTICATED" not in str(COMPOSE)
+
+
+def test_prometheus_finds_every_role_where_it_serves() -> None:
+    config = yaml.safe_load((ROOT / "workers" / "prometheus.yml").read_text("utf-8"))
+    found = {
+        (name, source["port"])
+        for job in config["scrape_configs"]
+        for source in job["dns_sd_configs"]
+        for name in source["names"]
+    }
+    port = int(SERVICES["learner"]["environment"]["DDRL_METRICS"].rpartition(":")[2])
+    assert found == {(name, port) for name in ("learner", "learner-gpu", "rollout", "evaluation")}
+    assert all(SERVICES[name]["environment"]["DDRL_METRICS"] == f"0.0.0.0:{port}" for name, _ in found)
+
+
+def test_mounted_files_are_there_and_volumes_declared() -> None:
+    mounts = [mount for service in SERVICES.values() for mount in service.get("volumes", ())]
+    files = [mount for mount in mounts if mount.startswith("./")]
+    assert len(files) == 4 and all(mount.endswith(":ro") for mount in files)
+    assert all((ROOT / mount.split(":")[0]).is_file() for mount in files)
+    assert {mount.split(":")[0] for mount in mounts if mount not in files} == set(COMPOSE["volumes"])
+    dashboards = yaml.safe_load((ROOT / "workers" / "grafana" / "dashboards.yml").read_text("utf-8"))
+    folder = dashboards["providers"][0]["options"]["path"]
+    assert any(mount.split(":")[1] == f"{folder}/ddrl.json" for mount in files)
+    assert (
+        SERVICES["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+        == f"{folder}/ddrl.json"
+    )
+
+
+@pytest.mark.skipif(shutil.which("docker") is None, reason="no docker client")
+def test_the_compose_file_is_one_to_docker() -> None:
+    if subprocess.run(["docker", "compose", "version"], capture_output=True).returncode:
+        pytest.skip("this docker client has no compose")
+    environment = {**BARE, "DDRL_REDIS_PASSWORD": "x"}
+    profiles = ["--profile", "gpu", "--profile", "monitoring", "--profile", "tools"]
+    done = subprocess.run(
+        ["docker", "compose", *profiles, "config", "--quiet"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_services_wait_for_the_server_and_end_in_order() -> None:
     for name, service in SERVICES.items():
         assert "stop_grace_period" in service and "restart" in service, name
-        if name != "redis":
+        if name not in FOREIGN:
             assert service["depends_on"] == {"redis": {"condition": "service_healthy"}}
     assert SERVICES["learner-gpu"]["profiles"] == ["gpu"]
     device = SERVICES["learner-gpu"]["deploy"]["resources"]["reservations"]["devices"][0]
@@ -155,6 +206,23 @@ def test_units(unit: Path) -> None:
     assert service["Restart"] == "always" and service["KillSignal"] == "SIGTERM"
     assert int(service["TimeoutStopSec"]) > 0 and service["User"] == "ddrl"
     assert service["NoNewPrivileges"] == "yes" and service["ProtectSystem"] == "strict"
+    assert service["LimitCORE"] == "0" and int(service["TasksMax"]) > 0 and service["MemoryMax"].endswith("%")
+    keeps_going = unit.stem != "ddrl-learner"  # a process of the pool that is ended must not end the worker
+    assert service.get("OOMPolicy") == ("continue" if keeps_going else None)
+    assert (int(service["OOMScoreAdjust"]) > 0) == keeps_going
+    assert re.search(
+        r"^Environment=DDRL_METRICS=127\.0\.0\.1:946[456]$", unit.read_text("utf-8"), re.MULTILINE
+    )
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze")
+def test_units_are_such_to_systemd(tmp_path: Path) -> None:
+    for unit in UNITS:
+        text = re.sub(r"^ExecStart=\S+", "ExecStart=/bin/true", unit.read_text("utf-8"), flags=re.MULTILINE)
+        (tmp_path / unit.name).write_text(text)
+    files = [str(path) for path in sorted(tmp_path.iterdir())]
+    done = subprocess.run(["systemd-analyze", "verify", *files], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("role", ["rollout", "evaluation"])

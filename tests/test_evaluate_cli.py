@@ -35,7 +35,7 @@ def client(server: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Redi
     monkeypatch.setenv(connection.URL_VARIABLE, server.url)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tasks, "clients", lambda: (server.client, server.client))
-    monkeypatch.setattr(tasks, "CRASH_PAUSE_S", 0.0)
+    monkeypatch.setattr(tasks, "PAUSE_S", 0.0)
     monkeypatch.setattr(spread, "SURVEY_S", 0.02)
     monkeypatch.setattr(spread, "POLL_S", 0.005)
     return server.client

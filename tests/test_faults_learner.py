@@ -1,4 +1,4 @@
-"""Learners are killed, stopped, or cannot write: players wait and are counted, nothing is consumed twice."""
+"""Learners are killed, stopped, or find no room: players wait and are counted, nothing is consumed twice."""
 
 from __future__ import annotations
 
@@ -14,12 +14,19 @@ from fault_fleet import Fleet, fleet_of
 from processes import EXACT, bound
 
 pytestmark = pytest.mark.faults
+PAUSE_S = 4.0  # while there is no room
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def module_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     with fleet_of(tmp_path_factory.mktemp("fleet")) as fleet:
         yield fleet
+
+
+@pytest.fixture
+def fleet(module_fleet: Fleet) -> Iterator[Fleet]:
+    yield module_fleet
+    module_fleet.tidy()
 
 
 def test_learners_killed_at_random_points(fleet: Fleet) -> None:
@@ -64,3 +71,22 @@ def test_a_disk_that_is_full_where_the_copy_of_the_checkpoint_goes(fleet: Fleet)
     fleet.processes.until(
         lambda: max(path.stat().st_mtime_ns for path in copy.iterdir()) > changed, bound(10.0)
     )
+
+
+def test_the_server_at_its_limit_of_memory(fleet: Fleet) -> None:
+    with fleet.survives(5.0):
+        fleet.server.fill_memory(for_s=PAUSE_S)
+        assert "the server's memory is full" in fleet.says(fleet.learner, "memory")
+    assert fleet.worker.running and fleet.learner.running
+    tasks = fleet.worker.text().count("received")
+    fleet.processes.until(lambda: fleet.worker.text().count("received") > tasks)  # neither gone nor stuck
+
+
+def test_the_servers_disk_is_full(fleet: Fleet) -> None:
+    with fleet.survives(5.0):
+        with fleet.server.full_disk():
+            fleet.processes.until(lambda: not fleet.server.is_writable())
+            time.sleep(PAUSE_S)
+            assert "the server cannot write to its disk" in fleet.says(fleet.learner, "disk")
+        fleet.processes.until(fleet.server.is_writable, 10.0)
+    assert fleet.worker.running and fleet.learner.running

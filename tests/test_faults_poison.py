@@ -21,15 +21,21 @@ MIB = 1024**2
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def module_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     with fleet_of(tmp_path_factory.mktemp("fleet")) as fleet:
         yield fleet
 
 
+@pytest.fixture
+def fleet(module_fleet: Fleet) -> Iterator[Fleet]:
+    yield module_fleet
+    module_fleet.tidy()
+
+
 def some_entry(fleet: Fleet) -> Fields:
-    """The newest entry of the live run."""
-    _, fields = fleet.client.xrevrange(keys.experience(fleet.run), count=1)[0]
-    return dict(fields)
+    """The newest one that a collector wrote."""
+    newest = fleet.client.xrevrange(keys.experience(fleet.run), count=100)
+    return next(dict(fields) for _, fields in newest if fields[b"p"] != STRANGER[b"p"])
 
 
 def reasons(fleet: Fleet) -> list[str]:

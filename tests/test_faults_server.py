@@ -37,6 +37,7 @@ def proxied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxied]:
         worker, learner = Proxy(server.url), Proxy(server.url)
         stack.callback(worker.close), stack.callback(learner.close)
         processes = stack.enter_context(Processes(tmp_path_factory.mktemp("fleet")))
+        stack.callback(processes.kill)
         fleet = Fleet(
             server, processes, worker_url=worker.url, learner_url=learner.url, replay={"slack_steps": 20_000}
         )

@@ -18,9 +18,15 @@ BOTH = [signal.SIGTERM, signal.SIGINT]
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def module_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     with fleet_of(tmp_path_factory.mktemp("fleet")) as fleet:
         yield fleet
+
+
+@pytest.fixture
+def fleet(module_fleet: Fleet) -> Iterator[Fleet]:
+    yield module_fleet
+    module_fleet.tidy()
 
 
 def end(process: Process, signum: signal.Signals, times: int) -> int:

@@ -11,7 +11,7 @@ from rich.console import Console
 from test_artifacts import learn_something, make_run
 
 from ddrl.cli import curve, hints, live, view, watcher
-from ddrl.store import lease, runs, segments, workers
+from ddrl.store import lease, runs, segments, stream, weights, workers
 
 QUEUE = "ddrl.rollout.box2d"
 
@@ -153,3 +153,119 @@ def test_follow_on_a_terminal_leaves_the_last_view_standing(server: Any) -> None
     assert live.follow(client, run, json_output=False, console=console).status == "solved"
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "solved" in shown and "return 200 confirmed" in shown and "30,000" in shown
+
+
+def play(client: Any, run: str, seq: int, **times: int) -> None:
+    """Append a fragment of one producer."""
+    stream.append(
+        client,
+        run,
+        {b"h": b"{}"},
+        producer=1,
+        incarnation=7,
+        seq=seq,
+        num_transitions=100,
+        host="here",
+        **times,
+    )
+
+
+def test_refusals_crashes_and_quarantine_are_told_with_their_remedies(server: Any) -> None:
+    client, run = server.client, make_run(server.client)
+    lease.acquire(client, run, host="here", folder="")
+    beat(client, QUEUE)
+    follower = watcher.Watcher(client, run)
+    segments.note_refusal(
+        client, run, "far", "ale-py 0.9 is not the 0.10 of the submitter; pip install ale-py==0.10"
+    )
+    segments.note_crash(client, run, "Signal 11 in my_env")
+    segments.note_crash(client, run, "Signal 11 in my_env")
+    segments.playing(client, run, 3, node="ddrl-1@here", pid=1)
+    segments.lost(client, run, [3], "ddrl-1@here is gone")
+    figures = follower.poll()
+    assert figures.hint.startswith("far: ale-py 0.9 is not") and "pip install ale-py==0.10" in figures.hint
+    assert [notice.partition(":")[0] for notice in figures.notices] == [
+        "refused",
+        "a process could not play it",
+        "1 of its players ended without a word",
+    ], "each once"
+    assert "ended badly" in shown(figures) and "2 crashed, 1 lost" in shown(figures)
+    client.delete(f"ddrl:{{{run}}}:refusals")
+    again = watcher.Watcher(client, run).poll()
+    assert again.hint == "workers cannot play it (2 times since the last fragment): Signal 11 in my_env"
+    play(client, run, 0)
+    assert watcher.Watcher(client, run).poll().hint == "", "it plays by now"
+    reason = "quarantined: 5 processes ended without a fragment: Signal 11; mend it and `ddrl resume x`"
+    runs.set_status(client, run, "paused", reason)
+    assert watcher.Watcher(client, run).poll().hint == reason
+    assert "crashes_total" not in shown(again)
+
+
+def shown(figures: watcher.Figures, width: int = 80) -> str:
+    """The live view as text."""
+    console = Console(record=True, force_terminal=True, width=width, height=40, file=io.StringIO())
+    console.print(view.view(figures, width=width, height=40))
+    return console.export_text()
+
+
+def test_shares_and_waits_are_those_of_the_last_minute(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watcher, "LOOK_S", 0.0)
+    client = server.client
+    light, heavy = make_run(client), make_run(client, weight=3.0)
+    for run in (light, heavy):
+        token = lease.acquire(client, run, host="here", folder="")
+        weights.publish(client, run, token, version=0, blob=b"w", allowance=10**6, updates=0)
+        play(client, run, 0, process_ms=50_000)
+    beat(client, QUEUE)
+    followers = [watcher.Watcher(client, run) for run in (light, heavy)]
+    assert [follower.poll().share for follower in followers] == [None, None]
+    play(client, light, 1, process_ms=1_000, allowance_wait_ms=250, room_wait_ms=100)
+    play(client, heavy, 1, process_ms=3_000)
+    one, three = (follower.poll() for follower in followers)
+    assert (one.share, one.entitled) == (0.25, 0.25) and (three.share, three.entitled) == (0.75, 0.75)
+    assert (one.allowance_wait, one.room_wait) == (0.25, 0.1) and three.room_wait == 0.0
+    assert one.hint == "the stream is full (512.0 MB): play waits for the learner; raise replay.max_bytes"
+    assert "share 25%  waits 10% for room" in live.plain_line(one) and "waits" not in live.plain_line(three)
+    assert "25 % of 25 %, normal" in shown(one) and "25 %, 10 % for room" in shown(one)
+
+
+def test_a_server_that_is_full_is_a_plain_sentence(make_server: Any) -> None:
+    client = make_server("--maxmemory", "100mb").client
+    run = make_run(client)
+    assert "waiting for a learner" in watcher.Watcher(client, run).poll().hint
+    client.config_set("maxmemory", "1")
+    text = watcher.Watcher(client, run).poll().hint
+    assert text.startswith("the server is full (") and "ddrl prune" in text
+
+
+def test_notices_are_printed_once(server: Any) -> None:
+    client, run = server.client, make_run(server.client)
+    follower, file = watcher.Watcher(client, run), io.StringIO()
+    lines = live.Lines(file)
+    for value in (1, 2, 2):
+        changed = runs.config(client, run).model_copy(update={"weight": float(value)})
+        version = runs.config_version(client, run)
+        runs.change(client, run, changed, {"weight": (1.0, value)}, version=version)
+        lines.show([follower.poll()])
+    assert follower.poll().config.weight == 2.0
+    printed = file.getvalue().splitlines()
+    assert [line.split("  ")[1] for line in printed if "set" in line] == [
+        "set weight: 1.0 -> 1",
+        "set weight: 1.0 -> 2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("queue", "queues", "capabilities", "words"),
+    [
+        ("ddrl.rollout.atari", ("ddrl.rollout",), (), "lacks atari (pip install 'ddrl[atari]' there)"),
+        ("ddrl.rollout.mine", ("ddrl.rollout",), (), "does not allow mine (DDRL_ALLOW_MODULES=mine there"),
+        ("ddrl.rollout.atari", ("ddrl.evaluate.atari",), ("atari",), "only evaluates"),
+        ("ddrl.evaluate", ("ddrl.rollout",), (), "only plays"),
+        ("ddrl.rollout", ("ddrl.rollout.box2d",), ("box2d",), "does not serve that queue"),
+        ("ddrl.rollout", ("ddrl.rollout",), (), ""),
+    ],
+)
+def test_why_a_worker_does_not_fit(queue: str, queues: Any, capabilities: Any, words: str) -> None:
+    worker = workers.Heartbeat("n", "h", 1, 2, queues, {}, capabilities=capabilities)
+    assert hints.misfit(worker, queue).startswith(words) if words else hints.misfit(worker, queue) == ""

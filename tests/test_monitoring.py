@@ -20,11 +20,6 @@ from ddrl.store import runs
 
 ROOT = Path(__file__).parents[1]
 DASHBOARD = json.loads((ROOT / "workers" / "grafana" / "ddrl.json").read_text("utf-8"))
-NOT_ALWAYS = {
-    "ddrl_samples_per_insert",
-    "ddrl_replay_transitions",
-    "ddrl_replay_bytes",
-}  # off-policy runs only
 
 
 def free_ports(count: int) -> list[int]:
@@ -36,7 +31,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def scrape(port: int) -> dict[str, dict[tuple[str, ...], float]]:
-    """Metric -> label values -> value; empty while nobody serves there."""
+    """Metric -> label values, by the labels' names -> value; empty while nobody serves there."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as reply:
             text = reply.read().decode()
@@ -45,7 +40,8 @@ def scrape(port: int) -> dict[str, dict[tuple[str, ...], float]]:
     found: dict[str, dict[tuple[str, ...], float]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            found.setdefault(sample.name, {})[tuple(sample.labels.values())] = sample.value
+            labels = tuple(sample.labels[name] for name in sorted(sample.labels))
+            found.setdefault(sample.name, {})[labels] = sample.value
     return found
 
 
@@ -57,7 +53,10 @@ def drawn(dashboard: dict[str, Any]) -> set[str]:
 
 
 def test_a_learner_and_a_worker_serve_what_the_dashboard_draws(
-    server: PrivateServer, processes: Processes
+    server: PrivateServer,
+    processes: Processes,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     learners, workers = free_ports(2)
     run = processes.detach(server.url, stop={"return": None, "time": 600})
@@ -74,7 +73,7 @@ def test_a_learner_and_a_worker_serve_what_the_dashboard_draws(
     assert learned["ddrl_leased"][label] == learned["ddrl_server_up"][()] == 1
     assert learned["ddrl_status"] == {(run, "active"): 1.0}
     assert learned["ddrl_stream_budget_bytes"][label] >= learned["ddrl_stream_bytes"][label] > 0
-    assert (run, "critic_loss") in learned["ddrl_learner_figure"]
+    assert ("critic_loss", run) in learned["ddrl_learner_figure"]
     assert learned["process_resident_memory_bytes"][()] > 1e7
     node = next(iter(worked["ddrl_worker_processes"]))
     assert worked["ddrl_worker_processes"][node] == 1 >= worked["ddrl_worker_busy_processes"][node]
@@ -87,18 +86,20 @@ def test_a_learner_and_a_worker_serve_what_the_dashboard_draws(
     assert {name for name, _ in monitoring.ROW.values()} <= set(learned)
     assert not re.search(r"warning|WARNING", learner.text().split("figures for Prometheus")[0])
 
-    # A second one on the same port says so in one line, and plays.
-    second = processes.worker(server.url, env={monitoring.VARIABLE: str(workers)})
-    processes.until(lambda: "no figures are served" in second.text() and "ready" in second.text())
-    lines = [line for line in second.text().splitlines() if monitoring.VARIABLE in line]
-    assert len(lines) == 1 and f"{monitoring.VARIABLE}={workers}: Address already in use" in lines[0]
-    assert second.running and worker.running
+    # Another process that wants the same port says so in one line, and goes on.
+    monkeypatch.setattr(monitoring, "_served", None)
+    monkeypatch.setenv(monitoring.VARIABLE, str(workers))
+    assert not monitoring.start_worker("another", tuple, busy=int, tasks=dict)
+    assert caplog.messages == [
+        f"{monitoring.VARIABLE}={workers}: Address already in use; no figures are served"
+    ]
 
-    # A run that ends takes its figures along; a server that is gone is one figure.
+    # A server that is gone is one figure.
     server.kill()
     processes.until(lambda: scrape(learners).get("ddrl_server_up", {}).get(()) == 0)
     assert "ddrl_env_steps_total" not in scrape(learners)
-    server.start()
+    for process in (learner, worker):  # they would wait for it
+        process.kill_group()
 
 
 @pytest.mark.parametrize(
@@ -126,7 +127,7 @@ def test_addresses_that_are_refused(text: str) -> None:
 def test_without_the_variable_nothing_is_opened(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(monitoring, "_served", False)
+    monkeypatch.setattr(monitoring, "_served", None)
     monkeypatch.delenv(monitoring.VARIABLE, raising=False)
     assert not monitoring.start_learner() and caplog.text == ""
     monkeypatch.setenv(monitoring.VARIABLE, "127.0.0.1:0")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
+from processes import Processes
 from test_artifacts import SPACES, learn_something, make_run
 from test_cli import call, call_json
 from typer.testing import CliRunner
@@ -19,7 +21,7 @@ from typer.testing import CliRunner
 from ddrl import artifacts, config
 from ddrl.cli import app, main, settings
 from ddrl.cli.output import InputError
-from ddrl.store import connection, lease, runs
+from ddrl.store import connection, lease, metrics, runs
 from ddrl.store.connection import StoreError
 from ddrl.types import EnvSpec
 
@@ -253,3 +255,32 @@ def test_json_is_of_plain_values(client: Any) -> None:
     run = make_run(client)
     told = call("set", run, "evaluation.every_s=10s", "--json")
     assert json.loads(told)["changes"] == [{"option": "evaluation.every_s", "from": 60.0, "to": 10.0}]
+
+
+def test_a_learner_goes_by_it_at_once_and_so_does_the_next_one(server: Any, processes: Processes) -> None:
+    """Real processes: a fixed temperature shows in the figures, survives `kill -9`, and a new limit ends the run."""
+    client, url = server.client, server.url
+    run = processes.detach(url, stop={"return": 10.0, "time": 3600}, learner={"checkpoint_every_s": 3600})
+    learner, _ = processes.learner(url, run), processes.worker(url)
+    processes.until(lambda: runs.state(client, run).updates > 50)
+    assert not _temperatures(client, run) & {0.125}
+    processes.ddrl(url, "set", run, "algorithm.temperature=0.125")
+    processes.until(lambda: _temperatures(client, run, last=2) == {0.125})
+    learner.send(signal.SIGKILL)  # it has stored no checkpoint: the config alone tells
+    seen = len(metrics.read(client, run)[0])
+    learner = processes.learner(url, run)
+    processes.until(lambda: len(metrics.read(client, run)[0]) > seen + 3)
+    figures = [row for row in metrics.read(client, run)[0][seen:] if "temperature" in row]
+    assert {round(row["temperature"], 4) for row in figures} <= {0.125}
+    processes.ddrl(url, "set", run, f"stop.env_steps={runs.state(client, run).appended_steps + 1}")
+    processes.until(lambda: runs.state(client, run).status == "time")
+    assert "env steps" in runs.state(client, run).reason
+    learner.wait()
+    assert (
+        "algorithm.temperature,auto,0.125," in (processes.folder / "runs" / run / "journal.csv").read_text()
+    )
+
+
+def _temperatures(client: Any, run: str, *, last: int = 0) -> set[float]:
+    rows = [row for row in metrics.read(client, run)[0] if "temperature" in row]
+    return {round(row["temperature"], 4) for row in rows[-last:]}

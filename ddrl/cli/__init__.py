@@ -13,10 +13,11 @@ from typer.exceptions import TyperException
 import ddrl
 from ddrl.cli.audit import audit
 from ddrl.cli.compare import compare
-from ddrl.cli.fleet import learner, worker
+from ddrl.cli.fleet import fleet
 from ddrl.cli.logs import journal, logs
 from ddrl.cli.policies import evaluate, export
 from ddrl.cli.prune import prune
+from ddrl.cli.roles import learner, worker
 from ddrl.cli.runs import delete, pause, runs, stop, watch
 from ddrl.cli.server import doctor, schema, up
 from ddrl.cli.settings import set_
@@ -40,6 +41,7 @@ COMMANDS: tuple[tuple[str, Callable[..., Any]], ...] = (
     ("Look", audit),
     ("Policies", evaluate),
     ("Policies", export),
+    ("Machines", fleet),
     ("Machines", learner),
     ("Machines", worker),
     ("Machines", up),

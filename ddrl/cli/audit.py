@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ddrl.cli.output import Json, Run, emit, note, server, table
+from ddrl.cli.output import Json, Run, emit, note, say, server, table
 from ddrl.store import ledger, runs
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 PROGRESS_S = 1.0  # between two words on how far the reading is
 COUNTS = ("appended", "consumed", "waiting", "trimmed", "refused", "duplicates", "difference")
-_HEADER = ("producer", "host", *COUNTS)
+_HEADER = ("producer", "host", *COUNTS[:-2], "repeated", "missing")
 
 
 def audit(
@@ -70,16 +70,16 @@ def _show(run: str, found: Audit, *, goes_on: bool, everyone: bool) -> None:
     if len(shown) < len(accounts):
         note(f"{len(accounts) - len(shown)} balanced producers not shown; see all with --all")
     print()
-    print(_verdict(run, found, odd))
+    say(_verdict(run, found, odd))
     if found.strangers:
-        print(f"{found.strangers:,} entries that no append wrote; they are in no producer's account")
+        say(f"{found.strangers:,} entries that no append wrote; they are in no producer's account")
     if goes_on and found.total("waiting"):
-        print(
+        say(
             "waiting: in the stream after the last entry that the learner told of, less than a second ago; "
             "they are next, and not late"
         )
     elif found.total("waiting"):
-        print("waiting: in the stream, not read yet; the next learner goes on with them")
+        say("waiting: in the stream, not read yet; the next learner goes on with them")
 
 
 def _verdict(run: str, found: Audit, odd: list[tuple[int, Account]]) -> str:

@@ -114,6 +114,7 @@ def _show(rows: Sequence[Mapping[str, Any]], options: Mapping[str, Sequence[Any]
             for place, row in enumerate(rows, 1)
         ],
         left=("run", *apart, "status"),
+        optional=("updates",),
     )
     print()
     if not options:

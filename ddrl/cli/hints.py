@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 ROOM_WAIT = 0.05  # of the process time spent waiting for room, from which on it is worth a word
 QUIET_S = 20.0  # without a step though some are allowed
+BETWEEN_S = 2.0  # without a step, as happens between two segments
 SHOWN = 3  # workers named in one sentence
 
 
@@ -61,7 +62,8 @@ def _nobody(figures: Figures) -> str:
 def _obstacle(figures: Figures) -> str:
     """What keeps the workers that are there from playing, or the learner from going on."""
     state = figures.state
-    if figures.refusals and not figures.num_playing and figures.quiet_s > 0:
+    is_still = figures.quiet_s > BETWEEN_S or not state.appended_steps
+    if figures.refusals and not figures.num_playing and is_still:
         host, reason = next(iter(figures.refusals.items()))
         others = f" (and {len(figures.refusals) - 1} more)" if len(figures.refusals) > 1 else ""
         return f"{_with_host(host, reason)}{others}"

@@ -20,6 +20,7 @@ POLL_S = 0.5
 TICK_S = 0.2
 LINE_S = 5.0
 OUTAGE_S = 300.0  # how long a server may be away, restarting say, before following ends with its error
+ECHO = 2  # columns left free for the terminal's "^C", which would else push the view down a line
 STARTING_S = 10.0  # what the caller starts itself may take so long before its absence is worth a word
 
 
@@ -124,7 +125,7 @@ def follow(
     with Live(console=console, auto_refresh=False, transient=False, vertical_overflow="crop") as live:
 
         def show(runs: Sequence[Figures]) -> None:
-            live.update(view(runs[0], width=console.width, height=console.height), refresh=True)
+            live.update(view(runs[0], width=console.width - ECHO, height=console.height), refresh=True)
 
         return keep_looking(watchers, show, deadline=deadline, on_tick=on_tick)[0]
 

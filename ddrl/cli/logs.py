@@ -21,6 +21,7 @@ POLL_S = 0.3
 SAME_S = 5.0  # a line of a file and one of the server with the same words are one line within this time
 MAX_SINGLE = 20_000  # lines remembered for that
 # "2030-01-31 12:00:00,123 INFO text" of a learner, "[2030-01-31 12:00:00,123: INFO/MainProcess] text" of Celery.
+_ROUTINE = re.compile(r"Task ddrl\.\w+\[[^\]]*\] (received|succeeded)")  # Celery's, two a segment
 _STAMPED = re.compile(r"\[?(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}):? ([A-Z]+)(?:/[^\]]*\])? (.*)")
 
 
@@ -44,6 +45,9 @@ def logs(
     last: Annotated[
         int, typer.Option("--last", "-n", min=0, help="Begin with the newest so many lines.")
     ] = 100,
+    all_: Annotated[
+        bool, typer.Option("--all", help="Celery's lines on every task taken and done too.")
+    ] = False,
     json_output: Json = False,
 ) -> None:
     """Print what learner and workers of a run wrote, on whatever machine, and its journal, by time."""
@@ -51,7 +55,7 @@ def logs(
         raise InputError("--json: prints one value and ends, so it cannot go with --follow; leave one out")
     with server() as client:
         run = store.resolve(client, run)
-        tail = _Tail(client, run)
+        tail = _Tail(client, run, routine=all_)
         lines = tail.more()
         lines = lines[len(lines) - min(last, len(lines)) :]
         if json_output:
@@ -96,8 +100,8 @@ class Line:
 class _Tail:
     """Reads what is new: lines that the server gathered, log files of this machine, the journal."""
 
-    def __init__(self, client: Client, run: str) -> None:
-        self._client, self._run = client, run
+    def __init__(self, client: Client, run: str, *, routine: bool) -> None:
+        self._client, self._run, self._routine = client, run, routine
         folder = store.state(client, run).folder
         self._folder = Path(folder) if folder and Path(folder).is_dir() else Path("runs") / run
         self._files: dict[Path, _File] = {}
@@ -122,7 +126,8 @@ class _Tail:
         for path in sorted(self._folder.glob("*.log")):
             file = self._files.setdefault(path, _File(path))
             lines += [line for line in file.more(ahead_s) if not self._is_twin(line, in_file=True)]
-        return sorted(lines, key=lambda line: line.time_s)
+        told = [line for line in lines if self._routine or not _ROUTINE.match(line.line)]
+        return sorted(told, key=lambda line: line.time_s)
 
     def _is_twin(self, line: Line, *, in_file: bool) -> bool:
         """Whether the line has been seen already: in the server if it is a file's, in a file if the server's."""
@@ -164,17 +169,22 @@ class _File:
             return []
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
-        lines = []
+        lines: list[Line] = []
         texts = [text for text in whole.decode(errors="replace").splitlines() if text.strip()]
-        for text in texts:
-            found = _STAMPED.match(text)
-            if found is not None:
-                stamp = datetime.datetime.strptime(found[1], "%Y-%m-%d %H:%M:%S,%f")
-                self._time_s = stamp.timestamp()
-            when_s = self._time_s or changed_s  # what has no time of its own goes with the line before it
-            level, said = (found[2], found[3]) if found is not None else ("", text)
+        found = [_STAMPED.match(text) for text in texts]
+        # What has no time of its own goes with the line before it; at the beginning, with the next one that has.
+        when_s = self._time_s or next((_stamp_s(match[1]) for match in found if match is not None), changed_s)
+        for text, match in zip(texts, found, strict=True):
+            if match is not None:
+                when_s = self._time_s = _stamp_s(match[1])
+            level, said = (match[2], match[3]) if match is not None else ("", text)
             lines.append(Line(round(when_s + ahead_s, 3), self._source, level, said))
         return lines
+
+
+def _stamp_s(text: str) -> float:
+    """Seconds since the epoch, of this machine's clock, from a log's stamp."""
+    return datetime.datetime.strptime(text, "%Y-%m-%d %H:%M:%S,%f").timestamp()
 
 
 def _clock(time_s: float) -> str:

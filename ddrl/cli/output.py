@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
+
+TEXT_WIDTH = 24  # that running text gets at least, before the terminal breaks the lines
 
 Client = Any  # a redis.Redis: only store/ imports redis
 
@@ -53,43 +58,78 @@ def emit(value: Any) -> None:
 
 def note(text: str) -> None:
     """Say something on stderr that is no part of the answer."""
-    print(text, file=sys.stderr, flush=True)
+    print(_wrapped(text, sys.stderr), file=sys.stderr, flush=True)
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: Sequence[str] = ()) -> None:
-    """Print rows below a header: a rich table on a terminal, aligned plain text otherwise.
+def say(text: str) -> None:
+    """Print a sentence; on a terminal no word is broken."""
+    print(_wrapped(text, sys.stdout), flush=True)
+
+
+def table(
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    left: Sequence[str] = (),
+    optional: Sequence[str] = (),
+) -> None:
+    """Print rows below a header, aligned; nothing is cut off.
 
     Args:
-        left: columns that hold text; all others are aligned to the right.
+        header: names of the columns.
+        rows: their cells.
+        left: columns that hold text; all others are aligned to the right. A last one of them may break into lines.
+        optional: columns that are left out where the terminal is too narrow, the first of them first.
     """
-    if sys.stdout.isatty():
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
+    room = _columns(sys.stdout)
+    shown = list(range(len(header)))
+    widths = [max(len(line[column]) for line in (header, *rows)) for column in shown]
+    flows = header[-1] in left  # running text in the last column
 
-        rich_table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-        for name in header:
-            # Identifiers stay whole; running text in the last column may wrap.
-            last = name == header[-1]
-            rich_table.add_column(name, justify="left" if name in left else "right", no_wrap=not last)
-        for row in rows:
-            rich_table.add_row(*(Text(cell) for cell in row))
-        Console().print(rich_table)
-        return
-    widths = [max(len(line[column]) for line in (header, *rows)) for column in range(len(header))]
-    for line in (header, *rows):
-        cells = [
-            cell.ljust(width) if name in left else cell.rjust(width)
-            for name, cell, width in zip(header, line, widths, strict=True)
-        ]
-        print("  ".join(cells).rstrip())
+    def needed(gap: int) -> int:
+        last = shown[-1]
+        text = min(widths[last], TEXT_WIDTH) if flows and last == len(header) - 1 else widths[last]
+        return sum(widths[column] + gap for column in shown[:-1]) + text
+
+    for name in optional:
+        if needed(1) > room and name in header:
+            shown.remove(header.index(name))
+    gap = " " * (2 if needed(2) <= room else 1)
+    flows = flows and shown[-1] == len(header) - 1
+    for number, line in enumerate((header, *rows)):
+        *cells, last = (
+            line[column].ljust(widths[column])
+            if header[column] in left
+            else line[column].rjust(widths[column])
+            for column in shown
+        )
+        begin = "".join(cell + gap for cell in cells)
+        text = textwrap.wrap(last, max(room - len(begin), TEXT_WIDTH)) or [""] if flows else [last]
+        whole = ("\n" + " " * len(begin)).join([begin + text[0], *text[1:]]).rstrip()
+        print(f"\033[1m{whole}\033[0m" if number == 0 and _styles(sys.stdout) else whole)
 
 
 def pairs(values: Mapping[str, str]) -> None:
-    """Print names and values, one a line, the values aligned."""
-    width = max(map(len, values), default=0)
+    """Print names and values, one a line, the values aligned, also where a terminal is too narrow for them."""
+    width, room = max(map(len, values), default=0), _columns(sys.stdout)
     for name, value in values.items():
-        print(f"{name.ljust(width)}  {value}".rstrip())
+        begin = f"{name.ljust(width)}  "
+        lines = textwrap.wrap(value, max(room - len(begin), TEXT_WIDTH), break_on_hyphens=False) or [""]
+        print(("\n" + " " * len(begin)).join([begin + lines[0], *lines[1:]]).rstrip())
+
+
+def _columns(file: TextIO) -> int:
+    """Width of a terminal; no bound where the text goes elsewhere."""
+    return shutil.get_terminal_size().columns if file.isatty() else 10**6
+
+
+def _styles(file: TextIO) -> bool:
+    return file.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
+def _wrapped(text: str, file: TextIO) -> str:
+    options: dict[str, Any] = {"break_on_hyphens": False, "break_long_words": False}
+    return "\n".join(textwrap.fill(line, _columns(file), **options) for line in text.splitlines())
 
 
 def duration(seconds: float) -> str:

@@ -46,6 +46,7 @@ def runs(
             for row in rows
         ],
         left=("run", "status", "env", "reason"),
+        optional=("reason", "updates", "age"),
     )
     if len(known) > len(rows):
         note(f"{len(known) - len(rows)} older ones not shown; see all with -n {len(known)}")
@@ -123,6 +124,8 @@ def _describe(client: Client, run: str) -> dict[str, Any] | None:
         "env_steps": state.appended_steps,
         "updates": state.updates,
         "version": state.version,
+        "weight": state.weight,
+        "priority": state.priority,
         "return_mean": (state.evaluation or {}).get("return_mean"),
         "created_s": state.created_s,
         "train_s": (state.ended_s or now_s) - state.first_step_s if state.first_step_s else None,

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ddrl import envs, evaluation
+from ddrl import envs, evaluation, versions
 from ddrl.cli.output import Client, note
 from ddrl.config import EnvConfig
 from ddrl.policy import LoadedPolicy
@@ -116,7 +116,7 @@ def _on_fleet(job: Job, client: Client, seeds: range, scores: Scores, advance: A
     """Fill in the scores that the fleet gives; the number of its processes, 0 where there is none."""
     from ddrl import celery  # here: who plays a file needs no broker
 
-    queue = envs.queue_for(celery.EVALUATE, job.env.id)
+    queue = envs.queue_for(celery.EVALUATE, job.env.id, versions.custom_network(job.loaded.config))
     try:
         num_processes = _processes(client, queue)
         if not num_processes:

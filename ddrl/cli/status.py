@@ -121,9 +121,7 @@ def _sharing(figures: Figures) -> dict[str, Any]:
 def _show(report: dict[str, Any]) -> None:
     figures, stream, kept = report["figures"], report["stream"], report["weights"]
     learner, hint = report["learner"], report["hint"].removeprefix(f"paused: {report['reason']}; ")
-    players = [w for w in report["workers"] if w["plays"]]
     limit = "" if report["time_limit_s"] is None else f" of {duration(report['time_limit_s'])}"
-    processes = sum(w["processes"] for w in players)
     rates = [f" ({figures[name]:.0f}/s)" if name in figures else "" for name in _RATES]
     best = "none" if kept["best"] < 0 else f"v{kept['best']} ({number(kept['best_return'])})"
     versions = f"latest v{kept['latest']}, best {best}, {len(kept['kept'])} kept ({size(kept['bytes'])})"
@@ -140,10 +138,10 @@ def _show(report: dict[str, Any]) -> None:
             **({"began with": report["from"]} if report["from"] else {}),
             "learner": _learner(learner),
             "folder": learner["folder"] or "-",
-            "workers": f"{len(players)} ({report['sharing']['playing']} of {processes} processes play it) on "
-            f"{report['queue']}, {report['waiting_messages']} messages waiting",
+            "workers": _players(report),
             **_share_lines(report["sharing"]),
             **_trouble(report),
+            **({"server waits": duration(figures["server_wait_s"])} if figures.get("server_wait_s") else {}),
             "env steps": f"{report['env_steps']:,}{rates[0]}, {report['allowance']:,} allowed",
             "updates": f"{report['updates']:,}{rates[1]}",
             **_experience(figures),
@@ -166,6 +164,14 @@ def _show(report: dict[str, Any]) -> None:
             for w in report["workers"]
         ]
         table(("worker", "host", "pid", "processes", "plays", "evaluates"), rows, left=("worker", "host"))
+
+
+def _players(report: dict[str, Any]) -> str:
+    """Who takes the run's rollouts, and how many of their processes play it now."""
+    players = [worker for worker in report["workers"] if worker["plays"]]
+    processes, playing = sum(worker["processes"] for worker in players), report["sharing"]["playing"]
+    there = f"{len(players)} ({playing} of {processes} processes play it)" if players else "none"
+    return f"{there} on {report['queue']}, {report['waiting_messages']} messages waiting"
 
 
 def _learner(learner: dict[str, Any]) -> str:
@@ -210,7 +216,7 @@ def _trouble(report: dict[str, Any]) -> dict[str, str]:
 _RATES = ("env_steps_per_s", "updates_per_s")
 _SHOWN = (
     *(*_RATES, "env_steps", "updates", "samples_per_insert", "staleness", "max_staleness", "return_mean"),
-    *("queued_steps", "dropped"),
+    *("queued_steps", "dropped", "elapsed_s", "admitted", "dead", "version", "server_wait_s"),
 )
 
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ddrl.cli import bringing
+
 if TYPE_CHECKING:
     from ddrl.cli.output import Client
     from ddrl.config import RunConfig
-    from ddrl.crew import Crew, CrewError
     from ddrl.types import EnvSpec
 
 LEARNER_EXIT_S = 60.0  # for the folder of the run, after it has ended
@@ -87,7 +84,7 @@ def submit(
     with output.server() as client:
         from ddrl import submit as submission
 
-        processes = _processes(workers) + _serving(client, resolved.env.id)
+        processes = bringing.processes(workers) + _serving(client, resolved.env.id)
         spaces = submission.prepare(resolved, processes=max(1, processes))
         runs = _create(client, [*_with_seeds(resolved, seeds)], spaces, initial)
         _attend(
@@ -104,7 +101,9 @@ def submit(
 def resume(
     runs: Annotated[
         list[str] | None,
-        typer.Argument(metavar="RUN...", help="Runs to continue: ids, their beginnings, or last.", show_default="last"),
+        typer.Argument(
+            metavar="RUN...", help="Runs to continue: ids, their beginnings, or last.", show_default="last"
+        ),
     ] = None,
     time_: Time = None,
     workers: Workers = None,
@@ -149,14 +148,14 @@ def crew(
     from ddrl.cli import output
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with output.server() as client, _crew(runs) as brought:
+    with output.server() as client, bringing.crew_of(runs) as brought:
         try:
-            _bring(brought, runs, workers, with_learner)
-            while _any_goes_on(client, runs):
+            bringing.bring(brought, runs, workers, with_learner)
+            while bringing.any_goes_on(client, runs):
                 time.sleep(0.5)
-                _keep_up(client, brought, runs)
+                bringing.keep_up(client, brought, runs)
         except KeyboardInterrupt:
-            _stop(client, runs)
+            bringing.stop(client, runs)
         brought.wait_for_learners(LEARNER_EXIT_S)
 
 
@@ -174,29 +173,31 @@ def _attend(
     from ddrl.cli import live, output, sweep
     from ddrl.store import connection
 
-    num_workers = _processes(workers)
+    num_workers = bringing.processes(workers)
     bring_learner = with_learner if with_learner is not None else connection.is_embedded()
     if detach:
         if num_workers or bring_learner:
-            _leave_behind(runs, num_workers, bring_learner)
+            bringing.leave_behind(runs, num_workers, bring_learner)
         _tell_detached(runs, json_)
         return
     output.note("\n".join(f"run {run}" for run in runs))
     interrupted = False
     try:
-        with _crew(runs) as brought:
+        with bringing.crew_of(runs) as brought:
             try:
-                _bring(brought, runs, num_workers, bring_learner)
+                bringing.bring(brought, runs, num_workers, bring_learner)
                 follow = live.follow if len(runs) == 1 else sweep.follow
                 target: Any = runs[0] if len(runs) == 1 else runs
-                follow(client, target, json_output=json_, on_tick=lambda: _keep_up(client, brought, runs))
+                follow(
+                    client, target, json_output=json_, on_tick=lambda: bringing.keep_up(client, brought, runs)
+                )
             except KeyboardInterrupt:
                 interrupted = True
                 if not bring_learner:
                     output.note(_goes_on(runs))
                     raise typer.Exit(130) from None
                 output.note(f"stopping {', '.join(runs)}; once more ends everything at once")
-                _stop(client, runs)
+                bringing.stop(client, runs)
             brought.wait_for_learners(LEARNER_EXIT_S)
     except KeyboardInterrupt:  # the second one: the crew was killed on the way here
         output.note(f"ended at once; `ddrl resume {' '.join(runs)}` goes on from the newest checkpoint")
@@ -243,15 +244,6 @@ def _with_seeds(config: RunConfig, seeds: int) -> Sequence[RunConfig]:
     return [config.model_copy(update={"seed": config.seed + i}) for i in range(seeds)]
 
 
-def _processes(workers: int | None) -> int:
-    """Rollout processes to bring along."""
-    from ddrl.store import connection
-
-    if workers is not None:
-        return workers
-    return max(1, min(8, (os.cpu_count() or 2) - 1)) if connection.is_embedded() else 0
-
-
 def _serving(client: Client, env_id: str) -> int:
     """Processes of the fleet that play an environment now."""
     from ddrl import envs
@@ -259,74 +251,6 @@ def _serving(client: Client, env_id: str) -> int:
 
     queue = envs.queue_for("ddrl.rollout", env_id)
     return sum(worker.num_players for worker in workers.alive(client) if queue in worker.queues)
-
-
-def _crew(runs: Sequence[str]) -> Crew:
-    """Nobody yet; the workers' logs go to the first run's folder."""
-    from ddrl.crew import Crew
-
-    return Crew(Path("runs") / runs[0])
-
-
-def _bring(brought: Crew, runs: Sequence[str], workers: int, with_learner: bool) -> None:
-    """Start workers that all share, and a learner for each."""
-    if workers:
-        brought.start_workers(workers)
-    if with_learner:
-        for run in runs:
-            brought.start_learner(run, Path("runs") / run)
-
-
-def _keep_up(client: Client, brought: Crew, runs: Sequence[str]) -> None:
-    """Start again what has died; a run whose learner cannot be kept alive has failed, unless another holds it.
-
-    Raises:
-        CrewError: workers, or the learner of the only run, cannot be kept alive.
-    """
-    from ddrl.cli import output
-    from ddrl.crew import CrewError
-
-    try:
-        brought.check()
-    except CrewError as error:
-        concerned = [error.run] if error.run is not None else list(runs)
-        for run in concerned:
-            _fail(client, run, error)
-        if error.run is None or len(runs) == 1:
-            raise
-        output.note(f"{error.run}: {error}")
-
-
-def _fail(client: Client, run: str, error: CrewError) -> None:
-    from ddrl.store import runs
-
-    now = runs.state(client, run)
-    if not now.leased and not now.ended:
-        runs.set_status(client, run, "failed", str(error))
-
-
-def _stop(client: Client, names: Sequence[str]) -> None:
-    """End the runs as Ctrl-C does; where the server does not answer, their learners leave them for the next."""
-    from ddrl.cli import output
-    from ddrl.store import connection, runs
-
-    for run in names:
-        try:
-            runs.set_status(client, run, "stopped", "interrupted")
-        except connection.HINDRANCES as error:
-            text = connection.hindrance(error)
-            if text is None:
-                raise
-            output.note(f"{run}: not marked as stopped: {text}")
-
-
-def _any_goes_on(client: Client, names: Sequence[str]) -> bool:
-    """Whether a run has not ended, as far as is known."""
-    from ddrl.store import connection, runs
-
-    with contextlib.suppress(*connection.UNREACHABLE):  # the children ride it out, and so does this
-        return any(runs.status(client, run) not in runs.ENDED for run in names)
-    return True
 
 
 def _goes_on(runs: Sequence[str]) -> str:
@@ -343,13 +267,3 @@ def _tell_detached(runs: Sequence[str], json_: bool) -> None:
         return
     for run in runs:
         print(f"{run}: submitted; watch it with `ddrl watch {run}`", flush=True)
-
-
-def _leave_behind(runs: Sequence[str], workers: int, with_learner: bool) -> None:
-    """Start `crew` as a process that outlives this one."""
-    command = [sys.executable, "-m", "ddrl", "crew", *runs, "--workers", str(workers)]
-    command.append("--learner" if with_learner else "--no-learner")
-    folder = Path("runs") / runs[0]
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "crew.log").open("ab") as log:
-        subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)

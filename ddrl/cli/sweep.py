@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ddrl.cli import live
-from ddrl.cli.output import Client, duration, number, table
+from ddrl.cli.output import Client, duration, number, say, table
 from ddrl.cli.view import COLORS
 from ddrl.cli.watcher import Figures, Watcher
 
@@ -36,7 +36,11 @@ def follow(client: Client, runs: Sequence[str], *, json_output: bool, on_tick: C
     from rich.live import Live
 
     with Live(console=console, auto_refresh=False, transient=False, vertical_overflow="crop") as view:
-        live.keep_looking(watchers, lambda all_: view.update(_view(all_), refresh=True), on_tick=on_tick)
+
+        def show(figures: Sequence[Figures]) -> None:
+            view.update(_view(figures, width=min(console.width - live.ECHO, 120)), refresh=True)
+
+        live.keep_looking(watchers, show, on_tick=on_tick)
 
 
 def summaries(client: Client, runs: Sequence[str], *, wall_s: float) -> list[dict[str, Any]]:
@@ -75,10 +79,10 @@ def report(rows: Sequence[Mapping[str, Any]], *, json_output: bool) -> None:
     )
     solved = sum(row["status"] == "solved" for row in rows)
     median = "" if median_s is None else f"median train time {median_s:.1f} s; "
-    print(f"{median}{solved} of {len(rows)} solved", flush=True)
+    say(f"{median}{solved} of {len(rows)} solved")
     stopped = [row["run"] for row in rows if row["status"] == "stopped"]
     if stopped:
-        print(f"continue with `ddrl resume {' '.join(stopped)}`", flush=True)
+        say(f"continue with `ddrl resume {' '.join(stopped)}`")
 
 
 def median_train_s(rows: Sequence[Mapping[str, Any]]) -> float | None:
@@ -120,9 +124,11 @@ def _view(runs: Sequence[Figures], *, width: int) -> RenderableType:
         if figures.hint:
             said.append(Text(f"seed {seed}: {figures.hint}", style="yellow"))
         elif figures.notices or (state.ended and state.reason):
-            said.append(Text(f"seed {seed}: {state.reason if state.ended else figures.notices[-1]}", style="dim"))
+            said.append(
+                Text(f"seed {seed}: {state.reason if state.ended else figures.notices[-1]}", style="dim")
+            )
     config = runs[0].config
     subtitle = f"{config.env.id}, {config.algorithm.get('name')}, {len(runs)} seeds"
-    return Panel(
-        grid, title=f"{runs[0].state.run} and {len(runs) - 1} more", subtitle=subtitle, border_style="dim"
-    )
+    title = f"{runs[0].state.run} and {len(runs) - 1} more"
+    parts = Group(grid, *([Text(), *said] if said else []))
+    return Panel(parts, title=title, subtitle=subtitle, width=width, border_style="dim")

@@ -48,8 +48,9 @@ class Accounts:
             return f"producer {staged.producer}: fragment {staged.seq} is repeated, its newest is {newest}"
         return ""
 
-    def take(self, staged: Staged, *, consumed: bool) -> int:
-        """Note an entry, read after all before it; how many fragments before it are found to be gone unread."""
+    def take(self, staged: Staged, *, consumed: bool) -> str:
+        """Note an entry, read after all before it; one sentence where fragments before it are gone, unread."""
+        before = self.cursor
         gone = max(staged.cumulative_fragments - self._fragments - 1, 0) if self._fragments >= 0 else 0
         producer = staged.producer
         with self._lock:
@@ -64,7 +65,10 @@ class Accounts:
         self._fragments = max(self._fragments, staged.cumulative_fragments)
         self.consumed += consumed
         self.refused += not consumed
-        return gone
+        if not gone:
+            return ""
+        between = f"between {before.decode()} and {staged.entry_id.decode()}"
+        return f"{gone} fragment{'s' * (gone > 1)} {between} went from the stream unread"
 
     def changes(self) -> tuple[dict[int, Row], bytes]:
         """The rows that changed since the last call, and the cursor that goes with them."""

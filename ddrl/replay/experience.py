@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from ddrl.config import ReplayConfig, RolloutConfig, RunConfig
@@ -15,6 +16,8 @@ from ddrl.replay.sequence_view import SequenceView
 from ddrl.replay.sequence_view import expected_rows as expected_rows_of_sequences
 from ddrl.replay.view import TransitionView, dense_bytes, expected_rows
 from ddrl.types import EnvSpec, SequenceShape
+
+log = logging.getLogger(__name__)
 
 
 def experience(
@@ -117,3 +120,17 @@ def _expected_rows(replay: ReplayConfig, spec: EnvSpec, sequences: SequenceShape
     if sequences is None:
         return expected_rows(replay.capacity)
     return expected_rows_of_sequences(replay.capacity, sequences, spec.frame_stack)
+
+
+def to_refill(held: int, rebuilt: int, warmup_steps: int) -> int:
+    """Steps to be played before updates go on with a view that has lost its stream: it is warmed up anew.
+
+    Args:
+        held: transitions of the view, as its checkpoint says.
+        rebuilt: of these, found in the stream.
+        warmup_steps: transitions before the first update.
+    """
+    missing = min(warmup_steps, held) - rebuilt
+    if missing > 0:
+        log.warning("the stream has lost what was held; updates go on after %d more steps", missing)
+    return max(0, missing)

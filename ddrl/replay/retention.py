@@ -87,10 +87,11 @@ class Retention:
         """
         if time.monotonic() < self._shed_at and not at_once:
             return False
-        self._shed_at = time.monotonic() + SHED_S
+        before, self._shed_at = self._shed_at, time.monotonic() + SHED_S
         num_bytes = self._keep(int(SHED_KEEPS * (self._total - self._trimmed)))
         if num_bytes:
-            log.warning("the full server lets %.1f MB of the oldest replay go", num_bytes / 1e6)
+            level = logging.INFO if self._shed_at < before + 10 * SHED_S else logging.WARNING
+            log.log(level, "the server is full: %d bytes of the oldest replay are dropped", num_bytes)
         return num_bytes > 0
 
     def _keep(self, num_bytes: int) -> int:

@@ -40,6 +40,8 @@ class Counters:
         fragments: cumulative count of the stream at the cursor; -1 where it is not known.
         ledger: producer -> consumed, refused, unread, incarnation, last_seq (see `ledger.Row`); {} between checkpoints.
         repeated: entries held that were refused as repetitions; as `ledger`.
+        held: transitions of the view.
+        refilled: steps that were played again to fill a view whose stream was lost; the pace leaves them out.
     """
 
     updates: int = 0
@@ -55,6 +57,8 @@ class Counters:
     fragments: int = -1
     ledger: Mapping[str, Sequence[int]] = field(default_factory=dict)
     repeated: Sequence[str] = ()
+    held: int = 0
+    refilled: int = 0
 
 
 _FLIP = (
@@ -176,6 +180,12 @@ def load(
             "restore the server's data or start the run anew"
         )
     return blob, pointer["meta"]
+
+
+def meta(client: Redis, run: str) -> dict[str, Any] | None:
+    """What the newest checkpoint says of itself, or None if there is none."""
+    pointer = _pointer(client, run)
+    return None if pointer is None else pointer["meta"]
 
 
 def sweep(client: Redis, run: str) -> int:

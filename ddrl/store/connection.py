@@ -18,11 +18,12 @@ from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
 
 import redis
-from redis.backoff import ExponentialBackoff
+from redis.backoff import ExponentialBackoff, NoBackoff
 from redis.exceptions import (
     AuthenticationError,
     AuthenticationWrongNumberOfArgsError,
     BusyLoadingError,
+    MasterDownError,
     NoPermissionError,
     OutOfMemoryError,
     ReadOnlyError,
@@ -57,6 +58,9 @@ _REFUSALS = {  # in a reply of the server, also amid a script's -> what it means
     "READONLY ": "the server takes no writes: it is a replica, or is failing over; name the primary",
     "NOREPLICAS ": "the server takes no writes, for it lacks replicas; bring them back",
     "LOADING ": "the server still loads its data",
+    "UNBLOCKED ": "the server changes its role",
+    "MASTERDOWN ": "the server is a replica that has lost its primary",
+    "BUSY ": "the server is busy with a script",
 }
 
 
@@ -175,6 +179,7 @@ def check(client: redis.Redis) -> None:
     where = _where(client)
     remedy = "start the server" if is_embedded() else f"start the server or set {URL_VARIABLE}"
     try:
+        _knock(client)
         client.ping()
         info: Any = client.info()
     except AuthenticationWrongNumberOfArgsError as error:
@@ -225,7 +230,12 @@ def is_full(error: BaseException) -> bool:
 
 def _sign(error: BaseException) -> str:
     """The first word of a refusal where redis-py has made a class of it."""
-    signs = {OutOfMemoryError: "OOM ", ReadOnlyError: "READONLY ", BusyLoadingError: "LOADING "}
+    signs = {
+        OutOfMemoryError: "OOM ",
+        ReadOnlyError: "READONLY ",
+        BusyLoadingError: "LOADING ",
+        MasterDownError: "MASTERDOWN ",
+    }
     return next((sign for kind, sign in signs.items() if isinstance(error, kind)), "")
 
 
@@ -268,6 +278,19 @@ def _checked(server_url: str) -> str:
         return tls.spelled_out(server_url)
     except ValueError as error:
         raise StoreError(f"{mask(server_url)}: {error}") from None
+
+
+def _knock(client: redis.Redis) -> None:
+    """Connect once, to meet at once what no repetition mends: a wrong password, a certificate."""
+    pool = client.connection_pool
+    probe = pool.connection_class(**{**pool.connection_kwargs, "retry": Retry(NoBackoff(), 0)})
+    try:
+        probe.connect()
+    except (RedisError, OSError) as error:
+        if isinstance(error, AuthenticationError) or tls.explain(error) is not None:
+            raise
+    finally:
+        probe.disconnect()
 
 
 def _eviction_policy(client: redis.Redis, info: dict[str, Any]) -> str | None:

@@ -6,13 +6,16 @@ server was frozen goes on if nobody took it, and one that was replaced finds out
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 from redis import Redis
 from redis.exceptions import ResponseError
 
 from ddrl import keys
+from ddrl.store import connection
 from ddrl.store.connection import StoreError
 
 TTL_MS = 3_000
@@ -75,6 +78,30 @@ def renew(client: Redis, run: str, token: int, *, ttl_ms: int = TTL_MS) -> None:
 def release(client: Redis, run: str, token: int) -> None:
     """Let go at once, so that the next learner need not wait for the expiry."""
     client.eval(_RELEASE, 2, keys.state(run), keys.lease(run), token)
+
+
+@contextlib.contextmanager
+def kept(run: str, token: int) -> Iterator[None]:
+    """Hold on to a run while the context lasts, from a thread of its own, whatever else takes long.
+
+    Whoever was replaced hears of it at his own next write.
+    """
+    left = threading.Event()
+
+    def keep() -> None:
+        client = connection.connect()
+        while not left.wait(TTL_MS / 4e3):
+            with contextlib.suppress(StoreError, *connection.HINDRANCES):
+                renew(client, run, token)
+        client.close()
+
+    keeper = threading.Thread(target=keep, name="lease", daemon=True)
+    keeper.start()
+    try:
+        yield
+    finally:
+        left.set()
+        keeper.join(1.0)  # longer where the server does not answer
 
 
 def word(client: Redis, run: str) -> tuple[str | None, int, str]:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import logging.handlers
 import queue
+import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 LENGTH = 5_000
 LINE_LENGTH = 2_000
+PARTING_S = 2.0  # for the last lines; longer where the server does not answer
 
 
 def add(client: Redis, run: str, source: str, level: str, text: str) -> None:
@@ -80,15 +82,22 @@ def sending(run: str, source: str) -> Iterator[None]:
         source: of the lines.
     """
     client = connection.connect()
-    lines: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    listener = logging.handlers.QueueListener(lines, Handler(client, run, source))
+    sender = Handler(client, run, source)
+    lines: queue.SimpleQueue[logging.LogRecord | None] = queue.SimpleQueue()
+
+    def send() -> None:
+        while (record := lines.get()) is not None:
+            sender.handle(record)
+        client.close()
+
+    thread = threading.Thread(target=send, name="logs", daemon=True)
     handler = logging.handlers.QueueHandler(lines)
     handler.setLevel(logging.INFO)
-    listener.start()
+    thread.start()
     logging.getLogger("ddrl").addHandler(handler)
     try:
         yield
     finally:
         logging.getLogger("ddrl").removeHandler(handler)
-        listener.stop()
-        client.close()
+        lines.put(None)
+        thread.join(PARTING_S)

@@ -156,6 +156,8 @@ class Rival:
         wants: it has a learner and its allowance is not used up, so that more play is of use now.
         waiting: messages sent and not yet taken.
         begun: segments begun, all in all.
+        ahead_ms: process time that it got beyond its share, as its dispatcher says; and
+        recent: its part of all process time of the last half minute, likewise.
     """
 
     run: str
@@ -166,11 +168,13 @@ class Rival:
     wants: bool
     waiting: int
     begun: int
+    ahead_ms: int = 0
+    recent: float = 0.0
 
 
 RIVAL_FIELDS = (
     *("status", "weight", "priority", "queue", "process_ms", "allowance", "appended_steps", "waiting"),
-    *("begun", "version"),
+    *("begun", "version", "ahead_ms", "recent"),
 )
 
 
@@ -189,6 +193,8 @@ def parse_rival(run: str, values: Sequence[bytes | None], *, leased: bool) -> Ri
         wants=leased and has_left and int(field["version"] or -1) >= 0,
         waiting=int(field["waiting"] or 0),
         begun=int(field["begun"] or 0),
+        ahead_ms=int(field["ahead_ms"] or 0),
+        recent=float(field["recent"] or 0.0),
     )
 
 

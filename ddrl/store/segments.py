@@ -38,6 +38,21 @@ class Playing:
 
 _SENT = "if redis.call('EXISTS', KEYS[1]) == 1 then redis.call('HINCRBY', KEYS[1], 'waiting', ARGV[1]) end"
 
+
+@dataclass(frozen=True)
+class Standing:
+    """What a dispatcher tells of its run.
+
+    Attributes:
+        run: its id.
+        ahead_ms, recent: see `Rival`.
+    """
+
+    run: str
+    ahead_ms: int
+    recent: float
+
+
 _TAKEN = """
 -- KEYS: state. One message less, never below nought; nothing of a run gone.
 if redis.call('EXISTS', KEYS[1]) == 0 then return end
@@ -48,12 +63,20 @@ if tonumber(redis.call('HGET', KEYS[1], 'waiting') or 0) > 0 then redis.call('HI
 
 _RECOUNT = """
 -- KEYS: state, list of a queue. ARGV: the run as Celery writes arguments into a message.
+if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
 local num = 0
 for _, message in ipairs(redis.call('LRANGE', KEYS[2], 0, -1)) do
   if string.find(message, ARGV[1], 1, true) then num = num + 1 end
 end
 redis.call('HSET', KEYS[1], 'waiting', num)
 return num
+"""
+
+_TELL = """
+-- KEYS: state. ARGV: ms ahead, recent share. Nothing of a run gone.
+if redis.call('EXISTS', KEYS[1]) == 1 then
+  redis.call('HSET', KEYS[1], 'ahead_ms', ARGV[1], 'recent', ARGV[2])
+end
 """
 
 _PLAYING = """
@@ -124,12 +147,25 @@ def recount(client: Redis, run: str, queue: str, priority: str = "normal") -> in
     return cast(int, client.eval(_RECOUNT, 2, keys.state(run), keys.queue(queue, priority), f"'{run}'"))
 
 
-def look(client: Redis, among: Sequence[str], queue: str, priority: str) -> tuple[list[Rival], int]:
-    """The active ones among some runs, and how many messages of whatever run wait in a queue: one round trip."""
+def look(
+    client: Redis, among: Sequence[str], queue: str, priority: str, told: Standing
+) -> tuple[list[Rival], int]:
+    """What a dispatcher must know, in one round trip.
+
+    Args:
+        client: connection to the server.
+        among: runs that may be active.
+        queue, priority: of the dispatcher's run.
+        told: what others may know of that run.
+
+    Returns:
+        The active ones among the runs, and how many messages of whatever run wait in the queue.
+    """
     with client.pipeline(transaction=False) as pipe:
+        pipe.eval(_TELL, 1, keys.state(told.run), told.ahead_ms, f"{told.recent:.4f}")
         pipe.llen(keys.queue(queue, priority))
         ask_rivals(pipe, among)
-        length, *replies = pipe.execute()
+        _, length, *replies = pipe.execute()
     return rivals(among, replies), length
 
 

@@ -1,0 +1,34 @@
+"""What a server that cannot serve for a while is met with: one sentence, and patience."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from ddrl.store import connection
+
+log = logging.getLogger(__name__)
+
+
+class Patience:
+    """Says once that the server cannot serve, and once that it does again."""
+
+    def __init__(self) -> None:
+        self._since = 0.0
+        self._said = ""
+
+    def bear(self, error: Exception) -> None:
+        """Take an error of the server that waiting may mend; raise any other."""
+        text = connection.hindrance(error)
+        if text is None:
+            raise error
+        self._since = self._since or time.monotonic()
+        if text != self._said:
+            log.warning("%s; waiting for it", text)
+        self._said = text
+
+    def over(self) -> None:
+        """The server has served."""
+        if self._since:
+            log.info("the server serves again after %.0f s", time.monotonic() - self._since)
+        self._since, self._said = 0.0, ""

@@ -1,0 +1,226 @@
+"""Passwords that must not show, servers that must not be open: on real processes, Flower included."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+from conftest import PrivateServer, wait_until
+from processes import Process, Processes, command_of, descendants
+from test_monitoring import free_ports
+
+from ddrl import embedded
+from ddrl.store import connection, exposure, runs
+from ddrl.supervisor import read
+
+SECRET = "open/se:same@17"  # in a URL it is written otherwise
+SPELLED = (SECRET, quote(SECRET, safe=""))
+USER, FLOWER_SECRET = "overseer", "petals-of-iron"
+
+
+class Page:
+    """What Flower answers."""
+
+    def __init__(self, port: int, path: str, login: str | None = f"{USER}:{FLOWER_SECRET}") -> None:
+        request = urllib.request.Request(f"http://127.0.0.1:{port}{path}")
+        if login is not None:
+            request.add_header("Authorization", "Basic " + base64.b64encode(login.encode()).decode())
+        try:
+            with urllib.request.urlopen(request, timeout=60) as reply:
+                self.status, self.text = int(reply.status), reply.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                self.status, self.text = error.code, error.read().decode()
+        except OSError:
+            self.status, self.text = 0, ""
+
+
+def flower(processes: Processes, url: str | None) -> tuple[Process, int]:
+    """Flower as the README starts it, once it answers."""
+    (port,) = free_ports(1)
+    arguments = ["-m", "celery", "-A", "ddrl", "flower", "--address=127.0.0.1", f"--port={port}"]
+    env = {"FLOWER_BASIC_AUTH": f"{USER}:{FLOWER_SECRET}"}
+    process = processes.start("flower", url, *arguments, env=env)
+    processes.until(lambda: Page(port, "/").status == 200)
+    return process, port
+
+
+def shown(text: str) -> list[str]:
+    """Which secrets a text shows."""
+    return [secret for secret in (*SPELLED, FLOWER_SECRET) if secret in text]
+
+
+@pytest.mark.parametrize("way", ["unix", "tcp"])
+def test_no_password_shows(way: str, make_server: Callable[..., PrivateServer], processes: Processes) -> None:
+    server = make_server(password=SECRET)
+    url = server.url
+    if way == "tcp":
+        (port,) = free_ports(1)
+        server.client.config_set("port", port)
+        url = f"redis://:{SPELLED[1]}@127.0.0.1:{port}/0"
+    run = processes.detach(url, stop={"return": None, "time": 600})
+    worker = processes.worker(url, role="all")
+    processes.learner(url, run)
+    watching, port = flower(processes, url)
+    processes.until(lambda: runs.state(server.client, run).appended_steps > 200)
+
+    # Flower asks who you are, and shows workers, tasks and queues, but no password.
+    for path in ("/", "/api/workers", "/broker", "/workers"):
+        for login in (None, f"{USER}:wrong"):
+            assert Page(port, path, login).status == 401, path
+    processes.until(lambda: len(json.loads(Page(port, "/api/workers?refresh=1").text or "{}")) == 1)
+    found = json.loads(Page(port, "/api/workers?refresh=1").text)
+    ((name, about),) = found.items()
+    assert about["stats"]["broker"]["transport"] == "redis" and "ddrl.rollout" in str(about["active_queues"])
+    pages = [
+        Page(port, path) for path in ("/", "/api/workers", f"/worker/{quote(name)}", "/broker", "/tasks")
+    ]
+    assert [page.status for page in pages] == [200] * 5
+    assert "ddrl.rollout" in pages[3].text  # the queues' lengths were read, so the password is right
+    assert shown("".join(page.text for page in pages)) == []
+
+    # Nor do process lists, not even that of Flower's own.
+    for process in processes.started:
+        commands = [command_of(pid) for pid in (process.pid, *descendants(process.pid))]
+        assert commands and shown("".join(commands)) == []
+
+    # Nor what any of them says, also when the server goes away and is not found again.
+    said = [processes.ddrl(url, *words, check=False) for words in (["doctor"], ["status", run], ["fleet"])]
+    server.kill()
+    wait_until(lambda: re.search(r"rying again|annot connect|onnection.*lost", worker.text()), 60.0)
+    said.append(processes.ddrl(url, "status", run, check=False))
+    assert said[-1].returncode == 3 and said[-1].stderr.count("\n") == 1
+    assert "***" in said[0].stdout
+    assert shown("".join(done.stdout + done.stderr for done in said)) == []
+    assert watching.running and shown(processes.logs(last_chars=1_000_000)) == []
+    for process in processes.started:  # they would wait for the server
+        process.kill_group()
+
+
+def test_errors_that_nobody_caught_hide_it_too(processes: Processes, tmp_path: Path) -> None:
+    """Tracebacks show lines of code and messages, and libraries their own: none may hold the URL."""
+    script = """
+import sys
+from ddrl.store import connection
+connection.RETRIES = 0
+client = connection.connect()
+print(client, client.connection_pool, file=sys.stderr)
+client.ping()
+"""
+    for url in (f"redis://:{SPELLED[1]}@127.0.0.1:1/0", f"unix://:{SPELLED[1]}@{tmp_path}/none"):
+        done = processes.start("script", url, "-c", script)
+        assert done.wait() == 1 and "Traceback" in done.text()
+        assert shown(done.text()) == []
+
+
+# --- the embedded server -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def running(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The embedded server of this test; its home."""
+    monkeypatch.setattr(connection, "RETRIES", 0)
+    hold = embedded.acquire()
+    yield home
+    hold.release()
+
+
+def test_the_embedded_server_is_closed_to_others(running: Path) -> None:
+    socket_path, state = connection.socket_path(), connection.state_dir()
+    with (
+        connection.connect(f"unix://{socket_path}") as client,
+        pytest.raises(connection.StoreError) as caught,
+    ):
+        connection.check(client)
+    assert "requires a password" in str(caught.value)
+    pid = int(read(state / "redis.pid").split()[0])
+    assert connection.password() not in command_of(pid)
+    assert (socket_path.parent.stat().st_mode | state.stat().st_mode) & 0o077 == 0
+    with connection.connect() as client:
+        assert client.config_get("port") == {"port": "0"} and exposure.warning(client) is None
+    if os.geteuid() == 0:
+        assert as_somebody_else(f"open({str(state / 'password')!r}).read()") == "PermissionError"
+        connecting = f"socket.socket(socket.AF_UNIX).connect({str(socket_path)!r})"
+        assert as_somebody_else(connecting) == "PermissionError"
+        assert as_somebody_else(f"os.listdir({str(state)!r})") == "PermissionError"
+
+
+def as_somebody_else(statement: str) -> str:
+    """What becomes of a statement in a process of another user: the name of its error, or nothing."""
+    code = f"import os, socket\nos.setgroups([]); os.setgid(65534); os.setuid(65534)\ntry: {statement}\n"
+    code += "except Exception as error: print(type(error).__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_listening_never_goes_without_a_password(running: Path) -> None:
+    (port,) = free_ports(1)
+    with connection.connect() as client:
+        client.config_set("requirepass", "")
+        with pytest.raises(connection.StoreError, match="has no password"):
+            embedded.listen("0.0.0.0", port)
+        assert client.config_get("port") == {"port": "0"}
+        client.config_set("requirepass", connection.password())
+    remote, join = embedded.listen("0.0.0.0", port)
+    assert connection.password() in remote and remote in join
+    with connection.connect(f"redis://127.0.0.1:{port}/0") as stranger, pytest.raises(connection.StoreError):
+        connection.check(stranger)
+
+
+# --- servers of others -------------------------------------------------------------------------------
+
+
+def test_a_server_that_is_open_to_all_is_warned_of(make_server: Callable[..., PrivateServer]) -> None:
+    (port,) = free_ports(1)
+    server = make_server("--bind", "0.0.0.0", "--protected-mode", "no")
+    assert exposure.warning(server.client) is None  # it has no port
+    server.client.config_set("port", port)
+    found = exposure.warning(server.client)
+    assert found is not None and "no password and listens beyond" in found[0] and "requirepass" in found[1]
+    with connection.connect(f"redis://{own_address()}:{port}/0") as client:
+        assert exposure.warning(client) == found
+    server.client.config_set("protected-mode", "yes")
+    assert exposure.warning(server.client) is None
+    server.client.config_set("protected-mode", "no")
+    server.client.config_set("requirepass", SECRET)
+    with connection.connect(f"redis://:{SPELLED[1]}@127.0.0.1:{port}/0") as client:
+        assert exposure.warning(client) is None
+    with connection.connect(f"redis://:{SPELLED[1]}@{own_address()}:{port}/0") as client:
+        found = exposure.warning(client)
+        assert found is not None and "unencrypted" in found[0] and "rediss://" in found[1]
+
+
+def own_address() -> str:
+    """An address of this machine that is not its loopback."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # nothing is sent
+        except OSError as error:
+            pytest.skip(f"this machine has no address but its loopback ({error})")
+        return str(probe.getsockname()[0])
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("localhost", True),
+        ("127.3.2.1", True),
+        ("::1", True),
+        ("0.0.0.0", False),
+        ("*", False),
+        ("db", False),
+    ],
+)
+def test_loopback(host: str, expected: bool) -> None:
+    assert exposure.is_loopback(host) is expected
