@@ -159,7 +159,7 @@ class Learner:
         log.info("starts at update %d, env step %d, holding %d transitions", board.updates, board.steps, size)
         self._feed = Feed(self._feed_client, self._run, self.accounts.cursor, self._stage)
         # Off-policy, what a learner without checkpoint left plays better; on-policy, it is another policy.
-        if version == latest or (not self._on_policy and board.updates == 0 and latest >= 0):
+        if version == latest or (not self._on_policy and board.updates == 0 and service.has_latest):
             service.begin(self._feed, latest, None)
         else:
             service.begin(self._feed, version, self.algorithm.weights())

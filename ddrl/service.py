@@ -124,7 +124,7 @@ class Service:
         self._checkpoint_at = now + config.learner.checkpoint_every_s
         self._renew_at = self._metrics_at = now
         self._hindered_at = 0.0  # since when the server cannot serve
-        self._is_full = False
+        self._is_full = self.has_latest = False
         self._waited_s = 0.0
         self._written_bytes = 0  # large writes
         self._last_row = (now, 0, 0, 0.0, 0.0)
@@ -132,11 +132,12 @@ class Service:
     # --- the beginning and the end ---------------------------------------------------------------------
 
     def load(self) -> tuple[tuple[dict[str, torch.Tensor], Counters] | None, int]:
-        """The newest checkpoint, if any, and the latest version of the weights."""
+        """The newest checkpoint, if any, and the latest version; `has_latest` says whether the server still has it."""
         self.renew()
         checkpoints.sweep(self._client, self._run)
         found = checkpoints.load(self._client, self._run, between=self.renew)
-        latest = weights.index(self._client, self._run).latest
+        stored = weights.index(self._client, self._run)
+        latest, self.has_latest = stored.latest, stored.latest in stored.sizes
         if found is None:
             return None, latest
         blob, meta = found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import threading
@@ -35,7 +36,7 @@ DISPATCH_S = 0.1
 STATUS_S = 0.25
 RETRY_S = 1.0
 GONE = (lease.RunGoneError, runs.UnknownRunError)
-LOOK_S = 5.0  # between two looks at what the server knows of the run
+LOOK_S = 10.0  # between two looks at what the server knows of the run
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Session:
         self._config: RunConfig = runs.config(client, run)
         self._config_version = int(self._known.state.get("config_version", 0))
         self._copier = copies.Copier(folder)
-        self._feed_client = connection.connect_blocking()
+        self._leaving = contextlib.ExitStack()
         self._patience = Patience()
         self._status = "active"
         self._asker = ""  # who asked for the run
@@ -94,14 +95,13 @@ class Session:
         """
         source = f"learner {socket.gethostname()}"
         try:
-            with lease.kept(self._run, self._token), logs.sending(self._run, source):
+            with lease.kept(self._run, self._token), logs.sending(self._run, source), self._leaving:
                 return self._go()
         except lease.LeaseLostError:
+            self._copier.close(discard=True)
             raise lease.LeaseLostError(
                 f"run {self._run}: the learner on {self._successor()} took it over; this one has stopped writing"
             ) from None
-        finally:
-            self._feed_client.close()
 
     def _go(self) -> str | None:
         try:
@@ -123,10 +123,7 @@ class Session:
         finally:
             self._learner.stopping.set()
             service.join()
-        try:
-            return self._close()
-        finally:
-            self._learner.leave(keep_experience=self.rescued is not None)
+        return self._close()
 
     def _successor(self) -> str:
         try:
@@ -138,12 +135,17 @@ class Session:
 
     def _wire(self) -> None:
         config, run = self._config, self._run
+        with contextlib.suppress(OSError):  # the first copy will say so
+            copies.set_aside(self._folder, run, self._token)
         device = choose_device(config.learner.device)
         torch.set_num_threads(config.learner.num_threads)
         resolved = base.resolve(config, runs.spaces(self._client, run))
+        feed_client = connection.connect_blocking()
+        self._leaving.callback(self._copier.close)
+        self._leaving.callback(feed_client.close)
         self._learner = Learner(
             self._client,
-            self._feed_client,
+            feed_client,
             run,
             self._token,
             config,
@@ -151,6 +153,7 @@ class Session:
             device=device,
             held=self._held(),
         )
+        self._leaving.callback(lambda: self._learner.leave(keep_experience=self.rescued is not None))
         self._learner.copy_to = self._copy
         state = runs.state(self._client, run)
         limit_s = config.rollout.segment_s + 2 * config.rollout.step_timeout_s
@@ -318,7 +321,6 @@ class Session:
         elif self._error is not None:
             self._set_status("failed", f"{type(self._error).__name__}: {self._error}")
         self._patiently(self._learner.finish)
-        self._copier.close()
         status = runs.status(self._client, self._run) or ""
         if self._error is not None:
             raise self._error

@@ -44,7 +44,10 @@ WITHOUT_TORCH = ("types", "keys", "sections", "config", "store", "submit", "cli"
 PICKLES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 FORBIDDEN_CALLS = {
     *("yaml.load", "yaml.load_all", "yaml.full_load", "yaml.unsafe_load", "torch.load", "torch.save"),
-    *("blosc2.pack", "blosc2.unpack", "eval", "exec", "os.system", "os.popen"),
+    *("yaml.unsafe_load_all", "yaml.full_load_all", "blosc2.pack", "blosc2.unpack", "blosc2.open"),
+    *("pandas.read_pickle", "torch.jit.load", "torch.hub.load"),
+    *("eval", "exec", "compile", "__import__", "os.system", "os.popen", "pty.spawn"),
+    *("subprocess.getoutput", "subprocess.getstatusoutput", "asyncio.create_subprocess_shell"),
 }
 FORBIDDEN_NAMES = {f"{verb}_{noun}" for verb in ("pack", "unpack") for noun in ("array", "array2", "tensor")}
 
@@ -151,10 +154,10 @@ def dangerous(source: str, path: str) -> list[str]:
             if (called := ast.unparse(node.func)) in FORBIDDEN_CALLS:
                 found.append(f"{path}:{node.lineno}: {called}")
             for keyword in node.keywords:
-                if keyword.arg == "shell" and not (
+                if keyword.arg in ("shell", "allow_pickle") and not (
                     isinstance(keyword.value, ast.Constant) and keyword.value.value is False
                 ):
-                    found.append(f"{path}:{node.lineno}: shell=")
+                    found.append(f"{path}:{node.lineno}: {keyword.arg}=")
         names = [node.attr] if isinstance(node, ast.Attribute) else []
         names += [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) else []
         found += [f"{path}: {name} pickles" for name in names if name in FORBIDDEN_NAMES]
@@ -181,6 +184,17 @@ def test_no_file_breaks(rule: Callable[[str, str], list[str]]) -> None:
         line for file in files for line in rule(file.read_text("utf-8"), file.relative_to(ROOT).as_posix())
     ]
     assert not broken, "\n".join(["", *broken])
+
+
+def test_tests_and_benchmarks_neither_unpickle_nor_evaluate() -> None:
+    files = sorted([*ROOT.glob("tests/*.py"), *ROOT.glob("benchmarks/*.py"), *ROOT.glob("docs/**/*.py")])
+    assert len(files) > 60
+    found = [
+        line
+        for file in files
+        for line in dangerous(file.read_text("utf-8"), file.relative_to(ROOT).as_posix())
+    ]
+    assert not found, "\n".join(["", *found])
 
 
 PLANTED = [
@@ -216,6 +230,10 @@ PLANTED = [
     (dangerous, "ddrl/policy.py", "torch.load(path)"),
     (dangerous, "ddrl/policy.py", "eval(text)"),
     (dangerous, "workers/rollout.py", "subprocess.run(line, shell=True)"),
+    (dangerous, "ddrl/codec.py", "np.load(path, allow_pickle=True)"),
+    (dangerous, "ddrl/modules.py", "__import__(name)"),
+    (dangerous, "ddrl/codec.py", "import marshal"),
+    (dangerous, "workers/rollout.py", "subprocess.getoutput(line)"),
     (dangerous, "ddrl/codec.py", "blosc2.pack_array(a)"),
     (dangerous, "ddrl/codec.py", "from blosc2 import unpack_array2"),
     (dangerous, "ddrl/codec.py", "blosc2.unpack(a)"),
@@ -239,7 +257,11 @@ HARMLESS = [
     (early_torch, "ddrl/learner.py", "import torch"),
     (spelled_keys, "ddrl/cli/output.py", 'print("ddrl: error: no")'),
     (spelled_keys, "ddrl/keys.py", 'RUNS = "ddrl:runs"'),
-    (dangerous, "ddrl/codec.py", "network.eval()\nyaml.safe_load(t)\nstruct.pack('i', 1)\nrun(shell=False)"),
+    (
+        dangerous,
+        "ddrl/codec.py",
+        "network.eval()\nyaml.safe_load(t)\nstruct.pack('i', 1)\nrun(shell=False)\nnp.load(p)",
+    ),
     (too_long, "ddrl/learner.py", "x = 1\n" * MAX_LINES),
 ]
 

@@ -195,8 +195,9 @@ def test_delete_asks_and_keeps_files_unless_told(
 
 
 def test_logs_merges_what_was_gathered_with_files_and_journal(
-    client: Any, refused: Callable[..., str], tmp_path: Path
+    client: Any, refused: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sys.modules["ddrl.cli.logs"], "SAME_S", 60.0)  # the machine may be busy
     run = make_run(client)
     folder = tmp_path / "runs" / run
     folder.mkdir(parents=True)
@@ -217,7 +218,7 @@ def test_logs_merges_what_was_gathered_with_files_and_journal(
         (f"learner {here}", "", "  of it"),
     ]
     assert (f"rollout {here}", "ERROR", "played badly") in told and ("journal", "", "created") in told
-    assert told[-2:] == [("worker far", "ERROR", "two"), ("worker far", "ERROR", "lines")]
+    assert told[-2:] == [("worker far", "ERROR", "two"), ("worker far", "ERROR", "lines")], rows
     times = [row["time_s"] for row in rows]
     assert times == sorted(times)
     assert [row["line"] for row in call_json("logs", "--last", "1")] == ["lines"]
@@ -346,7 +347,7 @@ def test_up_serves_until_interrupted(home: Path) -> None:
         assert re.match(r"server: unix://:\*\*\*@\S+redis\.sock", first)
         assert "celery -A ddrl worker" in process.stdout.readline()
         process.send_signal(signal.SIGINT)
-        assert process.wait(15) == 0
+        assert process.wait(60) == 0
     finally:
         process.kill()
         process.wait()

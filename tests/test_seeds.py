@@ -167,6 +167,16 @@ def test_a_learner_that_was_replaced_does_not_write_over_the_copy_of_its_success
     assert checkpoints.load(client, seed.run)[0] == b"successor"
 
 
+def test_a_copy_later_than_the_servers_data_is_set_aside(client: Redis, tmp_path: Path) -> None:
+    seed = seed_of(client)
+    copies.write(tmp_path, seed)
+    copies.set_aside(tmp_path, seed.run, seed.token)  # its own
+    assert copies.read(tmp_path) is not None
+    copies.set_aside(tmp_path, seed.run, seed.token - 1)
+    assert copies.read(tmp_path) is None
+    assert (tmp_path / f"checkpoint-{seed.token}" / "checkpoint.json").exists()
+
+
 def test_a_damaged_copy_is_named(client: Redis, tmp_path: Path) -> None:
     seed = seed_of(client)
     copies.write(tmp_path, seed)

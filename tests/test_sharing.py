@@ -14,7 +14,7 @@ from processes import ROOT, Processes, bound
 from redis import Redis
 from runs_for_tests import start, target_config
 
-from ddrl import tensors
+from ddrl import keys, tensors
 from ddrl.algorithms import base
 from ddrl.config import RunConfig
 from ddrl.store import runs, segments
@@ -144,3 +144,16 @@ def test_processes_that_wait_for_an_allowance_serve_other_runs(client: Redis, un
         after - then for then, after in zip(before, process_s(client, satisfied, hungry), strict=True)
     )
     assert idle == 0 and busy > 0.5 * PROCESSES * 3.0
+
+
+def test_messages_are_counted_as_celery_writes_them(
+    site: tuple[Redis, Processes], module_server: Any, client: Redis
+) -> None:
+    run = start(client, config())
+    code = f"from ddrl import celery; [celery.send_rollout({run!r}, 'elsewhere', 'low') for _ in range(3)]"
+    assert site[1].start("send", module_server.url, "-c", code).wait() == 0
+    client.hset(keys.state(run), "waiting", 7)
+    assert segments.recount(client, run, "elsewhere", "low") == 3 == runs.state(client, run).waiting
+    assert segments.recount(client, run[:-1], "elsewhere", "low") == 0 and not client.exists(
+        keys.state(run[:-1])
+    )

@@ -76,6 +76,13 @@ def test_a_run_is_submitted_learned_and_played_through_tls(
     assert "insecure" not in said and "secret" not in said
     assert "rediss://" in worker.text()
 
+    # A worker that cannot trust the server ends with one line; Celery alone would try for ever.
+    stranger = Authority(processes.folder / "stranger.pem")
+    wary = processes.worker(proxy.url, env={tls.CA_VARIABLE: str(stranger.path)})
+    assert wary.wait() == 1
+    said = [line for line in wary.text().splitlines() if "ddrl: error" in line]
+    assert len(said) == 1 and "not trusted" in said[0] and "Traceback" not in wary.text()
+
 
 def test_kombu_verifies_as_redis_py_does(authority: Authority, start: Callable[..., TlsProxy]) -> None:
     proxy = start(authority.server())

@@ -121,6 +121,7 @@ def _sharing(figures: Figures) -> dict[str, Any]:
 def _show(report: dict[str, Any]) -> None:
     figures, stream, kept = report["figures"], report["stream"], report["weights"]
     learner, hint = report["learner"], report["hint"].removeprefix(f"paused: {report['reason']}; ")
+    waited_s = figures.get("server_wait_s", 0.0)  # of the learner, since its figures before these
     limit = "" if report["time_limit_s"] is None else f" of {duration(report['time_limit_s'])}"
     rates = [f" ({figures[name]:.0f}/s)" if name in figures else "" for name in _RATES]
     best = "none" if kept["best"] < 0 else f"v{kept['best']} ({number(kept['best_return'])})"
@@ -141,7 +142,7 @@ def _show(report: dict[str, Any]) -> None:
             "workers": _players(report),
             **_share_lines(report["sharing"]),
             **_trouble(report),
-            **({"server waits": duration(figures["server_wait_s"])} if figures.get("server_wait_s") else {}),
+            **({"server waits": f"{waited_s:.1f} s at last"} if waited_s >= 0.05 else {}),
             "env steps": f"{report['env_steps']:,}{rates[0]}, {report['allowance']:,} allowed",
             "updates": f"{report['updates']:,}{rates[1]}",
             **_experience(figures),

@@ -151,8 +151,9 @@ def _unusual_cells(figures: Figures) -> list[tuple[str, str]]:
         cells.append(("weight", f"{state.weight:g}, {state.priority}"))
     if state.crashes_total or state.lost_producers:
         cells.append(("ended badly", f"{state.crashes_total} crashed, {state.lost_producers} lost"))
-    if figures.row.get("server_wait_s"):
-        cells.append(("server waits", duration(figures.row["server_wait_s"])))
+    waited_s = figures.row.get("server_wait_s", 0.0)  # since the row before
+    if waited_s >= 0.05:
+        cells.append(("server waits", f"{waited_s:.1f} s"))
     return cells
 
 

@@ -189,7 +189,7 @@ def check(client: redis.Redis) -> None:
     except BusyLoadingError as error:
         raise NotThereError(f"{where}: still loading its data; wait and try again") from error
     except NoPermissionError as error:
-        raise StoreError(f"{where}: {error}; allow the user +@all on ~ddrl:* or use another one") from error
+        raise StoreError(f"{where}: {error}; give the user the rights of its role (workers/acl)") from error
     except ResponseError as error:
         raise StoreError(f"{where}: PING or INFO refused ({error}); use Redis >= 6.2 or Valkey") from error
     except (RedisError, OSError) as error:

@@ -38,8 +38,7 @@ def write(folder: Path, seed: Seed) -> None:
     """
     place = folder / FOLDER
     place.mkdir(parents=True, exist_ok=True)
-    before = _pointer(folder)
-    if before is not None and before["run"] == seed.run and before["token"] > seed.token:
+    if _is_later(folder, seed):
         return
     tensors = place / f"{seed.token}-{seed.meta['updates']}-{zlib.crc32(seed.blob):08x}.safetensors"
     pointer = {
@@ -52,16 +51,46 @@ def write(folder: Path, seed: Seed) -> None:
         "meta": seed.meta,
         "known": asdict(seed.known),
     }
+    is_new = not tensors.exists()
     try:
         _write(tensors, seed.blob)
+        if _is_later(folder, seed):  # this learner stalled on the way
+            tensors.unlink()
+            return
         _write(place / POINTER, json.dumps(pointer).encode())
     except OSError:
-        if before is None or tensors.name != before["tensors"]:
+        if is_new:
             tensors.unlink(missing_ok=True)
         raise
     for file in place.iterdir():
         if file.name not in (tensors.name, POINTER):
             file.unlink(missing_ok=True)
+
+
+def set_aside(folder: Path, run: str, token: int) -> None:
+    """Move a copy out of the way of a learner that holds the run now, where it is of a later one.
+
+    So it is where the server was restored from data older than the copy.
+
+    Args:
+        folder: the run's.
+        run: its id.
+        token: of the lease.
+
+    Raises:
+        OSError: it cannot be moved.
+    """
+    with contextlib.suppress(StoreError):
+        pointer = _pointer(folder)
+        if pointer is not None and pointer["run"] == run and pointer["token"] > token:
+            aside = folder / f"{FOLDER}-{pointer['token']}"
+            (folder / FOLDER).rename(aside)
+            log.warning(
+                "%s: the server's data is older than the copy of update %d, which was moved to %s",
+                run,
+                pointer["meta"]["updates"],
+                aside,
+            )
 
 
 def read(folder: Path) -> Seed | None:
@@ -191,10 +220,12 @@ class Copier:
                 self._thread = threading.Thread(target=self._work, name="copier", daemon=True)
                 self._thread.start()
 
-    def close(self, timeout_s: float = 30.0) -> None:
-        """Wait until what was put is written, or cannot be."""
+    def close(self, timeout_s: float = 30.0, *, discard: bool = False) -> None:
+        """Wait until what was put is written, or cannot be, or is discarded."""
         with self._changed:
             self._closing = True
+            if discard:
+                self._next = None
             self._changed.notify()
         if self._thread is not None:
             self._thread.join(timeout_s)

@@ -1,0 +1,140 @@
+"""A run planted again, as its next learner finds it: with the experience that was rescued, or with none."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import pytest
+import torch
+from redis import Redis
+from runs_for_tests import play_steps, start, target_config
+from test_learner import make_learner, take, training, until
+from test_on_policy_learner import pick_config, playing
+
+from ddrl import tensors
+from ddrl.algorithms import base
+from ddrl.config import RunConfig
+from ddrl.learner import Learner
+from ddrl.replay.fifo import Fifo
+from ddrl.replay.sampled import Sampled
+from ddrl.store import connection, ledger, runs, seeds, weights
+
+
+@pytest.fixture
+def client(server) -> Redis:
+    return server.client
+
+
+def seed_of(client: Redis, run: str, token: int, learner: Learner) -> seeds.Seed:
+    """What a learner holds."""
+    known = seeds.known(client, run)
+    counters, state = learner.snapshot()
+    blob = tensors.encode_weights({name: tensor.numpy() for name, tensor in state.items()})
+    return seeds.Seed(run, token, known, asdict(counters), blob)
+
+
+def planted(client: Redis, seed: seeds.Seed) -> int:
+    """Lose the run, and plant it again; the next learner's token."""
+    client.flushall()
+    assert seeds.plant(client, seed)
+    return take(client, seed.run)
+
+
+def successor(client: Redis, url: str, run: str, token: int, held: Sampled | Fifo | None) -> Learner:
+    config = runs.config(client, run)
+    resolved = base.resolve(config, runs.spaces(client, run))
+    blocking, device = connection.connect_blocking(url), torch.device("cpu")
+    learner = Learner(client, blocking, run, token, config, resolved, device=device, held=held)
+    learner.restore()
+    return learner
+
+
+def off_policy() -> RunConfig:
+    return target_config(replay={"warmup_steps": 200, "samples_per_insert": 8, "slack_steps": 100})
+
+
+def learned(client: Redis, url: str) -> tuple[str, int, Learner]:
+    """A run that has learned all that it may from 600 steps."""
+    run = start(client, off_policy())
+    token = take(client, run)
+    play_steps(client, run, token, 600)
+    learner = make_learner(client, run, token, url)
+    learner.restore()
+    most = (runs.state(client, run).appended_steps - 200) * 8 // 32
+    with training(learner):
+        until(lambda: learner.num_updates == most)
+    return run, token, learner
+
+
+def test_rescued_experience_goes_on_as_if_nothing_had_happened(client: Redis, server) -> None:
+    run, token, first = learned(client, server.url)
+    seed = seed_of(client, run, token, first)
+    first.leave(keep_experience=True)
+    token = planted(client, seed)
+    second = successor(client, server.url, run, token, first.experience)
+    assert second.num_updates == first.num_updates and second.num_steps == first.num_steps
+    assert len(second.experience) == second.num_steps and second.version == first.version + 1
+    with training(second):
+        play_steps(client, run, token, 80)
+        most = (runs.state(client, run).appended_steps - 200) * 8 // 32
+        until(lambda: second.num_updates == most)  # the pace goes on
+    second.finish()
+    assert len(second.experience) == second.num_steps == runs.state(client, run).appended_steps
+    assert ledger.audit(client, run).is_balanced
+
+
+def test_without_it_the_view_is_warmed_up_anew_before_updates_go_on(client: Redis, server) -> None:
+    run, token, first = learned(client, server.url)
+    seed = seed_of(client, run, token, first)
+    first.leave()
+    token = planted(client, seed)
+    second = successor(client, server.url, run, token, None)
+    before, lost = second.num_updates, second.num_steps
+    assert len(second.experience) == 0 and before == first.num_updates
+    allowance = runs.state(client, run).allowance
+    assert lost + 200 <= allowance <= lost + 200 + 100  # room for the warm-up, and for the slack
+    with training(second):
+        players = play_steps(client, run, token, 150)
+        until(lambda: second.num_steps == runs.state(client, run).appended_steps)
+        assert second.num_updates == before
+        play_steps(client, run, token, 250, players=players)
+        most = (runs.state(client, run).appended_steps - 200 - 200) * 8 // 32
+        until(lambda: second.num_updates == most)
+    second.finish()
+    third = make_learner(client, run, take(client, run), server.url)
+    third.restore()  # what was refilled once stays so
+    assert third.counters.refilled == 200 and third.num_updates == most
+    third.leave()
+
+
+def test_a_run_lost_before_its_first_update_publishes_again(client: Redis, server) -> None:
+    run = start(client, off_policy())
+    token = take(client, run)
+    first = make_learner(client, run, token, server.url)
+    first.restore()
+    seed = seed_of(client, run, token, first)
+    first.leave()
+    second = successor(client, server.url, run, planted(client, seed), None)
+    index = weights.index(client, run)
+    assert index.latest == second.version == 1 and set(index.sizes) == {1}
+    second.leave()
+
+
+@pytest.mark.parametrize("is_rescued", [True, False])
+def test_an_on_policy_run_goes_on_with_its_next_version(client: Redis, server, is_rescued: bool) -> None:
+    run = start(client, pick_config())
+    token = take(client, run)
+    first = make_learner(client, run, token, server.url)
+    first.restore()
+    with training(first), playing(server.url, run):
+        until(lambda: first.version >= 3)
+    seed = seed_of(client, run, token, first)
+    version = first.version
+    first.leave(keep_experience=is_rescued)
+    token = planted(client, seed)
+    second = successor(client, server.url, run, token, first.experience if is_rescued else None)
+    assert second.version == weights.index(client, run).latest == version + 1
+    with training(second), playing(server.url, run):
+        until(lambda: second.version >= version + 4)
+    second.finish()
+    assert ledger.audit(client, run).is_balanced
