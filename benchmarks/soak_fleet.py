@@ -6,6 +6,7 @@ Every process is watched: what ends without having been ended, and what grows, i
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -14,30 +15,31 @@ from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
+import yaml
 from private_server import WITH_FILE, PrivateServer
 from processes import Process, Processes
 from proxy import Proxy
+from runs_for_tests import target_tree
 
 from ddrl.store import connection, ledger, runs, segments
 
 SAMPLE_S = 2.0
 NUM_LEARNERS, NUM_WORKERS = 3, 2
 MIB = 1024**2
-_COMMON: dict[str, Any] = {
+_ENDLESS: dict[str, Any] = {
     "stop": {"return": 100.0, "time": "10h"},  # out of reach
     "evaluation": {"every_s": 20, "near_every_s": 20, "num_episodes": 10},
     "rollout": {"segment_s": 2},
 }
-RUNS: dict[str, dict[str, Any]] = {
-    "off-policy": {**_COMMON, "replay": {"samples_per_insert": 1, "capacity": 5_000}},
-    "on-policy": {
-        **_COMMON,
-        "env": {"id": "ddrl/Pick-v0"},
-        "algorithm": {"name": "ppo", "batch_size": 512, "minibatch_size": 128, "num_epochs": 4},
-        "replay": None,
-        "learner": {"publish_every_s": None},
-    },
-}
+_OFF_POLICY = target_tree(**_ENDLESS, replay={"samples_per_insert": 1, "capacity": 5_000})
+_ON_POLICY = target_tree(
+    **_ENDLESS,
+    env={"id": "ddrl/Pick-v0"},
+    algorithm={"name": "ppo", "batch_size": 512, "minibatch_size": 128, "num_epochs": 4},
+)
+_ON_POLICY["replay"] = {}
+del _ON_POLICY["learner"]["publish_every_s"]
+RUNS = {"off-policy": _OFF_POLICY, "on-policy": _ON_POLICY}
 
 
 @dataclass
@@ -91,8 +93,11 @@ class SoakFleet:
             self.start_learner()
         for _ in range(NUM_WORKERS):
             self.start_worker()
-        for name, sections in RUNS.items():
-            self.runs.append(self.processes.detach(self.server.url, name=name, **sections))
+        for name, tree in RUNS.items():
+            config = self.processes.folder / f"{name}.yaml"
+            config.write_text(yaml.safe_dump({**tree, "name": name}))
+            done = self.processes.ddrl(self.server.url, "submit", str(config), "--detach", "--json")
+            self.runs.append(json.loads(done.stdout)["run"])
         sampler = threading.Thread(target=self._sample, daemon=True)
         sampler.start()
         self._stack.callback(sampler.join)

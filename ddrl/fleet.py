@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddrl import keys
 from ddrl.config import EvaluationConfig, RolloutConfig, StopConfig
-from ddrl.sharing import Capacity, Shares
+from ddrl.sharing import PROCESSES_PER_MESSAGE, Capacity, Shares
 from ddrl.store import evaluations, runs, segments, stream, weights, workers
 from ddrl.store.evaluations import OpenEvaluation
 from ddrl.store.run_state import Rival, RunState
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 LOOK_S = 0.1  # between two looks at the rivals
 LOOK_PER_RUN_S = 0.01  # the same, of many
 SURVEY_S = 2.0  # between two looks at the heartbeats
-REFUSED_S = 1.0  # between messages of a run that some machine refuses: each may be taken in vain
+REFUSED_S = 1.0  # at most, between messages of a run that some machine refuses: they may be taken in vain
 CLAIM_AFTER_S = 0.3  # of waiting
 CLAIM_EVERY_S = 1.0
 
@@ -87,7 +87,8 @@ class Dispatcher:
         missing = self._shares.wanted() - mine.waiting
         if missing <= 0 or now < self._send_at:
             return 0
-        self._send_at = now + (REFUSED_S if self._refused else 0.0)
+        pause_s = self._rollout.segment_s / PROCESSES_PER_MESSAGE  # in which so many are taken where all play
+        self._send_at = now + (min(REFUSED_S, pause_s) if self._refused else 0.0)
         segments.sent(self._client, self._run, missing)
         for _ in range(missing):
             self._send(self._queue, self._priority)
@@ -124,7 +125,8 @@ class Dispatcher:
         self._names = sorted({*runs.active_names(self._client), self._run})
         self._queue, self._priority = state.queue, state.priority
         segments.recount(self._client, self._run, self._queue, self._priority)
-        self._refused = bool(segments.refusals(self._client, self._run))
+        refusals = segments.refusals(self._client, self._run)
+        self._refused = any(worker.host in refusals for worker in fleet if self._queue in worker.queues)
         if now - self._surveyed_at > 2 * SURVEY_S:  # the server was away, and what it knows of workers is old
             self._trusted_at = now + 2 * workers.TTL_S
         self._surveyed_at = now
@@ -139,7 +141,7 @@ class Dispatcher:
             worker = fleet.get(player.node)
             if worker is None:
                 gone[producer] = f"worker {player.node} is gone"
-            elif player.pid not in worker.pids:
+            elif worker.pids and player.pid not in worker.pids:
                 gone[producer] = f"process {player.pid} of {player.node} is gone"
         for producer in self._suspects & gone.keys():
             log.warning("%s: producer %d ended without a word: %s", self._run, producer, gone[producer])

@@ -25,6 +25,7 @@ import torch
 
 from ddrl.algorithms import base
 from ddrl.algorithms.base import Resolved
+from ddrl.board import Board, Tensors
 from ddrl.config import RunConfig
 from ddrl.device import to_device, to_host
 from ddrl.replay.accounts import Accounts
@@ -32,7 +33,7 @@ from ddrl.replay.experience import experience, longest_fragment, to_refill
 from ddrl.replay.feed import Bounds, Feed, Staged, stage, stored
 from ddrl.replay.fifo import Fifo
 from ddrl.replay.sampled import Drawn, Sampled
-from ddrl.service import Board, Service, Tensors
+from ddrl.service import Service
 from ddrl.store import stream
 from ddrl.store.checkpoints import Counters
 from ddrl.types import Trajectories
@@ -168,10 +169,12 @@ class Learner:
     def _rebuild(self, counters: Counters, version: int) -> None:
         """Admit again what was held when the checkpoint was taken; the counters stand already."""
         oldest, cursor = counters.oldest.encode(), counters.cursor.encode()
-        refused = {entry_id.encode() for entry_id in counters.repeated}
+        strange = {entry_id.encode() for entry_id in counters.strange}
         for staged in stored(self._client, self._run, oldest, cursor, self._stage):
             self.service.renew()
-            if staged.fragment is not None and staged.producer >= 0 and staged.entry_id not in refused:
+            if staged.entry_id in strange:
+                continue
+            if staged.fragment is not None:
                 with contextlib.suppress(ValueError):  # refused and counted before
                     self.experience.admit(staged.prepared, staged.entry_id, version=version)
             self.service.retention.admitted(staged.entry_id, staged.cumulative_bytes, staged.num_bytes)
@@ -241,7 +244,8 @@ class Learner:
         self._is_between = True
 
     def _admit(self, staged: Staged) -> None:
-        fragment, reason = staged.fragment, staged.reason or self.accounts.objection(staged)
+        fragment, objection = staged.fragment, self.accounts.objection(staged)
+        reason = staged.reason or objection
         if not reason:
             try:
                 self.experience.admit(staged.prepared, staged.entry_id, version=self.version)
@@ -256,8 +260,9 @@ class Learner:
             self._board.refused.append((staged.entry_id, staged.head, reason))
         elif fragment is not None:
             self.returns.extend(float(value) for value in fragment.episode_return)
-        self._board.steps = max(self._board.steps, staged.cumulative_steps)
-        self.service.retention.admitted(staged.entry_id, staged.cumulative_bytes, staged.num_bytes)
+        if not objection:
+            self._board.steps = max(self._board.steps, staged.cumulative_steps)
+            self.service.retention.admitted(staged.entry_id, staged.cumulative_bytes, staged.num_bytes)
 
     def _draw(self) -> Drawn | Trajectories | None:
         """What to learn from next; None while there is nothing, or the last iteration is still unpublished."""

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -22,6 +20,7 @@ import numpy as np
 import torch
 
 from ddrl import tensors
+from ddrl.board import Board, Tensors
 from ddrl.config import RunConfig
 from ddrl.replay.accounts import Accounts
 from ddrl.replay.feed import Feed
@@ -40,50 +39,6 @@ RENEW_S = 0.75  # a quarter of the lease
 SLOW_S = 1.0  # a round that takes longer than this,
 BYTES_PER_S = 20e6  # and than its writes at this pace, has waited for the server
 CHECKPOINT_BYTES_PER_S = 1e6  # what checkpoints may cost the server on average
-TRAILING_EPISODES = 20
-
-Tensors = Mapping[str, torch.Tensor]
-
-
-class Board:
-    """What the two threads show each other: every field is written by one of them, whole."""
-
-    def __init__(self) -> None:
-        # By the training thread.
-        self.updates = self.steps = 0
-        self.refilled = 0
-        """Of the steps, those that the pace leaves out; see `Counters`."""
-        self.counters = Counters()
-        """As of the last entry admitted, all at once."""
-        self.figures: Tensors = {}
-        self.returns: deque[float] = deque(maxlen=TRAILING_EPISODES)
-        self.refused: deque[tuple[bytes, bytes, str]] = deque()
-        """(entry, head, reason) to be told."""
-        self.gone: deque[str] = deque()
-        """Sentences about fragments that went unread, to be told."""
-        self.weights: tuple[int, Tensors] | None = None
-        """(updates, parameters) to be published; the service thread takes them off when they are."""
-        self.state: tuple[Counters, Tensors] | None = None
-        """A checkpoint to be stored; taken off when it is."""
-        # By the service thread.
-        self.version = -1
-        self.wants_state = threading.Event()
-        self._started = time.monotonic()
-        self._elapsed_before_s = 0.0
-
-    @property
-    def paced_steps(self) -> int:
-        """Steps that the pace counts."""
-        return self.steps - self.refilled
-
-    @property
-    def elapsed_s(self) -> float:
-        """Time of learning, that of earlier learners of the run included as far as checkpoints tell."""
-        return self._elapsed_before_s + time.monotonic() - self._started
-
-    def add_elapsed(self, seconds: float) -> None:
-        """Count more as time of learning; less where it is negative."""
-        self._elapsed_before_s += seconds
 
 
 class Service:

@@ -94,14 +94,14 @@ class Session:
             RunGoneError, UnknownRunError: the server knows the run no more; see `rescued`.
         """
         source = f"learner {socket.gethostname()}"
-        try:
-            with lease.kept(self._run, self._token), logs.sending(self._run, source), self._leaving:
+        with lease.kept(self._run, self._token), logs.sending(self._run, source), self._leaving:
+            try:
                 return self._go()
-        except lease.LeaseLostError:
-            self._copier.close(discard=True)
-            raise lease.LeaseLostError(
-                f"run {self._run}: the learner on {self._successor()} took it over; this one has stopped writing"
-            ) from None
+            except lease.LeaseLostError:
+                self._copier.close(discard=True)
+                raise lease.LeaseLostError(
+                    f"run {self._run}: the learner on {self._successor()} took it over; this one has stopped writing"
+                ) from None
 
     def _go(self) -> str | None:
         try:

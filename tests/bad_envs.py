@@ -39,7 +39,11 @@ class Bad(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._left -= 1
         if self._kind == "sleep":
             time.sleep(0.01)
-        if self._left < 0 and self._kind not in ("none", "sleep") and not (self._marker and Path(self._marker).exists()):
+        if (
+            self._left < 0
+            and self._kind not in ("none", "sleep")
+            and not (self._marker and Path(self._marker).exists())
+        ):
             if self._marker:
                 Path(self._marker).touch()
             self._go_wrong()

@@ -6,6 +6,7 @@ import hashlib
 import re
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ import pytest
 import redis
 from conftest import PrivateServer
 from processes import Processes
+from runs_for_tests import play_steps, start, target_config
 from test_monitoring import free_ports
 
 from ddrl import keys
 from ddrl.cli import main
-from ddrl.store import checkpoints, connection, lease, runs, weights
+from ddrl.store import budget, checkpoints, connection, lease, logs, runs, seeds, segments, stream, weights
+from ddrl.store.checkpoints import Counters
 from ddrl.store.connection import StoreError
 
 ACL = Path(__file__).parents[1] / "workers" / "acl"
@@ -152,7 +155,12 @@ FORBIDDEN = {
         *(["SET", keys.weights_blob("run", 1), "x"], ["HSET", MINE["weights"], "latest", "9"]),
         *(["SET", keys.checkpoint_part("run", 1, 1, 0), "x"], ["GET", keys.checkpoint_part("run", 1, 1, 0)]),
         *(["SET", MINE["spec"], "{}"], ["SET", MINE["lease"], "1"], ["DEL", MINE["lease"]]),
-        *(["DEL", MINE["state"]], ["EXPIRE", MINE["state"], "1"], ["UNLINK", MINE["experience"]]),
+        *(
+            ["DEL", MINE["state"]],
+            ["EXPIRE", MINE["state"], "1"],
+            ["UNLINK", MINE["experience"]],
+            ["HDEL", MINE["state"], "status"],
+        ),
         *(
             ["XTRIM", MINE["experience"], "MAXLEN", "0"],
             ["XDEL", MINE["experience"], "0-1"],
@@ -177,6 +185,42 @@ def test_the_roles_do_nothing_else(roles: Roles) -> None:
             allowed = [words for words in (*OTHERS, *forbidden) if not is_denied(client, words)]
             assert allowed == [], role
     assert roles.admin.get("other") == b"1" and roles.admin.dbsize() == 2
+
+
+def test_what_a_role_does_rarely_it_may_do_too(roles: Roles) -> None:
+    operator, learner, worker = (
+        connection.connect(roles.url(role)) for role in ("operator", "learner", "worker")
+    )
+    with operator, learner, worker:
+        run = start(operator, target_config())
+        token = lease.acquire(learner, run, host="h", folder="f")
+        assert token is not None
+        budget.check(learner, run, token, 1)
+        play_steps(learner, run, token, 20)  # the weights that begin
+        producer = stream.new_producer(worker)
+        segments.playing(worker, run, producer, node="node", pid=1)
+        segments.drain(worker, "node")
+        segments.stay(worker, "node")
+        assert segments.note_crash(worker, run, "a reason") == 1
+        segments.note_refusal(worker, run, "host", "a reason")
+        logs.add(worker, run, "worker", "INFO", "a line")
+        segments.end(worker, run, producer, process_ms=5, room_wait_ms=5)
+        assert segments.lost(learner, run, [producer], "a reason") == 0
+        segments.sent(learner, run, 1)
+        segments.recount(learner, run, "ddrl.rollout")
+        stream.claim(learner, run, 1)
+        stream.refuse(learner, run, token, b"0-1", b"head", "a reason")
+        stream.trim(learner, run, token, b"0-2")
+        runs.set_status(learner, run, "paused", "quarantined", token=token)
+        runs.reactivate(operator, run)
+        runs.request_handover(operator, run, "host")
+        token = lease.acquire(learner, run, host="h", folder="f", force=True)
+        seed = seeds.Seed(run, token or 0, seeds.known(learner, run), asdict(Counters()), b"tensors")
+        lease.release(learner, run, token or 0)
+        runs.set_status(operator, run, "stopped", "by hand")
+        assert runs.delete(operator, run) > 5
+        assert seeds.plant(learner, seed, deleted_too=True)
+    assert roles.denied() == []
 
 
 def is_denied(client: redis.Redis, words: list[str]) -> bool:

@@ -19,7 +19,7 @@ _RANKED = (
     "types keys parent sections watchdog",
     "config codec tensors returns distributions modules memory history device stacking",
     "networks envs store",
-    "replay algorithms versions housekeeping monitoring sharing presence",
+    "replay algorithms versions housekeeping monitoring sharing presence board",
     "service",
     "collector evaluation learner fleet policy supervisor",
     "embedded artifacts segment warmstart",

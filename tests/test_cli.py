@@ -218,7 +218,7 @@ def test_logs_merges_what_was_gathered_with_files_and_journal(
         (f"learner {here}", "", "  of it"),
     ]
     assert (f"rollout {here}", "ERROR", "played badly") in told and ("journal", "", "created") in told
-    assert told[-2:] == [("worker far", "ERROR", "two"), ("worker far", "ERROR", "lines")], rows
+    assert told[-2:] == [("worker far", "ERROR", "two"), ("worker far", "ERROR", "lines")]
     times = [row["time_s"] for row in rows]
     assert times == sorted(times)
     assert [row["line"] for row in call_json("logs", "--last", "1")] == ["lines"]

@@ -215,6 +215,14 @@ def test_units(unit: Path) -> None:
     )
 
 
+def test_units_on_one_machine_serve_figures_on_ports_of_their_own() -> None:
+    found = [
+        re.search(r"^Environment=DDRL_METRICS=(\S+)$", unit.read_text("utf-8"), re.MULTILINE)
+        for unit in UNITS
+    ]
+    assert len({match[1] for match in found if match}) == len(UNITS)
+
+
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze")
 def test_units_are_such_to_systemd(tmp_path: Path) -> None:
     for unit in UNITS:

@@ -38,6 +38,37 @@ def end(process: Process, signum: signal.Signals, times: int) -> int:
     return process.wait(bound(5.0))
 
 
+@pytest.mark.parametrize("signum", BOTH)
+def test_submit_twice_ends_at_once_and_its_run_can_be_resumed(
+    signum: signal.Signals, server, processes: Processes
+) -> None:
+    command = processes.submit(
+        server.url, processes.config(stop={"return": 10.0}), "--workers", "1", "--learner"
+    )
+    processes.until(lambda: "updates" in command.text())
+    children = [pid for pid in command.descendants() if Path(f"/proc/{pid}").exists()]
+    assert end(command, signum, 2) in (130, 128 + signum)
+    assert TRACE not in command.text()
+    processes.until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children), bound(3.0))
+    run = runs.names(server.client)[-1]
+    processes.until(lambda: not runs.state(server.client, run).leased, 30.0)
+    done = processes.ddrl(server.url, "resume", run, "--time", "1s", "--workers", "1", "--learner")
+    assert done.returncode == 0
+    assert ledger.audit(server.client, run).is_balanced
+
+
+def test_submit_by_sigterm_once_stops_cleanly(server, processes: Processes) -> None:
+    command = processes.submit(
+        server.url, processes.config(stop={"return": 10.0}), "--workers", "1", "--learner"
+    )
+    processes.until(lambda: "updates" in command.text())
+    assert end(command, signal.SIGTERM, 1) == 130
+    assert TRACE not in command.text() and "ddrl resume" in command.text()
+    run = runs.names(server.client)[-1]
+    assert runs.state(server.client, run).status == "stopped"
+    assert ledger.audit(server.client, run).is_balanced
+
+
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("signum", BOTH)
 def test_worker_and_learner_end_and_others_go_on(fleet: Fleet, signum: signal.Signals, times: int) -> None:
@@ -52,30 +83,3 @@ def test_worker_and_learner_end_and_others_go_on(fleet: Fleet, signum: signal.Si
         fleet.processes.until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pool), bound(3.0))
         fleet.worker = fleet.start_worker()
     assert TRACE not in ended.text()
-
-
-@pytest.mark.parametrize("signum", BOTH)
-def test_submit_twice_ends_at_once_and_its_run_can_be_resumed(
-    signum: signal.Signals, server, processes: Processes
-) -> None:
-    command = processes.submit(server.url, processes.config(stop={"return": 10.0}), "--workers", "1")
-    processes.until(lambda: "updates" in command.text())
-    children = [pid for pid in command.descendants() if Path(f"/proc/{pid}").exists()]
-    assert end(command, signum, 2) in (130, 128 + signum)
-    assert TRACE not in command.text()
-    processes.until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children), bound(3.0))
-    run = runs.names(server.client)[-1]
-    processes.until(lambda: not runs.state(server.client, run).leased, 30.0)
-    done = processes.ddrl(server.url, "resume", run, "--time", "1s")
-    assert done.returncode == 0
-    assert ledger.audit(server.client, run).is_balanced
-
-
-def test_submit_by_sigterm_once_stops_cleanly(server, processes: Processes) -> None:
-    command = processes.submit(server.url, processes.config(stop={"return": 10.0}), "--workers", "1")
-    processes.until(lambda: "updates" in command.text())
-    assert end(command, signal.SIGTERM, 1) == 130
-    assert TRACE not in command.text() and "ddrl resume" in command.text()
-    run = runs.names(server.client)[-1]
-    assert runs.state(server.client, run).status == "stopped"
-    assert ledger.audit(server.client, run).is_balanced

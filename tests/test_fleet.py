@@ -120,6 +120,24 @@ def test_a_run_ahead_of_its_share_waits_for_the_others_but_not_where_they_send_n
     assert 1 in ticks(one, 4)
 
 
+def test_a_run_that_a_machine_refuses_does_not_keep_it_busy_with_refusing(client: Redis) -> None:
+    run = start(client, target_config(rollout={"segment_s": 8.0}))
+    workers.beat(client, heartbeat("a@h", 1))
+    one = dispatcher(client, run)
+
+    def sent_in_vain() -> int:
+        sent, one._survey_at = 0, 0.0
+        for _ in range(6):
+            sent += sum(ticks(one, 1))
+            client.delete(keys.queue(QUEUE)), client.hset(keys.state(run), "waiting", 0)
+        return sent
+
+    segments.note_refusal(client, run, "gone", "host gone: lacks something")
+    assert sent_in_vain() >= 5  # no worker of that host is there
+    segments.note_refusal(client, run, "h", "host h: lacks something")
+    assert sent_in_vain() <= 2
+
+
 def test_a_changed_priority_sends_to_its_own_list(client: Redis, run: str) -> None:
     one = dispatcher(client, run)
     assert ticks(one, 1) == [1]

@@ -194,18 +194,6 @@ def test_a_stalled_learner_wakes_to_find_its_run_taken_and_writes_nothing(site: 
     assert ledger.audit(site.client, site.run).is_balanced
 
 
-def test_a_run_that_the_servers_memory_cannot_hold_fails_before_it_begins(site: Site) -> None:
-    site.client.config_set("maxmemory", 550 * 1024**2)  # replay.max_bytes alone is 512 MiB
-    try:
-        learner = site.learner()
-        assert learner.wait() == 2
-        assert learner.text().count("needs up to 59") == 1 and "its maxmemory is 550 MiB" in learner.text()
-        state = runs.state(site.client, site.run)
-        assert state.status == "failed" and "lower replay.max_bytes, or raise maxmemory" in state.reason
-    finally:
-        site.client.config_set("maxmemory", 0)
-
-
 WRITER = """
 import sys
 from ddrl.store import checkpoints, connection, weights

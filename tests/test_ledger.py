@@ -71,7 +71,8 @@ def test_a_repetition_is_known_by_its_number_also_after_a_restart() -> None:
     again = staged(2, 5, 1)
     assert accounts.objection(again) == "producer 5: fragment 1 is repeated, its newest is 2"
     assert accounts.take(again, consumed=False) == ""
-    assert accounts.rows[5] == Row(consumed=3, refused=1, incarnation=7, last_seq=2)
+    assert accounts.rows[5] == Row(consumed=3, incarnation=7, last_seq=2)
+    assert accounts.rows[STRANGER] == Row(refused=1)  # its producer's append would have refused it
     assert accounts.objection(staged(4, 5, 0, incarnation=8)) == ""  # another process
     restored = Accounts()
     told = accounts.state(b"0-0")
@@ -220,8 +221,8 @@ def test_a_planted_double_and_a_stranger_are_refused_and_found(client: Redis, se
     play_steps(client, run, token, 100, players=players)
     learner = learned(client, server.url, run)
     audit = ledger.audit(client, run)
-    assert (audit.accounts[producer].difference, audit.strangers) == (-1, 1)
-    assert audit.accounts[producer].refused == 1 and audit.total("trimmed") == 0
+    assert (audit.accounts[producer].difference, audit.strangers) == (0, 2)
+    assert audit.accounts[producer].refused == 0 and audit.total("trimmed") == 0
     assert learner.counters.admitted == runs.state(client, run).appended_fragments
     reasons = [fields[b"reason"] for _, fields in client.xrange(keys.dead(run))]
     assert reasons == [b"producer %d: fragment %d is repeated, its newest is %d" % (

@@ -1,8 +1,9 @@
-"""A run planted again, as its next learner finds it: with the experience that was rescued, or with none."""
+"""What a learner begins with: a run planted again, experience that was rescued or none, room in the server."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +12,9 @@ from runs_for_tests import play_steps, start, target_config
 from test_learner import make_learner, take, training, until
 from test_on_policy_learner import pick_config, playing
 
-from ddrl import tensors
+from ddrl import runner, tensors
 from ddrl.algorithms import base
-from ddrl.config import RunConfig
+from ddrl.config import ConfigError, RunConfig
 from ddrl.learner import Learner
 from ddrl.replay.fifo import Fifo
 from ddrl.replay.sampled import Sampled
@@ -138,3 +139,21 @@ def test_an_on_policy_run_goes_on_with_its_next_version(client: Redis, server, i
         until(lambda: second.version >= version + 4)
     second.finish()
     assert ledger.audit(client, run).is_balanced
+
+
+def test_a_run_that_the_servers_memory_cannot_hold_fails_before_it_begins(
+    client: Redis, server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(connection.URL_VARIABLE, server.url)
+    run = start(client, target_config())
+    client.config_set("maxmemory", 550 * 1024**2)  # replay.max_bytes alone is 512 MiB
+    try:
+        with pytest.raises(
+            ConfigError, match="needs up to 59. MiB of the server, but its maxmemory is 550 MiB"
+        ):
+            runner.learn(client, run, tmp_path, runner.Interrupt())
+    finally:
+        client.config_set("maxmemory", 0)
+    state = runs.state(client, run)
+    assert state.status == "failed" and "lower replay.max_bytes, or raise maxmemory" in state.reason
+    assert not state.leased

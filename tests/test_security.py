@@ -21,6 +21,7 @@ from processes import Process, Processes, command_of, descendants
 from test_monitoring import free_ports
 
 from ddrl import embedded
+from ddrl.cli import main
 from ddrl.store import connection, exposure, runs
 from ddrl.supervisor import read
 
@@ -62,7 +63,13 @@ def shown(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("way", ["unix", "tcp"])
-def test_no_password_shows(way: str, make_server: Callable[..., PrivateServer], processes: Processes) -> None:
+def test_no_password_shows(
+    way: str,
+    make_server: Callable[..., PrivateServer],
+    processes: Processes,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     server = make_server(password=SECRET)
     url = server.url
     if way == "tcp":
@@ -96,13 +103,16 @@ def test_no_password_shows(way: str, make_server: Callable[..., PrivateServer], 
         assert commands and shown("".join(commands)) == []
 
     # Nor what any of them says, also when the server goes away and is not found again.
-    said = [processes.ddrl(url, *words, check=False) for words in (["doctor"], ["status", run], ["fleet"])]
+    monkeypatch.setenv(connection.URL_VARIABLE, url)
+    assert [main(words) for words in (["doctor"], ["status", run], ["fleet"])] == [0, 0, 0]
+    told = capsys.readouterr()
     server.kill()
-    wait_until(lambda: re.search(r"rying again|annot connect|onnection.*lost", worker.text()), 60.0)
-    said.append(processes.ddrl(url, "status", run, check=False))
-    assert said[-1].returncode == 3 and said[-1].stderr.count("\n") == 1
-    assert "***" in said[0].stdout
-    assert shown("".join(done.stdout + done.stderr for done in said)) == []
+    wait_until(lambda: "does not answer" in worker.text(), 60.0)
+    assert main(["status", run]) == 3
+    lost = capsys.readouterr()
+    assert lost.err.count("\n") == 1 and "no server reachable" in lost.err
+    assert "***" in told.out and re.search(r"^ok +security ", told.out, re.MULTILINE)
+    assert shown(told.out + told.err + lost.out + lost.err) == []
     assert watching.running and shown(processes.logs(last_chars=1_000_000)) == []
     for process in processes.started:  # they would wait for the server
         process.kill_group()

@@ -13,9 +13,10 @@ from processes import Processes
 from rich.console import Console
 from test_artifacts import learn_something, make_run
 
+from ddrl import embedded
 from ddrl.cli import live, main, sweep
 from ddrl.cli.watcher import Watcher
-from ddrl.store import connection, runs
+from ddrl.store import connection, ledger, runs
 
 CALM = {"stop": {"return": None, "time": 120}}  # does not end by itself
 
@@ -163,8 +164,6 @@ def test_ctrl_c_stops_all_and_says_how_to_go_on(home: Path, processes: Processes
     assert "0 of 2 solved" in text and "Traceback" not in text
     assert f"continue with `ddrl resume {' '.join(names)}`" in text
     processes.until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children), 60)
-    listed = json.loads(processes.ddrl(None, "runs", "--json").stdout)
-    assert {row["status"] for row in listed} == {"stopped"}
     done = processes.ddrl(None, "resume", *names, "--time", "2s", "--json", check=False)
     assert done.returncode == 0, (done.stderr, processes.logs())
     answer = json.loads(done.stdout)
@@ -174,4 +173,9 @@ def test_ctrl_c_stops_all_and_says_how_to_go_on(home: Path, processes: Processes
     assert answer["median_train_s"] == pytest.approx(sum(times) / 2, abs=1e-2)
     for run, row in zip(names, answer["runs"], strict=True):
         assert row["run"] == run and (Path(row["artifacts"]) / "curve.png").exists()
-        assert json.loads(processes.ddrl(None, "audit", run, "--json").stdout)["balanced"]
+    with embedded.use() as url:
+        client = connection.connect(url)
+        assert all(ledger.audit(client, run).is_balanced for run in names)
+        events = [row["event"] for run in names for row in runs.journal(client, run)]
+        assert events.count("stopped") == 2, "by Ctrl-C"
+        client.close()

@@ -103,7 +103,7 @@ def test_three_runs_share_two_processes_by_weight_until_one_pauses_or_changes(
     assert {run["run"]: run["entitled"] for run in report["runs"]} == pytest.approx(
         {light: 1 / 7, middle: 2 / 7, heavy: 4 / 7}
     )
-    assert sum(run["share"] for run in report["runs"]) == pytest.approx(1)
+    assert sum(run["share"] for run in report["runs"]) == pytest.approx(1, abs=0.05)  # each as its own says
     runs.set_status(client, heavy, "paused", "")
     until(lambda: not segments.players(client, heavy))
     before = process_s(client, heavy)

@@ -37,12 +37,12 @@ def start(make_server: Callable[..., PrivateServer]) -> Iterator[Callable[..., T
         yield proxy
 
 
-def refusal(url: str, kind: type[StoreError] = StoreError) -> str:
-    """The one line with which a server is refused."""
+def refusal(url: str, *kinds: type[StoreError]) -> str:
+    """The one line with which a server is refused, of one of these kinds; StoreError if none are given."""
     with pytest.raises(StoreError) as caught, connection.connect(url) as client:
         connection.check(client)
     text = str(caught.value)
-    assert type(caught.value) is kind and "\n" not in text and "secret" not in text
+    assert type(caught.value) in (kinds or (StoreError,)) and "\n" not in text and "secret" not in text
     return text
 
 
@@ -126,7 +126,8 @@ def test_a_client_shows_its_certificate(
 ) -> None:
     proxy = start(authority.server(asks_client=True))
     trusted = f"{proxy.url}?ssl_ca_certs={authority.path}"
-    assert "asks for a client certificate" in refusal(trusted)
+    # Its word of that may be lost with the connection; then it is a guess.
+    assert "for a client certificate" in refusal(trusted, StoreError, NotThereError)
     certificate, key = authority.client(tmp_path)
     shown = f"{trusted}&ssl_certfile={certificate}&ssl_keyfile={key}"
     with connection.connect(shown) as client:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from typing import Any
 
 import gymnasium
@@ -27,6 +28,15 @@ def test_endless_pays_until_the_time_limit() -> None:
             np.testing.assert_array_equal(shown, [1.0])
             shown, *rest, _ = toy.step(toy.action_space.sample())
             assert rest == [1.0, False, step == 7]
+
+
+def test_sleep_takes_its_time() -> None:
+    toy = make("ddrl/Sleep-v0", step_s=0.02)
+    toy.reset(seed=0)
+    begun = time.monotonic()
+    ends = [toy.step(action)[1:4] for action in (0, 1)]
+    assert ends == [(0.0, False, False), (1.0, False, False)]
+    assert time.monotonic() - begun >= 0.04
 
 
 def test_target() -> None:

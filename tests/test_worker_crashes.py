@@ -95,12 +95,13 @@ def test_an_environment_that_raises_costs_a_player_and_no_process(
     assert worker.pool() == pool
 
 
+# A process that plays the toy holds about 90 MiB: more than the limit, less than twice as much.
 def test_a_process_above_its_limit_of_memory_is_replaced_between_two_segments(
     server: PrivateServer, processes: Processes
 ) -> None:
     client = server.client
     run = playable(client, rollout={"segment_s": 0.5})
-    worker = processes.celery(server.url, env={"DDRL_PROCESS_MEMORY": "30MiB"})
+    worker = processes.celery(server.url, env={"DDRL_PROCESS_MEMORY": "60MiB"})
     processes.until(lambda: " ready." in worker.text())
     with dispatching(server, run):
         processes.until(lambda: client.hlen(keys.producers(run)) >= 2)

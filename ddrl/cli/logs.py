@@ -110,18 +110,18 @@ class _Tail:
 
     def more(self) -> list[Line]:
         """Lines that came since, by time."""
-        rows, self._logs_cursor = stored.read(self._client, self._run, self._logs_cursor)
+        entries, self._journal_cursor = store.journal_after(self._client, self._run, self._journal_cursor)
         lines = [
+            Line(row["time_s"], "journal", "", f"{row.get('event', '')} {_details(row)}".rstrip())
+            for row in entries
+        ]
+        rows, self._logs_cursor = stored.read(self._client, self._run, self._logs_cursor)
+        gathered = [
             Line(row["time_s"], row.get("source", ""), row.get("level", ""), part)
             for row in rows
             for part in row.get("text", "").splitlines() or [""]
         ]
-        lines = [line for line in lines if not self._is_twin(line, in_file=False)]
-        entries, self._journal_cursor = store.journal_after(self._client, self._run, self._journal_cursor)
-        lines += [
-            Line(row["time_s"], "journal", "", f"{row.get('event', '')} {_details(row)}".rstrip())
-            for row in entries
-        ]
+        lines += [line for line in gathered if not self._is_twin(line, in_file=False)]
         ahead_s = store.server_ms(self._client) / 1e3 - time.time()
         for path in sorted(self._folder.glob("*.log")):
             file = self._files.setdefault(path, _File(path))

@@ -221,8 +221,7 @@ def _create(client: Client, configs: Sequence[RunConfig], spaces: EnvSpec, targe
     created: list[str] = []
     try:
         for config in configs:
-            options = {"initial": weights} if weights else {}
-            created.append(submission.create(client, config, spaces, **options))
+            created.append(submission.create(client, config, spaces, initial=weights))
     except BaseException:
         for run in created:
             runs.set_status(client, run, "stopped", "those submitted with it could not be")

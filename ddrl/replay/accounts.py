@@ -1,8 +1,8 @@
 """What the learner did with each producer's fragments, as it goes: the learner's side of `ddrl.store.ledger`.
 
-The append numbers a producer's fragments, and counts those of all. So a repetition is known by its number, and a gap in
-the count says that fragments went from the stream before they were read; whose they were, the producers' next numbers
-tell.
+The append numbers a producer's fragments, and counts those of all. So a repetition is known by its number, what no
+append wrote by both, and a gap in the count says that fragments went from the stream before they were read; whose they
+were, the producers' next numbers tell.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Accounts:
         self._rows: dict[int, Row] = {}
         self._changed: dict[int, Row] = {}
         self._fragments = 0  # count of the stream at the cursor; -1: not known
-        self._repeated: list[bytes] = []
+        self._strange: list[bytes] = []  # entries held that are no fragments
         self.cursor = b"0-0"
         """The last entry taken from the stream."""
         self.consumed = self.refused = 0
@@ -40,29 +40,34 @@ class Accounts:
         return dict(self._rows)
 
     def objection(self, staged: Staged) -> str:
-        """Why an entry cannot be counted as a fragment; empty where it can."""
+        """Why an entry is no fragment that was acknowledged; empty where it is one."""
         if staged.producer == STRANGER:
             return "no append wrote it"
         if self._is_repeated(staged):
             newest = self._rows[staged.producer].last_seq
             return f"producer {staged.producer}: fragment {staged.seq} is repeated, its newest is {newest}"
+        if not self._is_counted(staged) and staged.seq != self._expected(staged):
+            return "no append wrote it: its counts are old"
         return ""
 
     def take(self, staged: Staged, *, consumed: bool) -> str:
         """Note an entry, read after all before it; one sentence where fragments before it are gone, unread."""
-        before = self.cursor
-        gone = max(staged.cumulative_fragments - self._fragments - 1, 0) if self._fragments >= 0 else 0
-        producer = staged.producer
+        before, is_counted = self.cursor, self._is_counted(staged)
+        gone = staged.cumulative_fragments - self._fragments - 1 if is_counted and self._fragments >= 0 else 0
+        objection = self.objection(staged)
         with self._lock:
             if gone:
                 self._add(STRANGER, unread=gone)
-            if not consumed and self._is_repeated(staged):
-                self._repeated.append(staged.entry_id)
-            elif producer != STRANGER:
+            if objection:
+                self._strange.append(staged.entry_id)
+            else:
                 self._claim(staged)
+            # A repetition that the append has counted is its producer's, any other entry to object to a stranger's.
+            producer = staged.producer if is_counted or not objection else STRANGER
             self._add(producer, consumed=int(consumed), refused=int(not consumed))
             self.cursor = staged.entry_id
-        self._fragments = max(self._fragments, staged.cumulative_fragments)
+        if is_counted:
+            self._fragments = staged.cumulative_fragments
         self.consumed += consumed
         self.refused += not consumed
         if not gone:
@@ -82,16 +87,16 @@ class Accounts:
             self._changed = {**changed, **self._changed}
 
     def state(self, oldest: bytes) -> dict[str, Any]:
-        """Fields of a checkpoint's `Counters`; of repetitions, those from entry `oldest` on."""
+        """Fields of a checkpoint's `Counters`; of strange entries, those from entry `oldest` on."""
         first = stream.order(oldest)
-        self._repeated = [entry_id for entry_id in self._repeated if stream.order(entry_id) >= first]
+        self._strange = [entry_id for entry_id in self._strange if stream.order(entry_id) >= first]
         return {
             "fragments": self._fragments,
             "ledger": {
                 str(producer): (row.consumed, row.refused, row.unread, row.incarnation, row.last_seq)
                 for producer, row in self._rows.items()
             },
-            "repeated": [entry_id.decode() for entry_id in self._repeated],
+            "strange": [entry_id.decode() for entry_id in self._strange],
         }
 
     def load_state(self, counters: Counters) -> None:
@@ -100,25 +105,31 @@ class Accounts:
         self.consumed, self.refused = counters.admitted, counters.dead
         self._rows = {int(producer): Row(*row) for producer, row in counters.ledger.items()}
         self._fragments = counters.fragments
-        self._repeated = [entry_id.encode() for entry_id in counters.repeated]
+        self._strange = [entry_id.encode() for entry_id in counters.strange]
 
     def _is_repeated(self, staged: Staged) -> bool:
         """Whether its producer's newest fragment is this one or a later one."""
         row = self._rows.get(staged.producer)
         return row is not None and row.incarnation == staged.incarnation and staged.seq <= row.last_seq
 
+    def _is_counted(self, staged: Staged) -> bool:
+        """Whether the stream's count has grown with it."""
+        return staged.producer != STRANGER and staged.cumulative_fragments > max(self._fragments, 0)
+
+    def _expected(self, staged: Staged) -> int:
+        """The next number of its producer."""
+        row = self._rows.get(staged.producer)
+        return row.last_seq + 1 if row is not None and row.incarnation == staged.incarnation else 0
+
     def _claim(self, staged: Staged) -> None:
         """Move on to a producer's fragment; of those gone, its own are the ones that it appended in between."""
-        row = self._rows.get(staged.producer, Row())
-        expected = row.last_seq + 1 if row.incarnation == staged.incarnation else 0
-        stranger = self._rows.get(STRANGER)
-        unclaimed = stranger.unread if stranger is not None else 0
-        own = min(max(staged.seq - expected, 0), unclaimed)
-        if own:
+        row, stranger = self._rows.get(staged.producer, Row()), self._rows.get(STRANGER, Row())
+        own = min(staged.seq - self._expected(staged), stranger.unread)
+        if own > 0:
             self._add(STRANGER, unread=-own)
         self._write(
             staged.producer,
-            Row(row.consumed, row.refused, row.unread + own, staged.incarnation, staged.seq),
+            Row(row.consumed, row.refused, row.unread + max(own, 0), staged.incarnation, staged.seq),
         )
 
     def _add(self, producer: int, *, consumed: int = 0, refused: int = 0, unread: int = 0) -> None:

@@ -256,7 +256,9 @@ class Feed:
                 raise
             self._stopping.wait(RETRY_S)  # the service thread says so
             return
-        for entry in entries:
+        appended = stream.appended(self._client, self._run) if entries else {}
+        for found in entries:
+            entry = found.believed(appended)
             while self._staged_bytes - self._taken_bytes > MAX_STAGED_BYTES:
                 if self._stopping.wait(0.01):
                     return

@@ -39,7 +39,7 @@ class Counters:
         version: of the published weights, where these are the checkpoint's own; -1 else.
         fragments: cumulative count of the stream at the cursor; -1 where it is not known.
         ledger: producer -> consumed, refused, unread, incarnation, last_seq (see `ledger.Row`); {} between checkpoints.
-        repeated: entries held that were refused as repetitions; as `ledger`.
+        strange: entries held that are no fragments, repetitions among them; as `ledger`.
         held: transitions of the view.
         refilled: steps that were played again to fill a view whose stream was lost; the pace leaves them out.
     """
@@ -56,7 +56,7 @@ class Counters:
     version: int = -1
     fragments: int = -1
     ledger: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    repeated: Sequence[str] = ()
+    strange: Sequence[str] = ()
     held: int = 0
     refilled: int = 0
 

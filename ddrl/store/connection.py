@@ -199,6 +199,8 @@ def check(client: redis.Redis) -> None:
             remedy = f"if it wants TLS, write rediss:// into {URL_VARIABLE}"
         elif where.startswith("rediss://") and isinstance(error, redis.TimeoutError):
             remedy += ", or use the port that speaks TLS"
+        elif where.startswith("rediss://") and _hung_up(error):
+            remedy += ", or add ?ssl_certfile=...&ssl_keyfile=... if it asks for a client certificate"
         raise NotThereError(f"{where}: no server reachable ({_reason(error)}); {remedy}") from error
     version = str(info.get("redis_version", "unknown"))
     if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < OLDEST_VERSION:
@@ -334,7 +336,7 @@ def _reason(error: Exception) -> str:
 def _hung_up(error: Exception) -> bool:
     """Whether the other side took the connection, and closed it without a reply."""
     cause = error.__cause__ or error.__context__
-    return isinstance(cause or error, ConnectionResetError | BrokenPipeError) or (
+    return isinstance(cause or error, (ConnectionResetError, BrokenPipeError, *tls.HUNG_UP)) or (
         cause is None and isinstance(error, redis.ConnectionError) and "closed" in str(error).lower()
     )
 

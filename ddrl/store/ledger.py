@@ -19,6 +19,7 @@ from ddrl import keys
 from ddrl.store import stream
 from ddrl.store.lease import FENCE, fenced
 
+AUDITS = 10  # at most, of a run that goes on meanwhile
 STRANGER = -1  # the producer of entries that no append wrote
 
 
@@ -138,7 +139,17 @@ def audit(client: Redis, run: str, *, on_entries: Callable[[int, int], None] | N
         run: whose stream.
         on_entries: told how many of how many entries that wait have been read.
     """
-    with client.pipeline(transaction=True) as pipe:  # all as of one moment
+    for _ in range(AUDITS):
+        found = _audit(client, run, on_entries)
+        if found.is_balanced or read(client, run)[1].decode() == found.cursor:
+            break  # else the learner may have trimmed what was still to be read as waiting
+    return found
+
+
+def _audit(client: Redis, run: str, on_entries: Callable[[int, int], None] | None) -> Audit:
+    with client.pipeline(
+        transaction=True
+    ) as pipe:  # all as of one moment, but for the entries read afterwards
         pipe.hgetall(keys.producers(run))
         pipe.hgetall(keys.ledger(run))
         pipe.xrevrange(keys.experience(run), count=1)

@@ -72,6 +72,13 @@ class Entry:
         """Who appended it; -1 where that cannot be read."""
         return self.count(b"p", -1)
 
+    def believed(self, appended: Mapping[bytes, int]) -> Entry:
+        """The entry without all that an append writes, where it counts more than was appended so far: none wrote it."""
+        if all(self.count(name) <= most for name, most in appended.items()):
+            return self
+        known = {name: value for name, value in self.fields.items() if len(name) > 1 or name == b"h"}
+        return Entry(self.entry_id, known)
+
 
 _APPEND = """
 -- KEYS: 1 state (hash), 2 experience (stream), 3 episodes (stream), 4 draining (set),
@@ -224,6 +231,15 @@ def read(
         reply = cast("list[Any]", client.xread({key: cursor}, count=count, block=block_ms))
         raw = reply[0][1] if reply else []
     return [Entry(entry_id, fields) for entry_id, fields in raw]
+
+
+def appended(client: Redis, run: str) -> dict[bytes, int]:
+    """What the run's appends have counted, by the names that it has in an entry: no entry read before counts more."""
+    names = ["appended_fragments", "appended_steps", "appended_bytes", "status"]
+    *values, status = cast("list[bytes | None]", client.hmget(keys.state(run), names))
+    if status is None:  # the run is gone, and with it what its entries could be held to
+        return {}
+    return dict(zip((b"f", b"n", b"b"), (int(value or 0) for value in values), strict=True))
 
 
 def read_count(client: Redis, run: str) -> int:

@@ -18,6 +18,9 @@ FILES = {  # option of the URL -> what it names
     "ssl_keyfile": "the client's private key (PEM)",
 }
 
+HUNG_UP = (ssl.SSLEOFError, ssl.SSLZeroReturnError)
+"""The other side went away; not a word of TLS."""
+
 _HOST_MISMATCH, _IP_MISMATCH, _EXPIRED, _NOT_YET_VALID = 62, 64, 10, 9  # OpenSSL's X509_V_ERR_*
 
 
@@ -77,7 +80,7 @@ def explain(error: BaseException) -> tuple[str, str] | None:
     found: BaseException | None = error
     while found is not None and not isinstance(found, ssl.SSLError):
         found = found.__cause__ or found.__context__
-    if found is None:
+    if found is None or isinstance(found, HUNG_UP):
         return None
     if isinstance(found, ssl.SSLCertVerificationError):
         return _certificate(found)
