@@ -271,7 +271,11 @@ def _appear(sender: Any, **_: Any) -> None:
 
     def pids() -> tuple[int, ...]:
         processes = getattr(getattr(sender.pool, "_pool", None), "_pool", None)
-        return (os.getpid(),) if processes is None else tuple(process.pid for process in list(processes))
+        if processes is None:
+            return (os.getpid(),)
+        return tuple(
+            process.pid for process in list(processes) if process.pid
+        )  # one that is begun has none yet
 
     heartbeat = workers.Heartbeat(
         node=without_spaces(sender.hostname),

@@ -17,7 +17,6 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +74,7 @@ class Learner:
         held: Sampled | Fifo | None = None,
     ) -> None:
         self._client, self._feed_client = client, feed_client
-        self._run, self._token, self._config = run, token, config
+        self._run, self._config = run, config
         self._device, self._spec = device, resolved.spec
         self._on_policy = resolved.on_policy
         self.algorithm = resolved.learner(device=device, seed=config.seed)
@@ -132,7 +131,11 @@ class Learner:
         self.experience.first_version = version
         if found is not None:
             state, counters = found
-            held = {name: state.pop(name) for name in list(state) if name.startswith(REPLAY)}
+            held = {
+                name.removeprefix(REPLAY): state.pop(name).numpy()
+                for name in list(state)
+                if name.startswith(REPLAY)
+            }
             self.algorithm.load_state(state)
             board.updates, board.steps = counters.updates, counters.env_steps
             version -= self._on_policy and counters.version == latest
@@ -141,16 +144,11 @@ class Learner:
             self.experience.first_version = version if version > latest else 0
             if not self._is_held:
                 self._rebuild(counters, version)
-                self.experience.load_state(
-                    {name.removeprefix(REPLAY): tensor.numpy() for name, tensor in held.items()}
-                )
-                self.experience.num_dropped = (
-                    counters.dropped + counters.waiting - self.experience.num_waiting
-                )
-            size = len(self.experience)
-            board.refilled = counters.refilled + to_refill(
-                counters.held, size, self._config.replay.warmup_steps
-            )
+                self.experience.load_state(held)
+                waited = counters.waiting - self.experience.num_waiting
+                self.experience.num_dropped = counters.dropped + waited
+            missing = to_refill(counters.held, len(self.experience), self._config.replay.warmup_steps)
+            board.refilled = counters.refilled + missing
         elif (initial := service.initial()) is not None:
             source, parameters = initial
             fresh = self.algorithm.warm_start(parameters)
@@ -178,7 +176,6 @@ class Learner:
                 with contextlib.suppress(ValueError):  # refused and counted before
                     self.experience.admit(staged.prepared, staged.entry_id, version=version)
             self.service.retention.admitted(staged.entry_id, staged.cumulative_bytes, staged.num_bytes)
-        stream.trim(self._client, self._run, self._token, oldest)  # what only the former learner's view held
 
     def leave(self, *, keep_experience: bool = False) -> None:
         """End what runs in the background, and tell nobody; call when the training thread has returned."""
@@ -194,12 +191,10 @@ class Learner:
             LeaseLostError: another learner took over.
             redis.exceptions.RedisError: the server cannot serve.
         """
-        if self._feed is not None:
-            self._feed.stop()
+        self.leave()
         counters, state = self._taken()
         is_whole = self._is_between or not self._config.learner.lockstep
         self.service.finish(counters if is_whole else None, state, self.algorithm.weights())
-        self.experience.close()
 
     # --- the training thread -------------------------------------------------------------------------
 
@@ -295,10 +290,10 @@ class Learner:
         if self._board.wants_state.is_set():
             self._board.wants_state.clear()
             self._board.state = self._taken()
-        if self._wanted is not None:
+        wanted, self._wanted = self._wanted, None
+        if wanted is not None:
             self._snapshot = self._taken()
-            self._wanted.set()
-            self._wanted = None
+            wanted.set()
 
     def _adopt(self, options: Any) -> None:
         self._publish_at = min(self._publish_at, time.monotonic() + self._config.learner.publish_every_s)
@@ -357,15 +352,6 @@ class Learner:
         resolved = base.resolve(config, self._spec)
         self.service.adopt(config)
         self._adopting = (config, resolved.config)
-
-    @property
-    def copy_to(self) -> Callable[[bytes, Mapping[str, Any]], object] | None:
-        """Gets tensors (safetensors) and meta of each checkpoint that the server has taken."""
-        return self.service.copy_to
-
-    @copy_to.setter
-    def copy_to(self, copy: Callable[[bytes, Mapping[str, Any]], object] | None) -> None:
-        self.service.copy_to = copy
 
     # --- what anybody may ask ------------------------------------------------------------------------
 

@@ -107,9 +107,11 @@ class Presence:
                     segments.note_crash(client, *crashes[0])
                     crashes.pop(0)
                 workers.beat(client, replace(self._heartbeat, pids=self._pids(), draining=draining))
-            except connection.HINDRANCES:  # the worker plays on, and so must this
+            except Exception as error:  # the worker plays on, and so must this
                 if order == _GO:
                     return
+                if not isinstance(error, connection.HINDRANCES):
+                    log.exception("worker %s: cannot tell of itself", self.node)
 
 
 def gpus() -> tuple[str, ...]:

@@ -93,6 +93,7 @@ class Service:
         found = checkpoints.load(self._client, self._run, between=self.renew)
         stored = weights.index(self._client, self._run)
         latest, self.has_latest = stored.latest, stored.latest in stored.sizes
+        self.retention.told = ledger.read(self._client, self._run)[1]
         if found is None:
             return None, latest
         blob, meta = found
@@ -115,6 +116,9 @@ class Service:
         self._accounts.changes()
         self.published_updates = self._board.updates
         self._insistently(lambda: ledger.replace(self._client, self._run, self._token, rows, cursor))
+        self.retention.told = cursor
+        if self.retention.checkpoint is not None:  # what only the former learner's view held
+            stream.trim(self._client, self._run, self._token, self.retention.checkpoint.oldest.encode())
         if parameters is None:
             self._board.version = version
             self._insistently(self._raise_allowance)
@@ -200,6 +204,8 @@ class Service:
         if retention.is_near_budget:
             if retention.checkpoint is None or retention.checkpoint.cursor != counters.cursor:
                 self._board.wants_state.set()
+            if not self._is_full:
+                self._tell_ledger()
             retention.make_room()
         if self._is_full and time.monotonic() - self._hindered_at > SLOW_S:
             retention.shed()
@@ -227,6 +233,7 @@ class Service:
         except BaseException:
             self._accounts.put_back(changed)
             raise
+        self.retention.told = cursor
 
     def _tell_refused(self) -> None:
         while self._board.gone:

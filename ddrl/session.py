@@ -154,7 +154,7 @@ class Session:
             held=self._held(),
         )
         self._leaving.callback(lambda: self._learner.leave(keep_experience=self.rescued is not None))
-        self._learner.copy_to = self._copy
+        self._learner.service.copy_to = self._copy
         state = runs.state(self._client, run)
         limit_s = config.rollout.segment_s + 2 * config.rollout.step_timeout_s
         self._dispatcher = Dispatcher(

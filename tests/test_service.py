@@ -215,7 +215,7 @@ def test_a_learner_that_was_replaced_writes_nothing(client: Redis, server) -> No
     learner = make_learner(client, run, token, server.url)
     learner.restore()
     copied: list[bytes] = []
-    learner.copy_to = lambda blob, _: copied.append(blob)
+    learner.service.copy_to = lambda blob, _: copied.append(blob)
     board, service = learner._board, learner.service
     with training(learner, serve=False):
         until(lambda: learner.num_steps == runs.state(client, run).appended_steps)
@@ -267,7 +267,7 @@ def test_a_checkpoint_during_which_the_learner_is_replaced_leaves_no_part(
 
     stray = set(client.scan_iter(match=keys.checkpoint_pattern(run)))
     with pytest.raises(lease.LeaseLostError):
-        checkpoints.save(client, run, learner._token, good[0], good[1], between=between)
+        checkpoints.save(client, run, learner.service._token, good[0], good[1], between=between)
     assert set(client.scan_iter(match=keys.checkpoint_pattern(run))) == stray
     assert checkpoints.load(client, run) == good
 
@@ -325,7 +325,7 @@ def test_the_copy_of_a_checkpoint_is_the_one_that_the_server_has(client: Redis, 
     learner = make_learner(client, run, take(client, run), server.url)
     learner.restore()
     copied: list[tuple[bytes, Mapping[str, Any]]] = []
-    learner.copy_to = lambda blob, meta: copied.append((blob, meta))
+    learner.service.copy_to = lambda blob, meta: copied.append((blob, meta))
     learner.finish()
     found = checkpoints.load(client, run)
     assert found is not None and len(copied) == 1

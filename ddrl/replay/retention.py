@@ -39,6 +39,8 @@ class Retention:
         self._client, self._run, self._token, self.max_bytes = client, run, token, max_bytes
         self.checkpoint: Counters | None = None
         """Of the newest checkpoint in the server; without one nothing is dropped."""
+        self.told = b"0-0"
+        """The last entry that the server's ledger covers: none is dropped before it is accounted for."""
         self._entries: deque[tuple[bytes, int]] = deque()  # (id, cumulative bytes), oldest first
         self._total = 0  # bytes appended up to the newest entry here
         self._trimmed = 0  # of these, bytes dropped
@@ -104,6 +106,7 @@ class Retention:
         return self._trimmed - before
 
     def _drop_before(self, first_kept: bytes) -> None:
+        first_kept = min(first_kept, stream.following(self.told), key=stream.order)
         if not self._entries or stream.order(first_kept) <= stream.order(self._entries[0][0]):
             return
         stream.trim(self._client, self._run, self._token, first_kept)
