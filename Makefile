@@ -5,6 +5,7 @@ TIME ?=
 WORKERS ?=
 SEED ?=
 ARGS ?=
+JOBS ?= auto
 MINUTES ?= 15
 PIP_ARGS ?=
 EXTRAS ?= box2d,atari,video,tensorboard,flower,dev
@@ -57,8 +58,9 @@ run: $(STAMP)
 	  $(if $(TIME),--time $(if $(filter %s %m %h,$(TIME)),$(TIME),$(TIME)m)) \
 	  $(if $(WORKERS),--workers $(WORKERS)) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
+# Much of the tests' time is waiting, so they share the cores file by file; JOBS=0 runs them one after another.
 test: $(STAMP)
-	@$(VENV)/bin/python -m pytest $(ARGS)
+	@$(VENV)/bin/python -m pytest --numprocesses $(JOBS) --dist loadfile $(ARGS)
 
 faults: $(STAMP)
 	@DDRL_FAULT_BOUNDS=exact $(VENV)/bin/python -m pytest -m faults $(ARGS)
@@ -70,7 +72,7 @@ check: $(STAMP)
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/mypy
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python -m pytest --numprocesses $(JOBS) --dist loadfile $(ARGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

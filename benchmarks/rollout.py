@@ -77,6 +77,7 @@ def in_turns(
             dispatcher = Dispatcher(
                 client,
                 run,
+                token,
                 settings.rollout,
                 send=lambda queue, priority: celery.send_rollout(run, queue, priority),
             )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean, pstdev
@@ -45,14 +46,22 @@ class Dispatcher:
     Args:
         client: connection to the server.
         run: whose messages.
+        token: fencing token.
         rollout: the run's settings of play.
         send: sends one message, given queue and priority.
     """
 
     def __init__(
-        self, client: Redis, run: str, rollout: RolloutConfig, *, send: Callable[[str, str], None]
+        self,
+        client: Redis,
+        run: str,
+        token: int,
+        rollout: RolloutConfig,
+        *,
+        send: Callable[[str, str], None],
     ) -> None:
-        self._client, self._run, self._rollout, self._send = client, run, rollout, send
+        self._client, self._run, self._token = client, run, token
+        self._rollout, self._send = rollout, send
         self._shares = Shares(run, rollout.segment_s)
         self._capacity = Capacity()
         self._names = [run]
@@ -67,6 +76,7 @@ class Dispatcher:
 
         Raises:
             redis.exceptions.RedisError, UnreachableError: the server does not serve; call again.
+            LeaseLostError: another learner took over.
         """
         now = time.monotonic()
         if now >= self._survey_at:
@@ -131,17 +141,19 @@ class Dispatcher:
             self._trusted_at = now + 2 * workers.TTL_S
         self._surveyed_at = now
         if now >= self._trusted_at:
-            self._find_lost({worker.node: worker for worker in fleet})
+            self._find_lost(fleet)
         self._quarantine(state)
 
-    def _find_lost(self, fleet: Mapping[str, Heartbeat]) -> None:
+    def _find_lost(self, fleet: Sequence[Heartbeat]) -> None:
         """Note producers whose process is gone, seen so twice in a row: a worker tells of its processes in time."""
-        gone = {}
+        gone, nodes = {}, defaultdict(list)
+        for worker in fleet:
+            nodes[worker.node].append(worker.pids)
         for producer, player in segments.players(self._client, self._run).items():
-            worker = fleet.get(player.node)
-            if worker is None:
+            named_so = nodes.get(player.node)
+            if named_so is None:
                 gone[producer] = f"worker {player.node} is gone"
-            elif worker.pids and player.pid not in worker.pids:
+            elif all(pids and player.pid not in pids for pids in named_so):
                 gone[producer] = f"process {player.pid} of {player.node} is gone"
         for producer in self._suspects & gone.keys():
             log.warning("%s: producer %d ended without a word: %s", self._run, producer, gone[producer])
@@ -156,7 +168,7 @@ class Dispatcher:
                 f"mend the environment and `ddrl resume {self._run}`"
             )
             log.error("%s: %s", self._run, reason)
-            runs.set_status(self._client, self._run, "paused", reason)
+            runs.set_status(self._client, self._run, "paused", reason, token=self._token)
 
 
 @dataclass(frozen=True)
@@ -197,7 +209,8 @@ class Referee:
         self._open = next(iter(evaluations.opened(client, run).values()), None)
         self._last_at = self._overdue_at = time.monotonic()
         self.solved = False
-        rows, self._cursor = evaluations.results(client, run)
+        self._cursor = b"0-0"
+        rows = self._results()
         for row in rows:
             self._returns.setdefault(row["version"], []).extend(row["returns"])
         if rows and self._open is None:  # its learner may have died before it judged
@@ -259,8 +272,7 @@ class Referee:
 
     def _collect(self) -> None:
         assert self._open is not None
-        rows, self._cursor = evaluations.results(self._client, self._run, self._cursor)
-        for row in rows:
+        for row in self._results():
             self.keep_best(row)
             if row["version"] == self._open.version and row["purpose"] == self._open.purpose:
                 self._open = None
@@ -278,6 +290,18 @@ class Referee:
         again = replace(self._open, sent_ms=runs.server_ms(self._client))
         evaluations.open_(self._client, self._run, self._token, again)
         self._resend()
+
+    def _results(self) -> list[dict[str, Any]]:
+        """Results since the last call; those that nothing can be concluded from are passed over."""
+        rows, self._cursor = evaluations.results(self._client, self._run, self._cursor)
+        sound = []
+        for row in rows:
+            figures = (*row["returns"], row["return_mean"], row["return_std"])
+            if len(row["returns"]) == row["num_episodes"] > 0 and all(map(math.isfinite, figures)):
+                sound.append(row)
+            else:
+                log.warning("%s: a result of version %d is no result; passed over", self._run, row["version"])
+        return sound
 
     def keep_best(self, row: Mapping[str, Any]) -> None:
         """Take a result: mark the version that is best by all its evaluation episodes together."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from ddrl import keys
-from ddrl.store import runs
+from ddrl.store import deletion, runs
 from ddrl.store.connection import StoreError
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def _ended(client: Redis) -> list[runs.RunState]:
 
 def _deleted(client: Redis, run: str) -> bool:
     try:
-        runs.delete(client, run)
+        deletion.delete(client, run)
     except StoreError as error:  # resumed or deleted meanwhile
         log.info("%s", error)
         return False

@@ -5,9 +5,10 @@
 | key                               | type   | written by            | read by             | lifetime |
 |-----------------------------------|--------|-----------------------|---------------------|----------|
 | ddrl:runs                         | zset   | submit                | all                 | ids by creation time; a member goes with its run |
+| ddrl:open                         | zset   | submit, learner, cli  | all                 | those that have not ended, by creation |
 | ddrl:producers                    | string | collector             | collector           | counter of producer ids |
 | ddrl:deleted                      | zset   | cli                   | learner             | ids of runs deleted on purpose, by time; a month |
-| ddrl:worker:<node>                | string | worker                | status, dispatcher  | heartbeat, expires |
+| ddrl:worker:<node>:<host>:<pid>   | string | worker                | status, dispatcher  | heartbeat, expires |
 | ddrl:broker:*                     |        | Celery                | Celery              | messages waiting; Celery's own keys |
 | ddrl:{run}:spec                   | string | submit                | all                 | the run's |
 | ddrl:{run}:state                  | hash   | all                   | all                 | the run's; status, reason, counters, allowance, share of the fleet |
@@ -37,6 +38,7 @@
 from __future__ import annotations
 
 RUNS = "ddrl:runs"
+OPEN = "ddrl:open"
 PRODUCERS = "ddrl:producers"
 DELETED = "ddrl:deleted"
 WORKER_PATTERN = "ddrl:worker:*"
@@ -178,6 +180,11 @@ def journal(run: str) -> str:
 def checkpoint_part(run: str, token: int, number: int, part: int) -> str:
     """One part of a checkpoint."""
     return of_run(run, f"checkpoint:{token}:{number}:{part}")
+
+
+def checkpoint_token(part: str) -> int:
+    """The token of whoever wrote a part of a checkpoint."""
+    return int(part.split(":")[-3])
 
 
 def checkpoint_pattern(run: str) -> str:

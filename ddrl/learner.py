@@ -339,8 +339,11 @@ class Learner:
         self._wanted = wanted = threading.Event()
         while not wanted.wait(WAIT_S / 5):
             if self._training.acquire(blocking=False):  # nobody trains
-                self._answer()
-                self._training.release()
+                try:
+                    self._wanted = wanted  # the training thread may have failed on it
+                    self._answer()
+                finally:
+                    self._training.release()
         return self._snapshot
 
     def adopt(self, config: RunConfig) -> None:

@@ -96,7 +96,7 @@ class Presence:
             pause_s = DRAIN_EVERY_S if draining else workers.BEAT_S
             try:
                 if order == _GO:
-                    workers.leave(client, self.node)
+                    workers.leave(client, self._heartbeat)
                     return
                 if not welcome:
                     segments.stay(client, self.node)

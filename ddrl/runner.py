@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from ddrl import monitoring
 from ddrl.config import ConfigError
 from ddrl.housekeeping import Retention
-from ddrl.session import GONE, Rescued, Session, warm_up
+from ddrl.preparation import warm_up
+from ddrl.session import GONE, Rescued, Session
 from ddrl.store import connection, copies, lease, runs
 from ddrl.store.connection import StoreError
 from ddrl.store.patience import Patience
@@ -142,13 +143,14 @@ def learn(
             patience.over()
             if token is None:
                 return None
-            session = Session(client, run, token, folder / run, interrupt.event, rescued)
-            rescued = None
+            session = None
             try:
+                session = Session(client, run, token, folder / run, interrupt.event, rescued)
+                rescued = None
                 with monitoring.learning(run):
                     return session.go()
             except GONE:
-                rescued = session.rescued
+                rescued = rescued if session is None else session.rescued
             finally:
                 _release(client, run, token)
         except connection.HINDRANCES as error:
@@ -195,6 +197,9 @@ class _Claim:
                     log.info("%s: %s, by the learner on %s", self._run, now.status, now.host)
                     return None
                 if now.status != "active" and not now.leased:
+                    if now.status == "paused" and self._told:  # whom this waited for has died
+                        interrupted.wait(POLL_S)
+                        continue
                     raise StoreError(
                         f"run {self._run}: is {now.status}, not active; continue it with `ddrl resume {self._run}`"
                     )

@@ -7,6 +7,7 @@ segments; a player that is evicted takes its unfinished episodes with it, and th
 from __future__ import annotations
 
 import os
+import random
 import secrets
 import socket
 import sys
@@ -31,7 +32,10 @@ if TYPE_CHECKING:
 
 MAX_CACHED_BYTES = 1024**3
 WAIT_MS = 500  # between two looks at whether to wait on: a machine that drains is left within a second
-PATIENCE_S = 1.0  # of a segment that waits while other runs want its process
+PATIENCE_S = (
+    1.0  # of a segment that waits while other runs want its process; and between two looks whether they do
+)
+WAKES_PER_S = 5_000  # of players woken by the same word: they ask the server one after the other
 RETRY_FULL_S = 0.25
 LONGEST_FRAGMENT = 2.0  # times rollout.fragment_s, of the first ones while their speed is unknown
 _STEPS_PER_SUM = 4  # of n rewards: less than a quarter of the sums are then cut by the fragment's end
@@ -199,6 +203,8 @@ class Players:
     def __init__(self, max_bytes: int = MAX_CACHED_BYTES, watch: Watch | None = None) -> None:
         self._players: OrderedDict[str, Player] = OrderedDict()
         self._max_bytes, self._watch = max_bytes, watch
+        self._look_at = 0.0
+        self._untold: tuple[str, int, dict[str, int]] | None = None  # run, producer, time of the last segment
         self.num_abandoned = 0
         """Unfinished episodes that went with their players."""
 
@@ -209,6 +215,7 @@ class Players:
         """The run's player, made on first use; raises what that raises."""
         if run not in self._players:
             self._players[run] = Player(client, run, self._watch)
+            segments.withdraw_refusal(client, run, socket.gethostname())
         self._players.move_to_end(run)
         for other in list(self._players)[:-1]:
             if self._num_bytes() <= self._max_bytes:
@@ -223,6 +230,36 @@ class Players:
         if player is not None:
             self.num_abandoned += player.collector.abandoned
             player.collector.close()
+
+    @contextmanager
+    def segment(self, client: Redis, player: Player, clock: Clock, *, node: str) -> Iterator[None]:
+        """Have the server know who plays for a player during the block; that it ended, by `tell_end` at the latest."""
+        is_hindered = False
+        try:
+            segments.playing(client, player.run, player.producer, node=node, pid=os.getpid())
+            yield
+        except connection.HINDRANCES:
+            is_hindered = True  # a server that cannot serve takes no word of the end either
+            raise
+        finally:
+            self._untold = (player.run, player.producer, clock.untold())
+            if not is_hindered:
+                self.tell_end(client)
+
+    def tell_end(self, client: Redis) -> None:
+        """Tell of the end of the last segment, unless that was told."""
+        if self._untold is not None:
+            run, producer, told = self._untold
+            segments.end(client, run, producer, **told)
+            self._untold = None
+
+    def may_look(self) -> bool:
+        """Whether it is time to look at the other runs: many processes may wait, and they do so for long."""
+        now = time.monotonic()
+        is_time = now >= self._look_at
+        if is_time:
+            self._look_at = now + PATIENCE_S * random.uniform(1.0, 1.5)
+        return is_time
 
     def _num_bytes(self) -> int:
         return sum(player.collector.num_bytes for player in self._players.values())
@@ -255,6 +292,7 @@ def play(
         UnknownRunError, StoreError, ConfigError, UnfitError, EnvError: the run cannot be played here.
         RedisError: the server cannot serve; what was played and not sent is kept.
     """
+    players.tell_end(client)  # of an earlier segment that a hindrance ended
     clock = Clock()
     word = stream.remaining(client, run, node=node)
     if word.answer is Answer.STOPPED:
@@ -263,15 +301,9 @@ def play(
     if word.answer is Answer.YIELD and run not in players:
         return 0
     player = players.get(client, run)
-    segments.playing(client, run, player.producer, node=node, pid=os.getpid())
-    try:
-        appended, word = _play(client, blocking, player, word, clock, node=node, serves=serves)
-    except connection.HINDRANCES:
-        raise  # a server that cannot serve takes no word of the end either
-    except BaseException:
-        segments.end(client, run, player.producer, **clock.untold())
-        raise
-    segments.end(client, run, player.producer, **clock.untold())
+    wanted = lambda: players.may_look() and _wanted_elsewhere(client, run, serves)  # noqa: E731
+    with players.segment(client, player, clock, node=node):
+        appended, word = _play(client, blocking, player, word, clock, node=node, wanted=wanted)
     if word.answer is Answer.STOPPED:
         players.drop(run)
     return appended
@@ -285,23 +317,30 @@ def _play(
     clock: Clock,
     *,
     node: str,
-    serves: Callable[[str], bool],
+    wanted: Callable[[], bool],
 ) -> tuple[int, Appended]:
-    """Play on from the server's `word` until one ends the segment; transitions appended, and the last word."""
+    """Play on from the server's `word` until one ends the segment; transitions appended, and the last word.
+
+    Whether the process is `wanted` elsewhere is asked once the segment has waited for its patience, which differs.
+    """
     run, config = player.run, player.config
     deadline = time.monotonic() + config.rollout.segment_s
+    patience_s = PATIENCE_S * random.uniform(1.0, 1.5)
+    num_players = word.players
     appended = 0
     if player.unsent is not None:  # of an earlier segment: it goes even where this one ends at once
         transitions = player.unsent.num_transitions
         word = player.send(client, clock=clock, node=node)
         appended += transitions if word.answer not in (Answer.FULL, Answer.STOPPED) else 0
     while word.answer not in (Answer.YIELD, Answer.STOPPED) and time.monotonic() < deadline:
-        if clock.waited_s > PATIENCE_S and _wanted_elsewhere(client, run, serves):
+        if clock.waited_s > patience_s and wanted():
             break
         if word.answer is Answer.WAIT:
             with clock.waiting(for_room=False):
-                stream.await_allowance(blocking, run, word.allowance_id, block_ms=WAIT_MS)
+                if stream.await_allowance(blocking, run, word.allowance_id, block_ms=WAIT_MS):
+                    time.sleep(random.uniform(0.0, min(WAIT_MS / 1e3, num_players / WAKES_PER_S)))
                 word = stream.remaining(client, run, node=node)
+                num_players = word.players
             continue
         if word.answer is Answer.FULL:
             with clock.waiting(for_room=True):
@@ -310,8 +349,8 @@ def _play(
             if not player.load(client, word.version):
                 word = stream.remaining(client, run, node=node)
                 continue
-            wanted = min(word.remaining_steps, player.most_steps)
-            player.play(max_steps=max(player.least_steps, -(-wanted // config.env.num_envs)))
+            num_steps = min(word.remaining_steps, player.most_steps)
+            player.play(max_steps=max(player.least_steps, -(-num_steps // config.env.num_envs)))
         transitions = player.unsent.num_transitions if player.unsent else 0
         word = player.send(client, clock=clock, node=node)
         appended += transitions if word.answer not in (Answer.FULL, Answer.STOPPED) else 0

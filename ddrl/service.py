@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 RENEW_S = 0.75  # a quarter of the lease
 SLOW_S = 1.0  # a round that takes longer than this,
 BYTES_PER_S = 20e6  # and than its writes at this pace, has waited for the server
+WAKES_PER_S = 2_000  # players that each raise of the allowance wakes, at most
 CHECKPOINT_BYTES_PER_S = 1e6  # what checkpoints may cost the server on average
 
 
@@ -75,6 +76,7 @@ class Service:
         self.feed: Feed | None = None
         self.published_updates = 0
         self._allowed = -1
+        self._allow_at = 0.0
         now = time.monotonic()
         self._checkpoint_at = now + config.learner.checkpoint_every_s
         self._renew_at = self._metrics_at = now
@@ -89,7 +91,7 @@ class Service:
     def load(self) -> tuple[tuple[dict[str, torch.Tensor], Counters] | None, int]:
         """The newest checkpoint, if any, and the latest version; `has_latest` says whether the server still has it."""
         self.renew()
-        checkpoints.sweep(self._client, self._run)
+        checkpoints.sweep(self._client, self._run, self._token)
         found = checkpoints.load(self._client, self._run, between=self.renew)
         stored = weights.index(self._client, self._run)
         latest, self.has_latest = stored.latest, stored.latest in stored.sizes
@@ -160,9 +162,9 @@ class Service:
         """
         with self._noticing():
             renewed = self.renew()
-            self._make_room(may_trim=renewed)
             if renewed:
                 self._tell_ledger()
+            self._make_room(may_trim=renewed)
             self._tell_refused()
             self._publish_or_allow()
             self._store()
@@ -204,8 +206,7 @@ class Service:
         if retention.is_near_budget:
             if retention.checkpoint is None or retention.checkpoint.cursor != counters.cursor:
                 self._board.wants_state.set()
-            if not self._is_full:
-                self._tell_ledger()
+            self._tell_ledger()
             retention.make_room()
         if self._is_full and time.monotonic() - self._hindered_at > SLOW_S:
             retention.shed()
@@ -284,8 +285,10 @@ class Service:
     def _raise_allowance(self) -> None:
         """Tell collectors of more room, in steps worth a call."""
         allowance = self._allowance(self._board.version)
-        if allowance >= self._allowed + self._experience.grain:
+        now = time.monotonic()
+        if allowance >= self._allowed + self._experience.grain and now >= self._allow_at:
             players, updates = self._experience.players, self._board.updates
+            self._allow_at = now + players / WAKES_PER_S
             stream.allow(self._client, self._run, self._token, allowance, players=players, updates=updates)
             self._allowed = allowance
 
@@ -301,7 +304,8 @@ class Service:
         taken = self._board.state
         if taken is not None:
             self._save(*taken)
-            self._board.state = None
+            if self._board.state is taken:  # another may have been taken meanwhile
+                self._board.state = None
         elif time.monotonic() >= self._checkpoint_at:
             self._checkpoint_at = time.monotonic() + self._config.learner.checkpoint_every_s
             self._board.wants_state.set()

@@ -14,17 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ddrl import celery, results, tensors
+from ddrl import celery, preparation, results, tensors
 from ddrl.algorithms import base
 from ddrl.config import ConfigError, RunConfig
 from ddrl.fleet import Dispatcher, Progress, Referee
 from ddrl.learner import Learner
 from ddrl.replay.fifo import Fifo
 from ddrl.replay.sampled import Sampled
-from ddrl.store import budget, checkpoints, connection, copies, lease, logs, runs, seeds
+from ddrl.store import checkpoints, connection, copies, lease, logs, runs, seeds
 from ddrl.store.connection import StoreError
 from ddrl.store.patience import Patience
-from ddrl.types import EnvSpec
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -37,6 +36,7 @@ STATUS_S = 0.25
 RETRY_S = 1.0
 GONE = (lease.RunGoneError, runs.UnknownRunError)
 LOOK_S = 10.0  # between two looks at what the server knows of the run
+SILENT_S = 120.0  # of the service thread: the learner hangs; longer than redis-py tries a command
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,7 @@ class Session:
         self._error: Exception | None = None
         self._given = rescued
         self._status_at = self._dispatch_at = self._tick_at = 0.0
+        self._heard_at: float | None = None  # of the service thread; None where there is none
         self._look_at = time.monotonic() + LOOK_S
         self.rescued: Rescued | None = None
         """Of a run that the server knows no more."""
@@ -94,7 +95,11 @@ class Session:
             RunGoneError, UnknownRunError: the server knows the run no more; see `rescued`.
         """
         source = f"learner {socket.gethostname()}"
-        with lease.kept(self._run, self._token), logs.sending(self._run, source), self._leaving:
+        with (
+            lease.kept(self._run, self._token, is_alive=self._is_alive),
+            logs.sending(self._run, source),
+            self._leaving,
+        ):
             try:
                 return self._go()
             except lease.LeaseLostError:
@@ -108,13 +113,14 @@ class Session:
             self._wire()
             self._learner.service.pinned = self._referee.pinned
             self._learner.restore()
-            self._check_memory()
+            preparation.check_memory(self._client, self._run, self._token, self._config, self._learner)
         except (lease.LeaseLostError, *GONE, *connection.HINDRANCES):
             raise
         except (ConfigError, StoreError, ValueError) as error:
             self._set_status("failed", str(error))
             raise
         service = threading.Thread(target=self._serve, name="service", daemon=True)
+        self._heard_at = time.monotonic()
         service.start()
         try:
             self._learner.train()
@@ -123,7 +129,13 @@ class Session:
         finally:
             self._learner.stopping.set()
             service.join()
+        self._heard_at = None
         return self._close()
+
+    def _is_alive(self) -> bool:
+        """Whether the service thread still does anything; before and after it much may take long."""
+        heard_at = self._heard_at
+        return heard_at is None or time.monotonic() - heard_at < SILENT_S
 
     def _successor(self) -> str:
         try:
@@ -137,7 +149,7 @@ class Session:
         config, run = self._config, self._run
         with contextlib.suppress(OSError):  # the first copy will say so
             copies.set_aside(self._folder, run, self._token)
-        device = choose_device(config.learner.device)
+        device = preparation.choose_device(config.learner.device)
         torch.set_num_threads(config.learner.num_threads)
         resolved = base.resolve(config, runs.spaces(self._client, run))
         feed_client = connection.connect_blocking()
@@ -160,6 +172,7 @@ class Session:
         self._dispatcher = Dispatcher(
             self._client,
             run,
+            self._token,
             config.rollout,
             send=lambda queue, priority: celery.send_rollout(run, queue, priority, limit_s),
         )
@@ -182,39 +195,29 @@ class Session:
         is_same = all(newest[name] == taken[name] for name in ("cursor", "updates", "env_steps"))
         return self._given.experience if is_same else None
 
-    def _check_memory(self) -> None:
-        """Refuse to begin what the server's memory cannot hold to its end; ConfigError."""
-        learner, config = self._learner, self._config
-        parameters = _num_bytes(learner.algorithm.weights())
-        checkpoint = _num_bytes(learner.algorithm.state())
-        if learner.experience.state():  # priorities, of items yet to come
-            checkpoint += 4 * config.replay.capacity
-        budget.check(
-            self._client,
-            self._run,
-            self._token,
-            budget.needed_bytes(config, checkpoint_bytes=checkpoint, weights_bytes=parameters),
-        )
-
     # --- the service thread --------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        """Tell the server, keep the fleet busy, notice the end."""
-        while not self._learner.stopping.is_set():
-            self._learner.due.wait(TICK_S)
-            self._learner.due.clear()
-            try:
-                self._tick()
-                self._patience.over()
-            except connection.HINDRANCES as error:
-                self._bear(error)
-            except GONE as error:
-                self._error = error
-                self._rescue()
-                self._learner.stopping.set()
-            except Exception as error:
-                self._error = error
-                self._learner.stopping.set()
+        """Tell the server, keep the fleet busy, notice the end; however this ends, the training thread ends with it."""
+        learner = self._learner
+        try:
+            while not learner.stopping.is_set():
+                learner.due.wait(TICK_S)
+                learner.due.clear()
+                self._heard_at = time.monotonic()
+                try:
+                    self._tick()
+                    self._patience.over()
+                except connection.HINDRANCES as error:
+                    self._bear(error)
+                except GONE as error:
+                    self._error = error
+                    self._rescue()
+                    return
+        except Exception as error:
+            self._error = error
+        finally:
+            learner.stopping.set()
 
     def _bear(self, error: Exception) -> None:
         try:
@@ -272,9 +275,13 @@ class Session:
             self._referee.adopt(self._config.evaluation, self._config.stop)
 
     def _rescue(self) -> None:
-        """Keep all of the run, as the server lost it."""
-        counters, state = self._learner.snapshot()
-        seed = self._seed(_encoded(state), asdict(counters))
+        """Keep all of the run, as the server lost it; where that fails, its folder's copy is all there is."""
+        try:
+            counters, state = self._learner.snapshot()
+            seed = self._seed(_encoded(state), asdict(counters))
+        except Exception:
+            log.exception("%s: what the learner holds of it cannot be kept", self._run)
+            return
         self._copier.put(seed)  # were this process to end before the run is planted again
         self.rescued = Rescued(seed, self._learner.experience)
 
@@ -351,42 +358,24 @@ class Session:
                 self._patience.over()
                 return
             except connection.HINDRANCES as error:
+                if self._has_made_room(error):
+                    continue
                 if self._interrupted.is_set():
                     raise
                 self._patience.bear(error)
                 self._interrupted.wait(RETRY_S)
+
+    def _has_made_room(self, error: Exception) -> bool:
+        """Whether a full server could be given a part of the stream that the checkpoint makes dispensable."""
+        with contextlib.suppress(*connection.HINDRANCES):
+            return connection.is_full(error) and self._learner.service.retention.shed(at_once=True)
+        return False
 
     def _say_who_goes_on(self, status: str) -> None:
         if self._asker:
             log.info("hands %s over to the learner on %s, which asked for it", self._run, self._asker)
         else:
             log.info("leaves %s %s for the next learner", self._run, status)
-
-
-def choose_device(name: str) -> torch.device:
-    """The torch device of a config's `learner.device`.
-
-    Raises:
-        ConfigError: it is not on this machine.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError):
-        raise ConfigError(f"learner.device: {name!r} is not on this machine; use auto or cpu") from None
-    return device
-
-
-def warm_up(config: RunConfig, spaces: EnvSpec) -> None:
-    """Do beforehand what a learner's first seconds consist of, for the sake of a quick take-over."""
-    device = choose_device(config.learner.device)
-    base.resolve(config, spaces).learner(device=device, seed=config.seed).weights()
-
-
-def _num_bytes(arrays: Mapping[str, torch.Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in arrays.values())
 
 
 def _encoded(state: Mapping[str, torch.Tensor]) -> bytes:

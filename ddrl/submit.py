@@ -213,8 +213,7 @@ def create(
         ConfigError: the server's memory cannot hold what the run may need.
     """
     check_memory(client, config)
-    network = config.algorithm.get("network")
-    custom = [network] if isinstance(network, str) and ":" in network else []
+    network = versions.custom_network(config)
     return runs.create(
         client,
         config,
@@ -223,7 +222,7 @@ def create(
             envs.queue_for("ddrl.rollout", config.env.id, network),
             envs.queue_for("ddrl.evaluate", config.env.id, network),
         ),
-        versions=versions.of(config.env.id, *custom),
+        versions=versions.of_run(config),
         initial=initial,
     )
 

@@ -61,7 +61,8 @@ def mismatch(versions: Mapping[str, str], host: str) -> str | None:
         if here != wanted:
             return (
                 f"host {host}: {package} is {here or 'not installed'}, the run was submitted with {wanted}; "
-                f"run pip install '{package}=={wanted}' there, or submit with env.same_versions=false"
+                f"run pip install '{package}=={wanted}' there and restart the worker, "
+                "or submit with env.same_versions=false"
             )
     return None
 

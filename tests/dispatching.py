@@ -25,7 +25,7 @@ def dispatch(run: str, token: int, blob: bytes) -> None:
     allowance = config.replay.warmup_steps
     weights.publish(client, run, token, version=0, blob=blob, allowance=allowance, updates=0)
     send = lambda queue, priority: celery.send_rollout(run, queue, priority)  # noqa: E731
-    dispatcher, renew_at = Dispatcher(client, run, config.rollout, send=send), 0.0
+    dispatcher, renew_at = Dispatcher(client, run, token, config.rollout, send=send), 0.0
     while (status := runs.status(client, run)) in ("active", "paused"):
         if time.monotonic() >= renew_at:
             lease.renew(client, run, token)

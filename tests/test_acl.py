@@ -19,7 +19,7 @@ from test_monitoring import free_ports
 
 from ddrl import keys
 from ddrl.cli import main
-from ddrl.store import budget, checkpoints, connection, lease, logs, runs, seeds, segments, stream, weights
+from ddrl.store import budget, checkpoints, connection, deletion, lease, logs, runs, seeds, segments, stream, weights
 from ddrl.store.checkpoints import Counters
 from ddrl.store.connection import StoreError
 
@@ -218,7 +218,7 @@ def test_what_a_role_does_rarely_it_may_do_too(roles: Roles) -> None:
         seed = seeds.Seed(run, token or 0, seeds.known(learner, run), asdict(Counters()), b"tensors")
         lease.release(learner, run, token or 0)
         runs.set_status(operator, run, "stopped", "by hand")
-        assert runs.delete(operator, run) > 5
+        assert deletion.delete(operator, run) > 5
         assert seeds.plant(learner, seed, deleted_too=True)
     assert roles.denied() == []
 

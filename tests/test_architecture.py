@@ -22,7 +22,7 @@ _RANKED = (
     "replay algorithms versions housekeeping monitoring sharing presence board",
     "service",
     "collector evaluation learner fleet policy supervisor",
-    "embedded artifacts segment warmstart",
+    "embedded artifacts segment warmstart preparation",
     "comparison results",
     "celery",
     "tasks",

@@ -74,6 +74,10 @@ def beat(client: Redis, node: str, processes: int, queue: str = QUEUE) -> None:
     workers.beat(client, workers.Heartbeat(node, "h", 1, processes, (queue,), {}))
 
 
+def leave(client: Redis, node: str) -> None:
+    workers.leave(client, workers.Heartbeat(node, "h", 1, 0, (), {}))
+
+
 def call(*arguments: str) -> tuple[Any, str]:
     """Run `ddrl evaluate --json`; what it printed, and what it said on stderr."""
     result = CliRunner().invoke(app, ["evaluate", *arguments, "--json"], catch_exceptions=False)
@@ -122,7 +126,7 @@ def test_without_a_fleet_or_with_local_it_is_played_here(
 ) -> None:
     assert scores(call(f"{run}@0", *ASK, "--local")[0]) == expected and sent == []
     for node in ("one", "two"):
-        workers.leave(client, node)  # those that only play rollouts stay
+        leave(client, node)  # those that only play rollouts stay
     report, _ = call(f"{run}@0", *ASK)
     assert scores(report) == expected and report["episodes_on_fleet"] == 0 and sent == []
     assert "played    here" in CliRunner().invoke(app, ["evaluate", f"{run}@0", *ASK]).stdout
@@ -205,7 +209,7 @@ def test_the_rest_is_played_here_when_the_fleet_goes_away(
         if len(ids) == 2:
             assert tasks.evaluate(name, request_id)
         if len(ids) == 3:
-            workers.leave(client, "one"), workers.leave(client, "two")
+            leave(client, "one"), leave(client, "two")
 
     monkeypatch.setattr(celery, "send_evaluation", send)
     report, said = call(f"{run}@0", *ASK)

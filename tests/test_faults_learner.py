@@ -29,18 +29,19 @@ def fleet(module_fleet: Fleet) -> Iterator[Fleet]:
     module_fleet.tidy()
 
 
+@pytest.mark.timeout(900)
 def test_learners_killed_at_random_points(fleet: Fleet) -> None:
     seed = random.randrange(10**6)
     print(f"seed {seed}")
     draw = random.Random(seed)
     kills = 20 if EXACT else 4
-    for number in range(kills):
+    for _ in range(kills):
         with fleet.survives(10.0):
             time.sleep(draw.uniform(0.0, 1.5))
             fleet.learner.kill()
             fleet.learner = fleet.start_learner()
-        assert fleet.audit().total("consumed") > 0, number
-    assert fleet.audit().total("refused") == 0
+    fleet.processes.until(lambda: fleet.audit().total("consumed") > 0, bound(5.0))
+    assert fleet.audit().total("refused") == fleet.audit().strangers == 0
 
 
 def test_a_slow_learner_keeps_players_waiting_which_is_counted_and_shown(fleet: Fleet) -> None:
@@ -52,8 +53,8 @@ def test_a_slow_learner_keeps_players_waiting_which_is_counted_and_shown(fleet: 
         assert held.appended_steps >= held.allowance > 0, held  # the allowance is used up
         fleet.learner.send(signal.SIGCONT)
     fleet.processes.until(lambda: fleet.state().allowance_wait_s >= waited + 1.0, bound(5.0))
-    shown = fleet.processes.ddrl(fleet.server.url, "status", fleet.run, "--json").stdout
-    assert "allowance_wait_s" in shown, json.loads(shown)
+    shown = json.loads(fleet.processes.ddrl(fleet.server.url, "status", fleet.run, "--json").stdout)
+    assert shown["sharing"]["allowance_wait"] > 0, shown
 
 
 def test_a_disk_that_is_full_where_the_copy_of_the_checkpoint_goes(fleet: Fleet) -> None:

@@ -155,6 +155,7 @@ def test_a_message_delivered_twice(fleet: Fleet) -> None:
     queue = keys.queue(ROLLOUT)
     other = fleet.start_worker()
     with fleet.survives(5.0):
+
         def double() -> bool:
             for message in fleet.client.lrange(queue, 0, 0):
                 fleet.client.lpush(queue, message)
@@ -183,7 +184,7 @@ def test_clocks_that_are_an_hour_off(fleet: Fleet) -> None:
     def shifted(hours: float) -> dict[str, str]:
         return {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "CLOCK_SHIFT_S": str(hours * 3600)}
 
-    with fleet.survives(5.0):
+    with fleet.survives(10.0):
         fleet.worker.kill_group()
         fleet.learner.kill()
         fleet.worker = fleet.start_worker(env=shifted(1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 
 import pytest
 from redis import Redis
@@ -27,13 +28,13 @@ def run(client: Redis) -> str:
     return start(client, target_config())
 
 
-def dispatcher(client: Redis, run: str) -> Dispatcher:
+def dispatcher(client: Redis, run: str, token: int = 1) -> Dispatcher:
     """One whose messages look as Celery writes them."""
 
     def send(queue: str, priority: str) -> None:
         client.lpush(keys.queue(queue, priority), json.dumps({"headers": {"argsrepr": f"['{run}']"}}))
 
-    return Dispatcher(client, run, runs.config(client, run).rollout, send=send)
+    return Dispatcher(client, run, token, runs.config(client, run).rollout, send=send)
 
 
 def ready(client: Redis, run: str) -> None:
@@ -174,8 +175,25 @@ def test_producers_whose_process_is_gone_are_noted_once(client: Redis, run: str)
     assert reasons == ["process 12 of a@h is gone", "worker gone@h is gone"]
 
 
-def test_a_run_that_ends_processes_is_quarantined_until_it_is_resumed(client: Redis, run: str) -> None:
+def test_workers_of_the_same_name_do_not_lose_each_others_producers(client: Redis, run: str) -> None:
     one = dispatcher(client, run)
+    for producer, pid in ((1, 10), (2, 20), (3, 30)):
+        segments.playing(client, run, producer, node="a@h", pid=pid)
+    for _ in range(4):
+        for pid in (1, 2):  # the second one's beat always comes last
+            beat = replace(heartbeat("a@h", 1, pids=(10 * pid, 10 * pid + 1)), pid=pid)
+            workers.beat(client, beat)
+        one._survey_at = 0.0
+        one.tick()
+    assert set(segments.players(client, run)) == {1, 2}
+    assert len(workers.alive(client)) == 2
+    workers.leave(client, beat)
+    assert [worker.pid for worker in workers.alive(client)] == [1]
+
+
+def test_a_run_that_ends_processes_is_quarantined_until_it_is_resumed(client: Redis, run: str) -> None:
+    token = lease.acquire(client, run, host="h", folder="f")
+    one = dispatcher(client, run, token or 0)
     for _ in range(runs.config(client, run).rollout.max_crashes):
         assert runs.state(client, run).status == "active"
         segments.note_crash(client, run, "host b: signal 11")
@@ -188,6 +206,17 @@ def test_a_run_that_ends_processes_is_quarantined_until_it_is_resumed(client: Re
     runs.reactivate(client, run)
     one._survey_at = 0.0
     one.tick()
+    assert runs.state(client, run).status == "active"
+
+
+def test_a_dispatcher_whose_learner_was_replaced_quarantines_nothing(client: Redis, run: str) -> None:
+    token = lease.acquire(client, run, host="h", folder="f")
+    one = dispatcher(client, run, token or 0)
+    for _ in range(runs.config(client, run).rollout.max_crashes):
+        segments.note_crash(client, run, "host b: signal 11")
+    assert lease.acquire(client, run, host="other", folder="f", force=True)
+    with pytest.raises(lease.LeaseLostError):
+        one.tick()
     assert runs.state(client, run).status == "active"
 
 
@@ -323,6 +352,32 @@ def test_sending_that_fails_is_tried_again_at_once(match: Match) -> None:
     match.referee._send = sent.append
     match.tick()
     assert sent == ["1:1000000:20"]
+
+
+BAD_ROWS = [
+    b"no json",
+    {"returns": [], "num_episodes": 0},
+    {"returns": [1.0, float("nan")], "num_episodes": 2},
+    {"returns": [1.0], "num_episodes": 20},
+    {"return_mean": float("inf")},
+    {"version": "latest"},
+]
+
+
+@pytest.mark.parametrize("bad", BAD_ROWS)
+def test_a_result_that_is_none_is_passed_over(match: Match, bad: bytes | dict[str, object]) -> None:
+    time.sleep(0.02)
+    match.tick(), match.answer(-2.0), match.tick()
+    stream = keys.evaluations(match.run)
+    _, fields = match.client.xrevrange(stream, count=1)[0]
+    row = bad if isinstance(bad, bytes) else json.dumps(json.loads(fields[b"result"]) | bad)
+    match.client.xadd(stream, {"result": row})
+    match.version = 2
+    time.sleep(0.02)
+    match.tick(), match.tick(), match.answer(-0.4), match.tick()
+    assert match.sent[-1].startswith("2:1000020")  # to be confirmed
+    successor = Match(match.client, match.run)
+    assert set(successor.referee._returns) == {1, 2} and successor.referee.pinned == {2}
 
 
 def test_a_new_learner_takes_over_the_open_evaluation(match: Match) -> None:

@@ -143,6 +143,7 @@ def test_accounts_balance_at_every_moment_while_learners_are_killed(client: Redi
         with training(learner):
             goal = learner.num_updates + 50
             until(lambda: learner.num_updates >= goal)
+    learner.stopping.clear()
     with training(learner):
         until(lambda: learner.num_steps == runs.state(client, run).appended_steps)
     learner.finish()

@@ -40,7 +40,7 @@ def test_hints_say_what_is_missing(server: Any) -> None:
     beat(client, "ddrl.evaluate", "ddrl.evaluate.box2d", host="judge", capabilities=("box2d",))
     beat(client, QUEUE, host="old", draining=True)
     there = "there: here lacks box2d (pip install 'ddrl[box2d]' there), judge only evaluates"
-    workers.leave(client, "ddrl-1@old")
+    workers.leave(client, workers.Heartbeat("ddrl-1@old", "old", 1, 3, (), {}))
     assert watcher.Watcher(client, run).poll().hint == f"{missing}; {there}"
     beat(client, QUEUE)
     assert watcher.Watcher(client, run).poll().hint == "waiting for the first steps"

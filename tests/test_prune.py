@@ -12,7 +12,7 @@ from test_artifacts import learn_something, make_run
 
 from ddrl import housekeeping, keys
 from ddrl.cli import main
-from ddrl.store import connection, lease, runs
+from ddrl.store import connection, deletion, lease, runs
 
 DAY_S = 86_400.0
 
@@ -113,9 +113,9 @@ def test_delete_leaves_no_key_behind(client: Any) -> None:
     client.set(keys.of_run(run + "x", "spec"), "another run's")
     runs.set_status(client, run, "stopped", "")
     with pytest.raises(connection.StoreError, match="still"):
-        runs.delete(client, run)
+        deletion.delete(client, run)
     lease.release(client, run, token)
-    runs.delete(client, run)
+    deletion.delete(client, run)
     assert [*client.scan_iter(keys.run_pattern(run))] == []
     assert client.exists(keys.of_run(run + "x", "spec"))
 

@@ -1,7 +1,9 @@
-"""What a learner begins with: a run planted again, experience that was rescued or none, room in the server."""
+"""What a learner begins with: a run planted again, experience that was rescued or none; and sessions gone wrong."""
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,13 +14,15 @@ from runs_for_tests import play_steps, start, target_config
 from test_learner import make_learner, take, training, until
 from test_on_policy_learner import pick_config, playing
 
-from ddrl import runner, tensors
+from ddrl import keys, runner, session, tensors
 from ddrl.algorithms import base
 from ddrl.config import ConfigError, RunConfig
+from ddrl.fleet import Dispatcher
 from ddrl.learner import Learner
 from ddrl.replay.fifo import Fifo
 from ddrl.replay.sampled import Sampled
-from ddrl.store import connection, ledger, runs, seeds, weights
+from ddrl.store import checkpoints, connection, copies, lease, ledger, runs, seeds, stream, weights
+from ddrl.store.checkpoints import Counters
 
 
 @pytest.fixture
@@ -157,3 +161,186 @@ def test_a_run_that_the_servers_memory_cannot_hold_fails_before_it_begins(
     state = runs.state(client, run)
     assert state.status == "failed" and "lower replay.max_bytes, or raise maxmemory" in state.reason
     assert not state.leased
+
+
+# --- sessions that go wrong --------------------------------------------------------------------------------
+
+
+class Learning:
+    """`runner.learn` in a thread of this process."""
+
+    def __init__(self, client: Redis, url: str, run: str, folder: Path) -> None:
+        self.client, self.run, self.folder = client, run, folder
+        self.interrupt = runner.Interrupt()
+        self.error: Exception | None = None
+        self.status: str | None = None
+        self.thread = threading.Thread(target=self._learn, args=[connection.connect(url)], daemon=True)
+        self.thread.start()
+
+    def _learn(self, client: Redis) -> None:
+        try:
+            self.status = runner.learn(client, self.run, self.folder, self.interrupt)
+        except Exception as error:
+            self.error = error
+
+    @property
+    def state(self) -> runs.RunState | None:
+        with contextlib.suppress(runs.UnknownRunError):
+            return runs.state(self.client, self.run)
+        return None
+
+    def held_with(self, token: int) -> bool:
+        """Whether the run is held, by whoever came after this token."""
+        return self.state is not None and self.state.leased and self.fence > token
+
+    @property
+    def fence(self) -> int:
+        return int(self.client.hget(keys.state(self.run), "fence") or 0)
+
+    def end(self) -> None:
+        self.interrupt.event.set()
+        self.thread.join(30.0)
+        assert not self.thread.is_alive()
+
+
+@pytest.fixture
+def learn(client: Redis, server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Starts what learns a run, and ends it."""
+    monkeypatch.setenv(connection.URL_VARIABLE, server.url)
+    monkeypatch.setattr(runner, "RETURN_S", 0.5)
+    begun: list[Learning] = []
+
+    def learn(run: str) -> Learning:
+        begun.append(Learning(client, server.url, run, tmp_path))
+        return begun[-1]
+
+    yield learn
+    for learning in begun:
+        learning.end()
+
+
+def endless() -> RunConfig:
+    return target_config(
+        stop={"return": None, "time": 3600}, evaluation={"every_s": 3600, "near": 0}, env={"num_envs": 1}
+    )
+
+
+def test_a_run_that_goes_while_its_session_begins_is_planted_again(
+    client: Redis, learn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start(client, endless())
+    token = take(client, run)
+    counters = Counters(updates=3, ledger={})
+    copies.write(
+        tmp_path / run,
+        seeds.Seed(run, token, seeds.known(client, run), asdict(counters), blob_of(client, run)),
+    )
+    lease.release(client, run, token)
+    acquire = lease.acquire
+
+    def lost_at_once(*arguments, **options):
+        found = acquire(*arguments, **options)
+        monkeypatch.setattr(lease, "acquire", acquire)
+        client.flushall()
+        return found
+
+    monkeypatch.setattr(lease, "acquire", lost_at_once)
+    learning = learn(run)
+    until(lambda: learning.error is not None or learning.held_with(token + 1))
+    assert learning.error is None and runs.state(client, run).updates == 3
+
+
+def blob_of(client: Redis, run: str) -> bytes:
+    """The tensors with which a learner of a run begins."""
+    algorithm = base.resolve(runs.config(client, run), runs.spaces(client, run)).learner(
+        device=torch.device("cpu"), seed=1
+    )
+    return tensors.encode_weights({name: value.numpy() for name, value in algorithm.state().items()})
+
+
+def test_a_learner_that_can_keep_nothing_of_a_lost_run_goes_on_from_its_copy(
+    client: Redis, learn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start(client, endless())
+    learning = learn(run)
+    until(lambda: (tmp_path / run / "checkpoint" / "checkpoint.json").exists())
+    fence, taken = learning.fence, Learner._taken
+    failed: list[Learner] = []
+
+    def fail_once(learner: Learner):
+        if client.exists(keys.state(run)) or failed:
+            return taken(learner)
+        failed.append(learner)
+        raise MemoryError("no memory for a copy")
+
+    monkeypatch.setattr(Learner, "_taken", fail_once)
+    client.flushall()
+    until(lambda: learning.held_with(fence))
+    assert failed and learning.error is None
+
+
+def test_a_snapshot_that_fails_leaves_the_learner_to_others(client: Redis, server, monkeypatch) -> None:
+    run = start(client, off_policy())
+    learner = make_learner(client, run, take(client, run), server.url)
+    learner.restore()
+    taken: list[Counters] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(learner, "_taken", lambda: {}["damaged"])
+        with pytest.raises(KeyError):
+            learner.snapshot()
+    thread = threading.Thread(target=lambda: taken.append(learner.snapshot()[0]), daemon=True)
+    thread.start()
+    thread.join(10.0)
+    assert taken
+    learner.leave()
+
+
+def test_a_learner_whose_service_thread_hangs_loses_its_run(
+    client: Redis, learn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "SILENT_S", 1.0)
+    run, freed = start(client, endless()), threading.Event()
+    monkeypatch.setattr(Dispatcher, "tick", lambda _: freed.wait())
+    learning = learn(run)
+    try:
+        until(lambda: learning.held_with(0))
+        until(lambda: not runs.state(client, run).leased)
+        assert lease.acquire(client, run, host="there", folder="/tmp") == 2
+    finally:
+        freed.set()
+    learning.thread.join(30.0)
+    assert isinstance(learning.error, lease.LeaseLostError)
+
+
+def test_a_run_that_ends_while_its_stream_fills_the_server_ends(client: Redis, learn) -> None:
+    run = start(client, endless())
+    junk = {b"h": b"{}", b"x": bytes(100_000)}
+    for seq in range(60):
+        stream.append(client, run, junk, producer=77, incarnation=1, seq=seq, num_transitions=1)
+    last = stream.read(client, run, b"0-0", count=100)[-1].entry_id.decode()
+    learning = learn(run)
+    until(lambda: (checkpoints.meta(client, run) or {}).get("cursor") == last)
+    client.config_set("maxmemory", client.info("memory")["used_memory"] - 2_000_000)
+    try:
+        assert runs.set_status(client, run, "stopped", "by the test")
+        learning.thread.join(30.0)
+        assert learning.status == "stopped" and not runs.state(client, run).leased
+        assert checkpoints.meta(client, run)["ledger"] and 0 < client.xlen(keys.experience(run)) < 60
+    finally:
+        client.config_set("maxmemory", 0)
+
+
+def test_who_waits_for_a_paused_run_waits_on_when_its_learner_has_died(
+    client: Redis, learn, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = start(client, endless())
+    token = take(client, run)
+    client.persist(keys.lease(run))
+    learning = learn(run)
+    until(lambda: "waits for it" in caplog.text)
+    runs.set_status(client, run, "paused", "by the test")
+    lease.release(client, run, token)
+    learning.thread.join(1.5)
+    assert learning.thread.is_alive() and learning.error is None
+    runs.reactivate(client, run)
+    until(lambda: learning.held_with(token))

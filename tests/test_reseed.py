@@ -17,7 +17,7 @@ from processes import Process, Processes, bound
 from runs_for_tests import start, target_config
 
 from ddrl import keys
-from ddrl.store import connection, lease, ledger, runs, weights
+from ddrl.store import connection, deletion, lease, ledger, runs, weights
 
 pytestmark = pytest.mark.faults
 
@@ -152,7 +152,7 @@ def test_a_run_that_was_deleted_while_its_learner_was_stalled_stays_deleted(site
     site.learner.send(signal.SIGSTOP)
     runs.set_status(site.client, site.run, "stopped", "by the test")
     site.until(lambda: not runs.state(site.client, site.run).leased)
-    runs.delete(site.client, site.run)
+    deletion.delete(site.client, site.run)
     site.learner.send(signal.SIGCONT)
     assert site.learner.wait() != 0
     assert f"run {site.run}: was deleted" in site.learner.text().splitlines()[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
@@ -152,6 +153,36 @@ def test_waiting_for_the_learner_ends_the_segment_when_another_run_wants_the_pro
     assert runs.state(client, run).allowance_wait_s - before >= PATIENCE_S
 
 
+def test_the_other_runs_are_looked_at_seldom_however_often_a_waiting_segment_wakes(
+    client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, token = begin(client, rollout={"segment_s": 5})
+    players = play_steps(client, run, token, 10)
+    looks: list[float] = []
+    look = runs.active
+    monkeypatch.setattr(runs, "active", lambda client: looks.append(time.monotonic()) or look(client))
+    thread = threading.Thread(target=play, args=(client, client, players, run))
+    thread.start()
+    while thread.is_alive():
+        stream.allow(client, run, token, 0, updates=0)  # wakes it for nothing
+        time.sleep(0.02)
+    assert looks and all(two - one >= PATIENCE_S for one, two in itertools.pairwise(looks))
+
+
+def test_many_players_that_one_word_wakes_ask_the_server_one_after_the_other(client: Redis) -> None:
+    run, token = begin(client, rollout={"segment_s": 2})
+    players = play_steps(client, run, token, 10)
+    before = runs.state(client, run).appended_fragments
+    thread = threading.Thread(target=play, args=(client, client, players, run))
+    stream.allow(client, run, token, 0, updates=0, players=10_000)
+    thread.start()
+    while thread.is_alive():  # one fragment more, again and again
+        allowance = stream_steps(client, run) + 1
+        stream.allow(client, run, token, allowance, updates=0, players=10_000)
+        time.sleep(0.005)
+    assert 1 <= runs.state(client, run).appended_fragments - before <= 25
+
+
 def test_a_run_of_which_this_worker_takes_no_messages_does_not_end_the_segment(client: Redis) -> None:
     run, token = begin(client, rollout={"segment_s": 1.5})
     players = play_steps(client, run, token, 10)
@@ -238,6 +269,30 @@ def test_what_a_server_did_not_take_is_sent_by_a_later_segment_even_by_one_that_
     assert seqs == list(range(len(seqs)))
 
 
+def test_a_segment_that_a_hindrance_ended_is_told_before_the_next_of_whatever_run(
+    client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, token = begin(client)
+    other, others_token = begin(client)
+    players = play_steps(client, run, token, 20)
+    play_steps(client, other, others_token, 20, players=players)
+    stream.allow(client, run, token, 10**6, updates=0)
+    before = runs.state(client, run).process_s
+
+    def refused(*_: Any, **__: Any) -> None:
+        time.sleep(0.05)
+        raise OutOfMemoryError("command not allowed when used memory > 'maxmemory'.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stream, "append", refused)
+        with pytest.raises(OutOfMemoryError):
+            play(client, client, players, run)
+        assert list(segments.players(client, run)) == [players.get(client, run).producer]
+    play(client, client, players, other)
+    assert segments.players(client, run) == {}
+    assert runs.state(client, run).process_s >= before + 0.05
+
+
 def test_a_player_with_something_to_be_sent_is_not_evicted(client: Redis) -> None:
     run, token = begin(client)
     players = Players(max_bytes=1)
@@ -256,12 +311,21 @@ def test_a_machine_with_other_versions_is_refused_by_name_with_the_remedy(client
         play(client, client, Players(), run)
     assert str(refused.value) == (
         f"host {socket.gethostname()}: gymnasium is {versions.installed('gymnasium')}, the run was submitted with "
-        "0.26.3; run pip install 'gymnasium==0.26.3' there, or submit with env.same_versions=false"
+        "0.26.3; run pip install 'gymnasium==0.26.3' there and restart the worker, "
+        "or submit with env.same_versions=false"
     )
     assert runs.state(client, run).appended_fragments == 0
     other, others_token = begin(client, env={"same_versions": False})
     client.hset(keys.state(other), "versions", json.dumps({"gymnasium": "0.26.3"}))
     play_steps(client, other, others_token, 20)
+
+
+def test_a_host_that_plays_the_run_refuses_it_no_more(client: Redis) -> None:
+    run, token = begin(client)
+    for host in (socket.gethostname(), "another"):
+        segments.note_refusal(client, run, host, "lacks something")
+    play_steps(client, run, token, 20)
+    assert segments.refusals(client, run) == {"another": "lacks something"}
 
 
 def test_a_module_is_refused_where_it_is_not_allowed(client: Redis, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -221,6 +221,7 @@ def test_a_learner_that_was_replaced_writes_nothing(client: Redis, server) -> No
         until(lambda: learner.num_steps == runs.state(client, run).appended_steps)
         until(lambda: board.weights is not None and bool(board.refused and board.gone))
         service.retention.checkpoint = learner.snapshot()[0]
+        service.retention.told = learner.counters.cursor.encode()
         board.wants_state.set()
         until(lambda: board.state is not None)
     take(client, run)
@@ -246,6 +247,22 @@ def test_a_learner_that_was_replaced_writes_nothing(client: Redis, server) -> No
                 write()
     assert everything(client, run) == before
     assert not copied
+
+
+def test_many_players_are_woken_less_often(client: Redis, server) -> None:
+    run = start(client, config())
+    learner = make_learner(client, run, take(client, run), server.url)
+    learner.restore()
+    service, told = learner.service, []
+    service._experience.players = 200_000  # for a long time
+    for refilled in (10**6, 2 * 10**6, 3 * 10**6):
+        learner._board.refilled = refilled
+        service._raise_allowance()
+        told.append(int(client.hget(keys.state(run), "allowance")))
+    assert 10**6 <= told[0] == told[1] == told[2]
+    service._allow_at = 0.0
+    service._raise_allowance()
+    assert int(client.hget(keys.state(run), "allowance")) >= 3 * 10**6
 
 
 def test_a_checkpoint_during_which_the_learner_is_replaced_leaves_no_part(

@@ -8,7 +8,7 @@ from redis import Redis
 
 from ddrl import keys
 from ddrl.config import RunConfig, validate
-from ddrl.store import checkpoints, evaluations, lease, metrics, runs, stream, weights, workers
+from ddrl.store import checkpoints, deletion, evaluations, lease, metrics, runs, stream, weights, workers
 from ddrl.store.connection import StoreError
 from ddrl.store.evaluations import OpenEvaluation
 from ddrl.store.stream import Answer
@@ -260,7 +260,8 @@ def test_an_evaluation_is_stored_once_whoever_plays_it(client: Redis, run: str) 
 def test_status_changes_only_along_its_arrows(client: Redis, run: str) -> None:
     assert not runs.set_status(client, run, "active", "no change")
     assert runs.set_status(client, run, "paused", "")
-    assert not runs.set_status(client, run, "paused", "")
+    assert runs.set_status(client, run, "paused", "")  # the same word: a command that was sent again
+    assert not runs.set_status(client, run, "paused", "again")
     assert runs.set_status(client, run, "active", "") and runs.set_status(client, run, "solved", "yes")
     assert not runs.set_status(client, run, "stopped", "too late") and not runs.set_status(
         client, run, "active", ""
@@ -290,8 +291,8 @@ def test_a_run_that_reached_a_count_cannot_go_on(client: Redis, run: str) -> Non
 def test_parts_of_a_checkpoint_that_was_never_finished_are_swept(client: Redis, run: str) -> None:
     token = take(client, run)
     checkpoints.save(client, run, token, b"whole", {"updates": 1})
-    client.set(keys.checkpoint_part(run, token, 7, 0), b"half")
-    assert checkpoints.sweep(client, run) == 1 and checkpoints.sweep(client, run) == 0
+    client.set(keys.checkpoint_part(run, token - 1, 7, 0), b"half")
+    assert checkpoints.sweep(client, run, token) == 1 and checkpoints.sweep(client, run, token) == 0
     assert checkpoints.load(client, run) == (b"whole", {"updates": 1})
 
 
@@ -312,9 +313,9 @@ def test_delete_removes_every_key_of_an_ended_run_only(client: Redis, run: str) 
     other = runs.create(client, make_config(), SPACES)
     append(client, run, 0)
     with pytest.raises(StoreError, match="is active; stop it first"):
-        runs.delete(client, run)
+        deletion.delete(client, run)
     runs.set_status(client, run, "stopped", "")
-    assert runs.delete(client, run) >= 5
+    assert deletion.delete(client, run) >= 5
     assert runs.names(client) == [other]
     assert not list(client.scan_iter(match=keys.run_pattern(run)))
     assert runs.state(client, other).status == "active"
@@ -326,8 +327,8 @@ def test_heartbeats_list_the_living(client: Redis) -> None:
     workers.beat(client, first), workers.beat(client, second)
     assert workers.alive(client) == [first, second]
     assert [heartbeat.num_players for heartbeat in (first, second)] == [4, 0]
-    assert 0 < client.ttl(keys.worker("a@h")) <= workers.TTL_S
-    workers.leave(client, "a@h")
+    assert 0 < client.ttl(keys.worker("a@h:h:1")) <= workers.TTL_S
+    workers.leave(client, first)
     assert workers.alive(client) == [second]
 
 

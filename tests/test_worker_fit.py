@@ -43,7 +43,7 @@ def test_versions_are_those_of_what_decides_how_a_run_is_played() -> None:
 def test_a_mismatch_names_host_package_both_versions_and_the_remedy() -> None:
     assert versions.mismatch({"ddrl": "0.0.9"}, "h1") == (
         f"host h1: ddrl is {ddrl.__version__}, the run was submitted with 0.0.9; "
-        "run pip install 'ddrl==0.0.9' there, or submit with env.same_versions=false"
+        "run pip install 'ddrl==0.0.9' there and restart the worker, or submit with env.same_versions=false"
     )
     found = versions.mismatch({"no-such-package": "1.0"}, "h1")
     assert found is not None and "no-such-package is not installed" in found

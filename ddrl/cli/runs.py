@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from ddrl.cli.output import Client, InputError, Json, Run, duration, emit, note, number, server, table
+from ddrl.store import deletion
 from ddrl.store import runs as store
 
 
@@ -99,7 +100,7 @@ def delete(
                 raise InputError(f"run {run}: not deleted, as nobody can be asked; add --yes")
             also = f" and {folder}" if folder else ""
             typer.confirm(f"Delete run {run}{also} for good?", abort=True, err=True)
-        removed = store.delete(client, run)
+        removed = deletion.delete(client, run)
     if folder is not None:
         shutil.rmtree(folder)
     if json_output:

@@ -84,7 +84,7 @@ def submit(
     with output.server() as client:
         from ddrl import submit as submission
 
-        processes = bringing.processes(workers) + _serving(client, resolved.env.id)
+        processes = bringing.processes(workers) + _serving(client, resolved)
         spaces = submission.prepare(resolved, processes=max(1, processes))
         runs = _create(client, [*_with_seeds(resolved, seeds)], spaces, initial)
         _attend(
@@ -243,12 +243,12 @@ def _with_seeds(config: RunConfig, seeds: int) -> Sequence[RunConfig]:
     return [config.model_copy(update={"seed": config.seed + i}) for i in range(seeds)]
 
 
-def _serving(client: Client, env_id: str) -> int:
-    """Processes of the fleet that play an environment now."""
-    from ddrl import envs
+def _serving(client: Client, config: RunConfig) -> int:
+    """Processes of the fleet that can play a run now."""
+    from ddrl import envs, versions
     from ddrl.store import workers
 
-    queue = envs.queue_for("ddrl.rollout", env_id)
+    queue = envs.queue_for("ddrl.rollout", config.env.id, versions.custom_network(config))
     return sum(worker.num_players for worker in workers.alive(client) if queue in worker.queues)
 
 

@@ -251,12 +251,12 @@ class Feed:
                 self._count = stream.read_count(self._client, self._run)
                 self._count_at = time.monotonic() + COUNT_S
             entries = stream.read(self._client, self._run, self._cursor, count=self._count, block_ms=BLOCK_MS)
+            appended = stream.appended(self._client, self._run) if entries else {}
         except connection.HINDRANCES as error:
             if connection.hindrance(error) is None:
                 raise
             self._stopping.wait(RETRY_S)  # the service thread says so
             return
-        appended = stream.appended(self._client, self._run) if entries else {}
         for found in entries:
             entry = found.believed(appended)
             while self._staged_bytes - self._taken_bytes > MAX_STAGED_BYTES:

@@ -14,7 +14,7 @@ from ddrl.config import ConfigError, RunConfig
 from ddrl.store import connection, runs
 from ddrl.store.lease import FENCE, fenced
 
-OTHER_BYTES = 16 * 1024**2  # episodes, figures, logs and the like, of one run
+OTHER_BYTES = 80 * 1024**2  # figures (45 MiB at their cap), logs, journal, episodes and the like, of one run
 EXTRA_VERSIONS = 3  # kept besides the newest: the best one, the one being evaluated, the one being published
 
 _STATE = FENCE + "redis.call('HSET', KEYS[1], 'needed_bytes', ARGV[2]) return 1"

@@ -20,6 +20,7 @@ from ddrl.store.connection import StoreError
 from ddrl.store.lease import FENCE, fenced
 
 PART_BYTES = 4 * 1024**2
+DROPPED_AT_ONCE = 1_000  # parts, as a script's stack is limited
 
 
 @dataclass(frozen=True)
@@ -188,17 +189,26 @@ def meta(client: Redis, run: str) -> dict[str, Any] | None:
     return None if pointer is None else pointer["meta"]
 
 
-def sweep(client: Redis, run: str) -> int:
+_DROP = FENCE + "return redis.call('UNLINK', unpack(KEYS, 2))"
+
+
+def sweep(client: Redis, run: str, token: int) -> int:
     """Remove parts that no pointer names: those of a learner that died while it saved. The number removed.
 
-    Call it as the run's learner, before the first save.
+    Call it as the run's learner, before the first save. What comes after it is left alone.
+
+    Raises:
+        LeaseLostError: another learner took over; its parts stay.
     """
     pointer = _pointer(client, run)
-    named = {key.encode() for key in _part_keys(run, pointer)} if pointer else set()
-    stray = [
-        key for key in client.scan_iter(match=keys.checkpoint_pattern(run), count=1000) if key not in named
-    ]
-    return client.unlink(*stray) if stray else 0
+    named = set(_part_keys(run, pointer)) if pointer else set()
+    found = [key.decode() for key in client.scan_iter(match=keys.checkpoint_pattern(run), count=1000)]
+    stray = [key for key in found if key not in named and keys.checkpoint_token(key) < token]
+    num = 0
+    for first in range(0, len(stray), DROPPED_AT_ONCE):
+        some = stray[first : first + DROPPED_AT_ONCE]
+        num += fenced(client, _DROP, [keys.state(run), *some], token)
+    return num
 
 
 def _pointer(client: Redis, run: str) -> dict[str, Any] | None:

@@ -5,10 +5,12 @@ An evaluation's id is made of its version and seeds, so the same one sent twice 
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
+from pydantic import TypeAdapter, ValidationError
 from redis import Redis
 
 from ddrl import keys
@@ -46,6 +48,18 @@ class OpenEvaluation:
         """One per episode."""
         return tuple(range(self.first_seed, self.first_seed + self.num_episodes))
 
+
+@dataclass(frozen=True)
+class Row(OpenEvaluation):
+    """An evaluation with what came of it, in the order of the seeds."""
+
+    returns: list[float]
+    lengths: list[int]
+    return_mean: float
+    return_std: float
+
+
+_ROW = TypeAdapter(Row)
 
 _OPEN = FENCE + "redis.call('HSET', KEYS[2], ARGV[2], ARGV[3]) return 1"
 
@@ -105,10 +119,14 @@ def drop(client: Redis, run: str, token: int, evaluation_id: str) -> None:
 
 
 def results(client: Redis, run: str, after: bytes = b"0-0") -> tuple[list[dict[str, Any]], bytes]:
-    """Results after an entry, oldest first, each with `time_s` (server's clock); and the last entry's id."""
+    """Results after an entry, oldest first, each with `time_s` (server's clock); and the last entry's id.
+
+    What is no result is left out: evaluation workers write here.
+    """
     raw = cast("list[Any]", client.xrange(keys.evaluations(run), min=b"(" + after))
-    rows = [
-        {"time_s": int(entry_id.split(b"-")[0]) / 1e3, **json.loads(fields[b"result"])}
-        for entry_id, fields in raw
-    ]
+    rows = []
+    for entry_id, fields in raw:
+        with contextlib.suppress(KeyError, ValidationError):
+            row = _ROW.validate_json(fields[b"result"])
+            rows.append({"time_s": int(entry_id.split(b"-")[0]) / 1e3, **asdict(row)})
     return rows, raw[-1][0] if raw else after

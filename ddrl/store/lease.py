@@ -7,8 +7,9 @@ server was frozen goes on if nobody took it, and one that was replaced finds out
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 from redis import Redis
@@ -17,6 +18,8 @@ from redis.exceptions import ResponseError
 from ddrl import keys
 from ddrl.store import connection
 from ddrl.store.connection import StoreError
+
+log = logging.getLogger(__name__)
 
 TTL_MS = 3_000
 
@@ -81,18 +84,28 @@ def release(client: Redis, run: str, token: int) -> None:
 
 
 @contextlib.contextmanager
-def kept(run: str, token: int) -> Iterator[None]:
+def kept(run: str, token: int, *, is_alive: Callable[[], bool] = lambda: True) -> Iterator[None]:
     """Hold on to a run while the context lasts, from a thread of its own, whatever else takes long.
 
     Whoever was replaced hears of it at his own next write.
+
+    Args:
+        run: its id.
+        token: fencing token.
+        is_alive: whether the holder still does anything; while it does not, the lease is left to expire.
     """
     left = threading.Event()
 
     def keep() -> None:
-        client = connection.connect()
+        client, was_alive = connection.connect(), True
         while not left.wait(TTL_MS / 4e3):
-            with contextlib.suppress(StoreError, *connection.HINDRANCES):
-                renew(client, run, token)
+            if is_alive():
+                was_alive = True
+                with contextlib.suppress(StoreError, *connection.HINDRANCES):
+                    renew(client, run, token)
+            elif was_alive:
+                was_alive = False
+                log.error("%s: this learner hangs; another one may take the run over", run)
         client.close()
 
     keeper = threading.Thread(target=keep, name="lease", daemon=True)

@@ -92,6 +92,8 @@ _PUT = (
     FENCE
     + """
 -- KEYS: state, ledger. ARGV: token, producer and row in turn.
+-- HDEL first: at maxmemory a script may write only after what adds nothing, and only what is accounted for is trimmed.
+redis.call('HDEL', KEYS[2], '')
 for i = 2, #ARGV, 2 do redis.call('HSET', KEYS[2], ARGV[i], ARGV[i + 1]) end
 return 1
 """

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from redis.exceptions import RedisError
 
 from ddrl import keys
-from ddrl.store import connection
+from ddrl.store import connection, runs
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -24,7 +24,7 @@ PARTING_S = 2.0  # for the last lines; longer where the server does not answer
 
 
 def add(client: Redis, run: str, source: str, level: str, text: str) -> None:
-    """Append a line.
+    """Append a line; nothing where the run is gone.
 
     Args:
         client: connection to the server.
@@ -33,8 +33,8 @@ def add(client: Redis, run: str, source: str, level: str, text: str) -> None:
         level: as `logging` names it.
         text: cut at LINE_LENGTH.
     """
-    row = {"source": source, "level": level, "text": text[:LINE_LENGTH]}
-    client.xadd(keys.logs(run), cast("dict[Any, Any]", row), maxlen=LENGTH, approximate=True)
+    row = ("source", source, "level", level, "text", text[:LINE_LENGTH])
+    client.eval(runs.ADD_LINE, 2, keys.state(run), keys.logs(run), LENGTH, *row)
 
 
 def read(client: Redis, run: str, after: bytes = b"0-0") -> tuple[list[dict[str, Any]], bytes]:

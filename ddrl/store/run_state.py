@@ -97,9 +97,19 @@ class RunState:
         return self.ended_s - self.first_step_s if self.first_step_s and self.ended_s else None
 
 
-def parse(run: str, raw: Mapping[bytes, bytes], *, leased: bool) -> RunState:
-    """A run's state from its hash."""
-    text = {name.decode(): value.decode() for name, value in raw.items()}
+STATE_FIELDS = (
+    *("reason", "created_ms", "first_step_ms", "ended_ms", "updates", "version", "allowance"),
+    *("appended_fragments", "appended_steps", "appended_bytes", "trimmed_bytes", "duplicates", "dead"),
+    *("full", "waiting", "error", "host", "folder", "handover", "weight", "priority", "queue"),
+    *("evaluation_queue", "versions", "config_version", "process_ms", "played_ms", "allowance_wait_ms"),
+    *("room_wait_ms", "crashes", "crashes_total", "lost_producers", "warm", "status", "evaluation"),
+)
+"""All but what is large, such as the checkpoint's pointer."""
+
+
+def parse(run: str, raw: Mapping[str, bytes], *, leased: bool) -> RunState:
+    """A run's state from those of STATE_FIELDS that its hash has."""
+    text = {name: value.decode() for name, value in raw.items()}
 
     def number(name: str) -> int:
         return int(text.get(name, 0))

@@ -20,13 +20,11 @@ from ddrl.config import RunConfig, validate
 from ddrl.store.connection import StoreError
 from ddrl.store.lease import FENCE, fenced
 from ddrl.store.run_state import ENDED as ENDED
-from ddrl.store.run_state import Rival, ask_rivals, parse, rivals
+from ddrl.store.run_state import STATE_FIELDS, Rival, ask_rivals, parse, rivals
 from ddrl.store.run_state import RunState as RunState
 from ddrl.types import EnvSpec
 
 JOURNAL_LENGTH = 10_000
-DELETED_MS = 30 * 86_400_000  # for which a deleted run is known as such
-NEWEST = 200  # runs among which active ones are looked for
 
 
 class UnknownRunError(StoreError):
@@ -53,32 +51,46 @@ def create(
         initial: where the weights to begin with come from, and they, safetensors.
     """
     run = f"{config.name}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-    now_ms = server_ms(client)
-    with client.pipeline(transaction=True) as pipe:
-        pipe.set(keys.spec(run), config.model_dump_json(by_alias=True))
-        if initial is not None:
-            pipe.set(keys.initial(run), initial[1])
-        pipe.hset(
-            keys.state(run),
-            mapping={
-                **_mirrored(config),
-                "status": "active",
-                "reason": "waiting for a learner",
-                "spaces": json.dumps(asdict(spaces)),
-                "created_ms": now_ms,
-                "queue": queues[0],
-                "evaluation_queue": queues[1],
-                "versions": json.dumps(dict(versions or {})),
-                "warm": initial[0] if initial is not None else "",
-                "allowance": 0,
-                "version": -1,
-                "waiting": 0,
-            },
-        )
-        pipe.zadd(keys.RUNS, {run: now_ms})
-        pipe.xadd(keys.journal(run), {"event": "created"}, maxlen=JOURNAL_LENGTH)
-        pipe.execute()
+    fields = {
+        **_mirrored(config),
+        "status": "active",
+        "reason": "waiting for a learner",
+        "spaces": json.dumps(asdict(spaces)),
+        "created_ms": server_ms(client),
+        "queue": queues[0],
+        "evaluation_queue": queues[1],
+        "versions": json.dumps(dict(versions or {})),
+        "warm": initial[0] if initial is not None else "",
+        "allowance": 0,
+        "version": -1,
+        "waiting": 0,
+    }
+    script_keys = [
+        keys.spec(run),
+        keys.state(run),
+        keys.journal(run),
+        keys.initial(run),
+        keys.RUNS,
+        keys.OPEN,
+    ]
+    spec, weights = config.model_dump_json(by_alias=True), initial[1] if initial is not None else b""
+    pairs = [part for pair in fields.items() for part in pair]
+    client.eval(_CREATE, 6, *script_keys, run, spec, weights, fields["created_ms"], *pairs)
     return run
+
+
+_CREATE = """
+-- KEYS: spec, state, journal, initial weights, runs, those that have not ended. ARGV: run, spec, weights or "",
+-- created ms, fields of the state... A second time it does nothing: a reply may be lost, and the run begun meanwhile.
+if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
+redis.call('SET', KEYS[1], ARGV[2])
+if ARGV[3] ~= '' then redis.call('SET', KEYS[4], ARGV[3]) end
+for i = 5, #ARGV, 2 do redis.call('HSET', KEYS[2], ARGV[i], ARGV[i + 1]) end
+redis.call('ZADD', KEYS[5], ARGV[4], ARGV[1])
+redis.call('ZADD', KEYS[6], ARGV[4], ARGV[1])
+redis.call('XADD', KEYS[3], '*', 'event', 'created')
+return 1
+"""
 
 
 def _mirrored(config: RunConfig) -> dict[Any, Any]:
@@ -145,29 +157,35 @@ def state(client: Redis, run: str) -> RunState:
         UnknownRunError: there is no such run.
     """
     with client.pipeline(transaction=False) as pipe:
-        pipe.hgetall(keys.state(run))
+        pipe.hmget(keys.state(run), STATE_FIELDS)
         pipe.exists(keys.lease(run))
-        raw, leased = pipe.execute()
-    if b"status" not in raw:
+        values, leased = pipe.execute()
+    raw = {name: value for name, value in zip(STATE_FIELDS, values, strict=True) if value is not None}
+    if "status" not in raw:
         raise UnknownRunError(f"run {run}: not on this server; `ddrl runs` lists those that are")
     return parse(run, raw, leased=bool(leased))
 
 
+def open_names(client: Redis) -> list[str]:
+    """Runs that have not ended, oldest first."""
+    return [run.decode() for run in cast("list[bytes]", client.zrange(keys.OPEN, 0, -1))]
+
+
 def active_names(client: Redis) -> list[str]:
-    """Runs that want players, of the newest NEWEST."""
-    newest = names(client)[-NEWEST:]
+    """Runs that want players, oldest first."""
+    known = open_names(client)
     with client.pipeline(transaction=False) as pipe:
-        for run in newest:
+        for run in known:
             pipe.hget(keys.state(run), "status")
-        return [run for run, value in zip(newest, pipe.execute(), strict=True) if value == b"active"]
+        return [run for run, value in zip(known, pipe.execute(), strict=True) if value == b"active"]
 
 
 def active(client: Redis) -> list[Rival]:
-    """The active ones of the newest NEWEST runs, oldest first."""
-    newest = names(client)[-NEWEST:]
+    """The active runs, oldest first."""
+    known = open_names(client)
     with client.pipeline(transaction=False) as pipe:
-        ask_rivals(pipe, newest)
-        return rivals(newest, pipe.execute())
+        ask_rivals(pipe, known)
+        return rivals(known, pipe.execute())
 
 
 def status(client: Redis, run: str) -> str | None:
@@ -177,23 +195,27 @@ def status(client: Redis, run: str) -> str | None:
 
 
 _SET_STATUS = """
--- KEYS: state hash, journal stream. ARGV: token (0: the operator), status, reason, ended (1|0), then the
--- statuses it may replace. An end is final but for `active`, which resumes.
+-- KEYS: state, journal, runs that have not ended. ARGV: token (0: the operator), status, reason, ended (1|0), run, then
+-- the statuses it may replace. An end is final but for `active`, which resumes. HDEL comes first, for at maxmemory a
+-- script may write only where its first write frees.
 if ARGV[1] ~= '0' then
   local fence = redis.call('HGET', KEYS[1], 'fence')
   if not fence then return redis.error_reply('GONE the server does not know the run') end
   if fence ~= ARGV[1] then return redis.error_reply('FENCED another learner took over') end
 end
 local now = redis.call('HGET', KEYS[1], 'status')
-for i = 5, #ARGV do
+if now == ARGV[2] and redis.call('HGET', KEYS[1], 'reason') == ARGV[3] then return 1 end  -- said before
+for i = 6, #ARGV do
   if now == ARGV[i] then
     local time = redis.call('TIME')
+    redis.call('HDEL', KEYS[1], 'ended_ms')
     redis.call('HSET', KEYS[1], 'status', ARGV[2], 'reason', ARGV[3])
     if ARGV[2] == 'active' then redis.call('HSET', KEYS[1], 'crashes', 0, 'error', '') end
     if ARGV[4] == '1' then
+      redis.call('ZREM', KEYS[3], ARGV[5])
       redis.call('HSET', KEYS[1], 'ended_ms', time[1] * 1000 + math.floor(time[2] / 1000))
     else
-      redis.call('HDEL', KEYS[1], 'ended_ms')
+      redis.call('ZADD', KEYS[3], redis.call('HGET', KEYS[1], 'created_ms') or 0, ARGV[5])
     end
     redis.call('XADD', KEYS[2], 'MAXLEN', '~', 10000, '*', 'event', ARGV[2], 'reason', ARGV[3])
     return 1
@@ -217,8 +239,8 @@ def set_status(client: Redis, run: str, new: str, reason: str, *, token: int | N
         "paused": ("active",),
     }.get(new, ("active", "paused"))
     ended = "1" if new in ENDED else "0"
-    keys_ = [keys.state(run), keys.journal(run)]
-    return bool(fenced(client, _SET_STATUS, keys_, token or 0, new, reason, ended, *allowed))
+    keys_ = [keys.state(run), keys.journal(run), keys.OPEN]
+    return bool(fenced(client, _SET_STATUS, keys_, token or 0, new, reason, ended, run, *allowed))
 
 
 def reactivate(client: Redis, run: str, *, more_time_s: float | None = None) -> None:
@@ -265,22 +287,20 @@ def note_evaluation(client: Redis, run: str, token: int, evaluation: Mapping[str
     fenced(client, _NOTE_EVALUATION, [keys.state(run)], token, json.dumps(dict(evaluation)))
 
 
-_NOTE_ERROR = "if redis.call('EXISTS', KEYS[1]) == 1 then redis.call('HSET', KEYS[1], 'error', ARGV[1]) end"
-
-
 def reserved_bytes(client: Redis, *, but: str | None = None) -> int:
     """Of the server's memory: the budgets of the streams of runs that have not ended, but for one of them."""
-    newest = [run for run in names(client)[-NEWEST:] if run != but]
     with client.pipeline(transaction=False) as pipe:
-        for run in newest:
-            pipe.hmget(keys.state(run), "status", "max_bytes")
-        return sum(int(size or 0) for status, size in pipe.execute() if status in (b"active", b"paused"))
+        for run in open_names(client):
+            if run != but:
+                pipe.hget(keys.state(run), "max_bytes")
+        return sum(int(size or 0) for size in pipe.execute())
 
 
 _CHANGE = """
 -- KEYS: spec, state, journal. ARGV: config version that is to be changed, spec, cap of the journal, number of fields,
 -- fields of the state..., then option, from and to of each change. The new config version; 0 if another was quicker.
 local now = tonumber(redis.call('HGET', KEYS[2], 'config_version') or 0)
+if now == tonumber(ARGV[1]) + 1 and redis.call('GET', KEYS[1]) == ARGV[2] then return now end  -- said before
 if now ~= tonumber(ARGV[1]) or redis.call('EXISTS', KEYS[2]) == 0 then return 0 end
 redis.call('SET', KEYS[1], ARGV[2])
 local first = 5 + 2 * tonumber(ARGV[4])
@@ -331,7 +351,8 @@ def config_version(client: Redis, run: str) -> int:
 
 def request_handover(client: Redis, run: str, host: str) -> None:
     """Ask the run's learner to let go of it; whoever acquires the lease ends the request."""
-    client.hset(keys.state(run), "handover", host)
+    script = "if redis.call('EXISTS', KEYS[1]) == 1 then redis.call('HSET', KEYS[1], 'handover', ARGV[1]) end"
+    client.eval(script, 1, keys.state(run), host)
     note(client, run, "handover", f"asked for by {host}")
 
 
@@ -340,11 +361,18 @@ def initial(client: Redis, run: str) -> bytes | None:
     return cast("bytes | None", client.get(keys.initial(run)))
 
 
+ADD_LINE = """
+-- KEYS: state, stream. ARGV: cap of the stream, fields... Nothing of a run gone: its keys must not come back.
+if redis.call('EXISTS', KEYS[1]) == 1 then
+  redis.call('XADD', KEYS[2], 'MAXLEN', '~', ARGV[1], '*', unpack(ARGV, 2))
+end
+"""
+
+
 def note(client: Redis, run: str, event: str, reason: str) -> None:
     """Add to the run's journal."""
-    client.xadd(
-        keys.journal(run), {"event": event, "reason": reason}, maxlen=JOURNAL_LENGTH, approximate=True
-    )
+    script_keys = [keys.state(run), keys.journal(run)]
+    client.eval(ADD_LINE, 2, *script_keys, JOURNAL_LENGTH, "event", event, "reason", reason)
 
 
 def journal(client: Redis, run: str) -> list[dict[str, Any]]:
@@ -360,29 +388,6 @@ def journal_after(client: Redis, run: str, after: bytes = b"0-0") -> tuple[list[
         for entry_id, fields in raw
     ]
     return rows, raw[-1][0] if raw else after
-
-
-def delete(client: Redis, run: str) -> int:
-    """Remove an ended run with all its keys; the number of keys removed.
-
-    Raises:
-        StoreError: the run has not ended, or its learner is still at work.
-    """
-    now = state(client, run)
-    if not now.ended:
-        raise StoreError(f"run {run}: is {now.status}; stop it first with `ddrl stop {run}`")
-    if now.leased:
-        raise StoreError(f"run {run}: its learner on {now.host} still writes its results; try again soon")
-    with client.pipeline(transaction=True) as pipe:  # known as deleted, so that no learner brings it back
-        now_ms = server_ms(client)
-        pipe.zadd(keys.DELETED, {run: now_ms})
-        pipe.zremrangebyscore(keys.DELETED, 0, now_ms - DELETED_MS)
-        pipe.zrem(keys.RUNS, run)
-        pipe.execute()
-    removed = 0
-    for key in client.scan_iter(match=keys.run_pattern(run), count=1000):
-        removed += client.unlink(key)
-    return removed
 
 
 def server_ms(client: Redis) -> int:

@@ -88,12 +88,16 @@ def known(client: Redis, run: str) -> Known:
 
 _PLANT = """
 -- KEYS: 1 state, 2 spec, 3 producers, 4 ledger, 5 weights, 6 experience, 7 journal, 8 runs (zset), 9 counter of
---       producers, 10 deleted runs (zset)
+--       producers, 10 deleted runs (zset), 11 those that have not ended (zset)
 -- ARGV: 1 run, 2 state (JSON object), 3 spec, 4 producers (JSON object), 5 ledger (JSON object), 6 latest version,
 --       7 cursor of the stream, 8 reason for the journal, 9 created ms, 10 least producer id, 11 plant what was deleted
 --       (1|0), 12 cap of the journal
--- Returns 1; 0 where the run is there; -1 where it was deleted.
-if redis.call('HEXISTS', KEYS[1], 'status') == 1 then return 0 end
+-- Returns 1; 0 where the run is there by somebody else; -1 where it was deleted. It may be sent twice: who finds his
+-- own checkpoint there has planted it.
+if redis.call('HEXISTS', KEYS[1], 'status') == 1 then
+  if redis.call('HGET', KEYS[1], 'checkpoint') == cjson.decode(ARGV[2])['checkpoint'] then return 1 end
+  return 0
+end
 if redis.call('ZSCORE', KEYS[10], ARGV[1]) then
   if ARGV[11] ~= '1' then return -1 end
   redis.call('ZREM', KEYS[10], ARGV[1])
@@ -111,6 +115,8 @@ end
 redis.call('XADD', KEYS[7], 'MAXLEN', '~', ARGV[12], '*', 'event', 're-seeded', 'reason', ARGV[8])
 if tonumber(redis.call('GET', KEYS[9]) or 0) < tonumber(ARGV[10]) then redis.call('SET', KEYS[9], ARGV[10]) end
 redis.call('ZADD', KEYS[8], ARGV[9], ARGV[1])
+local status = redis.call('HGET', KEYS[1], 'status')
+if status == 'active' or status == 'paused' then redis.call('ZADD', KEYS[11], ARGV[9], ARGV[1]) end
 return 1
 """
 
@@ -159,9 +165,9 @@ def plant(client: Redis, seed: Seed, *, deleted_too: bool = False) -> bool:
     known_ids = [int(producer) for producer in seed.known.producers] + list(rows)
     reply = client.eval(
         _PLANT,
-        10,
+        11,
         *(keys.state(run), keys.spec(run), keys.producers(run), keys.ledger(run), keys.weights(run)),
-        *(keys.experience(run), keys.journal(run), keys.RUNS, keys.PRODUCERS, keys.DELETED),
+        *(keys.experience(run), keys.journal(run), keys.RUNS, keys.PRODUCERS, keys.DELETED, keys.OPEN),
         *(run, json.dumps(text), seed.known.spec, json.dumps(producers)),
         *(_spelled(rows, seed.meta["cursor"]), text["version"], seed.meta["cursor"]),
         f"what was appended after update {seed.meta['updates']} of the old server is lost",

@@ -7,6 +7,7 @@ when its process is gone ended without a word.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -56,8 +57,7 @@ class Standing:
 _TAKEN = """
 -- KEYS: state. One message less, never below nought; nothing of a run gone.
 if redis.call('EXISTS', KEYS[1]) == 0 then return end
-local time = redis.call('TIME')
-redis.call('HSET', KEYS[1], 'begun_ms', string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 1000)))
+redis.call('HINCRBY', KEYS[1], 'begun', 1)
 if tonumber(redis.call('HGET', KEYS[1], 'waiting') or 0) > 0 then redis.call('HINCRBY', KEYS[1], 'waiting', -1) end
 """
 
@@ -80,7 +80,8 @@ end
 """
 
 _PLAYING = """
--- KEYS: playing. ARGV: producer, node, pid.
+-- KEYS: playing, state. ARGV: producer, node, pid. Nothing of a run gone.
+if redis.call('EXISTS', KEYS[2]) == 0 then return end
 local time = redis.call('TIME')
 local now = string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 1000))
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[2] .. ' ' .. ARGV[3] .. ' ' .. now)
@@ -171,7 +172,7 @@ def look(
 
 def playing(client: Redis, run: str, producer: int, *, node: str, pid: int) -> None:
     """Note that a producer plays from now on."""
-    client.eval(_PLAYING, 1, keys.playing(run), producer, node, pid)
+    client.eval(_PLAYING, 2, keys.playing(run), keys.state(run), producer, node, pid)
 
 
 def end(
@@ -197,12 +198,13 @@ def end(
 
 
 def players(client: Redis, run: str) -> dict[int, Playing]:
-    """Who plays the run now, by producer."""
+    """Who plays the run now, by producer; what cannot be read, no worker of this version wrote."""
     raw = cast("dict[bytes, bytes]", client.hgetall(keys.playing(run)))
     found = {}
     for producer, value in raw.items():
-        node, pid, since_ms = value.decode().rsplit(" ", 2)
-        found[int(producer)] = Playing(node, int(pid), int(since_ms) / 1e3)
+        with contextlib.suppress(ValueError):
+            node, pid, since_ms = value.decode().rsplit(" ", 2)
+            found[int(producer)] = Playing(node, int(pid), int(since_ms) / 1e3)
     return found
 
 
@@ -241,6 +243,11 @@ def note_refusal(client: Redis, run: str, host: str, reason: str) -> None:
     """Note why a machine does not play the run."""
     script_keys = [keys.refusals(run), keys.journal(run), keys.state(run)]
     client.eval(_REFUSED, 3, *script_keys, host, reason[:REASON_LENGTH], runs.JOURNAL_LENGTH)
+
+
+def withdraw_refusal(client: Redis, run: str, host: str) -> None:
+    """A machine that refused the run plays it now."""
+    client.hdel(keys.refusals(run), host)
 
 
 def refusals(client: Redis, run: str) -> dict[str, str]:

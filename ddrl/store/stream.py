@@ -47,12 +47,14 @@ class Appended:
             many gets half of an even share of what is left, so that they overshoot little though each plays
             without knowing what the others have in hand (after guided self-scheduling: Polychronopoulos and
             Kuck 1987).
+        players: how many those are, as `remaining` says.
     """
 
     answer: Answer
     version: int
     allowance_id: bytes
     remaining_steps: int
+    players: int = 1
 
 
 @dataclass(frozen=True)
@@ -259,8 +261,11 @@ _TRIM = (
 local removed = redis.call('XTRIM', KEYS[2], 'MINID', ARGV[2])
 local appended = tonumber(redis.call('HGET', KEYS[1], 'appended_bytes') or 0)
 local trimmed = appended
-local entries = redis.call('XRANGE', KEYS[2], '-', '+', 'COUNT', 8)
-for _, entry in ipairs(entries) do
+local from = '-'
+for _ = 1, 8 do  -- one by one, for entries are large
+  local entry = redis.call('XRANGE', KEYS[2], from, '+', 'COUNT', 1)[1]
+  if not entry then break end
+  from = '(' .. entry[1]
   local bytes, size
   for i = 1, #entry[2], 2 do
     if entry[2][i] == 'b' then bytes = tonumber(entry[2][i + 1]) end
@@ -350,7 +355,8 @@ def remaining(client: Redis, run: str, *, node: str = "-") -> Appended:
     answers = {b"active": going, b"paused": Answer.YIELD}
     players = int(raw[5] or 1)
     share = -(-steps // (2 * players)) if steps > 0 and players > 1 else steps
-    return Appended(answers.get(raw[0] or b"", Answer.STOPPED), version, raw[2] or b"0-0", share)
+    answer = answers.get(raw[0] or b"", Answer.STOPPED)
+    return Appended(answer, version, raw[2] or b"0-0", share, players)
 
 
 def episodes(client: Redis, run: str, after: bytes = b"0-0") -> tuple[list[dict[str, Any]], bytes]:

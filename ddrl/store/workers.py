@@ -21,7 +21,7 @@ class Heartbeat:
     """What a worker says of itself.
 
     Attributes:
-        node: unique name.
+        node: its name; two may have been given the same.
         host, pid: where it runs.
         processes: pool size.
         queues: what it plays and evaluates.
@@ -60,12 +60,16 @@ _HEARTBEAT = TypeAdapter(Heartbeat)
 
 def beat(client: Redis, heartbeat: Heartbeat) -> None:
     """Say that the worker lives."""
-    client.set(keys.worker(heartbeat.node), json.dumps(asdict(heartbeat)), ex=TTL_S)
+    client.set(_key(heartbeat), json.dumps(asdict(heartbeat)), ex=TTL_S)
 
 
-def leave(client: Redis, node: str) -> None:
+def leave(client: Redis, heartbeat: Heartbeat) -> None:
     """Say that it goes."""
-    client.delete(keys.worker(node))
+    client.delete(_key(heartbeat))
+
+
+def _key(heartbeat: Heartbeat) -> str:
+    return keys.worker(f"{heartbeat.node}:{heartbeat.host}:{heartbeat.pid}")
 
 
 def alive(client: Redis) -> list[Heartbeat]:
