@@ -19,7 +19,19 @@ from test_monitoring import free_ports
 
 from ddrl import keys
 from ddrl.cli import main
-from ddrl.store import budget, checkpoints, connection, deletion, lease, logs, runs, seeds, segments, stream, weights
+from ddrl.store import (
+    budget,
+    checkpoints,
+    connection,
+    deletion,
+    lease,
+    logs,
+    runs,
+    seeds,
+    segments,
+    stream,
+    weights,
+)
 from ddrl.store.checkpoints import Counters
 from ddrl.store.connection import StoreError
 

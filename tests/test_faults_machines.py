@@ -29,7 +29,7 @@ def make():
     """The target toy, whose first process can be killed while it is made."""
     if "MAKING_FOLDER" in os.environ:
         pathlib.Path(os.environ["MAKING_FOLDER"], str(os.getpid())).touch()
-        time.sleep(0.5)
+        time.sleep(0.3)
     return toy.target()
 '''
 
@@ -85,6 +85,7 @@ def test_a_process_killed_between_its_message_and_its_first_fragment(fleet: Flee
         fleet.server.url, "submit", str(config), "--detach", "--json", env=modules
     )
     run = json.loads(submitted.stdout)["run"]
+    fleet.processes.ddrl(fleet.server.url, "pause", fleet.run)
     fleet.start_learner()
     fleet.start_worker(env={**modules, "MAKING_FOLDER": str(tmp_path)})
     fleet.processes.until(lambda: os.listdir(tmp_path))
@@ -92,6 +93,7 @@ def test_a_process_killed_between_its_message_and_its_first_fragment(fleet: Flee
     os.kill(int(os.listdir(tmp_path)[0]), signal.SIGKILL)
     fleet.processes.until(lambda: runs.state(fleet.client, run).appended_fragments > 0, bound(2.0))
     fleet.processes.ddrl(fleet.server.url, "stop", run)
+    fleet.processes.ddrl(fleet.server.url, "resume", fleet.run, "--detach")
 
 
 def test_a_machine_gone_while_another_is_there(fleet: Fleet) -> None:
@@ -184,12 +186,13 @@ def test_clocks_that_are_an_hour_off(fleet: Fleet) -> None:
     def shifted(hours: float) -> dict[str, str]:
         return {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "CLOCK_SHIFT_S": str(hours * 3600)}
 
-    with fleet.survives(10.0):
+    with fleet.survives(5.0):
+        before = fleet.nodes()
         fleet.worker.kill_group()
         fleet.learner.kill()
         fleet.worker = fleet.start_worker(env=shifted(1))
         fleet.learner = fleet.start_learner(env=shifted(-1))
-        fleet.processes.until(fleet.nodes)
+        fleet.processes.until(lambda: fleet.nodes() - before)
     hour_ahead = re.search(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)", fleet.worker.text())
     assert hour_ahead is not None
     assert time.mktime(time.strptime(hour_ahead[1], "%Y-%m-%d %H:%M:%S")) > time.time() + 3000

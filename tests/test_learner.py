@@ -147,7 +147,9 @@ def test_a_resumed_learner_goes_on_bit_equal_from_the_checkpoint_and_the_stream(
         )
     for name, tensor in first.algorithm.state().items():
         assert torch.equal(tensor, second.algorithm.state()[name]), name
-    assert second.service._row(time.monotonic() + 1)["updates_per_s"] == 0  # rates do not count what was restored
+    assert (
+        second.service._row(time.monotonic() + 1)["updates_per_s"] == 0
+    )  # rates do not count what was restored
     assert second.version == first.version + 1  # the restored weights are published as the next version
     with pytest.raises(lease.LeaseLostError):  # at the latest when it renews
         until(lambda: first.serve() is not None)

@@ -21,7 +21,7 @@ from test_off_policy_learner import catch_config, recall_config
 from ddrl import tensors
 from ddrl.config import RunConfig, validate
 from ddrl.learner import Learner
-from ddrl.store import checkpoints, ledger, runs, stream
+from ddrl.store import checkpoints, ledger, metrics, runs, stream
 from ddrl.types import Batch
 
 NUM_STEPS = 2200  # of the feed: more than the value learners' views hold
@@ -208,10 +208,10 @@ def test_a_real_process_killed_by_signal(client: Redis, server, processes: Proce
     for part in range(2):
         learner = processes.learner(server.url, killed)
         goal = updates * (part + draw.random()) / 2
-        processes.until(lambda goal=goal: runs.state(client, killed).updates >= goal)
+        processes.until(lambda goal=goal: metrics.last(client, killed).get("updates", 0) >= goal)
         learner.kill()
     learner = processes.learner(server.url, killed)
-    processes.until(lambda: runs.state(client, killed).updates >= updates)
+    processes.until(lambda: metrics.last(client, killed)["updates"] >= updates)
     learner.send(signal.SIGTERM)
     assert learner.wait() == 0, learner.text()
     assert_equal_ends(client, undisturbed, killed)

@@ -276,14 +276,19 @@ def test_recurrent_learning_cannot_begin_at_random() -> None:
 def test_replay_is_not_for_ppo(replay: dict[str, Any]) -> None:
     (name, _), *_ = replay.items()
     message = refused(CARTPOLE, PPO, replay=replay)
-    assert message.startswith(f"replay.{name}: ") and message.endswith("has no effect on algorithm ppo; remove it")
+    assert message.startswith(f"replay.{name}: ") and message.endswith(
+        "has no effect on algorithm ppo; remove it"
+    )
 
 
 @pytest.mark.parametrize("algorithm", [DQN, R2D2])
 def test_noise_on_actions_is_for_continuous_ones(algorithm: dict[str, Any]) -> None:
     message = refused(CARTPOLE, algorithm, rollout={"action_noise": 0.1})
     name = algorithm["name"]
-    assert message == f"rollout.action_noise: 0.1 has no effect on algorithm {name} with discrete actions; remove it"
+    assert (
+        message
+        == f"rollout.action_noise: 0.1 has no effect on algorithm {name} with discrete actions; remove it"
+    )
     submit.prepare(tree({"id": "ddrl/Target-v0", "num_envs": 4}, SAC, rollout={"action_noise": 0.1}))
 
 
