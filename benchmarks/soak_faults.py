@@ -28,11 +28,11 @@ time.time = lambda: true_time() + shift_s
 
 
 def playing_process_killed(fleet: SoakFleet, draw: random.Random) -> str:
-    pool = draw.choice(fleet.workers).pool()
-    if pool:
+    pool, signum = draw.choice(fleet.workers).pool(), draw.choice([signal.SIGKILL, signal.SIGSEGV])
+    for pid in pool[:1]:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(draw.choice(pool), signal.SIGKILL)
-    return "" if pool else "none was there"
+            os.kill(pid, signum)
+    return signum.name if pool else "none was there"
 
 
 def playing_process_stopped(fleet: SoakFleet, draw: random.Random) -> str:

@@ -61,7 +61,12 @@ class PrivateServer:
                 stdout=log,
                 preexec_fn=self._prepare,
             )
-        wait_until(self.answers)
+        deadline = time.monotonic() + 20.0
+        while not self.answers():
+            log_lines = (self.folder / "log").read_text(errors="replace").splitlines()
+            assert self.process.poll() is None, f"ended with {self.process.poll()}: {log_lines[-5:]}"
+            assert time.monotonic() < deadline, f"does not answer: {log_lines[-5:]}"
+            time.sleep(0.02)
 
     @staticmethod
     def _prepare() -> None:

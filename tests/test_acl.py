@@ -251,8 +251,10 @@ def test_a_worker_cannot_publish_weights_by_the_learners_own_scripts(roles: Role
         with pytest.raises(redis.exceptions.NoPermissionError):
             checkpoints.save(client, "run", 1, b"forged", {})
         assert lease.acquire(roles.admin, "run", host="h", folder="f")
+        with pytest.raises(redis.exceptions.NoPermissionError):
+            runs.set_status(client, "run", "failed", "says a worker")
         # What cannot be kept apart: an append writes the state, so its fields are a worker's to write.
-        assert runs.set_status(client, "run", "failed", "says a worker")
+        assert client.hset(MINE["state"], "status", "failed") == 0
     assert weights.index(roles.admin, "run").latest == -1
 
 

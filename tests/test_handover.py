@@ -18,6 +18,7 @@ from conftest import require_program
 from private_server import PrivateServer
 from processes import EXACT, Process, Processes, bound
 from runs_for_tests import start, target_config
+from sessions import Learning
 
 from ddrl import keys
 from ddrl.store import checkpoints, lease, ledger, runs, weights
@@ -97,8 +98,9 @@ def site(fleet: tuple[PrivateServer, Processes]) -> Iterator[Site]:
 
 def test_a_standby_goes_on_in_seconds_after_a_death_and_lets_go_when_asked(site: Site) -> None:
     first = site.learner()
-    site.learns_by(1)
+    site.until(lambda: site.fence == 1)
     second = site.learner()
+    site.learns_by(1)
     site.says(second, f"{site.run} is held by the learner on .*; waits for it")
     first.kill()
     took_s = site.learns_by(2)
@@ -122,7 +124,10 @@ def test_a_standby_goes_on_in_seconds_after_a_death_and_lets_go_when_asked(site:
     assert audit.is_balanced and audit.total("consumed") > 0 and audit.total("refused") == 0
 
 
-def test_a_learner_that_does_not_let_go_is_replaced_and_can_write_no_more(site: Site) -> None:
+def test_a_learner_that_does_not_let_go_is_replaced_and_can_write_no_more(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     token = lease.acquire(site.client, site.run, host="deaf", folder="/tmp")
     refused: list[lease.LeaseLostError] = []
 
@@ -136,14 +141,15 @@ def test_a_learner_that_does_not_let_go_is_replaced_and_can_write_no_more(site: 
 
     holder = threading.Thread(target=hold)
     holder.start()
-    second = site.learner("--take-over")
-    site.says(second, f"{site.run} is held by the learner on deaf; asks it")
+    second = Learning(site.client, site.server.url, site.run, tmp_path, monkeypatch, take_over=True)
     site.until(lambda: runs.state(site.client, site.run).handover)
     waited_s = site.until(lambda: site.fence == 2)
     assert 4.0 < waited_s < bound(6.0)  # it was polite
-    site.learns_by(2)
-    assert f"takes {site.run} from the learner on deaf, which did not let go" in second.text()
     holder.join()
+    site.until(lambda: runs.state(site.client, site.run).version >= 0)  # it learns
+    second.end()
+    assert f"{site.run} is held by the learner on deaf; asks it" in caplog.text
+    assert f"takes {site.run} from the learner on deaf, which did not let go" in caplog.text
 
 
 def snapshot(site: Site) -> dict[str, object]:
@@ -159,10 +165,13 @@ def snapshot(site: Site) -> dict[str, object]:
     return found
 
 
-def test_a_stalled_learner_wakes_to_find_its_run_taken_and_writes_nothing(site: Site) -> None:
+def test_a_stalled_learner_wakes_to_find_its_run_taken_and_writes_nothing(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = site.learner()
-    site.learns_by(1)
+    site.until(lambda: site.fence == 1)
     service = site.learner(run=False)
+    site.learns_by(1)
     site.says(service, "waits for runs")
     first.send(signal.SIGSTOP)
     site.learns_by(2)
@@ -178,18 +187,17 @@ def test_a_stalled_learner_wakes_to_find_its_run_taken_and_writes_nothing(site: 
     )
     site.learns_by(2)  # the other one was stalled itself, and nobody has replaced it
 
-    second = site.learner()
-    site.says(second, "waits for it")
+    second = Learning(site.client, site.server.url, site.run, tmp_path, monkeypatch)
     service.send(signal.SIGSTOP)
-    site.learns_by(3)
+    site.until(lambda: site.fence == 3)
     service.send(signal.SIGCONT)
     site.says(service, f"run {site.run}: the learner on .* took it over")
     other = site.submit("other")
     site.until(lambda: runs.state(site.client, other).updates > 0)  # both are learned, side by side
-    assert second.running and site.fence == 3
+    assert second.thread.is_alive() and site.fence == 3
     runs.set_status(site.client, other, "stopped", "by the test")
     site.says(service, f"{other}: stopped")
-    second.kill()
+    second.end()
     site.learns_by(4)  # a service takes back what it had lost
     assert ledger.audit(site.client, site.run).is_balanced
 
@@ -230,7 +238,8 @@ def test_writers_killed_at_random_points_leave_whole_versions_and_checkpoints(si
         stored = site.client.keys(keys.of_run(site.run, "weights:*"))
         assert len(stored) == len(index.sizes) <= 2  # no blob without its pointer
         assert runs.state(site.client, site.run).version == latest
-        strays += checkpoints.sweep(site.client, site.run)
+        successor = lease.acquire(site.client, site.run, host="here", folder="/tmp", force=True)
+        strays += checkpoints.sweep(site.client, site.run, successor or 0)
         found = checkpoints.load(site.client, site.run)
         assert found is None or (len(found[0]) == 9 << 20 and len(set(found[0])) == 1)
         parts = site.client.keys(keys.checkpoint_pattern(site.run))

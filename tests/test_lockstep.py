@@ -25,7 +25,7 @@ from ddrl.store import checkpoints, ledger, metrics, runs, stream
 from ddrl.types import Batch
 
 NUM_STEPS = 2200  # of the feed: more than the value learners' views hold
-KILLS = {"sac": 6, "dqn": 6, "r2d2": 5}  # and two of a real process
+KILLS = {"sac": 6, "dqn": 6, "r2d2": 6}  # and two of a real process
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from dataclasses import asdict
 from pathlib import Path
@@ -11,10 +10,11 @@ import pytest
 import torch
 from redis import Redis
 from runs_for_tests import play_steps, start, target_config
+from sessions import Learning
 from test_learner import make_learner, take, training, until
 from test_on_policy_learner import pick_config, playing
 
-from ddrl import celery, keys, runner, session, tensors
+from ddrl import keys, runner, session, tensors
 from ddrl.algorithms import base
 from ddrl.config import ConfigError, RunConfig
 from ddrl.fleet import Dispatcher
@@ -166,53 +166,14 @@ def test_a_run_that_the_servers_memory_cannot_hold_fails_before_it_begins(
 # --- sessions that go wrong --------------------------------------------------------------------------------
 
 
-class Learning:
-    """`runner.learn` in a thread of this process."""
-
-    def __init__(self, client: Redis, url: str, run: str, folder: Path) -> None:
-        self.client, self.run, self.folder = client, run, folder
-        self.interrupt = runner.Interrupt()
-        self.error: Exception | None = None
-        self.status: str | None = None
-        self.thread = threading.Thread(target=self._learn, args=[connection.connect(url)], daemon=True)
-        self.thread.start()
-
-    def _learn(self, client: Redis) -> None:
-        try:
-            self.status = runner.learn(client, self.run, self.folder, self.interrupt)
-        except Exception as error:
-            self.error = error
-
-    @property
-    def state(self) -> runs.RunState | None:
-        with contextlib.suppress(runs.UnknownRunError):
-            return runs.state(self.client, self.run)
-        return None
-
-    def held_with(self, token: int) -> bool:
-        """Whether the run is held, by whoever came after this token."""
-        return self.state is not None and self.state.leased and self.fence > token
-
-    @property
-    def fence(self) -> int:
-        return int(self.client.hget(keys.state(self.run), "fence") or 0)
-
-    def end(self) -> None:
-        self.interrupt.event.set()
-        self.thread.join(30.0)
-        assert not self.thread.is_alive()
-
-
 @pytest.fixture
 def learn(client: Redis, server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Starts what learns a run, and ends it."""
-    monkeypatch.setenv(connection.URL_VARIABLE, server.url)
     monkeypatch.setattr(runner, "RETURN_S", 0.5)
-    monkeypatch.setattr(celery, "send_rollout", lambda *_: None)
     begun: list[Learning] = []
 
     def learn(run: str) -> Learning:
-        begun.append(Learning(client, server.url, run, tmp_path))
+        begun.append(Learning(client, server.url, run, tmp_path, monkeypatch))
         return begun[-1]
 
     yield learn

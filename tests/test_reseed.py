@@ -8,6 +8,7 @@ import re
 import signal
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ from conftest import require_program
 from private_server import PrivateServer
 from processes import Process, Processes, bound
 from runs_for_tests import start, target_config
+from sessions import Learning
 
-from ddrl import keys
+from ddrl import keys, runner
 from ddrl.store import connection, deletion, lease, ledger, runs, weights
 
 pytestmark = pytest.mark.faults
@@ -131,20 +133,21 @@ def test_resume_brings_a_run_back_from_its_folder(site: Site) -> None:
 
 
 def test_a_learner_brings_its_run_back_by_itself_and_one_that_waits_leaves_that_to_who_holds_it(
-    site: Site,
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
     site.goes_on()
     site.learner.kill()
     site.client.flushall()
     site.learner = site.start_learner()
     site.goes_on()
     assert "re-seeded from runs" in site.learner.text()
-    second = site.start_learner()
-    site.until(lambda: "waits for it" in second.text())
+    second = Learning(site.client, site.server.url, site.run, tmp_path, monkeypatch)
+    site.until(lambda: "waits for it" in caplog.text)
     site.client.flushall()
     site.goes_on()
-    assert site.learner.text().count("re-seeded from the learner") == 1 and "re-seeded" not in second.text()
-    second.kill()
+    assert site.learner.text().count("re-seeded from the learner") == 1 and "re-seeded" not in caplog.text
+    second.end()
 
 
 def test_a_run_that_was_deleted_while_its_learner_was_stalled_stays_deleted(site: Site) -> None:
@@ -157,6 +160,6 @@ def test_a_run_that_was_deleted_while_its_learner_was_stalled_stays_deleted(site
     assert site.learner.wait() != 0
     assert f"run {site.run}: was deleted" in site.learner.text().splitlines()[-1]
     assert runs.names(site.client) == [] and not site.client.keys(keys.run_pattern(site.run))
-    refused = site.processes.ddrl(site.server.url, "learner", site.run, check=False)
-    assert refused.returncode == 2 and "was deleted" in refused.stderr
+    with pytest.raises(connection.StoreError, match="was deleted"):
+        runner.learn(site.client, site.run, site.processes.folder / "runs", runner.Interrupt())
     assert lease.acquire(site.client, site.run, host="here", folder="/tmp") is None

@@ -250,15 +250,15 @@ class Feed:
             if time.monotonic() >= self._count_at:
                 self._count = stream.read_count(self._client, self._run)
                 self._count_at = time.monotonic() + COUNT_S
-            entries = stream.read(self._client, self._run, self._cursor, count=self._count, block_ms=BLOCK_MS)
-            appended = stream.appended(self._client, self._run) if entries else {}
+            entries = stream.follow(
+                self._client, self._run, self._cursor, count=self._count, block_ms=BLOCK_MS
+            )
         except connection.HINDRANCES as error:
             if connection.hindrance(error) is None:
                 raise
             self._stopping.wait(RETRY_S)  # the service thread says so
             return
-        for found in entries:
-            entry = found.believed(appended)
+        for entry in entries:
             while self._staged_bytes - self._taken_bytes > MAX_STAGED_BYTES:
                 if self._stopping.wait(0.01):
                     return

@@ -74,12 +74,11 @@ class Entry:
         """Who appended it; -1 where that cannot be read."""
         return self.count(b"p", -1)
 
-    def believed(self, appended: Mapping[bytes, int]) -> Entry:
-        """The entry without all that an append writes, where it counts more than was appended so far: none wrote it."""
-        if all(self.count(name) <= most for name, most in appended.items()):
-            return self
-        known = {name: value for name, value in self.fields.items() if len(name) > 1 or name == b"h"}
-        return Entry(self.entry_id, known)
+    @property
+    def disowned(self) -> Entry:
+        """Without all that an append writes beside the fragment."""
+        kept = {name: value for name, value in self.fields.items() if len(name) > 1 or name == b"h"}
+        return Entry(self.entry_id, kept)
 
 
 _APPEND = """
@@ -219,29 +218,32 @@ def claim(client: Redis, run: str, processes: int, *, for_ms: int = 1000) -> Non
     client.eval(_CLAIM, 1, keys.state(run), processes, for_ms)
 
 
-def read(
-    client: Redis, run: str, cursor: bytes, *, count: int, block_ms: int | None = None, until: bytes = b"+"
-) -> list[Entry]:
-    """Entries after `cursor`, oldest first, at most `count`; waits up to `block_ms` for the first one.
-
-    With `until`, entries up to that one and no waiting.
-    """
-    key = keys.experience(run)
-    if block_ms is None:
-        raw = cast("list[Any]", client.xrange(key, min=b"(" + cursor, max=until, count=count))
-    else:
-        reply = cast("list[Any]", client.xread({key: cursor}, count=count, block=block_ms))
-        raw = reply[0][1] if reply else []
+def read(client: Redis, run: str, cursor: bytes, *, count: int, until: bytes = b"+") -> list[Entry]:
+    """Entries after `cursor` up to `until`, oldest first, at most `count`."""
+    raw = cast("list[Any]", client.xrange(keys.experience(run), min=b"(" + cursor, max=until, count=count))
     return [Entry(entry_id, fields) for entry_id, fields in raw]
 
 
-def appended(client: Redis, run: str) -> dict[bytes, int]:
-    """What the run's appends have counted, by the names that it has in an entry: no entry read before counts more."""
-    names = ["appended_fragments", "appended_steps", "appended_bytes", "status"]
-    *values, status = cast("list[bytes | None]", client.hmget(keys.state(run), names))
+def follow(client: Redis, run: str, cursor: bytes, *, count: int, block_ms: int) -> list[Entry]:
+    """As `read`, but waits up to `block_ms` for the first entry, and believes none that no append can have written.
+
+    An append counts in the entry and in the run's state at once. What counts more than the state does afterwards loses
+    all that an append would have written of it.
+    """
+    with client.pipeline(transaction=False) as pipe:  # one after the other all the same
+        pipe.xread({keys.experience(run): cursor}, count=count, block=block_ms)
+        pipe.hmget(keys.state(run), ["appended_fragments", "appended_steps", "appended_bytes", "status"])
+        reply, (*values, status) = cast("tuple[list[Any], list[bytes | None]]", pipe.execute())
+    if not reply:
+        return []
+    entries = [Entry(entry_id, fields) for entry_id, fields in reply[0][1]]
     if status is None:  # the run is gone, and with it what its entries could be held to
-        return {}
-    return dict(zip((b"f", b"n", b"b"), (int(value or 0) for value in values), strict=True))
+        return entries
+    appended = [(name, int(value or 0)) for name, value in zip((b"f", b"n", b"b"), values, strict=True)]
+    return [
+        entry if all(entry.count(name) <= most for name, most in appended) else entry.disowned
+        for entry in entries
+    ]
 
 
 def read_count(client: Redis, run: str) -> int:
