@@ -168,6 +168,8 @@ def server_disk_full(fleet: SoakFleet, draw: random.Random) -> str:
     for_s = draw.uniform(2.0, 6.0)
     with fleet.server.full_disk():
         time.sleep(for_s)
+    while not fleet.server.is_writable():  # what it acknowledged meanwhile is in its memory only
+        time.sleep(0.1)
     return f"{for_s:.1f} s"
 
 

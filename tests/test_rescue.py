@@ -292,9 +292,15 @@ def test_a_run_that_ends_while_its_stream_fills_the_server_ends(
     until(lambda: (checkpoints.meta(client, run) or {}).get("cursor") == entries[-1].entry_id.decode())
     num = client.xlen(keys.experience(run))
     assert num == len(entries) > 40
-    client.config_set("maxmemory", client.info("memory")["used_memory"] - 2_000_000)
+    close = session.Session._close
+
+    def close_when_full(ending: session.Session) -> str | None:
+        client.config_set("maxmemory", client.info("memory")["used_memory"] - 2_000_000)
+        return close(ending)
+
+    monkeypatch.setattr(session.Session, "_close", close_when_full)
     try:
-        assert runs.set_status(client, run, "stopped", "by the test")
+        runs.set_status(client, run, "stopped", "by the test")
         learning.thread.join(30.0)
         assert learning.status == "stopped" and not runs.state(client, run).leased
         assert 0 < client.xlen(keys.experience(run)) < num  # room was made, of no more than was needed

@@ -146,5 +146,5 @@ def test_high_priority_comes_first(server: PrivateServer, processes: Processes) 
         send(server, run, priority=priority)
     processes.celery(server.url)
     processes.until(lambda: all(stream_steps(server.client, run) for run in (low, normal, high)))
-    begun = {run: server.client.hget(keys.state(run), "begun_ms") for run in (high, normal, low)}
+    begun = {run: server.client.hget(keys.state(run), "first_step_ms") for run in (high, normal, low)}
     assert list(begun) == sorted(begun, key=lambda run: int(begun[run]))
