@@ -130,16 +130,11 @@ class PrivateServer:
             for first in range(0, number, 1000):
                 self.client.delete(*(f"{FOREIGN}{n}" for n in range(first, min(first + 1000, number))))
 
-    def file(self) -> Path:
-        """What it appends to."""
-        return max(
-            (self.folder / "appendonlydir").glob("*.incr.aof"), key=lambda path: path.stat().st_mtime_ns
-        )
-
     @contextlib.contextmanager
     def full_disk(self) -> Iterator[None]:
         """Inside, its append-only file cannot grow."""
-        limit = self.file().stat().st_size + 65536
+        files = (self.folder / "appendonlydir").glob("*.incr.aof")
+        limit = max(path.stat().st_size for path in files) + 65536
         soft, hard = resource.prlimit(self.pid, resource.RLIMIT_FSIZE)
         resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (limit, hard))
         try:
