@@ -6,7 +6,6 @@ Every process is watched: what ends without having been ended, and what grows, i
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
-import yaml
+from fault_fleet import ON_POLICY
 from private_server import WITH_FILE, PrivateServer
 from processes import Process, Processes
 from proxy import Proxy
@@ -31,15 +30,10 @@ _ENDLESS: dict[str, Any] = {
     "evaluation": {"every_s": 20, "near_every_s": 20, "num_episodes": 10},
     "rollout": {"segment_s": 2},
 }
-_OFF_POLICY = target_tree(**_ENDLESS, replay={"samples_per_insert": 1, "capacity": 5_000})
-_ON_POLICY = target_tree(
-    **_ENDLESS,
-    env={"id": "ddrl/Pick-v0"},
-    algorithm={"name": "ppo", "batch_size": 512, "minibatch_size": 128, "num_epochs": 4},
-)
-_ON_POLICY["replay"] = {}
-del _ON_POLICY["learner"]["publish_every_s"]
-RUNS = {"off-policy": _OFF_POLICY, "on-policy": _ON_POLICY}
+RUNS = {
+    "off-policy": target_tree(**_ENDLESS, replay={"samples_per_insert": 1, "capacity": 5_000}),
+    "on-policy": {**ON_POLICY, **{name: {**ON_POLICY[name], **part} for name, part in _ENDLESS.items()}},
+}
 
 
 @dataclass
@@ -94,10 +88,7 @@ class SoakFleet:
         for _ in range(NUM_WORKERS):
             self.start_worker()
         for name, tree in RUNS.items():
-            config = self.processes.folder / f"{name}.yaml"
-            config.write_text(yaml.safe_dump({**tree, "name": name}))
-            done = self.processes.ddrl(self.server.url, "submit", str(config), "--detach", "--json")
-            self.runs.append(json.loads(done.stdout)["run"])
+            self.runs.append(self.processes.detach(self.server.url, name=name, tree=tree))
         sampler = threading.Thread(target=self._sample, daemon=True)
         sampler.start()
         self._stack.callback(sampler.join)

@@ -138,6 +138,7 @@ class Learner:
             }
             self.algorithm.load_state(state)
             board.updates, board.steps = counters.updates, counters.env_steps
+            version = max(version, counters.version + 1)
             version -= self._on_policy and counters.version == latest
             board.add_elapsed(counters.elapsed_s)
             self.accounts.load_state(counters)

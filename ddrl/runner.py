@@ -72,7 +72,7 @@ def serve(
     log.info("waits for runs")
     monitoring.start_learner()
     spared: dict[str, float] = {}  # run -> until when it is left alone
-    patience = Patience()
+    patience = Patience(client)
     while not interrupt.event.is_set():
         try:
             if retention is not None:
@@ -133,7 +133,7 @@ def learn(
         LeaseLostError: another learner took over.
     """
     claim = _Claim(client, run, folder / run, waits=waits, take_over=take_over)
-    patience = Patience()
+    patience = Patience(client)
     rescued: Rescued | None = None
     while not interrupt.event.is_set():
         try:
@@ -148,7 +148,9 @@ def learn(
                 session = Session(client, run, token, folder / run, interrupt.event, rescued)
                 rescued = None
                 with monitoring.learning(run):
-                    return session.go()
+                    status = session.go()
+                if status is not None or not session.is_ahead:
+                    return status
             except GONE:
                 rescued = rescued if session is None else session.rescued
             finally:

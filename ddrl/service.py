@@ -74,6 +74,8 @@ class Service:
         self.copy_to: Callable[[bytes, Mapping[str, Any]], object] | None = None
         """Gets the tensors and the meta of each checkpoint that the server has taken."""
         self.feed: Feed | None = None
+        self.fallen_to: int | None = None
+        """The latest version that the server knew when it came back older than what it had been told."""
         self.published_updates = 0
         self._allowed = -1
         self._allow_at = 0.0
@@ -125,6 +127,7 @@ class Service:
             self._board.version = version
             self._insistently(self._raise_allowance)
         else:
+            self._board.version = version - 1
             self._insistently(lambda: self._publish(self._board.updates, parameters))
         self._last_row = self._totals(time.monotonic())  # rates are this learner's own
         self.feed = feed
@@ -256,7 +259,7 @@ class Service:
             self.feed.wake()
 
     def _publish(self, updates: int, parameters: Tensors) -> None:
-        """Store the next version of the weights; versions never go back."""
+        """Store the next version of the weights; versions never go back, though the server may."""
         stored = weights.index(self._client, self._run)
         policy = self._config.weights
         drop = weights.superseded(
@@ -266,7 +269,9 @@ class Service:
             max_bytes=int(policy.max_bytes),
             pinned=self.pinned,
         )
-        version, blob = stored.latest + 1, _encoded(parameters)
+        if self.feed is not None and stored.latest < self._board.version:
+            self.fallen_to = stored.latest
+        version, blob = max(stored.latest, self._board.version) + 1, _encoded(parameters)
         allowance = self._allowance(version)
         weights.publish(
             self._client,

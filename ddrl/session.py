@@ -75,7 +75,7 @@ class Session:
         self._config_version = int(self._known.state.get("config_version", 0))
         self._copier = copies.Copier(folder)
         self._leaving = contextlib.ExitStack()
-        self._patience = Patience()
+        self._patience = Patience(client)
         self._status = "active"
         self._asker = ""  # who asked for the run
         self._end: tuple[str, str] | None = None  # (status, reason)
@@ -86,6 +86,8 @@ class Session:
         self._look_at = time.monotonic() + LOOK_S
         self.rescued: Rescued | None = None
         """Of a run that the server knows no more."""
+        self.is_ahead = False
+        """The server came back older than the learner, which has saved itself there: another session goes on."""
 
     def go(self) -> str | None:
         """Learn to the end; the status of the run, None when it goes on without this learner.
@@ -260,10 +262,14 @@ class Session:
 
     def _heed(self) -> None:
         """Hear what others want of the run: pause, stop, other settings, the run itself."""
-        status, config_version, self._asker = lease.word(self._client, self._run)
+        status, config_version, self._asker, version = lease.word(self._client, self._run)
         if status is None:
             raise lease.RunGoneError(f"run {self._run}: the server does not know it any more")
         self._status = status
+        if version < self._learner.version:
+            self._learner.service.fallen_to = version
+        if self._status == "active" and not self._asker:
+            self._notice_fall()
         if self._status == "paused":
             self._learner.skip(STATUS_S)
         elif self._status != "active" or self._asker:
@@ -273,6 +279,17 @@ class Session:
             self._config_version = config_version
             self._learner.adopt(self._config)
             self._referee.adopt(self._config.evaluation, self._config.stop)
+
+    def _notice_fall(self) -> None:
+        """Begin anew, from what this learner is, where the server came back older."""
+        service = self._learner.service
+        if service.fallen_to is None or self.is_ahead:
+            return
+        text = f"the server came back older, at version {service.fallen_to}"
+        log.warning("%s: %s; what it had acknowledged since is lost to others", self._run, text)
+        service.note("older", text)
+        self.is_ahead = True
+        self._learner.stopping.set()
 
     def _rescue(self) -> None:
         """Keep all of the run, as the server lost it; where that fails, its folder's copy is all there is."""
@@ -332,7 +349,8 @@ class Session:
         if self._error is not None:
             raise self._error
         if status in ("", "active", "paused"):
-            self._say_who_goes_on(status)
+            if not self.is_ahead:
+                self._say_who_goes_on(status)
             return None
         if status == "time":
             row = results.evaluate_last(

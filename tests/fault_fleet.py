@@ -15,7 +15,8 @@ from typing import Any
 
 from conftest import require_program
 from private_server import WITH_FILE, PrivateServer, wait_until
-from processes import Process, Processes, bound
+from processes import Process, Processes, Tree, bound
+from runs_for_tests import target_tree
 
 from ddrl.store import connection, ledger, runs, workers
 from ddrl.store.ledger import Audit
@@ -25,6 +26,15 @@ ENDLESS: dict[str, Any] = {
     "evaluation": {"every_s": 3600, "near_every_s": 3600, "near": 0},
     "replay": {"samples_per_insert": 2},  # busy players, and a learner that leaves them the cores
 }
+ON_POLICY: dict[str, Any] = target_tree(
+    stop=ENDLESS["stop"],
+    evaluation=ENDLESS["evaluation"],
+    env={"id": "ddrl/Pick-v0"},
+    algorithm={"name": "ppo", "batch_size": 512, "minibatch_size": 128, "num_epochs": 4},
+)
+"""A run without end whose versions count iterations."""
+ON_POLICY["replay"] = {}
+del ON_POLICY["learner"]["publish_every_s"]
 TRACE = "Traceback (most recent call last)"
 
 
@@ -36,6 +46,7 @@ class Fleet:
         processes: where learner and workers run.
         worker_url, learner_url: other ways to the server, for example through a proxy.
         concurrency: processes of the worker.
+        tree: the run's config, whole; or
         sections: of the run's config, beside those of an endless one.
     """
 
@@ -47,6 +58,7 @@ class Fleet:
         worker_url: str | None = None,
         learner_url: str | None = None,
         concurrency: int = 1,
+        tree: Tree = None,
         **sections: Any,
     ) -> None:
         self.server, self.processes = server, processes
@@ -56,7 +68,7 @@ class Fleet:
         merged = {name: {**ENDLESS.get(name, {}), **sections.get(name, {})} for name in {*ENDLESS, *sections}}
         self.worker = self.start_worker()
         self.learner = self.start_learner()
-        self.run = processes.detach(server.url, **merged)
+        self.run = processes.detach(server.url, tree=tree, **merged)
         self.ready()
 
     def start_worker(self, **options: Any) -> Process:

@@ -130,17 +130,32 @@ class PrivateServer:
             for first in range(0, number, 1000):
                 self.client.delete(*(f"{FOREIGN}{n}" for n in range(first, min(first + 1000, number))))
 
+    def file(self) -> Path:
+        """What it appends to."""
+        return max(
+            (self.folder / "appendonlydir").glob("*.incr.aof"), key=lambda path: path.stat().st_mtime_ns
+        )
+
     @contextlib.contextmanager
     def full_disk(self) -> Iterator[None]:
         """Inside, its append-only file cannot grow."""
-        files = (self.folder / "appendonlydir").glob("*.incr.aof")
-        limit = max(path.stat().st_size for path in files) + 65536
+        limit = self.file().stat().st_size + 65536
         soft, hard = resource.prlimit(self.pid, resource.RLIMIT_FSIZE)
         resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (limit, hard))
         try:
             yield
         finally:
             resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (soft, hard))
+
+    def rewrite_file(self) -> None:
+        """Have it write its append-only file anew."""
+        self.client.bgrewriteaof()
+        wait_until(lambda: not self.is_rewriting())
+
+    def is_rewriting(self) -> bool:
+        """Whether it writes its append-only file anew, or is about to."""
+        told = self.client.info("persistence")
+        return bool(told["aof_rewrite_in_progress"] or told["aof_rewrite_scheduled"])
 
     def is_writable(self) -> bool:
         """Whether it takes a small write."""

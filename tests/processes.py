@@ -24,6 +24,7 @@ from ddrl.store import connection
 from ddrl.supervisor import death_with_parent
 
 Env = Mapping[str, str] | None
+Tree = Mapping[str, Any] | None
 ROOT = Path(__file__).resolve().parent.parent
 SLOW_S = 120.0  # generous: the machine may be busy
 BOUNDS_VARIABLE = "DDRL_FAULT_BOUNDS"
@@ -195,15 +196,17 @@ class Processes:
         assert not check or done.returncode == 0, (done.returncode, done.stdout, done.stderr)
         return done
 
-    def detach(self, url: str | None, *options: str, name: str = "target", **sections: Any) -> str:
-        """Submit a small run (`target_tree`) for learners and workers started otherwise; its id."""
-        config = str(self.config(name=name, **sections))
+    def detach(
+        self, url: str | None, *options: str, name: str = "target", tree: Tree = None, **sections: Any
+    ) -> str:
+        """Submit a small run (`config`) for learners and workers started otherwise; its id."""
+        config = str(self.config(name=name, tree=tree, **sections))
         return str(json.loads(self.ddrl(url, "submit", config, "--detach", "--json", *options).stdout)["run"])
 
-    def config(self, *, name: str = "target", **sections: Any) -> Path:
-        """A config file of the small run, with `sections` merged into it."""
+    def config(self, *, name: str = "target", tree: Tree = None, **sections: Any) -> Path:
+        """A config file of `tree`, else of the small run (`target_tree`) with `sections` merged into it."""
         path = self.folder / f"{name}.yaml"
-        path.write_text(yaml.safe_dump({**target_tree(**sections), "name": name}))
+        path.write_text(yaml.safe_dump({**(tree or target_tree(**sections)), "name": name}))
         return path
 
     def environment(self, url: str | None, env: Env = None) -> dict[str, str]:

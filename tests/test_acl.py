@@ -208,6 +208,7 @@ def test_what_a_role_does_rarely_it_may_do_too(roles: Roles) -> None:
         token = lease.acquire(learner, run, host="h", folder="f")
         assert token is not None
         budget.check(learner, run, token, 1)
+        learner.bgrewriteaof()
         play_steps(learner, run, token, 20)  # the weights that begin
         producer = stream.new_producer(worker)
         segments.playing(worker, run, producer, node="node", pid=1)

@@ -84,10 +84,17 @@ def test_the_server_at_its_limit_of_memory(fleet: Fleet) -> None:
 
 
 def test_the_servers_disk_is_full(fleet: Fleet) -> None:
+    server = fleet.server
+    server.rewrite_file()  # the file that follows is the one that a server may spoil
+    file = server.file()
     with fleet.survives(5.0):
-        with fleet.server.full_disk():
-            fleet.processes.until(lambda: not fleet.server.is_writable())
+        with server.full_disk():
+            fleet.processes.until(lambda: not server.is_writable())
             time.sleep(PAUSE_S)
             assert "the server cannot write to its disk" in fleet.says(fleet.learner, "disk")
-        fleet.processes.until(fleet.server.is_writable, 10.0)
+        fleet.processes.until(server.is_writable, 10.0)
     assert fleet.worker.running and fleet.learner.running
+    fleet.processes.until(lambda: server.file() != file and not server.is_rewriting(), 20.0)
+    with fleet.survives(5.0):  # what the server acknowledged when its disk was full, it finds again
+        server.kill()
+        server.start()

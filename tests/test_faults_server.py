@@ -6,15 +6,17 @@ Worker and learner reach the server through a proxy each; the command that submi
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 from conftest import require_program
-from fault_fleet import Fleet
+from fault_fleet import ON_POLICY, TRACE, Fleet, fleet_of
 from private_server import WITH_FILE, PrivateServer
-from processes import EXACT, Processes, Proxy, bound
+from processes import EXACT, Processes, Proxy, Tree, bound
 
 from ddrl.store import runs
 
@@ -91,3 +93,20 @@ def test_half_open_connections_of_a_learner(proxied: Proxied) -> None:
         assert proxied.learner.cut() >= 3
     sent = runs.state(proxied.fleet.client, proxied.fleet.run).updates
     proxied.fleet.processes.until(lambda: proxied.fleet.state().updates > sent + 50, bound(CUT_S))
+
+
+@pytest.mark.parametrize("tree", [None, ON_POLICY], ids=["off-policy", "on-policy"])
+def test_a_server_that_comes_back_older(tmp_path: Path, tree: Tree) -> None:
+    """Its last second is lost, as by a crash of its operating system: nothing is promised of that but to go on."""
+    with fleet_of(tmp_path, tree=tree) as fleet:
+        file = fleet.server.file()
+        size, before = file.stat().st_size, fleet.state()
+        fleet.processes.until(lambda: fleet.state().version > before.version + 20)
+        newest = fleet.state().version
+        fleet.server.kill()
+        os.truncate(file, size)
+        fleet.server.start()
+        fleet.goes_on(bound(5.0))
+        assert "older" in fleet.says(fleet.learner, "older")
+        assert fleet.state().version > newest  # versions never go back
+        assert TRACE not in fleet.learner.text() + fleet.worker.text()

@@ -173,6 +173,7 @@ def test_a_stalled_learner_wakes_to_find_its_run_taken_and_writes_nothing(
     service = site.learner(run=False)
     site.learns_by(1)
     site.says(service, "waits for runs")
+    site.until(lambda: any(Path(site.processes.folder, "runs", site.run).rglob("*checkpoint*")))
     first.send(signal.SIGSTOP)
     site.learns_by(2)
     with site.all_quiet(service):  # so that whatever changes now is the work of the first

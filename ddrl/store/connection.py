@@ -52,9 +52,10 @@ UNREACHABLE = (redis.ConnectionError, redis.TimeoutError)
 HINDRANCES = (redis.RedisError,)
 """What a client raises where `hindrance` may have a sentence for it; what has none goes on up."""
 
+DISK_FULL = "the server cannot write to its disk; make room there"
 _REFUSALS = {  # in a reply of the server, also amid a script's -> what it means
     "OOM ": "the server's memory is full; free some, or raise its maxmemory",
-    "MISCONF ": "the server cannot write to its disk; make room there",
+    "MISCONF ": DISK_FULL,
     "READONLY ": "the server takes no writes: it is a replica, or is failing over; name the primary",
     "NOREPLICAS ": "the server takes no writes, for it lacks replicas; bring them back",
     "LOADING ": "the server still loads its data",

@@ -117,11 +117,12 @@ def kept(run: str, token: int, *, is_alive: Callable[[], bool] = lambda: True) -
         keeper.join(1.0)  # longer where the server does not answer
 
 
-def word(client: Redis, run: str) -> tuple[str | None, int, str]:
-    """What its holder must hear of: status (None where the run is gone), `config_version`, who asks for it."""
-    raw = client.hmget(keys.state(run), ["status", "config_version", "handover"])
-    status, version, host = cast("list[bytes | None]", raw)
-    return None if status is None else status.decode(), int(version or 0), (host or b"").decode()
+def word(client: Redis, run: str) -> tuple[str | None, int, str, int]:
+    """What its holder must hear of: status (None: the run is gone), `config_version`, who asks for it, `version`."""
+    raw = client.hmget(keys.state(run), ["status", "config_version", "handover", "version"])
+    status, config, host, version = cast("list[bytes | None]", raw)
+    told = None if status is None else status.decode()
+    return told, int(config or 0), (host or b"").decode(), int(version or -1)
 
 
 def free(client: Redis, names: Sequence[str]) -> list[tuple[str, str]]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
+
+from redis import Redis
 
 from ddrl.store import connection
 
@@ -11,9 +14,18 @@ log = logging.getLogger(__name__)
 
 
 class Patience:
-    """Says once that the server cannot serve, and once that it does again."""
+    """Says once that the server cannot serve, and once that it does again.
 
-    def __init__(self) -> None:
+    A server whose disk was full is then asked to write its append-only file anew, where the user may. Redis 7 and
+    Valkey open the file that follows a rewrite without O_APPEND: where a write failed half-way and was cut off, the
+    next one leaves a hole, and the next start refuses the file ("Bad file format").
+
+    Args:
+        client: connection to the server.
+    """
+
+    def __init__(self, client: Redis) -> None:
+        self._client = client
         self._since = 0.0
         self._said = ""
 
@@ -31,4 +43,7 @@ class Patience:
         """The server has served."""
         if self._since:
             log.info("the server serves again after %.0f s", time.monotonic() - self._since)
+            if self._said == connection.DISK_FULL:
+                with contextlib.suppress(*connection.HINDRANCES):
+                    self._client.bgrewriteaof()
         self._since, self._said = 0.0, ""
