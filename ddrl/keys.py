@@ -8,6 +8,7 @@
 | ddrl:open                         | zset   | submit, learner, cli  | all                 | those that have not ended, by creation |
 | ddrl:producers                    | string | collector             | collector           | counter of producer ids |
 | ddrl:deleted                      | zset   | cli                   | learner             | ids of runs deleted on purpose, by time; a month |
+| ddrl:workers                      | set    | worker                | status, dispatcher  | names of heartbeats; one goes with its worker |
 | ddrl:worker:<node>:<host>:<pid>   | string | worker                | status, dispatcher  | heartbeat, expires |
 | ddrl:broker:*                     |        | Celery                | Celery              | messages waiting; Celery's own keys |
 | ddrl:{run}:spec                   | string | submit                | all                 | the run's |
@@ -41,7 +42,7 @@ RUNS = "ddrl:runs"
 OPEN = "ddrl:open"
 PRODUCERS = "ddrl:producers"
 DELETED = "ddrl:deleted"
-WORKER_PATTERN = "ddrl:worker:*"
+WORKERS = "ddrl:workers"
 BROKER_PREFIX = (
     "ddrl:broker:"  # Celery's own keys; `celery.py` sets it, `fleet.py` reads queue lengths below it
 )

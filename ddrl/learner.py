@@ -44,6 +44,7 @@ log = logging.getLogger(__name__)
 
 ADMIT_S = 0.05  # of admitting between two updates: of a backlog a part, so that updates go on meanwhile
 WAIT_S = 0.05  # for fragments, before looking at what else is wanted
+MOST_REFUSED = 1_000  # entries whose refusal is still to be told, before more are taken
 REPLAY = "replay."  # before the names of the experience's part of a checkpoint
 
 
@@ -112,7 +113,7 @@ class Learner:
         self._publish_at = time.monotonic() + config.learner.publish_every_s
         self._training = threading.Lock()  # held by the thread that may touch algorithm and experience
         self._is_between = True  # no round of lockstep is under way
-        self._adopting: tuple[RunConfig, Any] | None = None
+        self._adopting: deque[tuple[RunConfig, Any]] = deque()
         self._wanted: threading.Event | None = None  # set when a snapshot is there
         self._snapshot: tuple[Counters, Tensors] = (Counters(), {})
 
@@ -214,7 +215,8 @@ class Learner:
 
     def _step(self, feed: Feed) -> None:
         """Admit what there is, and do one update."""
-        if feed.ready:
+        is_flooded = len(self._board.refused) >= MOST_REFUSED
+        if feed.ready and not is_flooded:
             for staged in feed.take(ADMIT_S):
                 self._admit(staged)
             self._note()
@@ -222,6 +224,8 @@ class Learner:
         if batch is not None:
             self._update(batch)
             del batch  # its memory may serve the next one
+        elif is_flooded:
+            self.stopping.wait(WAIT_S)
         elif not feed.ready:
             feed.wait(WAIT_S)
 
@@ -285,8 +289,8 @@ class Learner:
 
     def _answer(self) -> None:
         """Do what the service thread has asked for."""
-        if self._adopting is not None:
-            (self._config, options), self._adopting = self._adopting, None
+        while self._adopting:
+            self._config, options = self._adopting.popleft()
             self._adopt(options)
         if self._board.wants_state.is_set():
             self._board.wants_state.clear()
@@ -355,7 +359,7 @@ class Learner:
         """
         resolved = base.resolve(config, self._spec)
         self.service.adopt(config)
-        self._adopting = (config, resolved.config)
+        self._adopting.append((config, resolved.config))
 
     # --- what anybody may ask ------------------------------------------------------------------------
 

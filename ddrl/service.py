@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 RENEW_S = 0.75  # a quarter of the lease
 SLOW_S = 1.0  # a round that takes longer than this,
 BYTES_PER_S = 20e6  # and than its writes at this pace, has waited for the server
+MOST_TOLD = 100  # refusals in a round
 WAKES_PER_S = 2_000  # players that each raise of the allowance wakes, at most
 CHECKPOINT_BYTES_PER_S = 1e6  # what checkpoints may cost the server on average
 
@@ -140,7 +141,8 @@ class Service:
         """
         self.renew()
         self._tell_ledger()
-        self._tell_refused()
+        while self._board.refused:
+            self._tell_refused()
         if self._board.updates > self.published_updates:
             self._publish(self._board.updates, parameters)
         if counters is not None:
@@ -243,9 +245,10 @@ class Service:
         while self._board.gone:
             self.note("lost", self._board.gone[0])
             self._board.gone.popleft()
-        while self._board.refused:
-            stream.refuse(self._client, self._run, self._token, *self._board.refused[0])
-            self._board.refused.popleft()
+        refused = self._board.refused
+        for _ in range(min(len(refused), MOST_TOLD)):  # the rest in the next round: a flood may come
+            stream.refuse(self._client, self._run, self._token, *refused[0])
+            refused.popleft()
 
     def _publish_or_allow(self) -> None:
         published = self._board.weights

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from redis import Redis
 
-from ddrl import artifacts, config
+from ddrl import artifacts, config, records
 from ddrl.store import evaluations, lease, metrics, runs, stream, weights
 from ddrl.types import EnvSpec, EvaluationResult
 
@@ -82,7 +82,7 @@ def test_summary_has_exactly_the_promised_keys(server: Any) -> None:
     run = make_run(client)
     learn_something(client, run, folder="/somewhere/x")
     runs.set_status(client, run, "solved", "return 200 confirmed")
-    summary = artifacts.summary(client, run, wall_s=12.5)
+    summary = records.summary(client, run, wall_s=12.5)
     assert list(summary) == [
         *(
             "run",
@@ -102,14 +102,12 @@ def test_summary_has_exactly_the_promised_keys(server: Any) -> None:
     assert summary["artifacts"] == "/somewhere/x"
     state = runs.state(client, run)
     assert state.train_s is not None and summary["train_s"] == pytest.approx(state.train_s, abs=1e-3)
-    assert artifacts.summary(client, run)["wall_s"] == pytest.approx(
-        state.ended_s - state.created_s, abs=1e-3
-    )
+    assert records.summary(client, run)["wall_s"] == pytest.approx(state.ended_s - state.created_s, abs=1e-3)
 
 
 def test_summary_of_a_run_that_did_nothing(server: Any) -> None:
     run = make_run(server.client)
-    summary = artifacts.summary(server.client, run)
+    summary = records.summary(server.client, run)
     assert summary["evaluation"] is None and summary["train_s"] == 0.0 and summary["policy_version"] == -1
 
 

@@ -290,6 +290,31 @@ def test_bad_entries_go_to_dead_with_the_reason_and_learning_goes_on(client: Red
     assert any(b"does not belong" in fields[b"reason"] for _, fields in dead)
 
 
+def test_a_flood_of_bad_entries_waits_until_it_is_told_and_updates_go_on(
+    client: Redis, server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ddrl.learner.MOST_REFUSED", 100)
+    run = start(client, target_config())
+    token, num = take(client, run), 5_000
+    play_steps(client, run, token, 300)
+    with client.pipeline() as pipe:
+        for _ in range(num):
+            pipe.xadd(keys.experience(run), {b"h": b"{}"})
+        pipe.execute()
+    learner = make_learner(client, run, token, server.url)
+    learner.restore()
+    with training(learner, serve=False):
+        until(lambda: len(learner._board.refused) >= 100 and learner.num_updates >= 20)
+        waiting = len(learner._board.refused)
+        time.sleep(0.3)
+        assert len(learner._board.refused) == waiting < num
+        learner.serve()
+        assert waiting - 100 <= len(learner._board.refused)  # other things are told too
+        until(lambda: learner.serve() or learner.counters.dead == num)
+    learner.finish()
+    assert runs.state(client, run).dead == num and not learner._board.refused
+
+
 def test_a_fragment_of_other_spaces_is_refused_even_as_the_first_one(client: Redis, server) -> None:
     from dataclasses import replace
 

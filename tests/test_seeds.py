@@ -275,6 +275,25 @@ def test_a_run_whose_planting_is_sent_twice_is_whole(client: Redis) -> None:
     assert len(client.keys(keys.checkpoint_pattern(seed.run))) == 1
 
 
+def test_a_run_whose_checkpoint_goes_before_it_is_planted_is_not_planted(
+    client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seed = seed_of(client)
+    store_parts = checkpoints.store_parts
+
+    def emptied(*arguments):
+        pointer = store_parts(*arguments)
+        client.flushall()
+        return pointer
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "store_parts", emptied)
+        assert not seeds.plant(client, seed)
+    assert not client.keys("*")
+    assert seeds.plant(client, seed)
+    assert checkpoints.load(client, seed.run)[0] == seed.blob
+
+
 def test_a_learner_that_stalls_while_it_sweeps_leaves_its_successors_checkpoint(
     client: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,9 +18,10 @@ from test_artifacts import SPACES, learn_something, make_run
 from test_cli import call, call_json
 from typer.testing import CliRunner
 
-from ddrl import artifacts, config
+from ddrl import artifacts, config, curve
 from ddrl.cli import app, main, settings
 from ddrl.cli.output import InputError
+from ddrl.records import Records, read
 from ddrl.store import connection, lease, metrics, runs
 from ddrl.store.connection import StoreError
 from ddrl.types import EnvSpec
@@ -207,7 +208,7 @@ def _texts(folder: Path) -> list[str]:
 def test_changes_are_drawn_on_both_panels(client: Any, tmp_path: Path) -> None:
     run = make_run(client)
     learn_something(client, run)
-    records = artifacts.read(client, run)
+    records = read(client, run)
     assert _drawn(records, "time_s") == ([], [])
 
     def changed(seconds: float, option: str, to: Any) -> dict[str, Any]:
@@ -232,7 +233,7 @@ def test_changes_are_drawn_on_both_panels(client: Any, tmp_path: Path) -> None:
     many = [changed(1.5 * number, "weight", number) for number in range(20)]
     lines, labels = _drawn(replace(records, journal=many), "time_s")
     assert len(lines) == 20 and labels == []
-    assert artifacts.plot(replace(records, journal=many), tmp_path / "curve.png").stat().st_size > 10_000
+    assert curve.plot(replace(records, journal=many), tmp_path / "curve.png").stat().st_size > 10_000
 
 
 def _rising() -> list[dict[str, Any]]:
@@ -241,11 +242,11 @@ def _rising() -> list[dict[str, Any]]:
     ]
 
 
-def _drawn(records: artifacts.Records, over: str) -> tuple[list[float], list[tuple[str, str]]]:
+def _drawn(records: Records, over: str) -> tuple[list[float], list[tuple[str, str]]]:
     """Where a panel has lines of changes, and their labels with the side they are on."""
     axes = Figure().subplots()
-    artifacts._draw(axes, records, over)
-    lines = [line for line in axes.lines if line.get_color() == artifacts._VIOLET]
+    curve._draw(axes, records, over)
+    lines = [line for line in axes.lines if line.get_color() == curve._VIOLET]
     texts = [text for text in axes.texts if text.get_rotation() == 90]
     labels = [(text.get_text(), str(text.get_verticalalignment())) for text in texts]
     return [float(np.asarray(line.get_xdata())[0]) for line in lines], labels

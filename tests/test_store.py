@@ -330,6 +330,10 @@ def test_heartbeats_list_the_living(client: Redis) -> None:
     assert 0 < client.ttl(keys.worker("a@h:h:1")) <= workers.TTL_S
     workers.leave(client, first)
     assert workers.alive(client) == [second]
+    client.delete(keys.worker("b@h:h:2"))  # as the server does where no word comes
+    assert workers.alive(client) == [] and not client.exists(keys.WORKERS)
+    workers.beat(client, second)  # it was only late
+    assert workers.alive(client) == [second]
 
 
 def test_metrics_rows_are_read_from_a_cursor(client: Redis, run: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 import time
 
 import pytest
@@ -199,6 +200,26 @@ def test_lines_of_log_are_kept_and_trouble_with_the_server_is_not(client: Redis,
     gone = redis.Redis(host="127.0.0.1", port=1, socket_connect_timeout=0.1)
     logs.Handler(gone, run, "x").emit(record)
     gone.close()
+
+
+def test_whoever_logs_more_than_a_stalled_server_takes_does_not_wait_nor_fill_the_memory(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers, sent = threading.Event(), []
+
+    def add(*row: object) -> None:
+        answers.wait()
+        sent.append(row[-1])
+
+    monkeypatch.setattr(logs, "add", add)
+    monkeypatch.setattr(connection, "connect", redis.Redis)  # which connects at its first command
+    monkeypatch.setattr(logs, "MOST_WAITING", 3)
+    with logs.sending("target", "learner here"):
+        for number in range(100):
+            logging.getLogger("ddrl").error("line %d", number)
+        answers.set()
+    assert 3 <= len(sent) <= 4 and sent[:3] == [f"line {number}" for number in range(3)]
+    assert "Logging error" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

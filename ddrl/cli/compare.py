@@ -12,8 +12,8 @@ from ddrl.cli.output import Client, InputError, Json, duration, emit, note, numb
 from ddrl.store import runs as store
 
 if TYPE_CHECKING:
-    from ddrl.artifacts import Records
     from ddrl.comparison import Curve
+    from ddrl.records import Records
 
 OWN = ("name", "seed", "env.id", "algorithm.name")  # columns of the table, so no differences worth a line
 
@@ -28,7 +28,7 @@ def compare(
     json_output: Json = False,
 ) -> None:
     """Compare runs: what they reached, in what time, and in which settings they differ."""
-    from ddrl import artifacts
+    from ddrl.records import read
 
     if output.suffix.lower() != ".png":
         raise InputError(f"--output {output}: is drawn as PNG; name a file that ends in .png")
@@ -38,7 +38,7 @@ def compare(
             raise InputError(
                 f"compare {' '.join(runs)}: names one run; give two or more, `ddrl runs` lists them"
             )
-        records = [artifacts.read(client, run) for run in names]
+        records = [read(client, run) for run in names]
         rows = [_row(client, each) for each in records]
     options = differences([_flat(each.config.model_dump(mode="json", by_alias=True)) for each in records])
     for place, row in enumerate(rows):

@@ -55,17 +55,17 @@ def runs(
 
 def watch(run: Run = "last", json_output: Json = False) -> None:
     """Follow a run until it ends; exit code 1 if it failed."""
-    from ddrl import artifacts
     from ddrl.cli.live import closing_lines, follow
+    from ddrl.records import summary
 
     with server() as client:
         run = store.resolve(client, run)
         state = follow(client, run, json_output=json_output)
-        summary = artifacts.summary(client, run)
+        end = summary(client, run)
     if json_output:
-        emit(summary)
+        emit(end)
     else:
-        print(closing_lines(summary))
+        print(closing_lines(end))
     if state.status == "failed":
         raise typer.Exit(1)
 

@@ -44,14 +44,14 @@ def follow(client: Client, runs: Sequence[str], *, json_output: bool, on_tick: C
 
 
 def summaries(client: Client, runs: Sequence[str], *, wall_s: float) -> list[dict[str, Any]]:
-    """What each run came to, as `ddrl.artifacts` tells it; with its seed where there are several."""
-    from ddrl import artifacts
+    """What each run came to, as `ddrl.records` tells it; with its seed where there are several."""
+    from ddrl.records import summary
     from ddrl.store import runs as store
 
     found = []
     for run in runs:
         seed = {"seed": store.config(client, run).seed} if len(runs) > 1 else {}
-        found.append(seed | artifacts.summary(client, run, wall_s=wall_s))
+        found.append(seed | summary(client, run, wall_s=wall_s))
     return found
 
 

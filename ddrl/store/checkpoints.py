@@ -99,12 +99,12 @@ def save(
     number = previous["number"] + 1 if previous else 0
     try:
         pointer = store_parts(client, run, token, number, blob, meta, is_fenced=True, between=between)
-        old = _part_keys(run, previous) if previous else []
+        old = part_keys(run, previous) if previous else []
         fenced(client, _FLIP, [keys.state(run), *old], token, json.dumps(pointer))
     except (StoreError, ResponseError):
         stray = {"token": token, "number": number, "parts": -(-len(blob) // PART_BYTES) or 1}
         found = _pointer(client, run)  # a flip that was sent twice may have been refused once
-        if found is None or _part_keys(run, found) != _part_keys(run, stray):
+        if found is None or part_keys(run, found) != part_keys(run, stray):
             drop_parts(client, run, stray)
         raise
 
@@ -156,7 +156,7 @@ def store_parts(
 
 def drop_parts(client: Redis, run: str, pointer: dict[str, Any]) -> None:
     """Remove what `store_parts` stored."""
-    client.unlink(*_part_keys(run, pointer))
+    client.unlink(*part_keys(run, pointer))
 
 
 def load(
@@ -171,7 +171,7 @@ def load(
     if pointer is None:
         return None
     parts = []
-    for key in _part_keys(run, pointer):
+    for key in part_keys(run, pointer):
         between()
         parts.append(cast("bytes | None", client.get(key)) or b"")
     blob = b"".join(parts)
@@ -201,7 +201,7 @@ def sweep(client: Redis, run: str, token: int) -> int:
         LeaseLostError: another learner took over; its parts stay.
     """
     pointer = _pointer(client, run)
-    named = set(_part_keys(run, pointer)) if pointer else set()
+    named = set(part_keys(run, pointer)) if pointer else set()
     found = [key.decode() for key in client.scan_iter(match=keys.checkpoint_pattern(run), count=1000)]
     stray = [key for key in found if key not in named and keys.checkpoint_token(key) < token]
     num = 0
@@ -216,7 +216,8 @@ def _pointer(client: Redis, run: str) -> dict[str, Any] | None:
     return json.loads(raw) if raw else None
 
 
-def _part_keys(run: str, pointer: dict[str, Any]) -> list[str]:
+def part_keys(run: str, pointer: dict[str, Any]) -> list[str]:
+    """Where the tensors of a checkpoint are."""
     return [
         keys.checkpoint_part(run, pointer["token"], pointer["number"], part)
         for part in range(pointer["parts"])

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 LENGTH = 5_000
 LINE_LENGTH = 2_000
+MOST_WAITING = 1_000  # lines, while the server does not answer; what comes then is said here only
 PARTING_S = 2.0  # for the last lines; longer where the server does not answer
 
 
@@ -73,6 +74,12 @@ class Handler(logging.Handler):
             self.handleError(record)
 
 
+class _Queuing(logging.handlers.QueueHandler):
+    def enqueue(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(queue.Full):
+            super().enqueue(record)
+
+
 @contextlib.contextmanager
 def sending(run: str, source: str) -> Iterator[None]:
     """What ddrl logs while the context lasts goes to a run's log, sent by a thread of its own: nobody waits for it.
@@ -83,7 +90,7 @@ def sending(run: str, source: str) -> Iterator[None]:
     """
     client = connection.connect()
     sender = Handler(client, run, source)
-    lines: queue.SimpleQueue[logging.LogRecord | None] = queue.SimpleQueue()
+    lines: queue.Queue[logging.LogRecord | None] = queue.Queue(MOST_WAITING)
 
     def send() -> None:
         while (record := lines.get()) is not None:
@@ -91,7 +98,7 @@ def sending(run: str, source: str) -> Iterator[None]:
         client.close()
 
     thread = threading.Thread(target=send, name="logs", daemon=True)
-    handler = logging.handlers.QueueHandler(lines)
+    handler = _Queuing(lines)
     handler.setLevel(logging.INFO)
     thread.start()
     logging.getLogger("ddrl").addHandler(handler)
@@ -99,5 +106,6 @@ def sending(run: str, source: str) -> Iterator[None]:
         yield
     finally:
         logging.getLogger("ddrl").removeHandler(handler)
-        lines.put(None)
+        with contextlib.suppress(queue.Full):
+            lines.put(None, timeout=PARTING_S)
         thread.join(PARTING_S)

@@ -88,15 +88,18 @@ def known(client: Redis, run: str) -> Known:
 
 _PLANT = """
 -- KEYS: 1 state, 2 spec, 3 producers, 4 ledger, 5 weights, 6 experience, 7 journal, 8 runs (zset), 9 counter of
---       producers, 10 deleted runs (zset), 11 those that have not ended (zset)
+--       producers, 10 deleted runs (zset), 11 those that have not ended (zset), 12... parts of the checkpoint
 -- ARGV: 1 run, 2 state (JSON object), 3 spec, 4 producers (JSON object), 5 ledger (JSON object), 6 latest version,
 --       7 cursor of the stream, 8 reason for the journal, 9 created ms, 10 least producer id, 11 plant what was deleted
 --       (1|0), 12 cap of the journal
--- Returns 1; 0 where the run is there by somebody else; -1 where it was deleted. It may be sent twice: who finds his
--- own checkpoint there has planted it.
+-- Returns 1; 0 where the run is there by somebody else, or the parts have gone; -1 where it was deleted. It may be sent
+-- twice: who finds his own checkpoint there has planted it.
 if redis.call('HEXISTS', KEYS[1], 'status') == 1 then
   if redis.call('HGET', KEYS[1], 'checkpoint') == cjson.decode(ARGV[2])['checkpoint'] then return 1 end
   return 0
+end
+for i = 12, #KEYS do
+  if redis.call('EXISTS', KEYS[i]) == 0 then return 0 end
 end
 if redis.call('ZSCORE', KEYS[10], ARGV[1]) then
   if ARGV[11] ~= '1' then return -1 end
@@ -123,6 +126,8 @@ return 1
 
 def plant(client: Redis, seed: Seed, *, deleted_too: bool = False) -> bool:
     """Put a run onto a server that does not know it, whole or not at all; False where it is there already.
+
+    Also where the server was emptied anew meanwhile: try again.
 
     Whoever acquires its lease then goes on from the seed's checkpoint.
 
@@ -163,11 +168,13 @@ def plant(client: Redis, seed: Seed, *, deleted_too: bool = False) -> bool:
     fields["checkpoint"] = json.dumps(pointer)
     text = {name: str(value) for name, value in fields.items()}
     known_ids = [int(producer) for producer in seed.known.producers] + list(rows)
+    parts = checkpoints.part_keys(run, pointer)
     reply = client.eval(
         _PLANT,
-        11,
+        11 + len(parts),
         *(keys.state(run), keys.spec(run), keys.producers(run), keys.ledger(run), keys.weights(run)),
         *(keys.experience(run), keys.journal(run), keys.RUNS, keys.PRODUCERS, keys.DELETED, keys.OPEN),
+        *parts,
         *(run, json.dumps(text), seed.known.spec, json.dumps(producers)),
         *(_spelled(rows, seed.meta["cursor"]), text["version"], seed.meta["cursor"]),
         f"what was appended after update {seed.meta['updates']} of the old server is lost",

@@ -9,6 +9,7 @@ from typing import cast
 
 from pydantic import TypeAdapter, ValidationError
 from redis import Redis
+from redis.exceptions import RedisError
 
 from ddrl import keys
 
@@ -60,25 +61,33 @@ _HEARTBEAT = TypeAdapter(Heartbeat)
 
 def beat(client: Redis, heartbeat: Heartbeat) -> None:
     """Say that the worker lives."""
-    client.set(_key(heartbeat), json.dumps(asdict(heartbeat)), ex=TTL_S)
+    with client.pipeline(transaction=False) as pipe:
+        pipe.set(keys.worker(_name(heartbeat)), json.dumps(asdict(heartbeat)), ex=TTL_S)
+        pipe.sadd(keys.WORKERS, _name(heartbeat))
+        pipe.execute()
 
 
 def leave(client: Redis, heartbeat: Heartbeat) -> None:
     """Say that it goes."""
-    client.delete(_key(heartbeat))
+    client.delete(keys.worker(_name(heartbeat)))
+    client.srem(keys.WORKERS, _name(heartbeat))
 
 
-def _key(heartbeat: Heartbeat) -> str:
-    return keys.worker(f"{heartbeat.node}:{heartbeat.host}:{heartbeat.pid}")
+def _name(heartbeat: Heartbeat) -> str:
+    return f"{heartbeat.node}:{heartbeat.host}:{heartbeat.pid}"
 
 
 def alive(client: Redis) -> list[Heartbeat]:
     """All workers heard of within TTL_S, by name; those of a version that says other things are left out."""
-    names = sorted(client.scan_iter(match=keys.WORKER_PATTERN, count=1000))
-    raw = cast("list[bytes | None]", client.mget(names)) if names else []
+    names = sorted(name.decode() for name in cast("set[bytes]", client.smembers(keys.WORKERS)))
+    raw = cast("list[bytes | None]", client.mget(map(keys.worker, names))) if names else []
     found = []
     for value in raw:
         if value is not None:
             with contextlib.suppress(ValidationError):
                 found.append(_HEARTBEAT.validate_json(value))
+    gone = [name for name, value in zip(names, raw, strict=True) if value is None]
+    if gone:  # without a word; one that was only late says so anew
+        with contextlib.suppress(RedisError):  # whoever asks may have no right to
+            client.srem(keys.WORKERS, *gone)
     return found

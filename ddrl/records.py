@@ -1,0 +1,108 @@
+"""A run's course, as the server keeps it: figures, episodes, evaluations, journal; and what it comes to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ddrl.config import RunConfig
+from ddrl.store import evaluations, metrics, runs, stream
+from ddrl.store.runs import RunState
+
+if TYPE_CHECKING:
+    from redis import Redis
+
+
+@dataclass(frozen=True)
+class Records:
+    """All that is known of a run over time; every row has `time_s` since the first environment step.
+
+    Attributes:
+        figures: the learner's rows.
+        episodes: one row per finished training episode: time_s, env_steps, return.
+        evaluated: one row per evaluation.
+        journal: one row per change of state or setting.
+    """
+
+    config: RunConfig
+    state: RunState
+    figures: list[dict[str, Any]]
+    episodes: list[dict[str, Any]]
+    evaluated: list[dict[str, Any]]
+    journal: list[dict[str, Any]]
+
+    @property
+    def changes(self) -> list[dict[str, Any]]:
+        """Settings changed while the run went on: time_s, env_steps, option, from, to."""
+        return [row for row in self.journal if row["event"] == "set"]
+
+
+def summary(client: Redis, run: str, *, wall_s: float | None = None) -> dict[str, Any]:
+    """The last line of `ddrl submit --json`.
+
+    Args:
+        wall_s: since the start of the command; None: since the run's creation.
+
+    Raises:
+        UnknownRunError: there is no such run.
+    """
+    state = runs.state(client, run)
+    end_s = state.ended_s or runs.server_ms(client) / 1e3
+    evaluated = state.evaluation
+    return {
+        "run": run,
+        "status": state.status,
+        "wall_s": round(end_s - state.created_s if wall_s is None else wall_s, 3),
+        "train_s": round(end_s - state.first_step_s, 3) if state.first_step_s else 0.0,
+        "env_steps": state.appended_steps,
+        "updates": state.updates,
+        "policy_version": evaluated["version"] if evaluated else state.version,
+        "evaluation": {name: evaluated[name] for name in ("return_mean", "return_std", "episodes")}
+        if evaluated
+        else None,
+        "artifacts": state.folder,
+    }
+
+
+def read(client: Redis, run: str) -> Records:
+    """Read all that the server keeps of a run's course.
+
+    Raises:
+        UnknownRunError: there is no such run.
+    """
+    state = runs.state(client, run)
+    start_s = state.first_step_s or state.created_s
+
+    def since_start(row: Mapping[str, Any]) -> dict[str, Any]:
+        return {**row, "time_s": round(max(0.0, row["time_s"] - start_s), 3)}
+
+    episodes = [
+        {"time_s": row["time_s"], "env_steps": row["env_steps"], "return": value}
+        for row in map(since_start, stream.episodes(client, run)[0])
+        for value in row["returns"]
+    ]
+    return Records(
+        config=runs.config(client, run),
+        state=state,
+        figures=[since_start(row) for row in metrics.read(client, run)[0]],
+        episodes=episodes,
+        evaluated=[since_start(row) for row in evaluations.results(client, run)[0]],
+        journal=[_decoded(since_start(row)) for row in runs.journal(client, run)],
+    )
+
+
+def _decoded(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of the journal with a changed setting's values as they are."""
+    if row["event"] != "set":
+        return row
+    values = {name: json.loads(row[name]) for name in ("from", "to")}
+    return {**row, **values, "env_steps": int(row["env_steps"])}
+
+
+def shown(value: Any) -> str:
+    """A setting in few letters."""
+    if isinstance(value, float):
+        return f"{value:g}"
+    return "none" if value is None else str(value)
