@@ -17,7 +17,7 @@
 | ddrl:{run}:lease                  | string | learner               | learner             | token of the learner, expires |
 | ddrl:{run}:allowance              | stream | learner               | collector           | one entry: env steps that may be played, latest version |
 | ddrl:{run}:experience             | stream | collector             | learner             | fragments: the replay buffer; trimmed by the learner |
-| ddrl:{run}:producers              | hash   | collector             | stream, audit       | producer -> incarnation, last seq, steps, when, host, fragments, duplicates, node |
+| ddrl:{run}:producers              | hash   | collector             | stream, audit       | producer -> incarnation, last seq, steps, when, host, fragments, duplicates, node; -2: all that were retired |
 | ddrl:{run}:playing                | hash   | worker                | dispatcher, fleet   | producer -> node, pid, since; while it plays |
 | ddrl:{run}:draining               | set    | worker                | collector           | nodes whose processes end their segments; expires |
 | ddrl:{run}:refusals               | hash   | worker                | cli                 | host -> why it does not play the run |

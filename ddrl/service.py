@@ -39,6 +39,8 @@ RENEW_S = 0.75  # a quarter of the lease
 SLOW_S = 1.0  # a round that takes longer than this,
 BYTES_PER_S = 20e6  # and than its writes at this pace, has waited for the server
 MOST_TOLD = 100  # refusals in a round
+RETIRE_EVERY_S = 600.0
+RETIRE_AFTER_S = 86_400.0
 WAKES_PER_S = 2_000  # players that each raise of the allowance wakes, at most
 CHECKPOINT_BYTES_PER_S = 1e6  # what checkpoints may cost the server on average
 
@@ -83,6 +85,7 @@ class Service:
         now = time.monotonic()
         self._checkpoint_at = now + config.learner.checkpoint_every_s
         self._renew_at = self._metrics_at = now
+        self._retire_at = now + RETIRE_EVERY_S
         self._hindered_at = 0.0  # since when the server cannot serve
         self._is_full = self.has_latest = False
         self._waited_s = 0.0
@@ -117,6 +120,7 @@ class Service:
 
     def begin(self, feed: Feed, version: int, parameters: Tensors | None) -> None:
         """Tell the server where the learner stands; `parameters` are published, else `version` is as it was."""
+        self._accounts.retire(*ledger.retired(self._client, self._run))
         rows, cursor = self._accounts.rows, self._accounts.cursor
         self._accounts.changes()
         self.published_updates = self._board.updates
@@ -141,7 +145,7 @@ class Service:
         """
         self.renew()
         self._tell_ledger()
-        while self._board.refused:
+        while self._board.gone or self._board.refused:
             self._tell_refused()
         if self._board.updates > self.published_updates:
             self._publish(self._board.updates, parameters)
@@ -169,6 +173,7 @@ class Service:
             renewed = self.renew()
             if renewed:
                 self._tell_ledger()
+                self._retire()
             self._make_room(may_trim=renewed)
             self._tell_refused()
             self._publish_or_allow()
@@ -240,6 +245,16 @@ class Service:
             self._accounts.put_back(changed)
             raise
         self.retention.told = cursor
+
+    def _retire(self) -> None:
+        """Every few minutes, one account for the producers that have been silent for long."""
+        checkpoint = self.retention.checkpoint
+        if time.monotonic() >= self._retire_at and checkpoint is not None:
+            self._retire_at = time.monotonic() + RETIRE_EVERY_S
+            if ledger.retire(
+                self._client, self._run, self._token, checkpoint.ledger, silent_s=RETIRE_AFTER_S
+            ):
+                self._accounts.retire(*ledger.retired(self._client, self._run))
 
     def _tell_refused(self) -> None:
         while self._board.gone:

@@ -25,6 +25,7 @@ from ddrl.store import (
     connection,
     deletion,
     lease,
+    ledger,
     logs,
     runs,
     seeds,
@@ -209,6 +210,8 @@ def test_what_a_role_does_rarely_it_may_do_too(roles: Roles) -> None:
         assert token is not None
         budget.check(learner, run, token, 1)
         learner.bgrewriteaof()
+        assert ledger.retire(learner, run, token, {}, silent_s=0.0) == 0
+        assert ledger.retired(learner, run)[0] == 0
         play_steps(learner, run, token, 20)  # the weights that begin
         producer = stream.new_producer(worker)
         segments.playing(worker, run, producer, node="node", pid=1)
@@ -269,7 +272,8 @@ def test_without_a_password_nobody_is_served(roles: Roles) -> None:
 
 
 def test_what_a_role_may_not_is_one_line(roles: Roles, processes: Processes) -> None:
-    done = processes.ddrl(roles.url("worker"), "fleet", check=False)
+    config = str(processes.config())
+    done = processes.ddrl(roles.url("worker"), "submit", config, "--detach", check=False)
     assert done.returncode == 3 and done.stderr.count("\n") == 1 and "permission" in done.stderr
 
 

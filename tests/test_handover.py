@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import re
@@ -21,7 +22,7 @@ from runs_for_tests import start, target_config
 from sessions import Learning
 
 from ddrl import keys
-from ddrl.store import checkpoints, lease, ledger, runs, weights
+from ddrl.store import checkpoints, copies, lease, ledger, runs, weights
 
 pytestmark = pytest.mark.faults
 
@@ -56,6 +57,28 @@ class Site:
     @property
     def fence(self) -> int:
         return int(self.client.hget(keys.state(self.run), "fence") or 0)
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.processes.folder, "runs", self.run)
+
+    @property
+    def copied_by(self) -> int:
+        """Fencing token of the learner whose copy of the checkpoint is in the run's folder; 0 where there is none."""
+        with contextlib.suppress(FileNotFoundError):
+            return int(json.loads((self.folder / copies.FOLDER / copies.POINTER).read_bytes())["token"])
+        return 0
+
+    def stall(self, learner: Process) -> None:
+        """Stop a learner that has written a copy, and writes none at this moment."""
+        self.until(lambda: self.copied_by)
+        while True:
+            learner.send(signal.SIGSTOP)
+            time.sleep(0.1)
+            if not list(self.folder.rglob("*.part")):
+                return
+            learner.send(signal.SIGCONT)
+            time.sleep(0.05)
 
     @property
     def updates(self) -> int:
@@ -152,17 +175,15 @@ def test_a_learner_that_does_not_let_go_is_replaced_and_can_write_no_more(
     assert f"takes {site.run} from the learner on deaf, which did not let go" in caplog.text
 
 
-def snapshot(site: Site) -> dict[str, object]:
-    """All that learners write: the run's keys and files."""
+def snapshot(site: Site) -> tuple[dict[str, bytes], dict[str, int]]:
+    """All that learners write: the run's keys, and when its files were written."""
     volatile = keys.lease(site.run).encode()
-    found: dict[str, object] = {
+    found = {
         key.decode(): site.client.dump(key)
         for key in site.client.scan_iter(keys.run_pattern(site.run))
         if key != volatile
     }
-    folder = Path(site.processes.folder, "runs", site.run)
-    found |= {str(path): path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
-    return found
+    return found, {str(path): path.stat().st_mtime_ns for path in site.folder.rglob("*") if path.is_file()}
 
 
 def test_a_stalled_learner_wakes_to_find_its_run_taken_and_writes_nothing(
@@ -173,15 +194,16 @@ def test_a_stalled_learner_wakes_to_find_its_run_taken_and_writes_nothing(
     service = site.learner(run=False)
     site.learns_by(1)
     site.says(service, "waits for runs")
-    site.until(lambda: any(Path(site.processes.folder, "runs", site.run).rglob("*checkpoint*")))
-    first.send(signal.SIGSTOP)
+    site.stall(first)
     site.learns_by(2)
+    site.until(lambda: site.copied_by == 2)
     with site.all_quiet(service):  # so that whatever changes now is the work of the first
-        before = snapshot(site)
-        assert any("checkpoint" in name for name in before if name.startswith("/"))
+        server, files = snapshot(site)
         first.send(signal.SIGCONT)
         assert first.wait() == 1
-        assert snapshot(site) == before
+        server_then, files_then = snapshot(site)
+        assert server_then == server
+        assert files_then.items() <= files.items()  # it may remove what it had begun itself
     errors = [line for line in first.text().splitlines() if "error" in line.lower()]
     assert len(errors) == 1 and re.search(rf"run {site.run}: the learner on \S+ took it over", errors[0]), (
         errors

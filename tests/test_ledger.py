@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -21,9 +22,10 @@ from ddrl.config import RunConfig
 from ddrl.learner import Learner
 from ddrl.replay.accounts import Accounts
 from ddrl.replay.feed import Staged
-from ddrl.store import ledger, runs, stream
+from ddrl.store import ledger, runs, seeds, stream
 from ddrl.store.checkpoints import Counters
-from ddrl.store.ledger import STRANGER, Row
+from ddrl.store.ledger import RETIRED, STRANGER, Row
+from ddrl.store.stream import Answer
 
 
 @pytest.fixture
@@ -36,7 +38,7 @@ def config() -> RunConfig:
     return target_config(
         stop={"return": None},
         replay={"capacity": 600, "warmup_steps": 100, "slack_steps": 2000, "samples_per_insert": 2},
-        rollout={"max_fragment_steps": 5},
+        rollout={"max_fragment_steps": 5, "segment_s": 0.2},
     )
 
 
@@ -102,6 +104,20 @@ def test_where_no_count_is_known_none_is_missed() -> None:
     assert accounts.take(staged(52, 1, 51), consumed=True).startswith("1 fragment between 50-0 and 52-0")
 
 
+def test_one_row_stands_for_those_that_went() -> None:
+    accounts = Accounts()
+    for number, (producer, seq) in enumerate([(1, 0), (2, 0), (1, 1), (3, 0), (9, 0)], start=1):
+        accounts.take(staged(number, producer, seq), consumed=producer != 2)
+    accounts.changes()
+    accounts.take(staged(6, 1, 2), consumed=True)
+    accounts.retire(3, {3})  # 9 is later: new, and not told yet
+    stays = {3: Row(1, 0, 0, 7, 0), 9: Row(1, 0, 0, 7, 0)}
+    assert accounts.rows == stays | {RETIRED: Row(consumed=3, refused=1)}
+    assert accounts.changes()[0] == {RETIRED: Row(consumed=3, refused=1)}  # nothing of those that went
+    accounts.retire(3, set())
+    assert accounts.rows == {9: stays[9], RETIRED: Row(consumed=4, refused=1)}
+
+
 # --- on a real server ------------------------------------------------------------------------------------
 
 
@@ -126,16 +142,23 @@ def audited(client: Redis, run: str) -> Iterator[list[ledger.Audit]]:
     assert not wrong, wrong[0]
 
 
-def test_accounts_balance_at_every_moment_while_learners_are_killed(client: Redis, server) -> None:
+@pytest.mark.parametrize("churns", [False, True])
+def test_accounts_balance_at_every_moment_while_learners_are_killed(
+    client: Redis, server, monkeypatch: pytest.MonkeyPatch, churns: bool
+) -> None:
+    """Where it churns, every segment has a process of its own, and silent ones are retired at once."""
     seed = random.randrange(10**6)
     print(f"seed {seed}")
     draw = random.Random(seed)
     run = start(client, config())
-    with audited(client, run) as audits, playing(server.url, run, num=2):
+    if churns:
+        monkeypatch.setattr("ddrl.service.RETIRE_EVERY_S", 0.02)
+        monkeypatch.setattr("ddrl.service.RETIRE_AFTER_S", 0.1)
+    with audited(client, run) as audits, playing(server.url, run, num=2, segments=1 if churns else None):
         for _ in range(5):
             learner = make_learner(client, run, take(client, run), server.url)
             learner.restore()
-            kill_at = learner.num_updates + draw.randrange(1, 60)
+            kill_at = learner.num_updates + draw.randrange(1, 600 if churns else 60)
             with alive(learner, kill_at) as dead:
                 until(dead.is_set)
         learner = make_learner(client, run, take(client, run), server.url)
@@ -149,7 +172,13 @@ def test_accounts_balance_at_every_moment_while_learners_are_killed(client: Redi
     learner.finish()
     audit = ledger.audit(client, run)
     state = runs.state(client, run)
-    assert len(audits) > 10 and len(audit.accounts) == 2
+    assert len(audits) > 10 and audit.strangers == 0
+    if churns:
+        assert audit.accounts[RETIRED].appended > 0 and 2 < len(audit.accounts) < int(
+            client.get(keys.PRODUCERS)
+        )
+    else:
+        assert len(audit.accounts) == 2
     assert audit.total("consumed") == audit.total("appended") == state.appended_fragments
     assert learner.counters.admitted == state.appended_fragments and audit.total("waiting") == 0
     assert client.xlen(keys.experience(run)) < state.appended_fragments, "it was trimmed on the way"
@@ -263,3 +292,73 @@ def test_counts_that_cannot_be_are_not_believed(client: Redis, server) -> None:
     again.restore()
     assert len(again.experience.view) == len(learner.experience.view) == state.appended_steps
     again.finish()
+
+
+# --- producers that have been silent for long ------------------------------------------------------------
+
+
+def test_producers_that_went_become_one_account_and_stay_gone(client: Redis, server) -> None:
+    run = start(client, config())
+    token = take(client, run)
+    players = [play_steps(client, run, token, 100) for _ in range(3)]
+    learner = learned(client, server.url, run)
+    token, counters = take(client, run), learner.service.retention.checkpoint
+    before = ledger.audit(client, run)
+    assert counters is not None
+    assert ledger.retire(client, run, token, counters.ledger, silent_s=3600.0) == 0
+    older = {**counters.ledger, "2": (0, 0, 0, 7, 0)}  # a checkpoint from which 2 would be read again
+    assert ledger.retire(client, run, token, older, silent_s=0.0) == 2
+    assert ledger.retire(client, run, token, older, silent_s=0.0) == 0  # sent twice
+    audit = ledger.audit(client, run)
+    assert (
+        audit.is_balanced and set(audit.accounts) == {2, RETIRED} and audit.accounts[2] == before.accounts[2]
+    )
+    for name in ("appended", "consumed", "duplicates"):
+        assert audit.total(name) == before.total(name)
+    assert ledger.retired(client, run) == (3, {2})
+
+    # One that went and repeats its last fragment, whose reply was lost, must not have it counted again.
+    entry = stream.read(client, run, b"0-0", count=1000)[-1]
+    fields = {name: value for name, value in entry.fields.items() if len(name) > 1 or name == b"h"}
+    who = {
+        name: entry.count(letter)
+        for name, letter in [("producer", b"p"), ("incarnation", b"i"), ("seq", b"q")]
+    }
+    reply = stream.append(client, run, fields, num_transitions=1, **who)
+    assert who["producer"] == 3 and reply.answer is Answer.STOPPED
+    assert ledger.audit(client, run) == audit
+
+    # The next learner begins at the checkpoint of before, which still has them.
+    again = make_learner(client, run, token, server.url)
+    again.restore()
+    assert set(again.accounts.rows) == {2, RETIRED} and ledger.audit(client, run) == audit
+    again.finish()
+    play_steps(client, run, token, 100, players=players[2])  # as a new producer
+    learned(client, server.url, run)
+    audit = ledger.audit(client, run)
+    assert audit.is_balanced and set(audit.accounts) == {2, 4, RETIRED} and audit.strangers == 0
+
+
+def test_who_has_appended_since_the_checkpoint_stays(client: Redis, server) -> None:
+    run = start(client, config())
+    token = take(client, run)
+    players = play_steps(client, run, token, 100)
+    learner = learned(client, server.url, run)
+    token, counters = take(client, run), learner.service.retention.checkpoint
+    assert counters is not None
+    play_steps(client, run, token, 100, players=players)
+    assert ledger.retire(client, run, token, counters.ledger, silent_s=0.0) == 0  # some wait to be read
+    learner = learned(client, server.url, run)
+    token = take(client, run)
+    assert ledger.retire(client, run, token, counters.ledger, silent_s=0.0) == 0  # and were, after it
+    counters = learner.service.retention.checkpoint
+    assert counters is not None and ledger.retire(client, run, token, counters.ledger, silent_s=0.0) == 1
+    learner.accounts.retire(*ledger.retired(client, run))
+
+    meta = asdict(counters) | learner.accounts.state(b"0-0")
+    seed = seeds.Seed(run, token, seeds.known(client, run), meta, b"tensors")
+    client.flushall()  # planted again, the one account for them is there too
+    assert seeds.plant(client, seed)
+    audit = ledger.audit(client, run)
+    assert audit.is_balanced and audit.strangers == 0 and set(audit.accounts) == {RETIRED}
+    assert audit.total("appended") == counters.admitted

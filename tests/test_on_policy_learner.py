@@ -41,16 +41,19 @@ def pick_config(**sections) -> RunConfig:
 
 
 @contextmanager
-def playing(url: str, run: str, *, num: int = 1) -> Iterator[None]:
-    """Processes, as threads, that play segment after segment."""
+def playing(url: str, run: str, *, num: int = 1, segments: int | None = None) -> Iterator[None]:
+    """Processes, as threads, that play segment after segment; after so many another process takes its place."""
     stop = threading.Event()
     failed: list[BaseException] = []
 
     def go() -> None:
-        blocking, players = connect_blocking(url), Players()
+        blocking, players, played = connect_blocking(url), Players(), 0
         try:
             while not stop.is_set():
                 play(blocking, blocking, players, run)
+                played += 1
+                if played == segments:
+                    players, played = Players(), 0
         except BaseException as error:
             failed.append(error)
 

@@ -10,6 +10,7 @@ import typer
 
 from ddrl.cli.output import Json, Run, emit, note, say, server, table
 from ddrl.store import ledger, runs
+from ddrl.store.ledger import RETIRED
 
 if TYPE_CHECKING:
     from ddrl.store.ledger import Account, Audit
@@ -64,7 +65,10 @@ def _show(run: str, found: Audit, *, goes_on: bool, everyone: bool) -> None:
         return
     odd = [(producer, account) for producer, account in accounts if account.difference]
     shown = accounts if everyone or len(accounts) <= MOST_ROWS else (odd or accounts[-MOST_ROWS:])
-    rows = [_row(f"{producer}", account.host, account) for producer, account in shown]
+    rows = [
+        _row("retired" if producer == RETIRED else f"{producer}", account.host, account)
+        for producer, account in shown
+    ]
     totals = ("total", f"{len(accounts)} producers", *(f"{found.total(name):,}" for name in COUNTS))
     table(_HEADER, [*rows, totals], left=("producer", "host"))
     if len(shown) < len(accounts):

@@ -8,17 +8,17 @@ were, the producers' next numbers tell.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from ddrl.replay.feed import Staged
 from ddrl.store import stream
 from ddrl.store.checkpoints import Counters
-from ddrl.store.ledger import STRANGER, Row
+from ddrl.store.ledger import RETIRED, STRANGER, Row
 
 
 class Accounts:
-    """Rows of the ledger. The training thread writes, the service thread takes what has changed.
+    """Rows of the ledger. The training thread writes, the service thread takes what has changed, and retires rows.
 
     The row of STRANGER holds entries that no append wrote, and as `unread` those fragments that are gone and whose
     producer has not been heard of since.
@@ -37,7 +37,8 @@ class Accounts:
     @property
     def rows(self) -> dict[int, Row]:
         """All rows by producer."""
-        return dict(self._rows)
+        with self._lock:
+            return dict(self._rows)
 
     def objection(self, staged: Staged) -> str:
         """Why an entry is no fragment that was acknowledged; empty where it is one."""
@@ -86,6 +87,14 @@ class Accounts:
         with self._lock:
             self._changed = {**changed, **self._changed}
 
+    def retire(self, last: int, known: Collection[int]) -> None:
+        """One row stands for those up to producer `last` that are not `known`, as `ledger.retired` tells them."""
+        with self._lock:
+            for producer in [p for p in self._rows if 0 <= p <= last and p not in known]:
+                row = self._rows.pop(producer)
+                self._changed.pop(producer, None)
+                self._add(RETIRED, consumed=row.consumed, refused=row.refused, unread=row.unread)
+
     def state(self, oldest: bytes) -> dict[str, Any]:
         """Fields of a checkpoint's `Counters`; of strange entries, those from entry `oldest` on."""
         first = stream.order(oldest)
@@ -94,7 +103,7 @@ class Accounts:
             "fragments": self._fragments,
             "ledger": {
                 str(producer): (row.consumed, row.refused, row.unread, row.incarnation, row.last_seq)
-                for producer, row in self._rows.items()
+                for producer, row in self.rows.items()
             },
             "strange": [entry_id.decode() for entry_id in self._strange],
         }

@@ -5,10 +5,14 @@ The append counts a producer's fragments, the learner what it did with them; the
     appended = consumed + waiting + trimmed + refused
 
 for each producer, where `trimmed` are those that went from the stream before the learner read them: none, in order.
+
+Processes come and go, and each is a producer. Those that have been silent for long and of whose fragments nothing is
+open any more become one account, RETIRED; one that speaks up all the same is told to begin anew under another number.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -21,6 +25,11 @@ from ddrl.store.lease import FENCE, fenced
 
 AUDITS = 10  # at most, of a run that goes on meanwhile
 STRANGER = -1  # the producer of entries that no append wrote
+RETIRED = -2  # stands for producers that were silent for long
+_BATCH = 200  # producers retired in one script
+_KNOWN = re.compile(
+    rb"\d+ \d+ \d+ (?P<ms>\d+) \S+ (?P<fragments>\d+) \d+ \S+"
+)  # of a producer; workers write it
 
 
 @dataclass(frozen=True)
@@ -131,6 +140,81 @@ def replace(client: Redis, run: str, token: int, rows: Mapping[int, Row], cursor
 def read(client: Redis, run: str) -> tuple[dict[int, Row], bytes]:
     """The rows by producer, and the last entry that they cover."""
     return _parse(cast("dict[bytes, bytes]", client.hgetall(keys.ledger(run))))
+
+
+_RETIRE = (
+    FENCE
+    + """
+-- KEYS: state, producers, ledger. ARGV: token, stand-in, then of each producer: id, what is known of it, its row.
+-- Who has appended meanwhile stays. From then on no append is taken of an id up to `retired` that is not known.
+redis.call('HDEL', KEYS[3], '')
+local last = tonumber(redis.call('HGET', KEYS[1], 'retired') or 0)
+local row, known = {0, 0, 0}, {0, 0, 0}  -- consumed, refused, unread; steps, fragments, duplicates
+local function add(sums, text, pattern)
+  for i, value in ipairs({string.match(text, pattern)}) do sums[i] = sums[i] + tonumber(value) end
+end
+local ROW, KNOWN = '^(%d+) (%d+) (%d+) ', '^%d+ %d+ (%d+) %d+ %S+ (%d+) (%d+) '
+local num = 0
+for i = 3, #ARGV, 3 do
+  if redis.call('HGET', KEYS[2], ARGV[i]) == ARGV[i + 1] and redis.call('HGET', KEYS[3], ARGV[i]) == ARGV[i + 2] then
+    add(row, ARGV[i + 2], ROW)
+    add(known, ARGV[i + 1], KNOWN)
+    redis.call('HDEL', KEYS[2], ARGV[i])
+    redis.call('HDEL', KEYS[3], ARGV[i])
+    last, num = math.max(last, tonumber(ARGV[i])), num + 1
+  end
+end
+if num == 0 then return 0 end
+add(row, redis.call('HGET', KEYS[3], ARGV[2]) or '0 0 0 ', ROW)
+add(known, redis.call('HGET', KEYS[2], ARGV[2]) or '0 0 0 0 - 0 0 ', KNOWN)
+local function plain(value) return string.format('%.0f', value) end
+redis.call('HSET', KEYS[1], 'retired', plain(last))
+redis.call('HSET', KEYS[3], ARGV[2], table.concat({plain(row[1]), plain(row[2]), plain(row[3]), '0 -1'}, ' '))
+redis.call('HSET', KEYS[2], ARGV[2], table.concat(
+  {'0 0', plain(known[1]), '0 -', plain(known[2]), plain(known[3]), '-'}, ' '))
+return num
+"""
+)
+
+
+def retire(client: Redis, run: str, token: int, checkpoint: Mapping[str, Any], *, silent_s: float) -> int:
+    """Make the producers that have been silent for long one account; how many.
+
+    Args:
+        client: connection to the server.
+        run: whose ledger.
+        token: fencing token.
+        checkpoint: rows of the newest checkpoint, as `Counters.ledger`: whoever has changed since stays, so that no
+            later learner reads a fragment of one that went.
+        silent_s: since their last append, by the server's clock.
+
+    Raises:
+        LeaseLostError: another learner took over.
+    """
+    with client.pipeline(transaction=True) as pipe:
+        pipe.hgetall(keys.producers(run))
+        pipe.hgetall(keys.ledger(run))
+        pipe.time()
+        producers, raw, (now_s, _) = pipe.execute()
+    parts: list[Any] = []
+    for producer, values in checkpoint.items():
+        row, known = Row(*values), _KNOWN.fullmatch(producers.get(producer.encode(), b""))
+        if known is None or int(producer) < 0 or now_s - int(known["ms"]) / 1e3 < silent_s:
+            continue
+        is_closed = int(known["fragments"]) == row.consumed + row.refused + row.unread
+        if is_closed and raw.get(producer.encode()) == spelled(row).encode():
+            parts += [producer, known[0], spelled(row)]
+    script_keys, size, num = [keys.state(run), keys.producers(run), keys.ledger(run)], 3 * _BATCH, 0
+    for at in range(0, len(parts), size):
+        num += cast(int, fenced(client, _RETIRE, script_keys, token, RETIRED, *parts[at : at + size]))
+    return num
+
+
+def retired(client: Redis, run: str) -> tuple[int, set[int]]:
+    """The last producer that was retired, and those that are known: who is neither later nor known was retired."""
+    last = cast("bytes | None", client.hget(keys.state(run), "retired"))  # first: later ones may be new then
+    known = cast("list[bytes]", client.hkeys(keys.producers(run)))
+    return int(last or 0), {int(producer) for producer in known if producer.isdigit()}
 
 
 def audit(client: Redis, run: str, *, on_entries: Callable[[int, int], None] | None = None) -> Audit:

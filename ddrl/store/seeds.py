@@ -147,7 +147,7 @@ def plant(client: Redis, seed: Seed, *, deleted_too: bool = False) -> bool:
     producers = {
         producer: _producer(row, seed.known.producers.get(str(producer), ""))
         for producer, row in rows.items()
-        if producer != ledger.STRANGER and row.last_seq >= 0
+        if producer == ledger.RETIRED or row.last_seq >= 0
     }
     num_bytes = state.get("appended_bytes", "0")
     num_fragments = sum(row.consumed + row.refused + row.unread for row in rows.values())
@@ -199,4 +199,4 @@ def _producer(row: ledger.Row, heard: str) -> str:
     """A producer as the append keeps it, with no more fragments than the learner knows of."""
     _, _, steps, ms, host, _, duplicates, node = (heard or "0 0 0 0 - 0 0 -").split(" ")
     num = row.consumed + row.refused + row.unread
-    return f"{row.incarnation} {row.last_seq} {steps} {ms} {host} {num} {duplicates} {node}"
+    return f"{row.incarnation} {max(row.last_seq, 0)} {steps} {ms} {host} {num} {duplicates} {node}"

@@ -32,7 +32,7 @@ class Answer(Enum):
         "YIELD"  # written; end the segment: the run is paused, the machine leaves, or another run claims it
     )
     FULL = "FULL"  # not written: the byte budget is used up; append the same again later
-    STOPPED = "STOPPED"  # not written: the run has ended or is gone
+    STOPPED = "STOPPED"  # not written: the run has ended or is gone, or the producer was retired
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ _APPEND = """
 --       10 cap of the episodes stream, 11 process ms, 12 and 13 ms waited for allowance and room, 14... fields
 local state = redis.call('HMGET', KEYS[1], 'status', 'allowance', 'version', 'allowance_id', 'max_bytes',
   'appended_fragments', 'appended_steps', 'appended_bytes', 'trimmed_bytes', 'players', 'crashes', 'claim',
-  'claim_until_ms', 'first_step_ms')
+  'claim_until_ms', 'first_step_ms', 'retired')
 local status, allowance, version = state[1], tonumber(state[2] or 0), tonumber(state[3] or -1)
 local allowance_id, max_bytes = state[4] or '0-0', tonumber(state[5] or 0)
 local fragments, steps = tonumber(state[6] or 0), tonumber(state[7] or 0)
@@ -109,6 +109,9 @@ if last then
     string.match(last, '^(%d+) (%d+) (%d+) (%d+) (%S+) (%d+) (%d+) (%S+)$')
 end
 played, count, doubles = tonumber(played or 0), tonumber(count or 0), tonumber(doubles or 0)
+if not last and tonumber(ARGV[1]) <= tonumber(state[15] or 0) then  -- retired; what it repeats is known no more
+  return {'STOPPED', version, allowance_id, 0}
+end
 if incarnation == ARGV[2] and tonumber(ARGV[3]) <= tonumber(seq) then
   redis.call('HINCRBY', KEYS[1], 'duplicates', 1)
   redis.call('HSET', KEYS[5], ARGV[1], table.concat(
