@@ -27,6 +27,7 @@ from ddrl.store import ledger
 
 LIMIT_S = 180.0  # for going on
 QUIET_S = (0.5, 4.0)  # between going on and the next fault
+MOST_EVENTS = 20  # told of one by one in the report
 AT_ONCE = 0.2  # probability that the next fault does not wait for recovery
 _COLUMNS = ("appended", "consumed", "waiting", "trimmed", "refused", "difference", "duplicates")
 TRACE = "Traceback (most recent call last)"
@@ -123,10 +124,16 @@ def report(fleet: SoakFleet, seed: int, events: list[Event], audits: dict[str, l
     for role, (early, late) in fleet.growth().items():
         memory = f"{early.memory_bytes / MIB:.0f} MiB | {late.memory_bytes / MIB:.0f} MiB"
         lines.append(f"| {role} | {memory} | {early.files} | {late.files} |")
-    lines += ["", "## What happened", "", "| at | fault | | went on after |", "|---|---|---|---|"]
-    for event in events:
-        after = "the next came at once" if event.recovery_s is None else f"{event.recovery_s:.1f} s"
-        lines.append(f"| {event.at_s:.0f} s | {event.name} | {event.words} | {after} |")
+    slowest = sorted((e for e in events if e.recovery_s is not None), key=lambda e: -(e.recovery_s or 0.0))
+    lines += [
+        "",
+        f"## The {MOST_EVENTS} slowest",
+        "",
+        "| at | fault | | went on after |",
+        "|---|---|---|---|",
+    ]
+    for event in slowest[:MOST_EVENTS]:
+        lines.append(f"| {event.at_s:.0f} s | {event.name} | {event.words} | {event.recovery_s:.1f} s |")
     traces = Counter(
         text.splitlines()[-1][:200]
         for process in fleet.processes.started

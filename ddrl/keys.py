@@ -12,7 +12,7 @@
 | ddrl:worker:<node>:<host>:<pid>   | string | worker                | status, dispatcher  | heartbeat, expires |
 | ddrl:broker:*                     |        | Celery                | Celery              | messages waiting; Celery's own keys |
 | ddrl:{run}:spec                   | string | submit                | all                 | the run's |
-| ddrl:{run}:state                  | hash   | all                   | all                 | the run's; status, reason, counters, allowance, share of the fleet |
+| ddrl:{run}:state                  | hash   | all                   | all                 | the run's; status, reason, counters, allowance, share of the fleet, last producer retired |
 | ddrl:{run}:initial                | string | submit                | learner             | weights to begin with, safetensors; the run's |
 | ddrl:{run}:lease                  | string | learner               | learner             | token of the learner, expires |
 | ddrl:{run}:allowance              | stream | learner               | collector           | one entry: env steps that may be played, latest version |

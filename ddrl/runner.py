@@ -138,7 +138,10 @@ def learn(
     while not interrupt.event.is_set():
         try:
             if rescued is not None:
-                copies.plant(client, run, folder / run, rescued.seed)
+                is_planted = copies.plant(client, run, folder / run, rescued.seed)
+                if not is_planted and runs.status(client, run) is None:  # emptied again meanwhile
+                    interrupt.event.wait(RETRY_S)
+                    continue
             token = claim.take(interrupt.event)
             patience.over()
             if token is None:

@@ -121,6 +121,7 @@ class Service:
     def begin(self, feed: Feed, version: int, parameters: Tensors | None) -> None:
         """Tell the server where the learner stands; `parameters` are published, else `version` is as it was."""
         self._accounts.retire(*ledger.retired(self._client, self._run))
+        self._accounts.rewind(runs.state(self._client, self._run).appended_fragments)
         rows, cursor = self._accounts.rows, self._accounts.cursor
         self._accounts.changes()
         self.published_updates = self._board.updates
@@ -251,10 +252,8 @@ class Service:
         checkpoint = self.retention.checkpoint
         if time.monotonic() >= self._retire_at and checkpoint is not None:
             self._retire_at = time.monotonic() + RETIRE_EVERY_S
-            if ledger.retire(
-                self._client, self._run, self._token, checkpoint.ledger, silent_s=RETIRE_AFTER_S
-            ):
-                self._accounts.retire(*ledger.retired(self._client, self._run))
+            ledger.retire(self._client, self._run, self._token, checkpoint.ledger, silent_s=RETIRE_AFTER_S)
+            self._accounts.retire(*ledger.retired(self._client, self._run))
 
     def _tell_refused(self) -> None:
         while self._board.gone:

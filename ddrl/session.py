@@ -76,8 +76,7 @@ class Session:
         self._copier = copies.Copier(folder)
         self._leaving = contextlib.ExitStack()
         self._patience = Patience(client)
-        self._status = "active"
-        self._asker = ""  # who asked for the run
+        self._status, self._asker = "active", ""  # and who asked for the run
         self._end: tuple[str, str] | None = None  # (status, reason)
         self._error: Exception | None = None
         self._given = rescued
@@ -262,21 +261,22 @@ class Session:
 
     def _heed(self) -> None:
         """Hear what others want of the run: pause, stop, other settings, the run itself."""
-        status, config_version, self._asker, version = lease.word(self._client, self._run)
-        if status is None:
+        seen = self._learner.accounts.fragments  # asked first, for they grow
+        word = lease.word(self._client, self._run)
+        if word.status is None:
             raise lease.RunGoneError(f"run {self._run}: the server does not know it any more")
-        self._status = status
-        if version < self._learner.version:
-            self._learner.service.fallen_to = version
+        self._status, self._asker = word.status, word.asker
+        if word.version < self._learner.version or word.fragments < seen:
+            self._learner.service.fallen_to = word.version
         if self._status == "active" and not self._asker:
             self._notice_fall()
         if self._status == "paused":
             self._learner.skip(STATUS_S)
         elif self._status != "active" or self._asker:
             self._learner.stopping.set()
-        if config_version != self._config_version:
+        if word.config_version != self._config_version:
             self._config = runs.config(self._client, self._run)
-            self._config_version = config_version
+            self._config_version = word.config_version
             self._learner.adopt(self._config)
             self._referee.adopt(self._config.evaluation, self._config.stop)
 
@@ -286,7 +286,7 @@ class Session:
         if service.fallen_to is None or self.is_ahead:
             return
         text = f"the server came back older, at version {service.fallen_to}"
-        log.warning("%s: %s; what it had acknowledged since is lost to others", self._run, text)
+        log.warning("%s: %s; what it acknowledged since is lost", self._run, text)
         service.note("older", text)
         self.is_ahead = True
         self._learner.stopping.set()

@@ -56,7 +56,8 @@ class Site:
 
     @property
     def fence(self) -> int:
-        return int(self.client.hget(keys.state(self.run), "fence") or 0)
+        """How often the run was taken."""
+        return int(self.client.hget(keys.state(self.run), "fence") or 0) >> 16
 
     @property
     def folder(self) -> Path:
@@ -66,7 +67,7 @@ class Site:
     def copied_by(self) -> int:
         """Fencing token of the learner whose copy of the checkpoint is in the run's folder; 0 where there is none."""
         with contextlib.suppress(FileNotFoundError):
-            return int(json.loads((self.folder / copies.FOLDER / copies.POINTER).read_bytes())["token"])
+            return int(json.loads((self.folder / copies.FOLDER / copies.POINTER).read_bytes())["token"]) >> 16
         return 0
 
     def stall(self, learner: Process) -> None:

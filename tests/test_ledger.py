@@ -22,7 +22,7 @@ from ddrl.config import RunConfig
 from ddrl.learner import Learner
 from ddrl.replay.accounts import Accounts
 from ddrl.replay.feed import Staged
-from ddrl.store import ledger, runs, seeds, stream
+from ddrl.store import lease, ledger, runs, seeds, stream
 from ddrl.store.checkpoints import Counters
 from ddrl.store.ledger import RETIRED, STRANGER, Row
 from ddrl.store.stream import Answer
@@ -116,6 +116,30 @@ def test_one_row_stands_for_those_that_went() -> None:
     assert accounts.changes()[0] == {RETIRED: Row(consumed=3, refused=1)}  # nothing of those that went
     accounts.retire(3, set())
     assert accounts.rows == {9: stays[9], RETIRED: Row(consumed=4, refused=1)}
+
+
+def test_who_was_retired_is_known_no_more_and_who_did_not_append_is_still_objected_to() -> None:
+    accounts = Accounts()
+    for number in range(4):
+        accounts.take(staged(number + 1, number % 2, number // 2), consumed=True)
+    accounts.retire(1, {0})
+    assert (
+        accounts.objection(staged(2, 1, 0)) == "no append wrote it: its counts are old"
+    )  # a copy of its first one
+    assert accounts.objection(staged(5, 9, 0)) == accounts.objection(staged(3, 9, 0)) == ""
+
+
+def test_where_the_server_came_back_older_what_is_appended_then_is_taken() -> None:
+    accounts = Accounts()
+    for number in range(9):
+        accounts.take(staged(number + 1, 1, number), consumed=True)
+    late = staged(7, 1, 11)  # counted from less, and with a gap
+    assert accounts.objection(late) == "no append wrote it: its counts are old"
+    accounts.rewind(9)
+    assert accounts.objection(late) and accounts.fragments == 9
+    accounts.rewind(6)
+    assert not accounts.objection(late) and accounts.take(late, consumed=True) == ""
+    assert accounts.take(staged(9, 1, 13), consumed=True).startswith("1 fragment between")
 
 
 # --- on a real server ------------------------------------------------------------------------------------
@@ -362,3 +386,22 @@ def test_who_has_appended_since_the_checkpoint_stays(client: Redis, server) -> N
     audit = ledger.audit(client, run)
     assert audit.is_balanced and audit.strangers == 0 and set(audit.accounts) == {RETIRED}
     assert audit.total("appended") == counters.admitted
+
+
+def test_what_a_worker_may_write_hinders_no_learner(client: Redis, server) -> None:
+    run = start(client, config())
+    token = take(client, run)
+    for _ in range(2):
+        play_steps(client, run, token, 100)
+    counters = learned(client, server.url, run).service.retention.checkpoint
+    token, digits = take(client, run), "9" * 5000
+    assert counters is not None
+    client.hset(keys.producers(run), digits, "no producer")
+    client.hset(keys.producers(run), "2", f"7 0 0 {digits} h {digits} 0 n")
+    client.hset(keys.state(run), mapping={"retired": digits, "version": digits, "config_version": "x"})
+    assert lease.word(client, run).version == -1
+    assert ledger.retired(client, run) == (0, {1, 2})
+    client.hset(keys.state(run), "retired", "0")
+    assert ledger.retire(client, run, token, counters.ledger, silent_s=0.0) == 1
+    client.hset(keys.producers(run), str(RETIRED), "spoiled")
+    assert ledger.retire(client, run, token, counters.ledger, silent_s=0.0) == 0

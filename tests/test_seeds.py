@@ -303,7 +303,10 @@ def test_a_learner_that_stalls_while_it_sweeps_leaves_its_successors_checkpoint(
     client.set(keys.checkpoint_part(run, first - 1, 7, 0), b"half")
     scan = client.scan_iter
 
+    second = 0
+
     def stalled(**options):
+        nonlocal second
         monkeypatch.undo()
         second = lease.acquire(client, run, host="there", folder="/tmp", force=True)
         checkpoints.save(client, run, second, b"whole", {"updates": 1})
@@ -313,4 +316,4 @@ def test_a_learner_that_stalls_while_it_sweeps_leaves_its_successors_checkpoint(
     with pytest.raises(lease.LeaseLostError):
         checkpoints.sweep(client, run, first)
     assert checkpoints.load(client, run) == (b"whole", {"updates": 1})
-    assert checkpoints.sweep(client, run, first + 1) == 1
+    assert checkpoints.sweep(client, run, second) == 1

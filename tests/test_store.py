@@ -69,6 +69,26 @@ def test_a_run_is_created_active_and_found_by_prefix(client: Redis, run: str) ->
         runs.resolve(client, "nope")
 
 
+def test_a_holder_whom_an_older_server_has_forgotten_is_no_holder_and_its_token_is_nobodys(
+    client: Redis, run: str
+) -> None:
+    before = client.hgetall(keys.state(run))
+    token = take(client, run)
+    client.delete(keys.state(run), keys.lease(run))
+    client.hset(keys.state(run), mapping=before)
+    for write in (
+        lambda: lease.renew(client, run, token),
+        lambda: runs.set_status(client, run, "failed", "", token=token),
+    ):
+        with pytest.raises(lease.RunGoneError, match="or older"):
+            write()
+    again = take(client, run)
+    assert again != token and again >> 16 == token >> 16
+    with pytest.raises((lease.RunGoneError, lease.LeaseLostError)):
+        lease.renew(client, run, token)
+    assert runs.status(client, run) == "active"
+
+
 def test_append_counts_cumulatively_and_answers_by_the_allowance(client: Redis, run: str) -> None:
     assert append(client, run, 0).answer is Answer.WAIT  # nothing is allowed yet
     token = take(client, run)
@@ -334,6 +354,8 @@ def test_heartbeats_list_the_living(client: Redis) -> None:
     assert workers.alive(client) == [] and not client.exists(keys.WORKERS)
     workers.beat(client, second)  # it was only late
     assert workers.alive(client) == [second]
+    client.sadd(keys.WORKERS, b"\xff")
+    assert workers.alive(client) == [second] and client.scard(keys.WORKERS) == 1
 
 
 def test_metrics_rows_are_read_from_a_cursor(client: Redis, run: str) -> None:

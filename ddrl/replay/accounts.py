@@ -30,6 +30,7 @@ class Accounts:
         self._changed: dict[int, Row] = {}
         self._fragments = 0  # count of the stream at the cursor; -1: not known
         self._strange: list[bytes] = []  # entries held that are no fragments
+        self._retired = -1  # the last producer that may have gone into the row of RETIRED
         self.cursor = b"0-0"
         """The last entry taken from the stream."""
         self.consumed = self.refused = 0
@@ -44,10 +45,11 @@ class Accounts:
         """Why an entry is no fragment that was acknowledged; empty where it is one."""
         if staged.producer == STRANGER:
             return "no append wrote it"
-        if self._is_repeated(staged):
-            newest = self._rows[staged.producer].last_seq
+        newest = self._newest(staged)
+        if staged.seq <= newest:
             return f"producer {staged.producer}: fragment {staged.seq} is repeated, its newest is {newest}"
-        if not self._is_counted(staged) and staged.seq != self._expected(staged):
+        is_known = staged.producer in self._rows or staged.producer > self._retired
+        if not self._is_counted(staged) and (staged.seq != newest + 1 or not is_known):
             return "no append wrote it: its counts are old"
         return ""
 
@@ -87,9 +89,20 @@ class Accounts:
         with self._lock:
             self._changed = {**changed, **self._changed}
 
+    @property
+    def fragments(self) -> int:
+        """Count of the stream at the cursor; -1: not known."""
+        return self._fragments
+
+    def rewind(self, appended: int) -> None:
+        """Believe no count beforehand where the server has appended fewer than were read: it came back older."""
+        if appended < self._fragments:
+            self._fragments = -1
+
     def retire(self, last: int, known: Collection[int]) -> None:
         """One row stands for those up to producer `last` that are not `known`, as `ledger.retired` tells them."""
         with self._lock:
+            self._retired = last
             for producer in [p for p in self._rows if 0 <= p <= last and p not in known]:
                 row = self._rows.pop(producer)
                 self._changed.pop(producer, None)
@@ -116,24 +129,19 @@ class Accounts:
         self._fragments = counters.fragments
         self._strange = [entry_id.encode() for entry_id in counters.strange]
 
-    def _is_repeated(self, staged: Staged) -> bool:
-        """Whether its producer's newest fragment is this one or a later one."""
-        row = self._rows.get(staged.producer)
-        return row is not None and row.incarnation == staged.incarnation and staged.seq <= row.last_seq
-
     def _is_counted(self, staged: Staged) -> bool:
         """Whether the stream's count has grown with it."""
         return staged.producer != STRANGER and staged.cumulative_fragments > max(self._fragments, 0)
 
-    def _expected(self, staged: Staged) -> int:
-        """The next number of its producer."""
+    def _newest(self, staged: Staged) -> int:
+        """The number of its producer's newest fragment; -1 where there is none of its incarnation."""
         row = self._rows.get(staged.producer)
-        return row.last_seq + 1 if row is not None and row.incarnation == staged.incarnation else 0
+        return row.last_seq if row is not None and row.incarnation == staged.incarnation else -1
 
     def _claim(self, staged: Staged) -> None:
         """Move on to a producer's fragment; of those gone, its own are the ones that it appended in between."""
         row, stranger = self._rows.get(staged.producer, Row()), self._rows.get(STRANGER, Row())
-        own = min(staged.seq - self._expected(staged), stranger.unread)
+        own = min(staged.seq - self._newest(staged) - 1, stranger.unread)
         if own > 0:
             self._add(STRANGER, unread=-own)
         self._write(

@@ -157,7 +157,7 @@ def bring_back(client: Redis, name: str, folder: Path) -> str:
 def plant(
     client: Redis, run: str, folder: Path, held: Seed | None = None, *, deleted_too: bool = False
 ) -> bool:
-    """Put a run back onto a server that has lost it, and say so; False if somebody else has.
+    """Put a run back onto a server that has lost it, and say so; False if somebody else has, or it went again.
 
     Args:
         client: connection to the server.

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 from redis import Redis
@@ -27,18 +28,22 @@ TTL_MS = 3_000
 FENCE = """
 local fence = redis.call('HGET', KEYS[1], 'fence')
 if not fence then return redis.error_reply('GONE the server does not know the run') end
+if tonumber(fence) < tonumber(ARGV[1]) then return redis.error_reply('GONE the server came back older') end
 if fence ~= ARGV[1] then return redis.error_reply('FENCED another learner took over') end
 """
 
 _ACQUIRE = """
 -- KEYS: state hash, lease string. ARGV: time to live in ms, host, folder, force (1|0).
--- Returns the token, or 0 if held or gone.
+-- Returns the token, or 0 if held or gone: how often the run was taken, and microseconds, so that no two are the same
+-- where the server came back older and has forgotten one.
 if redis.call('HEXISTS', KEYS[1], 'status') == 0 then return 0 end
 if ARGV[4] ~= '1' and redis.call('EXISTS', KEYS[2]) == 1 then return 0 end
 redis.call('HDEL', KEYS[1], 'handover')  -- first: at maxmemory a script may write only after what adds nothing
-local token = redis.call('HINCRBY', KEYS[1], 'fence', 1)
-redis.call('HSET', KEYS[1], 'host', ARGV[2], 'folder', ARGV[3], 'reason', '')
-redis.call('SET', KEYS[2], token, 'PX', ARGV[1])
+local turn = math.floor((redis.call('HGET', KEYS[1], 'fence') or 0) / 65536) + 1
+local token = turn * 65536 + redis.call('TIME')[2] % 65536
+local text = string.format('%.0f', token)
+redis.call('HSET', KEYS[1], 'fence', text, 'host', ARGV[2], 'folder', ARGV[3], 'reason', '')
+redis.call('SET', KEYS[2], text, 'PX', ARGV[1])
 return token
 """
 
@@ -117,12 +122,37 @@ def kept(run: str, token: int, *, is_alive: Callable[[], bool] = lambda: True) -
         keeper.join(1.0)  # longer where the server does not answer
 
 
-def word(client: Redis, run: str) -> tuple[str | None, int, str, int]:
-    """What its holder must hear of: status (None: the run is gone), `config_version`, who asks for it, `version`."""
-    raw = client.hmget(keys.state(run), ["status", "config_version", "handover", "version"])
-    status, config, host, version = cast("list[bytes | None]", raw)
-    told = None if status is None else status.decode()
-    return told, int(config or 0), (host or b"").decode(), int(version or -1)
+@dataclass(frozen=True)
+class Word:
+    """What a run's holder must hear of.
+
+    Attributes:
+        status: None where the run is gone.
+        config_version: of its settings.
+        asker: who wants the run.
+        version: latest of the weights, as the server knows; -1: none.
+        fragments: appended, as the server knows.
+    """
+
+    status: str | None
+    config_version: int
+    asker: str
+    version: int
+    fragments: int
+
+
+def word(client: Redis, run: str) -> Word:
+    """What the server says of a run now; workers write the same hash, so no number there is taken on trust."""
+    names = ["status", "config_version", "handover", "version", "appended_fragments"]
+    raw = cast("list[bytes | None]", client.hmget(keys.state(run), names))
+    status, config, asker, version, fragments = (
+        None if value is None else value.decode(errors="replace") for value in raw
+    )
+
+    def number(text: str | None, default: int) -> int:
+        return int(text) if text and text.isascii() and text.isdigit() and len(text) < 20 else default
+
+    return Word(status, number(config, 0), asker or "", number(version, -1), number(fragments, 0))
 
 
 def free(client: Redis, names: Sequence[str]) -> list[tuple[str, str]]:
@@ -141,7 +171,7 @@ def fenced(client: Redis, script: str, script_keys: list[str], token: int, *args
 
     Raises:
         LeaseLostError: the token is not the newest.
-        RunGoneError: the run is not there.
+        RunGoneError: the run is not there, or is as it was before the token was given.
     """
     try:
         return client.eval(script, len(script_keys), *script_keys, token, *args)
@@ -150,6 +180,6 @@ def fenced(client: Redis, script: str, script_keys: list[str], token: int, *args
             raise LeaseLostError("another learner took this run over; this one has stopped writing") from None
         if "GONE" in str(error):
             raise RunGoneError(
-                f"{script_keys[0]}: is gone from the server; was it restarted without its data?"
+                f"{script_keys[0]}: is gone from the server, or older; was it restarted without its data?"
             ) from None
         raise

@@ -27,9 +27,9 @@ AUDITS = 10  # at most, of a run that goes on meanwhile
 STRANGER = -1  # the producer of entries that no append wrote
 RETIRED = -2  # stands for producers that were silent for long
 _BATCH = 200  # producers retired in one script
-_KNOWN = re.compile(
-    rb"\d+ \d+ \d+ (?P<ms>\d+) \S+ (?P<fragments>\d+) \d+ \S+"
-)  # of a producer; workers write it
+_KNOWN = re.compile(  # of a producer; workers write it
+    rb"\d{1,15} \d{1,15} \d{1,15} (?P<ms>\d{1,15}) \S+ (?P<fragments>\d{1,15}) \d{1,15} \S+"
+)
 
 
 @dataclass(frozen=True)
@@ -154,6 +154,9 @@ local function add(sums, text, pattern)
   for i, value in ipairs({string.match(text, pattern)}) do sums[i] = sums[i] + tonumber(value) end
 end
 local ROW, KNOWN = '^(%d+) (%d+) (%d+) ', '^%d+ %d+ (%d+) %d+ %S+ (%d+) (%d+) '
+local own, stands = redis.call('HGET', KEYS[3], ARGV[2]), redis.call('HGET', KEYS[2], ARGV[2])
+own, stands = own or '0 0 0 0 -1', stands or '0 0 0 0 - 0 0 -'
+if not (string.match(own, ROW) and string.match(stands, KNOWN)) then return 0 end
 local num = 0
 for i = 3, #ARGV, 3 do
   if redis.call('HGET', KEYS[2], ARGV[i]) == ARGV[i + 1] and redis.call('HGET', KEYS[3], ARGV[i]) == ARGV[i + 2] then
@@ -165,8 +168,8 @@ for i = 3, #ARGV, 3 do
   end
 end
 if num == 0 then return 0 end
-add(row, redis.call('HGET', KEYS[3], ARGV[2]) or '0 0 0 ', ROW)
-add(known, redis.call('HGET', KEYS[2], ARGV[2]) or '0 0 0 0 - 0 0 ', KNOWN)
+add(row, own, ROW)
+add(known, stands, KNOWN)
 local function plain(value) return string.format('%.0f', value) end
 redis.call('HSET', KEYS[1], 'retired', plain(last))
 redis.call('HSET', KEYS[3], ARGV[2], table.concat({plain(row[1]), plain(row[2]), plain(row[3]), '0 -1'}, ' '))
@@ -214,7 +217,12 @@ def retired(client: Redis, run: str) -> tuple[int, set[int]]:
     """The last producer that was retired, and those that are known: who is neither later nor known was retired."""
     last = cast("bytes | None", client.hget(keys.state(run), "retired"))  # first: later ones may be new then
     known = cast("list[bytes]", client.hkeys(keys.producers(run)))
-    return int(last or 0), {int(producer) for producer in known if producer.isdigit()}
+    return (_number(last or b"0") or 0), {number for name in known if (number := _number(name)) is not None}
+
+
+def _number(text: bytes) -> int | None:
+    """What workers may write too is not taken on trust."""
+    return int(text) if text.isdigit() and len(text) < 16 else None
 
 
 def audit(client: Redis, run: str, *, on_entries: Callable[[int, int], None] | None = None) -> Audit:

@@ -91,10 +91,14 @@ def sending(run: str, source: str) -> Iterator[None]:
     client = connection.connect()
     sender = Handler(client, run, source)
     lines: queue.Queue[logging.LogRecord | None] = queue.Queue(MOST_WAITING)
+    over = threading.Event()
 
     def send() -> None:
-        while (record := lines.get()) is not None:
-            sender.handle(record)
+        while not (over.is_set() and lines.empty()):
+            with contextlib.suppress(queue.Empty):
+                record = lines.get(timeout=1.0)
+                if record is not None:
+                    sender.handle(record)
         client.close()
 
     thread = threading.Thread(target=send, name="logs", daemon=True)
@@ -106,6 +110,7 @@ def sending(run: str, source: str) -> Iterator[None]:
         yield
     finally:
         logging.getLogger("ddrl").removeHandler(handler)
+        over.set()
         with contextlib.suppress(queue.Full):
-            lines.put(None, timeout=PARTING_S)
+            lines.put_nowait(None)  # so that it looks
         thread.join(PARTING_S)

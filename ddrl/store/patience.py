@@ -28,6 +28,7 @@ class Patience:
         self._client = client
         self._since = 0.0
         self._said = ""
+        self._is_spoiled = False  # the server's append-only file, perhaps
 
     def bear(self, error: Exception) -> None:
         """Take an error of the server that waiting may mend; raise any other."""
@@ -38,12 +39,14 @@ class Patience:
         if text != self._said:
             log.warning("%s; waiting for it", text)
         self._said = text
+        self._is_spoiled |= text == connection.DISK_FULL
 
     def over(self) -> None:
         """The server has served."""
         if self._since:
             log.info("the server serves again after %.0f s", time.monotonic() - self._since)
-            if self._said == connection.DISK_FULL:
+            if self._is_spoiled:
                 with contextlib.suppress(*connection.HINDRANCES):
-                    self._client.bgrewriteaof()
-        self._since, self._said = 0.0, ""
+                    if self._client.info("persistence").get("aof_enabled"):
+                        self._client.bgrewriteaof()
+        self._since, self._said, self._is_spoiled = 0.0, "", False

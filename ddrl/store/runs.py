@@ -201,6 +201,7 @@ _SET_STATUS = """
 if ARGV[1] ~= '0' then
   local fence = redis.call('HGET', KEYS[1], 'fence')
   if not fence then return redis.error_reply('GONE the server does not know the run') end
+  if tonumber(fence) < tonumber(ARGV[1]) then return redis.error_reply('GONE the server came back older') end
   if fence ~= ARGV[1] then return redis.error_reply('FENCED another learner took over') end
 end
 local now = redis.call('HGET', KEYS[1], 'status')

@@ -162,6 +162,10 @@ def plant(client: Redis, seed: Seed, *, deleted_too: bool = False) -> bool:
         "allowance": 0,  # until the learner has published
         "waiting": 0,
         "fence": token,
+        # Whoever is known and not planted appends no more: it may have been retired since the state was read.
+        "retired": max(
+            [int(state.get("retired", 0)), *(int(p) for p in seed.known.producers if int(p) not in rows)]
+        ),
     }
     # The weights of before are gone, so the checkpoint's own, if any, are published again as the next version.
     pointer = checkpoints.store_parts(client, run, token, 0, seed.blob, {**seed.meta, "version": -1})

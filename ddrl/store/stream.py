@@ -183,7 +183,7 @@ def append(
     host: str = "-",
     node: str = "-",
 ) -> Appended:
-    """Append one fragment, once: repeating the call writes nothing more and answers as the first time.
+    """Append one fragment, once: repeating the call writes nothing more and answers as the first time, or STOPPED.
 
     Args:
         fields: the encoded fragment.

@@ -79,8 +79,8 @@ def _name(heartbeat: Heartbeat) -> str:
 
 def alive(client: Redis) -> list[Heartbeat]:
     """All workers heard of within TTL_S, by name; those of a version that says other things are left out."""
-    names = sorted(name.decode() for name in cast("set[bytes]", client.smembers(keys.WORKERS)))
-    raw = cast("list[bytes | None]", client.mget(map(keys.worker, names))) if names else []
+    names, prefix = sorted(cast("set[bytes]", client.smembers(keys.WORKERS))), keys.worker("").encode()
+    raw = cast("list[bytes | None]", client.mget([prefix + name for name in names])) if names else []
     found = []
     for value in raw:
         if value is not None:
