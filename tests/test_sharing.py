@@ -135,9 +135,11 @@ def test_processes_that_wait_for_an_allowance_serve_other_runs(client: Redis, un
     until(lambda: runs.state(client, satisfied).appended_steps >= 200)
     hungry = start(client, config())
     until(lambda: len(segments.players(client, hungry)) == PROCESSES)
-    until(  # and what it sent while it was alone is taken
-        lambda: not segments.players(client, satisfied) and not runs.state(client, satisfied).waiting
-    )
+    for _ in range(
+        2
+    ):  # and what it sent while it was alone is taken; who has just taken one begins within a second
+        until(lambda: not segments.players(client, satisfied) and not runs.state(client, satisfied).waiting)
+        time.sleep(1.0)
     before = process_s(client, satisfied, hungry)
     time.sleep(3.0)
     idle, busy = (

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ddrl.cli.output import Json, Run, emit, note, say, server, table
+from ddrl.cli.output import Json, Run, counted, emit, note, say, server, table
 from ddrl.store import ledger, runs
 from ddrl.store.ledger import RETIRED
 
@@ -69,7 +69,7 @@ def _show(run: str, found: Audit, *, goes_on: bool, everyone: bool) -> None:
         _row("retired" if producer == RETIRED else f"{producer}", account.host, account)
         for producer, account in shown
     ]
-    totals = ("total", f"{len(accounts)} producers", *(f"{found.total(name):,}" for name in COUNTS))
+    totals = ("total", counted(len(accounts), "producer"), *(f"{found.total(name):,}" for name in COUNTS))
     table(_HEADER, [*rows, totals], left=("producer", "host"))
     if len(shown) < len(accounts):
         note(f"{len(accounts) - len(shown)} balanced producers not shown; see all with --all")

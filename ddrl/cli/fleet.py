@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from ddrl.cli import hints
-from ddrl.cli.output import Client, InputError, Json, duration, emit, say, server, size, table
+from ddrl.cli.output import Client, InputError, Json, counted, duration, emit, say, server, size, table
 from ddrl.cli.watcher import Figures
 from ddrl.store import runs, segments, workers
 from ddrl.store.run_state import Rival
@@ -185,9 +185,10 @@ def _closing(report: Mapping[str, Any]) -> str:
     processes, hosts = sum(worker["processes"] for worker in present), {worker["host"] for worker in present}
     if not present:
         return "no workers; start `celery -A ddrl worker` on every machine that is to play"
+    playing = sum(sum(worker["playing"].values()) for worker in present)
     lines = [
-        f"{len(hosts)} machines, {len(present)} workers, {processes} processes, "
-        f"{sum(sum(worker['playing'].values()) for worker in present)} of them playing {len(report['runs'])} runs"
+        f"{counted(len(hosts), 'machine')}, {counted(len(present), 'worker')}, {counted(processes, 'process', 'es')}, "
+        f"{playing} of them playing {counted(len(report['runs']), 'run')}"
     ]
     for package, versions in report["versions_differ"].items():
         parts = (f"{version} on {', '.join(hosts_of)}" for version, hosts_of in versions.items())

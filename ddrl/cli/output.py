@@ -132,6 +132,11 @@ def _wrapped(text: str, file: TextIO) -> str:
     return "\n".join(textwrap.fill(line, _columns(file), **options) for line in text.splitlines())
 
 
+def counted(num: int, noun: str, ending: str = "s") -> str:
+    """A number of things: "1 machine", "2 machines"."""
+    return f"{num:,} {noun}{ending * (num != 1)}"
+
+
 def duration(seconds: float) -> str:
     """Seconds as "9s", "3m05s", "2h10m" or "3d04h"."""
     whole = max(0, int(seconds))
