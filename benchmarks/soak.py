@@ -87,6 +87,7 @@ def report(fleet: SoakFleet, seed: int, events: list[Event], audits: dict[str, l
         "",
         f"**{len(events)} faults; {'no findings' if not fleet.findings.words else 'FINDINGS'}.**",
         *(f"- {words}" for words in fleet.findings.words),
+        *(f"- begun again, as by a service manager: {words}" for words in fleet.restarted),
         "",
         "## The ledger",
         "",
@@ -135,7 +136,7 @@ def report(fleet: SoakFleet, seed: int, events: list[Event], audits: dict[str, l
     for event in slowest[:MOST_EVENTS]:
         lines.append(f"| {event.at_s:.0f} s | {event.name} | {event.words} | {event.recovery_s:.1f} s |")
     traces = Counter(
-        text.splitlines()[-1][:200]
+        next((line for line in text.splitlines()[1:] if line[:1].strip()), "cut off")[:200]
         for process in fleet.processes.started
         for text in process.text().split(TRACE)[1:]
     )

@@ -6,6 +6,7 @@ Every process is watched: what ends without having been ended, and what grows, i
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from ddrl.store import connection, ledger, runs, segments
 SAMPLE_S = 2.0
 NUM_LEARNERS, NUM_WORKERS = 3, 2
 MIB = 1024**2
+BEGUN = re.compile(r" ready\.|waits for runs")
 _ENDLESS: dict[str, Any] = {
     "stop": {"return": 100.0, "time": "10h"},  # out of reach
     "evaluation": {"every_s": 20, "near_every_s": 20, "num_episodes": 10},
@@ -78,6 +80,9 @@ class SoakFleet:
         self.learners: list[Process] = []
         self.workers: list[Process] = []
         self.runs: list[str] = []
+        self.restarted: list[
+            str
+        ] = []  # what ended while it began, as service managers know it: they begin it again
         self._seen: dict[str, dict[int, int]] = {}  # run -> producer -> fragments that were acknowledged
         self._began = time.monotonic()
         self._ended = threading.Event()
@@ -128,9 +133,13 @@ class SoakFleet:
         """Notice who ended by itself, and have as many as there should be."""
         for process in [*self.workers, *self.learners]:
             if not process.running:
-                self.findings.add(
+                words = (
                     f"{process.log.name} ended by itself with code {process.returncode}: {last_line(process)}"
                 )
+                if BEGUN.search(process.text()):
+                    self.findings.add(words)
+                else:
+                    self.restarted.append(words)
                 self.forget(process)
         while len(self.workers) < NUM_WORKERS:
             self.start_worker()
