@@ -194,16 +194,14 @@ def status(client: Redis, run: str) -> str | None:
     return value.decode() if value is not None else None
 
 
-_SET_STATUS = """
+_SET_STATUS = (
+    """
 -- KEYS: state, journal, runs that have not ended. ARGV: token (0: the operator), status, reason, ended (1|0), run, then
 -- the statuses it may replace. An end is final but for `active`, which resumes. HDEL comes first, for at maxmemory a
 -- script may write only where its first write frees.
-if ARGV[1] ~= '0' then
-  local fence = redis.call('HGET', KEYS[1], 'fence')
-  if not fence then return redis.error_reply('GONE the server does not know the run') end
-  if tonumber(fence) < tonumber(ARGV[1]) then return redis.error_reply('GONE the server came back older') end
-  if fence ~= ARGV[1] then return redis.error_reply('FENCED another learner took over') end
-end
+if ARGV[1] ~= '0' then"""
+    + FENCE
+    + """end
 local now = redis.call('HGET', KEYS[1], 'status')
 if now == ARGV[2] and redis.call('HGET', KEYS[1], 'reason') == ARGV[3] then return 1 end  -- said before
 for i = 6, #ARGV do
@@ -224,6 +222,7 @@ for i = 6, #ARGV do
 end
 return 0
 """
+)
 
 
 def set_status(client: Redis, run: str, new: str, reason: str, *, token: int | None = None) -> bool:

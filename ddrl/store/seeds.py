@@ -127,9 +127,8 @@ return 1
 def plant(client: Redis, seed: Seed, *, deleted_too: bool = False) -> bool:
     """Put a run onto a server that does not know it, whole or not at all; False where it is there already.
 
-    Also where the server was emptied anew meanwhile: try again.
-
-    Whoever acquires its lease then goes on from the seed's checkpoint.
+    False too where the server was emptied anew meanwhile; try again then. Whoever acquires its lease then goes on from
+    the seed's checkpoint.
 
     Args:
         client: connection to the server.
