@@ -98,10 +98,12 @@ def fill(game: str, num_observations: int) -> tuple[int, int, int, float]:
     """Play so many observations into a server of its own; bytes used, observations, bytes of a frame, seconds."""
     import torch
 
-    from ddrl import config, submit, tensors
+    from ddrl import config
     from ddrl.algorithms import base
-    from ddrl.segment import Players, play
-    from ddrl.store import connection, lease, runs, weights
+    from ddrl.runs import submit
+    from ddrl.store import connection, runs, tensors, weights
+    from ddrl.store import leases as lease
+    from ddrl.worker.segment import Players, play
 
     settings = config.load(ROOT / "configs" / f"{game}.yaml", ["replay.max_bytes=4GB"])
     with server() as url:

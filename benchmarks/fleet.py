@@ -39,7 +39,8 @@ def settings(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def learn(run: str) -> None:
     """Be the run's learner, and print what its dispatcher cost."""
-    from ddrl import fleet, runner
+    from ddrl.learner import dispatcher as fleet
+    from ddrl.learner import run as runner
     from ddrl.store import connection
 
     ticks: list[tuple[float, float, int]] = []  # wall time, processor time, messages sent
@@ -71,7 +72,8 @@ def learn(run: str) -> None:
 
 def measure(arguments: argparse.Namespace, url: str, environment: dict[str, str]) -> dict[str, Any]:
     """Let the fleet play; the figures."""
-    from ddrl import config, submit
+    from ddrl import config
+    from ddrl.runs import submit
     from ddrl.store import connection, ledger, metrics, runs, segments
 
     client = connection.connect(url)

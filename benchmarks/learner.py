@@ -80,8 +80,10 @@ def fed_rate(environment: dict[str, str], core: int, other: int, seconds: float)
     os.environ.update({name: environment[name] for name in ("XDG_STATE_HOME", "XDG_RUNTIME_DIR")})
     os.environ.pop("DDRL_REDIS_URL", None)
     os.sched_setaffinity(0, {other})  # the embedded server, too, is started from here
-    from ddrl import config, embedded, submit
+    from ddrl import config
+    from ddrl.runs import submit
     from ddrl.store import connection, metrics, runs
+    from ddrl.store import server as embedded
 
     settings = config.load(CONFIG, ["stop.return=1000000", "evaluation.near=0"])
     with embedded.use() as url:

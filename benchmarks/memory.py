@@ -36,8 +36,10 @@ def main() -> None:
     with fresh_home() as environment:
         os.environ.update({name: environment[name] for name in ("XDG_STATE_HOME", "XDG_RUNTIME_DIR")})
         os.environ.pop("DDRL_REDIS_URL", None)
-        from ddrl import config, embedded, keys, submit
-        from ddrl.store import connection, runs
+        from ddrl import config
+        from ddrl.runs import submit
+        from ddrl.store import connection, keys, runs
+        from ddrl.store import server as embedded
 
         settings = config.load(CONFIG, overrides)
         with embedded.use() as url:

@@ -83,8 +83,10 @@ def measure(rounds: int, seconds: float) -> tuple[list[tuple[float, float]], lis
     with fresh_home() as environment, ExitStack() as stack:
         os.environ.update({name: environment[name] for name in ("XDG_STATE_HOME", "XDG_RUNTIME_DIR")})
         os.environ.pop("DDRL_REDIS_URL", None)
-        from ddrl import config, embedded, submit
+        from ddrl import config
+        from ddrl.runs import submit
         from ddrl.store import connection, metrics, runs
+        from ddrl.store import server as embedded
 
         client = connection.connect(stack.enter_context(embedded.use()))
         settings = config.load(CONFIG, WITHOUT_END)

@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 from ddrl.replay.rows import CompressedRows, DenseRows
 from ddrl.replay.samplers import stratified, uniform
-from ddrl.replay.sumtree import SumTree
+from ddrl.replay.sum_tree import SumTree
 from ddrl.replay.view import TransitionView, expected_rows
 from ddrl.types import Fragment
 

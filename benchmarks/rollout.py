@@ -56,10 +56,13 @@ def in_turns(
         os.sched_setaffinity(0, {other})
         import torch
 
-        from ddrl import celery, config, embedded, submit, tensors
+        from ddrl import celery, config
         from ddrl.algorithms import base
-        from ddrl.fleet import Dispatcher
-        from ddrl.store import connection, lease, runs, stream, weights, workers
+        from ddrl.learner.dispatcher import Dispatcher
+        from ddrl.runs import submit
+        from ddrl.store import connection, runs, stream, tensors, weights, workers
+        from ddrl.store import leases as lease
+        from ddrl.store import server as embedded
 
         settings = config.load(path, ["replay.max_bytes=4GB", *overrides])
         with embedded.use() as url:

@@ -14,9 +14,8 @@ from poison import COUNTERS, POISON, STRANGER
 from processes import ROOT
 from soak_fleet import SoakFleet
 
-from ddrl import keys
 from ddrl.celery import ROLLOUT
-from ddrl.store import runs
+from ddrl.store import keys, runs
 
 Fault = Callable[[SoakFleet, random.Random], str]
 

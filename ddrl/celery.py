@@ -38,9 +38,14 @@ from kombu.exceptions import OperationalError
 from kombu.transport import redis as transport
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
-from ddrl import embedded, envs, keys, monitoring, parent, presence, versions, watchdog
-from ddrl.presence import Presence, without_spaces
-from ddrl.store import connection, requests, workers
+from ddrl import envs
+from ddrl.envs import versions
+from ddrl.runs import monitoring, parent
+from ddrl.store import connection, keys, requests, workers
+from ddrl.store import server as embedded
+from ddrl.worker import heartbeat as presence
+from ddrl.worker import watchdog
+from ddrl.worker.heartbeat import Presence, without_spaces
 
 ROLLOUT, EVALUATE = "ddrl.rollout", "ddrl.evaluate"
 
@@ -85,7 +90,7 @@ def process_memory_bytes() -> int:
 
 
 try:
-    app = Celery("ddrl", broker=connection.broker_url(), include=["ddrl.tasks"])
+    app = Celery("ddrl", broker=connection.broker_url(), include=["ddrl.worker.tasks"])
     _memory_bytes = process_memory_bytes()
 except connection.StoreError as _error:  # `celery -A ddrl` would print a traceback
     raise SystemExit(f"ddrl: error: {_error}") from None
@@ -253,7 +258,7 @@ app.steps["worker"].add(PoolUp)
 @worker_process_init.connect  # type: ignore[untyped-decorator]
 def _warm_up(**_: Any) -> None:
     """Import what the first task needs, so that it starts at once; then say that this process is up."""
-    from ddrl.segment import prepare
+    from ddrl.worker.segment import prepare
 
     try:
         prepare(connection.connect())

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ddrl import tensors
 from ddrl.algorithms import base
+from ddrl.algorithms.recurrent_state import Memory, remember
 from ddrl.config import EnvConfig, RunConfig, validate
 from ddrl.envs import training_reward
-from ddrl.memory import Memory, remember
-from ddrl.stacking import FrameStack
-from ddrl.store import runs, weights
+from ddrl.envs.frame_stack import FrameStack
+from ddrl.store import runs, tensors, weights
 from ddrl.store.connection import StoreError
 from ddrl.types import EnvSpec
 

@@ -11,22 +11,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from private_server import PrivateServer as PrivateServer
-from private_server import wait_until as wait_until
-from processes import Processes
+from support.private_server import PrivateServer, require_program
+from support.processes import Processes
 
 from ddrl.store import connection
-from ddrl.supervisor import read, server_binary, try_lock, unlock
-
-
-def require_program() -> None:
-    """Skip where no server program is installed; in CI that is a failure."""
-    try:
-        server_binary()
-    except connection.StoreError as error:
-        if os.environ.get("CI"):
-            raise
-        pytest.skip(str(error))
+from ddrl.store.supervisor import read, try_lock, unlock
 
 
 @pytest.fixture(scope="module")

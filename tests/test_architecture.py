@@ -16,31 +16,26 @@ ROOT = Path(__file__).parents[1]
 MAX_LINES = 400
 
 _RANKED = (
-    "types keys parent sections watchdog",
-    "config codec tensors returns distributions modules memory history device stacking",
+    "types sections modules returns",
+    "config codec",
     "networks envs store",
-    "replay algorithms versions housekeeping monitoring sharing presence board records",
-    "service curve",
-    "collector evaluation learner fleet policy supervisor",
-    "embedded artifacts segment warmstart preparation",
-    "comparison results",
-    "celery",
-    "tasks",
-    "session submit crew",
-    "runner",
+    "replay algorithms celery",
+    "policy",
+    "runs",
+    "worker learner",
     "cli",
     "__main__ workers",
 )
 RANKS = {name: rank for rank, names in enumerate(_RANKED) for name in names.split()}
 
 WALLS = {  # library -> the units of ddrl that may import it
-    "redis": {"store", "embedded"},
-    "celery": {"celery", "tasks"},
-    "kombu": {"celery", "tasks"},
-    "billiard": {"celery", "tasks"},
+    "redis": {"store"},
+    "celery": {"celery", "worker"},
+    "kombu": {"celery", "worker"},
+    "billiard": {"celery", "worker"},
     "gymnasium": {"envs"},
 }
-WITHOUT_TORCH = ("types", "keys", "sections", "config", "store", "submit", "cli", "celery")
+WITHOUT_TORCH = ("types", "sections", "config", "store", "runs.submit", "cli", "celery")
 PICKLES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 FORBIDDEN_CALLS = {
     *("yaml.load", "yaml.load_all", "yaml.full_load", "yaml.unsafe_load", "torch.load", "torch.save"),

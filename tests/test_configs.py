@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ddrl import config, submit
+from ddrl import config
 from ddrl.algorithms import base
+from ddrl.runs import submit
 
 CONFIGS = sorted(Path("configs").glob("*.yaml"))
 

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import wait_until
-from processes import Processes
+from support.private_server import wait_until
+from support.processes import Processes
 
-from ddrl import keys
-from ddrl.store import ledger, metrics, runs, weights, workers
+from ddrl.store import keys, ledger, metrics, runs, weights, workers
 
 
 def test_one_command_does_everything_and_leaves_a_folder_and_no_process(

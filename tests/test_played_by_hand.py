@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from ddrl import config, envs, policy
-from ddrl.evaluation import evaluate
-from ddrl.memory import NO_MEMORY, Memory, fresh
+from ddrl.algorithms.recurrent_state import NO_MEMORY, Memory, fresh
+from ddrl.runs.evaluation import evaluate
 
 
 class Sensitive:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference_returns import make_fragment, slow_transitions
+from support.reference_returns import make_fragment, slow_transitions
 
 from ddrl.returns import n_step_return
 

@@ -16,14 +16,14 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
-from conftest import PrivateServer, wait_until
-from processes import Process, Processes, command_of, descendants
+from support.private_server import PrivateServer, wait_until
+from support.processes import Process, Processes, command_of, descendants
 from test_monitoring import free_ports
 
-from ddrl import embedded
 from ddrl.cli import main
 from ddrl.store import connection, exposure, runs
-from ddrl.supervisor import read
+from ddrl.store import server as embedded
+from ddrl.store.supervisor import read
 
 SECRET = "open/se:same@17"  # in a URL it is written otherwise
 SPELLED = (SECRET, quote(SECRET, safe=""))

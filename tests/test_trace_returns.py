@@ -12,7 +12,7 @@ import reference_returns as twin
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference_returns import Steps, lanes, make_steps
+from support.reference_returns import Steps, lanes, make_steps
 from torch import Tensor
 
 from ddrl import returns

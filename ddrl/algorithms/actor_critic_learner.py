@@ -17,8 +17,8 @@ from ddrl import returns
 from ddrl.algorithms.actor_critic import OBSERVATION_CLIP, Options, num_policy_parameters
 from ddrl.algorithms.continuation import copies, restore, slots
 from ddrl.algorithms.live import adopted
-from ddrl.distributions import categorical, gaussian
 from ddrl.networks.actor_critic import ActorCritic
+from ddrl.networks.distributions import categorical, gaussian
 from ddrl.networks.mlp import FlatParameters
 from ddrl.networks.trunks import to_input
 from ddrl.types import EnvSpec, Trajectories

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ddrl.algorithms.actor_critic import OBSERVATION_CLIP, Options, num_policy_parameters
-from ddrl.memory import NO_MEMORY, Memory
+from ddrl.algorithms.recurrent_state import NO_MEMORY, Memory
 from ddrl.types import EnvSpec
 
 _ACTIVATIONS: Mapping[str, Callable[..., Any]] = {"tanh": np.tanh, "relu": partial(np.maximum, 0.0)}

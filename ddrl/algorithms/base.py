@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from pydantic import BaseModel
 
+from ddrl.algorithms.recurrent_state import NO_MEMORY, Memory
 from ddrl.config import ConfigError, RunConfig, parse
-from ddrl.memory import NO_MEMORY, Memory
 from ddrl.types import EnvSpec, SequenceShape
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Policy(Protocol):
         """Take over published weights."""
 
     def memory(self, num_envs: int) -> Memory:
-        """What is carried from step to step, at episodes' beginnings (see `ddrl.memory`); {} for most policies."""
+        """Return the recurrent state at the start of an episode; {} for policies without one."""
 
     def act(self, observation: np.ndarray, memory: Memory = NO_MEMORY) -> np.ndarray:
         """The deterministic action: [N, *I] -> [N, *A], in the environment's unit; each row by itself.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ddrl.algorithms.q_learning import Options, check, ladder, load_weights, make_network
-from ddrl.memory import NO_MEMORY, Memory
+from ddrl.algorithms.recurrent_state import NO_MEMORY, Memory
 from ddrl.types import EnvSpec
 
 if TYPE_CHECKING:

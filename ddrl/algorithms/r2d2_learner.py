@@ -20,7 +20,7 @@ from ddrl.algorithms.continuation import copies, restore
 from ddrl.algorithms.live import adopted
 from ddrl.algorithms.q_learning import make_network
 from ddrl.algorithms.r2d2 import Config, check
-from ddrl.device import send
+from ddrl.networks.device import send
 from ddrl.networks.mlp import FlatParameters
 from ddrl.networks.q_network import QNetwork
 from ddrl.networks.trunks import to_input

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ddrl import memory as memories
+from ddrl.algorithms import recurrent_state as memories
 from ddrl.algorithms.q_learning import check, load_weights, make_network
 from ddrl.algorithms.q_policy import EpsilonGreedy
-from ddrl.memory import NO_MEMORY, Memory
+from ddrl.algorithms.recurrent_state import NO_MEMORY, Memory
 from ddrl.types import EnvSpec
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Policy:
 
         Args:
             observation: [N, *I] uint8 or float32.
-            memory: of the N environments, as `memory` gave it and `ddrl.memory.remember` keeps it.
+            memory: of the N environments, as `memory` gave it and `ddrl.algorithms.recurrent_state.remember` keeps it.
 
         Returns:
             [N] int64.
@@ -94,7 +94,7 @@ class Policy:
         if not memory:
             raise ValueError(
                 "memory: none was given to a recurrent policy; pass what its memory(num_envs) returned, and keep it by "
-                "ddrl.memory.remember"
+                "ddrl.algorithms.recurrent_state.remember"
             )
         expected = (len(observation), self._network.state_size)
         if memory["state"].shape != expected:

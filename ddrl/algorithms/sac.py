@@ -15,8 +15,8 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
+from ddrl.algorithms.recurrent_state import NO_MEMORY, Memory
 from ddrl.config import LIVE
-from ddrl.memory import NO_MEMORY, Memory
 from ddrl.types import EnvSpec
 
 ON_POLICY = False

@@ -15,7 +15,7 @@ from torch import Tensor
 from ddrl.algorithms.continuation import adam, copies, restore, slots
 from ddrl.algorithms.live import adopted, retune
 from ddrl.algorithms.sac import LOG_STD_MAX, LOG_STD_MIN, Config, check
-from ddrl.distributions import bounded_log_std, tanh_gaussian_sample
+from ddrl.networks.distributions import bounded_log_std, tanh_gaussian_sample
 from ddrl.networks.mlp import MLP, EnsembleMLP, FlatParameters
 from ddrl.types import Batch, EnvSpec
 

@@ -59,10 +59,10 @@ _EXPLAINED: tuple[tuple[str, str, int], ...] = (
     ("ddrl.config", "ConfigError", BAD_INPUT),
     ("ddrl.envs", "EnvError", BAD_INPUT),
     ("ddrl.codec", "CodecError", BAD_INPUT),
-    ("ddrl.tensors", "TensorsError", BAD_INPUT),
+    ("ddrl.store.tensors", "TensorsError", BAD_INPUT),
     ("ddrl.policy", "PolicyFileError", BAD_INPUT),
-    ("ddrl.store.lease", "LeaseLostError", FAILED),
-    ("ddrl.crew", "CrewError", FAILED),
+    ("ddrl.store.leases", "LeaseLostError", FAILED),
+    ("ddrl.runs.crew", "CrewError", FAILED),
     (
         "ddrl.store.connection",
         "StoreError",

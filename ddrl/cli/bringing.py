@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ddrl.cli.output import Client
-    from ddrl.crew import Crew, CrewError
+    from ddrl.runs.crew import Crew, CrewError
 
 
 def processes(workers: int | None) -> int:
@@ -26,7 +26,7 @@ def processes(workers: int | None) -> int:
 
 def crew_of(runs: Sequence[str]) -> Crew:
     """Nobody yet; the workers' logs go to the first run's folder."""
-    from ddrl.crew import Crew
+    from ddrl.runs.crew import Crew
 
     return Crew(Path("runs") / runs[0])
 
@@ -47,7 +47,7 @@ def keep_up(client: Client, brought: Crew, runs: Sequence[str]) -> None:
         CrewError: workers, or the learner of the only run, cannot be kept alive.
     """
     from ddrl.cli import output
-    from ddrl.crew import CrewError
+    from ddrl.runs.crew import CrewError
 
     try:
         brought.check()

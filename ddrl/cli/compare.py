@@ -12,8 +12,8 @@ from ddrl.cli.output import Client, InputError, Json, duration, emit, note, numb
 from ddrl.store import runs as store
 
 if TYPE_CHECKING:
-    from ddrl.comparison import Curve
-    from ddrl.records import Records
+    from ddrl.runs.compare import Curve
+    from ddrl.runs.records import Records
 
 OWN = ("name", "seed", "env.id", "algorithm.name")  # columns of the table, so no differences worth a line
 
@@ -28,7 +28,7 @@ def compare(
     json_output: Json = False,
 ) -> None:
     """Compare runs: what they reached, in what time, and in which settings they differ."""
-    from ddrl.records import read
+    from ddrl.runs.records import read
 
     if output.suffix.lower() != ".png":
         raise InputError(f"--output {output}: is drawn as PNG; name a file that ends in .png")
@@ -140,7 +140,7 @@ def _value(value: Any) -> str:
 
 
 def _plot(records: Sequence[Records], options: Mapping[str, Sequence[Any]], path: Path) -> None:
-    from ddrl import comparison
+    from ddrl.runs import compare as comparison
 
     envs = dict.fromkeys(each.config.env.id for each in records)
     curves = [_curve(each, place, options) for place, each in enumerate(records)]
@@ -153,7 +153,7 @@ def _plot(records: Sequence[Records], options: Mapping[str, Sequence[Any]], path
 
 
 def _curve(records: Records, place: int, options: Mapping[str, Sequence[Any]]) -> Curve:
-    from ddrl.comparison import Curve
+    from ddrl.runs.compare import Curve
 
     config, state = records.config, records.state
     parts = [f"{place + 1}  {state.run}", f"{config.algorithm['name']}, seed {config.seed}", state.status]

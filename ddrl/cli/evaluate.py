@@ -52,7 +52,7 @@ def evaluate(
     """Play a policy and print its score; a run's is played by its fleet, if there is one."""
     from ddrl.cli.spread import Job, play
     from ddrl.cli.video import Recorder, check
-    from ddrl.evaluation import is_atari, with_noops
+    from ddrl.runs.evaluation import is_atari, with_noops
 
     if video is not None:
         check(video)
@@ -107,7 +107,7 @@ def _where(played: Played) -> str:
 
 
 def _report(job: Job, played: Played) -> dict[str, Any]:
-    from ddrl.evaluation import is_atari
+    from ddrl.runs.evaluation import is_atari
 
     returns = played.returns
     return {

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from ddrl.cli.output import Client, duration, size
 from ddrl.envs.requirements import PACKAGES
-from ddrl.keys import PRIORITIES
 from ddrl.store import connection
+from ddrl.store.keys import PRIORITIES
 
 if TYPE_CHECKING:
     from ddrl.cli.watcher import Figures

@@ -68,7 +68,7 @@ def closing_lines(summary: Mapping[str, Any]) -> str:
     """What a run came to, for people.
 
     Args:
-        summary: of `ddrl.artifacts`.
+        summary: of `ddrl.runs.artifacts`.
     """
     evaluated, run = summary["evaluation"], summary["run"]
     lines = [

@@ -37,8 +37,8 @@ def server() -> Iterator[Client]:
     Raises:
         ServerError: not reachable, or not fit.
     """
-    from ddrl import embedded
     from ddrl.store import connection
+    from ddrl.store import server as embedded
 
     with ExitStack() as stack:
         try:

@@ -25,7 +25,8 @@ def prune(
     json_output: Json = False,
 ) -> None:
     """Delete ended runs from the server by age and by size; folders of artifacts stay."""
-    from ddrl import config, housekeeping
+    from ddrl import config
+    from ddrl.runs import prune as housekeeping
     from ddrl.store import runs
 
     if older_than is None and max_bytes is None:

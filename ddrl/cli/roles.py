@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from ddrl.housekeeping import Retention
+    from ddrl.runs.prune import Retention
 
 
 def learner(
@@ -36,8 +36,8 @@ def learner(
     ] = None,
 ) -> None:
     """Learn runs: one until it ends, waiting for it while another learner holds it; or every one that waits."""
-    from ddrl import parent
     from ddrl.cli import output
+    from ddrl.runs import parent
 
     if take_over and run is None:
         raise typer.BadParameter("needs the run that is to be taken over", param_hint="--take-over")
@@ -47,7 +47,7 @@ def learner(
     parent.follow(signal.SIGTERM)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     with output.server() as client:
-        from ddrl import runner
+        from ddrl.learner import run as runner
         from ddrl.store import copies
 
         interrupt = runner.Interrupt()
@@ -61,8 +61,9 @@ def learner(
 
 def _retention(keep_age: str | None, keep_bytes: str | None) -> Retention | None:
     """What the options say; None where they are not given."""
-    from ddrl import config, housekeeping
+    from ddrl import config
     from ddrl.cli.prune import num_bytes
+    from ddrl.runs import prune as housekeeping
 
     if keep_age is None and keep_bytes is None:
         return None

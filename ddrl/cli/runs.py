@@ -56,7 +56,7 @@ def runs(
 def watch(run: Run = "last", json_output: Json = False) -> None:
     """Follow a run until it ends; exit code 1 if it failed."""
     from ddrl.cli.live import closing_lines, follow
-    from ddrl.records import summary
+    from ddrl.runs.records import summary
 
     with server() as client:
         run = store.resolve(client, run)

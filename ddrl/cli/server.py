@@ -22,8 +22,8 @@ def up(
     ] = None,
 ) -> None:
     """Keep the embedded server running until Ctrl-C."""
-    from ddrl import embedded
     from ddrl.store import connection
+    from ddrl.store import server as embedded
 
     if not connection.is_embedded():
         raise InputError(

@@ -43,7 +43,7 @@ def set_(
         after, changes = change(before, spaces, wanted)
         version = state.config_version
         if changes:
-            from ddrl import submit
+            from ddrl.runs import submit
 
             submit.check_memory(client, after, run=run)
             version = store.change(client, run, after, changes, version=version)
@@ -73,9 +73,9 @@ def change(before: RunConfig, spaces: EnvSpec, wanted: Mapping[str, Any]) -> tup
         InputError: an option is unknown, or cannot change while a run goes on.
         ConfigError: a value cannot be used.
     """
-    from ddrl import submit
     from ddrl.algorithms import base
     from ddrl.config import RunConfig, live_options, validate
+    from ddrl.runs import submit
 
     own = base.config_class(before.algorithm["name"])
     live = live_options(RunConfig) | live_options(own, "algorithm.")

@@ -11,10 +11,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ddrl import envs, evaluation, versions
+from ddrl import envs
 from ddrl.cli.output import Client, note
 from ddrl.config import EnvConfig
+from ddrl.envs import versions
 from ddrl.policy import LoadedPolicy
+from ddrl.runs import evaluation
 from ddrl.store import connection, requests, workers
 from ddrl.store.requests import Answer, Request
 

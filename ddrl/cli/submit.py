@@ -82,7 +82,7 @@ def submit(
     resolved = configs.load(config, overrides)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a service manager's word is as good as Ctrl-C
     with output.server() as client:
-        from ddrl import submit as submission
+        from ddrl.runs import submit as submission
 
         processes = bringing.processes(workers) + _serving(client, resolved)
         spaces = submission.prepare(resolved, processes=max(1, processes))
@@ -214,7 +214,7 @@ def _attend(
 
 def _create(client: Client, configs: Sequence[RunConfig], spaces: EnvSpec, target: str | None) -> list[str]:
     """Store the runs: all, or none that goes on."""
-    from ddrl import submit as submission
+    from ddrl.runs import submit as submission
     from ddrl.store import runs
 
     weights = _initial(target, configs[0], spaces) if target is not None else None
@@ -231,8 +231,8 @@ def _create(client: Client, configs: Sequence[RunConfig], spaces: EnvSpec, targe
 
 def _initial(target: str, config: RunConfig, spaces: EnvSpec) -> tuple[str, bytes]:
     """Where the first weights come from, and they."""
-    from ddrl import warmstart
     from ddrl.cli import targets
+    from ddrl.runs import initial_weights as warmstart
 
     with targets.opened(target, None) as (source, _):
         return warmstart.initial(source, config, spaces)
@@ -245,7 +245,8 @@ def _with_seeds(config: RunConfig, seeds: int) -> Sequence[RunConfig]:
 
 def _serving(client: Client, config: RunConfig) -> int:
     """Processes of the fleet that can play a run now."""
-    from ddrl import envs, versions
+    from ddrl import envs
+    from ddrl.envs import versions
     from ddrl.store import workers
 
     queue = envs.queue_for("ddrl.rollout", config.env.id, versions.custom_network(config))

@@ -44,8 +44,8 @@ def follow(client: Client, runs: Sequence[str], *, json_output: bool, on_tick: C
 
 
 def summaries(client: Client, runs: Sequence[str], *, wall_s: float) -> list[dict[str, Any]]:
-    """What each run came to, as `ddrl.records` tells it; with its seed where there are several."""
-    from ddrl.records import summary
+    """What each run came to, as `ddrl.runs.records` tells it; with its seed where there are several."""
+    from ddrl.runs.records import summary
     from ddrl.store import runs as store
 
     found = []

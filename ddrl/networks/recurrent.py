@@ -8,7 +8,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from ddrl.device import send
+from ddrl.networks.device import send
 from ddrl.networks.layers import uniform_
 
 

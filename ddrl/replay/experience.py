@@ -8,8 +8,8 @@ from typing import Any
 from ddrl.config import ReplayConfig, RolloutConfig, RunConfig
 from ddrl.replay.blocks import is_image
 from ddrl.replay.fifo import Fifo
-from ddrl.replay.pacing import Pacing
-from ddrl.replay.priorities import Priorities
+from ddrl.replay.prioritized import Priorities
+from ddrl.replay.rate_limiter import Pacing
 from ddrl.replay.rows import CompressedRows, DenseRows
 from ddrl.replay.sampled import Sampled
 from ddrl.replay.sequence_view import SequenceView

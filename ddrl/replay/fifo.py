@@ -24,7 +24,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ddrl.replay.pacing import check_staleness
+from ddrl.replay.rate_limiter import check_staleness
 from ddrl.replay.trajectories import check_trajectory, trajectories
 from ddrl.types import Fragment, Trajectories
 

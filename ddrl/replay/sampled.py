@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddrl.replay.pacing import Pacing
-from ddrl.replay.priorities import Priorities
+from ddrl.replay.prioritized import Priorities
+from ddrl.replay.rate_limiter import Pacing
 from ddrl.replay.samplers import uniform
 from ddrl.replay.sequence_view import Packed as PackedSequences
 from ddrl.replay.sequence_view import SequenceView

@@ -1,1 +1,1 @@
-"""All that is kept on the server, one noun a file; beside `ddrl.embedded` the only importer of redis."""
+"""All that is kept on the server, one noun a file; beside `ddrl.store.server` the only importer of redis."""

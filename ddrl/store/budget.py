@@ -9,10 +9,9 @@ from typing import cast
 
 from redis import Redis
 
-from ddrl import keys
 from ddrl.config import ConfigError, RunConfig
-from ddrl.store import connection, runs
-from ddrl.store.lease import FENCE, fenced
+from ddrl.store import connection, keys, runs
+from ddrl.store.leases import FENCE, fenced
 
 OTHER_BYTES = 80 * 1024**2  # figures (45 MiB at their cap), logs, journal, episodes and the like, of one run
 EXTRA_VERSIONS = 3  # kept besides the newest: the best one, the one being evaluated, the one being published

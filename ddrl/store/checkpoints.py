@@ -15,9 +15,9 @@ from typing import Any, cast
 from redis import Redis
 from redis.exceptions import ResponseError
 
-from ddrl import keys
+from ddrl.store import keys
 from ddrl.store.connection import StoreError
-from ddrl.store.lease import FENCE, fenced
+from ddrl.store.leases import FENCE, fenced
 
 PART_BYTES = 4 * 1024**2
 DROPPED_AT_ONCE = 1_000  # parts, as a script's stack is limited

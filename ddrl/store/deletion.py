@@ -6,8 +6,7 @@ from typing import cast
 
 from redis import Redis
 
-from ddrl import keys
-from ddrl.store import runs
+from ddrl.store import keys, runs
 from ddrl.store.connection import StoreError
 
 DELETED_MS = 30 * 86_400_000  # for which a deleted run is known as such

@@ -13,8 +13,8 @@ from typing import Any, cast
 from pydantic import TypeAdapter, ValidationError
 from redis import Redis
 
-from ddrl import keys
-from ddrl.store.lease import FENCE, fenced
+from ddrl.store import keys
+from ddrl.store.leases import FENCE, fenced
 from ddrl.types import EvaluationResult
 
 

@@ -19,9 +19,8 @@ from typing import Any, cast
 
 from redis import Redis
 
-from ddrl import keys
-from ddrl.store import stream
-from ddrl.store.lease import FENCE, fenced
+from ddrl.store import keys, stream
+from ddrl.store.leases import FENCE, fenced
 
 AUDITS = 10  # at most, of a run that goes on meanwhile
 STRANGER = -1  # the producer of entries that no append wrote

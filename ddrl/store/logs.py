@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from redis.exceptions import RedisError
 
-from ddrl import keys
-from ddrl.store import connection, runs
+from ddrl.store import connection, keys, runs
 
 if TYPE_CHECKING:
     from redis import Redis

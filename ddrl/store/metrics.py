@@ -8,8 +8,8 @@ from typing import Any, cast
 
 from redis import Redis
 
-from ddrl import keys
-from ddrl.store.lease import FENCE, fenced
+from ddrl.store import keys
+from ddrl.store.leases import FENCE, fenced
 
 LENGTH = 50_000
 

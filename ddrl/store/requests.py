@@ -17,7 +17,7 @@ from typing import cast
 from pydantic import TypeAdapter, ValidationError
 from redis import Redis
 
-from ddrl import keys
+from ddrl.store import keys
 
 TTL_S = 300  # after the asker's last look
 SILENT_MS = 15_000  # without a sign of life a request may be taken by another

@@ -9,7 +9,7 @@ from typing import Any
 
 from redis.client import Pipeline
 
-from ddrl import keys
+from ddrl.store import keys
 
 ENDED = ("solved", "time", "stopped", "failed")
 

@@ -15,10 +15,10 @@ from typing import Any, cast
 
 from redis import Redis
 
-from ddrl import keys
 from ddrl.config import RunConfig, validate
+from ddrl.store import keys
 from ddrl.store.connection import StoreError
-from ddrl.store.lease import FENCE, fenced
+from ddrl.store.leases import FENCE, fenced
 from ddrl.store.run_state import ENDED as ENDED
 from ddrl.store.run_state import STATE_FIELDS, Rival, ask_rivals, parse, rivals
 from ddrl.store.run_state import RunState as RunState

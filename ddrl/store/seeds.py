@@ -14,10 +14,9 @@ from typing import Any, cast
 
 from redis import Redis
 
-from ddrl import keys
-from ddrl.store import checkpoints, ledger
+from ddrl.store import checkpoints, keys, ledger
 from ddrl.store.connection import StoreError
-from ddrl.store.lease import RunGoneError
+from ddrl.store.leases import RunGoneError
 from ddrl.store.runs import JOURNAL_LENGTH
 
 SPARE_PRODUCERS = 1_000  # ids left out: players that the old server knew and this seed does not

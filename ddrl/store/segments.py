@@ -14,8 +14,7 @@ from typing import cast
 
 from redis import Redis
 
-from ddrl import keys
-from ddrl.store import runs
+from ddrl.store import keys, runs
 from ddrl.store.run_state import Rival, ask_rivals, rivals
 
 DRAIN_S = 60  # after which a node that was leaving is forgotten

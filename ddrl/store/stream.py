@@ -14,8 +14,8 @@ from typing import Any, cast
 
 from redis import Redis
 
-from ddrl import keys
-from ddrl.store.lease import FENCE, fenced
+from ddrl.store import keys
+from ddrl.store.leases import FENCE, fenced
 
 ENTRY_OVERHEAD_BYTES = 128  # of an entry in the server: measured 75 to 83, counters and names besides
 REPLY_BYTES = 8 * 1024**2  # aim for one read

@@ -10,8 +10,8 @@ from typing import cast
 
 from redis import Redis
 
-from ddrl import keys
-from ddrl.store.lease import FENCE, fenced
+from ddrl.store import keys
+from ddrl.store.leases import FENCE, fenced
 
 
 @dataclass(frozen=True)

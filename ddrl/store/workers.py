@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 from redis import Redis
 from redis.exceptions import RedisError
 
-from ddrl import keys
+from ddrl.store import keys
 
 TTL_S = 6
 BEAT_S = 1

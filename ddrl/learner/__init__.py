@@ -1,0 +1,1 @@
+"""The machine that learns: the training loop and what the server is told of it."""

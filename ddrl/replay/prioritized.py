@@ -1,0 +1,245 @@
+"""Prioritized replay: how likely each item is drawn, and how much a draw then weighs.
+
+Item i is drawn with probability P(i) = p_i / sum p, p = (|td| + 1e-6)^priority_exponent, and weighs (N P(i))^-beta, so
+that with beta = 1 the weighted mean over draws is the plain mean over items. Weights are divided by the largest of
+the batch: they only ever scale updates down.
+Source: Schaul et al. 2016, arXiv:1511.05952, sections 3.3 and 3.4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddrl.replay.samplers import stratified
+from ddrl.replay.sum_tree import SumTree
+
+_EPSILON = 1e-6  # an item whose error is 0 can still be drawn
+_LEAST_ROOM = 1024
+
+
+class Priorities:
+    """Priorities of the items held, numbered 0, 1, 2, ... as they were admitted.
+
+    They are float32 numbers summed in float64: what a checkpoint holds is exactly what is drawn from.
+
+    Args:
+        capacity_hint: items expected; more are taken too, at the cost of moving all now and then.
+        exponent: 0..1, how far priorities go: 0 draws uniformly, 1 in proportion to |td|. Usual: 0.5 to 0.9.
+        importance_exponent: 0..1, beta at update 0. Usual: 0.4.
+        final_importance_exponent: 0..1, beta from update `anneal_updates` on. Usual: 1.
+        anneal_updates: updates over which beta goes linearly from one to the other; 0: it is final at once.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        capacity_hint: int = _LEAST_ROOM,
+        *,
+        exponent: float,
+        importance_exponent: float,
+        final_importance_exponent: float,
+        anneal_updates: int,
+    ) -> None:
+        _check_exponent(exponent)
+        self._exponent = exponent
+        self._betas, self._anneal_updates = (0.0, 0.0), 0
+        self.anneal(importance_exponent, final_importance_exponent, anneal_updates)
+        self._tree = SumTree(max(capacity_hint, _LEAST_ROOM))  # of item number n: slot n modulo the capacity
+        self._first = self._next = 0
+        self._largest = 1.0  # |td|
+        self.num_late = 0
+        """Updates that came after their item had gone."""
+
+    @property
+    def first(self) -> int:
+        """Number of the oldest item held."""
+        return self._first
+
+    def __len__(self) -> int:
+        """Items held."""
+        return self._next - self._first
+
+    def anneal(
+        self, importance_exponent: float, final_importance_exponent: float, anneal_updates: int
+    ) -> None:
+        """Go by other exponents of the importance weights from the next draw on; arguments as of the class.
+
+        Raises:
+            ValueError: an argument is out of range.
+        """
+        for exponent in (importance_exponent, final_importance_exponent):
+            _check_exponent(exponent)
+        if anneal_updates < 0:
+            raise ValueError(f"anneal_updates: {anneal_updates} is negative; use at least 0")
+        self._betas = (importance_exponent, final_importance_exponent)
+        self._anneal_updates = anneal_updates
+
+    def beta(self, num_updates: int) -> float:
+        """Exponent of the importance weights at an update."""
+        begin, final = self._betas
+        share = min(num_updates / self._anneal_updates, 1.0) if self._anneal_updates else 1.0
+        return begin + share * (final - begin)
+
+    def append(self, num_items: int, td_error: Any = None) -> None:
+        """Take new items, numbered after those before.
+
+        Args:
+            num_items: M, how many.
+            td_error: [M] sizes of the errors that their players saw, at least 0. None: the largest ever seen, or 1
+                as long as none was larger, so that each is likely drawn soon.
+
+        Raises:
+            ValueError: a wrong number of errors, or one that is negative or not finite; nothing was appended.
+        """
+        if td_error is None:
+            p: NDArray[np.float64] = np.full(num_items, self._to_priority(np.float64(self._largest)))
+        else:
+            errors = self._checked(td_error, num_items)
+            p = self._to_priority(errors)
+            self._largest = max(self._largest, float(errors.max(initial=0.0)))
+        self._make_room(len(self) + num_items)
+        self._write(self._next, p)
+        self._next += num_items
+
+    def drop(self, first_new: int) -> None:
+        """Forget the items below a number.
+
+        Raises:
+            ValueError: it is below `first`, or above all items held.
+        """
+        if not self._first <= first_new <= self._next:
+            raise ValueError(f"drop: item {first_new} is not among {self._first}..{self._next}")
+        self._write(self._first, np.zeros(first_new - self._first))
+        self._first = first_new
+
+    def draw(
+        self, size: int, *, seed: int, draw: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]:
+        """Draw items with replacement, stratified: a function of items, numbers, priorities and arguments alone.
+
+        Args:
+            size: B.
+            seed: of the run.
+            draw: number of the update; beta goes by it too.
+
+        Returns:
+            [B] positions, 0 the oldest item held; [B] numbers; [B] float32 weights in (0, 1], the largest 1.
+
+        Raises:
+            ValueError: nothing is held, or an argument is out of range.
+        """
+        if not len(self):
+            raise ValueError("draw: no items; append some first")
+        slot = self._tree.sample(stratified(self._tree.total, size, seed=seed, draw=draw))
+        position = (slot - self._first) % self._tree.capacity
+        p = self._tree.get(slot)
+        # (N p_i / total)^-beta over its maximum, that of the smallest p: N and the total cancel.
+        weight = (p.min(initial=np.inf) / p) ** self.beta(draw)
+        tiny = np.finfo(np.float32).tiny  # a weight is never 0
+        return position, position + self._first, np.maximum(weight, tiny).astype(np.float32)
+
+    def update(self, number: NDArray[np.int64], td_error: Any) -> None:
+        """Give items new errors; those that have gone meanwhile are left out and counted.
+
+        Args:
+            number: [B] of the items, as drawn; where one comes twice, the last error stays.
+            td_error: [B], at least 0.
+
+        Raises:
+            ValueError: errors that are negative, not finite or of another number; or an item not yet appended.
+        """
+        errors = self._checked(td_error, len(number))
+        if len(number) and int(number.max()) >= self._next:
+            raise ValueError(
+                f"number: item {int(number.max())} is not appended yet; the next is {self._next}"
+            )
+        held = number >= self._first
+        self.num_late += len(number) - int(np.count_nonzero(held))
+        self._tree.set(number[held] % self._tree.capacity, self._to_priority(errors[held]))
+        self._largest = max(self._largest, float(errors.max(initial=0.0)))
+
+    def state(self) -> dict[str, NDArray[Any]]:
+        """For a checkpoint: `priority` [len] float32, oldest item first; the `largest` error; the `next` number."""
+        return {
+            "priority": self._tree.get(self._slots()).astype(np.float32),
+            "largest": np.array(self._largest),
+            "next": np.array(self._next),
+        }
+
+    def renumber(self, first: int) -> None:
+        """Number the items held anew, from `first` on: what is drawn depends on it, for slots go by numbers."""
+        p = self._tree.get(self._slots())
+        self._write(self._first, np.zeros(len(p)))
+        self._first, self._next = first, first + len(p)
+        self._write(first, p)
+
+    def load_state(self, state: Mapping[str, NDArray[Any]]) -> None:
+        """Take what `state` gave: its last priority is that of the newest item held now, and so on backwards.
+
+        Numbers may be others than they were then. Older items that it does not reach keep what they have.
+
+        Raises:
+            ValueError: these are no priorities; nothing was taken.
+        """
+        try:
+            largest, p = float(state["largest"]), np.asarray(state["priority"], np.float64)
+        except (KeyError, TypeError) as error:
+            raise ValueError(
+                f"priorities: cannot be read ({error!r}); start from another checkpoint"
+            ) from None
+        good = p.ndim == 1 and bool((np.isfinite(p) & (p > 0)).all())
+        if not good or not 1 <= largest < np.inf:
+            raise ValueError("priorities: not finite numbers above 0; start from another checkpoint")
+        self._largest = max(self._largest, largest)
+        num = min(len(self), len(p))
+        self._write(self._next - num, p[len(p) - num :])
+
+    def check_valid(self) -> None:
+        """Assert the invariants: those of the tree, and that exactly the items held have a priority."""
+        self._tree.check_valid()
+        assert 0 <= self._first <= self._next and len(self) <= self._tree.capacity
+        every = self._tree.get(np.arange(self._tree.capacity))
+        assert np.count_nonzero(every) == len(self)
+        assert (self._tree.get(self._slots()) > 0).all()
+        assert np.array_equal(every, every.astype(np.float32))
+
+    def _slots(self) -> NDArray[np.int64]:
+        return np.arange(self._first, self._next) % self._tree.capacity
+
+    def _to_priority(self, td_error: Any) -> Any:
+        """P, rounded to float32."""
+        return ((td_error + _EPSILON) ** self._exponent).astype(np.float32).astype(np.float64)
+
+    def _checked(self, td_error: Any, num: int) -> NDArray[np.float64]:
+        errors = np.asarray(td_error, np.float64)
+        if errors.shape != (num,):
+            raise ValueError(f"td_error: shape {errors.shape} for {num} items; give one each")
+        limit = float(np.finfo(np.float32).max) / 2
+        if not ((errors >= 0) & (errors < limit)).all():  # NaN fails both
+            wrong = errors[~((errors >= 0) & (errors < limit))][0]
+            raise ValueError(f"td_error: {wrong:g} is no size of an error; give finite numbers of at least 0")
+        return errors
+
+    def _write(self, number: int, p: NDArray[np.float64]) -> None:
+        """Priorities of items from `number` on; two pieces where they go round the end of the slots."""
+        start = number % self._tree.capacity
+        there = min(len(p), self._tree.capacity - start)
+        self._tree.set_range(start, start + there, p[:there])
+        self._tree.set_range(0, len(p) - there, p[there:])
+
+    def _make_room(self, num_items: int) -> None:
+        if num_items > self._tree.capacity:
+            p = self._tree.get(self._slots())
+            self._tree = SumTree(max(num_items, 2 * self._tree.capacity))
+            self._write(self._first, p)
+
+
+def _check_exponent(exponent: float) -> None:
+    if not 0 <= exponent <= 1:
+        raise ValueError(f"exponent: {exponent} of priorities or importance; use 0 to 1")

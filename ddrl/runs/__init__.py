@@ -1,0 +1,1 @@
+"""A run as people handle it: submit, artifacts, curves, comparison, prune."""

@@ -1,0 +1,107 @@
+"""Warm start: a run that begins with a policy of another one.
+
+Published weights hold what plays: an actor, or a network of action values, and the statistics that it normalizes by.
+Whatever else a learner has starts fresh, and its run's journal says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ddrl.algorithms import base
+from ddrl.config import ConfigError, RunConfig
+from ddrl.policy import LoadedPolicy
+from ddrl.store import tensors
+from ddrl.types import EnvSpec
+
+# Algorithms whose policies are of one kind; the others' are their own alone.
+_KINDS = {"ppo": "actor-critic", "impala": "actor-critic"}
+
+# Options that decide what weights mean, also where their shapes do not tell.
+_DECIDING = (
+    *("network", "network_kwargs", "hidden_sizes", "activation", "norm", "dueling", "noisy"),
+    *("distribution", "num_atoms", "v_min", "v_max"),
+    *("recurrent", "recurrent_size", "rescale_values", "normalize_observations"),
+)
+
+
+def initial(source: LoadedPolicy, config: RunConfig, spaces: EnvSpec) -> tuple[str, bytes]:
+    """What a new run begins with, as `store.runs.create` takes it: where it comes from, and safetensors bytes.
+
+    Args:
+        source: the policy to begin with.
+        config: of the new run.
+        spaces: of its environment.
+
+    Raises:
+        ConfigError: the run's algorithm cannot begin with that policy; one line naming what differs and the remedy.
+    """
+    name = f"{source.run}@{source.version}"
+    theirs, ours = base.resolve(source.config, source.spaces), base.resolve(config, spaces)
+    if _KINDS.get(theirs.name, theirs.name) != _KINDS.get(ours.name, ours.name):
+        raise ConfigError(
+            f"--from {name}: is a policy of {theirs.name}, with which {ours.name} cannot begin; set algorithm.name="
+            f"{theirs.name}, or leave --from out"
+        )
+    fresh = ours.learner(device=torch.device("cpu"), seed=config.seed).weights()
+    if config.rollout.random_until_learned:
+        raise ConfigError(
+            f"rollout.random_until_learned: true would play at random instead of by --from {name}; remove it"
+        )
+    different = _first_difference(source.weights, {name: tuple(value.shape) for name, value in fresh.items()})
+    remedy = _remedy(theirs, ours)
+    if different is not None:
+        tensor, there, here = different
+        remedy = remedy or "choose a policy of the same network, or leave --from out"
+        raise ConfigError(f"--from {name}: tensor {tensor} is {there} there and {here} here; {remedy}")
+    if remedy is not None:
+        raise ConfigError(f"--from {name}: the same weights would be another policy here; {remedy}")
+    return name, tensors.encode_weights(source.weights)
+
+
+def _first_difference(
+    found: Mapping[str, Any], expected: Mapping[str, tuple[int, ...]]
+) -> tuple[str, str, str] | None:
+    """Name of the first tensor that differs, its shape there and here."""
+    for name in (*expected, *(name for name in found if name not in expected)):
+        there = str(list(found[name].shape)) if name in found else "missing"
+        here = str(list(expected[name])) if name in expected else "unknown"
+        if there != here:
+            return name, there, here
+    return None
+
+
+def _remedy(theirs: base.Resolved, ours: base.Resolved) -> str | None:
+    """What to change so that the weights fit; None where nothing that is known to matter differs."""
+    there, here = theirs.spec, ours.spec
+    for what, left, right in (
+        (
+            "observations",
+            (there.observation_dtype, there.input_shape),
+            (here.observation_dtype, here.input_shape),
+        ),
+        ("actions", _actions(there), _actions(here)),
+    ):
+        if left != right:
+            return (
+                f"{there.env_id} has {what} {_words(left)}, {here.env_id} {_words(right)}: choose a policy of an "
+                "environment with the same spaces, or leave --from out"
+            )
+    for name in _DECIDING:
+        option, own = (getattr(each.config, name, None) for each in (theirs, ours))
+        if option != own:
+            value = list(option) if isinstance(option, tuple) else option
+            return f"set algorithm.{name}={value} as there, or leave --from out"
+    return None
+
+
+def _actions(spec: EnvSpec) -> tuple[Any, ...]:
+    """Kind of the actions, and how many numbers or choices; bounds may differ, for policies act relative to them."""
+    return spec.action_kind, spec.action_shape, spec.action_sizes
+
+
+def _words(parts: tuple[Any, ...]) -> str:
+    return " ".join(str(list(part) if isinstance(part, tuple) else part) for part in parts)

@@ -1,0 +1,1 @@
+"""A machine that plays: the Celery tasks and what they call."""

@@ -1,0 +1,286 @@
+"""What the on-policy learners share: targets of a batch, statistics of observations and of returns."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.reference_ppo import CONTINUOUS, CPU, DISCRETE, IMAGES, SPECS, digest, feed, make_feed, tensors
+from torch import Tensor
+
+from ddrl.algorithms import impala, ppo
+from ddrl.algorithms.actor_critic_learner import Prepared, Trainee
+from ddrl.algorithms.impala_learner import IMPALA
+from ddrl.algorithms.ppo_learner import PPO
+from ddrl.types import EnvSpec, Fragment
+
+SMALL: dict[str, Any] = {"hidden_sizes": (6, 5), "batch_size": 60, "learning_rate": 1e-2}
+ESTIMATORS = ("gae", "td_lambda", "vtrace", "upgo", "monte_carlo")
+
+
+def make_ppo(spec: EnvSpec = DISCRETE, **options: Any) -> PPO:
+    config = ppo.Config(**(SMALL | {"minibatch_size": 20, "num_epochs": 2} | options))
+    return PPO(config, spec, device=CPU, seed=1)
+
+
+def make_impala(spec: EnvSpec = DISCRETE, **options: Any) -> IMPALA:
+    return IMPALA(impala.Config(**(SMALL | options)), spec, device=CPU, seed=1)
+
+
+def trainee(spec: EnvSpec = DISCRETE, **options: Any) -> Trainee:
+    return make_ppo(spec, **options)._trainee
+
+
+def by_hand(**changes: Any) -> Fragment:
+    """One lane: observations 1 to 5, truncated at 50 after the second step, terminated after the third."""
+    shape = (4, 1)
+    made = make_feed(DISCRETE, num_fragments=1)[0]
+    fields: dict[str, Any] = {
+        "observation": np.arange(1, 6, dtype=np.float32).reshape(5, 1, 1),
+        "action": np.zeros(shape, np.int64),
+        "reward": np.array([[10], [20], [30], [40]], np.float32),
+        "terminated": np.array([[False], [False], [True], [False]]),
+        "truncated": np.array([[False], [True], [False], [False]]),
+        "final_index": np.array([[1, 0]], np.int32),
+        "final_observation": np.array([[50]], np.float32),
+        "extras": {"behavior_log_prob": np.full(shape, np.log(0.25), np.float32)},
+    }
+    return replace(made, **(fields | changes))
+
+
+@pytest.mark.parametrize(
+    ("estimator", "lambda_", "expected"),
+    [
+        ("gae", 0.0, [10 + 0.5 * 2, 20 + 0.5 * 50, 30, 40 + 0.5 * 5]),
+        ("gae", 1.0, [10 + 0.5 * 45, 45, 30, 42.5]),
+        ("td_lambda", 0.5, [10 + 0.5 * (0.5 * 2 + 0.5 * 45), 45, 30, 42.5]),
+        ("monte_carlo", 0.95, [32.5, 45, 30, 42.5]),
+        ("vtrace", 1.0, [32.5, 45, 30, 42.5]),
+        ("upgo", 1.0, [32.5, 45, 30, 42.5]),
+    ],
+)
+def test_targets_of_a_critic_with_known_values(estimator: str, lambda_: float, expected: list[float]) -> None:
+    """V(s) = s: a truncation bootstraps from 50, not from the 3 that the next episode begins with."""
+    spec = replace(DISCRETE, observation_shape=(1,))
+    learner = trainee(spec, gamma=0.5, lambda_=lambda_, estimator=estimator)
+    learner.net = lambda x: (torch.zeros(len(x), 4), x[:, 0])  # type: ignore[assignment]
+    prepared = learner.prepare(tensors([by_hand()], gamma=0.5), estimator=estimator)
+    assert prepared.value.tolist() == [1, 2, 3, 4]
+    assert prepared.return_.tolist() == pytest.approx(expected)
+    advantage = [target - value for target, value in zip(expected, (1, 2, 3, 4), strict=True)]
+    assert prepared.advantage.tolist() == pytest.approx(advantage)
+    assert prepared.log_prob.tolist() == pytest.approx([np.log(0.25)] * 4)
+
+
+def test_rewards_are_clipped_for_learning() -> None:
+    learner = trainee(replace(DISCRETE, observation_shape=(1,)))
+    learner.net = lambda x: (torch.zeros(len(x), 4), 0 * x[:, 0])  # type: ignore[assignment]
+    reward = np.array([[-7], [0.5], [3], [1]], np.float32)
+    batch = tensors([by_hand(reward=reward)], gamma=0.0)
+    assert learner.prepare(batch, estimator="gae", reward_clip=1.0).return_.tolist() == [-1, 0.5, 1, 1]
+    assert learner.prepare(batch, estimator="gae").return_.tolist() == [-7, 0.5, 3, 1]
+
+
+def in_order(*parts: Prepared) -> dict[str, Tensor]:
+    """All transitions, sorted by their first observed number (no two are the same)."""
+    columns = {name: torch.cat([vars(part)[name] for part in parts]) for name in vars(parts[0])}
+    order = columns["observation"][:, 0].argsort()
+    return {name: column[order] for name, column in columns.items()}
+
+
+@pytest.mark.parametrize("spec", [DISCRETE, CONTINUOUS], ids=["discrete", "continuous"])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_padding_has_no_influence(spec: EnvSpec, estimator: str) -> None:
+    """Fragments side by side, one of half the length, give what each gives alone."""
+    learner, fragments = trainee(spec, estimator=estimator), make_feed(spec, num_fragments=3)
+    batch = tensors(fragments)
+    assert not batch.valid.all()
+    together = in_order(learner.prepare(batch, estimator=estimator))
+    alone = in_order(*(learner.prepare(tensors([one]), estimator=estimator) for one in fragments))
+    assert len(together["value"]) == sum(one.num_transitions for one in fragments)
+    for name, column in alone.items():
+        torch.testing.assert_close(together[name], column, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_an_iteration_begins_where_it_was_prepared(spec: EnvSpec) -> None:
+    options = {"network": "conv"} if spec is IMAGES else {"normalize_observations": True}
+    learner = trainee(spec, normalize_returns=True, **options)
+    prepared = learner.prepare(tensors(make_feed(spec)), estimator="gae")
+    assert prepared.observation.dtype == (torch.uint8 if spec is IMAGES else torch.float32)
+    log_prob, entropy, value = learner.evaluate(prepared)
+    torch.testing.assert_close(log_prob.detach(), prepared.log_prob, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(value.detach(), prepared.value, rtol=1e-4, atol=1e-5)
+    assert entropy.shape == (len(prepared),)
+
+
+def test_parts_hold_every_transition_once() -> None:
+    prepared = trainee().prepare(tensors(make_feed(DISCRETE, num_fragments=3)), estimator="gae")
+    parts = prepared.split(3)
+    assert [len(part) for part in parts] == [19, 19, 18]
+    assert all(
+        torch.equal(a, b) for a, b in zip(in_order(*parts).values(), in_order(prepared).values(), strict=True)
+    )
+    chosen = prepared.select(torch.tensor([5, 2]))
+    assert chosen.return_.tolist() == [float(prepared.return_[5]), float(prepared.return_[2])]
+
+
+@pytest.mark.parametrize("make", [make_ppo, make_impala], ids=["ppo", "impala"])
+def test_observation_statistics_are_those_of_all_rows_seen(make: Any) -> None:
+    learner, fragments = make(normalize_observations=True), make_feed(DISCRETE)
+    for one in fragments:
+        one.observation[..., 2] = one.final_observation[..., 2] = 5.0  # a sensor that is stuck
+    seen: list[np.ndarray] = []
+    start = learner.weights()
+    assert start["observation_mean"].tolist() == [0.0] * 3 and start["observation_std"].tolist() == [1.0] * 3
+    for i in range(0, 12, 4):
+        batch = tensors(fragments[i : i + 4])
+        learner.update(batch)
+        seen.append(batch.observation.double().numpy())
+        rows, state, weights = np.concatenate(seen), learner.state(), learner.weights()
+        assert int(state["observation_count"]) == len(rows)
+        np.testing.assert_allclose(state["observation_mean"].numpy(), rows.mean(axis=0), rtol=1e-9)
+        np.testing.assert_allclose(
+            state["observation_variance"].numpy(), rows.var(axis=0), rtol=1e-9, atol=1e-12
+        )
+        np.testing.assert_allclose(weights["observation_mean"].numpy(), rows.mean(axis=0), rtol=1e-6)
+        std = np.maximum(rows.std(axis=0), 1e-4)
+        np.testing.assert_allclose(weights["observation_std"].numpy(), std, rtol=1e-5)
+        assert std[2] == 1e-4
+        assert all(weights[f"observation_{name}"].dtype == torch.float32 for name in ("mean", "std"))
+
+
+def published(learner: Any) -> tuple[np.ndarray, np.ndarray]:
+    weights = learner.weights()
+    return weights["observation_mean"].numpy(), weights["observation_std"].numpy()
+
+
+@pytest.mark.parametrize("make", [make_ppo, make_impala], ids=["ppo", "impala"])
+def test_statistics_stand_still_within_an_iteration(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is published with weights is what the next batch is normalized by, in all its epochs."""
+    learner, fragments = make(normalize_observations=True), make_feed(DISCRETE)
+    learner.update(tensors(fragments[:4]))
+    fragments[4].observation[0, 0] = (1e6, -1e6, 0.0)  # far out: clipped
+    batch, (mean, std) = tensors(fragments[4:8]), published(learner)
+    used: list[Prepared] = []
+    held: list[float] = []
+    evaluate = learner._trainee.evaluate
+
+    def spy(part: Prepared) -> Any:
+        used.append(part)
+        held.append(float(learner.state()["observation_mean"].sum()))
+        return evaluate(part)
+
+    monkeypatch.setattr(learner._trainee, "evaluate", spy)
+    learner.update(batch)
+    assert len(set(held)) == 1
+    assert not np.array_equal(published(learner)[0], mean), "it moves at the end"
+    expected = np.clip((batch.observation.numpy() - mean) / std, -10, 10)[batch.row[batch.valid].numpy()]
+    assert np.abs(expected).max() == 10.0
+    np.testing.assert_allclose(
+        used[-1].observation.numpy(), expected, rtol=1e-5, atol=1e-6
+    )  # the whole batch
+
+
+def test_the_first_batch_is_normalized_by_itself() -> None:
+    """Nothing was seen before it, and an untrained policy is nearly uniform however it sees."""
+    learner, batch = trainee(normalize_observations=True), tensors(make_feed(DISCRETE))
+    prepared, rows = learner.prepare(batch, estimator="gae"), batch.observation.numpy()
+    expected = ((rows - rows.mean(axis=0)) / rows.std(axis=0))[batch.row[batch.valid].numpy()]
+    np.testing.assert_allclose(prepared.observation.numpy(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_statistics_of_returns() -> None:
+    """The first returns are taken as they are, the second count half; later ones a tenth."""
+    learner = trainee(normalize_returns=True, gamma=0.0)
+    rewards = []
+    for seed in range(2):
+        batch = tensors(make_feed(DISCRETE, seed=seed), gamma=0.0)
+        rewards.append(batch.reward[batch.valid].double().numpy() + 1e4)
+        shifted = replace(batch, reward=batch.reward + 1e4)
+        prepared = learner.prepare(shifted, estimator="gae")
+        weight = [1.0] if seed == 0 else [0.5, 0.5]
+        mean = sum(w * r.mean() for w, r in zip(weight, rewards, strict=True))
+        square = sum(w * ((r - mean) ** 2).mean() for w, r in zip(weight, rewards, strict=True))
+        assert learner.return_scale == pytest.approx((mean, square**0.5), rel=1e-4)
+        found = prepared.return_.double().numpy()
+        np.testing.assert_allclose(found, (rewards[-1] - mean) / square**0.5, atol=2e-3)
+    learner._statistics["return_count"].fill_(50.0)
+    old_mean, _ = learner.return_scale
+    with torch.no_grad():
+        learner._rescale(torch.zeros(5))
+    assert learner.return_scale[0] == pytest.approx(0.9 * old_mean)
+
+
+def test_predictions_stay_what_they_were_when_the_unit_moves() -> None:
+    ppo_learner, fragments = make_ppo(CONTINUOUS, normalize_returns=True, gamma=0.9), make_feed(CONTINUOUS)
+    ppo_learner.update(tensors(fragments[:4]))
+    learner, batch = ppo_learner._trainee, tensors(fragments[4:8])
+    batch = replace(batch, reward=batch.reward * 30 + 5)
+
+    def predictions() -> Tensor:
+        mean, std = learner.return_scale
+        with torch.no_grad():
+            value = learner.net(batch.observation)[1]
+        return value * std + mean
+
+    before, scale = predictions(), learner.return_scale
+    prepared = learner.prepare(batch, estimator="gae")
+    assert learner.return_scale[1] > 5 * scale[1]
+    torch.testing.assert_close(predictions(), before, rtol=1e-5, atol=1e-4)
+    with torch.no_grad():
+        now = learner.net(prepared.observation)[1]
+    torch.testing.assert_close(prepared.value, now, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [0.001, 100.0])
+@pytest.mark.parametrize("shared", [False, True])
+def test_normalized_returns_make_the_size_of_rewards_no_matter(scale: float, shared: bool) -> None:
+    """Also of value_clip, which is in units of rewards; and without the option it does matter."""
+
+    def learned(factor: float, *, normalize: bool) -> Tensor:
+        options = SMALL | {
+            "minibatch_size": 20,
+            "num_epochs": 2,
+            "shared": shared,
+            "normalize_returns": normalize,
+        }
+        config = ppo.Config(**options, value_clip=0.3 * factor)
+        learner = PPO(config, DISCRETE, device=CPU, seed=1)
+        feed(learner, config, [replace(one, reward=one.reward * factor) for one in make_feed(DISCRETE)])
+        return learner.state()["network"]
+
+    torch.testing.assert_close(
+        learned(1.0, normalize=True), learned(scale, normalize=True), rtol=1e-3, atol=1e-4
+    )
+    difference = learned(1.0, normalize=False) - learned(scale, normalize=False)
+    assert float(difference.abs().max()) > 1e-3
+
+
+def test_same_seed_same_start_other_seed_other_start() -> None:
+    config = ppo.Config(**SMALL, minibatch_size=20)
+    first, second, other = (
+        digest(PPO(config, DISCRETE, device=CPU, seed=seed).weights()) for seed in (1, 1, 2)
+    )
+    assert first == second != other
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("make", [PPO, IMPALA])
+def test_a_gpu_learns_the_same(make: Any) -> None:
+    options = SMALL | {"normalize_observations": True, "normalize_returns": True, "learning_rate": 1e-3}
+    module = ppo if make is PPO else impala
+    config = module.Config(**(options | ({"minibatch_size": 20} if make is PPO else {})))
+    learned = []
+    for device in ("cpu", "cuda"):
+        learner = make(config, CONTINUOUS, device=torch.device(device), seed=1)
+        for start in (0, 4):
+            batch = tensors(make_feed(CONTINUOUS)[start : start + 4])
+            learner.update(type(batch)(**{name: part.to(device) for name, part in vars(batch).items()}))
+        learned.append(learner.state())
+    for name, tensor in learned[0].items():
+        torch.testing.assert_close(learned[1][name], tensor, rtol=1e-2, atol=1e-3)

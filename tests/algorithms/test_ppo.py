@@ -1,0 +1,344 @@
+"""PPO: hand numbers, the slow twin of an update, every option's effect, what is refused, and the toys learned."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from support.reference_ppo import (
+    CONTINUOUS,
+    CPU,
+    DISCRETE,
+    IMAGES,
+    PAIRS,
+    digest,
+    feed,
+    leaves,
+    make_feed,
+    slow_policy,
+    slow_ppo_loss,
+    slow_rows,
+    slow_surrogate,
+    slow_value,
+    slow_value_loss,
+    tensors,
+    train,
+)
+from torch import Tensor
+
+from ddrl.algorithms import base
+from ddrl.algorithms.ppo import Config, corrects
+from ddrl.algorithms.ppo_learner import PPO, clipped_surrogate, value_loss
+from ddrl.config import ConfigError, validate
+from ddrl.types import EnvSpec
+
+OWN = "reference_ppo:own_network"
+SMALL: dict[str, Any] = {
+    "hidden_sizes": (6, 5),
+    "learning_rate": 1e-2,
+    "batch_size": 60,
+    "minibatch_size": 20,
+    "num_epochs": 2,
+}
+ESTIMATORS = ("gae", "td_lambda", "vtrace", "upgo", "monte_carlo")
+
+
+@pytest.fixture(autouse=True)
+def _own_networks_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DDRL_ALLOW_MODULES", "reference_ppo")
+
+
+def make(spec: EnvSpec = DISCRETE, seed: int = 1, **options: Any) -> PPO:
+    return PPO(Config(**(SMALL | options)), spec, device=CPU, seed=seed)
+
+
+def after(spec: EnvSpec, options: dict[str, Any]) -> dict[str, Tensor]:
+    """The weights that a fixed feed of fragments results in, after 2 or 3 iterations."""
+    config = Config(**options)
+    ppo = PPO(config, spec, device=CPU, seed=1)
+    assert len(feed(ppo, config, make_feed(spec))) in (2, 3)
+    return ppo.weights()
+
+
+def numbers(*values: float) -> Tensor:
+    return torch.tensor(values)
+
+
+def test_clipped_surrogate_hand_numbers_and_gradient() -> None:
+    """Ratios 1.5, 0.5, 1.5, 0.5, 1.1; it is clipped where the advantage pushes on in the same direction."""
+    ratio, advantage = numbers(1.5, 0.5, 1.5, 0.5, 1.1), numbers(2.0, -2.0, -2.0, 2.0, 2.0)
+    old = numbers(-1.0, -2.0, -1.0, -2.0, -0.5).requires_grad_()
+    log_prob = (old.detach() + ratio.log()).requires_grad_()
+    advantage.requires_grad_()
+    loss = clipped_surrogate(log_prob, old, advantage, clip=0.2)
+    expected = [1.2 * 2, 0.8 * -2, 1.5 * -2, 0.5 * 2, 1.1 * 2]
+    torch.testing.assert_close(loss, torch.tensor(-sum(expected) / 5))
+    (gradient,) = torch.autograd.grad(loss, log_prob)
+    torch.testing.assert_close(gradient, numbers(0.0, 0.0, 3.0, -1.0, -2.2) / 5)
+
+
+def test_value_loss_hand_numbers_and_gradient() -> None:
+    value, old = numbers(1.0, 1.0, 1.0, 1.0).requires_grad_(), numbers(0.0, 0.0, 0.0, 0.9)
+    return_ = numbers(3.0, 0.5, -2.0, 1.5)
+    loss = value_loss(value, old, return_, clip=None)
+    torch.testing.assert_close(loss, torch.tensor(0.5 * (4 + 0.25 + 9 + 0.25) / 4))
+    (gradient,) = torch.autograd.grad(loss, value)
+    torch.testing.assert_close(gradient, numbers(-2.0, 0.5, 3.0, -0.5) / 4)
+    # Clipped to 0.2, 0.2, 0.2 and not at all: the first would gain by going on and may not, the others may.
+    loss = value_loss(value, old, return_, clip=0.2)
+    torch.testing.assert_close(loss, torch.tensor(0.5 * (2.8**2 + 0.25 + 9 + 0.25) / 4))
+    (gradient,) = torch.autograd.grad(loss, value)
+    torch.testing.assert_close(gradient, numbers(0.0, 0.5, 3.0, -0.5) / 4)
+
+
+def test_losses_equal_their_slow_twins_sample_by_sample() -> None:
+    generator = torch.Generator().manual_seed(0)
+    a, b, c = (torch.randn(200, generator=generator) for _ in range(3))
+    for clip in (0.1, 0.3):
+        for loss, twin, sign in ((clipped_surrogate, slow_surrogate, -1), (value_loss, slow_value_loss, 1)):
+            each = [twin(x, float(y), float(z), clip=clip) for x, y, z in zip(a, b, c, strict=True)]
+            torch.testing.assert_close(loss(a, b, c, clip=clip), sign * torch.stack(each).mean())
+
+
+def test_only_the_new_policy_and_value_take_gradients() -> None:
+    """What an iteration begins with carries no gradient, so the losses need not cut it off."""
+    trainee = make(CONTINUOUS, normalize_observations=True, normalize_returns=True)._trainee
+    prepared = trainee.prepare(tensors(make_feed(CONTINUOUS)), estimator="vtrace")
+    assert not any(column.requires_grad for column in vars(prepared).values())
+    assert all(column.requires_grad for column in trainee.evaluate(prepared))
+
+
+@pytest.mark.parametrize(
+    ("spec", "options"),
+    [
+        *((DISCRETE, {"estimator": estimator}) for estimator in ESTIMATORS),
+        (PAIRS, {"estimator": "vtrace", "normalize_advantages": False, "value_coefficient": 2.0}),
+        (CONTINUOUS, {"estimator": "gae", "value_clip": 0.05}),
+        (CONTINUOUS, {"estimator": "upgo", "shared": True, "activation": "relu"}),
+    ],
+)
+def test_updates_equal_the_slow_twin(spec: EnvSpec, options: dict[str, Any]) -> None:
+    """One minibatch of all transitions, padding left out; the second epoch is no longer where the first began."""
+    options = {
+        "batch_size": 72, "minibatch_size": 72, "max_grad_norm": None, "entropy_coefficient": 0.02, "lambda_": 0.8,
+        "learning_rate": 0.05,
+    } | options  # fmt: skip
+    batch = tensors(make_feed(spec, num_fragments=4))
+    assert not batch.valid.all()
+    begin = leaves(dict(make(spec, **options)._trainee.net.named_parameters()))
+    config = Config(**(SMALL | options))
+    rows = slow_rows(
+        begin, batch, spec, estimator=config.estimator, lambda_=config.lambda_, activation=config.activation,
+        old="begin" if corrects(config) else "behavior",
+    )  # fmt: skip
+    at = begin
+    for num_epochs in (1, 2):
+        ppo = make(spec, **options, num_epochs=num_epochs)
+        figures = ppo.update(batch)
+        loss = slow_ppo_loss(at, rows, spec, config, normalize=config.normalize_advantages)
+        gradient = torch.cat([part.flatten() for part in torch.autograd.grad(loss, list(at.values()))])
+        torch.testing.assert_close(ppo._trainee.flat.vector.grad, gradient, atol=2e-6, rtol=1e-3)
+        at = leaves(dict(ppo._trainee.net.named_parameters()))
+
+    log_ratio, moved, entropy, error = [], [], [], []
+    for row in rows:
+        log_prob, spread = slow_policy(at, row.observation, row.action, spec, config.activation)
+        value = slow_value(at, row.observation, config.activation)
+        log_ratio.append(float(log_prob.detach()) - row.old_log_prob)
+        first, _ = slow_policy(begin, row.observation, row.action, spec, config.activation)
+        moved.append(float(log_prob.detach()) - float(first.detach()))
+        entropy.append(float(spread.detach()))
+        error.append((float(value.detach()) - row.return_) ** 2)
+    left = torch.tensor([row.return_ - row.old_value for row in rows])
+    expected = {
+        "kl": sum(math.exp(x) - 1 - x for x in moved) / len(rows),
+        "clip_fraction": sum(abs(math.exp(x) - 1) > 0.2 for x in log_ratio) / len(rows),
+        "entropy": sum(entropy) / len(rows),
+        "value_loss": 0.5 * sum(error) / len(rows),
+        "explained_variance": 1 - float(left.var() / torch.tensor([row.return_ for row in rows]).var()),
+        "learning_rate": 0.05,
+        "epochs": 2.0,
+    }
+    assert {name: float(value) for name, value in figures.items()} == pytest.approx(
+        expected, rel=1e-3, abs=1e-5
+    )
+    assert all(value.shape == () and not value.requires_grad for value in figures.values())
+
+
+FLIPS: dict[str, tuple[EnvSpec, dict[str, Any], Any]] = {  # option -> (environment, what it needs, other value)
+    "network": (IMAGES, {"network": "conv", "hidden_sizes": (64, 64)}, OWN),
+    "network_kwargs": (IMAGES, {"network": OWN, "hidden_sizes": (64, 64)}, {"width": 7}),
+    "hidden_sizes": (DISCRETE, {}, (6, 4)),
+    "activation": (DISCRETE, {}, "relu"),
+    "shared": (DISCRETE, {}, True),
+    "initial_log_std": (CONTINUOUS, {}, -0.5),
+    "learning_rate": (DISCRETE, {}, 2e-3),
+    "final_learning_rate": (DISCRETE, {"final_clip": 0.1, "anneal_steps": 150}, 0.0),
+    "entropy_coefficient": (DISCRETE, {}, 0.01),
+    "final_entropy_coefficient": (
+        DISCRETE, {"entropy_coefficient": 0.01, "final_clip": 0.1, "anneal_steps": 150}, 0.0,
+    ),
+    "anneal_steps": (DISCRETE, {"final_learning_rate": 0.0, "anneal_steps": 150}, 1000),
+    "value_coefficient": (DISCRETE, {}, 1.0),
+    "max_grad_norm": (DISCRETE, {}, 0.1),
+    "gamma": (DISCRETE, {}, 0.9),
+    "lambda_": (DISCRETE, {}, 0.5),
+    "batch_size": (DISCRETE, {}, 90),
+    "normalize_observations": (DISCRETE, {}, True),
+    "normalize_returns": (DISCRETE, {}, True),
+    "estimator": (DISCRETE, {}, "vtrace"),
+    "clip": (DISCRETE, {}, 0.1),
+    "final_clip": (DISCRETE, {"final_learning_rate": 0.0, "anneal_steps": 150}, 0.1),
+    "value_clip": (DISCRETE, {}, 0.01),
+    "num_epochs": (DISCRETE, {}, 3),
+    "minibatch_size": (DISCRETE, {}, 30),
+    "target_kl": (DISCRETE, {}, 1e-6),
+    "normalize_advantages": (DISCRETE, {}, False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", Config.model_fields)
+def test_flipping_any_option_changes_the_weights(name: str) -> None:
+    spec, needed, other = FLIPS[name]
+    options = SMALL | needed
+    assert getattr(Config(**options), name) != other
+    unchanged = digest(after(spec, options))
+    assert digest(after(spec, options)) == unchanged
+    assert digest(after(spec, options | {name: other})) != unchanged
+
+
+@pytest.mark.parametrize("spec", [DISCRETE, CONTINUOUS], ids=["discrete", "continuous"])
+def test_each_estimator_gives_other_weights(spec: EnvSpec) -> None:
+    found = {estimator: after(spec, SMALL | {"estimator": estimator}) for estimator in ESTIMATORS}
+    digests = {estimator: digest(weights) for estimator, weights in found.items() if estimator != "td_lambda"}
+    assert len(set(digests.values())) == 4
+    # A(gae) = G(td_lambda) - V by definition (algebra, not a coincidence of this feed), up to rounding.
+    for name, tensor in found["td_lambda"].items():
+        torch.testing.assert_close(tensor, found["gae"][name], rtol=1e-3, atol=1e-4)
+
+
+def test_kl_ends_epochs_early() -> None:
+    def epochs(target_kl: float | None) -> tuple[float, int]:
+        ppo = make(
+            num_epochs=6, target_kl=target_kl, estimator="vtrace", learning_rate=2e-3
+        )  # the ratio starts at 1
+        return float(ppo.update(tensors(make_feed(DISCRETE)))["epochs"]), ppo.num_updates
+
+    assert epochs(None) == epochs(1e3) == (6.0, 6 * 11)
+    assert epochs(1e-9) == (1.0, 11), "the epoch that goes too far is the last one"
+    assert 1.0 < epochs(4e-3)[0] < 6.0
+
+
+@pytest.mark.parametrize(("minibatch_size", "sizes"), [(20, 4), (28, 3), (30, 2), (60, 1)])
+def test_minibatches_share_the_transitions_evenly(
+    minibatch_size: int, sizes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ppo, batch = make(minibatch_size=minibatch_size), tensors(make_feed(DISCRETE, num_fragments=4))
+    seen: list[Tensor] = []
+    evaluate = ppo._trainee.evaluate
+    monkeypatch.setattr(
+        ppo._trainee, "evaluate", lambda part: seen.append(part.observation) or evaluate(part)
+    )
+    ppo.update(batch)
+    assert ppo.num_updates == 2 * sizes
+    *parts, whole = seen  # the last one is for the figures
+    assert len(whole) == 72 and len(parts) == 2 * sizes
+    assert {abs(len(part) - 72 / sizes) < 1 for part in parts} == {True}
+    first, second = torch.cat(parts[:sizes]), torch.cat(parts[sizes:])
+    assert not torch.equal(first, second), "each epoch has its own order"
+    assert torch.equal(first.sort(dim=0).values, whole.sort(dim=0).values)
+    assert torch.equal(second.sort(dim=0).values, whole.sort(dim=0).values)
+
+
+def test_schedules_reach_their_final_values() -> None:
+    options = {"final_learning_rate": 0.0, "final_clip": 0.1, "final_entropy_coefficient": 0.0}
+    ppo, batch = make(anneal_steps=144, entropy_coefficient=0.4, **options), tensors(
+        make_feed(DISCRETE, num_fragments=4)
+    )  # fmt: skip
+    names = ("learning_rate", "clip", "entropy_coefficient")
+    for expected in ((1e-2, 0.2, 0.4), (5e-3, 0.15, 0.2), (0.0, 0.1, 0.0), (0.0, 0.1, 0.0)):
+        assert [ppo._trainee.scheduled(name) for name in names] == pytest.approx(expected)
+        before = digest(ppo.weights())
+        assert float(ppo.update(batch)["learning_rate"]) == pytest.approx(expected[0])
+        assert (digest(ppo.weights()) == before) == (expected[0] == 0.0)
+
+
+REFUSALS: list[tuple[str, EnvSpec, dict[str, Any], str]] = [
+    ("ppo", DISCRETE, {"batch_size": 100, "minibatch_size": 128},
+     "algorithm.minibatch_size=128: is larger than batch_size; use at most 100"),
+    ("ppo", DISCRETE, {"final_clip": 0.1}, "algorithm.final_clip: needs anneal_steps, .* set it"),
+    ("impala", DISCRETE, {"final_learning_rate": 0.0}, "algorithm.final_learning_rate: needs anneal_steps"),
+    ("ppo", DISCRETE, {"anneal_steps": 1000}, "algorithm.anneal_steps=1000: has no effect without a final_"),
+    ("ppo", DISCRETE, {"network_kwargs": {"width": 3}}, "algorithm.network_kwargs: .*; mlp takes none"),
+    ("impala", IMAGES, {"network": "conv", "network_kwargs": {"width": 3}}, "network_kwargs: .*; conv takes none"),
+    ("ppo", DISCRETE, {"network": OWN, "hidden_sizes": [8]},
+     f"algorithm.hidden_sizes: has no effect on {OWN}; pass it in network_kwargs"),
+    ("ppo", DISCRETE, {"network": OWN, "activation": "relu"}, f"algorithm.activation: has no effect on {OWN}"),
+    ("ppo", DISCRETE, {"network": "cnn"}, "network cnn: is unknown; use mlp, conv, nature"),
+    ("ppo", DISCRETE, {"network": OWN, "network_kwargs": {"depth": 3}}, "depth"),
+    ("impala", DISCRETE, {"estimator": "gae"},
+     "algorithm.estimator: 'gae' cannot be used; impala learns from corrected returns only; use vtrace or upgo"),
+    ("ppo", DISCRETE, {"estimator": "nstep"}, "algorithm.estimator: 'nstep' cannot be used"),
+    ("ppo", DISCRETE, {"entropy_coeficient": 0.1},
+     r"algorithm.entropy_coeficient: unknown option; did you mean entropy_coefficient\?"),
+    ("impala", DISCRETE, {"clip": 0.1}, "algorithm.clip: unknown option"),
+    ("ppo", DISCRETE, {"initial_log_std": -1.0},
+     "algorithm.initial_log_std: -1.0 has no effect on Toy-v0, whose actions are discrete; remove it"),
+    ("impala", PAIRS, {"initial_log_std": -1.0}, "whose actions are multi_discrete; remove it"),
+    ("ppo", IMAGES, {}, r"algorithm.network: mlp needs a vector, but Toy-v0 has .*\(6, 6, 2\); use conv"),
+    ("ppo", IMAGES, {"network": "conv", "normalize_observations": True},
+     "algorithm.normalize_observations: Toy-v0 has .* not a vector; set it to false"),
+    ("ppo", DISCRETE, {"network": "conv"}, "network conv: needs images"),
+    ("impala", EnvSpec("Toy-v0", (3,), "float32", "continuous", (1,), (), (-math.inf,), (1.0,)), {},
+     "Toy-v0: actions have no bounds, but impala needs finite ones"),
+    ("ppo", EnvSpec("Toy-v0", (3,), "float32", "continuous", (1,), (), (1.0,), (1.0,)), {}, "is not below"),
+    ("ppo", DISCRETE, {"gamma": 1.5}, "algorithm.gamma: 1.5 cannot be used"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "spec", "options", "message"), REFUSALS)
+def test_what_cannot_be_used_is_refused(
+    name: str, spec: EnvSpec, options: dict[str, Any], message: str
+) -> None:
+    config = validate({"env": {"id": "Toy-v0"}, "algorithm": {"name": name, **options}})
+    with pytest.raises(ConfigError, match=message) as refused:
+        base.resolve(config, spec)
+    assert "\n" not in str(refused.value)
+
+
+def test_one_line_switches_the_estimator() -> None:
+    """So a lambda is no contradiction to monte_carlo, which does without."""
+    found = {digest(after(DISCRETE, SMALL | {"estimator": "monte_carlo", "lambda_": x})) for x in (0.5, 0.95)}
+    assert len(found) == 1
+
+
+def test_which_estimators_correct() -> None:
+    found = {name: corrects(Config(estimator=name)) for name in ESTIMATORS}
+    assert [name for name, does in found.items() if does] == ["vtrace", "upgo"]
+
+
+TOYS: dict[str, tuple[dict[str, Any], int, float]] = {  # options, iterations, a return close to the best
+    "ddrl/Pick-v0": ({}, 15, 9.9),
+    "ddrl/Pairs-v0": ({"shared": True}, 20, 9.9),
+    "ddrl/Spot-v0": ({"network": "conv", "num_epochs": 5}, 15, 9.5),
+    "ddrl/Target-v0": ({"normalize_observations": True, "normalize_returns": True}, 30, -0.1),
+}
+
+
+@pytest.mark.learning
+@pytest.mark.parametrize("env_id", TOYS)
+def test_learns_a_toy(env_id: str) -> None:
+    options, num_iterations, close = TOYS[env_id]
+    learning = {"name": "ppo", "batch_size": 512, "minibatch_size": 128, "learning_rate": 3e-3, "gamma": 0.5}
+    assert train(env_id, num_iterations, **learning, **options, hidden_sizes=[32]).return_mean >= close
+
+
+@pytest.mark.learning
+def test_a_time_limit_is_no_outcome() -> None:
+    """Reward 1 for ever: the value is 1 / (1 - gamma) = 10, though episodes are cut after 100 steps."""
+    learning = {"batch_size": 512, "minibatch_size": 128, "learning_rate": 3e-3, "gamma": 0.9}
+    trained = train("ddrl/Endless-v0", 30, name="ppo", **learning, hidden_sizes=[32])
+    value = trained.learner._trainee.net(torch.ones(1, 1))[1]
+    assert float(value.detach()) == pytest.approx(10.0, rel=0.05)

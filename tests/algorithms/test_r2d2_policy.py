@@ -1,0 +1,303 @@
+"""R2D2's options and policy: it is the network step by step; rows by themselves, new episodes, exploration."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.reference_r2d2 import CPU, IMAGES, SMALL, VECTORS
+
+from ddrl.algorithms.q_learning import ladder
+from ddrl.algorithms.r2d2 import Config, Policy, check
+from ddrl.algorithms.r2d2_learner import R2D2
+from ddrl.algorithms.recurrent_state import Memory, fresh, remember
+from ddrl.config import ConfigError, parse
+from ddrl.types import EnvSpec, SequenceShape
+
+KINDS: dict[str, tuple[EnvSpec, dict[str, Any]]] = {
+    "lstm": (VECTORS, {}),
+    "gru": (VECTORS, {"recurrent": "gru"}),
+    "nature": (IMAGES, {"network": "nature", "norm": "group"}),
+}
+SCHEDULE: dict[str, Any] = {"epsilon_ladder": False, "epsilon": 0.0, "final_epsilon": 0.0}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def learner(spec: EnvSpec = VECTORS, **options: Any) -> R2D2:
+    """One whose values differ by the memory, as those of a fresh network hardly do."""
+    made = R2D2(Config(**(SMALL | options)), spec, device=CPU, seed=1)
+    with torch.no_grad():
+        for parameter in made.network.core.parameters():  # type: ignore[union-attr]
+            parameter.mul_(2.0)
+    return made
+
+
+def make(spec: EnvSpec = VECTORS, *, producer: int = 0, **options: Any) -> Policy:
+    policy = Policy(Config(**(SMALL | options)), spec, producer=producer)
+    policy.load(learner(spec, **options).weights())
+    return policy
+
+
+def observations(spec: EnvSpec, *shape: int, seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    if spec.observation_dtype == "uint8":
+        return rng.integers(0, 256, (*shape, *spec.input_shape), np.uint8)
+    return rng.standard_normal((*shape, *spec.input_shape)).astype(np.float32)
+
+
+def some_memory(policy: Policy, size: int, seed: int = 0) -> Memory:
+    """That of episodes amid which it is."""
+    rng, memory = np.random.default_rng(seed), policy.memory(size)
+    memory["state"][:] = rng.normal(0, 0.5, memory["state"].shape)
+    memory["previous_action"][:] = rng.integers(-1, 4, size)
+    memory["previous_reward"][:] = rng.normal(size=size)
+    return memory
+
+
+def copied(memory: Memory) -> Memory:
+    return {name: array.copy() for name, array in memory.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("explores", [False, True])
+def test_step_by_step_it_is_the_network_over_a_sequence(kind: str, explores: bool) -> None:
+    spec, options = KINDS[kind]
+    options = options | SCHEDULE
+    policy, made = make(spec, **options), learner(spec, **options)
+    num_steps, size, rng = 7, 5, np.random.default_rng(1)
+    seen, reward = observations(spec, num_steps, size), rng.normal(size=(num_steps, size)).astype(np.float32)
+    memory, ended = policy.memory(size), np.zeros(size, np.bool_)
+    actions, inputs, states, columns = [], [], [], []
+    for step in range(num_steps):
+        inputs.append(copied(memory))
+        if explores:
+            action, extras = policy.explore(seen[step], rng, memory)
+            columns.append(extras)
+        else:
+            action = policy.act(seen[step], memory)
+        states.append(memory["state"].copy())
+        assert (action.dtype, action.shape) == (np.int64, (size,))
+        for name in ("previous_action", "previous_reward"):  # are the player's to keep
+            np.testing.assert_array_equal(memory[name], inputs[-1][name])
+        remember(memory, action, reward[step], ended)
+        actions.append(action)
+
+    previous_action = np.concatenate([np.full((1, size), -1), actions[:-1]])
+    previous_reward = np.concatenate([np.zeros((1, size), np.float32), reward[:-1]])
+    np.testing.assert_array_equal(np.stack([each["previous_action"] for each in inputs]), previous_action)
+    pixels = torch.from_numpy(seen).float() / (255 if seen.dtype == np.uint8 else 1)
+    with torch.no_grad():
+        before = torch.from_numpy(previous_action), torch.from_numpy(previous_reward)
+        value, last = made.network.sequence(pixels, *before, torch.zeros(size, made.network.state_size))
+    np.testing.assert_allclose(states[-1], last.numpy(), rtol=1e-4, atol=1e-6)
+    assert np.array_equal(np.stack(actions), value.argmax(dim=2).numpy())
+    if explores:
+        for name in ("action_value", "state_value"):  # greedily played, they are the same
+            found = np.stack([each[name] for each in columns])
+            assert found.dtype == np.float32
+            np.testing.assert_allclose(found, value.amax(dim=2).numpy(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_rows_do_not_depend_on_each_other(kind: str) -> None:
+    spec, options = KINDS[kind]
+    policy, seen = make(spec, **options), observations(spec, 12)
+    memory = some_memory(policy, 12)
+    alone = [{name: array[i : i + 1].copy() for name, array in memory.items()} for i in range(12)]
+    actions = [policy.act(seen[i : i + 1], alone[i])[0] for i in range(12)]
+    part = {name: array[5:].copy() for name, array in memory.items()}
+    assert policy.act(seen, memory).tolist() == actions
+    assert memory["state"].tobytes() == np.concatenate([each["state"] for each in alone]).tobytes()
+    assert policy.act(np.asfortranarray(seen[5:]), part).tolist() == actions[5:]
+    assert part["state"].tobytes() == memory["state"][5:].tobytes()
+
+
+@pytest.mark.parametrize("name", ["state", "previous_action", "previous_reward"])
+def test_each_part_of_the_memory_counts(name: str) -> None:
+    policy, seen = make(), observations(VECTORS, 6)
+    memory = some_memory(policy, 6)
+    other = copied(memory)
+    other[name][:] = some_memory(policy, 6, seed=7)[name]
+    for each in (memory, other):
+        policy.act(seen, each)
+    assert not np.array_equal(memory["state"], other["state"])
+
+
+def test_rows_whose_episode_ended_begin_anew() -> None:
+    policy, seen = make(), observations(VECTORS, 3, 4)
+    memory, ended = some_memory(policy, 4), np.array([True, False, True, False])
+    going = copied(memory)
+    for each in (memory, going):
+        action = policy.act(seen[0], each)
+    remember(memory, action, np.ones(4, np.float32), ended)
+    remember(going, action, np.ones(4, np.float32), ended & False)
+    anew = policy.memory(4)
+    for name, array in memory.items():
+        np.testing.assert_array_equal(array[ended], anew[name][ended])
+        np.testing.assert_array_equal(array[~ended], going[name][~ended])
+    for each in (memory, going, anew):
+        policy.act(seen[1], each)
+    assert memory["state"][ended].tobytes() == anew["state"][ended].tobytes()
+    assert memory["state"][~ended].tobytes() == going["state"][~ended].tobytes()
+    assert not np.array_equal(memory["state"][ended], going["state"][ended])
+
+
+def test_memory_begins_with_nothing() -> None:
+    for recurrent, size in (("lstm", 14), ("gru", 7)):
+        memory, expected = make(recurrent=recurrent).memory(3), fresh(3, size)
+        assert memory.keys() == expected.keys()
+        for name, array in memory.items():
+            assert (array.dtype, array.tolist()) == (expected[name].dtype, expected[name].tolist())
+
+
+def test_without_memory_it_does_not_play() -> None:
+    policy, seen, rng = make(), observations(VECTORS, 3), np.random.default_rng(0)
+    with pytest.raises(ValueError, match=r"memory: none was given .*; pass what its memory\(num_envs\)"):
+        policy.act(seen)
+    with pytest.raises(ValueError, match="memory: none was given"):
+        policy.explore(seen, rng)
+    with pytest.raises(
+        ValueError, match=r"memory: state has shape \(2, 14\), but 3 observations need \(3, 14\)"
+    ):
+        policy.act(seen, policy.memory(2))
+    with pytest.raises(ValueError, match=r"state has shape \(3, 14\), but 3 observations need \(3, 7\)"):
+        make(recurrent="gru").explore(seen, rng, policy.memory(3))
+
+
+def test_epsilon_of_the_weights_is_the_share_of_random_actions() -> None:
+    options = SCHEDULE | {"epsilon": 1.0}
+    policy, seen = make(**options), np.repeat(observations(VECTORS, 1), 20_000, axis=0)
+    greedy = policy.act(seen[:1], policy.memory(1))[0]
+    for epsilon in (0.0, 0.3, 1.0):
+        policy.load(learner(**options).weights() | {"epsilon": torch.tensor(epsilon)})
+        action, columns = policy.explore(seen, np.random.default_rng(0), policy.memory(20_000))
+        expected = np.full(4, epsilon / 4)
+        expected[greedy] += 1 - epsilon
+        np.testing.assert_allclose(np.bincount(action, minlength=4) / 20_000, expected, atol=0.015)
+        assert np.mean(columns["action_value"] < columns["state_value"]) == pytest.approx(
+            epsilon * 3 / 4, abs=0.015
+        )
+        assert len(np.unique(columns["action_value"])) == len(np.unique(action))
+
+
+def test_the_random_ones_move_the_state_on_too() -> None:
+    policy, seen = make(), observations(VECTORS, 3)
+    memory, greedy = policy.memory(3), policy.memory(3)
+    policy._config = policy._config.model_copy(update=SCHEDULE)
+    policy._exploration.epsilon = 1.0
+    policy.explore(seen, np.random.default_rng(0), memory)
+    policy.act(seen, greedy)
+    np.testing.assert_allclose(memory["state"], greedy["state"], rtol=1e-5, atol=1e-7)
+
+
+def test_lanes_explore_by_their_rung() -> None:
+    options = {"ladder_exponent": 4.0}
+    policy, rng = make(producer=1, **options), np.random.default_rng(0)
+    seen = np.repeat(observations(VECTORS, 1), 4, axis=0)
+    greedy = policy.act(seen[:1], policy.memory(1))[0]
+    strays = np.mean([policy.explore(seen, rng, policy.memory(4))[0] != greedy for _ in range(1_000)], axis=0)
+    expected = ladder(Config(**SMALL, **options), producer=1, num_envs=4) * 3 / 4
+    others = ladder(Config(**SMALL, **options), producer=0, num_envs=4) * 3 / 4
+    assert np.abs(expected - others).max() > 0.1 and np.ptp(expected) > 0.1
+    np.testing.assert_allclose(strays, expected, atol=0.05)
+
+
+def test_exploration_follows_the_generator() -> None:
+    policy, seen = make(), observations(VECTORS, 200)
+    runs = [
+        policy.explore(seen, np.random.default_rng(seed), policy.memory(200))[0].tolist()
+        for seed in (1, 1, 2)
+    ]
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_no_columns_where_replay_is_uniform() -> None:
+    uniform: dict[str, Any] = {"prioritized": False}
+    policy = make(**uniform)
+    assert policy.explore(observations(VECTORS, 3), np.random.default_rng(0), policy.memory(3))[1] == {}
+
+
+def test_evaluation_epsilon_is_told_and_not_played() -> None:
+    policy, other, seen = make(evaluation_epsilon=1.0), make(), observations(VECTORS, 50)
+    assert (policy.evaluation_epsilon, other.evaluation_epsilon) == (1.0, 0.0)
+    assert policy.act(seen, policy.memory(50)).tolist() == other.act(seen, other.memory(50)).tolist()
+
+
+def test_weights_are_copied_and_those_that_do_not_fit_are_refused() -> None:
+    policy, seen = make(), observations(VECTORS, 50)
+    weights = {name: value.numpy() for name, value in learner().weights().items()}
+    policy.load(weights)
+    action = policy.act(seen, policy.memory(50)).tolist()
+    for array in weights.values():
+        array[...] = 0.0
+    assert policy.act(seen, policy.memory(50)).tolist() == action
+    for other in ({"recurrent": "gru"}, {"recurrent_size": 8}, {"dueling": False}):
+        with pytest.raises(ValueError, match="loading state_dict|size mismatch"):
+            policy.load(learner(**other).weights())
+
+
+def test_defaults_are_the_papers() -> None:
+    config = Config()
+    assert config.sequences == SequenceShape(burn_in=40, length=80, overlap=40)
+    assert (config.n_step, config.gamma, config.batch_size, config.target_period) == (5, 0.997, 64, 2500)
+    assert (config.learning_rate, config.adam_eps, config.max_grad_norm) == (1e-4, 1e-3, 40.0)
+    assert (config.priority_exponent, config.importance_exponent, config.priority_mix) == (0.9, 0.6, 0.9)
+    assert config.final_importance_exponent == 0.6
+    assert config.double and config.dueling and config.prioritized and config.rescale_values
+    assert config.epsilon_ladder and (config.recurrent, config.recurrent_size) == ("lstm", 512)
+    assert config.transitions_per_update == 64 * 80
+    assert Config.model_validate_json(config.model_dump_json()) == config
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"overlap": 80}, "overlap=80: leaves nothing new in sequences of 80 steps; use at most 79"),
+        (
+            {"sequence_length": 4, "overlap": 1},
+            "n_step=5: is longer than a sequence of 4 steps; use at most 4",
+        ),
+        ({"burn_in": -1}, "algorithm.burn_in: -1 cannot be used"),
+        ({"overlap": -1}, "algorithm.overlap: -1 cannot be used"),
+        ({"network": "nature", "norm": "batch"}, "norm=batch: .* use group"),
+        ({"prioritized": False, "priority_mix": 0.5}, "priority_mix=0.5: has no effect without prioritized"),
+        ({"epsilon": 0.5}, "epsilon=0.5: has no effect with epsilon_ladder=true; remove it"),
+        ({"noisy": True}, "algorithm.noisy: unknown option"),
+        (
+            {"network": "a:b", "hidden_sizes": [6, 5]},
+            r"hidden_sizes=\(6, 5\): only the last one is used on a:b, .*; set \(5,\)",
+        ),
+    ],
+)
+def test_contradictions_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse(Config, options, prefix="algorithm.")
+
+
+def test_check_names_thing_value_and_remedy() -> None:
+    with pytest.raises(ValueError, match="r2d2 needs discrete actions"):
+        check(Config(), replace(VECTORS, action_kind="continuous", action_sizes=()))
+    with pytest.raises(ValueError, match="mlp needs a vector"):
+        check(Config(), IMAGES)
+
+
+def test_options_need_no_torch() -> None:
+    code = "import sys, ddrl.algorithms.r2d2 as r; from ddrl.types import EnvSpec as E; "
+    code += (
+        "r.check(r.Config(), E('a', (3,), 'float32', 'discrete', (), (2,))); print('torch' in sys.modules)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "False"

@@ -1,0 +1,104 @@
+"""`ddrl fleet`: what it says of workers, of runs, and of why a run is not played."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.runs_for_tests import start, target_config
+from test_fleet import dispatcher, heartbeat, ready
+
+from ddrl.cli import main
+from ddrl.store import connection, keys, segments, workers
+
+
+@pytest.fixture
+def client(server: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    monkeypatch.setenv(connection.URL_VARIABLE, server.url)
+    monkeypatch.chdir(tmp_path)
+    return server.client
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    capsys.readouterr()
+    assert main(["fleet", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_an_empty_fleet(client: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(capsys) == "no workers; start `celery -A ddrl worker` on every machine that is to play\n"
+    assert json.loads(call(capsys, "--json")) == {"workers": [], "versions_differ": {}, "runs": []}
+
+
+def test_workers_what_they_play_and_the_shares_of_runs(
+    client: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    heavy, light = start(client, target_config()), start(client, target_config())
+    ready(client, heavy), ready(client, light)
+    client.hset(keys.state(heavy), "weight", 3)
+    workers.beat(client, heartbeat("a@one", 3))
+    workers.beat(client, replace(heartbeat("b@two", 1), host="two"))
+    for producer, run in enumerate((heavy, heavy, light)):
+        segments.playing(client, run, producer, node="a@one", pid=producer)
+    dispatchers = [dispatcher(client, heavy), dispatcher(client, light)]
+    for _ in range(3):
+        for one in dispatchers:
+            one.tick()
+        (
+            client.hincrby(keys.state(heavy), "process_ms", 60),
+            client.hincrby(keys.state(light), "process_ms", 20),
+        )
+        time.sleep(0.11)
+    report = json.loads(call(capsys, "--json"))
+    assert [worker["playing"] for worker in report["workers"]] == [{heavy: 2, light: 1}, {}]
+    shares = {run["run"]: (run["share"], run["entitled"], run["playing"]) for run in report["runs"]}
+    assert shares == {heavy: (pytest.approx(0.75), 0.75, 2), light: (pytest.approx(0.25), 0.25, 1)}
+    text = call(capsys)
+    assert f"{heavy} 2, {light} 1" in text and "75 %" in text
+    assert text.endswith("2 machines, 2 workers, 4 processes, 3 of them playing 2 runs\n")
+
+
+def test_why_a_run_is_not_played(client: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    run = start(client, target_config())
+
+    def note() -> str:
+        return str(json.loads(call(capsys, "--json"))["runs"][0]["note"])
+
+    assert note() == "waiting for a learner: start `ddrl learner`"
+    ready(client, run)
+    assert "no worker plays ddrl.rollout: start" in note()
+    workers.beat(client, heartbeat("a@one", 3))
+    segments.note_refusal(client, run, "one", "host one: ddrl is 9, the run was submitted with 1")
+    assert "host one: ddrl is 9" in note()
+    client.delete(keys.refusals(run))
+    client.hset(keys.state(run), mapping={"appended_steps": 10**9, "appended_fragments": 1})
+    assert note() == "its allowance is used up: waits for its learner"
+    client.hset(keys.state(run), mapping={"appended_steps": 1, "waiting": 1})
+    assert note() == "waits for a process"
+    client.hset(keys.state(run), "ahead_ms", 10)
+    assert note() == "has had its share: waits for its turn"
+
+
+def test_versions_that_differ_and_machines_that_leave_are_shown(
+    client: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for host, version in (("one", "2.3"), ("two", "2.4"), ("three", "2.3")):
+        workers.beat(
+            client,
+            workers.Heartbeat(
+                f"a@{host}", host, 1, 2, ("ddrl.rollout",), {"numpy": version, "ddrl": "1"}, cores=8,
+                gpus=("H100",), memory_bytes=2**34, draining=host == "two", started_s=time.time() - 65,
+            ),
+        )  # fmt: skip
+    text = call(capsys)
+    assert "versions of numpy differ: 2.3 on one, three; 2.4 on two" in text
+    assert "H100" in text and "16.0 GB" in text and "leaves" in text and "up 1m0" in text
+
+
+def test_watching_needs_a_terminal(client: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fleet", "--watch"]) == 2
+    assert "--watch: needs a terminal" in capsys.readouterr().err

@@ -1,0 +1,272 @@
+"""Following a run: plain lines, the live view, and the word on why nothing happens."""
+
+from __future__ import annotations
+
+import io
+import time
+from typing import Any
+
+import pytest
+from rich.console import Console
+from test_artifacts import learn_something, make_run
+
+from ddrl.cli import curve, hints, live, view, watcher
+from ddrl.store import leases as lease
+from ddrl.store import runs, segments, stream, weights, workers
+
+QUEUE = "ddrl.rollout.box2d"
+
+
+def beat(client: Any, *queues: str, host: str = "here", **more: Any) -> None:
+    node = f"ddrl-1@{host}"
+    workers.beat(client, workers.Heartbeat(node, host, 1, 3, queues, {}, **more))
+
+
+def test_plain_line_has_the_figures(server: Any) -> None:
+    run = make_run(server.client)
+    learn_something(server.client, run)
+    beat(server.client, QUEUE)
+    line = live.plain_line(watcher.Watcher(server.client, run).poll())
+    assert "env_steps 30000 (2930/s)  updates 7600 (310/s)  return 143.2  eval " in line
+    assert line.startswith("30s  ") and line.endswith("@v31  staleness 0.8")
+
+
+def test_hints_say_what_is_missing(server: Any) -> None:
+    client, run = server.client, make_run(server.client)
+    assert "waiting for a learner: start `ddrl learner`" in watcher.Watcher(client, run).poll().hint
+    token = lease.acquire(client, run, host="here", folder="")
+    missing = f"no worker plays {QUEUE}: start `celery -A ddrl worker`"
+    assert watcher.Watcher(client, run).poll().hint == missing
+    beat(client, "ddrl.rollout", "ddrl.rollout.atari", capabilities=("atari",))
+    beat(client, "ddrl.evaluate", "ddrl.evaluate.box2d", host="judge", capabilities=("box2d",))
+    beat(client, QUEUE, host="old", draining=True)
+    there = "there: here lacks box2d (pip install 'ddrl[box2d]' there), judge only evaluates"
+    workers.leave(client, workers.Heartbeat("ddrl-1@old", "old", 1, 3, (), {}))
+    assert watcher.Watcher(client, run).poll().hint == f"{missing}; {there}"
+    beat(client, QUEUE)
+    assert watcher.Watcher(client, run).poll().hint == "waiting for the first steps"
+    segments.note_crash(client, run, "EnvError: no such thing")
+    assert "EnvError: no such thing" in watcher.Watcher(client, run).poll().hint
+    assert watcher.Watcher(client, run, starting_s=9).poll().hint == "starting"
+    lease.release(client, run, token or 0)
+    runs.set_status(client, run, "paused", "paused by the operator")
+    assert f"`ddrl resume {run}`" in watcher.Watcher(client, run).poll().hint
+
+
+def test_follow_prints_lines_until_the_end(server: Any) -> None:
+    client, run = server.client, make_run(server.client)
+    learn_something(client, run)
+    ticks = []
+
+    def tick() -> None:
+        ticks.append(time.monotonic())
+        if len(ticks) == 4:
+            runs.set_status(client, run, "solved", "return 200 confirmed")
+
+    console = Console(file=io.StringIO(), force_terminal=False)
+    state = live.follow(client, run, json_output=False, console=console, on_tick=tick)
+    assert state.status == "solved" and len(ticks) >= 4
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert len(lines) == 2 and "solved: return 200 confirmed" in lines[1] and "/s)" not in lines[1]
+
+
+def test_with_json_stdout_stays_empty(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(server.client)
+    runs.set_status(server.client, run, "stopped", "stopped by the operator")
+    assert live.follow(server.client, run, json_output=True).ended
+    printed = capsys.readouterr()
+    assert printed.out == "" and "stopped by the operator" in printed.err
+
+
+def test_a_deadline_ends_following_and_errors_of_the_tick_pass(server: Any) -> None:
+    client, run = server.client, make_run(server.client)
+    assert live.follow(client, run, json_output=True, deadline=time.monotonic()).status == "active"
+
+    def fail() -> None:
+        raise RuntimeError("a child died")
+
+    with pytest.raises(RuntimeError, match="a child died"):
+        live.follow(client, run, json_output=True, on_tick=fail)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_view_shows_everything(server: Any, width: int) -> None:
+    run = make_run(server.client)
+    learn_something(server.client, run)
+    beat(server.client, QUEUE)
+    for producer in range(2):
+        segments.playing(server.client, run, producer, node="ddrl-1@here", pid=7 + producer)
+    console = Console(record=True, force_terminal=True, width=width, height=40, file=io.StringIO())
+    figures = watcher.Watcher(server.client, run).poll()
+    console.print(view.view(figures, width=width, height=40))
+    text = console.export_text()
+    for shown in (
+        *(run, "active", "30s, 14m", "30,000 (2930/s)", "7,600 (310/s)", "143.2", "31.9 of 32"),
+        *("0.8 versions", "1 (2 of 3 processes)", "12 %", "critic_loss", "evaluation v31", "20 episodes"),
+        *("confirmation v31", "target 200", "LunarLanderContinuous-v3, sac, seed 1", "◆"),
+    ):
+        assert shown in text, shown
+    assert any("⠁" <= character <= "⣿" for character in text)
+    assert max(map(len, text.splitlines())) <= width
+
+
+def test_the_view_of_a_fresh_run(server: Any) -> None:
+    console = Console(record=True, force_terminal=True, width=80, height=24, file=io.StringIO())
+    figures = watcher.Watcher(server.client, make_run(server.client)).poll()
+    console.print(view.view(figures, width=80, height=24))
+    text = console.export_text()
+    assert "waiting for a learner: start `ddrl learner`" in text and "no episode has ended yet" in text
+    assert len(text.splitlines()) <= 24
+
+
+def test_the_curve_goes_where_the_returns_go() -> None:
+    assert curve.trailing_mean([1.0, 2.0, 3.0, 4.0], window=2) == [1.0, 1.5, 2.5, 3.5]
+    rising = curve.draw(
+        [(float(t), float(t)) for t in range(100)], [], width=60, height=10
+    ).plain.splitlines()
+    assert len(rising) == 10
+    inked = [[c for c, mark in enumerate(line[8:]) if "⠁" <= mark <= "⣿"] for line in rising[:-1]]
+    assert min(inked[0] or [99]) > max(inked[-1] or [0])
+    flat = curve.draw([(1.0, 5.0), (2.0, 5.0)], [(2.0, 5.0, True)], width=40, height=6, target=5.0)
+    assert "◆" in flat.plain and "╌" in flat.plain
+
+
+def test_closing_lines_say_how_to_go_on() -> None:
+    summary: dict[str, Any] = {
+        "run": "x-1",
+        "status": "time",
+        "train_s": 61.0,
+        "env_steps": 1000,
+        "updates": 10,
+    }
+    summary |= {"policy_version": 3, "artifacts": "/a/x-1", "evaluation": None}
+    text = live.closing_lines(summary)
+    assert "x-1: time after 1m01s" in text and "`ddrl resume x-1 --time 10m`" in text and "/a/x-1" in text
+    summary["evaluation"] = {"return_mean": 9.0, "return_std": 1.0, "episodes": 20}
+    assert "return 9.0 ± 1.0 over 20 episodes" in live.closing_lines({**summary, "status": "solved"})
+
+
+def test_follow_on_a_terminal_leaves_the_last_view_standing(server: Any) -> None:
+    client, run = server.client, make_run(server.client)
+    learn_something(client, run)
+    runs.set_status(client, run, "solved", "return 200 confirmed")
+    console = Console(force_terminal=True, width=100, height=40, file=io.StringIO())
+    assert live.follow(client, run, json_output=False, console=console).status == "solved"
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "solved" in shown and "return 200 confirmed" in shown and "30,000" in shown
+
+
+def play(client: Any, run: str, seq: int, **times: int) -> None:
+    """Append a fragment of one producer."""
+    stream.append(
+        client,
+        run,
+        {b"h": b"{}"},
+        producer=1,
+        incarnation=7,
+        seq=seq,
+        num_transitions=100,
+        host="here",
+        **times,
+    )
+
+
+def test_refusals_crashes_and_quarantine_are_told_with_their_remedies(server: Any) -> None:
+    client, run = server.client, make_run(server.client)
+    lease.acquire(client, run, host="here", folder="")
+    beat(client, QUEUE)
+    follower = watcher.Watcher(client, run)
+    segments.note_refusal(
+        client, run, "far", "ale-py 0.9 is not the 0.10 of the submitter; pip install ale-py==0.10"
+    )
+    segments.note_crash(client, run, "Signal 11 in my_env")
+    segments.note_crash(client, run, "Signal 11 in my_env")
+    segments.playing(client, run, 3, node="ddrl-1@here", pid=1)
+    segments.lost(client, run, [3], "ddrl-1@here is gone")
+    figures = follower.poll()
+    assert figures.hint.startswith("far: ale-py 0.9 is not") and "pip install ale-py==0.10" in figures.hint
+    assert [notice.partition(":")[0] for notice in figures.notices] == [
+        "refused",
+        "a process could not play it",
+        "1 of its players ended without a word",
+    ], "each once"
+    assert "ended badly" in shown(figures) and "2 crashed, 1 lost" in shown(figures)
+    client.delete(f"ddrl:{{{run}}}:refusals")
+    again = watcher.Watcher(client, run).poll()
+    assert again.hint == "workers cannot play it (2 times since the last fragment): Signal 11 in my_env"
+    play(client, run, 0)
+    assert watcher.Watcher(client, run).poll().hint == "", "it plays by now"
+    reason = "quarantined: 5 processes ended without a fragment: Signal 11; mend it and `ddrl resume x`"
+    runs.set_status(client, run, "paused", reason)
+    assert watcher.Watcher(client, run).poll().hint == reason
+    assert "crashes_total" not in shown(again)
+
+
+def shown(figures: watcher.Figures, width: int = 80) -> str:
+    """The live view as text."""
+    console = Console(record=True, force_terminal=True, width=width, height=40, file=io.StringIO())
+    console.print(view.view(figures, width=width, height=40))
+    return console.export_text()
+
+
+def test_shares_and_waits_are_those_of_the_last_minute(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watcher, "LOOK_S", 0.0)
+    client = server.client
+    light, heavy = make_run(client), make_run(client, weight=3.0)
+    for run in (light, heavy):
+        token = lease.acquire(client, run, host="here", folder="")
+        weights.publish(client, run, token, version=0, blob=b"w", allowance=10**6, updates=0)
+        play(client, run, 0, process_ms=50_000)
+    beat(client, QUEUE)
+    followers = [watcher.Watcher(client, run) for run in (light, heavy)]
+    assert [follower.poll().share for follower in followers] == [None, None]
+    play(client, light, 1, process_ms=1_000, allowance_wait_ms=250, room_wait_ms=100)
+    play(client, heavy, 1, process_ms=3_000)
+    one, three = (follower.poll() for follower in followers)
+    assert (one.share, one.entitled) == (0.25, 0.25) and (three.share, three.entitled) == (0.75, 0.75)
+    assert (one.allowance_wait, one.room_wait) == (0.25, 0.1) and three.room_wait == 0.0
+    assert one.hint == "the stream is full (512.0 MB): play waits for the learner; raise replay.max_bytes"
+    assert "share 25%  waits 10% for room" in live.plain_line(one) and "waits" not in live.plain_line(three)
+    assert "25 % of 25 %, normal" in shown(one) and "25 %, 10 % for room" in shown(one)
+
+
+def test_a_server_that_is_full_is_a_plain_sentence(make_server: Any) -> None:
+    client = make_server("--maxmemory", "100mb").client
+    run = make_run(client)
+    assert "waiting for a learner" in watcher.Watcher(client, run).poll().hint
+    client.config_set("maxmemory", "1")
+    text = watcher.Watcher(client, run).poll().hint
+    assert text.startswith("the server is full (") and "ddrl prune" in text
+
+
+def test_notices_are_printed_once(server: Any) -> None:
+    client, run = server.client, make_run(server.client)
+    follower, file = watcher.Watcher(client, run), io.StringIO()
+    lines = live.Lines(file)
+    for value in (1, 2, 2):
+        changed = runs.config(client, run).model_copy(update={"weight": float(value)})
+        version = runs.config_version(client, run)
+        runs.change(client, run, changed, {"weight": (1.0, value)}, version=version)
+        lines.show([follower.poll()])
+    assert follower.poll().config.weight == 2.0
+    printed = file.getvalue().splitlines()
+    assert [line.split("  ")[1] for line in printed if "set" in line] == [
+        "set weight: 1.0 -> 1",
+        "set weight: 1.0 -> 2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("queue", "queues", "capabilities", "words"),
+    [
+        ("ddrl.rollout.atari", ("ddrl.rollout",), (), "lacks atari (pip install 'ddrl[atari]' there)"),
+        ("ddrl.rollout.mine", ("ddrl.rollout",), (), "does not allow mine (DDRL_ALLOW_MODULES=mine there"),
+        ("ddrl.rollout.atari", ("ddrl.evaluate.atari",), ("atari",), "only evaluates"),
+        ("ddrl.evaluate", ("ddrl.rollout",), (), "only plays"),
+        ("ddrl.rollout", ("ddrl.rollout.box2d",), ("box2d",), "does not serve that queue"),
+        ("ddrl.rollout", ("ddrl.rollout",), (), ""),
+    ],
+)
+def test_why_a_worker_does_not_fit(queue: str, queues: Any, capabilities: Any, words: str) -> None:
+    worker = workers.Heartbeat("n", "h", 1, 2, queues, {}, capabilities=capabilities)
+    assert hints.misfit(worker, queue).startswith(words) if words else hints.misfit(worker, queue) == ""

@@ -1,0 +1,290 @@
+"""`ddrl set`: what can change while a run goes on, what is refused, and where each change is shown."""
+
+from __future__ import annotations
+
+import csv
+import json
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from support.processes import Processes
+from test_artifacts import SPACES, learn_something, make_run
+from test_cli import call, call_json
+from typer.testing import CliRunner
+
+from ddrl import config
+from ddrl.cli import app, main, settings
+from ddrl.cli.output import InputError
+from ddrl.runs import artifacts
+from ddrl.runs import curves as curve
+from ddrl.runs.records import Records, read
+from ddrl.store import connection, metrics, runs
+from ddrl.store import leases as lease
+from ddrl.store.connection import StoreError
+from ddrl.types import EnvSpec
+
+DISCRETE = EnvSpec("Toy-v0", (8,), "float32", "discrete", (), (4,))
+
+
+@pytest.fixture
+def client(server: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The private server as the one that commands find."""
+    monkeypatch.setenv(connection.URL_VARIABLE, server.url)
+    return server.client
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run a command that must fail with one line on stderr; that line."""
+
+    def run(*arguments: str) -> str:
+        capsys.readouterr()
+        assert main(arguments) == 2
+        printed = capsys.readouterr()
+        assert printed.out == "" and printed.err.count("\n") == 1
+        return printed.err
+
+    return run
+
+
+def change(algorithm: dict[str, Any], *texts: str) -> dict[str, tuple[Any, Any]]:
+    """What `ddrl set` would change."""
+    before = config.validate({"env": {"id": "Toy-v0"}, "algorithm": algorithm})
+    spaces = SPACES if algorithm["name"] == "sac" else DISCRETE
+    return settings.change(before, spaces, settings._parse(texts))[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "texts", "changes"),
+    [
+        ("sac", ["algorithm.learning_rate=1e-4"], {"algorithm.learning_rate": (1e-3, 1e-4)}),
+        ("sac", ["algorithm.temperature=1e-2"], {"algorithm.temperature": ("auto", 0.01)}),
+        (
+            "sac",
+            ["stop.time=15m", "stop.return=200"],
+            {"stop.return": (None, 200.0), "stop.time": (None, 900.0)},
+        ),
+        ("sac", ["weight=2", "priority=high"], {"weight": (1.0, 2.0), "priority": ("normal", "high")}),
+        ("sac", ["replay.max_bytes=1GB"], {"replay.max_bytes": (512 * 1024**2, 10**9)}),
+        ("sac", ["algorithm.learning_rate=0.001", "stop.return=null"], {}),
+        ("ppo", ["algorithm.lambda=0.9"], {"algorithm.lambda": (0.95, 0.9)}),
+        (
+            "ppo",
+            ["algorithm.final_clip=0.1", "algorithm.anneal_steps=100"],
+            {"algorithm.anneal_steps": (None, 100), "algorithm.final_clip": (None, 0.1)},
+        ),
+        (  # one gives way to the other, and that is a change too
+            "dqn",
+            ["algorithm.target_rate=0.01"],
+            {"algorithm.target_period": (500, None), "algorithm.target_rate": (None, 0.01)},
+        ),
+    ],
+)
+def test_what_changes(name: str, texts: list[str], changes: dict[str, Any]) -> None:
+    assert change({"name": name}, *texts) == changes
+
+
+@pytest.mark.parametrize(
+    ("name", "texts", "message"),
+    [
+        ("sac", ["foo"], "foo: expected NAME=VALUE, such as algorithm.learning_rate=1e-4"),
+        ("sac", ["weight=[1"], "weight=[1: the value is not valid YAML"),
+        ("sac", ["weight=1", "weight=2"], "weight: is given twice; give it once"),
+        ("sac", ["algorithm.lerning_rate=1"], "unknown option; did you mean algorithm.learning_rate?"),
+        ("sac", ["learning_rate=1"], "unknown option; did you mean algorithm.learning_rate?"),
+        ("sac", ["stop.tmie=1"], "stop.tmie: unknown option; did you mean stop.time?"),
+        ("sac", ["lr=1"], "lr: unknown option; these can change: priority, weight, algorithm.{learning_rate, "),
+        ("sac", ["stop=1"], "stop: is a section; name an option of it, such as stop.env_steps"),
+        ("sac", ["algorithm=1"], "algorithm: is a section; name an option of it, such as algorithm.learn"),
+        ("sac", ["algorithm.name=ppo"], "algorithm.name: cannot change while a run goes on; these can: "),
+        ("sac", ["env.kwargs.wind=1"], "env.kwargs.wind: cannot change while a run goes on"),
+        ("sac", ["algorithm.gamma=0.9"], "replay.max_bytes, stop.{env_steps, return, time, updates}"),
+        ("sac", ["priority=huge"], "priority: 'huge' cannot be used; input should be 'low', 'normal' or"),
+        ("sac", ["weight=2", "algorithm.learning_rate=-1"], "algorithm.learning_rate: -1 cannot be used"),
+        ("sac", ["replay.max_bytes=65536"], "replay.max_bytes: 65536 holds fewer than 8 of the largest"),
+        ("ppo", ["learner.publish_every_s=3"], "learner.publish_every_s: 3.0 has no effect on algorithm ppo"),
+        ("ppo", ["algorithm.minibatch_size=4096"], "is larger than batch_size; use at most 2048"),
+        ("ppo", ["algorithm.final_clip=0.1"], "final_clip: needs anneal_steps"),
+    ],
+)  # fmt: skip
+def test_what_is_refused_and_why(name: str, texts: list[str], message: str) -> None:
+    with pytest.raises((InputError, config.ConfigError)) as caught:
+        change({"name": name}, *texts)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_change_is_stored_told_and_kept_in_the_journal(client: Any) -> None:
+    run = make_run(client)
+    learn_something(client, run)
+    said = call("set", run, "algorithm.learning_rate=1e-4", "weight=2", "priority=normal")
+    assert said.splitlines() == [
+        "priority: is \"normal\" already",
+        "weight: 1.0 -> 2.0",
+        "algorithm.learning_rate: 0.001 -> 0.0001",
+    ]  # fmt: skip
+    after, state = runs.config(client, run), runs.state(client, run)
+    assert after.algorithm == {"name": "sac", "learning_rate": 1e-4} and after.weight == 2.0
+    assert state.weight == 2.0 and state.config_version == 1
+    journal = call("journal", run)
+    assert "algorithm.learning_rate: 0.001 -> 0.0001 at 30,000 env steps" in journal
+    assert "weight: 1.0 -> 2.0 at 30,000 env steps" in journal and "priority" not in journal
+    told = call_json("set", "last", "weight=2", "stop.time=20m")
+    rows = [{"option": "stop.time", "from": 900.0, "to": 1200.0}]
+    assert told == {"run": run, "config_version": 2, "changes": rows, "unchanged": {"weight": 2.0}}
+    assert call_json("set", run, "weight=2.0")["config_version"] == 2  # nothing changed, nothing written
+    assert [row["option"] for row in runs.journal(client, run) if row["event"] == "set"] == [
+        *("weight", "algorithm.learning_rate", "stop.time")
+    ]
+
+
+def test_all_or_nothing(client: Any, refused: Callable[..., str]) -> None:
+    run = make_run(client)
+    before, journal = runs.config(client, run), runs.journal(client, run)
+    assert "gamma" in refused("set", run, "weight=2", "algorithm.gamma=0.5")
+    assert "cannot be used" in refused("set", run, "weight=2", "stop.updates=0")
+    client.config_set("maxmemory", "300mb")
+    try:
+        assert "maxmemory" in refused("set", run, "weight=2", "replay.max_bytes=400MB")
+    finally:
+        client.config_set("maxmemory", "0")
+    assert runs.config(client, run) == before and runs.journal(client, run) == journal
+    assert runs.state(client, run).config_version == 0
+
+
+def test_an_ended_run_has_nothing_to_change(client: Any, refused: Callable[..., str]) -> None:
+    run = make_run(client)
+    runs.set_status(client, run, "paused", "paused by the operator")
+    result = CliRunner().invoke(app, ["set", run, "weight=3"])  # a paused one goes on later
+    assert result.exit_code == 0 and "the next one begins with this" in result.stderr
+    runs.set_status(client, run, "stopped", "stopped by the operator")
+    assert f"`ddrl resume {run}` continues it first" in refused("set", run, "weight=4")
+    assert "not on this server" in refused("set", "nothing-", "weight=4")
+    assert runs.config(client, run).weight == 3.0
+
+
+def test_two_operators_do_not_undo_each_other(client: Any) -> None:
+    run = make_run(client)
+    before, version = runs.config(client, run), runs.state(client, run).config_version
+    call("set", run, "weight=2")
+    after, changes = settings.change(before, runs.spaces(client, run), {"stop.time": 60})
+    with pytest.raises(StoreError, match="changed meanwhile"):
+        runs.change(client, run, after, changes, version=version)
+    assert runs.config(client, run).weight == 2.0
+
+
+def test_changes_are_in_the_folder(client: Any, tmp_path: Path) -> None:
+    run = make_run(client)
+    token = learn_something(client, run)
+    call("set", run, "algorithm.temperature=0.1", "stop.return=null")
+    runs.set_status(client, run, "stopped", "enough", token=token)
+    lease.release(client, run, token)
+    artifacts.write(client, run, tmp_path)
+    with (tmp_path / "journal.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["event"] for row in rows] == ["created", "set", "set", "stopped"]
+    assert rows[-1]["reason"] == "enough" and rows[0]["option"] == ""
+    told = {row["option"]: (row["from"], row["to"], row["env_steps"]) for row in rows[1:3]}
+    assert told == {
+        "algorithm.temperature": ("auto", "0.1", "30000"),
+        "stop.return": ("200.0", "", "30000"),
+    }
+    texts = _texts(tmp_path / "tensorboard")
+    assert texts == ["algorithm.temperature: auto -> 0.1", "stop.return: 200 -> none"]
+    assert "algorithm:\n  name: sac\n  temperature: 0.1\n" in (tmp_path / "config.yaml").read_text()
+
+
+def _texts(folder: Path) -> list[str]:
+    """What the events say of settings."""
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    (path,) = folder.glob("events.out.tfevents.*")
+    values = (value for event in EventFileLoader(str(path)).Load() for value in event.summary.value)
+    return [value.tensor.string_val[0].decode() for value in values if value.tag == "settings"]
+
+
+def test_changes_are_drawn_on_both_panels(client: Any, tmp_path: Path) -> None:
+    run = make_run(client)
+    learn_something(client, run)
+    records = read(client, run)
+    assert _drawn(records, "time_s") == ([], [])
+
+    def changed(seconds: float, option: str, to: Any) -> dict[str, Any]:
+        row = {"time_s": seconds, "env_steps": int(1000 * seconds), "event": "set", "option": option}
+        return row | {"from": None, "to": to}
+
+    # Returns rise over thirty seconds: labels are above them at first, below them in the end.
+    journal = [
+        {"time_s": 0.0, "event": "created"},
+        *(changed(3.0, "algorithm.learning_rate", 1e-4), changed(3.1, "stop.time", None)),
+        *(changed(29.9, "algorithm.temperature", "auto"),),
+    ]
+    records = replace(records, episodes=_rising(), journal=journal)
+    for over, scale in (("time_s", 1), ("env_steps", 1000)):
+        lines, labels = _drawn(records, over)
+        assert lines == pytest.approx([3.0 * scale, 3.1 * scale, 29.9 * scale])
+        assert labels == [("learning_rate 0.0001\nstop.time none", "top"), ("temperature auto", "bottom")]
+    many = [changed(3.0, "weight", number) for number in range(9)]
+    assert _drawn(replace(records, journal=many), "time_s")[1] == [
+        ("weight 0\nweight 1\nweight 2\nand 6 more", "top")
+    ]
+    many = [changed(1.5 * number, "weight", number) for number in range(20)]
+    lines, labels = _drawn(replace(records, journal=many), "time_s")
+    assert len(lines) == 20 and labels == []
+    assert curve.plot(replace(records, journal=many), tmp_path / "curve.png").stat().st_size > 10_000
+
+
+def _rising() -> list[dict[str, Any]]:
+    return [
+        {"time_s": second / 10, "env_steps": second * 100, "return": float(second)} for second in range(300)
+    ]
+
+
+def _drawn(records: Records, over: str) -> tuple[list[float], list[tuple[str, str]]]:
+    """Where a panel has lines of changes, and their labels with the side they are on."""
+    axes = Figure().subplots()
+    curve._draw(axes, records, over)
+    lines = [line for line in axes.lines if line.get_color() == curve._VIOLET]
+    texts = [text for text in axes.texts if text.get_rotation() == 90]
+    labels = [(text.get_text(), str(text.get_verticalalignment())) for text in texts]
+    return [float(np.asarray(line.get_xdata())[0]) for line in lines], labels
+
+
+def test_json_is_of_plain_values(client: Any) -> None:
+    run = make_run(client)
+    told = call("set", run, "evaluation.every_s=10s", "--json")
+    assert json.loads(told)["changes"] == [{"option": "evaluation.every_s", "from": 60.0, "to": 10.0}]
+
+
+def test_a_learner_goes_by_it_at_once_and_so_does_the_next_one(server: Any, processes: Processes) -> None:
+    """Real processes: a fixed temperature shows in the figures, survives `kill -9`, and a new limit ends the run."""
+    client, url = server.client, server.url
+    run = processes.detach(url, stop={"return": 10.0, "time": 3600}, learner={"checkpoint_every_s": 3600})
+    learner, _ = processes.learner(url, run), processes.worker(url)
+    processes.until(lambda: runs.state(client, run).updates > 50)
+    assert not _temperatures(client, run) & {0.125}
+    processes.ddrl(url, "set", run, "algorithm.temperature=0.125")
+    processes.until(lambda: _temperatures(client, run, last=2) == {0.125})
+    learner.send(signal.SIGKILL)  # it has stored no checkpoint: the config alone tells
+    seen = len(metrics.read(client, run)[0])
+    learner = processes.learner(url, run)
+    processes.until(lambda: len(metrics.read(client, run)[0]) > seen + 3)
+    figures = [row for row in metrics.read(client, run)[0][seen:] if "temperature" in row]
+    assert {round(row["temperature"], 4) for row in figures} <= {0.125}
+    processes.ddrl(url, "set", run, f"stop.env_steps={runs.state(client, run).appended_steps + 1}")
+    processes.until(lambda: runs.state(client, run).status == "time")
+    assert "env steps" in runs.state(client, run).reason
+    learner.wait()
+    assert (
+        "algorithm.temperature,auto,0.125," in (processes.folder / "runs" / run / "journal.csv").read_text()
+    )
+
+
+def _temperatures(client: Any, run: str, *, last: int = 0) -> set[float]:
+    rows = [row for row in metrics.read(client, run)[0] if "temperature" in row]
+    return {round(row["temperature"], 4) for row in rows[-last:]}

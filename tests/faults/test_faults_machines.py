@@ -1,0 +1,201 @@
+"""Processes and machines that play are killed, leave, join, get messages twice, have wrong clocks: the run goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.fault_fleet import Fleet, fleet_of
+from support.processes import EXACT, ROOT, bound
+
+from ddrl.celery import ROLLOUT
+from ddrl.store import keys, runs, segments, workers
+
+pytestmark = pytest.mark.faults
+
+SLOW_TO_MAKE = '''
+import os, pathlib, time
+from ddrl.envs import toy
+
+def make():
+    """The target toy, whose first process can be killed while it is made."""
+    if "MAKING_FOLDER" in os.environ:
+        pathlib.Path(os.environ["MAKING_FOLDER"], str(os.getpid())).touch()
+        time.sleep(0.3)
+    return toy.target()
+'''
+
+LATE = '''
+"""ddrl's application as nobody should run it: late acknowledgement, and impatient redelivery."""
+from kombu import Queue
+from ddrl.celery import app
+app.conf.task_acks_late = True
+app.conf.task_queues = [Queue(q.name, q.exchange, routing_key=q.routing_key) for q in app.conf.task_queues]
+app.conf.broker_transport_options |= {"ack_emulation": True, "visibility_timeout": 1}
+'''
+SHIFTED = '''
+"""A clock that is off: imported by every Python process that finds this folder on its path."""
+import os, time
+shift_s, true_time, true_time_ns = float(os.environ["CLOCK_SHIFT_S"]), time.time, time.time_ns
+time.time = lambda: true_time() + shift_s
+time.time_ns = lambda: true_time_ns() + int(shift_s * 1e9)
+'''
+
+
+@pytest.fixture(scope="module")
+def module_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    with fleet_of(tmp_path_factory.mktemp("fleet"), concurrency=2) as fleet:
+        yield fleet
+
+
+@pytest.fixture
+def fleet(module_fleet: Fleet) -> Iterator[Fleet]:
+    yield module_fleet
+    module_fleet.tidy()
+
+
+def producers(fleet: Fleet) -> int:
+    return int(fleet.client.hlen(keys.producers(fleet.run)))
+
+
+def test_a_process_killed_in_mid_episode(fleet: Fleet) -> None:
+    with fleet.survives(2.0):
+        fleet.processes.until(lambda: segments.players(fleet.client, fleet.run))
+        before, killed = producers(fleet), next(iter(segments.players(fleet.client, fleet.run).values())).pid
+        os.kill(killed, signal.SIGKILL)
+    fleet.processes.until(lambda: producers(fleet) > before, bound(10.0))  # its replacement plays too
+    fleet.processes.until(lambda: fleet.state().lost_producers > 0, bound(8.0))
+    assert fleet.worker.running and killed not in fleet.worker.pool()
+
+
+def test_a_process_killed_between_its_message_and_its_first_fragment(fleet: Fleet, tmp_path: Path) -> None:
+    folder = fleet.processes.folder
+    (folder / "slow_to_make.py").write_text(SLOW_TO_MAKE)
+    modules = {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "DDRL_ALLOW_MODULES": "slow_to_make"}
+    config = fleet.processes.config(name="slow", env={"id": "slow_to_make:make"}, stop={"return": 10.0})
+    submitted = fleet.processes.ddrl(
+        fleet.server.url, "submit", str(config), "--detach", "--json", env=modules
+    )
+    run = json.loads(submitted.stdout)["run"]
+    fleet.processes.ddrl(fleet.server.url, "pause", fleet.run)
+    fleet.start_learner()
+    fleet.start_worker(env={**modules, "MAKING_FOLDER": str(tmp_path)})
+    fleet.processes.until(lambda: os.listdir(tmp_path))
+    assert runs.state(fleet.client, run).appended_fragments == 0
+    os.kill(int(os.listdir(tmp_path)[0]), signal.SIGKILL)
+    fleet.processes.until(lambda: runs.state(fleet.client, run).appended_fragments > 0, bound(2.0))
+    fleet.processes.ddrl(fleet.server.url, "stop", run)
+    fleet.processes.ddrl(fleet.server.url, "resume", fleet.run, "--detach")
+
+
+def test_a_machine_gone_while_another_is_there(fleet: Fleet) -> None:
+    other = fleet.start_worker(concurrency=1)
+    fleet.processes.until(lambda: len(fleet.nodes()) == 2)
+    with fleet.survives(2.0):
+        other.kill_group()
+    fleet.processes.until(lambda: len(fleet.nodes()) == 1, bound(8.0))
+
+
+def test_the_last_machine_gone_is_said_and_a_new_one_takes_over(fleet: Fleet) -> None:
+    fleet.ready()
+    before = fleet.audit()
+    fleet.worker.kill_group()
+
+    def status() -> str:
+        return fleet.processes.ddrl(fleet.server.url, "status", fleet.run).stdout
+
+    fleet.processes.until(lambda: not fleet.nodes(), bound(8.0))
+    assert "no worker plays ddrl.rollout" in status()
+    fleet.processes.until(lambda: fleet.state().lost_producers > 0, bound(8.0))
+    assert (
+        json.loads(fleet.processes.ddrl(fleet.server.url, "status", fleet.run, "--json").stdout)["workers"]
+        == []
+    )
+    fleet.worker = fleet.start_worker()
+    fleet.processes.until(fleet.nodes)
+    fleet.goes_on(bound(5.0))
+    fleet.accounts_for(before)
+
+
+def test_machines_that_join_and_leave_every_few_seconds(fleet: Fleet) -> None:
+    with fleet.survives(5.0):
+        joined, until = [], time.monotonic() + (120.0 if EXACT else 20.0)
+        while time.monotonic() < until:
+            joined.append(fleet.start_worker(concurrency=1))
+            time.sleep(3.0)
+            if len(joined) > 1:
+                leaving = joined.pop(0)
+                if len(fleet.processes.started) % 2:
+                    leaving.kill_group()
+                else:
+                    leaving.send(signal.SIGTERM)
+        for process in joined:
+            process.send(signal.SIGTERM)
+    for process in joined:
+        assert process.wait() in (0, -signal.SIGTERM)  # the last one may not have been up
+    fleet.processes.until(lambda: len(fleet.nodes()) == 1, bound(8.0))
+
+
+def deliveries(*logs: Path) -> Counter[str]:
+    """How often each rollout task was received."""
+    return Counter(
+        task
+        for log in logs
+        for task in re.findall(r"ddrl\.rollout\[([0-9a-f-]+)\] received", log.read_text())
+    )
+
+
+def test_a_message_delivered_twice(fleet: Fleet) -> None:
+    queue = keys.queue(ROLLOUT)
+    other = fleet.start_worker()
+    with fleet.survives(5.0):
+
+        def double() -> bool:
+            for message in fleet.client.lrange(queue, 0, 0):
+                fleet.client.lpush(queue, message)
+            logs = [process.log for process in (fleet.worker, other)]
+            return max(deliveries(*logs).values(), default=0) > 1
+
+        fleet.processes.until(double, 60.0)
+    assert fleet.audit().total("duplicates") == 0  # two tasks played: two producers, nothing repeated
+
+
+def test_messages_delivered_again_as_they_are_acknowledged_late(fleet: Fleet) -> None:
+    (fleet.processes.folder / "late.py").write_text(LATE)
+    path = {"PYTHONPATH": f"{fleet.processes.folder}{os.pathsep}{ROOT}"}
+    command = ("-m", "celery", "-A", "late", "worker", "-c", "1", "-l", "info")
+    late = [fleet.processes.start("late", fleet.server.url, *command, env=path) for _ in range(2)]
+    logs = [worker.log for worker in (*late, fleet.worker)]
+    with fleet.survives(5.0):
+        fleet.processes.until(lambda: max(deliveries(*logs).values(), default=0) > 1, 60.0)
+
+
+def test_clocks_that_are_an_hour_off(fleet: Fleet) -> None:
+    folder = fleet.processes.folder / "shifted"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(SHIFTED)
+
+    def shifted(hours: float) -> dict[str, str]:
+        return {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "CLOCK_SHIFT_S": str(hours * 3600)}
+
+    with fleet.survives(5.0):
+        before = fleet.nodes()
+        fleet.worker.kill_group()
+        fleet.learner.kill()
+        fleet.worker = fleet.start_worker(env=shifted(1))
+        fleet.learner = fleet.start_learner(env=shifted(-1))
+        fleet.processes.until(lambda: fleet.nodes() - before)
+    hour_ahead = re.search(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)", fleet.worker.text())
+    assert hour_ahead is not None
+    assert time.mktime(time.strptime(hour_ahead[1], "%Y-%m-%d %H:%M:%S")) > time.time() + 3000
+    state = fleet.state()
+    assert state.leased and abs(state.first_step_s - time.time()) < 600  # times are the server's
+    fleet.processes.until(lambda: fleet.state().updates > state.updates + 100, bound(5.0))
+    fleet.processes.until(lambda: len(workers.alive(fleet.client)) == 1, bound(8.0))

@@ -1,0 +1,150 @@
+"""Two machines, as network namespaces with a cable between them: server and learner on one, players on the other."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import redis
+from support.processes import Process, Processes, bound
+
+from ddrl.store import connection, ledger, runs, workers
+from ddrl.store.supervisor import server_binary
+
+PASSWORD = "of-the-two-hosts"
+LINK_DOWN_S = 5.0
+
+
+@dataclass(frozen=True)
+class Host:
+    """A machine: a network namespace with one cable.
+
+    Attributes:
+        name: of the namespace, and what its processes believe that the machine is called.
+        address: its own on the cable.
+        cable: its end of it.
+    """
+
+    name: str
+    address: str
+    cable: str
+
+    def command(self, *words: str) -> list[str]:
+        """A command line that runs `words` there."""
+        rename = 'hostname "$0" && exec "$@"'
+        return ["ip", "netns", "exec", self.name, "unshare", "--uts", "sh", "-ec", rename, self.name, *words]
+
+    def link(self, state: str) -> None:
+        """Plug the cable in (`up`) or pull it (`down`)."""
+        ip("-n", self.name, "link", "set", self.cable, state)
+
+
+def ip(*arguments: str) -> None:
+    """Run iproute2; what it complains about is the error."""
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=30)
+    if done.returncode:
+        raise OSError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
+
+
+def namespaces() -> str:
+    return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.fixture
+def hosts() -> Iterator[tuple[Host, Host]]:
+    """Two machines; both are gone afterwards."""
+    for program in ("ip", "unshare"):
+        if shutil.which(program) is None:
+            pytest.skip(f"needs {program}: install iproute2 and util-linux")
+    if os.geteuid() != 0:
+        pytest.skip("needs root to make network namespaces")
+    tag = secrets.token_hex(3)
+    first = Host(f"ddrl-{tag}-a", "198.51.100.1", f"d{tag}a")
+    second = Host(f"ddrl-{tag}-b", "198.51.100.2", f"d{tag}b")
+    try:
+        try:
+            for host in (first, second):
+                ip("netns", "add", host.name)
+            ip(*f"link add {first.cable} netns {first.name} type veth peer name {second.cable}".split(),
+               "netns", second.name)  # fmt: skip
+            for host in (first, second):
+                ip("-n", host.name, "addr", "add", f"{host.address}/30", "dev", host.cable)
+                ip("-n", host.name, "link", "set", "lo", "up")
+                host.link("up")
+        except OSError as error:
+            pytest.skip(f"network namespaces are not allowed here ({error})")
+        yield first, second
+    finally:
+        for host in (first, second):
+            subprocess.run(["ip", "netns", "del", host.name], capture_output=True)
+        assert tag not in namespaces()
+
+
+def test_a_run_on_two_hosts_outlives_a_pulled_cable(hosts: tuple[Host, Host], processes: Processes) -> None:
+    here, there = hosts
+
+    def start(host: Host, name: str, *words: str, url: str | None = None) -> Process:
+        log = processes.folder / f"{len(processes.started)}-{name}.log"
+        command = host.command(*words)
+        processes.started.append(Process(name, command, processes.folder, processes.environment(url), log))
+        return processes.started[-1]
+
+    folder = Path("/tmp") / here.name  # a short path: the test looks in through a unix socket
+    folder.mkdir(mode=0o700)
+    try:
+        options = ["--bind", here.address, "--port", "6379", "--requirepass", PASSWORD]
+        private = ["--unixsocket", str(folder / "s"), "--dir", str(folder), "--save", ""]
+        start(here, "server", server_binary(), *options, *private)
+        with connection.connect(f"unix://:{PASSWORD}@{folder}/s") as client:
+            processes.until((folder / "s").exists)
+            url = f"redis://:{PASSWORD}@{here.address}:6379/0"
+            run = begin(here, there, start, processes, url, client)
+            pull_the_cable(there, processes, client, run)
+            assert runs.set_status(client, run, "stopped", "by the test")
+            processes.until(lambda: not runs.state(client, run).leased)
+            audit = ledger.audit(client, run)
+            assert audit.is_balanced and audit.total("appended") > 0 == audit.total("trimmed"), audit
+    finally:
+        processes.close()
+        shutil.rmtree(folder)
+
+
+def begin(
+    here: Host,
+    there: Host,
+    start: Callable[..., Process],
+    processes: Processes,
+    url: str,
+    client: redis.Redis,
+) -> str:
+    """Submit and learn a run on one host, play it on the other; its id once it is played."""
+    ddrl = (sys.executable, "-m", "ddrl")
+    path = processes.config(stop={"return": None, "time": 600})
+    assert start(here, "submit", *ddrl, "submit", str(path), "--detach", url=url).wait() == 0, (
+        processes.logs()
+    )
+    run = runs.resolve(client, "last")
+    start(here, "learner", *ddrl, "learner", run, url=url)
+    start(there, "worker", *ddrl, "worker", "--role", "all", "-c", "1", url=url)
+    processes.until(lambda: runs.state(client, run).appended_steps > 500)
+    assert [worker.host for worker in workers.alive(client)] == [there.name]
+    assert runs.state(client, run).host == here.name
+    return run
+
+
+def pull_the_cable(there: Host, processes: Processes, client: redis.Redis, run: str) -> None:
+    """For LINK_DOWN_S; then the host plays on."""
+    there.link("down")
+    time.sleep(LINK_DOWN_S)
+    before = runs.state(client, run)
+    assert before.leased  # its learner does not need the other host
+    there.link("up")
+    processes.until(lambda: runs.state(client, run).appended_steps > before.appended_steps + 500, bound(15.0))

@@ -1,0 +1,263 @@
+"""Options that change while a run goes on: each takes effect with the next update, and survives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pydantic import BaseModel
+from safetensors.torch import load, save
+from support.reference_ppo import CONTINUOUS, DISCRETE, make_feed
+from support.reference_ppo import tensors as trajectories
+from support.reference_q import CPU, VECTORS, digest, make_batch
+from support.reference_r2d2 import SHAPE, make_sequences
+from support.reference_r2d2 import SMALL as SMALL_SEQUENCES
+
+from ddrl.algorithms import base
+from ddrl.config import live_options
+from ddrl.replay.prioritized import Priorities
+from ddrl.replay.rate_limiter import Pacing
+from ddrl.replay.rows import DenseRows
+from ddrl.replay.sampled import Sampled
+from ddrl.replay.view import TransitionView
+from ddrl.types import Batch, EnvSpec
+
+SMALL: dict[str, dict[str, Any]] = {
+    "sac": {"hidden_sizes": (8, 7), "learning_rate": 1e-2, "target_rate": 0.1, "batch_size": 6},
+    "dqn": {"hidden_sizes": (8, 7), "learning_rate": 1e-2, "target_period": 2, "batch_size": 6},
+    "r2d2": SMALL_SEQUENCES | {"target_period": 2, "batch_size": 6, "epsilon_ladder": False},
+    "ppo": {"hidden_sizes": (6, 5), "batch_size": 60, "minibatch_size": 20, "num_epochs": 2},
+    "impala": {"hidden_sizes": (6, 5), "batch_size": 60},
+}
+SPECS = {"sac": CONTINUOUS, "dqn": VECTORS, "r2d2": VECTORS, "ppo": DISCRETE, "impala": DISCRETE}
+
+Table = dict[str, tuple[dict[str, Any], Any]]  # option -> (what it needs, other value)
+DRAWN = {"prioritized": True, "importance_exponent": 0.4, "final_importance_exponent": 0.5}
+ANNEALED = {"final_learning_rate": 0.0, "anneal_steps": 2000}
+ON_POLICY: Table = {
+    "learning_rate": ({}, 2e-3),
+    "final_learning_rate": (ANNEALED, 1e-4),
+    "entropy_coefficient": ({}, 0.1),
+    "final_entropy_coefficient": (ANNEALED | {"entropy_coefficient": 0.1}, 0.01),
+    "anneal_steps": (ANNEALED, 3000),
+    "value_coefficient": ({}, 2.0),
+    "max_grad_norm": ({"max_grad_norm": 0.5}, 0.1),
+    "lambda": ({}, 0.5),
+}
+VALUES: Table = {
+    "learning_rate": ({}, 2e-3),
+    "adam_eps": ({}, 1e-2),
+    "max_grad_norm": ({}, 0.01),
+    "importance_exponent": (DRAWN, 0.9),
+    "final_importance_exponent": (DRAWN | {"importance_anneal_updates": 4}, 1.0),
+    "importance_anneal_updates": (DRAWN, 5),
+    "target_period": ({}, 3),
+    "target_rate": ({"target_period": None, "target_rate": 0.1}, 0.5),
+    "epsilon": ({}, 0.5),
+    "final_epsilon": ({}, 0.5),
+    "epsilon_anneal_updates": ({}, 10),
+}
+LIVE: dict[str, Table] = {
+    "sac": {
+        "learning_rate": ({}, 1e-4),
+        "target_rate": ({}, 0.5),
+        "temperature": ({}, 0.02),
+        "target_entropy": ({}, 1.5),
+        "policy_delay": ({}, 2),
+    },
+    "dqn": VALUES | {"huber_delta": ({}, 0.1)},
+    "r2d2": VALUES,
+    "ppo": ON_POLICY
+    | {
+        "clip": ({}, 0.05),
+        "final_clip": (ANNEALED, 0.01),
+        "value_clip": ({}, 0.01),
+        "num_epochs": ({}, 3),
+        "minibatch_size": ({}, 30),
+        "target_kl": ({}, 1e-7),
+    },
+    "impala": ON_POLICY | {"rho_bar": ({}, 0.7), "reward_clip": ({}, 0.5)},
+}
+CASES = [(name, option, *LIVE[name][option]) for name in LIVE for option in LIVE[name]]
+
+
+class Subject:
+    """An algorithm with its draws, as a learner has them, and batches by number."""
+
+    def __init__(self, name: str, options: Mapping[str, Any]) -> None:
+        config: Any = base.config_class(name).model_validate(SMALL[name] | dict(options))
+        self.config = config
+        self.learner = base.Resolved(name, self.config, SPECS[name]).learner(device=CPU, seed=1)
+        self._name = name
+        self._sampled: Sampled | None = None
+        if getattr(config, "prioritized", False):
+            self._priorities = Priorities(
+                exponent=config.priority_exponent,
+                importance_exponent=config.importance_exponent,
+                final_importance_exponent=config.final_importance_exponent,
+                anneal_updates=config.importance_anneal_updates,
+            )
+            self._priorities.append(6, np.linspace(0.1, 3.0, 6))
+            view = TransitionView(DenseRows(frame_stack=1), capacity=10, gamma=0.9, n_step=1, frame_stack=1)
+            pacing = Pacing(samples_per_insert=32.0, warmup_steps=1, slack_steps=10, batch_size=6)
+            self._sampled = Sampled(view, pacing, batch_size=6, seed=1, grain=1, priorities=self._priorities)
+
+    def adopt(self, **options: Any) -> None:
+        """What a learner does when its run's config has changed."""
+        config = type(self.config).model_validate(self.config.model_dump(by_alias=True) | options)
+        self.learner.adopt(config)
+        if self._sampled is not None:
+            self._sampled.adopt(config)
+        self.config = config
+
+    def update(self, number: int) -> str:
+        """A hash of all that an update on the batch of that number gives and leaves."""
+        figures = self.learner.update(self._batch(number))
+        parts = {"figures": figures, "state": self.learner.state(), "weights": self.learner.weights()}
+        return digest(
+            {f"{part}.{name}": value for part, named in parts.items() for name, value in named.items()}
+        )
+
+    def _batch(self, number: int) -> Any:
+        spec = SPECS[self._name]
+        if self._name == "sac":
+            return continuous_batch(spec, number)
+        if self._name in ("ppo", "impala"):
+            return trajectories(make_feed(spec, seed=number))
+        weight: np.ndarray | None = None
+        if self._sampled is not None:
+            weight = self._priorities.draw(6, seed=0, draw=number)[2]
+        if self._name == "dqn":
+            return make_batch(number, weight=weight)
+        memory_size = self.config.memory_size
+        batch = make_sequences(VECTORS, SHAPE, memory_size=memory_size, seed=number)
+        if weight is None:
+            return batch
+        return replace(batch, weight=torch.from_numpy(weight), number=torch.arange(6))
+
+
+def continuous_batch(spec: EnvSpec, seed: int) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    low, high = torch.tensor(spec.action_low), torch.tensor(spec.action_high)
+    return Batch(
+        observation=torch.randn(6, 3, generator=generator),
+        action=low + (high - low) * torch.rand(6, 2, generator=generator),
+        n_step_return=torch.randn(6, generator=generator),
+        bootstrap_discount=torch.rand(6, generator=generator).round() * 0.9,
+        next_observation=torch.randn(6, 3, generator=generator),
+    )
+
+
+def trained(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """A checkpoint after three updates."""
+    subject = Subject(name, options)
+    for number in range(3):
+        subject.update(number)
+    return load(save(dict(subject.learner.state())))
+
+
+def continued(name: str, options: Mapping[str, Any], state: Mapping[str, Any]) -> Subject:
+    """Another learner that goes on from a checkpoint."""
+    subject = Subject(name, options)
+    subject.learner.load_state(state)
+    return subject
+
+
+def test_every_live_option_is_in_the_table() -> None:
+    assert LIVE.keys() == set(base.names())
+    for name, table in LIVE.items():
+        assert table.keys() == live_options(base.config_class(name))
+
+
+@pytest.mark.parametrize(("name", "option", "needed", "other"), CASES)
+def test_takes_effect_with_the_next_update(
+    name: str, option: str, needed: dict[str, Any], other: Any
+) -> None:
+    """And is that of a learner built with it from the same state; before it and after it, state by state."""
+    state = trained(name, needed)
+    unchanged, adopting = continued(name, needed, state), continued(name, needed, state)
+    built = continued(name, needed | {option: other}, state)
+    adopting.adopt(**{option: other})
+    before, expected = unchanged.update(3), built.update(3)
+    assert adopting.update(3) == expected != before
+    later = continued(name, needed | {option: other}, load(save(dict(adopting.learner.state()))))
+    assert adopting.update(4) == built.update(4) == later.update(4)
+    unchanged.adopt()  # no change is none
+    assert unchanged.update(4) == continued_once(name, needed, state)
+
+
+def continued_once(name: str, options: Mapping[str, Any], state: Mapping[str, Any]) -> str:
+    subject = continued(name, options, state)
+    subject.update(3)
+    return subject.update(4)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [*combinations(("auto", 0.2, 0.0), 2), (0.2, "auto"), (0.0, "auto"), (0.0, 0.2)]
+)
+def test_a_temperature_is_held_and_let_go(before: Any, after: Any) -> None:
+    """Its own optimizer is kept meanwhile, so that checkpoints of before and after fit both."""
+    state = trained("sac", {"temperature": before})
+    adopting, built = (continued("sac", {"temperature": option}, state) for option in (before, after))
+    adopting.adopt(temperature=after)
+    temperatures = []
+    for number in range(3, 6):
+        assert adopting.update(number) == built.update(number)
+        temperatures.append(float(adopting.learner.state()["temperature.value"].exp()))
+    if after == "auto":
+        start = {"auto": None, 0.2: 0.2, 0.0: 1.0}[before]
+        assert temperatures[0] == pytest.approx(start, rel=0.05) and len(set(temperatures)) == 3
+    else:
+        assert temperatures == pytest.approx([after] * 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("sac", {"gamma": 0.5}, r"algorithm\.gamma: 0\.99 cannot become 0\.5 while the run goes on"),
+        ("ppo", {"estimator": "vtrace"}, r"algorithm\.estimator: gae cannot become vtrace"),
+        ("impala", {"optimizer": "adam"}, r"algorithm\.optimizer: rmsprop cannot become adam"),
+        ("dqn", {"n_step": 2, "learning_rate": 1.0}, r"algorithm\.n_step: 1 cannot become 2"),
+        ("r2d2", {"burn_in": 1}, r"algorithm\.burn_in: 4 cannot become 1"),
+    ],
+)
+def test_others_are_refused_and_nothing_changes(name: str, change: dict[str, Any], message: str) -> None:
+    subject, twin = Subject(name, {}), Subject(name, {})
+    with pytest.raises(ValueError, match=message):
+        subject.adopt(**change)
+    assert subject.update(0) == twin.update(0)
+
+
+def test_an_option_of_several_algorithms_is_live_in_all() -> None:
+    """One that an algorithm declares anew must not lose the mark of its namesake."""
+    classes: list[type[BaseModel]] = [base.config_class(name) for name in base.names()]
+    for left, right in combinations(classes, 2):
+        both = left.model_fields.keys() & right.model_fields.keys()
+        names = {left.model_fields[name].alias or name for name in both}
+        assert names & live_options(left) == names & live_options(right)
+
+
+@pytest.mark.parametrize(("name", "option", "needed", "other"), CASES)
+def test_players_need_not_be_told(name: str, option: str, needed: dict[str, Any], other: Any) -> None:
+    """Whatever they know of it comes with the weights: a player that keeps the old options plays the same."""
+    learner = Subject(name, needed | {option: other}).learner
+    played = [
+        _play(base.Resolved(name, Subject(name, options).config, SPECS[name]).policy, learner.weights())
+        for options in (needed, needed | {option: other})
+    ]
+    assert played[0] == played[1]
+
+
+def _play(policy: Callable[..., base.Policy], weights: Mapping[str, Any]) -> str:
+    player = policy(producer=3)
+    player.load({name: value.numpy() for name, value in weights.items()})
+    observation = np.random.default_rng(1).standard_normal((16, 3)).astype(np.float32)
+    action, columns = player.explore(observation, np.random.default_rng(2), player.memory(16))
+    mode = player.act(observation, player.memory(16))
+    share = np.array(player.evaluation_epsilon)
+    return digest({"action": action, "mode": mode, "share": share, **columns})

@@ -1,0 +1,68 @@
+"""ddrl.networks.device: what goes to the device and what stays; and updates that read nothing back from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.reference_q import VECTORS, as_arrays, make_batch
+from support.reference_r2d2 import SHAPE, SMALL, make_sequences
+
+from ddrl.algorithms import dqn, r2d2
+from ddrl.algorithms.dqn_learner import DQN
+from ddrl.algorithms.r2d2_learner import R2D2
+from ddrl.networks.device import to_device, to_host
+
+META = torch.device("meta")  # holds shapes alone: whoever would wait for a value there fails
+
+
+@pytest.fixture(autouse=True)
+def _parameters_stay_the_same_objects() -> Iterator[None]:
+    """On their way to a GPU they do; to this device only if asked."""
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def test_what_is_looked_up_on_the_host_stays_there() -> None:
+    batch = as_arrays(make_sequences(VECTORS, SHAPE, memory_size=2))
+    moved = to_device(batch, META)
+    assert moved.number is None
+    assert moved.burn_in.device.type == "cpu" and moved.burn_in.tolist() == batch.burn_in.tolist()
+    others = [value for name, value in vars(moved).items() if name not in ("number", "burn_in")]
+    assert others and all(value.device == META for value in others)
+    here = to_device(batch, torch.device("cpu"))
+    assert all(np.array_equal(getattr(here, name), getattr(batch, name)) for name in ("action", "burn_in"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"double": True, "dueling": True, "prioritized": True, "target_period": 1},
+        {"distribution": "categorical", "max_grad_norm": 1.0},
+        {"distribution": "quantile", "target_rate": 0.1},
+    ],
+    ids=str,
+)
+def test_an_update_of_dqn_waits_for_nothing(options: dict[str, Any]) -> None:
+    config = dqn.Config(hidden_sizes=(8, 7), **options)
+    learner = DQN(config, VECTORS, device=META, seed=1)
+    metrics = learner.update(to_device(as_arrays(make_batch(weight=np.ones(6))), META))
+    assert metrics["priority"].shape == (6,) and metrics["loss"].device == META
+
+
+@pytest.mark.parametrize("recurrent", ["lstm", "gru"])
+def test_an_update_of_r2d2_waits_for_nothing(recurrent: Any) -> None:
+    config = r2d2.Config(**SMALL, recurrent=recurrent, target_period=1)
+    learner = R2D2(config, VECTORS, device=META, seed=1)
+    batch = as_arrays(make_sequences(VECTORS, SHAPE, memory_size=learner.network.state_size))
+    metrics = learner.update(to_device(batch, META))
+    assert metrics["priority"].shape == (6,) and metrics["loss"].device == META
+
+
+def test_values_come_back() -> None:
+    values = torch.arange(3.0)
+    assert to_host(values)().tolist() == [0.0, 1.0, 2.0]

@@ -1,0 +1,58 @@
+"""ddrl.networks against one-row twins, and the flat view of parameters."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from support.reference import mlp
+
+from ddrl.networks.mlp import MLP, EnsembleMLP, FlatParameters
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("layer_norm", [False, True])
+@pytest.mark.parametrize("sizes", [(3, 2), (3, 7, 2), (3, 7, 5, 1)])
+def test_networks_equal_the_twin(sizes: tuple[int, ...], layer_norm: bool) -> None:
+    x = torch.randn(4, sizes[0], generator=seeded())
+    single = MLP(sizes, layer_norm=layer_norm, generator=seeded())
+    ensemble = EnsembleMLP(3, sizes, layer_norm=layer_norm, generator=seeded())
+    layers = list(zip(single.weights, single.biases, strict=True))
+    expected = torch.stack([mlp(layers, row, layer_norm=layer_norm) for row in x])
+    torch.testing.assert_close(single(x), expected)
+    output = ensemble(x)
+    assert output.shape == (3, 4, sizes[-1])
+    for e in range(3):
+        layers = [(w[e], b[e, 0]) for w, b in zip(ensemble.weights, ensemble.biases, strict=True)]
+        expected = torch.stack([mlp(layers, row, layer_norm=layer_norm) for row in x])
+        torch.testing.assert_close(output[e], expected)
+    torch.testing.assert_close(ensemble(x, num_members=2), output[:2])
+
+
+def test_members_differ_and_start_like_linear() -> None:
+    network = EnsembleMLP(2, (16, 256, 1), generator=seeded())
+    for weight, bias, num_inputs in zip(network.weights, network.biases, (16, 256), strict=True):
+        bound = 1 / math.sqrt(num_inputs)
+        assert not torch.equal(weight[0], weight[1])
+        assert 0.98 * bound < float(weight.detach().abs().max()) <= bound
+        assert float(bias.detach().abs().max()) <= bound
+
+
+def test_flat_parameters_share_memory_and_differentiate() -> None:
+    network, twin = MLP((3, 5, 2), generator=seeded()), MLP((3, 5, 2), generator=seeded())
+    flat = FlatParameters(network)
+    x = torch.randn(4, 3, generator=seeded())
+    assert flat.vector.numel() == sum(p.numel() for p in network.parameters())
+    torch.testing.assert_close(network(x), twin(x))
+    twin(x).square().sum().backward()
+    expected = [p.grad.flatten() for p in twin.parameters() if p.grad is not None]
+    for _ in range(2):  # the gradient is set, not added
+        flat.differentiate(network(x).square().sum())
+        torch.testing.assert_close(flat.vector.grad, torch.cat(expected))
+    with torch.no_grad():
+        flat.vector.zero_()
+    assert not network(x).any()

@@ -1,0 +1,258 @@
+"""Prioritized draws: distribution, weights, what is updated, dropped, grown and restored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ddrl.replay.prioritized import Priorities
+
+ALPHA = 0.6
+
+
+def make(capacity: int = 100, **options: Any) -> Priorities:
+    defaults: dict[str, Any] = {
+        "exponent": ALPHA,
+        "importance_exponent": 0.4,
+        "final_importance_exponent": 1.0,
+    }
+    return Priorities(capacity, **{**defaults, "anneal_updates": 100, **options})
+
+
+def p_of(td_error: float) -> float:
+    return float(np.float32((td_error + 1e-6) ** ALPHA))
+
+
+class Slow:
+    """A dictionary from number to priority, and nothing clever."""
+
+    def __init__(self) -> None:
+        self.p: dict[int, float] = {}
+        self.first = self.next = self.late = 0
+        self.largest = 1.0
+
+    def append(self, num: int, errors: np.ndarray | None) -> None:
+        for i in range(num):
+            self.p[self.next] = p_of(self.largest if errors is None else errors[i])
+            self.next += 1
+        if errors is not None:
+            self.largest = max(self.largest, *errors)
+
+    def drop(self, first: int) -> None:
+        self.p = {number: p for number, p in self.p.items() if number >= first}
+        self.first = first
+
+    def update(self, numbers: np.ndarray, errors: np.ndarray) -> None:
+        for number, error in zip(numbers, errors, strict=True):
+            self.largest = max(self.largest, error)
+            if number in self.p:
+                self.p[int(number)] = p_of(error)
+            else:
+                self.late += 1
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_histories_against_the_slow_twin(seed: int) -> None:
+    """Appended, dropped, updated late and twice, grown and restored, in any order."""
+    generator = np.random.default_rng(seed)
+    fast, slow = make(1), Slow()
+    most = 0
+    for _ in range(150):
+        what = generator.integers(6)
+        if what <= 1:
+            num = int(generator.integers(0, 300))
+            errors = generator.random(num) * 3 if what and num else None
+            fast.append(num, errors), slow.append(num, errors)
+        elif what == 2:
+            first = int(generator.integers(fast.first, fast.first + len(fast) + 1))
+            fast.drop(first), slow.drop(first)
+        elif what == 3:
+            saved = fast.state()
+            fast = make(1)
+            fast.append(slow.next, None)  # numbers are kept, so that the twin goes on
+            fast.drop(slow.first)
+            slow.late = 0
+            fast.load_state(saved)
+        elif slow.next:
+            numbers = generator.integers(max(slow.first - 50, 0), slow.next, size=64)
+            errors = generator.random(64) * 5
+            fast.update(numbers, errors), slow.update(numbers, errors)
+        fast.check_valid()
+        most = max(most, len(fast))
+        assert (fast.first, len(fast), fast.num_late) == (slow.first, len(slow.p), slow.late)
+        found = fast.state()
+        assert found["priority"].tolist() == list(slow.p.values()) and found["largest"] == slow.largest
+        if slow.p:
+            position, number, weight = fast.draw(32, seed=seed, draw=30)
+            assert set(number.tolist()) <= set(slow.p) and np.array_equal(number - slow.first, position)
+            p = np.array([slow.p[int(n)] for n in number])
+            raw = (len(slow.p) * p / sum(slow.p.values())) ** -fast.beta(30)
+            np.testing.assert_allclose(weight, raw / raw.max(), rtol=1e-5)
+    assert most > 1024  # it has grown
+
+
+def counts(priorities: Priorities, num: int, *, size: int, draws: int) -> np.ndarray:
+    return sum(
+        np.bincount(priorities.draw(size, seed=7, draw=draw)[0], minlength=num) for draw in range(draws)
+    )  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0])
+def test_chi_square_of_the_draws(alpha: int) -> None:
+    """Batches of one: masses of a larger batch are stratified, hence more even than chance allows."""
+    num, draws = 50, 20_000
+    errors = np.random.default_rng(5).random(num) * 4
+    priorities = make(exponent=alpha)
+    priorities.append(num, errors)
+    expected = (errors + 1e-6) ** alpha / ((errors + 1e-6) ** alpha).sum() * draws
+    found = counts(priorities, num, size=1, draws=draws)
+    chi_square = ((found - expected) ** 2 / expected).sum()
+    assert abs(chi_square - (num - 1)) < 5 * (2 * (num - 1)) ** 0.5
+
+
+def test_batches_are_stratified() -> None:
+    num, size = 50, 64
+    errors = np.random.default_rng(5).random(num) * 4
+    priorities = make(exponent=1.0)
+    priorities.append(num, errors)
+    share = errors / errors.sum() * size
+    for draw in range(50):
+        found = np.bincount(priorities.draw(size, seed=1, draw=draw)[0], minlength=num)
+        assert (np.abs(found - share) < 2).all()  # an item cannot miss the parts that lie within it
+
+
+def test_weighted_mean_is_unbiased() -> None:
+    """With beta 1, and the batch's maximum put back, weights undo what priorities did."""
+    num, size, draws = 300, 64, 2000
+    generator = np.random.default_rng(6)
+    errors = generator.random(num) + 0.05
+    value = errors + 0.3 * generator.standard_normal(num)  # goes with the priority: what bias would show
+    priorities = make(importance_exponent=1.0)
+    priorities.append(num, errors)
+    p = priorities.state()["priority"].astype(float)
+    weighted, plain = [], []
+    for draw in range(draws):
+        position, _, weight = priorities.draw(size, seed=3, draw=draw)
+        highest = p.sum() / (num * p[position].min())
+        weighted.append((weight * highest * value[position]).mean())
+        plain.append(value[position].mean())
+    error = np.std(weighted) / draws**0.5
+    assert abs(np.mean(weighted) - value.mean()) < 5 * error
+    assert abs(np.mean(plain) - (p / p.sum() * value).sum()) < 5 * np.std(plain) / draws**0.5
+    assert abs(np.mean(plain) - value.mean()) > 5 * error  # so the test can fail
+
+
+def test_weights_are_at_most_1_and_by_hand() -> None:
+    priorities = make(exponent=1.0, importance_exponent=0.5, final_importance_exponent=0.5)
+    priorities.append(3, [1.0, 4.0, 16.0])
+    position, number, weight = priorities.draw(2000, seed=0, draw=0)
+    assert set(position.tolist()) == {0, 1, 2} and weight.dtype == np.float32
+    for item, expected in ((0, 1.0), (1, 0.5), (2, 0.25)):
+        np.testing.assert_allclose(weight[position == item], expected, rtol=1e-5)
+    priorities.append(1, [0.0])
+    _, _, weight = priorities.draw(20, seed=0, draw=0)  # the new one is not drawn: the batch's maximum counts
+    assert weight.max() == 1.0 and weight.min() > 0
+
+
+def test_beta_goes_linearly_by_update_number() -> None:
+    priorities = make()
+    assert [priorities.beta(n) for n in (0, 50, 100, 10**9)] == pytest.approx([0.4, 0.7, 1.0, 1.0])
+    assert make(anneal_updates=0).beta(0) == 1.0
+    priorities.append(2, [1.0, 3.0])
+    weights = [priorities.draw(64, seed=0, draw=draw)[2].min() for draw in (0, 100)]
+    assert weights == pytest.approx([3**-0.24, 3**-0.6], rel=1e-4)
+
+
+def test_items_without_an_error_get_the_largest_seen() -> None:
+    priorities = make()
+    priorities.append(1)
+    priorities.append(2, [0.5, 2.5])
+    priorities.append(1)
+    priorities.update(np.array([0]), [7.0])
+    priorities.append(1)
+    assert priorities.state()["priority"].tolist() == [p_of(e) for e in (7.0, 0.5, 2.5, 2.5, 7.0)]
+
+
+def test_late_updates_change_nothing_and_are_counted() -> None:
+    priorities = make()
+    priorities.append(10, np.ones(10))
+    priorities.drop(4)
+    before = priorities.state()["priority"]
+    priorities.update(np.array([0, 3]), [9.0, 9.0])
+    assert priorities.num_late == 2 and np.array_equal(priorities.state()["priority"], before)
+    priorities.update(np.array([3, 4]), [9.0, 9.0])
+    assert priorities.num_late == 3 and priorities.state()["priority"][0] == p_of(9.0)
+    priorities.check_valid()
+
+
+def test_restored_from_the_newest_item_backwards() -> None:
+    old = make()
+    old.append(20, np.arange(20) / 10)
+    old.drop(5)
+    saved = old.state()
+    for held, known in ((15, 15), (10, 10), (18, 15)):
+        new = make()
+        new.append(2), new.drop(2)  # other numbers than they had
+        new.append(held, np.full(held, 0.01))
+        new.load_state(saved)
+        expected = [p_of(0.01)] * (held - known) + [p_of(n / 10) for n in range(20 - known, 20)]
+        assert new.state()["priority"].tolist() == expected and new.state()["largest"] == 1.9
+        new.check_valid()
+
+
+def test_a_restored_one_draws_what_the_first_would_have_drawn() -> None:
+    old = make()
+    old.append(500, np.random.default_rng(1).random(500))
+    new = make()
+    new.append(500)
+    new.load_state(old.state())
+    for one, two in zip(old.draw(64, seed=1, draw=9), new.draw(64, seed=1, draw=9), strict=True):
+        assert np.array_equal(one, two)
+
+
+@pytest.mark.parametrize("bad", [np.nan, -1.0, np.inf, 1e39])
+def test_errors_that_are_none_are_refused_and_change_nothing(bad: float) -> None:
+    priorities = make()
+    priorities.append(3)
+    before = priorities.state()
+    with pytest.raises(ValueError, match="td_error: .* give finite numbers"):
+        priorities.append(2, [1.0, bad])
+    with pytest.raises(ValueError, match="td_error"):
+        priorities.update(np.array([0, 1]), [bad, 1.0])
+    with pytest.raises(ValueError, match="shape"):
+        priorities.append(2, [1.0])
+    assert all(np.array_equal(before[name], value) for name, value in priorities.state().items())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"priority": np.array([1.0, np.nan])},
+        {"priority": np.array([1.0, -1.0])},
+        {"priority": np.array([[1.0]])},
+        {"largest": np.array(np.inf)},
+        {"priority": None},
+    ],
+)
+def test_a_checkpoint_with_other_things_is_refused(change: dict[str, Any]) -> None:
+    priorities = make()
+    priorities.append(2)
+    saved = {name: value for name, value in {**priorities.state(), **change}.items() if value is not None}
+    with pytest.raises(ValueError, match="another checkpoint"):
+        priorities.load_state(saved)
+
+
+def test_other_refusals() -> None:
+    for options in ({"exponent": 1.5}, {"importance_exponent": -0.1}, {"anneal_updates": -1}):
+        with pytest.raises(ValueError, match="use"):
+            make(**options)
+    priorities = make()
+    with pytest.raises(ValueError, match="no items"):
+        priorities.draw(1, seed=0, draw=0)
+    priorities.append(3)
+    with pytest.raises(ValueError, match="item 4 is not among 0..3"):
+        priorities.drop(4)
+    with pytest.raises(ValueError, match="item 3 is not appended"):
+        priorities.update(np.array([3]), [1.0])

@@ -1,0 +1,138 @@
+"""The sum tree: which slot a mass ends in, by hand, by a slow twin and by its distribution."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ddrl.replay.sum_tree import SumTree
+
+SIZES = [1, 15, 16, 17, 4096, 4097, 70_001, 2**20 + 3]
+
+
+def slow_slot(values: np.ndarray, mass: float) -> int:
+    """The first slot where the running sum passes the mass, in the plainest way."""
+    total = 0.0
+    for slot, value in enumerate(values):
+        total += value
+        if total > mass:
+            return slot
+    raise AssertionError("the mass is not below the total")
+
+
+def test_by_hand() -> None:
+    tree = SumTree(6)
+    tree.set(np.array([1, 3, 4]), np.array([2.0, 1.0, 5.0]))
+    mass = np.array([0.0, 1.9, 2.0, 2.9, 3.0, 7.9])
+    assert tree.total == 8.0 and tree.sample(mass).tolist() == [1, 1, 3, 3, 4, 4]
+    tree.set(np.array([4]), 0.0)
+    assert tree.total == 3.0 and tree.get(np.array([4, 1])).tolist() == [0.0, 2.0]
+    tree.check_valid()
+
+
+def test_of_a_slot_that_comes_twice_the_last_value_stays() -> None:
+    tree = SumTree(5000)
+    tree.set(np.array([7, 4999, 7]), np.array([1.0, 2.0, 3.0]))
+    assert tree.get(np.array([7, 4999])).tolist() == [3.0, 2.0] and tree.total == 5.0
+    tree.check_valid()
+
+
+@pytest.mark.parametrize("capacity", SIZES)
+def test_random_changes_against_the_slow_twin(capacity: int) -> None:
+    """Values are integers, so that sums are exact and every slot must agree."""
+    generator = np.random.default_rng(capacity)
+    tree, twin = SumTree(capacity), np.zeros(capacity)
+    for step in range(12):
+        if step % 3:
+            slots = generator.integers(capacity, size=200)
+            values = generator.integers(0, 4, size=200).astype(float)
+            tree.set(slots, values)
+            for slot, value in zip(slots, values, strict=True):
+                twin[slot] = value
+        else:
+            start, stop = np.sort(generator.integers(capacity + 1, size=2))
+            twin[start:stop] = generator.integers(0, 3)
+            tree.set_range(int(start), int(stop), twin[start:stop])
+        tree.set(np.array([capacity // 2]), 1.0)
+        twin[capacity // 2] = 1.0
+        tree.check_valid()
+        assert tree.total == twin.sum()
+        mass = generator.integers(int(twin.sum()), size=300) + 0.5 * generator.integers(2, size=300)
+        expected = np.cumsum(twin).searchsorted(mass, side="right")
+        assert np.array_equal(tree.sample(mass), expected)
+        assert [slow_slot(twin, m) for m in mass[:2]] == expected[:2].tolist()
+
+
+@pytest.mark.parametrize("capacity", SIZES)
+def test_never_a_slot_of_value_zero(capacity: int) -> None:
+    """Also at the upper end, where sums are rounded, and with values that vanish beside others."""
+    generator = np.random.default_rng(1)
+    for scale in (1.0, 1e-300, 1e200):
+        tree = SumTree(capacity)
+        slots = generator.integers(capacity, size=max(capacity // 3, 1))
+        tree.set(slots, generator.random(len(slots)) ** 20 * scale + scale * 1e-20)
+        total = tree.total
+        ends = np.array([0.0, total / 3, np.nextafter(total, 0), total, total * (1 + 1e-9)])
+        mass = np.concatenate([ends, generator.random(2000) * total, tree.get(slots[:100]).cumsum()])
+        drawn = tree.sample(mass)
+        assert drawn.min() >= 0 and drawn.max() < capacity
+        assert (tree.get(drawn) > 0).all()
+
+
+def test_sums_of_awkward_fractions_never_lead_astray() -> None:
+    generator = np.random.default_rng(2)
+    tree = SumTree(5000)
+    for _ in range(300):
+        slots = generator.integers(5000, size=8)
+        tree.set(slots, generator.choice([0.0, 0.1, 0.7, 1e-17, 1e9], size=8))
+        if not tree.total:
+            continue
+        held = np.flatnonzero(tree.get(np.arange(5000)))
+        edges = np.cumsum(tree.get(held))
+        mass = np.minimum(
+            np.concatenate([edges, np.nextafter(edges, 0), np.nextafter(edges, np.inf)]), tree.total
+        )
+        assert (tree.get(tree.sample(mass)) > 0).all()
+    tree.check_valid()
+
+
+def test_no_drift_after_many_changes() -> None:
+    generator = np.random.default_rng(3)
+    tree = SumTree(10_000)
+    for _ in range(500):
+        tree.set(
+            generator.integers(10_000, size=256), generator.random(256) * 10.0 ** generator.integers(-9, 9)
+        )
+    tree.check_valid()
+    tree.set_range(0, 10_000, 0.0)
+    assert tree.total == 0.0  # to the last bit
+
+
+def test_chi_square_of_the_draws() -> None:
+    generator = np.random.default_rng(4)
+    tree, values = SumTree(9000), np.zeros(9000)
+    slots = generator.permutation(9000)[:400]
+    values[slots] = generator.random(400) + 0.1
+    tree.set(slots, values[slots])
+    drawn = np.bincount(tree.sample(generator.random(200_000) * tree.total), minlength=9000)
+    expected = values[slots] / values.sum() * 200_000
+    chi_square = ((drawn[slots] - expected) ** 2 / expected).sum()
+    assert abs(chi_square - 399) < 5 * (2 * 399) ** 0.5 and drawn.sum() == drawn[slots].sum()
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match="capacity: 0"):
+        SumTree(0)
+    with pytest.raises(ValueError, match="every value is 0"):
+        SumTree(3).sample(np.zeros(1))
+    with pytest.raises(IndexError):
+        SumTree(2**13).set(np.array([2**13]), 1.0)
+
+
+def test_check_valid_finds_a_wrong_sum_and_a_bad_value() -> None:
+    for level, value in ((1, 1.0), (0, np.nan), (0, -1.0)):
+        tree = SumTree(5000)
+        tree.check_valid()
+        tree._levels[level][3] = value
+        with pytest.raises(AssertionError):
+            tree.check_valid()

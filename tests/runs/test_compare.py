@@ -1,0 +1,102 @@
+"""`ddrl compare`: what runs reached, in what they differ, and their curves in one drawing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_artifacts import learn_something, make_run
+
+from ddrl.cli import main
+from ddrl.cli.compare import differences
+from ddrl.runs import compare as comparison
+from ddrl.runs.compare import Curve
+from ddrl.store import connection, runs
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.fixture
+def client(server: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    monkeypatch.setenv(connection.URL_VARIABLE, server.url)
+    monkeypatch.chdir(tmp_path)
+    return server.client
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> Any:
+    capsys.readouterr()
+    assert main(["compare", *arguments]) == code
+    return capsys.readouterr()
+
+
+def test_table_and_drawing(client: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    first = make_run(client, name="first")
+    second = make_run(
+        client, name="second", seed=2, algorithm={"name": "sac", "gamma": 0.98}, replay={"capacity": 5_000}
+    )
+    learn_something(client, first)
+    runs.set_status(client, first, "solved", "return 200 confirmed")
+    printed = call(capsys, "first", second, first)
+    lines = printed.out.splitlines()
+    assert lines[0] == "env LunarLanderContinuous-v3, algorithm sac"
+    assert lines[2].split() == ["run", "seed", "status", "train", "env", "steps", "updates", "best", "return"]
+    cells = lines[3].split()
+    assert cells[:4] == ["1", first, "1", "solved"] and "30,000" in cells and lines[3].endswith("205.0 ± 7.0")
+    assert lines[4].split() == ["2", second, "2", "active", "-", "0", "0", "-"]
+    table = {line.split()[0]: line.split()[1:] for line in lines[7:]}
+    assert table == {"algorithm.gamma": ["-", "0.98"], "replay.capacity": ["1000000", "5000"]}
+    assert printed.err == "curves in compare.png\n" and (tmp_path / "compare.png").read_bytes()[:8] == PNG
+    report = json.loads(call(capsys, first, second, "--json", "-o", "of.png").out)
+    assert report["plot"] == str(tmp_path / "of.png") and (tmp_path / "of.png").read_bytes()[:8] == PNG
+    row = report["runs"][0]
+    assert row["run"] == first and row["best_return"] == 205.0 and row["best_return_std"] == 7.0
+    assert report["runs"][1]["differs"] == {"algorithm.gamma": 0.98, "replay.capacity": 5_000}
+
+
+def test_the_same_settings_and_other_environments(client: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = make_run(client, seed=1), make_run(client, seed=2)
+    assert "the same but for the seed" in call(capsys, first, second).out
+    third = make_run(client, env={"id": "Pendulum-v1"}, algorithm={"name": "ppo"})
+    printed = call(capsys, first, third)
+    assert printed.out.splitlines()[0].split()[:4] == ["run", "env", "algorithm", "seed"]
+    assert "Pendulum-v1" in printed.out and "cannot be compared" in printed.err
+
+
+def test_what_it_refuses(client: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(client)
+    assert "names one run" in call(capsys, run, "last", code=2).err
+    assert "not on this server" in call(capsys, run, "nosuch", code=2).err
+    other = make_run(client, name="other")
+    assert "ends in .png" in call(capsys, run, other, "-o", "x.pdf", code=2).err
+    assert "cannot be written" in call(capsys, run, other, "-o", "no/such/folder/x.png", code=2).err
+
+
+def test_differences_leave_out_what_has_a_column_of_its_own() -> None:
+    one = {"seed": 1, "env.id": "A", "algorithm.gamma": 0.9, "stop.time": None}
+    two = {"seed": 2, "env.id": "B", "algorithm.gamma": 0.9, "stop.time": 60.0, "env.kwargs.x": 3}
+    assert differences([one, two]) == {"env.kwargs.x": [None, 3], "stop.time": [None, 60.0]}
+
+
+def test_smoothing_is_a_trailing_mean() -> None:
+    values = [float(i) for i in range(50)]
+    means = comparison.smoothed(values)
+    assert means[0] == 0.0 and means[3] == 1.5
+    assert means[-1] == pytest.approx(np.mean(values[-comparison.WINDOW :]))
+    long = comparison.smoothed([0.0] * 4_000 + [1.0] * 4_000)
+    assert long[4_000] == pytest.approx(1 / 200), "a fortieth of them"
+    assert len(comparison.smoothed([])) == 0
+
+
+def test_drawings_of_much_and_of_nothing(tmp_path: Path) -> None:
+    many = [
+        Curve(f"{i}", [(t, 10.0 * t, float(t)) for t in range(30)], [(5, 50, 1.0, 2.0)], 20.0)
+        for i in range(16)
+    ]
+    empty = [Curve("a", [], []), Curve("b", [], [], 7.0)]
+    single = [Curve("a", [(1.0, 2.0, 5.0)], []), Curve("b", [], [(3.0, 4.0, 5.0, 0.0)])]
+    for name, curves in (("many", many), ("empty", empty), ("single", single)):
+        path = comparison.plot(curves, tmp_path / f"{name}.png", title=name)
+        assert path.read_bytes()[:8] == PNG

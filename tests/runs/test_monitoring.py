@@ -1,0 +1,162 @@
+"""Figures for Prometheus of a real learner and a real worker; the dashboard that draws them."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+from support.private_server import PrivateServer
+from support.processes import Processes
+
+from ddrl.runs import monitoring
+from ddrl.store import runs
+
+ROOT = Path(__file__).parents[2]
+DASHBOARD = json.loads((ROOT / "workers" / "grafana" / "ddrl.json").read_text("utf-8"))
+
+
+def free_ports(count: int) -> list[int]:
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+def scrape(port: int) -> dict[str, dict[tuple[str, ...], float]]:
+    """Metric -> label values, by the labels' names -> value; empty while nobody serves there."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as reply:
+            text = reply.read().decode()
+    except OSError:
+        return {}
+    found: dict[str, dict[tuple[str, ...], float]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = tuple(sample.labels[name] for name in sorted(sample.labels))
+            found.setdefault(sample.name, {})[labels] = sample.value
+    return found
+
+
+def drawn(dashboard: dict[str, Any]) -> set[str]:
+    """Metrics named in a dashboard's expressions."""
+    targets = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
+    queries = [variable["query"] for variable in dashboard["templating"]["list"]]
+    return set(re.findall(r"\b(?:ddrl|process)_[a-z_]+", " ".join(targets + queries)))
+
+
+def test_a_learner_and_a_worker_serve_what_the_dashboard_draws(
+    server: PrivateServer,
+    processes: Processes,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    learners, workers = free_ports(2)
+    run = processes.detach(server.url, stop={"return": None, "time": 600})
+    env = {monitoring.VARIABLE: f"127.0.0.1:{learners}"}
+    learner = processes.learner(server.url, run, env=env)
+    worker = processes.worker(server.url, role="all", env={monitoring.VARIABLE: str(workers)})
+    label = (run,)
+    processes.until(lambda: scrape(learners).get("ddrl_evaluation_return_mean"))
+    processes.until(lambda: scrape(learners).get("ddrl_staleness_versions"))
+    learned, worked = scrape(learners), scrape(workers)
+    now = runs.state(server.client, run)
+    assert 0 < learned["ddrl_env_steps_total"][label] <= now.appended_steps
+    assert 0 < learned["ddrl_updates_total"][label] <= now.updates
+    assert learned["ddrl_leased"][label] == learned["ddrl_server_up"][()] == 1
+    assert learned["ddrl_status"] == {(run, "active"): 1.0}
+    assert learned["ddrl_stream_budget_bytes"][label] >= learned["ddrl_stream_bytes"][label] > 0
+    assert ("critic_loss", run) in learned["ddrl_learner_figure"]
+    assert learned["process_resident_memory_bytes"][()] > 1e7
+    node = next(iter(worked["ddrl_worker_processes"]))
+    assert worked["ddrl_worker_processes"][node] == 1 >= worked["ddrl_worker_busy_processes"][node]
+    assert worked["ddrl_worker_tasks_total"][(*node, "ddrl.rollout")] > 0
+    assert worked["ddrl_worker_resident_bytes"][node] > 1e7 and worked["ddrl_worker_uptime_seconds"][node] > 0
+
+    exported = set(learned) | set(worked)
+    assert len(drawn(DASHBOARD)) > 30 and drawn(DASHBOARD) - exported == set()
+    assert {series.name for series in monitoring.SERIES} <= set(learned)
+    assert {name for name, _ in monitoring.ROW.values()} <= set(learned)
+    assert not re.search(r"warning|WARNING", learner.text().split("figures for Prometheus")[0])
+
+    # Another process that wants the same port says so in one line, and goes on.
+    monkeypatch.setattr(monitoring, "_served", None)
+    monkeypatch.setenv(monitoring.VARIABLE, str(workers))
+    assert not monitoring.start_worker("another", tuple, busy=int, tasks=dict)
+    assert caplog.messages == [
+        f"{monitoring.VARIABLE}={workers}: Address already in use; no figures are served"
+    ]
+
+    # A server that is gone is one figure.
+    server.kill()
+    processes.until(lambda: scrape(learners).get("ddrl_server_up", {}).get(()) == 0)
+    assert "ddrl_env_steps_total" not in scrape(learners)
+    for process in (learner, worker):  # they would wait for it
+        process.kill_group()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("9464", ("127.0.0.1", 9464)),
+        (":9464", ("127.0.0.1", 9464)),
+        ("0.0.0.0:9464", ("0.0.0.0", 9464)),
+        ("[::1]:80", ("::1", 80)),
+        (" host.example:65535 ", ("host.example", 65535)),
+    ],
+)
+def test_addresses(text: str, expected: tuple[str, int]) -> None:
+    assert monitoring.address(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["0", "127.0.0.1:0", "65536", "host", "host:", "::1:80", "http://h:80", "-1", ""]
+)
+def test_addresses_that_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="expected HOST:PORT with a port from 1 to 65535"):
+        monitoring.address(text)
+
+
+def test_without_the_variable_nothing_is_opened(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(monitoring, "_served", None)
+    monkeypatch.delenv(monitoring.VARIABLE, raising=False)
+    assert not monitoring.start_learner() and caplog.text == ""
+    monkeypatch.setenv(monitoring.VARIABLE, "127.0.0.1:0")
+    assert not monitoring.start_learner()
+    assert not monitoring.start_learner()
+    assert caplog.text.count("\n") == 1 and "DDRL_METRICS=127.0.0.1:0: expected HOST:PORT" in caplog.text
+
+
+def test_memory_of_a_process_that_is_gone() -> None:
+    assert monitoring.resident_bytes(2**22 + 1) == 0
+
+
+def test_the_dashboard_is_whole() -> None:
+    ids = [panel["id"] for panel in DASHBOARD["panels"]]
+    assert len(set(ids)) == len(ids)
+    source = yaml.safe_load((ROOT / "workers" / "grafana" / "datasource.yml").read_text("utf-8"))[
+        "datasources"
+    ][0]
+    uids = {panel["datasource"]["uid"] for panel in DASHBOARD["panels"] if "datasource" in panel}
+    assert uids == {source["uid"]}
+    cells: set[tuple[int, int]] = set()
+    for panel in DASHBOARD["panels"]:
+        at = panel["gridPos"]
+        covered = {(at["x"] + x, at["y"] + y) for x in range(at["w"]) for y in range(at["h"])}
+        assert not covered & cells and max(x for x, _ in covered) < 24, panel["title"]
+        cells |= covered
+    jobs = {
+        job["job_name"]
+        for job in yaml.safe_load((ROOT / "workers" / "prometheus.yml").read_text())["scrape_configs"]
+    }
+    named = set(re.findall(r'job="([^"]+)"', json.dumps(DASHBOARD).replace("\\", "")))
+    assert named <= jobs == {"ddrl-learner", "ddrl-worker"}

@@ -1,0 +1,146 @@
+"""Retention of ended runs: by age, by bytes, and never what goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.private_server import wait_until
+from test_artifacts import learn_something, make_run
+
+from ddrl.cli import main
+from ddrl.runs import prune as housekeeping
+from ddrl.store import connection, deletion, keys, runs
+from ddrl.store import leases as lease
+
+DAY_S = 86_400.0
+
+
+@pytest.fixture
+def client(server: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    monkeypatch.setenv(connection.URL_VARIABLE, server.url)
+    monkeypatch.chdir(tmp_path)
+    return server.client
+
+
+def ended(client: Any, days: float, *, status: str = "stopped", num_bytes: int = 0) -> str:
+    """A run that ended so many days ago, with something of that size."""
+    run = make_run(client)
+    runs.set_status(client, run, status, "enough")
+    when = runs.server_ms(client) - int(days * DAY_S * 1e3)
+    client.hset(keys.state(run), "ended_ms", when)
+    if num_bytes:
+        client.set(keys.weights_blob(run, 0), b"x" * num_bytes)
+    return run
+
+
+def names(rows: list[housekeeping.Pruned]) -> list[str]:
+    return [row.run for row in rows]
+
+
+def test_by_age(client: Any) -> None:
+    old, older, young = ended(client, 31), ended(client, 400, status="solved"), ended(client, 2)
+    active, paused = make_run(client), make_run(client)
+    runs.set_status(client, paused, "paused", "by hand")
+    would = housekeeping.prune(client, 30 * DAY_S, None, dry_run=True)
+    assert names(would) == [older, old] and len(runs.names(client)) == 5
+    assert would[0].reason == "too old" and would[0].status == "solved"
+    assert names(housekeeping.prune(client, 30 * DAY_S, None)) == [older, old]
+    assert {*runs.names(client)} == {young, active, paused}
+    assert not [*client.scan_iter(keys.run_pattern(old))]
+    assert housekeeping.prune(client, 30 * DAY_S, None) == []
+
+
+def test_by_bytes_the_oldest_goes_first(client: Any) -> None:
+    third, first, second = (ended(client, days, num_bytes=1_000_000) for days in (1, 3, 2))
+    busy = make_run(client)
+    client.set(keys.weights_blob(busy, 0), b"x" * 5_000_000)  # is not counted
+    assert housekeeping.prune(client, None, 4_000_000) == []
+    rows = housekeeping.prune(client, None, 2_500_000)
+    assert names(rows) == [first] and 1_000_000 < rows[0].num_bytes < 1_200_000
+    assert "more than 2.5 MB" in rows[0].reason
+    assert names(housekeeping.prune(client, None, 0)) == [second, third]
+    assert runs.names(client) == [busy]
+
+
+def test_age_counts_towards_bytes(client: Any) -> None:
+    old, young = ended(client, 50, num_bytes=1_000_000), ended(client, 1, num_bytes=1_000_000)
+    assert names(housekeeping.prune(client, 30 * DAY_S, 1_500_000)) == [old]
+    assert runs.names(client) == [young]
+
+
+def test_what_a_learner_still_holds_stays(client: Any) -> None:
+    run = make_run(client)
+    token = learn_something(client, run)
+    runs.set_status(client, run, "solved", "return 200 confirmed")
+    assert housekeeping.prune(client, 0, 0) == []
+    lease.release(client, run, token)
+    assert names(housekeeping.prune(client, 0, 0)) == [run]
+    assert not [*client.scan_iter(keys.run_pattern(run))] and runs.names(client) == []
+
+
+def test_the_command(client: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    old, young = ended(client, 31, num_bytes=2_000_000), ended(client, 1)
+    (tmp_path / "runs" / old).mkdir(parents=True)
+
+    def call(*arguments: str, code: int = 0) -> Any:
+        capsys.readouterr()
+        assert main(["prune", *arguments]) == code
+        return capsys.readouterr()
+
+    assert "--older-than" in call(code=2).err
+    assert "no duration" in call("--older-than", "a month", code=2).err
+    assert "is no size" in call("--max-bytes", "much", code=2).err
+    assert call("--older-than", "60d", "--yes").out == "nothing to prune\n"
+    out = call("--older-than", "30d", "--dry-run").out
+    assert old in out and "would free 1.9 MB of 1 run" in out and {*runs.names(client)} == {old, young}
+    refused = call("--older-than", "30d", code=2)
+    assert "add --yes" in refused.err and {*runs.names(client)} == {old, young}
+    report = json.loads(call("--older-than", "30d", "--dry-run", "--json").out)
+    assert report["dry_run"] and [row["run"] for row in report["runs"]] == [old]
+    assert report["bytes"] == report["runs"][0]["bytes"] > 2_000_000
+    assert "freed 1.9 MB of 1 run\n" in call("--older-than", "30d", "--yes").out
+    assert runs.names(client) == [young] and (tmp_path / "runs" / old).is_dir()
+    assert json.loads(call("--max-bytes", "0", "--yes", "--json").out)["runs"][0]["run"] == young
+
+
+def test_delete_leaves_no_key_behind(client: Any) -> None:
+    run = make_run(client)
+    token = learn_something(client, run)
+    for name in (*("initial", "ledger", "playing", "draining", "refusals", "logs"), "checkpoint:1:1:1"):
+        client.set(keys.of_run(run, name), "x")
+    client.set(keys.of_run(run + "x", "spec"), "another run's")
+    runs.set_status(client, run, "stopped", "")
+    with pytest.raises(connection.StoreError, match="still"):
+        deletion.delete(client, run)
+    lease.release(client, run, token)
+    deletion.delete(client, run)
+    assert [*client.scan_iter(keys.run_pattern(run))] == []
+    assert client.exists(keys.of_run(run + "x", "spec"))
+
+
+def test_retention_of_a_service_comes_round(client: Any) -> None:
+    retention = housekeeping.Retention(DAY_S, None, every_s=0.2)
+    first, young = ended(client, 2), ended(client, 0.5)
+    assert names(retention.apply(client)) == [first]
+    second = ended(client, 2)
+    assert retention.apply(client) == [], "it is not time yet"
+    wait_until(lambda: names(retention.apply(client)) == [second])
+    assert runs.names(client) == [young]
+
+
+def test_a_learner_that_serves_prunes(
+    client: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ddrl.learner import run as runner
+
+    served: list[Any] = []
+    monkeypatch.setattr(runner, "serve", lambda *_, retention: served.append(retention))
+    monkeypatch.setattr(runner.Interrupt, "install", lambda _: None)
+    old = ended(client, 2)
+    assert main(["learner", "--keep-age", "1d", "--keep-bytes", "1GB"]) == 0
+    assert names(served[0].apply(client)) == [old]
+    assert main(["learner"]) == 0 and served[1] is None
+    assert main(["learner", "x", "--keep-age", "1d"]) == 2 and "ddrl prune" in capsys.readouterr().err

@@ -1,0 +1,291 @@
+"""The ACL examples on a real server: each role does all its work as its own user, and nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from support.private_server import PrivateServer
+from support.processes import Processes
+from support.runs_for_tests import play_steps, start, target_config
+from test_monitoring import free_ports
+
+from ddrl.cli import main
+from ddrl.store import (
+    budget,
+    checkpoints,
+    connection,
+    deletion,
+    keys,
+    ledger,
+    logs,
+    runs,
+    seeds,
+    segments,
+    stream,
+    weights,
+)
+from ddrl.store import leases as lease
+from ddrl.store.checkpoints import Counters
+from ddrl.store.connection import StoreError
+
+ACL = Path(__file__).parents[2] / "workers" / "acl"
+ROLES = ("worker", "learner", "operator")
+
+
+def password(role: str) -> str:
+    return f"word-of-the-{role}"
+
+
+class Roles:
+    """A server with the example users, and one who sees to it.
+
+    Args:
+        server: private.
+        port: of it.
+    """
+
+    def __init__(self, server: PrivateServer, port: int) -> None:
+        self.port = port
+        self.admin = redis.Redis(unix_socket_path=str(server.socket), username="admin", password="admin")
+
+    def url(self, role: str) -> str:
+        """How a role reaches the server."""
+        return f"redis://ddrl-{role}:{password(role)}@127.0.0.1:{self.port}/0"
+
+    def denied(self) -> list[str]:
+        """What was denied since the last look: user, reason, command or key."""
+        rows: Any = self.admin.acl_log(count=100)
+        self.admin.acl_log_reset()
+        return [
+            f"{row['username']}: {row['reason']} {row['object']} ({row['client-info']['cmd']})"
+            for row in rows
+        ]
+
+
+@pytest.fixture
+def roles(make_server: Callable[..., PrivateServer], tmp_path: Path) -> Iterator[Roles]:
+    lines = [path.read_text("utf-8") for path in sorted(ACL.glob("*.acl"))]
+    for role in ROLES:
+        digest = hashlib.sha256(password(role).encode()).hexdigest()
+        lines = [line.replace(f"#SHA256_OF_THE_PASSWORD_OF_{role.upper()}", f"#{digest}") for line in lines]
+    users = tmp_path / "users.acl"
+    users.touch()
+    (port,) = free_ports(1)
+    server = make_server("--port", str(port), "--aclfile", str(users))
+    users.write_text("".join(lines) + "user admin on >admin ~* &* +@all\n")
+    server.client.acl_load()
+    made = Roles(server, port)
+    yield made
+    made.admin.close()
+
+
+def test_the_roles_do_all_their_work(
+    roles: Roles, processes: Processes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(connection.URL_VARIABLE, roles.url("operator"))
+    monkeypatch.chdir(processes.folder)
+
+    def operate(*words: str) -> str:
+        code = main([*words])
+        said = capsys.readouterr()
+        assert code == 0, (words, said.err, processes.logs())
+        return said.out
+
+    run = processes.detach(
+        roles.url("operator"), stop={"return": None, "time": 600}, rollout={"segment_s": 1}
+    )
+    learner = processes.learner(roles.url("learner"), run)
+    worker = processes.worker(roles.url("worker"), role="all")
+
+    def evaluated() -> bool:
+        assert roles.denied() == [], processes.logs()
+        return runs.state(roles.admin, run).evaluation is not None
+
+    processes.until(evaluated)
+    for words in (["status", run], ["runs"], ["fleet"], ["logs", run], ["journal", run], ["audit", run]):
+        operate(*words)
+    operate("set", run, "learner.publish_every_s=0.2")
+    roles.admin.xadd(keys.experience(run), {"h": "poison"})
+    operate("pause", run)
+    operate("resume", run, "--detach")
+    assert "return_mean" in operate("evaluate", run, "--episodes", "4", "--json")
+    operate("stop", run)
+    assert learner.wait() == 0
+    worker.send(signal.SIGTERM)
+    worker.wait()
+    assert roles.denied() == []
+    operate("export", run, "--output", "policy.safetensors")
+    operate("delete", run, "--yes")
+    assert [key for key in roles.admin.scan_iter("ddrl:*") if run.encode() in key] == []
+    operate("doctor")
+    assert set(roles.denied()) <= {"ddrl-operator: command config|get (config|get)"}
+
+
+MINE = {
+    name: keys.of_run("run", name) for name in ("state", "spec", "experience", "weights", "lease", "journal")
+}
+OTHERS = [  # what no role may do
+    *(["GET", "other"], ["SET", "other", "1"], ["DEL", "other"], ["KEYS", "*"], ["RANDOMKEY"], ["DBSIZE"]),
+    *(
+        ["FLUSHALL"],
+        ["FLUSHDB"],
+        ["SWAPDB", "0", "1"],
+        ["CONFIG", "GET", "*"],
+        ["CONFIG", "SET", "maxmemory", "1"],
+    ),
+    *(["ACL", "LIST"], ["ACL", "SETUSER", "me", "on"], ["CLIENT", "LIST"], ["CLIENT", "KILL", "ID", "1"]),
+    *(
+        ["MONITOR"],
+        ["SLOWLOG", "GET"],
+        ["MODULE", "LIST"],
+        ["REPLICAOF", "a", "1"],
+        ["SAVE"],
+    ),
+    *(
+        ["SCRIPT", "FLUSH"],
+        ["FUNCTION", "LIST"],
+        ["PUBLISH", "other", "x"],
+        ["MIGRATE", "h", "1", "", "0", "9"],
+    ),
+    *(["EVAL", "return redis.call('GET', 'other')", "0"], ["EVAL", "return redis.call('FLUSHALL')", "0"]),
+    *(["COPY", MINE["state"], "other"], ["RENAME", MINE["state"], "other"], ["SHUTDOWN", "NOSAVE"]),
+]
+FORBIDDEN = {
+    "operator": [],
+    "learner": [
+        *(["SET", keys.worker("forged"), "{}"], ["DEL", keys.worker("node")]),
+        *(["PUBLISH", keys.BROKER_PREFIX + "/0.celery.pidbox", "{}"], ["PSUBSCRIBE", "*"]),
+    ],
+    "worker": [
+        *(["SET", keys.weights_blob("run", 1), "x"], ["HSET", MINE["weights"], "latest", "9"]),
+        *(["SET", keys.checkpoint_part("run", 1, 1, 0), "x"], ["GET", keys.checkpoint_part("run", 1, 1, 0)]),
+        *(["SET", MINE["spec"], "{}"], ["SET", MINE["lease"], "1"], ["DEL", MINE["lease"]]),
+        *(
+            ["DEL", MINE["state"]],
+            ["EXPIRE", MINE["state"], "1"],
+            ["UNLINK", MINE["experience"]],
+            ["HDEL", MINE["state"], "status"],
+        ),
+        *(
+            ["XTRIM", MINE["experience"], "MAXLEN", "0"],
+            ["XDEL", MINE["experience"], "0-1"],
+            ["DEL", MINE["journal"]],
+        ),
+        *(["HSET", keys.ledger("run"), "1", "0 0 0 0 0"], ["XADD", keys.metrics("run"), "*", "row", "{}"]),
+        *(["XADD", keys.allowance("run"), "*", "allowance", "9"], ["XADD", keys.dead("run"), "*", "a", "b"]),
+        *(["ZADD", keys.RUNS, "1", "run"], ["ZREM", keys.RUNS, "run"], ["SCAN", "0"], ["PSUBSCRIBE", "*"]),
+        *(["PUBLISH", keys.BROKER_PREFIX + "/0.celery.pidbox", "{}"],),
+        ["EVAL", "return redis.call('SET', KEYS[1], 'x')", "1", keys.weights_blob("run", 1)],
+        ["EVAL", "return redis.call('DEL', KEYS[1])", "1", MINE["state"]],
+    ],
+}
+
+
+def test_the_roles_do_nothing_else(roles: Roles) -> None:
+    roles.admin.set("other", "1")
+    roles.admin.hset(MINE["state"], "status", "active")
+    for role, forbidden in FORBIDDEN.items():
+        with redis.Redis.from_url(roles.url(role)) as client:
+            assert client.ping()
+            allowed = [words for words in (*OTHERS, *forbidden) if not is_denied(client, words)]
+            assert allowed == [], role
+    assert roles.admin.get("other") == b"1" and roles.admin.dbsize() == 2
+
+
+def test_what_a_role_does_rarely_it_may_do_too(roles: Roles) -> None:
+    operator, learner, worker = (
+        connection.connect(roles.url(role)) for role in ("operator", "learner", "worker")
+    )
+    with operator, learner, worker:
+        run = start(operator, target_config())
+        token = lease.acquire(learner, run, host="h", folder="f")
+        assert token is not None
+        budget.check(learner, run, token, 1)
+        learner.bgrewriteaof()
+        assert ledger.retire(learner, run, token, {}, silent_s=0.0) == 0
+        assert ledger.retired(learner, run)[0] == 0
+        play_steps(learner, run, token, 20)  # the weights that begin
+        producer = stream.new_producer(worker)
+        segments.playing(worker, run, producer, node="node", pid=1)
+        segments.drain(worker, "node")
+        segments.stay(worker, "node")
+        assert segments.note_crash(worker, run, "a reason") == 1
+        segments.note_refusal(worker, run, "host", "a reason")
+        logs.add(worker, run, "worker", "INFO", "a line")
+        segments.end(worker, run, producer, process_ms=5, room_wait_ms=5)
+        assert segments.lost(learner, run, [producer], "a reason") == 0
+        segments.sent(learner, run, 1)
+        segments.recount(learner, run, "ddrl.rollout")
+        stream.claim(learner, run, 1)
+        stream.refuse(learner, run, token, b"0-1", b"head", "a reason")
+        stream.trim(learner, run, token, b"0-2")
+        runs.set_status(learner, run, "paused", "quarantined", token=token)
+        runs.reactivate(operator, run)
+        runs.request_handover(operator, run, "host")
+        token = lease.acquire(learner, run, host="h", folder="f", force=True)
+        seed = seeds.Seed(run, token or 0, seeds.known(learner, run), asdict(Counters()), b"tensors")
+        lease.release(learner, run, token or 0)
+        runs.set_status(operator, run, "stopped", "by hand")
+        assert deletion.delete(operator, run) > 5
+        assert seeds.plant(learner, seed, deleted_too=True)
+    assert roles.denied() == []
+
+
+def is_denied(client: redis.Redis, words: list[str]) -> bool:
+    try:
+        client.execute_command(*words)
+    except redis.ResponseError as error:
+        return "permission" in str(error).lower() or "ACL" in str(error)
+    return False
+
+
+def test_a_worker_cannot_publish_weights_by_the_learners_own_scripts(roles: Roles) -> None:
+    roles.admin.hset(MINE["state"], mapping={"status": "active", "fence": "1"})
+    with redis.Redis.from_url(roles.url("worker")) as client:
+        with pytest.raises(redis.exceptions.NoPermissionError):
+            weights.publish(client, "run", 1, version=1, blob=b"forged", allowance=1, updates=1)
+        with pytest.raises(redis.exceptions.NoPermissionError):
+            checkpoints.save(client, "run", 1, b"forged", {})
+        assert lease.acquire(roles.admin, "run", host="h", folder="f")
+        with pytest.raises(redis.exceptions.NoPermissionError):
+            runs.set_status(client, "run", "failed", "says a worker")
+        # What cannot be kept apart: an append writes the state, so its fields are a worker's to write.
+        assert client.hset(MINE["state"], "status", "failed") == 0
+    assert weights.index(roles.admin, "run").latest == -1
+
+
+def test_without_a_password_nobody_is_served(roles: Roles) -> None:
+    with (
+        connection.connect(f"redis://127.0.0.1:{roles.port}/0") as client,
+        pytest.raises(StoreError) as caught,
+    ):
+        connection.check(client)
+    assert "it requires a password" in str(caught.value)
+
+
+def test_what_a_role_may_not_is_one_line(roles: Roles, processes: Processes) -> None:
+    config = str(processes.config())
+    done = processes.ddrl(roles.url("worker"), "submit", config, "--detach", check=False)
+    assert done.returncode == 3 and done.stderr.count("\n") == 1 and "permission" in done.stderr
+
+
+def test_the_examples_hold_no_password_and_no_key_that_is_not_ours() -> None:
+    files = {path.stem: path.read_text("utf-8") for path in ACL.glob("*.acl")}
+    assert set(files) == {"default", *ROLES} and files["default"] == "user default reset off\n"
+    table = keys.__doc__ or ""
+    for role in ROLES:
+        text = files[role]
+        assert text.startswith(f"user ddrl-{role} reset on #SHA256_OF_THE_PASSWORD_OF_{role.upper()} ")
+        assert text.count("\n") == 1 and ">" not in text and "nopass" not in text
+        for name in re.findall(r"~(ddrl:\S+?)\)?(?:\s|$)", text):
+            known = name.replace("{*}", "{run}").replace("broker:ddrl.*", "broker:*")
+            known = re.sub(r"(worker|weights|requests|answers):\*$", r"\1:<", known)
+            assert f"| {known}" in table or known in ("ddrl:*", "ddrl:{run}:*"), name

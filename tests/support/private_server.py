@@ -1,0 +1,176 @@
+"""A real server of a test's own: started, stopped, killed, frozen, filled up."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+import redis
+
+from ddrl.store import connection
+from ddrl.store.supervisor import death_with_parent, server_binary
+
+WITH_FILE = ("--appendonly", "yes", "--appendfsync", "everysec")
+FOREIGN = "foreign:"  # before the names of keys of somebody else
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+    """Return once `condition()` holds; fail after `timeout_s`, generous as others use the cores too."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+_die_with_us = death_with_parent()
+
+
+def require_program() -> None:
+    """Skip where no server program is installed; in CI that is a failure."""
+    try:
+        server_binary()
+    except connection.StoreError as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(str(error))
+
+
+class PrivateServer:
+    """A real server of one test module, on a unix socket of its own, without persistence unless asked."""
+
+    def __init__(self, *options: str, password: str = "") -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="ddrl-t", dir="/tmp"))  # short: socket paths are limited
+        self.socket = self.folder / "s"
+        credentials = f":{quote(password, safe='')}@" if password else ""
+        self.url = f"unix://{credentials}{self.socket}"
+        self.options = [*options, *(("--requirepass", password) if password else ())]
+        self.client: redis.Redis = connection.connect(self.url)
+        self.process: subprocess.Popen[bytes] | None = None
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def start(self) -> None:
+        """Start it again with the same options, and wait until it answers."""
+        fixed = ["--port", "0", "--unixsocket", str(self.socket), "--dir", str(self.folder)]
+        defaults = ["--save", "", "--appendonly", "no"]
+        with (self.folder / "log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [server_binary(), *fixed, *defaults, *self.options],
+                stdout=log,
+                preexec_fn=self._prepare,
+            )
+        deadline = time.monotonic() + 20.0
+        while not self.answers():
+            log_lines = (self.folder / "log").read_text(errors="replace").splitlines()
+            assert self.process.poll() is None, f"ended with {self.process.poll()}: {log_lines[-5:]}"
+            assert time.monotonic() < deadline, f"does not answer: {log_lines[-5:]}"
+            time.sleep(0.02)
+
+    @staticmethod
+    def _prepare() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a limit of file size is then a full disk
+        if _die_with_us is not None:
+            _die_with_us()  # a test run that is killed leaves none behind either
+
+    def answers(self) -> bool:
+        try:
+            return bool(self.client.ping())
+        except redis.RedisError:
+            return False
+
+    def stop(self) -> None:
+        """End it cleanly."""
+        self._end(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it as a crash would."""
+        self._end(signal.SIGKILL)
+
+    def _end(self, how: signal.Signals) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(how)
+            self.process.wait(20.0)
+
+    def close(self) -> None:
+        self.client.close()
+        self.kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    # --- what befalls it -----------------------------------------------------------------------------
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        """It does not run inside, as on a machine that swaps or whose virtual machine is paused."""
+        os.kill(self.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(self.pid, signal.SIGCONT)
+
+    def fill_memory(self, for_s: float) -> None:
+        """Somebody else's keys take all memory, and what is freed meanwhile, for so long; then they go."""
+        self.client.config_set("maxmemory", self.client.info("memory")["used_memory"] + 2 * 1024**2)
+        until, number = time.monotonic() + for_s, 0
+        try:
+            while time.monotonic() < until:
+                try:
+                    self.client.set(f"{FOREIGN}{number}", bytes(65536 if number < 30 else 1024))
+                    number += 1
+                except redis.OutOfMemoryError:
+                    time.sleep(0.01)
+        finally:
+            self.client.config_set("maxmemory", 0)
+            for first in range(0, number, 1000):
+                self.client.delete(*(f"{FOREIGN}{n}" for n in range(first, min(first + 1000, number))))
+
+    def file(self) -> Path:
+        """What it appends to."""
+        return max(
+            (self.folder / "appendonlydir").glob("*.incr.aof"), key=lambda path: path.stat().st_mtime_ns
+        )
+
+    @contextlib.contextmanager
+    def full_disk(self) -> Iterator[None]:
+        """Inside, its append-only file cannot grow."""
+        limit = self.file().stat().st_size + 65536
+        soft, hard = resource.prlimit(self.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (limit, hard))
+        try:
+            yield
+        finally:
+            resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (soft, hard))
+
+    def rewrite_file(self) -> None:
+        """Have it write its append-only file anew."""
+        self.client.bgrewriteaof()
+        wait_until(lambda: not self.is_rewriting())
+
+    def is_rewriting(self) -> bool:
+        """Whether it writes its append-only file anew, or is about to."""
+        told = self.client.info("persistence")
+        return bool(told["aof_rewrite_in_progress"] or told["aof_rewrite_scheduled"])
+
+    def is_writable(self) -> bool:
+        """Whether it takes a small write."""
+        try:
+            return bool(self.client.set(f"{FOREIGN}probe", 1))
+        except redis.RedisError:
+            return False

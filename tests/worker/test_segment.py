@@ -1,0 +1,385 @@
+"""A segment of play against a real server: when it ends, what it keeps, what it never writes twice."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import socket
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from redis import Redis
+from redis.exceptions import OutOfMemoryError
+from support.private_server import wait_until
+from support.runs_for_tests import play_steps, start, stream_steps, target_config, target_tree
+
+import ddrl
+from ddrl import codec
+from ddrl.algorithms import actor_critic_policy, sac
+from ddrl.config import validate
+from ddrl.envs import versions
+from ddrl.envs.versions import UnfitError
+from ddrl.store import keys, runs, segments, stream
+from ddrl.store import leases as lease
+from ddrl.store.stream import Answer
+from ddrl.worker.segment import PATIENCE_S, Players, play
+
+
+@pytest.fixture
+def client(server) -> Redis:
+    return server.client
+
+
+def begin(client: Redis, **sections) -> tuple[str, int]:
+    run = start(client, target_config(**sections))
+    token = lease.acquire(client, run, host="here", folder="/tmp")
+    assert token is not None
+    return run, token
+
+
+def begin_long(client: Redis) -> tuple[str, int]:
+    """A run with weights whose segments last a minute."""
+    run, token = begin(client)
+    play_steps(client, run, token, 10)
+    spec = json.loads(client.get(keys.spec(run)))
+    spec["rollout"]["segment_s"] = 60
+    client.set(keys.spec(run), json.dumps(spec))
+    return run, token
+
+
+def test_segments_continue_episodes_of_one_producer_without_a_gap(client: Redis) -> None:
+    run, token = begin(client)
+    players = play_steps(client, run, token, 300)
+    stream.allow(client, run, token, 10**6, updates=0)
+    play(client, client, players, run)
+    fragments = [codec.decode(entry.fields) for entry in stream.read(client, run, b"0-0", count=1000)]
+    assert [fragment.seq for fragment in fragments] == list(range(len(fragments)))
+    assert len({(fragment.producer, fragment.incarnation) for fragment in fragments}) == 1
+    for one, two in zip(fragments, fragments[1:], strict=False):
+        assert (one.observation[-1] == two.observation[0]).all()  # episodes go on across segments
+    assert sum(len(fragment.episode_length) for fragment in fragments) > 10
+    assert all((fragment.episode_length == 10).all() for fragment in fragments)
+
+
+def test_a_segment_waits_at_the_allowance_with_at_most_one_fragment_too_much(client: Redis) -> None:
+    run, token = begin(client, rollout={"segment_s": 0.3, "max_fragment_steps": 8})
+    play_steps(client, run, token, 10)
+    before = stream_steps(client, run)
+    stream.allow(client, run, token, before + 50, updates=0)
+    started = time.monotonic()
+    play(client, client, Players(), run)
+    assert time.monotonic() - started >= 0.3  # it blocked until the segment's end
+    assert before + 50 <= stream_steps(client, run) <= before + 50 + 8 * 4
+
+
+@pytest.mark.parametrize(("most", "steps"), [(20, 12), (5, 5)])
+def test_a_fragment_is_worth_a_few_sums_of_rewards_however_little_may_be_played(
+    client: Redis, most: int, steps: int
+) -> None:
+    """With n_step 3 that is 12 steps, bounded by the run's largest fragment; overshot by no more than that."""
+    algorithm = target_tree()["algorithm"] | {"n_step": 3}
+    run, token = begin(
+        client, algorithm=algorithm, rollout={"segment_s": 0.3, "max_fragment_steps": most, "fragment_s": 0.3}
+    )
+    players = play_steps(client, run, token, 100)
+    before = stream_steps(client, run)
+    stream.allow(client, run, token, before + 1, updates=0)
+    play(client, client, players, run)
+    assert stream_steps(client, run) == before + 4 * steps  # of four environments
+    last = codec.decode(client.xrevrange(keys.experience(run), count=1)[0][1])
+    assert last.num_steps == steps
+
+
+def test_on_policy_fragments_are_as_short_as_what_is_left(client: Redis) -> None:
+    tree = target_tree(rollout={"segment_s": 0.3, "fragment_s": 0.3}) | {
+        "algorithm": {"name": "ppo"},
+        "replay": {},
+    }
+    del tree["learner"]
+    run = start(client, validate(tree))
+    token = lease.acquire(client, run, host="here", folder="/tmp")
+    assert token is not None
+    players = play_steps(client, run, token, 20)
+    before = stream_steps(client, run)
+    stream.allow(client, run, token, before + 1, updates=0)
+    play(client, client, players, run)
+    assert stream_steps(client, run) == before + 4
+
+
+def test_a_paused_run_accepts_what_is_in_flight_and_a_stopped_one_drops_the_player(client: Redis) -> None:
+    run, token = begin(client)
+    players = play_steps(client, run, token, 50)
+    stream.allow(client, run, token, 10**6, updates=0)
+    runs.set_status(client, run, "paused", "test")
+    assert play(client, client, players, run) == 0
+    player = players.get(client, run)
+    player.play(max_steps=4)
+    assert player.send(client).answer is Answer.YIELD
+    runs.set_status(client, run, "active", "test"), runs.set_status(client, run, "stopped", "test")
+    assert play(client, client, players, run) == 0
+    assert players.get(client, run) is not player
+
+
+def test_a_fragment_that_finds_the_stream_full_is_kept_and_appended_once_later(client: Redis) -> None:
+    run, token = begin(client, replay={"max_bytes": 65536})
+    players = play_steps(client, run, token, 20)
+    client.hset(keys.state(run), "appended_bytes", 10**7)  # as if the budget were used up
+    stream.allow(client, run, token, 10**6, updates=0)
+    before = runs.state(client, run).appended_fragments
+    assert play(client, client, players, run) == 0  # waits, writes nothing, drops nothing
+    assert runs.state(client, run).appended_fragments == before
+    assert players.get(client, run).unsent is not None
+    client.hset(keys.state(run), "appended_bytes", 0)
+    assert play(client, client, players, run) > 0
+    seqs = [codec.decode(entry.fields).seq for entry in stream.read(client, run, b"0-0", count=10_000)]
+    assert seqs == list(range(len(seqs)))
+
+
+@pytest.mark.parametrize("wants", [True, False])
+def test_waiting_for_the_learner_ends_the_segment_when_another_run_wants_the_process(
+    client: Redis, wants: bool
+) -> None:
+    run, token = begin(client, rollout={"segment_s": 3})
+    players = play_steps(client, run, token, 10)
+    other, others_token = begin(client)
+    play_steps(client, other, others_token, 10)
+    stream.allow(client, other, others_token, 10**6 if wants else 0, updates=0)
+    before = runs.state(client, run).allowance_wait_s
+    started = time.monotonic()
+    play(client, client, players, run)
+    assert (time.monotonic() - started < 2.8) == wants
+    assert runs.state(client, run).allowance_wait_s - before >= PATIENCE_S
+
+
+def test_the_other_runs_are_looked_at_seldom_however_often_a_waiting_segment_wakes(
+    client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, token = begin(client, rollout={"segment_s": 5})
+    players = play_steps(client, run, token, 10)
+    looks: list[float] = []
+    look = runs.active
+    monkeypatch.setattr(runs, "active", lambda client: looks.append(time.monotonic()) or look(client))
+    thread = threading.Thread(target=play, args=(client, client, players, run))
+    thread.start()
+    while thread.is_alive():
+        stream.allow(client, run, token, 0, updates=0)  # wakes it for nothing
+        time.sleep(0.02)
+    assert looks and all(two - one >= PATIENCE_S for one, two in itertools.pairwise(looks))
+
+
+def test_many_players_that_one_word_wakes_ask_the_server_one_after_the_other(client: Redis) -> None:
+    run, token = begin(client, rollout={"segment_s": 2})
+    players = play_steps(client, run, token, 10)
+    before = runs.state(client, run).appended_fragments
+    thread = threading.Thread(target=play, args=(client, client, players, run))
+    stream.allow(client, run, token, 0, updates=0, players=10_000)
+    thread.start()
+    while thread.is_alive():  # one fragment more, again and again
+        allowance = stream_steps(client, run) + 1
+        stream.allow(client, run, token, allowance, updates=0, players=10_000)
+        time.sleep(0.005)
+    assert 1 <= runs.state(client, run).appended_fragments - before <= 25
+
+
+def test_a_run_of_which_this_worker_takes_no_messages_does_not_end_the_segment(client: Redis) -> None:
+    run, token = begin(client, rollout={"segment_s": 1.5})
+    players = play_steps(client, run, token, 10)
+    other, others_token = begin(client)
+    play_steps(client, other, others_token, 10)
+    stream.allow(client, other, others_token, 10**6, updates=0)
+    started = time.monotonic()
+    play(client, client, players, run, serves=lambda queue: False)
+    assert time.monotonic() - started >= 1.5
+
+
+def test_a_segment_is_known_while_it_plays_and_its_time_is_told(client: Redis) -> None:
+    run, token = begin(client, rollout={"segment_s": 1.5})
+    players = play_steps(client, run, token, 10)
+    begun, seen = runs.state(client, run), {}
+    thread = threading.Thread(target=play, args=(client, client, players, run), kwargs={"node": "w@here"})
+    thread.start()
+    wait_until(lambda: seen.update(segments.players(client, run)) or seen)
+    (playing,) = seen.values()
+    assert (playing.node, playing.pid) == ("w@here", os.getpid())
+    stream.allow(
+        client, run, token, stream_steps(client, run) + 200, updates=0
+    )  # plays a little, waits again
+    thread.join()
+    assert segments.players(client, run) == {}
+    now = runs.state(client, run)
+    spent, waited = now.process_s - begun.process_s, now.allowance_wait_s - begun.allowance_wait_s
+    assert 1.5 <= spent < 15 and 0.5 <= waited < spent
+    assert 0 < now.played_s - begun.played_s < spent
+    assert now.room_wait_s == begun.room_wait_s == 0
+
+
+def test_a_segment_on_a_node_that_drains_ends_at_its_next_append(client: Redis) -> None:
+    run, token = begin_long(client)
+    stream.allow(client, run, token, 10**9, updates=0)
+    threads = [
+        threading.Thread(target=play, args=(client, client, mine, run), kwargs={"node": node})
+        for node, mine in (("leaves", Players()), ("stays", Players()))
+    ]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: len(segments.players(client, run)) == 2)
+    segments.drain(client, "leaves")
+    threads[0].join(20)
+    assert not threads[0].is_alive() and threads[1].is_alive()
+    assert [playing.node for playing in segments.players(client, run).values()] == ["stays"]
+    segments.stay(client, "leaves")  # begun again under the same name
+    assert stream.remaining(client, run, node="leaves").answer is Answer.GO
+    stream.claim(client, run, 1, for_ms=60_000)  # for another run's sake
+    threads[1].join(20)
+    assert not threads[1].is_alive()
+
+
+def test_a_draining_node_that_waits_for_its_learner_ends_too(client: Redis) -> None:
+    run, _ = begin_long(client)  # the allowance is used up
+    thread = threading.Thread(target=play, args=(client, client, Players(), run), kwargs={"node": "leaves"})
+    thread.start()
+    wait_until(lambda: segments.players(client, run))
+    segments.drain(client, "leaves")
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_what_a_server_did_not_take_is_sent_by_a_later_segment_even_by_one_that_ends_at_once(
+    client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, token = begin(client)
+    players = play_steps(client, run, token, 20)
+    stream.allow(client, run, token, 10**6, updates=0)
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise OutOfMemoryError("command not allowed when used memory > 'maxmemory'.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stream, "append", refused)
+        with pytest.raises(OutOfMemoryError):
+            play(client, client, players, run, node="w")
+    before = runs.state(client, run).appended_fragments
+    assert players.get(client, run).unsent is not None
+    segments.drain(client, "w")
+    assert play(client, client, players, run, node="w") > 0
+    assert runs.state(client, run).appended_fragments == before + 1
+    seqs = [codec.decode(entry.fields).seq for entry in stream.read(client, run, b"0-0", count=10_000)]
+    assert seqs == list(range(len(seqs)))
+
+
+def test_a_segment_that_a_hindrance_ended_is_told_before_the_next_of_whatever_run(
+    client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, token = begin(client)
+    other, others_token = begin(client)
+    players = play_steps(client, run, token, 20)
+    play_steps(client, other, others_token, 20, players=players)
+    stream.allow(client, run, token, 10**6, updates=0)
+    before = runs.state(client, run).process_s
+
+    def refused(*_: Any, **__: Any) -> None:
+        time.sleep(0.05)
+        raise OutOfMemoryError("command not allowed when used memory > 'maxmemory'.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stream, "append", refused)
+        with pytest.raises(OutOfMemoryError):
+            play(client, client, players, run)
+        assert list(segments.players(client, run)) == [players.get(client, run).producer]
+    play(client, client, players, other)
+    assert segments.players(client, run) == {}
+    assert runs.state(client, run).process_s >= before + 0.05
+
+
+def test_a_player_with_something_to_be_sent_is_not_evicted(client: Redis) -> None:
+    run, token = begin(client)
+    players = Players(max_bytes=1)
+    play_steps(client, run, token, 20, players=players)
+    kept = players.get(client, run)
+    kept.play(max_steps=4)
+    second, _ = begin(client)
+    players.get(client, second)
+    assert players.get(client, run) is kept
+
+
+def test_a_machine_with_other_versions_is_refused_by_name_with_the_remedy(client: Redis) -> None:
+    run, token = begin(client)
+    client.hset(keys.state(run), "versions", json.dumps({"ddrl": ddrl.__version__, "gymnasium": "0.26.3"}))
+    with pytest.raises(UnfitError) as refused:
+        play(client, client, Players(), run)
+    assert str(refused.value) == (
+        f"host {socket.gethostname()}: gymnasium is {versions.installed('gymnasium')}, the run was submitted with "
+        "0.26.3; run pip install 'gymnasium==0.26.3' there and restart the worker, "
+        "or submit with env.same_versions=false"
+    )
+    assert runs.state(client, run).appended_fragments == 0
+    other, others_token = begin(client, env={"same_versions": False})
+    client.hset(keys.state(other), "versions", json.dumps({"gymnasium": "0.26.3"}))
+    play_steps(client, other, others_token, 20)
+
+
+def test_a_host_that_plays_the_run_refuses_it_no_more(client: Redis) -> None:
+    run, token = begin(client)
+    for host in (socket.gethostname(), "another"):
+        segments.note_refusal(client, run, host, "lacks something")
+    play_steps(client, run, token, 20)
+    assert segments.refusals(client, run) == {"another": "lacks something"}
+
+
+def test_a_module_is_refused_where_it_is_not_allowed(client: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DDRL_ALLOW_MODULES", "bad_envs")
+    run, _ = begin(client, env={"id": "bad_envs:make", "kwargs": {"kind": "none"}})
+    monkeypatch.delenv("DDRL_ALLOW_MODULES")
+    with pytest.raises(
+        UnfitError, match=r"host \S+: bad_envs:make: .* set DDRL_ALLOW_MODULES=bad_envs on every"
+    ):
+        play(client, client, Players(), run)
+
+
+def test_nothing_is_played_before_the_first_version(client: Redis) -> None:
+    run, token = begin(client, rollout={"segment_s": 0.2})
+    stream.allow(client, run, token, 10**6, updates=0)
+    assert play(client, client, Players(), run) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "at_random"),
+    [("sac", None, True), ("sac", True, True), ("sac", False, False), ("ppo", None, False)],
+)
+def test_version_0_plays_at_random_where_configured_or_off_policy(
+    client: Redis, monkeypatch: pytest.MonkeyPatch, name: str, setting: bool | None, at_random: bool
+) -> None:
+    def explore(self: Any, observation: np.ndarray, generator: np.random.Generator, memory: Any) -> Any:
+        return np.full((len(observation), 1), 0.125, np.float32), {}
+
+    monkeypatch.setattr(sac.Policy, "explore", explore)
+    monkeypatch.setattr(actor_critic_policy.Policy, "explore", explore)
+    tree = target_tree(rollout={"random_until_learned": setting})
+    if name == "ppo":
+        tree |= {"algorithm": {"name": "ppo"}, "replay": {}}
+        del tree["learner"]
+    run = start(client, validate(tree))
+    token = lease.acquire(client, run, host="here", folder="/tmp")
+    assert token is not None
+    play_steps(client, run, token, 20)
+    (entry, *_) = stream.read(client, run, b"0-0", count=1)
+    fragment = codec.decode(entry.fields)
+    assert fragment.policy_version == 0
+    assert (fragment.action != 0.125).all() == at_random
+    assert (fragment.action == 0.125).all() != at_random
+
+
+def test_players_are_evicted_by_bytes_and_their_episodes_counted(client: Redis) -> None:
+    first, token = begin(client)
+    players = Players(max_bytes=1)
+    play_steps(client, first, token, 21, players=players)
+    kept = players.get(client, first)
+    second, _ = begin(client)
+    players.get(client, second)
+    assert players.get(client, first) is not kept
+    assert players.num_abandoned in range(5)
+    assert players.get(client, first).producer != kept.producer

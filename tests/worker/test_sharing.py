@@ -1,0 +1,160 @@
+"""Several runs share the processes of a real Celery worker, each with a real dispatcher (tests/dispatching.py)."""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from redis import Redis
+from support.processes import ROOT, Processes, bound
+from support.runs_for_tests import start, target_config
+
+from ddrl.algorithms import base
+from ddrl.config import RunConfig
+from ddrl.store import keys, runs, segments, tensors
+
+PROCESSES = 2
+Until = Callable[..., float]
+pytestmark = pytest.mark.faults
+
+
+def config(*, segment_s: float = 0.25, **sections: Any) -> RunConfig:
+    """A run whose processes sleep, and hardly use the machine."""
+    sections = {"replay": {"capacity": 10**7, "warmup_steps": 10**7}, **sections}
+    return target_config(
+        env={"id": "ddrl/Sleep-v0", "kwargs": {"step_s": 0.01}, "num_envs": 1},
+        algorithm={"name": "dqn", "hidden_sizes": [8]},
+        rollout={"segment_s": segment_s, "fragment_s": 0.05, "random_until_learned": True},
+        stop={},
+        **sections,
+    )
+
+
+@pytest.fixture(scope="module")
+def site(module_server, tmp_path_factory) -> Iterator[tuple[Redis, Processes]]:
+    """A worker of two processes, both warm, and stand-ins for learners."""
+    client, folder = module_server.client, tmp_path_factory.mktemp("sharing")
+    client.flushall()
+    warm_up = start(client, config())
+    learner = base.resolve(config(), runs.spaces(client, warm_up)).learner(device=torch.device("cpu"), seed=1)
+    blob = tensors.encode_weights({name: value.numpy() for name, value in learner.weights().items()})
+    (folder / "weights").write_bytes(blob)
+    with Processes(folder) as processes:
+        url, stand_in = module_server.url, str(ROOT / "tests" / "dispatching.py")
+        processes.worker(url, concurrency=PROCESSES)
+        processes.start("stand-in", url, stand_in, str(folder / "weights"))
+        processes.until(lambda: len(segments.players(client, warm_up)) == PROCESSES)
+        yield client, processes
+
+
+@pytest.fixture
+def client(site: tuple[Redis, Processes]) -> Redis:
+    """A server whose processes are free: runs of earlier tests are stopped."""
+    client, processes = site
+    for run in runs.active_names(client):
+        runs.set_status(client, run, "stopped", "")
+        processes.until(lambda run=run: not segments.players(client, run))
+    return client
+
+
+@pytest.fixture
+def until(site: tuple[Redis, Processes]) -> Until:
+    return site[1].until
+
+
+@pytest.fixture
+def ddrl(site: tuple[Redis, Processes], module_server: Any) -> Callable[..., Any]:
+    return functools.partial(site[1].ddrl, module_server.url)
+
+
+def process_s(client: Redis, *names: str) -> list[float]:
+    return [runs.state(client, run).process_s for run in names]
+
+
+def settle(client: Redis, until: Until, weights: dict[str, float], *, least_s: float) -> None:
+    """Wait until runs have shared a time of at least `least_s` within 10 % by weight."""
+    before, began = process_s(client, *weights), time.monotonic()
+
+    def shared() -> list[float]:
+        """Shares so far, in what is deserved."""
+        got = [after - then for then, after in zip(before, process_s(client, *weights), strict=True)]
+        unit = sum(got) / sum(weights.values())
+        return [one / unit / weight for one, weight in zip(got, weights.values(), strict=True)]
+
+    time.sleep(least_s)
+    until(lambda: max(abs(share - 1) for share in shared()) <= 0.1)
+    print(f"shared after {time.monotonic() - began:.1f} s: {shared()} of what is deserved")
+
+
+def test_three_runs_share_two_processes_by_weight_until_one_pauses_or_changes(
+    client: Redis, until: Until, ddrl: Callable[..., Any]
+) -> None:
+    light, middle, heavy = (start(client, config(weight=weight)) for weight in (1.0, 2.0, 4.0))
+    until(lambda: min(process_s(client, light, middle, heavy)) > 0)
+    settle(client, until, {light: 1, middle: 2, heavy: 4}, least_s=10.0)
+    report = json.loads(ddrl("fleet", "--json").stdout)
+    assert [worker["processes"] for worker in report["workers"]] == [PROCESSES]
+    assert {run["run"]: run["entitled"] for run in report["runs"]} == pytest.approx(
+        {light: 1 / 7, middle: 2 / 7, heavy: 4 / 7}
+    )
+    assert sum(run["share"] for run in report["runs"]) == pytest.approx(1, abs=0.05)  # each as its own says
+    runs.set_status(client, heavy, "paused", "")
+    until(lambda: not segments.players(client, heavy))
+    before = process_s(client, heavy)
+    settle(client, until, {light: 1, middle: 2}, least_s=4.0)
+    assert process_s(client, heavy) == pytest.approx(
+        before, abs=0.1
+    )  # what waited was taken, and ended at once
+    state, now = runs.state(client, light), runs.config(client, light)
+    changed = now.model_copy(update={"weight": 6.0})
+    runs.change(client, light, changed, {"weight": (1.0, 6.0)}, version=state.config_version)
+    settle(client, until, {light: 6, middle: 2}, least_s=4.0)
+
+
+def test_a_run_of_high_priority_gets_a_process_at_once_and_then_all(client: Redis, until: Until) -> None:
+    others = [start(client, config(priority=priority, segment_s=60.0)) for priority in ("low", "normal")]
+    until(lambda: len(segments.players(client, others[1])) == PROCESSES)  # normal before low
+    began = time.monotonic()
+    high = start(client, config(priority="high"))
+    until(lambda: segments.players(client, high), bound(2.0))
+    print(f"first process after {time.monotonic() - began:.2f} s")
+    until(lambda: len(segments.players(client, high)) == PROCESSES)
+    before = sum(process_s(client, *others))
+    time.sleep(2.0)
+    assert sum(process_s(client, *others)) - before < 0.5  # between two segments at most
+
+
+def test_processes_that_wait_for_an_allowance_serve_other_runs(client: Redis, until: Until) -> None:
+    satisfied = start(client, config(weight=10.0, replay={"warmup_steps": 200, "capacity": 20_000}))
+    until(lambda: runs.state(client, satisfied).appended_steps >= 200)
+    hungry = start(client, config())
+    until(lambda: len(segments.players(client, hungry)) == PROCESSES)
+    for _ in range(
+        2
+    ):  # and what it sent while it was alone is taken; who has just taken one begins within a second
+        until(lambda: not segments.players(client, satisfied) and not runs.state(client, satisfied).waiting)
+        time.sleep(1.0)
+    before = process_s(client, satisfied, hungry)
+    time.sleep(3.0)
+    idle, busy = (
+        after - then for then, after in zip(before, process_s(client, satisfied, hungry), strict=True)
+    )
+    assert idle == 0 and busy > 0.5 * PROCESSES * 3.0
+
+
+def test_messages_are_counted_as_celery_writes_them(
+    site: tuple[Redis, Processes], module_server: Any, client: Redis
+) -> None:
+    run = start(client, config())
+    code = f"from ddrl import celery; [celery.send_rollout({run!r}, 'elsewhere', 'low') for _ in range(3)]"
+    assert site[1].start("send", module_server.url, "-c", code).wait() == 0
+    client.hset(keys.state(run), "waiting", 7)
+    assert segments.recount(client, run, "elsewhere", "low") == 3 == runs.state(client, run).waiting
+    assert segments.recount(client, run[:-1], "elsewhere", "low") == 0 and not client.exists(
+        keys.state(run[:-1])
+    )

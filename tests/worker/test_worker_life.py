@@ -1,0 +1,150 @@
+"""Real Celery workers: what they say of themselves, how they leave, and what they do about a full server."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+
+import pytest
+from support.private_server import PrivateServer
+from support.processes import Process, Processes, bound
+from support.runs_for_tests import stream_steps
+from support.worker_runs import ALLOWED, bad, dispatching, playable, send
+
+from ddrl import envs
+from ddrl.store import keys, runs, segments, workers
+from ddrl.store.workers import Heartbeat
+
+
+def the_worker(server: PrivateServer) -> Heartbeat:
+    (heartbeat,) = workers.alive(server.client)
+    return heartbeat
+
+
+def ready(processes: Processes, worker: Process) -> None:
+    processes.until(lambda: " ready." in worker.text())
+
+
+def test_a_worker_plays_soon_after_it_said_ready_and_says_what_it_is(
+    server: PrivateServer, processes: Processes
+) -> None:
+    run = playable(server.client)
+    send(server, run, 2)
+    worker = processes.celery(server.url, concurrency=2)
+    ready(processes, worker)
+    assert processes.until(lambda: stream_steps(server.client, run) > 0) < bound(1.5)
+    processes.until(lambda: len(workers.alive(server.client)) == 1)
+    said = the_worker(server)
+    assert (said.host, said.pid, said.processes) == (socket.gethostname(), worker.pid, 2)
+    assert set(said.pids) == set(worker.pool())
+    assert said.cores == len(os.sched_getaffinity(0)) and said.memory_bytes > 10**8
+    assert said.capabilities == tuple(envs.capabilities())
+    assert set(said.queues) == {*envs.queues("ddrl.rollout"), *envs.queues("ddrl.evaluate")}
+    assert said.versions["ddrl"] and said.versions["gymnasium"] and not said.draining
+    playing = segments.players(server.client, run)
+    assert all(one.node == said.node and one.pid in said.pids for one in playing.values())
+    # Nothing is kept about messages on their way: a server without memory can neither lose nor repeat one.
+    assert not server.client.keys(f"{keys.BROKER_PREFIX}unacked*")
+
+    os.kill(worker.pool()[0], signal.SIGKILL)
+    processes.until(lambda: set(the_worker(server).pids) == set(worker.pool()) and len(worker.pool()) == 2)
+
+
+def test_sigterm_ends_segments_at_their_next_append_and_the_heartbeat_says_so(
+    server: PrivateServer, processes: Processes
+) -> None:
+    run = playable(server.client, rollout={"segment_s": 600})
+    late = playable(server.client, rollout={"segment_s": 600})
+    send(server, run)
+    worker = processes.celery(server.url, concurrency=2)
+    processes.until(lambda: segments.players(server.client, run))
+    send(server, late)
+    processes.until(lambda: stream_steps(server.client, late) > 0)
+    worker.send(signal.SIGTERM)
+    ended = processes.until(lambda: not segments.players(server.client, run), 60)
+    ended += processes.until(lambda: not segments.players(server.client, late), 60)
+    assert ended < bound(2.0)
+    assert worker.wait(60) == 0
+    assert not workers.alive(server.client)
+    for one in (run, late):
+        state = runs.state(server.client, one)
+        assert state.status == "active" and state.lost_producers == state.crashes_total == 0
+    assert "Traceback" not in worker.text()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_a_worker_at_once_in_order(
+    server: PrivateServer, processes: Processes, signum: signal.Signals
+) -> None:
+    run = playable(server.client, rollout={"segment_s": 600})
+    send(server, run, 2)
+    worker = processes.celery(server.url)
+    processes.until(lambda: stream_steps(server.client, run) > 0)
+    children = worker.pool()
+    processes.until(lambda: workers.alive(server.client))
+    os.kill(children[0], signal.SIGSTOP)  # it cannot end in order
+    worker.send(signum)
+    processes.until(lambda: the_worker(server).draining, 30)
+    assert worker.running
+    worker.send(signum)
+    os.kill(children[0], signal.SIGCONT)
+    began = time.monotonic()
+    assert worker.wait(60) == 1
+    assert time.monotonic() - began < bound(2.0)
+    assert not workers.alive(server.client) and "Traceback" not in worker.text()
+    processes.until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in children), 20)
+
+
+def test_a_server_without_memory_costs_a_line_and_a_pause(
+    server: PrivateServer, processes: Processes
+) -> None:
+    run = playable(server.client, rollout={"segment_s": 600})
+    worker = processes.celery(server.url)
+    ready(processes, worker)
+    send(server, run)
+    processes.until(lambda: stream_steps(server.client, run) > 0)
+    sentence = "the server's memory is full"
+    try:
+        server.client.config_set("maxmemory", 1)
+        processes.until(lambda: sentence in worker.text())
+        begun = processes.celery(server.url)  # waits, before it says ready
+        processes.until(lambda: sentence in begun.text())
+    finally:
+        server.client.config_set("maxmemory", 0)
+    ready(processes, begun)
+    before = stream_steps(server.client, run)
+    with dispatching(server, run):
+        processes.until(lambda: stream_steps(server.client, run) > before)
+    assert worker.running and "Traceback" not in worker.text() + begun.text()
+    assert worker.text().count(sentence) == 1
+    state = runs.state(server.client, run)
+    assert state.crashes_total == 0 and state.duplicates == 0
+
+
+def test_threads_play_and_drain_each_for_itself(
+    server: PrivateServer, processes: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = bad(server.client, "sleep", monkeypatch, rollout={"segment_s": 600})
+    worker = processes.celery(server.url, "--pool", "threads", concurrency=20, env=ALLOWED)
+    ready(processes, worker)
+    send(server, run, 20)
+    processes.until(lambda: len(segments.players(server.client, run)) == 20)
+    processes.until(lambda: server.client.hlen(keys.producers(run)) == 20)
+    assert {playing.pid for playing in segments.players(server.client, run).values()} == {worker.pid}
+    processes.until(lambda: workers.alive(server.client))
+    assert the_worker(server).pids == (worker.pid,)
+    worker.send(signal.SIGTERM)
+    assert processes.until(lambda: not segments.players(server.client, run), 60) < bound(2.0)
+    assert worker.wait(60) == 0 and "Traceback" not in worker.text()
+
+
+def test_high_priority_comes_first(server: PrivateServer, processes: Processes) -> None:
+    low, normal, high = (playable(server.client, rollout={"segment_s": 0.5}) for _ in range(3))
+    for run, priority in ((low, "low"), (normal, "normal"), (high, "high")):
+        send(server, run, priority=priority)
+    processes.celery(server.url)
+    processes.until(lambda: all(stream_steps(server.client, run) for run in (low, normal, high)))
+    begun = {run: server.client.hget(keys.state(run), "first_step_ms") for run in (high, normal, low)}
+    assert list(begun) == sorted(begun, key=lambda run: int(begun[run]))
