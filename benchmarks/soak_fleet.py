@@ -19,7 +19,7 @@ from fault_fleet import ON_POLICY
 from private_server import WITH_FILE, PrivateServer
 from processes import Process, Processes
 from proxy import Proxy
-from runs_for_tests import target_tree
+from support.runs import target_tree
 
 from ddrl.store import connection, ledger, runs, segments
 

@@ -13,7 +13,7 @@ import torch
 import yaml
 from support.reference_ppo import CONTINUOUS, DISCRETE
 from support.reference_q import CPU
-from support.runs_for_tests import play_steps, start, target_config, target_tree
+from support.runs import play_steps, start, target_config, target_tree
 from test_cli import call, call_json
 from test_learner import make_learner, take, training, until
 from test_live_options import SMALL, SPECS, Subject

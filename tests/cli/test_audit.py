@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_artifacts import make_run
+from support.runs import make_run
 
 from ddrl.cli import main
 from ddrl.store import connection, ledger, runs, stream

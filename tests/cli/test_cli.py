@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_artifacts import learn_something, make_run
+from support.runs import add_history, make_run
 from typer.testing import CliRunner
 
 import ddrl.cli
@@ -127,7 +127,7 @@ def test_no_server_is_code_3(refused: Callable[..., str], monkeypatch: pytest.Mo
 def test_runs(client: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert "no runs yet" in call("runs") and call_json("runs") == []
     first, second = make_run(client), make_run(client, name="other")
-    learn_something(client, second)
+    add_history(client, second)
     rows = call_json("runs")
     assert [row["run"] for row in rows] == [first, second]
     assert rows[1]["env_steps"] == 30_000 and rows[1]["return_mean"] == 205.0
@@ -139,7 +139,7 @@ def test_runs(client: Any, capsys: pytest.CaptureFixture[str]) -> None:
 def test_status(client: Any) -> None:
     run = make_run(client)
     assert f"run                 {run}\n" in call("status")
-    learn_something(client, run)
+    add_history(client, run)
     workers.beat(client, workers.Heartbeat("n@h", "h", 1, 3, ("ddrl.rollout.box2d",), {}))
     client.hset(f"ddrl:{{{run}}}:state", mapping={"dead": 2, "full": 5})
     report = call_json("status", run[:8])
@@ -232,7 +232,7 @@ def test_logs_merges_what_was_gathered_with_files_and_journal(
 
 def test_watch_ends_with_the_summary(client: Any, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(client)
-    learn_something(client, run)
+    add_history(client, run)
     runs.set_status(client, run, "solved", "return 200 confirmed")
     assert call_json("watch")["status"] == "solved"
     assert f"{run}: solved after" in call("watch")
@@ -246,7 +246,7 @@ def test_versions(client: Any) -> None:
     run = make_run(client)
     with pytest.raises(Exception, match="no weights yet"):
         policies.choose(client, run, None)
-    token = learn_something(client, run)
+    token = add_history(client, run)
     assert policies.choose(client, run, None) == policies.choose(client, run, "best") == 31
     weights.publish(client, run, token, version=32, blob=b"w", allowance=1, updates=1)
     assert policies.choose(client, run, "latest") == policies.choose(client, run, "v32") == 32
@@ -257,7 +257,7 @@ def test_versions(client: Any) -> None:
 
 def test_evaluate(client: Any, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(client)
-    learn_something(client, run)
+    add_history(client, run)
     asked: list[Any] = []
 
     def from_run(_: Any, name: str, version: int) -> Any:
@@ -294,7 +294,7 @@ def test_export_refuses_to_overwrite(
     client: Any, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     run = make_run(client)
-    learn_something(client, run)
+    add_history(client, run)
 
     def save(_: Any, name: str, version: int, path: Path) -> Path:
         path.write_text(f"{name} {version}")

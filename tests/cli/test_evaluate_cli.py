@@ -13,7 +13,7 @@ import redis
 import torch
 from redis import Redis
 from support.processes import Processes
-from support.runs_for_tests import start, target_config, toy_answers
+from support.runs import start, target_config, toy_answers
 from typer.testing import CliRunner
 
 from ddrl import celery, policy

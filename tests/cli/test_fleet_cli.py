@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.runs_for_tests import start, target_config
+from support.runs import start, target_config
 from test_fleet import dispatcher, heartbeat, ready
 
 from ddrl.cli import main

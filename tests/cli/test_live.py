@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from test_artifacts import learn_something, make_run
+from support.runs import add_history, make_run
 
 from ddrl.cli import curve, hints, live, view, watcher
 from ddrl.store import leases as lease
@@ -24,7 +24,7 @@ def beat(client: Any, *queues: str, host: str = "here", **more: Any) -> None:
 
 def test_plain_line_has_the_figures(server: Any) -> None:
     run = make_run(server.client)
-    learn_something(server.client, run)
+    add_history(server.client, run)
     beat(server.client, QUEUE)
     line = live.plain_line(watcher.Watcher(server.client, run).poll())
     assert "env_steps 30000 (2930/s)  updates 7600 (310/s)  return 143.2  eval " in line
@@ -55,7 +55,7 @@ def test_hints_say_what_is_missing(server: Any) -> None:
 
 def test_follow_prints_lines_until_the_end(server: Any) -> None:
     client, run = server.client, make_run(server.client)
-    learn_something(client, run)
+    add_history(client, run)
     ticks = []
 
     def tick() -> None:
@@ -92,7 +92,7 @@ def test_a_deadline_ends_following_and_errors_of_the_tick_pass(server: Any) -> N
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_view_shows_everything(server: Any, width: int) -> None:
     run = make_run(server.client)
-    learn_something(server.client, run)
+    add_history(server.client, run)
     beat(server.client, QUEUE)
     for producer in range(2):
         segments.playing(server.client, run, producer, node="ddrl-1@here", pid=7 + producer)
@@ -148,7 +148,7 @@ def test_closing_lines_say_how_to_go_on() -> None:
 
 def test_follow_on_a_terminal_leaves_the_last_view_standing(server: Any) -> None:
     client, run = server.client, make_run(server.client)
-    learn_something(client, run)
+    add_history(client, run)
     runs.set_status(client, run, "solved", "return 200 confirmed")
     console = Console(force_terminal=True, width=100, height=40, file=io.StringIO())
     assert live.follow(client, run, json_output=False, console=console).status == "solved"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 from support.processes import Processes
-from test_artifacts import learn_something, make_run
+from support.runs import add_history, make_run
 
 from ddrl.cli import live, main, sweep
 from ddrl.cli.watcher import Watcher
@@ -56,7 +56,7 @@ def test_the_table_and_its_median(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_plain_lines_and_view_name_each_seed(server: Any) -> None:
     first, second = make_run(server.client, seed=5), make_run(server.client, seed=6)
-    learn_something(server.client, first)
+    add_history(server.client, first)
     runs.set_status(server.client, first, "solved", "return 200 confirmed")
     figures = [Watcher(server.client, run).poll() for run in (first, second)]
     file = io.StringIO()

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from support.processes import Processes
-from test_artifacts import SPACES, learn_something, make_run
+from support.runs import SPACES, add_history, make_run
 from test_cli import call, call_json
 from typer.testing import CliRunner
 
@@ -121,7 +121,7 @@ def test_what_is_refused_and_why(name: str, texts: list[str], message: str) -> N
 
 def test_a_change_is_stored_told_and_kept_in_the_journal(client: Any) -> None:
     run = make_run(client)
-    learn_something(client, run)
+    add_history(client, run)
     said = call("set", run, "algorithm.learning_rate=1e-4", "weight=2", "priority=normal")
     assert said.splitlines() == [
         "priority: is \"normal\" already",
@@ -180,7 +180,7 @@ def test_two_operators_do_not_undo_each_other(client: Any) -> None:
 
 def test_changes_are_in_the_folder(client: Any, tmp_path: Path) -> None:
     run = make_run(client)
-    token = learn_something(client, run)
+    token = add_history(client, run)
     call("set", run, "algorithm.temperature=0.1", "stop.return=null")
     runs.set_status(client, run, "stopped", "enough", token=token)
     lease.release(client, run, token)
@@ -210,7 +210,7 @@ def _texts(folder: Path) -> list[str]:
 
 def test_changes_are_drawn_on_both_panels(client: Any, tmp_path: Path) -> None:
     run = make_run(client)
-    learn_something(client, run)
+    add_history(client, run)
     records = read(client, run)
     assert _drawn(records, "time_s") == ([], [])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.runs_for_tests import target_config
+from support.runs import target_config
 
 import ddrl
 from ddrl import envs

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 from redis import Redis
-from support.runs_for_tests import start, target_config
+from support.runs import start, target_config
 
 from ddrl.learner.dispatcher import Dispatcher, Progress, Referee
 from ddrl.store import evaluations, keys, runs, segments, weights, workers

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from support.private_server import PrivateServer, require_program
 from support.processes import EXACT, Process, Processes, bound
-from support.runs_for_tests import start, target_config
+from support.runs import start, target_config
 from support.sessions import Learning
 
 from ddrl.store import checkpoints, copies, keys, ledger, runs, weights

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from redis import Redis
-from support.runs_for_tests import play_steps, start, target_config
+from support.runs import play_steps, start, target_config
 
 from ddrl import codec
 from ddrl.algorithms import base

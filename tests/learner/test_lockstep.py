@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from redis import Redis
 from support.processes import Processes
-from support.runs_for_tests import play_steps, start, target_config
+from support.runs import play_steps, start, target_config
 from test_learner import make_learner, take, until
 from test_off_policy_learner import catch_config, recall_config
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from redis import Redis
-from support.runs_for_tests import play_steps, start
+from support.runs import play_steps, start
 from test_learner import make_learner, take, training, until
 
 from ddrl import codec

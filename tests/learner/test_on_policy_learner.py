@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 from redis import Redis
-from support.runs_for_tests import start, target_config
+from support.runs import start, target_config
 from test_learner import make_learner, take, training, until
 
 from ddrl import codec

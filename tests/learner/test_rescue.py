@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from redis import Redis
-from support.runs_for_tests import play_steps, start, target_config
+from support.runs import play_steps, start, target_config
 from support.sessions import Learning
 from test_learner import make_learner, take, training, until
 from test_on_policy_learner import pick_config, playing

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from support.private_server import PrivateServer, require_program
 from support.processes import Process, Processes, bound
-from support.runs_for_tests import start, target_config
+from support.runs import start, target_config
 from support.sessions import Learning
 
 from ddrl.learner import run as runner

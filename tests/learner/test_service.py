@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from redis import Redis
-from support.runs_for_tests import play_steps, start, target_config
+from support.runs import play_steps, start, target_config
 from test_learner import make_learner, take, training, until
 
 from ddrl.config import RunConfig, validate

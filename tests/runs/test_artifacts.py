@@ -4,85 +4,22 @@ from __future__ import annotations
 
 import csv
 import json
-import math
-import random
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from redis import Redis
+from support.runs import add_history, make_run
 
 from ddrl import config
 from ddrl.runs import artifacts, records
-from ddrl.store import evaluations, metrics, runs, stream, weights
-from ddrl.store import leases as lease
-from ddrl.types import EnvSpec, EvaluationResult
-
-SPACES = EnvSpec(
-    "LunarLanderContinuous-v3", (8,), "float32", "continuous", (2,), (), (-1.0, -1.0), (1.0, 1.0)
-)
-
-
-def make_run(client: Redis, **sections: dict[str, Any]) -> str:
-    """An active run without any history."""
-    tree = {
-        "name": "lunar",
-        "env": {"id": "LunarLanderContinuous-v3"},
-        "algorithm": {"name": "sac"},
-        "stop": {"return": 200, "time": 900},
-        **sections,
-    }
-    queues = ("ddrl.rollout.box2d", "ddrl.evaluate.box2d")
-    return runs.create(client, config.validate(tree), SPACES, queues=queues)
-
-
-def evaluate(
-    client: Redis, run: str, token: int, version: int, mean: float, *, purpose: str = "watch"
-) -> None:
-    """Store one evaluation: 20 episodes around `mean`."""
-    opened = evaluations.OpenEvaluation(version, 1000, 20, purpose, 0, 31_024, 7_600)
-    evaluations.open_(client, run, token, opened)
-    returns = tuple(mean + 10.0 * math.sin(seed) for seed in range(20))
-    evaluations.finish(client, run, opened, EvaluationResult(version, opened.seeds, returns, (200,) * 20))
-
-
-def learn_something(client: Redis, run: str, *, folder: str = "") -> int:
-    """Give a run a history: 30 fragments with rising returns, figures, weights, evaluations; the token."""
-    token = lease.acquire(client, run, host="here", folder=folder)
-    assert token is not None
-    weights.publish(client, run, token, version=0, blob=b"w", allowance=10**6, updates=0)
-    draw = random.Random(1)
-    for seq in range(30):
-        returns = [-200 + 13 * seq + draw.gauss(0, 40) for _ in range(4)]
-        stream.append(
-            client,
-            run,
-            {b"h": b"{}"},
-            producer=1,
-            incarnation=7,
-            seq=seq,
-            num_transitions=1000,
-            episode_returns=returns,
-            played_ms=30_000 if seq == 0 else 0,
-        )
-    metrics.add(client, run, token, {"env_steps": 15_000, "updates": 3_000, "env_steps_per_s": 2_000.0})
-    row = {"env_steps": 30_000, "updates": 7_600, "env_steps_per_s": 2_930.0, "updates_per_s": 310.0}
-    row |= {"samples_per_insert": 31.9, "staleness": 0.8, "return_mean": 143.2, "replay_size": 30_000}
-    metrics.add(client, run, token, row | {"learner_wait": 0.12, "critic_loss": 0.0123, "temperature": 0.05})
-    weights.publish(client, run, token, version=31, blob=b"weights", allowance=10**6, updates=7_600)
-    evaluate(client, run, token, 31, 201.3)
-    evaluate(client, run, token, 31, 205.0, purpose="confirm")
-    weights.mark_best(client, run, token, 31, 205.0)
-    figures = {"version": 31, "return_mean": 205.0, "return_std": 7.0, "episodes": 100}
-    runs.note_evaluation(client, run, token, figures)
-    return token
+from ddrl.store import runs
 
 
 def test_summary_has_exactly_the_promised_keys(server: Any) -> None:
     client = server.client
     run = make_run(client)
-    learn_something(client, run, folder="/somewhere/x")
+    add_history(client, run, folder="/somewhere/x")
     runs.set_status(client, run, "solved", "return 200 confirmed")
     summary = records.summary(client, run, wall_s=12.5)
     assert list(summary) == [
@@ -116,7 +53,7 @@ def test_summary_of_a_run_that_did_nothing(server: Any) -> None:
 def test_everything_is_written(server: Any, tmp_path: Path) -> None:
     client = server.client
     run = make_run(client)
-    learn_something(client, run)
+    add_history(client, run)
     folder = tmp_path / run
     written = artifacts.write(client, run, folder)
     assert {path.name for path in written} == {
@@ -146,7 +83,7 @@ def test_everything_is_written(server: Any, tmp_path: Path) -> None:
 
 def test_tensorboard_can_read_the_events(server: Any, tmp_path: Path) -> None:
     run = make_run(server.client)
-    learn_something(server.client, run)
+    add_history(server.client, run)
     artifacts.write(server.client, run, tmp_path)
     artifacts.write(server.client, run, tmp_path)  # replaced, not added to
     (file,) = (tmp_path / "tensorboard").iterdir()

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_artifacts import learn_something, make_run
+from support.runs import add_history, make_run
 
 from ddrl.cli import main
 from ddrl.cli.compare import differences
@@ -37,7 +37,7 @@ def test_table_and_drawing(client: Any, capsys: pytest.CaptureFixture[str], tmp_
     second = make_run(
         client, name="second", seed=2, algorithm={"name": "sac", "gamma": 0.98}, replay={"capacity": 5_000}
     )
-    learn_something(client, first)
+    add_history(client, first)
     runs.set_status(client, first, "solved", "return 200 confirmed")
     printed = call(capsys, "first", second, first)
     lines = printed.out.splitlines()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.runs_for_tests import toy_answers
+from support.runs import toy_answers
 
 from ddrl.algorithms.recurrent_state import NO_MEMORY, Memory, fresh
 from ddrl.config import EnvConfig

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support.private_server import wait_until
-from test_artifacts import learn_something, make_run
+from support.runs import add_history, make_run
 
 from ddrl.cli import main
 from ddrl.runs import prune as housekeeping
@@ -73,7 +73,7 @@ def test_age_counts_towards_bytes(client: Any) -> None:
 
 def test_what_a_learner_still_holds_stays(client: Any) -> None:
     run = make_run(client)
-    token = learn_something(client, run)
+    token = add_history(client, run)
     runs.set_status(client, run, "solved", "return 200 confirmed")
     assert housekeeping.prune(client, 0, 0) == []
     lease.release(client, run, token)
@@ -108,7 +108,7 @@ def test_the_command(client: Any, capsys: pytest.CaptureFixture[str], tmp_path: 
 
 def test_delete_leaves_no_key_behind(client: Any) -> None:
     run = make_run(client)
-    token = learn_something(client, run)
+    token = add_history(client, run)
     for name in (*("initial", "ledger", "playing", "draining", "refusals", "logs"), "checkpoint:1:1:1"):
         client.set(keys.of_run(run, name), "x")
     client.set(keys.of_run(run + "x", "spec"), "another run's")

@@ -14,7 +14,7 @@ import pytest
 import redis
 from support.private_server import PrivateServer
 from support.processes import Processes
-from support.runs_for_tests import play_steps, start, target_config
+from support.runs import play_steps, start, target_config
 from test_monitoring import free_ports
 
 from ddrl.cli import main

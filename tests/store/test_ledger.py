@@ -12,7 +12,7 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 from redis import Redis
-from support.runs_for_tests import play_steps, start, target_config
+from support.runs import play_steps, start, target_config
 from test_learner import make_learner, take, training, until
 from test_lockstep import alive
 from test_on_policy_learner import pick_config, playing

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from redis import Redis
-from support.runs_for_tests import play_steps, start, target_config
+from support.runs import play_steps, start, target_config
 
 from ddrl.store import budget, checkpoints, copies, deletion, keys, ledger, runs, seeds, stream, weights
 from ddrl.store import leases as lease

@@ -15,7 +15,7 @@ from typing import Any
 
 from support.private_server import WITH_FILE, PrivateServer, require_program, wait_until
 from support.processes import Process, Processes, Tree, bound
-from support.runs_for_tests import target_tree
+from support.runs import target_tree
 
 from ddrl.store import connection, ledger, runs, workers
 from ddrl.store.ledger import Audit

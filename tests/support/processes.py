@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 from support.proxy import Proxy as Proxy
-from support.runs_for_tests import target_tree
+from support.runs import target_tree
 
 from ddrl.store import connection
 from ddrl.store.supervisor import death_with_parent

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from redis import Redis
 from support.private_server import PrivateServer
-from support.runs_for_tests import start, target_tree
+from support.runs import start, target_tree
 
 from ddrl import celery
 from ddrl.algorithms import base

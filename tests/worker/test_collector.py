@@ -10,7 +10,7 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium.spaces import Box
-from support.runs_for_tests import toy_answers
+from support.runs import toy_answers
 
 from ddrl import codec, envs
 from ddrl.algorithms.recurrent_state import Memory

@@ -15,7 +15,7 @@ import pytest
 from redis import Redis
 from redis.exceptions import OutOfMemoryError
 from support.private_server import wait_until
-from support.runs_for_tests import play_steps, start, stream_steps, target_config, target_tree
+from support.runs import play_steps, start, stream_steps, target_config, target_tree
 
 import ddrl
 from ddrl import codec

@@ -12,7 +12,7 @@ import pytest
 import torch
 from redis import Redis
 from support.processes import ROOT, Processes, bound
-from support.runs_for_tests import start, target_config
+from support.runs import start, target_config
 
 from ddrl.algorithms import base
 from ddrl.config import RunConfig

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.private_server import PrivateServer
 from support.processes import Processes
-from support.runs_for_tests import stream_steps
+from support.runs import stream_steps
 from support.worker_runs import ALLOWED, bad, dispatching, open_evaluation, playable, send
 
 from ddrl.store import keys, runs, segments

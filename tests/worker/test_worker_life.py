@@ -10,7 +10,7 @@ import time
 import pytest
 from support.private_server import PrivateServer
 from support.processes import Process, Processes, bound
-from support.runs_for_tests import stream_steps
+from support.runs import stream_steps
 from support.worker_runs import ALLOWED, bad, dispatching, playable, send
 
 from ddrl import envs

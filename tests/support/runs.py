@@ -1,7 +1,9 @@
-"""Small runs that tests share: the toy environment `ddrl/Target-v0`, learned in seconds by a small SAC."""
+"""Runs for tests: real ones of the toy `ddrl/Target-v0`, learned in seconds, and records like those of a lander."""
 
 from __future__ import annotations
 
+import math
+import random
 import time
 from typing import Any
 
@@ -12,7 +14,9 @@ from redis import Redis
 from ddrl.algorithms import base
 from ddrl.config import RunConfig, validate
 from ddrl.runs import submit
-from ddrl.store import runs, stream, tensors, weights
+from ddrl.store import evaluations, metrics, runs, stream, tensors, weights
+from ddrl.store import leases as lease
+from ddrl.types import EnvSpec, EvaluationResult
 from ddrl.worker.segment import Players, play
 
 
@@ -64,6 +68,66 @@ def play_steps(client: Redis, run: str, token: int, steps: int, *, players: Play
         stream.allow(client, run, token, goal, updates=0)
         play(client, client, players, run)
     return players
+
+
+SPACES = EnvSpec(
+    "LunarLanderContinuous-v3", (8,), "float32", "continuous", (2,), (), (-1.0, -1.0), (1.0, 1.0)
+)
+
+
+def make_run(client: Redis, **sections: dict[str, Any]) -> str:
+    """An active run without any history."""
+    tree = {
+        "name": "lunar",
+        "env": {"id": "LunarLanderContinuous-v3"},
+        "algorithm": {"name": "sac"},
+        "stop": {"return": 200, "time": 900},
+        **sections,
+    }
+    queues = ("ddrl.rollout.box2d", "ddrl.evaluate.box2d")
+    return runs.create(client, validate(tree), SPACES, queues=queues)
+
+
+def add_evaluation(
+    client: Redis, run: str, token: int, version: int, mean: float, *, purpose: str = "watch"
+) -> None:
+    """Store one evaluation: 20 episodes around `mean`."""
+    opened = evaluations.OpenEvaluation(version, 1000, 20, purpose, 0, 31_024, 7_600)
+    evaluations.open_(client, run, token, opened)
+    returns = tuple(mean + 10.0 * math.sin(seed) for seed in range(20))
+    evaluations.finish(client, run, opened, EvaluationResult(version, opened.seeds, returns, (200,) * 20))
+
+
+def add_history(client: Redis, run: str, *, folder: str = "") -> int:
+    """Add 30 fragments with rising returns, figures, weights and evaluations; return the fencing token."""
+    token = lease.acquire(client, run, host="here", folder=folder)
+    assert token is not None
+    weights.publish(client, run, token, version=0, blob=b"w", allowance=10**6, updates=0)
+    draw = random.Random(1)
+    for seq in range(30):
+        returns = [-200 + 13 * seq + draw.gauss(0, 40) for _ in range(4)]
+        stream.append(
+            client,
+            run,
+            {b"h": b"{}"},
+            producer=1,
+            incarnation=7,
+            seq=seq,
+            num_transitions=1000,
+            episode_returns=returns,
+            played_ms=30_000 if seq == 0 else 0,
+        )
+    metrics.add(client, run, token, {"env_steps": 15_000, "updates": 3_000, "env_steps_per_s": 2_000.0})
+    row = {"env_steps": 30_000, "updates": 7_600, "env_steps_per_s": 2_930.0, "updates_per_s": 310.0}
+    row |= {"samples_per_insert": 31.9, "staleness": 0.8, "return_mean": 143.2, "replay_size": 30_000}
+    metrics.add(client, run, token, row | {"learner_wait": 0.12, "critic_loss": 0.0123, "temperature": 0.05})
+    weights.publish(client, run, token, version=31, blob=b"weights", allowance=10**6, updates=7_600)
+    add_evaluation(client, run, token, 31, 201.3)
+    add_evaluation(client, run, token, 31, 205.0, purpose="confirm")
+    weights.mark_best(client, run, token, 31, 205.0)
+    figures = {"version": 31, "return_mean": 205.0, "return_std": 7.0, "episodes": 100}
+    runs.note_evaluation(client, run, token, figures)
+    return token
 
 
 def toy_answers(observation: np.ndarray) -> np.ndarray:
