@@ -1,71 +1,332 @@
-"""A run's configuration: load YAML, override, validate, explain.
+"""A run's configuration: its options and defaults, reading YAML, and the code that it names.
 
-The sections are in `ddrl.sections`. The algorithm's part stays a plain mapping here; `algorithms.base.resolve`
-validates it.
+Each option's description says what it does and what more or less of it causes; `ddrl schema` prints them. Options
+marked LIVE can be changed while the run goes on, by `ddrl set`. The algorithm's options stay a plain mapping here;
+`algorithms.base.resolve` validates them.
 """
 
 from __future__ import annotations
 
 import difflib
+import importlib
+import os
 import re
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError, model_validator
+from pydantic.config import JsonDict
 
-from ddrl.sections import (
-    LIVE,
-    AtariConfig,
-    Duration,
-    EnvConfig,
-    EvaluationConfig,
-    LearnerConfig,
-    OnPolicyConfig,
-    ReplayConfig,
-    RolloutConfig,
-    Section,
-    StopConfig,
-    WeightsConfig,
-    parse_duration,
-)
+LIVE: JsonDict = {"live": True}
+ALLOW_VARIABLE = "DDRL_ALLOW_MODULES"  # comma-separated modules whose code may be imported and run
 
-__all__ = [
-    "LIVE",
-    "AtariConfig",
-    "ConfigError",
-    "Duration",
-    "EnvConfig",
-    "EvaluationConfig",
-    "LearnerConfig",
-    "OnPolicyConfig",
-    "ReplayConfig",
-    "RolloutConfig",
-    "RunConfig",
-    "Section",
-    "StopConfig",
-    "WeightsConfig",
-    "duration",
-    "live_options",
-    "load",
-    "parse",
-    "parse_duration",
-    "validate",
-]
+M = TypeVar("M", bound=BaseModel)
 
 
 class ConfigError(ValueError):
     """A setting that cannot be used; the message names it, its value and the remedy, in one line."""
 
 
-M = TypeVar("M", bound=BaseModel)
+class ModuleError(ValueError):
+    """A "module:callable" that cannot be loaded; the message names it and the remedy in one line."""
+
+
+def parse_duration(value: Any) -> Any:
+    """Return seconds for 90, "90s", "15m" or "2h"; pass anything else on to pydantic, which refuses it."""
+    if isinstance(value, str) and (match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)?", value.strip())):
+        unit = {None: 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}[match[2]]
+        return float(match[1]) * unit
+    return value
+
+
+Duration = Annotated[float, BeforeValidator(parse_duration)]
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen; unknown keys are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, protected_namespaces=())
+
+
+class AtariConfig(Section):
+    """The Atari protocol. Frames are the emulator's, steps are the agent's."""
+
+    noop_max: int = Field(
+        30,
+        ge=0,
+        le=1000,
+        description="An episode begins with a random number of idle frames, from 0 to this.",
+    )
+    fire_reset: bool = Field(True, description="Press FIRE after a reset, in games that have that button.")
+    frame_skip: int = Field(
+        4, ge=1, le=64, description="Frames per step; the last two are merged by their maximum."
+    )
+    screen_size: int = Field(
+        84, ge=16, le=210, description="Grey frames are scaled to this square, in pixels."
+    )
+    episodic_life: bool = Field(
+        True,
+        description="In training, a lost life counts as termination; the game goes on, and episode returns count the "
+        "whole game. "
+        "Usual: true; R2D2 usually plays without it.",
+    )
+    sticky: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="Probability that a frame repeats the previous action (sticky actions). Usual: 0 or 0.25.",
+    )
+    full_actions: bool = Field(False, description="Use all 18 actions instead of those that the game needs.")
+    max_frames: int = Field(108_000, ge=1, description="Episodes are truncated after this many frames.")
+
+
+class EnvConfig(Section):
+    """The environment."""
+
+    id: str = Field(description='Gymnasium id, or "module:callable" returning an environment.')
+    kwargs: dict[str, Any] = Field({}, description="Keyword arguments of the environment.")
+    num_envs: int = Field(
+        16,
+        ge=1,
+        le=4096,
+        description="Environments stepped together in one process; more of them make one call of the policy cheaper per "
+        "step.",
+    )
+    action_repeat: int = Field(
+        1, ge=1, le=64, description="Each action is repeated this many times; rewards add up."
+    )
+    reward_scale: float = Field(
+        1.0, gt=0, description="Training rewards are multiplied by this; reported returns are not."
+    )
+    reward_sign: bool = Field(
+        False,
+        description="Training rewards are -1, 0 or 1 by their sign; reported returns are not. Usual for Atari.",
+    )
+    max_episode_steps: int | None = Field(
+        None, ge=1, description="Truncate episodes here instead of at the environment's own limit."
+    )
+    same_versions: bool = Field(
+        True,
+        description="Machines whose versions of ddrl, gymnasium or the environment's package differ from the "
+        "submitter's do not play the run. False: they do, and experience of several versions mixes.",
+    )
+    frame_stack: int = Field(
+        1,
+        ge=1,
+        le=16,
+        description="Newest observations that networks see at once; sent and stored one by one. Usual: 4 for Atari.",
+    )
+    atari: AtariConfig = AtariConfig()
+
+
+class RolloutConfig(Section):
+    """Collecting experience."""
+
+    segment_s: Duration = Field(
+        5.0, gt=0, description="Length of one rollout task; shorter shares the fleet finer, at more overhead."
+    )
+    fragment_s: Duration = Field(
+        0.25,
+        gt=0,
+        description="Time between two appends of a process; less keeps experience fresher, more compresses better.",
+    )
+    max_fragment_steps: int = Field(
+        512,
+        ge=1,
+        le=65536,
+        description="Largest number of steps T in a fragment, at any speed of the environment.",
+    )
+    random_until_learned: bool | None = Field(
+        None,
+        description="Play uniformly random actions under version 0, which has learned nothing. None: off-policy "
+        "algorithms do, "
+        "except in runs that start from given weights; on-policy algorithms cannot.",
+    )
+    action_noise: float = Field(
+        0.0,
+        ge=0,
+        le=2,
+        description="Standard deviation of Gaussian noise added to explored actions, in half action ranges.",
+    )
+    step_timeout_s: Duration = Field(
+        60.0,
+        gt=0,
+        description="A step of the environments that takes longer counts as hung: its process is ended and replaced.",
+    )
+    max_crashes: int = Field(
+        5,
+        ge=1,
+        description="Processes in a row that may crash without a fragment before the run is paused.",
+    )
+
+
+class ReplayConfig(Section):
+    """The replay buffer, and the rate limiter between playing and learning."""
+
+    capacity: int = Field(1_000_000, ge=1, description="Transitions that the learner holds.")
+    max_bytes: ByteSize = Field(
+        ByteSize(512 * 1024**2),
+        ge=65536,
+        description="Memory of the stream in Redis; collectors wait when it is used up.",
+        json_schema_extra=LIVE,
+    )
+    warmup_steps: int = Field(1_000, ge=1, description="Transitions appended before the first update.")
+    samples_per_insert: float = Field(
+        32.0,
+        gt=0,
+        description="Transitions sampled per transition appended; play and learning wait for each other to keep it. "
+        "More reuses data more often.",
+    )
+    slack_steps: int = Field(
+        1_000,
+        ge=1,
+        description="Transitions that collectors may be ahead of that ratio; more lets play continue during a slow "
+        "update.",
+    )
+    observations: Literal["auto", "dense", "compressed"] = Field(
+        "auto",
+        description="How the learner holds observations: `dense` arrays, fastest; `compressed` images, a thirtieth of "
+        "the memory; `auto`: dense where capacity fits into memory_bytes.",
+    )
+    memory_bytes: ByteSize = Field(
+        ByteSize(4 * 1024**3),
+        ge=1024**2,
+        description="Learner's memory up to which `auto` holds observations dense.",
+    )
+    threads: int = Field(
+        1,
+        ge=0,
+        le=64,
+        description="Threads that decompress batches ahead of the learner; 0: it decompresses itself. Compressed replay "
+        "only.",
+    )
+
+
+class OnPolicyConfig(Section):
+    """Play and learning of on-policy algorithms; their versions count iterations."""
+
+    collect: Literal["async", "sync"] = Field(
+        "async",
+        description="`async`: play goes on while the learner learns, up to max_staleness ahead; `sync`: play waits "
+        "for the next version. async uses two processors at once, sync is closest to on-policy.",
+    )
+    max_staleness: int = Field(
+        1,
+        ge=0,
+        description="Versions that a fragment may be behind the weights that learn from it; older ones are `stale`. "
+        "More keeps a large fleet busy, at the cost of older data. Usual: 1 to 4.",
+    )
+    stale: Literal["drop", "correct"] = Field(
+        "drop",
+        description="What happens to fragments older than max_staleness: dropped and counted, or learned from "
+        "nevertheless, corrected by importance weights (V-trace and UPGO only).",
+    )
+    forced_lag: int = Field(
+        0, ge=0, description="For studies: learn from data that are this many versions old."
+    )
+
+
+class LearnerConfig(Section):
+    """The training process."""
+
+    device: str = Field(
+        "auto", description='"auto" takes CUDA when there is one; else "cpu", "cuda", "cuda:1".'
+    )
+    num_threads: int = Field(1, ge=1, le=256, description="Torch threads of the training process on a CPU.")
+    publish_every_s: Duration = Field(
+        1.0, ge=0, description="Minimum time between two versions of the weights.", json_schema_extra=LIVE
+    )
+    checkpoint_every_s: Duration = Field(
+        60.0, ge=1, description="Minimum time between two checkpoints.", json_schema_extra=LIVE
+    )
+    lockstep: bool = Field(
+        False,
+        description="Admit fragments one by one, with all updates that the rate limiter allows in between: the stream "
+        "alone "
+        "then decides what is learned, however often the learner is killed. For studies; slower. Off-policy only.",
+    )
+    metrics_every_s: Duration = Field(
+        1.0, ge=0.1, description="Time between two rows of metrics.", json_schema_extra=LIVE
+    )
+
+
+class WeightsConfig(Section):
+    """Versions of the weights that Redis keeps."""
+
+    keep_last: int = Field(10, ge=2, description="Number of newest versions kept.", json_schema_extra=LIVE)
+    keep_every: int = Field(
+        100, ge=1, description="Of every this many versions, one is kept for good.", json_schema_extra=LIVE
+    )
+    max_bytes: ByteSize = Field(
+        ByteSize(64 * 1024**2),
+        ge=1024,
+        description="Memory of the versions kept for good; the oldest are dropped first.",
+        json_schema_extra=LIVE,
+    )
+
+
+class EvaluationConfig(Section):
+    """Evaluation of versions, with deterministic actions and fixed seeds."""
+
+    num_episodes: int = Field(20, ge=1, description="Episodes of one evaluation.", json_schema_extra=LIVE)
+    confirm_episodes: int = Field(
+        100,
+        ge=0,
+        description="Episodes on other seeds that must confirm a solution; 0: none.",
+        json_schema_extra=LIVE,
+    )
+    num_envs: int = Field(20, ge=1, le=4096, description="Episodes played at the same time.")
+    every_s: Duration = Field(
+        60.0, gt=0, description="Time between evaluations while the target is far.", json_schema_extra=LIVE
+    )
+    near_every_s: Duration = Field(
+        2.0,
+        gt=0,
+        description="Time between evaluations when training returns are near the target.",
+        json_schema_extra=LIVE,
+    )
+    near: float = Field(
+        50.0,
+        ge=0,
+        description="Training returns are near the target when the mean of the last 20 is above stop.return minus "
+        "this.",
+        json_schema_extra=LIVE,
+    )
+    seed: int = Field(
+        1_000_000, ge=0, description="First seed of the evaluations; those of the confirmation follow."
+    )
+    timeout_s: Duration = Field(
+        60.0,
+        gt=0,
+        description="An evaluation without result is sent again after this.",
+        json_schema_extra=LIVE,
+    )
+
+
+class StopConfig(Section):
+    """The end of the run: the first condition that holds."""
+
+    return_: float | None = Field(
+        None,
+        alias="return",
+        description="The run is solved at this mean return, once confirmed.",
+        json_schema_extra=LIVE,
+    )
+    time: Duration | None = Field(
+        None, gt=0, description="Time that the learner trains, such as 15m.", json_schema_extra=LIVE
+    )
+    env_steps: int | None = Field(
+        None, ge=1, description="Agent steps appended to the stream.", json_schema_extra=LIVE
+    )
+    updates: int | None = Field(None, ge=1, description="Updates of the learner.", json_schema_extra=LIVE)
 
 
 class RunConfig(Section):
-    """One run, resolved: what `ddrl submit` stores and every process reads."""
+    """A run's resolved configuration; `ddrl submit` stores it and every process reads it."""
 
     name: str = Field("run", pattern=r"^[a-z0-9][a-z0-9-]{0,39}$", description="First part of the run's id.")
     seed: int = Field(1, ge=0, lt=2**31, description="Seed of networks, draws, environments and exploration.")
@@ -73,12 +334,14 @@ class RunConfig(Section):
         1.0,
         gt=0,
         le=100,
-        description="Share of the fleet's time among runs of one priority that want it; 2 gets twice what 1 gets.",
+        description="Share of the fleet's time among runs of the same priority; 2 gets twice as much as 1.",
         json_schema_extra=LIVE,
     )
     priority: Literal["low", "normal", "high"] = Field(
         "normal",
-        description="Runs of a higher priority take processes first, and from lower ones; weights share what is left.",
+        description="Runs of a higher priority take processes first, also from running segments of lower ones; weights "
+        "share "
+        "the rest.",
         json_schema_extra=LIVE,
     )
     env: EnvConfig
@@ -110,15 +373,18 @@ class RunConfig(Section):
         return self
 
 
+# --- reading and validating --------------------------------------------------------------------------
+
+
 def duration(text: str, option: str) -> float:
-    """Seconds from a command line's option.
+    """Return the seconds of a command-line option.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: `text` is not a duration.
     """
     value = parse_duration(text)
     if not isinstance(value, float) or value <= 0:
-        raise ConfigError(f"{option}: {text!r} is no duration; use 90s, 15m or 2h")
+        raise ConfigError(f"{option}: {text!r} is not a duration; use 90s, 15m or 2h")
     return value
 
 
@@ -147,7 +413,7 @@ def load(source: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def validate(tree: Mapping[str, Any]) -> RunConfig:
-    """A RunConfig from plain data.
+    """Return the RunConfig of plain data.
 
     Raises:
         ConfigError: a setting cannot be used.
@@ -156,7 +422,7 @@ def validate(tree: Mapping[str, Any]) -> RunConfig:
 
 
 def live_options(model: type[BaseModel], prefix: str = "") -> set[str]:
-    """Dotted names of the options that may change while a run goes on."""
+    """Return the dotted names of the options that can change while a run goes on."""
     found: set[str] = set()
     for key, field in model.model_fields.items():
         name = prefix + (field.alias or key)
@@ -213,7 +479,7 @@ def _explain(model: type[BaseModel], item: Any, prefix: str) -> str:
 
 
 def _fields_at(model: type[BaseModel], path: Sequence[str]) -> list[str]:
-    """Names (aliases where there are any) that the model accepts at `path`."""
+    """Return the option names (aliases where they exist) that the model accepts at `path`."""
     for name in path:
         annotation: Any = next(
             (f.annotation for key, f in model.model_fields.items() if name in (key, f.alias)), None
@@ -224,3 +490,63 @@ def _fields_at(model: type[BaseModel], path: Sequence[str]) -> list[str]:
             return []
         model = annotation
     return [field.alias or key for key, field in model.model_fields.items()]
+
+
+# --- code that a config names ------------------------------------------------------------------------
+# What a run names as "module:callable" is imported and executed on every machine that plays or learns it. So each
+# machine lists the modules that it trusts in DDRL_ALLOW_MODULES; the default is none.
+
+
+def allowed_modules() -> list[str]:
+    """Return the modules named in DDRL_ALLOW_MODULES, in its order."""
+    return [name.strip() for name in os.environ.get(ALLOW_VARIABLE, "").split(",") if name.strip()]
+
+
+def is_allowed(module: str) -> bool:
+    """Return True if DDRL_ALLOW_MODULES names `module` or one of its parent packages."""
+    return any(module == name or module.startswith(name + ".") for name in allowed_modules())
+
+
+def load_callable(name: str) -> Callable[..., Any]:
+    """Import and return the callable named by "module:callable".
+
+    Raises:
+        ModuleError: `name` has another form, or its module is not allowed, cannot be imported or has no such callable.
+    """
+    found = re.fullmatch(r"(\w+(?:\.\w+)*):(\w+)", name)
+    if found is None:
+        raise ModuleError(f'{name}: is not of the form "module:callable"; write it like my_pkg.module:make')
+    module_name, attribute = found.groups()
+    if not is_allowed(module_name):
+        raise ModuleError(
+            f"{name}: module {module_name} may not be imported here; "
+            f"set {ALLOW_VARIABLE}={module_name.partition('.')[0]} on every machine that uses it"
+        )
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ModuleError(
+            f"{name}: {first_line(error)}; install what is missing on every machine that uses it"
+        ) from None
+    except Exception as error:
+        raise ModuleError(
+            f"{name}: importing {module_name} raised {type(error).__name__} ({first_line(error)}); "
+            "make the module importable"
+        ) from None
+    try:
+        loaded = getattr(module, attribute)
+    except AttributeError:
+        raise ModuleError(
+            f"{name}: module {module_name} has no {attribute!r}; name a callable of it"
+        ) from None
+    if not callable(loaded):
+        raise ModuleError(
+            f"{name}: is {type(loaded).__name__}, which cannot be called; name a callable of it"
+        )
+    made: Callable[..., Any] = loaded
+    return made
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type's name if it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ddrl.modules import ModuleError, allowed_modules, is_allowed, load_callable
+from ddrl.config import ModuleError, allowed_modules, is_allowed, load_callable
 
 
 @pytest.fixture

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from ddrl.config import AtariConfig, EnvConfig
+from ddrl.config import AtariConfig, EnvConfig, ModuleError, first_line, load_callable
 from ddrl.envs.requirements import EnvError, check_installed, requirement
-from ddrl.modules import ModuleError, first_line, load_callable
 from ddrl.types import EnvSpec
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import re
 
-from ddrl.modules import allowed_modules
+from ddrl.config import allowed_modules
 
 PACKAGES = {"box2d": "Box2D", "atari": "ale_py", "mujoco": "mujoco"}  # extra -> module that it installs
 

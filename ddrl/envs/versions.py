@@ -13,8 +13,7 @@ from collections.abc import Mapping
 
 import ddrl
 from ddrl import envs
-from ddrl.config import RunConfig
-from ddrl.modules import ModuleError, load_callable
+from ddrl.config import ModuleError, RunConfig, load_callable
 
 _EXTRAS = {"box2d": "box2d", "atari": "ale-py", "mujoco": "mujoco"}  # requirement -> distribution
 

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Generator, Tensor, nn
 
-from ddrl.modules import ModuleError, first_line, load_callable
+from ddrl.config import ModuleError, first_line, load_callable
 
 
 class NetworkError(ValueError):

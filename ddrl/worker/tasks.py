@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ddrl import policy
 from ddrl.celery import EVALUATE, ROLLOUT, app, process_memory_bytes, queues
-from ddrl.config import ConfigError, RunConfig
+from ddrl.config import ConfigError, RunConfig, first_line
 from ddrl.envs import versions
 from ddrl.envs.versions import UnfitError
-from ddrl.modules import first_line
 from ddrl.runs.evaluation import evaluate as play_episodes
 from ddrl.runs.evaluation import with_noops
 from ddrl.store import connection, evaluations, logs, requests, runs, segments
