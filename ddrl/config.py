@@ -93,8 +93,8 @@ class EnvConfig(Section):
         16,
         ge=1,
         le=4096,
-        description="Environments stepped together in one process; more of them make one call of the policy cheaper per "
-        "step.",
+        description="Environments stepped together in one process; more of them make a call of the policy cheaper "
+        "per step.",
     )
     action_repeat: int = Field(
         1, ge=1, le=64, description="Each action is repeated this many times; rewards add up."
@@ -201,8 +201,8 @@ class ReplayConfig(Section):
         1,
         ge=0,
         le=64,
-        description="Threads that decompress batches ahead of the learner; 0: it decompresses itself. Compressed replay "
-        "only.",
+        description="Threads that decompress batches ahead of the learner; 0: it decompresses itself. Only for "
+        "compressed observations.",
     )
 
 
