@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ddrl.algorithms import base
-from ddrl.algorithms.recurrent_state import Memory, remember
+from ddrl.algorithms.base import RecurrentState, advance
 from ddrl.config import EnvConfig, RunConfig, validate
 from ddrl.envs import training_reward
 from ddrl.envs.frame_stack import FrameStack
@@ -37,7 +37,7 @@ class _Episode:
     """What one episode has shown so far, for policies that see more than the newest observation."""
 
     stack: FrameStack
-    memory: Memory
+    state: RecurrentState
     begins: bool = True
     action: np.ndarray | None = None  # [1, *A], the last one
 
@@ -68,8 +68,8 @@ class LoadedPolicy:
         return self.config.env
 
     def begin(self) -> None:
-        """Start an episode; only policies that stack frames or have a memory notice."""
-        self._episodes[:] = [_Episode(FrameStack(1, self.spaces), self.policy.memory(1))]
+        """Start an episode; only policies that stack frames or are recurrent need it."""
+        self._episodes[:] = [_Episode(FrameStack(1, self.spaces), self.policy.initial_state(1))]
 
     def action(self, observation: np.ndarray, reward: float = 0.0) -> np.ndarray:
         """The deterministic action [*A] for the next observation [*O] of an episode.
@@ -81,10 +81,10 @@ class LoadedPolicy:
         if not self._episodes:
             self.begin()
         episode, going = self._episodes[0], np.zeros(1, np.bool_)
-        if episode.memory and episode.action is not None:
-            remember(episode.memory, episode.action, training_reward(self.env, np.array([reward])), going)
+        if episode.state and episode.action is not None:
+            advance(episode.state, episode.action, training_reward(self.env, np.array([reward])), going)
         seen = episode.stack.push(np.asarray(observation)[None], ~going if episode.begins else going)
-        episode.begins, episode.action = False, self.policy.act(seen, episode.memory)
+        episode.begins, episode.action = False, self.policy.act(seen, episode.state)
         action: np.ndarray = episode.action[0]
         return action
 
@@ -169,7 +169,7 @@ def _build(
     policy = base.resolve(config, spaces).policy()
     try:
         policy.load(arrays)
-        policy.act(np.zeros((1, *spaces.input_shape), spaces.observation_dtype), policy.memory(1))
+        policy.act(np.zeros((1, *spaces.input_shape), spaces.observation_dtype), policy.initial_state(1))
     except (KeyError, ValueError) as error:
         raise PolicyFileError(
             f"{source}: weights do not fit the networks of its config ({error}); export the policy again"

@@ -181,7 +181,7 @@ class Sequences:
         observation: [U+L+1, B, *I].
         previous_action: [U+L+1, B] int64, taken before each row; -1 at an episode's start.
         previous_reward: [U+L+1, B] float32, as scaled for training; 0 at an episode's start.
-        memory: [B, H] float32, the recurrent state before the first row in use, burn-in included.
+        recurrent_state: [B, H] float32, the recurrent state before the first row in use, burn-in included.
         burn_in: [B] int64, burn-in rows in use, 0..U.
         action: [L, B] int64.
         n_step_return: [L, B] float32 sum of gamma^i * r_{t+i} for i < k; k is shorter at the sequence's end.
@@ -195,7 +195,7 @@ class Sequences:
     observation: Any
     previous_action: Any
     previous_reward: Any
-    memory: Any
+    recurrent_state: Any
     burn_in: Any
     action: Any
     n_step_return: Any

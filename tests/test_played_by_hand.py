@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ddrl import config, envs, policy
-from ddrl.algorithms.recurrent_state import NO_MEMORY, Memory, fresh
+from ddrl.algorithms.base import NO_STATE, RecurrentState, initial_state
 from ddrl.runs.evaluation import evaluate
 
 
@@ -23,25 +23,23 @@ class Sensitive:
 
     def load(self, weights: Mapping[str, Any]) -> None: ...
 
-    def memory(self, num_envs: int) -> Memory:
-        return fresh(num_envs, self._size) if self._size else {}
+    def initial_state(self, num_envs: int) -> RecurrentState:
+        return initial_state(num_envs, self._size) if self._size else {}
 
-    def act(self, observation: np.ndarray, memory: Memory = NO_MEMORY) -> np.ndarray:
+    def act(self, observation: np.ndarray, state: RecurrentState = NO_STATE) -> np.ndarray:
         rows = observation.reshape(len(observation), -1).astype(np.float64)
         seen = (rows * np.arange(1, rows.shape[1] + 1)).sum(axis=1)
-        if memory:
+        if state:
             seen += (
-                3.7 * memory["state"][:, 0]
-                + 1.3 * memory["previous_action"]
-                + 0.7 * memory["previous_reward"]
+                3.7 * state["hidden"][:, 0] + 1.3 * state["previous_action"] + 0.7 * state["previous_reward"]
             )
-            memory["state"][:, 0] = np.sin(1e3 * seen)
+            state["hidden"][:, 0] = np.sin(1e3 * seen)
         return (np.sin(1e4 * seen) > 0).astype(np.int64)
 
     def explore(
-        self, observation: np.ndarray, generator: np.random.Generator, memory: Memory = NO_MEMORY
+        self, observation: np.ndarray, generator: np.random.Generator, state: RecurrentState = NO_STATE
     ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        return self.act(observation, memory), {}
+        return self.act(observation, state), {}
 
 
 @pytest.mark.parametrize("size", [0, 1])

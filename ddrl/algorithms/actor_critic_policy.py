@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ddrl.algorithms.actor_critic import OBSERVATION_CLIP, Options, num_policy_parameters
-from ddrl.algorithms.recurrent_state import NO_MEMORY, Memory
+from ddrl.algorithms.base import NO_STATE, RecurrentState
 from ddrl.types import EnvSpec
 
 _ACTIVATIONS: Mapping[str, Callable[..., Any]] = {"tanh": np.tanh, "relu": partial(np.maximum, 0.0)}
@@ -61,16 +61,16 @@ class Policy:
         self._mean = arrays.get("observation_mean", self._mean)
         self._std = arrays.get("observation_std", self._std)
 
-    def memory(self, num_envs: int) -> Memory:
+    def initial_state(self, num_envs: int) -> RecurrentState:
         """Nothing is carried from step to step."""
         return {}
 
-    def act(self, observation: np.ndarray, memory: Memory = NO_MEMORY) -> np.ndarray:
+    def act(self, observation: np.ndarray, state: RecurrentState = NO_STATE) -> np.ndarray:
         """The mode: [N, *O] -> [N, *A], float32 in the environment's unit or int64."""
         return self._to_environment(self._choose(self._parameters(observation, by_row=True)))
 
     def explore(
-        self, observation: np.ndarray, generator: np.random.Generator, memory: Memory = NO_MEMORY
+        self, observation: np.ndarray, generator: np.random.Generator, state: RecurrentState = NO_STATE
     ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Draw actions.
 

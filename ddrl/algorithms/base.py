@@ -15,12 +15,20 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from pydantic import BaseModel
 
-from ddrl.algorithms.recurrent_state import NO_MEMORY, Memory
 from ddrl.config import ConfigError, RunConfig, parse
 from ddrl.types import EnvSpec, SequenceShape
 
 if TYPE_CHECKING:
     import torch
+
+RecurrentState = dict[str, np.ndarray]
+"""What a recurrent policy carries from step to step, a row for each of N environments; {} for other policies.
+
+`hidden` [N, H] float32 belongs to the policy. `previous_action` [N] int64 (-1 at an episode's start) and
+`previous_reward` [N] float32, as scaled for training, are inputs of the next step.
+"""
+
+NO_STATE: RecurrentState = {}
 
 # Algorithm -> class in its learner module.
 _LEARNERS = {"dqn": "DQN", "impala": "IMPALA", "ppo": "PPO", "r2d2": "R2D2", "sac": "SAC"}
@@ -36,17 +44,17 @@ class Policy(Protocol):
     def load(self, weights: Mapping[str, Any]) -> None:
         """Take over published weights."""
 
-    def memory(self, num_envs: int) -> Memory:
+    def initial_state(self, num_envs: int) -> RecurrentState:
         """Return the recurrent state at the start of an episode; {} for policies without one."""
 
-    def act(self, observation: np.ndarray, memory: Memory = NO_MEMORY) -> np.ndarray:
+    def act(self, observation: np.ndarray, state: RecurrentState = NO_STATE) -> np.ndarray:
         """The deterministic action: [N, *I] -> [N, *A], in the environment's unit; each row by itself.
 
-        A recurrent policy moves `memory["state"]` on, in place.
+        A recurrent policy moves `state["hidden"]` on, in place.
         """
 
     def explore(
-        self, observation: np.ndarray, generator: np.random.Generator, memory: Memory = NO_MEMORY
+        self, observation: np.ndarray, generator: np.random.Generator, state: RecurrentState = NO_STATE
     ) -> tuple[np.ndarray, Mapping[str, np.ndarray]]:
         """Exploring actions [N, *A] within the bounds, and further columns [N, ...] that the learner needs."""
 
@@ -145,6 +153,30 @@ class Resolved:
         """A player without weights; how much it explores may go by its producer's id."""
         built: Policy = _module(self.name).Policy(self.config, self.spec, producer=producer)
         return built
+
+
+def initial_state(num_envs: int, size: int) -> RecurrentState:
+    """Return the recurrent state at the start of `num_envs` episodes, with H = `size`."""
+    return {
+        "hidden": np.zeros((num_envs, size), np.float32),
+        "previous_action": np.full(num_envs, -1, np.int64),
+        "previous_reward": np.zeros(num_envs, np.float32),
+    }
+
+
+def advance(state: RecurrentState, action: np.ndarray, reward: np.ndarray, ended: np.ndarray) -> None:
+    """Update a recurrent state in place after a step; rows whose episode ended start anew. {} stays {}.
+
+    Args:
+        state: of N environments.
+        action: [N] taken.
+        reward: [N], as scaled for training.
+        ended: [N] bool.
+    """
+    if state:
+        state["hidden"][ended] = 0.0
+        state["previous_action"][:] = np.where(ended, -1, action)
+        state["previous_reward"][:] = np.where(ended, 0.0, reward)
 
 
 def names() -> list[str]:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ddrl.algorithms.base import NO_STATE, RecurrentState
 from ddrl.algorithms.q_learning import Options, check, ladder, load_weights, make_network
-from ddrl.algorithms.recurrent_state import NO_MEMORY, Memory
 from ddrl.types import EnvSpec
 
 if TYPE_CHECKING:
@@ -92,11 +92,11 @@ class Policy:
         """
         self._exploration.epsilon = load_weights(self._network, weights)
 
-    def memory(self, num_envs: int) -> Memory:
+    def initial_state(self, num_envs: int) -> RecurrentState:
         """Nothing is carried from step to step."""
         return {}
 
-    def act(self, observation: np.ndarray, memory: Memory = NO_MEMORY) -> np.ndarray:
+    def act(self, observation: np.ndarray, state: RecurrentState = NO_STATE) -> np.ndarray:
         """The greedy action: uint8 or float32 [N, *I] -> [N] int64; noisy layers play their means."""
         self._network.mean_weights()
         rows = [self._values(observation[i : i + 1]) for i in range(len(observation))]
@@ -104,7 +104,7 @@ class Policy:
         return action
 
     def explore(
-        self, observation: np.ndarray, generator: np.random.Generator, memory: Memory = NO_MEMORY
+        self, observation: np.ndarray, generator: np.random.Generator, state: RecurrentState = NO_STATE
     ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Greedy actions, random ones with probability epsilon; noisy layers draw fresh noise.
 

@@ -226,7 +226,7 @@ def _unroll(network: QNetwork, batch: Sequences, observation: Tensor) -> Tensor:
         observation: [U+L+1, B, *I] float32.
     """
     start = len(observation) - len(batch.action) - 1
-    action, reward, state = batch.previous_action, batch.previous_reward, batch.memory
+    action, reward, state = batch.previous_action, batch.previous_reward, batch.recurrent_state
     if start:
         with torch.no_grad():
             lengths = batch.burn_in.clamp(min=1)

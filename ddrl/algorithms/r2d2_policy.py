@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ddrl.algorithms import recurrent_state as memories
+from ddrl.algorithms.base import NO_STATE, RecurrentState, initial_state
 from ddrl.algorithms.q_learning import check, load_weights, make_network
 from ddrl.algorithms.q_policy import EpsilonGreedy
-from ddrl.algorithms.recurrent_state import NO_MEMORY, Memory
 from ddrl.types import EnvSpec
 
 if TYPE_CHECKING:
@@ -47,37 +46,37 @@ class Policy:
         """
         self._exploration.epsilon = load_weights(self._network, weights)
 
-    def memory(self, num_envs: int) -> Memory:
-        """That of `num_envs` episodes that have not begun."""
-        return memories.fresh(num_envs, self._network.state_size)
+    def initial_state(self, num_envs: int) -> RecurrentState:
+        """Return the state at the start of `num_envs` episodes."""
+        return initial_state(num_envs, self._network.state_size)
 
-    def act(self, observation: np.ndarray, memory: Memory = NO_MEMORY) -> np.ndarray:
-        """The greedy action; moves `memory["state"]` on, in place.
+    def act(self, observation: np.ndarray, state: RecurrentState = NO_STATE) -> np.ndarray:
+        """The greedy action; moves `state["hidden"]` on, in place.
 
         Args:
             observation: [N, *I] uint8 or float32.
-            memory: of the N environments, as `memory` gave it and `ddrl.algorithms.recurrent_state.remember` keeps it.
+            state: of the N environments, from `initial_state`, kept up to date by `ddrl.algorithms.base.advance`.
 
         Returns:
             [N] int64.
 
         Raises:
-            ValueError: no memory, or that of another number of environments.
+            ValueError: no state, or that of another number of environments.
         """
-        self._check(observation, memory)
-        rows = [self._values(observation, memory, slice(i, i + 1)) for i in range(len(observation))]
+        self._check(observation, state)
+        rows = [self._values(observation, state, slice(i, i + 1)) for i in range(len(observation))]
         action: np.ndarray = np.concatenate(rows).argmax(axis=1)
         return action
 
     def explore(
-        self, observation: np.ndarray, generator: np.random.Generator, memory: Memory = NO_MEMORY
+        self, observation: np.ndarray, generator: np.random.Generator, state: RecurrentState = NO_STATE
     ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Greedy actions, random ones with probability epsilon; moves `memory["state"]` on, in place.
+        """Greedy actions, random ones with probability epsilon; moves `state["hidden"]` on, in place.
 
         Args:
             observation: [N, *I] uint8 or float32.
             generator: source of the draws.
-            memory: as of `act`.
+            state: as for `act`.
 
         Returns:
             [N] int64; and for prioritized replay the columns action_value [N], Q(s, a) of the action played, and
@@ -86,24 +85,24 @@ class Policy:
         Raises:
             ValueError: as `act`.
         """
-        self._check(observation, memory)
-        action, values = self._exploration.choose(self._values(observation, memory, slice(None)), generator)
+        self._check(observation, state)
+        action, values = self._exploration.choose(self._values(observation, state, slice(None)), generator)
         return action, values if self._config.prioritized else {}
 
-    def _check(self, observation: np.ndarray, memory: Memory) -> None:
-        if not memory:
+    def _check(self, observation: np.ndarray, state: RecurrentState) -> None:
+        if not state:
             raise ValueError(
-                "memory: none was given to a recurrent policy; pass what its memory(num_envs) returned, and keep it by "
-                "ddrl.algorithms.recurrent_state.remember"
+                "state: a recurrent policy needs one; pass what initial_state(num_envs) returned, and update it after "
+                "each step by ddrl.algorithms.base.advance"
             )
         expected = (len(observation), self._network.state_size)
-        if memory["state"].shape != expected:
+        if state["hidden"].shape != expected:
             raise ValueError(
-                f"memory: state has shape {memory['state'].shape}, but {len(observation)} observations need "
-                f"{expected}; make it by memory({len(observation)})"
+                f"state: hidden has shape {state['hidden'].shape}, but {len(observation)} observations need "
+                f"{expected}; make it by initial_state({len(observation)})"
             )
 
-    def _values(self, observation: np.ndarray, memory: Memory, rows: slice) -> np.ndarray:
+    def _values(self, observation: np.ndarray, state: RecurrentState, rows: slice) -> np.ndarray:
         """[N, *I] -> [M, A] action values of `rows`, whose states move on."""
         import torch
 
@@ -111,12 +110,12 @@ class Policy:
 
         # Copies, for kernels round differently by the strides (NumPy's [None] gives 0) and the place of a row too.
         seen = torch.from_numpy(np.array(observation[rows], order="C"))
-        inputs = [memory[name][rows].copy() for name in ("previous_action", "previous_reward", "state")]
+        inputs = [state[name][rows].copy() for name in ("previous_action", "previous_reward", "hidden")]
         previous_action, previous_reward, before = map(torch.from_numpy, inputs)
         with torch.inference_mode():
-            value, state = self._network.sequence(
+            value, hidden = self._network.sequence(
                 to_input(seen)[None], previous_action[None], previous_reward[None], before
             )
-        memory["state"][rows] = state.numpy()
+        state["hidden"][rows] = hidden.numpy()
         values: np.ndarray = value[0].numpy()
         return values

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
-from ddrl.algorithms.recurrent_state import NO_MEMORY, Memory
+from ddrl.algorithms.base import NO_STATE, RecurrentState
 from ddrl.config import LIVE
 from ddrl.types import EnvSpec
 
@@ -189,17 +189,22 @@ class Policy:
         self._weights = [np.asarray(weights[f"weights.{i}"], np.float32).copy() for i in layers]
         self._biases = [np.asarray(weights[f"biases.{i}"], np.float32).copy() for i in layers]
 
-    def memory(self, num_envs: int) -> Memory:
+    def initial_state(self, num_envs: int) -> RecurrentState:
         """Nothing is carried from step to step."""
         return {}
 
-    def act(self, observation: np.ndarray[Any, Any], memory: Memory = NO_MEMORY) -> np.ndarray[Any, Any]:
+    def act(
+        self, observation: np.ndarray[Any, Any], state: RecurrentState = NO_STATE
+    ) -> np.ndarray[Any, Any]:
         """The mode: [N, O] -> [N, *A] float32, in the environment's unit, within its bounds."""
         output = self._output(self._rows(observation)[:, None])  # [N, 1, O]: NumPy multiplies row by row
         return self._to_environment(output[:, : len(self._low)])
 
     def explore(
-        self, observation: np.ndarray[Any, Any], generator: np.random.Generator, memory: Memory = NO_MEMORY
+        self,
+        observation: np.ndarray[Any, Any],
+        generator: np.random.Generator,
+        state: RecurrentState = NO_STATE,
     ) -> tuple[np.ndarray[Any, Any], dict[str, np.ndarray[Any, Any]]]:
         """Sample the policy.
 

@@ -294,7 +294,7 @@ class SequenceView:
                 observation=observe(),
                 previous_action=previous_action,
                 previous_reward=previous_reward,
-                memory=item["memory"].astype(np.float32),
+                recurrent_state=item["memory"].astype(np.float32),
                 burn_in=burn_in,
                 action=action,
                 n_step_return=return_,

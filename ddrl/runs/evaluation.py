@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ddrl import envs
-from ddrl.algorithms.recurrent_state import Memory, remember
+from ddrl.algorithms.base import RecurrentState, advance
 from ddrl.config import EnvConfig
 from ddrl.envs.frame_stack import FrameStack
 from ddrl.types import EnvSpec, EvaluationResult
@@ -22,10 +22,10 @@ OnFrame = Callable[[np.ndarray, float], None]
 class Policy(Protocol):
     """What an evaluation needs of a policy: a row's action must not depend on the other rows."""
 
-    def memory(self, num_envs: int) -> Memory:
+    def initial_state(self, num_envs: int) -> RecurrentState:
         """What is carried from step to step; {} for most policies."""
 
-    def act(self, observation: np.ndarray, memory: Memory) -> np.ndarray:
+    def act(self, observation: np.ndarray, state: RecurrentState) -> np.ndarray:
         """The deterministic action: [B, *I] -> [B, *A]; B shrinks as episodes end."""
 
 
@@ -92,7 +92,7 @@ def evaluate(
         envs.check_spaces(lanes[0].env, env.id, spaces)
         observation = np.empty((len(lanes), *spaces.observation_shape), spaces.observation_dtype)
         started = np.zeros(len(lanes), np.bool_)
-        stack, memory = FrameStack(len(lanes), spaces), policy.memory(len(lanes))
+        stack, state = FrameStack(len(lanes), spaces), policy.initial_state(len(lanes))
 
         def begin(lane: _Lane, row: int) -> bool:
             index = next(waiting, None)
@@ -113,7 +113,7 @@ def evaluate(
                 on_step()
             seen = stack.push(observation, started)[playing]
             started[:] = False
-            rows = {name: column[playing] for name, column in memory.items()}
+            rows = {name: column[playing] for name, column in state.items()}
             actions = policy.act(seen, rows)
             if epsilon:
                 actions = _mixed(actions, [lanes[row].generator for row in playing], epsilon, spaces)
@@ -133,9 +133,9 @@ def evaluate(
                     if not begin(lane, row):
                         continue
                 still.append(row)
-            if memory:
-                remember(rows, actions, envs.training_reward(env, rewards), ended)
-                for name, column in memory.items():
+            if state:
+                advance(rows, actions, envs.training_reward(env, rewards), ended)
+                for name, column in state.items():
                     column[playing] = rows[name]
             playing = still
     finally:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ddrl import envs
-from ddrl.algorithms.recurrent_state import Memory, remember
+from ddrl.algorithms.base import RecurrentState, advance
 from ddrl.config import EnvConfig, RolloutConfig
 from ddrl.envs.frame_stack import FrameStack
 from ddrl.replay.sequences import cut_fragment, memory_rows
@@ -34,11 +34,11 @@ class Policy(Protocol):
     def load(self, weights: Mapping[str, Any]) -> None:
         """Take over published weights."""
 
-    def memory(self, num_envs: int) -> Memory:
+    def initial_state(self, num_envs: int) -> RecurrentState:
         """What it carries from step to step; {} for most."""
 
     def explore(
-        self, observation: np.ndarray, generator: np.random.Generator, memory: Memory
+        self, observation: np.ndarray, generator: np.random.Generator, state: RecurrentState
     ) -> tuple[np.ndarray, Mapping[str, np.ndarray]]:
         """[N, *I] -> [N, *A], float32 in the environment's unit or int64, and further columns [N, ...]."""
 
@@ -111,7 +111,7 @@ class Collector:
         self._observation = np.array(first, spec.observation_dtype)  # [N, *O], starts the next fragment
         self._stack = FrameStack(num_envs, spec)
         self._input = self._stack.push(self._observation, np.ones(num_envs, np.bool_))  # [N, *I]
-        self._memory = policy.memory(num_envs)
+        self._state = policy.initial_state(num_envs)
         self._history = History(context)
         self._weights_bytes = 0  # of the policy
         self._return = np.zeros(num_envs)  # of the episode each lane is in, unscaled
@@ -138,7 +138,7 @@ class Collector:
     @property
     def num_bytes(self) -> int:
         """Rough memory held between fragments, for a cache: 256 KiB a lane, and arrays as they are."""
-        arrays = sum(array.nbytes for array in (self._observation, *self._memory.values()))
+        arrays = sum(array.nbytes for array in (self._observation, *self._state.values()))
         stack = 2 * self._input.nbytes  # the room of `FrameStack`
         return self._num_envs * 256 * 1024 + arrays + stack + self._history.num_bytes + self._weights_bytes
 
@@ -178,8 +178,8 @@ class Collector:
         over = np.empty((limit, num_envs), np.bool_)  # as returns see it
         finals = dict(history.finals)
         extras: dict[str, np.ndarray] = {}
-        memory = self._memory
-        states = np.empty((limit, *memory["state"].shape), np.float16) if memory else None
+        state = self._state
+        states = np.empty((limit, *state["hidden"].shape), np.float16) if state else None
         choose = self._random if self._version == 0 and self._random_until_learned else self._explore
         shape = (num_envs, *spec.action_shape)
         stride, on_step = (self._sequences.stride if self._sequences else 1), self._on_step
@@ -189,7 +189,7 @@ class Collector:
         played = 0
         while True:
             if states is not None:
-                states[played] = memory["state"]
+                states[played] = state["hidden"]
             chosen, further = choose(self._input)
             if chosen.shape != shape:
                 raise ValueError(f"policy: actions of shape {chosen.shape}, expected {shape}")
@@ -214,8 +214,8 @@ class Collector:
                         info["final_obs"][lane], spec.observation_dtype
                     )
             self._input = self._stack.push(observation[played + 1], ended)
-            if memory:
-                remember(memory, chosen, envs.training_reward(self._env, reward[played]), ended)
+            if state:
+                advance(state, chosen, envs.training_reward(self._env, reward[played]), ended)
             played += 1
             if played == limit or (
                 stop_at is not None and played % stride == 0 and time.monotonic() >= stop_at
@@ -268,8 +268,8 @@ class Collector:
         assert self._sequences is not None, "only called for a recurrent policy"
         cuts = cut_fragment(fragment, self._sequences, self._spec.frame_stack)
         index = memory_rows(cuts)
-        memory = {"memory_index": index, "memory": states[index[:, 0], index[:, 1]]}
-        return replace(fragment, extras=dict(fragment.extras) | memory)
+        recurrent = {"memory_index": index, "memory": states[index[:, 0], index[:, 1]]}
+        return replace(fragment, extras=dict(fragment.extras) | recurrent)
 
     def _limit(self, max_steps: int) -> int:
         """T of the next fragment: a multiple of the sequences' stride, rounded up where fewer are allowed."""
@@ -286,7 +286,7 @@ class Collector:
 
     def _explore(self, observation: np.ndarray) -> tuple[np.ndarray, Mapping[str, np.ndarray]]:
         """The policy's exploring actions, with clipped Gaussian noise where configured, [N, *A]; its columns."""
-        action, further = self._policy.explore(observation, self._generator, self._memory)
+        action, further = self._policy.explore(observation, self._generator, self._state)
         if self._noise.any():
             noise = self._generator.standard_normal(action.shape, np.float32)
             action = np.minimum(np.maximum(action + self._noise * noise, self._low32), self._high32)

@@ -217,7 +217,7 @@ def test_weights_come_as_arrays_too_read_only_off_the_wire() -> None:
         array.flags.writeable = False
     policy.load(weights)
     assert policy.act(observation).tolist() != make().act(observation).tolist()
-    assert policy.memory(3) == {}
+    assert policy.initial_state(3) == {}
 
 
 def test_weights_that_do_not_fit_are_refused() -> None:

@@ -232,9 +232,9 @@ def test_burn_in_moves_the_state_and_gets_no_gradient() -> None:
     other = batch.observation.clone()
     other[0, longest] += 1.0
     assert make(max_grad_norm=None).update(replace(batch, observation=other))["loss"] != loss
-    remembered = batch.memory.clone()
+    remembered = batch.recurrent_state.clone()
     remembered[0] += 1.0  # the first one has no burn-in: the stored state enters as it is
-    assert make(max_grad_norm=None).update(replace(batch, memory=remembered))["loss"] != loss
+    assert make(max_grad_norm=None).update(replace(batch, recurrent_state=remembered))["loss"] != loss
 
 
 @pytest.mark.parametrize("options", [{}, {"recurrent": "gru", "rescale_values": False}], ids=str)

@@ -13,10 +13,10 @@ import pytest
 import torch
 from support.reference_r2d2 import CPU, IMAGES, SMALL, VECTORS
 
+from ddrl.algorithms.base import RecurrentState, advance, initial_state
 from ddrl.algorithms.q_learning import ladder
 from ddrl.algorithms.r2d2 import Config, Policy, check
 from ddrl.algorithms.r2d2_learner import R2D2
-from ddrl.algorithms.recurrent_state import Memory, fresh, remember
 from ddrl.config import ConfigError, parse
 from ddrl.types import EnvSpec, SequenceShape
 
@@ -37,7 +37,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def learner(spec: EnvSpec = VECTORS, **options: Any) -> R2D2:
-    """One whose values differ by the memory, as those of a fresh network hardly do."""
+    """One whose values differ by the recurrent state, as those of a fresh network hardly do."""
     made = R2D2(Config(**(SMALL | options)), spec, device=CPU, seed=1)
     with torch.no_grad():
         for parameter in made.network.core.parameters():  # type: ignore[union-attr]
@@ -58,17 +58,17 @@ def observations(spec: EnvSpec, *shape: int, seed: int = 0) -> np.ndarray:
     return rng.standard_normal((*shape, *spec.input_shape)).astype(np.float32)
 
 
-def some_memory(policy: Policy, size: int, seed: int = 0) -> Memory:
+def some_state(policy: Policy, size: int, seed: int = 0) -> RecurrentState:
     """That of episodes amid which it is."""
-    rng, memory = np.random.default_rng(seed), policy.memory(size)
-    memory["state"][:] = rng.normal(0, 0.5, memory["state"].shape)
-    memory["previous_action"][:] = rng.integers(-1, 4, size)
-    memory["previous_reward"][:] = rng.normal(size=size)
-    return memory
+    rng, state = np.random.default_rng(seed), policy.initial_state(size)
+    state["hidden"][:] = rng.normal(0, 0.5, state["hidden"].shape)
+    state["previous_action"][:] = rng.integers(-1, 4, size)
+    state["previous_reward"][:] = rng.normal(size=size)
+    return state
 
 
-def copied(memory: Memory) -> Memory:
-    return {name: array.copy() for name, array in memory.items()}
+def copied(state: RecurrentState) -> RecurrentState:
+    return {name: array.copy() for name, array in state.items()}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -79,20 +79,20 @@ def test_step_by_step_it_is_the_network_over_a_sequence(kind: str, explores: boo
     policy, made = make(spec, **options), learner(spec, **options)
     num_steps, size, rng = 7, 5, np.random.default_rng(1)
     seen, reward = observations(spec, num_steps, size), rng.normal(size=(num_steps, size)).astype(np.float32)
-    memory, ended = policy.memory(size), np.zeros(size, np.bool_)
+    state, ended = policy.initial_state(size), np.zeros(size, np.bool_)
     actions, inputs, states, columns = [], [], [], []
     for step in range(num_steps):
-        inputs.append(copied(memory))
+        inputs.append(copied(state))
         if explores:
-            action, extras = policy.explore(seen[step], rng, memory)
+            action, extras = policy.explore(seen[step], rng, state)
             columns.append(extras)
         else:
-            action = policy.act(seen[step], memory)
-        states.append(memory["state"].copy())
+            action = policy.act(seen[step], state)
+        states.append(state["hidden"].copy())
         assert (action.dtype, action.shape) == (np.int64, (size,))
         for name in ("previous_action", "previous_reward"):  # are the player's to keep
-            np.testing.assert_array_equal(memory[name], inputs[-1][name])
-        remember(memory, action, reward[step], ended)
+            np.testing.assert_array_equal(state[name], inputs[-1][name])
+        advance(state, action, reward[step], ended)
         actions.append(action)
 
     previous_action = np.concatenate([np.full((1, size), -1), actions[:-1]])
@@ -115,75 +115,77 @@ def test_step_by_step_it_is_the_network_over_a_sequence(kind: str, explores: boo
 def test_greedy_rows_do_not_depend_on_each_other(kind: str) -> None:
     spec, options = KINDS[kind]
     policy, seen = make(spec, **options), observations(spec, 12)
-    memory = some_memory(policy, 12)
-    alone = [{name: array[i : i + 1].copy() for name, array in memory.items()} for i in range(12)]
+    state = some_state(policy, 12)
+    alone = [{name: array[i : i + 1].copy() for name, array in state.items()} for i in range(12)]
     actions = [policy.act(seen[i : i + 1], alone[i])[0] for i in range(12)]
-    part = {name: array[5:].copy() for name, array in memory.items()}
-    assert policy.act(seen, memory).tolist() == actions
-    assert memory["state"].tobytes() == np.concatenate([each["state"] for each in alone]).tobytes()
+    part = {name: array[5:].copy() for name, array in state.items()}
+    assert policy.act(seen, state).tolist() == actions
+    assert state["hidden"].tobytes() == np.concatenate([each["hidden"] for each in alone]).tobytes()
     assert policy.act(np.asfortranarray(seen[5:]), part).tolist() == actions[5:]
-    assert part["state"].tobytes() == memory["state"][5:].tobytes()
+    assert part["hidden"].tobytes() == state["hidden"][5:].tobytes()
 
 
-@pytest.mark.parametrize("name", ["state", "previous_action", "previous_reward"])
+@pytest.mark.parametrize("name", ["hidden", "previous_action", "previous_reward"])
 def test_each_part_of_the_memory_counts(name: str) -> None:
     policy, seen = make(), observations(VECTORS, 6)
-    memory = some_memory(policy, 6)
-    other = copied(memory)
-    other[name][:] = some_memory(policy, 6, seed=7)[name]
-    for each in (memory, other):
+    state = some_state(policy, 6)
+    other = copied(state)
+    other[name][:] = some_state(policy, 6, seed=7)[name]
+    for each in (state, other):
         policy.act(seen, each)
-    assert not np.array_equal(memory["state"], other["state"])
+    assert not np.array_equal(state["hidden"], other["hidden"])
 
 
 def test_rows_whose_episode_ended_begin_anew() -> None:
     policy, seen = make(), observations(VECTORS, 3, 4)
-    memory, ended = some_memory(policy, 4), np.array([True, False, True, False])
-    going = copied(memory)
-    for each in (memory, going):
+    state, ended = some_state(policy, 4), np.array([True, False, True, False])
+    going = copied(state)
+    for each in (state, going):
         action = policy.act(seen[0], each)
-    remember(memory, action, np.ones(4, np.float32), ended)
-    remember(going, action, np.ones(4, np.float32), ended & False)
-    anew = policy.memory(4)
-    for name, array in memory.items():
+    advance(state, action, np.ones(4, np.float32), ended)
+    advance(going, action, np.ones(4, np.float32), ended & False)
+    anew = policy.initial_state(4)
+    for name, array in state.items():
         np.testing.assert_array_equal(array[ended], anew[name][ended])
         np.testing.assert_array_equal(array[~ended], going[name][~ended])
-    for each in (memory, going, anew):
+    for each in (state, going, anew):
         policy.act(seen[1], each)
-    assert memory["state"][ended].tobytes() == anew["state"][ended].tobytes()
-    assert memory["state"][~ended].tobytes() == going["state"][~ended].tobytes()
-    assert not np.array_equal(memory["state"][ended], going["state"][ended])
+    assert state["hidden"][ended].tobytes() == anew["hidden"][ended].tobytes()
+    assert state["hidden"][~ended].tobytes() == going["hidden"][~ended].tobytes()
+    assert not np.array_equal(state["hidden"][ended], going["hidden"][ended])
 
 
 def test_memory_begins_with_nothing() -> None:
     for recurrent, size in (("lstm", 14), ("gru", 7)):
-        memory, expected = make(recurrent=recurrent).memory(3), fresh(3, size)
-        assert memory.keys() == expected.keys()
-        for name, array in memory.items():
+        state, expected = make(recurrent=recurrent).initial_state(3), initial_state(3, size)
+        assert state.keys() == expected.keys()
+        for name, array in state.items():
             assert (array.dtype, array.tolist()) == (expected[name].dtype, expected[name].tolist())
 
 
-def test_without_memory_it_does_not_play() -> None:
+def test_it_does_not_play_without_recurrent_state() -> None:
     policy, seen, rng = make(), observations(VECTORS, 3), np.random.default_rng(0)
-    with pytest.raises(ValueError, match=r"memory: none was given .*; pass what its memory\(num_envs\)"):
+    with pytest.raises(
+        ValueError, match=r"state: a recurrent policy needs one; pass what initial_state\(num_envs\)"
+    ):
         policy.act(seen)
-    with pytest.raises(ValueError, match="memory: none was given"):
+    with pytest.raises(ValueError, match="state: a recurrent policy needs one"):
         policy.explore(seen, rng)
     with pytest.raises(
-        ValueError, match=r"memory: state has shape \(2, 14\), but 3 observations need \(3, 14\)"
+        ValueError, match=r"state: hidden has shape \(2, 14\), but 3 observations need \(3, 14\)"
     ):
-        policy.act(seen, policy.memory(2))
-    with pytest.raises(ValueError, match=r"state has shape \(3, 14\), but 3 observations need \(3, 7\)"):
-        make(recurrent="gru").explore(seen, rng, policy.memory(3))
+        policy.act(seen, policy.initial_state(2))
+    with pytest.raises(ValueError, match=r"hidden has shape \(3, 14\), but 3 observations need \(3, 7\)"):
+        make(recurrent="gru").explore(seen, rng, policy.initial_state(3))
 
 
 def test_epsilon_of_the_weights_is_the_share_of_random_actions() -> None:
     options = SCHEDULE | {"epsilon": 1.0}
     policy, seen = make(**options), np.repeat(observations(VECTORS, 1), 20_000, axis=0)
-    greedy = policy.act(seen[:1], policy.memory(1))[0]
+    greedy = policy.act(seen[:1], policy.initial_state(1))[0]
     for epsilon in (0.0, 0.3, 1.0):
         policy.load(learner(**options).weights() | {"epsilon": torch.tensor(epsilon)})
-        action, columns = policy.explore(seen, np.random.default_rng(0), policy.memory(20_000))
+        action, columns = policy.explore(seen, np.random.default_rng(0), policy.initial_state(20_000))
         expected = np.full(4, epsilon / 4)
         expected[greedy] += 1 - epsilon
         np.testing.assert_allclose(np.bincount(action, minlength=4) / 20_000, expected, atol=0.015)
@@ -195,20 +197,22 @@ def test_epsilon_of_the_weights_is_the_share_of_random_actions() -> None:
 
 def test_the_random_ones_move_the_state_on_too() -> None:
     policy, seen = make(), observations(VECTORS, 3)
-    memory, greedy = policy.memory(3), policy.memory(3)
+    state, greedy = policy.initial_state(3), policy.initial_state(3)
     policy._config = policy._config.model_copy(update=SCHEDULE)
     policy._exploration.epsilon = 1.0
-    policy.explore(seen, np.random.default_rng(0), memory)
+    policy.explore(seen, np.random.default_rng(0), state)
     policy.act(seen, greedy)
-    np.testing.assert_allclose(memory["state"], greedy["state"], rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(state["hidden"], greedy["hidden"], rtol=1e-5, atol=1e-7)
 
 
 def test_lanes_explore_by_their_rung() -> None:
     options = {"ladder_exponent": 4.0}
     policy, rng = make(producer=1, **options), np.random.default_rng(0)
     seen = np.repeat(observations(VECTORS, 1), 4, axis=0)
-    greedy = policy.act(seen[:1], policy.memory(1))[0]
-    strays = np.mean([policy.explore(seen, rng, policy.memory(4))[0] != greedy for _ in range(1_000)], axis=0)
+    greedy = policy.act(seen[:1], policy.initial_state(1))[0]
+    strays = np.mean(
+        [policy.explore(seen, rng, policy.initial_state(4))[0] != greedy for _ in range(1_000)], axis=0
+    )
     expected = ladder(Config(**SMALL, **options), producer=1, num_envs=4) * 3 / 4
     others = ladder(Config(**SMALL, **options), producer=0, num_envs=4) * 3 / 4
     assert np.abs(expected - others).max() > 0.1 and np.ptp(expected) > 0.1
@@ -218,7 +222,7 @@ def test_lanes_explore_by_their_rung() -> None:
 def test_exploration_follows_the_generator() -> None:
     policy, seen = make(), observations(VECTORS, 200)
     runs = [
-        policy.explore(seen, np.random.default_rng(seed), policy.memory(200))[0].tolist()
+        policy.explore(seen, np.random.default_rng(seed), policy.initial_state(200))[0].tolist()
         for seed in (1, 1, 2)
     ]
     assert runs[0] == runs[1] != runs[2]
@@ -227,23 +231,28 @@ def test_exploration_follows_the_generator() -> None:
 def test_no_columns_where_replay_is_uniform() -> None:
     uniform: dict[str, Any] = {"prioritized": False}
     policy = make(**uniform)
-    assert policy.explore(observations(VECTORS, 3), np.random.default_rng(0), policy.memory(3))[1] == {}
+    assert (
+        policy.explore(observations(VECTORS, 3), np.random.default_rng(0), policy.initial_state(3))[1] == {}
+    )
 
 
 def test_evaluation_epsilon_is_told_and_not_played() -> None:
     policy, other, seen = make(evaluation_epsilon=1.0), make(), observations(VECTORS, 50)
     assert (policy.evaluation_epsilon, other.evaluation_epsilon) == (1.0, 0.0)
-    assert policy.act(seen, policy.memory(50)).tolist() == other.act(seen, other.memory(50)).tolist()
+    assert (
+        policy.act(seen, policy.initial_state(50)).tolist()
+        == other.act(seen, other.initial_state(50)).tolist()
+    )
 
 
 def test_weights_are_copied_and_those_that_do_not_fit_are_refused() -> None:
     policy, seen = make(), observations(VECTORS, 50)
     weights = {name: value.numpy() for name, value in learner().weights().items()}
     policy.load(weights)
-    action = policy.act(seen, policy.memory(50)).tolist()
+    action = policy.act(seen, policy.initial_state(50)).tolist()
     for array in weights.values():
         array[...] = 0.0
-    assert policy.act(seen, policy.memory(50)).tolist() == action
+    assert policy.act(seen, policy.initial_state(50)).tolist() == action
     for other in ({"recurrent": "gru"}, {"recurrent_size": 8}, {"dueling": False}):
         with pytest.raises(ValueError, match="loading state_dict|size mismatch"):
             policy.load(learner(**other).weights())

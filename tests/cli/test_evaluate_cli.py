@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from ddrl import celery, policy
 from ddrl.algorithms import base
-from ddrl.algorithms.recurrent_state import NO_MEMORY, Memory
+from ddrl.algorithms.base import NO_STATE, RecurrentState
 from ddrl.cli import app, main, spread, video
 from ddrl.config import validate
 from ddrl.envs import describe
@@ -316,10 +316,10 @@ class Solved:
 
     evaluation_epsilon = 0.5
 
-    def memory(self, num_envs: int) -> Memory:
+    def initial_state(self, num_envs: int) -> RecurrentState:
         return {}
 
-    def act(self, observation: np.ndarray, memory: Memory = NO_MEMORY) -> np.ndarray:
+    def act(self, observation: np.ndarray, state: RecurrentState = NO_STATE) -> np.ndarray:
         return toy_answers(observation)
 
 
@@ -430,7 +430,7 @@ def test_no_op_starts_of_a_game(monkeypatch: pytest.MonkeyPatch) -> None:
         evaluation_epsilon = 0.0
         first: list[bytes] = []
 
-        def act(self, observation: np.ndarray, memory: Memory = NO_MEMORY) -> np.ndarray:
+        def act(self, observation: np.ndarray, state: RecurrentState = NO_STATE) -> np.ndarray:
             self.first.append(observation[0].tobytes())
             return np.zeros(len(observation), np.int64)
 

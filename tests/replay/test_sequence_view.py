@@ -25,7 +25,7 @@ SHAPES = (
 )
 GAMMA, N_STEP = 0.5, 2  # dyadic: all sums are exact
 FIELDS = [field.name for field in dataclasses.fields(Sequences) if field.name not in ("number", "weight")]
-TIME_MAJOR = set(FIELDS) - {"memory", "burn_in"}
+TIME_MAJOR = set(FIELDS) - {"recurrent_state", "burn_in"}
 
 
 def make_view(player: Player, *, capacity: int, compressed: bool = False) -> SequenceView:
@@ -53,7 +53,7 @@ def assert_equal(found: Sequences, twin: list[SlowSequence], *, images: bool) ->
         np.testing.assert_array_equal(got, want, err_msg=name)
     for name in ("previous_action", "burn_in", "action", "bootstrap"):
         assert getattr(found, name).dtype == np.int64, name
-    for name in ("previous_reward", "memory", "n_step_return", "bootstrap_discount"):
+    for name in ("previous_reward", "recurrent_state", "n_step_return", "bootstrap_discount"):
         assert getattr(found, name).dtype == np.float32, name
     assert found.valid.dtype == np.bool_
     assert found.observation.dtype == (np.uint8 if images else np.float32)

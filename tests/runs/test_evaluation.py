@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support.runs import toy_answers
 
-from ddrl.algorithms.recurrent_state import NO_MEMORY, Memory, fresh
+from ddrl.algorithms.base import NO_STATE, RecurrentState, initial_state
 from ddrl.config import EnvConfig
 from ddrl.envs import EnvError, describe, make_one
 from ddrl.runs.evaluation import evaluate, with_noops
@@ -17,12 +17,12 @@ TARGET = EnvConfig(id="ddrl/Target-v0")
 
 
 class Forgetful:
-    """A policy without memory."""
+    """A policy without recurrent state."""
 
-    def memory(self, num_envs: int) -> Memory:
+    def initial_state(self, num_envs: int) -> RecurrentState:
         return {}
 
-    def act(self, observation: np.ndarray, memory: Memory = NO_MEMORY) -> np.ndarray:
+    def act(self, observation: np.ndarray, state: RecurrentState = NO_STATE) -> np.ndarray:
         raise NotImplementedError
 
 
@@ -32,7 +32,7 @@ class Lean(Forgetful):
     def __init__(self) -> None:
         self.sizes: list[int] = []
 
-    def act(self, observation: np.ndarray, memory: Memory = NO_MEMORY) -> np.ndarray:
+    def act(self, observation: np.ndarray, state: RecurrentState = NO_STATE) -> np.ndarray:
         self.sizes.append(len(observation))
         return (observation[:, 2] > 0).astype(np.int64)
 
@@ -98,7 +98,7 @@ def test_an_environment_that_the_policy_does_not_know_is_refused() -> None:
 
 def test_continuous_actions_and_known_answer() -> None:
     class Hit(Forgetful):
-        def act(self, observation: np.ndarray, memory: Memory = NO_MEMORY) -> np.ndarray:
+        def act(self, observation: np.ndarray, state: RecurrentState = NO_STATE) -> np.ndarray:
             return observation + np.float32(0.5)
 
     result = evaluate(Hit(), TARGET, describe(TARGET), [1, 2, 3], num_envs=2, policy_version=0)
@@ -109,7 +109,7 @@ def test_continuous_actions_and_known_answer() -> None:
 @pytest.mark.parametrize("env_id", ["ddrl/Pick-v0", "ddrl/Pairs-v0", "ddrl/Spot-v0"])
 def test_the_answer_of_each_toy_gives_its_best_return(env_id: str) -> None:
     class Solved(Forgetful):
-        def act(self, observation: np.ndarray, memory: Memory = NO_MEMORY) -> np.ndarray:
+        def act(self, observation: np.ndarray, state: RecurrentState = NO_STATE) -> np.ndarray:
             return toy_answers(observation)
 
     toy = EnvConfig(id=env_id)
@@ -124,7 +124,7 @@ STACKED = CARTPOLE.model_copy(update={"frame_stack": 3})
 class LeanLate(Forgetful):
     """Push where the pole leaned two steps ago: the oldest of three frames."""
 
-    def act(self, observation: np.ndarray, memory: Memory = NO_MEMORY) -> np.ndarray:
+    def act(self, observation: np.ndarray, state: RecurrentState = NO_STATE) -> np.ndarray:
         assert observation.shape[1:] == (12,)
         return (observation[:, 2] > 0).astype(np.int64)
 
@@ -166,16 +166,16 @@ class Counting:
     def __init__(self, reward: float) -> None:
         self.reward = reward
 
-    def memory(self, num_envs: int) -> Memory:
-        return fresh(num_envs, 2)
+    def initial_state(self, num_envs: int) -> RecurrentState:
+        return initial_state(num_envs, 2)
 
-    def act(self, observation: np.ndarray, memory: Memory = NO_MEMORY) -> np.ndarray:
-        count = memory["state"][:, 0].copy()
+    def act(self, observation: np.ndarray, state: RecurrentState = NO_STATE) -> np.ndarray:
+        count = state["hidden"][:, 0].copy()
         begins = count == 0
-        assert (memory["previous_action"] == np.where(begins, -1, (count - 1) // 2 % 2)).all()
-        np.testing.assert_allclose(memory["previous_reward"], np.where(begins, 0.0, self.reward), rtol=1e-6)
-        memory["state"][:, 0] += 1
-        memory["state"][:, 1] = observation[:, 0]
+        assert (state["previous_action"] == np.where(begins, -1, (count - 1) // 2 % 2)).all()
+        np.testing.assert_allclose(state["previous_reward"], np.where(begins, 0.0, self.reward), rtol=1e-6)
+        state["hidden"][:, 0] += 1
+        state["hidden"][:, 1] = observation[:, 0]
         return (count // 2 % 2).astype(np.int64)
 
 
@@ -193,7 +193,7 @@ def test_memory_is_kept_per_episode_whatever_plays_beside_it(scale: float) -> No
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "ddrl/Pairs-v0", "ddrl/Target-v0"])
 def test_random_actions_do_not_depend_on_num_envs(env_id: str) -> None:
     class Still(Forgetful):
-        def act(self, observation: np.ndarray, memory: Memory = NO_MEMORY) -> np.ndarray:
+        def act(self, observation: np.ndarray, state: RecurrentState = NO_STATE) -> np.ndarray:
             kind = np.float32 if spaces.action_kind == "continuous" else np.int64
             return np.zeros((len(observation), *spaces.action_shape), kind)
 
@@ -214,7 +214,7 @@ def test_share_of_random_actions_and_that_they_are_uniform() -> None:
     """Pick rewards the bright entry: the solved policy loses a random action in four of every epsilon."""
 
     class Solved(Forgetful):
-        def act(self, observation: np.ndarray, memory: Memory = NO_MEMORY) -> np.ndarray:
+        def act(self, observation: np.ndarray, state: RecurrentState = NO_STATE) -> np.ndarray:
             return toy_answers(observation)
 
     toy = EnvConfig(id="ddrl/Pick-v0")
@@ -242,7 +242,7 @@ def test_pictures_of_the_first_episode_only() -> None:
 
 def test_images_that_are_played_stand_in_for_rendering_and_else_filming_is_refused() -> None:
     class Solved(Forgetful):
-        def act(self, observation: np.ndarray, memory: Memory = NO_MEMORY) -> np.ndarray:
+        def act(self, observation: np.ndarray, state: RecurrentState = NO_STATE) -> np.ndarray:
             return toy_answers(observation)
 
     spot = EnvConfig(id="ddrl/Spot-v0")
@@ -295,7 +295,7 @@ def test_a_game_is_played_whole_with_no_ops_and_filmed() -> None:
     class Still(Forgetful):
         seen: list[np.ndarray] = []
 
-        def act(self, observation: np.ndarray, memory: Memory = NO_MEMORY) -> np.ndarray:
+        def act(self, observation: np.ndarray, state: RecurrentState = NO_STATE) -> np.ndarray:
             assert observation.shape[1:] == (4, 84, 84)
             self.seen.append(observation[0].copy())
             return np.full(len(observation), 3, np.int64)

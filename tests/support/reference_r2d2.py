@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ddrl.algorithms.base import advance
 from ddrl.algorithms.r2d2 import Config, Policy
-from ddrl.algorithms.recurrent_state import remember
 from ddrl.types import EnvSpec, Sequences, SequenceShape
 
 CPU = torch.device("cpu")
@@ -58,7 +58,7 @@ def slow_r2d2(
 ) -> SlowResult:  # fmt: skip
     """The loss of a batch. Rows and steps that no sequence uses are never looked at."""
     total, tds, priorities = torch.zeros(()), [], []
-    num_sequences = len(batch.memory)
+    num_sequences = len(batch.recurrent_state)
     for b in range(num_sequences):
         online = _values(network, batch, b)
         with torch.no_grad():
@@ -92,7 +92,7 @@ def _values(network: Network, batch: Sequences, b: int) -> list[Tensor]:
         )
         return output[0, 0], state
 
-    state = batch.memory[b : b + 1]
+    state = batch.recurrent_state[b : b + 1]
     for row in range(int(batch.burn_in[b])):
         _, state = step(row, state)
     state = state.detach()
@@ -161,7 +161,7 @@ def _empty(
         "observation": observation,
         "previous_action": rng.integers(-1, actions, seen),
         "previous_reward": rng.normal(size=seen).astype(np.float32),
-        "memory": rng.normal(0, 0.5, (num_sequences, memory_size)).astype(np.float32),
+        "recurrent_state": rng.normal(0, 0.5, (num_sequences, memory_size)).astype(np.float32),
         "burn_in": np.zeros(num_sequences, np.int64),
         "action": rng.integers(actions, size=steps),
         "n_step_return": np.zeros(steps, np.float32),
@@ -179,12 +179,12 @@ RECALL = EnvSpec("Recall-v0", (NUM_CUES,), "float32", "discrete", (), (NUM_CUES,
 
 def play_recall(policy: Policy, cue: np.ndarray, *, forgets: bool = False) -> float:
     """Share of episodes whose last action is the cue. One that forgets sees nothing but the observation."""
-    memory = policy.memory(len(cue))
+    state = policy.initial_state(len(cue))
     for step in range(LAST + 1):
         if forgets:
-            memory = policy.memory(len(cue))
-        action = policy.act(np.eye(NUM_CUES, dtype=np.float32)[cue] * (step == 0), memory)
-        remember(memory, action, np.zeros(len(cue), np.float32), np.zeros(len(cue), np.bool_))
+            state = policy.initial_state(len(cue))
+        action = policy.act(np.eye(NUM_CUES, dtype=np.float32)[cue] * (step == 0), state)
+        advance(state, action, np.zeros(len(cue), np.float32), np.zeros(len(cue), np.bool_))
     return float(np.mean(action == cue))
 
 
@@ -202,7 +202,7 @@ def recall_sequences(rng: np.random.Generator, config: Config, size: int, memory
         "observation": observation,
         "previous_action": np.concatenate([np.full((1, size), -1), action]),
         "previous_reward": np.zeros((num_steps + 1, size), np.float32),
-        "memory": np.zeros((size, memory_size), np.float32),
+        "recurrent_state": np.zeros((size, memory_size), np.float32),
         "burn_in": np.zeros(size, np.int64),
         "action": action,
         "n_step_return": (config.gamma ** (k - 1) * is_over * reward).astype(np.float32),

@@ -52,7 +52,7 @@ class SlowSequence:
     observation: np.ndarray
     previous_action: list[int]
     previous_reward: list[float]
-    memory: np.ndarray
+    recurrent_state: np.ndarray
     burn_in: int
     action: list[int]
     n_step_return: list[float]
@@ -108,7 +108,7 @@ class Player:
             "memory_index": np.array([(one.first - origin, one.lane) for one in stored], np.int32).reshape(
                 -1, 2
             ),
-            "memory": np.array([one.memory for one in stored], np.float16).reshape(-1, STATE_SIZE),
+            "memory": np.array([one.recurrent_state for one in stored], np.float16).reshape(-1, STATE_SIZE),
         }
         if self.has_values:
             values = np.array([lane.values[origin:] for lane in self.lanes], np.float32)  # [N, C+T, 2]
@@ -219,7 +219,7 @@ class Player:
             observation=np.array([self._stack(lane, begin, end, row) for row in rows]),
             previous_action=[-1 if row == begin else lane.action[row - 1] for row in rows],
             previous_reward=[0.0 if row == begin else lane.reward[row - 1] for row in rows],
-            memory=lane.state[first],
+            recurrent_state=lane.state[first],
             burn_in=burn_in,
             action=lane.action[start:end] + padding,
             n_step_return=returns,

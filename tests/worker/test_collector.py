@@ -13,7 +13,7 @@ from gymnasium.spaces import Box
 from support.runs import toy_answers
 
 from ddrl import codec, envs
-from ddrl.algorithms.recurrent_state import Memory
+from ddrl.algorithms.base import RecurrentState
 from ddrl.config import EnvConfig, RolloutConfig
 from ddrl.types import Fragment
 from ddrl.worker import collector
@@ -63,10 +63,12 @@ class Echo:
     def load(self, weights: Mapping[str, Any]) -> None:
         self.loaded.append(weights)
 
-    def memory(self, num_envs: int) -> Memory:
+    def initial_state(self, num_envs: int) -> RecurrentState:
         return {}
 
-    def explore(self, observation: np.ndarray, generator: np.random.Generator, memory: Memory) -> Explored:
+    def explore(
+        self, observation: np.ndarray, generator: np.random.Generator, state: RecurrentState
+    ) -> Explored:
         return observation[:, 1:2] / np.float32(10), {}
 
 
@@ -77,8 +79,10 @@ class Marked(Echo):
         super().__init__()
         self.buffer = np.zeros((2, 2), np.float32)
 
-    def explore(self, observation: np.ndarray, generator: np.random.Generator, memory: Memory) -> Explored:
-        action, _ = super().explore(observation, generator, memory)
+    def explore(
+        self, observation: np.ndarray, generator: np.random.Generator, state: RecurrentState
+    ) -> Explored:
+        action, _ = super().explore(observation, generator, state)
         self.buffer[:] = observation[:, :2] + np.float32(0.25)
         code = (100 * observation[:, 0] + observation[:, 1]).astype(np.int64)
         return action, {"behavior_log_prob": -observation[:, 1], "raw_action": self.buffer, "code": code}
@@ -244,7 +248,7 @@ def test_noise_is_in_half_ranges_and_clipped() -> None:
 def test_discrete_actions() -> None:
     class Right(Echo):
         def explore(
-            self, observation: np.ndarray, generator: np.random.Generator, memory: Memory
+            self, observation: np.ndarray, generator: np.random.Generator, state: RecurrentState
         ) -> Explored:
             return np.ones(len(observation), np.int64), {}
 
@@ -276,7 +280,9 @@ def test_random_choices_are_uniform(env_id: str, sizes: tuple[int, ...]) -> None
 class Answers(Echo):
     """Solves the toys; the extras repeat what was chosen."""
 
-    def explore(self, observation: np.ndarray, generator: np.random.Generator, memory: Memory) -> Explored:
+    def explore(
+        self, observation: np.ndarray, generator: np.random.Generator, state: RecurrentState
+    ) -> Explored:
         action = toy_answers(observation)
         return action, {"behavior_log_prob": np.zeros(len(action), np.float32), "chosen": action}
 
@@ -360,9 +366,9 @@ def test_extras_of_a_wrong_shape_are_refused(
         given = iter([first, second])
 
         def explore(
-            self, observation: np.ndarray, generator: np.random.Generator, memory: Memory
+            self, observation: np.ndarray, generator: np.random.Generator, state: RecurrentState
         ) -> Explored:
-            return super().explore(observation, generator, memory)[0], next(self.given)
+            return super().explore(observation, generator, state)[0], next(self.given)
 
     with pytest.raises(ValueError, match=f"^policy: {message}") as refused:
         make(policy=Changing()).collect()
@@ -372,7 +378,7 @@ def test_extras_of_a_wrong_shape_are_refused(
 def test_policy_of_a_wrong_shape_is_refused() -> None:
     class Flat(Echo):
         def explore(
-            self, observation: np.ndarray, generator: np.random.Generator, memory: Memory
+            self, observation: np.ndarray, generator: np.random.Generator, state: RecurrentState
         ) -> Explored:
             return observation[:, 1], {}
 

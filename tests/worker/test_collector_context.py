@@ -15,8 +15,7 @@ import pytest
 from gymnasium.spaces import Box, Discrete
 
 from ddrl import codec, envs
-from ddrl.algorithms import recurrent_state as memory
-from ddrl.algorithms.recurrent_state import Memory
+from ddrl.algorithms.base import RecurrentState, initial_state
 from ddrl.config import EnvConfig, RolloutConfig
 from ddrl.replay.rows import CompressedRows, DenseRows
 from ddrl.replay.sequence_view import SequenceView
@@ -113,11 +112,11 @@ class Spy:
     def load(self, weights: Mapping[str, Any]) -> None:
         pass
 
-    def memory(self, num_envs: int) -> Memory:
+    def initial_state(self, num_envs: int) -> RecurrentState:
         return {}
 
     def explore(
-        self, observation: np.ndarray, generator: np.random.Generator, memory: Memory
+        self, observation: np.ndarray, generator: np.random.Generator, state: RecurrentState
     ) -> tuple[np.ndarray, Mapping[str, np.ndarray]]:
         self.seen.append(observation.copy())
         serial = np.full(len(observation), len(self.seen), np.float32)
@@ -129,18 +128,18 @@ class Remembering(Spy):
 
     def __init__(self) -> None:
         super().__init__()
-        self.carried: list[Memory] = []
+        self.carried: list[RecurrentState] = []
 
-    def memory(self, num_envs: int) -> Memory:
-        return memory.fresh(num_envs, 2)
+    def initial_state(self, num_envs: int) -> RecurrentState:
+        return initial_state(num_envs, 2)
 
     def explore(
-        self, observation: np.ndarray, generator: np.random.Generator, memory: Memory
+        self, observation: np.ndarray, generator: np.random.Generator, state: RecurrentState
     ) -> tuple[np.ndarray, Mapping[str, np.ndarray]]:
-        self.carried.append({name: column.copy() for name, column in memory.items()})
-        state, news = memory["state"], 4 * memory["previous_action"] + 2 * memory["previous_reward"]
-        state[:] = np.stack([state[:, 0] + 1, (5 * state[:, 1] + news) % 128 + 1], axis=1)
-        return super().explore(observation, generator, memory)
+        self.carried.append({name: column.copy() for name, column in state.items()})
+        hidden, news = state["hidden"], 4 * state["previous_action"] + 2 * state["previous_reward"]
+        hidden[:] = np.stack([hidden[:, 0] + 1, (5 * hidden[:, 1] + news) % 128 + 1], axis=1)
+        return super().explore(observation, generator, state)
 
 
 @pytest.fixture(autouse=True)
@@ -283,12 +282,12 @@ def test_memory_begins_with_each_episode_and_holds_the_action_and_the_training_r
     for step, carried in enumerate(policy.carried):
         for lane, env in enumerate(lanes):
             begin = env.begins[step]
-            assert carried["state"][lane, 0] == step - begin
+            assert carried["hidden"][lane, 0] == step - begin
             previous = (
                 (-1, 0.0) if step == begin else (env.actions[step - 1], 0.5 * np.sign(env.rewards[step - 1]))
             )
             assert (carried["previous_action"][lane], carried["previous_reward"][lane]) == previous
-    assert max(carried["state"][:, 0].max() for carried in policy.carried) >= 10
+    assert max(carried["hidden"][:, 0].max() for carried in policy.carried) >= 10
 
 
 @pytest.mark.parametrize("frame_stack", [1, 3])
@@ -312,7 +311,7 @@ def test_recurrent_states_are_sent_where_sequences_begin_amid_an_episode(frame_s
         assert (states.dtype, states.shape) == (np.float16, (len(index), 2))
         for (row, lane), state in zip(index, states, strict=True):
             step = begin - fragment.context + row
-            np.testing.assert_array_equal(state, policy.carried[step]["state"][lane])
+            np.testing.assert_array_equal(state, policy.carried[step]["hidden"][lane])
             assert state[0] == step - lanes[lane].begins[step]
             num_in_context += row < fragment.context
         num_states += len(index)
@@ -370,7 +369,7 @@ def test_the_view_of_sequences_rebuilds_what_the_policy_saw_and_carried(
         env, burn_in = lanes[lane], int(batch.burn_in[item])
         length, first = int(batch.valid[:, item].sum()), start - burn_in
         assert first >= env.begins[start] == env.begins[start + length - 1]
-        np.testing.assert_array_equal(batch.memory[item], policy.carried[first]["state"][lane])
+        np.testing.assert_array_equal(batch.recurrent_state[item], policy.carried[first]["hidden"][lane])
         steps = [*range(first, start), *range(start, start + length)]
         in_use = [*range(burn_in), *range(SHAPE.burn_in, SHAPE.burn_in + length)]
         for row, step in zip(in_use, steps, strict=True):
