@@ -158,7 +158,7 @@ class SoakFleet:
         began = time.monotonic()
         before: list[tuple[int, int]] | None = None
         while time.monotonic() - began < limit_s:
-            with contextlib.suppress(*connection.HINDRANCES):
+            with contextlib.suppress(*connection.OUTAGES):
                 before = before or self.progress()
                 now = self.progress()
                 if all(a > b and c > d for (a, c), (b, d) in zip(now, before, strict=True)):

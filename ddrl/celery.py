@@ -237,8 +237,8 @@ def _await_server(node: str) -> None:
         try:
             client.set(keys.worker(f"{without_spaces(node)}~begins"), "", ex=1)
             return
-        except connection.HINDRANCES as error:
-            text = connection.hindrance(error)
+        except connection.OUTAGES as error:
+            text = connection.outage(error)
             if text is None:
                 return
             if text != said:
@@ -354,7 +354,7 @@ def _note_lost_process(task_id: str, exception: BaseException, args: Any, **_: A
         _presence.note_crash(str(args[0]), f"host {socket.gethostname()}: {happened}")
 
 
-_EXPECTED = (*connection.HINDRANCES, OperationalError, OSError, WorkerLostError, TimeLimitExceeded)
+_EXPECTED = (*connection.OUTAGES, OperationalError, OSError, WorkerLostError, TimeLimitExceeded)
 
 
 class _Plain(logging.Filter):

@@ -88,5 +88,7 @@ def test_the_wheel_holds_ddrl_only() -> None:
     builder = wheel.WheelBuilder(str(ROOT))
     paths = {file.distribution_path for file in builder.recurse_included_files()}
     assert "ddrl/cli/__init__.py" in paths and "ddrl/store/runs.py" in paths
+    scripts = ROOT / "ddrl" / "store" / "scripts"
+    assert {f"ddrl/store/scripts/{path.name}" for path in scripts.glob("*.lua")} <= paths
     assert {path.split("/")[0] for path in paths} == {"ddrl"}
     assert builder.metadata.version == ddrl.__version__

@@ -77,8 +77,8 @@ def stop(client: Client, names: Sequence[str]) -> None:
     for run in names:
         try:
             runs.set_status(client, run, "stopped", "interrupted")
-        except connection.HINDRANCES as error:
-            text = connection.hindrance(error)
+        except connection.OUTAGES as error:
+            text = connection.outage(error)
             if text is None:
                 raise
             output.note(f"{run}: not marked as stopped: {text}")

@@ -115,7 +115,7 @@ def server_trouble(client: Client) -> str:
         info = client.info("memory") | client.info("persistence")
     except connection.UNREACHABLE:
         raise
-    except connection.HINDRANCES:  # a user that may not ask is no trouble
+    except connection.OUTAGES:  # a user that may not ask is no trouble
         return ""
     used, limit = int(info.get("used_memory", 0)), int(info.get("maxmemory", 0))
     if 0 < limit <= used:

@@ -152,7 +152,7 @@ def keep_looking(
             try:
                 runs = [watcher.poll() for watcher in watchers]
                 outage_at = None
-            except (UnknownRunError, *connection.HINDRANCES) as error:
+            except (UnknownRunError, *connection.OUTAGES) as error:
                 reason = _excuse(error)
                 outage_at = outage_at or now
                 if reason is None or now - outage_at > OUTAGE_S:
@@ -170,7 +170,7 @@ def _excuse(error: Exception) -> str | None:
     """What is said while the server cannot be asked; None where waiting will not help."""
     if isinstance(error, UnknownRunError):
         return "the server came back without the run: its learner stores it again from its copy"
-    text = connection.hindrance(error)
+    text = connection.outage(error)
     return f"{text}; waiting for it" if text else None
 
 

@@ -168,7 +168,7 @@ class Service:
 
         Raises:
             LeaseLostError: another learner took over.
-            redis.exceptions.RedisError: the server cannot serve; call again if `connection.hindrance` says so.
+            redis.exceptions.RedisError: the server cannot serve; call again if `connection.outage` says so.
         """
         with self._noticing():
             renewed = self.renew()
@@ -195,8 +195,8 @@ class Service:
         started, before = time.monotonic(), self._written_bytes
         try:
             yield
-        except connection.HINDRANCES as error:
-            if connection.hindrance(error) is not None:
+        except connection.OUTAGES as error:
+            if connection.outage(error) is not None:
                 self._hindered_at = self._hindered_at or started
                 self._is_full = connection.is_full(error)
             raise
@@ -229,7 +229,7 @@ class Service:
                 self.renew()
                 write()
                 return
-            except connection.HINDRANCES as error:
+            except connection.OUTAGES as error:
                 if not connection.is_full(error) or not self.retention.shed(at_once=True):
                     raise
 

@@ -19,8 +19,7 @@ from ddrl.runs import monitoring
 from ddrl.runs.prune import Retention
 from ddrl.store import connection, copies, runs
 from ddrl.store import leases as lease
-from ddrl.store.connection import StoreError
-from ddrl.store.patience import Patience
+from ddrl.store.connection import Outage, StoreError
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -73,7 +72,7 @@ def serve(
     log.info("waits for runs")
     monitoring.start_learner()
     spared: dict[str, float] = {}  # run -> until when it is left alone
-    patience = Patience(client)
+    outage = Outage(client)
     while not interrupt.event.is_set():
         try:
             if retention is not None:
@@ -86,9 +85,9 @@ def serve(
                     spared.pop(run, None)
                     if not _learn_or_tell(client, run, folder, interrupt):
                         spared[run] = time.monotonic() + SPARE_S
-            patience.over()
-        except connection.HINDRANCES as error:
-            patience.bear(error)
+            outage.over()
+        except connection.OUTAGES as error:
+            outage.note(error)
         interrupt.event.wait(poll_s)
 
 
@@ -134,7 +133,7 @@ def learn(
         LeaseLostError: another learner took over.
     """
     claim = _Claim(client, run, folder / run, waits=waits, take_over=take_over)
-    patience = Patience(client)
+    outage = Outage(client)
     rescued: Rescued | None = None
     while not interrupt.event.is_set():
         try:
@@ -144,7 +143,7 @@ def learn(
                     interrupt.event.wait(RETRY_S)
                     continue
             token = claim.take(interrupt.event)
-            patience.over()
+            outage.over()
             if token is None:
                 return None
             session = None
@@ -159,15 +158,15 @@ def learn(
                 rescued = rescued if session is None else session.rescued
             finally:
                 _release(client, run, token)
-        except connection.HINDRANCES as error:
-            patience.bear(error)
+        except connection.OUTAGES as error:
+            outage.note(error)
             interrupt.event.wait(RETRY_S)
     return None
 
 
 def _release(client: Redis, run: str, token: int) -> None:
     """Let go of the run; where the server cannot be told, the lease expires."""
-    with contextlib.suppress(*connection.HINDRANCES):
+    with contextlib.suppress(*connection.OUTAGES):
         lease.release(client, run, token)
 
 

@@ -25,8 +25,7 @@ from ddrl.replay.sampled import Sampled
 from ddrl.runs import results
 from ddrl.store import checkpoints, connection, copies, logs, runs, seeds, tensors
 from ddrl.store import leases as lease
-from ddrl.store.connection import StoreError
-from ddrl.store.patience import Patience
+from ddrl.store.connection import Outage, StoreError
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -78,7 +77,7 @@ class Session:
         self._config_version = int(self._known.state.get("config_version", 0))
         self._copier = copies.Copier(folder)
         self._leaving = contextlib.ExitStack()
-        self._patience = Patience(client)
+        self._outage = Outage(client)
         self._status, self._asker = "active", ""  # and who asked for the run
         self._end: tuple[str, str] | None = None  # (status, reason)
         self._error: Exception | None = None
@@ -118,7 +117,7 @@ class Session:
             self._learner.service.pinned = self._referee.pinned
             self._learner.restore()
             preparation.check_memory(self._client, self._run, self._token, self._config, self._learner)
-        except (lease.LeaseLostError, *GONE, *connection.HINDRANCES):
+        except (lease.LeaseLostError, *GONE, *connection.OUTAGES):
             raise
         except (ConfigError, StoreError, ValueError) as error:
             self._set_status("failed", str(error))
@@ -144,7 +143,7 @@ class Session:
     def _successor(self) -> str:
         try:
             return runs.state(self._client, self._run).host
-        except (StoreError, *connection.HINDRANCES):
+        except (StoreError, *connection.OUTAGES):
             return "another host"
 
     # --- the beginning -----------------------------------------------------------------------------------
@@ -211,8 +210,8 @@ class Session:
                 self._heard_at = time.monotonic()
                 try:
                     self._tick()
-                    self._patience.over()
-                except connection.HINDRANCES as error:
+                    self._outage.over()
+                except connection.OUTAGES as error:
                     self._bear(error)
                 except GONE as error:
                     self._error = error
@@ -225,7 +224,7 @@ class Session:
 
     def _bear(self, error: Exception) -> None:
         try:
-            self._patience.bear(error)
+            self._outage.note(error)
         except Exception as hopeless:
             self._error = hopeless
             self._learner.stopping.set()
@@ -376,19 +375,19 @@ class Session:
         while True:
             try:
                 write()
-                self._patience.over()
+                self._outage.over()
                 return
-            except connection.HINDRANCES as error:
+            except connection.OUTAGES as error:
                 if self._has_made_room(error):
                     continue
                 if self._interrupted.is_set():
                     raise
-                self._patience.bear(error)
+                self._outage.note(error)
                 self._interrupted.wait(RETRY_S)
 
     def _has_made_room(self, error: Exception) -> bool:
         """Whether a full server could be given a part of the stream that the checkpoint makes dispensable."""
-        with contextlib.suppress(*connection.HINDRANCES):
+        with contextlib.suppress(*connection.OUTAGES):
             return connection.is_full(error) and self._learner.service.retention.shed(at_once=True)
         return False
 

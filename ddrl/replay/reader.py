@@ -253,8 +253,8 @@ class Feed:
             entries = stream.follow(
                 self._client, self._run, self._cursor, count=self._count, block_ms=BLOCK_MS
             )
-        except connection.HINDRANCES as error:
-            if connection.hindrance(error) is None:
+        except connection.OUTAGES as error:
+            if connection.outage(error) is None:
                 raise
             self._stopping.wait(RETRY_S)  # the service thread says so
             return

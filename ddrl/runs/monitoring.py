@@ -197,7 +197,7 @@ class _Learning:
             self._client.ping()
             if run is not None:
                 found = list(self._of_run(run))
-        except connection.HINDRANCES:
+        except connection.OUTAGES:
             up.add_metric([], 0)
         except connection.StoreError:  # deleted meanwhile
             up.add_metric([], 1)

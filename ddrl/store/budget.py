@@ -11,12 +11,10 @@ from redis import Redis
 
 from ddrl.config import ConfigError, RunConfig
 from ddrl.store import connection, keys, runs
-from ddrl.store.leases import FENCE, fenced
+from ddrl.store.leases import fenced
 
 OTHER_BYTES = 80 * 1024**2  # figures (45 MiB at their cap), logs, journal, episodes and the like, of one run
 EXTRA_VERSIONS = 3  # kept besides the newest: the best one, the one being evaluated, the one being published
-
-_STATE = FENCE + "redis.call('HSET', KEYS[1], 'needed_bytes', ARGV[2]) return 1"
 
 
 def needed_bytes(config: RunConfig, *, checkpoint_bytes: int, weights_bytes: int) -> int:
@@ -40,7 +38,7 @@ def check(client: Redis, run: str, token: int, needed: int) -> None:
         ConfigError: it does not.
         LeaseLostError: another learner took over.
     """
-    fenced(client, _STATE, [keys.state(run)], token, needed)
+    fenced(client, "set_fields", [keys.state(run)] * 2, token, "needed_bytes", needed)
     limit = connection.maxmemory(client)
     if not limit:
         return

@@ -17,7 +17,7 @@ from redis.exceptions import ResponseError
 
 from ddrl.store import keys
 from ddrl.store.connection import StoreError
-from ddrl.store.leases import FENCE, fenced
+from ddrl.store.leases import fenced
 
 PART_BYTES = 4 * 1024**2
 DROPPED_AT_ONCE = 1_000  # parts, as a script's stack is limited
@@ -62,17 +62,6 @@ class Counters:
     refilled: int = 0
 
 
-_FLIP = (
-    FENCE
-    + """
--- KEYS: state, parts of the previous checkpoint... ARGV: token, pointer (JSON).
-redis.call('HSET', KEYS[1], 'checkpoint', ARGV[2])
-for i = 2, #KEYS do redis.call('UNLINK', KEYS[i]) end
-return 1
-"""
-)
-
-
 def save(
     client: Redis,
     run: str,
@@ -100,16 +89,13 @@ def save(
     try:
         pointer = store_parts(client, run, token, number, blob, meta, is_fenced=True, between=between)
         old = part_keys(run, previous) if previous else []
-        fenced(client, _FLIP, [keys.state(run), *old], token, json.dumps(pointer))
+        fenced(client, "flip_checkpoint", [keys.state(run), *old], token, json.dumps(pointer))
     except (StoreError, ResponseError):
         stray = {"token": token, "number": number, "parts": -(-len(blob) // PART_BYTES) or 1}
         found = _pointer(client, run)  # a flip that was sent twice may have been refused once
         if found is None or part_keys(run, found) != part_keys(run, stray):
             drop_parts(client, run, stray)
         raise
-
-
-_STORE_PART = FENCE + "redis.call('SET', KEYS[2], ARGV[2]) return 1"
 
 
 def store_parts(
@@ -141,7 +127,7 @@ def store_parts(
         key = keys.checkpoint_part(run, token, number, part)
         between()
         if is_fenced:
-            fenced(client, _STORE_PART, [keys.state(run), key], token, data)
+            fenced(client, "store_part", [keys.state(run), key], token, data)
         else:
             client.set(key, data)
     return {
@@ -189,9 +175,6 @@ def meta(client: Redis, run: str) -> dict[str, Any] | None:
     return None if pointer is None else pointer["meta"]
 
 
-_DROP = FENCE + "return redis.call('UNLINK', unpack(KEYS, 2))"
-
-
 def sweep(client: Redis, run: str, token: int) -> int:
     """Remove parts that no pointer names: those of a learner that died while it saved. The number removed.
 
@@ -207,7 +190,7 @@ def sweep(client: Redis, run: str, token: int) -> int:
     num = 0
     for first in range(0, len(stray), DROPPED_AT_ONCE):
         some = stray[first : first + DROPPED_AT_ONCE]
-        num += fenced(client, _DROP, [keys.state(run), *some], token)
+        num += fenced(client, "drop_parts", [keys.state(run), *some], token)
     return num
 
 

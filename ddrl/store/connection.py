@@ -7,24 +7,32 @@ password, so that opening TCP later (`ddrl up --listen`) changes nothing for tho
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
+import logging
 import os
 import re
 import secrets
 import stat
 import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import parse_qs, quote, urlsplit
 
 import redis
 from redis.backoff import ExponentialBackoff, NoBackoff
+from redis.client import Pipeline
 from redis.exceptions import (
     AuthenticationError,
     AuthenticationWrongNumberOfArgsError,
     BusyLoadingError,
     MasterDownError,
     NoPermissionError,
+    NoScriptError,
     OutOfMemoryError,
     ReadOnlyError,
     RedisError,
@@ -33,6 +41,10 @@ from redis.exceptions import (
 from redis.retry import Retry
 
 from ddrl.store import tls
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 URL_VARIABLE = "DDRL_REDIS_URL"
 OLDEST_VERSION = (6, 2)
@@ -49,8 +61,8 @@ UNREACHABLE = (redis.ConnectionError, redis.TimeoutError)
 """What a client raises when the server does not answer, now or for the time being."""
 
 
-HINDRANCES = (redis.RedisError,)
-"""What a client raises where `hindrance` may have a sentence for it; what has none goes on up."""
+OUTAGES = (redis.RedisError,)
+"""What to catch to ask `outage` whether an error will pass; an error that will not must be raised again."""
 
 DISK_FULL = "the server cannot write to its disk; make room there"
 _REFUSALS = {  # in a reply of the server, also amid a script's -> what it means
@@ -214,8 +226,8 @@ def check(client: redis.Redis) -> None:
         )
 
 
-def hindrance(error: BaseException) -> str | None:
-    """Why the server cannot serve for the time being, as a plain sentence; None where waiting will not help."""
+def outage(error: BaseException) -> str | None:
+    """Return why the server cannot serve for now, in one sentence; None if waiting does not help."""
     text = _sign(error) + " ".join(str(error).split())
     if isinstance(error, (ResponseError, BusyLoadingError)):
         return next((meaning for sign, meaning in _REFUSALS.items() if sign in text), None)
@@ -228,7 +240,7 @@ def hindrance(error: BaseException) -> str | None:
 
 def is_full(error: BaseException) -> bool:
     """Whether the server refuses what needs memory, for it has no more; what frees memory works then."""
-    return hindrance(error) == _REFUSALS["OOM "]
+    return outage(error) == _REFUSALS["OOM "]
 
 
 def _sign(error: BaseException) -> str:
@@ -240,6 +252,108 @@ def _sign(error: BaseException) -> str:
         MasterDownError: "MASTERDOWN ",
     }
     return next((sign for kind, sign in signs.items() if isinstance(error, kind)), "")
+
+
+class Outage:
+    """Logs the beginning and the end of each outage of the server, once.
+
+    After a full disk the server is asked to rewrite its append-only file, where the user may: Redis 7 and Valkey open
+    the file that follows a rewrite without O_APPEND, so that a write that failed half-way leaves a hole, and the next
+    start refuses the file ("Bad file format").
+
+    Args:
+        client: connection to the server; without it no rewrite is asked for.
+    """
+
+    def __init__(self, client: redis.Redis | None = None) -> None:
+        self._client = client
+        self._since = 0.0
+        self._logged = ""
+        self._disk_was_full = False
+
+    def note(self, error: Exception) -> None:
+        """Log an outage; raise an error that is none."""
+        text = outage(error)
+        if text is None:
+            raise error
+        self._since = self._since or time.monotonic()
+        if text != self._logged:
+            log.warning("%s; waiting for it", text)
+        self._logged = text
+        self._disk_was_full |= text == DISK_FULL
+
+    def over(self) -> None:
+        """Log the end of an outage, if there was one; call it after each success."""
+        if self._since:
+            log.info("the server serves again after %.0f s", time.monotonic() - self._since)
+            if self._disk_was_full and self._client is not None:
+                with contextlib.suppress(*OUTAGES):
+                    info: Any = self._client.info("persistence")
+                    if info.get("aof_enabled"):
+                        self._client.bgrewriteaof()
+        self._since, self._logged, self._disk_was_full = 0.0, "", False
+
+
+def retry(
+    action: Callable[[], T],
+    *,
+    client: redis.Redis | None = None,
+    stop: threading.Event | None = None,
+    timeout_s: float | None = None,
+) -> T:
+    """Return `action()`, called again with back-off (0.1 s doubling to 1 s) while the server has an outage.
+
+    Args:
+        action: idempotent, as a reply may have been lost.
+        client: see `Outage`.
+        stop: once set, the outage is raised.
+        timeout_s: after which the outage is raised; None: never.
+
+    Raises:
+        redis.exceptions.RedisError: not an outage, or one that did not end in time.
+    """
+    outages, pause_s, stop = Outage(client), 0.1, stop or threading.Event()
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    while True:
+        try:
+            result = action()
+        except OUTAGES as error:
+            outages.note(error)
+            if stop.is_set() or (deadline is not None and time.monotonic() >= deadline):
+                raise
+        else:
+            outages.over()
+            return result
+        left_s = pause_s if deadline is None else max(deadline - time.monotonic(), 0.0)
+        stop.wait(min(pause_s, left_s))
+        pause_s = min(2 * pause_s, 1.0)
+
+
+def call(
+    client: redis.Redis | Pipeline, name: str, script_keys: Sequence[Any] = (), args: Sequence[Any] = ()
+) -> Any:
+    """Run scripts/<name>.lua by its hash; its text is sent only to a server that does not know it.
+
+    In a pipeline the text is always sent, since the hash may turn out to be unknown among other replies.
+    """
+    text, digest = _script(name)
+    parts = (len(script_keys), *script_keys, *args)
+    if isinstance(client, Pipeline):
+        return client.eval(text, *parts)
+    try:
+        return client.evalsha(digest, *parts)
+    except NoScriptError:
+        return client.eval(text, *parts)
+
+
+@functools.cache
+def _script(name: str) -> tuple[str, str]:
+    """Text and hash of a script; one whose first line is `-- fenced` runs scripts/fence.lua first."""
+    folder = Path(__file__).parent / "scripts"
+    text = (folder / f"{name}.lua").read_text("utf-8")
+    if text.startswith("-- fenced\n"):
+        text = (folder / "fence.lua").read_text("utf-8") + text
+    return text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 
 
 def maxmemory(client: redis.Redis) -> int:

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from redis import Redis
 
 from ddrl.store import keys
-from ddrl.store.leases import FENCE, fenced
+from ddrl.store.leases import fenced
 from ddrl.types import EvaluationResult
 
 
@@ -61,8 +61,6 @@ class Row(OpenEvaluation):
 
 _ROW = TypeAdapter(Row)
 
-_OPEN = FENCE + "redis.call('HSET', KEYS[2], ARGV[2], ARGV[3]) return 1"
-
 _FINISH = """
 -- KEYS: evaluating (hash), evaluations (stream). ARGV: evaluation id, result (JSON). Stores a result once.
 if redis.call('HDEL', KEYS[1], ARGV[1]) == 0 then return 0 end
@@ -78,7 +76,7 @@ def open_(client: Redis, run: str, token: int, evaluation: OpenEvaluation) -> No
         LeaseLostError: another learner took over.
     """
     script_keys = [keys.state(run), keys.evaluating(run)]
-    fenced(client, _OPEN, script_keys, token, evaluation.evaluation_id, json.dumps(asdict(evaluation)))
+    fenced(client, "set_fields", script_keys, token, evaluation.evaluation_id, json.dumps(asdict(evaluation)))
 
 
 def opened(client: Redis, run: str) -> dict[str, OpenEvaluation]:
@@ -106,16 +104,13 @@ def finish(client: Redis, run: str, evaluation: OpenEvaluation, result: Evaluati
     return bool(client.eval(_FINISH, 2, *script_keys, evaluation.evaluation_id, json.dumps(row)))
 
 
-_DROP = FENCE + "return redis.call('HDEL', KEYS[2], ARGV[2])"
-
-
 def drop(client: Redis, run: str, token: int, evaluation_id: str) -> None:
     """Close an evaluation that cannot be played any more.
 
     Raises:
         LeaseLostError: another learner took over.
     """
-    fenced(client, _DROP, [keys.state(run), keys.evaluating(run)], token, evaluation_id)
+    fenced(client, "close_evaluation", [keys.state(run), keys.evaluating(run)], token, evaluation_id)
 
 
 def results(client: Redis, run: str, after: bytes = b"0-0") -> tuple[list[dict[str, Any]], bytes]:

@@ -17,39 +17,11 @@ from redis import Redis
 from redis.exceptions import ResponseError
 
 from ddrl.store import connection, keys
-from ddrl.store.connection import StoreError
+from ddrl.store.connection import StoreError, call
 
 log = logging.getLogger(__name__)
 
 TTL_MS = 3_000
-
-# Prepended to every script of the learner: KEYS[1] is the state hash, ARGV[1] the caller's token.
-FENCE = """
-local fence = redis.call('HGET', KEYS[1], 'fence')
-if not fence then return redis.error_reply('GONE the server does not know the run') end
-if tonumber(fence) < tonumber(ARGV[1]) then return redis.error_reply('GONE the server came back older') end
-if fence ~= ARGV[1] then return redis.error_reply('FENCED another learner took over') end
-"""
-
-_ACQUIRE = """
--- KEYS: state hash, lease string. ARGV: time to live in ms, host, folder, force (1|0).
--- Returns the token, or 0 if held or gone: how often the run was taken, and microseconds, so that no two are the same
--- where the server came back older and has forgotten one.
-if redis.call('HEXISTS', KEYS[1], 'status') == 0 then return 0 end
-if ARGV[4] ~= '1' and redis.call('EXISTS', KEYS[2]) == 1 then return 0 end
-redis.call('HDEL', KEYS[1], 'handover')  -- first: at maxmemory a script may write only after what adds nothing
-local turn = math.floor((redis.call('HGET', KEYS[1], 'fence') or 0) / 65536) + 1
-local token = turn * 65536 + redis.call('TIME')[2] % 65536
-local text = string.format('%.0f', token)
-redis.call('HSET', KEYS[1], 'fence', text, 'host', ARGV[2], 'folder', ARGV[3], 'reason', '')
-redis.call('SET', KEYS[2], text, 'PX', ARGV[1])
-return token
-"""
-
-# DEL first: at maxmemory a script may write only after what adds nothing.
-_RENEW = FENCE + "redis.call('DEL', KEYS[2]) redis.call('SET', KEYS[2], ARGV[1], 'PX', ARGV[2]) return 1"
-
-_RELEASE = "if redis.call('GET', KEYS[2]) == ARGV[1] then return redis.call('DEL', KEYS[2]) end return 0"
 
 
 class LeaseLostError(StoreError):
@@ -69,7 +41,7 @@ def acquire(
         force: take it from its holder, who finds out at its next write.
     """
     script_keys = [keys.state(run), keys.lease(run)]
-    reply = client.eval(_ACQUIRE, 2, *script_keys, ttl_ms, host, folder, int(force))
+    reply = call(client, "acquire", script_keys, [ttl_ms, host, folder, int(force)])
     return cast(int, reply) or None
 
 
@@ -79,12 +51,12 @@ def renew(client: Redis, run: str, token: int, *, ttl_ms: int = TTL_MS) -> None:
     Raises:
         LeaseLostError: another learner took over.
     """
-    fenced(client, _RENEW, [keys.state(run), keys.lease(run)], token, ttl_ms)
+    fenced(client, "renew", [keys.state(run), keys.lease(run)], token, ttl_ms)
 
 
 def release(client: Redis, run: str, token: int) -> None:
     """Let go at once, so that the next learner need not wait for the expiry."""
-    client.eval(_RELEASE, 2, keys.state(run), keys.lease(run), token)
+    call(client, "release", [keys.lease(run)], [token])
 
 
 @contextlib.contextmanager
@@ -105,7 +77,7 @@ def kept(run: str, token: int, *, is_alive: Callable[[], bool] = lambda: True) -
         while not left.wait(TTL_MS / 4e3):
             if is_alive():
                 was_alive = True
-                with contextlib.suppress(StoreError, *connection.HINDRANCES):
+                with contextlib.suppress(StoreError, *connection.OUTAGES):
                     renew(client, run, token)
             elif was_alive:
                 was_alive = False
@@ -165,15 +137,15 @@ def free(client: Redis, names: Sequence[str]) -> list[tuple[str, str]]:
     return [(run, (host or b"").decode()) for run, held, host in found if not held]
 
 
-def fenced(client: Redis, script: str, script_keys: list[str], token: int, *args: Any) -> Any:
-    """Run a script that begins with FENCE.
+def fenced(client: Redis, name: str, script_keys: list[str], token: int, *args: Any) -> Any:
+    """Run the fenced script scripts/<name>.lua as the holder of `token`.
 
     Raises:
         LeaseLostError: the token is not the newest.
         RunGoneError: the run is not there, or is as it was before the token was given.
     """
     try:
-        return client.eval(script, len(script_keys), *script_keys, token, *args)
+        return call(client, name, script_keys, [token, *args])
     except ResponseError as error:
         if "FENCED" in str(error):
             raise LeaseLostError("another learner took this run over; this one has stopped writing") from None

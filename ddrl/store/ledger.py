@@ -20,7 +20,7 @@ from typing import Any, cast
 from redis import Redis
 
 from ddrl.store import keys, stream
-from ddrl.store.leases import FENCE, fenced
+from ddrl.store.leases import fenced
 
 AUDITS = 10  # at most, of a run that goes on meanwhile
 STRANGER = -1  # the producer of entries that no append wrote
@@ -96,16 +96,6 @@ class Audit:
         return sum(getattr(account, name) for account in self.accounts.values())
 
 
-_PUT = (
-    FENCE
-    + """
--- KEYS: state, ledger. ARGV: token, producer and row in turn.
--- HDEL first: at maxmemory a script may write only after what adds nothing, and only what is accounted for is trimmed.
-redis.call('HDEL', KEYS[2], '')
-for i = 2, #ARGV, 2 do redis.call('HSET', KEYS[2], ARGV[i], ARGV[i + 1]) end
-return 1
-"""
-)
 _CURSOR = b"cursor"
 
 
@@ -118,7 +108,7 @@ def put(client: Redis, run: str, token: int, changed: Mapping[int, Row], cursor:
     parts: list[Any] = [_CURSOR, cursor]
     for producer, row in changed.items():
         parts += [producer, spelled(row)]
-    fenced(client, _PUT, [keys.state(run), keys.ledger(run)], token, *parts)
+    fenced(client, "set_fields", [keys.state(run), keys.ledger(run)], token, *parts)
 
 
 def spelled(row: Row) -> str:
@@ -139,44 +129,6 @@ def replace(client: Redis, run: str, token: int, rows: Mapping[int, Row], cursor
 def read(client: Redis, run: str) -> tuple[dict[int, Row], bytes]:
     """The rows by producer, and the last entry that they cover."""
     return _parse(cast("dict[bytes, bytes]", client.hgetall(keys.ledger(run))))
-
-
-_RETIRE = (
-    FENCE
-    + """
--- KEYS: state, producers, ledger. ARGV: token, stand-in, then of each producer: id, what is known of it, its row.
--- Who has appended meanwhile stays. From then on no append is taken of an id up to `retired` that is not known.
-redis.call('HDEL', KEYS[3], '')
-local last = tonumber(redis.call('HGET', KEYS[1], 'retired') or 0)
-local row, known = {0, 0, 0}, {0, 0, 0}  -- consumed, refused, unread; steps, fragments, duplicates
-local function add(sums, text, pattern)
-  for i, value in ipairs({string.match(text, pattern)}) do sums[i] = sums[i] + tonumber(value) end
-end
-local ROW, KNOWN = '^(%d+) (%d+) (%d+) ', '^%d+ %d+ (%d+) %d+ %S+ (%d+) (%d+) '
-local own, stands = redis.call('HGET', KEYS[3], ARGV[2]), redis.call('HGET', KEYS[2], ARGV[2])
-own, stands = own or '0 0 0 0 -1', stands or '0 0 0 0 - 0 0 -'
-if not (string.match(own, ROW) and string.match(stands, KNOWN)) then return 0 end
-local num = 0
-for i = 3, #ARGV, 3 do
-  if redis.call('HGET', KEYS[2], ARGV[i]) == ARGV[i + 1] and redis.call('HGET', KEYS[3], ARGV[i]) == ARGV[i + 2] then
-    add(row, ARGV[i + 2], ROW)
-    add(known, ARGV[i + 1], KNOWN)
-    redis.call('HDEL', KEYS[2], ARGV[i])
-    redis.call('HDEL', KEYS[3], ARGV[i])
-    last, num = math.max(last, tonumber(ARGV[i])), num + 1
-  end
-end
-if num == 0 then return 0 end
-add(row, own, ROW)
-add(known, stands, KNOWN)
-local function plain(value) return string.format('%.0f', value) end
-redis.call('HSET', KEYS[1], 'retired', plain(last))
-redis.call('HSET', KEYS[3], ARGV[2], table.concat({plain(row[1]), plain(row[2]), plain(row[3]), '0 -1'}, ' '))
-redis.call('HSET', KEYS[2], ARGV[2], table.concat(
-  {'0 0', plain(known[1]), '0 -', plain(known[2]), plain(known[3]), '-'}, ' '))
-return num
-"""
-)
 
 
 def retire(client: Redis, run: str, token: int, checkpoint: Mapping[str, Any], *, silent_s: float) -> int:
@@ -208,7 +160,7 @@ def retire(client: Redis, run: str, token: int, checkpoint: Mapping[str, Any], *
             parts += [producer, known[0], spelled(row)]
     script_keys, size, num = [keys.state(run), keys.producers(run), keys.ledger(run)], 3 * _BATCH, 0
     for at in range(0, len(parts), size):
-        num += cast(int, fenced(client, _RETIRE, script_keys, token, RETIRED, *parts[at : at + size]))
+        num += cast(int, fenced(client, "retire", script_keys, token, RETIRED, *parts[at : at + size]))
     return num
 
 

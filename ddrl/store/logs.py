@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from redis.exceptions import RedisError
 
-from ddrl.store import connection, keys, runs
+from ddrl.store import connection, keys
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -34,7 +34,7 @@ def add(client: Redis, run: str, source: str, level: str, text: str) -> None:
         text: cut at LINE_LENGTH.
     """
     row = ("source", source, "level", level, "text", text[:LINE_LENGTH])
-    client.eval(runs.ADD_LINE, 2, keys.state(run), keys.logs(run), LENGTH, *row)
+    connection.call(client, "add_line", [keys.state(run), keys.logs(run)], [LENGTH, *row])
 
 
 def read(client: Redis, run: str, after: bytes = b"0-0") -> tuple[list[dict[str, Any]], bytes]:

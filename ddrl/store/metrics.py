@@ -9,12 +9,9 @@ from typing import Any, cast
 from redis import Redis
 
 from ddrl.store import keys
-from ddrl.store.leases import FENCE, fenced
+from ddrl.store.leases import fenced
 
 LENGTH = 50_000
-
-
-_ADD = FENCE + "return redis.call('XADD', KEYS[2], 'MAXLEN', '~', ARGV[2], '*', 'row', ARGV[3])"
 
 
 def add(client: Redis, run: str, token: int, row: Mapping[str, float]) -> None:
@@ -23,7 +20,7 @@ def add(client: Redis, run: str, token: int, row: Mapping[str, float]) -> None:
     Raises:
         LeaseLostError: another learner took over.
     """
-    fenced(client, _ADD, [keys.state(run), keys.metrics(run)], token, LENGTH, json.dumps(row))
+    fenced(client, "add_metrics", [keys.state(run), keys.metrics(run)], token, LENGTH, json.dumps(row))
 
 
 def read(client: Redis, run: str, after: bytes = b"0-0") -> tuple[list[dict[str, Any]], bytes]:

@@ -17,8 +17,8 @@ from redis import Redis
 
 from ddrl.config import RunConfig, validate
 from ddrl.store import keys
-from ddrl.store.connection import StoreError
-from ddrl.store.leases import FENCE, fenced
+from ddrl.store.connection import StoreError, call
+from ddrl.store.leases import fenced
 from ddrl.store.run_state import ENDED as ENDED
 from ddrl.store.run_state import STATE_FIELDS, Rival, ask_rivals, parse, rivals
 from ddrl.store.run_state import RunState as RunState
@@ -75,22 +75,8 @@ def create(
     ]
     spec, weights = config.model_dump_json(by_alias=True), initial[1] if initial is not None else b""
     pairs = [part for pair in fields.items() for part in pair]
-    client.eval(_CREATE, 6, *script_keys, run, spec, weights, fields["created_ms"], *pairs)
+    call(client, "create_run", script_keys, [run, spec, weights, fields["created_ms"], *pairs])
     return run
-
-
-_CREATE = """
--- KEYS: spec, state, journal, initial weights, runs, those that have not ended. ARGV: run, spec, weights or "",
--- created ms, fields of the state... A second time it does nothing: a reply may be lost, and the run begun meanwhile.
-if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
-redis.call('SET', KEYS[1], ARGV[2])
-if ARGV[3] ~= '' then redis.call('SET', KEYS[4], ARGV[3]) end
-for i = 5, #ARGV, 2 do redis.call('HSET', KEYS[2], ARGV[i], ARGV[i + 1]) end
-redis.call('ZADD', KEYS[5], ARGV[4], ARGV[1])
-redis.call('ZADD', KEYS[6], ARGV[4], ARGV[1])
-redis.call('XADD', KEYS[3], '*', 'event', 'created')
-return 1
-"""
 
 
 def _mirrored(config: RunConfig) -> dict[Any, Any]:
@@ -194,37 +180,6 @@ def status(client: Redis, run: str) -> str | None:
     return value.decode() if value is not None else None
 
 
-_SET_STATUS = (
-    """
--- KEYS: state, journal, runs that have not ended. ARGV: token (0: the operator), status, reason, ended (1|0), run, then
--- the statuses it may replace. An end is final but for `active`, which resumes. HDEL comes first, for at maxmemory a
--- script may write only where its first write frees.
-if ARGV[1] ~= '0' then"""
-    + FENCE
-    + """end
-local now = redis.call('HGET', KEYS[1], 'status')
-if now == ARGV[2] and redis.call('HGET', KEYS[1], 'reason') == ARGV[3] then return 1 end  -- said before
-for i = 6, #ARGV do
-  if now == ARGV[i] then
-    local time = redis.call('TIME')
-    redis.call('HDEL', KEYS[1], 'ended_ms')
-    redis.call('HSET', KEYS[1], 'status', ARGV[2], 'reason', ARGV[3])
-    if ARGV[2] == 'active' then redis.call('HSET', KEYS[1], 'crashes', 0, 'error', '') end
-    if ARGV[4] == '1' then
-      redis.call('ZREM', KEYS[3], ARGV[5])
-      redis.call('HSET', KEYS[1], 'ended_ms', time[1] * 1000 + math.floor(time[2] / 1000))
-    else
-      redis.call('ZADD', KEYS[3], redis.call('HGET', KEYS[1], 'created_ms') or 0, ARGV[5])
-    end
-    redis.call('XADD', KEYS[2], 'MAXLEN', '~', 10000, '*', 'event', ARGV[2], 'reason', ARGV[3])
-    return 1
-  end
-end
-return 0
-"""
-)
-
-
 def set_status(client: Redis, run: str, new: str, reason: str, *, token: int | None = None) -> bool:
     """Change the status if the present one allows it; False if it does not (already ended, say).
 
@@ -240,7 +195,8 @@ def set_status(client: Redis, run: str, new: str, reason: str, *, token: int | N
     }.get(new, ("active", "paused"))
     ended = "1" if new in ENDED else "0"
     keys_ = [keys.state(run), keys.journal(run), keys.OPEN]
-    return bool(fenced(client, _SET_STATUS, keys_, token or 0, new, reason, ended, run, *allowed))
+    args = (new, reason, ended, run, JOURNAL_LENGTH, *allowed)
+    return bool(fenced(client, "set_status", keys_, token or 0, *args))
 
 
 def reactivate(client: Redis, run: str, *, more_time_s: float | None = None) -> None:
@@ -275,16 +231,13 @@ def elapsed_s(client: Redis, run: str) -> float:
     return float(json.loads(raw)["meta"]["elapsed_s"]) if raw else 0.0
 
 
-_NOTE_EVALUATION = FENCE + "redis.call('HSET', KEYS[1], 'evaluation', ARGV[2]) return 1"
-
-
 def note_evaluation(client: Redis, run: str, token: int, evaluation: Mapping[str, Any]) -> None:
     """Keep the evaluation that describes the run: version, return_mean, return_std, episodes.
 
     Raises:
         LeaseLostError: another learner took over.
     """
-    fenced(client, _NOTE_EVALUATION, [keys.state(run)], token, json.dumps(dict(evaluation)))
+    fenced(client, "set_fields", [keys.state(run)] * 2, token, "evaluation", json.dumps(dict(evaluation)))
 
 
 def reserved_bytes(client: Redis, *, but: str | None = None) -> int:
@@ -294,24 +247,6 @@ def reserved_bytes(client: Redis, *, but: str | None = None) -> int:
             if run != but:
                 pipe.hget(keys.state(run), "max_bytes")
         return sum(int(size or 0) for size in pipe.execute())
-
-
-_CHANGE = """
--- KEYS: spec, state, journal. ARGV: config version that is to be changed, spec, cap of the journal, number of fields,
--- fields of the state..., then option, from and to of each change. The new config version; 0 if another was quicker.
-local now = tonumber(redis.call('HGET', KEYS[2], 'config_version') or 0)
-if now == tonumber(ARGV[1]) + 1 and redis.call('GET', KEYS[1]) == ARGV[2] then return now end  -- said before
-if now ~= tonumber(ARGV[1]) or redis.call('EXISTS', KEYS[2]) == 0 then return 0 end
-redis.call('SET', KEYS[1], ARGV[2])
-local first = 5 + 2 * tonumber(ARGV[4])
-local steps = redis.call('HGET', KEYS[2], 'appended_steps') or '0'
-for i = 5, first - 1, 2 do redis.call('HSET', KEYS[2], ARGV[i], ARGV[i + 1]) end
-for i = first, #ARGV, 3 do
-  redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[3], '*', 'event', 'set', 'option', ARGV[i], 'from', ARGV[i + 1],
-    'to', ARGV[i + 2], 'env_steps', steps)
-end
-return redis.call('HINCRBY', KEYS[2], 'config_version', 1)
-"""
 
 
 def change(
@@ -336,9 +271,8 @@ def change(
     rows = [part for name, values in changes.items() for part in (name, *map(json.dumps, values))]
     script_keys = [keys.spec(run), keys.state(run), keys.journal(run)]
     spec = new.model_dump_json(by_alias=True)
-    reply = client.eval(
-        _CHANGE, 3, *script_keys, version, spec, JOURNAL_LENGTH, len(fields) // 2, *fields, *rows
-    )
+    args = [version, spec, JOURNAL_LENGTH, len(fields) // 2, *fields, *rows]
+    reply = call(client, "change_config", script_keys, args)
     if not reply:
         raise StoreError(f"run {run}: its settings were changed meanwhile; look at them and try again")
     return cast(int, reply)
@@ -351,9 +285,7 @@ def config_version(client: Redis, run: str) -> int:
 
 def request_handover(client: Redis, run: str, host: str) -> None:
     """Ask the run's learner to let go of it; whoever acquires the lease ends the request."""
-    script = "if redis.call('EXISTS', KEYS[1]) == 1 then redis.call('HSET', KEYS[1], 'handover', ARGV[1]) end"
-    client.eval(script, 1, keys.state(run), host)
-    note(client, run, "handover", f"asked for by {host}")
+    call(client, "request_handover", [keys.state(run), keys.journal(run)], [host, JOURNAL_LENGTH])
 
 
 def initial(client: Redis, run: str) -> bytes | None:
@@ -361,18 +293,10 @@ def initial(client: Redis, run: str) -> bytes | None:
     return cast("bytes | None", client.get(keys.initial(run)))
 
 
-ADD_LINE = """
--- KEYS: state, stream. ARGV: cap of the stream, fields... Nothing of a run gone: its keys must not come back.
-if redis.call('EXISTS', KEYS[1]) == 1 then
-  redis.call('XADD', KEYS[2], 'MAXLEN', '~', ARGV[1], '*', unpack(ARGV, 2))
-end
-"""
-
-
 def note(client: Redis, run: str, event: str, reason: str) -> None:
     """Add to the run's journal."""
-    script_keys = [keys.state(run), keys.journal(run)]
-    client.eval(ADD_LINE, 2, *script_keys, JOURNAL_LENGTH, "event", event, "reason", reason)
+    args = [JOURNAL_LENGTH, "event", event, "reason", reason]
+    call(client, "add_line", [keys.state(run), keys.journal(run)], args)
 
 
 def journal(client: Redis, run: str) -> list[dict[str, Any]]:

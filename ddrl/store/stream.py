@@ -15,7 +15,8 @@ from typing import Any, cast
 from redis import Redis
 
 from ddrl.store import keys
-from ddrl.store.leases import FENCE, fenced
+from ddrl.store.connection import call
+from ddrl.store.leases import fenced
 
 ENTRY_OVERHEAD_BYTES = 128  # of an entry in the server: measured 75 to 83, counters and names besides
 REPLY_BYTES = 8 * 1024**2  # aim for one read
@@ -81,86 +82,6 @@ class Entry:
         return Entry(self.entry_id, kept)
 
 
-_APPEND = """
--- KEYS: 1 state (hash), 2 experience (stream), 3 episodes (stream), 4 draining (set),
---       5 producers (hash: id -> "incarnation seq steps ms host fragments duplicates node")
--- ARGV: 1 producer, 2 incarnation, 3 seq, 4 transitions, 5 bytes, 6 played ms, 7 host, 8 node, 9 episodes (JSON or ""),
---       10 cap of the episodes stream, 11 process ms, 12 and 13 ms waited for allowance and room, 14... fields
-local state = redis.call('HMGET', KEYS[1], 'status', 'allowance', 'version', 'allowance_id', 'max_bytes',
-  'appended_fragments', 'appended_steps', 'appended_bytes', 'trimmed_bytes', 'players', 'crashes', 'claim',
-  'claim_until_ms', 'first_step_ms', 'retired')
-local status, allowance, version = state[1], tonumber(state[2] or 0), tonumber(state[3] or -1)
-local allowance_id, max_bytes = state[4] or '0-0', tonumber(state[5] or 0)
-local fragments, steps = tonumber(state[6] or 0), tonumber(state[7] or 0)
-local bytes, trimmed = tonumber(state[8] or 0), tonumber(state[9] or 0)
-local players = tonumber(state[10] or 1)
-local shares = players > 1 and 2 * players or 1
-local function left()
-  if steps < allowance then return math.ceil((allowance - steps) / shares) end
-  return allowance - steps
-end
-if status ~= 'active' and status ~= 'paused' then return {'STOPPED', version, allowance_id, 0} end
-local time = redis.call('TIME')
-local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
-local incarnation, seq, played, seen, host, count, doubles, node
-local last = redis.call('HGET', KEYS[5], ARGV[1])
-if last then
-  incarnation, seq, played, seen, host, count, doubles, node =
-    string.match(last, '^(%d+) (%d+) (%d+) (%d+) (%S+) (%d+) (%d+) (%S+)$')
-end
-played, count, doubles = tonumber(played or 0), tonumber(count or 0), tonumber(doubles or 0)
-if not last and tonumber(ARGV[1]) <= tonumber(state[15] or 0) then  -- retired; what it repeats is known no more
-  return {'STOPPED', version, allowance_id, 0}
-end
-if incarnation == ARGV[2] and tonumber(ARGV[3]) <= tonumber(seq) then
-  redis.call('HINCRBY', KEYS[1], 'duplicates', 1)
-  redis.call('HSET', KEYS[5], ARGV[1], table.concat(
-    {incarnation, seq, string.format('%.0f', played), seen, host, count, doubles + 1, node}, ' '))
-else
-  if bytes - trimmed + tonumber(ARGV[5]) > max_bytes then
-    redis.call('HINCRBY', KEYS[1], 'full', 1)
-    return {'FULL', version, allowance_id, left()}
-  end
-  fragments, steps, bytes = fragments + 1, steps + tonumber(ARGV[4]), bytes + tonumber(ARGV[5])
-  local entry = {'f', fragments, 'n', steps, 'b', bytes, 's', ARGV[5], 'p', ARGV[1], 'i', ARGV[2], 'q', ARGV[3]}
-  for i = 14, #ARGV do entry[#entry + 1] = ARGV[i] end
-  redis.call('XADD', KEYS[2], '*', unpack(entry))
-  redis.call('HSET', KEYS[1], 'appended_fragments', fragments, 'appended_steps', steps, 'appended_bytes', bytes)
-  if not state[14] then redis.call('HSET', KEYS[1], 'first_step_ms', now_ms - tonumber(ARGV[6])) end
-  if state[11] and state[11] ~= '0' then redis.call('HSET', KEYS[1], 'crashes', 0) end
-  redis.call('HINCRBY', KEYS[1], 'played_ms', ARGV[6])
-  redis.call('HINCRBY', KEYS[1], 'process_ms', ARGV[11])
-  if ARGV[12] ~= '0' then redis.call('HINCRBY', KEYS[1], 'allowance_wait_ms', ARGV[12]) end
-  if ARGV[13] ~= '0' then redis.call('HINCRBY', KEYS[1], 'room_wait_ms', ARGV[13]) end
-  redis.call('HSET', KEYS[5], ARGV[1], table.concat({ARGV[2], ARGV[3],
-    string.format('%.0f', played + tonumber(ARGV[4])), string.format('%.0f', now_ms), ARGV[7], count + 1, doubles,
-    ARGV[8]}, ' '))
-  if ARGV[9] ~= '' then
-    redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[10], '*', 'returns', ARGV[9], 'env_steps', steps)
-  end
-end
-local answer = 'GO'
-if status == 'paused' or redis.call('SISMEMBER', KEYS[4], ARGV[8]) == 1 then
-  answer = 'YIELD'
-elseif tonumber(state[12] or 0) > 0 and now_ms < tonumber(state[13] or 0) then
-  redis.call('HINCRBY', KEYS[1], 'claim', -1)
-  answer = 'YIELD'
-elseif steps >= allowance then
-  answer = 'WAIT'
-end
-return {answer, version, allowance_id, left()}
-"""
-
-_CLAIM = """
--- KEYS: state. ARGV: processes, ms for which the claim stands. Only what goes on can give way.
-if redis.call('HGET', KEYS[1], 'status') ~= 'active' then return 0 end
-local time = redis.call('TIME')
-redis.call('HSET', KEYS[1], 'claim', ARGV[1], 'claim_until_ms',
-  string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 1000) + tonumber(ARGV[2])))
-return 1
-"""
-
-
 def new_producer(client: Redis) -> int:
     """An id that no other collector has or had on this server."""
     return client.incr(keys.PRODUCERS)
@@ -197,16 +118,24 @@ def append(
     """
     flat: list[bytes] = [part for pair in fields.items() for part in pair]
     size = sum(map(len, flat)) + ENTRY_OVERHEAD_BYTES
-    reply = client.eval(
-        _APPEND,
-        5,
-        *(keys.state(run), keys.experience(run), keys.episodes(run), keys.draining(run), keys.producers(run)),
-        *(producer, incarnation, seq, num_transitions, size, played_ms, host, node),
-        json.dumps([round(value, 3) for value in episode_returns]) if episode_returns else "",
+    script_keys = [
+        *(keys.state(run), keys.experience(run), keys.episodes(run), keys.draining(run), keys.producers(run))
+    ]
+    returns = json.dumps([round(value, 3) for value in episode_returns]) if episode_returns else ""
+    args = [
+        producer,
+        incarnation,
+        seq,
+        num_transitions,
+        size,
+        played_ms,
+        host,
+        node,
+        returns,
         EPISODES_LENGTH,
-        *(process_ms, allowance_wait_ms, room_wait_ms),
-        *flat,
-    )
+    ]
+    args += [process_ms, allowance_wait_ms, room_wait_ms, *flat]
+    reply = call(client, "append", script_keys, args)
     answer, version, allowance_id, remaining = cast("tuple[bytes, int, bytes, int]", reply)
     return Appended(Answer(answer.decode()), version, allowance_id, remaining)
 
@@ -218,7 +147,7 @@ def claim(client: Redis, run: str, processes: int, *, for_ms: int = 1000) -> Non
         processes: replaces what was claimed before.
         for_ms: after which what was not taken lapses.
     """
-    client.eval(_CLAIM, 1, keys.state(run), processes, for_ms)
+    call(client, "claim", [keys.state(run)], [processes, for_ms])
 
 
 def read(client: Redis, run: str, cursor: bytes, *, count: int, until: bytes = b"+") -> list[Entry]:
@@ -257,53 +186,13 @@ def read_count(client: Redis, run: str) -> int:
     return max(1, min(1024, REPLY_BYTES * length // max(live_bytes, 1))) if length else 64
 
 
-_TRIM = (
-    FENCE
-    + """
--- KEYS: state, experience. ARGV: token, first entry that stays.
--- What was appended before the first entry that stays is what was trimmed; an entry that says what cannot be was not
--- written by the append, and the next one is asked.
-local removed = redis.call('XTRIM', KEYS[2], 'MINID', ARGV[2])
-local appended = tonumber(redis.call('HGET', KEYS[1], 'appended_bytes') or 0)
-local trimmed = appended
-local from = '-'
-for _ = 1, 8 do  -- one by one, for entries are large
-  local entry = redis.call('XRANGE', KEYS[2], from, '+', 'COUNT', 1)[1]
-  if not entry then break end
-  from = '(' .. entry[1]
-  local bytes, size
-  for i = 1, #entry[2], 2 do
-    if entry[2][i] == 'b' then bytes = tonumber(entry[2][i + 1]) end
-    if entry[2][i] == 's' then size = tonumber(entry[2][i + 1]) end
-  end
-  if bytes and size and size > 0 and bytes <= appended and bytes >= size then
-    trimmed = bytes - size
-    break
-  end
-end
-redis.call('HSET', KEYS[1], 'trimmed_bytes', string.format('%.0f', trimmed))
-return removed
-"""
-)
-
-
 def trim(client: Redis, run: str, token: int, first_kept: bytes) -> int:
     """Drop the entries before `first_kept`; the number dropped.
 
     Raises:
         LeaseLostError: another learner took over.
     """
-    return cast(int, fenced(client, _TRIM, [keys.state(run), keys.experience(run)], token, first_kept))
-
-
-_REFUSE = (
-    FENCE
-    + """
--- KEYS: state, dead. ARGV: token, cap, entry id, reason, head of the entry's header.
-redis.call('HINCRBY', KEYS[1], 'dead', 1)
-return redis.call('XADD', KEYS[2], 'MAXLEN', '~', ARGV[2], '*', 'entry', ARGV[3], 'reason', ARGV[4], 'head', ARGV[5])
-"""
-)
+    return cast(int, fenced(client, "trim", [keys.state(run), keys.experience(run)], token, first_kept))
 
 
 def refuse(client: Redis, run: str, token: int, entry_id: bytes, head: bytes, reason: str) -> None:
@@ -313,19 +202,7 @@ def refuse(client: Redis, run: str, token: int, entry_id: bytes, head: bytes, re
         LeaseLostError: another learner took over.
     """
     script_keys = [keys.state(run), keys.dead(run)]
-    fenced(client, _REFUSE, script_keys, token, DEAD_LENGTH, entry_id, reason[:500], head)
-
-
-_ALLOW = (
-    FENCE
-    + """
--- KEYS: state, allowance (stream of one entry). ARGV: token, allowance, updates, players.
-local version = redis.call('HGET', KEYS[1], 'version')
-local id = redis.call('XADD', KEYS[2], 'MAXLEN', 1, '*', 'allowance', ARGV[2], 'version', version)
-redis.call('HSET', KEYS[1], 'allowance', ARGV[2], 'allowance_id', id, 'updates', ARGV[3], 'players', ARGV[4])
-return id
-"""
-)
+    fenced(client, "refuse", script_keys, token, DEAD_LENGTH, entry_id, reason[:500], head)
 
 
 def allow(client: Redis, run: str, token: int, allowance: int, *, updates: int, players: int = 1) -> None:
@@ -339,7 +216,7 @@ def allow(client: Redis, run: str, token: int, allowance: int, *, updates: int, 
     Raises:
         LeaseLostError: another learner took over.
     """
-    fenced(client, _ALLOW, [keys.state(run), keys.allowance(run)], token, allowance, updates, players)
+    fenced(client, "allow", [keys.state(run), keys.allowance(run)], token, allowance, updates, players)
 
 
 def await_allowance(client: Redis, run: str, after: bytes, *, block_ms: int) -> bool:

@@ -11,7 +11,7 @@ from typing import cast
 from redis import Redis
 
 from ddrl.store import keys
-from ddrl.store.leases import FENCE, fenced
+from ddrl.store.leases import fenced
 
 
 @dataclass(frozen=True)
@@ -22,25 +22,6 @@ class WeightsIndex:
     best: int
     best_return: float
     sizes: dict[int, int]
-
-
-_PUBLISH = (
-    FENCE
-    + """
--- KEYS: state, weights, allowance, blob of the version, blobs to drop... ARGV: token, version, bytes, blob,
--- allowance, updates, players, then the versions to drop in the order of their keys.
-redis.call('SET', KEYS[4], ARGV[4])
-redis.call('HSET', KEYS[2], 'latest', ARGV[2], ARGV[2], ARGV[3])
-for i = 5, #KEYS do
-  redis.call('DEL', KEYS[i])
-  redis.call('HDEL', KEYS[2], ARGV[i + 3])
-end
-local id = redis.call('XADD', KEYS[3], 'MAXLEN', 1, '*', 'allowance', ARGV[5], 'version', ARGV[2])
-redis.call('HSET', KEYS[1], 'version', ARGV[2], 'allowance', ARGV[5], 'allowance_id', id, 'updates', ARGV[6],
-  'players', ARGV[7])
-return 1
-"""
-)
 
 
 def publish(
@@ -62,10 +43,8 @@ def publish(
     """
     script_keys = [keys.state(run), keys.weights(run), keys.allowance(run), keys.weights_blob(run, version)]
     script_keys += [keys.weights_blob(run, old) for old in drop]
-    fenced(client, _PUBLISH, script_keys, token, version, len(blob), blob, allowance, updates, players, *drop)
-
-
-_MARK_BEST = FENCE + "redis.call('HSET', KEYS[2], 'best', ARGV[2], 'best_return', ARGV[3]) return 1"
+    args = (version, len(blob), blob, allowance, updates, players, *drop)
+    fenced(client, "publish", script_keys, token, *args)
 
 
 def mark_best(client: Redis, run: str, token: int, version: int, return_mean: float) -> None:
@@ -74,7 +53,8 @@ def mark_best(client: Redis, run: str, token: int, version: int, return_mean: fl
     Raises:
         LeaseLostError: another learner took over.
     """
-    fenced(client, _MARK_BEST, [keys.state(run), keys.weights(run)], token, version, return_mean)
+    script_keys = [keys.state(run), keys.weights(run)]
+    fenced(client, "set_fields", script_keys, token, "best", version, "best_return", return_mean)
 
 
 def index(client: Redis, run: str) -> WeightsIndex:

@@ -110,7 +110,7 @@ class Presence:
             except Exception as error:  # the worker plays on, and so must this
                 if order == _GO:
                     return
-                if not isinstance(error, connection.HINDRANCES):
+                if not isinstance(error, connection.OUTAGES):
                     log.exception("worker %s: cannot tell of itself", self.node)
 
 

@@ -239,7 +239,7 @@ class Players:
         try:
             segments.playing(client, player.run, player.producer, node=node, pid=os.getpid())
             yield
-        except connection.HINDRANCES:
+        except connection.OUTAGES:
             is_hindered = True  # a server that cannot serve takes no word of the end either
             raise
         finally:

@@ -68,20 +68,20 @@ def plainly(client: Redis, run: str, node: str) -> Iterator[None]:
         yield
     except runs.UnknownRunError:
         return  # deleted since the message was sent
-    except connection.HINDRANCES as error:
-        if (text := connection.hindrance(error)) is None:
+    except connection.OUTAGES as error:
+        if (text := connection.outage(error)) is None:
             text = f"the server refuses a command ({first_line(error)}); see the rights of the worker's user"
         _warn(run, text)
     except (UnfitError, ConfigError, connection.StoreError) as error:
         reason = str(error) if isinstance(error, UnfitError) else f"host {host}: {error}"
         _warn(run, reason)
-        with suppress(*connection.HINDRANCES):
+        with suppress(*connection.OUTAGES):
             segments.note_refusal(client, run, host, reason)
     except Exception as error:
         players().drop(run)
         reason = f"host {host}: {type(error).__name__}: {first_line(error)}; mend what the run plays"
         log.exception("run %s: %s", run, reason)
-        with suppress(*connection.HINDRANCES):
+        with suppress(*connection.OUTAGES):
             segments.note_crash(client, run, reason)
             logs.add(client, run, f"worker {node}", "ERROR", reason)
     else:
@@ -167,8 +167,8 @@ def patiently(store: Callable[[], T]) -> T:
     while True:
         try:
             return store()
-        except connection.HINDRANCES as error:
-            if connection.hindrance(error) is None or time.monotonic() > deadline:
+        except connection.OUTAGES as error:
+            if connection.outage(error) is None or time.monotonic() > deadline:
                 raise
             time.sleep(PAUSE_S)
 
@@ -213,7 +213,7 @@ def answer(client: Redis, run: str, request_id: str) -> bool:
         given = requests.Answer(number, result.returns, result.lengths)
     except Withdrawn:
         return False
-    except connection.HINDRANCES:
+    except connection.OUTAGES:
         raise
     except Exception as error:  # the asker plays it then, and says why
         time.sleep(PAUSE_S)  # others may do better with what is left

@@ -54,8 +54,8 @@ def served(learner: Learner) -> Iterator[list[str]]:
         while not over.wait(0.02):
             try:
                 learner.serve()
-            except connection.HINDRANCES as error:
-                text = connection.hindrance(error)
+            except connection.OUTAGES as error:
+                text = connection.outage(error)
                 if text is None:
                     failed.append(error)
                     return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import socket
 import stat
 import threading
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import kombu
 import pytest
+import redis
 
 from ddrl.store import connection
 from ddrl.store.connection import StoreError
@@ -195,3 +198,98 @@ def test_folders_open_to_others_or_not_ours_are_refused(home: Path, monkeypatch:
     monkeypatch.setattr("os.getuid", lambda: 54321)
     with pytest.raises(StoreError, match="is not a folder of user 54321"):
         connection.runtime_dir()
+
+
+# --- outages and retry ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (redis.exceptions.OutOfMemoryError("OOM command not allowed when used memory"), "memory is full"),
+        (redis.ResponseError("Error running script: @user_script:1: OOM command not allowed"), "memory is full"),
+        (redis.ResponseError("MISCONF Errors writing to the AOF file: No space left"), "write to its disk"),
+        (redis.exceptions.ReadOnlyError("READONLY You can't write against a read only replica."), "failing over"),
+        (redis.exceptions.BusyLoadingError("LOADING Valkey is loading the dataset in memory"), "still loads"),
+        (redis.ConnectionError("Connection refused"), r"does not answer \(Connection refused\)"),
+        (redis.TimeoutError("Timeout reading from socket"), "does not answer"),
+    ],
+)  # fmt: skip
+def test_an_outage_is_told_in_one_sentence(error: Exception, sentence: str) -> None:
+    found = connection.outage(error)
+    assert found is not None and re.search(sentence, found)
+
+
+@pytest.mark.parametrize(
+    "error", [redis.ResponseError("WRONGTYPE"), redis.AuthenticationError("no"), ValueError("x")]
+)
+def test_other_errors_are_no_outages(error: Exception) -> None:
+    assert connection.outage(error) is None
+
+
+def failing(*errors: Exception):
+    """An action that raises these errors in turn, and then returns "done"."""
+    left = list(errors)
+
+    def action() -> str:
+        if left:
+            raise left.pop(0)
+        return "done"
+
+    return action
+
+
+def test_retry_ends_with_the_outage_and_logs_it_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    refused = redis.ConnectionError("Connection refused")
+    assert connection.retry(failing(refused, refused)) == "done"
+    assert [record.message for record in caplog.records] == [
+        "the server does not answer (Connection refused); waiting for it",
+        "the server serves again after 0 s",
+    ]
+
+
+def test_retry_raises_what_does_not_pass() -> None:
+    with pytest.raises(redis.ResponseError, match="WRONGTYPE"):
+        connection.retry(failing(redis.ResponseError("WRONGTYPE")))
+
+
+def test_retry_ends_with_stop_or_timeout() -> None:
+    stop, gone = threading.Event(), redis.ConnectionError("gone")
+    stop.set()
+    with pytest.raises(redis.ConnectionError):
+        connection.retry(failing(gone, gone), stop=stop)
+    with pytest.raises(redis.ConnectionError):
+        connection.retry(failing(*[gone] * 99), timeout_s=0.05)
+
+
+def test_a_server_whose_disk_was_full_rewrites_its_file(make_server) -> None:
+    client = make_server("--appendonly", "yes").client
+    before = client.info("commandstats").get("cmdstat_bgrewriteaof")
+    full = redis.ResponseError("MISCONF Errors writing to the AOF file: No space left on device")
+    connection.retry(failing(full), client=client)
+    assert before is None and "cmdstat_bgrewriteaof" in client.info("commandstats")
+
+
+# --- scripts ---------------------------------------------------------------------------------------------
+
+
+def test_a_script_is_called_by_hash_and_sent_once(server) -> None:
+    client = server.client
+    client.script_flush()
+    client.config_resetstat()
+    for _ in range(3):
+        connection.call(client, "release", ["key"], ["token"])
+    with client.pipeline(transaction=False) as pipe:
+        connection.call(pipe, "release", ["key"], ["token"])
+        assert pipe.execute() == [0]
+    stats = client.info("commandstats")
+    assert (stats["cmdstat_evalsha"]["calls"], stats["cmdstat_eval"]["calls"]) == (3, 2)
+
+
+def test_every_script_says_what_it_takes_and_answers() -> None:
+    folder = Path(connection.__file__).parent / "scripts"
+    for path in folder.glob("*.lua"):
+        text = path.read_text("utf-8")
+        opening = re.match(r"(--[^\n]*\n)+", text)
+        assert opening is not None and "KEYS" in opening[0] and "ARGV" in opening[0], path.name

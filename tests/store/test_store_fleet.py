@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import threading
 import time
 
@@ -219,28 +218,3 @@ def test_whoever_logs_more_than_a_stalled_server_takes_does_not_wait_nor_fill_th
         answers.set()
     assert 3 <= len(sent) <= 4 and sent[:3] == [f"line {number}" for number in range(3)]
     assert "Logging error" not in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("error", "sentence"),
-    [
-        (redis.exceptions.OutOfMemoryError("OOM command not allowed when used memory"), "memory is full"),
-        (redis.ResponseError("Error running script: @user_script:1: OOM command not allowed"), "memory is full"),
-        (redis.ResponseError("MISCONF Errors writing to the AOF file: No space left"), "write to its disk"),
-        (redis.exceptions.ReadOnlyError("READONLY You can't write against a read only replica."), "failing over"),
-        (redis.exceptions.BusyLoadingError("LOADING Valkey is loading the dataset in memory"), "still loads"),
-        (redis.ConnectionError("Connection refused"), r"does not answer \(Connection refused\)"),
-        (redis.TimeoutError("Timeout reading from socket"), "does not answer"),
-    ],
-)  # fmt: skip
-def test_what_waiting_helps_against_is_a_plain_sentence(error: Exception, sentence: str) -> None:
-
-    found = connection.hindrance(error)
-    assert found is not None and re.search(sentence, found)
-
-
-@pytest.mark.parametrize(
-    "error", [redis.ResponseError("WRONGTYPE"), redis.AuthenticationError("no"), ValueError("x")]
-)
-def test_what_waiting_does_not_help_against_is_no_hindrance(error: Exception) -> None:
-    assert connection.hindrance(error) is None

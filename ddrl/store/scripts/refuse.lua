@@ -1,0 +1,6 @@
+-- fenced
+-- Note an entry that cannot be used.
+-- KEYS: 1 state (hash), 2 dead (stream). ARGV: 1 token, 2 cap, 3 entry id, 4 reason, 5 head of the entry's header.
+-- Answer: the id in `dead`.
+redis.call('HINCRBY', KEYS[1], 'dead', 1)
+return redis.call('XADD', KEYS[2], 'MAXLEN', '~', ARGV[2], '*', 'entry', ARGV[3], 'reason', ARGV[4], 'head', ARGV[5])
