@@ -82,7 +82,7 @@ def child(
 @contextmanager
 def server() -> Iterator[str]:
     """A private server without persistence, ended with the context; its URL."""
-    from ddrl.store.supervisor import server_binary
+    from ddrl.store.server import server_binary
 
     with tempfile.TemporaryDirectory(prefix="ddrl-bench-") as folder:
         socket = Path(folder, "s")

@@ -15,7 +15,7 @@ from support.private_server import PrivateServer, require_program
 from support.processes import Processes
 
 from ddrl.store import connection
-from ddrl.store.supervisor import read, try_lock, unlock
+from ddrl.store import server as embedded
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="ddrl-h", dir="/tmp"))
     _move_home(monkeypatch, folder)
     yield folder
-    _end_embedded(folder / "state" / "ddrl")
+    _end_embedded()
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -92,15 +92,11 @@ def _move_home(patch: pytest.MonkeyPatch, folder: Path) -> None:
     patch.delenv(connection.URL_VARIABLE, raising=False)
 
 
-def _end_embedded(state: Path) -> None:
-    """Wait for supervisor and server to end; end what is left by the ids in their lock files."""
-    for name in ("supervisor.lock", "redis.pid"):
-        path, deadline = state / name, time.monotonic() + 10.0
-        while path.exists():
-            lock = try_lock(path)
-            if lock is not None:
-                unlock(lock)
-                break
-            if time.monotonic() > deadline:
-                os.kill(int(read(path).split()[0]), signal.SIGKILL)
-            time.sleep(0.05)
+def _end_embedded() -> None:
+    """Stop a server whose users were killed, and wait for one that others still use."""
+    deadline = time.monotonic() + 10.0
+    while (pid := embedded.server_pid()) and (hold := embedded.hold_if_running()) is not None:
+        hold.release()
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)

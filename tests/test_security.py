@@ -23,7 +23,6 @@ from test_monitoring import free_ports
 from ddrl.cli import main
 from ddrl.store import connection, exposure, runs
 from ddrl.store import server as embedded
-from ddrl.store.supervisor import read
 
 SECRET = "open/se:same@17"  # in a URL it is written otherwise
 SPELLED = (SECRET, quote(SECRET, safe=""))
@@ -138,15 +137,15 @@ client.ping()
 
 
 @pytest.fixture
-def running(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The embedded server of this test; its home."""
+def hold(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[embedded.Hold]:
+    """The embedded server of this test."""
     monkeypatch.setattr(connection, "RETRIES", 0)
     hold = embedded.acquire()
-    yield home
+    yield hold
     hold.release()
 
 
-def test_the_embedded_server_is_closed_to_others(running: Path) -> None:
+def test_the_embedded_server_is_closed_to_others(hold: embedded.Hold) -> None:
     socket_path, state = connection.socket_path(), connection.state_dir()
     with (
         connection.connect(f"unix://{socket_path}") as client,
@@ -154,8 +153,7 @@ def test_the_embedded_server_is_closed_to_others(running: Path) -> None:
     ):
         connection.check(client)
     assert "requires a password" in str(caught.value)
-    pid = int(read(state / "redis.pid").split()[0])
-    assert connection.password() not in command_of(pid)
+    assert connection.password() not in command_of(embedded.server_pid())
     assert (socket_path.parent.stat().st_mode | state.stat().st_mode) & 0o077 == 0
     with connection.connect() as client:
         assert client.config_get("port") == {"port": "0"} and exposure.warning(client) is None
@@ -174,15 +172,15 @@ def as_somebody_else(statement: str) -> str:
     return done.stdout.strip()
 
 
-def test_listening_never_goes_without_a_password(running: Path) -> None:
+def test_listening_never_goes_without_a_password(hold: embedded.Hold) -> None:
     (port,) = free_ports(1)
     with connection.connect() as client:
         client.config_set("requirepass", "")
         with pytest.raises(connection.StoreError, match="has no password"):
-            embedded.listen("0.0.0.0", port)
+            hold.listen("0.0.0.0", port)
         assert client.config_get("port") == {"port": "0"}
         client.config_set("requirepass", connection.password())
-    remote, join = embedded.listen("0.0.0.0", port)
+    remote, join = hold.listen("0.0.0.0", port)
     assert connection.password() in remote and remote in join
     with connection.connect(f"redis://127.0.0.1:{port}/0") as stranger, pytest.raises(connection.StoreError):
         connection.check(stranger)

@@ -31,19 +31,22 @@ def up(
         )
     address = None if listen is None else _address(listen)
     stop = threading.Event()
-    for signum in (signal.SIGINT, signal.SIGTERM):
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, lambda *_: stop.set())
     try:
-        with embedded.use() as url:
-            print(f"server: {connection.mask(url)}", flush=True)
+        hold = embedded.acquire()
+        try:
+            print(f"server: {connection.mask(connection.url())}", flush=True)
             if address is not None:
-                _, join = embedded.listen(*address)
+                _, join = hold.listen(*address)
                 print(f"on other machines: {join}", flush=True)
             else:
                 print("in other terminals: celery -A ddrl worker", flush=True)
             note("Ctrl-C ends it; the data stay")
             while not stop.wait(0.5):
                 pass
+        finally:
+            hold.release()
     except connection.StoreError as error:
         raise ServerError(str(error)) from None
 

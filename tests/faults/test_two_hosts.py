@@ -17,7 +17,7 @@ import redis
 from support.processes import Process, Processes, bound
 
 from ddrl.store import connection, ledger, runs, workers
-from ddrl.store.supervisor import server_binary
+from ddrl.store.server import server_binary
 
 PASSWORD = "of-the-two-hosts"
 LINK_DOWN_S = 5.0

