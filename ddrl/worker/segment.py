@@ -206,8 +206,6 @@ class Players:
         self._max_bytes, self._watch = max_bytes, watch
         self._look_at = 0.0
         self._untold: tuple[str, int, dict[str, int]] | None = None  # run, producer, time of the last segment
-        self.num_abandoned = 0
-        """Unfinished episodes that went with their players."""
 
     def __contains__(self, run: str) -> bool:
         return run in self._players
@@ -229,7 +227,6 @@ class Players:
         """Close a run's player, if there is one."""
         player = self._players.pop(run, None)
         if player is not None:
-            self.num_abandoned += player.collector.abandoned
             player.collector.close()
 
     @contextmanager

@@ -189,16 +189,6 @@ def test_returns_and_lengths_are_unscaled_and_span_fragments() -> None:
     assert first.reward.dtype == np.float32
 
 
-def test_abandoned_counts_lanes_amid_an_episode() -> None:
-    played = make()
-    assert played.abandoned == 0
-    played.collect(max_steps=1)
-    assert played.abandoned == 2
-    played.collect(max_steps=1)  # episode 0 lasts two steps
-    assert played.abandoned == 0
-    played.close()
-
-
 def test_action_repeat() -> None:
     fragment = make(env={"action_repeat": 2}).collect(max_steps=5)
     # episodes of 2, 3, 4 own steps are 1, 2, 2 agent steps; the repeated action is that of the first
@@ -354,9 +344,9 @@ def test_random_actions_and_noise_leave_extras_alone() -> None:
             {"a": np.zeros(2)},
             "a of shape .* dtype float64 at step 1 .* float32 at its first",
         ),
-        ({"a": np.zeros(2)}, {}, r"further columns \[\] at step 1 of a fragment, \['a'\] at its first"),
-        ({}, {"a": np.zeros(2)}, r"further columns \['a'\] at step 1 of a fragment, \[\] at its first"),
-        ({"a": np.zeros(2)}, {"b": np.zeros(2)}, r"further columns \['b'\] at step 1"),
+        ({"a": np.zeros(2)}, {}, r"extras \[\] at step 1 of a fragment, \['a'\] at its first"),
+        ({}, {"a": np.zeros(2)}, r"extras \['a'\] at step 1 of a fragment, \[\] at its first"),
+        ({"a": np.zeros(2)}, {"b": np.zeros(2)}, r"extras \['b'\] at step 1"),
     ],
 )
 def test_extras_of_a_wrong_shape_are_refused(
@@ -419,14 +409,22 @@ def test_stop_at_ends_early_but_not_empty() -> None:
 
 
 def test_length_follows_the_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """T with a clock that says each collect took `step_s` a step."""
-    played = make(rollout={"fragment_s": 0.1, "max_fragment_steps": 200})
+    class Slow(Echo):
+        """Takes `step_s` of a clock of its own for each step."""
+
+        clock, step_s = 0.0, 0.0
+
+        def explore(self, observation: np.ndarray, generator: np.random.Generator, state: Any) -> Explored:
+            self.clock += self.step_s
+            return super().explore(observation, generator, state)
+
+    policy = Slow()
+    monkeypatch.setattr(collector.time, "perf_counter", lambda: policy.clock)
+    played = make(rollout={"fragment_s": 0.125, "max_fragment_steps": 200}, policy=policy)
     lengths = []
-    for step_s in (1e-6, 1e-6, 1e-6, 1e-3, 1.0, 1.0, 1.0, 1.0, 1.0):
-        readings = iter([0.0, step_s * played._steps])
-        monkeypatch.setattr(collector.time, "perf_counter", lambda values=readings: next(values))
+    for policy.step_s in (2**-20, 2**-20, 2**-20, 2**-10, 1.0, 1.0, 1.0, 1.0, 1.0):
         lengths.append(played.collect().num_steps)
-    assert lengths == [16, 64, 200, 200, 100, 25, 7, 2, 1]
+    assert lengths == [16, 64, 200, 200, 128, 32, 8, 2, 1]
 
 
 def test_short_maximum_holds_from_the_start() -> None:
@@ -445,9 +443,9 @@ def test_memory_estimate_counts_weights_and_history() -> None:
     plain.load(3, {})
     assert plain.num_bytes == before
     for played in (plain, long):
-        while played.seq < 20:
-            played.collect(max_steps=10)
+        for _ in range(20):
+            fragment = played.collect(max_steps=10)
     rows = 50 * 2 * (3 * 4 + 4 + 4 + 1 + 1)  # observation, action, reward, two ends; of two lanes
-    finals = len(long._history.finals) * 3 * 4
+    finals = np.count_nonzero(fragment.final_index[:, 0] >= 10) * 3 * 4  # of the last 50 of 60 steps
     assert finals > 0
     assert long.num_bytes - plain.num_bytes == rows + finals

@@ -1,0 +1,209 @@
+"""Steps of N environments -> fragments that the learner can read one by one.
+
+A fragment repeats the last steps of the one before as context, so that stacks of frames, burn-in and overlapping
+sequences lie in it whole. Columns are allocated once per fragment with the context in their first rows; a step only
+copies its rows. Training rewards and episode statistics are computed once per fragment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ddrl import envs
+from ddrl.algorithms.base import RecurrentState
+from ddrl.config import EnvConfig
+from ddrl.replay.sequences import cut_fragment, memory_rows
+from ddrl.types import EnvSpec, Fragment, SequenceShape
+
+
+class Recorder:
+    """The record of one producer: `begin`, then for each step `add_state` and `add_step`, then `end`.
+
+    Args:
+        run, producer, incarnation: identity of the producer, see `Fragment`.
+        env: scale and sign of training rewards.
+        spec: spaces of the environments.
+        observation: [N, *O] first observations.
+        context: most steps that a fragment repeats of those before.
+        sequences: of a recurrent policy, whose state is sent where a sequence begins.
+    """
+
+    def __init__(
+        self,
+        *,
+        run: str,
+        producer: int,
+        incarnation: int,
+        env: EnvConfig,
+        spec: EnvSpec,
+        observation: np.ndarray,
+        context: int,
+        sequences: SequenceShape | None,
+    ) -> None:
+        self._identity: dict[str, Any] = {"run": run, "producer": producer, "incarnation": incarnation}
+        self._env, self._spec, self._max_context, self._sequences = env, spec, context, sequences
+        self._num_envs = len(observation)
+        self._seq = 0
+        # The next fragment's context: the last rows of each column, of observations one row more.
+        self._past = {"observation": observation[None].astype(spec.observation_dtype)}
+        self._finals: list[np.ndarray] = []  # true last observations of the truncated steps, in order of time
+        self._episode_return = np.zeros(self._num_envs)  # so far, unscaled
+        self._episode_length = np.zeros(self._num_envs, np.int64)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held between fragments."""
+        return sum(array.nbytes for array in (*self._past.values(), *self._finals))
+
+    def begin(self, max_steps: int) -> None:
+        """Start a fragment of up to `max_steps` steps."""
+        self._context = len(self._past["observation"]) - 1
+        self._row, self._max_steps = self._context, max_steps
+        spec = self._spec
+        action_dtype = np.float32 if spec.action_kind == "continuous" else np.int64
+        self._columns: dict[str, np.ndarray] = {}
+        self._observation = self._column("observation", spec.observation_shape, spec.observation_dtype)
+        self._action = self._column("action", spec.action_shape, action_dtype)
+        self._training_reward = self._column("reward", (), np.float32)
+        self._terminated = self._column("terminated", (), np.bool_)  # here a lost life is an end
+        self._truncated = self._column("truncated", (), np.bool_)
+        self._reward = np.empty((max_steps, self._num_envs))  # as the environments gave it
+        self._over = np.empty((max_steps, self._num_envs), np.bool_)  # here a lost life is no end
+        self._extras: dict[str, np.ndarray] = {}
+        self._hidden: np.ndarray | None = None
+
+    def add_state(self, state: RecurrentState) -> None:
+        """Copy the recurrent state before a step, which the policy then changes in place."""
+        if state:
+            if self._hidden is None:
+                self._hidden = self._column("hidden", state["hidden"].shape[1:], np.float16)
+            self._hidden[self._row] = state["hidden"]
+
+    def add_step(
+        self,
+        action: np.ndarray,
+        extras: Mapping[str, np.ndarray],
+        observation: np.ndarray,
+        reward: np.ndarray,
+        terminated: np.ndarray,
+        truncated: np.ndarray,
+        info: Mapping[str, Any],
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Copy a step: the policy's [N, *A] actions and extras [N, ...], and what the environments returned.
+
+        Returns:
+            [N, *O] a copy of the next observations, and [N] bool where an episode ended for learning.
+
+        Raises:
+            ValueError: an extra is not of N rows, or not as at the fragment's first step.
+        """
+        row, step = self._row, self._row - self._context
+        self._action[row] = action
+        if extras or self._extras:
+            self._add_extras(extras)
+        self._observation[row + 1] = observation
+        self._reward[step] = reward
+        np.logical_or(terminated, truncated, out=self._over[step])
+        ended = self._over[step]
+        if "life_lost" in info:
+            terminated = terminated | info["life_lost"]
+            ended = ended | terminated
+        self._terminated[row] = terminated
+        np.greater(truncated, terminated, out=self._truncated[row])  # both at once count as terminated
+        if "final_obs" in info:
+            finals = info["final_obs"][self._truncated[row]]
+            self._finals += [np.array(final, self._spec.observation_dtype) for final in finals]
+        self._row += 1
+        return self._observation[row + 1], ended
+
+    def end(self, policy_version: int) -> Fragment:
+        """Return the fragment of the steps since `begin`, all played under one version of the weights."""
+        num_steps = self._row - self._context
+        reward, over = self._reward[:num_steps], self._over[:num_steps]
+        self._training_reward[self._context : self._row] = envs.training_reward(self._env, reward)
+        returns, lengths = self._finish_episodes(reward, over)
+        observation = self._observation[: self._row + 1]
+        columns = {name: column[: self._row] for name, column in self._columns.items()}
+        fragment = Fragment(
+            **self._identity,
+            seq=self._seq,
+            policy_version=policy_version,
+            context=self._context,
+            observation=observation,
+            action=columns["action"],
+            reward=columns["reward"],
+            terminated=columns["terminated"],
+            truncated=columns["truncated"],
+            final_index=np.argwhere(columns["truncated"]).astype(np.int32),
+            final_observation=np.array(self._finals, observation.dtype).reshape(-1, *observation.shape[2:]),
+            episode_return=returns,
+            episode_length=lengths,
+            extras={name: columns[name] for name in self._extras},
+        )
+        self._seq += 1
+        first = max(self._row - self._max_context, 0)
+        self._past = {name: column[first:].copy() for name, column in columns.items()}
+        self._past["observation"] = observation[first:].copy()
+        self._finals = self._finals[np.count_nonzero(fragment.truncated[:first]) :]
+        return fragment if self._hidden is None else self._with_recurrent_state(fragment, columns["hidden"])
+
+    def _column(self, name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        """An empty column [C+T, N, ...], of observations [C+T+1, N, ...], that begins with what is held of it.
+
+        A column that the steps before lack, such as extras after random play, begins with zeros.
+        """
+        rows = self._context + self._max_steps + (name == "observation")
+        column = np.zeros((rows, self._num_envs, *shape), dtype)
+        if name in self._past:
+            column[: len(self._past[name])] = self._past[name]
+        self._columns[name] = column
+        return column
+
+    def _add_extras(self, extras: Mapping[str, np.ndarray]) -> None:
+        step = self._row - self._context
+        if step == 0:
+            for name, values in extras.items():
+                if values.shape[:1] != (self._num_envs,):
+                    raise ValueError(
+                        f"policy: {name} of shape {values.shape}, expected ({self._num_envs}, ...)"
+                    )
+                self._extras[name] = self._column(name, values.shape[1:], values.dtype)
+        if extras.keys() != self._extras.keys():
+            raise ValueError(
+                f"policy: extras {sorted(extras)} at step {step} of a fragment, {sorted(self._extras)} at its first"
+            )
+        for name, values in extras.items():
+            column = self._extras[name]
+            if values.shape != column.shape[1:] or values.dtype != column.dtype:
+                raise ValueError(
+                    f"policy: {name} of shape {values.shape} and dtype {values.dtype} at step {step} of a fragment, "
+                    f"{column.shape[1:]} and {column.dtype} at its first"
+                )
+            column[self._row] = values
+
+    def _finish_episodes(self, reward: np.ndarray, over: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns [E] float32 and lengths [E] int32 of the episodes that ended, in order of time.
+
+        Carries the return and length of each unfinished episode over to the next fragment.
+        """
+        returns, lengths = [], []
+        begin = np.zeros(self._num_envs, np.int64)  # first step, in this fragment, of each lane's episode
+        for step, lane in np.argwhere(over):
+            returns.append(self._episode_return[lane] + reward[begin[lane] : step + 1, lane].sum())
+            lengths.append(self._episode_length[lane] + step + 1 - begin[lane])
+            self._episode_return[lane], self._episode_length[lane], begin[lane] = 0.0, 0, step + 1
+        for lane, start in enumerate(begin):
+            self._episode_return[lane] += reward[start:, lane].sum()
+        self._episode_length += len(reward) - begin
+        return np.array(returns, np.float32), np.array(lengths, np.int32)
+
+    def _with_recurrent_state(self, fragment: Fragment, hidden: np.ndarray) -> Fragment:
+        """The fragment with the rows of `hidden` [C+T, N, H] at which its sequences begin amid an episode."""
+        assert self._sequences is not None, "recurrent policies come with the shape of their sequences"
+        index = memory_rows(cut_fragment(fragment, self._sequences, self._spec.frame_stack))
+        recurrent = {"memory_index": index, "memory": hidden[index[:, 0], index[:, 1]]}
+        return replace(fragment, extras={**fragment.extras, **recurrent})
