@@ -26,7 +26,7 @@ from ddrl.store import connection, runs, segments, stream, tensors, weights
 from ddrl.store.stream import Answer, Appended
 from ddrl.worker.collector import Collector
 from ddrl.worker.heartbeat import without_spaces
-from ddrl.worker.watchdog import Watch
+from ddrl.worker.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -104,7 +104,7 @@ class Player:
         EnvError: the environment cannot be made.
     """
 
-    def __init__(self, client: Redis, run: str, watch: Watch | None = None) -> None:
+    def __init__(self, client: Redis, run: str, watch: Watchdog | None = None) -> None:
         self.run = run
         self.config: RunConfig = runs.config(client, run)
         self._watch = watch
@@ -143,7 +143,7 @@ class Player:
         """The watch over a block in which the environment works."""
         if self._watch is None:
             return nullcontext()
-        return self._watch.over(self.run, self.config.env.id, self.config.rollout.step_timeout_s)
+        return self._watch.watch(self.run, self.config.env.id, self.config.rollout.step_timeout_s)
 
     def load(self, client: Redis, version: int) -> bool:
         """Take over a version of the weights; False if it was dropped meanwhile."""
@@ -201,7 +201,7 @@ class Players:
         watch: over their environments.
     """
 
-    def __init__(self, max_bytes: int = MAX_CACHED_BYTES, watch: Watch | None = None) -> None:
+    def __init__(self, max_bytes: int = MAX_CACHED_BYTES, watch: Watchdog | None = None) -> None:
         self._players: OrderedDict[str, Player] = OrderedDict()
         self._max_bytes, self._watch = max_bytes, watch
         self._look_at = 0.0

@@ -21,7 +21,7 @@ from ddrl.runs.evaluation import with_noops
 from ddrl.store import connection, evaluations, logs, requests, runs, segments
 from ddrl.worker.heartbeat import without_spaces
 from ddrl.worker.segment import Players, play
-from ddrl.worker.watchdog import Watch
+from ddrl.worker.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -49,7 +49,7 @@ def clients() -> tuple[Redis, Redis]:
 def players() -> Players:
     """This thread's players."""
     if not hasattr(_mine, "players"):
-        _mine.players = Players(watch=watch)
+        _mine.players = Players(watch=watchdog)
     return _mine.players  # type: ignore[no-any-return]
 
 
@@ -57,7 +57,7 @@ def _note_end(run: str, reason: str) -> None:
     segments.note_crash(connection.connect(), run, reason)
 
 
-watch = Watch(_note_end, memory_bytes=process_memory_bytes())
+watchdog = Watchdog(_note_end, memory_bytes=process_memory_bytes())
 
 
 @contextmanager
@@ -79,7 +79,7 @@ def plainly(client: Redis, run: str, node: str) -> Iterator[None]:
             segments.note_refusal(client, run, host, reason)
     except Exception as error:
         players().drop(run)
-        reason = f"host {host}: {type(error).__name__}: {first_line(error)}; mend what the run plays"
+        reason = f"host {host}: {type(error).__name__}: {first_line(error)}; fix what the run plays"
         log.exception("run %s: %s", run, reason)
         with suppress(*connection.OUTAGES):
             segments.note_crash(client, run, reason)
@@ -130,7 +130,7 @@ def score(client: Redis, run: str, evaluation_id: str) -> bool:
     if wanted is None:
         return False
     config = fitting(client, run)
-    with watch.over(run, config.env.id, config.rollout.step_timeout_s):
+    with watchdog.watch(run, config.env.id, config.rollout.step_timeout_s):
         player = policy.from_run(client, run, wanted.version)
         result = play_episodes(
             player.policy,
@@ -140,7 +140,7 @@ def score(client: Redis, run: str, evaluation_id: str) -> bool:
             num_envs=player.config.evaluation.num_envs,
             policy_version=wanted.version,
             epsilon=player.policy.evaluation_epsilon,
-            on_step=watch.step,
+            on_step=watchdog.step,
         )
     return patiently(lambda: evaluations.finish(client, run, wanted, result))
 
@@ -187,7 +187,7 @@ def answer(client: Redis, run: str, request_id: str) -> bool:
 
     def give_sign() -> None:
         nonlocal sign_at
-        watch.step()
+        watchdog.step()
         if time.monotonic() >= sign_at:
             if requests.take(client, run, request_id, me) is None:
                 raise Withdrawn
@@ -198,7 +198,7 @@ def answer(client: Redis, run: str, request_id: str) -> bool:
         if wanted is None:
             return False
         config = fitting(client, run)
-        with watch.over(run, config.env.id, config.rollout.step_timeout_s):
+        with watchdog.watch(run, config.env.id, config.rollout.step_timeout_s):
             player = policy.from_run(client, run, wanted.version)
             result = play_episodes(
                 player.policy,

@@ -1,8 +1,8 @@
-"""Ends a process whose environment hangs, or that takes too much memory: another one starts in its place.
+"""Ends a process whose environment hangs or takes too much memory; the pool starts another one.
 
-A thread looks at the progress of what is watched. Where native code holds the interpreter no thread can, so a timer
-of the kernel stands behind it: SIGALRM, whose default action ends the process. Both leave an exit status from which
-the worker's main process reads what happened.
+A thread checks the progress of what is watched. No thread runs while native code holds the interpreter, so a kernel
+timer stands behind it: SIGALRM, whose default action ends the process. From the exit status the worker's main
+process knows what happened.
 """
 
 from __future__ import annotations
@@ -16,81 +16,87 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import NoReturn
+
+from ddrl.runs.monitoring import resident_bytes
 
 log = logging.getLogger(__name__)
 
-TOLD, NOT_TOLD = 75, 76
-"""Exit statuses of a process that its watchdog ended: having told the run, or not."""
+REPORTED, UNREPORTED = 75, 76
+"""Exit statuses of a process that its watchdog ended, having reported that to the run or not."""
 
-LOOK_S = 0.5  # at most, between two looks
-TELL_S = 5.0  # for telling the run, before the process ends without
-MEMORY_FACTOR = 2.0  # of the limit that is kept between segments
+CHECK_EVERY_S = 0.5  # at most
+REPORT_S = 5.0  # for the report to the run, before the process ends without it
+MEMORY_FACTOR = 2.0  # times the limit that holds between segments
 
 
-class Watch:
-    """Watches over what this process plays. One a process, and only where that plays in its main thread.
+class Watchdog:
+    """Ends this process when a step of an environment takes too long or the process too much memory.
+
+    One a process, and only where that plays in its main thread.
 
     Args:
-        tell: notes in the run's state why its process ends: (run, reason). Called from a thread of its own.
-        memory_bytes: beyond which the process is ended in the middle of a segment; 0 is no limit.
+        report: stores in the run's state why its process ends: (run, reason). Called from another thread.
+        memory_bytes: the process is ended in the middle of a segment at MEMORY_FACTOR times this; 0 is no limit.
     """
 
-    def __init__(self, tell: Callable[[str, str], object], *, memory_bytes: int = 0) -> None:
-        self._tell, self._memory_bytes = tell, memory_bytes
+    def __init__(self, report: Callable[[str, str], object], *, memory_bytes: int = 0) -> None:
+        self._report, self._memory_bytes = report, memory_bytes
         self._thread: threading.Thread | None = None
         self._run = self._env_id = ""
         self._timeout_s = 0.0
-        self._since: float | None = None  # of the step that is being played; None: nothing is watched
-        self._lock = threading.Lock()  # so that no timer is set behind the back of a block that ends
+        self._step_began: float | None = None  # None: nothing is watched
+        self._lock = threading.Lock()  # else the thread could set the timer after the watched block has ended
 
     @contextmanager
-    def over(self, run: str, env_id: str, timeout_s: float) -> Iterator[None]:
-        """Watch the block: each of its steps, told by `step`, may take `timeout_s`."""
+    def watch(self, run: str, env_id: str, timeout_s: float) -> Iterator[None]:
+        """Watch the block; each of its steps may take `timeout_s`."""
         if (
             threading.current_thread() is not threading.main_thread()
-        ):  # a pool of threads: nothing to end alone
+        ):  # in a pool of threads none can be ended alone
             yield
             return
         with self._lock:
             self._run, self._env_id, self._timeout_s = run, env_id, timeout_s
-            self._since = time.monotonic()
+            self._step_began = time.monotonic()
             self._set_timer()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._look, name="watchdog", daemon=True)
+            self._thread = threading.Thread(target=self._check_forever, name="watchdog", daemon=True)
             self._thread.start()
         try:
             yield
         finally:
             with self._lock:
-                self._since = None
+                self._step_began = None
                 signal.setitimer(signal.ITIMER_REAL, 0)
 
     def step(self) -> None:
-        """Say that a step was made."""
-        if self._since is not None:
-            self._since = time.monotonic()
+        """Note that a step was made; the next one begins."""
+        if self._step_began is not None:
+            self._step_began = time.monotonic()
 
     def _set_timer(self) -> None:
-        """The kernel's timer, behind the thread's time to see and tell it."""
-        signal.setitimer(signal.ITIMER_REAL, 1.25 * self._timeout_s + 2 * LOOK_S + TELL_S)
+        """Set the kernel's timer to when the thread has had its time to notice and report."""
+        signal.setitimer(signal.ITIMER_REAL, 1.25 * self._timeout_s + 2 * CHECK_EVERY_S + REPORT_S)
 
-    def _look(self) -> None:
+    def _check_forever(self) -> None:
         while True:
-            time.sleep(min(LOOK_S, self._timeout_s / 4))
+            time.sleep(min(CHECK_EVERY_S, self._timeout_s / 4))
             with self._lock:
-                since = self._since
-                if since is None:
+                began = self._step_began
+                if began is None:
                     continue
-                if time.monotonic() - since > self._timeout_s:
+                if time.monotonic() - began > self._timeout_s:
                     self._end(
                         f"{self._env_id} took longer than {self._timeout_s:g} s for a step "
-                        "(rollout.step_timeout_s); mend the environment or raise the limit"
+                        "(rollout.step_timeout_s); fix the environment or raise the limit"
                     )
-                if self._memory_bytes and (used := resident_bytes()) > MEMORY_FACTOR * self._memory_bytes:
+                if (
+                    self._memory_bytes
+                    and (used := resident_bytes(os.getpid())) > MEMORY_FACTOR * self._memory_bytes
+                ):
                     self._end(
-                        f"the process holds {used / 1024**2:.0f} MiB in playing {self._env_id}, more than "
+                        f"the process holds {used / 1024**2:.0f} MiB while playing {self._env_id}, more than "
                         f"{MEMORY_FACTOR:g} times DDRL_PROCESS_MEMORY; lower env.num_envs or raise the limit"
                     )
                 self._set_timer()
@@ -98,37 +104,28 @@ class Watch:
     def _end(self, what: str) -> NoReturn:
         reason = f"host {socket.gethostname()}: {what}"
         log.error("%s; process %d ends", reason, os.getpid())
-        told = threading.Event()
+        is_reported = threading.Event()
 
-        def tell() -> None:
-            self._tell(self._run, reason)
-            told.set()
+        def report() -> None:
+            self._report(self._run, reason)
+            is_reported.set()
 
-        threading.Thread(target=tell, name="watchdog-tell", daemon=True).start()
-        done = told.wait(TELL_S)
+        threading.Thread(target=report, name="watchdog-report", daemon=True).start()
+        is_reported.wait(REPORT_S)
         sys.stderr.flush()
-        os._exit(TOLD if done else NOT_TOLD)
+        os._exit(REPORTED if is_reported.is_set() else UNREPORTED)
 
 
 def explain(status: str) -> str | None:
-    """What happened to a process, by the words in which its pool tells its exit; None: its run knows already."""
-    if f"exitcode {TOLD}" in status:
+    """Return why a process of the pool ended, from the pool's message about it; None if its run knows already."""
+    if f"exitcode {REPORTED}" in status:
         return None
-    if f"exitcode {NOT_TOLD}" in status:
-        return "its watchdog ended it (its log says why); mend the environment"
+    if f"exitcode {UNREPORTED}" in status:
+        return "its watchdog ended it (its log says why); fix the environment"
     if "SIGALRM" in status:
-        return "a step held the interpreter for longer than rollout.step_timeout_s; mend the environment"
+        return "a step held the interpreter for longer than rollout.step_timeout_s; fix the environment"
     if "SIGKILL" in status:
-        return "it was killed (signal 9), perhaps by the system for want of memory; lower env.num_envs or add memory"
-    if "SIGSEGV" in status or "SIGABRT" in status or "SIGBUS" in status or "SIGILL" in status:
-        return f"native code crashed ({status}); mend the environment or install its package again"
+        return "it was killed (signal 9), perhaps by the system for lack of memory; lower env.num_envs or add memory"
+    if any(name in status for name in ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGILL")):
+        return f"native code crashed ({status}); fix the environment or install its package again"
     return f"it ended by {status}; the worker's log may say why"
-
-
-def resident_bytes() -> int:
-    """Memory that this process holds; 0 where the system does not say."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except OSError:
-        return 0
-    return pages * os.sysconf("SC_PAGE_SIZE")

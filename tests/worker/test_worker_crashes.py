@@ -111,7 +111,7 @@ def test_a_size_of_memory_that_is_none_is_one_line(server: PrivateServer, proces
     worker = processes.celery(server.url, env={"DDRL_PROCESS_MEMORY": "lots"})
     assert worker.wait() == 1
     assert worker.text().splitlines()[-1] == (
-        "ddrl: error: DDRL_PROCESS_MEMORY=lots: is no size of memory; write it like 4GiB"
+        "ddrl: error: DDRL_PROCESS_MEMORY=lots: not a memory size; write it like 4GiB"
     )
 
 

@@ -1,0 +1,275 @@
+"""What a Celery worker does from its start to its end, beside its tasks. Celery imports it with them.
+
+In order: take a node name and check the server; wait until the pool's processes can play; send heartbeats; report
+processes that are lost; on a first signal drain (segments end at their next append), on a second one end at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from celery import bootsteps, signals
+from celery.exceptions import TimeLimitExceeded, WorkerLostError
+from celery.worker import consumer
+from celery.worker import state as worker_state
+from celery.worker.control import inspect_command
+from kombu.exceptions import OperationalError
+
+from ddrl import envs
+from ddrl.celery import UP_TIMEOUT_S, app
+from ddrl.envs import versions
+from ddrl.runs import monitoring, parent
+from ddrl.store import connection, keys, server, workers
+from ddrl.worker import heartbeat, watchdog
+from ddrl.worker.heartbeat import HeartbeatSender, without_spaces
+
+READY_VARIABLE = (
+    "DDRL_WORKER_READY"  # folder in which each process of the pool leaves a file once it can play
+)
+
+log = logging.getLogger(__name__)
+
+# Of this process, if it is a worker's main process.
+_hold: server.Hold | None = None
+_sender: HeartbeatSender | None = None
+_reported: deque[str] = deque(maxlen=100)  # tasks whose lost processes have been reported
+
+
+# --- start -------------------------------------------------------------------------------------------
+
+
+@signals.celeryd_init.connect  # type: ignore[untyped-decorator]
+def _begin(instance: Any, **_: Any) -> None:
+    """Give the worker a unique node name, unless the operator gave one, and refuse a server that will not do."""
+    global _hold
+    host = socket.gethostname()
+    if instance.hostname == f"celery@{host}":
+        instance.hostname = f"ddrl-{os.getpid()}-{secrets.token_hex(2)}@{host}"
+    if connection.is_embedded():
+        _hold = server.hold_if_running()
+        if _hold is None:
+            raise SystemExit(
+                "ddrl: error: no server is running: start one with `ddrl up`, or name one with DDRL_REDIS_URL"
+            )
+    try:
+        with connection.connect() as client:
+            connection.check(client)
+    except connection.NotThereError:
+        pass  # Celery waits for it
+    except connection.StoreError as error:  # waiting would not help
+        raise SystemExit(f"ddrl: error: {error}") from None
+    parent.follow(signal.SIGQUIT)
+
+
+class PoolReady(bootsteps.StartStopStep):  # type: ignore[misc]
+    """Delays "ready", and the first message, until the pool's processes can play."""
+
+    requires = ("celery.worker.components:Pool",)
+
+    def __init__(self, worker: Any, **_: Any) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="ddrl-ready-"))
+        os.environ[READY_VARIABLE] = str(self._folder)  # the pool is spawned after this
+
+    def start(self, worker: Any) -> None:
+        """Wait until all processes are ready or one has ended, and until the server takes writes."""
+        processes = getattr(getattr(worker.pool, "_pool", None), "_pool", ())
+        deadline = time.monotonic() + UP_TIMEOUT_S
+        while (
+            len(list(self._folder.iterdir())) < len(processes)
+            and all(process.exitcode is None for process in processes)
+            and worker_state.should_stop is None
+            and worker_state.should_terminate is None
+            and time.monotonic() < deadline
+        ):
+            time.sleep(0.02)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        _wait_until_server_takes_writes(worker.hostname)
+
+
+app.steps["worker"].add(PoolReady)
+
+
+class Consumer(consumer.Consumer):  # type: ignore[misc]
+    """Celery's consumer, which connects again only when the server takes writes; else Celery's start would fail."""
+
+    def on_connection_error_after_connected(self, exc: Exception) -> None:
+        """Called when the connection, or a command on it, has failed."""
+        super().on_connection_error_after_connected(exc)
+        _wait_until_server_takes_writes(self.hostname)
+
+
+def _wait_until_server_takes_writes(node: str) -> None:
+    client = connection.connect()
+
+    def write() -> None:
+        worker_state.maybe_shutdown()
+        client.set(keys.worker(f"{without_spaces(node)}~begins"), "", ex=1)
+
+    with contextlib.suppress(*connection.OUTAGES):  # an error that waiting does not help: Celery reports it
+        connection.retry(write, client=client)
+
+
+@signals.worker_process_init.connect  # type: ignore[untyped-decorator]
+def _prepare_process(**_: Any) -> None:
+    """In a process of the pool: import what the first task needs, then report that the process is ready."""
+    from ddrl.worker.segment import prepare
+
+    try:
+        prepare(connection.connect())
+    except Exception as error:  # the first task meets it again, and reports it to its run
+        log.info("not prepared for the active runs: %s", error)
+    folder = Path(os.environ.get(READY_VARIABLE, ""))
+    if READY_VARIABLE in os.environ and folder.is_dir():
+        (folder / str(os.getpid())).touch()
+
+
+@signals.worker_ready.connect  # type: ignore[untyped-decorator]
+def _start_heartbeat(sender: Any, **_: Any) -> None:
+    global _sender
+
+    def pids() -> tuple[int, ...]:
+        processes = getattr(getattr(sender.pool, "_pool", None), "_pool", None)
+        if processes is None:  # a pool of threads
+            return (os.getpid(),)
+        return tuple(
+            process.pid for process in list(processes) if process.pid
+        )  # one that starts has none yet
+
+    worker = workers.Heartbeat(
+        node=without_spaces(sender.hostname),
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        processes=int(sender.controller.concurrency),
+        queues=tuple(sorted(app.amqp.queues.consume_from)),
+        versions=versions.of_machine(),
+        pids=pids(),
+        cores=heartbeat.cores(),
+        gpus=heartbeat.gpus(),
+        memory_bytes=heartbeat.memory_bytes(),
+        capabilities=tuple(envs.capabilities()),
+        started_s=time.time(),
+    )
+    _sender = HeartbeatSender(worker, pids)
+    _sender.start()
+    signal.signal(signal.SIGQUIT, _end_at_once)  # Celery's own handler waits for running tasks
+    monitoring.start_worker(
+        sender.hostname,
+        pids,
+        busy=lambda: len(worker_state.active_requests),
+        tasks=lambda: dict(worker_state.total_count),
+    )
+
+
+# --- while it runs -----------------------------------------------------------------------------------
+
+
+@signals.task_failure.connect  # type: ignore[untyped-decorator]
+def _report_lost_process(task_id: str, exception: BaseException, args: Any, **_: Any) -> None:
+    """Report to a run a process that ended while it played; the task itself reports all other errors."""
+    if _sender is None or not isinstance(exception, WorkerLostError | TimeLimitExceeded) or not args:
+        return
+    if task_id in _reported:  # Celery signals a time limit twice
+        return
+    _reported.append(task_id)
+    reason: str | None
+    if isinstance(exception, TimeLimitExceeded):
+        reason = f"a task took longer than {exception.args[0]:g} s and was killed; fix the environment"
+    else:
+        reason = watchdog.explain(str(exception))
+    if reason is not None:
+        _sender.report_crash(str(args[0]), f"host {socket.gethostname()}: {reason}")
+
+
+@inspect_command()  # type: ignore[untyped-decorator]
+def stats(state: Any, **_: Any) -> Any:
+    """Return Celery's statistics without the password in a unix socket's address, as Flower shows them to all."""
+    found = state.consumer.controller.stats()
+    broker = found.get("broker")
+    if isinstance(broker, dict):
+        broker["hostname"] = connection.mask(str(broker.get("hostname")))
+    return found
+
+
+# --- end ---------------------------------------------------------------------------------------------
+
+
+@signals.worker_shutting_down.connect  # type: ignore[untyped-decorator]
+def _drain(**_: Any) -> None:
+    """On the first signal, in its handler: end all segments at their next append."""
+    if _sender is not None:
+        _sender.drain()
+        signal.signal(signal.SIGTERM, _end_at_once)
+        signal.signal(signal.SIGINT, _end_at_once)
+
+
+def _end_at_once(*_: Any) -> None:
+    """End this worker and its processes now, its heartbeat first; from a thread, as a signal handler must not wait."""
+
+    def end(sender: HeartbeatSender) -> None:
+        log.warning("worker %s: second signal, ends at once", sender.node)
+        sender.stop()
+        for pid in sender.pids():
+            if pid != os.getpid():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
+        if _hold is not None:
+            _hold.release()
+        logging.shutdown()
+        os._exit(1)
+
+    if _sender is not None:
+        threading.Thread(target=end, args=(_sender,), name="end-at-once", daemon=True).start()
+
+
+@signals.worker_shutdown.connect  # type: ignore[untyped-decorator]
+def _stop_heartbeat(**_: Any) -> None:
+    if _sender is not None:
+        _sender.stop()
+
+
+# --- log ---------------------------------------------------------------------------------------------
+
+_EXPECTED = (*connection.OUTAGES, OperationalError, OSError, WorkerLostError, TimeLimitExceeded)
+
+
+class _WithoutTraceback(logging.Filter):
+    """Reduces what Celery logs about a lost server or process to one line."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Keep every record."""
+        is_celery = record.name.startswith(("celery", "kombu"))  # not a user's own code
+        if (
+            is_celery
+            and record.exc_info
+            and any(isinstance(e, _EXPECTED) for e in _chain(record.exc_info[1]))
+        ):
+            record.msg = " ".join(record.getMessage().split())
+            record.args, record.exc_info, record.exc_text = (), None, None
+        return True
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and its causes; a pool wraps them."""
+    while error is not None:
+        error = getattr(error, "exc", error)
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+@signals.after_setup_logger.connect  # type: ignore[untyped-decorator]
+def _shorten_log(logger: logging.Logger, **_: Any) -> None:
+    for handler in logger.handlers:
+        handler.addFilter(_WithoutTraceback())
