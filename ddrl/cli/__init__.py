@@ -1,4 +1,4 @@
-"""The command `ddrl`: one list of commands, one place where errors become one line and an exit code."""
+"""The command `ddrl`: the list of commands, and the exit codes of errors."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ import ddrl
 from ddrl.cli.audit import audit
 from ddrl.cli.compare import compare
 from ddrl.cli.fleet import fleet
+from ddrl.cli.live import watch
 from ddrl.cli.logs import journal, logs
 from ddrl.cli.policies import evaluate, export
 from ddrl.cli.prune import prune
 from ddrl.cli.roles import learner, worker
-from ddrl.cli.runs import delete, pause, runs, stop, watch
+from ddrl.cli.runs import delete, pause, runs, stop
 from ddrl.cli.server import doctor, schema, up
 from ddrl.cli.settings import set_
 from ddrl.cli.status import status
@@ -32,27 +33,27 @@ COMMANDS: tuple[tuple[str, Callable[..., Any]], ...] = (
     ("Train", stop),
     ("Train", pause),
     ("Train", set_),
-    ("Look", runs),
-    ("Look", status),
-    ("Look", watch),
-    ("Look", logs),
-    ("Look", journal),
-    ("Look", compare),
-    ("Look", audit),
-    ("Policies", evaluate),
-    ("Policies", export),
-    ("Machines", fleet),
-    ("Machines", learner),
-    ("Machines", worker),
-    ("Machines", up),
-    ("Machines", doctor),
-    ("More", schema),
-    ("More", delete),
-    ("More", prune),
+    ("Watch", runs),
+    ("Watch", status),
+    ("Watch", watch),
+    ("Watch", logs),
+    ("Watch", journal),
+    ("Fleet", fleet),
+    ("Fleet", worker),
+    ("Fleet", learner),
+    ("Fleet", up),
+    ("Fleet", doctor),
+    ("Results", compare),
+    ("Results", evaluate),
+    ("Results", export),
+    ("Maintenance", audit),
+    ("Maintenance", delete),
+    ("Maintenance", prune),
+    ("Maintenance", schema),
 )
 
-# Errors that explain themselves in one line, most special first. By name: an error whose module was never
-# imported cannot have been raised, so that `ddrl --help` need not import blosc2 or gymnasium for this table.
+# Errors whose message is enough for the user, most specific first. They are named, not imported, so that `ddrl --help`
+# does not import blosc2 or gymnasium: an error whose module was never imported cannot have been raised.
 _EXPLAINED: tuple[tuple[str, str, int], ...] = (
     ("ddrl.cli.output", "InputError", BAD_INPUT),
     ("ddrl.cli.output", "ServerError", NO_SERVER),
@@ -67,7 +68,7 @@ _EXPLAINED: tuple[tuple[str, str, int], ...] = (
         "ddrl.store.connection",
         "StoreError",
         BAD_INPUT,
-    ),  # of a run; ServerError is what the server is at fault for
+    ),  # a fault of the server itself is a ServerError
     ("redis.exceptions", "RedisError", NO_SERVER),
 )
 
@@ -77,12 +78,12 @@ app = typer.Typer(
     rich_markup_mode="rich",
     epilog=(
         "Exit codes: 0 done, 1 the run failed, 2 bad input, 3 server not reachable or not fit, "
-        "130 interrupted. The server is the one DDRL_REDIS_URL names, else one that ddrl starts for you."
+        "130 interrupted. DDRL_REDIS_URL names the server; without it, ddrl starts one of its own."
     ),
 )
 for _panel, _command in COMMANDS:
     app.command(_command.__name__.rstrip("_"), rich_help_panel=_panel)(_command)
-app.command(hidden=True)(crew)  # what `--detach` leaves behind
+app.command(hidden=True)(crew)  # started by `--detach`
 
 
 @app.callback(invoke_without_command=True)
@@ -100,7 +101,7 @@ def _root(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line (without the program's name) and return its exit code; `ddrl --help` lists them."""
+    """Run a command line, given without the program's name, and return its exit code."""
     try:
         code = app(sys.argv[1:] if arguments is None else list(arguments), "ddrl", standalone_mode=False)
         return code if isinstance(code, int) else DONE
@@ -108,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _refuse(getattr(error, "format_message", error.__str__)(), BAD_INPUT)
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of a pipe went away, as `head` does
+    except BrokenPipeError:  # the reader of the pipe has ended, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
     except Exception as error:
@@ -119,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def exit_code(error: BaseException) -> int | None:
-    """The exit code of an error that explains itself, None for one that deserves its traceback."""
+    """Return the exit code of an error in _EXPLAINED; None for any other, which keeps its traceback."""
     for module, name, code in _EXPLAINED:
         kind = getattr(sys.modules.get(module), name, None)
         if kind is not None and isinstance(error, kind):

@@ -1,4 +1,4 @@
-"""`ddrl audit`: that every fragment which was acknowledged is accounted for, once."""
+"""`ddrl audit`: check that every acknowledged fragment is accounted for exactly once."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ from ddrl.store.ledger import RETIRED
 if TYPE_CHECKING:
     from ddrl.store.ledger import Account, Audit
 
-PROGRESS_S = 1.0  # between two words on how far the reading is
+PROGRESS_S = 1.0  # between two progress reports
 COUNTS = ("appended", "consumed", "waiting", "trimmed", "refused", "duplicates", "difference")
 _HEADER = ("producer", "host", *COUNTS[:-2], "repeated", "missing")
 
 
 def audit(
     run: Run = "last",
-    all_: Annotated[bool, typer.Option("--all", help="List balanced producers too, however many.")] = False,
+    all_: Annotated[
+        bool, typer.Option("--all", help="List balanced producers too.")
+    ] = False,
     json_output: Json = False,
 ) -> None:
-    """Prove that appended = consumed + waiting + trimmed + refused, for each producer; exit code 1 if not."""
+    """Check for each producer that appended = consumed + waiting + trimmed + refused; exit code 1 if not."""
     with server() as client:
         run = runs.resolve(client, run)
         state = runs.state(client, run)
         progress = _Progress()
-        found = ledger.audit(client, run, on_entries=progress.tell)
+        found = ledger.audit(client, run, on_entries=progress.report)
         progress.end()
     if json_output:
         emit(_report(run, state.status, found))
@@ -72,18 +74,15 @@ def _show(run: str, found: Audit, *, goes_on: bool, everyone: bool) -> None:
     totals = ("total", counted(len(accounts), "producer"), *(f"{found.total(name):,}" for name in COUNTS))
     table(_HEADER, [*rows, totals], left=("producer", "host"))
     if len(shown) < len(accounts):
-        note(f"{len(accounts) - len(shown)} balanced producers not shown; see all with --all")
+        note(f"{len(accounts) - len(shown)} balanced producers not shown; show all with --all")
     print()
     say(_verdict(run, found, odd))
     if found.strangers:
         say(f"{found.strangers:,} entries that no append wrote; they are in no producer's account")
     if goes_on and found.total("waiting"):
-        say(
-            "waiting: in the stream after the last entry that the learner told of, less than a second ago; "
-            "they are next, and not late"
-        )
+        say("waiting: appended after the learner's last report, which is less than a second old")
     elif found.total("waiting"):
-        say("waiting: in the stream, not read yet; the next learner goes on with them")
+        say("waiting: in the stream, not read yet; the next learner reads them")
 
 
 def _verdict(run: str, found: Audit, odd: list[tuple[int, Account]]) -> str:
@@ -109,23 +108,23 @@ def _row(name: str, host: str, account: Account) -> tuple[str, ...]:
 
 
 class _Progress:
-    """Says on stderr how far a long reading is."""
+    """Reports the progress of a long audit on stderr."""
 
     def __init__(self) -> None:
         self._next = time.monotonic() + PROGRESS_S
-        self._told = False
+        self._shown = False
 
-    def tell(self, num: int, total: int) -> None:
-        """So many entries have been read."""
+    def report(self, num: int, total: int) -> None:
+        """Report that `num` of at most `total` entries have been read."""
         now = time.monotonic()
         if now >= self._next:
             self._next = now + PROGRESS_S
-            self._told = True
+            self._shown = True
             end = "" if sys.stderr.isatty() else "\n"
             print(f"\rread {num:,} of at most {total:,} entries" if not end else f"read {num:,} entries",
                   end=end, file=sys.stderr, flush=True)  # fmt: skip
 
     def end(self) -> None:
-        """Clear the line of a terminal."""
-        if self._told and sys.stderr.isatty():
+        """Clear the progress line of a terminal."""
+        if self._shown and sys.stderr.isatty():
             print("\r" + " " * 60 + "\r", end="", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""`ddrl compare`: several runs side by side, as a table and as one drawing."""
+"""`ddrl compare`: several runs side by side, as a table and as one plot."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ddrl.cli.output import Client, InputError, Json, duration, emit, note, number, server, table
+from ddrl.cli.output import Client, InputError, Json, duration, emit, mean_and_std, note, server, table
 from ddrl.store import runs as store
 
 if TYPE_CHECKING:
     from ddrl.runs.compare import Curve
     from ddrl.runs.records import Records
 
-OWN = ("name", "seed", "env.id", "algorithm.name")  # columns of the table, so no differences worth a line
+OWN = ("name", "seed", "env.id", "algorithm.name")  # shown as columns, so not among the differences
 
 
 def compare(
     runs: Annotated[
         list[str], typer.Argument(metavar="RUN RUN...", help="Ids of runs, starts of ids, or last.")
     ],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="PNG file that the curves are drawn into.")
-    ] = Path("compare.png"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="PNG file for the curves.")] = Path(
+        "compare.png"
+    ),
     json_output: Json = False,
 ) -> None:
-    """Compare runs: what they reached, in what time, and in which settings they differ."""
+    """Compare runs: their results, times and different settings."""
     from ddrl.runs.records import read
 
     if output.suffix.lower() != ".png":
-        raise InputError(f"--output {output}: is drawn as PNG; name a file that ends in .png")
+        raise InputError(f"--output {output}: the plot is a PNG; name a file that ends in .png")
     with server() as client:
         names = list(dict.fromkeys(store.resolve(client, run) for run in runs))
         if len(names) < 2:
             raise InputError(
-                f"compare {' '.join(runs)}: names one run; give two or more, `ddrl runs` lists them"
+                f"compare {' '.join(runs)}: only one run; give two or more, `ddrl runs` lists them"
             )
         records = [read(client, run) for run in names]
         rows = [_row(client, each) for each in records]
@@ -54,14 +54,14 @@ def compare(
 
 
 def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Options whose values are not the same in all configs, by dotted name; None where one has it not."""
+    """Return {dotted name: values} of the options that differ between configs; None where a config lacks one."""
     names = sorted({name for config in configs for name in config} - set(OWN))
     found = {name: [config.get(name) for config in configs] for name in names}
     return {name: values for name, values in found.items() if any(value != values[0] for value in values)}
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Settings by dotted name."""
+    """Return settings by dotted name."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
         if isinstance(value, Mapping) and value:
@@ -72,7 +72,7 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _row(client: Client, records: Records) -> dict[str, Any]:
-    """What one run reached."""
+    """Return the row of one run."""
     state, config = records.state, records.config
     until_s = state.ended_s or store.server_ms(client) / 1e3
     best = state.evaluation or {}
@@ -118,7 +118,7 @@ def _show(rows: Sequence[Mapping[str, Any]], options: Mapping[str, Sequence[Any]
     )
     print()
     if not options:
-        print("their settings are the same but for the seed")
+        print("their settings are the same except for the seed")
         return
     table(
         ("differs", *(f"{place}" for place in range(1, len(rows) + 1))),
@@ -127,13 +127,8 @@ def _show(rows: Sequence[Mapping[str, Any]], options: Mapping[str, Sequence[Any]
     )
 
 
-def mean_and_std(mean: float | None, std: float | None) -> str:
-    """Such as 200.3 ± 15.0; a dash where there is no mean."""
-    return "-" if mean is None else f"{number(mean)} ± {number(std)}"
-
-
 def _value(value: Any) -> str:
-    """A setting as in YAML, on one line."""
+    """Return a setting as YAML text on one line."""
     if value is None:
         return "-"
     return str(value).lower() if isinstance(value, bool) else f"{value}"
@@ -157,9 +152,9 @@ def _curve(records: Records, place: int, options: Mapping[str, Sequence[Any]]) -
 
     config, state = records.config, records.state
     parts = [f"{place + 1}  {state.run}", f"{config.algorithm['name']}, seed {config.seed}", state.status]
-    told = [f"{name.rpartition('.')[2]} {_value(values[place])}" for name, values in options.items()]
-    if told:
-        parts.append(", ".join(told[:3]) + (", ..." if len(told) > 3 else ""))
+    texts = [f"{name.rpartition('.')[2]} {_value(values[place])}" for name, values in options.items()]
+    if texts:
+        parts.append(", ".join(texts[:3]) + (", ..." if len(texts) > 3 else ""))
     return Curve(
         label="   ".join(parts),
         episodes=[(row["time_s"], row["env_steps"], row["return"]) for row in records.episodes],

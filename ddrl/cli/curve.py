@@ -1,4 +1,4 @@
-"""A learning curve in text: a braille line of training returns, marks of evaluations, the target."""
+"""A learning curve in text: training returns as a braille line, evaluations as marks, the target."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WINDOW = 20  # episodes of the trailing mean
 
 
 def trailing_mean(values: Sequence[float], window: int = WINDOW) -> list[float]:
-    """[i] = mean of the last `window` values up to and with i."""
+    """Return the mean of the last `window` values at each index."""
     means, total = [], 0.0
     for i, value in enumerate(values):
         total += value - (values[i - window] if i >= window else 0.0)
@@ -30,17 +30,17 @@ def draw(
     height: int,
     target: float | None = None,
 ) -> Text:
-    """Draw return over time.
+    """Draw returns over time.
 
     Args:
         returns: (seconds, return) of training episodes, in order of time.
-        evaluations: (seconds, mean return, confirmation?).
-        width, height: of the whole drawing, in characters; the last line is the axis of time.
+        evaluations: (seconds, mean return, whether it is a confirmation).
+        width, height: of the whole drawing in characters; the last line is the time axis.
         target: return at which the run is solved.
     """
     width, height = max(width - _LABEL_WIDTH - 1, 8), max(height - 1, 3)
     means = trailing_mean([value for _, value in returns])
-    if len(means) > WINDOW:  # the mean of one or two episodes would only stretch the axis
+    if len(means) > WINDOW:  # the mean of few episodes would stretch the axis
         returns, means = returns[WINDOW // 4 :], means[WINDOW // 4 :]
     levels = means + [value for _, value, _ in evaluations]
     end_s = max([when for when, *_ in (*returns, *evaluations)], default=0.0)
@@ -70,7 +70,7 @@ def _range(levels: Sequence[float]) -> tuple[float, float]:
 
 
 def _line(times: Sequence[float], values: Sequence[float], columns: int) -> list[tuple[int, float]]:
-    """The last value of each column of dots, in order; columns without one are left out."""
+    """Return (column, last value in it) for the columns of dots that have a value."""
     last: dict[int, float] = {}
     for when, value in zip(times, values, strict=True):
         last[min(columns - 1, max(0, int(when * columns)))] = value
@@ -78,7 +78,7 @@ def _line(times: Sequence[float], values: Sequence[float], columns: int) -> list
 
 
 def _dots(points: Sequence[tuple[int, int]]) -> dict[tuple[int, int], int]:
-    """Braille bits by (row, column) of the cell, for straight lines between points of dots."""
+    """Return the braille bits of each cell (row, column) for straight lines between points."""
     bits: dict[tuple[int, int], int] = {}
     for (x0, y0), (x1, y1) in zip(points, [*points[1:], *points[-1:]], strict=True):
         steps = max(abs(x1 - x0), abs(y1 - y0), 1)

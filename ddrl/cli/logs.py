@@ -1,4 +1,4 @@
-"""`ddrl logs` and `ddrl journal`: what the processes of a run wrote, and every change of its state."""
+"""`ddrl logs` and `ddrl journal`: log lines of a run from all machines, and its changes of state."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from ddrl.store import logs as stored
 from ddrl.store import runs as store
 
 POLL_S = 0.3
-SAME_S = 5.0  # a line of a file and one of the server with the same words are one line within this time
-MAX_SINGLE = 20_000  # lines remembered for that
+SAME_S = 5.0  # a line in a file and the same text on the server are one line if they are this close in time
+MAX_SINGLE = 20_000  # lines remembered for that comparison
 # "2030-01-31 12:00:00,123 INFO text" of a learner, "[2030-01-31 12:00:00,123: INFO/MainProcess] text" of Celery.
-_ROUTINE = re.compile(r"Task ddrl\.\w+\[[^\]]*\] (received|succeeded)")  # Celery's, two a segment
+_ROUTINE = re.compile(r"Task ddrl\.\w+\[[^\]]*\] (received|succeeded)")  # logged by Celery twice a segment
 _STAMPED = re.compile(r"\[?(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}):? ([A-Z]+)(?:/[^\]]*\])? (.*)")
 
 
 def journal(run: Run = "last", json_output: Json = False) -> None:
-    """Show every change of a run's state and settings."""
+    """Show the changes of a run's state and settings."""
     with server() as client:
         rows = store.journal(client, store.resolve(client, run))
     if json_output:
@@ -41,18 +41,20 @@ def journal(run: Run = "last", json_output: Json = False) -> None:
 
 def logs(
     run: Run = "last",
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Continue until the run ends.")] = False,
     last: Annotated[
-        int, typer.Option("--last", "-n", min=0, help="Begin with the newest so many lines.")
+        int, typer.Option("--last", "-n", min=0, help="Start with this many lines, the newest.")
     ] = 100,
     all_: Annotated[
-        bool, typer.Option("--all", help="Celery's lines on every task taken and done too.")
+        bool, typer.Option("--all", help="Include Celery's lines about each task received and done.")
     ] = False,
     json_output: Json = False,
 ) -> None:
-    """Print what learner and workers of a run wrote, on whatever machine, and its journal, by time."""
+    """Print the log lines of a run's learner and workers on all machines, and its journal, by time."""
     if follow and json_output:
-        raise InputError("--json: prints one value and ends, so it cannot go with --follow; leave one out")
+        raise InputError(
+            "--json: prints one value and ends, so it cannot be used with --follow; leave one out"
+        )
     with server() as client:
         run = store.resolve(client, run)
         tail = _Tail(client, run, routine=all_)
@@ -68,7 +70,7 @@ def logs(
                 print(line.text(width), flush=True)
             if not follow:
                 return
-            ended = store.state(client, run).ended  # before the read, so that the last lines are seen
+            ended = store.state(client, run).ended  # before the read, so that no line is missed
             lines = tail.more()
             if ended and not lines:
                 return
@@ -81,9 +83,9 @@ class Line:
 
     Attributes:
         time_s: server's clock.
-        source: who wrote it, and on which machine.
-        level: as `logging` names it; empty where it is not known.
-        line: what it says.
+        source: process and machine.
+        level: name of the level in `logging`; empty if unknown.
+        line: the text.
     """
 
     time_s: float
@@ -92,13 +94,13 @@ class Line:
     line: str
 
     def text(self, width: int) -> str:
-        """As it is printed, the source in a column of `width`."""
+        """Return the printed line, with the source in a column of `width`."""
         level = f"{self.level}: " if self.level in ("WARNING", "ERROR", "CRITICAL") else ""
         return f"{_clock(self.time_s)} {self.source:<{width}} | {level}{self.line}".rstrip()
 
 
 class _Tail:
-    """Reads what is new: lines that the server gathered, log files of this machine, the journal."""
+    """Reads new lines from the server's log stream, this machine's log files and the journal."""
 
     def __init__(self, client: Client, run: str, *, routine: bool) -> None:
         self._client, self._run, self._routine = client, run, routine
@@ -106,10 +108,12 @@ class _Tail:
         self._folder = Path(folder) if folder and Path(folder).is_dir() else Path("runs") / run
         self._files: dict[Path, _File] = {}
         self._logs_cursor = self._journal_cursor = b"0-0"
-        self._single: dict[tuple[bool, str], deque[float]] = {}  # lines that only server or file had so far
+        self._single: dict[
+            tuple[bool, str], deque[float]
+        ] = {}  # lines seen only on the server or only in a file
 
     def more(self) -> list[Line]:
-        """Lines that came since, by time."""
+        """Return the new lines, by time."""
         entries, self._journal_cursor = store.journal_after(self._client, self._run, self._journal_cursor)
         lines = [
             Line(row["time_s"], "journal", "", f"{row.get('event', '')} {_details(row)}".rstrip())
@@ -126,25 +130,25 @@ class _Tail:
         for path in sorted(self._folder.glob("*.log")):
             file = self._files.setdefault(path, _File(path))
             lines += [line for line in file.more(ahead_s) if not self._is_twin(line, in_file=True)]
-        told = [line for line in lines if self._routine or not _ROUTINE.match(line.line)]
-        return sorted(told, key=lambda line: line.time_s)
+        shown = [line for line in lines if self._routine or not _ROUTINE.match(line.line)]
+        return sorted(shown, key=lambda line: line.time_s)
 
     def _is_twin(self, line: Line, *, in_file: bool) -> bool:
-        """Whether the line has been seen already: in the server if it is a file's, in a file if the server's."""
-        words = line.line.strip()
-        twins = self._single.get((not in_file, words), deque())
+        """Return True if the other source, file or server, has already given the line."""
+        text = line.line.strip()
+        twins = self._single.get((not in_file, text), deque())
         for when in twins:
             if line.level and abs(when - line.time_s) < SAME_S:
                 twins.remove(when)
                 return True
         if len(self._single) > MAX_SINGLE:
             self._single.clear()
-        self._single.setdefault((in_file, words), deque(maxlen=100)).append(line.time_s)
+        self._single.setdefault((in_file, text), deque(maxlen=100)).append(line.time_s)
         return False
 
 
 class _File:
-    """A log file of this machine, read as it grows."""
+    """Reads a growing log file of this machine."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -153,10 +157,10 @@ class _File:
         self._source = f"{path.stem} {socket.gethostname()}"
 
     def more(self, ahead_s: float) -> list[Line]:
-        """Whole lines after the last ones read; a file that shrank is read from its beginning.
+        """Return the complete lines since the last call; read a file that shrank from its beginning.
 
         Args:
-            ahead_s: how much the server's clock is ahead of this machine's.
+            ahead_s: the server's clock minus this machine's.
         """
         try:
             with self._path.open("rb") as file:
@@ -172,7 +176,7 @@ class _File:
         lines: list[Line] = []
         texts = [text for text in whole.decode(errors="replace").splitlines() if text.strip()]
         found = [_STAMPED.match(text) for text in texts]
-        # What has no time of its own goes with the line before it; at the beginning, with the next one that has.
+        # A line without a time stamp takes that of the line before it, or of the next stamped line at the beginning.
         when_s = self._time_s or next((_stamp_s(match[1]) for match in found if match is not None), changed_s)
         for text, match in zip(texts, found, strict=True):
             if match is not None:
@@ -183,7 +187,7 @@ class _File:
 
 
 def _stamp_s(text: str) -> float:
-    """Seconds since the epoch, of this machine's clock, from a log's stamp."""
+    """Return the seconds since the epoch of a log's time stamp, this machine's clock."""
     return datetime.datetime.strptime(text, "%Y-%m-%d %H:%M:%S,%f").timestamp()
 
 
@@ -192,7 +196,7 @@ def _clock(time_s: float) -> str:
 
 
 def _details(row: dict[str, Any]) -> str:
-    """The reason, and whatever else an entry holds; of a setting, what it was and is."""
+    """Return the reason and the other fields of a journal entry."""
     if row.get("event") == "set":
         return f"{row['option']}: {row['from']} -> {row['to']} at {int(row['env_steps']):,} env steps"
     rest = [f"{name}={value}" for name, value in row.items() if name not in ("time_s", "event", "reason")]

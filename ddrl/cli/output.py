@@ -1,20 +1,22 @@
-"""What all commands share: the connection, JSON, tables, and how figures are written."""
+"""Shared by all commands: the connection, JSON, tables, and the format of figures."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import shutil
 import sys
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-TEXT_WIDTH = 24  # that running text gets at least, before the terminal breaks the lines
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+MIN_TEXT = 24  # columns of a cell of text that wraps
+UNBOUNDED = 10_000  # columns of an output that is not a terminal
 
 Client = Any  # a redis.Redis: only store/ imports redis
 
@@ -23,16 +25,16 @@ Run = Annotated[str, typer.Argument(metavar="RUN", help="Id of a run, the start 
 
 
 class InputError(ValueError):
-    """A command that cannot be carried out as given; the message is one line with the remedy."""
+    """Arguments that a command cannot use; the message is one line with the remedy."""
 
 
 class ServerError(RuntimeError):
-    """The server cannot be reached or will not do; the message is one line with the remedy."""
+    """The server cannot be reached or is not fit for use; the message is one line with the remedy."""
 
 
 @contextmanager
 def server() -> Iterator[Client]:
-    """A checked connection to DDRL_REDIS_URL, or else to the embedded server, held while the context lasts.
+    """Connect to DDRL_REDIS_URL or the embedded server, check it, and keep it running while the context lasts.
 
     Raises:
         ServerError: not reachable, or not fit.
@@ -52,18 +54,18 @@ def server() -> Iterator[Client]:
 
 
 def emit(value: Any) -> None:
-    """Print a value as JSON; what JSON cannot say (NaN, infinity) becomes null."""
+    """Print a value as JSON; NaN and infinity become null."""
     print(json.dumps(_plain(value), indent=2 if sys.stdout.isatty() else None), flush=True)
 
 
 def note(text: str) -> None:
-    """Say something on stderr that is no part of the answer."""
-    print(_wrapped(text, sys.stderr), file=sys.stderr, flush=True)
+    """Print a message on stderr, beside the command's output."""
+    _console(sys.stderr).print(text)
 
 
 def say(text: str) -> None:
-    """Print a sentence; on a terminal no word is broken."""
-    print(_wrapped(text, sys.stdout), flush=True)
+    """Print a sentence on stdout."""
+    _console(sys.stdout).print(text)
 
 
 def table(
@@ -73,72 +75,77 @@ def table(
     left: Sequence[str] = (),
     optional: Sequence[str] = (),
 ) -> None:
-    """Print rows below a header, aligned; nothing is cut off.
+    """Print rows below a header; no cell is cut off.
 
     Args:
         header: names of the columns.
         rows: their cells.
-        left: columns that hold text; all others are aligned to the right. A last one of them may break into lines.
-        optional: columns that are left out where the terminal is too narrow, the first of them first.
+        left: columns of text; all others are aligned to the right. If the last column is text, it wraps.
+        optional: columns that are left out, the first of them first, where the terminal is too narrow.
     """
-    room = _columns(sys.stdout)
-    shown = list(range(len(header)))
-    widths = [max(len(line[column]) for line in (header, *rows)) for column in shown]
-    flows = header[-1] in left  # running text in the last column
+    from rich.table import Table
 
-    def needed(gap: int) -> int:
-        last = shown[-1]
-        text = min(widths[last], TEXT_WIDTH) if flows and last == len(header) - 1 else widths[last]
-        return sum(widths[column] + gap for column in shown[:-1]) + text
+    console = _console(sys.stdout)
+    shown = list(range(len(header)))
+
+    def make() -> Table:
+        grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+        for column in shown:
+            name = header[column]
+            wraps = column == len(header) - 1 and name in left
+            justify: Any = "left" if name in left else "right"
+            grid.add_column(name, justify=justify, no_wrap=not wraps, min_width=MIN_TEXT if wraps else None)
+        for row in rows:
+            grid.add_row(*(row[column] for column in shown))
+        return grid
 
     for name in optional:
-        if needed(1) > room and name in header:
+        if name in header and console.measure(make()).minimum > console.width:
             shown.remove(header.index(name))
-    gap = " " * (2 if needed(2) <= room else 1)
-    flows = flows and shown[-1] == len(header) - 1
-    for number, line in enumerate((header, *rows)):
-        *cells, last = (
-            line[column].ljust(widths[column])
-            if header[column] in left
-            else line[column].rjust(widths[column])
-            for column in shown
-        )
-        begin = "".join(cell + gap for cell in cells)
-        text = textwrap.wrap(last, max(room - len(begin), TEXT_WIDTH)) or [""] if flows else [last]
-        whole = ("\n" + " " * len(begin)).join([begin + text[0], *text[1:]]).rstrip()
-        print(f"\033[1m{whole}\033[0m" if number == 0 and _styles(sys.stdout) else whole)
+    _print(console, make())
 
 
 def pairs(values: Mapping[str, str]) -> None:
-    """Print names and values, one a line, the values aligned, also where a terminal is too narrow for them."""
-    width, room = max(map(len, values), default=0), _columns(sys.stdout)
+    """Print names and values, one pair a line, the values aligned."""
+    from rich.table import Table
+
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(no_wrap=True)
+    grid.add_column(min_width=MIN_TEXT)
     for name, value in values.items():
-        begin = f"{name.ljust(width)}  "
-        lines = textwrap.wrap(value, max(room - len(begin), TEXT_WIDTH), break_on_hyphens=False) or [""]
-        print(("\n" + " " * len(begin)).join([begin + lines[0], *lines[1:]]).rstrip())
+        grid.add_row(name, value)
+    _print(_console(sys.stdout), grid)
 
 
-def _columns(file: TextIO) -> int:
-    """Width of a terminal; no bound where the text goes elsewhere."""
-    return shutil.get_terminal_size().columns if file.isatty() else 10**6
+def _console(file: TextIO) -> Console:
+    """Return a console that prints text as it is; it wraps lines only on a terminal."""
+    from rich.console import Console
+
+    return Console(
+        file=file,
+        width=None if file.isatty() else UNBOUNDED,
+        highlight=False,
+        markup=False,
+        emoji=False,
+    )
 
 
-def _styles(file: TextIO) -> bool:
-    return file.isatty() and os.environ.get("TERM", "dumb") != "dumb"
-
-
-def _wrapped(text: str, file: TextIO) -> str:
-    options: dict[str, Any] = {"break_on_hyphens": False, "break_long_words": False}
-    return "\n".join(textwrap.fill(line, _columns(file), **options) for line in text.splitlines())
+def _print(console: Console, grid: Table) -> None:
+    """Print a table without spaces at the ends of lines, on as many columns as its cells need."""
+    console.width = max(console.width, console.measure(grid).minimum)
+    with console.capture() as captured:
+        console.print(grid, crop=False)
+    for line in captured.get().splitlines():
+        print(line.rstrip())
 
 
 def counted(num: int, noun: str, ending: str = "s") -> str:
-    """A number of things: "1 machine", "2 machines"."""
+    """Return a number with its noun: "1 machine", "2 machines"."""
     return f"{num:,} {noun}{ending * (num != 1)}"
 
 
 def duration(seconds: float) -> str:
-    """Seconds as "9s", "3m05s", "2h10m" or "3d04h"."""
+    """Return seconds as "9s", "3m05s", "2h10m" or "3d04h"."""
     whole = max(0, int(seconds))
     if whole < 60:
         return f"{whole}s"
@@ -150,7 +157,7 @@ def duration(seconds: float) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """Bytes as "512 B", "3.1 MB": powers of 1024."""
+    """Return bytes as "512 B", "3.1 MB": powers of 1024."""
     value = float(num_bytes)
     for unit in ("B", "kB", "MB", "GB"):
         if abs(value) < 1024:
@@ -160,10 +167,20 @@ def size(num_bytes: float) -> str:
 
 
 def number(value: float | None, digits: int = 1) -> str:
-    """A figure, or "-" where there is none."""
+    """Return a figure as text, or "-" if it is missing."""
     if value is None or not math.isfinite(value):
         return "-"
     return f"{value:,.{digits}f}"
+
+
+def rate(row: Mapping[str, Any], name: str, ended: bool) -> str:
+    """Return a rate such as " (310/s)"; "" if it is unknown or the run has ended."""
+    return f" ({row[name]:.0f}/s)" if name in row and not ended else ""
+
+
+def mean_and_std(mean: float | None, std: float | None) -> str:
+    """Return "200.3 ± 15.0", or "-" if there is no mean."""
+    return "-" if mean is None else f"{number(mean)} ± {number(std)}"
 
 
 def _plain(value: Any) -> Any:

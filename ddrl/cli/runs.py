@@ -1,4 +1,4 @@
-"""Commands on runs: list, watch, stop, pause, delete."""
+"""`ddrl runs`, `stop`, `pause` and `delete`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from ddrl.store import runs as store
 
 
 def runs(
-    number_of: Annotated[int, typer.Option("--last", "-n", min=1, help="Show only the newest so many.")] = 20,
+    number_of: Annotated[
+        int, typer.Option("--last", "-n", min=1, help="Show only this many, the newest.")
+    ] = 20,
     json_output: Json = False,
 ) -> None:
     """List the runs on the server, the newest last."""
@@ -50,33 +52,16 @@ def runs(
         optional=("reason", "updates", "age"),
     )
     if len(known) > len(rows):
-        note(f"{len(known) - len(rows)} older ones not shown; see all with -n {len(known)}")
-
-
-def watch(run: Run = "last", json_output: Json = False) -> None:
-    """Follow a run until it ends; exit code 1 if it failed."""
-    from ddrl.cli.live import closing_lines, follow
-    from ddrl.runs.records import summary
-
-    with server() as client:
-        run = store.resolve(client, run)
-        state = follow(client, run, json_output=json_output)
-        end = summary(client, run)
-    if json_output:
-        emit(end)
-    else:
-        print(closing_lines(end))
-    if state.status == "failed":
-        raise typer.Exit(1)
+        note(f"{len(known) - len(rows)} older runs not shown; show all with -n {len(known)}")
 
 
 def stop(run: Run = "last", json_output: Json = False) -> None:
-    """End a run: its learner saves everything and its workers turn to others."""
+    """End a run: its learner saves everything, its workers play other runs."""
     _change(run, "stopped", "stopped by the operator", json_output)
 
 
 def pause(run: Run = "last", json_output: Json = False) -> None:
-    """Interrupt a run until `ddrl resume`; nothing is lost."""
+    """Pause a run until `ddrl resume`; nothing is lost."""
     _change(run, "paused", "paused by the operator", json_output)
 
 
@@ -84,11 +69,11 @@ def delete(
     run: Annotated[
         str, typer.Argument(metavar="RUN", help="Id of an ended run, the start of one, or: last.")
     ],
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     files: Annotated[bool, typer.Option("--files", help="Delete its folder of artifacts too.")] = False,
     json_output: Json = False,
 ) -> None:
-    """Delete an ended run from the server: experience, weights, evaluations and all."""
+    """Delete an ended run from the server, with its experience, weights and evaluations."""
     with server() as client:
         run = store.resolve(client, run)
         state = store.state(client, run)
@@ -97,7 +82,7 @@ def delete(
         folder = _own_folder(state) if files else None
         if not yes:
             if not sys.stdin.isatty():
-                raise InputError(f"run {run}: not deleted, as nobody can be asked; add --yes")
+                raise InputError(f"run {run}: not deleted: no terminal to confirm on; add --yes")
             also = f" and {folder}" if folder else ""
             typer.confirm(f"Delete run {run}{also} for good?", abort=True, err=True)
         removed = deletion.delete(client, run)
@@ -110,7 +95,7 @@ def delete(
 
 
 def _describe(client: Client, run: str) -> dict[str, Any] | None:
-    """A row of `ddrl runs`, or None if the run was deleted meanwhile."""
+    """Return a row of `ddrl runs`; None if the run was deleted meanwhile."""
     try:
         state, config = store.state(client, run), store.config(client, run)
     except store.UnknownRunError:
@@ -153,7 +138,7 @@ def _change(run: str, new: str, reason: str, json_output: bool) -> None:
 
 
 def _own_folder(state: store.RunState) -> Path | None:
-    """The run's folder if it is on this machine and really the run's."""
+    """Return the run's folder if it exists on this machine; refuse a folder of another name."""
     folder = Path(state.folder) if state.folder else Path("runs") / state.run
     if state.host and state.host != socket.gethostname():
         raise InputError(
@@ -162,5 +147,5 @@ def _own_folder(state: store.RunState) -> Path | None:
     if not folder.is_dir():
         return None
     if folder.name != state.run:
-        raise InputError(f"{folder}: not deleted, as it is not named {state.run}; delete it yourself")
+        raise InputError(f"{folder}: not deleted: its name is not {state.run}; delete it by hand")
     return folder.resolve()

@@ -31,14 +31,14 @@ def set_(
     ],
     json_output: Json = False,
 ) -> None:
-    """Change settings of a run while it goes on: all that are given, or none."""
+    """Change settings of a run while it goes on; either all of them change or none."""
     wanted = _parse(settings)
     with server() as client:
         run = store.resolve(client, run)
         state = store.state(client, run)
         if state.ended:
             remedy = "" if state.status == "solved" else f"; `ddrl resume {run}` continues it first"
-            raise InputError(f"run {run}: has ended ({state.status}), so nothing can change{remedy}")
+            raise InputError(f"run {run}: has ended ({state.status}), its settings cannot change{remedy}")
         before, spaces = store.config(client, run), store.spaces(client, run)
         after, changes = change(before, spaces, wanted)
         version = state.config_version
@@ -54,18 +54,18 @@ def set_(
         emit({"run": run, "config_version": version, "changes": rows, "unchanged": unchanged})
         return
     for name, value in unchanged.items():
-        print(f"{name}: is {json.dumps(value)} already")
+        print(f"{name}: already {json.dumps(value)}")
     for name, (old, new) in changes.items():
         print(f"{name}: {json.dumps(old)} -> {json.dumps(new)}")
     if changes and not state.leased:
-        note(f"{run}: has no learner now; the next one begins with this")
+        note(f"{run}: has no learner now; the next one uses the new settings")
 
 
 def change(before: RunConfig, spaces: EnvSpec, wanted: Mapping[str, Any]) -> tuple[RunConfig, Changes]:
-    """A config with other settings, checked as at submit, and every option that differs.
+    """Return a config with changed settings, checked as at submit, and the options that differ.
 
     Args:
-        before: the config as it is.
+        before: the present config.
         spaces: of the run's environment.
         wanted: option -> value.
 
@@ -93,14 +93,14 @@ def change(before: RunConfig, spaces: EnvSpec, wanted: Mapping[str, Any]) -> tup
     after = validate(tree)
     submit.check(after, spaces)
     old, new = _values(before, spaces), _values(after, spaces)
-    # The algorithm's part is stored as it was given: let 1e-4, which is text in YAML, be stored as a number.
+    # The algorithm's section is stored as given; YAML reads 1e-4 as text, so the validated number is stored.
     given = {name: new[f"algorithm.{name}"] for name in after.algorithm if f"algorithm.{name}" in wanted}
     after = after.model_copy(update={"algorithm": after.algorithm | given})
     return after, {name: (old[name], new[name]) for name in new if old[name] != new[name]}
 
 
 def _parse(settings: Sequence[str]) -> dict[str, Any]:
-    """NAME=VALUE apart; values are YAML."""
+    """Return {NAME: VALUE} of NAME=VALUE texts; values are YAML."""
     import yaml
 
     wanted: dict[str, Any] = {}
@@ -110,7 +110,7 @@ def _parse(settings: Sequence[str]) -> dict[str, Any]:
         if not equals or not name:
             raise InputError(f"{text}: expected NAME=VALUE, such as algorithm.learning_rate=1e-4")
         if name in wanted:
-            raise InputError(f"{name}: is given twice; give it once")
+            raise InputError(f"{name}: given twice; give it once")
         try:
             wanted[name] = yaml.safe_load(value)
         except yaml.YAMLError:
@@ -119,7 +119,7 @@ def _parse(settings: Sequence[str]) -> dict[str, Any]:
 
 
 def _refusal(name: str, live: set[str], known: set[str]) -> str:
-    """Why an option that is not live cannot be set."""
+    """Return the message for an option that cannot be set."""
     parts = sorted(option for option in live if option.startswith(f"{name}."))
     if parts:
         return f"{name}: is a section; name an option of it, such as {parts[0]}"
@@ -133,7 +133,7 @@ def _refusal(name: str, live: set[str], known: set[str]) -> str:
 
 
 def _in_words(names: Iterable[str]) -> str:
-    """Dotted names in one line: weight, stop.{return, time}."""
+    """Return dotted names in one line: weight, stop.{return, time}."""
     sections: dict[str, list[str]] = {}
     for name in sorted(names):
         section, _, option = name.rpartition(".")
@@ -145,7 +145,7 @@ def _in_words(names: Iterable[str]) -> str:
 
 
 def _options(model: type[BaseModel], prefix: str = "") -> set[str]:
-    """Dotted names of all options."""
+    """Return the dotted names of all options."""
     from pydantic import BaseModel
 
     found: set[str] = set()
@@ -160,7 +160,7 @@ def _options(model: type[BaseModel], prefix: str = "") -> set[str]:
 
 
 def _values(config: RunConfig, spaces: EnvSpec) -> dict[str, Any]:
-    """Every option's value by its dotted name, the algorithm's defaults included, as JSON has them."""
+    """Return the JSON value of every option by its dotted name, with the algorithm's defaults."""
     from ddrl.algorithms import base
 
     tree = config.model_dump(mode="json", by_alias=True)

@@ -1,4 +1,4 @@
-"""`ddrl status`: everything the server knows of one run."""
+"""`ddrl status`: the state of one run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ddrl.store import evaluations, runs, weights
 
 
 def status(run: Run = "last", json_output: Json = False) -> None:
-    """Show all about one run: who plays and learns, counters, rates, weights, evaluations, memory."""
+    """Show the state of a run: its workers and learner, counters, rates, weights, evaluations and memory."""
     with server() as client:
         report = collect(client, runs.resolve(client, run))
     if json_output:
@@ -21,7 +21,7 @@ def status(run: Run = "last", json_output: Json = False) -> None:
 
 
 def collect(client: Client, run: str) -> dict[str, Any]:
-    """What `ddrl status --json` prints; times are the server's clock in seconds."""
+    """Return the report of `ddrl status --json`; times are seconds of the server's clock."""
     figures = Watcher(client, run).poll()
     state, config, queue = figures.state, figures.config, figures.state.queue
     index = weights.index(client, run)
@@ -96,9 +96,9 @@ def collect(client: Client, run: str) -> dict[str, Any]:
 
 
 def _sharing(figures: Figures) -> dict[str, Any]:
-    """The run's part of the fleet: what it may have, what it has, and what its processes wait for.
+    """Return the run's share of the fleet and the waits of its processes, since the run began.
 
-    The times count from the run's beginning, its share of all processes' time from that of the active runs.
+    The share is of the process time of all active runs.
     """
     state = figures.state
     spent_s = state.process_s
@@ -121,7 +121,7 @@ def _sharing(figures: Figures) -> dict[str, Any]:
 def _show(report: dict[str, Any]) -> None:
     figures, stream, kept = report["figures"], report["stream"], report["weights"]
     learner, hint = report["learner"], report["hint"].removeprefix(f"paused: {report['reason']}; ")
-    waited_s = figures.get("server_wait_s", 0.0)  # of the learner, since its figures before these
+    waited_s = figures.get("server_wait_s", 0.0)  # of the learner, since its previous row of metrics
     limit = "" if report["time_limit_s"] is None else f" of {duration(report['time_limit_s'])}"
     rates = [f" ({figures[name]:.0f}/s)" if name in figures else "" for name in _RATES]
     best = "none" if kept["best"] < 0 else f"v{kept['best']} ({number(kept['best_return'])})"
@@ -135,14 +135,14 @@ def _show(report: dict[str, Any]) -> None:
             **({"last error": report["error"]} if report["error"] else {}),
             "task": f"{report['env']} with {report['algorithm']}, seed {report['seed']}",
             "created": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(report["created_s"])),
-            "train time": "not begun" if report["train_s"] is None else duration(report["train_s"]) + limit,
-            **({"began with": report["from"]} if report["from"] else {}),
+            "train time": "not started" if report["train_s"] is None else duration(report["train_s"]) + limit,
+            **({"initial weights": report["from"]} if report["from"] else {}),
             "learner": _learner(learner),
             "folder": learner["folder"] or "-",
             "workers": _players(report),
             **_share_lines(report["sharing"]),
             **_trouble(report),
-            **({"server waits": f"{waited_s:.1f} s at last"} if waited_s >= 0.05 else {}),
+            **({"server waits": f"{waited_s:.1f} s recently"} if waited_s >= 0.05 else {}),
             "env steps": f"{report['env_steps']:,}{rates[0]}, {report['allowance']:,} allowed",
             "updates": f"{report['updates']:,}{rates[1]}",
             **_experience(figures),
@@ -150,7 +150,7 @@ def _show(report: dict[str, Any]) -> None:
             "weights": versions if kept["latest"] >= 0 else "none yet",
             "stream": f"{size(stream['live_bytes'])} of {size(stream['max_bytes'])} in use, "
             f"{stream['fragments']:,} fragments appended ({size(stream['appended_bytes'])})",
-            "refused": "{duplicates} repeated, {dead} dead, {full} for lack of room".format_map(stream),
+            "refused": "{duplicates} repeated, {dead} invalid, {full} for lack of room".format_map(stream),
             "open evaluations": ", ".join(report["open_evaluations"]) or "none",
             **({"figures": "  ".join(f"{n} {v:.4g}" for n, v in others.items())} if others else {}),
         }
@@ -168,7 +168,7 @@ def _show(report: dict[str, Any]) -> None:
 
 
 def _players(report: dict[str, Any]) -> str:
-    """Who takes the run's rollouts, and how many of their processes play it now."""
+    """Return the number of workers that serve the run's queue and of processes that play it now."""
     players = [worker for worker in report["workers"] if worker["plays"]]
     processes, playing = sum(worker["processes"] for worker in players), report["sharing"]["playing"]
     there = f"{len(players)} ({playing} of {processes} processes play it)" if players else "none"
@@ -183,7 +183,7 @@ def _learner(learner: dict[str, Any]) -> str:
 
 
 def _share_lines(sharing: dict[str, Any]) -> dict[str, str]:
-    """What the run gets of the fleet, and how its processes spend their time."""
+    """Return the lines about the run's share and about the waits of its processes."""
     lines = {"weight": f"{sharing['weight']:g}, priority {sharing['priority']}"}
     if sharing["active_runs"] > 1 and sharing["share"] is not None:
         lines["weight"] += (
@@ -202,12 +202,12 @@ def _share_lines(sharing: dict[str, Any]) -> dict[str, str]:
 
 
 def _trouble(report: dict[str, Any]) -> dict[str, str]:
-    """Crashes, and who does not play the run; nothing where all is well."""
+    """Return the lines about crashes and about hosts that refuse the run; {} if there are none."""
     crashes, lines = report["crashes"], {}
     if crashes["total"] or crashes["lost_producers"]:
-        lines["ended badly"] = (
-            f"{crashes['total']} processes could not play it ({crashes['since_last_fragment']} since the last "
-            f"fragment), {crashes['lost_producers']} ended without a word"
+        lines["crashes"] = (
+            f"{crashes['total']} processes failed to play it ({crashes['since_last_fragment']} since the last "
+            f"fragment), {crashes['lost_producers']} disappeared"
         )
     for host, reason in report["refusals"].items():
         lines[f"refused by {host}"] = reason
@@ -222,7 +222,7 @@ _SHOWN = (
 
 
 def _experience(figures: dict[str, Any]) -> dict[str, str]:
-    """How the learner's experience stands: sampled from a replay, or taken from a queue."""
+    """Return the lines about the learner's experience: of the replay (off-policy) or of the queue (on-policy)."""
     mean = number(figures.get("staleness"))
     if "queued_steps" not in figures:
         return {

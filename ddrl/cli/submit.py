@@ -1,11 +1,12 @@
-"""`ddrl submit` and `ddrl resume`: start runs, bring what is missing, watch them to their end."""
+"""`ddrl submit` and `ddrl resume`: start runs and the processes they lack, and follow them to their end."""
 
 from __future__ import annotations
 
 import json
 import signal
+import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from ddrl.config import RunConfig
     from ddrl.types import EnvSpec
 
-LEARNER_EXIT_S = 60.0  # for the folder of the run, after it has ended
+LEARNER_EXIT_S = 60.0  # for writing the run's folder after the run has ended
 
 Overrides = Annotated[
     list[str] | None,
@@ -31,14 +32,16 @@ Workers = Annotated[
         "--workers",
         min=0,
         max=1024,
-        help="Rollout processes to bring along. Default: one a core but one with the embedded server, else none.",
+        help="Rollout processes to start. Default: all cores but one with the embedded server, else none.",
     ),
 ]
 WithLearner = Annotated[
     bool | None,
-    typer.Option("--learner/--no-learner", help="Bring a learner along. Default: with the embedded server."),
+    typer.Option(
+        "--learner/--no-learner", help="Start a learner. Default: yes with the embedded server, else no."
+    ),
 ]
-Detach = Annotated[bool, typer.Option("--detach", help="Return at once; watch later with `ddrl watch`.")]
+Detach = Annotated[bool, typer.Option("--detach", help="Return at once; `ddrl watch` follows the run later.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout as the last line.")]
 
 
@@ -51,19 +54,22 @@ def submit(
     seeds: Annotated[
         int,
         typer.Option(
-            "--seeds", min=1, max=100, help="So many runs side by side, with the seeds from --seed on."
+            "--seeds",
+            min=1,
+            max=100,
+            help="Start this many runs together, with consecutive seeds from --seed.",
         ),
     ] = 1,
     weight: Annotated[
         float | None, typer.Option("--weight", help="Share of the fleet, relative to other runs' weights.")
     ] = None,
     priority: Annotated[
-        str | None, typer.Option("--priority", help="low, normal or high: the higher one plays first.")
+        str | None, typer.Option("--priority", help="low, normal or high: higher priorities play first.")
     ] = None,
     initial: Annotated[
         str | None,
         typer.Option(
-            "--from", metavar="POLICY|RUN@VERSION", help="Begin with the weights of another policy."
+            "--from", metavar="POLICY|RUN@VERSION", help="Start from the weights of another policy."
         ),
     ] = None,
     with_learner: WithLearner = None,
@@ -80,7 +86,7 @@ def submit(
     given = {"seed": seed, "weight": weight, "priority": priority}
     overrides += [f"{name}={value}" for name, value in given.items() if value is not None]
     resolved = configs.load(config, overrides)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a service manager's word is as good as Ctrl-C
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     with output.server() as client:
         from ddrl.runs import submit as submission
 
@@ -124,7 +130,7 @@ def resume(
         found = (copies.bring_back(client, name, Path("runs")) for name in runs or ["last"])
         names = list(dict.fromkeys(found))
         before = [store.state(client, run) for run in names]
-        if all(state.leased and not state.ended for state in before):  # their learners wait: only watch
+        if all(state.leased and not state.ended for state in before):  # learners hold them: only follow
             with_learner, workers = with_learner or False, workers or 0
         for run in names:
             store.reactivate(client, run, more_time_s=more_time_s)
@@ -144,7 +150,7 @@ def crew(
     workers: Annotated[int, typer.Option()],
     with_learner: Annotated[bool, typer.Option("--learner/--no-learner")],
 ) -> None:
-    """What `--detach` leaves behind: the processes of runs, until they end."""
+    """Run the processes of detached runs until the runs end."""
     from ddrl.cli import output
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -169,8 +175,8 @@ def _attend(
     json_: bool,
     started: float,
 ) -> None:
-    """Bring what is missing, watch the runs to their end, report."""
-    from ddrl.cli import live, output, sweep
+    """Start the processes that are missing, follow the runs to their end, print their results."""
+    from ddrl.cli import live, output
     from ddrl.store import connection
 
     num_workers = bringing.processes(workers)
@@ -186,34 +192,31 @@ def _attend(
         with bringing.crew_of(runs) as brought:
             try:
                 bringing.bring(brought, runs, num_workers, bring_learner)
-                follow = live.follow if len(runs) == 1 else sweep.follow
-                target: Any = runs[0] if len(runs) == 1 else runs
-                follow(
-                    client, target, json_output=json_, on_tick=lambda: bringing.keep_up(client, brought, runs)
+                live.follow(
+                    client, runs, json_output=json_, on_tick=lambda: bringing.keep_up(client, brought, runs)
                 )
             except KeyboardInterrupt:
                 interrupted = True
                 if not bring_learner:
                     output.note(_goes_on(runs))
                     raise typer.Exit(130) from None
-                output.note(f"stopping {', '.join(runs)}; once more ends everything at once")
+                output.note(f"stopping {', '.join(runs)}; press Ctrl-C again to end everything at once")
                 bringing.stop(client, runs)
             brought.wait_for_learners(LEARNER_EXIT_S)
     except KeyboardInterrupt:  # the second one: the crew was killed on the way here
         output.note(f"ended at once; `ddrl resume {' '.join(runs)}` goes on from the newest checkpoint")
         raise
-    wall_s = time.monotonic() - started
-    summaries = sweep.summaries(client, runs, wall_s=wall_s)
-    if len(runs) == 1:
-        print(json.dumps(summaries[0]) if json_ else live.closing_lines(summaries[0]), flush=True)
+    rows = _summaries(client, runs, wall_s=time.monotonic() - started)
+    if len(runs) > 1:
+        _report(rows, json_output=json_)
     else:
-        sweep.report(summaries, json_output=json_)
-    failed = any(summary["status"] == "failed" for summary in summaries)
+        print(json.dumps(rows[0]) if json_ else live.closing_lines(rows[0]), flush=True)
+    failed = any(row["status"] == "failed" for row in rows)
     raise typer.Exit(130 if interrupted else 1 if failed else 0)
 
 
 def _create(client: Client, configs: Sequence[RunConfig], spaces: EnvSpec, target: str | None) -> list[str]:
-    """Store the runs: all, or none that goes on."""
+    """Create all runs, or leave none active."""
     from ddrl.runs import submit as submission
     from ddrl.store import runs
 
@@ -224,13 +227,13 @@ def _create(client: Client, configs: Sequence[RunConfig], spaces: EnvSpec, targe
             created.append(submission.create(client, config, spaces, initial=weights))
     except BaseException:
         for run in created:
-            runs.set_status(client, run, "stopped", "those submitted with it could not be")
+            runs.set_status(client, run, "stopped", "not started: another run of its submission was refused")
         raise
     return created
 
 
 def _initial(target: str, config: RunConfig, spaces: EnvSpec) -> tuple[str, bytes]:
-    """Where the first weights come from, and they."""
+    """Return the initial weights and their source."""
     from ddrl.cli import targets
     from ddrl.runs import initial_weights as warmstart
 
@@ -239,12 +242,12 @@ def _initial(target: str, config: RunConfig, spaces: EnvSpec) -> tuple[str, byte
 
 
 def _with_seeds(config: RunConfig, seeds: int) -> Sequence[RunConfig]:
-    """One config a seed, from the config's own seed on."""
+    """Return one config per seed, starting at the config's own seed."""
     return [config.model_copy(update={"seed": config.seed + i}) for i in range(seeds)]
 
 
 def _serving(client: Client, config: RunConfig) -> int:
-    """Processes of the fleet that can play a run now."""
+    """Return the number of processes in the fleet that can play the run now."""
     from ddrl import envs
     from ddrl.envs import versions
     from ddrl.store import workers
@@ -254,10 +257,10 @@ def _serving(client: Client, config: RunConfig) -> int:
 
 
 def _goes_on(runs: Sequence[str]) -> str:
-    """What is said on leaving runs to a fleet."""
+    """Return the message shown when the command leaves runs to a fleet."""
     verb = "goes on" if len(runs) == 1 else "go on"
     stops = "; ".join(f"`ddrl stop {run}`" for run in runs)
-    return f"{', '.join(runs)} {verb} without being watched; stop with {stops}"
+    return f"{', '.join(runs)} {verb} without this command; stop with {stops}"
 
 
 def _tell_detached(runs: Sequence[str], json_: bool) -> None:
@@ -267,3 +270,48 @@ def _tell_detached(runs: Sequence[str], json_: bool) -> None:
         return
     for run in runs:
         print(f"{run}: submitted; watch it with `ddrl watch {run}`", flush=True)
+
+
+def _summaries(client: Client, runs: Sequence[str], *, wall_s: float) -> list[dict[str, Any]]:
+    """Return each run's summary, with its seed if there are several runs."""
+    from ddrl.runs.records import summary
+    from ddrl.store import runs as store
+
+    found = []
+    for run in runs:
+        seed = {"seed": store.config(client, run).seed} if len(runs) > 1 else {}
+        found.append(seed | summary(client, run, wall_s=wall_s))
+    return found
+
+
+def _report(rows: Sequence[Mapping[str, Any]], *, json_output: bool) -> None:
+    """Print several runs' results and their median time, as a table or as one JSON object."""
+    from ddrl.cli.output import mean_and_std, say, table
+
+    times = [row["train_s"] for row in rows if row["status"] in ("solved", "time")]
+    median_s = round(statistics.median(times), 3) if times else None
+    if json_output:
+        print(json.dumps({"runs": list(rows), "median_train_s": median_s}), flush=True)
+        return
+    table(
+        ("seed", "status", "train", "env steps", "updates", "return", "run"),
+        [
+            (
+                f"{row['seed']}",
+                row["status"],
+                f"{row['train_s']:,.1f} s",
+                f"{row['env_steps']:,}",
+                f"{row['updates']:,}",
+                mean_and_std(*map((row["evaluation"] or {}).get, ("return_mean", "return_std"))),
+                row["run"],
+            )
+            for row in rows
+        ],
+        left=("status", "run"),
+    )
+    solved = sum(row["status"] == "solved" for row in rows)
+    median = "" if median_s is None else f"median train time {median_s:.1f} s; "
+    say(f"{median}{solved} of {len(rows)} solved")
+    stopped = [row["run"] for row in rows if row["status"] == "stopped"]
+    if stopped:
+        say(f"continue with `ddrl resume {' '.join(stopped)}`")

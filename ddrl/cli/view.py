@@ -1,12 +1,11 @@
-"""The live view of one run: curve, figures, evaluations, and what is amiss."""
+"""The live views: one run with its curve, figures and evaluations; several runs as a table."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ddrl.cli.live import rate
-from ddrl.cli.output import duration, number, size
+from ddrl.cli.output import counted, duration, number, rate, size
 from ddrl.cli.watcher import Figures
 from ddrl.config import RunConfig
 
@@ -15,9 +14,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 COLORS = {"active": "cyan", "solved": "bold green", "failed": "bold red", "paused": "yellow"}
-NOTICES = 2  # the newest ones
+NOTICES = 2  # number shown, the newest
 
-# Figures of the learner with a place of their own in the view; all others are the algorithm's.
+# Metrics of the learner with a cell of their own; all others are the algorithm's.
 _NAMED = (
     "env_steps",
     "updates",
@@ -40,8 +39,8 @@ _NAMED = (
 )
 
 
-def view(figures: Figures, *, width: int, height: int) -> RenderableType:
-    """The live view: curve, figures, last evaluations."""
+def one_run(figures: Figures, *, width: int, height: int) -> RenderableType:
+    """Return the view of one run: curve, figures, last evaluations, notices and hint."""
     from rich.console import Group
     from rich.panel import Panel
     from rich.text import Text
@@ -57,10 +56,10 @@ def view(figures: Figures, *, width: int, height: int) -> RenderableType:
     roomy = height >= 32
     table = _figures_table(figures, columns=3 if inner >= 100 else 2, others=roomy)
     last = figures.evaluated[-3 if roomy else -1 :]
-    said = _words(figures)
-    said_lines = sum(1 + len(text) // inner for text, _ in said)
-    # Besides: borders, legend, blank lines, the last line, the prompt.
-    free = height - 7 - table.row_count - len(last) - max(1, said_lines)
+    messages = _messages(figures)
+    message_lines = sum(1 + len(text) // inner for text, _ in messages)
+    # The rest of the height: borders, legend, blank lines, the last line, the prompt.
+    free = height - 7 - table.row_count - len(last) - max(1, message_lines)
     drawing = curve.draw(
         figures.returns, marks, width=inner, height=max(4, min(14, free)), target=config.stop.return_
     )
@@ -73,8 +72,8 @@ def view(figures: Figures, *, width: int, height: int) -> RenderableType:
     parts: list[RenderableType] = [legend, drawing, Text(), table]
     if last:
         parts += [Text(), _evaluations_table(last)]
-    if said:
-        parts += [Text(), *(Text(text, style=style) for text, style in said)]
+    if messages:
+        parts += [Text(), *(Text(text, style=style) for text, style in messages)]
     title = Text.assemble(
         (state.run, "bold"),
         "  ",
@@ -88,12 +87,12 @@ def view(figures: Figures, *, width: int, height: int) -> RenderableType:
     return Panel(Group(*parts), title=title, subtitle=subtitle, width=inner + 4, border_style="dim")
 
 
-def _words(figures: Figures) -> list[tuple[str, str]]:
-    """What is said below the figures, and in which style: the newest notices, then the hint or the reason."""
-    said = [(text, "dim") for text in figures.notices[-NOTICES:]]
+def _messages(figures: Figures) -> list[tuple[str, str]]:
+    """Return (text, style) of the newest notices, then of the hint or the reason."""
+    shown = [(text, "dim") for text in figures.notices[-NOTICES:]]
     if figures.hint:
-        return [*said, (figures.hint, "yellow")]
-    return [*said, (figures.state.reason, "dim")] if figures.state.reason else said
+        return [*shown, (figures.hint, "yellow")]
+    return [*shown, (figures.state.reason, "dim")] if figures.state.reason else shown
 
 
 def _figures_table(figures: Figures, *, columns: int, others: bool) -> Table:
@@ -126,23 +125,22 @@ def _figures_table(figures: Figures, *, columns: int, others: bool) -> Table:
 
 
 def _processes(figures: Figures) -> str:
-    """How many there are, and how many of them play this run where that is not all."""
+    """Return the number of processes, and of those that play this run if not all do."""
     there = sum(worker.num_players for worker in figures.serving)
-    words = f"{there} process{'es' if there != 1 else ''}"
-    return (
-        words if figures.state.ended or figures.num_playing >= there else f"{figures.num_playing} of {words}"
-    )
+    text = counted(there, "process", "es")
+    all_play = figures.state.ended or figures.num_playing >= there
+    return text if all_play else f"{figures.num_playing} of {text}"
 
 
 def play_waits(allowance: float | None, room: float | None) -> str:
-    """Such as 12 % for the learner, 3 % for room: parts of the processes' time; a dash while nothing is known."""
+    """Return the parts of the processes' time spent waiting, such as "12 %, 3 % for room"; "-" if unknown."""
     if allowance is None:
         return "-"
     return f"{100 * allowance:.0f} %" + (f", {100 * room:.0f} % for room" if room else "")
 
 
 def _unusual_cells(figures: Figures) -> list[tuple[str, str]]:
-    """What is shown only where it says something: rivals, crashes, waits for the server."""
+    """Return cells that are shown only if there is something to show: share, crashes, waits for the server."""
     state, cells = figures.state, []
     if len(figures.rivals) > 1 and not state.ended:
         now = "-" if figures.share is None else f"{100 * figures.share:.0f} %"
@@ -150,15 +148,15 @@ def _unusual_cells(figures: Figures) -> list[tuple[str, str]]:
     elif state.weight != 1.0 or state.priority != "normal":
         cells.append(("weight", f"{state.weight:g}, {state.priority}"))
     if state.crashes_total or state.lost_producers:
-        cells.append(("ended badly", f"{state.crashes_total} crashed, {state.lost_producers} lost"))
-    waited_s = figures.row.get("server_wait_s", 0.0)  # since the row before
+        cells.append(("crashed", f"{state.crashes_total} processes, {state.lost_producers} lost"))
+    waited_s = figures.row.get("server_wait_s", 0.0)  # since the previous row
     if waited_s >= 0.05:
         cells.append(("server waits", f"{waited_s:.1f} s"))
     return cells
 
 
 def _experience_cells(row: Mapping[str, Any], config: RunConfig) -> list[tuple[str, str]]:
-    """How fresh and how much the experience is: off-policy a replay, on-policy a queue."""
+    """Return the cells of the experience: of the replay (off-policy) or of the queue (on-policy)."""
     if "queued_steps" not in row:
         return [
             (
@@ -198,3 +196,40 @@ def _evaluations_table(rows: list[dict[str, Any]]) -> Table:
 
 def _is_other(name: str, value: Any) -> bool:
     return name not in _NAMED and isinstance(value, (int, float))
+
+
+def several_runs(runs: Sequence[Figures], *, width: int) -> RenderableType:
+    """Return a table with a row for each run."""
+    from rich.console import Group
+    from rich.panel import Panel
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    for name in ("seed", "status", "time", "env steps", "/s", "updates", "return", "evaluation"):
+        grid.add_column(name, justify="left" if name == "status" else "right", no_wrap=True)
+    messages: list[Text] = []
+    for figures in runs:
+        state, row, seed = figures.state, figures.row, figures.config.seed
+        last = figures.evaluated[-1] if figures.evaluated else None
+        grid.add_row(
+            f"{seed}",
+            Text(state.status, style=COLORS.get(state.status, "")),
+            duration(figures.elapsed_s),
+            f"{figures.env_steps:,}",
+            f"{row['env_steps_per_s']:.0f}" if "env_steps_per_s" in row and not state.ended else "",
+            f"{figures.updates:,}",
+            number(row.get("return_mean")),
+            "-" if last is None else f"{last['return_mean']:.1f} v{last['version']}",
+        )
+        if figures.hint:
+            messages.append(Text(f"seed {seed}: {figures.hint}", style="yellow"))
+        elif figures.notices or (state.ended and state.reason):
+            messages.append(
+                Text(f"seed {seed}: {state.reason if state.ended else figures.notices[-1]}", style="dim")
+            )
+    config = runs[0].config
+    subtitle = f"{config.env.id}, {config.algorithm.get('name')}, {len(runs)} seeds"
+    title = f"{runs[0].state.run} and {len(runs) - 1} more"
+    parts = Group(grid, *([Text(), *messages] if messages else []))
+    return Panel(parts, title=title, subtitle=subtitle, width=width, border_style="dim")

@@ -1,4 +1,4 @@
-"""What is known of a run as it goes on, from poll to poll."""
+"""The state of a run, polled from the server."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from ddrl.store import evaluations, metrics, runs, segments, stream, workers
 from ddrl.store.run_state import Rival, RunState
 from ddrl.store.workers import Heartbeat
 
-LOOK_S = 2.0  # between two looks at workers, rivals and the server, which cost more than the run's own state
-WINDOW_S = 60.0  # of shares and waits
+FLEET_S = 2.0  # between two polls of workers, other runs and the server, which cost more than the run's state
+WINDOW_S = 60.0  # over which shares and waits are measured
 
 
 @dataclass
 class Figures:
-    """What is known of a run at one moment; the lists grow from poll to poll.
+    """The state of a run at one moment; the lists grow with each poll.
 
     Attributes:
         state: of the run.
         config: of the run, as of now.
-        row: the learner's newest figures; empty before the first.
+        row: the learner's newest metrics; empty before the first.
         returns: (seconds since the first step, return) of finished training episodes.
         evaluated: results of evaluations, oldest first.
         present: all workers.
-        rivals: active runs, this one included.
-        refusals: host -> why it does not play the run.
+        rivals: all active runs, with this one.
+        refusals: host -> reason why it does not play the run.
         num_playing: processes that play it now.
-        share: of all runs' process time within WINDOW_S; None while nothing is known.
-        allowance_wait, room_wait: parts of its own process time within WINDOW_S; None likewise.
+        share: part of all runs' process time within WINDOW_S; None while unknown.
+        allowance_wait, room_wait: parts of its own process time within WINDOW_S spent waiting; None while unknown.
         quiet_s: since env steps last grew.
         now_s: the server's clock.
-        notices: what the journal says beside changes of status, each once, oldest first.
-        outage: why the server cannot be asked now; empty while it can.
+        notices: entries of the journal other than changes of status, each once, oldest first.
+        outage: why the server does not answer; empty while it does.
         hint: why nothing happens, and the remedy; empty while all is well.
     """
 
@@ -62,53 +62,53 @@ class Figures:
 
     @property
     def serving(self) -> list[Heartbeat]:
-        """Workers that take the run's rollouts."""
+        """Workers that serve the run's queue."""
         return [worker for worker in self.present if self.state.queue in worker.queues]
 
     @property
     def start_s(self) -> float:
-        """The first environment step, or the creation before there is one; server's clock."""
+        """Time of the first environment step, or of the creation before it; server's clock."""
         return self.state.first_step_s or self.state.created_s
 
     @property
     def elapsed_s(self) -> float:
-        """Since `start_s`, up to the end of the run."""
+        """Seconds from `start_s` to now or to the end of the run."""
         return max(0.0, (self.state.ended_s or self.now_s) - self.start_s)
 
     @property
     def left_s(self) -> float | None:
-        """Until `stop.time`; None without such a limit."""
+        """Seconds until `stop.time`; None without that limit."""
         limit = self.config.stop.time
-        spent = self.row.get("elapsed_s", self.elapsed_s)  # the learner's own count survives a pause
+        spent = self.row.get("elapsed_s", self.elapsed_s)  # the learner's count leaves pauses out
         return None if limit is None else max(0.0, limit - spent)
 
     @property
     def env_steps(self) -> int:
-        """Appended so far."""
+        """Environment steps appended so far."""
         return self.state.appended_steps
 
     @property
     def updates(self) -> int:
-        """As last told by the learner, in whichever way was later."""
+        """Updates, from the run's state or the metrics, whichever is newer."""
         return max(self.state.updates, int(self.row.get("updates", 0)))
 
     @property
     def entitled(self) -> float:
-        """The share that the run's weight gives it among the active runs of its priority."""
+        """The run's share by its weight, among the active runs of its priority."""
         peers = [rival.weight for rival in self.rivals if rival.priority == self.state.priority]
         return self.state.weight / total if (total := sum(peers)) else 1.0
 
 
 class Watcher:
-    """Polls a run: a few cheap commands, and only what is new of each stream.
+    """Polls a run with a few cheap commands, and reads only the new entries of each stream.
 
     Args:
         client: connection to the server.
         run: its id.
-        starting_s: for so long the caller's own learner and workers may not be there yet.
+        starting_s: time that the caller's own learner and workers may take to start.
 
     Raises:
-        UnknownRunError: there is no such run.
+        UnknownRunError: the run does not exist.
     """
 
     def __init__(self, client: Client, run: str, *, starting_s: float = 0.0) -> None:
@@ -118,12 +118,12 @@ class Watcher:
         self._episodes_cursor = self._evaluations_cursor = b"0-0"
         self._journal_cursor = runs.journal_after(client, run)[1]
         self._quiet_until = time.monotonic() + starting_s
-        self._look_at = self._grown_at = 0.0
+        self._fleet_at = self._grown_at = 0.0
         self._server = ""
         self._history: deque[_Times] = deque()
 
     def poll(self) -> Figures:
-        """What is known now; the same object every time."""
+        """Poll the run and return its state; the same object each time."""
         client, run, figures, now = self._client, self._run, self._figures, time.monotonic()
         before, figures.state = figures.state, runs.state(client, run)
         if figures.state.config_version != before.config_version:
@@ -142,19 +142,19 @@ class Watcher:
         entries, self._journal_cursor = runs.journal_after(client, run, self._journal_cursor)
         texts = (hints.notice(entry) for entry in entries)
         figures.notices.extend(text for text in texts if text and text not in figures.notices)
-        if now >= self._look_at and not figures.state.ended:
-            self._look_at = now + LOOK_S
-            self._look()
+        if now >= self._fleet_at and not figures.state.ended:
+            self._fleet_at = now + FLEET_S
+            self._poll_fleet()
         figures.outage = ""
         figures.hint = hints.hint(figures, server=self._server, starting=now < self._quiet_until)
         return figures
 
     def without_server(self, reason: str) -> Figures:
-        """What was known last, when the server cannot be asked."""
+        """Return the last state, with the reason why the server does not answer."""
         self._figures.outage = self._figures.hint = reason
         return self._figures
 
-    def _look(self) -> None:
+    def _poll_fleet(self) -> None:
         client, figures = self._client, self._figures
         figures.present = workers.alive(client)
         figures.rivals = runs.active(client)
@@ -178,7 +178,7 @@ class Watcher:
 
 @dataclass(frozen=True)
 class _Times:
-    """What processes had spent on each active run, and in which waits on this one."""
+    """Process time spent on each active run, and on waits of this run, up to one moment."""
 
     at: float
     process_ms: dict[str, int]

@@ -1,4 +1,4 @@
-"""Several runs in one drawing: return over seconds and over environment steps, one color a run."""
+"""A plot of several runs: return over seconds and over environment steps, one color per run."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import numpy as np
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-WINDOW = 20  # episodes of the trailing mean, at least; a fortieth of a run where that is more
-MAX_POINTS = 2_000  # of one line
-LEGEND_ROWS = 12  # beyond, the legend has more columns
-# Told apart by people who see no red or green (Okabe and Ito 2008), yellow left out as too pale on white.
+WINDOW = 20  # episodes of the trailing mean, or a fortieth of the run if that is more
+MAX_POINTS = 2_000  # per line
+LEGEND_ROWS = 12  # more runs take another column of the legend
+# Safe for color-blind readers (Okabe and Ito 2008), without the yellow, which is too pale on white.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#4b5563")
 _GREY, _GRID = "#6b7280", "#e5e7eb"
 _DASHES = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
@@ -24,7 +24,7 @@ _PANELS = ((0, "seconds since the first environment step"), (1, "environment ste
 
 @dataclass(frozen=True)
 class Curve:
-    """What is drawn of one run.
+    """The data of one run.
 
     Attributes:
         label: in the legend.
@@ -40,7 +40,7 @@ class Curve:
 
 
 def plot(curves: Sequence[Curve], path: Path, *, title: str) -> Path:
-    """Draw runs over each other as PNG: lines are smoothed training returns, marks are evaluations.
+    """Plot runs as PNG: lines are smoothed training returns, marks are evaluations.
 
     Args:
         path: its folder must exist.
@@ -86,7 +86,7 @@ def plot(curves: Sequence[Curve], path: Path, *, title: str) -> Path:
 
 
 def _prepare(axes: Axes, curves: Sequence[Curve]) -> None:
-    """Grid, range and targets of a panel."""
+    """Set up grid, range and targets of a panel."""
     axes.grid(True, color=_GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -108,7 +108,7 @@ def _prepare(axes: Axes, curves: Sequence[Curve]) -> None:
 
 
 def _draw(axes: Axes, curve: Curve, over: int, number: int) -> None:
-    """One run in one panel; `over` is the place of its abscissa."""
+    """Draw one run in one panel; `over` is the index of its x values: 0 seconds, 1 env steps."""
     style = _style(number)
     rows, means = _line(curve)
     if rows:
@@ -131,16 +131,16 @@ def _draw(axes: Axes, curve: Curve, over: int, number: int) -> None:
 
 
 def _line(curve: Curve) -> tuple[Sequence[tuple[float, float, float]], np.ndarray]:
-    """Episodes and smoothed returns that are drawn: at most MAX_POINTS, the last one of those told together."""
+    """Return episodes and smoothed returns to draw: at most MAX_POINTS, one for each fragment."""
     rows, means = curve.episodes, smoothed([value for *_, value in curve.episodes])
-    begin = WINDOW // 4 if len(means) > WINDOW else 0  # the mean of one or two episodes says little
+    begin = WINDOW // 4 if len(means) > WINDOW else 0  # the mean of few episodes is noise
     ends = [i for i in range(begin, len(rows)) if i + 1 == len(rows) or rows[i][:2] != rows[i + 1][:2]]
     kept = ends[:: max(1, len(ends) // MAX_POINTS)]
     return [rows[i] for i in kept], means[kept]
 
 
 def smoothed(returns: Sequence[float]) -> np.ndarray:
-    """[i] = mean of the last returns up to and with i: WINDOW of them, or a fortieth of all if that is more."""
+    """Return [N] trailing means over WINDOW returns, or over a fortieth of all if that is more."""
     if not len(returns):
         return np.zeros(0)
     window = max(WINDOW, len(returns) // 40)
@@ -152,7 +152,7 @@ def smoothed(returns: Sequence[float]) -> np.ndarray:
 
 
 def _style(number: int) -> dict[str, Any]:
-    """Color of a run, and dashes where the colors are used up."""
+    """Return the color of a run, and a dash pattern once the colors are used up."""
     return {
         "color": COLORS[number % len(COLORS)],
         "linestyle": _DASHES[number // len(COLORS) % len(_DASHES)],
@@ -160,7 +160,7 @@ def _style(number: int) -> dict[str, Any]:
 
 
 def _steps(value: float) -> str:
-    """Steps as people write them: 500, 20k, 1.5M."""
+    """Return steps as 500, 20k or 1.5M."""
     for size, suffix in ((1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:g}{suffix}"
