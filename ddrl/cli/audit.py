@@ -22,9 +22,7 @@ _HEADER = ("producer", "host", *COUNTS[:-2], "repeated", "missing")
 
 def audit(
     run: Run = "last",
-    all_: Annotated[
-        bool, typer.Option("--all", help="List balanced producers too.")
-    ] = False,
+    all_: Annotated[bool, typer.Option("--all", help="List balanced producers too.")] = False,
     json_output: Json = False,
 ) -> None:
     """Check for each producer that appended = consumed + waiting + trimmed + refused; exit code 1 if not."""

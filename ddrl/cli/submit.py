@@ -92,7 +92,7 @@ def submit(
 
         processes = bringing.processes(workers) + _serving(client, resolved)
         spaces = submission.prepare(resolved, processes=max(1, processes))
-        runs = _create(client, [*_with_seeds(resolved, seeds)], spaces, initial)
+        runs = create_all(client, [*_with_seeds(resolved, seeds)], spaces, initial)
         _attend(
             client,
             runs,
@@ -208,14 +208,16 @@ def _attend(
         raise
     rows = _summaries(client, runs, wall_s=time.monotonic() - started)
     if len(runs) > 1:
-        _report(rows, json_output=json_)
+        report(rows, json_output=json_)
     else:
         print(json.dumps(rows[0]) if json_ else live.closing_lines(rows[0]), flush=True)
     failed = any(row["status"] == "failed" for row in rows)
     raise typer.Exit(130 if interrupted else 1 if failed else 0)
 
 
-def _create(client: Client, configs: Sequence[RunConfig], spaces: EnvSpec, target: str | None) -> list[str]:
+def create_all(
+    client: Client, configs: Sequence[RunConfig], spaces: EnvSpec, target: str | None
+) -> list[str]:
     """Create all runs, or leave none active."""
     from ddrl.runs import submit as submission
     from ddrl.store import runs
@@ -284,7 +286,7 @@ def _summaries(client: Client, runs: Sequence[str], *, wall_s: float) -> list[di
     return found
 
 
-def _report(rows: Sequence[Mapping[str, Any]], *, json_output: bool) -> None:
+def report(rows: Sequence[Mapping[str, Any]], *, json_output: bool) -> None:
     """Print several runs' results and their median time, as a table or as one JSON object."""
     from ddrl.cli.output import mean_and_std, say, table
 

@@ -64,7 +64,7 @@ def test_follow_prints_lines_until_the_end(server: Any) -> None:
             runs.set_status(client, run, "solved", "return 200 confirmed")
 
     console = Console(file=io.StringIO(), force_terminal=False)
-    state = live.follow(client, run, json_output=False, console=console, on_tick=tick)
+    (state,) = live.follow(client, [run], json_output=False, console=console, on_tick=tick)
     assert state.status == "solved" and len(ticks) >= 4
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert len(lines) == 2 and "solved: return 200 confirmed" in lines[1] and "/s)" not in lines[1]
@@ -73,20 +73,20 @@ def test_follow_prints_lines_until_the_end(server: Any) -> None:
 def test_with_json_stdout_stays_empty(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(server.client)
     runs.set_status(server.client, run, "stopped", "stopped by the operator")
-    assert live.follow(server.client, run, json_output=True).ended
+    assert live.follow(server.client, [run], json_output=True)[0].ended
     printed = capsys.readouterr()
     assert printed.out == "" and "stopped by the operator" in printed.err
 
 
 def test_a_deadline_ends_following_and_errors_of_the_tick_pass(server: Any) -> None:
     client, run = server.client, make_run(server.client)
-    assert live.follow(client, run, json_output=True, deadline=time.monotonic()).status == "active"
+    assert live.follow(client, [run], json_output=True, deadline=time.monotonic())[0].status == "active"
 
     def fail() -> None:
         raise RuntimeError("a child died")
 
     with pytest.raises(RuntimeError, match="a child died"):
-        live.follow(client, run, json_output=True, on_tick=fail)
+        live.follow(client, [run], json_output=True, on_tick=fail)
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -98,7 +98,7 @@ def test_the_view_shows_everything(server: Any, width: int) -> None:
         segments.playing(server.client, run, producer, node="ddrl-1@here", pid=7 + producer)
     console = Console(record=True, force_terminal=True, width=width, height=40, file=io.StringIO())
     figures = watcher.Watcher(server.client, run).poll()
-    console.print(view.view(figures, width=width, height=40))
+    console.print(view.one_run(figures, width=width, height=40))
     text = console.export_text()
     for shown in (
         *(run, "active", "30s, 14m", "30,000 (2930/s)", "7,600 (310/s)", "143.2", "31.9 of 32"),
@@ -113,7 +113,7 @@ def test_the_view_shows_everything(server: Any, width: int) -> None:
 def test_the_view_of_a_fresh_run(server: Any) -> None:
     console = Console(record=True, force_terminal=True, width=80, height=24, file=io.StringIO())
     figures = watcher.Watcher(server.client, make_run(server.client)).poll()
-    console.print(view.view(figures, width=80, height=24))
+    console.print(view.one_run(figures, width=80, height=24))
     text = console.export_text()
     assert "waiting for a learner: start `ddrl learner`" in text and "no episode has ended yet" in text
     assert len(text.splitlines()) <= 24
@@ -151,7 +151,7 @@ def test_follow_on_a_terminal_leaves_the_last_view_standing(server: Any) -> None
     add_history(client, run)
     runs.set_status(client, run, "solved", "return 200 confirmed")
     console = Console(force_terminal=True, width=100, height=40, file=io.StringIO())
-    assert live.follow(client, run, json_output=False, console=console).status == "solved"
+    assert live.follow(client, [run], json_output=False, console=console)[0].status == "solved"
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "solved" in shown and "return 200 confirmed" in shown and "30,000" in shown
 
@@ -205,7 +205,7 @@ def test_refusals_crashes_and_quarantine_are_told_with_their_remedies(server: An
 def shown(figures: watcher.Figures, width: int = 80) -> str:
     """The live view as text."""
     console = Console(record=True, force_terminal=True, width=width, height=40, file=io.StringIO())
-    console.print(view.view(figures, width=width, height=40))
+    console.print(view.one_run(figures, width=width, height=40))
     return console.export_text()
 
 

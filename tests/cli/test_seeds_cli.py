@@ -13,7 +13,8 @@ from rich.console import Console
 from support.processes import Processes
 from support.runs import add_history, make_run
 
-from ddrl.cli import live, main, sweep
+from ddrl.cli import live, main, view
+from ddrl.cli.submit import create_all, report
 from ddrl.cli.watcher import Watcher
 from ddrl.store import connection, ledger, runs
 from ddrl.store import server as embedded
@@ -42,16 +43,17 @@ def test_the_table_and_its_median(capsys: pytest.CaptureFixture[str]) -> None:
         summary(2, "stopped", 3.0, None),
         summary(3, "time", 60.0, -5.5),
     ]
-    sweep.report(rows, json_output=False)
+    report(rows, json_output=False)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["seed", "status", "train", "env", "steps", "updates", "return", "run"]
     assert lines[1].split() == ["1", "solved", "10.0", "s", "1,000", "10", "201.0", "±", "1.0", "x-1"]
     assert lines[4] == "median train time 35.0 s; 1 of 3 solved"
     assert lines[5] == "continue with `ddrl resume x-2`"
-    sweep.report(rows, json_output=True)
+    report(rows, json_output=True)
     printed = capsys.readouterr().out
     assert printed.count("\n") == 1 and json.loads(printed) == {"runs": rows, "median_train_s": 35.0}
-    assert sweep.median_train_s([summary(1, "failed", 1.0, None)]) is None
+    report([summary(1, "failed", 1.0, None)], json_output=True)
+    assert json.loads(capsys.readouterr().out)["median_train_s"] is None
 
 
 def test_plain_lines_and_view_name_each_seed(server: Any) -> None:
@@ -60,7 +62,7 @@ def test_plain_lines_and_view_name_each_seed(server: Any) -> None:
     runs.set_status(server.client, first, "solved", "return 200 confirmed")
     figures = [Watcher(server.client, run).poll() for run in (first, second)]
     file = io.StringIO()
-    lines = live.Lines(file, prefix=lambda figures: f"seed {figures.config.seed}  ")
+    lines = live.Lines(file, show_seed=True)
     for _ in range(3):
         lines.show(figures)
     shown = file.getvalue().splitlines()
@@ -69,7 +71,7 @@ def test_plain_lines_and_view_name_each_seed(server: Any) -> None:
     )
     assert shown[1].startswith("seed 6  0s  waiting for a learner")
     console = Console(record=True, force_terminal=True, width=80, height=24, file=io.StringIO())
-    console.print(sweep._view(figures, width=78))
+    console.print(view.several_runs(figures, width=78))
     text = console.export_text()
     for words in (
         "30,000",
@@ -82,22 +84,25 @@ def test_plain_lines_and_view_name_each_seed(server: Any) -> None:
     assert max(map(len, text.splitlines())) <= 78
 
 
-def test_following_waits_for_a_server_that_is_away_or_came_back_empty(server: Any) -> None:
+def test_following_waits_for_a_server_that_is_away_or_came_back_empty(
+    server: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = make_run(server.client)
-    shown: list[str] = []
     kept = {key: server.client.dump(key) for key in server.client.scan_iter()}
+    ticks: list[None] = []
 
-    def show(figures: Any) -> None:
-        shown.append(figures[0].hint)
-        if len(shown) == 1:
+    def on_tick() -> None:
+        ticks.append(None)
+        if len(ticks) == 2:
             server.client.flushall()
-        elif "came back without" in shown[-1]:
+        elif len(ticks) == 8:
             for key, value in kept.items():
                 server.client.restore(key, 0, value, replace=True)
             runs.set_status(server.client, run, "stopped", "enough")
 
-    states = live.keep_looking([Watcher(server.client, run)], show)
-    assert states[0].ended and any("came back without the run" in text for text in shown)
+    monkeypatch.setattr(live, "LINE_S", 0.0)
+    states = live.follow(server.client, [run], json_output=True, on_tick=on_tick)
+    assert states[0].ended and "came back without the run" in capsys.readouterr().err
 
 
 def test_options_reach_every_run(
@@ -132,7 +137,6 @@ def test_a_failed_submission_leaves_nothing_that_goes_on(
     server: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from ddrl import config as configs
-    from ddrl.cli.submit import _create
     from ddrl.runs import submit as submission
 
     create, calls = submission.create, []
@@ -147,7 +151,7 @@ def test_a_failed_submission_leaves_nothing_that_goes_on(
     first = make_run(server.client)
     resolved, spaces = runs.config(server.client, first), runs.spaces(server.client, first)
     with pytest.raises(configs.ConfigError):
-        _create(server.client, [resolved, resolved], spaces, None)
+        create_all(server.client, [resolved, resolved], spaces, None)
     states = [runs.state(server.client, run).status for run in runs.names(server.client)]
     assert sorted(states) == ["active", "stopped"]
 

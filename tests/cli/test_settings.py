@@ -95,7 +95,7 @@ def test_what_changes(name: str, texts: list[str], changes: dict[str, Any]) -> N
     [
         ("sac", ["foo"], "foo: expected NAME=VALUE, such as algorithm.learning_rate=1e-4"),
         ("sac", ["weight=[1"], "weight=[1: the value is not valid YAML"),
-        ("sac", ["weight=1", "weight=2"], "weight: is given twice; give it once"),
+        ("sac", ["weight=1", "weight=2"], "weight: given twice; give it once"),
         ("sac", ["algorithm.lerning_rate=1"], "unknown option; did you mean algorithm.learning_rate?"),
         ("sac", ["learning_rate=1"], "unknown option; did you mean algorithm.learning_rate?"),
         ("sac", ["stop.tmie=1"], "stop.tmie: unknown option; did you mean stop.time?"),
@@ -161,7 +161,7 @@ def test_an_ended_run_has_nothing_to_change(client: Any, refused: Callable[..., 
     run = make_run(client)
     runs.set_status(client, run, "paused", "paused by the operator")
     result = CliRunner().invoke(app, ["set", run, "weight=3"])  # a paused one goes on later
-    assert result.exit_code == 0 and "the next one begins with this" in result.stderr
+    assert result.exit_code == 0 and "the next one uses the new settings" in result.stderr
     runs.set_status(client, run, "stopped", "stopped by the operator")
     assert f"`ddrl resume {run}` continues it first" in refused("set", run, "weight=4")
     assert "not on this server" in refused("set", "nothing-", "weight=4")

@@ -58,7 +58,7 @@ def test_table_and_drawing(client: Any, capsys: pytest.CaptureFixture[str], tmp_
 
 def test_the_same_settings_and_other_environments(client: Any, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = make_run(client, seed=1), make_run(client, seed=2)
-    assert "the same but for the seed" in call(capsys, first, second).out
+    assert "the same except for the seed" in call(capsys, first, second).out
     third = make_run(client, env={"id": "Pendulum-v1"}, algorithm={"name": "ppo"})
     printed = call(capsys, first, third)
     assert printed.out.splitlines()[0].split()[:4] == ["run", "env", "algorithm", "seed"]
@@ -67,7 +67,7 @@ def test_the_same_settings_and_other_environments(client: Any, capsys: pytest.Ca
 
 def test_what_it_refuses(client: Any, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(client)
-    assert "names one run" in call(capsys, run, "last", code=2).err
+    assert "only one run" in call(capsys, run, "last", code=2).err
     assert "not on this server" in call(capsys, run, "nosuch", code=2).err
     other = make_run(client, name="other")
     assert "ends in .png" in call(capsys, run, other, "-o", "x.pdf", code=2).err
