@@ -76,9 +76,9 @@ def test_a_balanced_run(client: Any, capsys: pytest.CaptureFixture[str]) -> None
     assert lines[2].split() == ["2", "h2", "4", "1", "3", "0", "0", "2", "0"]
     assert lines[3].split() == ["total", "2", "producers", "10", "6", "3", "0", "1", "2", "0"]
     assert f"{run}: balanced: 10 appended = 6 consumed + 3 waiting + 0 trimmed + 1 refused" in lines
-    assert any(line.startswith("waiting: ") and "not late" in line for line in lines)
+    assert any(line.startswith("waiting: ") and "last report" in line for line in lines)
     lease.release(client, run, token)
-    assert "the next learner goes on with them" in call(capsys).out
+    assert "the next learner reads them" in call(capsys).out
     report = json.loads(call(capsys, "--json").out)
     assert report["balanced"] and report["run"] == run and report["strangers"] == 0
     assert report["totals"]["appended"] == 10 and report["totals"]["duplicates"] == 2

@@ -154,7 +154,7 @@ def test_status(client: Any) -> None:
         "30,000 (2930/s)",
         "latest v31, best v31 (205.0), 2 kept",
         "1 (0 of 3 processes play it)",
-        "2 dead",
+        "2 invalid",
         "512.0 MB",
     ):
         assert shown in text, shown

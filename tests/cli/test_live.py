@@ -190,7 +190,7 @@ def test_refusals_crashes_and_quarantine_are_told_with_their_remedies(server: An
         "a process could not play it",
         "1 of its players ended without a word",
     ], "each once"
-    assert "ended badly" in shown(figures) and "2 crashed, 1 lost" in shown(figures)
+    assert "crashed" in shown(figures) and "2 processes, 1 lost" in shown(figures)
     client.delete(f"ddrl:{{{run}}}:refusals")
     again = watcher.Watcher(client, run).poll()
     assert again.hint == "workers cannot play it (2 times since the last fragment): Signal 11 in my_env"
@@ -210,7 +210,7 @@ def shown(figures: watcher.Figures, width: int = 80) -> str:
 
 
 def test_shares_and_waits_are_those_of_the_last_minute(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watcher, "LOOK_S", 0.0)
+    monkeypatch.setattr(watcher, "FLEET_S", 0.0)
     client = server.client
     light, heavy = make_run(client), make_run(client, weight=3.0)
     for run in (light, heavy):

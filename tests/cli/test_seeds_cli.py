@@ -93,14 +93,13 @@ def test_following_waits_for_a_server_that_is_away_or_came_back_empty(
 
     def on_tick() -> None:
         ticks.append(None)
-        if len(ticks) == 2:
+        if len(ticks) == 3:
             server.client.flushall()
-        elif len(ticks) == 8:
+        elif len(ticks) == 18:
             for key, value in kept.items():
                 server.client.restore(key, 0, value, replace=True)
             runs.set_status(server.client, run, "stopped", "enough")
 
-    monkeypatch.setattr(live, "LINE_S", 0.0)
     states = live.follow(server.client, [run], json_output=True, on_tick=on_tick)
     assert states[0].ended and "came back without the run" in capsys.readouterr().err
 

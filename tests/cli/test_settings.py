@@ -124,7 +124,7 @@ def test_a_change_is_stored_told_and_kept_in_the_journal(client: Any) -> None:
     add_history(client, run)
     said = call("set", run, "algorithm.learning_rate=1e-4", "weight=2", "priority=normal")
     assert said.splitlines() == [
-        "priority: is \"normal\" already",
+        "priority: already \"normal\"",
         "weight: 1.0 -> 2.0",
         "algorithm.learning_rate: 0.001 -> 0.0001",
     ]  # fmt: skip
