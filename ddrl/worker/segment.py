@@ -1,11 +1,14 @@
-"""One segment of play: what a rollout task does, and the players that a process keeps between tasks.
+"""One segment of play, the work of one rollout task, and the players that a process keeps between segments.
 
-A player is a collector with its connection to a run: environments, policy, producer id. Episodes go on across
-segments; a player that is evicted takes its unfinished episodes with it, and they are counted as abandoned.
+A segment appends fragments until its time is over or the server ends it. The answer to an append is how weights,
+pauses and hand-overs reach a running segment: it names the newest version, and says whether to go on (GO), to wait for
+the learner (WAIT), to append again later (FULL), or to end the segment, because the run is paused, the machine leaves
+or another run claims the process (YIELD), or because the run has ended (STOPPED).
 """
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import secrets
@@ -15,7 +18,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ddrl import codec, envs
@@ -24,6 +26,7 @@ from ddrl.config import RunConfig
 from ddrl.envs import versions
 from ddrl.store import connection, runs, segments, stream, tensors, weights
 from ddrl.store.stream import Answer, Appended
+from ddrl.types import Fragment
 from ddrl.worker.collector import Collector
 from ddrl.worker.heartbeat import without_spaces
 from ddrl.worker.watchdog import Watchdog
@@ -32,71 +35,54 @@ if TYPE_CHECKING:
     from redis import Redis
 
 MAX_CACHED_BYTES = 1024**3
-WAIT_MS = 500  # between two looks at whether to wait on: a machine that drains is left within a second
-PATIENCE_S = (
-    1.0  # of a segment that waits while other runs want its process; and between two looks whether they do
+WAIT_MS = (
+    500  # for the learner, before the run's state is read again: a draining machine is left within a second
 )
-WAKES_PER_S = 5_000  # of players woken by the same word: they ask the server one after the other
+YIELD_AFTER_S = (
+    1.0  # of waiting, a segment looks whether another run wants its process; also between two looks
+)
+WAKES_PER_S = 5_000  # collectors that ask the server after the learner woke them all at once
 RETRY_FULL_S = 0.25
-LONGEST_FRAGMENT = 2.0  # times rollout.fragment_s, of the first ones while their speed is unknown
-_STEPS_PER_SUM = 4  # of n rewards: less than a quarter of the sums are then cut by the fragment's end
-
-
-@dataclass
-class Unsent:
-    """An encoded fragment that the server has not taken yet."""
-
-    fields: dict[bytes, bytes]
-    seq: int
-    num_transitions: int
-    episode_returns: tuple[float, ...]
-    played_ms: int
+LONGEST_FRAGMENT = 2.0  # times rollout.fragment_s, while the speed of the environments is unknown
+_STEPS_PER_SUM = 4  # of n rewards: a fragment's end cuts less than a quarter of the n-step returns short
 
 
 class Clock:
-    """The time of a process in one segment, as its run is told: in all, and waited for learner and for room."""
+    """The time of a process in one segment that its run does not know yet, and how much of it was spent waiting."""
 
     def __init__(self) -> None:
-        self._from = time.monotonic()
-        self._allowance_s = self._room_s = 0.0
-        self.waited_s = 0.0
-        """In the segment, for either."""
+        self.waited_s = 0.0  # in the whole segment
+        self.reported()
+
+    def reported(self) -> None:
+        """Start anew: the run knows the time until now."""
+        self._since = time.monotonic()
+        self._waited_s = {"allowance": 0.0, "room": 0.0}
 
     @contextmanager
-    def waiting(self, *, for_room: bool) -> Iterator[None]:
-        """Count the block as waited."""
+    def waiting(self, what: str) -> Iterator[None]:
+        """Count the block as time spent waiting, for "allowance" or for "room" in the stream."""
         begin = time.monotonic()
         try:
             yield
         finally:
             lasted = time.monotonic() - begin
             self.waited_s += lasted
-            if for_room:
-                self._room_s += lasted
-            else:
-                self._allowance_s += lasted
+            self._waited_s[what] += lasted
 
-    def untold(self) -> dict[str, int]:
-        """What the run has not been told yet, in ms."""
-        return {
-            "process_ms": round((time.monotonic() - self._from) * 1e3),
-            "allowance_wait_ms": round(self._allowance_s * 1e3),
-            "room_wait_ms": round(self._room_s * 1e3),
-        }
-
-    def told(self) -> None:
-        """It has been told."""
-        self._from = time.monotonic()
-        self._allowance_s = self._room_s = 0.0
+    def unreported(self) -> dict[str, int]:
+        """Milliseconds since the last report, by the names of `stream.append` and `segments.end`."""
+        waited = {f"{what}_wait_ms": round(1e3 * seconds) for what, seconds in self._waited_s.items()}
+        return {"process_ms": round(1e3 * (time.monotonic() - self._since)), **waited}
 
 
 class Player:
-    """A run's collector in this process.
+    """A run's collector in this process; its episodes go on from segment to segment.
 
     Args:
         client: connection to the server.
         run: its id.
-        watch: told of every step.
+        watch: watchdog over the environments.
 
     Raises:
         UnknownRunError, StoreError, ConfigError: the run is gone, or of another version of ddrl.
@@ -109,19 +95,18 @@ class Player:
         self.config: RunConfig = runs.config(client, run)
         self._watch = watch
         spaces = runs.spaces(client, run)
-        with self.watched():
+        with self._watched():
             state = runs.state(client, run)
             versions.check(self.config, state.versions)
             resolved = base.resolve(self.config, spaces)
             at_random = self.config.rollout.random_until_learned
-            if at_random is None:  # what a warm start begins with has learned
+            if at_random is None:  # weights of a warm start have learned already
                 at_random = resolved.can_begin_at_random and not state.warm
             self.producer = stream.new_producer(client)
-            self.incarnation = secrets.randbits(48)
             self.collector = Collector(
                 run=run,
                 producer=self.producer,
-                incarnation=self.incarnation,
+                incarnation=secrets.randbits(48),
                 env=self.config.env,
                 rollout=self.config.rollout,
                 spec=spaces,
@@ -132,21 +117,25 @@ class Player:
                 sequences=resolved.sequences,
                 on_step=None if watch is None else watch.step,
             )
-        self.most_steps: int = resolved.config.batch_size if resolved.on_policy else sys.maxsize
-        """Transitions of one fragment that the learner has a use for."""
-        self.least_steps = 1 if resolved.on_policy else _STEPS_PER_SUM * resolved.config.n_step
-        """T that a fragment is worth, however little is left of the allowance: sums of rewards end with it."""
-        self.unsent: Unsent | None = None
+        self._most_transitions: int = resolved.config.batch_size if resolved.on_policy else sys.maxsize
+        # However little is left of the allowance: a fragment's end cuts n-step returns short.
+        self._least_steps = 1 if resolved.on_policy else _STEPS_PER_SUM * resolved.config.n_step
+        self._unsent: tuple[Fragment, dict[bytes, bytes], int] | None = None  # and encoded, ms played
         self._host = without_spaces(socket.gethostname())
 
-    def watched(self) -> AbstractContextManager[None]:
-        """The watch over a block in which the environment works."""
+    @property
+    def has_unsent(self) -> bool:
+        """A fragment was collected that the server has not taken yet."""
+        return self._unsent is not None
+
+    def _watched(self) -> AbstractContextManager[None]:
+        """The watchdog over a block in which environments work."""
         if self._watch is None:
             return nullcontext()
         return self._watch.watch(self.run, self.config.env.id, self.config.rollout.step_timeout_s)
 
     def load(self, client: Redis, version: int) -> bool:
-        """Take over a version of the weights; False if it was dropped meanwhile."""
+        """Load a version of the weights; False if the server no longer keeps it."""
         if version == self.collector.version:
             return True
         blob = weights.get(client, self.run, version)
@@ -154,72 +143,74 @@ class Player:
             self.collector.load(version, tensors.decode_weights(blob))
         return blob is not None
 
-    def play(self, max_steps: int) -> None:
-        """Collect one fragment into `unsent`; of an environment slower than was thought, a shorter one."""
+    def collect(self, remaining_steps: int) -> None:
+        """Collect and encode one fragment of about `remaining_steps` transitions at most, to be appended next."""
         started = time.monotonic()
         longest_s = max(1.0, LONGEST_FRAGMENT * self.config.rollout.fragment_s)
-        with self.watched():
-            fragment = self.collector.collect(max_steps=max_steps, stop_at=started + longest_s)
-        self.unsent = Unsent(
-            codec.encode(fragment),
-            fragment.seq,
-            fragment.num_transitions,
-            tuple(fragment.episode_return.tolist()),
-            round((time.monotonic() - started) * 1e3),
-        )
+        steps = math.ceil(min(remaining_steps, self._most_transitions) / self.config.env.num_envs)
+        with self._watched():
+            fragment = self.collector.collect(
+                max_steps=max(self._least_steps, steps), stop_at=started + longest_s
+            )
+        encoded = codec.encode(fragment)
+        self._unsent = fragment, encoded, round(1e3 * (time.monotonic() - started))
 
-    def send(self, client: Redis, *, clock: Clock | None = None, node: str = "-") -> Appended:
-        """Append `unsent`; it stays when the server has no room, or does not answer."""
-        unsent = self.unsent
-        assert unsent is not None, "play() comes first"
+    def append(self, client: Redis, clock: Clock | None = None, *, node: str = "-") -> tuple[Appended, int]:
+        """Append what was collected; the answer, and the transitions that the server took.
+
+        The fragment is kept if the server has no room for it, or raises an error.
+        """
+        assert self._unsent is not None, "append: nothing collected; call collect first"
+        fragment, encoded, played_ms = self._unsent
         reply = stream.append(
             client,
             self.run,
-            unsent.fields,
+            encoded,
             producer=self.producer,
-            incarnation=self.incarnation,
-            seq=unsent.seq,
-            num_transitions=unsent.num_transitions,
-            episode_returns=unsent.episode_returns,
-            played_ms=unsent.played_ms,
+            incarnation=fragment.incarnation,
+            seq=fragment.seq,
+            num_transitions=fragment.num_transitions,
+            episode_returns=fragment.episode_return.tolist(),
+            played_ms=played_ms,
             host=self._host,
             node=node,
-            **(clock.untold() if clock else {}),
+            **(clock.unreported() if clock else {}),
         )
-        if reply.answer is not Answer.FULL:
-            self.unsent = None
-            if clock:
-                clock.told()
-        return reply
+        if reply.answer is Answer.FULL:
+            return reply, 0
+        self._unsent = None
+        if clock:
+            clock.reported()
+        return reply, 0 if reply.answer is Answer.STOPPED else fragment.num_transitions
 
 
 class Players:
-    """The recent players of a process or thread, the least recently used going first beyond a bound in bytes.
+    """The recent players of a process or thread; beyond a bound in bytes the least recently used are closed.
 
     Args:
         max_bytes: the bound.
-        watch: over their environments.
+        watch: watchdog over their environments.
     """
 
     def __init__(self, max_bytes: int = MAX_CACHED_BYTES, watch: Watchdog | None = None) -> None:
         self._players: OrderedDict[str, Player] = OrderedDict()
         self._max_bytes, self._watch = max_bytes, watch
         self._look_at = 0.0
-        self._untold: tuple[str, int, dict[str, int]] | None = None  # run, producer, time of the last segment
+        self._unreported_end: tuple[str, int, dict[str, int]] | None = None  # run, producer, time
 
     def __contains__(self, run: str) -> bool:
         return run in self._players
 
     def get(self, client: Redis, run: str) -> Player:
-        """The run's player, made on first use; raises what that raises."""
+        """Return the run's player, made on first use; raises what `Player` raises."""
         if run not in self._players:
             self._players[run] = Player(client, run, self._watch)
             segments.withdraw_refusal(client, run, socket.gethostname())
         self._players.move_to_end(run)
         for other in list(self._players)[:-1]:
-            if self._num_bytes() <= self._max_bytes:
+            if sum(player.collector.num_bytes for player in self._players.values()) <= self._max_bytes:
                 break
-            if self._players[other].unsent is None:  # else there is something to be sent yet
+            if not self._players[other].has_unsent:
                 self.drop(other)
         return self._players[run]
 
@@ -231,36 +222,33 @@ class Players:
 
     @contextmanager
     def segment(self, client: Redis, player: Player, clock: Clock, *, node: str) -> Iterator[None]:
-        """Have the server know who plays for a player during the block; that it ended, by `tell_end` at the latest."""
-        is_hindered = False
+        """Note on the server that the block plays, and then that it ended; after an outage `report_end` does that."""
+        has_outage = False
         try:
             segments.playing(client, player.run, player.producer, node=node, pid=os.getpid())
             yield
         except connection.OUTAGES:
-            is_hindered = True  # a server that cannot serve takes no word of the end either
+            has_outage = True
             raise
         finally:
-            self._untold = (player.run, player.producer, clock.untold())
-            if not is_hindered:
-                self.tell_end(client)
+            self._unreported_end = player.run, player.producer, clock.unreported()
+            if not has_outage:
+                self.report_end(client)
 
-    def tell_end(self, client: Redis) -> None:
-        """Tell of the end of the last segment, unless that was told."""
-        if self._untold is not None:
-            run, producer, told = self._untold
-            segments.end(client, run, producer, **told)
-            self._untold = None
+    def report_end(self, client: Redis) -> None:
+        """Note on the server that the last segment ended, unless it knows."""
+        if self._unreported_end is not None:
+            run, producer, spent = self._unreported_end
+            segments.end(client, run, producer, **spent)
+            self._unreported_end = None
 
     def may_look(self) -> bool:
-        """Whether it is time to look at the other runs: many processes may wait, and they do so for long."""
+        """Whether it is time to look at the other runs; many processes may wait for long."""
         now = time.monotonic()
-        is_time = now >= self._look_at
-        if is_time:
-            self._look_at = now + PATIENCE_S * random.uniform(1.0, 1.5)
-        return is_time
-
-    def _num_bytes(self) -> int:
-        return sum(player.collector.num_bytes for player in self._players.values())
+        if now < self._look_at:
+            return False
+        self._look_at = now + YIELD_AFTER_S * random.uniform(1.0, 1.5)
+        return True
 
 
 def play(
@@ -272,11 +260,11 @@ def play(
     node: str = "-",
     serves: Callable[[str], bool] = lambda queue: True,
 ) -> int:
-    """Play one segment of a run; the transitions appended.
+    """Play one segment of a run and return the number of transitions appended.
 
-    It ends after `rollout.segment_s`, or within one fragment when the run has stopped, is paused, must give way, or
-    when its node drains; and when it has waited for PATIENCE_S while other runs want the process. A process passes the
-    allowance by one fragment at most, of the steps that are left or a few times n_step where that is more.
+    It ends after `rollout.segment_s`; within one fragment when the run has stopped or is paused, when another run
+    claims the process, or when the node drains; and after YIELD_AFTER_S of waiting if another run wants the process.
+    It exceeds the allowance by one fragment at most: of the steps that are left, or a few times n_step if that is more.
 
     Args:
         client: connection for commands.
@@ -288,82 +276,65 @@ def play(
 
     Raises:
         UnknownRunError, StoreError, ConfigError, UnfitError, EnvError: the run cannot be played here.
-        RedisError: the server cannot serve; what was played and not sent is kept.
+        RedisError: the server cannot serve; a fragment that it has not taken is kept for the next segment.
     """
-    players.tell_end(client)  # of an earlier segment that a hindrance ended
+    players.report_end(client)
     clock = Clock()
-    word = stream.remaining(client, run, node=node)
-    if word.answer is Answer.STOPPED:
+    reply = stream.remaining(client, run, node=node)
+    if reply.answer is Answer.STOPPED:
         players.drop(run)
-        return 0
-    if word.answer is Answer.YIELD and run not in players:
+    if reply.answer is Answer.STOPPED or (reply.answer is Answer.YIELD and run not in players):
         return 0
     player = players.get(client, run)
-    wanted = lambda: players.may_look() and _wanted_elsewhere(client, run, serves)  # noqa: E731
+    deadline = time.monotonic() + player.config.rollout.segment_s
+    yield_after_s = YIELD_AFTER_S * random.uniform(1.0, 1.5)
+    appended, num_collectors = 0, reply.players
     with players.segment(client, player, clock, node=node):
-        appended, word = _play(client, blocking, player, word, clock, node=node, wanted=wanted)
-    if word.answer is Answer.STOPPED:
+        if player.has_unsent:  # of an earlier segment: it is appended even if this one ends at once
+            reply, appended = player.append(client, clock, node=node)
+        while reply.answer in (Answer.GO, Answer.WAIT, Answer.FULL) and time.monotonic() < deadline:
+            if (
+                clock.waited_s > yield_after_s
+                and players.may_look()
+                and _wanted_elsewhere(client, run, serves)
+            ):
+                break
+            if reply.answer is Answer.WAIT:
+                with clock.waiting("allowance"):
+                    if stream.await_allowance(blocking, run, reply.allowance_id, block_ms=WAIT_MS):
+                        _spread_wakes(num_collectors)
+                    reply = stream.remaining(client, run, node=node)
+                    num_collectors = reply.players
+                continue
+            if reply.answer is Answer.FULL:
+                with clock.waiting("room"):
+                    time.sleep(RETRY_FULL_S)
+            elif not player.load(client, reply.version):  # superseded since
+                reply = stream.remaining(client, run, node=node)
+                continue
+            else:
+                player.collect(reply.remaining_steps)
+            reply, num_transitions = player.append(client, clock, node=node)
+            appended += num_transitions
+    if reply.answer is Answer.STOPPED:
         players.drop(run)
     return appended
 
 
-def _play(
-    client: Redis,
-    blocking: Redis,
-    player: Player,
-    word: Appended,
-    clock: Clock,
-    *,
-    node: str,
-    wanted: Callable[[], bool],
-) -> tuple[int, Appended]:
-    """Play on from the server's `word` until one ends the segment; transitions appended, and the last word.
-
-    Whether the process is `wanted` elsewhere is asked once the segment has waited for its patience, which differs.
-    """
-    run, config = player.run, player.config
-    deadline = time.monotonic() + config.rollout.segment_s
-    patience_s = PATIENCE_S * random.uniform(1.0, 1.5)
-    num_players = word.players
-    appended = 0
-    if player.unsent is not None:  # of an earlier segment: it goes even where this one ends at once
-        transitions = player.unsent.num_transitions
-        word = player.send(client, clock=clock, node=node)
-        appended += transitions if word.answer not in (Answer.FULL, Answer.STOPPED) else 0
-    while word.answer not in (Answer.YIELD, Answer.STOPPED) and time.monotonic() < deadline:
-        if clock.waited_s > patience_s and wanted():
-            break
-        if word.answer is Answer.WAIT:
-            with clock.waiting(for_room=False):
-                if stream.await_allowance(blocking, run, word.allowance_id, block_ms=WAIT_MS):
-                    time.sleep(random.uniform(0.0, min(WAIT_MS / 1e3, num_players / WAKES_PER_S)))
-                word = stream.remaining(client, run, node=node)
-                num_players = word.players
-            continue
-        if word.answer is Answer.FULL:
-            with clock.waiting(for_room=True):
-                time.sleep(RETRY_FULL_S)
-        if player.unsent is None:
-            if not player.load(client, word.version):
-                word = stream.remaining(client, run, node=node)
-                continue
-            num_steps = min(word.remaining_steps, player.most_steps)
-            player.play(max_steps=max(player.least_steps, -(-num_steps // config.env.num_envs)))
-        transitions = player.unsent.num_transitions if player.unsent else 0
-        word = player.send(client, clock=clock, node=node)
-        appended += transitions if word.answer not in (Answer.FULL, Answer.STOPPED) else 0
-    return appended, word
+def _spread_wakes(num_collectors: int) -> None:
+    """Sleep for a random time, since all collectors that wait for a learner are woken at once."""
+    time.sleep(random.uniform(0.0, min(WAIT_MS / 1e3, num_collectors / WAKES_PER_S)))
 
 
 def _wanted_elsewhere(client: Redis, run: str, serves: Callable[[str], bool]) -> bool:
     """Whether another run would use this process now."""
-    return any(rival.wants and rival.run != run and serves(rival.queue) for rival in runs.active(client))
+    return any(other.wants and other.run != run and serves(other.queue) for other in runs.active(client))
 
 
 def prepare(client: Redis, most: int = 3) -> None:
-    """Import what the newest active runs will need of this process, so that its first segment begins at once.
+    """Import what the newest active runs need, so that the first segment of this process begins at once.
 
-    Modules of users are left to the watched first segment.
+    Modules of users are left to the first segment, which the watchdog watches.
     """
     envs.prepare()
     for run in runs.active_names(client)[-most:]:

@@ -126,7 +126,7 @@ def append_as(client: Redis, run: str, player: Player, version: int) -> None:
     fragment = player.collector.collect(max_steps=8)
     fields = codec.encode(type(fragment)(**{**vars(fragment), "policy_version": version}))
     stream.append(
-        client, run, fields, producer=player.producer, incarnation=player.incarnation,
+        client, run, fields, producer=player.producer, incarnation=fragment.incarnation,
         seq=fragment.seq, num_transitions=fragment.num_transitions,
     )  # fmt: skip
 
@@ -237,7 +237,7 @@ def test_an_action_that_is_no_choice_of_the_run_is_refused(client: Redis, server
     fields = codec.encode(type(fragment)(**{**vars(fragment), "action": fragment.action + 4}))
     with training(learner):
         stream.append(
-            client, run, fields, producer=player.producer, incarnation=player.incarnation, seq=0,
+            client, run, fields, producer=player.producer, incarnation=fragment.incarnation, seq=0,
             num_transitions=16,
         )  # fmt: skip
         until(lambda: learner.counters.dead == 1)
@@ -259,7 +259,7 @@ def test_random_actions_and_foreign_fragments_are_refused_one_by_one(client: Red
     fields = codec.encode(type(fragment)(**{**vars(fragment), "extras": {}}))
     with training(learner):
         stream.append(
-            client, run, fields, producer=player.producer, incarnation=player.incarnation, seq=0,
+            client, run, fields, producer=player.producer, incarnation=fragment.incarnation, seq=0,
             num_transitions=16,
         )  # fmt: skip
         until(lambda: learner.counters.dead == 1)

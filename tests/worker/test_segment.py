@@ -26,7 +26,7 @@ from ddrl.envs.versions import UnfitError
 from ddrl.store import keys, runs, segments, stream
 from ddrl.store import leases as lease
 from ddrl.store.stream import Answer
-from ddrl.worker.segment import PATIENCE_S, Players, play
+from ddrl.worker.segment import YIELD_AFTER_S, Players, play
 
 
 @pytest.fixture
@@ -117,8 +117,8 @@ def test_a_paused_run_accepts_what_is_in_flight_and_a_stopped_one_drops_the_play
     runs.set_status(client, run, "paused", "test")
     assert play(client, client, players, run) == 0
     player = players.get(client, run)
-    player.play(max_steps=4)
-    assert player.send(client).answer is Answer.YIELD
+    player.collect(16)
+    assert player.append(client)[0].answer is Answer.YIELD
     runs.set_status(client, run, "active", "test"), runs.set_status(client, run, "stopped", "test")
     assert play(client, client, players, run) == 0
     assert players.get(client, run) is not player
@@ -132,7 +132,7 @@ def test_a_fragment_that_finds_the_stream_full_is_kept_and_appended_once_later(c
     before = runs.state(client, run).appended_fragments
     assert play(client, client, players, run) == 0  # waits, writes nothing, drops nothing
     assert runs.state(client, run).appended_fragments == before
-    assert players.get(client, run).unsent is not None
+    assert players.get(client, run).has_unsent
     client.hset(keys.state(run), "appended_bytes", 0)
     assert play(client, client, players, run) > 0
     seqs = [codec.decode(entry.fields).seq for entry in stream.read(client, run, b"0-0", count=10_000)]
@@ -152,7 +152,7 @@ def test_waiting_for_the_learner_ends_the_segment_when_another_run_wants_the_pro
     started = time.monotonic()
     play(client, client, players, run)
     assert (time.monotonic() - started < 2.8) == wants
-    assert runs.state(client, run).allowance_wait_s - before >= PATIENCE_S
+    assert runs.state(client, run).allowance_wait_s - before >= YIELD_AFTER_S
 
 
 def test_the_other_runs_are_looked_at_seldom_however_often_a_waiting_segment_wakes(
@@ -168,7 +168,7 @@ def test_the_other_runs_are_looked_at_seldom_however_often_a_waiting_segment_wak
     while thread.is_alive():
         stream.allow(client, run, token, 0, updates=0)  # wakes it for nothing
         time.sleep(0.02)
-    assert looks and all(two - one >= PATIENCE_S for one, two in itertools.pairwise(looks))
+    assert looks and all(two - one >= YIELD_AFTER_S for one, two in itertools.pairwise(looks))
 
 
 def test_many_players_that_one_word_wakes_ask_the_server_one_after_the_other(client: Redis) -> None:
@@ -263,7 +263,7 @@ def test_what_a_server_did_not_take_is_sent_by_a_later_segment_even_by_one_that_
         with pytest.raises(OutOfMemoryError):
             play(client, client, players, run, node="w")
     before = runs.state(client, run).appended_fragments
-    assert players.get(client, run).unsent is not None
+    assert players.get(client, run).has_unsent
     segments.drain(client, "w")
     assert play(client, client, players, run, node="w") > 0
     assert runs.state(client, run).appended_fragments == before + 1
@@ -300,7 +300,7 @@ def test_a_player_with_something_to_be_sent_is_not_evicted(client: Redis) -> Non
     players = Players(max_bytes=1)
     play_steps(client, run, token, 20, players=players)
     kept = players.get(client, run)
-    kept.play(max_steps=4)
+    kept.collect(16)
     second, _ = begin(client)
     players.get(client, second)
     assert players.get(client, run) is kept
