@@ -16,7 +16,7 @@ from kombu.transport import redis as transport
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from ddrl import envs
-from ddrl.store import connection, keys, requests
+from ddrl.store import connection, evaluations, keys
 
 ROLLOUT, EVALUATE = "ddrl.rollout", "ddrl.evaluate"
 
@@ -107,12 +107,12 @@ def send_rollout(run: str, queue: str, priority: str = "normal", time_limit_s: f
     _send(ROLLOUT, [run], queue, keys.PRIORITIES[priority], time_limit_s)
 
 
-def send_evaluation(run: str, evaluation_id: str, queue: str, time_limit_s: float = 3600.0) -> None:
+def send_evaluation(run: str, evaluation: str, queue: str, time_limit_s: float = 3600.0) -> None:
     """Send one evaluation; a run's own come first, since its end depends on them.
 
     Args:
         run: its id.
-        evaluation_id: of an open evaluation, or of a request.
+        evaluation: names an open one, of the run or of a command (`store.evaluations.take`).
         queue: the queue of the workers that can play it.
         time_limit_s: after which its process is killed; a step that hangs is noticed long before.
 
@@ -120,8 +120,8 @@ def send_evaluation(run: str, evaluation_id: str, queue: str, time_limit_s: floa
         UnreachableError: the server does not answer.
         RedisError: it takes no message for now.
     """
-    priority = "normal" if requests.is_request(evaluation_id) else "high"
-    _send(EVALUATE, [run, evaluation_id], queue, keys.PRIORITIES[priority], time_limit_s)
+    priority = "high" if evaluations.is_of_run(evaluation) else "normal"
+    _send(EVALUATE, [run, evaluation], queue, keys.PRIORITIES[priority], time_limit_s)
 
 
 def _send(task: str, arguments: list[str], queue: str, priority: int, time_limit_s: float | None) -> None:

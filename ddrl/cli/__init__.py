@@ -13,10 +13,11 @@ from typer.exceptions import TyperException
 import ddrl
 from ddrl.cli.audit import audit
 from ddrl.cli.compare import compare
+from ddrl.cli.evaluate import evaluate
 from ddrl.cli.fleet import fleet
 from ddrl.cli.live import watch
 from ddrl.cli.logs import journal, logs
-from ddrl.cli.policies import evaluate, export
+from ddrl.cli.policies import export
 from ddrl.cli.prune import prune
 from ddrl.cli.roles import learner, worker
 from ddrl.cli.runs import delete, pause, runs, stop

@@ -1,18 +1,85 @@
-"""Commands on policies: evaluate one, export one."""
+"""Policies named on the command line: a run, a run@version, or an exported file; `ddrl export` writes one."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ddrl.cli.evaluate import evaluate
-from ddrl.cli.output import InputError, Json, emit, server
-from ddrl.cli.targets import SUFFIX, Version, choose, split
-from ddrl.store import runs
+from ddrl.cli.output import Client, InputError, Json, emit, server
+from ddrl.store import runs, weights
 
-__all__ = ["choose", "evaluate", "export"]
+if TYPE_CHECKING:
+    from ddrl.policy import LoadedPolicy
+
+SUFFIX = ".safetensors"
+
+Version = Annotated[
+    str | None,
+    typer.Option("--version", help="A number, best or latest.", show_default="best, else latest"),
+]
+
+
+def choose(client: Client, run: str, version: str | None) -> int:
+    """The number of a version that the server keeps; None is the best, else the latest.
+
+    Raises:
+        InputError: it is no number, best or latest, or not kept.
+    """
+    index = weights.index(client, run)
+    if index.latest < 0:
+        raise InputError(f"run {run}: has published no weights yet; wait for its first version")
+    if version is None:
+        return index.best if index.best in index.sizes else index.latest
+    if version == "latest":
+        return index.latest
+    if version == "best":
+        if index.best < 0:
+            raise InputError(f"run {run}: no version has been evaluated yet; use --version latest")
+        return index.best
+    text = version.removeprefix("v")
+    if not text.isdigit():
+        raise InputError(f"--version {version}: is neither a number, nor best, nor latest")
+    if int(text) not in index.sizes:
+        kept = sorted(index.sizes)
+        shown = ", ".join(map(str, kept[-12:]))
+        more = f"the newest of {len(kept)} kept are" if len(kept) > 12 else "kept are"
+        raise InputError(f"run {run}: version {text} is not kept; {more} {shown}")
+    return int(text)
+
+
+@contextmanager
+def opened(target: str, version: str | None) -> Iterator[tuple[LoadedPolicy, Client | None]]:
+    """The policy of a target; and, where it is a run's, the connection to its server while the context lasts.
+
+    Raises:
+        InputError, ServerError, StoreError, PolicyFileError: there is no such policy.
+    """
+    from ddrl import policy
+
+    path = Path(target)
+    if path.is_file() or target.endswith(SUFFIX) or "/" in target:
+        if version is not None:
+            raise InputError(
+                f"--version {version}: {target} is a file and holds one version; leave the option out"
+            )
+        yield policy.load(path), None
+        return
+    name, version = split(target, version)
+    with server() as client:
+        run = runs.resolve(client, name)
+        yield policy.from_run(client, run, choose(client, run, version)), client
+
+
+def split(target: str, version: str | None) -> tuple[str, str | None]:
+    """RUN@VERSION apart."""
+    name, at, given = target.partition("@")
+    if at and version is not None and version != given:
+        raise InputError(f"{target}: names version {given}, and --version names {version}; give one of them")
+    return name or "last", given if at else version
 
 
 def export(

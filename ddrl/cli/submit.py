@@ -236,10 +236,10 @@ def create_all(
 
 def _initial(target: str, config: RunConfig, spaces: EnvSpec) -> tuple[str, bytes]:
     """Return the initial weights and their source."""
-    from ddrl.cli import targets
+    from ddrl.cli import policies
     from ddrl.runs import initial_weights as warmstart
 
-    with targets.opened(target, None) as (source, _):
+    with policies.opened(target, None) as (source, _):
         return warmstart.initial(source, config, spaces)
 
 

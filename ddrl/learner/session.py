@@ -18,11 +18,12 @@ from ddrl import celery
 from ddrl.algorithms import base
 from ddrl.config import ConfigError, RunConfig
 from ddrl.learner import preparation
-from ddrl.learner.dispatcher import Dispatcher, Progress, Referee
+from ddrl.learner.dispatcher import Dispatcher
+from ddrl.learner.evaluations import EvaluationScheduler, Progress
 from ddrl.learner.loop import Learner
 from ddrl.replay.fifo import Fifo
 from ddrl.replay.sampled import Sampled
-from ddrl.runs import results
+from ddrl.runs import artifacts
 from ddrl.store import checkpoints, connection, copies, logs, runs, seeds, tensors
 from ddrl.store import leases as lease
 from ddrl.store.connection import Outage, StoreError
@@ -114,7 +115,7 @@ class Session:
     def _go(self) -> str | None:
         try:
             self._wire()
-            self._learner.service.pinned = self._referee.pinned
+            self._learner.service.pinned = self._evaluations.pinned
             self._learner.restore()
             preparation.check_memory(self._client, self._run, self._token, self._config, self._learner)
         except (lease.LeaseLostError, *GONE, *connection.OUTAGES):
@@ -179,13 +180,13 @@ class Session:
             config.rollout,
             send=lambda queue, priority: celery.send_rollout(run, queue, priority, limit_s),
         )
-        self._referee = Referee(
+        self._evaluations = EvaluationScheduler(
             self._client,
             run,
             self._token,
             config.evaluation,
             config.stop,
-            send=lambda evaluation_id: celery.send_evaluation(run, evaluation_id, state.evaluation_queue),
+            send=lambda message: celery.send_evaluation(run, message, state.evaluation_queue),
         )
         log.info("learns %s on %s", run, device)
 
@@ -234,7 +235,7 @@ class Session:
 
     def _tick(self) -> None:
         learner, now = self._learner, time.monotonic()
-        learner.service.pinned = self._referee.pinned
+        learner.service.pinned = self._evaluations.pinned
         learner.serve()
         if now < self._tick_at:  # woken for a publication alone
             return
@@ -249,7 +250,7 @@ class Session:
             self._dispatch_at = now + DISPATCH_S
             self._dispatcher.tick()
         returns = list(learner.returns)
-        self._referee.tick(
+        self._evaluations.tick(
             Progress(
                 version=learner.version,
                 return_mean=sum(returns) / len(returns) if len(returns) == learner.returns.maxlen else None,
@@ -280,7 +281,7 @@ class Session:
             self._config = runs.config(self._client, self._run)
             self._config_version = word.config_version
             self._learner.adopt(self._config)
-            self._referee.adopt(self._config.evaluation, self._config.stop)
+            self._evaluations.adopt(self._config.evaluation, self._config.stop)
 
     def _notice_fall(self) -> None:
         """Begin anew, from what this learner is, where the server came back older."""
@@ -325,7 +326,7 @@ class Session:
     def _reached(self) -> tuple[str, str] | None:
         """The condition of `stop` that holds now."""
         stop, learner = self._config.stop, self._learner
-        if self._referee.solved:
+        if self._evaluations.solved:
             return "solved", f"return {stop.return_:g} confirmed"
         if stop.time is not None and learner.elapsed_s >= stop.time:
             return "time", f"time limit of {stop.time:g} s"
@@ -355,18 +356,11 @@ class Session:
                 self._say_who_goes_on(status)
             return None
         if status == "time":
-            row = results.evaluate_last(
-                self._client,
-                self._run,
-                self._token,
-                self._config.evaluation,
-                env_steps=self._learner.num_steps,
-                updates=self._learner.num_updates,
+            self._evaluations.evaluate_last(
+                env_steps=self._learner.num_steps, updates=self._learner.num_updates
             )
-            if row is not None:
-                self._referee.keep_best(row)
         lease.renew(self._client, self._run, self._token)  # whoever lost the run leaves its folder alone
-        results.write(self._client, self._run, self._folder)
+        artifacts.write(self._client, self._run, self._folder)
         log.info("%s: %s", self._run, status)
         return status
 

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from ddrl import policy
 from ddrl.runs.curves import plot
 from ddrl.runs.records import Records, read, shown, summary
+from ddrl.store import weights
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -24,10 +26,12 @@ log = logging.getLogger(__name__)
 
 
 def write(client: Redis, run: str, folder: Path) -> list[Path]:
-    """Write a run's artifacts; what is there is replaced.
+    """Write a run's folder: policy, settings, CSV files, TensorBoard events, curves, summary; replace what is there.
 
     Args:
-        folder: made if absent; the weights are not written here.
+        client: connection to the server.
+        run: its id.
+        folder: made if absent.
 
     Returns:
         The files and folders written.
@@ -37,7 +41,11 @@ def write(client: Redis, run: str, folder: Path) -> list[Path]:
     """
     records = read(client, run)
     folder.mkdir(parents=True, exist_ok=True)
+    evaluated = records.state.evaluation
+    version = evaluated["version"] if evaluated else weights.index(client, run).latest
     written = [folder / "config.yaml"]
+    if version >= 0:
+        written.append(policy.save(client, run, version, folder / "policy.safetensors"))
     tree = records.config.model_dump(mode="json", by_alias=True)
     written[0].write_text(f"# run {run}\n" + yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
     written.append(_write_csv(folder / "metrics.csv", _figure_names(records.figures), records.figures))

@@ -1,98 +1,141 @@
-"""Evaluations: opened by the learner, played by any worker, their results stored once.
+"""Evaluations: opened by whoever wants one, played by any worker, each result stored once.
 
-An evaluation's id is made of its version and seeds, so the same one sent twice is one evaluation.
+A run's learner and every `ddrl evaluate` keep their open evaluations in a hash of their own and find the results in a
+stream of their own, so that theirs never mix. Those of a command expire unless the command goes on polling.
+
+Fields of the hash, for each evaluation:
+    <id>         the evaluation, JSON; it goes when the result is stored
+    <id>:player  who plays it
+    <id>:beats   how often a player has said that it plays
+    <id>:error   why a worker could not play it
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
+import math
+import re
+import secrets
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 from pydantic import TypeAdapter, ValidationError
 from redis import Redis
 
-from ddrl.store import keys
+from ddrl.store import connection, keys, weights
 from ddrl.store.leases import fenced
 from ddrl.types import EvaluationResult
 
+log = logging.getLogger(__name__)
 
-@dataclass(frozen=True)
-class OpenEvaluation:
-    """An evaluation without result.
+TTL_S = 300  # of a command's keys since its last poll
+MAX_LOSSES = 3  # after which a command plays an evaluation itself
+ERROR_LENGTH = 300
+
+_ID = re.compile(r"[0-9]{1,18}:[0-9]{1,18}:[0-9]{1,9}", re.ASCII)
+_FIELD = re.compile(rf"({_ID.pattern})(?::(player|beats|error))?", re.ASCII)
+_MESSAGE = re.compile(rf"([0-9a-f]{{16}}/)?{_ID.pattern}", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Episodes to play with fixed seeds.
 
     Attributes:
         version: of the weights.
         first_seed, num_episodes: seeds are first_seed, first_seed + 1, ...
-        purpose: "watch" or "confirm".
-        sent_ms: server's clock when it was sent last.
-        env_steps, updates: of the run when the version was chosen, for the curves.
+        purpose: "watch" or "confirm" for the run's own, "request" for a command's.
+        num_envs: episodes side by side; None: as the run's config says.
+        epsilon: share of random actions; None: the algorithm's.
+        noop_max: idle frames at the start of ALE games; None: the run's.
+        env_steps, updates: of the run when the version was chosen, for its curves.
     """
 
     version: int
     first_seed: int
     num_episodes: int
     purpose: str
-    sent_ms: int
-    env_steps: int
-    updates: int
+    num_envs: int | None = None
+    epsilon: float | None = None
+    noop_max: int | None = None
+    env_steps: int = 0
+    updates: int = 0
 
     @property
-    def evaluation_id(self) -> str:
-        """Names version and seeds."""
+    def id(self) -> str:
+        """Version and seeds, so that the same evaluation opened twice is one."""
         return f"{self.version}:{self.first_seed}:{self.num_episodes}"
 
     @property
-    def seeds(self) -> tuple[int, ...]:
+    def seeds(self) -> range:
         """One per episode."""
-        return tuple(range(self.first_seed, self.first_seed + self.num_episodes))
+        return range(self.first_seed, self.first_seed + self.num_episodes)
 
 
-@dataclass(frozen=True)
-class Row(OpenEvaluation):
-    """An evaluation with what came of it, in the order of the seeds."""
+@dataclass(frozen=True, kw_only=True)
+class _Row(Evaluation):
+    """An evaluation with its result, in the order of the seeds."""
 
     returns: list[float]
     lengths: list[int]
     return_mean: float
     return_std: float
 
-
-_ROW = TypeAdapter(Row)
-
-_FINISH = """
--- KEYS: evaluating (hash), evaluations (stream). ARGV: evaluation id, result (JSON). Stores a result once.
-if redis.call('HDEL', KEYS[1], ARGV[1]) == 0 then return 0 end
-redis.call('XADD', KEYS[2], 'MAXLEN', '~', 10000, '*', 'result', ARGV[2])
-return 1
-"""
+    @property
+    def is_complete(self) -> bool:
+        """One finite return an episode."""
+        figures = (*self.returns, self.return_mean, self.return_std)
+        return len(self.returns) == len(self.lengths) == self.num_episodes > 0 and all(
+            map(math.isfinite, figures)
+        )
 
 
-def open_(client: Redis, run: str, token: int, evaluation: OpenEvaluation) -> None:
-    """Open an evaluation, or note that it was sent again.
+_EVALUATION, _ROW = TypeAdapter(Evaluation), TypeAdapter(_Row)
+
+
+def is_of_run(message: str) -> bool:
+    """Whether a task's argument names one of the run's own evaluations, not a command's."""
+    return "/" not in message
+
+
+# --- a worker's part -------------------------------------------------------------------------------------
+
+
+def take(client: Redis, run: str, message: str, player: str) -> Evaluation | None:
+    """Begin to play an evaluation, or say that it is still played: to be called every few seconds.
+
+    Args:
+        client: connection to the server.
+        run: its id.
+        message: the task's argument.
+        player: unique for each time that an evaluation is played.
+
+    Returns:
+        None if it has a result, nobody waits for it any more, or another plays it.
 
     Raises:
-        LeaseLostError: another learner took over.
+        ValueError: the stored evaluation cannot be read.
     """
-    script_keys = [keys.state(run), keys.evaluating(run)]
-    fenced(client, "set_fields", script_keys, token, evaluation.evaluation_id, json.dumps(asdict(evaluation)))
+    if _MESSAGE.fullmatch(message) is None:
+        return None
+    requester, _, evaluation_id = message.rpartition("/")
+    script_keys = [keys.evaluating(run, requester)]
+    raw = connection.call(client, "take_evaluation", script_keys, [evaluation_id, player])
+    try:
+        return None if raw is None else _EVALUATION.validate_json(raw)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        reason = " ".join(": ".join((*map(str, problem["loc"]), problem["msg"])).split())
+        raise ValueError(f"evaluation {evaluation_id} cannot be read ({reason}); send it again") from None
 
 
-def opened(client: Redis, run: str) -> dict[str, OpenEvaluation]:
-    """Open evaluations by id."""
-    raw = cast("dict[bytes, bytes]", client.hgetall(keys.evaluating(run)))
-    return {name.decode(): OpenEvaluation(**json.loads(value)) for name, value in raw.items()}
-
-
-def get_open(client: Redis, run: str, evaluation_id: str) -> OpenEvaluation | None:
-    """An open evaluation, or None when its result is stored already."""
-    raw = cast("bytes | None", client.hget(keys.evaluating(run), evaluation_id))
-    return OpenEvaluation(**json.loads(raw)) if raw else None
-
-
-def finish(client: Redis, run: str, evaluation: OpenEvaluation, result: EvaluationResult) -> bool:
-    """Store a result; False if another worker was first."""
+def finish(client: Redis, run: str, message: str, evaluation: Evaluation, result: EvaluationResult) -> bool:
+    """Store a result; False if there is one, or nobody waits for it any more."""
+    requester, _, evaluation_id = message.rpartition("/")
     row = {
         **asdict(evaluation),
         "returns": list(result.returns),
@@ -100,28 +143,198 @@ def finish(client: Redis, run: str, evaluation: OpenEvaluation, result: Evaluati
         "return_mean": result.return_mean,
         "return_std": result.return_std,
     }
-    script_keys = [keys.evaluating(run), keys.evaluations(run)]
-    return bool(client.eval(_FINISH, 2, *script_keys, evaluation.evaluation_id, json.dumps(row)))
+    script_keys = [keys.evaluating(run, requester), keys.evaluations(run, requester)]
+    ttl_s = TTL_S if requester else 0
+    return bool(
+        connection.call(client, "finish_evaluation", script_keys, [evaluation_id, json.dumps(row), ttl_s])
+    )
 
 
-def drop(client: Redis, run: str, token: int, evaluation_id: str) -> None:
-    """Close an evaluation that cannot be played any more.
+def fail(client: Redis, run: str, message: str, reason: str) -> None:
+    """Note why an evaluation could not be played; it stays open, for another worker."""
+    requester, _, evaluation_id = message.rpartition("/")
+    script_keys = [keys.evaluating(run, requester)]
+    connection.call(client, "fail_evaluation", script_keys, [evaluation_id, reason[:ERROR_LENGTH]])
 
-    Raises:
-        LeaseLostError: another learner took over.
+
+# --- the part of whoever waits ---------------------------------------------------------------------------
+
+
+@dataclass
+class _Pending:
+    """An open evaluation as whoever waits for it sees it."""
+
+    evaluation: Evaluation
+    is_sent: bool = False
+    sign: tuple[str | None, str | None] = (None, None)  # player and beats, as read last
+    active_at: float = 0.0  # when it was sent or the sign changed
+    losses: int = 0
+
+
+class OpenEvaluations:
+    """The open evaluations of a run or of a command: sent, and sent again when lost, until each has a result.
+
+    An evaluation is lost if no player has said for `timeout_s` that it plays. A run's is then sent again, however
+    often that takes. A command's is given up after MAX_LOSSES losses, or if a worker could not play it.
+
+    Args:
+        client: connection to the server.
+        run: its id.
+        send: sends a task, given its argument.
+        timeout_s: may be changed at any time.
+        token: fencing token of the run's learner; None: the evaluations are those of a command.
+
+    Attributes:
+        given_up: why evaluations were closed that have no result, by id; the caller may clear it.
     """
-    fenced(client, "close_evaluation", [keys.state(run), keys.evaluating(run)], token, evaluation_id)
+
+    def __init__(
+        self,
+        client: Redis,
+        run: str,
+        *,
+        send: Callable[[str], None],
+        timeout_s: float,
+        token: int | None = None,
+    ) -> None:
+        self._client, self._run, self._send, self.timeout_s = client, run, send, timeout_s
+        self._requester = secrets.token_hex(8) if token is None else ""
+        self._token = token or 0  # the fence lets 0 pass
+        self._cursor = b"0-0"
+        self.given_up: dict[str, str] = {}
+        found = opened(client, run) if token is not None else {}
+        self._pending = {evaluation_id: _Pending(evaluation) for evaluation_id, evaluation in found.items()}
+
+    @property
+    def pending(self) -> list[Evaluation]:
+        """Evaluations that have no result yet."""
+        return [item.evaluation for item in self._pending.values()]
+
+    def open(self, evaluations: Sequence[Evaluation]) -> None:
+        """Open evaluations and send them; `poll` sends those that cannot be sent now.
+
+        Raises:
+            LeaseLostError: another learner took over.
+        """
+        self._write(evaluations)
+        self._pending |= {evaluation.id: _Pending(evaluation) for evaluation in evaluations}
+        self._send_unsent()
+
+    def poll(self) -> list[dict[str, Any]]:
+        """Return new results, oldest first, and send lost evaluations again.
+
+        The first call returns all results that there are.
+
+        Raises:
+            LeaseLostError: another learner took over.
+        """
+        states = self._states()  # read first: what is no longer open then has a result to be read
+        rows, self._cursor = results(self._client, self._run, self._cursor, requester=self._requester)
+        for row in rows:
+            self._pending.pop(f"{row['version']}:{row['first_seed']}:{row['num_episodes']}", None)
+        for evaluation_id, item in list(self._pending.items()):
+            state = states.get(evaluation_id, {"error": "its result is missing or cannot be read"})
+            self._check(item, (state.get("player"), state.get("beats")), state.get("error", ""))
+        self._send_unsent()
+        return rows
+
+    def store(self, evaluation: Evaluation, result: EvaluationResult) -> None:
+        """Store the result of an evaluation that was played on this machine.
+
+        Raises:
+            LeaseLostError: another learner took over.
+        """
+        self._write([evaluation])
+        finish(self._client, self._run, evaluation.id, evaluation, result)
+
+    def withdraw(self) -> None:
+        """Delete a command's evaluations and results; whoever plays one stops at the next beat."""
+        self._client.delete(*self._keys())
+
+    def _check(self, item: _Pending, sign: tuple[str | None, str | None], error: str) -> None:
+        """Give an evaluation up, note a sign of its player, or open a lost one again."""
+        now = time.monotonic()
+        if self._requester and error and item.is_sent:
+            self._give_up(item, error)
+        elif sign != item.sign:
+            item.sign, item.active_at = sign, now
+        elif item.is_sent and now - item.active_at >= self.timeout_s:
+            item.losses += 1
+            if item.evaluation.version not in weights.index(self._client, self._run).sizes:
+                self._give_up(item, "its weights are gone")
+            elif self._requester and item.losses >= MAX_LOSSES:
+                self._give_up(item, f"it was lost {item.losses} times")
+            else:
+                reason = error or f"no sign of a player for {self.timeout_s:g} s"
+                log.info("evaluation %s is sent again: %s", item.evaluation.id, reason)
+                self._write([item.evaluation])
+                item.is_sent = False
+
+    def _give_up(self, item: _Pending, reason: str) -> None:
+        script_keys = [keys.state(self._run), self._keys()[0]]
+        fenced(self._client, "close_evaluation", script_keys, self._token, item.evaluation.id)
+        self.given_up[item.evaluation.id] = reason
+        del self._pending[item.evaluation.id]
+
+    def _write(self, evaluations: Sequence[Evaluation]) -> None:
+        """Open evaluations on the server, for anyone to play."""
+        pairs = [part for one in evaluations for part in (one.id, json.dumps(asdict(one)))]
+        ttl_s = TTL_S if self._requester else 0
+        script_keys = [keys.state(self._run), self._keys()[0]]
+        fenced(self._client, "open_evaluations", script_keys, self._token, ttl_s, *pairs)
+
+    def _send_unsent(self) -> None:
+        for evaluation_id, item in self._pending.items():
+            if not item.is_sent:
+                self._send(f"{self._requester}/{evaluation_id}" if self._requester else evaluation_id)
+                item.is_sent, item.active_at = True, time.monotonic()
+
+    def _states(self) -> dict[str, dict[str, str]]:
+        """Fields of the open evaluations by id; a command's keys live on."""
+        with self._client.pipeline(transaction=False) as pipe:
+            pipe.hgetall(self._keys()[0])
+            if self._requester:
+                for key in self._keys():
+                    pipe.expire(key, TTL_S)
+            raw: dict[bytes, bytes] = pipe.execute()[0]
+        states: dict[str, dict[str, str]] = {}
+        for field, value in raw.items():
+            found = _FIELD.fullmatch(field.decode(errors="replace"))
+            if found is not None:
+                states.setdefault(found[1], {})[found[2] or ""] = value.decode(errors="replace")
+        return {evaluation_id: fields for evaluation_id, fields in states.items() if "" in fields}
+
+    def _keys(self) -> tuple[str, str]:
+        return keys.evaluating(self._run, self._requester), keys.evaluations(self._run, self._requester)
 
 
-def results(client: Redis, run: str, after: bytes = b"0-0") -> tuple[list[dict[str, Any]], bytes]:
-    """Results after an entry, oldest first, each with `time_s` (server's clock); and the last entry's id.
+def opened(client: Redis, run: str) -> dict[str, Evaluation]:
+    """Return the run's own open evaluations by id."""
+    raw = cast("dict[bytes, bytes]", client.hgetall(keys.evaluating(run)))
+    found = {}
+    for field, value in raw.items():
+        if _ID.fullmatch(name := field.decode(errors="replace")):
+            with contextlib.suppress(ValidationError):
+                found[name] = _EVALUATION.validate_json(value)
+    return found
 
-    What is no result is left out: evaluation workers write here.
+
+def results(
+    client: Redis, run: str, after: bytes = b"0-0", *, requester: str = ""
+) -> tuple[list[dict[str, Any]], bytes]:
+    """Return results after an entry, oldest first, each with `time_s` (server's clock), and the last entry's id.
+
+    Entries that are not a complete result are logged and left out.
     """
-    raw = cast("list[Any]", client.xrange(keys.evaluations(run), min=b"(" + after))
+    raw = cast("list[Any]", client.xrange(keys.evaluations(run, requester), min=b"(" + after))
     rows = []
     for entry_id, fields in raw:
-        with contextlib.suppress(KeyError, ValidationError):
+        try:
             row = _ROW.validate_json(fields[b"result"])
-            rows.append({"time_s": int(entry_id.split(b"-")[0]) / 1e3, **asdict(row)})
+        except (KeyError, ValidationError):
+            row = None
+        if row is None or not row.is_complete:
+            log.warning("run %s: evaluations entry %s is not a result; left out", run, entry_id.decode())
+            continue
+        rows.append({"time_s": int(entry_id.split(b"-")[0]) / 1e3, **asdict(row)})
     return rows, raw[-1][0] if raw else after

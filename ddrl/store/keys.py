@@ -24,10 +24,10 @@
 | ddrl:{run}:ledger                 | hash   | learner               | audit               | producer -> what became of its fragments, up to `cursor` |
 | ddrl:{run}:weights                | hash   | learner               | all                 | latest, best, kept |
 | ddrl:{run}:weights:<v>            | string | learner               | collector, cli      | safetensors; until pruned |
-| ddrl:{run}:evaluations            | stream | evaluation worker     | learner, cli        | the run's; version, seeds, returns |
-| ddrl:{run}:evaluating             | hash   | learner               | evaluation worker   | open evaluations; a field goes with its result |
-| ddrl:{run}:requests:<s>           | hash   | cli                   | evaluation worker   | open requests of one `ddrl evaluate`, who plays each; expires |
-| ddrl:{run}:answers:<s>            | list   | evaluation worker     | cli                 | their answers, never mixed with evaluations; expires |
+| ddrl:{run}:evaluating             | hash   | learner, worker       | evaluation worker   | the run's open evaluations and who plays each; fields go with the result |
+| ddrl:{run}:evaluating:<r>         | hash   | cli, worker           | evaluation worker   | the same of one `ddrl evaluate`; expires |
+| ddrl:{run}:evaluations            | stream | evaluation worker     | learner, cli        | the run's results: version, seeds, returns; the run's |
+| ddrl:{run}:evaluations:<r>        | stream | evaluation worker     | cli                 | results of one `ddrl evaluate`; expires |
 | ddrl:{run}:episodes               | stream | collector             | learner, cli        | finished training episodes, capped |
 | ddrl:{run}:metrics                | stream | learner               | cli                 | the learner's figures, capped |
 | ddrl:{run}:dead                   | stream | learner               | cli                 | refused entries and why, capped |
@@ -138,24 +138,14 @@ def weights_blob(run: str, version: int) -> str:
     return of_run(run, f"weights:{version}")
 
 
-def evaluations(run: str) -> str:
-    """Results of evaluations."""
-    return of_run(run, "evaluations")
+def evaluations(run: str, requester: str = "") -> str:
+    """Results of evaluations: the run's, or those of one `ddrl evaluate`."""
+    return of_run(run, f"evaluations:{requester}" if requester else "evaluations")
 
 
-def evaluating(run: str) -> str:
-    """Open evaluations."""
-    return of_run(run, "evaluating")
-
-
-def requests(run: str, name: str) -> str:
-    """Open requests of one `ddrl evaluate`."""
-    return of_run(run, f"requests:{name}")
-
-
-def answers(run: str, name: str) -> str:
-    """Answers to them."""
-    return of_run(run, f"answers:{name}")
+def evaluating(run: str, requester: str = "") -> str:
+    """Open evaluations: the run's, or those of one `ddrl evaluate`."""
+    return of_run(run, f"evaluating:{requester}" if requester else "evaluating")
 
 
 def episodes(run: str) -> str:

@@ -7,9 +7,9 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from ddrl import policy
 from ddrl.celery import EVALUATE, ROLLOUT, app, process_memory_bytes, queues
@@ -18,7 +18,7 @@ from ddrl.envs import versions
 from ddrl.envs.versions import UnfitError
 from ddrl.runs.evaluation import evaluate as play_episodes
 from ddrl.runs.evaluation import with_noops
-from ddrl.store import connection, evaluations, logs, requests, runs, segments
+from ddrl.store import connection, evaluations, logs, runs, segments
 from ddrl.worker.heartbeat import without_spaces
 from ddrl.worker.segment import Players, play
 from ddrl.worker.watchdog import Watchdog
@@ -26,12 +26,10 @@ from ddrl.worker.watchdog import Watchdog
 if TYPE_CHECKING:
     from redis import Redis
 
-T = TypeVar("T")
-
 PAUSE_S = 1.0  # between a task that could not be played and the next, so that none of them spins
-PATIENCE_S = 60.0  # for storing what was played, while the server cannot take it
+STORE_TIMEOUT_S = 60.0  # for storing a result during an outage of the server
 REPEAT_S = 30.0  # before the same warning is logged again
-SIGN_EVERY_S = 3.0  # of life, while a request is played
+BEAT_S = 3.0  # between two signs that an evaluation is still played
 
 _SERVED = frozenset(queues("rollout"))
 
@@ -112,37 +110,69 @@ def rollout(self: Any, run: str) -> int:
 
 
 @app.task(name=EVALUATE, bind=True)  # type: ignore[untyped-decorator]
-def evaluate(self: Any, run: str, evaluation_id: str) -> bool:
-    """Play an open evaluation or request and store its result; False if there was nothing left to do."""
+def evaluate(self: Any, run: str, message: str) -> bool:
+    """Play an open evaluation of a run or of a command; return whether its result was stored."""
     client, _ = clients()
     stored = False
     with plainly(client, run, without_spaces(self.request.hostname or "-")):
-        if requests.is_request(evaluation_id):
-            stored = answer(client, run, evaluation_id)
-        else:
-            stored = score(client, run, evaluation_id)
+        stored = play_evaluation(client, run, message)
     return stored
 
 
-def score(client: Redis, run: str, evaluation_id: str) -> bool:
-    """Play an open evaluation and store its result."""
-    wanted = evaluations.get_open(client, run, evaluation_id)
-    if wanted is None:
+class Withdrawn(Exception):
+    """Nobody waits any more for what is being played, or another worker plays it."""
+
+
+def play_evaluation(client: Redis, run: str, message: str) -> bool:
+    """Play an open evaluation and store its result; False if there is nothing left to do.
+
+    Whoever waits for it learns the reason of a failure. Where that is the run, the error is raised too.
+    """
+    player = secrets.token_hex(8)
+    beat_at = time.monotonic() + BEAT_S
+
+    def beat() -> None:
+        nonlocal beat_at
+        watchdog.step()
+        if time.monotonic() < beat_at:
+            return
+        beat_at = time.monotonic() + BEAT_S
+        with suppress(*connection.OUTAGES):  # the result can wait for the server
+            if evaluations.take(client, run, message, player) is None:
+                raise Withdrawn
+
+    try:
+        evaluation = evaluations.take(client, run, message, player)
+        if evaluation is None:
+            return False
+        config = fitting(client, run)
+        with watchdog.watch(run, config.env.id, config.rollout.step_timeout_s):
+            loaded = policy.from_run(client, run, evaluation.version)
+            own_epsilon = loaded.policy.evaluation_epsilon
+            result = play_episodes(
+                loaded.policy,
+                with_noops(loaded.env, evaluation.noop_max),
+                loaded.spaces,
+                evaluation.seeds,
+                num_envs=evaluation.num_envs or config.evaluation.num_envs,
+                policy_version=evaluation.version,
+                epsilon=own_epsilon if evaluation.epsilon is None else evaluation.epsilon,
+                on_step=beat,
+            )
+    except Withdrawn:
         return False
-    config = fitting(client, run)
-    with watchdog.watch(run, config.env.id, config.rollout.step_timeout_s):
-        player = policy.from_run(client, run, wanted.version)
-        result = play_episodes(
-            player.policy,
-            player.env,
-            player.spaces,
-            wanted.seeds,
-            num_envs=player.config.evaluation.num_envs,
-            policy_version=wanted.version,
-            epsilon=player.policy.evaluation_epsilon,
-            on_step=watchdog.step,
-        )
-    return patiently(lambda: evaluations.finish(client, run, wanted, result))
+    except connection.OUTAGES:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        evaluations.fail(client, run, message, reason)
+        if evaluations.is_of_run(message):
+            raise
+        time.sleep(PAUSE_S)  # other workers may do better with what is left
+        return False
+    return connection.retry(
+        lambda: evaluations.finish(client, run, message, evaluation, result), timeout_s=STORE_TIMEOUT_S
+    )
 
 
 def fitting(client: Redis, run: str) -> RunConfig:
@@ -155,68 +185,3 @@ def fitting(client: Redis, run: str) -> RunConfig:
     config = runs.config(client, run)
     versions.check(config, runs.state(client, run).versions)
     return config
-
-
-def patiently(store: Callable[[], T]) -> T:
-    """What `store` gives, called again while the server cannot serve, for PATIENCE_S.
-
-    Raises:
-        RedisError: it could not all that time, or waiting does not help.
-    """
-    deadline = time.monotonic() + PATIENCE_S
-    while True:
-        try:
-            return store()
-        except connection.OUTAGES as error:
-            if connection.outage(error) is None or time.monotonic() > deadline:
-                raise
-            time.sleep(PAUSE_S)
-
-
-class Withdrawn(Exception):
-    """Nobody waits any more for what is being played."""
-
-
-def answer(client: Redis, run: str, request_id: str) -> bool:
-    """Play a request and answer it, be it with the reason why it cannot be played here."""
-    number = requests.number_of(request_id)
-    if number is None:
-        return False
-    me = secrets.token_hex(8)
-    sign_at = time.monotonic() + SIGN_EVERY_S
-
-    def give_sign() -> None:
-        nonlocal sign_at
-        watchdog.step()
-        if time.monotonic() >= sign_at:
-            if requests.take(client, run, request_id, me) is None:
-                raise Withdrawn
-            sign_at = time.monotonic() + SIGN_EVERY_S
-
-    try:
-        wanted = requests.take(client, run, request_id, me)
-        if wanted is None:
-            return False
-        config = fitting(client, run)
-        with watchdog.watch(run, config.env.id, config.rollout.step_timeout_s):
-            player = policy.from_run(client, run, wanted.version)
-            result = play_episodes(
-                player.policy,
-                with_noops(player.env, wanted.noop_max),
-                player.spaces,
-                wanted.seeds,
-                num_envs=wanted.num_envs,
-                policy_version=wanted.version,
-                epsilon=wanted.epsilon,
-                on_step=give_sign,
-            )
-        given = requests.Answer(number, result.returns, result.lengths)
-    except Withdrawn:
-        return False
-    except connection.OUTAGES:
-        raise
-    except Exception as error:  # the asker plays it then, and says why
-        time.sleep(PAUSE_S)  # others may do better with what is left
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        given = requests.Answer(number, (), (), reason)
-    return patiently(lambda: requests.answer(client, run, request_id, given))

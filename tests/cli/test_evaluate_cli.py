@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,15 @@ from typer.testing import CliRunner
 from ddrl import celery, policy
 from ddrl.algorithms import base
 from ddrl.algorithms.base import NO_STATE, RecurrentState
-from ddrl.cli import app, main, spread, video
+from ddrl.cli import app, main
 from ddrl.config import validate
 from ddrl.envs import describe
 from ddrl.policy import LoadedPolicy
-from ddrl.store import connection, evaluations, keys, requests, runs, tensors, weights, workers
-from ddrl.store import leases as lease
-from ddrl.store.requests import Answer
+from ddrl.store import connection, evaluations, keys, leases, runs, tensors, weights, workers
+from ddrl.types import EvaluationResult
 from ddrl.worker import tasks
+
+command = importlib.import_module("ddrl.cli.evaluate")  # the package names the function so
 
 QUEUE = "ddrl.evaluate"
 
@@ -38,8 +40,8 @@ def client(server: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Redi
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tasks, "clients", lambda: (server.client, server.client))
     monkeypatch.setattr(tasks, "PAUSE_S", 0.0)
-    monkeypatch.setattr(spread, "SURVEY_S", 0.02)
-    monkeypatch.setattr(spread, "POLL_S", 0.005)
+    monkeypatch.setattr(command, "SURVEY_S", 0.02)
+    monkeypatch.setattr(command, "POLL_S", 0.005)
     return server.client
 
 
@@ -48,7 +50,7 @@ def run(client: Redis) -> str:
     """A run with a first version of real weights."""
     config = target_config()
     made = start(client, config)
-    token = lease.acquire(client, made, host="here", folder="/tmp")
+    token = leases.acquire(client, made, host="here", folder="/tmp")
     assert token is not None
     learner = base.resolve(config, runs.spaces(client, made)).learner(device=torch.device("cpu"), seed=1)
     blob = tensors.encode_weights({name: value.numpy() for name, value in learner.weights().items()})
@@ -56,32 +58,37 @@ def run(client: Redis) -> str:
     return made
 
 
-@pytest.fixture
-def sent(client: Redis, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """A fleet of two workers with three processes, whose tasks play here as soon as they are sent."""
-    ids: list[str] = []
+class Fleet:
+    """Two workers with three processes; `send` plays a task as soon as it is sent, unless a test replaces it."""
 
-    def send(name: str, request_id: str, queue: str) -> None:
+    def __init__(self, client: Redis) -> None:
+        self.client = client
+        self.sent: list[str] = []
+        self.play: Callable[[str, str], object] = tasks.evaluate
+        self.beat("one", 1), self.beat("two", 2), self.beat("players", 8, "ddrl.rollout")
+
+    def send(self, run: str, message: str, queue: str) -> None:
         assert queue == QUEUE
-        ids.append(request_id)
-        assert tasks.evaluate(name, request_id)
+        self.sent.append(message)
+        self.play(run, message)
 
-    monkeypatch.setattr(celery, "send_evaluation", send)
-    beat(client, "one", 1), beat(client, "two", 2)
-    beat(client, "players", 8, "ddrl.rollout")
-    yield ids
+    def beat(self, node: str, processes: int, queue: str = QUEUE) -> None:
+        workers.beat(self.client, workers.Heartbeat(node, "h", 1, processes, (queue,), {}))
 
-
-def beat(client: Redis, node: str, processes: int, queue: str = QUEUE) -> None:
-    workers.beat(client, workers.Heartbeat(node, "h", 1, processes, (queue,), {}))
+    def leave(self) -> None:
+        for node in ("one", "two"):
+            workers.leave(self.client, workers.Heartbeat(node, "h", 1, 0, (), {}))
 
 
-def leave(client: Redis, node: str) -> None:
-    workers.leave(client, workers.Heartbeat(node, "h", 1, 0, (), {}))
+@pytest.fixture
+def fleet(client: Redis, monkeypatch: pytest.MonkeyPatch) -> Fleet:
+    made = Fleet(client)
+    monkeypatch.setattr(celery, "send_evaluation", made.send)
+    return made
 
 
 def call(*arguments: str) -> tuple[Any, str]:
-    """Run `ddrl evaluate --json`; what it printed, and what it said on stderr."""
+    """Run `ddrl evaluate --json`; return what it printed, and its stderr."""
     result = CliRunner().invoke(app, ["evaluate", *arguments, "--json"], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout), result.stderr
@@ -92,7 +99,8 @@ def scores(report: Any) -> tuple[list[float], list[int]]:
 
 
 def nothing_left(client: Redis, run: str) -> bool:
-    return not [*client.scan_iter(keys.requests(run, "*")), *client.scan_iter(keys.answers(run, "*"))]
+    kinds = (keys.evaluating(run, "*"), keys.evaluations(run, "*"))
+    return not [key for kind in kinds for key in client.scan_iter(kind)]
 
 
 @pytest.fixture
@@ -106,135 +114,102 @@ def expected(run: str) -> tuple[list[float], list[int]]:
 ASK = ("-n", "10", "--epsilon", "0.2")
 
 
-def test_a_fleet_gives_the_same_score(client: Redis, run: str, expected: Any, sent: list[str]) -> None:
+def test_a_fleet_gives_the_same_score_and_the_run_does_not_notice(
+    client: Redis, run: str, expected: Any, fleet: Fleet
+) -> None:
     before = client.hgetall(keys.state(run))
-    report, said = call(f"{run}@0", *ASK)
-    assert scores(report) == expected and said == ""
+    report, err = call(f"{run}@0", *ASK)
+    assert scores(report) == expected and err == ""
     assert report["episodes_on_fleet"] == 10 and report["first_seed"] == 1_000_020
-    assert len(sent) == 3  # at least one chunk for each process
+    assert len(fleet.sent) == 3  # one chunk for each process
     assert nothing_left(client, run)
-    # The run knows nothing of it.
     assert evaluations.results(client, run)[0] == [] and weights.index(client, run).best < 0
-    assert runs.state(client, run).evaluation is None
     assert client.hgetall(keys.state(run)) == before
     report, _ = call(f"{run}@0", *ASK, "--num-envs", "2")
-    assert scores(report) == expected and len(sent) == 3 + 5
+    assert scores(report) == expected and len(fleet.sent) == 3 + 5
     text = CliRunner().invoke(app, ["evaluate", f"{run}@0", *ASK]).stdout
     assert "played    10 by the fleet (3 processes)" in text and "epsilon   0.2" in text
 
 
 def test_without_a_fleet_or_with_local_it_is_played_here(
-    client: Redis, run: str, expected: Any, sent: list[str]
+    client: Redis, run: str, expected: Any, fleet: Fleet
 ) -> None:
-    assert scores(call(f"{run}@0", *ASK, "--local")[0]) == expected and sent == []
-    for node in ("one", "two"):
-        leave(client, node)  # those that only play rollouts stay
+    assert scores(call(f"{run}@0", *ASK, "--local")[0]) == expected and fleet.sent == []
+    fleet.leave()  # those that only play rollouts stay
     report, _ = call(f"{run}@0", *ASK)
-    assert scores(report) == expected and report["episodes_on_fleet"] == 0 and sent == []
+    assert scores(report) == expected and report["episodes_on_fleet"] == 0 and fleet.sent == []
     assert "played    here" in CliRunner().invoke(app, ["evaluate", f"{run}@0", *ASK]).stdout
 
 
-def test_a_request_played_twice_counts_once(
-    client: Redis, run: str, expected: Any, sent: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def twice(name: str, request_id: str, _: str) -> None:
-        assert tasks.evaluate(name, request_id) and not tasks.evaluate(name, request_id)
-        set_name, number = request_id.split(":")[1:]
-        client.rpush(keys.answers(name, set_name), client.lindex(keys.answers(name, set_name), -1))
-        assert int(number) < 3
+def test_a_task_that_arrives_twice_counts_once(client: Redis, run: str, expected: Any, fleet: Fleet) -> None:
+    def twice(run: str, message: str) -> None:
+        assert tasks.evaluate(run, message) and not tasks.evaluate(run, message)
 
-    monkeypatch.setattr(celery, "send_evaluation", twice)
+    fleet.play = twice
     report, _ = call(f"{run}@0", *ASK)
     assert scores(report) == expected and report["episodes"] == report["episodes_on_fleet"] == 10
 
 
 @pytest.mark.parametrize("dies", ["before it takes it", "while it plays"])
 def test_what_a_dead_worker_had_is_sent_again(
-    client: Redis, run: str, expected: Any, sent: list[str], monkeypatch: pytest.MonkeyPatch, dies: str
+    client: Redis, run: str, expected: Any, fleet: Fleet, monkeypatch: pytest.MonkeyPatch, dies: str
 ) -> None:
-    monkeypatch.setattr(spread, "OVERDUE_S", 0.1)
-    ids: list[str] = []
+    monkeypatch.setattr(command, "LOST_S", 0.1)
 
-    def send(name: str, request_id: str, _: str) -> None:
-        ids.append(request_id)
-        if ids.count(request_id) > 1:
-            assert tasks.evaluate(name, request_id)
+    def play(run: str, message: str) -> None:
+        if fleet.sent.count(message) > 1:
+            assert tasks.evaluate(run, message)
         elif dies == "while it plays":
-            assert requests.take(client, name, request_id, "dead")
+            assert evaluations.take(client, run, message, "dead")
 
-    monkeypatch.setattr(celery, "send_evaluation", send)
+    fleet.play = play
     report, _ = call(f"{run}@0", *ASK)
     assert scores(report) == expected and report["episodes_on_fleet"] == 10
-    assert sorted(ids) == sorted([*set(ids), *set(ids)]) and len(ids) == 6
-
-
-def test_what_is_still_played_is_not_sent_again(
-    client: Redis, run: str, expected: Any, sent: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(spread, "OVERDUE_S", 0.15)
-    ids: list[str] = []
-    look, looks = requests.look, []
-
-    def slow_look(*arguments: Any) -> Any:
-        looks.append(1)
-        for request_id in ids:  # the workers give a sign; and after a while their answers
-            number = int(request_id.rpartition(":")[2])
-            if len(looks) < 40 + number:
-                assert requests.take(client, run, request_id, f"w{number}")
-            elif len(looks) == 40 + number:
-                requests.put(client, run, request_id.split(":")[1], {number: waiting[number]})
-                assert tasks.evaluate(run, request_id)
-        return look(*arguments)
-
-    waiting: dict[int, requests.Request] = {}
-    put = requests.put
-
-    def note(c: Any, r: str, n: str, wanted: Any) -> None:
-        waiting.update(wanted)
-        put(c, r, n, wanted)
-
-    monkeypatch.setattr(requests, "put", note)
-    monkeypatch.setattr(requests, "look", slow_look)
-    monkeypatch.setattr(celery, "send_evaluation", lambda name, request_id, _: ids.append(request_id))
-    report, _ = call(f"{run}@0", *ASK)
-    assert scores(report) == expected and report["episodes_on_fleet"] == 10
-    assert len(ids) == 3 and len(looks) > 40
+    assert len(fleet.sent) == 6 and len(set(fleet.sent)) == 3
 
 
 def test_the_rest_is_played_here_when_the_fleet_goes_away(
-    client: Redis, run: str, expected: Any, sent: list[str], monkeypatch: pytest.MonkeyPatch
+    client: Redis, run: str, expected: Any, fleet: Fleet
 ) -> None:
-    ids: list[str] = []
+    def play(run: str, message: str) -> None:
+        if len(fleet.sent) == 2:
+            assert tasks.evaluate(run, message)
+        if len(fleet.sent) == 3:
+            fleet.leave()
 
-    def send(name: str, request_id: str, _: str) -> None:
-        ids.append(request_id)
-        if len(ids) == 2:
-            assert tasks.evaluate(name, request_id)
-        if len(ids) == 3:
-            leave(client, "one"), leave(client, "two")
-
-    monkeypatch.setattr(celery, "send_evaluation", send)
-    report, said = call(f"{run}@0", *ASK)
+    fleet.play = play
+    report, err = call(f"{run}@0", *ASK)
     assert scores(report) == expected and report["episodes_on_fleet"] == 4
-    assert said == "the fleet has gone; playing the rest here\n"
+    assert err == "the fleet has gone; playing the rest here\n"
     assert nothing_left(client, run)
-    assert not tasks.evaluate(run, ids[0])  # it comes too late, and leaves nothing
+    assert not tasks.evaluate(run, fleet.sent[0])  # it comes too late, and leaves nothing
     assert nothing_left(client, run)
 
 
 def test_the_rest_is_played_here_when_the_server_goes_away(
-    client: Redis, run: str, expected: Any, sent: list[str], monkeypatch: pytest.MonkeyPatch
+    client: Redis, run: str, expected: Any, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def gone(*_: Any) -> Any:
+    def gone(*_: Any, **__: Any) -> Any:
         raise redis.ConnectionError("no answer")
 
-    monkeypatch.setattr(requests, "answers", gone)
-    report, said = call(f"{run}@0", *ASK)
-    assert scores(report) == expected and "server does not answer" in said
+    monkeypatch.setattr(evaluations, "results", gone)
+    report, err = call(f"{run}@0", *ASK)
+    assert scores(report) == expected and "server does not answer" in err
+
+
+def test_interrupted_nothing_is_left(client: Redis, run: str, fleet: Fleet) -> None:
+    def interrupt(run: str, message: str) -> None:
+        if len(fleet.sent) == 3:
+            raise KeyboardInterrupt
+
+    fleet.play = interrupt
+    assert CliRunner().invoke(app, ["evaluate", f"{run}@0", *ASK]).exit_code != 0
+    assert nothing_left(client, run)
+    assert not any(tasks.evaluate(run, message) for message in fleet.sent)
 
 
 def test_what_a_worker_cannot_play_is_played_here(
-    client: Redis, run: str, expected: Any, sent: list[str], monkeypatch: pytest.MonkeyPatch
+    client: Redis, run: str, expected: Any, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plays = tasks.play_episodes
 
@@ -244,71 +219,48 @@ def test_what_a_worker_cannot_play_is_played_here(
         return plays(player, env, spaces, seeds, **options)
 
     monkeypatch.setattr(tasks, "play_episodes", broken)
-    report, said = call(f"{run}@0", *ASK)
+    report, err = call(f"{run}@0", *ASK)
     assert scores(report) == expected and report["episodes_on_fleet"] == 6
-    assert "RuntimeError: no such library" in said and said.count("\n") == 1
-    assert runs.state(client, run).status == "active"
-    assert "RuntimeError" not in str(client.hgetall(keys.state(run)))
+    assert "RuntimeError: no such library" in err and err.count("\n") == 1
+    assert "RuntimeError" not in str(client.hgetall(keys.state(run)))  # it is not the run's fault
 
 
-def test_an_answer_of_a_wrong_length_is_not_believed(
-    client: Redis, run: str, expected: Any, sent: list[str], monkeypatch: pytest.MonkeyPatch
+def test_an_incomplete_result_is_not_counted(client: Redis, run: str, expected: Any, fleet: Fleet) -> None:
+    def play(run: str, message: str) -> None:
+        evaluation = evaluations.take(client, run, message, "p")
+        assert evaluation is not None
+        result = EvaluationResult(0, (evaluation.first_seed,), (1.0,), (1,))
+        assert evaluations.finish(client, run, message, evaluation, result)
+
+    fleet.play = play
+    report, err = call(f"{run}@0", *ASK)
+    assert scores(report) == expected and report["episodes_on_fleet"] == 0 and "cannot be read" in err
+
+
+@pytest.mark.parametrize("outage", [False, True])
+def test_a_worker_stops_when_nobody_waits_but_not_for_an_outage(
+    client: Redis, run: str, monkeypatch: pytest.MonkeyPatch, outage: bool
 ) -> None:
-    def send(name: str, request_id: str, _: str) -> None:
-        number = int(request_id.rpartition(":")[2])
-        assert requests.answer(client, name, request_id, Answer(number, (1.0,), (1,)))
+    monkeypatch.setattr(tasks, "BEAT_S", 0.0)
+    sent: list[str] = []
+    waiting = evaluations.OpenEvaluations(client, run, send=sent.append, timeout_s=60)
+    wanted = evaluations.Evaluation(version=0, first_seed=1, num_episodes=3, purpose="request", num_envs=1)
+    waiting.open([wanted])
+    beats: list[int] = []
+    take = evaluations.take
 
-    monkeypatch.setattr(celery, "send_evaluation", send)
-    report, said = call(f"{run}@0", *ASK)
-    assert scores(report) == expected and report["episodes_on_fleet"] == 0 and "number is wrong" in said
+    def interrupted(*arguments: Any) -> Any:
+        beats.append(1)
+        if len(beats) == 4:
+            if outage:
+                raise redis.ConnectionError("no answer")
+            waiting.withdraw()
+        return take(*arguments)
 
-
-@pytest.mark.parametrize("row", [b"{", b'{"number": 0}', b'{"number": 0, "returns": [1], "lengths": 7}'])
-def test_an_answer_that_cannot_be_read_is_none(
-    client: Redis, run: str, expected: Any, sent: list[str], monkeypatch: pytest.MonkeyPatch, row: bytes
-) -> None:
-    def send(name: str, request_id: str, _: str) -> None:
-        if request_id.endswith(":0"):
-            client.rpush(keys.answers(name, request_id.split(":")[1]), row)
-        assert tasks.evaluate(name, request_id)
-
-    monkeypatch.setattr(celery, "send_evaluation", send)
-    report, said = call(f"{run}@0", *ASK)
-    num_spoiled = 4 if b"number" in row else 0  # without a number it is nobody's
-    assert scores(report) == expected and report["episodes_on_fleet"] == 10 - num_spoiled
-    assert said.count("answer cannot be read") == bool(num_spoiled)
-
-
-def test_a_request_that_cannot_be_read_is_answered_with_the_reason(client: Redis, run: str) -> None:
-    name = requests.new_name()
-    for number, row in enumerate((b"{", b"[1]", b'{"version": 0}')):
-        client.hset(keys.requests(run, name), str(number), row)
-        assert tasks.evaluate(run, requests.request_id(name, number))
-    client.hset(keys.requests(run, name), "x", b"{}")
-    assert not tasks.evaluate(run, f"request:{name}:x")
-    given = requests.answers(client, run, name)
-    assert [answer.number for answer in given] == [0, 1, 2]
-    assert all("ValueError: request" in answer.error and answer.returns == () for answer in given)
-
-
-def test_a_worker_stops_playing_what_nobody_waits_for(
-    client: Redis, run: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tasks, "SIGN_EVERY_S", 0.0)
-    name = requests.new_name()
-    requests.put(client, run, name, {0: requests.Request(0, 1, 3, 1, 0.0, None)})
-    begun: list[int] = []
-    step = tasks.requests.take
-
-    def take(*arguments: Any) -> Any:
-        begun.append(1)
-        if len(begun) == 4:
-            requests.withdraw(client, run, name)
-        return step(*arguments)
-
-    monkeypatch.setattr(requests, "take", take)
-    assert not tasks.evaluate(run, requests.request_id(name, 0))
-    assert len(begun) == 4 and nothing_left(client, run)
+    monkeypatch.setattr(evaluations, "take", interrupted)
+    assert tasks.evaluate(run, sent[0]) is outage
+    assert len(beats) == (31 if outage else 4)
+    assert len(waiting.poll()) == outage
 
 
 class Solved:
@@ -352,7 +304,7 @@ def test_a_video_of_the_first_episode(spot: str, tmp_path: Path) -> None:
 
 
 def test_the_filmed_episode_is_played_here_and_the_rest_by_the_fleet(
-    client: Redis, run: str, expected: Any, sent: list[str], monkeypatch: pytest.MonkeyPatch
+    client: Redis, run: str, expected: Any, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("imageio_ffmpeg")
     from ddrl.runs import evaluation
@@ -366,7 +318,7 @@ def test_the_filmed_episode_is_played_here_and_the_rest_by_the_fleet(
 
 def test_an_interrupted_video_leaves_no_file(spot: str, tmp_path: Path) -> None:
     pytest.importorskip("imageio_ffmpeg")
-    with pytest.raises(KeyboardInterrupt), video.Recorder(tmp_path / "a.mp4") as recorder:
+    with pytest.raises(KeyboardInterrupt), command.VideoRecorder(tmp_path / "a.mp4") as recorder:
         recorder.add(np.zeros((9, 15, 3), np.uint8), 30.0)
         raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == []
@@ -374,9 +326,9 @@ def test_an_interrupted_video_leaves_no_file(spot: str, tmp_path: Path) -> None:
 
 def test_pictures_are_enlarged_to_even_sides() -> None:
     picture = np.arange(3 * 5, dtype=np.uint8).reshape(3, 5)
-    large = video.enlarge(picture)
+    large = command.enlarge(picture)
     assert large.shape == (322, 536, 3) and large[0, 0, 0] == 0 and (large[320, 534] == 14).all()
-    assert video.enlarge(np.zeros((400, 600, 3), np.uint8)).shape == (400, 600, 3)
+    assert command.enlarge(np.zeros((400, 600, 3), np.uint8)).shape == (400, 600, 3)
 
 
 def test_the_epsilon_of_the_algorithm_is_the_default(spot: str) -> None:
@@ -404,12 +356,12 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 def test_bad_input(
     spot: str, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert refused(spot, "--noop", "30") == "--noop 30: ddrl/Spot-v0 is no ALE game; leave the option out"
+    assert refused(spot, "--noop", "30") == "--noop 30: ddrl/Spot-v0 is not an ALE game; leave the option out"
     for option, value in (("--epsilon", "1.5"), ("--epsilon", "nan"), ("--noop", "-1"), ("--num-envs", "0")):
         assert option in refused(spot, option, value)
     assert refused(spot, "--video", "out.avi").endswith("use a name that ends in .mp4")
     assert "cannot be written" in refused(spot, "--video", "nowhere/out.mp4")
-    monkeypatch.setattr(video.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
     line = refused(spot, "--video", "out.mp4")
     assert line == "--video out.mp4: needs imageio with ffmpeg; run pip install 'ddrl[video]'"
     assert list(tmp_path.iterdir()) == []

@@ -287,5 +287,5 @@ def test_the_examples_hold_no_password_and_no_key_that_is_not_ours() -> None:
         assert text.count("\n") == 1 and ">" not in text and "nopass" not in text
         for name in re.findall(r"~(ddrl:\S+?)\)?(?:\s|$)", text):
             known = name.replace("{*}", "{run}").replace("broker:ddrl.*", "broker:*")
-            known = re.sub(r"(worker|weights|requests|answers):\*$", r"\1:<", known)
+            known = re.sub(r"(worker|weights|evaluating|evaluations):\*$", r"\1:<", known)
             assert f"| {known}" in table or known in ("ddrl:*", "ddrl:{run}:*"), name

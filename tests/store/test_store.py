@@ -7,12 +7,11 @@ import pytest
 from redis import Redis
 
 from ddrl.config import RunConfig, validate
-from ddrl.store import checkpoints, deletion, evaluations, keys, metrics, runs, stream, weights, workers
+from ddrl.store import checkpoints, deletion, keys, metrics, runs, stream, weights, workers
 from ddrl.store import leases as lease
 from ddrl.store.connection import StoreError
-from ddrl.store.evaluations import OpenEvaluation
 from ddrl.store.stream import Answer
-from ddrl.types import EnvSpec, EvaluationResult
+from ddrl.types import EnvSpec
 
 SPACES = EnvSpec("Pendulum-v1", (3,), "float32", "continuous", (1,), action_low=(-2.0,), action_high=(2.0,))
 
@@ -204,8 +203,6 @@ def test_only_one_learner_holds_a_run_and_a_replaced_one_writes_nothing(client: 
         lambda: weights.mark_best(client, run, old, 0, 1.0),
         lambda: checkpoints.save(client, run, old, b"x", {}),
         lambda: runs.note_evaluation(client, run, old, {}),
-        lambda: evaluations.drop(client, run, old, "0:0:1"),
-        lambda: evaluations.open_(client, run, old, OpenEvaluation(0, 0, 1, "watch", 0, 0, 0)),
     ]
     for attempt in attempts:
         with pytest.raises(lease.LeaseLostError):
@@ -260,21 +257,6 @@ def test_checkpoints_come_back_whole_in_parts_and_replace_each_other(client: Red
     client.set(keys.checkpoint_part(run, token, 1, 0), b"smal1")
     with pytest.raises(StoreError, match="checkpoint 1 is damaged"):
         checkpoints.load(client, run)
-
-
-def test_an_evaluation_is_stored_once_whoever_plays_it(client: Redis, run: str) -> None:
-    token = take(client, run)
-    wanted = OpenEvaluation(3, 100, 2, "watch", 0, 500, 50)
-    evaluations.open_(client, run, token, wanted)
-    assert evaluations.get_open(client, run, wanted.evaluation_id) == wanted
-    assert evaluations.opened(client, run) == {wanted.evaluation_id: wanted}
-    result = EvaluationResult(3, (100, 101), (1.0, 3.0), (10, 20))
-    assert evaluations.finish(client, run, wanted, result)
-    assert not evaluations.finish(client, run, wanted, result)
-    rows, cursor = evaluations.results(client, run)
-    assert len(rows) == 1 and rows[0]["return_mean"] == 2.0 and rows[0]["purpose"] == "watch"
-    assert evaluations.results(client, run, cursor) == ([], cursor)
-    assert evaluations.get_open(client, run, wanted.evaluation_id) is None
 
 
 def test_status_changes_only_along_its_arrows(client: Redis, run: str) -> None:

@@ -14,8 +14,9 @@ from redis import Redis
 from ddrl.algorithms import base
 from ddrl.config import RunConfig, validate
 from ddrl.runs import submit
-from ddrl.store import evaluations, metrics, runs, stream, tensors, weights
 from ddrl.store import leases as lease
+from ddrl.store import metrics, runs, stream, tensors, weights
+from ddrl.store.evaluations import Evaluation, OpenEvaluations
 from ddrl.types import EnvSpec, EvaluationResult
 from ddrl.worker.segment import Players, play
 
@@ -92,10 +93,12 @@ def add_evaluation(
     client: Redis, run: str, token: int, version: int, mean: float, *, purpose: str = "watch"
 ) -> None:
     """Store one evaluation: 20 episodes around `mean`."""
-    opened = evaluations.OpenEvaluation(version, 1000, 20, purpose, 0, 31_024, 7_600)
-    evaluations.open_(client, run, token, opened)
+    evaluation = Evaluation(
+        version=version, first_seed=1000, num_episodes=20, purpose=purpose, env_steps=31_024, updates=7_600
+    )
     returns = tuple(mean + 10.0 * math.sin(seed) for seed in range(20))
-    evaluations.finish(client, run, opened, EvaluationResult(version, opened.seeds, returns, (200,) * 20))
+    result = EvaluationResult(version, tuple(evaluation.seeds), returns, (200,) * 20)
+    OpenEvaluations(client, run, send=lambda _: None, timeout_s=60, token=token).store(evaluation, result)
 
 
 def add_history(client: Redis, run: str, *, folder: str = "") -> int:
@@ -121,7 +124,8 @@ def add_history(client: Redis, run: str, *, folder: str = "") -> int:
     row = {"env_steps": 30_000, "updates": 7_600, "env_steps_per_s": 2_930.0, "updates_per_s": 310.0}
     row |= {"samples_per_insert": 31.9, "staleness": 0.8, "return_mean": 143.2, "replay_size": 30_000}
     metrics.add(client, run, token, row | {"learner_wait": 0.12, "critic_loss": 0.0123, "temperature": 0.05})
-    weights.publish(client, run, token, version=31, blob=b"weights", allowance=10**6, updates=7_600)
+    blob = tensors.encode_weights({"layer": np.zeros(3, np.float32)})
+    weights.publish(client, run, token, version=31, blob=blob, allowance=10**6, updates=7_600)
     add_evaluation(client, run, token, 31, 201.3)
     add_evaluation(client, run, token, 31, 205.0, purpose="confirm")
     weights.mark_best(client, run, token, 31, 205.0)

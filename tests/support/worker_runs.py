@@ -89,15 +89,16 @@ def open_evaluation(server: PrivateServer, run: str) -> None:
     """Open an evaluation of version 0 and send it."""
     client = server.client
     token = int(client.hget(keys.state(run), "fence") or 0)
-    wanted = evaluations.OpenEvaluation(
-        version=0, first_seed=1, num_episodes=10, purpose="watch", sent_ms=0, env_steps=0, updates=0
-    )
-    evaluations.open_(client, run, token, wanted)
-    with celery.app.connection_for_write(connection.broker_url(server.url)) as wire:
-        celery.app.send_task(
-            celery.EVALUATE,
-            args=[run, wanted.evaluation_id],
-            queue=runs.state(client, run).evaluation_queue,
-            connection=wire,
-            priority=keys.PRIORITIES["high"],
-        )
+
+    def send(message: str) -> None:
+        with celery.app.connection_for_write(connection.broker_url(server.url)) as wire:
+            celery.app.send_task(
+                celery.EVALUATE,
+                args=[run, message],
+                queue=runs.state(client, run).evaluation_queue,
+                connection=wire,
+                priority=keys.PRIORITIES["high"],
+            )
+
+    wanted = evaluations.Evaluation(version=0, first_seed=1, num_episodes=10, purpose="watch")
+    evaluations.OpenEvaluations(client, run, send=send, timeout_s=60, token=token).open([wanted])

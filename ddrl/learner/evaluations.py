@@ -1,0 +1,187 @@
+"""The evaluations of a run: which versions to evaluate, which one is best, when the run is solved."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean, pstdev
+from typing import TYPE_CHECKING, Any
+
+from ddrl import policy
+from ddrl.config import EvaluationConfig, StopConfig
+from ddrl.envs import EnvError
+from ddrl.runs.evaluation import evaluate
+from ddrl.store import runs, weights
+from ddrl.store.evaluations import Evaluation, OpenEvaluations
+
+if TYPE_CHECKING:
+    from redis import Redis
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What decides whether to evaluate: the latest version, the mean of the last training returns, counters."""
+
+    version: int
+    return_mean: float | None
+    env_steps: int
+    updates: int
+
+
+class EvaluationScheduler:
+    """Chooses versions to evaluate, marks the best one, and decides when the run is solved.
+
+    One evaluation is open at a time. A mean of at least `stop.return` must be confirmed on other seeds.
+
+    Args:
+        client: connection to the server.
+        run: its id.
+        token: fencing token.
+        config: when and how to evaluate.
+        stop: holds the return at which the run is solved.
+        send: sends an evaluation task, given its argument.
+
+    Attributes:
+        solved: the target was reached and confirmed.
+    """
+
+    def __init__(
+        self,
+        client: Redis,
+        run: str,
+        token: int,
+        config: EvaluationConfig,
+        stop: StopConfig,
+        *,
+        send: Callable[[str], None],
+    ) -> None:
+        self._client, self._run, self._token = client, run, token
+        self._config, self._stop = config, stop
+        self._open = OpenEvaluations(client, run, send=send, timeout_s=config.timeout_s, token=token)
+        self._returns: dict[int, list[float]] = {}  # of all evaluation episodes, by version
+        self._last_at = time.monotonic()
+        self.solved = False
+        rows = self._open.poll()
+        for row in rows:
+            self._returns.setdefault(row["version"], []).extend(row["returns"])
+        if rows and not self._open.pending:  # the last learner may have died before it decided
+            self._decide(rows[-1])
+
+    @property
+    def pinned(self) -> frozenset[int]:
+        """Versions that an open evaluation needs."""
+        return frozenset(evaluation.version for evaluation in self._open.pending)
+
+    def adopt(self, config: EvaluationConfig, stop: StopConfig) -> None:
+        """Apply changed settings."""
+        self._config, self._stop = config, stop
+        self._open.timeout_s = config.timeout_s
+
+    def tick(self, progress: Progress) -> None:
+        """Handle new results, send a lost evaluation again, open one if it is due.
+
+        Raises:
+            LeaseLostError: another learner took over.
+        """
+        was_open = bool(self._open.pending)
+        rows = self._open.poll() if was_open else []
+        for row in rows:
+            self.keep_best(row)
+        for evaluation_id, reason in self._open.given_up.items():
+            log.warning("evaluation %s is given up: %s", evaluation_id, reason)
+        self._open.given_up.clear()
+        if was_open:
+            if rows and not self._open.pending:
+                self._last_at = time.monotonic()
+                self._decide(rows[-1])
+        elif self._is_due(progress):
+            due = self._evaluation(progress.version, "watch", progress.env_steps, progress.updates)
+            self._open.open([due])
+
+    def keep_best(self, row: Mapping[str, Any]) -> None:
+        """Add a result; mark the version with the highest mean over all its evaluation episodes."""
+        log.info(
+            "%s of version %d: %.1f +- %.1f over %d episodes",
+            row["purpose"], row["version"], row["return_mean"], row["return_std"], row["num_episodes"],
+        )  # fmt: skip
+        self._returns.setdefault(row["version"], []).extend(row["returns"])
+        kept = weights.index(self._client, self._run).sizes
+        means = {version: mean(values) for version, values in self._returns.items() if version in kept}
+        if means:
+            best = max(means, key=means.__getitem__)
+            self._mark_best(best, self._returns[best])
+
+    def evaluate_last(self, *, env_steps: int, updates: int) -> None:
+        """Evaluate the latest version on this machine, once a limit has ended the run; only if it has no result.
+
+        Raises:
+            LeaseLostError: another learner took over.
+        """
+        for row in self._open.poll():
+            self.keep_best(row)
+        version = weights.index(self._client, self._run).latest
+        if version < 1 or version in self._returns:
+            return
+        evaluation = self._evaluation(version, "watch", env_steps, updates)
+        try:
+            loaded = policy.from_run(self._client, self._run, version)
+            result = evaluate(
+                loaded.policy,
+                loaded.env,
+                loaded.spaces,
+                evaluation.seeds,
+                num_envs=self._config.num_envs,
+                policy_version=version,
+                epsilon=loaded.policy.evaluation_epsilon,
+            )
+        except EnvError as error:
+            log.warning("the last version is not evaluated: %s", error)
+            return
+        self._open.store(evaluation, result)
+        for row in self._open.poll():
+            self.keep_best(row)
+
+    def _is_due(self, progress: Progress) -> bool:
+        if progress.version < 1 or self.solved:
+            return False
+        target, config = self._stop.return_, self._config
+        near = (
+            target is not None
+            and progress.return_mean is not None
+            and progress.return_mean >= target - config.near
+        )
+        return time.monotonic() - self._last_at >= (config.near_every_s if near else config.every_s)
+
+    def _evaluation(self, version: int, purpose: str, env_steps: int, updates: int) -> Evaluation:
+        config, confirms = self._config, purpose == "confirm"
+        return Evaluation(
+            version=version,
+            first_seed=config.seed + (config.num_episodes if confirms else 0),
+            num_episodes=config.confirm_episodes if confirms else config.num_episodes,
+            purpose=purpose,
+            num_envs=config.num_envs,
+            env_steps=env_steps,
+            updates=updates,
+        )
+
+    def _decide(self, row: Mapping[str, Any]) -> None:
+        """Have a result that reaches the target confirmed; a confirmed one solves the run."""
+        if self._stop.return_ is None or row["return_mean"] < self._stop.return_:
+            return
+        if row["purpose"] == "watch" and self._config.confirm_episodes:
+            confirmation = self._evaluation(row["version"], "confirm", row["env_steps"], row["updates"])
+            self._open.open([confirmation])
+            return
+        self._mark_best(row["version"], row["returns"])
+        self.solved = True
+
+    def _mark_best(self, version: int, returns: Sequence[float]) -> None:
+        """Mark the version as the run's best, and these episodes as its score."""
+        return_mean = mean(returns)
+        weights.mark_best(self._client, self._run, self._token, version, return_mean)
+        score = {"version": version, "return_mean": return_mean, "return_std": pstdev(returns)}
+        runs.note_evaluation(self._client, self._run, self._token, {**score, "episodes": len(returns)})

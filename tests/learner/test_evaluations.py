@@ -1,0 +1,166 @@
+"""When a run evaluates, which version is best, and when the run is solved."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from redis import Redis
+from support.runs import start, target_config
+
+from ddrl.learner.evaluations import EvaluationScheduler, Progress
+from ddrl.store import evaluations, keys, leases, runs, weights
+from ddrl.store.evaluations import Evaluation
+from ddrl.types import EvaluationResult
+
+
+class Match:
+    """A scheduler with its run, and the worker that plays its evaluations."""
+
+    def __init__(self, client: Redis, run: str, **evaluation: Any) -> None:
+        self.client, self.run = client, run
+        config = target_config(evaluation={"timeout_s": 0.1, **evaluation})
+        token = leases.acquire(client, run, host="h", folder="f")
+        self.token = token or int(client.hget(keys.state(run), "fence"))
+        self.version = 1
+        for version in range(6 if token else 0):
+            weights.publish(client, run, self.token, version=version, blob=b"w", allowance=0, updates=0)
+        self.sent: list[str] = []
+        self.scheduler = EvaluationScheduler(
+            client, run, self.token, config.evaluation, config.stop, send=self.sent.append
+        )
+
+    def tick(self, return_mean: float | None = 0.0) -> None:
+        time.sleep(0.01)  # `near_every_s` passes
+        self.scheduler.tick(Progress(self.version, return_mean, env_steps=100, updates=10))
+
+    def answer(self, value: float) -> Evaluation:
+        wanted = evaluations.take(self.client, self.run, self.sent[-1], "player")
+        assert wanted is not None
+        count = wanted.num_episodes
+        result = EvaluationResult(wanted.version, tuple(wanted.seeds), (value,) * count, (1,) * count)
+        assert evaluations.finish(self.client, self.run, self.sent[-1], wanted, result)
+        return wanted
+
+
+@pytest.fixture
+def match(server: Any) -> Match:
+    run = start(server.client, target_config())
+    return Match(server.client, run, every_s=3600, near_every_s=0.01, near=5)
+
+
+def successor(match: Match) -> Match:
+    """The same run with a new learner."""
+    return Match(match.client, match.run)
+
+
+def test_it_evaluates_when_training_returns_are_near_the_target_only(match: Match) -> None:
+    match.tick(return_mean=-5.6), match.tick(return_mean=None)
+    assert match.sent == [] and match.scheduler.pinned == frozenset()
+    match.tick(return_mean=-5.4)
+    assert match.sent == ["1:1000000:20"] and match.scheduler.pinned == {1}
+    match.version = 2
+    match.tick()
+    assert len(match.sent) == 1  # one at a time
+
+
+def test_solved_needs_confirmation_of_the_same_version_on_other_seeds(match: Match) -> None:
+    match.tick()
+    watched = match.answer(-0.4)
+    match.version = 5
+    match.tick()
+    confirmed = match.answer(-0.4)
+    assert not match.scheduler.solved
+    assert confirmed.version == watched.version == 1 and confirmed.num_episodes == 100
+    assert (confirmed.env_steps, confirmed.updates, confirmed.num_envs) == (100, 10, 10)
+    assert not set(watched.seeds) & set(confirmed.seeds)
+    match.tick()
+    assert match.scheduler.solved and match.scheduler.pinned == frozenset()
+    assert runs.state(match.client, match.run).evaluation == {
+        "version": 1, "return_mean": pytest.approx(-0.4), "return_std": pytest.approx(0.0), "episodes": 100,
+    }  # fmt: skip
+
+
+def test_without_a_confirmation_wanted_one_evaluation_solves(server: Any) -> None:
+    run = start(server.client, target_config())
+    match = Match(server.client, run, near_every_s=0.01, near=5, confirm_episodes=0)
+    match.tick(), match.answer(-0.4), match.tick()
+    assert match.scheduler.solved
+
+
+def test_a_failed_confirmation_does_not_solve_and_the_next_version_is_tried(match: Match) -> None:
+    match.tick(), match.answer(-0.4), match.tick(), match.answer(-0.6), match.tick()
+    assert not match.scheduler.solved
+    match.version = 2
+    match.tick()
+    assert match.sent[-1] == "2:1000000:20"
+
+
+def test_the_best_version_is_marked(match: Match) -> None:
+    for version, value in ((1, -3.0), (2, -1.0), (3, -2.0)):
+        match.version = version
+        match.tick(), match.answer(value), match.tick()
+    index = weights.index(match.client, match.run)
+    assert (index.best, index.best_return) == (2, -1.0)
+    assert runs.state(match.client, match.run).evaluation["version"] == 2
+
+
+def test_a_lucky_evaluation_that_is_not_confirmed_is_not_the_best(match: Match) -> None:
+    match.tick(), match.answer(-1.0), match.tick()
+    match.version = 2
+    match.tick(), match.answer(-0.4), match.tick(), match.answer(-9.0), match.tick()
+    assert not match.scheduler.solved
+    assert weights.index(match.client, match.run).best == 1
+
+
+def test_a_lost_evaluation_is_sent_again_and_counts_once(match: Match) -> None:
+    match.tick()
+    time.sleep(0.1)
+    match.tick(), match.tick()
+    assert match.sent == ["1:1000000:20"] * 2
+    match.answer(-2.0)
+    assert evaluations.take(match.client, match.run, match.sent[0], "other") is None
+
+
+def test_an_evaluation_whose_weights_are_gone_is_dropped_and_the_next_is_opened(match: Match) -> None:
+    match.tick()
+    weights.publish(
+        match.client, match.run, match.token, version=6, blob=b"w", allowance=0, updates=0, drop=(1,)
+    )
+    match.version = 6
+    time.sleep(0.1)
+    match.tick()
+    assert evaluations.opened(match.client, match.run) == {} and match.scheduler.pinned == frozenset()
+    match.tick()
+    assert match.sent[-1] == "6:1000000:20"
+
+
+def test_changed_settings_are_applied_to_the_next_evaluation(match: Match) -> None:
+    config = target_config(evaluation={"num_episodes": 7, "near_every_s": 0.01})
+    match.scheduler.adopt(config.evaluation, config.stop)
+    match.tick()
+    assert match.sent == ["1:1000000:7"]
+
+
+def test_a_new_learner_takes_over_the_open_evaluation(match: Match) -> None:
+    match.tick()
+    other = successor(match)
+    assert other.scheduler.pinned == {1} and other.sent == match.sent
+    other.answer(-0.1)
+    other.tick()
+    assert other.sent[-1] == "1:1000020:100"  # the confirmation
+
+
+def test_a_confirmation_that_came_while_no_learner_ran_still_solves(match: Match) -> None:
+    match.tick(), match.answer(-0.4), match.tick(), match.answer(-0.4)
+    assert successor(match).scheduler.solved
+
+
+def test_a_new_learner_knows_the_results_of_before(match: Match) -> None:
+    match.tick(), match.answer(-2.0), match.tick()
+    other = successor(match)
+    other.version = 2
+    time.sleep(0.2)  # its `near_every_s`
+    other.tick(), other.answer(-3.0), other.tick()
+    assert weights.index(match.client, match.run).best == 1
