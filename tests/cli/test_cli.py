@@ -144,7 +144,7 @@ def test_status(client: Any) -> None:
     client.hset(f"ddrl:{{{run}}}:state", mapping={"dead": 2, "full": 5})
     report = call_json("status", run[:8])
     assert report["run"] == run and report["queue"] == "ddrl.rollout.box2d"
-    assert report["weights"] == {"latest": 31, "best": 31, "best_return": 205.0, "kept": [0, 31], "bytes": 8}
+    assert report["weights"] == {"latest": 31, "best": 31, "best_return": 205.0, "kept": [0, 31], "bytes": 85}
     assert report["stream"]["dead"] == 2 and report["stream"]["full"] == 5
     assert report["stream"]["max_bytes"] == 512 * 1024**2 and report["stream"]["fragments"] == 30
     assert report["workers"][0]["plays"] and not report["workers"][0]["evaluates"]
@@ -272,7 +272,7 @@ def test_evaluate(client: Any, refused: Callable[..., str], monkeypatch: pytest.
         )
 
     def play(_: Any, env: Any, spaces: Any, seeds: range, **options: Any) -> EvaluationResult:
-        asked.append((seeds, options["num_envs"]))
+        asked.append(([*seeds], options["num_envs"]))
         options["on_episode"](0, 0.0, 1)
         returns = tuple(float(seed - seeds[0]) for seed in seeds)
         return EvaluationResult(options["policy_version"], tuple(seeds), returns, (10,) * len(seeds))
@@ -280,7 +280,7 @@ def test_evaluate(client: Any, refused: Callable[..., str], monkeypatch: pytest.
     monkeypatch.setattr(policy, "from_run", from_run)
     monkeypatch.setattr(evaluation, "evaluate", play)
     report = call_json("evaluate", f"{run}@31", "--episodes", "5")
-    assert asked == [(range(1_000_020, 1_000_025), 5)], "the seeds of the confirmation"
+    assert asked == [([*range(1_000_020, 1_000_025)], 5)], "the seeds of the confirmation"
     assert report["return_mean"] == 2.0 and report["return_median"] == 2.0 and report["return_max"] == 4.0
     assert report["policy_version"] == 31 and report["returns"] == [0.0, 1.0, 2.0, 3.0, 4.0]
     text = call("evaluate", run, "-n", "3", "--seed", "7")

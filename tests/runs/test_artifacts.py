@@ -59,6 +59,7 @@ def test_everything_is_written(server: Any, tmp_path: Path) -> None:
     assert {path.name for path in written} == {
         *(
             "config.yaml",
+            "policy.safetensors",
             "metrics.csv",
             "episodes.csv",
             "evaluations.csv",
