@@ -25,7 +25,7 @@ def test_bad_input_is_refused_in_one_line(
     monkeypatch.setenv(connection.URL_VARIABLE, server.url)
     monkeypatch.chdir(tmp_path)
     found = list(outcomes())
-    for line, code, error in found:
+    for line, _, error in found:
         print(f"ddrl {line}\n  was {FORMER[line]['error']}\n  now {error}")
     assert [line for line, *_ in found] == list(FORMER)
     for line, code, error in found:
