@@ -247,12 +247,12 @@ def _play_on_fleet(job: Job, client: Client, seeds: range, scores: Scores, advan
     The seeds are sent in chunks. What the fleet cannot play, or has not when it goes away, is left out.
     """
     from ddrl import celery, envs  # here: a policy file is played without a broker
-    from ddrl.envs import versions
+    from ddrl.envs import requirements
     from ddrl.store import connection, workers
     from ddrl.store.evaluations import Evaluation, OpenEvaluations
 
     run, num_processes = job.loaded.run, 0
-    queue = envs.queue_for(celery.EVALUATE, job.env.id, versions.custom_network(job.loaded.config))
+    queue = envs.queue_for(celery.EVALUATE, job.env.id, requirements.custom_network(job.loaded.config))
 
     def count_processes() -> int:
         return sum(worker.processes for worker in workers.alive(client) if queue in worker.queues)

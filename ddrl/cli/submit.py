@@ -251,10 +251,10 @@ def _with_seeds(config: RunConfig, seeds: int) -> Sequence[RunConfig]:
 def _serving(client: Client, config: RunConfig) -> int:
     """Return the number of processes in the fleet that can play the run now."""
     from ddrl import envs
-    from ddrl.envs import versions
+    from ddrl.envs import requirements
     from ddrl.store import workers
 
-    queue = envs.queue_for("ddrl.rollout", config.env.id, versions.custom_network(config))
+    queue = envs.queue_for("ddrl.rollout", config.env.id, requirements.custom_network(config))
     return sum(worker.num_players for worker in workers.alive(client) if queue in worker.queues)
 
 

@@ -1,39 +1,14 @@
 """Environments: the only package that imports gymnasium (inside functions, so importing this is cheap)."""
 
-from ddrl.envs.make import (
-    Vector,
-    check_spaces,
-    check_vector,
-    describe,
-    make_one,
-    make_vector,
-    spec_of,
-    training_reward,
-)
-from ddrl.envs.requirements import (
-    EnvError,
-    capabilities,
-    check_installed,
-    prepare,
-    queue_for,
-    queues,
-    requirement,
-)
-
-__all__ = [
-    "EnvError",
-    "Vector",
-    "capabilities",
-    "check_installed",
-    "check_spaces",
-    "check_vector",
-    "describe",
-    "make_one",
-    "make_vector",
-    "prepare",
-    "queue_for",
-    "queues",
-    "requirement",
-    "spec_of",
-    "training_reward",
-]
+from ddrl.envs.make import Vector as Vector
+from ddrl.envs.make import check_spaces as check_spaces
+from ddrl.envs.make import describe as describe
+from ddrl.envs.make import make_one as make_one
+from ddrl.envs.make import make_vector as make_vector
+from ddrl.envs.make import training_reward as training_reward
+from ddrl.envs.requirements import EnvError as EnvError
+from ddrl.envs.requirements import capabilities as capabilities
+from ddrl.envs.requirements import prepare as prepare
+from ddrl.envs.requirements import queue_for as queue_for
+from ddrl.envs.requirements import queues as queues
+from ddrl.envs.requirements import requirement as requirement

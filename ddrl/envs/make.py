@@ -1,7 +1,7 @@
-"""From an EnvConfig to environments: registered ones by id, ALE games, the user's own by "module:callable".
+"""Make environments from an EnvConfig: registered ids, ALE games, and the user's own "module:callable".
 
-Rewards stay as the environment gives them, so that episode returns mean the same everywhere; `training_reward` says
-what is learned from. Observations stay single frames; whoever plays stacks them.
+Rewards stay as the environment gives them, so that episode returns mean the same everywhere; `training_reward` gives
+what is learned from. Observations stay single frames; `FrameStack` stacks them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Vector(Protocol):
 
 
 def make_one(env: EnvConfig) -> gymnasium.Env[Any, Any]:
-    """One environment with `max_episode_steps` and `action_repeat` applied; of ALE games a whole game an episode.
+    """Return one environment with `max_episode_steps` and `action_repeat` applied; an episode of ALE is a whole game.
 
     `max_episode_steps` counts the environment's own steps, before `action_repeat`, as its own limit does.
 
@@ -62,7 +62,7 @@ def make_one(env: EnvConfig) -> gymnasium.Env[Any, Any]:
 
 
 def make_vector(env: EnvConfig, *, num_envs: int | None = None) -> Vector:
-    """`num_envs` (default `env.num_envs`) environments stepped in turn, autoreset in the same step.
+    """Return `num_envs` (default `env.num_envs`) environments stepped in turn, with autoreset in the same step.
 
     The observation array it returns may be its own buffer, overwritten by the next step: copy what you keep.
 
@@ -80,19 +80,19 @@ def make_vector(env: EnvConfig, *, num_envs: int | None = None) -> Vector:
 
 
 def training_reward(env: EnvConfig, reward: np.ndarray) -> np.ndarray:
-    """What is learned from instead of the environment's reward, any shape, float32: its sign first, then scaled."""
+    """Return the rewards to learn from, of any shape, float32: the sign if so configured, then scaled."""
     return ((np.sign(reward) if env.reward_sign else reward) * env.reward_scale).astype(np.float32)
 
 
 def describe(env: EnvConfig) -> EnvSpec:
-    """The spaces of an environment, and how many observations are stacked; makes one and closes it.
+    """Return the spaces of an environment and the size of its stacks of frames; makes one and closes it.
 
     Raises:
         EnvError: as `make_one`, or spaces that ddrl cannot play or stack.
     """
     made = make_one(env)
     try:
-        spec = spec_of(made, env.id)
+        spec = _spec(env.id, made.observation_space, made.action_space)
     finally:
         made.close()
     if env.frame_stack > 1 and len(spec.observation_shape) not in (1, 2):
@@ -103,35 +103,25 @@ def describe(env: EnvConfig) -> EnvSpec:
     return replace(spec, frame_stack=env.frame_stack)
 
 
-def spec_of(made: gymnasium.Env[Any, Any], env_id: str) -> EnvSpec:
-    """The spaces of a made environment, unstacked. Float observations of any width are float32 in ddrl.
-
-    Raises:
-        EnvError: observations that are no Box, or actions that are neither Discrete nor one-dimensional
-            MultiDiscrete, counted from 0, nor a bounded float Box.
-    """
-    return _spec(made.observation_space, made.action_space, env_id)
-
-
-def check_spaces(made: gymnasium.Env[Any, Any], env_id: str, known: EnvSpec) -> None:
-    """Refuse an environment that is not the one a run or a policy knows.
+def check_spaces(made: gymnasium.Env[Any, Any] | Vector, known: EnvSpec) -> None:
+    """Refuse an environment, or a vector of them, that is not the one a run or a policy knows.
 
     Raises:
         EnvError: its spaces are others.
     """
-    _compare(spec_of(made, env_id), known)
+    of_one = "single_" if hasattr(made, "single_action_space") else ""
+    observed, acted = (getattr(made, f"{of_one}{name}_space") for name in ("observation", "action"))
+    found = _spec(known.env_id, observed, acted)
+    for name in ("observation_shape", "observation_dtype", "action_kind", "action_shape", "action_sizes"):
+        if getattr(found, name) != getattr(known, name):
+            raise EnvError(
+                f"{known.env_id}: {name} is {getattr(found, name)} here, but {getattr(known, name)} is expected; "
+                "install the same version of the environment everywhere"
+            )
 
 
-def check_vector(made: Vector, env_id: str, known: EnvSpec) -> None:
-    """Refuse a vector of environments that are not those a run or a policy knows.
-
-    Raises:
-        EnvError: their spaces are others.
-    """
-    _compare(_spec(made.single_observation_space, made.single_action_space, env_id), known)
-
-
-def _spec(observed: Any, acted: Any, env_id: str) -> EnvSpec:
+def _spec(env_id: str, observed: Any, acted: Any) -> EnvSpec:
+    """The spaces of one environment, unstacked. Float observations of any width are float32 in ddrl."""
     from gymnasium.spaces import Box, Discrete, MultiDiscrete
 
     if not isinstance(observed, Box):
@@ -139,7 +129,7 @@ def _spec(observed: Any, acted: Any, env_id: str) -> EnvSpec:
             f"{env_id}: observation space {observed} is no Box; wrap the environment to give one array"
         )
     dtype = np.dtype(observed.dtype)
-    name = "float32" if dtype.kind == "f" else dtype.name
+    spec = partial(EnvSpec, env_id, observed.shape, "float32" if dtype.kind == "f" else dtype.name)
     if isinstance(acted, Discrete | MultiDiscrete):
         if np.any(acted.start):
             raise EnvError(
@@ -147,37 +137,27 @@ def _spec(observed: Any, acted: Any, env_id: str) -> EnvSpec:
                 "wrap the environment so that they start at 0"
             )
         if isinstance(acted, Discrete):
-            return EnvSpec(env_id, observed.shape, name, "discrete", (), action_sizes=(int(acted.n),))
+            return spec("discrete", (), action_sizes=(int(acted.n),))
         if acted.nvec.ndim != 1 or not acted.nvec.size:
             raise EnvError(
                 f"{env_id}: actions of shape {acted.nvec.shape} are no vector; wrap the environment to flatten them"
             )
-        sizes = tuple(map(int, acted.nvec))
-        return EnvSpec(env_id, observed.shape, name, "multi_discrete", (len(sizes),), action_sizes=sizes)
+        return spec("multi_discrete", acted.nvec.shape, action_sizes=tuple(acted.nvec.tolist()))
     if not isinstance(acted, Box) or np.dtype(acted.dtype).kind != "f":
         raise EnvError(
             f"{env_id}: action space {acted} is not supported; use Discrete, MultiDiscrete or a float Box"
         )
     if not (np.isfinite(acted.low).all() and np.isfinite(acted.high).all()):
         raise EnvError(f"{env_id}: action space {acted} has no bounds; wrap the environment to clip actions")
-    low, high = (tuple(map(float, bound.reshape(-1))) for bound in (acted.low, acted.high))
-    return EnvSpec(env_id, observed.shape, name, "continuous", acted.shape, action_low=low, action_high=high)
-
-
-def _compare(found: EnvSpec, known: EnvSpec) -> None:
-    for name in ("observation_shape", "observation_dtype", "action_kind", "action_shape", "action_sizes"):
-        if getattr(found, name) != getattr(known, name):
-            raise EnvError(
-                f"{found.env_id}: {name} is {getattr(found, name)} here, but {getattr(known, name)} is expected; "
-                "install the same version of the environment everywhere"
-            )
+    low, high = tuple(acted.low.ravel().tolist()), tuple(acted.high.ravel().tolist())
+    return spec("continuous", acted.shape, action_low=low, action_high=high)
 
 
 def _is_game(env: EnvConfig) -> bool:
-    """Whether ale-py plays it.
+    """Whether it is an ALE game.
 
     Raises:
-        EnvError: it does not, or not by this name, but settings say so, or the other way round; or it is missing.
+        EnvError: settings of games for another environment, or the reverse; an old id; or ale-py is missing.
     """
     if requirement(env.id) != "atari":
         if env.atari != AtariConfig():
@@ -199,7 +179,7 @@ def _is_game(env: EnvConfig) -> bool:
 
 
 def _refuse_older(env_id: str) -> None:
-    """Ids from before ALE/ mean another frame skip and other sticky actions than `env.atari`."""
+    """Refuse ids from before ALE/, which mean another frame skip and other sticky actions than `env.atari`."""
     older = re.fullmatch(r"(\w+?)(?:-ram)?(?:NoFrameskip|Deterministic)?-v\d+", env_id)
     if older:
         raise EnvError(
@@ -246,6 +226,4 @@ def _from_callable(env: EnvConfig) -> gymnasium.Env[Any, Any]:
         raise EnvError(f"{env.id}: returned {type(made).__name__}; expected a gymnasium.Env")
     if env.max_episode_steps is None:
         return made
-    return gymnasium.wrappers.TimeLimit(
-        made, env.max_episode_steps
-    )  # a longer limit of its own no longer matters
+    return gymnasium.wrappers.TimeLimit(made, env.max_episode_steps)

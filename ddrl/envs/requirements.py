@@ -1,18 +1,28 @@
-"""What a machine must have to play a run, and what this machine has; nothing here builds an environment.
+"""What a machine must have to play a run: extras, allowed modules, and the same versions as the submitter.
 
-Queues are named after these words, so both sides must choose the same one: an environment of the user's,
-"my_pkg.envs:make", requires the top-level package `my_pkg`, whichever of its modules a worker allows; a network of the
-user's likewise.
+Queues are named after requirements, so that a message only reaches machines that can play its run. An environment of
+the user's, "my_pkg.envs:make", requires the top-level package `my_pkg`, whichever of its modules a worker allows; so
+does a network of the user's. Nothing here builds an environment.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 import importlib.util
 import re
+import socket
+from collections.abc import Mapping
 
-from ddrl.config import allowed_modules
+import ddrl
+from ddrl.config import ModuleError, RunConfig, allowed_modules, load_callable
 
 PACKAGES = {"box2d": "Box2D", "atari": "ale_py", "mujoco": "mujoco"}  # extra -> module that it installs
+_DISTRIBUTIONS = {
+    "box2d": "box2d",
+    "atari": "ale-py",
+    "mujoco": "mujoco",
+}  # extra -> package that it installs
 
 _BOX2D = {"LunarLander", "LunarLanderContinuous", "BipedalWalker", "BipedalWalkerHardcore", "CarRacing"}
 _MUJOCO = {
@@ -26,10 +36,14 @@ class EnvError(ValueError):
     """An environment that cannot be made or used here; the message names it and the remedy in one line."""
 
 
-def requirement(env_id: str) -> str | None:
-    """What a worker must have for `env_id`: "box2d", "atari", "mujoco", a top-level package, or None.
+class UnfitError(ValueError):
+    """This machine does not meet a run's requirements; the message names them and the remedy in one line."""
 
-    Goes by the name alone. An id of a third-party package that registers itself gives None: list it as
+
+def requirement(env_id: str) -> str | None:
+    """Return what a machine needs for `env_id`: "box2d", "atari", "mujoco", a top-level package, or None.
+
+    It goes by the name alone. An id of a third-party package that registers itself gives None: submit it as
     "module:callable" instead.
     """
     if ":" in env_id:
@@ -42,21 +56,20 @@ def requirement(env_id: str) -> str | None:
     return "mujoco" if name in _MUJOCO else None
 
 
-def check_installed(env_id: str) -> None:
-    """Refuse an id, not "module:callable", whose extra is not installed here.
+def custom_network(config: RunConfig) -> str | None:
+    """Return the "module:callable" of the run's network, if it is the user's own."""
+    network = config.algorithm.get("network")
+    return network if isinstance(network, str) and ":" in network else None
 
-    Raises:
-        EnvError: the package is missing; the message says how to install it.
-    """
-    extra = requirement(env_id)
-    if ":" not in env_id and extra is not None and importlib.util.find_spec(PACKAGES[extra]) is None:
-        raise EnvError(
-            f"{env_id}: needs {PACKAGES[extra]}; run pip install 'ddrl[{extra}]' where it is to be played"
-        )
+
+def capabilities() -> list[str]:
+    """Return the requirements that this process can meet, sorted: installed extras and allowed packages."""
+    extras = {extra for extra, module in PACKAGES.items() if importlib.util.find_spec(module) is not None}
+    return sorted(extras | {_package(module) for module in allowed_modules()})
 
 
 def queue_for(kind: str, env_id: str, network: str | None = None) -> str:
-    """The queue of a run: "ddrl.rollout" or "ddrl.evaluate", and what it needs of a worker.
+    """Return the queue of a run: its kind, such as "ddrl.rollout", and what it needs of a machine.
 
     Args:
         kind: the first part.
@@ -67,19 +80,87 @@ def queue_for(kind: str, env_id: str, network: str | None = None) -> str:
 
 
 def queues(kind: str) -> list[str]:
-    """All queues of a kind that this process can serve."""
-    networks = sorted({module.partition(".")[0] for module in allowed_modules()})
+    """Return all queues of a kind that this process can serve."""
+    networks = sorted({_package(module) for module in allowed_modules()})
     return [_queue(kind, need, network) for network in (None, *networks) for need in (None, *capabilities())]
 
 
-def capabilities() -> list[str]:
-    """The requirements that this process can meet, sorted: installed extras and allowed packages."""
-    extras = {extra for extra, module in PACKAGES.items() if importlib.util.find_spec(module) is not None}
-    return sorted(extras | {module.partition(".")[0] for module in allowed_modules()})
+def check_installed(env_id: str) -> None:
+    """Refuse an id, not "module:callable", whose extra is not installed here.
+
+    Raises:
+        EnvError: the package is missing; the message says how to install it.
+    """
+    extra = requirement(env_id)
+    if ":" not in env_id and extra is not None and importlib.util.find_spec(PACKAGES[extra]) is None:
+        raise EnvError(
+            f"{env_id}: needs {PACKAGES[extra]}; run pip install 'ddrl[{extra}]' on each machine that plays it"
+        )
+
+
+def check_machine(config: RunConfig, versions: Mapping[str, str]) -> None:
+    """Refuse a run that this machine cannot play, or would play with other versions than its submitter has.
+
+    Args:
+        config: of the run.
+        versions: of the submitter, by package; {} if unknown.
+
+    Raises:
+        UnfitError: a package is missing or of another version, or a module is not allowed or cannot be imported.
+    """
+    host = socket.gethostname()
+    try:
+        check_installed(config.env.id)
+        for name in _callables(config):
+            load_callable(name)
+    except (EnvError, ModuleError) as error:
+        raise UnfitError(f"host {host}: {error}") from None
+    if config.env.same_versions and (difference := version_mismatch(versions, host)) is not None:
+        raise UnfitError(difference)
+
+
+def run_versions(config: RunConfig) -> dict[str, str]:
+    """Return the versions here that decide how a run is played: ddrl's, gymnasium's, the environment's, the network's.
+
+    Modules on the path that no package installed have no version.
+    """
+    packages = ["gymnasium"]
+    extra = requirement(config.env.id)
+    if extra in _DISTRIBUTIONS:
+        packages.append(_DISTRIBUTIONS[extra])
+    packages += [package for name in _callables(config) for package in _distributions_of(_package(name))]
+    return _installed(packages)
+
+
+def machine_versions() -> dict[str, str]:
+    """Return the versions here of everything that ddrl's environments depend on."""
+    return _installed(["gymnasium", "numpy", "torch", "celery", *_DISTRIBUTIONS.values()])
+
+
+def version_mismatch(versions: Mapping[str, str], host: str) -> str | None:
+    """Return one line on the first version here that differs from a run's, with the remedy; None if none does."""
+    for package, wanted in versions.items():
+        here = ddrl.__version__ if package == "ddrl" else installed_version(package)
+        if here != wanted:
+            return (
+                f"host {host}: {package} is {here or 'not installed'}, the run was submitted with {wanted}; "
+                f"run pip install '{package}=={wanted}' there and restart the worker, "
+                "or submit with env.same_versions=false"
+            )
+    return None
+
+
+@functools.cache
+def installed_version(package: str) -> str | None:
+    """Return the version of a package here, None if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def prepare(env_id: str | None = None) -> None:
-    """Import what `env_id`, not "module:callable", is made of, or what all environments are; builds nothing."""
+    """Import what `env_id`, not "module:callable", needs, or what all environments need; builds nothing."""
     registration = importlib.import_module("gymnasium.envs.registration")
     importlib.import_module("gymnasium.vector")
     if env_id is None:
@@ -92,10 +173,28 @@ def prepare(env_id: str | None = None) -> None:
         registration.load_env_creator(registered.entry_point)
 
 
+def _callables(config: RunConfig) -> list[str]:
+    """Each "module:callable" of the run."""
+    return [name for name in (config.env.id, custom_network(config)) if name is not None and ":" in name]
+
+
 def _package(name: str) -> str:
-    """The top-level package of "module:callable"."""
+    """The top-level package of a module or a "module:callable"."""
     return name.partition(":")[0].partition(".")[0]
 
 
 def _queue(kind: str, need: str | None, network: str | None) -> str:
     return kind + (f".{need}" if need else "") + (f"+{network}" if network else "")
+
+
+def _installed(packages: list[str]) -> dict[str, str]:
+    """The versions of ddrl and of those packages that are installed."""
+    found = {package: installed_version(package) for package in packages}
+    return {"ddrl": ddrl.__version__, **{package: version for package, version in found.items() if version}}
+
+
+@functools.cache
+def _distributions_of(package: str) -> tuple[str, ...]:
+    """The installed packages that brought a top-level package; none for files on the path."""
+    found = importlib.metadata.packages_distributions().get(package, [])
+    return tuple(sorted(set(found) - {"ddrl"}))

@@ -89,7 +89,7 @@ def evaluate(
     try:
         for number in range(min(num_envs, len(seeds))):
             lanes.append(_Lane(film.make() if film and number == 0 else envs.make_one(env)))
-        envs.check_spaces(lanes[0].env, env.id, spaces)
+        envs.check_spaces(lanes[0].env, spaces)
         observation = np.empty((len(lanes), *spaces.observation_shape), spaces.observation_dtype)
         started = np.zeros(len(lanes), np.bool_)
         stack, state = FrameStack(len(lanes), spaces), policy.initial_state(len(lanes))

@@ -10,7 +10,7 @@ import numpy as np
 from ddrl import envs
 from ddrl.algorithms import base
 from ddrl.config import ConfigError, RunConfig, Section
-from ddrl.envs import versions
+from ddrl.envs import requirements
 from ddrl.replay.blocks import is_image
 from ddrl.replay.experience import is_compressed, longest_fragment, samples_per_update
 from ddrl.replay.rate_limiter import Pacing, check_staleness
@@ -214,7 +214,7 @@ def create(
         ConfigError: the server's memory cannot hold what the run may need.
     """
     check_memory(client, config)
-    network = versions.custom_network(config)
+    network = requirements.custom_network(config)
     return runs.create(
         client,
         config,
@@ -223,7 +223,7 @@ def create(
             envs.queue_for("ddrl.rollout", config.env.id, network),
             envs.queue_for("ddrl.evaluate", config.env.id, network),
         ),
-        versions=versions.of_run(config),
+        versions=requirements.run_versions(config),
         initial=initial,
     )
 

@@ -76,7 +76,7 @@ class Collector:
         self._generator = np.random.default_rng(action_seeds)
         self._vector = envs.make_vector(env)
         try:
-            envs.check_vector(self._vector, env.id, spec)
+            envs.check_spaces(self._vector, spec)
         except envs.EnvError:
             self._vector.close()
             raise

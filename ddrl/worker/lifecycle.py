@@ -30,7 +30,7 @@ from kombu.exceptions import OperationalError
 
 from ddrl import envs
 from ddrl.celery import UP_TIMEOUT_S, app
-from ddrl.envs import versions
+from ddrl.envs import requirements
 from ddrl.runs import monitoring, parent
 from ddrl.store import connection, keys, server, workers
 from ddrl.worker import heartbeat, watchdog
@@ -154,7 +154,7 @@ def _start_heartbeat(sender: Any, **_: Any) -> None:
         pid=os.getpid(),
         processes=int(sender.controller.concurrency),
         queues=tuple(sorted(app.amqp.queues.consume_from)),
-        versions=versions.of_machine(),
+        versions=requirements.machine_versions(),
         pids=pids(),
         cores=heartbeat.cores(),
         gpus=heartbeat.gpus(),

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from ddrl import codec, envs
 from ddrl.algorithms import base
 from ddrl.config import RunConfig
-from ddrl.envs import versions
+from ddrl.envs import requirements
 from ddrl.store import connection, runs, segments, stream, tensors, weights
 from ddrl.store.stream import Answer, Appended
 from ddrl.types import Fragment
@@ -97,7 +97,7 @@ class Player:
         spaces = runs.spaces(client, run)
         with self._watched():
             state = runs.state(client, run)
-            versions.check(self.config, state.versions)
+            requirements.check_machine(self.config, state.versions)
             resolved = base.resolve(self.config, spaces)
             at_random = self.config.rollout.random_until_learned
             if at_random is None:  # weights of a warm start have learned already
@@ -339,6 +339,6 @@ def prepare(client: Redis, most: int = 3) -> None:
     envs.prepare()
     for run in runs.active_names(client)[-most:]:
         config = runs.config(client, run)
-        if ":" not in config.env.id and versions.custom_network(config) is None:
+        if ":" not in config.env.id and requirements.custom_network(config) is None:
             envs.prepare(config.env.id)
             base.resolve(config, runs.spaces(client, run)).policy()

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from ddrl import policy
 from ddrl.celery import EVALUATE, ROLLOUT, app, process_memory_bytes, queues
 from ddrl.config import ConfigError, RunConfig, first_line
-from ddrl.envs import versions
-from ddrl.envs.versions import UnfitError
+from ddrl.envs import requirements
+from ddrl.envs.requirements import UnfitError
 from ddrl.runs.evaluation import evaluate as play_episodes
 from ddrl.runs.evaluation import with_noops
 from ddrl.store import connection, evaluations, logs, runs, segments
@@ -183,5 +183,5 @@ def fitting(client: Redis, run: str) -> RunConfig:
         UnfitError: it does not.
     """
     config = runs.config(client, run)
-    versions.check(config, runs.state(client, run).versions)
+    requirements.check_machine(config, runs.state(client, run).versions)
     return config

@@ -235,9 +235,9 @@ def test_description_follows_the_settings() -> None:
     assert (spec.observation_shape, spec.action_sizes, spec.frame_stack) == ((42, 42), (18,), 1)
     vector = envs.make_vector(other, num_envs=2)
     assert isinstance(vector, AtariVector) and vector.num_envs == 2
-    envs.check_vector(vector, other.id, spec)
+    envs.check_spaces(vector, spec)
     with pytest.raises(EnvError, match=r"action_sizes is \(18,\) here, but \(9,\) is expected"):
-        envs.check_vector(vector, other.id, EnvSpec(ASTERIX, (42, 42), "uint8", "discrete", (), (9,)))
+        envs.check_spaces(vector, EnvSpec(ASTERIX, (42, 42), "uint8", "discrete", (), (9,)))
     assert vector.reset(seed=[1, 2])[0].shape == (2, 42, 42)
     vector.close()
 

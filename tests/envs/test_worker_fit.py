@@ -7,7 +7,7 @@ from support.runs import target_config
 
 import ddrl
 from ddrl import envs
-from ddrl.envs import versions
+from ddrl.envs import requirements
 from ddrl.worker import watchdog
 
 
@@ -32,22 +32,29 @@ def test_a_worker_that_has_all_it_takes_serves_the_queue_and_no_other_does(
     assert (queue in envs.queues("ddrl.rollout")) == ("my_" not in queue)
 
 
-def test_versions_are_those_of_what_decides_how_a_run_is_played() -> None:
-    assert set(versions.of("CartPole-v1")) == {"ddrl", "gymnasium"}
-    lander = versions.of("LunarLander-v3", "numpy.linalg:norm")
-    assert set(lander) == {"ddrl", "gymnasium", "box2d", "numpy"}
-    assert versions.mismatch(lander, "h") is None
-    assert set(versions.of("bad_envs:make")) == {"ddrl", "gymnasium"}  # no package brought it
-    custom = target_config(algorithm={"name": "ppo", "network": "numpy:ones"})
-    assert set(versions.of_run(custom)) == {"ddrl", "gymnasium", "numpy"}
+@pytest.mark.parametrize(
+    ("env_id", "network", "packages"),
+    [
+        ("CartPole-v1", "mlp", set()),
+        ("LunarLander-v3", "numpy.linalg:norm", {"box2d", "numpy"}),
+        ("bad_envs:make", "mlp", set()),  # no package installed it
+    ],
+)
+def test_versions_are_those_of_what_decides_how_a_run_is_played(
+    env_id: str, network: str, packages: set[str]
+) -> None:
+    config = target_config(env={"id": env_id}, algorithm={"name": "ppo", "network": network})
+    found = requirements.run_versions(config)
+    assert set(found) == {"ddrl", "gymnasium", *packages}
+    assert requirements.version_mismatch(found, "h") is None
 
 
 def test_a_mismatch_names_host_package_both_versions_and_the_remedy() -> None:
-    assert versions.mismatch({"ddrl": "0.0.9"}, "h1") == (
+    assert requirements.version_mismatch({"ddrl": "0.0.9"}, "h1") == (
         f"host h1: ddrl is {ddrl.__version__}, the run was submitted with 0.0.9; "
         "run pip install 'ddrl==0.0.9' there and restart the worker, or submit with env.same_versions=false"
     )
-    found = versions.mismatch({"no-such-package": "1.0"}, "h1")
+    found = requirements.version_mismatch({"no-such-package": "1.0"}, "h1")
     assert found is not None and "no-such-package is not installed" in found
 
 

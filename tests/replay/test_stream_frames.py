@@ -96,7 +96,7 @@ def recordings(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
 
     class Envs:
         make_vector = staticmethod(make)
-        EnvError, check_vector, training_reward = envs.EnvError, envs.check_vector, envs.training_reward
+        EnvError, check_spaces, training_reward = envs.EnvError, envs.check_spaces, envs.training_reward
 
     monkeypatch.setattr(collector, "envs", Envs)
     return made

@@ -21,8 +21,8 @@ import ddrl
 from ddrl import codec
 from ddrl.algorithms import actor_critic_policy, sac
 from ddrl.config import validate
-from ddrl.envs import versions
-from ddrl.envs.versions import UnfitError
+from ddrl.envs import requirements
+from ddrl.envs.requirements import UnfitError
 from ddrl.store import keys, runs, segments, stream
 from ddrl.store import leases as lease
 from ddrl.store.stream import Answer
@@ -312,8 +312,8 @@ def test_a_machine_with_other_versions_is_refused_by_name_with_the_remedy(client
     with pytest.raises(UnfitError) as refused:
         play(client, client, Players(), run)
     assert str(refused.value) == (
-        f"host {socket.gethostname()}: gymnasium is {versions.installed('gymnasium')}, the run was submitted with "
-        "0.26.3; run pip install 'gymnasium==0.26.3' there and restart the worker, "
+        f"host {socket.gethostname()}: gymnasium is {requirements.installed_version('gymnasium')}, "
+        "the run was submitted with 0.26.3; run pip install 'gymnasium==0.26.3' there and restart the worker, "
         "or submit with env.same_versions=false"
     )
     assert runs.state(client, run).appended_fragments == 0
