@@ -1,4 +1,4 @@
-# Everything a newcomer types. `make` alone lists it; CONTRIBUTING.md says more.
+# The commands of this repository; `make` lists them.
 
 CONFIG ?= lunar
 TIME ?=
@@ -16,7 +16,7 @@ DDRL = $(VENV)/bin/ddrl
 NEW_ENOUGH = import sys; sys.exit(sys.version_info < (3, 11))
 
 .DEFAULT_GOAL = help
-.PHONY: help setup lunar run test faults soak check clean clean-runs
+.PHONY: help setup lunar run test faults soak check size docs clean clean-runs
 
 help:
 	@echo 'make lunar       train a LunarLander; sets everything up first'
@@ -26,6 +26,7 @@ help:
 	@echo 'make faults      only the tests that kill, freeze, cut and fill up, held to their exact time bounds'
 	@echo 'make soak        random faults on a live fleet; MINUTES=15, SEED=1'
 	@echo 'make check       format, lint, types and tests: what a change must pass'
+	@echo 'make size        lines of code by folder; make docs: write docs/configuration.md anew'
 	@echo 'make setup       only set up $(VENV); PYTHON=python3.12 picks the interpreter, PIP_ARGS="..." goes to pip'
 	@echo 'make clean       remove $(VENV), caches and builds (never runs/)'
 	@echo 'make clean-runs  remove runs/, the results of all runs'
@@ -58,7 +59,7 @@ run: $(STAMP)
 	  $(if $(TIME),--time $(if $(filter %s %m %h,$(TIME)),$(TIME),$(TIME)m)) \
 	  $(if $(WORKERS),--workers $(WORKERS)) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
-# Much of the tests' time is waiting, so they share the cores file by file; JOBS=0 runs them one after another.
+# Tests mostly wait, so files run side by side; JOBS=0 runs them one after another.
 test: $(STAMP)
 	@$(VENV)/bin/python -m pytest --numprocesses $(JOBS) --dist loadfile $(ARGS)
 
@@ -73,6 +74,12 @@ check: $(STAMP)
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/mypy
 	$(VENV)/bin/python -m pytest --numprocesses $(JOBS) --dist loadfile $(ARGS)
+
+size:
+	@python3 benchmarks/size.py
+
+docs: $(STAMP)
+	@$(VENV)/bin/python docs/generate.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

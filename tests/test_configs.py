@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from ddrl import config
 from ddrl.algorithms import base
 from ddrl.runs import submit
 
-CONFIGS = sorted(Path("configs").glob("*.yaml"))
+ROOT = Path(__file__).parents[1]
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -67,3 +69,11 @@ def test_durations(text: str, seconds: float) -> None:
 def test_what_is_no_duration_is_refused(text: str) -> None:
     with pytest.raises(config.ConfigError, match="--time"):
         config.duration(text, "--time")
+
+
+def test_the_configuration_page_is_current() -> None:
+    specification = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+    assert specification is not None and specification.loader is not None
+    generate = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(generate)
+    assert (ROOT / "docs" / "configuration.md").read_text("utf-8") == generate.page(), "run `make docs`"
