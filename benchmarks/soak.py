@@ -96,7 +96,7 @@ def report(fleet: SoakFleet, seed: int, events: list[Event], audits: dict[str, l
     ]
     for run, audit in audits.items():
         totals = " | ".join(f"{audit.total(name):,}" for name in _COLUMNS)
-        lines.append(f"| {run} | {len(audit.accounts)} | {totals} | {audit.strangers} |")
+        lines.append(f"| {run} | {len(audit.accounts)} | {totals} | {audit.unknown} |")
     lines += [
         "",
         "In fragments; `difference` is what is not accounted for, duplicates are appends repeated and refused,"

@@ -10,7 +10,7 @@ import typer
 
 from ddrl.cli.output import Json, Run, counted, emit, note, say, server, table
 from ddrl.store import ledger, runs
-from ddrl.store.ledger import RETIRED
+from ddrl.store.ledger import ENDED
 
 if TYPE_CHECKING:
     from ddrl.store.ledger import Account, Audit
@@ -46,7 +46,7 @@ def _report(run: str, status: str, found: Audit) -> dict[str, Any]:
         "status": status,
         "balanced": found.is_balanced,
         "cursor": found.cursor,
-        "strangers": found.strangers,
+        "unknown": found.unknown,
         "totals": {name: found.total(name) for name in COUNTS},
         "producers": [
             {"producer": producer, "host": account.host, **{name: getattr(account, name) for name in COUNTS}}
@@ -66,7 +66,7 @@ def _show(run: str, found: Audit, *, goes_on: bool, everyone: bool) -> None:
     odd = [(producer, account) for producer, account in accounts if account.difference]
     shown = accounts if everyone or len(accounts) <= MOST_ROWS else (odd or accounts[-MOST_ROWS:])
     rows = [
-        _row("retired" if producer == RETIRED else f"{producer}", account.host, account)
+        _row("ended" if producer == ENDED else f"{producer}", account.host, account)
         for producer, account in shown
     ]
     totals = ("total", counted(len(accounts), "producer"), *(f"{found.total(name):,}" for name in COUNTS))
@@ -75,8 +75,8 @@ def _show(run: str, found: Audit, *, goes_on: bool, everyone: bool) -> None:
         note(f"{len(accounts) - len(shown)} balanced producers not shown; show all with --all")
     print()
     say(_verdict(run, found, odd))
-    if found.strangers:
-        say(f"{found.strangers:,} entries that no append wrote; they are in no producer's account")
+    if found.unknown:
+        say(f"{found.unknown:,} entries that no append wrote; they are in no producer's account")
     if goes_on and found.total("waiting"):
         say("waiting: appended after the learner's last report, which is less than a second old")
     elif found.total("waiting"):

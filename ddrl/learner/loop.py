@@ -169,11 +169,13 @@ class Learner:
     def _rebuild(self, counters: Counters, version: int) -> None:
         """Admit again what was held when the checkpoint was taken; the counters stand already."""
         oldest, cursor = counters.oldest.encode(), counters.cursor.encode()
-        strange = {entry_id.encode() for entry_id in counters.strange}
+        newest: dict[tuple[int, int], int] = {}
         for staged in stored(self._client, self._run, oldest, cursor, self._stage):
             self.service.renew()
-            if staged.entry_id in strange:
-                continue
+            who = (staged.producer, staged.incarnation)
+            if staged.seq <= newest.get(who, -1):
+                continue  # no append wrote it
+            newest[who] = staged.seq
             if staged.fragment is not None:
                 with contextlib.suppress(ValueError):  # refused and counted before
                     self.experience.admit(staged.prepared, staged.entry_id, version=version)
@@ -244,8 +246,7 @@ class Learner:
         self._is_between = True
 
     def _admit(self, staged: Staged) -> None:
-        fragment, objection = staged.fragment, self.accounts.objection(staged)
-        reason = staged.reason or objection
+        fragment, reason = staged.fragment, staged.reason or self.accounts.objection(staged)
         if not reason:
             try:
                 self.experience.admit(staged.prepared, staged.entry_id, version=self.version)
@@ -260,9 +261,9 @@ class Learner:
             self._board.refused.append((staged.entry_id, staged.head, reason))
         elif fragment is not None:
             self.returns.extend(float(value) for value in fragment.episode_return)
-        if not objection:
             self._board.steps = max(self._board.steps, staged.cumulative_steps)
-            self.service.retention.admitted(staged.entry_id, staged.cumulative_bytes, staged.num_bytes)
+        total = None if reason else staged.cumulative_bytes  # counts of a refused entry may be anything
+        self.service.retention.admitted(staged.entry_id, total, staged.num_bytes)
 
     def _draw(self) -> Drawn | Trajectories | None:
         """What to learn from next; None while there is nothing, or the last iteration is still unpublished."""
@@ -312,7 +313,7 @@ class Learner:
     def _taken(self) -> tuple[Counters, Tensors]:
         """All that continuation needs of algorithm and experience, as CPU copies, and the counters with it."""
         self._note()
-        counters = replace(self.counters, **self.accounts.state(self.counters.oldest.encode()))
+        counters = replace(self.counters, **self.accounts.state())
         held = {REPLAY + name: torch.from_numpy(array) for name, array in self.experience.state().items()}
         return counters, dict(self.algorithm.state()) | held
 

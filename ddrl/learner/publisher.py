@@ -39,8 +39,7 @@ RENEW_S = 0.75  # a quarter of the lease
 SLOW_S = 1.0  # a round that takes longer than this,
 BYTES_PER_S = 20e6  # and than its writes at this pace, has waited for the server
 MOST_TOLD = 100  # refusals in a round
-RETIRE_EVERY_S = 600.0
-RETIRE_AFTER_S = 86_400.0
+FOLD_EVERY_S = 60.0
 WAKES_PER_S = 2_000  # players that each raise of the allowance wakes, at most
 CHECKPOINT_BYTES_PER_S = 1e6  # what checkpoints may cost the server on average
 
@@ -85,7 +84,7 @@ class Service:
         now = time.monotonic()
         self._checkpoint_at = now + config.learner.checkpoint_every_s
         self._renew_at = self._metrics_at = now
-        self._retire_at = now + RETIRE_EVERY_S
+        self._fold_at = now + FOLD_EVERY_S
         self._hindered_at = 0.0  # since when the server cannot serve
         self._is_full = self.has_latest = False
         self._waited_s = 0.0
@@ -105,7 +104,7 @@ class Service:
         if found is None:
             return None, latest
         blob, meta = found
-        self.retention.checkpoint = counters = Counters(**meta)
+        self.retention.checkpoint = counters = Counters.decode(meta)
         return (_decoded(blob), counters), latest
 
     def initial(self) -> tuple[str, dict[str, torch.Tensor]] | None:
@@ -120,7 +119,7 @@ class Service:
 
     def begin(self, feed: Feed, version: int, parameters: Tensors | None) -> None:
         """Tell the server where the learner stands; `parameters` are published, else `version` is as it was."""
-        self._accounts.retire(*ledger.retired(self._client, self._run))
+        self._accounts.fold(*ledger.folded(self._client, self._run))
         self._accounts.rewind(runs.state(self._client, self._run).appended_fragments)
         rows, cursor = self._accounts.rows, self._accounts.cursor
         self._accounts.changes()
@@ -174,7 +173,7 @@ class Service:
             renewed = self.renew()
             if renewed:
                 self._tell_ledger()
-                self._retire()
+                self._fold()
             self._make_room(may_trim=renewed)
             self._tell_refused()
             self._publish_or_allow()
@@ -247,13 +246,13 @@ class Service:
             raise
         self.retention.told = cursor
 
-    def _retire(self) -> None:
+    def _fold(self) -> None:
         """Every few minutes, one account for the producers that have been silent for long."""
         checkpoint = self.retention.checkpoint
-        if time.monotonic() >= self._retire_at and checkpoint is not None:
-            self._retire_at = time.monotonic() + RETIRE_EVERY_S
-            ledger.retire(self._client, self._run, self._token, checkpoint.ledger, silent_s=RETIRE_AFTER_S)
-            self._accounts.retire(*ledger.retired(self._client, self._run))
+        if time.monotonic() >= self._fold_at and checkpoint is not None:
+            self._fold_at = time.monotonic() + FOLD_EVERY_S
+            ledger.fold(self._client, self._run, self._token, checkpoint.ledger)
+            self._accounts.fold(*ledger.folded(self._client, self._run))
 
     def _tell_refused(self) -> None:
         while self._board.gone:

@@ -47,9 +47,11 @@ class Retention:
         self._largest = 0  # entry so far, bytes
         self._shed_at = 0.0
 
-    def admitted(self, entry_id: bytes, cumulative_bytes: int, num_bytes: int) -> None:
-        """Note an entry that the learner has taken from the stream, of `num_bytes`."""
-        if not self._total:
+    def admitted(self, entry_id: bytes, cumulative_bytes: int | None, num_bytes: int) -> None:
+        """Note an entry that the learner has taken from the stream, of `num_bytes`; None: it was refused."""
+        if cumulative_bytes is None:
+            cumulative_bytes = self._total + num_bytes if self._total else 0
+        elif not self._total:
             self._trimmed = cumulative_bytes - num_bytes
         self._entries.append((entry_id, cumulative_bytes))
         self._total = cumulative_bytes

@@ -71,7 +71,7 @@ class Staged:
     Attributes:
         entry_id: in the stream.
         cumulative_fragments, cumulative_steps, cumulative_bytes: counts of the stream up to and with it.
-        num_bytes: of the entry, as it says.
+        num_bytes: of the entry.
         producer, incarnation, seq: who appended it, and its number; -1 where no append wrote it.
         held_bytes: of memory while it is staged.
         fragment: as decoded.
@@ -137,7 +137,7 @@ def stage(
         cumulative_fragments=entry.count(b"f"),
         cumulative_steps=entry.count(b"n"),
         cumulative_bytes=entry.count(b"b"),
-        num_bytes=entry.count(b"s"),
+        num_bytes=entry.num_bytes,
         producer=entry.producer,
         incarnation=entry.count(b"i", -1),
         seq=entry.count(b"q", -1),

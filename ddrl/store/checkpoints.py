@@ -40,7 +40,6 @@ class Counters:
         version: of the published weights, where these are the checkpoint's own; -1 else.
         fragments: cumulative count of the stream at the cursor; -1 where it is not known.
         ledger: producer -> consumed, refused, unread, incarnation, last_seq (see `ledger.Row`); {} between checkpoints.
-        strange: entries held that are no fragments, repetitions among them; as `ledger`.
         held: transitions of the view.
         refilled: steps that were played again to fill a view whose stream was lost; the pace leaves them out.
     """
@@ -57,9 +56,13 @@ class Counters:
     version: int = -1
     fragments: int = -1
     ledger: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    strange: Sequence[str] = ()
     held: int = 0
     refilled: int = 0
+
+    @classmethod
+    def decode(cls, meta: Mapping[str, Any]) -> Counters:
+        """Return what `asdict` made; fields of other versions of ddrl are left out."""
+        return cls(**{name: value for name, value in meta.items() if name in cls.__dataclass_fields__})
 
 
 def save(

@@ -1,34 +1,36 @@
-"""The ledger: what became of every fragment that was acknowledged, producer by producer.
+"""The ledger: what became of every acknowledged fragment, producer by producer.
 
-The append counts a producer's fragments, the learner what it did with them; the rest waits in the stream. So
+The append counts a producer's fragments, the learner counts what it did with them; the rest waits in the stream. So
 
     appended = consumed + waiting + trimmed + refused
 
-for each producer, where `trimmed` are those that went from the stream before the learner read them: none, in order.
+for each producer, where `trimmed` are those that left the stream before the learner read them: none, in order.
 
-Processes come and go, and each is a producer. Those that have been silent for long and of whose fragments nothing is
-open any more become one account, RETIRED; one that speaks up all the same is told to begin anew under another number.
+Each process that plays is a producer. Once it has ended and all it appended is decided, its row is folded into the row
+ENDED. A late append of a folded producer is answered STOPPED, since it may repeat a fragment that was counted; a
+process that lives after all begins anew as another producer.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass
 from typing import Any, cast
 
 from redis import Redis
 
-from ddrl.store import keys, stream
+from ddrl.store import keys, stream, workers
 from ddrl.store.leases import fenced
 
 AUDITS = 10  # at most, of a run that goes on meanwhile
-STRANGER = -1  # the producer of entries that no append wrote
-RETIRED = -2  # stands for producers that were silent for long
-_BATCH = 200  # producers retired in one script
-_KNOWN = re.compile(  # of a producer; workers write it
-    rb"\d{1,15} \d{1,15} \d{1,15} (?P<ms>\d{1,15}) \S+ (?P<fragments>\d{1,15}) \d{1,15} \S+"
-)
+UNKNOWN = -1  # the producer of entries that no append wrote
+ENDED = -2  # stands for all producers that were folded
+QUIET_S = 60.0  # since its last append, before a producer is folded; heartbeats come back much sooner after an outage
+_BATCH = 200  # producers folded in one script
+_CURSOR = b"cursor"
 
 
 @dataclass(frozen=True)
@@ -36,9 +38,9 @@ class Row:
     """What the learner did with one producer's fragments.
 
     Attributes:
-        consumed: admitted to learning, or dropped by it as too stale.
+        consumed: admitted to learning, or dropped as too stale.
         refused: into `dead`.
-        unread: known to have gone before they were read, by a gap in the sequence numbers.
+        unread: left the stream before they were read, known by a gap in the sequence numbers.
         incarnation, last_seq: of the newest one read.
     """
 
@@ -48,6 +50,55 @@ class Row:
     incarnation: int = 0
     last_seq: int = -1
 
+    @property
+    def decided(self) -> int:
+        """Fragments that do not wait any more."""
+        return self.consumed + self.refused + self.unread
+
+    def encode(self) -> str:
+        """Return the row as the ledger holds it: a JSON list."""
+        return json.dumps(astuple(self))
+
+    @classmethod
+    def decode(cls, value: bytes) -> Row:
+        """Return a stored row; earlier versions of ddrl stored numbers between spaces."""
+        return cls(*(json.loads(value) if value.startswith(b"[") else map(int, value.split())))
+
+
+@dataclass(frozen=True)
+class Producer:
+    """A producer as the append holds it (JSON).
+
+    Attributes:
+        incarnation: as text, for Lua's numbers are not exact beyond 53 bits.
+        seq: of its newest fragment.
+        last_ms: server's clock at its last append.
+        host, node, pid: where it runs; the worker's name and the process.
+        fragments: acknowledged.
+        duplicates: repeated appends that were not counted.
+    """
+
+    incarnation: str = "0"
+    seq: int = 0
+    last_ms: int = 0
+    host: str = "-"
+    node: str = "-"
+    pid: int = 0
+    fragments: int = 0
+    duplicates: int = 0
+
+    def encode(self) -> str:
+        """Return the JSON that the append reads."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def decode(cls, value: bytes) -> Producer:
+        """Return a stored producer; earlier versions of ddrl stored text."""
+        if value.startswith(b"{"):
+            return cls(**json.loads(value))
+        incarnation, seq, _, ms, host, fragments, duplicates, node = value.decode().split(" ")
+        return cls(incarnation, int(seq), int(ms), host, node, 0, int(fragments), int(duplicates))
+
 
 @dataclass(frozen=True)
 class Account:
@@ -55,7 +106,7 @@ class Account:
 
     Attributes:
         host: where it plays or played.
-        duplicates: repetitions that the append refused; not among those appended.
+        duplicates: repetitions that the append did not count.
     """
 
     host: str
@@ -68,22 +119,22 @@ class Account:
 
     @property
     def difference(self) -> int:
-        """Fragments that nobody can account for; negative where one was counted twice."""
+        """Fragments that are not accounted for; negative if one was counted twice."""
         return self.appended - self.consumed - self.waiting - self.trimmed - self.refused
 
 
 @dataclass(frozen=True)
 class Audit:
-    """All producers' accounts, and what no producer appended.
+    """All producers' accounts.
 
     Attributes:
         accounts: by producer.
-        strangers: entries of the stream that no append wrote, waiting or refused.
+        unknown: entries of the stream that no append wrote, waiting or refused.
         cursor: the last entry that the ledger covers.
     """
 
     accounts: dict[int, Account]
-    strangers: int
+    unknown: int
     cursor: str
 
     @property
@@ -96,9 +147,6 @@ class Audit:
         return sum(getattr(account, name) for account in self.accounts.values())
 
 
-_CURSOR = b"cursor"
-
-
 def put(client: Redis, run: str, token: int, changed: Mapping[int, Row], cursor: bytes) -> None:
     """Store the rows that have changed, and the last entry that they cover, in one call.
 
@@ -107,17 +155,12 @@ def put(client: Redis, run: str, token: int, changed: Mapping[int, Row], cursor:
     """
     parts: list[Any] = [_CURSOR, cursor]
     for producer, row in changed.items():
-        parts += [producer, spelled(row)]
+        parts += [producer, row.encode()]
     fenced(client, "set_fields", [keys.state(run), keys.ledger(run)], token, *parts)
 
 
-def spelled(row: Row) -> str:
-    """A row as the ledger keeps it."""
-    return f"{row.consumed} {row.refused} {row.unread} {row.incarnation} {row.last_seq}"
-
-
 def replace(client: Redis, run: str, token: int, rows: Mapping[int, Row], cursor: bytes) -> None:
-    """Store all rows anew: those of a learner that goes on from its checkpoint.
+    """Store the rows of a learner that goes on from its checkpoint; other producers' rows become empty.
 
     Raises:
         LeaseLostError: another learner took over.
@@ -127,20 +170,27 @@ def replace(client: Redis, run: str, token: int, rows: Mapping[int, Row], cursor
 
 
 def read(client: Redis, run: str) -> tuple[dict[int, Row], bytes]:
-    """The rows by producer, and the last entry that they cover."""
-    return _parse(cast("dict[bytes, bytes]", client.hgetall(keys.ledger(run))))
+    """Return the rows by producer, and the last entry that they cover."""
+    return _rows(cast("dict[bytes, bytes]", client.hgetall(keys.ledger(run))))
 
 
-def retire(client: Redis, run: str, token: int, checkpoint: Mapping[str, Any], *, silent_s: float) -> int:
-    """Make the producers that have been silent for long one account; how many.
+def fold(
+    client: Redis,
+    run: str,
+    token: int,
+    checkpoint: Mapping[str, Sequence[int]],
+    *,
+    quiet_s: float | None = None,
+) -> int:
+    """Fold the producers whose processes have ended and of whose fragments none waits; return their number.
 
     Args:
         client: connection to the server.
         run: whose ledger.
         token: fencing token.
-        checkpoint: rows of the newest checkpoint, as `Counters.ledger`: whoever has changed since stays, so that no
-            later learner reads a fragment of one that went.
-        silent_s: since their last append, by the server's clock.
+        checkpoint: rows of the newest checkpoint, as `Counters.ledger`. A producer whose row has changed since stays,
+            so that no learner that starts from that checkpoint reads a fragment of a folded producer.
+        quiet_s: since the last append, by the server's clock; None: QUIET_S.
 
     Raises:
         LeaseLostError: another learner took over.
@@ -149,99 +199,100 @@ def retire(client: Redis, run: str, token: int, checkpoint: Mapping[str, Any], *
         pipe.hgetall(keys.producers(run))
         pipe.hgetall(keys.ledger(run))
         pipe.time()
-        producers, raw, (now_s, _) = pipe.execute()
-    parts: list[Any] = []
-    for producer, values in checkpoint.items():
-        row, known = Row(*values), _KNOWN.fullmatch(producers.get(producer.encode(), b""))
-        if known is None or int(producer) < 0 or now_s - int(known["ms"]) / 1e3 < silent_s:
+        producers, raw, (seconds, micros) = pipe.execute()
+    now_s, quiet_s = seconds + micros / 1e6, QUIET_S if quiet_s is None else quiet_s
+    alive = {(worker.node, pid) for worker in workers.alive(client) for pid in worker.pids}
+    ended: list[tuple[bytes, Producer, Row]] = []
+    for name, values in checkpoint.items():
+        field, row = name.encode(), Row(*values)
+        if int(name) < 0 or field not in producers or raw.get(field) != row.encode().encode():
             continue
-        is_closed = int(known["fragments"]) == row.consumed + row.refused + row.unread
-        if is_closed and raw.get(producer.encode()) == spelled(row).encode():
-            parts += [producer, known[0], spelled(row)]
-    script_keys, size, num = [keys.state(run), keys.producers(run), keys.ledger(run)], 3 * _BATCH, 0
-    for at in range(0, len(parts), size):
-        num += cast(int, fenced(client, "retire", script_keys, token, RETIRED, *parts[at : at + size]))
+        producer = Producer.decode(producers[field])
+        is_quiet = now_s - producer.last_ms / 1e3 >= quiet_s and (producer.node, producer.pid) not in alive
+        if is_quiet and producer.fragments == row.decided:
+            ended.append((field, producer, row))
+    num = 0
+    script_keys = [keys.state(run), keys.producers(run), keys.ledger(run)]
+    one = Producer.decode(producers.get(b"%d" % ENDED, Producer().encode().encode()))
+    total = Row.decode(raw.get(b"%d" % ENDED, Row().encode().encode()))
+    for first in range(0, len(ended), _BATCH):
+        parts: list[Any] = []
+        new_one, new_total = one, total
+        for field, producer, row in ended[first : first + _BATCH]:
+            parts += [field, producers[field], raw[field]]
+            new_one = dataclasses.replace(
+                new_one,
+                fragments=new_one.fragments + producer.fragments,
+                duplicates=new_one.duplicates + producer.duplicates,
+            )
+            new_total = added(new_total, row)
+        args = (ENDED, new_one.encode(), new_total.encode(), *parts)
+        if fenced(client, "fold", script_keys, token, *args):
+            one, total, num = new_one, new_total, num + len(parts) // 3
     return num
 
 
-def retired(client: Redis, run: str) -> tuple[int, set[int]]:
-    """The last producer that was retired, and those that are known: who is neither later nor known was retired."""
-    last = cast("bytes | None", client.hget(keys.state(run), "retired"))  # first: later ones may be new then
-    known = cast("list[bytes]", client.hkeys(keys.producers(run)))
-    return (_number(last or b"0") or 0), {number for name in known if (number := _number(name)) is not None}
+def added(total: Row, row: Row) -> Row:
+    """Return the row of several producers with one more of them."""
+    return Row(total.consumed + row.consumed, total.refused + row.refused, total.unread + row.unread)
 
 
-def _number(text: bytes) -> int | None:
-    """What workers may write too is not taken on trust."""
-    return int(text) if text.isdigit() and len(text) < 16 else None
+def folded(client: Redis, run: str) -> tuple[int, set[int]]:
+    """Return the last producer folded, and those that are listed: one that is neither later nor listed was folded."""
+    last = cast("bytes | None", client.hget(keys.state(run), "folded"))  # read first: later ones may be new
+    listed = cast("list[bytes]", client.hkeys(keys.producers(run)))
+    return int(last or 0), {producer for name in listed if (producer := int(name)) >= 0}
 
 
 def audit(client: Redis, run: str, *, on_entries: Callable[[int, int], None] | None = None) -> Audit:
-    """Account for every fragment that was acknowledged, as of now.
+    """Account for every acknowledged fragment as of now.
 
     Args:
         client: connection to the server.
         run: whose stream.
-        on_entries: told how many of how many entries that wait have been read.
+        on_entries: called with how many of how many waiting entries have been read.
     """
     for _ in range(AUDITS):
         found = _audit(client, run, on_entries)
         if found.is_balanced or read(client, run)[1].decode() == found.cursor:
-            break  # else the learner may have trimmed what was still to be read as waiting
+            break  # else the learner may have trimmed entries before they were read here as waiting
     return found
 
 
 def _audit(client: Redis, run: str, on_entries: Callable[[int, int], None] | None) -> Audit:
     with client.pipeline(
         transaction=True
-    ) as pipe:  # all as of one moment, but for the entries read afterwards
+    ) as pipe:  # one moment, but for the entries, which are read afterwards
         pipe.hgetall(keys.producers(run))
         pipe.hgetall(keys.ledger(run))
         pipe.xrevrange(keys.experience(run), count=1)
         pipe.xlen(keys.experience(run))
         producers, raw, last, length = pipe.execute()
-    rows, cursor = _parse(raw)
-    tally = _Tally()
+    rows, cursor = _rows(raw)
+    waiting: Counter[int] = Counter()
     if last:
         after, count = cursor, stream.read_count(client, run)
         while entries := stream.read(client, run, after, count=count, until=last[0][0]):
-            for entry in entries:
-                tally.add(entry)
+            waiting.update(entry.producer for entry in entries)
             after = entries[-1].entry_id
             if on_entries is not None:
-                on_entries(tally.num_entries, length)
+                on_entries(waiting.total(), length)
     accounts = {}
-    for producer, value in producers.items():
-        _, _, _, _, host, appended, duplicates, _ = value.decode().split(" ")
-        row, waits = rows.get(int(producer), Row()), tally.waiting.get(int(producer), 0)
-        accounts[int(producer)] = Account(
-            host=host,
-            appended=int(appended),
+    for name, value in producers.items():
+        producer, row = Producer.decode(value), rows.pop(int(name), Row())
+        accounts[int(name)] = Account(
+            host=producer.host,
+            appended=producer.fragments,
             consumed=row.consumed,
-            waiting=waits,
+            waiting=waiting.pop(int(name), 0),
             trimmed=row.unread,
             refused=row.refused,
-            duplicates=int(duplicates),
+            duplicates=producer.duplicates,
         )
-    unknown = [row.refused + row.consumed for producer, row in rows.items() if producer not in accounts]
-    waiting = sum(num for producer, num in tally.waiting.items() if producer not in accounts)
-    return Audit(accounts=accounts, strangers=sum(unknown) + waiting, cursor=cursor.decode())
+    unknown = sum(row.consumed + row.refused for row in rows.values()) + waiting.total()
+    return Audit(accounts=accounts, unknown=unknown, cursor=cursor.decode())
 
 
-@dataclass
-class _Tally:
-    """Entries that wait, by producer."""
-
-    waiting: dict[int, int] = field(default_factory=dict)
-    num_entries: int = 0
-
-    def add(self, entry: stream.Entry) -> None:
-        self.num_entries += 1
-        self.waiting[entry.producer] = self.waiting.get(entry.producer, 0) + 1
-
-
-def _parse(raw: Mapping[bytes, bytes]) -> tuple[dict[int, Row], bytes]:
-    rows = {
-        int(producer): Row(*map(int, value.split())) for producer, value in raw.items() if producer != _CURSOR
-    }
+def _rows(raw: Mapping[bytes, bytes]) -> tuple[dict[int, Row], bytes]:
+    rows = {int(name): Row.decode(value) for name, value in raw.items() if name != _CURSOR}
     return rows, raw.get(_CURSOR, b"0-0")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from redis import Redis
@@ -145,7 +145,7 @@ def plant(client: Redis, seed: Seed, *, deleted_too: bool = False) -> bool:
     producers = {
         producer: _producer(row, seed.known.producers.get(str(producer), ""))
         for producer, row in rows.items()
-        if producer == ledger.RETIRED or row.last_seq >= 0
+        if producer == ledger.ENDED or row.last_seq >= 0
     }
     num_bytes = state.get("appended_bytes", "0")
     num_fragments = sum(row.consumed + row.refused + row.unread for row in rows.values())
@@ -161,8 +161,8 @@ def plant(client: Redis, seed: Seed, *, deleted_too: bool = False) -> bool:
         "waiting": 0,
         "fence": token,
         # Whoever is known and not planted appends no more: it may have been retired since the state was read.
-        "retired": max(
-            [int(state.get("retired", 0)), *(int(p) for p in seed.known.producers if int(p) not in rows)]
+        "folded": max(
+            [int(state.get("folded", 0)), *(int(p) for p in seed.known.producers if int(p) not in rows)]
         ),
     }
     # The weights of before are gone, so the checkpoint's own, if any, are published again as the next version.
@@ -192,13 +192,11 @@ def plant(client: Redis, seed: Seed, *, deleted_too: bool = False) -> bool:
 
 def _spelled(rows: Mapping[int, ledger.Row], cursor: str) -> str:
     """The ledger as JSON."""
-    return json.dumps(
-        {**{str(producer): ledger.spelled(row) for producer, row in rows.items()}, "cursor": cursor}
-    )
+    return json.dumps({**{str(producer): row.encode() for producer, row in rows.items()}, "cursor": cursor})
 
 
-def _producer(row: ledger.Row, heard: str) -> str:
-    """A producer as the append keeps it, with no more fragments than the learner knows of."""
-    _, _, steps, ms, host, _, duplicates, node = (heard or "0 0 0 0 - 0 0 -").split(" ")
-    num = row.consumed + row.refused + row.unread
-    return f"{row.incarnation} {max(row.last_seq, 0)} {steps} {ms} {host} {num} {duplicates} {node}"
+def _producer(row: ledger.Row, record: str) -> str:
+    """Return a producer as the append holds it, with no more fragments than the learner knows of."""
+    known = ledger.Producer.decode(record.encode()) if record else ledger.Producer()
+    seq = max(row.last_seq, 0)
+    return replace(known, incarnation=str(row.incarnation), seq=seq, fragments=row.decided).encode()

@@ -33,7 +33,7 @@ class Answer(Enum):
         "YIELD"  # written; end the segment: the run is paused, the machine leaves, or another run claims it
     )
     FULL = "FULL"  # not written: the byte budget is used up; append the same again later
-    STOPPED = "STOPPED"  # not written: the run has ended or is gone, or the producer was retired
+    STOPPED = "STOPPED"  # not written: the run has ended or is gone, or the producer was folded (ledger.py)
 
 
 @dataclass(frozen=True)
@@ -71,15 +71,15 @@ class Entry:
         return int(value) if value.isdigit() and len(value) < 20 else default
 
     @property
-    def producer(self) -> int:
-        """Who appended it; -1 where that cannot be read."""
-        return self.count(b"p", -1)
+    def num_bytes(self) -> int:
+        """Size of the fragment with its overhead in the server, as the append counts it."""
+        own = [name for name in self.fields if len(name) > 1 or name == b"h"]
+        return sum(len(name) + len(self.fields[name]) for name in own) + ENTRY_OVERHEAD_BYTES
 
     @property
-    def disowned(self) -> Entry:
-        """Without all that an append writes beside the fragment."""
-        kept = {name: value for name, value in self.fields.items() if len(name) > 1 or name == b"h"}
-        return Entry(self.entry_id, kept)
+    def producer(self) -> int:
+        """Who appended it; -1 (`ledger.UNKNOWN`) where no append wrote it."""
+        return self.count(b"p", -1)
 
 
 def new_producer(client: Redis) -> int:
@@ -103,6 +103,7 @@ def append(
     room_wait_ms: int = 0,
     host: str = "-",
     node: str = "-",
+    pid: int = 0,
 ) -> Appended:
     """Append one fragment, once: repeating the call writes nothing more and answers as the first time, or STOPPED.
 
@@ -114,7 +115,7 @@ def append(
         played_ms: time that the play took; the first fragment dates the run's first step with it.
         process_ms: of a process since its last append: play and what else it did, waits included.
         allowance_wait_ms, room_wait_ms: of these, waited for the learner, and for room in the stream.
-        host, node: where it was played, and by which worker; without spaces.
+        host, node, pid: where it was played, by which worker and which of its processes.
     """
     flat: list[bytes] = [part for pair in fields.items() for part in pair]
     size = sum(map(len, flat)) + ENTRY_OVERHEAD_BYTES
@@ -122,19 +123,8 @@ def append(
         *(keys.state(run), keys.experience(run), keys.episodes(run), keys.draining(run), keys.producers(run))
     ]
     returns = json.dumps([round(value, 3) for value in episode_returns]) if episode_returns else ""
-    args = [
-        producer,
-        incarnation,
-        seq,
-        num_transitions,
-        size,
-        played_ms,
-        host,
-        node,
-        returns,
-        EPISODES_LENGTH,
-    ]
-    args += [process_ms, allowance_wait_ms, room_wait_ms, *flat]
+    who = (producer, incarnation, seq, num_transitions, size, played_ms, host, node, pid)
+    args = [*who, returns, EPISODES_LENGTH, process_ms, allowance_wait_ms, room_wait_ms, *flat]
     reply = call(client, "append", script_keys, args)
     answer, version, allowance_id, remaining = cast("tuple[bytes, int, bytes, int]", reply)
     return Appended(Answer(answer.decode()), version, allowance_id, remaining)
@@ -157,25 +147,9 @@ def read(client: Redis, run: str, cursor: bytes, *, count: int, until: bytes = b
 
 
 def follow(client: Redis, run: str, cursor: bytes, *, count: int, block_ms: int) -> list[Entry]:
-    """As `read`, but waits up to `block_ms` for the first entry, and believes none that no append can have written.
-
-    An append counts in the entry and in the run's state at once. What counts more than the state does afterwards loses
-    all that an append would have written of it.
-    """
-    with client.pipeline(transaction=False) as pipe:  # one after the other all the same
-        pipe.xread({keys.experience(run): cursor}, count=count, block=block_ms)
-        pipe.hmget(keys.state(run), ["appended_fragments", "appended_steps", "appended_bytes", "status"])
-        reply, (*values, status) = cast("tuple[list[Any], list[bytes | None]]", pipe.execute())
-    if not reply:
-        return []
-    entries = [Entry(entry_id, fields) for entry_id, fields in reply[0][1]]
-    if status is None:  # the run is gone, and with it what its entries could be held to
-        return entries
-    appended = [(name, int(value or 0)) for name, value in zip((b"f", b"n", b"b"), values, strict=True)]
-    return [
-        entry if all(entry.count(name) <= most for name, most in appended) else entry.disowned
-        for entry in entries
-    ]
+    """As `read`, but wait up to `block_ms` for the first entry."""
+    reply = cast("list[Any]", client.xread({keys.experience(run): cursor}, count=count, block=block_ms))
+    return [Entry(entry_id, fields) for entry_id, fields in reply[0][1]] if reply else []
 
 
 def read_count(client: Redis, run: str) -> int:

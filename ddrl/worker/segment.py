@@ -174,6 +174,7 @@ class Player:
             played_ms=played_ms,
             host=self._host,
             node=node,
+            pid=os.getpid(),
             **(clock.unreported() if clock else {}),
         )
         if reply.answer is Answer.FULL:

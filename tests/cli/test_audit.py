@@ -80,7 +80,7 @@ def test_a_balanced_run(client: Any, capsys: pytest.CaptureFixture[str]) -> None
     lease.release(client, run, token)
     assert "the next learner reads them" in call(capsys).out
     report = json.loads(call(capsys, "--json").out)
-    assert report["balanced"] and report["run"] == run and report["strangers"] == 0
+    assert report["balanced"] and report["run"] == run and report["unknown"] == 0
     assert report["totals"]["appended"] == 10 and report["totals"]["duplicates"] == 2
     assert report["producers"][1] == {
         **{"producer": 2, "host": "h2", "appended": 4, "consumed": 1, "waiting": 3, "trimmed": 0},

@@ -41,7 +41,7 @@ def test_learners_killed_at_random_points(fleet: Fleet) -> None:
             fleet.learner.kill()
             fleet.learner = fleet.start_learner()
     fleet.processes.until(lambda: fleet.audit().total("consumed") > 0, bound(5.0))
-    assert fleet.audit().total("refused") == fleet.audit().strangers == 0
+    assert fleet.audit().total("refused") == fleet.audit().unknown == 0
 
 
 def test_a_slow_learner_keeps_players_waiting_which_is_counted_and_shown(fleet: Fleet) -> None:

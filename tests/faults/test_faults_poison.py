@@ -84,5 +84,5 @@ def test_an_entry_repeated_is_not_learned_from_twice(fleet: Fleet) -> None:
             reason = poison(fleet, fields)
             assert "repeat" in reason, reason
     now = fleet.audit()
-    assert now.total("consumed") <= now.total("appended") and now.strangers >= before.strangers + 3, now
+    assert now.total("consumed") <= now.total("appended") and now.unknown >= before.unknown + 3, now
     assert stream.order(now.cursor.encode()) > stream.order(before.cursor.encode())

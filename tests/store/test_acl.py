@@ -210,8 +210,8 @@ def test_what_a_role_does_rarely_it_may_do_too(roles: Roles) -> None:
         assert token is not None
         budget.check(learner, run, token, 1)
         learner.bgrewriteaof()
-        assert ledger.retire(learner, run, token, {}, silent_s=0.0) == 0
-        assert ledger.retired(learner, run)[0] == 0
+        assert ledger.fold(learner, run, token, {}, quiet_s=0.0) == 0
+        assert ledger.folded(learner, run)[0] == 0
         play_steps(learner, run, token, 20)  # the weights that begin
         producer = stream.new_producer(worker)
         segments.playing(worker, run, producer, node="node", pid=1)

@@ -7,12 +7,13 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, astuple, replace
 
 import numpy as np
 import pytest
 from redis import Redis
 from support.runs import play_steps, start, target_config
+from support.store import append, make_run
 from test_learner import make_learner, take, training, until
 from test_lockstep import alive
 from test_on_policy_learner import pick_config, playing
@@ -21,11 +22,11 @@ from ddrl.config import RunConfig
 from ddrl.learner.accounts import Accounts
 from ddrl.learner.loop import Learner
 from ddrl.replay.reader import Staged
-from ddrl.store import keys, ledger, runs, seeds, stream
-from ddrl.store import leases as lease
+from ddrl.store import keys, ledger, runs, seeds, stream, workers
 from ddrl.store.checkpoints import Counters
-from ddrl.store.ledger import RETIRED, STRANGER, Row
+from ddrl.store.ledger import ENDED, UNKNOWN, Row
 from ddrl.store.stream import Answer
+from ddrl.store.workers import Heartbeat
 
 
 @pytest.fixture
@@ -74,72 +75,43 @@ def test_a_repetition_is_known_by_its_number_also_after_a_restart() -> None:
     assert accounts.objection(again) == "producer 5: fragment 1 is repeated, its newest is 2"
     assert accounts.take(again, consumed=False) == ""
     assert accounts.rows[5] == Row(consumed=3, incarnation=7, last_seq=2)
-    assert accounts.rows[STRANGER] == Row(refused=1)  # its producer's append would have refused it
+    assert accounts.rows[UNKNOWN] == Row(refused=1)
     assert accounts.objection(staged(4, 5, 0, incarnation=8)) == ""  # another process
+    assert accounts.objection(staged(4, -1, -1)) == "no append wrote it"
     restored = Accounts()
-    told = accounts.state(b"0-0")
-    restored.load_state(Counters(cursor="2-0", admitted=3, dead=1, **told))
-    assert restored.objection(again) and restored.rows == accounts.rows
-    assert restored.state(b"0-0") == told and told["strange"] == ["2-0"]
-    assert restored.state(b"3-0")["strange"] == []  # not held any more
+    state = accounts.state()
+    restored.load_state(Counters(cursor="2-0", admitted=3, dead=1, **state))
+    assert restored.objection(again) and restored.rows == accounts.rows and restored.state() == state
 
 
-def test_what_is_gone_is_counted_at_once_and_claimed_by_its_producer_s_next_number() -> None:
+def test_a_gap_in_a_producers_numbers_is_unread() -> None:
     accounts = Accounts()
     accounts.take(staged(1, 1, 0), consumed=True)
-    gone = accounts.take(staged(5, 2, 0), consumed=True)  # fragments 2, 3 and 4
-    assert gone == "3 fragments between 1-0 and 5-0 went from the stream unread"
-    assert accounts.rows[STRANGER].unread == 3
-    assert accounts.take(staged(6, 1, 3), consumed=True) == ""
+    lost = accounts.take(staged(5, 1, 3), consumed=True)
+    assert lost == "2 fragments of producer 1 before number 3 left the stream unread"
+    assert accounts.take(staged(6, 2, 0), consumed=True) == ""
     assert accounts.rows[1] == Row(consumed=2, unread=2, incarnation=7, last_seq=3)
-    assert accounts.rows[STRANGER].unread == 1
-    accounts.take(staged(7, 1, 9), consumed=True)  # a producer that skips numbers has lost nothing
-    assert accounts.rows[1].unread == 3 and accounts.rows[STRANGER].unread == 0
 
 
-def test_where_no_count_is_known_none_is_missed() -> None:
+def test_counts_of_a_refused_entry_are_not_used() -> None:
     accounts = Accounts()
-    accounts.load_state(Counters(admitted=9, cursor="9-0"))  # a checkpoint without a ledger
-    assert accounts.take(staged(50, 1, 49), consumed=True) == ""
-    assert accounts.take(staged(52, 1, 51), consumed=True).startswith("1 fragment between 50-0 and 52-0")
+    accounts.take(staged(1, 1, 0), consumed=True)
+    accounts.take(staged(10**12, 9, 0), consumed=False)
+    assert accounts.fragments == 1
 
 
-def test_one_row_stands_for_those_that_went() -> None:
+def test_ended_producers_become_one_row() -> None:
     accounts = Accounts()
     for number, (producer, seq) in enumerate([(1, 0), (2, 0), (1, 1), (3, 0), (9, 0)], start=1):
         accounts.take(staged(number, producer, seq), consumed=producer != 2)
     accounts.changes()
     accounts.take(staged(6, 1, 2), consumed=True)
-    accounts.retire(3, {3})  # 9 is later: new, and not told yet
+    accounts.fold(3, {3})  # 9 is later: new, and not listed yet
     stays = {3: Row(1, 0, 0, 7, 0), 9: Row(1, 0, 0, 7, 0)}
-    assert accounts.rows == stays | {RETIRED: Row(consumed=3, refused=1)}
-    assert accounts.changes()[0] == {RETIRED: Row(consumed=3, refused=1)}  # nothing of those that went
-    accounts.retire(3, set())
-    assert accounts.rows == {9: stays[9], RETIRED: Row(consumed=4, refused=1)}
-
-
-def test_who_was_retired_is_known_no_more_and_who_did_not_append_is_still_objected_to() -> None:
-    accounts = Accounts()
-    for number in range(4):
-        accounts.take(staged(number + 1, number % 2, number // 2), consumed=True)
-    accounts.retire(1, {0})
-    assert (
-        accounts.objection(staged(2, 1, 0)) == "no append wrote it: its counts are old"
-    )  # a copy of its first one
-    assert accounts.objection(staged(5, 9, 0)) == accounts.objection(staged(3, 9, 0)) == ""
-
-
-def test_where_the_server_came_back_older_what_is_appended_then_is_taken() -> None:
-    accounts = Accounts()
-    for number in range(9):
-        accounts.take(staged(number + 1, 1, number), consumed=True)
-    late = staged(7, 1, 11)  # counted from less, and with a gap
-    assert accounts.objection(late) == "no append wrote it: its counts are old"
-    accounts.rewind(9)
-    assert accounts.objection(late) and accounts.fragments == 9
-    accounts.rewind(6)
-    assert not accounts.objection(late) and accounts.take(late, consumed=True) == ""
-    assert accounts.take(staged(9, 1, 13), consumed=True).startswith("1 fragment between")
+    assert accounts.rows == stays | {ENDED: Row(consumed=3, refused=1)}
+    assert accounts.changes()[0] == {ENDED: Row(consumed=3, refused=1)}  # nothing of those folded
+    accounts.fold(3, set())
+    assert accounts.rows == {9: stays[9], ENDED: Row(consumed=4, refused=1)}
 
 
 # --- on a real server ------------------------------------------------------------------------------------
@@ -170,14 +142,14 @@ def audited(client: Redis, run: str) -> Iterator[list[ledger.Audit]]:
 def test_accounts_balance_at_every_moment_while_learners_are_killed(
     client: Redis, server, monkeypatch: pytest.MonkeyPatch, churns: bool
 ) -> None:
-    """Where it churns, every segment has a process of its own, and silent ones are retired at once."""
+    """Where it churns, every segment has a process of its own, and is folded soon after it."""
     seed = random.randrange(10**6)
     print(f"seed {seed}")
     draw = random.Random(seed)
     run = start(client, config())
     if churns:
-        monkeypatch.setattr("ddrl.learner.publisher.RETIRE_EVERY_S", 0.02)
-        monkeypatch.setattr("ddrl.learner.publisher.RETIRE_AFTER_S", 0.1)
+        monkeypatch.setattr("ddrl.learner.publisher.FOLD_EVERY_S", 0.02)
+        monkeypatch.setattr("ddrl.store.ledger.QUIET_S", 0.1)
     with audited(client, run) as audits, playing(server.url, run, num=2, segments=1 if churns else None):
         for _ in range(5):
             learner = make_learner(client, run, take(client, run), server.url)
@@ -196,9 +168,9 @@ def test_accounts_balance_at_every_moment_while_learners_are_killed(
     learner.finish()
     audit = ledger.audit(client, run)
     state = runs.state(client, run)
-    assert len(audits) > 10 and audit.strangers == 0
+    assert len(audits) > 10 and audit.unknown == 0
     if churns:
-        assert audit.accounts[RETIRED].appended > 0 and 2 < len(audit.accounts) < int(
+        assert audit.accounts[ENDED].appended > 0 and 2 < len(audit.accounts) < int(
             client.get(keys.PRODUCERS)
         )
     else:
@@ -230,7 +202,7 @@ def learned(client: Redis, url: str, run: str) -> Learner:
     return learner
 
 
-def test_a_planted_loss_is_found(client: Redis, server) -> None:
+def test_a_lost_fragment_is_found(client: Redis, server) -> None:
     run = start(client, config())
     token = take(client, run)
     players = play_steps(client, run, token, 400)
@@ -240,24 +212,22 @@ def test_a_planted_loss_is_found(client: Redis, server) -> None:
     client.xdel(keys.experience(run), entries[2].entry_id)
     before = ledger.audit(client, run)
     assert before.accounts[loser].difference == 1 and not before.is_balanced  # before any learner looks
-    learner = learned(client, server.url, run)
+    learned(client, server.url, run)
     found = ledger.audit(client, run)
     assert found.accounts[loser].trimmed == 1 and found.total("trimmed") == 1
     assert found.is_balanced and found.total("consumed") == len(entries) - 1
-    told = [row for row in runs.journal(client, run) if row["event"] == "lost"]
-    wanted = f"1 fragment between {entries[1].entry_id.decode()} and {entries[3].entry_id.decode()}"
-    assert [row["reason"] for row in told] == [f"{wanted} went from the stream unread"]
+    lost = [row["reason"] for row in runs.journal(client, run) if row["event"] == "lost"]
+    number = entries[3].count(b"q")
+    assert lost == [f"1 fragment of producer {loser} before number {number} left the stream unread"]
 
-    last = stream.read(client, run, entries[-1].entry_id, count=1)
-    assert not last and learner.accounts.rows[STRANGER].unread == 0
     play_steps(client, run, take(client, run), 40, players=players)
     newest = client.xrevrange(keys.experience(run), count=1)[0][0]
-    client.xdel(keys.experience(run), newest)  # whose producer says no more
+    client.xdel(keys.experience(run), newest)  # the last one of its producer
     learned(client, server.url, run)
     assert ledger.audit(client, run).accounts[loser].difference == 1
 
 
-def test_a_planted_double_and_a_stranger_are_refused_and_found(client: Redis, server) -> None:
+def test_a_copy_and_an_unsigned_entry_are_refused_and_found(client: Redis, server) -> None:
     run = start(client, config())
     token = take(client, run)
     players = play_steps(client, run, token, 200)
@@ -268,11 +238,11 @@ def test_a_planted_double_and_a_stranger_are_refused_and_found(client: Redis, se
     client.xadd(keys.experience(run), unsigned)
     producer = entries[-1].producer
     before = ledger.audit(client, run)
-    assert (before.accounts[producer].difference, before.strangers) == (-1, 1)
+    assert (before.accounts[producer].difference, before.unknown) == (-1, 1)
     play_steps(client, run, token, 100, players=players)
     learner = learned(client, server.url, run)
     audit = ledger.audit(client, run)
-    assert (audit.accounts[producer].difference, audit.strangers) == (0, 2)
+    assert (audit.accounts[producer].difference, audit.unknown) == (0, 2)
     assert audit.accounts[producer].refused == 0 and audit.total("trimmed") == 0
     assert learner.counters.admitted == runs.state(client, run).appended_fragments
     reasons = [fields[b"reason"] for _, fields in client.xrange(keys.dead(run))]
@@ -290,38 +260,10 @@ def test_a_planted_double_and_a_stranger_are_refused_and_found(client: Redis, se
     again.finish()
 
 
-def test_counts_that_cannot_be_are_not_believed(client: Redis, server) -> None:
-    """Entries without the append: counts beyond what was appended, a number far ahead, an honest producer's name."""
-    run = start(client, config())
-    token = take(client, run)
-    players = play_steps(client, run, token, 200)
-    honest = dict(stream.read(client, run, b"0-0", count=1000)[-1].fields)
-    huge = b"999999999999"
-    for forged in (
-        {b"f": huge},
-        {b"n": huge},
-        {b"b": huge, b"s": huge},
-        {b"q": b"500"},
-        {b"h": b"{}", b"q": b"600"},
-    ):
-        client.xadd(keys.experience(run), {**honest, **forged})
-    play_steps(client, run, token, 100, players=players)
-    learner = learned(client, server.url, run)
-    state, audit = runs.state(client, run), ledger.audit(client, run)
-    assert audit.is_balanced and audit.strangers == 5 and audit.total("trimmed") == 0
-    assert audit.total("consumed") == state.appended_fragments == learner.counters.admitted
-    assert learner.num_steps == state.appended_steps
-    assert learner.service.retention._total == state.appended_bytes
-    again = make_learner(client, run, take(client, run), server.url)
-    again.restore()
-    assert len(again.experience.view) == len(learner.experience.view) == state.appended_steps
-    again.finish()
+# --- producers whose processes have ended ------------------------------------------------------------------
 
 
-# --- producers that have been silent for long ------------------------------------------------------------
-
-
-def test_producers_that_went_become_one_account_and_stay_gone(client: Redis, server) -> None:
+def test_producers_that_ended_become_one_account_and_stay_gone(client: Redis, server) -> None:
     run = start(client, config())
     token = take(client, run)
     players = [play_steps(client, run, token, 100) for _ in range(3)]
@@ -329,41 +271,53 @@ def test_producers_that_went_become_one_account_and_stay_gone(client: Redis, ser
     token, counters = take(client, run), learner.service.retention.checkpoint
     before = ledger.audit(client, run)
     assert counters is not None
-    assert ledger.retire(client, run, token, counters.ledger, silent_s=3600.0) == 0
+    assert ledger.fold(client, run, token, counters.ledger) == 0  # they have appended just now
     older = {**counters.ledger, "2": (0, 0, 0, 7, 0)}  # a checkpoint from which 2 would be read again
-    assert ledger.retire(client, run, token, older, silent_s=0.0) == 2
-    assert ledger.retire(client, run, token, older, silent_s=0.0) == 0  # sent twice
+    assert ledger.fold(client, run, token, older, quiet_s=0.0) == 2
+    assert ledger.fold(client, run, token, older, quiet_s=0.0) == 0
     audit = ledger.audit(client, run)
-    assert (
-        audit.is_balanced and set(audit.accounts) == {2, RETIRED} and audit.accounts[2] == before.accounts[2]
-    )
+    assert audit.is_balanced and set(audit.accounts) == {2, ENDED}
+    assert audit.accounts[2] == before.accounts[2]
     for name in ("appended", "consumed", "duplicates"):
         assert audit.total(name) == before.total(name)
-    assert ledger.retired(client, run) == (3, {2})
+    assert ledger.folded(client, run) == (3, {2})
 
-    # One that went and repeats its last fragment, whose reply was lost, must not have it counted again.
+    # A folded producer that repeats its last fragment, whose reply was lost, is not counted again.
     entry = stream.read(client, run, b"0-0", count=1000)[-1]
     fields = {name: value for name, value in entry.fields.items() if len(name) > 1 or name == b"h"}
-    who = {
-        name: entry.count(letter)
-        for name, letter in [("producer", b"p"), ("incarnation", b"i"), ("seq", b"q")]
-    }
+    letters = {"producer": b"p", "incarnation": b"i", "seq": b"q"}
+    who = {name: entry.count(letter) for name, letter in letters.items()}
     reply = stream.append(client, run, fields, num_transitions=1, **who)
     assert who["producer"] == 3 and reply.answer is Answer.STOPPED
     assert ledger.audit(client, run) == audit
 
-    # The next learner begins at the checkpoint of before, which still has them.
+    # The next learner begins at the earlier checkpoint, which still has them.
     again = make_learner(client, run, token, server.url)
     again.restore()
-    assert set(again.accounts.rows) == {2, RETIRED} and ledger.audit(client, run) == audit
+    assert set(again.accounts.rows) == {2, ENDED} and ledger.audit(client, run) == audit
     again.finish()
     play_steps(client, run, token, 100, players=players[2])  # as a new producer
     learned(client, server.url, run)
     audit = ledger.audit(client, run)
-    assert audit.is_balanced and set(audit.accounts) == {2, 4, RETIRED} and audit.strangers == 0
+    assert audit.is_balanced and set(audit.accounts) == {2, 4, ENDED} and audit.unknown == 0
 
 
-def test_who_has_appended_since_the_checkpoint_stays(client: Redis, server) -> None:
+def test_a_producer_whose_process_lives_is_not_folded(client: Redis) -> None:
+    run = make_run(client)
+    token = take(client, run)
+    for producer, pid in ((1, 11), (2, 12)):
+        append(client, run, 0, producer=producer, node="node", pid=pid)
+    rows = {1: Row(1, 0, 0, 7, 0), 2: Row(1, 0, 0, 7, 0)}
+    last = stream.read(client, run, b"0-0", count=2)[-1].entry_id
+    ledger.put(client, run, token, rows, last)
+    workers.beat(client, Heartbeat("node", "host", 1, 2, (), {}, pids=(12, 13)))
+    checkpoint = {str(producer): astuple(row) for producer, row in rows.items()}
+    assert ledger.fold(client, run, token, checkpoint, quiet_s=0.0) == 1
+    audit = ledger.audit(client, run)
+    assert set(audit.accounts) == {2, ENDED} and audit.is_balanced
+
+
+def test_a_producer_that_has_appended_since_the_checkpoint_stays(client: Redis, server) -> None:
     run = start(client, config())
     token = take(client, run)
     players = play_steps(client, run, token, 100)
@@ -371,37 +325,42 @@ def test_who_has_appended_since_the_checkpoint_stays(client: Redis, server) -> N
     token, counters = take(client, run), learner.service.retention.checkpoint
     assert counters is not None
     play_steps(client, run, token, 100, players=players)
-    assert ledger.retire(client, run, token, counters.ledger, silent_s=0.0) == 0  # some wait to be read
+    assert ledger.fold(client, run, token, counters.ledger, quiet_s=0.0) == 0  # some wait to be read
     learner = learned(client, server.url, run)
     token = take(client, run)
-    assert ledger.retire(client, run, token, counters.ledger, silent_s=0.0) == 0  # and were, after it
+    assert ledger.fold(client, run, token, counters.ledger, quiet_s=0.0) == 0  # and were read after it
     counters = learner.service.retention.checkpoint
-    assert counters is not None and ledger.retire(client, run, token, counters.ledger, silent_s=0.0) == 1
-    learner.accounts.retire(*ledger.retired(client, run))
+    assert counters is not None and ledger.fold(client, run, token, counters.ledger, quiet_s=0.0) == 1
+    learner.accounts.fold(*ledger.folded(client, run))
 
-    meta = asdict(counters) | learner.accounts.state(b"0-0")
+    meta = asdict(counters) | learner.accounts.state()
     seed = seeds.Seed(run, token, seeds.known(client, run), meta, b"tensors")
-    client.flushall()  # planted again, the one account for them is there too
+    client.flushall()  # restored, the one account for them is there too
     assert seeds.plant(client, seed)
     audit = ledger.audit(client, run)
-    assert audit.is_balanced and audit.strangers == 0 and set(audit.accounts) == {RETIRED}
+    assert audit.is_balanced and audit.unknown == 0 and set(audit.accounts) == {ENDED}
     assert audit.total("appended") == counters.admitted
 
 
-def test_what_a_worker_may_write_hinders_no_learner(client: Redis, server) -> None:
-    run = start(client, config())
-    token = take(client, run)
-    for _ in range(2):
-        play_steps(client, run, token, 100)
-    counters = learned(client, server.url, run).service.retention.checkpoint
-    token, digits = take(client, run), "9" * 5000
-    assert counters is not None
-    client.hset(keys.producers(run), digits, "no producer")
-    client.hset(keys.producers(run), "2", f"7 0 0 {digits} h {digits} 0 n")
-    client.hset(keys.state(run), mapping={"retired": digits, "version": digits, "config_version": "x"})
-    assert lease.word(client, run).version == -1
-    assert ledger.retired(client, run) == (0, {1, 2})
-    client.hset(keys.state(run), "retired", "0")
-    assert ledger.retire(client, run, token, counters.ledger, silent_s=0.0) == 1
-    client.hset(keys.producers(run), str(RETIRED), "spoiled")
-    assert ledger.retire(client, run, token, counters.ledger, silent_s=0.0) == 0
+def test_a_server_that_forgot_appends_counts_them_as_trimmed(client: Redis) -> None:
+    """A producer goes on with its numbers where the server came back older, and the learner's rows agree."""
+    run = make_run(client)
+    accounts = Accounts()
+    for seq in (0, 1):
+        append(client, run, seq)
+    client.xtrim(keys.experience(run), maxlen=0)
+    append(client, run, 4)
+    for entry in stream.read(client, run, b"0-0", count=9):
+        one = staged(3, entry.producer, entry.count(b"q"))
+        accounts.take(replace(one, entry_id=entry.entry_id), consumed=True)
+    ledger.put(client, run, take(client, run), *accounts.changes())
+    account = ledger.audit(client, run).accounts[1]
+    assert (account.appended, account.consumed, account.trimmed, account.difference) == (5, 1, 4, 0)
+
+
+def test_records_of_earlier_versions_are_read(client: Redis) -> None:
+    run = make_run(client)
+    client.hset(keys.producers(run), "1", "7 1 20 1700000000000 host 2 1 node")
+    client.hset(keys.ledger(run), mapping={"1": "2 0 0 7 1", "cursor": "5-0"})
+    account = ledger.audit(client, run).accounts[1]
+    assert (account.host, account.appended, account.consumed, account.duplicates) == ("host", 2, 2, 1)

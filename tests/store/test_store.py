@@ -5,19 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from redis import Redis
+from support.store import SPACES, append, make_config, make_run, take
 
-from ddrl.config import RunConfig, validate
 from ddrl.store import checkpoints, deletion, keys, metrics, runs, stream, weights, workers
 from ddrl.store import leases as lease
 from ddrl.store.connection import StoreError
 from ddrl.store.stream import Answer
-from ddrl.types import EnvSpec
-
-SPACES = EnvSpec("Pendulum-v1", (3,), "float32", "continuous", (1,), action_low=(-2.0,), action_high=(2.0,))
-
-
-def make_config(**replay: object) -> RunConfig:
-    return validate({"env": {"id": "Pendulum-v1"}, "algorithm": {"name": "sac"}, "replay": replay})
 
 
 @pytest.fixture
@@ -27,36 +20,7 @@ def client(server) -> Redis:
 
 @pytest.fixture
 def run(client: Redis) -> str:
-    return runs.create(client, make_config(), SPACES)
-
-
-def append(
-    client: Redis,
-    run: str,
-    seq: int,
-    *,
-    producer: int = 1,
-    incarnation: int = 7,
-    num: int = 10,
-    size: int = 10,
-):
-    return stream.append(
-        client,
-        run,
-        {b"h": b"x" * size},
-        producer=producer,
-        incarnation=incarnation,
-        seq=seq,
-        num_transitions=num,
-        episode_returns=(1.5, -2.0),
-        played_ms=250,
-    )
-
-
-def take(client: Redis, run: str) -> int:
-    token = lease.acquire(client, run, host="here", folder="/tmp")
-    assert token is not None
-    return token
+    return make_run(client)
 
 
 def test_a_run_is_created_active_and_found_by_prefix(client: Redis, run: str) -> None:
@@ -104,8 +68,13 @@ def test_append_counts_cumulatively_and_answers_by_the_allowance(client: Redis, 
     ]
     state = runs.state(client, run)
     assert (state.appended_fragments, state.appended_steps) == (4, 40)
-    episodes, _ = stream.episodes(client, run)
-    assert len(episodes) == 4 and episodes[0]["returns"] == [1.5, -2.0]
+
+
+def test_an_append_stores_the_returns_of_finished_episodes(client: Redis, run: str) -> None:
+    append(client, run, 0, episode_returns=(1.5, -2.0))
+    append(client, run, 1)
+    rows, _ = stream.episodes(client, run)
+    assert [row["returns"] for row in rows] == [[1.5, -2.0]]
 
 
 def test_a_repeated_append_writes_nothing_and_answers_the_same(client: Redis, run: str) -> None:
@@ -160,7 +129,7 @@ def test_trimming_everything_leaves_no_live_bytes(client: Redis, run: str) -> No
 
 def test_the_first_append_dates_the_first_step_before_its_play(client: Redis, run: str) -> None:
     before_ms = runs.server_ms(client)
-    append(client, run, 0)
+    append(client, run, 0, played_ms=250)
     first_ms = runs.state(client, run).first_step_s * 1e3
     assert -251 <= first_ms - before_ms <= -249 + 1000
     append(client, run, 1)

@@ -9,7 +9,7 @@ import time
 import pytest
 import redis
 from redis import Redis
-from test_store import SPACES, append, make_config, take
+from support.store import SPACES, append, make_config, make_run, take
 
 from ddrl.config import live_options
 from ddrl.store import connection, keys, ledger, logs, runs, segments, stream
@@ -25,14 +25,7 @@ def client(server) -> Redis:
 
 @pytest.fixture
 def run(client: Redis) -> str:
-    return runs.create(client, make_config(), SPACES)
-
-
-def send(client: Redis, run: str, seq: int, *, producer: int = 1, **more: object):
-    fields = {b"h": b"{}"}
-    return stream.append(
-        client, run, fields, producer=producer, incarnation=3, seq=seq, num_transitions=10, **more
-    )
+    return make_run(client)
 
 
 def test_the_count_of_waiting_messages_is_set_right_by_an_empty_queue(client: Redis, run: str) -> None:
@@ -52,7 +45,7 @@ def test_producers_play_from_begin_to_end_and_time_is_added_up(client: Redis, ru
     playing = segments.players(client, run)[4]
     assert (playing.node, playing.pid) == ("a@host", 12)
     assert abs(playing.since_s - runs.server_ms(client) / 1e3) < 5
-    send(client, run, 0, played_ms=200, process_ms=300, allowance_wait_ms=40, room_wait_ms=30)
+    append(client, run, 0, played_ms=200, process_ms=300, allowance_wait_ms=40, room_wait_ms=30)
     segments.end(client, run, 4, process_ms=1000, allowance_wait_ms=500, room_wait_ms=0)
     state = runs.state(client, run)
     assert (state.process_s, state.played_s, state.allowance_wait_s, state.room_wait_s) == (
@@ -75,7 +68,7 @@ def test_nothing_is_noted_of_a_run_that_is_gone(client: Redis) -> None:
 def test_crashes_count_until_the_next_fragment(client: Redis, run: str) -> None:
     assert [segments.note_crash(client, run, f"signal {n}") for n in (11, 6)] == [1, 2]
     assert (runs.state(client, run).crashes, runs.state(client, run).error) == (2, "signal 6")
-    send(client, run, 0)
+    append(client, run, 0)
     state = runs.state(client, run)
     assert (state.crashes, state.crashes_total) == (0, 2)
     assert segments.note_crash(client, run, "signal 9") == 1
@@ -95,8 +88,8 @@ def test_a_node_that_leaves_is_told_to_yield_and_others_are_not(client: Redis, r
     stream.allow(client, run, token, 1000, updates=0)
     client.hset(keys.state(run), "version", 0)
     segments.drain(client, "a")
-    assert send(client, run, 0, node="a").answer is Answer.YIELD
-    assert send(client, run, 0, producer=2, node="b").answer is Answer.GO
+    assert append(client, run, 0, node="a").answer is Answer.YIELD
+    assert append(client, run, 0, producer=2, node="b").answer is Answer.GO
     assert stream.remaining(client, run, node="a").answer is Answer.YIELD
     assert stream.remaining(client, run, node="b").answer is Answer.GO
     assert 0 < client.ttl(keys.draining(run)) <= segments.DRAIN_S
@@ -105,11 +98,11 @@ def test_a_node_that_leaves_is_told_to_yield_and_others_are_not(client: Redis, r
 def test_a_claim_is_taken_by_as_many_processes_as_it_asks_for_and_lapses(client: Redis, run: str) -> None:
     stream.allow(client, run, take(client, run), 1000, updates=0)
     stream.claim(client, run, 2, for_ms=60_000)
-    answers = [send(client, run, 0, producer=producer).answer for producer in (1, 2, 3)]
+    answers = [append(client, run, 0, producer=producer).answer for producer in (1, 2, 3)]
     assert answers == [Answer.YIELD, Answer.YIELD, Answer.GO]
     stream.claim(client, run, 1, for_ms=1)
     time.sleep(0.05)
-    assert send(client, run, 1).answer is Answer.GO
+    assert append(client, run, 1).answer is Answer.GO
 
 
 def test_refusals_name_the_host_and_are_journalled_once(client: Redis, run: str) -> None:
@@ -129,7 +122,7 @@ def test_rivals_are_the_active_runs_and_want_what_they_may_play(client: Redis, r
     stream.allow(client, run, take(client, run), 20, updates=0)
     client.hset(keys.state(run), "version", 0)
     assert [rival.wants for rival in runs.active(client)] == [True, False]
-    send(client, run, 0), send(client, run, 1, process_ms=70)
+    append(client, run, 0), append(client, run, 1, process_ms=70)
     first, second = runs.active(client)
     assert (first.wants, first.process_ms, first.weight, first.priority) == (False, 70, 1.0, "normal")
     assert second.queue == "ddrl.rollout.box2d"
@@ -168,11 +161,11 @@ def test_the_audit_accounts_for_every_fragment_of_every_producer(client: Redis, 
     client.xadd(keys.experience(run), {"h": "junk"})
     assert audit_of(client, run, 1) == (4, 0, 4, 0, 0, 1, 0)
     entries = stream.read(client, run, b"0-0", count=10)
-    assert [entry.producer for entry in entries] == [1, 1, 1, 1, 2, ledger.STRANGER]
+    assert [entry.producer for entry in entries] == [1, 1, 1, 1, 2, ledger.UNKNOWN]
     ledger.put(client, run, token, {1: Row(2, 1, 0, 7, 2)}, entries[2].entry_id)
     found = ledger.audit(client, run)
     assert audit_of(client, run, 1) == (4, 2, 1, 0, 1, 1, 0)
-    assert found.is_balanced and found.total("appended") == 5 and found.strangers == 1
+    assert found.is_balanced and found.total("appended") == 5 and found.unknown == 1
     client.xdel(keys.experience(run), entries[4].entry_id)  # lost unread
     found = ledger.audit(client, run)
     assert not found.is_balanced and found.accounts[2].difference == 1

@@ -1,10 +1,15 @@
--- KEYS: 1 state (hash), 2 experience (stream), 3 episodes (stream), 4 draining (set),
---       5 producers (hash: id -> "incarnation seq steps ms host fragments duplicates node")
--- ARGV: 1 producer, 2 incarnation, 3 seq, 4 transitions, 5 bytes, 6 played ms, 7 host, 8 node, 9 episodes (JSON or ""),
---       10 cap of the episodes stream, 11 process ms, 12 and 13 ms waited for allowance and room, 14... fields
+-- Append a fragment once, count it, and answer with what its collector does next.
+-- KEYS: 1 state (hash), 2 experience (stream), 3 episodes (stream), 4 draining (set of nodes),
+--       5 producers (hash: id -> JSON: incarnation (text), seq, last_ms, host, node, pid, fragments, duplicates).
+--         `fragments` grows by the difference of the numbers, and so counts what a server has forgotten, too.
+-- ARGV: 1 producer, 2 incarnation, 3 seq, 4 transitions, 5 bytes, 6 played ms, 7 host, 8 node, 9 pid,
+--       10 returns of finished episodes (JSON, or ""), 11 cap of the episodes stream, 12 process ms,
+--       13 and 14 ms waited for allowance and for room, then the fragment's fields and values
+-- Answer: {GO | WAIT | YIELD | FULL | STOPPED, newest version, entry of the allowance, steps to append next}; a repeated
+--         append changes no count but `duplicates`, and is answered like the first.
 local state = redis.call('HMGET', KEYS[1], 'status', 'allowance', 'version', 'allowance_id', 'max_bytes',
   'appended_fragments', 'appended_steps', 'appended_bytes', 'trimmed_bytes', 'players', 'crashes', 'claim',
-  'claim_until_ms', 'first_step_ms', 'retired')
+  'claim_until_ms', 'first_step_ms', 'folded', 'played_ms', 'process_ms', 'allowance_wait_ms', 'room_wait_ms')
 local status, allowance, version = state[1], tonumber(state[2] or 0), tonumber(state[3] or -1)
 local allowance_id, max_bytes = state[4] or '0-0', tonumber(state[5] or 0)
 local fragments, steps = tonumber(state[6] or 0), tonumber(state[7] or 0)
@@ -15,23 +20,20 @@ local function left()
   if steps < allowance then return math.ceil((allowance - steps) / shares) end
   return allowance - steps
 end
-if status ~= 'active' and status ~= 'paused' then return {'STOPPED', version, allowance_id, 0} end
+
+local stored = redis.call('HGET', KEYS[5], ARGV[1])
+-- What a producer that was folded has appended is not known any more, so that a repetition would count twice.
+local is_folded = not stored and tonumber(ARGV[1]) <= tonumber(state[15] or 0)
+if is_folded or (status ~= 'active' and status ~= 'paused') then return {'STOPPED', version, allowance_id, 0} end
+
+local producer = stored and cjson.decode(stored) or {fragments = 0, duplicates = 0}
+local newest = producer.incarnation == ARGV[2] and producer.seq or -1
+local seq = tonumber(ARGV[3])
 local time = redis.call('TIME')
 local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
-local incarnation, seq, played, seen, host, count, doubles, node
-local last = redis.call('HGET', KEYS[5], ARGV[1])
-if last then
-  incarnation, seq, played, seen, host, count, doubles, node =
-    string.match(last, '^(%d+) (%d+) (%d+) (%d+) (%S+) (%d+) (%d+) (%S+)$')
-end
-played, count, doubles = tonumber(played or 0), tonumber(count or 0), tonumber(doubles or 0)
-if not last and tonumber(ARGV[1]) <= tonumber(state[15] or 0) then  -- retired; what it repeats is known no more
-  return {'STOPPED', version, allowance_id, 0}
-end
-if incarnation == ARGV[2] and tonumber(ARGV[3]) <= tonumber(seq) then
+if seq <= newest then
   redis.call('HINCRBY', KEYS[1], 'duplicates', 1)
-  redis.call('HSET', KEYS[5], ARGV[1], table.concat(
-    {incarnation, seq, string.format('%.0f', played), seen, host, count, doubles + 1, node}, ' '))
+  producer.duplicates = producer.duplicates + 1
 else
   if bytes - trimmed + tonumber(ARGV[5]) > max_bytes then
     redis.call('HINCRBY', KEYS[1], 'full', 1)
@@ -39,22 +41,23 @@ else
   end
   fragments, steps, bytes = fragments + 1, steps + tonumber(ARGV[4]), bytes + tonumber(ARGV[5])
   local entry = {'f', fragments, 'n', steps, 'b', bytes, 's', ARGV[5], 'p', ARGV[1], 'i', ARGV[2], 'q', ARGV[3]}
-  for i = 14, #ARGV do entry[#entry + 1] = ARGV[i] end
+  for i = 15, #ARGV do entry[#entry + 1] = ARGV[i] end
   redis.call('XADD', KEYS[2], '*', unpack(entry))
-  redis.call('HSET', KEYS[1], 'appended_fragments', fragments, 'appended_steps', steps, 'appended_bytes', bytes)
+  redis.call('HSET', KEYS[1], 'appended_fragments', fragments, 'appended_steps', steps, 'appended_bytes', bytes,
+    'played_ms', (state[16] or 0) + ARGV[6], 'process_ms', (state[17] or 0) + ARGV[12],
+    'allowance_wait_ms', (state[18] or 0) + ARGV[13], 'room_wait_ms', (state[19] or 0) + ARGV[14])
   if not state[14] then redis.call('HSET', KEYS[1], 'first_step_ms', now_ms - tonumber(ARGV[6])) end
   if state[11] and state[11] ~= '0' then redis.call('HSET', KEYS[1], 'crashes', 0) end
-  redis.call('HINCRBY', KEYS[1], 'played_ms', ARGV[6])
-  redis.call('HINCRBY', KEYS[1], 'process_ms', ARGV[11])
-  if ARGV[12] ~= '0' then redis.call('HINCRBY', KEYS[1], 'allowance_wait_ms', ARGV[12]) end
-  if ARGV[13] ~= '0' then redis.call('HINCRBY', KEYS[1], 'room_wait_ms', ARGV[13]) end
-  redis.call('HSET', KEYS[5], ARGV[1], table.concat({ARGV[2], ARGV[3],
-    string.format('%.0f', played + tonumber(ARGV[4])), string.format('%.0f', now_ms), ARGV[7], count + 1, doubles,
-    ARGV[8]}, ' '))
-  if ARGV[9] ~= '' then
-    redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[10], '*', 'returns', ARGV[9], 'env_steps', steps)
+  producer = {
+    incarnation = ARGV[2], seq = seq, last_ms = now_ms, host = ARGV[7], node = ARGV[8], pid = tonumber(ARGV[9]),
+    fragments = producer.fragments + seq - newest, duplicates = producer.duplicates,
+  }
+  if ARGV[10] ~= '' then
+    redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[11], '*', 'returns', ARGV[10], 'env_steps', steps)
   end
 end
+redis.call('HSET', KEYS[5], ARGV[1], cjson.encode(producer))
+
 local answer = 'GO'
 if status == 'paused' or redis.call('SISMEMBER', KEYS[4], ARGV[8]) == 1 then
   answer = 'YIELD'

@@ -1,24 +1,16 @@
 -- fenced
--- KEYS: state, experience. ARGV: token, first entry that stays.
--- What was appended before the first entry that stays is what was trimmed; an entry that says what cannot be was not
--- written by the append, and the next one is asked.
+-- Drop the entries before one that stays; what was appended before it is the new `trimmed_bytes`.
+-- KEYS: 1 state (hash), 2 experience (stream). ARGV: 1 token, 2 the first entry that stays. Answer: entries dropped.
 local removed = redis.call('XTRIM', KEYS[2], 'MINID', ARGV[2])
-local appended = tonumber(redis.call('HGET', KEYS[1], 'appended_bytes') or 0)
-local trimmed = appended
-local from = '-'
-for _ = 1, 8 do  -- one by one, for entries are large
-  local entry = redis.call('XRANGE', KEYS[2], from, '+', 'COUNT', 1)[1]
-  if not entry then break end
-  from = '(' .. entry[1]
-  local bytes, size
-  for i = 1, #entry[2], 2 do
-    if entry[2][i] == 'b' then bytes = tonumber(entry[2][i + 1]) end
-    if entry[2][i] == 's' then size = tonumber(entry[2][i + 1]) end
-  end
-  if bytes and size and size > 0 and bytes <= appended and bytes >= size then
-    trimmed = bytes - size
-    break
-  end
+local bytes = redis.call('HMGET', KEYS[1], 'appended_bytes', 'trimmed_bytes')
+local appended, before = tonumber(bytes[1] or 0), tonumber(bytes[2] or 0)
+local first, trimmed = redis.call('XRANGE', KEYS[2], '-', '+', 'COUNT', 1)[1], appended
+if first then
+  local counts = {}
+  for i = 1, #first[2], 2 do counts[first[2][i]] = tonumber(first[2][i + 1]) end
+  trimmed = (counts.b or 0) - (counts.s or 0)
+  -- An entry that no append wrote leaves the figure to a later trim.
+  if trimmed < before or trimmed > appended then trimmed = before end
 end
 redis.call('HSET', KEYS[1], 'trimmed_bytes', string.format('%.0f', trimmed))
 return removed

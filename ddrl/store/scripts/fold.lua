@@ -1,0 +1,21 @@
+-- fenced
+-- Replace producers whose processes have ended by one row each in `producers` and `ledger`, unless one has changed.
+-- From then on no append is accepted from a producer up to `folded` that is not in `producers`.
+-- KEYS: 1 state (hash), 2 producers (hash), 3 ledger (hash).
+-- ARGV: 1 token, 2 id of the one row, 3 its producer, 4 its row, then id, producer and row, as read, of each folded.
+-- Answer: 1, or 0 if one of them has changed.
+redis.call('HDEL', KEYS[3], '')  -- first, so that the script works at maxmemory
+local last = tonumber(redis.call('HGET', KEYS[1], 'folded') or 0)
+for i = 5, #ARGV, 3 do
+  local producer, row = redis.call('HGET', KEYS[2], ARGV[i]), redis.call('HGET', KEYS[3], ARGV[i])
+  if producer ~= ARGV[i + 1] or row ~= ARGV[i + 2] then return 0 end
+  last = math.max(last, tonumber(ARGV[i]))
+end
+for i = 5, #ARGV, 3 do
+  redis.call('HDEL', KEYS[2], ARGV[i])
+  redis.call('HDEL', KEYS[3], ARGV[i])
+end
+redis.call('HSET', KEYS[1], 'folded', string.format('%.0f', last))
+redis.call('HSET', KEYS[2], ARGV[2], ARGV[3])
+redis.call('HSET', KEYS[3], ARGV[2], ARGV[4])
+return 1
