@@ -1,6 +1,6 @@
 """A run's configuration: its options and defaults, reading YAML, and the code that it names.
 
-Each option's description says what it does and what more or less of it causes; `ddrl schema` prints them. Options
+The docstring below each option says what it does and what more or less of it causes; `ddrl schema` prints them. Options
 marked LIVE can be changed while the run goes on, by `ddrl set`. The algorithm's options stay a plain mapping here;
 `algorithms.base.resolve` validates them.
 """
@@ -49,305 +49,201 @@ Duration = Annotated[float, BeforeValidator(parse_duration)]
 class Section(BaseModel):
     """Base of all sections: frozen; unknown keys are refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        populate_by_name=True,
+        protected_namespaces=(),
+        use_attribute_docstrings=True,
+    )
 
 
 class AtariConfig(Section):
     """The Atari protocol. Frames are the emulator's, steps are the agent's."""
 
-    noop_max: int = Field(
-        30,
-        ge=0,
-        le=1000,
-        description="An episode begins with a random number of idle frames, from 0 to this.",
-    )
-    fire_reset: bool = Field(True, description="Press FIRE after a reset, in games that have that button.")
-    frame_skip: int = Field(
-        4, ge=1, le=64, description="Frames per step; the last two are merged by their maximum."
-    )
-    screen_size: int = Field(
-        84, ge=16, le=210, description="Grey frames are scaled to this square, in pixels."
-    )
-    episodic_life: bool = Field(
-        True,
-        description="In training, a lost life counts as termination; the game goes on, and episode returns count the "
-        "whole game. "
-        "Usual: true; R2D2 usually plays without it.",
-    )
-    sticky: float = Field(
-        0.0,
-        ge=0,
-        lt=1,
-        description="Probability that a frame repeats the previous action (sticky actions). Usual: 0 or 0.25.",
-    )
-    full_actions: bool = Field(False, description="Use all 18 actions instead of those that the game needs.")
-    max_frames: int = Field(108_000, ge=1, description="Episodes are truncated after this many frames.")
+    noop_max: int = Field(30, ge=0, le=1000)
+    """An episode begins with a random number of idle frames, from 0 to this."""
+    fire_reset: bool = True
+    """Press FIRE after a reset, in games that have that button."""
+    frame_skip: int = Field(4, ge=1, le=64)
+    """Frames per step; the last two are merged by their maximum."""
+    screen_size: int = Field(84, ge=16, le=210)
+    """Grey frames are scaled to this square, in pixels."""
+    episodic_life: bool = True
+    """In training, a lost life counts as termination; the game goes on, and episode returns count the whole
+    game. Usual: true; R2D2 usually plays without it."""
+    sticky: float = Field(0.0, ge=0, lt=1)
+    """Probability that a frame repeats the previous action (sticky actions). Usual: 0 or 0.25."""
+    full_actions: bool = False
+    """Use all 18 actions instead of those that the game needs."""
+    max_frames: int = Field(108_000, ge=1)
+    """Episodes are truncated after this many frames."""
 
 
 class EnvConfig(Section):
     """The environment."""
 
-    id: str = Field(description='Gymnasium id, or "module:callable" returning an environment.')
-    kwargs: dict[str, Any] = Field({}, description="Keyword arguments of the environment.")
-    num_envs: int = Field(
-        16,
-        ge=1,
-        le=4096,
-        description="Environments stepped together in one process; more of them make a call of the policy cheaper "
-        "per step.",
-    )
-    action_repeat: int = Field(
-        1, ge=1, le=64, description="Each action is repeated this many times; rewards add up."
-    )
-    reward_scale: float = Field(
-        1.0, gt=0, description="Training rewards are multiplied by this; reported returns are not."
-    )
-    reward_sign: bool = Field(
-        False,
-        description="Training rewards are -1, 0 or 1 by their sign; reported returns are not. Usual for Atari.",
-    )
-    max_episode_steps: int | None = Field(
-        None, ge=1, description="Truncate episodes here instead of at the environment's own limit."
-    )
-    same_versions: bool = Field(
-        True,
-        description="Machines whose versions of ddrl, gymnasium or the environment's package differ from the "
-        "submitter's do not play the run. False: they do, and experience of several versions mixes.",
-    )
-    frame_stack: int = Field(
-        1,
-        ge=1,
-        le=16,
-        description="Newest observations that networks see at once; sent and stored one by one. Usual: 4 for Atari.",
-    )
+    id: str
+    """Gymnasium id, or "module:callable" returning an environment."""
+    kwargs: dict[str, Any] = {}
+    """Keyword arguments of the environment."""
+    num_envs: int = Field(16, ge=1, le=4096)
+    """Environments stepped together in one process; more of them make a call of the policy cheaper per step."""
+    action_repeat: int = Field(1, ge=1, le=64)
+    """Each action is repeated this many times; rewards add up."""
+    reward_scale: float = Field(1.0, gt=0)
+    """Training rewards are multiplied by this; reported returns are not."""
+    reward_sign: bool = False
+    """Training rewards are -1, 0 or 1 by their sign; reported returns are not. Usual for Atari."""
+    max_episode_steps: int | None = Field(None, ge=1)
+    """Truncate episodes here instead of at the environment's own limit."""
+    same_versions: bool = True
+    """Machines whose versions of ddrl, gymnasium or the environment's package differ from the submitter's do
+    not play the run. False: they do, and experience of several versions mixes."""
+    frame_stack: int = Field(1, ge=1, le=16)
+    """Newest observations that networks see at once; sent and stored one by one. Usual: 4 for Atari."""
     atari: AtariConfig = AtariConfig()
 
 
 class RolloutConfig(Section):
     """Collecting experience."""
 
-    segment_s: Duration = Field(
-        5.0, gt=0, description="Length of one rollout task; shorter shares the fleet finer, at more overhead."
-    )
-    fragment_s: Duration = Field(
-        0.25,
-        gt=0,
-        description="Time between two appends of a process; less keeps experience fresher, more compresses better.",
-    )
-    max_fragment_steps: int = Field(
-        512,
-        ge=1,
-        le=65536,
-        description="Largest number of steps T in a fragment, at any speed of the environment.",
-    )
-    random_until_learned: bool | None = Field(
-        None,
-        description="Play uniformly random actions under version 0, which has learned nothing. None: off-policy "
-        "algorithms do, "
-        "except in runs that start from given weights; on-policy algorithms cannot.",
-    )
-    action_noise: float = Field(
-        0.0,
-        ge=0,
-        le=2,
-        description="Standard deviation of Gaussian noise added to explored actions, in half action ranges.",
-    )
-    step_timeout_s: Duration = Field(
-        60.0,
-        gt=0,
-        description="A step of the environments that takes longer counts as hung: its process is ended and replaced.",
-    )
-    max_crashes: int = Field(
-        5,
-        ge=1,
-        description="Processes in a row that may crash without a fragment before the run is paused.",
-    )
+    segment_s: Duration = Field(5.0, gt=0)
+    """Length of one rollout task; shorter shares the fleet finer, at more overhead."""
+    fragment_s: Duration = Field(0.25, gt=0)
+    """Time between two appends of a process; less keeps experience fresher, more compresses better."""
+    max_fragment_steps: int = Field(512, ge=1, le=65536)
+    """Largest number of steps T in a fragment, at any speed of the environment."""
+    random_until_learned: bool | None = None
+    """Play uniformly random actions under version 0, which has learned nothing. None: off-policy algorithms
+    do, except in runs that start from given weights; on-policy algorithms cannot."""
+    action_noise: float = Field(0.0, ge=0, le=2)
+    """Standard deviation of Gaussian noise added to explored actions, in half action ranges."""
+    step_timeout_s: Duration = Field(60.0, gt=0)
+    """A step of the environments that takes longer counts as hung: its process is ended and replaced."""
+    max_crashes: int = Field(5, ge=1)
+    """Processes in a row that may crash without a fragment before the run is paused."""
 
 
 class ReplayConfig(Section):
     """The replay buffer, and the rate limiter between playing and learning."""
 
-    capacity: int = Field(1_000_000, ge=1, description="Transitions that the learner holds.")
-    max_bytes: ByteSize = Field(
-        ByteSize(512 * 1024**2),
-        ge=65536,
-        description="Memory of the stream in Redis; collectors wait when it is used up.",
-        json_schema_extra=LIVE,
-    )
-    warmup_steps: int = Field(1_000, ge=1, description="Transitions appended before the first update.")
-    samples_per_insert: float = Field(
-        32.0,
-        gt=0,
-        description="Transitions sampled per transition appended; play and learning wait for each other to keep it. "
-        "More reuses data more often.",
-    )
-    slack_steps: int = Field(
-        1_000,
-        ge=1,
-        description="Transitions that collectors may be ahead of that ratio; more lets play continue during a slow "
-        "update.",
-    )
-    observations: Literal["auto", "dense", "compressed"] = Field(
-        "auto",
-        description="How the learner holds observations: `dense` arrays, fastest; `compressed` images, a thirtieth of "
-        "the memory; `auto`: dense where capacity fits into memory_bytes.",
-    )
-    memory_bytes: ByteSize = Field(
-        ByteSize(4 * 1024**3),
-        ge=1024**2,
-        description="Learner's memory up to which `auto` holds observations dense.",
-    )
-    threads: int = Field(
-        1,
-        ge=0,
-        le=64,
-        description="Threads that decompress batches ahead of the learner; 0: it decompresses itself. Only for "
-        "compressed observations.",
-    )
+    capacity: int = Field(1_000_000, ge=1)
+    """Transitions that the learner holds."""
+    max_bytes: ByteSize = Field(ByteSize(512 * 1024**2), ge=65536, json_schema_extra=LIVE)
+    """Memory of the stream in Redis; collectors wait when it is used up."""
+    warmup_steps: int = Field(1_000, ge=1)
+    """Transitions appended before the first update."""
+    samples_per_insert: float = Field(32.0, gt=0)
+    """Transitions sampled per transition appended; play and learning wait for each other to keep it. More
+    reuses data more often."""
+    slack_steps: int = Field(1_000, ge=1)
+    """Transitions that collectors may be ahead of that ratio; more lets play continue during a slow update."""
+    observations: Literal["auto", "dense", "compressed"] = "auto"
+    """How the learner holds observations: `dense` arrays, fastest; `compressed` images, a thirtieth of the
+    memory; `auto`: dense where capacity fits into memory_bytes."""
+    memory_bytes: ByteSize = Field(ByteSize(4 * 1024**3), ge=1024**2)
+    """Learner's memory up to which `auto` holds observations dense."""
+    threads: int = Field(1, ge=0, le=64)
+    """Threads that decompress batches ahead of the learner; 0: it decompresses itself. Only for compressed
+    observations."""
 
 
 class OnPolicyConfig(Section):
     """Play and learning of on-policy algorithms; their versions count iterations."""
 
-    collect: Literal["async", "sync"] = Field(
-        "async",
-        description="`async`: play goes on while the learner learns, up to max_staleness ahead; `sync`: play waits "
-        "for the next version. async uses two processors at once, sync is closest to on-policy.",
-    )
-    max_staleness: int = Field(
-        1,
-        ge=0,
-        description="Versions that a fragment may be behind the weights that learn from it; older ones are `stale`. "
-        "More keeps a large fleet busy, at the cost of older data. Usual: 1 to 4.",
-    )
-    stale: Literal["drop", "correct"] = Field(
-        "drop",
-        description="What happens to fragments older than max_staleness: dropped and counted, or learned from "
-        "nevertheless, corrected by importance weights (V-trace and UPGO only).",
-    )
-    forced_lag: int = Field(
-        0, ge=0, description="For studies: learn from data that are this many versions old."
-    )
+    collect: Literal["async", "sync"] = "async"
+    """`async`: play goes on while the learner learns, up to max_staleness ahead; `sync`: play waits for the
+    next version. async uses two processors at once, sync is closest to on-policy."""
+    max_staleness: int = Field(1, ge=0)
+    """Versions that a fragment may be behind the weights that learn from it; older ones are `stale`. More
+    keeps a large fleet busy, at the cost of older data. Usual: 1 to 4."""
+    stale: Literal["drop", "correct"] = "drop"
+    """What happens to fragments older than max_staleness: dropped and counted, or learned from nevertheless,
+    corrected by importance weights (V-trace and UPGO only)."""
+    forced_lag: int = Field(0, ge=0)
+    """For studies: learn from data that are this many versions old."""
 
 
 class LearnerConfig(Section):
     """The training process."""
 
-    device: str = Field(
-        "auto", description='"auto" takes CUDA when there is one; else "cpu", "cuda", "cuda:1".'
-    )
-    num_threads: int = Field(1, ge=1, le=256, description="Torch threads of the training process on a CPU.")
-    publish_every_s: Duration = Field(
-        1.0, ge=0, description="Minimum time between two versions of the weights.", json_schema_extra=LIVE
-    )
-    checkpoint_every_s: Duration = Field(
-        60.0, ge=1, description="Minimum time between two checkpoints.", json_schema_extra=LIVE
-    )
-    lockstep: bool = Field(
-        False,
-        description="Admit fragments one by one, with all updates that the rate limiter allows in between: the stream "
-        "alone "
-        "then decides what is learned, however often the learner is killed. For studies; slower. Off-policy only.",
-    )
-    metrics_every_s: Duration = Field(
-        1.0, ge=0.1, description="Time between two rows of metrics.", json_schema_extra=LIVE
-    )
+    device: str = "auto"
+    """"auto" takes CUDA when there is one; else "cpu", "cuda", "cuda:1"."""
+    num_threads: int = Field(1, ge=1, le=256)
+    """Torch threads of the training process on a CPU."""
+    publish_every_s: Duration = Field(1.0, ge=0, json_schema_extra=LIVE)
+    """Minimum time between two versions of the weights."""
+    checkpoint_every_s: Duration = Field(60.0, ge=1, json_schema_extra=LIVE)
+    """Minimum time between two checkpoints."""
+    lockstep: bool = False
+    """Admit fragments one by one, with all updates that the rate limiter allows in between: the stream alone
+    then decides what is learned, however often the learner is killed. For studies; slower. Off-policy
+    only."""
+    metrics_every_s: Duration = Field(1.0, ge=0.1, json_schema_extra=LIVE)
+    """Time between two rows of metrics."""
 
 
 class WeightsConfig(Section):
     """Versions of the weights that Redis keeps."""
 
-    keep_last: int = Field(10, ge=2, description="Number of newest versions kept.", json_schema_extra=LIVE)
-    keep_every: int = Field(
-        100, ge=1, description="Of every this many versions, one is kept for good.", json_schema_extra=LIVE
-    )
-    max_bytes: ByteSize = Field(
-        ByteSize(64 * 1024**2),
-        ge=1024,
-        description="Memory of the versions kept for good; the oldest are dropped first.",
-        json_schema_extra=LIVE,
-    )
+    keep_last: int = Field(10, ge=2, json_schema_extra=LIVE)
+    """Number of newest versions kept."""
+    keep_every: int = Field(100, ge=1, json_schema_extra=LIVE)
+    """Of every this many versions, one is kept for good."""
+    max_bytes: ByteSize = Field(ByteSize(64 * 1024**2), ge=1024, json_schema_extra=LIVE)
+    """Memory of the versions kept for good; the oldest are dropped first."""
 
 
 class EvaluationConfig(Section):
     """Evaluation of versions, with deterministic actions and fixed seeds."""
 
-    num_episodes: int = Field(20, ge=1, description="Episodes of one evaluation.", json_schema_extra=LIVE)
-    confirm_episodes: int = Field(
-        100,
-        ge=0,
-        description="Episodes on other seeds that must confirm a solution; 0: none.",
-        json_schema_extra=LIVE,
-    )
-    num_envs: int = Field(20, ge=1, le=4096, description="Episodes played at the same time.")
-    every_s: Duration = Field(
-        60.0, gt=0, description="Time between evaluations while the target is far.", json_schema_extra=LIVE
-    )
-    near_every_s: Duration = Field(
-        2.0,
-        gt=0,
-        description="Time between evaluations when training returns are near the target.",
-        json_schema_extra=LIVE,
-    )
-    near: float = Field(
-        50.0,
-        ge=0,
-        description="Training returns are near the target when the mean of the last 20 is above stop.return minus "
-        "this.",
-        json_schema_extra=LIVE,
-    )
-    seed: int = Field(
-        1_000_000, ge=0, description="First seed of the evaluations; those of the confirmation follow."
-    )
-    timeout_s: Duration = Field(
-        60.0,
-        gt=0,
-        description="An evaluation without result is sent again after this.",
-        json_schema_extra=LIVE,
-    )
+    num_episodes: int = Field(20, ge=1, json_schema_extra=LIVE)
+    """Episodes of one evaluation."""
+    confirm_episodes: int = Field(100, ge=0, json_schema_extra=LIVE)
+    """Episodes on other seeds that must confirm a solution; 0: none."""
+    num_envs: int = Field(20, ge=1, le=4096)
+    """Episodes played at the same time."""
+    every_s: Duration = Field(60.0, gt=0, json_schema_extra=LIVE)
+    """Time between evaluations while the target is far."""
+    near_every_s: Duration = Field(2.0, gt=0, json_schema_extra=LIVE)
+    """Time between evaluations when training returns are near the target."""
+    near: float = Field(50.0, ge=0, json_schema_extra=LIVE)
+    """Training returns are near the target when the mean of the last 20 is above stop.return minus this."""
+    seed: int = Field(1_000_000, ge=0)
+    """First seed of the evaluations; those of the confirmation follow."""
+    timeout_s: Duration = Field(60.0, gt=0, json_schema_extra=LIVE)
+    """An evaluation without result is sent again after this."""
 
 
 class StopConfig(Section):
     """The end of the run: the first condition that holds."""
 
-    return_: float | None = Field(
-        None,
-        alias="return",
-        description="The run is solved at this mean return, once confirmed.",
-        json_schema_extra=LIVE,
-    )
-    time: Duration | None = Field(
-        None, gt=0, description="Time that the learner trains, such as 15m.", json_schema_extra=LIVE
-    )
-    env_steps: int | None = Field(
-        None, ge=1, description="Agent steps appended to the stream.", json_schema_extra=LIVE
-    )
-    updates: int | None = Field(None, ge=1, description="Updates of the learner.", json_schema_extra=LIVE)
+    return_: float | None = Field(None, alias="return", json_schema_extra=LIVE)
+    """The run is solved at this mean return, once confirmed."""
+    time: Duration | None = Field(None, gt=0, json_schema_extra=LIVE)
+    """Time that the learner trains, such as 15m."""
+    env_steps: int | None = Field(None, ge=1, json_schema_extra=LIVE)
+    """Agent steps appended to the stream."""
+    updates: int | None = Field(None, ge=1, json_schema_extra=LIVE)
+    """Updates of the learner."""
 
 
 class RunConfig(Section):
     """A run's resolved configuration; `ddrl submit` stores it and every process reads it."""
 
-    name: str = Field("run", pattern=r"^[a-z0-9][a-z0-9-]{0,39}$", description="First part of the run's id.")
-    seed: int = Field(1, ge=0, lt=2**31, description="Seed of networks, draws, environments and exploration.")
-    weight: float = Field(
-        1.0,
-        gt=0,
-        le=100,
-        description="Share of the fleet's time among runs of the same priority; 2 gets twice as much as 1.",
-        json_schema_extra=LIVE,
-    )
-    priority: Literal["low", "normal", "high"] = Field(
-        "normal",
-        description="Runs of a higher priority take processes first, also from running segments of lower ones; weights "
-        "share "
-        "the rest.",
-        json_schema_extra=LIVE,
-    )
+    name: str = Field("run", pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")
+    """First part of the run's id."""
+    seed: int = Field(1, ge=0, lt=2**31)
+    """Seed of networks, draws, environments and exploration."""
+    weight: float = Field(1.0, gt=0, le=100, json_schema_extra=LIVE)
+    """Share of the fleet's time among runs of the same priority; 2 gets twice as much as 1."""
+    priority: Literal["low", "normal", "high"] = Field("normal", json_schema_extra=LIVE)
+    """Runs of a higher priority take processes first, also from running segments of lower ones; weights share
+    the rest."""
     env: EnvConfig
-    algorithm: dict[str, Any] = Field(
-        description="name: dqn, impala, ppo, r2d2 or sac, and that algorithm's own options."
-    )
+    algorithm: dict[str, Any]
+    """name: dqn, impala, ppo, r2d2 or sac, and that algorithm's own options."""
     rollout: RolloutConfig = RolloutConfig()
     replay: ReplayConfig = ReplayConfig()
     on_policy: OnPolicyConfig = OnPolicyConfig()

@@ -28,7 +28,7 @@ def section(model: type[BaseModel]) -> str:
         default = field.get_default(call_default_factory=True)
         text = "required" if default is PydanticUndefined else f"`{_plain(default)}`"
         live = " *live*" if (field.json_schema_extra or {}).get("live") else ""
-        description = (field.description or "").replace("|", "\\|")
+        description = " ".join((field.description or "").split()).replace("|", "\\|")
         lines.append(f"| `{field.alias or key}` | {text} | {description}{live} |")
     return "\n".join(lines)
 
