@@ -33,7 +33,25 @@ def register_toys() -> None:
             gymnasium.register(env_id, entry_point=f"{__name__}:{name}")
 
 
-class Endless(gymnasium.Env[np.ndarray, Any]):
+class Toy(gymnasium.Env[np.ndarray, Any]):
+    """An environment that counts its steps; it shows [1] where a subclass gives nothing else to see."""
+
+    num_steps = 0  # of the episode
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[np.ndarray, dict[str, Any]]:
+        """Start an episode."""
+        super().reset(seed=seed)
+        self.num_steps = 0
+        return self.first(), {}
+
+    def first(self) -> np.ndarray:
+        """Return the first observation of an episode."""
+        return np.ones(1, np.float32)
+
+
+class Endless(Toy):
     """Reward 1 each step whatever is done, and no end but the time limit: the value is 1 / (1 - gamma).
 
     The observation is always [1]; the action changes nothing. An agent that takes the time limit for an outcome
@@ -48,23 +66,14 @@ class Endless(gymnasium.Env[np.ndarray, Any]):
         self.observation_space = Box(0.0, 1.0, (1,), np.float32)
         self.action_space: Space[Any] = Discrete(2) if discrete else Box(-1.0, 1.0, (1,), np.float32)
         self._max_steps = max_steps
-        self._step = 0
-
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[np.ndarray, dict[str, Any]]:
-        """Start an episode."""
-        super().reset(seed=seed)
-        self._step = 0
-        return np.ones(1, np.float32), {}
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         """Reward 1; truncated at `max_steps`."""
-        self._step += 1
-        return np.ones(1, np.float32), 1.0, False, self._step >= self._max_steps, {}
+        self.num_steps += 1
+        return np.ones(1, np.float32), 1.0, False, self.num_steps >= self._max_steps, {}
 
 
-class Sleep(gymnasium.Env[np.ndarray, np.int64]):
+class Sleep(Toy):
     """Takes its time and next to no processor, as an environment on another machine does: for tests of fleets.
 
     Reward 1 for action 1. The observation is always [1]; 20 steps are an episode, which is truncated.
@@ -77,24 +86,15 @@ class Sleep(gymnasium.Env[np.ndarray, np.int64]):
         self.observation_space = Box(0.0, 1.0, (1,), np.float32)
         self.action_space = Discrete(2)
         self._step_s = step_s
-        self._step = 0
-
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[np.ndarray, dict[str, Any]]:
-        """Start an episode."""
-        super().reset(seed=seed)
-        self._step = 0
-        return np.ones(1, np.float32), {}
 
     def step(self, action: np.int64) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         """Sleep, then reward the action."""
         time.sleep(self._step_s)
-        self._step += 1
-        return np.ones(1, np.float32), float(action), False, self._step >= 20, {}
+        self.num_steps += 1
+        return np.ones(1, np.float32), float(action), False, self.num_steps >= 20, {}
 
 
-class Questions(gymnasium.Env[np.ndarray, Any]):
+class Questions(Toy):
     """A new question each step, 10 steps, none depending on what was answered before.
 
     The end is a truncation, so the value is the same everywhere.
@@ -115,23 +115,18 @@ class Questions(gymnasium.Env[np.ndarray, Any]):
         self.observation_space, self.action_space = observations, actions
         self._ask, self._grade = ask, grade
         self._answer: Any = None
-        self._step = 0
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[np.ndarray, dict[str, Any]]:
+    def first(self) -> np.ndarray:
         """Start an episode with a question."""
-        super().reset(seed=seed)
-        self._step = 0
         observation, self._answer = self._ask(self.np_random)
-        return observation, {}
+        return observation
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         """The reward for the question that was shown, and the next one."""
-        self._step += 1
+        self.num_steps += 1
         reward = self._grade(action, self._answer)
         observation, self._answer = self._ask(self.np_random)
-        return observation, reward, False, self._step >= _QUESTIONS, {}
+        return observation, reward, False, self.num_steps >= _QUESTIONS, {}
 
 
 def target() -> Questions:
@@ -202,7 +197,7 @@ def spot() -> Questions:
     return Questions(Box(0, 255, (8, 8, 1), np.uint8), Discrete(4), ask, _is_right)
 
 
-class Catch(gymnasium.Env[np.ndarray, np.int64]):
+class Catch(Toy):
     """Catch the falling ball: it starts anywhere in the top row and falls one row a step.
 
     Observation: grey uint8 [pixels, pixels], a board of size x size cells, black but for the ball and the paddle
@@ -229,14 +224,11 @@ class Catch(gymnasium.Env[np.ndarray, np.int64]):
         self._size, self._cell = size, pixels // size
         self._row = self._column = self._paddle = 0
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[np.ndarray, dict[str, Any]]:
+    def first(self) -> np.ndarray:
         """Drop a ball from a column drawn uniformly."""
-        super().reset(seed=seed)
         self._row, self._column = 0, int(self.np_random.integers(self._size))
         self._paddle = self._size // 2
-        return self._draw(), {}
+        return self._draw()
 
     def step(self, action: np.int64) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         """Move the paddle, then the ball; terminated where that reaches the bottom row."""
@@ -252,7 +244,7 @@ class Catch(gymnasium.Env[np.ndarray, np.int64]):
         return board.repeat(self._cell, axis=0).repeat(self._cell, axis=1)
 
 
-class Recall(gymnasium.Env[np.ndarray, np.int64]):
+class Recall(Toy):
     """Remember a cue: shown at first, then `delay` blank steps, then it is asked for.
 
     Observation: num_cues + 1 numbers; the first shows the cue as a one-hot, blank ones are 0, and the last, the only
@@ -275,21 +267,18 @@ class Recall(gymnasium.Env[np.ndarray, np.int64]):
         self.observation_space = Box(0.0, 1.0, (num_cues + 1,), np.float32)
         self.action_space = Discrete(num_cues)
         self._delay, self._num_cues = delay, num_cues
-        self._cue = self._step = 0
+        self._cue = 0
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[np.ndarray, dict[str, Any]]:
+    def first(self) -> np.ndarray:
         """Show a cue drawn uniformly."""
-        super().reset(seed=seed)
-        self._step, self._cue = 0, int(self.np_random.integers(self._num_cues))
-        return _bright(self._num_cues + 1, self._cue), {}
+        self._cue = int(self.np_random.integers(self._num_cues))
+        return _bright(self._num_cues + 1, self._cue)
 
     def step(self, action: np.int64) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         """Blank, or the question; terminated by the answer to it."""
-        self._step += 1
-        answered = self._step == self._delay + 2
-        asked = self._step == self._delay + 1
+        self.num_steps += 1
+        answered = self.num_steps == self._delay + 2
+        asked = self.num_steps == self._delay + 1
         observation = _bright(self._num_cues + 1, -1) if asked else np.zeros(self._num_cues + 1, np.float32)
         return observation, _is_right(action, self._cue) if answered else 0.0, answered, False, {}
 
