@@ -4,11 +4,11 @@ The format (number 1), readable from any language that has JSON and blosc2:
 
 * field `h`: JSON with format, run, producer, incarnation, seq, policy_version, T, N, C, checksum (zlib.crc32
   over the compressed columns in the order of `columns`) and columns: a list of {name, dtype, shape, bytes}.
-* a field per column that is not empty, named as the column: one blosc2 chunk (`compress2`) of the
+* one field per column that is not empty, named like the column: one blosc2 chunk (`compress2`) of the
   little-endian values in C order; a bool is one byte, 0 or 1. A uint8 column [T, N, ...] of rank 4 or more
   (images) is stored lane-major, [N, T, ...], a lane a block, because consecutive frames of one lane resemble each
   other.
-* other fields (the append adds counters with one-letter names) are not the codec's business.
+* other fields (the append adds counters with one-letter names) are ignored here.
 
 Everything read is untrusted: types, shapes and sizes are checked, and bounded, before anything is allocated.
 Compression as measured on LunarLander (151 x 16 x 8 float32): zstd-1 with bit shuffle 1.6x in 0.08 ms, and
@@ -22,12 +22,13 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import blosc2
 import numpy as np
 
+from ddrl.config import first_line
 from ddrl.types import Fragment
 
 FORMAT = 1
@@ -37,16 +38,18 @@ _MAX_COLUMNS = 64
 _MAX_RANK = 8
 _CHUNK_HEADER_BYTES = 32
 # In a chunk's header (blosc2 README_CHUNK_FORMAT): [16:22] filters: none, shuffle, bit shuffle, no plugins;
-# [31] kind: plain or all zeros. Lazy and uninitialized chunks would read what the entry does not hold.
+# [31] kind: plain or all zeros. Lazy and uninitialized chunks would read memory outside the entry.
 _PLAIN_FILTERS = frozenset({0, 1, 2})
 _PLAIN_KINDS = frozenset({0, 1 << 4})
 _MAX_BLOCK_BYTES = 1024**2  # of images; about as far back as zstd looks at this level
 _NAME = re.compile(r"[a-z][a-z0-9_]{1,63}")  # two letters or more: one-letter fields belong to the append
-_NUMBERS = ("run", "producer", "incarnation", "seq", "policy_version", "T", "N", "C", "checksum")
+_NUMBERS = ("producer", "incarnation", "seq", "policy_version", "T", "N", "C", "checksum")
 
-_FLOATS = ("float16", "float32", "float64")
-_DTYPES = (*_FLOATS, "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
-_DTYPE_OF: dict[str, tuple[str, ...]] = {
+_DTYPES: tuple[str, ...] = (
+    *("float16", "float32", "float64", "bool", "uint8", "int8"),
+    *("uint16", "int16", "uint32", "int32", "uint64", "int64"),
+)
+_REQUIRED = {  # column -> its dtypes
     "observation": _DTYPES,
     "action": ("float32", "int64"),
     "reward": ("float32",),
@@ -57,7 +60,7 @@ _DTYPE_OF: dict[str, tuple[str, ...]] = {
     "episode_return": ("float32",),
     "episode_length": ("int32",),
 }
-_MEMORY_DTYPE = {"memory_index": "int32", "memory": "float16"}  # extras that are no columns [C+T, N, ...]
+_RECURRENT = {"memory_index": ("int32",), "memory": ("float16",)}  # extras that are no columns [C+T, N, ...]
 
 blosc2.set_releasegil(True)
 
@@ -82,7 +85,7 @@ class _Column(NamedTuple):
 
     @property
     def block_bytes(self) -> int:
-        """What is compressed by itself: of images a lane, or an even part of it; 0 leaves it to the library."""
+        """Bytes compressed together: of images a lane, or an even part of it; 0 leaves it to the library."""
         if not self.is_image:
             return 0
         frame = math.prod(self.shape[2:])
@@ -91,24 +94,19 @@ class _Column(NamedTuple):
 
 
 def encode(fragment: Fragment) -> dict[bytes, bytes]:
-    """The fields of the stream entry that holds `fragment`.
+    """Return the fields of the stream entry that holds `fragment`.
 
     Raises:
         CodecError: a column has a dtype or shape that a fragment cannot have, or all are above MAX_BYTES.
     """
-    arrays = {name: getattr(fragment, name) for name in _DTYPE_OF} | dict(fragment.extras)
-    if len(arrays) != len(_DTYPE_OF) + len(fragment.extras):
+    arrays = {name: getattr(fragment, name) for name in _REQUIRED} | dict(fragment.extras)
+    if len(arrays) != len(_REQUIRED) + len(fragment.extras):
         raise CodecError("extras: a name repeats that of a column; rename it")
-    columns = [_Column(name, array.dtype.name, array.shape) for name, array in arrays.items()]
-    steps, context = len(fragment.reward) - fragment.context, fragment.context
-    _check_layout(columns, steps, fragment.num_envs, context, MAX_BYTES)
-    fields: dict[bytes, bytes] = {}
-    checksum = 0
-    for column in columns:
-        if column.num_bytes:
-            chunk = _compress(column, arrays[column.name])
-            checksum = zlib.crc32(chunk, checksum)
-            fields[column.name.encode()] = chunk
+    columns = [_column(name, array.dtype.name, array.shape) for name, array in arrays.items()]
+    _check_layout(columns, fragment.num_steps, fragment.num_envs, fragment.context, MAX_BYTES)
+    chunks = {
+        column.name.encode(): _compress(column, arrays[column.name]) for column in columns if column.num_bytes
+    }
     header = {
         "format": FORMAT,
         "run": fragment.run,
@@ -116,24 +114,24 @@ def encode(fragment: Fragment) -> dict[bytes, bytes]:
         "incarnation": int(fragment.incarnation),
         "seq": int(fragment.seq),
         "policy_version": int(fragment.policy_version),
-        "T": steps,
+        "T": fragment.num_steps,
         "N": fragment.num_envs,
-        "C": context,
+        "C": fragment.context,
         "columns": [
             {"name": c.name, "dtype": c.dtype, "shape": list(c.shape), "bytes": c.num_bytes} for c in columns
         ],
-        "checksum": checksum,
+        "checksum": _checksum(chunks.values()),
     }
-    return {b"h": json.dumps(header, separators=(",", ":")).encode(), **fields}
+    return {b"h": json.dumps(header, separators=(",", ":")).encode(), **chunks}
 
 
 def decode(fields: Mapping[bytes, bytes], *, max_bytes: int = MAX_BYTES) -> Fragment:
-    """The fragment in one stream entry; fields that are no columns are ignored.
+    """Return the fragment in one stream entry; fields that are no columns are ignored.
 
     Image columns come back as [T, N, ...] views of lane-major memory.
 
     Args:
-        fields: field name -> bytes, as the server gives them.
+        fields: field name -> bytes, as read from the server.
         max_bytes: cap on the uncompressed bytes of all columns together.
 
     Raises:
@@ -142,14 +140,12 @@ def decode(fields: Mapping[bytes, bytes], *, max_bytes: int = MAX_BYTES) -> Frag
     header = _parse_header(fields.get(b"h", b""))
     columns = [_parse_column(entry) for entry in header["columns"]]
     _check_layout(columns, header["T"], header["N"], header["C"], max_bytes)
-    checksum = 0
-    for column in columns:
-        checksum = zlib.crc32(_check_chunk(column, fields), checksum)
+    checksum = _checksum(_check_chunk(column, fields) for column in columns)
     if checksum != header["checksum"]:
         raise CodecError(f"checksum: {checksum} over the columns, the header says {header['checksum']}")
     arrays = {column.name: _decompress(column, fields) for column in columns}
     _check_values(arrays)
-    required = {name: arrays.pop(name) for name in _DTYPE_OF}
+    required = {name: arrays.pop(name) for name in _REQUIRED}
     return Fragment(
         run=header["run"],
         producer=header["producer"],
@@ -162,8 +158,11 @@ def decode(fields: Mapping[bytes, bytes], *, max_bytes: int = MAX_BYTES) -> Frag
     )
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
+def _checksum(chunks: Iterable[bytes]) -> int:
+    checksum = 0
+    for chunk in chunks:
+        checksum = zlib.crc32(chunk, checksum)
+    return checksum
 
 
 def _compress(column: _Column, array: np.ndarray) -> bytes:
@@ -184,7 +183,7 @@ def _compress(column: _Column, array: np.ndarray) -> bytes:
 
 
 def _parse_header(data: bytes) -> dict[str, Any]:
-    """The header as a dict whose scalars have their types and ranges checked; columns is a list."""
+    """Return the header, types and ranges of its scalars checked; columns is a list."""
     if not data:
         raise CodecError("h: the entry has no header")
     if len(data) > _MAX_HEADER_BYTES:
@@ -192,113 +191,95 @@ def _parse_header(data: bytes) -> dict[str, Any]:
     try:
         header = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise CodecError(f"h: header is no JSON ({_one_line(error)})") from None
+        raise CodecError(f"h: header is no JSON ({first_line(error)})") from None
     if not isinstance(header, dict):
         raise CodecError("h: header is no JSON object")
     if header.get("format") != FORMAT or type(header["format"]) is not int:
         raise CodecError(f"format: {_show(header.get('format'))}, this version reads {FORMAT}")
+    run, columns = header.get("run"), header.get("columns")
+    if not isinstance(run, str) or not 1 <= len(run) <= 200:
+        raise CodecError(f"run: {_show(run)} is no run id")
     for name in _NUMBERS:
         value = header.get(name)
-        if name == "run":
-            if not isinstance(value, str) or not 1 <= len(value) <= 200:
-                raise CodecError(f"run: {_show(value)} is no run id")
-        elif type(value) is not int or not 0 <= value < 2**63:
+        if type(value) is not int or not 0 <= value < 2**63:
             raise CodecError(f"{name}: {_show(value)} is no integer in [0, 2^63)")
     if header["T"] < 1 or header["N"] < 1:
         raise CodecError(f"T, N: {header['T']} steps of {header['N']} environments hold nothing")
-    columns = header.get("columns")
     if not isinstance(columns, list) or len(columns) > _MAX_COLUMNS:
         raise CodecError(f"columns: no list of at most {_MAX_COLUMNS}")
     return header
 
 
-def _show(value: object) -> str:
-    """A value of a stranger, short enough for one line."""
-    return repr(value)[:60]
-
-
 def _parse_column(entry: object) -> _Column:
     if not isinstance(entry, dict) or set(entry) != {"name", "dtype", "shape", "bytes"}:
         raise CodecError(f"columns: {_show(entry)} is not {{name, dtype, shape, bytes}}")
-    name, dtype, shape, claimed = entry["name"], entry["dtype"], entry["shape"], entry["bytes"]
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise CodecError(f"columns: {_show(name)} is no column name")
-    if not isinstance(dtype, str) or dtype not in _DTYPES:
-        raise CodecError(f"{name}: dtype {_show(dtype)} is not one of {', '.join(_DTYPES)}")
-    if not isinstance(shape, list) or len(shape) > _MAX_RANK:
-        raise CodecError(f"{name}: shape {_show(shape)} is no list of at most {_MAX_RANK} lengths")
-    if any(type(n) is not int or not 0 <= n < 2**31 for n in shape):
-        raise CodecError(f"{name}: shape {_show(shape)} has a length that is no integer in [0, 2^31)")
-    column = _Column(name, dtype, tuple(shape))
+    shape, claimed = entry["shape"], entry["bytes"]
+    if not isinstance(shape, list) or any(type(n) is not int or not 0 <= n < 2**31 for n in shape):
+        raise CodecError(f"{_show(entry['name'])}: shape {_show(shape)} is no list of integers in [0, 2^31)")
+    column = _column(entry["name"], entry["dtype"], tuple(shape))
     if type(claimed) is not int or claimed != column.num_bytes:
         raise CodecError(
-            f"{name}: claims {_show(claimed)} bytes, {dtype} {list(shape)} has {column.num_bytes}"
+            f"{column.name}: claims {_show(claimed)} bytes, {column.dtype} {shape} has {column.num_bytes}"
         )
     return column
 
 
+def _column(name: object, dtype: object, shape: tuple[int, ...]) -> _Column:
+    """Return a column of a name, dtype and rank that a fragment may have."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise CodecError(f"columns: {_show(name)} is no column name")
+    allowed = (_REQUIRED | _RECURRENT).get(name, _DTYPES)
+    if not isinstance(dtype, str) or dtype not in allowed:
+        raise CodecError(f"{name}: dtype {_show(dtype)}, expected {' or '.join(allowed)}")
+    if len(shape) > _MAX_RANK:
+        raise CodecError(f"{name}: shape {_show(list(shape))} has more than {_MAX_RANK} axes")
+    return _Column(name, dtype, shape)
+
+
 def _check_layout(columns: list[_Column], steps: int, num_envs: int, context: int, max_bytes: int) -> None:
-    """All columns there, once, of an allowed dtype, their shapes consistent, and together below the cap."""
-    by_name = {column.name: column for column in columns}
-    if len(by_name) != len(columns):
+    """Refuse columns that are missing, occur twice, are together above the cap or of inconsistent shapes."""
+    shapes = {column.name: column.shape for column in columns}
+    if len(shapes) != len(columns):
         raise CodecError("columns: a name occurs twice")
-    for name, dtypes in _DTYPE_OF.items():
-        if name not in by_name:
+    for name in _REQUIRED:
+        if name not in shapes:
             raise CodecError(f"{name}: the column is missing")
-        if by_name[name].dtype not in dtypes:
-            raise CodecError(f"{name}: dtype {by_name[name].dtype}, expected {' or '.join(dtypes)}")
+    if len(_RECURRENT.keys() & shapes.keys()) == 1:
+        raise CodecError("memory_index, memory: come together or not at all")
     total = sum(column.num_bytes for column in columns)
     if total > max_bytes:
         raise CodecError(f"columns: {total} bytes uncompressed, at most {max_bytes} are accepted")
     rows = context + steps
-    observation = by_name["observation"]
-    if len(by_name["final_index"].shape) != 2 or len(by_name["episode_return"].shape) != 1:
-        raise CodecError("final_index, episode_return: expected shapes [K, 2] and [E]")
-    num_finals, num_episodes = by_name["final_index"].shape[0], by_name["episode_return"].shape[0]
-    if num_episodes > rows * num_envs:
-        raise CodecError(f"episode_return: {num_episodes} episodes cannot end in {rows} x {num_envs} steps")
-    exact = {
-        "observation": (rows + 1, num_envs, *observation.shape[2:]),
-        "reward": (rows, num_envs),
-        "terminated": (rows, num_envs),
-        "truncated": (rows, num_envs),
-        "final_index": (num_finals, 2),
-        "final_observation": (num_finals, *observation.shape[2:]),
-        "episode_length": (num_episodes,),
-    } | _memory_layout(by_name, rows * num_envs)
-    for column in columns:
-        if column.dtype not in _DTYPES:
-            raise CodecError(f"{column.name}: dtype {column.dtype} is not one of {', '.join(_DTYPES)}")
-        if len(column.shape) > _MAX_RANK or not _NAME.fullmatch(column.name):
-            raise CodecError(f"{column.name}: rank {len(column.shape)} above {_MAX_RANK}, or no column name")
-        expected = exact.get(column.name, (rows, num_envs, *column.shape[2:]))
-        if column.shape != expected and column.name != "episode_return":
-            raise CodecError(f"{column.name}: shape {list(column.shape)}, expected {list(expected)}")
-    if by_name["final_observation"].dtype != observation.dtype:
-        raise CodecError(f"final_observation: dtype differs from that of observation, {observation.dtype}")
 
+    def axis(name: str, number: int) -> int:
+        return shapes[name][number] if len(shapes.get(name, ())) > number else 0
 
-def _memory_layout(by_name: Mapping[str, _Column], num_transitions: int) -> dict[str, tuple[int, ...]]:
-    """The shapes of `memory_index` [S, 2] and `memory` [S, H] as they must be; {} where there are none."""
-    found = [by_name[name] for name in _MEMORY_DTYPE if name in by_name]
-    if not found:
-        return {}
-    if len(found) == 1:
-        raise CodecError(f"{found[0].name}: memory_index and memory come together or not at all")
-    for column in found:
-        if column.dtype != _MEMORY_DTYPE[column.name] or len(column.shape) != 2:
-            raise CodecError(
-                f"{column.name}: {column.dtype} {list(column.shape)}, expected "
-                f"{_MEMORY_DTYPE[column.name]} of rank 2"
-            )
-    index, memory = found
-    if index.shape[0] > num_transitions:
-        raise CodecError(f"memory_index: {index.shape[0]} states of {num_transitions} steps")
-    return {"memory_index": (index.shape[0], 2), "memory": (index.shape[0], memory.shape[1])}
+    for name in ("final_index", "episode_return", "memory_index"):
+        if axis(name, 0) > rows * num_envs:
+            raise CodecError(f"{name}: {axis(name, 0)} rows, more than {rows} x {num_envs} steps can have")
+    item = shapes["observation"][2:]
+    expected = {
+        "observation": (rows + 1, num_envs, *item),
+        **dict.fromkeys(("reward", "terminated", "truncated"), (rows, num_envs)),
+        "final_index": (axis("final_index", 0), 2),
+        "final_observation": (axis("final_index", 0), *item),
+        **dict.fromkeys(("episode_return", "episode_length"), (axis("episode_return", 0),)),
+        "memory_index": (axis("memory_index", 0), 2),
+        "memory": (axis("memory_index", 0), axis("memory", 1)),
+    }
+    for name, shape in shapes.items():
+        wanted = expected.get(name, (rows, num_envs, *shape[2:]))
+        if shape != wanted:
+            raise CodecError(f"{name}: shape {list(shape)}, expected {list(wanted)}")
+    dtypes = {column.name: column.dtype for column in columns}
+    if dtypes["final_observation"] != dtypes["observation"]:
+        raise CodecError(
+            f"final_observation: dtype differs from that of observation, {dtypes['observation']}"
+        )
 
 
 def _check_chunk(column: _Column, fields: Mapping[bytes, bytes]) -> bytes:
-    """The compressed bytes of a column, known to unpack to what its header says and to be plain data."""
+    """Return the compressed bytes of a column, which hold plain data of the size that its header says."""
     chunk = fields.get(column.name.encode(), b"")
     if not column.num_bytes:
         if chunk:
@@ -311,7 +292,7 @@ def _check_chunk(column: _Column, fields: Mapping[bytes, bytes]) -> bytes:
     try:
         num_bytes, num_compressed, _ = blosc2.get_cbuffer_sizes(chunk)
     except (RuntimeError, ValueError) as error:
-        raise CodecError(f"{column.name}: no blosc2 chunk ({_one_line(error)})") from None
+        raise CodecError(f"{column.name}: no blosc2 chunk ({first_line(error)})") from None
     if num_bytes != column.num_bytes or num_compressed != len(chunk):
         raise CodecError(
             f"{column.name}: chunk of {num_bytes} bytes in {num_compressed}, "
@@ -331,7 +312,7 @@ def _decompress(column: _Column, fields: Mapping[bytes, bytes]) -> np.ndarray:
         try:
             blosc2.decompress2(fields[column.name.encode()], dst=raw, nthreads=1)
         except (RuntimeError, ValueError, MemoryError) as error:
-            raise CodecError(f"{column.name}: cannot be decompressed ({_one_line(error)})") from None
+            raise CodecError(f"{column.name}: cannot be decompressed ({first_line(error)})") from None
     if column.dtype == "bool" and (raw > 1).any():
         raise CodecError(f"{column.name}: a byte that is neither 0 nor 1")
     return array.swapaxes(0, 1) if column.is_image else array
@@ -349,8 +330,12 @@ def _check_values(arrays: Mapping[str, np.ndarray]) -> None:
     if "memory_index" in arrays:
         index = arrays["memory_index"]
         if (index < 0).any() or (index >= np.array(terminated.shape)).any():
-            raise CodecError(
-                f"memory_index: a (step, environment) outside {terminated.shape[0]} x {terminated.shape[1]}"
-            )
+            rows, num_envs = terminated.shape
+            raise CodecError(f"memory_index: a (step, environment) outside {rows} x {num_envs}")
     if (arrays["episode_length"] < 1).any():
         raise CodecError("episode_length: an episode of less than one step")
+
+
+def _show(value: object) -> str:
+    """An untrusted value, short enough for one line."""
+    return repr(value)[:60]
