@@ -21,7 +21,8 @@ from support.processes import Process, Processes, command_of, descendants
 from test_monitoring import free_ports
 
 from ddrl.cli import main
-from ddrl.store import connection, exposure, runs
+from ddrl.cli.doctor import is_loopback, security
+from ddrl.store import connection, runs
 from ddrl.store import server as embedded
 
 SECRET = "open/se:same@17"  # in a URL it is written otherwise
@@ -156,7 +157,8 @@ def test_the_embedded_server_is_closed_to_others(hold: embedded.Hold) -> None:
     assert connection.password() not in command_of(embedded.server_pid())
     assert (socket_path.parent.stat().st_mode | state.stat().st_mode) & 0o077 == 0
     with connection.connect() as client:
-        assert client.config_get("port") == {"port": "0"} and exposure.warning(client) is None
+        assert client.config_get("port") == {"port": "0"}
+        assert security(client, connection.url()).level == "ok"
     if os.geteuid() == 0:
         assert as_somebody_else(f"open({str(state / 'password')!r}).read()") == "PermissionError"
         connecting = f"socket.socket(socket.AF_UNIX).connect({str(socket_path)!r})"
@@ -189,24 +191,27 @@ def test_listening_never_goes_without_a_password(hold: embedded.Hold) -> None:
 # --- servers of others -------------------------------------------------------------------------------
 
 
-def test_a_server_that_is_open_to_all_is_warned_of(make_server: Callable[..., PrivateServer]) -> None:
+def test_a_server_that_is_open_to_all_is_reported(make_server: Callable[..., PrivateServer]) -> None:
     (port,) = free_ports(1)
     server = make_server("--bind", "0.0.0.0", "--protected-mode", "no")
-    assert exposure.warning(server.client) is None  # it has no port
+    remote, local = f"redis://{own_address()}:{port}/0", f"redis://127.0.0.1:{port}/0"
+
+    def finding(url: str) -> str:
+        with connection.connect(url) as client:
+            found = security(client, url)
+        return f"{found.level}: {found.detail}; {found.remedy}"
+
+    assert finding(server.url).startswith("ok")  # it has no port
     server.client.config_set("port", port)
-    found = exposure.warning(server.client)
-    assert found is not None and "no password and listens beyond" in found[0] and "requirepass" in found[1]
-    with connection.connect(f"redis://{own_address()}:{port}/0") as client:
-        assert exposure.warning(client) == found
+    for url in (server.url, local, remote):
+        assert re.match("warn: no password required, .* requirepass", finding(url))
     server.client.config_set("protected-mode", "yes")
-    assert exposure.warning(server.client) is None
+    assert finding(server.url).startswith("ok")
     server.client.config_set("protected-mode", "no")
     server.client.config_set("requirepass", SECRET)
-    with connection.connect(f"redis://:{SPELLED[1]}@127.0.0.1:{port}/0") as client:
-        assert exposure.warning(client) is None
-    with connection.connect(f"redis://:{SPELLED[1]}@{own_address()}:{port}/0") as client:
-        found = exposure.warning(client)
-        assert found is not None and "unencrypted" in found[0] and "rediss://" in found[1]
+    assert finding(local.replace("//", f"//:{SPELLED[1]}@")).startswith("ok")
+    found = finding(remote.replace("//", f"//:{SPELLED[1]}@"))
+    assert re.match("warn: .* unencrypted; .*rediss://", found)
 
 
 def own_address() -> str:
@@ -231,4 +236,4 @@ def own_address() -> str:
     ],
 )
 def test_loopback(host: str, expected: bool) -> None:
-    assert exposure.is_loopback(host) is expected
+    assert is_loopback(host) is expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
@@ -13,18 +14,18 @@ from typer.exceptions import TyperException
 import ddrl
 from ddrl.cli.audit import audit
 from ddrl.cli.compare import compare
+from ddrl.cli.doctor import doctor
 from ddrl.cli.evaluate import evaluate
 from ddrl.cli.fleet import fleet
 from ddrl.cli.live import watch
 from ddrl.cli.logs import journal, logs
+from ddrl.cli.maintenance import prune, schema
 from ddrl.cli.policies import export
-from ddrl.cli.prune import prune
-from ddrl.cli.roles import learner, worker
+from ddrl.cli.roles import learner, up, worker
 from ddrl.cli.runs import delete, pause, runs, stop
-from ddrl.cli.server import doctor, schema, up
 from ddrl.cli.settings import set_
 from ddrl.cli.status import status
-from ddrl.cli.submit import crew, resume, submit
+from ddrl.cli.submit import detached, resume, submit
 
 DONE, FAILED, BAD_INPUT, NO_SERVER, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -64,7 +65,7 @@ _EXPLAINED: tuple[tuple[str, str, int], ...] = (
     ("ddrl.store.tensors", "TensorsError", BAD_INPUT),
     ("ddrl.policy", "PolicyFileError", BAD_INPUT),
     ("ddrl.store.leases", "LeaseLostError", FAILED),
-    ("ddrl.runs.crew", "CrewError", FAILED),
+    ("ddrl.runs.processes", "ProcessError", FAILED),
     (
         "ddrl.store.connection",
         "StoreError",
@@ -84,7 +85,7 @@ app = typer.Typer(
 )
 for _panel, _command in COMMANDS:
     app.command(_command.__name__.rstrip("_"), rich_help_panel=_panel)(_command)
-app.command(hidden=True)(crew)  # started by `--detach`
+app.command(hidden=True)(detached)  # started by `--detach`
 
 
 @app.callback(invoke_without_command=True)
@@ -103,6 +104,8 @@ def _root(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line, given without the program's name, and return its exit code."""
+    if arguments is None:
+        _end_in_order()
     try:
         code = app(sys.argv[1:] if arguments is None else list(arguments), "ddrl", standalone_mode=False)
         return code if isinstance(code, int) else DONE
@@ -118,6 +121,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if code is None:
             raise
         return _refuse(str(error), code)
+
+
+def _end_in_order() -> None:
+    """Let SIGTERM, and SIGHUP of a closed terminal, end a command as an exit does: it leaves the embedded server."""
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(signum) is signal.SIG_DFL:  # `nohup` ignores SIGHUP
+            signal.signal(signum, lambda number, _: sys.exit(128 + number))
 
 
 def exit_code(error: BaseException) -> int | None:

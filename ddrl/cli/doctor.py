@@ -1,29 +1,26 @@
-"""What `ddrl doctor` looks at: each finding is ok, a warning, or a failure with its remedy."""
+"""`ddrl doctor`: checks whether this machine can train, each with a remedy."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import ipaddress
 import os
 import platform
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from urllib.parse import parse_qs, urlsplit
+
+import typer
 
 import ddrl
+from ddrl.cli.output import Client, Json, ServerError, emit, server, size
 
 OK, WARN, FAIL = "ok", "warn", "fail"
-
+_MARKS = {OK: "ok  ", WARN: "warn", FAIL: "FAIL"}
 _PACKAGES = (
-    "torch",
-    "gymnasium",
-    "celery",
-    "kombu",
-    "redis",
-    "blosc2",
-    "numpy",
-    "pydantic",
-    "safetensors",
-    "typer",
+    *("torch", "gymnasium", "celery", "kombu", "redis", "blosc2", "numpy"),
+    *("pydantic", "safetensors", "typer"),
 )
 _EXTRAS = {  # extra -> module that shows whether it is installed
     "box2d": "Box2D",
@@ -38,7 +35,7 @@ _TRIAL_ENV = "LunarLanderContinuous-v3"
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report: what was looked at, how it stands, and what to do."""
+    """One line of the report: what was checked, the result, and the remedy."""
 
     name: str
     level: str
@@ -46,8 +43,23 @@ class Finding:
     remedy: str = ""
 
 
+def doctor(json_output: Json = False) -> None:
+    """Check whether this machine can train: packages, server, devices, environments, with remedies."""
+    findings = examine()
+    if json_output:
+        emit([asdict(finding) for finding in findings])
+    else:
+        width = max(len(finding.name) for finding in findings)
+        for finding in findings:
+            remedy = f"; {finding.remedy}" if finding.remedy else ""
+            print(f"{_MARKS[finding.level]}  {finding.name.ljust(width)}  {finding.detail}{remedy}")
+    failed = {finding.name for finding in findings if finding.level == FAIL}
+    if failed:
+        raise typer.Exit(3 if "server" in failed else 1)
+
+
 def examine() -> list[Finding]:
-    """Look at everything; takes a few seconds, because torch is imported."""
+    """Make all checks; takes a few seconds, because torch is imported."""
     return [_python(), *_packages(), *_extras(), *_server(), _cores(), _torch(), _environment()]
 
 
@@ -74,38 +86,28 @@ def _extras() -> Iterator[Finding]:
         if importlib.util.find_spec(module) is not None:
             yield Finding(f"extra {extra}", OK, "installed")
         else:
-            yield Finding(
-                f"extra {extra}", WARN, "not installed", f"pip install 'ddrl[{extra}]' if you need it"
-            )
+            remedy = f"pip install 'ddrl[{extra}]' if you need it"
+            yield Finding(f"extra {extra}", WARN, "not installed", remedy)
 
 
 def _server() -> Iterator[Finding]:
-    from ddrl.cli.output import ServerError, server
-    from ddrl.store import connection, exposure
+    from ddrl.store import connection
 
     try:
         with server() as client:
-            info, where = client.info(), connection.mask(connection.url())
-            kind = "embedded" if connection.is_embedded() else f"from {connection.URL_VARIABLE}"
+            info, url = client.info(), connection.url()
+            source = "embedded" if connection.is_embedded() else f"from {connection.URL_VARIABLE}"
             version = f"version {info.get('redis_version')} ({info.get('server_name', 'redis')})"
-            yield Finding(
-                "server", OK, f"{where} ({kind}), {version}, {info.get('maxmemory_policy', 'policy unknown')}"
-            )
+            policy = info.get("maxmemory_policy", "policy unknown")
+            yield Finding("server", OK, f"{connection.mask(url)} ({source}), {version}, {policy}")
             yield _memory(int(info.get("maxmemory", 0)), int(info.get("used_memory", 0)))
-            unsafe = exposure.warning(client)
-            yield (
-                Finding("security", OK, "nothing unsafe found")
-                if unsafe is None
-                else Finding("security", WARN, *unsafe)
-            )
+            yield security(client, url)
     except ServerError as error:
         detail, _, remedy = str(error).rpartition("; ")
         yield Finding("server", FAIL, detail or remedy, remedy if detail else "")
 
 
 def _memory(limit: int, used: int) -> Finding:
-    from ddrl.cli.output import size
-
     if not limit:
         return Finding("memory", OK, f"{size(used)} used, no limit set on the server (maxmemory 0)")
     if used > 0.9 * limit:
@@ -114,12 +116,63 @@ def _memory(limit: int, used: int) -> Finding:
     return Finding("memory", OK, f"{size(used)} used of {size(limit)}")
 
 
+def security(client: Client, url: str) -> Finding:
+    """Check whether others can use the server without a password, or read what is sent to it.
+
+    Args:
+        client: connected to the server.
+        url: the client's; without a password in it, the server has required none.
+    """
+    parts = urlsplit(url)
+    is_remote = parts.scheme != "unix" and not is_loopback(parts.hostname or "localhost")
+    has_password = bool(parts.password or parse_qs(parts.query).get("password"))
+    if not has_password and (is_remote or _listens_to_others(client)):
+        return Finding(
+            "security",
+            WARN,
+            "no password required, and other machines can connect: they can publish weights",
+            "set requirepass (and protected-mode yes), or bind 127.0.0.1",
+        )
+    if is_remote and parts.scheme != "rediss":
+        return Finding(
+            "security",
+            WARN,
+            "password and experience travel unencrypted",
+            "use rediss://, or a VPN, or a network that you trust",
+        )
+    return Finding("security", OK, "nothing unsafe found")
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host's name or address means this machine only."""
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _listens_to_others(client: Client) -> bool:
+    """Return whether the server's settings let other machines connect; False if they cannot be read."""
+    from ddrl.store import connection
+
+    try:
+        settings: dict[str, str] = client.config_get("bind", "port", "tls-port", "protected-mode")
+    except connection.OUTAGES:  # forbidden, or an old server that takes one name
+        return False
+    if settings.get("port", "0") == "0" and settings.get("tls-port", "0") == "0":
+        return False
+    if settings.get("protected-mode") == "yes":  # without a password it serves the loopback only
+        return False
+    addresses = [address.removeprefix("-") for address in settings.get("bind", "").split()] or ["*"]
+    return not all(is_loopback(address) for address in addresses)
+
+
 def _cores() -> Finding:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if usable < 2:
-        return Finding(
-            "cores", WARN, f"{usable}", "playing and learning share one core: join another machine"
-        )
+        return Finding("cores", WARN, f"{usable}", "playing and learning share one core: add another machine")
     return Finding("cores", OK, f"{usable} for playing and learning")
 
 
@@ -142,6 +195,5 @@ def _environment() -> Finding:
     except envs.EnvError as error:
         return Finding("environment", WARN, str(error))
     shape = "x".join(map(str, spaces.observation_shape))
-    return Finding(
-        "environment", OK, f"{_TRIAL_ENV} can be played (observations {shape}, {spaces.action_kind} actions)"
-    )
+    detail = f"{_TRIAL_ENV} can be played (observations {shape}, {spaces.action_kind} actions)"
+    return Finding("environment", OK, detail)

@@ -1,4 +1,4 @@
-"""`ddrl learner` and `ddrl worker`: the two long-lived roles, each a thin start."""
+"""`ddrl learner`, `ddrl worker`, `ddrl up`: the processes that run until they are stopped."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import logging
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from ddrl.cli.maintenance import num_bytes
+from ddrl.cli.output import InputError, ServerError, note, server
 
 if TYPE_CHECKING:
     from ddrl.runs.prune import Retention
@@ -17,15 +21,15 @@ if TYPE_CHECKING:
 
 def learner(
     run: Annotated[
-        str | None, typer.Argument(help="Run to learn; without it, whatever waits for a learner.")
+        str | None, typer.Argument(help="Run to learn; without it, every run that waits for a learner.")
     ] = None,
     take_over: Annotated[
         bool,
         typer.Option(
-            "--take-over", help="Ask the learner that holds RUN for it, and take it after 5 s in any case."
+            "--take-over", help="Ask the learner that holds RUN to release it, and take it after 5 s anyway."
         ),
     ] = False,
-    folder: Annotated[Path, typer.Option(help="Where the runs' folders go.")] = Path("runs"),
+    folder: Annotated[Path, typer.Option(help="Folder of the runs' folders.")] = Path("runs"),
     keep_age: Annotated[
         str | None,
         typer.Option("--keep-age", help="Without RUN: delete runs that ended longer ago, such as 30d."),
@@ -35,21 +39,24 @@ def learner(
         typer.Option("--keep-bytes", help="Without RUN: delete the oldest ended runs beyond, such as 10GB."),
     ] = None,
 ) -> None:
-    """Learn runs: one until it ends, waiting for it while another learner holds it; or every one that waits."""
-    from ddrl.cli import output
-    from ddrl.runs import parent
-
+    """Learn one run until it ends, waiting while another learner holds it; or every run that waits."""
     if take_over and run is None:
-        raise typer.BadParameter("needs the run that is to be taken over", param_hint="--take-over")
+        raise typer.BadParameter("needs RUN, the run to take over", param_hint="--take-over")
     if run is not None and (keep_age or keep_bytes):
-        raise typer.BadParameter("goes without RUN; use `ddrl prune`", param_hint="--keep-age, --keep-bytes")
+        raise typer.BadParameter(
+            "not together with RUN; use `ddrl prune`", param_hint="--keep-age, --keep-bytes"
+        )
     retention = _retention(keep_age, keep_bytes)
-    parent.follow(signal.SIGTERM)
+
+    from ddrl.runs import monitoring, processes
+
+    processes.follow_parent(signal.SIGTERM)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
-    with output.server() as client:
+    with server() as client:
         from ddrl.learner import run as runner
         from ddrl.store import copies
 
+        monitoring.serve_learner()
         interrupt = runner.Interrupt()
         interrupt.install()
         if run is None:
@@ -60,14 +67,13 @@ def learner(
 
 
 def _retention(keep_age: str | None, keep_bytes: str | None) -> Retention | None:
-    """What the options say; None where they are not given."""
+    """Return what the options ask for; None without them."""
     from ddrl import config
-    from ddrl.cli.prune import num_bytes
-    from ddrl.runs import prune as housekeeping
+    from ddrl.runs.prune import Retention
 
     if keep_age is None and keep_bytes is None:
         return None
-    return housekeeping.Retention(
+    return Retention(
         None if keep_age is None else config.duration(keep_age, "--keep-age"),
         None if keep_bytes is None else num_bytes(keep_bytes, "--keep-bytes"),
     )
@@ -76,14 +82,59 @@ def _retention(keep_age: str | None, keep_bytes: str | None) -> Retention | None
 def worker(
     role: Annotated[str, typer.Option(help="rollout, evaluate or all.")] = "all",
     concurrency: Annotated[
-        int, typer.Option("--concurrency", "-c", min=1, help="Processes.")
+        int, typer.Option("--concurrency", "-c", min=1, help="Number of processes.")
     ] = os.cpu_count() or 1,
     loglevel: Annotated[str, typer.Option("--loglevel", "-l", help="Celery's log level.")] = "info",
 ) -> None:
     """Play and evaluate: `celery -A ddrl worker` with the queues of a role."""
     if role not in ("rollout", "evaluate", "all"):
-        raise typer.BadParameter(f"{role!r} is no role; use rollout, evaluate or all", param_hint="--role")
+        raise typer.BadParameter(f"{role!r} is unknown; use rollout, evaluate or all", param_hint="--role")
     from ddrl.celery import app, queues
 
     arguments = ["worker", "--queues", ",".join(queues(role)), "--concurrency", str(concurrency)]
     app.worker_main([*arguments, "--loglevel", loglevel, "--without-gossip", "--without-mingle"])
+
+
+def up(
+    listen: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT", help="Also serve other machines; they need the password that is printed."
+        ),
+    ] = None,
+) -> None:
+    """Keep the embedded server running until Ctrl-C."""
+    from ddrl.store import connection
+    from ddrl.store import server as embedded
+
+    if not connection.is_embedded():
+        raise InputError(
+            f"{connection.URL_VARIABLE} names a server, so none is started here; unset it to use your own"
+        )
+    address = None if listen is None else _address(listen)
+    stop = threading.Event()
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, lambda *_: stop.set())
+    try:
+        hold = embedded.acquire()
+        try:
+            print(f"server: {connection.mask(connection.url())}", flush=True)
+            if address is None:
+                print("in other terminals: celery -A ddrl worker", flush=True)
+            else:
+                _, command = hold.listen(*address)
+                print(f"on other machines: {command}", flush=True)
+            note("Ctrl-C ends it; its data stay")
+            while not stop.wait(0.5):
+                pass
+        finally:
+            hold.release()
+    except connection.StoreError as error:
+        raise ServerError(str(error)) from None
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise InputError(f"--listen {text}: expected HOST:PORT, such as 0.0.0.0:6379")
+    return host.strip("[]"), int(port)

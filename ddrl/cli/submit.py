@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import statistics
 import time
@@ -11,8 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-
-from ddrl.cli import bringing
 
 if TYPE_CHECKING:
     from ddrl.cli.output import Client
@@ -90,8 +89,8 @@ def submit(
     with output.server() as client:
         from ddrl.runs import submit as submission
 
-        processes = bringing.processes(workers) + _serving(client, resolved)
-        spaces = submission.prepare(resolved, processes=max(1, processes))
+        num_processes = _num_processes(workers) + _serving(client, resolved)
+        spaces = submission.prepare(resolved, processes=max(1, num_processes))
         runs = create_all(client, [*_with_seeds(resolved, seeds)], spaces, initial)
         _attend(
             client,
@@ -145,24 +144,25 @@ def resume(
         )
 
 
-def crew(
+def detached(
     runs: list[str],
     workers: Annotated[int, typer.Option()],
     with_learner: Annotated[bool, typer.Option("--learner/--no-learner")],
 ) -> None:
     """Run the processes of detached runs until the runs end."""
     from ddrl.cli import output
+    from ddrl.runs import processes as local
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with output.server() as client, bringing.crew_of(runs) as brought:
+    with output.server() as client, local.Processes(Path("runs") / runs[0]) as processes:
         try:
-            bringing.bring(brought, runs, workers, with_learner)
-            while bringing.any_goes_on(client, runs):
+            local.start(processes, runs, workers, with_learner)
+            while local.any_active(client, runs):
                 time.sleep(0.5)
-                bringing.keep_up(client, brought, runs)
+                local.keep_running(client, processes, runs, output.note)
         except KeyboardInterrupt:
-            bringing.stop(client, runs)
-        brought.wait_for_learners(LEARNER_EXIT_S)
+            _stop(client, runs)
+        processes.wait_for_learners(LEARNER_EXIT_S)
 
 
 def _attend(
@@ -177,23 +177,27 @@ def _attend(
 ) -> None:
     """Start the processes that are missing, follow the runs to their end, print their results."""
     from ddrl.cli import live, output
+    from ddrl.runs import processes as local
     from ddrl.store import connection
 
-    num_workers = bringing.processes(workers)
+    num_workers = _num_processes(workers)
     bring_learner = with_learner if with_learner is not None else connection.is_embedded()
     if detach:
         if num_workers or bring_learner:
-            bringing.leave_behind(runs, num_workers, bring_learner)
+            local.start_detached(runs, num_workers, bring_learner)
         _tell_detached(runs, json_)
         return
     output.note("\n".join(f"run {run}" for run in runs))
     interrupted = False
     try:
-        with bringing.crew_of(runs) as brought:
+        with local.Processes(Path("runs") / runs[0]) as processes:
             try:
-                bringing.bring(brought, runs, num_workers, bring_learner)
+                local.start(processes, runs, num_workers, bring_learner)
                 live.follow(
-                    client, runs, json_output=json_, on_tick=lambda: bringing.keep_up(client, brought, runs)
+                    client,
+                    runs,
+                    json_output=json_,
+                    on_tick=lambda: local.keep_running(client, processes, runs, output.note),
                 )
             except KeyboardInterrupt:
                 interrupted = True
@@ -201,9 +205,9 @@ def _attend(
                     output.note(_goes_on(runs))
                     raise typer.Exit(130) from None
                 output.note(f"stopping {', '.join(runs)}; press Ctrl-C again to end everything at once")
-                bringing.stop(client, runs)
-            brought.wait_for_learners(LEARNER_EXIT_S)
-    except KeyboardInterrupt:  # the second one: the crew was killed on the way here
+                _stop(client, runs)
+            processes.wait_for_learners(LEARNER_EXIT_S)
+    except KeyboardInterrupt:  # the second one: the processes have been killed
         output.note(f"ended at once; `ddrl resume {' '.join(runs)}` goes on from the newest checkpoint")
         raise
     rows = _summaries(client, runs, wall_s=time.monotonic() - started)
@@ -213,6 +217,30 @@ def _attend(
         print(json.dumps(rows[0]) if json_ else live.closing_lines(rows[0]), flush=True)
     failed = any(row["status"] == "failed" for row in rows)
     raise typer.Exit(130 if interrupted else 1 if failed else 0)
+
+
+def _num_processes(workers: int | None) -> int:
+    """Return the number of rollout processes to start; the default is for the embedded server only."""
+    from ddrl.store import connection
+
+    if workers is not None:
+        return workers
+    return max(1, min(8, (os.cpu_count() or 2) - 1)) if connection.is_embedded() else 0
+
+
+def _stop(client: Client, names: Sequence[str]) -> None:
+    """Stop the runs; if the server does not answer, they stay active for other learners."""
+    from ddrl.cli import output
+    from ddrl.store import connection, runs
+
+    for run in names:
+        try:
+            runs.set_status(client, run, "stopped", "interrupted")
+        except connection.OUTAGES as error:
+            text = connection.outage(error)
+            if text is None:
+                raise
+            output.note(f"{run}: not marked as stopped: {text}")
 
 
 def create_all(

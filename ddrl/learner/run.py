@@ -70,7 +70,6 @@ def serve(
         retention: which ended runs go from the server; None: none.
     """
     log.info("waits for runs")
-    monitoring.start_learner()
     spared: dict[str, float] = {}  # run -> until when it is left alone
     outage = Outage(client)
     while not interrupt.event.is_set():

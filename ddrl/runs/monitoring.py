@@ -1,8 +1,8 @@
-"""Figures for Prometheus: what a learner process knows of its run, what a Celery worker knows of itself.
+"""Metrics for Prometheus: a learner process reports its run, a Celery worker reports itself.
 
-`DDRL_METRICS=HOST:PORT`, or PORT alone for the loopback, opens `/metrics` there; without it nothing is opened. An
-address that cannot be had costs one warning, never the process. A learner's figures are read from the server when
-somebody asks: nothing is counted twice, and a learner that nobody watches pays nothing.
+`DDRL_METRICS=HOST:PORT`, or PORT alone for the loopback, serves `/metrics` there; without it nothing is served. An
+address that cannot be used costs one warning, never the process. A learner's metrics are read from the server at
+each request, so nothing is counted twice, and a learner that nobody monitors pays nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import logging
 import math
 import os
 import re
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -50,51 +49,44 @@ SERIES = (
     Series("ddrl_updates_total", "Updates of the learner.", lambda now: now.updates),
     Series("ddrl_fragments_total", "Fragments appended.", lambda now: now.appended_fragments),
     Series("ddrl_stream_written_bytes_total", "Bytes appended.", lambda now: now.appended_bytes),
-    Series("ddrl_stream_bytes", "Bytes of the stream, entries trimmed left out.", lambda now: now.live_bytes),
+    Series("ddrl_stream_bytes", "Bytes of the stream, without trimmed entries.", lambda now: now.live_bytes),
     Series("ddrl_policy_version", "Latest version of the weights.", lambda now: now.version),
     Series("ddrl_allowance_steps", "Steps that may have been appended in all.", lambda now: now.allowance),
     Series("ddrl_messages_waiting", "Rollout messages that wait for a process.", lambda now: now.waiting),
     Series("ddrl_weight", "Share of the fleet, relative to other runs.", lambda now: now.weight),
-    Series("ddrl_leased", "1 where a learner holds the run.", lambda now: now.leased),
-    Series("ddrl_duplicates_total", "Repeated appends, dropped.", lambda now: now.duplicates),
-    Series("ddrl_dead_entries_total", "Entries that the learner refused.", lambda now: now.dead),
-    Series("ddrl_full_appends_total", "Appends that found no room.", lambda now: now.full),
+    Series("ddrl_leased", "1 if a learner holds the run.", lambda now: now.leased),
+    Series("ddrl_duplicates_total", "Repeated appends, ignored.", lambda now: now.duplicates),
+    Series("ddrl_dead_entries_total", "Entries that the learner rejected.", lambda now: now.dead),
+    Series("ddrl_full_appends_total", "Appends that found the stream full.", lambda now: now.full),
     Series("ddrl_crashes_total", "Processes that could not play the run.", lambda now: now.crashes_total),
-    Series("ddrl_lost_producers_total", "Ended without a word.", lambda now: now.lost_producers),
+    Series("ddrl_lost_producers_total", "Producers whose process was lost.", lambda now: now.lost_producers),
     Series("ddrl_process_seconds_total", "Process time spent on the run.", lambda now: now.process_s),
     Series("ddrl_played_seconds_total", "Of that, stepping environments.", lambda now: now.played_s),
-    Series("ddrl_allowance_wait_seconds_total", "Of that, ahead of learning.", lambda now: now.allowance_wait_s),
-    Series("ddrl_room_wait_seconds_total", "Of that, without room.", lambda now: now.room_wait_s),
+    Series("ddrl_allowance_wait_seconds_total", "Of that, waiting for the learner.", lambda now: now.allowance_wait_s),
+    Series("ddrl_room_wait_seconds_total", "Of that, waiting for room in the stream.", lambda now: now.room_wait_s),
 )  # fmt: skip
 
-ROW = {  # figure of the learner's row -> (metric, help)
-    "env_steps_per_s": ("ddrl_env_steps_per_second", "Environment steps per second, as the learner sees them."),
+ROW = {  # figure of the learner's metrics row -> (metric, help)
+    "env_steps_per_s": ("ddrl_env_steps_per_second", "Environment steps per second, as counted by the learner."),
     "updates_per_s": ("ddrl_updates_per_second", "Updates per second."),
     "return_mean": ("ddrl_return_mean", "Mean return of the last training episodes."),
-    "staleness": ("ddrl_staleness_versions", "Versions between playing and learning, mean."),
+    "staleness": ("ddrl_staleness_versions", "Mean number of versions between playing and learning."),
     "samples_per_insert": ("ddrl_samples_per_insert", "Transitions sampled per transition appended."),
     "replay_size": ("ddrl_replay_transitions", "Transitions that the learner holds."),
-    "replay_bytes": ("ddrl_replay_bytes", "Bytes of them."),
+    "replay_bytes": ("ddrl_replay_bytes", "Bytes of these transitions."),
     "learner_wait": ("ddrl_learner_wait_ratio", "Share of its time that the learner waits for experience."),
-    "server_wait_s": ("ddrl_server_wait_seconds", "Of the last row: waiting for the server."),
+    "server_wait_s": ("ddrl_server_wait_seconds", "Of the last row, waiting for the server."),
 }  # fmt: skip
-FIGURE = "ddrl_learner_figure"  # of the algorithm, by name
+FIGURE = "ddrl_learner_figure"  # any other figure of the row, by name
+_NO_FIGURES = {"env_steps", "updates", "elapsed_s", "version", "dead"}  # in SERIES, or not a figure
 
-_run: str | None = None
-_serving = threading.Lock()
-_served: bool | None = None  # None: not tried yet
-
-
-def start_learner() -> bool:
-    """Serve the figures of the run that `learning` names; where they are served already, nothing."""
-    return _start(lambda: _Learning())
+_run: str | None = None  # that this process learns
 
 
 @contextlib.contextmanager
 def learning(run: str) -> Iterator[None]:
-    """While it lasts this process learns `run`; its figures are served."""
+    """While it lasts, the learner's metrics are those of `run`."""
     global _run
-    start_learner()
     _run = run
     try:
         yield
@@ -102,31 +94,36 @@ def learning(run: str) -> Iterator[None]:
         _run = None
 
 
-def start_worker(
+def serve_learner() -> bool:
+    """Serve the metrics of the run named by `learning`; return whether they are served."""
+    return _serve(LearnerMetrics)
+
+
+def serve_worker(
     node: str,
     pids: Callable[[], Iterable[int]],
     busy: Callable[[], int],
     tasks: Callable[[], Mapping[str, int]],
 ) -> bool:
-    """Serve the figures of a Celery worker; where they are served already, nothing.
+    """Serve the metrics of a Celery worker.
 
     Args:
         node: the worker's name.
-        pids: of its processes, now.
-        busy: processes with a task, now.
-        tasks: started since it said ready, by name.
+        pids: returns the process ids of its pool.
+        busy: returns the number of processes with a task.
+        tasks: returns the number of tasks started, by name.
 
     Returns:
         Whether they are served.
     """
-    return _start(lambda: _Working(node, pids, busy, tasks))
+    return _serve(lambda: WorkerMetrics(node, pids, busy, tasks))
 
 
 def address(text: str) -> tuple[str, int]:
-    """Host and port of `HOST:PORT`, `:PORT` or `PORT`; without a host, the loopback.
+    """Return host and port of `HOST:PORT`, `:PORT` or `PORT`; without a host, the loopback.
 
     Raises:
-        ValueError: it is neither, or the port is not one that others could find.
+        ValueError: it is none of these, or the port is not from 1 to 65535.
     """
     match = re.fullmatch(r"(?:(?:\[([^\]]+)\]|([^:\[\]]*)):)?(\d{1,5})", text.strip())
     if match is None or not 0 < int(match[3]) < 65536:
@@ -134,20 +131,11 @@ def address(text: str) -> tuple[str, int]:
     return match[1] or match[2] or LOOPBACK, int(match[3])
 
 
-def _start(collector: Callable[[], Any]) -> bool:
-    """Open the port that the environment names, once a process; whether it is open."""
-    global _served
+def _serve(collector: Callable[[], Any]) -> bool:
+    """Serve a collector's metrics at the address that the environment names; log one line if that fails."""
     text = os.environ.get(VARIABLE)
     if not text:
         return False
-    with _serving:
-        if _served is None:  # once, also where it fails: one warning is enough
-            _served = _open(text, collector)
-        return _served
-
-
-def _open(text: str, collector: Callable[[], Any]) -> bool:
-    """Serve a collector's figures at an address; one line if that cannot be."""
     try:
         host, port = address(text)
         from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
@@ -157,87 +145,62 @@ def _open(text: str, collector: Callable[[], Any]) -> bool:
         registry.register(collector())
         start_http_server(port, host, registry)
     except ValueError as error:
-        log.warning("%s; no figures are served", error)
+        log.warning("%s; no metrics are served", error)
     except OSError as error:
-        log.warning("%s=%s: %s; no figures are served", VARIABLE, text, error.strerror or error)
+        log.warning("%s=%s: %s; no metrics are served", VARIABLE, text, error.strerror or error)
     else:
-        log.info("figures for Prometheus at http://%s:%d/metrics", host, port)
+        log.info("metrics for Prometheus at http://%s:%d/metrics", host, port)
         return True
     return False
 
 
-class _Learning:
-    """The run's figures, read when asked for."""
+class LearnerMetrics:
+    """The metrics of the run that this process learns, read at each request."""
 
     def __init__(self) -> None:
         self._client = connection.connect()
-        self._reading = threading.Lock()
-        self._last: list[Metric] = []
-        self._budget = ("", -1, 0)  # run, config version, bytes
 
     def describe(self) -> list[Metric]:
-        """Nothing: registering reads nothing."""
+        """Return nothing, so that registering reads nothing."""
         return []
 
-    def collect(self) -> list[Metric]:
-        """All figures; the last known where another request is waiting for the server already."""
-        if self._reading.acquire(blocking=False):
-            try:
-                self._last = list(self._read())
-            finally:
-                self._reading.release()
-        return self._last
-
-    def _read(self) -> Iterator[Metric]:
-        from prometheus_client.core import GaugeMetricFamily
-
-        up = GaugeMetricFamily("ddrl_server_up", "1 where the learner's server answers.")
-        run, found = _run, []
+    def collect(self) -> Iterator[Metric]:
+        """Yield all metrics, or only `ddrl_server_up` if the server does not answer."""
+        run, is_up, found = _run, True, []
         try:
             self._client.ping()
             if run is not None:
                 found = list(self._of_run(run))
         except connection.OUTAGES:
-            up.add_metric([], 0)
-        except connection.StoreError:  # deleted meanwhile
-            up.add_metric([], 1)
-        else:
-            up.add_metric([], 1)
-        yield up
+            is_up = False
+        except connection.StoreError:  # the run was deleted meanwhile
+            pass
+        yield _family("ddrl_server_up", "1 if the learner's server answers.", {}, is_up)
         yield from found
 
     def _of_run(self, run: str) -> Iterator[Metric]:
         from prometheus_client.core import GaugeMetricFamily
 
-        now, row = runs.state(self._client, run), metrics.last(self._client, run)
+        state, row, labels = runs.state(self._client, run), metrics.last(self._client, run), {"run": run}
         for series in SERIES:
-            yield _family(series.name, series.help, {"run": run}, series.value(now))
-        yield _family(
-            "ddrl_stream_budget_bytes", "replay.max_bytes.", {"run": run}, self._budget_of(run, now)
-        )
-        yield _family("ddrl_status", "1 for the run's status.", {"run": run, "status": now.status}, 1)
-        if now.evaluation is not None:
-            mean = now.evaluation["return_mean"]
-            yield _family("ddrl_evaluation_return_mean", "Of the version that is best.", {"run": run}, mean)
+            yield _family(series.name, series.help, labels, series.value(state))
+        budget = int(runs.config(self._client, run).replay.max_bytes)
+        yield _family("ddrl_stream_budget_bytes", "replay.max_bytes.", labels, budget)
+        yield _family("ddrl_status", "1 for the run's status.", {**labels, "status": state.status}, 1)
+        if state.evaluation is not None:
+            mean = state.evaluation["return_mean"]
+            yield _family("ddrl_evaluation_return_mean", "Of the best version.", labels, mean)
         for name, (metric, text) in ROW.items():
             if name in row:
-                yield _family(metric, text, {"run": run}, row[name])
+                yield _family(metric, text, labels, row[name])
         others = GaugeMetricFamily(FIGURE, "Any other figure of the learner's row.", labels=["run", "figure"])
-        for name in sorted(
-            row.keys() - ROW.keys() - {"env_steps", "updates", "elapsed_s", "version", "dead"}
-        ):
+        for name in sorted(row.keys() - ROW.keys() - _NO_FIGURES):
             others.add_metric([run, name], _number(row[name]))
         yield others
 
-    def _budget_of(self, run: str, now: runs.RunState) -> int:
-        if self._budget[:2] != (run, now.config_version):
-            size = int(runs.config(self._client, run).replay.max_bytes)
-            self._budget = (run, now.config_version, size)
-        return self._budget[2]
 
-
-class _Working:
-    """A worker's figures."""
+class WorkerMetrics:
+    """The metrics of a Celery worker; see `serve_worker`."""
 
     def __init__(
         self,
@@ -246,35 +209,34 @@ class _Working:
         busy: Callable[[], int],
         tasks: Callable[[], Mapping[str, int]],
     ) -> None:
-        self._labels = {"node": node}
-        self._pids, self._busy, self._tasks = pids, busy, tasks
+        self._node, self._pids, self._busy, self._tasks = node, pids, busy, tasks
         self._started = time.monotonic()
 
     def describe(self) -> list[Metric]:
-        """Nothing: registering reads nothing."""
+        """Return nothing, so that registering reads nothing."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """All figures."""
+        """Yield all metrics."""
         from prometheus_client.core import CounterMetricFamily
 
-        pids, labels = list(self._pids()), self._labels
-        sizes = [resident_bytes(pid) for pid in pids]
-        yield _family("ddrl_worker_processes", "Processes of the pool.", labels, len(pids))
-        yield _family("ddrl_worker_busy_processes", "Those with a task.", labels, self._busy())
-        uptime = time.monotonic() - self._started
-        yield _family("ddrl_worker_uptime_seconds", "Time since it said ready.", labels, uptime)
-        yield _family("ddrl_worker_resident_bytes", "Memory of all processes.", labels, sum(sizes))
-        largest = max(sizes, default=0)
-        yield _family("ddrl_worker_largest_resident_bytes", "Memory of the largest.", labels, largest)
+        sizes = [resident_bytes(pid) for pid in self._pids()]
+        for name, text, value in (
+            ("processes", "Processes of the pool.", len(sizes)),
+            ("busy_processes", "Processes with a task.", self._busy()),
+            ("uptime_seconds", "Time since the worker was ready.", time.monotonic() - self._started),
+            ("resident_bytes", "Memory of all processes.", sum(sizes)),
+            ("largest_resident_bytes", "Memory of the largest process.", max(sizes, default=0)),
+        ):
+            yield _family(f"ddrl_worker_{name}", text, {"node": self._node}, value)
         tasks = CounterMetricFamily("ddrl_worker_tasks_total", "Tasks started.", labels=["node", "task"])
-        for name, count in sorted(self._tasks().items()):
-            tasks.add_metric([labels["node"], name], count)
+        for task, count in sorted(self._tasks().items()):
+            tasks.add_metric([self._node, task], count)
         yield tasks
 
 
 def resident_bytes(pid: int) -> int:
-    """Resident memory of a process; 0 where it is gone or the system does not tell."""
+    """Return the memory that a process holds; 0 if it has ended or the system does not say."""
     try:
         pages = int(Path("/proc", str(pid), "statm").read_text().split()[1])
     except (OSError, IndexError, ValueError):
@@ -283,7 +245,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def _family(name: str, text: str, labels: Mapping[str, str], value: object) -> Metric:
-    """One metric with one value."""
+    """Return a metric with one value; a name that ends in `_total` makes a counter."""
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
     kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily

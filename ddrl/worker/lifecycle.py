@@ -31,7 +31,7 @@ from kombu.exceptions import OperationalError
 from ddrl import envs
 from ddrl.celery import UP_TIMEOUT_S, app
 from ddrl.envs import requirements
-from ddrl.runs import monitoring, parent
+from ddrl.runs import monitoring, processes
 from ddrl.store import connection, keys, server, workers
 from ddrl.worker import heartbeat, watchdog
 from ddrl.worker.heartbeat import HeartbeatSender, without_spaces
@@ -71,7 +71,7 @@ def _begin(instance: Any, **_: Any) -> None:
         pass  # Celery waits for it
     except connection.StoreError as error:  # waiting would not help
         raise SystemExit(f"ddrl: error: {error}") from None
-    parent.follow(signal.SIGQUIT)
+    processes.follow_parent(signal.SIGQUIT)
 
 
 class PoolReady(bootsteps.StartStopStep):  # type: ignore[misc]
@@ -85,11 +85,11 @@ class PoolReady(bootsteps.StartStopStep):  # type: ignore[misc]
 
     def start(self, worker: Any) -> None:
         """Wait until all processes are ready or one has ended, and until the server takes writes."""
-        processes = getattr(getattr(worker.pool, "_pool", None), "_pool", ())
+        pool = getattr(getattr(worker.pool, "_pool", None), "_pool", ())
         deadline = time.monotonic() + UP_TIMEOUT_S
         while (
-            len(list(self._folder.iterdir())) < len(processes)
-            and all(process.exitcode is None for process in processes)
+            len(list(self._folder.iterdir())) < len(pool)
+            and all(process.exitcode is None for process in pool)
             and worker_state.should_stop is None
             and worker_state.should_terminate is None
             and time.monotonic() < deadline
@@ -141,12 +141,10 @@ def _start_heartbeat(sender: Any, **_: Any) -> None:
     global _sender
 
     def pids() -> tuple[int, ...]:
-        processes = getattr(getattr(sender.pool, "_pool", None), "_pool", None)
-        if processes is None:  # a pool of threads
+        pool = getattr(getattr(sender.pool, "_pool", None), "_pool", None)
+        if pool is None:  # a pool of threads
             return (os.getpid(),)
-        return tuple(
-            process.pid for process in list(processes) if process.pid
-        )  # one that starts has none yet
+        return tuple(process.pid for process in list(pool) if process.pid)  # one that starts has none yet
 
     worker = workers.Heartbeat(
         node=without_spaces(sender.hostname),
@@ -165,7 +163,7 @@ def _start_heartbeat(sender: Any, **_: Any) -> None:
     _sender = HeartbeatSender(worker, pids)
     _sender.start()
     signal.signal(signal.SIGQUIT, _end_at_once)  # Celery's own handler waits for running tasks
-    monitoring.start_worker(
+    monitoring.serve_worker(
         sender.hostname,
         pids,
         busy=lambda: len(worker_state.active_requests),

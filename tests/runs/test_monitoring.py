@@ -84,14 +84,13 @@ def test_a_learner_and_a_worker_serve_what_the_dashboard_draws(
     assert len(drawn(DASHBOARD)) > 30 and drawn(DASHBOARD) - exported == set()
     assert {series.name for series in monitoring.SERIES} <= set(learned)
     assert {name for name, _ in monitoring.ROW.values()} <= set(learned)
-    assert not re.search(r"warning|WARNING", learner.text().split("figures for Prometheus")[0])
+    assert not re.search(r"warning|WARNING", learner.text().split("metrics for Prometheus")[0])
 
     # Another process that wants the same port says so in one line, and goes on.
-    monkeypatch.setattr(monitoring, "_served", None)
     monkeypatch.setenv(monitoring.VARIABLE, str(workers))
-    assert not monitoring.start_worker("another", tuple, busy=int, tasks=dict)
+    assert not monitoring.serve_worker("another", tuple, busy=int, tasks=dict)
     assert caplog.messages == [
-        f"{monitoring.VARIABLE}={workers}: Address already in use; no figures are served"
+        f"{monitoring.VARIABLE}={workers}: Address already in use; no metrics are served"
     ]
 
     # A server that is gone is one figure.
@@ -124,15 +123,13 @@ def test_addresses_that_are_refused(text: str) -> None:
         monitoring.address(text)
 
 
-def test_without_the_variable_nothing_is_opened(
+def test_without_a_usable_address_nothing_is_served(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(monitoring, "_served", None)
     monkeypatch.delenv(monitoring.VARIABLE, raising=False)
-    assert not monitoring.start_learner() and caplog.text == ""
+    assert not monitoring.serve_learner() and caplog.text == ""
     monkeypatch.setenv(monitoring.VARIABLE, "127.0.0.1:0")
-    assert not monitoring.start_learner()
-    assert not monitoring.start_learner()
+    assert not monitoring.serve_learner()
     assert caplog.text.count("\n") == 1 and "DDRL_METRICS=127.0.0.1:0: expected HOST:PORT" in caplog.text
 
 

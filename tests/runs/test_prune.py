@@ -11,7 +11,7 @@ from support.private_server import wait_until
 from support.runs import add_history, make_run
 
 from ddrl.cli import main
-from ddrl.runs import prune as housekeeping
+from ddrl.runs import prune as pruning
 from ddrl.store import connection, deletion, keys, runs
 from ddrl.store import leases as lease
 
@@ -36,7 +36,7 @@ def ended(client: Any, days: float, *, status: str = "stopped", num_bytes: int =
     return run
 
 
-def names(rows: list[housekeeping.Pruned]) -> list[str]:
+def names(rows: list[pruning.Pruned]) -> list[str]:
     return [row.run for row in rows]
 
 
@@ -44,30 +44,30 @@ def test_by_age(client: Any) -> None:
     old, older, young = ended(client, 31), ended(client, 400, status="solved"), ended(client, 2)
     active, paused = make_run(client), make_run(client)
     runs.set_status(client, paused, "paused", "by hand")
-    would = housekeeping.prune(client, 30 * DAY_S, None, dry_run=True)
+    would = pruning.prune(client, 30 * DAY_S, None, dry_run=True)
     assert names(would) == [older, old] and len(runs.names(client)) == 5
     assert would[0].reason == "too old" and would[0].status == "solved"
-    assert names(housekeeping.prune(client, 30 * DAY_S, None)) == [older, old]
+    assert names(pruning.prune(client, 30 * DAY_S, None)) == [older, old]
     assert {*runs.names(client)} == {young, active, paused}
     assert not [*client.scan_iter(keys.run_pattern(old))]
-    assert housekeeping.prune(client, 30 * DAY_S, None) == []
+    assert pruning.prune(client, 30 * DAY_S, None) == []
 
 
 def test_by_bytes_the_oldest_goes_first(client: Any) -> None:
     third, first, second = (ended(client, days, num_bytes=1_000_000) for days in (1, 3, 2))
     busy = make_run(client)
     client.set(keys.weights_blob(busy, 0), b"x" * 5_000_000)  # is not counted
-    assert housekeeping.prune(client, None, 4_000_000) == []
-    rows = housekeeping.prune(client, None, 2_500_000)
-    assert names(rows) == [first] and 1_000_000 < rows[0].num_bytes < 1_200_000
+    assert pruning.prune(client, None, 4_000_000) == []
+    rows = pruning.prune(client, None, 2_500_000)
+    assert names(rows) == [first] and 1_000_000 < rows[0].bytes < 1_200_000
     assert "more than 2.5 MB" in rows[0].reason
-    assert names(housekeeping.prune(client, None, 0)) == [second, third]
+    assert names(pruning.prune(client, None, 0)) == [second, third]
     assert runs.names(client) == [busy]
 
 
 def test_age_counts_towards_bytes(client: Any) -> None:
     old, young = ended(client, 50, num_bytes=1_000_000), ended(client, 1, num_bytes=1_000_000)
-    assert names(housekeeping.prune(client, 30 * DAY_S, 1_500_000)) == [old]
+    assert names(pruning.prune(client, 30 * DAY_S, 1_500_000)) == [old]
     assert runs.names(client) == [young]
 
 
@@ -75,9 +75,9 @@ def test_what_a_learner_still_holds_stays(client: Any) -> None:
     run = make_run(client)
     token = add_history(client, run)
     runs.set_status(client, run, "solved", "return 200 confirmed")
-    assert housekeeping.prune(client, 0, 0) == []
+    assert pruning.prune(client, 0, 0) == []
     lease.release(client, run, token)
-    assert names(housekeeping.prune(client, 0, 0)) == [run]
+    assert names(pruning.prune(client, 0, 0)) == [run]
     assert not [*client.scan_iter(keys.run_pattern(run))] and runs.names(client) == []
 
 
@@ -91,8 +91,8 @@ def test_the_command(client: Any, capsys: pytest.CaptureFixture[str], tmp_path: 
         return capsys.readouterr()
 
     assert "--older-than" in call(code=2).err
-    assert "no duration" in call("--older-than", "a month", code=2).err
-    assert "is no size" in call("--max-bytes", "much", code=2).err
+    assert "not a duration" in call("--older-than", "a month", code=2).err
+    assert "not a size" in call("--max-bytes", "much", code=2).err
     assert call("--older-than", "60d", "--yes").out == "nothing to prune\n"
     out = call("--older-than", "30d", "--dry-run").out
     assert old in out and "would free 1.9 MB of 1 run" in out and {*runs.names(client)} == {old, young}
@@ -122,7 +122,7 @@ def test_delete_leaves_no_key_behind(client: Any) -> None:
 
 
 def test_retention_of_a_service_comes_round(client: Any) -> None:
-    retention = housekeeping.Retention(DAY_S, None, every_s=0.2)
+    retention = pruning.Retention(DAY_S, None, every_s=0.2)
     first, young = ended(client, 2), ended(client, 0.5)
     assert names(retention.apply(client)) == [first]
     second = ended(client, 2)

@@ -55,6 +55,14 @@ def command_of(pid: int) -> str:
         return ""
 
 
+def is_alive(pid: int) -> bool:
+    """Return whether a process runs; a zombie does not."""
+    try:
+        return Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 class Process:
     """One started process, its log, and its signals.
 
@@ -220,7 +228,7 @@ class Processes:
         began = time.monotonic()
         while not condition():
             assert time.monotonic() - began < timeout_s, f"not within {timeout_s:.0f} s\n{self.logs()}"
-            time.sleep(0.05)
+            time.sleep(0.02)
         return time.monotonic() - began
 
     def logs(self, last_chars: int = 3000) -> str:

@@ -1,0 +1,257 @@
+"""The worker and learner processes that `ddrl submit` and `ddrl resume` start on this machine.
+
+They live as long as the command that started them. Each child holds the reading end of a pipe whose writing end the
+kernel closes when the command ends, however it ends, so none is orphaned. A child that dies is started again: the
+server has all that it needs to go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddrl.store import connection
+from ddrl.store import runs as store
+
+if TYPE_CHECKING:
+    from redis import Redis
+
+PARENT_VARIABLE = "DDRL_PARENT_FD"  # file descriptor of the pipe from the parent
+FOLLOW_S = 10.0  # for a child to end after its parent, before it is ended by force
+MAX_RESTARTS = 5  # in a row
+QUICK_DEATH_S = 10.0  # a child that dies sooner counts as a failed start
+PAUSES_S = (0.0, 0.5, 1.0, 2.0, 4.0)  # before the restarts after quick deaths; the last for all later ones
+STOP_S = 15.0  # for children to end, before they are killed
+
+
+class ProcessError(RuntimeError):
+    """A child process cannot be kept running; one line that names its log.
+
+    Attributes:
+        run: whose learner it is; None for workers.
+    """
+
+    def __init__(self, message: str, run: str | None = None) -> None:
+        super().__init__(message)
+        self.run = run
+
+
+@dataclass
+class _Child:
+    """One child process and its successors.
+
+    Attributes:
+        name: of its log.
+        run: whose learner it is; None for workers.
+        started: of `time.monotonic()`.
+        quick_deaths: in a row.
+        restart_at: when the next process starts, of `time.monotonic()`; None while one runs.
+    """
+
+    name: str
+    run: str | None
+    command: list[str]
+    log: Path
+    process: subprocess.Popen[bytes]
+    started: float
+    quick_deaths: int = 0
+    restart_at: float | None = None
+
+
+class Processes:
+    """Child processes as a context manager; leaving it stops them, or kills them after a KeyboardInterrupt.
+
+    Args:
+        folder: for the workers' logs, rollout.log and evaluation.log.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._children: list[_Child] = []
+        self._reader, self._writer = os.pipe()
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is not None and issubclass(kind, KeyboardInterrupt):
+                self.kill()
+            else:
+                self.stop()
+        finally:
+            os.close(self._reader)
+            os.close(self._writer)
+
+    def start_learner(self, run: str, folder: Path) -> None:
+        """Start a learner of one run; its log goes to `folder`."""
+        self._start("learner", ["learner", run], folder, run)
+
+    def start_workers(self, num_processes: int) -> None:
+        """Start a rollout worker of `num_processes`, and an evaluation worker of one."""
+        rollout = ["worker", "--role", "rollout", "--concurrency", str(num_processes)]
+        self._start("rollout", rollout, self._folder)
+        self._start("evaluation", ["worker", "--role", "evaluate", "--concurrency", "1"], self._folder)
+
+    def check(self) -> None:
+        """Restart the children that have died, after a pause if they die quickly.
+
+        A worker that ends with code 0 is restarted without limit: Celery ends so if the server is full or read-only.
+
+        Raises:
+            ProcessError: a child keeps dying, or a learner refuses its run; it is not restarted any more.
+        """
+        now = time.monotonic()
+        for child in list(self._children):
+            code = child.process.poll()
+            if code is None or (code == 0 and child.run is not None):
+                continue
+            if child.restart_at is None:
+                is_quick = now - child.started < QUICK_DEATH_S
+                child.quick_deaths = child.quick_deaths + 1 if is_quick else 1
+                child.restart_at = now + PAUSES_S[min(child.quick_deaths, len(PAUSES_S)) - 1]
+                is_refusal = is_quick and child.run is not None and code in (1, 2)
+                if is_refusal or (code != 0 and child.quick_deaths > MAX_RESTARTS):
+                    self._children.remove(child)
+                    raise ProcessError(
+                        f"{child.name} ended with code {code}: {_last_line(child.log)} (see {child.log})",
+                        child.run,
+                    )
+            if now >= child.restart_at:
+                child.process = self._spawn(child.command, child.log)
+                child.started, child.restart_at = time.monotonic(), None
+
+    def wait_for_learners(self, timeout_s: float) -> None:
+        """Wait at most `timeout_s` until the learners have ended by themselves."""
+        deadline = time.monotonic() + timeout_s
+        for child in self._children:
+            if child.run is not None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.process.wait(max(0.0, deadline - time.monotonic()))
+
+    def stop(self) -> None:
+        """Send SIGTERM to all children, and kill those that still run after STOP_S or at a KeyboardInterrupt."""
+        for child in self._children:
+            if child.process.poll() is None:
+                child.process.terminate()
+        deadline = time.monotonic() + STOP_S
+        try:
+            for child in self._children:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.process.wait(max(0.1, deadline - time.monotonic()))
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """Kill all children and their own children."""
+        for child in self._children:
+            if child.process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child.process.pid, signal.SIGKILL)
+                child.process.wait()
+        self._children.clear()
+
+    def _start(self, name: str, arguments: list[str], folder: Path, run: str | None = None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        command, log = [sys.executable, "-m", "ddrl", *arguments], folder / f"{name}.log"
+        self._children.append(_Child(name, run, command, log, self._spawn(command, log), time.monotonic()))
+
+    def _spawn(self, command: list[str], log: Path) -> subprocess.Popen[bytes]:
+        with log.open("ab") as output:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                pass_fds=[self._reader],
+                env={**os.environ, PARENT_VARIABLE: str(self._reader)},
+                start_new_session=True,  # the terminal's Ctrl-C goes to the command, which ends them in order
+            )
+
+
+def _last_line(log: Path) -> str:
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1].strip() if lines else "no output"
+
+
+def follow_parent(signum: signal.Signals) -> None:
+    """In a child: send `signum` to this process when its parent has ended, and end it by force after FOLLOW_S.
+
+    Does nothing in a process that `Processes` did not start.
+    """
+    fd = os.environ.pop(PARENT_VARIABLE, None)
+    if fd is None:
+        return
+
+    def wait() -> None:
+        os.read(int(fd), 1)
+        os.kill(os.getpid(), signum)
+        time.sleep(FOLLOW_S)
+        os._exit(1)
+
+    threading.Thread(target=wait, name="follow-parent", daemon=True).start()
+
+
+# --- the processes of runs ---------------------------------------------------------------------------
+
+
+def start(processes: Processes, runs: Sequence[str], workers: int, with_learner: bool) -> None:
+    """Start workers that the runs share, and a learner for each run."""
+    if workers:
+        processes.start_workers(workers)
+    if with_learner:
+        for run in runs:
+            processes.start_learner(run, Path("runs") / run)
+
+
+def start_detached(runs: Sequence[str], workers: int, with_learner: bool) -> None:
+    """Start the processes of runs under `ddrl detached`, a process that outlives this one."""
+    command = [sys.executable, "-m", "ddrl", "detached", *runs, "--workers", str(workers)]
+    command.append("--learner" if with_learner else "--no-learner")
+    folder = Path("runs") / runs[0]
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "detached.log").open("ab") as log:
+        subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+
+
+def keep_running(
+    client: Redis, processes: Processes, runs: Sequence[str], report: Callable[[str], None]
+) -> None:
+    """Restart what has died; a run whose processes keep dying fails, unless another learner holds it.
+
+    Args:
+        client: connection to the server.
+        processes: of the runs.
+        runs: their ids.
+        report: receives a message about one run of several that has failed.
+
+    Raises:
+        ProcessError: the workers, or the learner of the only run, keep dying.
+    """
+    try:
+        processes.check()
+    except ProcessError as error:
+        for run in [error.run] if error.run is not None else runs:
+            with contextlib.suppress(*connection.UNREACHABLE):
+                state = store.state(client, run)
+                if not state.leased and not state.ended:
+                    store.set_status(client, run, "failed", str(error))
+        if error.run is None or len(runs) == 1:
+            raise
+        report(f"{error.run}: {error}")
+
+
+def any_active(client: Redis, runs: Sequence[str]) -> bool:
+    """Return whether a run has not ended; True also while the server does not answer."""
+    with contextlib.suppress(*connection.UNREACHABLE):
+        return any(store.status(client, run) not in store.ENDED for run in runs)
+    return True

@@ -1,0 +1,178 @@
+"""The processes that a command starts: restarts, when they are given up, and their end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.private_server import PrivateServer, wait_until
+from support.processes import ROOT, is_alive
+from support.runs import make_run
+
+from ddrl.runs import processes as local
+from ddrl.runs.processes import ProcessError
+from ddrl.store import leases, runs
+
+Script = Callable[[str], None]
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Script:
+    """Replaces `python -m ddrl` by a script, as the current folder comes first on the path."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(local, "PAUSES_S", (0.0,))
+    (tmp_path / "ddrl").mkdir()
+    (tmp_path / "ddrl" / "__init__.py").touch()
+    head = "import os, signal, subprocess, sys, time\nopen('starts', 'a').write(f'{os.getpid()}\\n')\n"
+
+    def write(body: str) -> None:
+        (tmp_path / "ddrl" / "__main__.py").write_text(head + textwrap.dedent(body))
+
+    return write
+
+
+@pytest.fixture
+def children(tmp_path: Path) -> Iterator[local.Processes]:
+    with local.Processes(tmp_path / "logs") as children:
+        yield children
+        children.kill()
+
+
+def starts() -> list[int]:
+    """Return the process ids of all starts of the script."""
+    file = Path("starts")
+    return [int(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def test_a_learner_that_has_finished_is_not_restarted(script: Script, children: local.Processes) -> None:
+    script("")
+    children.start_learner("x-1", Path("logs"))
+    children.wait_for_learners(60)
+    for _ in range(3):
+        children.check()
+    assert len(starts()) == 1 and Path("logs", "learner.log").exists()
+
+
+def test_a_learner_that_refuses_its_run_is_given_up_with_its_last_line(
+    script: Script, children: local.Processes
+) -> None:
+    script("print('ddrl: error: no such option', file=sys.stderr); sys.exit(2)")
+    children.start_learner("x-1", Path("logs"))
+    children.wait_for_learners(60)
+    refusal = r"learner ended with code 2: ddrl: error: no such option \(see "
+    with pytest.raises(ProcessError, match=refusal) as error:
+        children.check()
+    assert error.value.run == "x-1"
+    children.check()  # it is reported once, and the others continue
+    assert len(starts()) == 1
+
+
+@pytest.mark.parametrize("role", ["learner", "workers"])
+def test_a_process_that_keeps_dying_is_given_up(
+    script: Script, children: local.Processes, monkeypatch: pytest.MonkeyPatch, role: str
+) -> None:
+    monkeypatch.setattr(local, "MAX_RESTARTS", 2)
+    script("print('no such module'); sys.exit(3)")
+    if role == "learner":
+        children.start_learner("x-1", Path("logs"))
+    else:
+        children.start_workers(1)
+    with pytest.raises(ProcessError, match="ended with code 3: no such module") as error:
+        wait_until(lambda: children.check(), 60)
+    assert error.value.run == ("x-1" if role == "learner" else None)
+    assert len(starts()) >= 1 + local.MAX_RESTARTS
+
+
+def test_workers_that_end_without_an_error_are_restarted_without_limit(
+    script: Script, children: local.Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As while the server is full: Celery then ends with code 0."""
+    monkeypatch.setattr(local, "MAX_RESTARTS", 2)
+    script("if len(open('starts').read().splitlines()) >= 9:\n    time.sleep(600)")
+    children.start_workers(1)
+
+    def all_up() -> bool:
+        children.check()
+        return len(starts()) >= 10
+
+    wait_until(all_up, 120)
+    assert sorted(path.name for path in Path("logs").iterdir()) == ["evaluation.log", "rollout.log"]
+
+
+CHILD = "child = subprocess.Popen(['sleep', '600']); open('child', 'w').write(str(child.pid))\n"
+POLITE = "signal.signal(15, lambda *_: (open('asked', 'w').close(), child.kill(), sys.exit(0)))\n"
+STUBBORN = "signal.signal(15, signal.SIG_IGN)\n"
+
+
+@pytest.mark.parametrize(
+    ("handler", "error"), [(POLITE, None), (STUBBORN, KeyboardInterrupt)], ids=["stop", "kill"]
+)
+def test_leaving_stops_all_and_an_interrupt_kills_all(
+    script: Script, tmp_path: Path, handler: str, error: type[BaseException] | None
+) -> None:
+    script(CHILD + handler + "open('up', 'w'); time.sleep(600)")
+    begun = 0.0
+    try:
+        with local.Processes(tmp_path / "logs") as children:
+            children.start_learner("x-1", tmp_path / "logs")
+            wait_until(Path("up").exists, 60)
+            begun = time.monotonic()
+            if error is not None:
+                raise error
+    except KeyboardInterrupt:
+        pass
+    assert time.monotonic() - begun < local.STOP_S
+    for pid in (*starts(), int(Path("child").read_text())):
+        wait_until(lambda pid=pid: not is_alive(pid))
+    assert Path("asked").exists() == (error is None)
+
+
+def test_a_child_ends_with_its_parent() -> None:
+    reader, writer = os.pipe()
+    code = (
+        "import signal, time; from ddrl.runs.processes import follow_parent; follow_parent(signal.SIGTERM); "
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", code + "print('up', flush=True); time.sleep(600)"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), local.PARENT_VARIABLE: str(reader)},
+        pass_fds=[reader],
+        stdout=subprocess.PIPE,
+    )
+    with child:
+        assert child.stdout is not None and child.stdout.readline() == b"up\n"
+        os.close(writer)  # as the kernel does when the parent ends
+        assert child.wait(20) == -signal.SIGTERM
+    os.close(reader)
+
+
+def test_pipes_are_closed_on_leaving(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        with local.Processes(tmp_path):
+            pass
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_run_whose_learner_keeps_dying_fails_unless_another_learner_holds_it(
+    server: PrivateServer, script: Script, children: local.Processes
+) -> None:
+    client: Any = server.client
+    lost, held = make_run(client), make_run(client)
+    assert leases.acquire(client, held, host="test", folder="/tmp") is not None
+    script("sys.exit(2)")
+    reports: list[str] = []
+    local.start(children, [lost, held], workers=0, with_learner=True)
+    children.wait_for_learners(60)
+    for _ in range(2):
+        local.keep_running(client, children, [lost, held], reports.append)
+    assert [runs.status(client, run) for run in (lost, held)] == ["failed", "active"]
+    assert [report.partition(":")[0] for report in reports] == [lost, held]
+    assert local.any_active(client, [lost, held]) and not local.any_active(client, [lost])
