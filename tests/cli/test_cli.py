@@ -111,7 +111,7 @@ def test_errors_have_exit_codes(capsys: pytest.CaptureFixture[str], monkeypatch:
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ddrl.cli.doctor.examine", interrupt)
+    monkeypatch.setattr(sys.modules["ddrl.cli.doctor"], "examine", interrupt)
     assert main(["doctor"]) == 130
     assert "Traceback" not in capsys.readouterr().err
 
