@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,11 +19,11 @@ import typer
 
 from ddrl.cli.output import Client, InputError, Json, emit, note, number, pairs
 from ddrl.cli.policies import Version, opened
+from ddrl.store.evaluations import Evaluation, OpenEvaluations
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from ddrl.config import EnvConfig
     from ddrl.policy import LoadedPolicy
     from ddrl.runs.evaluation import OnFrame
 
@@ -32,10 +32,6 @@ SURVEY_S = 2.0  # between two looks at the fleet
 LOST_S = 60.0  # after which an evaluation that nobody seems to play is sent again
 VIDEO_SUFFIX = ".mp4"
 MIN_VIDEO_SIZE = 320  # pixels; smaller pictures are enlarged, each pixel to a square
-
-Advance = Callable[[int], None]
-Scores = dict[int, tuple[float, int]]
-"""Return and length by seed."""
 
 
 def evaluate(
@@ -70,81 +66,45 @@ def evaluate(
     json_output: Json = False,
 ) -> None:
     """Play a policy and print its score; a run's fleet plays it, if there is one."""
-    from ddrl.runs.evaluation import is_atari, with_noops
+    from ddrl.runs.evaluation import is_atari
 
     if video is not None:
         check_video(video)
     with opened(target, version) as (loaded, client), ExitStack() as stack:
         if noop is not None and not is_atari(loaded.env):
             raise InputError(f"--noop {noop}: {loaded.env.id} is not an ALE game; leave the option out")
-        wanted = loaded.config.evaluation
-        first = wanted.seed + wanted.num_episodes if seed is None else seed
-        job = Job(
-            loaded=loaded,
-            env=with_noops(loaded.env, noop),
-            seeds=range(first, first + episodes),
+        config = loaded.config.evaluation
+        wanted = Evaluation(
+            version=loaded.version,
+            first_seed=config.seed + config.num_episodes if seed is None else seed,
+            num_episodes=episodes,
+            purpose="request",
             num_envs=num_envs,
             epsilon=loaded.policy.evaluation_epsilon if epsilon is None else epsilon,
             noop_max=noop,
         )
         recorder = None if video is None else stack.enter_context(VideoRecorder(video))
-        advance = stack.enter_context(_progress(episodes, quiet=json_output))
-        played = play(
-            job,
-            None if local else client,
-            advance=advance,
-            on_frame=None if recorder is None else recorder.add,
-        )
-    report = _report(job, played)
+        scoring = Scoring(loaded, wanted, stack.enter_context(_progress(episodes, quiet=json_output)))
+        scoring.play(None if local else client, on_frame=None if recorder is None else recorder.add)
+    report = scoring.report()
     if json_output:
-        emit({**report, "video": video and str(video), "returns": played.returns, "lengths": played.lengths})
+        returns, lengths = zip(*scoring.results(), strict=True)
+        emit({**report, "video": video and str(video), "returns": returns, "lengths": lengths})
         return
-    idle = {"no-ops": f"up to {report['noop']} frames"} if report["noop"] else {}
     pairs(
         {
             "policy": f"{loaded.run}@{loaded.version} on {loaded.env.id}",
             "return": f"{number(report['return_mean'])} ± {number(report['return_std'])}",
             "median": number(report["return_median"]),
             "min, max": f"{number(report['return_min'])}, {number(report['return_max'])}",
-            "episodes": f"{episodes}, seeds {first} to {first + episodes - 1}",
+            "episodes": f"{episodes}, seeds {report['first_seed']} to {report['last_seed']}",
             "length": f"{number(report['length_mean'])} steps (mean)",
-            "epsilon": f"{job.epsilon:g}",
-            **idle,
-            "played": _where(played),
+            "epsilon": f"{report['epsilon']:g}",
+            **({"no-ops": f"up to {report['noop']} frames"} if report["noop"] else {}),
+            "played": scoring.where(),
             **({} if video is None else {"video": str(video)}),
         }
     )
-
-
-def _where(played: Played) -> str:
-    there, here = played.num_on_fleet, len(played.returns) - played.num_on_fleet
-    if not there:
-        return "here"
-    fleet = f"{there} by the fleet ({played.num_processes} processes)"
-    return f"{fleet}, {here} here" if here else fleet
-
-
-def _report(job: Job, played: Played) -> dict[str, Any]:
-    from ddrl.runs.evaluation import is_atari
-
-    returns = played.returns
-    return {
-        "run": job.loaded.run,
-        "policy_version": job.loaded.version,
-        "env": job.env.id,
-        "episodes": len(returns),
-        "episodes_on_fleet": played.num_on_fleet,
-        "first_seed": job.seeds[0],
-        "last_seed": job.seeds[-1],
-        "epsilon": job.epsilon,
-        "noop": job.env.atari.noop_max if is_atari(job.env) else None,
-        "return_mean": statistics.fmean(returns),
-        "return_std": statistics.pstdev(returns),
-        "return_median": statistics.median(returns),
-        "return_min": min(returns),
-        "return_max": max(returns),
-        "length_mean": statistics.fmean(played.lengths),
-    }
 
 
 @contextmanager
@@ -167,139 +127,145 @@ def _progress(total: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
 # --- playing, here and on the fleet ----------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Job:
-    """Episodes to play.
-
-    Attributes:
-        loaded: the policy.
-        env: its environment, with `noop_max` applied.
-        seeds: one per episode.
-        num_envs: episodes side by side in one process.
-        epsilon: share of random actions.
-        noop_max: as given on the command line; None: the run's.
-    """
-
-    loaded: LoadedPolicy
-    env: EnvConfig
-    seeds: range
-    num_envs: int
-    epsilon: float
-    noop_max: int | None
-
-
-@dataclass(frozen=True)
-class Played:
-    """The episodes' returns and lengths, in the order of the seeds, and how many of them the fleet has played."""
-
-    returns: tuple[float, ...]
-    lengths: tuple[int, ...]
-    num_on_fleet: int
-    num_processes: int
-
-
-def play(job: Job, client: Client | None, *, advance: Advance, on_frame: OnFrame | None = None) -> Played:
-    """Play all episodes; the result is the same wherever they are played.
+class Scoring:
+    """Episodes that are played, here and on the fleet; the scores are the same wherever they are.
 
     Args:
-        job: the episodes.
-        client: connection to the run's server; None: play here.
-        advance: called with the number of episodes that were finished since.
-        on_frame: called with pictures of the first episode, which is then played here.
-
-    Raises:
-        EnvError: the environment cannot be made or filmed here, and has to be.
+        loaded: the policy.
+        wanted: the episodes.
+        advance: called with the number of episodes that have ended since the last call.
     """
-    scores: Scores = {}
-    num_processes = num_on_fleet = 0
-    if on_frame is not None:
-        scores = _play_here(job, job.seeds[:1], advance, on_frame)
-    if client is not None and (left := job.seeds[len(scores) :]):
-        num_here = len(scores)
-        num_processes = _play_on_fleet(job, client, left, scores, advance)
-        num_on_fleet = len(scores) - num_here
-    if rest := [seed for seed in job.seeds if seed not in scores]:
-        scores |= _play_here(job, rest, advance)
-    returns, lengths = zip(*(scores[seed] for seed in job.seeds), strict=True)
-    return Played(returns, lengths, num_on_fleet, num_processes)
 
+    def __init__(self, loaded: LoadedPolicy, wanted: Evaluation, advance: Callable[[int], None]) -> None:
+        self._loaded, self._wanted, self._advance = loaded, wanted, advance
+        self._scores: dict[int, tuple[float, int]] = {}  # return and length, by seed
+        self._num_on_fleet = self._num_processes = 0
 
-def _play_here(job: Job, seeds: Sequence[int], advance: Advance, on_frame: OnFrame | None = None) -> Scores:
-    from ddrl.runs import evaluation
+    def play(self, client: Client | None, *, on_frame: OnFrame | None = None) -> None:
+        """Play all episodes.
 
-    result = evaluation.evaluate(
-        job.loaded.policy,
-        job.env,
-        job.loaded.spaces,
-        seeds,
-        num_envs=min(job.num_envs, len(seeds)),
-        policy_version=job.loaded.version,
-        epsilon=job.epsilon,
-        on_episode=lambda *_: advance(1),
-        on_frame=on_frame,
-    )
-    return dict(zip(seeds, zip(result.returns, result.lengths, strict=True), strict=True))
+        Args:
+            client: connection to the run's server; None: play here.
+            on_frame: called with pictures of the first episode, which is then played here.
 
+        Raises:
+            EnvError: the environment cannot be made or filmed here, and has to be.
+        """
+        seeds = self._wanted.seeds
+        if on_frame is not None:
+            self._play_here(seeds[:1], on_frame)
+            seeds = seeds[1:]
+        if client is not None and seeds:
+            self._play_on_fleet(client, seeds)
+        if left := [seed for seed in seeds if seed not in self._scores]:
+            self._play_here(left)
 
-def _play_on_fleet(job: Job, client: Client, seeds: range, scores: Scores, advance: Advance) -> int:
-    """Add the scores of what the fleet plays; return the number of its processes.
+    def results(self) -> list[tuple[float, int]]:
+        """Return and length of each episode, in the order of the seeds."""
+        return [self._scores[seed] for seed in self._wanted.seeds]
 
-    The seeds are sent in chunks. What the fleet cannot play, or has not when it goes away, is left out.
-    """
-    from ddrl import celery, envs  # here: a policy file is played without a broker
-    from ddrl.envs import requirements
-    from ddrl.store import connection, workers
-    from ddrl.store.evaluations import Evaluation, OpenEvaluations
+    def report(self) -> dict[str, Any]:
+        """Return what `--json` prints of a score."""
+        from ddrl.runs.evaluation import is_atari, with_noops
 
-    run, num_processes = job.loaded.run, 0
-    queue = envs.queue_for(celery.EVALUATE, job.env.id, requirements.custom_network(job.loaded.config))
+        env = with_noops(self._loaded.env, self._wanted.noop_max)
+        returns, lengths = zip(*self.results(), strict=True)
+        return {
+            "run": self._loaded.run,
+            "policy_version": self._loaded.version,
+            "env": env.id,
+            "episodes": len(returns),
+            "episodes_on_fleet": self._num_on_fleet,
+            "first_seed": self._wanted.seeds[0],
+            "last_seed": self._wanted.seeds[-1],
+            "epsilon": self._wanted.epsilon,
+            "noop": env.atari.noop_max if is_atari(env) else None,
+            "return_mean": statistics.fmean(returns),
+            "return_std": statistics.pstdev(returns),
+            "return_median": statistics.median(returns),
+            "return_min": min(returns),
+            "return_max": max(returns),
+            "length_mean": statistics.fmean(lengths),
+        }
 
-    def count_processes() -> int:
-        return sum(worker.processes for worker in workers.alive(client) if queue in worker.queues)
+    def where(self) -> str:
+        """Return where the episodes were played."""
+        num_here = len(self._scores) - self._num_on_fleet
+        if not self._num_on_fleet:
+            return "here"
+        fleet = f"{self._num_on_fleet} by the fleet ({self._num_processes} processes)"
+        return f"{fleet}, {num_here} here" if num_here else fleet
 
-    def send(message: str) -> None:
-        celery.send_evaluation(run, message, queue)
+    def _play_here(self, seeds: Sequence[int], on_frame: OnFrame | None = None) -> None:
+        from ddrl.runs import evaluation
 
-    def chunk(part: range) -> Evaluation:
-        return Evaluation(
-            version=job.loaded.version,
-            first_seed=part[0],
-            num_episodes=len(part),
-            purpose="request",
-            num_envs=len(part),
-            epsilon=job.epsilon,
-            noop_max=job.noop_max,
+        result = evaluation.score(
+            self._loaded,
+            seeds,
+            num_envs=min(self._wanted.num_envs or 1, len(seeds)),
+            epsilon=self._wanted.epsilon,
+            noop_max=self._wanted.noop_max,
+            on_episode=lambda *_: self._advance(1),
+            on_frame=on_frame,
         )
+        self._scores |= zip(seeds, zip(result.returns, result.lengths, strict=True), strict=True)
 
-    try:
-        num_processes = count_processes()
-        if not num_processes:
-            return 0
-        size = max(1, min(job.num_envs, -(-len(seeds) // num_processes)))
-        evaluations = OpenEvaluations(client, run, send=send, timeout_s=LOST_S)
+    def _play_on_fleet(self, client: Client, seeds: range) -> None:
+        """Send the seeds in chunks; leave out what the fleet cannot play, or has not played when it goes away."""
+        from ddrl import celery, envs  # here: a policy file is played without a broker
+        from ddrl.envs import requirements
+        from ddrl.store import connection, workers
+
+        run, network = self._loaded.run, requirements.custom_network(self._loaded.config)
+        queue = envs.queue_for(celery.EVALUATE, self._loaded.env.id, network)
+
+        def count_processes() -> int:
+            return sum(worker.processes for worker in workers.alive(client) if queue in worker.queues)
+
+        def send(message: str) -> None:
+            celery.send_evaluation(run, message, queue)
+
         try:
-            evaluations.open([chunk(seeds[begin : begin + size]) for begin in range(0, len(seeds), size)])
-            survey_at = time.monotonic() + SURVEY_S
-            while evaluations.pending:
-                for row in evaluations.poll():
-                    played = range(row["first_seed"], row["first_seed"] + row["num_episodes"])
-                    scores.update(zip(played, zip(row["returns"], row["lengths"], strict=True), strict=True))
-                    advance(len(played))
-                for reason in evaluations.given_up.values():
-                    note(f"a worker cannot play these episodes ({reason}); playing them here")
-                evaluations.given_up.clear()
-                if time.monotonic() >= survey_at:
-                    if not count_processes():
-                        note("the fleet has gone; playing the rest here")
-                        break
-                    survey_at = time.monotonic() + SURVEY_S
-                time.sleep(POLL_S)
-        finally:
-            with contextlib.suppress(*connection.UNREACHABLE):
-                evaluations.withdraw()
-    except connection.UNREACHABLE:
-        note("the server does not answer any more; playing the rest here")
-    return num_processes
+            self._num_processes = count_processes()
+            if not self._num_processes:
+                return
+            size = max(1, min(self._wanted.num_envs or 1, -(-len(seeds) // self._num_processes)))
+            chunks = [seeds[begin : begin + size] for begin in range(0, len(seeds), size)]
+            evaluations = OpenEvaluations(client, run, send=send, timeout_s=LOST_S)
+            try:
+                evaluations.open(
+                    [
+                        replace(
+                            self._wanted, first_seed=chunk[0], num_episodes=len(chunk), num_envs=len(chunk)
+                        )
+                        for chunk in chunks
+                    ]
+                )
+                self._gather(evaluations, count_processes)
+            finally:
+                with contextlib.suppress(*connection.UNREACHABLE):
+                    evaluations.withdraw()
+        except connection.UNREACHABLE:
+            note("the server does not answer any more; playing the rest here")
+
+    def _gather(self, evaluations: OpenEvaluations, count_processes: Callable[[], int]) -> None:
+        """Take results until nothing is open, or no worker is there any more."""
+        survey_at = time.monotonic() + SURVEY_S
+        while evaluations.pending:
+            for row in evaluations.poll():
+                played = range(row["first_seed"], row["first_seed"] + row["num_episodes"])
+                self._scores |= zip(played, zip(row["returns"], row["lengths"], strict=True), strict=True)
+                self._num_on_fleet += len(played)
+                self._advance(len(played))
+            for reason in evaluations.given_up.values():
+                note(f"a worker cannot play these episodes ({reason}); playing them here")
+            evaluations.given_up.clear()
+            if time.monotonic() >= survey_at:
+                if not count_processes():
+                    note("the fleet has gone; playing the rest here")
+                    return
+                survey_at = time.monotonic() + SURVEY_S
+            time.sleep(POLL_S)
 
 
 # --- video -----------------------------------------------------------------------------------------------

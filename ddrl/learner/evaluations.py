@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ddrl import policy
 from ddrl.config import EvaluationConfig, StopConfig
 from ddrl.envs import EnvError
-from ddrl.runs.evaluation import evaluate
+from ddrl.runs.evaluation import score
 from ddrl.store import runs, weights
 from ddrl.store.evaluations import Evaluation, OpenEvaluations
 
@@ -129,15 +129,7 @@ class EvaluationScheduler:
         evaluation = self._evaluation(version, "watch", env_steps, updates)
         try:
             loaded = policy.from_run(self._client, self._run, version)
-            result = evaluate(
-                loaded.policy,
-                loaded.env,
-                loaded.spaces,
-                evaluation.seeds,
-                num_envs=self._config.num_envs,
-                policy_version=version,
-                epsilon=loaded.policy.evaluation_epsilon,
-            )
+            result = score(loaded, evaluation.seeds, num_envs=self._config.num_envs)
         except EnvError as error:
             log.warning("the last version is not evaluated: %s", error)
             return

@@ -1,43 +1,76 @@
-"""Play a fixed list of seeds with deterministic actions: a score that can be repeated exactly."""
+"""Play episodes of fixed seeds with deterministic actions, for a score that can be reproduced exactly."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ddrl import envs
-from ddrl.algorithms.base import RecurrentState, advance
+from ddrl.algorithms.base import Policy, advance
 from ddrl.config import EnvConfig
 from ddrl.envs.frame_stack import FrameStack
 from ddrl.types import EnvSpec, EvaluationResult
 
-_EXPLORING = 1  # with an episode's seed: the stream of its random actions
-_USUAL_HZ = 30.0  # of environments that do not say
+if TYPE_CHECKING:
+    from ddrl.policy import LoadedPolicy
 
+_ACTION_STREAM = 1  # seeds an episode's random actions, with the episode's seed
+_DEFAULT_HZ = 30.0  # of environments that name no frame rate
+
+OnEpisode = Callable[[int, float, int], None]
 OnFrame = Callable[[np.ndarray, float], None]
 
 
-class Policy(Protocol):
-    """What an evaluation needs of a policy: a row's action must not depend on the other rows."""
-
-    def initial_state(self, num_envs: int) -> RecurrentState:
-        """What is carried from step to step; {} for most policies."""
-
-    def act(self, observation: np.ndarray, state: RecurrentState) -> np.ndarray:
-        """The deterministic action: [B, *I] -> [B, *A]; B shrinks as episodes end."""
-
-
+@dataclass
 class _Lane:
     """One environment and the episode it is in."""
 
-    def __init__(self, made: Any) -> None:
-        self.env = made
-        self.index = -1  # of the episode's seed
-        self.episode_return = 0.0
-        self.length = 0
-        self.generator = np.random.default_rng(0)  # of the episode's random actions
+    env: Any
+    index: int = -1  # of the episode's seed
+    episode_return: float = 0.0
+    length: int = 0
+    generator: np.random.Generator = field(default_factory=np.random.default_rng)  # of its random actions
+
+
+def score(
+    loaded: LoadedPolicy,
+    seeds: Sequence[int],
+    *,
+    num_envs: int | None = None,
+    epsilon: float | None = None,
+    noop_max: int | None = None,
+    on_episode: OnEpisode | None = None,
+    on_step: Callable[[], None] | None = None,
+    on_frame: OnFrame | None = None,
+) -> EvaluationResult:
+    """Evaluate a loaded policy in its own environment.
+
+    Args:
+        loaded: the policy and what it was trained for.
+        seeds: one per episode.
+        num_envs: episodes side by side; None: as its config says.
+        epsilon: share of random actions; None: the algorithm's.
+        noop_max: idle frames at the start of ALE games, at most; None: the run's.
+        on_episode, on_step, on_frame: see `evaluate`.
+
+    Raises:
+        EnvError: the environment cannot be made or filmed here, its spaces differ, or `noop_max` is not for it.
+    """
+    return evaluate(
+        loaded.policy,
+        with_noops(loaded.env, noop_max),
+        loaded.spaces,
+        seeds,
+        num_envs=loaded.config.evaluation.num_envs if num_envs is None else num_envs,
+        policy_version=loaded.version,
+        epsilon=loaded.policy.evaluation_epsilon if epsilon is None else epsilon,
+        on_episode=on_episode,
+        on_step=on_step,
+        on_frame=on_frame,
+    )
 
 
 def evaluate(
@@ -49,32 +82,32 @@ def evaluate(
     num_envs: int,
     policy_version: int,
     epsilon: float = 0.0,
-    on_episode: Callable[[int, float, int], None] | None = None,
+    on_episode: OnEpisode | None = None,
     on_step: Callable[[], None] | None = None,
     on_frame: OnFrame | None = None,
 ) -> EvaluationResult:
-    """Play one episode per seed, each from `reset(seed=seed)`, by deterministic actions but for epsilon's share.
+    """Play one episode per seed, each from `reset(seed=seed)`, with deterministic actions but for epsilon's share.
 
-    Whole games are played, whatever training does about lost lives. The result does not depend on `num_envs`: up to
-    that many episodes go side by side, one call of the policy per step for all that still play, and random actions
-    are drawn for each episode by itself.
+    Whole games are played, also where training ends an episode with a lost life. The result does not depend on
+    `num_envs`: the policy is called once a step for all episodes in progress, its action for a row does not depend on
+    other rows, and each episode draws its random actions from a generator of its own.
 
     Args:
-        policy: has its weights loaded.
-        env: what is played; its `num_envs` is not used, and rewards are scaled for the policy's memory only.
+        policy: with weights loaded.
+        env: the environment; its `num_envs` is not used, and rewards are scaled only for a recurrent policy's input.
         spaces: of the environment, as the policy knows them.
         seeds: one per episode, at least one.
-        num_envs: episodes side by side, at least 1; more amortise the policy.
+        num_envs: episodes side by side, at least 1.
         policy_version: goes into the result.
-        epsilon: 0..1, probability that an action is a uniformly random one instead.
-        on_episode: called after each episode, in order of ending, with (seed, return, length in agent steps).
-        on_step: called before each step of all that play; what it raises ends the evaluation.
-        on_frame: called with each picture of the first seed's episode, uint8 [H, W] or [H, W, 3], and how many of
-            them make a second.
+        epsilon: 0..1, probability that an action is replaced by a uniformly random one.
+        on_episode: called with (seed, return, length in agent steps) when an episode ends.
+        on_step: called before each step; an exception ends the evaluation.
+        on_frame: called with each picture of the first seed's episode, uint8 [H, W] or [H, W, 3], and the number of
+            pictures a second.
 
     Raises:
-        ValueError: no seeds, `num_envs` below 1, or `epsilon` is no probability.
-        EnvError: the environment cannot be made or filmed here, or its spaces are others.
+        ValueError: no seeds, `num_envs` below 1, or `epsilon` is not a probability.
+        EnvError: the environment cannot be made or filmed here, or its spaces differ.
     """
     if not seeds:
         raise ValueError("evaluate: no seeds; give one per episode")
@@ -100,7 +133,7 @@ def evaluate(
                 return False
             lane.index, lane.episode_return, lane.length = index, 0.0, 0
             if epsilon:
-                lane.generator = np.random.default_rng([int(seeds[index]), _EXPLORING])
+                lane.generator = np.random.default_rng([int(seeds[index]), _ACTION_STREAM])
             observation[row] = lane.env.reset(seed=int(seeds[index]))[0]
             started[row] = True
             return True
@@ -116,7 +149,7 @@ def evaluate(
             rows = {name: column[playing] for name, column in state.items()}
             actions = policy.act(seen, rows)
             if epsilon:
-                actions = _mixed(actions, [lanes[row].generator for row in playing], epsilon, spaces)
+                actions = _with_random(actions, [lanes[row].generator for row in playing], epsilon, spaces)
             rewards, ended, still = np.zeros(len(playing)), np.zeros(len(playing), np.bool_), []
             for place, (row, action) in enumerate(zip(playing, actions, strict=True)):
                 lane = lanes[row]
@@ -145,10 +178,10 @@ def evaluate(
 
 
 def with_noops(env: EnvConfig, noop_max: int | None) -> EnvConfig:
-    """The same ALE game with another number of idle frames at its start; None leaves it as it is.
+    """Return the same ALE game with at most `noop_max` idle frames at its start; None changes nothing.
 
     Raises:
-        EnvError: it is no ALE game.
+        EnvError: it is not an ALE game.
     """
     if noop_max is None:
         return env
@@ -158,31 +191,26 @@ def with_noops(env: EnvConfig, noop_max: int | None) -> EnvConfig:
 
 
 def is_atari(env: EnvConfig) -> bool:
-    """Whether it is an ALE game."""
+    """Return whether it is an ALE game."""
     return envs.requirement(env.id) == "atari"
 
 
-def _mixed(
+def _with_random(
     actions: np.ndarray, generators: Sequence[np.random.Generator], epsilon: float, spaces: EnvSpec
 ) -> np.ndarray:
-    """Actions [B, *A], each replaced by a uniformly random one with probability epsilon, by a generator of its own."""
+    """Replace each of the actions [B, *A], with probability epsilon, by a uniformly random one from its generator."""
     mixed = actions.copy()
-    for place, generator in enumerate(generators):
+    low, high = np.array(spaces.action_low, np.float32), np.array(spaces.action_high, np.float32)
+    for row, generator in enumerate(generators):
         if generator.random() < epsilon:
-            mixed[place] = _random_action(generator, spaces)
+            is_continuous = spaces.action_kind == "continuous"
+            drawn = generator.uniform(low, high) if is_continuous else generator.integers(spaces.action_sizes)
+            mixed[row] = drawn.reshape(spaces.action_shape)
     return mixed
 
 
-def _random_action(generator: np.random.Generator, spaces: EnvSpec) -> np.ndarray:
-    """[*A] uniformly within the bounds, or of the choices."""
-    if spaces.action_kind == "continuous":
-        low, high = np.array(spaces.action_low, np.float32), np.array(spaces.action_high, np.float32)
-        return generator.uniform(low, high).astype(np.float32).reshape(spaces.action_shape)
-    return generator.integers(spaces.action_sizes).reshape(spaces.action_shape)
-
-
 class _Film:
-    """Pictures of an episode: what the environment renders, or its observations where these are images."""
+    """Pictures of an episode: what the environment renders, or its observations if they are images."""
 
     def __init__(self, env: EnvConfig, spaces: EnvSpec, on_frame: OnFrame) -> None:
         self._env, self._on_frame = env, on_frame
@@ -190,11 +218,14 @@ class _Film:
         self._is_image = spaces.observation_dtype == "uint8" and (
             len(shape) == 2 or (len(shape) == 3 and shape[2] in (1, 3))
         )
-        self._renders = False
-        self._hz = _USUAL_HZ
+        self._renders, self._hz = False, _DEFAULT_HZ
 
     def make(self) -> Any:
-        """The environment, one that renders where it can; EnvError where there would be nothing to see."""
+        """Make the environment, one that renders if it can.
+
+        Raises:
+            EnvError: it neither renders nor observes images.
+        """
         made = envs.make_one(self._env)
         self._renders = "rgb_array" in made.metadata.get("render_modes", ())
         if self._renders and made.render_mode != "rgb_array":
@@ -202,30 +233,25 @@ class _Film:
             kwargs = {**self._env.kwargs, "render_mode": "rgb_array"}
             made = envs.make_one(self._env.model_copy(update={"kwargs": kwargs}))
         if self._renders:
-            self._hz = float(made.metadata.get("render_fps") or _USUAL_HZ) / self._env.action_repeat
+            self._hz = float(made.metadata.get("render_fps") or _DEFAULT_HZ) / self._env.action_repeat
         elif not self._is_image:
             made.close()
-            raise envs.EnvError(
-                f"{self._env.id}: cannot be filmed, it has no render_mode rgb_array; leave the video out"
-            )
+            raise self._error("it has no render_mode rgb_array")
         return made
 
     def take(self, made: Any, observation: np.ndarray) -> None:
-        """Hand the picture of now over."""
+        """Pass on a picture of the present state."""
         picture = observation
         if self._renders:
             try:
                 picture = np.asarray(made.render())
-            except Exception as error:  # whatever a user's or a drawing library raises
-                reason = " ".join(str(error).split())
-                raise envs.EnvError(
-                    f"{self._env.id}: cannot be filmed ({type(error).__name__}: {reason}); leave the video out"
-                ) from None
+            except Exception as error:  # of a user's environment or a drawing library
+                raise self._error(f"{type(error).__name__}: {' '.join(str(error).split())}") from None
         if picture.ndim == 3 and picture.shape[2] == 1:
             picture = picture[:, :, 0]
         if picture.dtype != np.uint8 or picture.ndim not in (2, 3):
-            raise envs.EnvError(
-                f"{self._env.id}: cannot be filmed, it renders {picture.dtype} {list(picture.shape)}; "
-                "leave the video out"
-            )
+            raise self._error(f"it renders {picture.dtype} {list(picture.shape)}")
         self._on_frame(picture.copy(), self._hz)
+
+    def _error(self, reason: str) -> envs.EnvError:
+        return envs.EnvError(f"{self._env.id}: cannot be filmed ({reason}); leave the video out")

@@ -16,8 +16,7 @@ from ddrl.celery import EVALUATE, ROLLOUT, app, process_memory_bytes, queues
 from ddrl.config import ConfigError, RunConfig, first_line
 from ddrl.envs import requirements
 from ddrl.envs.requirements import UnfitError
-from ddrl.runs.evaluation import evaluate as play_episodes
-from ddrl.runs.evaluation import with_noops
+from ddrl.runs.evaluation import score
 from ddrl.store import connection, evaluations, logs, runs, segments
 from ddrl.worker.heartbeat import without_spaces
 from ddrl.worker.segment import Players, play
@@ -148,15 +147,12 @@ def play_evaluation(client: Redis, run: str, message: str) -> bool:
         config = fitting(client, run)
         with watchdog.watch(run, config.env.id, config.rollout.step_timeout_s):
             loaded = policy.from_run(client, run, evaluation.version)
-            own_epsilon = loaded.policy.evaluation_epsilon
-            result = play_episodes(
-                loaded.policy,
-                with_noops(loaded.env, evaluation.noop_max),
-                loaded.spaces,
+            result = score(
+                loaded,
                 evaluation.seeds,
-                num_envs=evaluation.num_envs or config.evaluation.num_envs,
-                policy_version=evaluation.version,
-                epsilon=own_epsilon if evaluation.epsilon is None else evaluation.epsilon,
+                num_envs=evaluation.num_envs,
+                epsilon=evaluation.epsilon,
+                noop_max=evaluation.noop_max,
                 on_step=beat,
             )
     except Withdrawn:

@@ -211,14 +211,14 @@ def test_interrupted_nothing_is_left(client: Redis, run: str, fleet: Fleet) -> N
 def test_what_a_worker_cannot_play_is_played_here(
     client: Redis, run: str, expected: Any, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plays = tasks.play_episodes
+    score = tasks.score
 
-    def broken(player: Any, env: Any, spaces: Any, seeds: Any, **options: Any) -> Any:
+    def broken(loaded: Any, seeds: Any, **options: Any) -> Any:
         if seeds[0] == 1_000_024:
             raise RuntimeError("no such\nlibrary")
-        return plays(player, env, spaces, seeds, **options)
+        return score(loaded, seeds, **options)
 
-    monkeypatch.setattr(tasks, "play_episodes", broken)
+    monkeypatch.setattr(tasks, "score", broken)
     report, err = call(f"{run}@0", *ASK)
     assert scores(report) == expected and report["episodes_on_fleet"] == 6
     assert "RuntimeError: no such library" in err and err.count("\n") == 1
