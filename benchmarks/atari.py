@@ -101,7 +101,7 @@ def fill(game: str, num_observations: int) -> tuple[int, int, int, float]:
     from ddrl import config
     from ddrl.algorithms import base
     from ddrl.runs import submit
-    from ddrl.store import connection, runs, tensors, weights
+    from ddrl.store import connection, runs, weights
     from ddrl.store import leases as lease
     from ddrl.worker.segment import Players, play
 
@@ -113,7 +113,7 @@ def fill(game: str, num_observations: int) -> tuple[int, int, int, float]:
         token = lease.acquire(client, run, host="benchmark", folder="-")
         assert token is not None
         learner = base.resolve(settings, spaces).learner(device=torch.device("cpu"), seed=1)
-        blob = tensors.encode_weights({name: value.numpy() for name, value in learner.weights().items()})
+        blob = weights.encode_weights({name: value.numpy() for name, value in learner.weights().items()})
         # version 0 plays at random
         weights.publish(client, run, token, version=0, blob=blob, allowance=num_observations, updates=0)
 

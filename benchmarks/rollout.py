@@ -60,7 +60,7 @@ def in_turns(
         from ddrl.algorithms import base
         from ddrl.learner.dispatcher import Dispatcher
         from ddrl.runs import submit
-        from ddrl.store import connection, runs, stream, tensors, weights, workers
+        from ddrl.store import connection, runs, stream, weights, workers
         from ddrl.store import leases as lease
         from ddrl.store import server as embedded
 
@@ -72,7 +72,7 @@ def in_turns(
             token = lease.acquire(client, run, host="benchmark", folder="-")
             assert token is not None
             algorithm = base.resolve(settings, spaces).learner(device=torch.device("cpu"), seed=1)
-            blob = tensors.encode_weights(
+            blob = weights.encode_weights(
                 {name: value.numpy() for name, value in algorithm.weights().items()}
             )
             for version in (0, 1):  # version 0 plays at random, 1 plays the policy

@@ -18,7 +18,7 @@ from ddrl.algorithms.base import RecurrentState, advance
 from ddrl.config import EnvConfig, RunConfig, validate
 from ddrl.envs import training_reward
 from ddrl.envs.frame_stack import FrameStack
-from ddrl.store import runs, tensors, weights
+from ddrl.store import runs, weights
 from ddrl.store.connection import StoreError
 from ddrl.types import EnvSpec
 
@@ -102,8 +102,8 @@ def load(path: str | Path) -> LoadedPolicy:
             f"{path}: cannot be read ({error.strerror}); export one with `ddrl export`"
         ) from None
     try:
-        arrays, metadata = tensors.decode_weights(data), tensors.weights_metadata(data)
-    except tensors.TensorsError as error:
+        arrays, metadata = weights.decode_weights(data), weights.weights_metadata(data)
+    except weights.WeightsError as error:
         raise PolicyFileError(f"{path}: holds no policy ({error}); export one with `ddrl export`") from None
     if metadata.get("format") != FORMAT:
         found = metadata.get("format", "no format")
@@ -120,7 +120,7 @@ def from_run(client: Redis, run: str, version: int) -> LoadedPolicy:
         UnknownRunError: there is no such run.
         StoreError: the version is not there (never published, or pruned).
     """
-    arrays = tensors.decode_weights(_blob(client, run, version))
+    arrays = weights.decode_weights(_blob(client, run, version))
     return _build(
         arrays, runs.config(client, run), runs.spaces(client, run), run, version, source=f"{run}@{version}"
     )
@@ -140,7 +140,7 @@ def save(client: Redis, run: str, version: int, path: str | Path) -> Path:
         "config": runs.config(client, run).model_dump_json(by_alias=True),
         "spaces": json.dumps(asdict(runs.spaces(client, run))),
     }
-    data = tensors.encode_weights(tensors.decode_weights(_blob(client, run, version)), metadata)
+    data = weights.encode_weights(weights.decode_weights(_blob(client, run, version)), metadata)
     target = Path(path)
     partial = target.with_name(target.name + ".partial")
     partial.write_bytes(data)

@@ -62,7 +62,7 @@ _EXPLAINED: tuple[tuple[str, str, int], ...] = (
     ("ddrl.config", "ConfigError", BAD_INPUT),
     ("ddrl.envs", "EnvError", BAD_INPUT),
     ("ddrl.codec", "CodecError", BAD_INPUT),
-    ("ddrl.store.tensors", "TensorsError", BAD_INPUT),
+    ("ddrl.store.weights", "WeightsError", BAD_INPUT),
     ("ddrl.policy", "PolicyFileError", BAD_INPUT),
     ("ddrl.store.leases", "LeaseLostError", FAILED),
     ("ddrl.runs.processes", "ProcessError", FAILED),

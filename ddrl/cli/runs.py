@@ -11,7 +11,6 @@ from typing import Annotated, Any
 import typer
 
 from ddrl.cli.output import Client, InputError, Json, Run, duration, emit, note, number, server, table
-from ddrl.store import deletion
 from ddrl.store import runs as store
 
 
@@ -85,7 +84,7 @@ def delete(
                 raise InputError(f"run {run}: not deleted: no terminal to confirm on; add --yes")
             also = f" and {folder}" if folder else ""
             typer.confirm(f"Delete run {run}{also} for good?", abort=True, err=True)
-        removed = deletion.delete(client, run)
+        removed = store.delete(client, run)
     if folder is not None:
         shutil.rmtree(folder)
     if json_output:

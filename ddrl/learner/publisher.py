@@ -26,7 +26,7 @@ from ddrl.learner.retention import Retention
 from ddrl.replay.fifo import Fifo
 from ddrl.replay.reader import Feed
 from ddrl.replay.sampled import Sampled
-from ddrl.store import checkpoints, connection, ledger, metrics, runs, stream, tensors, weights
+from ddrl.store import checkpoints, connection, ledger, metrics, runs, stream, weights
 from ddrl.store import leases as lease
 from ddrl.store.checkpoints import Counters
 
@@ -380,8 +380,8 @@ class Service:
 
 
 def _decoded(blob: bytes) -> dict[str, torch.Tensor]:
-    return {name: torch.from_numpy(array) for name, array in tensors.decode_weights(blob).items()}
+    return {name: torch.from_numpy(array) for name, array in weights.decode_weights(blob).items()}
 
 
 def _encoded(arrays: Tensors) -> bytes:
-    return tensors.encode_weights({name: tensor.numpy() for name, tensor in arrays.items()})
+    return weights.encode_weights({name: tensor.numpy() for name, tensor in arrays.items()})

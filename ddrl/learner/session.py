@@ -24,7 +24,7 @@ from ddrl.learner.loop import Learner
 from ddrl.replay.fifo import Fifo
 from ddrl.replay.sampled import Sampled
 from ddrl.runs import artifacts
-from ddrl.store import checkpoints, connection, copies, logs, runs, seeds, tensors
+from ddrl.store import checkpoints, connection, copies, logs, runs, seeds, weights
 from ddrl.store import leases as lease
 from ddrl.store.connection import Outage, StoreError
 
@@ -393,4 +393,4 @@ class Session:
 
 
 def _encoded(state: Mapping[str, torch.Tensor]) -> bytes:
-    return tensors.encode_weights({name: tensor.numpy() for name, tensor in state.items()})
+    return weights.encode_weights({name: tensor.numpy() for name, tensor in state.items()})

@@ -14,7 +14,7 @@ import torch
 from ddrl.algorithms import base
 from ddrl.config import ConfigError, RunConfig
 from ddrl.policy import LoadedPolicy
-from ddrl.store import tensors
+from ddrl.store import weights
 from ddrl.types import EnvSpec
 
 # Algorithms whose policies are of one kind; the others' are their own alone.
@@ -59,7 +59,7 @@ def initial(source: LoadedPolicy, config: RunConfig, spaces: EnvSpec) -> tuple[s
         raise ConfigError(f"--from {name}: tensor {tensor} is {there} there and {here} here; {remedy}")
     if remedy is not None:
         raise ConfigError(f"--from {name}: the same weights would be another policy here; {remedy}")
-    return name, tensors.encode_weights(source.weights)
+    return name, weights.encode_weights(source.weights)
 
 
 def _first_difference(

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from ddrl.store import deletion, keys, runs
+from ddrl.store import keys, runs
 from ddrl.store.connection import StoreError
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def prune(
             continue
         if not dry_run:
             try:
-                deletion.delete(client, state.run)
+                runs.delete(client, state.run)
             except StoreError as error:  # resumed or deleted meanwhile
                 log.info("%s", error)
                 continue

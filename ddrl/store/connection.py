@@ -1,8 +1,8 @@
-"""Which server is used, how it is reached, and whether it will do.
+"""The connection to the server: its URL, clients, checks, outages, retry, and scripts.
 
-`DDRL_REDIS_URL` names a server. Without it every process of a user resolves the same embedded one: a unix
-socket in `runtime_dir()`, data and password in `state_dir()`. The embedded server always requires its
-password, so that opening TCP later (`ddrl up --listen`) changes nothing for those already connected.
+`DDRL_REDIS_URL` names a server. Without it every process of a user finds the same embedded one: a unix socket in
+`runtime_dir()`, data and password in `state_dir()`. The embedded server always requires its password, so that opening
+TCP later (`ddrl up --listen`) changes nothing for processes that are connected.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import logging
 import os
 import re
 import secrets
+import ssl
 import stat
 import tempfile
 import threading
@@ -40,62 +41,53 @@ from redis.exceptions import (
 )
 from redis.retry import Retry
 
-from ddrl.store import tls
-
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 URL_VARIABLE = "DDRL_REDIS_URL"
+CA_VARIABLE = "DDRL_REDIS_CA"
 OLDEST_VERSION = (6, 2)
 SCHEMES = ("redis", "rediss", "unix")
+TLS_FILES = {  # option of the URL -> what it names
+    "ssl_ca_certs": "certificates of CAs to trust besides the system's (PEM)",
+    "ssl_certfile": "the client's certificate (PEM)",
+    "ssl_keyfile": "the client's private key (PEM)",
+}
 MAX_SOCKET_PATH_BYTES = 103  # macOS; Linux takes 107
 RETRIES = 4  # waiting 0.2, 0.4, 0.8 and 1 s: longer than a restart of the embedded server
 
 
-class UnreachableError(redis.ConnectionError):
-    """A library above redis-py says that the server does not answer."""
-
-
-UNREACHABLE = (redis.ConnectionError, redis.TimeoutError)
-"""What a client raises when the server does not answer, now or for the time being."""
-
-
-OUTAGES = (redis.RedisError,)
-"""What to catch to ask `outage` whether an error will pass; an error that will not must be raised again."""
-
-DISK_FULL = "the server cannot write to its disk; make room there"
-_REFUSALS = {  # in a reply of the server, also amid a script's -> what it means
-    "OOM ": "the server's memory is full; free some, or raise its maxmemory",
-    "MISCONF ": DISK_FULL,
-    "READONLY ": "the server takes no writes: it is a replica, or is failing over; name the primary",
-    "NOREPLICAS ": "the server takes no writes, for it lacks replicas; bring them back",
-    "LOADING ": "the server still loads its data",
-    "UNBLOCKED ": "the server changes its role",
-    "MASTERDOWN ": "the server is a replica that has lost its primary",
-    "BUSY ": "the server is busy with a script",
-}
-
-
 class StoreError(RuntimeError):
-    """The server or its place cannot be used; the message names it, its value and the remedy, in one line."""
+    """The server cannot be used; the message names it, the value and the remedy in one line."""
 
 
 class NotThereError(StoreError):
-    """The server cannot be reached, or is loading its data: another time it may."""
+    """The server is not reachable now, or is loading its data."""
+
+
+class UnreachableError(redis.ConnectionError):
+    """A library above redis-py reports that the server does not answer."""
+
+
+UNREACHABLE = (redis.ConnectionError, redis.TimeoutError)
+"""Errors of a client whose server does not answer."""
+
+
+# --- the embedded server's folders --------------------------------------------------------------------
 
 
 def state_dir() -> Path:
-    """Where the embedded server's data, log and password stay: `$XDG_STATE_HOME/ddrl`, or the home's."""
+    """Return the folder of the embedded server's data, log and password: `$XDG_STATE_HOME/ddrl`, or the home's."""
     base = _xdg("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return _private_folder(base / "ddrl", "set XDG_STATE_HOME to a folder that is yours")
 
 
 def runtime_dir() -> Path:
-    """Where the socket and the users' lock are: `$XDG_RUNTIME_DIR/ddrl`, else a folder under the temp folder.
+    """Return the folder of the socket and the users' lock: `$XDG_RUNTIME_DIR/ddrl`, else one under the temp folder.
 
-    Whoever can replace the socket receives the password, hence it must be the user's and closed to others.
-    A socket path too long for the kernel moves to a short folder named by a hash of the long one.
+    A program that can replace the socket receives the password, so the folder must be closed to other users. If the
+    socket's path is too long for the kernel, the folder is a short one named by a hash of the long one.
     """
     base, uid = _xdg("XDG_RUNTIME_DIR"), os.getuid()
     folder = base / "ddrl" if base else Path(tempfile.gettempdir()) / f"ddrl-{uid}"
@@ -113,7 +105,7 @@ def socket_path() -> Path:
 
 
 def password() -> str:
-    """The embedded server's password, made at the first call and kept (mode 0600) in `state_dir()`."""
+    """Return the embedded server's password, made at the first call and kept (mode 0600) in `state_dir()`."""
     path = state_dir() / "password"
     try:
         if not path.exists():
@@ -134,18 +126,41 @@ def password() -> str:
     return text
 
 
+def _xdg(variable: str) -> Path | None:
+    """Return an XDG base folder; the specification says to ignore relative values."""
+    value = os.environ.get(variable, "")
+    return Path(value) if os.path.isabs(value) else None
+
+
+def _private_folder(folder: Path, remedy: str) -> Path:
+    """Return `folder`, made with mode 0700 if absent; refuse one that is another's, a link, or open to others."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.lstat()
+    except OSError as error:
+        raise StoreError(f"{folder}: cannot be made ({error.strerror}); {remedy}") from error
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        raise StoreError(f"{folder}: is not a folder of user {os.getuid()}; {remedy}")
+    if status.st_mode & 0o077:
+        raise StoreError(f"{folder}: mode {status.st_mode & 0o777:o} lets others in; run chmod 700 {folder}")
+    return folder
+
+
+# --- URLs ---------------------------------------------------------------------------------------------
+
+
 def is_embedded() -> bool:
-    """Whether the embedded server is meant, as `DDRL_REDIS_URL` names no other."""
+    """Return whether the embedded server is used, since `DDRL_REDIS_URL` names no other."""
     return not os.environ.get(URL_VARIABLE)
 
 
 def url() -> str:
-    """The server's URL, password included; show it to people through `mask` only."""
+    """Return the server's URL with its password; show it to people through `mask` only."""
     return os.environ.get(URL_VARIABLE) or f"unix://:{password()}@{quote(str(socket_path()))}"
 
 
 def broker_url(server_url: str | None = None) -> str:
-    """The same server as Kombu spells it: `redis+socket://` for a unix socket; TLS options spelled out."""
+    """Return the URL of the same server for Kombu: `redis+socket://` for a unix socket; TLS options spelled out."""
     server_url = _checked(server_url or url())
     if not server_url.startswith("unix://"):
         return server_url
@@ -157,20 +172,86 @@ def broker_url(server_url: str | None = None) -> str:
 
 
 def broker_ssl(server_url: str | None = None) -> dict[str, object]:
-    """TLS options of `broker_url` for those who do not read them there, as Flower; empty without TLS."""
-    return tls.options(_checked(server_url or url()))
+    """Return the TLS options of `broker_url` for programs that do not read them there, such as Flower."""
+    return _tls_options(_checked(server_url or url()))
 
 
 def mask(server_url: str) -> str:
-    """`server_url` with the password, wherever it stands, replaced by `***`."""
+    """Return `server_url` with the password, wherever it stands, replaced by `***`."""
     hidden = re.sub(r"(://[^:/?]*:).*@", r"\1***@", server_url)
     return re.sub(r"([?&]password=)[^&]*", r"\1***", hidden)
 
 
-def connect(server_url: str | None = None) -> redis.Redis:
-    """A client with explicit timeouts; nothing is sent before its first command.
+def _checked(server_url: str) -> str:
+    """Return a URL that redis-py and Kombu read alike, with the TLS options spelled out.
 
-    Failed commands are sent again a few times, so a script that appends must be idempotent (ours are).
+    Raises:
+        StoreError: the scheme or a TLS option cannot be used; never with a secret.
+    """
+    scheme = server_url.partition("://")[0]
+    if scheme not in SCHEMES or "://" not in server_url:
+        expected = ", ".join(f"{name}://" for name in SCHEMES)
+        raise StoreError(f"{mask(server_url)}: unknown scheme of a server URL; use one of {expected}")
+    try:
+        return _with_tls_options(server_url)
+    except ValueError as error:
+        raise StoreError(f"{mask(server_url)}: {error}") from None
+
+
+def _with_tls_options(server_url: str) -> str:
+    """Return a `rediss://` URL with all that verification needs in its query; other URLs as they are.
+
+    The server's certificate and name are always verified. Kombu verifies nothing for a bare `rediss://`, and redis-py
+    takes options that switch verification off, so the options are written into the URL, and such ones refused.
+    """
+    parts = urlsplit(server_url)
+    options = {name: values[0] for name, values in parse_qs(parts.query, keep_blank_values=True).items()}
+    given = {name: value for name, value in options.items() if name.startswith("ssl_")}
+    ca = os.environ.get(CA_VARIABLE)
+    if parts.scheme != "rediss":
+        if given:
+            raise ValueError(f"{min(given)} is for TLS; write rediss:// or leave it out")
+        if ca and parts.scheme == "redis":
+            raise ValueError(f"{CA_VARIABLE} asks for TLS, redis:// has none; write rediss:// or unset it")
+        return server_url
+    added = {}
+    if given.pop("ssl_cert_reqs", "required") != "required" or "ssl_check_hostname" in given:
+        raise ValueError(
+            f"certificates are always verified; leave ssl_cert_reqs and ssl_check_hostname out"
+            f" and name the CA in {CA_VARIABLE}"
+        )
+    if "ssl_cert_reqs" not in options:
+        added["ssl_cert_reqs"] = "required"
+    if ca and "ssl_ca_certs" not in options:
+        given["ssl_ca_certs"] = added["ssl_ca_certs"] = ca
+    for name, value in given.items():
+        if name not in TLS_FILES:
+            raise ValueError(f"{name}: unknown option; use {', '.join(TLS_FILES)}")
+        if not os.access(value, os.R_OK) or not Path(value).is_file():
+            where = CA_VARIABLE if name in added else name
+            raise ValueError(f"{where}={value}: no file that can be read; name {TLS_FILES[name]}")
+    if ("ssl_certfile" in given) != ("ssl_keyfile" in given):
+        raise ValueError("ssl_certfile and ssl_keyfile go together; give both")
+    query = "&".join(f"{name}={quote(value)}" for name, value in added.items())
+    return server_url + ("&" if parts.query else "?") * bool(query) + query
+
+
+def _tls_options(server_url: str) -> dict[str, object]:
+    """Return keyword arguments of a connection that mean the same as the query of a checked URL."""
+    if not server_url.startswith("rediss://"):
+        return {}
+    query = parse_qs(urlsplit(server_url).query)
+    files: dict[str, object] = {name: query[name][0] for name in TLS_FILES if name in query}
+    return {"ssl_cert_reqs": ssl.CERT_REQUIRED, "ssl_check_hostname": True, **files}
+
+
+# --- clients ------------------------------------------------------------------------------------------
+
+
+def connect(server_url: str | None = None) -> redis.Redis:
+    """Return a client with explicit timeouts; it connects at its first command.
+
+    It sends failed commands again a few times, so each script must be idempotent.
 
     Raises:
         StoreError: the URL has a scheme or an option that is unknown.
@@ -179,12 +260,44 @@ def connect(server_url: str | None = None) -> redis.Redis:
 
 
 def connect_blocking(server_url: str | None = None, *, block_ms: int = 2000) -> redis.Redis:
-    """A client for reads that block up to `block_ms`; its timeout lies 5 s beyond: quiet is no error."""
+    """Return a client for reads that block up to `block_ms`; its timeout is 5 s longer."""
     return _client(server_url, reply_timeout_s=block_ms / 1000 + 5.0)
 
 
+def _client(server_url: str | None, reply_timeout_s: float) -> redis.Redis:
+    server_url = _checked(server_url or url())
+    keepalive = {} if server_url.startswith("unix://") else {"socket_keepalive": True}
+    try:
+        client = redis.Redis.from_url(
+            server_url,
+            socket_timeout=reply_timeout_s,
+            socket_connect_timeout=3.0,
+            health_check_interval=30,
+            retry=Retry(ExponentialBackoff(cap=1.0, base=0.1), RETRIES),
+            decode_responses=False,
+            **keepalive,
+        )
+        pool = client.connection_pool
+        pool.connection_class(**pool.connection_kwargs)  # not connected: it only has to know each option
+        return client
+    except (ValueError, TypeError) as error:
+        raise StoreError(f"{mask(server_url)}: {error}; correct {URL_VARIABLE}") from error
+
+
+def maxmemory(client: redis.Redis) -> int:
+    """Return the server's limit in bytes; 0 if there is none, or if the user may not ask."""
+    try:
+        info: Any = client.info("memory")
+    except RedisError:
+        return 0
+    return int(info.get("maxmemory", 0))
+
+
+# --- the check of a server ----------------------------------------------------------------------------
+
+
 def check(client: redis.Redis) -> None:
-    """Refuse a server that cannot be reached, is too old, or would evict keys.
+    """Refuse a server that is not reachable, is too old, or would evict keys.
 
     Raises:
         StoreError: one line with the server (password masked), what is wrong, and the remedy.
@@ -206,7 +319,7 @@ def check(client: redis.Redis) -> None:
     except ResponseError as error:
         raise StoreError(f"{where}: PING or INFO refused ({error}); use Redis >= 6.2 or Valkey") from error
     except (RedisError, OSError) as error:
-        if (trouble := tls.explain(error)) is not None:
+        if (trouble := _tls_problem(error)) is not None:
             raise StoreError(f"{where}: {trouble[0]}; {trouble[1]}") from error
         if where.startswith("redis://") and _hung_up(error):
             remedy = f"if it wants TLS, write rediss:// into {URL_VARIABLE}"
@@ -226,9 +339,123 @@ def check(client: redis.Redis) -> None:
         )
 
 
+def _knock(client: redis.Redis) -> None:
+    """Connect once without retries, and raise what no retry can mend: a wrong password, a certificate."""
+    pool = client.connection_pool
+    probe = pool.connection_class(**{**pool.connection_kwargs, "retry": Retry(NoBackoff(), 0)})
+    try:
+        probe.connect()
+    except (RedisError, OSError) as error:
+        if isinstance(error, AuthenticationError) or _tls_problem(error) is not None:
+            raise
+    finally:
+        probe.disconnect()
+
+
+def _eviction_policy(client: redis.Redis, info: dict[str, Any]) -> str | None:
+    """Return the server's maxmemory-policy; None if INFO does not name it and CONFIG is forbidden."""
+    if "maxmemory_policy" in info:
+        return str(info["maxmemory_policy"])
+    try:
+        reply: Any = client.config_get("maxmemory-policy")
+    except ResponseError:
+        return None
+    values = [value.decode() if isinstance(value, bytes) else str(value) for value in reply.values()]
+    return values[0] if values else None
+
+
+def _where(client: redis.Redis) -> str:
+    """Return the client's server as people write it, never with its password."""
+    options = client.connection_pool.connection_kwargs
+    if "path" in options:
+        return f"unix://{options['path']}"
+    secure = issubclass(client.connection_pool.connection_class, redis.SSLConnection)
+    user = f"{options.get('username') or ''}:***@" if options.get("password") else ""
+    address = f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"
+    return f"{'rediss' if secure else 'redis'}://{user}{address}/{options.get('db') or 0}"
+
+
+def _auth_message(where: str, client: redis.Redis) -> str:
+    if client.connection_pool.connection_kwargs.get("password") is None:
+        return f"{where}: it requires a password; write it into {URL_VARIABLE} as scheme://:password@..."
+    if is_embedded():
+        path = state_dir() / "password"
+        return f"{where}: its password is not the one in {path}; end all ddrl processes first"
+    return f"{where}: the server refuses the user or password; correct {URL_VARIABLE}"
+
+
+def _reason(error: Exception) -> str:
+    """Return the system's message in one line, without redis-py's own decoration."""
+    cause = error.__cause__ or error
+    return (cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause)).splitlines()[0]
+
+
+def _hung_up(error: Exception) -> bool:
+    """Return whether the other side accepted the connection and closed it without a reply."""
+    cause = error.__cause__ or error.__context__
+    return isinstance(cause or error, (ConnectionResetError, BrokenPipeError, *_HUNG_UP)) or (
+        cause is None and isinstance(error, redis.ConnectionError) and "closed" in str(error).lower()
+    )
+
+
+_HUNG_UP = (ssl.SSLEOFError, ssl.SSLZeroReturnError)  # the other side went away; TLS itself is fine
+_HOST_MISMATCH, _IP_MISMATCH, _EXPIRED, _NOT_YET_VALID = 62, 64, 10, 9  # OpenSSL's X509_V_ERR_*
+
+
+def _tls_problem(error: BaseException) -> tuple[str, str] | None:
+    """Return what is wrong with TLS and the remedy; None if neither the error nor a cause of it is about TLS."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, ssl.SSLError):
+        found = found.__cause__ or found.__context__
+    if found is None or isinstance(found, _HUNG_UP):
+        return None
+    if isinstance(found, ssl.SSLCertVerificationError):
+        return _certificate_problem(found)
+    reason = found.reason or ""
+    if reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG", "HTTP_REQUEST"):
+        return "does not speak TLS", "use the port that does, or redis:// on a network you trust"
+    if "CERTIFICATE_REQUIRED" in reason or "HANDSHAKE_FAILURE" in reason:
+        return "asks for a client certificate", "add ?ssl_certfile=...&ssl_keyfile=... to the URL"
+    if "UNKNOWN_CA" in reason or "BAD_CERTIFICATE" in reason:
+        return "refuses the client certificate", "use one that its CA has signed"
+    return f"TLS failed ({reason.lower().replace('_', ' ') or found})", "see the server's log"
+
+
+def _certificate_problem(error: ssl.SSLCertVerificationError) -> tuple[str, str]:
+    code = error.verify_code
+    if code in (_HOST_MISMATCH, _IP_MISMATCH):
+        return "its certificate is for another name", "use a name that it holds, or issue it for this one"
+    if code == _EXPIRED:
+        return "its certificate has expired", "renew it on the server"
+    if code == _NOT_YET_VALID:
+        return "its certificate is not valid yet", "set this machine's clock"
+    return (
+        f"its certificate is not trusted ({error.verify_message})",
+        f"name the CA's file in {CA_VARIABLE} or by ?ssl_ca_certs=",
+    )
+
+
+# --- outages and retry --------------------------------------------------------------------------------
+
+OUTAGES = (redis.RedisError,)
+"""What to catch to ask `outage` whether an error will pass; an error that will not must be raised again."""
+
+DISK_FULL = "the server cannot write to its disk; make room there"
+_REFUSALS = {  # in a reply of the server, also amid a script's -> what it means
+    "OOM ": "the server's memory is full; free some, or raise its maxmemory",
+    "MISCONF ": DISK_FULL,
+    "READONLY ": "the server takes no writes: it is a replica, or is failing over; name the primary",
+    "NOREPLICAS ": "the server takes no writes, for it lacks replicas; bring them back",
+    "LOADING ": "the server still loads its data",
+    "UNBLOCKED ": "the server changes its role",
+    "MASTERDOWN ": "the server is a replica that has lost its primary",
+    "BUSY ": "the server is busy with a script",
+}
+
+
 def outage(error: BaseException) -> str | None:
     """Return why the server cannot serve for now, in one sentence; None if waiting does not help."""
-    text = _sign(error) + " ".join(str(error).split())
+    text = _refusal_sign(error) + " ".join(str(error).split())
     if isinstance(error, (ResponseError, BusyLoadingError)):
         return next((meaning for sign, meaning in _REFUSALS.items() if sign in text), None)
     if isinstance(error, (AuthenticationError, StoreError)):
@@ -239,12 +466,12 @@ def outage(error: BaseException) -> str | None:
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether the server refuses what needs memory, for it has no more; what frees memory works then."""
+    """Return whether the server refuses a command for lack of memory; commands that free memory still work."""
     return outage(error) == _REFUSALS["OOM "]
 
 
-def _sign(error: BaseException) -> str:
-    """The first word of a refusal where redis-py has made a class of it."""
+def _refusal_sign(error: BaseException) -> str:
+    """Return the first word of a refusal that redis-py has made a class of."""
     signs = {
         OutOfMemoryError: "OOM ",
         ReadOnlyError: "READONLY ",
@@ -329,6 +556,9 @@ def retry(
         pause_s = min(2 * pause_s, 1.0)
 
 
+# --- scripts ------------------------------------------------------------------------------------------
+
+
 def call(
     client: redis.Redis | Pipeline, name: str, script_keys: Sequence[Any] = (), args: Sequence[Any] = ()
 ) -> Any:
@@ -354,123 +584,3 @@ def _script(name: str) -> tuple[str, str]:
     if text.startswith("-- fenced\n"):
         text = (folder / "fence.lua").read_text("utf-8") + text
     return text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
-
-
-def maxmemory(client: redis.Redis) -> int:
-    """The server's limit in bytes; 0 where there is none, or where it may not be asked."""
-    try:
-        info: Any = client.info("memory")
-    except RedisError:
-        return 0
-    return int(info.get("maxmemory", 0))
-
-
-def _client(server_url: str | None, reply_timeout_s: float) -> redis.Redis:
-    server_url = _checked(server_url or url())
-    keepalive = {} if server_url.startswith("unix://") else {"socket_keepalive": True}
-    try:
-        client = redis.Redis.from_url(
-            server_url,
-            socket_timeout=reply_timeout_s,
-            socket_connect_timeout=3.0,
-            health_check_interval=30,
-            retry=Retry(ExponentialBackoff(cap=1.0, base=0.1), RETRIES),
-            decode_responses=False,
-            **keepalive,
-        )
-        pool = client.connection_pool
-        pool.connection_class(**pool.connection_kwargs)  # not connected: it only has to know each option
-        return client
-    except (ValueError, TypeError) as error:
-        raise StoreError(f"{mask(server_url)}: {error}; correct {URL_VARIABLE}") from error
-
-
-def _checked(server_url: str) -> str:
-    """`server_url` as both redis-py and Kombu can be told, if they can; TLS options spelled out."""
-    scheme = server_url.partition("://")[0]
-    if scheme not in SCHEMES or "://" not in server_url:
-        expected = ", ".join(f"{name}://" for name in SCHEMES)
-        raise StoreError(f"{mask(server_url)}: unknown scheme of a server URL; use one of {expected}")
-    try:
-        return tls.spelled_out(server_url)
-    except ValueError as error:
-        raise StoreError(f"{mask(server_url)}: {error}") from None
-
-
-def _knock(client: redis.Redis) -> None:
-    """Connect once, to meet at once what no repetition mends: a wrong password, a certificate."""
-    pool = client.connection_pool
-    probe = pool.connection_class(**{**pool.connection_kwargs, "retry": Retry(NoBackoff(), 0)})
-    try:
-        probe.connect()
-    except (RedisError, OSError) as error:
-        if isinstance(error, AuthenticationError) or tls.explain(error) is not None:
-            raise
-    finally:
-        probe.disconnect()
-
-
-def _eviction_policy(client: redis.Redis, info: dict[str, Any]) -> str | None:
-    """INFO names it on the servers we know; where it does not and CONFIG is forbidden, nobody can tell."""
-    if "maxmemory_policy" in info:
-        return str(info["maxmemory_policy"])
-    try:
-        reply: Any = client.config_get("maxmemory-policy")
-    except ResponseError:
-        return None
-    values = [value.decode() if isinstance(value, bytes) else str(value) for value in reply.values()]
-    return values[0] if values else None
-
-
-def _where(client: redis.Redis) -> str:
-    """The client's server as people write it, never with its password."""
-    options = client.connection_pool.connection_kwargs
-    if "path" in options:
-        return f"unix://{options['path']}"
-    secure = issubclass(client.connection_pool.connection_class, redis.SSLConnection)
-    user = f"{options.get('username') or ''}:***@" if options.get("password") else ""
-    address = f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"
-    return f"{'rediss' if secure else 'redis'}://{user}{address}/{options.get('db') or 0}"
-
-
-def _auth_message(where: str, client: redis.Redis) -> str:
-    if client.connection_pool.connection_kwargs.get("password") is None:
-        return f"{where}: it requires a password; write it into {URL_VARIABLE} as scheme://:password@..."
-    if is_embedded():
-        path = state_dir() / "password"
-        return f"{where}: its password is not the one in {path}; end all ddrl processes first"
-    return f"{where}: the server refuses the user or password; correct {URL_VARIABLE}"
-
-
-def _reason(error: Exception) -> str:
-    """What the system said, in one line, without redis-py's own decoration."""
-    cause = error.__cause__ or error
-    return (cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause)).splitlines()[0]
-
-
-def _hung_up(error: Exception) -> bool:
-    """Whether the other side took the connection, and closed it without a reply."""
-    cause = error.__cause__ or error.__context__
-    return isinstance(cause or error, (ConnectionResetError, BrokenPipeError, *tls.HUNG_UP)) or (
-        cause is None and isinstance(error, redis.ConnectionError) and "closed" in str(error).lower()
-    )
-
-
-def _xdg(variable: str) -> Path | None:
-    """An XDG base folder; relative values are to be ignored, says the specification."""
-    value = os.environ.get(variable, "")
-    return Path(value) if os.path.isabs(value) else None
-
-
-def _private_folder(folder: Path, remedy: str) -> Path:
-    """`folder`, made with mode 0700 if absent; refused if it is another's, a link, or open to others."""
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.lstat()
-    except OSError as error:
-        raise StoreError(f"{folder}: cannot be made ({error.strerror}); {remedy}") from error
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-        raise StoreError(f"{folder}: is not a folder of user {os.getuid()}; {remedy}")
-    if status.st_mode & 0o077:
-        raise StoreError(f"{folder}: mode {status.st_mode & 0o777:o} lets others in; run chmod 700 {folder}")
-    return folder

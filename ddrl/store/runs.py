@@ -25,6 +25,7 @@ from ddrl.store.run_state import RunState as RunState
 from ddrl.types import EnvSpec
 
 JOURNAL_LENGTH = 10_000
+DELETED_MS = 30 * 86_400_000  # for which a deleted run is remembered
 
 
 class UnknownRunError(StoreError):
@@ -281,6 +282,27 @@ def change(
 def config_version(client: Redis, run: str) -> int:
     """Grows with every setting changed: one cheap read."""
     return int(cast("bytes | None", client.hget(keys.state(run), "config_version")) or 0)
+
+
+def delete(client: Redis, run: str) -> int:
+    """Remove an ended run with all its keys; the number of keys removed.
+
+    Raises:
+        StoreError: the run has not ended, or its learner is still at work.
+        UnknownRunError: there is no such run.
+    """
+    now = state(client, run)
+    if not now.ended:
+        raise StoreError(f"run {run}: is {now.status}; stop it first with `ddrl stop {run}`")
+    if now.leased:
+        raise StoreError(f"run {run}: its learner on {now.host} still writes its results; try again soon")
+    script_keys = [keys.state(run), keys.lease(run), keys.RUNS, keys.OPEN, keys.DELETED]
+    if not call(client, "delete_run", script_keys, [run, DELETED_MS, *ENDED]):
+        raise StoreError(f"run {run}: goes on again; stop it first with `ddrl stop {run}`")
+    removed = 1
+    for key in client.scan_iter(match=keys.run_pattern(run), count=1000):
+        removed += client.unlink(key)
+    return removed
 
 
 def request_handover(client: Redis, run: str, host: str) -> None:

@@ -1,22 +1,82 @@
-"""Published weights: one key a version, the pointer moved in the same call.
+"""Weights: named arrays as safetensors bytes (no pickle), and the published versions, one key each.
 
 The hash `weights` holds `latest`, `best`, `best_return` and a field per stored version with its bytes.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
+import numpy as np
 from redis import Redis
+from safetensors import SafetensorError
+from safetensors import numpy as safetensors_numpy
 
 from ddrl.store import keys
 from ddrl.store.leases import fenced
 
+# --- arrays and bytes ----------------------------------------------------------------------------------
+
+
+class WeightsError(ValueError):
+    """Bytes that are not weights, or arrays that cannot be stored; the message says why in one line."""
+
+
+def encode_weights(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None) -> bytes:
+    """Return named arrays as safetensors bytes, with `metadata` in their header.
+
+    Raises:
+        WeightsError: an array has a dtype that safetensors does not know.
+    """
+    tensors = {name: np.asarray(array, order="C") for name, array in arrays.items()}  # keeps scalars scalar
+    try:
+        return safetensors_numpy.save(tensors, dict(metadata) if metadata else None)
+    except (SafetensorError, KeyError, ValueError, TypeError) as error:
+        raise WeightsError(f"weights: cannot be written as safetensors ({_one_line(error)})") from None
+
+
+def decode_weights(data: bytes) -> dict[str, np.ndarray]:
+    """Return named arrays from safetensors bytes; read-only views where NumPy can.
+
+    Raises:
+        WeightsError: the bytes are not safetensors.
+    """
+    try:
+        return dict(safetensors_numpy.load(bytes(data)))
+    except (SafetensorError, KeyError, ValueError, TypeError, AttributeError, OverflowError) as error:
+        raise WeightsError(f"weights: not safetensors ({_one_line(error)})") from None
+
+
+def weights_metadata(data: bytes) -> dict[str, str]:
+    """Return the metadata in the header of safetensors bytes (8 bytes of length, then JSON); empty if there is none.
+
+    Raises:
+        WeightsError: the bytes are not safetensors, or the metadata is not text by text.
+    """
+    length = int.from_bytes(data[:8], "little")
+    try:
+        header = json.loads(data[8 : 8 + length])
+    except (ValueError, RecursionError) as error:
+        raise WeightsError(f"weights: not safetensors ({_one_line(error)})") from None
+    metadata = header.get("__metadata__", {}) if isinstance(header, dict) else None
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise WeightsError("weights: the metadata is no mapping of text to text")
+    return metadata
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+# --- published versions --------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class WeightsIndex:
-    """Which versions there are: -1 where there is none yet; `sizes` in bytes by version."""
+    """The versions that are stored; -1 if there is none yet; `sizes` in bytes by version."""
 
     latest: int
     best: int
@@ -48,7 +108,7 @@ def publish(
 
 
 def mark_best(client: Redis, run: str, token: int, version: int, return_mean: float) -> None:
-    """Note the best evaluated version.
+    """Store which version is the best evaluated one.
 
     Raises:
         LeaseLostError: another learner took over.
@@ -58,7 +118,7 @@ def mark_best(client: Redis, run: str, token: int, version: int, return_mean: fl
 
 
 def index(client: Redis, run: str) -> WeightsIndex:
-    """Which versions there are."""
+    """Return the versions that are stored."""
     raw = cast("dict[bytes, bytes]", client.hgetall(keys.weights(run)))
     sizes = {int(name): int(value) for name, value in raw.items() if name.isdigit()}
     return WeightsIndex(
@@ -70,14 +130,14 @@ def index(client: Redis, run: str) -> WeightsIndex:
 
 
 def get(client: Redis, run: str, version: int) -> bytes | None:
-    """Safetensors bytes of a version, or None when it was dropped meanwhile."""
+    """Return the safetensors bytes of a version, or None if it was dropped."""
     return cast("bytes | None", client.get(keys.weights_blob(run, version)))
 
 
 def superseded(
     stored: WeightsIndex, *, keep_last: int, keep_every: int, max_bytes: int, pinned: frozenset[int]
 ) -> tuple[int, ...]:
-    """Versions to drop: neither among the newest, nor every so-many-th within the cap, nor best, nor pinned.
+    """Return the versions to drop: not among the newest, not spaced within the cap, not best, not pinned.
 
     Args:
         keep_last: newest versions that stay.

@@ -24,7 +24,7 @@ from ddrl import codec, envs
 from ddrl.algorithms import base
 from ddrl.config import RunConfig
 from ddrl.envs import requirements
-from ddrl.store import connection, runs, segments, stream, tensors, weights
+from ddrl.store import connection, runs, segments, stream, weights
 from ddrl.store.stream import Answer, Appended
 from ddrl.types import Fragment
 from ddrl.worker.collector import Collector
@@ -140,7 +140,7 @@ class Player:
             return True
         blob = weights.get(client, self.run, version)
         if blob is not None:
-            self.collector.load(version, tensors.decode_weights(blob))
+            self.collector.load(version, weights.decode_weights(blob))
         return blob is not None
 
     def collect(self, remaining_steps: int) -> None:

@@ -20,7 +20,7 @@ from ddrl.algorithms.actor_critic_learner import Trainee
 from ddrl.algorithms.ppo import Config, Policy
 from ddrl.algorithms.ppo_learner import PPO
 from ddrl.networks.trunks import to_input
-from ddrl.store import tensors
+from ddrl.store import weights
 from ddrl.types import EnvSpec
 
 OWN = {"network": "reference_ppo:own_network"}
@@ -280,7 +280,7 @@ def test_a_policy_file_of_another_shape_is_refused(tmp_path: Path) -> None:
     for size in (8, 9):
         config = {"env": {"id": "Toy-v0"}, "algorithm": {"name": "ppo", "hidden_sizes": [size]}}
         metadata = {"format": policies.FORMAT, "run": "run", "version": "3", "config": json.dumps(config)}
-        path.write_bytes(tensors.encode_weights(arrays, metadata | {"spaces": json.dumps(asdict(DISCRETE))}))
+        path.write_bytes(weights.encode_weights(arrays, metadata | {"spaces": json.dumps(asdict(DISCRETE))}))
         if size == 8:
             assert policies.load(path).action(np.zeros(3, np.float32)).shape == ()
     with pytest.raises(

@@ -24,7 +24,7 @@ from ddrl.cli import main
 from ddrl.config import ConfigError, RunConfig, validate
 from ddrl.policy import LoadedPolicy
 from ddrl.runs import initial_weights as warmstart
-from ddrl.store import connection, runs, stream, tensors, weights
+from ddrl.store import connection, runs, stream, weights
 from ddrl.types import EnvSpec
 from ddrl.worker.segment import Players, play
 
@@ -119,7 +119,7 @@ def test_what_fits_is_handed_on_as_it_is(name: str) -> None:
     other = run_config(algorithm | {"learning_rate": 1e-5, "gamma": 0.5})
     where, blob = warmstart.initial(source, other, replace(SPECS[name], env_id="Other-v0"))
     assert where == "other-1@7"
-    found = tensors.decode_weights(blob)
+    found = weights.decode_weights(blob)
     assert found.keys() == source.weights.keys()
     assert all(np.array_equal(found[part], source.weights[part]) for part in found)
 
@@ -129,7 +129,7 @@ def test_actor_critics_share_their_policies() -> None:
     config = run_config({"name": "ppo"})
     _, blob = warmstart.initial(source, config, CONTINUOUS)
     learner = base.resolve(config, CONTINUOUS).learner(device=CPU, seed=1)
-    parts = tensors.decode_weights(blob).items()
+    parts = weights.decode_weights(blob).items()
     learner.warm_start({part: torch.from_numpy(array) for part, array in parts})
 
 
@@ -190,10 +190,10 @@ def determined(client: Any) -> str:
     play_steps(client, run, token, 8)
     blob = weights.get(client, run, 0)
     assert blob is not None
-    arrays = {name: array.copy() for name, array in tensors.decode_weights(blob).items()}
+    arrays = {name: array.copy() for name, array in weights.decode_weights(blob).items()}
     last = max(name for name in arrays if name.startswith("biases."))
     arrays[last][:] = (20.0, -20.0)  # mean, deviation
-    blob = tensors.encode_weights(arrays)
+    blob = weights.encode_weights(arrays)
     weights.publish(client, run, token, version=1, blob=blob, allowance=10**6, updates=9)
     return run
 
@@ -223,7 +223,7 @@ def test_a_run_begins_with_it(client: Any, server: Any, kind: str) -> None:
     learner.restore()
     try:
         blobs = [weights.get(client, name, version) for name, version in ((before, 1), (run, 0))]
-        found, expected = (tensors.decode_weights(blob) for blob in blobs if blob is not None)
+        found, expected = (weights.decode_weights(blob) for blob in blobs if blob is not None)
         assert found.keys() == expected.keys()
         assert all(np.array_equal(found[part], expected[part]) for part in found)
         (entry,) = (row for row in runs.journal(client, run) if row["event"] == "warm start")

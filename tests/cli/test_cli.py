@@ -92,13 +92,13 @@ def test_errors_have_exit_codes(capsys: pytest.CaptureFixture[str], monkeypatch:
     from ddrl.codec import CodecError
     from ddrl.envs import EnvError
     from ddrl.store.leases import LeaseLostError
-    from ddrl.store.tensors import TensorsError
+    from ddrl.store.weights import WeightsError
 
     codes = {
         config.ConfigError("a"): 2,
         EnvError("b"): 2,
         CodecError("c"): 2,
-        TensorsError("c"): 2,
+        WeightsError("c"): 2,
         policy.PolicyFileError("d"): 2,
         runs.UnknownRunError("e"): 2,
         LeaseLostError("f"): 1,

@@ -24,7 +24,7 @@ from ddrl.cli import app, main
 from ddrl.config import validate
 from ddrl.envs import describe
 from ddrl.policy import LoadedPolicy
-from ddrl.store import connection, evaluations, keys, leases, runs, tensors, weights, workers
+from ddrl.store import connection, evaluations, keys, leases, runs, weights, workers
 from ddrl.types import EvaluationResult
 from ddrl.worker import tasks
 
@@ -53,7 +53,7 @@ def run(client: Redis) -> str:
     token = leases.acquire(client, made, host="here", folder="/tmp")
     assert token is not None
     learner = base.resolve(config, runs.spaces(client, made)).learner(device=torch.device("cpu"), seed=1)
-    blob = tensors.encode_weights({name: value.numpy() for name, value in learner.weights().items()})
+    blob = weights.encode_weights({name: value.numpy() for name, value in learner.weights().items()})
     weights.publish(client, made, token, version=0, blob=blob, allowance=0, updates=0)
     return made
 

@@ -20,7 +20,7 @@ from test_off_policy_learner import catch_config, recall_config
 
 from ddrl.config import RunConfig, validate
 from ddrl.learner.loop import Learner
-from ddrl.store import checkpoints, ledger, metrics, runs, stream, tensors
+from ddrl.store import checkpoints, ledger, metrics, runs, stream, weights
 from ddrl.types import Batch
 
 NUM_STEPS = 2200  # of the feed: more than the value learners' views hold
@@ -150,7 +150,7 @@ def learn(client: Redis, url: str, run: str, kills: list[int]) -> Learner:
 def saved(client: Redis, run: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     found = checkpoints.load(client, run)
     assert found is not None
-    return tensors.decode_weights(found[0]), found[1]
+    return weights.decode_weights(found[0]), found[1]
 
 
 def assert_equal_ends(client: Redis, one: str, two: str) -> None:

@@ -27,7 +27,7 @@ from ddrl.learner.loop import Learner
 from ddrl.replay import rows as rows_module
 from ddrl.replay.rows import CompressedRows
 from ddrl.runs.evaluation import evaluate
-from ddrl.store import keys, runs, stream, tensors, weights
+from ddrl.store import keys, runs, stream, weights
 from ddrl.types import Fragment
 
 MIB = 1024**2
@@ -261,7 +261,7 @@ def test_bad_entries_land_in_dead_with_the_reason_and_memory_stays_flat(
     run = start(client, CONFIGS[name]())
     token = take(client, run)
     weights_of = make_learner(client, run, token, server.url).algorithm.weights()
-    blob = tensors.encode_weights({key: value.numpy() for key, value in weights_of.items()})
+    blob = weights.encode_weights({key: value.numpy() for key, value in weights_of.items()})
     for version in (0, 1):  # the second is played by the policy, with its columns
         weights.publish(client, run, token, version=version, blob=blob, allowance=0, updates=0)
     players = play_steps(client, run, token, 300)

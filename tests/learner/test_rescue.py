@@ -22,7 +22,7 @@ from ddrl.learner.dispatcher import Dispatcher
 from ddrl.learner.loop import Learner
 from ddrl.replay.fifo import Fifo
 from ddrl.replay.sampled import Sampled
-from ddrl.store import checkpoints, connection, copies, keys, ledger, runs, seeds, stream, tensors, weights
+from ddrl.store import checkpoints, connection, copies, keys, ledger, runs, seeds, stream, weights
 from ddrl.store import leases as lease
 from ddrl.store.checkpoints import Counters
 
@@ -36,7 +36,7 @@ def seed_of(client: Redis, run: str, token: int, learner: Learner) -> seeds.Seed
     """What a learner holds."""
     known = seeds.known(client, run)
     counters, state = learner.snapshot()
-    blob = tensors.encode_weights({name: tensor.numpy() for name, tensor in state.items()})
+    blob = weights.encode_weights({name: tensor.numpy() for name, tensor in state.items()})
     return seeds.Seed(run, token, known, asdict(counters), blob)
 
 
@@ -219,7 +219,7 @@ def blob_of(client: Redis, run: str) -> bytes:
     algorithm = base.resolve(runs.config(client, run), runs.spaces(client, run)).learner(
         device=torch.device("cpu"), seed=1
     )
-    return tensors.encode_weights({name: value.numpy() for name, value in algorithm.state().items()})
+    return weights.encode_weights({name: value.numpy() for name, value in algorithm.state().items()})
 
 
 def test_a_learner_that_can_keep_nothing_of_a_lost_run_goes_on_from_its_copy(

@@ -18,7 +18,7 @@ from support.runs import start, target_config
 from support.sessions import Learning
 
 from ddrl.learner import run as runner
-from ddrl.store import connection, deletion, keys, ledger, runs, weights
+from ddrl.store import connection, keys, ledger, runs, weights
 from ddrl.store import leases as lease
 
 pytestmark = pytest.mark.faults
@@ -155,7 +155,7 @@ def test_a_run_that_was_deleted_while_its_learner_was_stalled_stays_deleted(site
     site.learner.send(signal.SIGSTOP)
     runs.set_status(site.client, site.run, "stopped", "by the test")
     site.until(lambda: not runs.state(site.client, site.run).leased)
-    deletion.delete(site.client, site.run)
+    runs.delete(site.client, site.run)
     site.learner.send(signal.SIGCONT)
     assert site.learner.wait() != 0
     assert f"run {site.run}: was deleted" in site.learner.text().splitlines()[-1]

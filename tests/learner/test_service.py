@@ -19,7 +19,7 @@ from test_learner import make_learner, take, training, until
 
 from ddrl.config import RunConfig, validate
 from ddrl.learner.loop import Learner
-from ddrl.store import checkpoints, connection, keys, ledger, metrics, runs, stream, tensors, weights
+from ddrl.store import checkpoints, connection, keys, ledger, metrics, runs, stream, weights
 from ddrl.store import leases as lease
 from ddrl.store.checkpoints import Counters
 
@@ -347,7 +347,7 @@ def test_the_copy_of_a_checkpoint_is_the_one_that_the_server_has(client: Redis, 
     found = checkpoints.load(client, run)
     assert found is not None and len(copied) == 1
     assert copied[0][0] == found[0] and json.loads(json.dumps(copied[0][1])) == found[1]
-    assert tensors.decode_weights(found[0]).keys() == learner.algorithm.state().keys()
+    assert weights.decode_weights(found[0]).keys() == learner.algorithm.state().keys()
 
 
 def test_settings_that_change_while_it_learns_take_effect(client: Redis, server) -> None:

@@ -12,7 +12,7 @@ from support.runs import add_history, make_run
 
 from ddrl.cli import main
 from ddrl.runs import prune as pruning
-from ddrl.store import connection, deletion, keys, runs
+from ddrl.store import connection, keys, runs
 from ddrl.store import leases as lease
 
 DAY_S = 86_400.0
@@ -114,9 +114,9 @@ def test_delete_leaves_no_key_behind(client: Any) -> None:
     client.set(keys.of_run(run + "x", "spec"), "another run's")
     runs.set_status(client, run, "stopped", "")
     with pytest.raises(connection.StoreError, match="still"):
-        deletion.delete(client, run)
+        runs.delete(client, run)
     lease.release(client, run, token)
-    deletion.delete(client, run)
+    runs.delete(client, run)
     assert [*client.scan_iter(keys.run_pattern(run))] == []
     assert client.exists(keys.of_run(run + "x", "spec"))
 

@@ -22,7 +22,6 @@ from ddrl.store import (
     budget,
     checkpoints,
     connection,
-    deletion,
     keys,
     ledger,
     logs,
@@ -234,7 +233,7 @@ def test_what_a_role_does_rarely_it_may_do_too(roles: Roles) -> None:
         seed = seeds.Seed(run, token or 0, seeds.known(learner, run), asdict(Counters()), b"tensors")
         lease.release(learner, run, token or 0)
         runs.set_status(operator, run, "stopped", "by hand")
-        assert deletion.delete(operator, run) > 5
+        assert runs.delete(operator, run) > 5
         assert seeds.plant(learner, seed, deleted_too=True)
     assert roles.denied() == []
 

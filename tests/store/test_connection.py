@@ -195,8 +195,8 @@ def test_folders_open_to_others_or_not_ours_are_refused(home: Path, monkeypatch:
         connection.runtime_dir()
     folder.unlink()
     folder.mkdir(mode=0o700)
-    monkeypatch.setattr("os.getuid", lambda: 54321)
-    with pytest.raises(StoreError, match="is not a folder of user 54321"):
+    with monkeypatch.context() as patch, pytest.raises(StoreError, match="is not a folder of user 54321"):
+        patch.setattr("os.getuid", lambda: 54321)
         connection.runtime_dir()
 
 

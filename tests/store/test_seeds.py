@@ -13,7 +13,7 @@ import pytest
 from redis import Redis
 from support.runs import play_steps, start, target_config
 
-from ddrl.store import budget, checkpoints, copies, deletion, keys, ledger, runs, seeds, stream, weights
+from ddrl.store import budget, checkpoints, copies, keys, ledger, runs, seeds, stream, weights
 from ddrl.store import leases as lease
 from ddrl.store.checkpoints import Counters
 from ddrl.store.connection import StoreError
@@ -119,7 +119,7 @@ def test_a_run_deleted_on_purpose_comes_back_only_on_purpose(client: Redis, tmp_
     copies.write(tmp_path, seed)
     lease.release(client, seed.run, seed.token)
     runs.set_status(client, seed.run, "stopped", "by the test")
-    deletion.delete(client, seed.run)
+    runs.delete(client, seed.run)
     with pytest.raises(StoreError, match=f"{seed.run}: was deleted"):
         copies.plant(client, seed.run, tmp_path, seed)
     assert runs.names(client) == [] and not client.keys(keys.run_pattern(seed.run))

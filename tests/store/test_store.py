@@ -7,7 +7,7 @@ import pytest
 from redis import Redis
 from support.store import SPACES, append, make_config, make_run, take
 
-from ddrl.store import checkpoints, deletion, keys, metrics, runs, stream, weights, workers
+from ddrl.store import checkpoints, keys, metrics, runs, stream, weights, workers
 from ddrl.store import leases as lease
 from ddrl.store.connection import StoreError
 from ddrl.store.stream import Answer
@@ -284,9 +284,9 @@ def test_delete_removes_every_key_of_an_ended_run_only(client: Redis, run: str) 
     other = runs.create(client, make_config(), SPACES)
     append(client, run, 0)
     with pytest.raises(StoreError, match="is active; stop it first"):
-        deletion.delete(client, run)
+        runs.delete(client, run)
     runs.set_status(client, run, "stopped", "")
-    assert deletion.delete(client, run) >= 5
+    assert runs.delete(client, run) >= 5
     assert runs.names(client) == [other]
     assert not list(client.scan_iter(match=keys.run_pattern(run)))
     assert runs.state(client, other).status == "active"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ddrl.store import tensors
-from ddrl.store.tensors import TensorsError
+from ddrl.store import weights
+from ddrl.store.weights import WeightsError
 
 
 def test_weights_round_trip() -> None:
@@ -16,24 +16,24 @@ def test_weights_round_trip() -> None:
         "biases.0": np.zeros(0, "f4"),
         "n": np.int64(3),
     }
-    data = tensors.encode_weights(arrays, {"run": "r", "version": "4"})
-    decoded = tensors.decode_weights(data)
+    data = weights.encode_weights(arrays, {"run": "r", "version": "4"})
+    decoded = weights.decode_weights(data)
     assert set(decoded) == set(arrays)
     for name, array in arrays.items():
         np.testing.assert_array_equal(decoded[name], array)
-    assert tensors.weights_metadata(data) == {"run": "r", "version": "4"}
-    assert tensors.weights_metadata(tensors.encode_weights(arrays)) == {}
+    assert weights.weights_metadata(data) == {"run": "r", "version": "4"}
+    assert weights.weights_metadata(weights.encode_weights(arrays)) == {}
 
 
 @pytest.mark.parametrize("data", [b"", b"garbage", b"\xff" * 64, (2**40).to_bytes(8, "little") + b"{}"])
 def test_garbage_is_no_weights(data: bytes) -> None:
-    with pytest.raises(TensorsError, match="^weights: "):
-        tensors.decode_weights(data)
+    with pytest.raises(WeightsError, match="^weights: "):
+        weights.decode_weights(data)
     if data != (2**40).to_bytes(8, "little") + b"{}":
-        with pytest.raises(TensorsError, match="^weights: "):
-            tensors.weights_metadata(data)
+        with pytest.raises(WeightsError, match="^weights: "):
+            weights.weights_metadata(data)
 
 
 def test_weights_of_objects_are_refused() -> None:
-    with pytest.raises(TensorsError, match="^weights: cannot be written"):
-        tensors.encode_weights({"w": np.array([object()])})
+    with pytest.raises(WeightsError, match="^weights: cannot be written"):
+        weights.encode_weights({"w": np.array([object()])})

@@ -14,7 +14,7 @@ from support.private_server import PrivateServer
 from support.processes import Processes
 from support.tls_proxy import Authority, TlsProxy
 
-from ddrl.store import connection, runs, tls
+from ddrl.store import connection, runs
 from ddrl.store.connection import NotThereError, StoreError
 
 
@@ -54,7 +54,7 @@ def test_a_run_is_submitted_learned_and_played_through_tls(
 ) -> None:
     server = make_server(password="secret")
     proxy = start(authority.server(), server)
-    env = {tls.CA_VARIABLE: str(authority.path)}
+    env = {connection.CA_VARIABLE: str(authority.path)}
     run = json.loads(
         processes.ddrl(
             proxy.url,
@@ -78,7 +78,7 @@ def test_a_run_is_submitted_learned_and_played_through_tls(
 
     # A worker that cannot trust the server ends with one line; Celery alone would try for ever.
     stranger = Authority(processes.folder / "stranger.pem")
-    wary = processes.worker(proxy.url, env={tls.CA_VARIABLE: str(stranger.path)})
+    wary = processes.worker(proxy.url, env={connection.CA_VARIABLE: str(stranger.path)})
     assert wary.wait() == 1
     said = [line for line in wary.text().splitlines() if "ddrl: error" in line]
     assert len(said) == 1 and "not trusted" in said[0] and "Traceback" not in wary.text()
@@ -101,7 +101,7 @@ def test_certificates_that_are_refused(
     stranger = Authority(tmp_path / "stranger.pem")
     text = refusal(f"{good.url}?ssl_ca_certs={stranger.path}")
     assert "rediss://:***@localhost" in text and "not trusted" in text and "DDRL_REDIS_CA" in text
-    monkeypatch.setenv(tls.CA_VARIABLE, str(authority.path))
+    monkeypatch.setenv(connection.CA_VARIABLE, str(authority.path))
     with connection.connect(good.url) as client:
         connection.check(client)
     assert "has expired" in refusal(start(authority.server(expired=True)).url)
@@ -155,10 +155,10 @@ def test_options_that_are_refused(url: str, said: str) -> None:
 
 
 def test_the_variable_for_the_ca(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(tls.CA_VARIABLE, str(tmp_path / "none.pem"))
-    assert f"{tls.CA_VARIABLE}={tmp_path}/none.pem: no file" in refusal("rediss://:secret@h")
+    monkeypatch.setenv(connection.CA_VARIABLE, str(tmp_path / "none.pem"))
+    assert f"{connection.CA_VARIABLE}={tmp_path}/none.pem: no file" in refusal("rediss://:secret@h")
     Authority(tmp_path / "a b.pem")
-    monkeypatch.setenv(tls.CA_VARIABLE, str(tmp_path / "a b.pem"))
+    monkeypatch.setenv(connection.CA_VARIABLE, str(tmp_path / "a b.pem"))
     assert "redis:// has none" in refusal("redis://:secret@h")
     options = connection.connect("rediss://h").connection_pool.connection_kwargs
     assert options["ssl_ca_certs"] == str(tmp_path / "a b.pem")

@@ -15,7 +15,7 @@ from ddrl.algorithms import base
 from ddrl.config import RunConfig, validate
 from ddrl.runs import submit
 from ddrl.store import leases as lease
-from ddrl.store import metrics, runs, stream, tensors, weights
+from ddrl.store import metrics, runs, stream, weights
 from ddrl.store.evaluations import Evaluation, OpenEvaluations
 from ddrl.types import EnvSpec, EvaluationResult
 from ddrl.worker.segment import Players, play
@@ -60,7 +60,7 @@ def play_steps(client: Redis, run: str, token: int, steps: int, *, players: Play
     if weights.index(client, run).latest < 0:
         config = runs.config(client, run)
         learner = base.resolve(config, runs.spaces(client, run)).learner(device=torch.device("cpu"), seed=1)
-        blob = tensors.encode_weights({name: value.numpy() for name, value in learner.weights().items()})
+        blob = weights.encode_weights({name: value.numpy() for name, value in learner.weights().items()})
         weights.publish(client, run, token, version=0, blob=blob, allowance=0, updates=0)
     goal = stream_steps(client, run) + steps
     deadline = time.monotonic() + 60
@@ -124,7 +124,7 @@ def add_history(client: Redis, run: str, *, folder: str = "") -> int:
     row = {"env_steps": 30_000, "updates": 7_600, "env_steps_per_s": 2_930.0, "updates_per_s": 310.0}
     row |= {"samples_per_insert": 31.9, "staleness": 0.8, "return_mean": 143.2, "replay_size": 30_000}
     metrics.add(client, run, token, row | {"learner_wait": 0.12, "critic_loss": 0.0123, "temperature": 0.05})
-    blob = tensors.encode_weights({"layer": np.zeros(3, np.float32)})
+    blob = weights.encode_weights({"layer": np.zeros(3, np.float32)})
     weights.publish(client, run, token, version=31, blob=blob, allowance=10**6, updates=7_600)
     add_evaluation(client, run, token, 31, 201.3)
     add_evaluation(client, run, token, 31, 205.0, purpose="confirm")

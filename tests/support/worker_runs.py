@@ -16,7 +16,7 @@ from support.runs import start, target_tree
 from ddrl import celery
 from ddrl.algorithms import base
 from ddrl.config import validate
-from ddrl.store import connection, evaluations, keys, runs, segments, stream, tensors, weights
+from ddrl.store import connection, evaluations, keys, runs, segments, stream, weights
 from ddrl.store import leases as lease
 
 HERE = str(Path(__file__).parent)
@@ -35,7 +35,7 @@ def playable(client: Redis, **sections: dict[str, Any]) -> str:
     token = lease.acquire(client, run, host="test", folder="/tmp")
     assert token is not None
     learner = base.resolve(config, runs.spaces(client, run)).learner(device=torch.device("cpu"), seed=1)
-    blob = tensors.encode_weights({name: value.numpy() for name, value in learner.weights().items()})
+    blob = weights.encode_weights({name: value.numpy() for name, value in learner.weights().items()})
     weights.publish(client, run, token, version=0, blob=blob, allowance=10**9, updates=0)
     stream.allow(client, run, token, 10**9, updates=0)
     return run

@@ -16,7 +16,7 @@ from support.runs import start, target_config
 
 from ddrl.algorithms import base
 from ddrl.config import RunConfig
-from ddrl.store import keys, runs, segments, tensors
+from ddrl.store import keys, runs, segments, weights
 
 PROCESSES = 2
 Until = Callable[..., float]
@@ -42,7 +42,7 @@ def site(module_server, tmp_path_factory) -> Iterator[tuple[Redis, Processes]]:
     client.flushall()
     warm_up = start(client, config())
     learner = base.resolve(config(), runs.spaces(client, warm_up)).learner(device=torch.device("cpu"), seed=1)
-    blob = tensors.encode_weights({name: value.numpy() for name, value in learner.weights().items()})
+    blob = weights.encode_weights({name: value.numpy() for name, value in learner.weights().items()})
     (folder / "weights").write_bytes(blob)
     with Processes(folder) as processes:
         url, stand_in = module_server.url, str(ROOT / "tests" / "dispatching.py")
