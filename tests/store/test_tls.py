@@ -12,7 +12,7 @@ import kombu
 import pytest
 from support.private_server import PrivateServer
 from support.processes import Processes
-from support.tls_proxy import Authority, TlsProxy
+from support.proxy import Authority, Proxy
 
 from ddrl.store import connection, runs
 from ddrl.store.connection import NotThereError, StoreError
@@ -25,12 +25,12 @@ def authority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Authority:
 
 
 @pytest.fixture
-def start(make_server: Callable[..., PrivateServer]) -> Iterator[Callable[..., TlsProxy]]:
+def start(make_server: Callable[..., PrivateServer]) -> Iterator[Callable[..., Proxy]]:
     """Puts TLS before a server."""
     with contextlib.ExitStack() as stack:
 
-        def proxy(context: object, server: PrivateServer | None = None) -> TlsProxy:
-            started = TlsProxy((server or make_server(password="secret")).url, context)  # type: ignore[arg-type]
+        def proxy(context: object, server: PrivateServer | None = None) -> Proxy:
+            started = Proxy((server or make_server(password="secret")).url, context)  # type: ignore[arg-type]
             stack.callback(started.close)
             return started
 
@@ -48,7 +48,7 @@ def refusal(url: str, *kinds: type[StoreError]) -> str:
 
 def test_a_run_is_submitted_learned_and_played_through_tls(
     authority: Authority,
-    start: Callable[..., TlsProxy],
+    start: Callable[..., Proxy],
     make_server: Callable[..., PrivateServer],
     processes: Processes,
 ) -> None:
@@ -84,7 +84,7 @@ def test_a_run_is_submitted_learned_and_played_through_tls(
     assert len(said) == 1 and "not trusted" in said[0] and "Traceback" not in wary.text()
 
 
-def test_kombu_verifies_as_redis_py_does(authority: Authority, start: Callable[..., TlsProxy]) -> None:
+def test_kombu_verifies_as_redis_py_does(authority: Authority, start: Callable[..., Proxy]) -> None:
     proxy = start(authority.server())
     trusting = connection.broker_url(f"{proxy.url}?ssl_ca_certs={authority.path}")
     with kombu.Connection(trusting) as broker:
@@ -95,7 +95,7 @@ def test_kombu_verifies_as_redis_py_does(authority: Authority, start: Callable[.
 
 
 def test_certificates_that_are_refused(
-    authority: Authority, start: Callable[..., TlsProxy], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    authority: Authority, start: Callable[..., Proxy], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good = start(authority.server())
     stranger = Authority(tmp_path / "stranger.pem")
@@ -110,7 +110,7 @@ def test_certificates_that_are_refused(
 
 
 def test_tls_to_a_plain_port_and_plain_to_a_tls_port(
-    authority: Authority, start: Callable[..., TlsProxy], make_server: Callable[..., PrivateServer]
+    authority: Authority, start: Callable[..., Proxy], make_server: Callable[..., PrivateServer]
 ) -> None:
     wrong = refusal(f"redis://{start(authority.server()).address}", NotThereError)
     assert "no server reachable" in wrong and wrong.endswith("write rediss:// into DDRL_REDIS_URL")
@@ -122,7 +122,7 @@ def test_tls_to_a_plain_port_and_plain_to_a_tls_port(
 
 
 def test_a_client_shows_its_certificate(
-    authority: Authority, start: Callable[..., TlsProxy], tmp_path: Path
+    authority: Authority, start: Callable[..., Proxy], tmp_path: Path
 ) -> None:
     proxy = start(authority.server(asks_client=True))
     trusted = f"{proxy.url}?ssl_ca_certs={authority.path}"
