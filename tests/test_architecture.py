@@ -294,7 +294,7 @@ def modules_at_import() -> dict[str, set[str]]:
     graph: dict[str, set[str]] = {}
     for name, path in names.items():
         found: set[str] = set()
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        for node in ast.parse(path.read_text("utf-8")).body:  # not those for types only, or inside functions
             if isinstance(node, ast.ImportFrom) and node.module in names:
                 found |= {f"{node.module}.{alias.name}" for alias in node.names} & set(names) or {node.module}
         graph[name] = {other for other in found if other.split(".")[:2] == name.split(".")[:2]} - {name}
