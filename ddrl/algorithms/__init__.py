@@ -1,1 +1,1 @@
-"""One file an algorithm: its Config, its pure losses, one small class for the learner, one Policy for players."""
+"""The algorithms: a folder each, and what several of them share (see `base`)."""

@@ -1,8 +1,9 @@
-"""What an algorithm's module offers, and how its name in a config finds it.
+"""The interface of an algorithm, and how its name in a config finds its modules.
 
-A module `ddrl.algorithms.<name>` holds `Config`, `check`, `Policy` and `ON_POLICY`, and `corrects` where that is true;
-`<name>_learner` holds the class that learns, and is imported by learners only. To add one, write both and name it in
-`_LEARNERS`.
+The algorithm `<name>` is the folder `ddrl/algorithms/<name>/` with three modules: `config` has `Config` (an
+`AlgorithmConfig`), `policy` has `Policy`, and `learner` has `make_learner`, which only learners import. Nothing is
+registered elsewhere. `config`, and `policy` where it can do without, do not import torch: that is seconds of a
+process's start and most of its memory.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-from pydantic import BaseModel
 
+from ddrl.algorithms.options import AlgorithmConfig
 from ddrl.config import ConfigError, RunConfig, parse
 from ddrl.types import EnvSpec, SequenceShape
 
@@ -30,65 +32,74 @@ RecurrentState = dict[str, np.ndarray]
 
 NO_STATE: RecurrentState = {}
 
-# Algorithm -> class in its learner module.
-_LEARNERS = {"dqn": "DQN", "impala": "IMPALA", "ppo": "PPO", "r2d2": "R2D2", "sac": "SAC"}
-
 
 class Policy(Protocol):
-    """What plays: on the CPU of a worker."""
+    """The acting side of an algorithm, on the CPU."""
 
     @property
     def evaluation_epsilon(self) -> float:
-        """Share of random actions that whoever evaluates mixes in; `act` knows nothing of it."""
+        """Share of random actions in evaluations, which the caller of `act` mixes in."""
 
     def load(self, weights: Mapping[str, Any]) -> None:
-        """Take over published weights."""
+        """Load published weights: CPU tensors or arrays.
+
+        Raises:
+            ValueError: they are those of another configuration or environment.
+        """
 
     def initial_state(self, num_envs: int) -> RecurrentState:
         """Return the recurrent state at the start of an episode; {} for policies without one."""
 
     def act(self, observation: np.ndarray, state: RecurrentState = NO_STATE) -> np.ndarray:
-        """The deterministic action: [N, *I] -> [N, *A], in the environment's unit; each row by itself.
+        """Return the deterministic action: [N, *I] -> [N, *A], in the environment's unit.
 
-        A recurrent policy moves `state["hidden"]` on, in place.
+        A row depends on its own observation and state only, to the last bit. A recurrent policy updates
+        `state["hidden"]` in place.
         """
 
     def explore(
         self, observation: np.ndarray, generator: np.random.Generator, state: RecurrentState = NO_STATE
     ) -> tuple[np.ndarray, Mapping[str, np.ndarray]]:
-        """Exploring actions [N, *A] within the bounds, and further columns [N, ...] that the learner needs."""
+        """Return exploring actions [N, *A] within the bounds, and the columns [N, ...] that the learner needs."""
 
 
-class Algorithm(Protocol):
-    """What learns: networks and optimizers on the learner's device."""
+class Learner(Protocol):
+    """The learning side of an algorithm: networks and optimizers on the learner's device."""
 
     num_updates: int
 
     def update(self, batch: Any) -> Mapping[str, torch.Tensor]:
-        """Learn from tensors, a `Batch` or `Sequences` off-policy, `Trajectories` on-policy; detached scalars by name.
+        """Learn from tensors: a `Batch` or `Sequences` off-policy, `Trajectories` on-policy.
 
-        `num_updates` grows by the optimizer's steps. Where replay is prioritized, `priority` is among them: [B], how
-        surprising each item was.
+        `num_updates` grows by the number of optimizer steps.
+
+        Returns:
+            Detached scalars by name; reading one waits for the device. With prioritized replay also `priority` [B],
+            the sizes of the TD errors or losses.
         """
 
     def weights(self) -> Mapping[str, torch.Tensor]:
-        """What a Policy needs, as CPU copies."""
+        """Return what a Policy needs, as CPU copies."""
 
     def state(self) -> Mapping[str, torch.Tensor]:
-        """Everything that continuation needs, as CPU copies."""
+        """Return everything needed to continue bit for bit, as CPU copies."""
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Continue from what `state` returned; where options differ from those it was taken under, they count."""
+        """Continue from what `state` returned; this learner's live options win over those it was saved under.
 
-    def adopt(self, options: Any) -> None:
-        """Go on with other values of the live options from the next update on, as if they had been there when built.
+        Raises:
+            ValueError: it is that of another configuration; nothing has changed then.
+        """
+
+    def apply_options(self, options: Any) -> None:
+        """Apply changed live options from the next update on.
 
         Raises:
             ValueError: an option differs that is not live; nothing has changed then.
         """
 
-    def warm_start(self, weights: Mapping[str, torch.Tensor]) -> str:
-        """Begin, before the first update, with the policy whose `weights` these are.
+    def load_initial_weights(self, weights: Mapping[str, torch.Tensor]) -> str:
+        """Start, before the first update, from published weights.
 
         Returns:
             What such weights do not hold and so starts fresh, as one clause for the run's journal.
@@ -104,8 +115,7 @@ class Resolved:
 
     Attributes:
         name: of the algorithm.
-        config: the algorithm's own options, validated; all have gamma and batch_size, off-policy ones n_step; those
-            that prioritize and those that learn from sequences have what `replay.experience` names.
+        config: the algorithm's own options, validated; an `AlgorithmConfig`.
         spec: spaces of the environment.
     """
 
@@ -115,44 +125,35 @@ class Resolved:
 
     @property
     def on_policy(self) -> bool:
-        """Each fragment is learned from once, in order, soon after it was played."""
-        on_policy: bool = _module(self.name).ON_POLICY
-        return on_policy
-
-    @property
-    def corrects(self) -> bool:
-        """Stale fragments are corrected by importance weights; on-policy algorithms only."""
-        corrects: bool = _module(self.name).corrects(self.config)
-        return corrects
-
-    def learner(self, *, device: torch.device, seed: int) -> Algorithm:
-        """Fresh networks and optimizers."""
-        module = importlib.import_module(f"ddrl.algorithms.{self.name}_learner")
-        built: Algorithm = getattr(module, _LEARNERS[self.name])(
-            self.config, self.spec, device=device, seed=seed
-        )
-        return built
+        """See `AlgorithmConfig.on_policy`."""
+        return bool(self.config.on_policy)
 
     @property
     def sequences(self) -> SequenceShape | None:
-        """How a recurrent algorithm wants its sequences; None for the others."""
-        shape: SequenceShape | None = getattr(self.config, "sequences", None)
+        """See `AlgorithmConfig.sequences`."""
+        shape: SequenceShape | None = self.config.sequences
         return shape
 
     @property
-    def can_begin_at_random(self) -> bool:
+    def can_start_at_random(self) -> bool:
         """Actions that no policy chose can be learned from."""
         return not self.on_policy and self.sequences is None
 
     @property
     def context(self) -> int:
-        """Steps of history that a fragment brings along."""
+        """Steps of history that each fragment includes."""
         return self.spec.frame_stack - 1 + (self.sequences.context if self.sequences else 0)
 
     def policy(self, *, producer: int = 0) -> Policy:
-        """A player without weights; how much it explores may go by its producer's id."""
-        built: Policy = _module(self.name).Policy(self.config, self.spec, producer=producer)
-        return built
+        """Return a policy without weights; a collector's exploration may depend on its producer id."""
+        policy: Policy = _module(self.name, "policy").Policy(self.config, self.spec, producer=producer)
+        return policy
+
+    def learner(self, *, device: torch.device, seed: int) -> Learner:
+        """Return fresh networks and optimizers; the same seed gives the same initial weights on every device."""
+        make_learner = _module(self.name, "learner").make_learner
+        learner: Learner = make_learner(self.config, self.spec, device=device, seed=seed)
+        return learner
 
 
 def initial_state(num_envs: int, size: int) -> RecurrentState:
@@ -180,17 +181,19 @@ def advance(state: RecurrentState, action: np.ndarray, reward: np.ndarray, ended
 
 
 def names() -> list[str]:
-    """Algorithms that a config may name."""
-    return sorted(_LEARNERS)
+    """Return the algorithms that a config may name: the folders beside this file that have a config."""
+    return sorted(path.parent.name for path in Path(__file__).parent.glob("*/config.py"))
 
 
-def config_class(name: str) -> type[BaseModel]:
-    """The options of an algorithm.
+def config_class(name: str) -> type[AlgorithmConfig]:
+    """Return the options class of an algorithm.
 
     Raises:
         ConfigError: there is no such algorithm.
     """
-    config: type[BaseModel] = _module(name).Config
+    if name not in names():
+        raise ConfigError(f"algorithm.name: {name!r} is unknown; known are {', '.join(names())}")
+    config: type[AlgorithmConfig] = _module(name, "config").Config
     return config
 
 
@@ -198,20 +201,17 @@ def resolve(config: RunConfig, spec: EnvSpec) -> Resolved:
     """Validate the algorithm's part of a config against its environment.
 
     Raises:
-        ConfigError: no such algorithm, an unknown or impossible option, or an environment it cannot serve.
+        ConfigError: an unknown algorithm or option, a value that cannot be used, or an unsuitable environment.
     """
     options = dict(config.algorithm)
     name = options.pop("name")
-    module = _module(name)
-    own = parse(module.Config, options, prefix="algorithm.")
+    own = parse(config_class(name), options, prefix="algorithm.")
     try:
-        module.check(own, spec)
+        own.check(spec)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     return Resolved(name, own, spec)
 
 
-def _module(name: str) -> Any:
-    if name not in _LEARNERS:
-        raise ConfigError(f"algorithm.name: {name!r} is unknown; known are {', '.join(names())}")
-    return importlib.import_module(f"ddrl.algorithms.{name}")
+def _module(name: str, part: str) -> Any:
+    return importlib.import_module(f"ddrl.algorithms.{name}.{part}")

@@ -14,7 +14,9 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
-from ddrl.networks.trunks import NetworkError, make_trunk, orthogonal_linear
+from ddrl.networks.custom import NetworkError
+from ddrl.networks.layers import orthogonal_linear
+from ddrl.networks.trunks import make_trunk
 
 
 class ActorCritic(nn.Module):
@@ -31,13 +33,13 @@ class ActorCritic(nn.Module):
         hidden_sizes: widths of the dense layers of a built-in trunk.
         activation: "tanh" or "relu", of a built-in trunk.
         shared: the critic's head sits on the actor's trunk; otherwise each has a trunk of its own.
-        log_std_dims: numbers of a log standard deviation that is the same for all states; 0 for none.
-        initial_log_std: what each of them starts with.
-        kwargs: keyword arguments of a network of one's own.
+        log_std_dims: dimensions of a log standard deviation that is the same for all states; 0 for none.
+        initial_log_std: initial value of each of them.
+        kwargs: keyword arguments of a custom network.
         generator: CPU generator of the initial weights; torch's global one when None.
 
     Raises:
-        NetworkError: as `make_trunk`, or a callable that gives one module twice when two are needed.
+        NetworkError: as `make_trunk`, or a callable that returns one module twice when two are needed.
     """
 
     log_std: nn.Parameter
@@ -81,7 +83,7 @@ class ActorCritic(nn.Module):
         if log_std_dims:
             self.log_std = nn.Parameter(torch.full((log_std_dims,), initial_log_std))
         self.shared = shared
-        # Finding a parameter through its module costs as much as a small operation.
+        # To find a parameter through its module costs as much as a small operation.
         self._policy_head = self.policy_head.weight, self.policy_head.bias
         self._value_head = self.value_head.weight, self.value_head.bias
 
@@ -95,7 +97,7 @@ class ActorCritic(nn.Module):
         return parameters, torch.addmv(bias, features, weight.squeeze(0))
 
     def policy_state(self) -> dict[str, Tensor]:
-        """What a player needs, by name: `actor.*`, `policy_head.*`, `log_std`; detached, but not copied."""
+        """Return what a policy needs by name: `actor.*`, `policy_head.*`, `log_std`; detached, but not copied."""
         return {
             name: tensor
             for name, tensor in self.state_dict().items()

@@ -1,6 +1,6 @@
-"""A network of the user's own: made by its callable, and refused by what is wrong with it before anything trains.
+"""Custom networks: built by the user's callable, and checked before anything trains.
 
-`trunks.make_trunk` says what such a network must do.
+The requirements are those of `trunks.make_trunk`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ddrl.config import ModuleError, first_line, load_callable
 
 
 class NetworkError(ValueError):
-    """A network that cannot be made or used; the message names it and the remedy in one line."""
+    """A network that cannot be built or used; the message names it and the remedy in one line."""
 
 
 def refuse(network: str, reason: str) -> NoReturn:
@@ -31,16 +31,16 @@ def custom_trunk(
     *,
     generator: Generator | None,
 ) -> tuple[nn.Module, int]:
-    """The trunk that `network`, "module:callable", makes for observations of one shape, and its F.
+    """Return the trunk that `network`, "module:callable", builds for observations of one shape, and its F.
 
     Args:
         network: of an allowed module.
         observation_shape: `*O`.
         kwargs: keyword arguments of the callable.
-        generator: source of the seed of torch's global CPU generator while the network is made; None: as it is.
+        generator: source of the seed of torch's global CPU generator while the network is built; None: leave it.
 
     Raises:
-        NetworkError: it cannot be made, or does not do what `trunks.make_trunk` asks for.
+        NetworkError: it cannot be built, or does not meet the requirements of `trunks.make_trunk`.
     """
     try:
         make = load_callable(network)  # not seeded: importing may draw numbers, and happens only once
@@ -53,7 +53,7 @@ def custom_trunk(
 
 @contextmanager
 def _seeded(generator: Generator | None) -> Iterator[None]:
-    """Torch's global CPU generator seeded from `generator` for the block; as it was afterwards."""
+    """Seed torch's global CPU generator from `generator` for the block; restore it afterwards."""
     if generator is None:
         yield
         return
@@ -66,7 +66,7 @@ def _seeded(generator: Generator | None) -> Iterator[None]:
 def _make(
     network: str, make: Callable[..., Any], shape: tuple[int, ...], kwargs: Mapping[str, Any]
 ) -> nn.Module:
-    """The user's module, not yet checked."""
+    """Return the user's module, not yet checked."""
     try:
         module = make(shape, **kwargs)
     except TypeError as error:
@@ -86,10 +86,10 @@ def _make(
 
 
 def _check(network: str, module: nn.Module, shape: tuple[int, ...]) -> int:
-    """Run the user's module on zeros and noise of batch 2 and 1; its F.
+    """Run the user's module on zeros and on noise, with batches of 2 and 1; return its F.
 
     Raises:
-        NetworkError: it does not do what `make_trunk` asks for.
+        NetworkError: it does not meet the requirements.
     """
     noise = torch.rand((2, *shape), generator=Generator().manual_seed(0))
     evaluated = _features(network, module.eval(), noise)
@@ -117,7 +117,7 @@ def _check(network: str, module: nn.Module, shape: tuple[int, ...]) -> int:
 
 
 def _features(network: str, module: nn.Module, observation: Tensor) -> Tensor:
-    """The module's output for [B, *O], with its form checked."""
+    """Return the module's output for [B, *O]; refuse one of another form."""
     wanted = f"return float32 features [B, F] for observations {list(observation.shape)}"
     try:
         output = module(observation)
@@ -142,7 +142,7 @@ def _features(network: str, module: nn.Module, observation: Tensor) -> Tensor:
 
 
 def _check_parameters(network: str, module: nn.Module, features: Tensor) -> None:
-    """Refuse parameters that training cannot use, as one vector of float32 with one gradient."""
+    """Refuse parameters that cannot be trained as one vector of float32 with one gradient."""
     named = dict(module.named_parameters())
     if not named:
         refuse(network, "has no trainable parameters; return a module with layers, or use mlp")

@@ -1,4 +1,4 @@
-"""Between NumPy and the learner's device: the one place where arrays become tensors, and where priorities come back."""
+"""Transfers between NumPy and the learner's device: arrays become tensors here only, and priorities arrays."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """A batch of arrays as the same kind of batch of tensors, all on the device but what steers the host: burn_in.
+    """Return a batch of arrays as the same kind of batch of tensors on the device.
 
-    Numbers of items stay behind, where they are looked up.
+    `burn_in` stays on the CPU, which packs sequences by it; `number`, which is looked up on the CPU, is left out.
     """
     arrays = {name: value for name, value in vars(batch).items() if value is not None and name != "number"}
     tensors = {name: torch.from_numpy(value) for name, value in arrays.items()}
@@ -22,12 +22,12 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def send(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """CPU values on the device; from a GPU nothing is waited for."""
+    """Copy CPU values to the device, without waiting for a GPU."""
     return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
 
 
 def to_host(values: torch.Tensor) -> Callable[[], np.ndarray]:
-    """Start to copy detached values back; what is returned waits for them, and for nothing the device does later."""
+    """Start copying detached values to the CPU; return a function that waits for this copy only and returns it."""
     if values.device.type != "cuda":
         return values.numpy
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)

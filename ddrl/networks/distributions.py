@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 
 def bounded_log_std(raw: Tensor, *, low: float, high: float) -> Tensor:
-    """Map a network's output smoothly into [low, high], so that its gradient never dies at a bound.
+    """Map a network's output smoothly into [low, high], so that its gradient never vanishes at a bound.
 
     Args:
         raw: [..., A] any real number; 0 gives the middle of the interval.
@@ -31,7 +31,7 @@ def bounded_log_std(raw: Tensor, *, low: float, high: float) -> Tensor:
 
 
 def tanh_gaussian_sample(mean: Tensor, log_std: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """Reparametrized sample of a tanh-Gaussian and its log density.
+    """Return a reparametrized sample of a tanh-Gaussian and its log density.
 
     log(1 - tanh(u)^2) is computed as 2 * (log 2 - u - softplus(-2u)), which is exact where
     1 - tanh(u)^2 rounds to 0 and needs no epsilon.
@@ -52,20 +52,8 @@ def tanh_gaussian_sample(mean: Tensor, log_std: Tensor, noise: Tensor) -> tuple[
     return torch.tanh(pre_tanh), density.sum(dim=-1) - constant
 
 
-def tanh_gaussian_mode(mean: Tensor) -> Tensor:
-    """The deterministic action: the squashed mean (the median, not the density's maximum).
-
-    Args:
-        mean: [..., A] mean of the Gaussian before squashing.
-
-    Returns:
-        [..., A] tanh(mean), in (-1, 1).
-    """
-    return torch.tanh(mean)
-
-
 def categorical(logits: Tensor, action: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Log probability and entropy of independent categorical choices.
+    """Return log probability and entropy of independent categorical choices.
 
     Args:
         logits: [B, sum(sizes)] unnormalized log probabilities, one dimension after the other.
@@ -90,7 +78,7 @@ def categorical(logits: Tensor, action: Tensor, sizes: Sequence[int]) -> tuple[T
 
 
 def gaussian(mean: Tensor, log_std: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
-    """Log density and entropy of a diagonal Gaussian.
+    """Return log density and entropy of a diagonal Gaussian.
 
     Args:
         mean: [B, A].

@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Generator, Tensor, nn
+from torch.nn import functional as F
 
-from ddrl.networks.layers import Activation, orthogonal_linear, uniform_linear
-from ddrl.networks.noisy import NoisyLinear
+from ddrl.networks.layers import Activation, orthogonal_linear, uniform_, uniform_linear
+
+
+def expected_values(output: Tensor, atoms: Tensor | None) -> Tensor:
+    """Return action values of a head's output.
+
+    Args:
+        output: [B, A, Z] logits of `atoms`, or values or quantiles where there are none.
+        atoms: [Z] the support of a categorical distribution; None for the others.
+
+    Returns:
+        [B, A] in units of the return.
+    """
+    return output.mean(dim=2) if atoms is None else output.softmax(dim=2) @ atoms
+
+
+def support(num_atoms: int, *, v_min: float, v_max: float, like: Tensor) -> Tensor:
+    """Return the atoms of a categorical distribution: [Z], evenly spaced, in units of the return."""
+    return torch.linspace(v_min, v_max, num_atoms, device=like.device, dtype=like.dtype)
 
 
 def dueling(value: Tensor, advantage: Tensor) -> Tensor:
-    """Action values Q = V + A - mean_a A, of every atom by itself.
+    """Return action values Q = V + A - mean_a A, for each atom separately.
 
     Source: Wang et al. 2016, arXiv:1511.06581, equation 9; atoms: Hessel et al. 2018, arXiv:1710.02298.
 
@@ -69,10 +86,13 @@ class Head(nn.Module):
         if hidden_size is not None:
             count = 2 if is_dueling else 1
             if noise_scale is None:
-                self.hidden = _streams(num_features, [hidden_size] * count, generator)
+                gain = math.sqrt(2)
+                self.hidden = orthogonal_linear(
+                    num_features, count * hidden_size, gain, generator, num_parts=count
+                )
             else:
                 self.hidden = linear(num_features, count * hidden_size)
-        # The large and even sizes first, for memory is aligned by what comes before (`mlp.FlatParameters`).
+        # The large and even sizes first, for memory is aligned by what comes before (`FlatParameters`).
         self.advantage = linear(width, num_actions * num_atoms)
         self.value = linear(width, num_atoms) if is_dueling else None
         self._shape = (-1, num_actions, num_atoms)
@@ -89,11 +109,61 @@ class Head(nn.Module):
         return dueling(self.value(of_value), self.advantage(of_advantage).view(self._shape))
 
 
-def _streams(num_inputs: int, sizes: Sequence[int], generator: Generator | None) -> nn.Linear:
-    """Orthogonal layers side by side in one: all see the same inputs."""
-    layers = [orthogonal_linear(num_inputs, size, math.sqrt(2), generator) for size in sizes]
-    joined = nn.Linear(num_inputs, sum(sizes), device="meta").to_empty(device="cpu")
-    with torch.no_grad():
-        joined.weight.copy_(torch.cat([layer.weight for layer in layers]))
-        joined.bias.zero_()
-    return joined
+class NoisyLinear(nn.Module):
+    """y = (W + S_W * e_out e_in^T) x + b + S_b * e_out, with factorised Gaussian noise.
+
+    Both e are of sign(z) sqrt(|z|), z ~ N(0, 1). The means W and b are used alone until noise is drawn, and
+    again after `mean_weights`. Noise is no part of the state.
+    Source: Fortunato et al. 2018, "Noisy networks for exploration", arXiv:1706.10295, sections 3 (b) and 3.2.
+
+    Parameters are named `weight` [out, in], `bias` [out], `weight_scale` [out, in] and `bias_scale` [out].
+
+    Args:
+        num_inputs: width of x.
+        num_outputs: width of y.
+        noise_scale: sigma_0; the scales S start at noise_scale / sqrt(num_inputs).
+        generator: CPU generator of the initial means; torch's global one when None.
+    """
+
+    input_noise: Tensor
+    output_noise: Tensor
+
+    def __init__(
+        self,
+        num_inputs: int,
+        num_outputs: int,
+        *,
+        noise_scale: float = 0.5,
+        generator: Generator | None = None,
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_outputs, num_inputs))
+        self.bias = nn.Parameter(torch.empty(num_outputs))
+        uniform_(self, num_inputs, generator)
+        scale = noise_scale / math.sqrt(num_inputs)
+        self.weight_scale = nn.Parameter(torch.full((num_outputs, num_inputs), scale))
+        self.bias_scale = nn.Parameter(torch.full((num_outputs,), scale))
+        self.register_buffer("input_noise", torch.zeros(num_inputs), persistent=False)
+        self.register_buffer("output_noise", torch.zeros(num_outputs), persistent=False)
+        self._is_noisy = False
+
+    @torch.no_grad()
+    def draw_noise(self, generator: Generator) -> None:
+        """Use fresh noise from now on; it is drawn on the generator's device, preferably the layer's."""
+        for noise in (self.input_noise, self.output_noise):
+            z = torch.randn(noise.shape, generator=generator, device=generator.device)
+            noise.copy_(z.sign() * z.abs().sqrt())
+        self._is_noisy = True
+
+    def mean_weights(self) -> None:
+        """Use no noise from now on."""
+        self._is_noisy = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, in] -> [B, out]; all rows under the same noise."""
+        y = F.linear(x, self.weight, self.bias)
+        if not self._is_noisy:
+            return y
+        # The product of the noises is never written out: a second product of matrices instead.
+        deviation = F.linear(x * self.input_noise, self.weight_scale, self.bias_scale)
+        return torch.addcmul(y, deviation, self.output_noise)

@@ -1,4 +1,4 @@
-"""Values of discrete actions: a trunk, perhaps a recurrent core, and a head, with the options of Rainbow and R2D2."""
+"""Values of discrete actions: a trunk, an optional recurrent core, and a head, with the options of Rainbow and R2D2."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import Any, Literal
 
 from torch import Generator, Tensor, nn
 
-from ddrl.networks.heads import Head
+from ddrl.networks.heads import Head, NoisyLinear, expected_values, support
 from ddrl.networks.layers import ACTIVATIONS
-from ddrl.networks.noisy import NoisyLinear
 from ddrl.networks.recurrent import RecurrentCore
 from ddrl.networks.trunks import make_trunk
 
@@ -17,13 +16,12 @@ from ddrl.networks.trunks import make_trunk
 class QNetwork(nn.Module):
     """Action values, or their distributions, of observations or sequences of them.
 
-    Dense layers lie between the trunk's convolutions, or inputs, and the output; `hidden_sizes` are their widths. All
-    belong to the trunk, except for the last one, which belongs to the head if that is dueling (one in each stream) or
-    noisy, or if a recurrent core lies between the two. A network of one's own takes no dense layers, and gets the last
-    one where the head has it.
+    `hidden_sizes` are the widths of the dense layers between the trunk's convolutions, or inputs, and the output. All
+    belong to the trunk, except for the last one if the head is dueling (one in each stream) or noisy, or if there is a
+    recurrent core: then it belongs to the head. A custom network takes only the head's layer.
 
     Parameters are named `core.*` (recurrent only; see `RecurrentCore`), `trunk.*` and `head.*` (`Head`). Everything
-    that a player needs is in `state_dict()`, in float32; noise and other passing buffers are not.
+    that a policy needs is in `state_dict()`, in float32; noise and atoms are not.
 
     Args:
         network: of the trunk, see `make_trunk`.
@@ -33,18 +31,22 @@ class QNetwork(nn.Module):
         activation: "tanh" or "relu", of the built-in layers.
         norm: after each convolution, see `make_trunk`.
         dueling: two streams, Q = V + A - mean A.
-        distribution: what the head gives for each action: its value, the logits of atoms, or values at quantiles.
+        distribution: output for each action: its value, the logits of atoms, or values at quantiles.
         num_atoms: Z, of a distribution.
+        v_min: the lowest atom of "categorical", in units of the return.
+        v_max: the highest atom.
         noisy: dense layers of the head have learned noise.
         noise_scale: sigma_0 of that.
         recurrent: the core between trunk and head.
         recurrent_size: units of the core.
-        kwargs: keyword arguments of a network of one's own.
+        kwargs: keyword arguments of a custom network.
         generator: CPU generator of the initial weights; torch's global one when None.
 
     Raises:
         NetworkError: as `make_trunk`.
     """
+
+    atoms: Tensor | None
 
     def __init__(
         self,
@@ -58,6 +60,8 @@ class QNetwork(nn.Module):
         dueling: bool = False,
         distribution: Literal["none", "categorical", "quantile"] = "none",
         num_atoms: int = 1,
+        v_min: float = -10.0,
+        v_max: float = 10.0,
         noisy: bool = False,
         noise_scale: float = 0.5,
         recurrent: Literal["none", "lstm", "gru"] = "none",
@@ -80,7 +84,7 @@ class QNetwork(nn.Module):
         )
         self.core: RecurrentCore | None = None
         if recurrent != "none":
-            # The first one to be registered: cuDNN wants its weights at the start of their memory (`FlatParameters`).
+            # Registered first: cuDNN needs its weights aligned, at the start of the vector of `FlatParameters`.
             self.core = RecurrentCore(
                 recurrent, num_features, num_actions, recurrent_size, generator=generator
             )
@@ -96,12 +100,19 @@ class QNetwork(nn.Module):
             noise_scale=noise_scale if noisy else None,
             generator=generator,
         )
+        atoms = support(num_atoms, v_min=v_min, v_max=v_max, like=next(self.parameters()).detach())
+        self.register_buffer("atoms", atoms if distribution == "categorical" else None, persistent=False)
         self._has_values = distribution == "none"
         self._noisy = tuple(layer for layer in self.modules() if isinstance(layer, NoisyLinear))
 
     @property
+    def is_noisy(self) -> bool:
+        """Some layers have learned noise."""
+        return bool(self._noisy)
+
+    @property
     def state_size(self) -> int:
-        """H, numbers of a recurrent state; 0 without a core."""
+        """H, numbers in a recurrent state; 0 without a core."""
         return 0 if self.core is None else self.core.state_size
 
     def forward(self, observation: Tensor) -> Tensor:
@@ -109,6 +120,10 @@ class QNetwork(nn.Module):
         assert self.core is None, "a recurrent network takes sequences"
         output: Tensor = self.head(self.trunk(observation))
         return output.squeeze(2) if self._has_values else output
+
+    def expected(self, output: Tensor) -> Tensor:
+        """Return the action values [B, A] of what `forward` returned, in units of the return."""
+        return output if self._has_values else expected_values(output, self.atoms)
 
     def sequence(
         self,
@@ -118,17 +133,17 @@ class QNetwork(nn.Module):
         state: Tensor,
         lengths: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Go through B sequences; recurrent networks only.
+        """Evaluate B sequences; recurrent networks only.
 
         Args:
             observation: [T, B, *I] float32, as `to_input` gives it.
             previous_action: [T, B] int64, taken before each row; -1 where there is none.
             previous_reward: [T, B] float32; 0 where there is none.
             state: [B, H] float32 before the first row; zeros at an episode's start.
-            lengths: [B] int64 on the CPU, in 1..T, rows of each sequence that count; all when None.
+            lengths: [B] int64 on the CPU, in 1..T, rows of each sequence in use; all when None.
 
         Returns:
-            [T, B, A], or [T, B, A, Z], without meaning beyond a sequence's length; and the state [B, H] after it.
+            [T, B, A], or [T, B, A, Z], undefined beyond a sequence's length; and the state [B, H] after it.
         """
         assert self.core is not None, "only a recurrent network takes sequences"
         leading = observation.shape[:2]
@@ -138,11 +153,11 @@ class QNetwork(nn.Module):
         return output.squeeze(3) if self._has_values else output, state
 
     def draw_noise(self, generator: Generator) -> None:
-        """Fresh noise for all noisy layers, if any; drawn on the generator's device."""
+        """Use fresh noise in all noisy layers from now on; it is drawn on the generator's device."""
         for layer in self._noisy:
             layer.draw_noise(generator)
 
     def mean_weights(self) -> None:
-        """No noise in any layer, as at first."""
+        """Use no noise from now on, as at first."""
         for layer in self._noisy:
             layer.mean_weights()

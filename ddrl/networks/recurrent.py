@@ -1,4 +1,4 @@
-"""A recurrent core between trunk and head, which also sees the previous action and reward."""
+"""A recurrent core between trunk and head, whose inputs include the previous action and reward."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RecurrentCore(nn.Module):
         generator: CPU generator of the initial weights; torch's global one when None.
 
     Attributes:
-        state_size: H, numbers of a state: S for "gru"; 2 S for "lstm", its output h first, then its cell c.
+        state_size: H, numbers in a state: S for "gru"; 2 S for "lstm", its output h first, then its cell c.
     """
 
     actions: Tensor
@@ -56,14 +56,14 @@ class RecurrentCore(nn.Module):
         state: Tensor,
         lengths: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Go through sequences.
+        """Evaluate sequences.
 
         Args:
             features: [T, B, F].
             previous_action: [T, B] int64, taken before each row; -1, at an episode's start, gives zeros.
             previous_reward: [T, B] float32, received before each row.
             state: [B, H] before the first row.
-            lengths: [B] int64 on the CPU, in 1..T, rows of each sequence that count; all of them when None.
+            lengths: [B] int64 on the CPU, in 1..T, rows of each sequence in use; all of them when None.
 
         Returns:
             [T, B, S] outputs, zero beyond a sequence's length, and the state [B, H] after each sequence's own length.
@@ -71,17 +71,17 @@ class RecurrentCore(nn.Module):
         action = previous_action.unsqueeze(-1) == self.actions  # [T, B, A]
         x = torch.cat((features, action.to(features.dtype), previous_reward.unsqueeze(-1)), dim=-1)
         if lengths is None:
-            return self._go(x, state)
+            return self._run(x, state)
         # Sorted here: pack_padded_sequence(enforce_sorted=False) and its inverse would each wait for the device.
         lengths, order = lengths.sort(descending=True)
         by_length, back = send(order, x.device), send(order.argsort(), x.device)
         packed = pack_padded_sequence(x.index_select(1, by_length), lengths)
-        packed_output, new_state = self._go(packed, state.index_select(0, by_length))
+        packed_output, new_state = self._run(packed, state.index_select(0, by_length))
         output, _ = pad_packed_sequence(packed_output, total_length=len(x))
         return output.index_select(1, back), new_state.index_select(0, back)
 
-    def _go(self, inputs: Tensor | PackedSequence, state: Tensor) -> tuple[Any, Tensor]:
-        """Through the layer from a state [B, H]; outputs as the inputs are, and the state [B, H] after them."""
+    def _run(self, inputs: Tensor | PackedSequence, state: Tensor) -> tuple[Any, Tensor]:
+        """Return the layer's outputs from a state [B, H], in the form of the inputs, and the state after them."""
         before = state.unsqueeze(0)
         if self._is_lstm:
             hidden, cell = before.chunk(2, dim=-1)

@@ -1,4 +1,4 @@
-"""What learners share to be stopped and continued bit for bit: optimizers with slots from the start, and states."""
+"""Optimizers, and learner states that are saved and restored bit for bit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def adam(parameter: Tensor, *, learning_rate: float, eps: float = 1e-8) -> torch.optim.Adam:
-    """Adam for one tensor, its slots allocated at once (torch waits for the first step, too late to load)."""
+    """Return Adam for one tensor with its state allocated: torch does so at the first step, too late to restore."""
     optimizer = torch.optim.Adam([parameter], lr=learning_rate, eps=eps, fused=True)
     optimizer.state[parameter] = {
         "step": torch.zeros((), device=parameter.device),
@@ -20,7 +20,7 @@ def adam(parameter: Tensor, *, learning_rate: float, eps: float = 1e-8) -> torch
 
 
 def rmsprop(parameter: Tensor, *, learning_rate: float, eps: float, decay: float) -> torch.optim.RMSprop:
-    """RMSProp for one tensor, its slots allocated at once."""
+    """Return RMSProp for one tensor with its state allocated."""
     optimizer = torch.optim.RMSprop([parameter], lr=learning_rate, eps=eps, alpha=decay)
     optimizer.state[parameter] = {
         "step": torch.zeros((), device=parameter.device),
@@ -29,39 +29,34 @@ def rmsprop(parameter: Tensor, *, learning_rate: float, eps: float, decay: float
     return optimizer
 
 
-def slots(name: str, optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    """The optimizer's own tensors for a parameter, as "name.slot"."""
-    return {f"{name}.{slot}": tensor for slot, tensor in optimizer.state[parameter].items()}
+def set_options(optimizer: torch.optim.Optimizer, **options: float) -> None:
+    """Set options of an optimizer, such as `lr`, from its next step on."""
+    for group in optimizer.param_groups:
+        group.update(options)
 
 
-def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous CPU copies that share no memory."""
+def optimizer_state(name: str, optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+    """Return the optimizer's own tensors for a parameter, as "name.exp_avg" and so on; not copied."""
+    return {f"{name}.{key}": tensor for key, tensor in optimizer.state[parameter].items()}
+
+
+def cpu_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return contiguous CPU copies that share no memory."""
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
 
 def restore(tensors: Mapping[str, Tensor], state: Mapping[str, Tensor], **others: torch.Size) -> None:
-    """Copy a state into the live tensors of its names.
+    """Copy a state into the tensors of the same names.
 
     Args:
-        tensors: what to fill.
-        state: what `copies` of them gave, and more.
-        others: shapes of that more, which the caller restores.
+        tensors: to be overwritten.
+        state: `cpu_copies` of such tensors, and `others`.
+        others: shapes of further entries of `state`, which the caller restores.
 
     Raises:
-        ValueError: as `check_state`; nothing has changed then.
+        ValueError: an entry is missing, unknown or of another shape; nothing has changed then.
     """
-    check_state({name: tensor.shape for name, tensor in tensors.items()} | others, state)
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            tensor.copy_(state[name])
-
-
-def check_state(expected: Mapping[str, torch.Size], state: Mapping[str, Tensor]) -> None:
-    """Refuse a state, or published weights, that are not those of this learner.
-
-    Raises:
-        ValueError: an entry is missing, unknown or of another shape (the configuration differs).
-    """
+    expected = {name: tensor.shape for name, tensor in tensors.items()} | others
     for name in sorted(expected.keys() | state.keys()):
         found = tuple(state[name].shape) if name in state else None
         wanted = tuple(expected[name]) if name in expected else None
@@ -70,3 +65,6 @@ def check_state(expected: Mapping[str, torch.Size], state: Mapping[str, Tensor])
                 f"{name}: shape {found} in the state, {wanted} here; use the configuration and the "
                 f"environment that wrote it"
             )
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            tensor.copy_(state[name])

@@ -1,43 +1,46 @@
-"""What the on-policy learners share: network and optimizer, statistics, targets, schedules.
+"""The learner of an on-policy actor-critic; the loss and the steps of an iteration are the algorithm's.
 
-An iteration learns from one batch of trajectories: values and log probabilities under the weights that begin
-it, targets from them, then gradient steps. The learner owns the statistics of observations and returns: they
-stand still within an iteration, and those of observations are published with the weights they belong to.
+An iteration learns from one batch of trajectories: values and log probabilities under the initial weights, targets
+from them, then gradient steps. The statistics of observations and returns are constant within an iteration; those of
+observations are published with the weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from ddrl import returns
-from ddrl.algorithms.actor_critic import OBSERVATION_CLIP, Options, num_policy_parameters
-from ddrl.algorithms.continuation import copies, restore, slots
-from ddrl.algorithms.live import adopted
+from ddrl.algorithms.actor_critic.options import OBSERVATION_CLIP, Options, num_policy_parameters
+from ddrl.algorithms.optim import cpu_copies, optimizer_state, restore
+from ddrl.algorithms.options import changed
 from ddrl.networks.actor_critic import ActorCritic
 from ddrl.networks.distributions import categorical, gaussian
-from ddrl.networks.mlp import FlatParameters
+from ddrl.networks.parameters import FlatParameters
 from ddrl.networks.trunks import to_input
 from ddrl.types import EnvSpec, Trajectories
 
-_WARM_COUNT = 100_000.0  # observations that published statistics count for, whose number is not known
+AnyOptions = TypeVar("AnyOptions", bound=Options)
+
+_INITIAL_COUNT = 100_000.0  # observations that published statistics count as; their number is not published
 _RETURN_RATE = 0.1  # share of an iteration's returns in the running statistics of returns
 _LEAST_STD = 1e-4
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """The M transitions of a batch with all that the losses need; no gradient is attached.
+    """The M transitions of a batch with the inputs of the losses, without gradient.
 
     Attributes:
         observation: [M, *O], normalized; uint8 stays uint8.
-        action: [M, *A], as the policy drew it.
-        behavior_log_prob: [M] under the policy that played.
-        log_prob: [M] under the policy that begins the iteration.
-        value: [M] under the critic that begins the iteration, in units of the critic.
+        action: [M, *A], as drawn by the policy.
+        behavior_log_prob: [M] under the policy that acted.
+        log_prob: [M] under the policy before the iteration.
+        value: [M] under the critic before the iteration, in units of the critic.
         advantage: [M] in reward units.
         return_: [M] the critic's target, in units of the critic.
     """
@@ -55,11 +58,11 @@ class Prepared:
         return len(self.action)
 
     def select(self, index: Tensor) -> Prepared:
-        """The transitions at [B] positions."""
+        """Return the transitions at [B] positions."""
         return Prepared(**{name: column[index] for name, column in vars(self).items()})
 
     def split(self, num: int) -> list[Prepared]:
-        """`num` parts, as equal as can be, in order."""
+        """Return `num` parts of about equal size, in order."""
         parts = {name: column.tensor_split(num) for name, column in vars(self).items()}
         return [Prepared(**{name: columns[i] for name, columns in parts.items()}) for i in range(num)]
 
@@ -76,14 +79,14 @@ def targets(
     lambda_: float,
     rho_bar: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns [T, B] by the name of an estimator; arguments as of `ddrl.returns`."""
+    """Return advantages and returns [T, B] by the name of an estimator; arguments as of `ddrl.returns`."""
     steps = (reward, discount)
     if estimator == "gae":
         return returns.gae(*steps, value, next_value, continues, lambda_=lambda_)
     if estimator in ("vtrace", "upgo"):
         corrected = (*steps, value, next_value, continues, log_rho)
         advantage, return_ = returns.vtrace(*corrected, lambda_=lambda_, rho_bar=rho_bar, pg_rho_bar=rho_bar)
-        if estimator == "upgo":  # AlphaStar's TD(lambda) values, which V-trace's are where data are not stale
+        if estimator == "upgo":  # its values are AlphaStar's TD(lambda), which V-trace's equal on fresh data
             advantage = returns.upgo(*corrected)[0]
         return advantage, return_
     if estimator == "monte_carlo":
@@ -93,27 +96,42 @@ def targets(
     return return_ - value, return_
 
 
-class Trainee:
-    """Network, optimizer, statistics and random state of one on-policy learner.
+class ActorCriticLearner(Generic[AnyOptions]):
+    """Network, optimizer, statistics and random state; see `base.Learner`.
 
     Args:
         config: options of the algorithm.
         spec: spaces of the environment.
-        device: where the network and batches live.
+        device: where the network and batches are.
         seed: of the initial weights, which are the same on every device, and of the order of minibatches.
+        make_optimizer: of the vector of parameters.
+        update: the algorithm: takes this learner and a batch of tensors, does its steps, returns detached metrics.
+
+    Attributes:
+        num_steps: transitions learned from.
+        generator: on the CPU, so that every device shuffles alike.
+        parameters: of the network, with their gradient.
     """
 
-    def __init__(self, config: Options, spec: EnvSpec, *, device: torch.device, seed: int) -> None:
+    def __init__(
+        self,
+        config: AnyOptions,
+        spec: EnvSpec,
+        *,
+        device: torch.device,
+        seed: int,
+        make_optimizer: Callable[[Tensor], torch.optim.Optimizer],
+        update: Callable[[ActorCriticLearner[AnyOptions], Trajectories], dict[str, Tensor]],
+    ) -> None:
         self.num_updates = 0
         self.num_steps = 0
-        """Transitions learned from."""
         self.generator = torch.Generator().manual_seed(seed)
-        """On the CPU, so that every device shuffles alike."""
         self.device = device
-        self._config, self._spec = config, spec
+        self.config = config
+        self._spec, self._update = spec, update
         self._is_continuous = spec.action_kind == "continuous"
         num_outputs = num_policy_parameters(spec)
-        self.net = ActorCritic(
+        self.network = ActorCritic(
             config.network,
             spec.input_shape,
             num_outputs=num_outputs,
@@ -125,8 +143,8 @@ class Trainee:
             kwargs=config.network_kwargs,
             generator=torch.Generator().manual_seed(seed),
         ).to(device)
-        self.flat = FlatParameters(self.net)
-        self.optimizer: torch.optim.Optimizer
+        self.parameters = FlatParameters(self.network)
+        self._optimizer = make_optimizer(self.parameters.vector)
         shape = spec.input_shape if config.normalize_observations else (0,)
         self._statistics = {
             "observation_count": torch.zeros((), dtype=torch.float64),
@@ -137,19 +155,23 @@ class Trainee:
             "return_variance": torch.ones((), dtype=torch.float64),
         }
 
+    def update(self, batch: Trajectories) -> dict[str, Tensor]:
+        """Do one iteration on a batch of tensors; return the algorithm's metrics."""
+        return self._update(self, batch)
+
     def scheduled(self, name: str) -> float:
-        """An option's value now: it goes linearly to final_<name> within anneal_steps."""
-        first: float = getattr(self._config, name)
-        final: float | None = getattr(self._config, f"final_{name}")
-        if final is None or self._config.anneal_steps is None:
+        """Return an option's present value, which goes linearly to final_<name> within anneal_steps."""
+        first: float = getattr(self.config, name)
+        final: float | None = getattr(self.config, f"final_{name}")
+        if final is None or self.config.anneal_steps is None:
             return first
-        return first + (final - first) * min(1.0, self.num_steps / self._config.anneal_steps)
+        return first + (final - first) * min(1.0, self.num_steps / self.config.anneal_steps)
 
     @torch.no_grad()
     def prepare(
         self, batch: Trajectories, *, estimator: str, rho_bar: float = 1.0, reward_clip: float | None = None
     ) -> Prepared:
-        """Values, log probabilities and targets of a batch, and the statistics of its returns.
+        """Return a batch with values, log probabilities and targets; update the statistics of returns.
 
         Args:
             batch: tensors on the device.
@@ -157,11 +179,11 @@ class Trainee:
             rho_bar: cap of the importance weights of V-trace.
             reward_clip: rewards are clipped to +- this; None: not at all.
         """
-        config = self._config
+        config = self.config
         if config.normalize_observations and self._statistics["observation_count"] == 0:
-            self.observe(batch)  # an untrained policy acts nearly alike under any statistics
+            self.observe(batch)  # an untrained policy hardly depends on them
         observation = self._normalized(batch.observation)
-        parameters, value = self.net(to_input(observation))  # [R, P], [R]
+        parameters, value = self.network(to_input(observation))  # [R, P], [R]
         mean, std = self.return_scale
         steps = batch.row.shape  # [T, B]
         row = batch.row.reshape(-1)
@@ -169,7 +191,7 @@ class Trainee:
             parameters[row], batch.action.reshape(row.numel(), *batch.action.shape[2:])
         )
         is_first = config.normalize_returns and self._statistics["return_count"] == 0
-        # Before the first returns are seen the critic's outputs have no unit, and count for nothing.
+        # Before the first returns the critic's outputs have no unit and count as 0.
         true_value = torch.zeros_like(value) if is_first else value * std + mean
         advantage, return_ = targets(
             estimator,
@@ -199,39 +221,39 @@ class Trainee:
         )
 
     def evaluate(self, prepared: Prepared) -> tuple[Tensor, Tensor, Tensor]:
-        """Log probability, entropy and value, each [B], of transitions under the network now."""
-        parameters, value = self.net(to_input(prepared.observation))
+        """Return log probability, entropy and value, each [B], of transitions under the present network."""
+        parameters, value = self.network(to_input(prepared.observation))
         log_prob, entropy = self.log_prob(parameters, prepared.action)
         return log_prob, entropy, value
 
     def log_prob(self, parameters: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
-        """Log probability and entropy, each [B], of actions [B, *A] under policy parameters [B, P]."""
+        """Return log probability and entropy, each [B], of actions [B, *A] under policy parameters [B, P]."""
         if self._is_continuous:
-            return gaussian(parameters, self.net.log_std, action.reshape(parameters.shape))
+            return gaussian(parameters, self.network.log_std, action.reshape(parameters.shape))
         return categorical(parameters, action, self._spec.action_sizes)
 
     def step(self, loss: Tensor, *, learning_rate: float) -> None:
-        """One step of the optimizer down the gradient of a scalar loss."""
-        self.flat.differentiate(loss)
-        if self._config.max_grad_norm is not None:
-            self.flat.clip_gradient(self._config.max_grad_norm)
-        self.optimizer.param_groups[0]["lr"] = learning_rate
-        self.optimizer.step()
+        """Take one optimizer step on a scalar loss."""
+        self.parameters.differentiate(loss)
+        if self.config.max_grad_norm is not None:
+            self.parameters.clip_gradient(self.config.max_grad_norm)
+        self._optimizer.param_groups[0]["lr"] = learning_rate
+        self._optimizer.step()
         self.num_updates += 1
 
     def finish(self, batch: Trajectories, num_steps: int) -> None:
-        """End an iteration: count the transitions learned from, and take its observations into their statistics."""
-        if self.num_steps:  # of the first one, `prepare` took them where there were none before
+        """End an iteration: count its transitions, and add its observations to the statistics."""
+        if self.num_steps:  # `prepare` has added those of the first iteration
             self.observe(batch)
         self.num_steps += num_steps
 
     @torch.no_grad()
     def observe(self, batch: Trajectories) -> None:
-        """Take a batch's observations into their statistics: all that were ever seen weigh alike.
+        """Add a batch's observations to the statistics, in which all observations have the same weight.
 
         Source: Chan, Golub, LeVeque 1979, the parallel update of mean and variance.
         """
-        if not self._config.normalize_observations:
+        if not self.config.normalize_observations:
             return
         seen, old = batch.observation.to("cpu", torch.float64), self._statistics
         num, count = len(seen), float(old["observation_count"])
@@ -245,8 +267,8 @@ class Trainee:
         old["observation_count"].fill_(total)
 
     def _normalized(self, observation: Tensor) -> Tensor:
-        """[R, *O] in running deviations from the running mean, clipped; as it is where not configured."""
-        if not self._config.normalize_observations:
+        """Return [R, *O] in running deviations from the running mean, clipped, if configured."""
+        if not self.config.normalize_observations:
             return observation
         mean, std = (part.to(self.device) for part in self._observation_scale())
         return ((observation.float() - mean) / std).clamp(-OBSERVATION_CLIP, OBSERVATION_CLIP)
@@ -257,14 +279,14 @@ class Trainee:
 
     @property
     def return_scale(self) -> tuple[float, float]:
-        """Mean and deviation that the critic's unit is made of, in reward units."""
+        """Mean and deviation that define the critic's unit, in reward units."""
         variance = float(self._statistics["return_variance"])
         return float(self._statistics["return_mean"]), max(variance**0.5, _LEAST_STD)
 
     def _rescale(self, return_: Tensor) -> None:
-        """Move the statistics of returns, and the critic's head so that its predictions stay what they were.
+        """Update the statistics of returns, and the critic's head so that its predictions do not change.
 
-        The first returns only give the unit of the untrained critic's outputs, whatever the size of rewards.
+        The first returns only define the unit of the untrained critic's outputs, whatever the size of rewards.
         Source: van Hasselt et al. 2016, arXiv:1602.07714 (Pop-Art), equations 5 to 7.
         """
         old_mean, old_std = self.return_scale
@@ -280,63 +302,51 @@ class Trainee:
             self._statistics[f"return_{name}"].fill_(value)
         mean, std = self.return_scale
         if count:
-            head = self.net.value_head
+            head = self.network.value_head
             head.weight.mul_(old_std / std)
             head.bias.mul_(old_std).add_(old_mean - mean).div_(std)
 
     def weights(self) -> dict[str, Tensor]:
-        """What a `Policy` needs, as CPU copies."""
-        published = dict(self.net.policy_state())
-        if self._config.normalize_observations:
+        """Return the policy's parameters, and the statistics of observations if used, as CPU copies."""
+        published = dict(self.network.policy_state())
+        if self.config.normalize_observations:
             published["observation_mean"], published["observation_std"] = self._observation_scale()
-        return copies(published)
+        return cpu_copies(published)
 
     def state(self) -> dict[str, Tensor]:
-        """Everything that continuation needs, as contiguous CPU copies that share no memory."""
-        return copies(self._tensors()) | {
+        """Return everything needed to continue, as CPU copies."""
+        return cpu_copies(self._tensors()) | {
             "generator": self.generator.get_state().clone(),
             "num_updates": torch.tensor(self.num_updates),
             "num_steps": torch.tensor(self.num_steps),
         }
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from what `state` returned; the next updates are bit-equal to those of the original.
-
-        Raises:
-            ValueError: an entry is missing, unknown or of another shape (the configuration differs).
-        """
+        """Continue from what `state` returned."""
         counts = dict.fromkeys(("num_updates", "num_steps"), torch.Size(()))
         restore(self._tensors(), state, generator=self.generator.get_state().shape, **counts)
         self.generator.set_state(state["generator"].cpu())
         self.num_updates, self.num_steps = int(state["num_updates"]), int(state["num_steps"])
 
-    def adopt(self, options: Options) -> None:
-        """Go on with other live options from the next update on.
+    def apply_options(self, options: AnyOptions) -> None:
+        """Apply changed live options from the next update on."""
+        self.config = changed(self.config, options)
 
-        Raises:
-            ValueError: an option differs that is not live.
-        """
-        self._config = adopted(self._config, options)
-
-    def warm_start(self, weights: Mapping[str, Tensor]) -> str:
-        """Begin with a published actor and the observations' statistics; what starts fresh.
-
-        Raises:
-            ValueError: they are those of another configuration.
-        """
-        normalized = self._config.normalize_observations
+    def load_initial_weights(self, weights: Mapping[str, Tensor]) -> str:
+        """Start from a published actor and its statistics of observations; return what starts fresh."""
+        normalized = self.config.normalize_observations
         scale = ("observation_mean", "observation_std") if normalized else ()
         shape = self._statistics["observation_mean"].shape
-        restore(self.net.policy_state(), weights, **dict.fromkeys(scale, shape))
+        restore(self.network.policy_state(), weights, **dict.fromkeys(scale, shape))
         if normalized:
-            self._statistics["observation_count"].fill_(_WARM_COUNT)
+            self._statistics["observation_count"].fill_(_INITIAL_COUNT)
             self._statistics["observation_mean"].copy_(weights["observation_mean"])
             self._statistics["observation_variance"].copy_(weights["observation_std"].double().square())
-        critic = "the critic's head" if self.net.shared else "the critic"
+        critic = "the critic's head" if self.network.shared else "the critic"
         return f"{critic} and the optimizer start fresh"
 
     def _tensors(self) -> dict[str, Tensor]:
-        """The live tensors that updates change, by name."""
-        named = {"network": self.flat.vector, **self._statistics}
-        named |= {f"buffer.{name}": buffer for name, buffer in self.net.named_buffers()}
-        return named | slots("optimizer", self.optimizer, self.flat.vector)
+        """Return the tensors that updates change, by name; not copied."""
+        named = {"network": self.parameters.vector, **self._statistics}
+        named |= {f"buffer.{name}": buffer for name, buffer in self.network.named_buffers()}
+        return named | optimizer_state("optimizer", self._optimizer, self.parameters.vector)

@@ -1,7 +1,7 @@
-"""What learns in soft actor-critic: pure losses, and one small class with networks and optimizers.
+"""SAC's losses, and its learner.
 
-Source: Haarnoja et al. 2018, arXiv:1812.05905. Options and the policy that plays are in sac.py. Policy and
-critics work on actions in [-1, 1]; the environment's unit appears only where a batch comes in.
+Source: Haarnoja et al. 2018, arXiv:1812.05905. Actor and critics work on actions in [-1, 1]; the environment's unit
+appears only where a batch comes in.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ddrl.algorithms.continuation import adam, copies, restore, slots
-from ddrl.algorithms.live import adopted, retune
-from ddrl.algorithms.sac import LOG_STD_MAX, LOG_STD_MIN, Config, check
+from ddrl.algorithms.optim import adam, cpu_copies, optimizer_state, restore, set_options
+from ddrl.algorithms.options import changed
+from ddrl.algorithms.sac.config import LOG_STD_MAX, LOG_STD_MIN, Config
 from ddrl.networks.distributions import bounded_log_std, tanh_gaussian_sample
-from ddrl.networks.mlp import MLP, EnsembleMLP, FlatParameters
+from ddrl.networks.mlp import MLP
+from ddrl.networks.parameters import FlatParameters
 from ddrl.types import Batch, EnvSpec
 
 
@@ -51,7 +52,7 @@ def policy_loss(q: Tensor, log_prob: Tensor, temperature: Tensor) -> Tensor:
     Source: arXiv:1812.05905, equation 7.
 
     Args:
-        q: [E, B] critics at (s, a~), a~ from the policy; the minimum over E is climbed (E = 1: form sac1).
+        q: [E, B] critics at (s, a~), a~ from the policy, which maximizes their minimum (E = 1: form sac1).
         log_prob: [B] log pi(a~ | s), in nats.
         temperature: [] alpha, reward units per nat; no gradient is taken through it.
 
@@ -77,18 +78,22 @@ def temperature_loss(log_temperature: Tensor, log_prob: Tensor, *, target_entrop
     return -log_temperature.exp() * (log_prob.detach().mean() + target_entropy)
 
 
+def make_learner(config: Config, spec: EnvSpec, *, device: torch.device, seed: int) -> SAC:
+    """Return a learner with fresh networks."""
+    return SAC(config, spec, device=device, seed=seed)
+
+
 class SAC:
-    """Networks, optimizers and random state of one learner.
+    """Networks, optimizers and random state; see `base.Learner`.
 
     Args:
         config: options of the algorithm.
         spec: spaces of the environment.
-        device: where networks and batches live.
+        device: where networks and batches are.
         seed: of the initial weights, which are the same on every device, and of the policy's noise.
     """
 
     def __init__(self, config: Config, spec: EnvSpec, *, device: torch.device, seed: int) -> None:
-        check(config, spec)
         self.num_updates = 0
         self._config = config
         num_inputs, num_dims = spec.input_shape[0], math.prod(spec.action_shape)
@@ -97,16 +102,16 @@ class SAC:
         self._action_offset = -(high + low) / (high - low)
         self._num_dims = num_dims
 
-        weights = torch.Generator().manual_seed(seed)
-        hidden = config.hidden_sizes
-        critic_sizes = (num_inputs + num_dims, *hidden, 1)
+        generator = torch.Generator().manual_seed(seed)
 
-        def critics() -> EnsembleMLP:
-            return EnsembleMLP(
-                config.num_critics, critic_sizes, layer_norm=config.layer_norm, generator=weights
+        def critics() -> MLP:
+            sizes = (num_inputs + num_dims, *config.hidden_sizes, 1)
+            return MLP(
+                sizes, num_members=config.num_critics, layer_norm=config.layer_norm, generator=generator
             ).to(device)
 
-        self.actor = MLP((num_inputs, *hidden, 2 * num_dims), generator=weights).to(device)
+        sizes = (num_inputs, *config.hidden_sizes, 2 * num_dims)
+        self.actor = MLP(sizes, generator=generator).to(device)
         self.critics = critics()
         self.target_critics = critics().requires_grad_(False)
         self._actor = FlatParameters(self.actor)
@@ -117,28 +122,29 @@ class SAC:
         self._log_temperature = torch.tensor(math.log(config.initial_temperature), device=device)
         self._log_temperature.requires_grad_()
         self._log_temperature.grad = torch.zeros_like(self._log_temperature)
-        learned = {
-            "critics": self._critics.vector, "actor": self._actor.vector, "temperature": self._log_temperature
+        self._learned = {
+            "actor": self._actor.vector, "critics": self._critics.vector, "temperature": self._log_temperature
         }  # fmt: skip
         self._optimizers = {
-            name: adam(parameter, learning_rate=config.learning_rate) for name, parameter in learned.items()
+            name: adam(parameter, learning_rate=config.learning_rate)
+            for name, parameter in self._learned.items()
         }
         self._noise = torch.Generator(device).manual_seed(seed)
-        self._follow_options()
+        self._use_options()
 
-    def _follow_options(self) -> None:
-        """Bring the live options into force. A temperature that is learned goes on from where it is."""
+    def _use_options(self) -> None:
+        """Apply the live options. A learned temperature continues from its value."""
         config = self._config
         self._target_entropy = (
             -float(self._num_dims) if config.target_entropy is None else config.target_entropy
         )
         for optimizer in self._optimizers.values():
-            retune(optimizer, lr=config.learning_rate)
+            set_options(optimizer, lr=config.learning_rate)
         with torch.no_grad():
             if config.temperature != "auto":
                 is_positive = config.temperature > 0
                 self._log_temperature.fill_(math.log(config.temperature) if is_positive else -math.inf)
-            elif self._log_temperature.isinf():  # it was fixed at 0, from which nothing can be learned
+            elif self._log_temperature.isinf():  # it was fixed at 0, where its gradient vanishes
                 self._log_temperature.fill_(math.log(config.initial_temperature))
 
     def update(self, batch: Batch) -> dict[str, Tensor]:
@@ -148,8 +154,7 @@ class SAC:
             batch: tensors on the learner's device, float32; actions in the environment's unit.
 
         Returns:
-            Detached scalars by name; reading one waits for the device. Those of the actor are absent
-            from updates that leave it alone.
+            Detached scalars by name; those of the actor only where it was updated.
         """
         config = self._config
         observation, next_observation = batch.observation, batch.next_observation  # [B, O]
@@ -178,8 +183,8 @@ class SAC:
     def _improve_policy(self, observation: Tensor, temperature: Tensor) -> dict[str, Tensor]:
         """Update actor and temperature on [B, O] observations."""
         action, log_prob = self._sample(observation)
-        climbed = 1 if self._config.form == "sac1" else self._config.num_critics
-        q = self.critics(torch.cat((observation, action), dim=1), num_members=climbed)[..., 0]
+        num_members = 1 if self._config.form == "sac1" else self._config.num_critics
+        q = self.critics(torch.cat((observation, action), dim=1), num_members=num_members)[..., 0]
         loss = policy_loss(q, log_prob, temperature)
         self._actor.differentiate(loss)
         self._optimizers["actor"].step()
@@ -194,7 +199,7 @@ class SAC:
         return {"policy_loss": loss.detach(), "entropy": -log_prob.mean()}
 
     def _sample(self, observation: Tensor) -> tuple[Tensor, Tensor]:
-        """Actions [B, A] of the current policy at [B, O] and their log densities [B]."""
+        """Return actions [B, A] of the current policy at [B, O] and their log densities [B]."""
         mean, raw_log_std = self.actor(observation).chunk(2, dim=1)
         noise = torch.randn(mean.shape, generator=self._noise, device=mean.device)
         return tanh_gaussian_sample(
@@ -202,52 +207,37 @@ class SAC:
         )
 
     def weights(self) -> dict[str, Tensor]:
-        """What a `Policy` needs: the actor's parameters by name, as CPU copies."""
+        """Return the actor's parameters by name, as CPU copies."""
         return self._actor.copies()
 
     def state(self) -> dict[str, Tensor]:
-        """Everything that continuation needs, as contiguous CPU copies that share no memory."""
-        return copies(self._tensors()) | {
+        """Return everything needed to continue, as CPU copies."""
+        return cpu_copies(self._tensors()) | {
             "noise": self._noise.get_state().clone(),
             "num_updates": torch.tensor(self.num_updates),
         }
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from what `state` returned; the next updates are bit-equal to those of the original.
-
-        Raises:
-            ValueError: an entry is missing, unknown or of another shape (the configuration differs).
-        """
+        """Continue from what `state` returned."""
         restore(self._tensors(), state, noise=self._noise.get_state().shape, num_updates=torch.Size(()))
         self._noise.set_state(state["noise"].cpu())
         self.num_updates = int(state["num_updates"])
-        self._follow_options()
+        self._use_options()
 
-    def adopt(self, options: Config) -> None:
-        """Go on with other live options from the next update on.
+    def apply_options(self, options: Config) -> None:
+        """Apply changed live options from the next update on."""
+        self._config = changed(self._config, options)
+        self._use_options()
 
-        Raises:
-            ValueError: an option differs that is not live.
-        """
-        self._config = adopted(self._config, options)
-        self._follow_options()
-
-    def warm_start(self, weights: Mapping[str, Tensor]) -> str:
-        """Begin with the actor of published weights; what starts fresh.
-
-        Raises:
-            ValueError: they are those of another configuration.
-        """
+    def load_initial_weights(self, weights: Mapping[str, Tensor]) -> str:
+        """Start from a published actor; return what starts fresh."""
         restore(dict(self.actor.named_parameters()), weights)
         return "critics, temperature and optimizers start fresh"
 
     def _tensors(self) -> dict[str, Tensor]:
-        """The live tensors that updates change, by name."""
-        parameters = {
-            "actor": self._actor.vector, "critics": self._critics.vector, "temperature": self._log_temperature
-        }  # fmt: skip
-        named = {f"{name}.value": parameter for name, parameter in parameters.items()}
+        """Return the tensors that updates change, by name; not copied."""
+        named = {f"{name}.value": parameter for name, parameter in self._learned.items()}
         named["target_critics.value"] = self._target
         for name, optimizer in self._optimizers.items():
-            named |= slots(name, optimizer, parameters[name])
+            named |= optimizer_state(name, optimizer, self._learned[name])
         return named

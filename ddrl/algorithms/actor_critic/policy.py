@@ -1,34 +1,25 @@
-"""The Policy that plays for every on-policy actor-critic.
+"""The policy of the on-policy actor-critics.
 
-An MLP plays in plain NumPy, so that its rollout processes need no torch; other networks play in torch.
+An MLP runs in NumPy, so that its rollout processes need no torch; other networks run in torch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from ddrl.algorithms.actor_critic import OBSERVATION_CLIP, Options, num_policy_parameters
+from ddrl.algorithms.actor_critic.options import OBSERVATION_CLIP, Options, num_policy_parameters
 from ddrl.algorithms.base import NO_STATE, RecurrentState
+from ddrl.networks.numpy_mlp import ACTIVATIONS, Layer, forward
 from ddrl.types import EnvSpec
-
-_ACTIVATIONS: Mapping[str, Callable[..., Any]] = {"tanh": np.tanh, "relu": partial(np.maximum, 0.0)}
 
 
 class Policy:
-    """The actor for rollout and evaluation.
-
-    A mode depends on its own observation only, to the last bit (see sac.Policy).
-
-    Args:
-        config: options of the algorithm.
-        spec: spaces of the environment.
-    """
+    """The actor; see `base.Policy`."""
 
     evaluation_epsilon = 0.0
 
@@ -41,14 +32,14 @@ class Policy:
         )
         self._scale, self._center = (self._high - self._low) / 2, (self._high + self._low) / 2
         self._sections = np.cumsum(spec.action_sizes)[:-1]  # where the logits of each dimension begin
-        self._network = _Mlp(config, spec) if config.network == "mlp" else _module(config, spec)
+        self._network = (_NumpyActor if config.network == "mlp" else _TorchActor)(config, spec)
         self._mean = self._std = self._log_std = np.zeros(0, np.float32)
         self._shapes = {"log_std": self._low.shape} if self._is_continuous else {}
         if config.normalize_observations:
             self._shapes |= dict.fromkeys(("observation_mean", "observation_std"), spec.input_shape)
 
     def load(self, weights: Mapping[str, Any]) -> None:
-        """Take over what the learner's `weights` returned: CPU tensors, or arrays as they come off the wire.
+        """Load published weights: CPU tensors or arrays.
 
         Raises:
             ValueError: they are those of another configuration or environment.
@@ -62,17 +53,17 @@ class Policy:
         self._std = arrays.get("observation_std", self._std)
 
     def initial_state(self, num_envs: int) -> RecurrentState:
-        """Nothing is carried from step to step."""
+        """Return {}: there is no recurrent state."""
         return {}
 
     def act(self, observation: np.ndarray, state: RecurrentState = NO_STATE) -> np.ndarray:
-        """The mode: [N, *O] -> [N, *A], float32 in the environment's unit or int64."""
+        """Return the mode: [N, *O] -> [N, *A], float32 in the environment's unit or int64."""
         return self._to_environment(self._choose(self._parameters(observation, by_row=True)))
 
     def explore(
         self, observation: np.ndarray, generator: np.random.Generator, state: RecurrentState = NO_STATE
     ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Draw actions.
+        """Return drawn actions.
 
         Args:
             observation: [N, *O].
@@ -105,11 +96,10 @@ class Policy:
         if len(self._mean):
             observation = np.asarray(observation, np.float32)
             observation = np.clip((observation - self._mean) / self._std, -OBSERVATION_CLIP, OBSERVATION_CLIP)
-        parameters: np.ndarray = self._network.forward(observation, by_row)
-        return parameters
+        return self._network.forward(observation, by_row=by_row)
 
     def _choose(self, parameters: np.ndarray) -> np.ndarray:
-        """The means [N, A], or the choices of largest logits [N, D] int64."""
+        """Return the means [N, A], or the choices of largest logits [N, D] int64."""
         if self._is_continuous:
             return parameters
         if not len(self._sections):
@@ -118,7 +108,7 @@ class Policy:
         return np.stack([part.argmax(axis=1) for part in parts], axis=1)
 
     def _to_environment(self, action: np.ndarray) -> np.ndarray:
-        """Raw actions or choices, one row each, in the environment's unit and shape."""
+        """Convert raw actions or choices, one row each, to the environment's unit and shape."""
         if not self._is_continuous:
             return self._shaped(action)
         return self._shaped(np.clip(action * self._scale + self._center, self._low, self._high))
@@ -127,36 +117,69 @@ class Policy:
         return np.ascontiguousarray(action).reshape(len(action), *self._spec.action_shape)
 
 
-class _Mlp:
-    """The actor as plain NumPy."""
+class _NumpyActor:
+    """An MLP actor."""
 
     def __init__(self, config: Options, spec: EnvSpec) -> None:
-        self._activate = _ACTIVATIONS[config.activation]
+        self._activation = ACTIVATIONS[config.activation]
         self._names = [*(f"actor.layers.{i}" for i in range(len(config.hidden_sizes))), "policy_head"]
         sizes = (*spec.input_shape, *config.hidden_sizes, num_policy_parameters(spec))
         self._shapes: dict[str, tuple[int, ...]] = {}
         for name, (inputs, outputs) in zip(self._names, pairwise(sizes), strict=True):
             self._shapes |= {f"{name}.weight": (outputs, inputs), f"{name}.bias": (outputs,)}
-        self._layers: list[tuple[np.ndarray, np.ndarray]] = []
+        self._layers: list[Layer] = []
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Load the entries actor.* and policy_head.* of published weights; ValueError if they do not fit."""
         _check_shapes(self._shapes, arrays)
         self._layers = [
             (np.ascontiguousarray(arrays[f"{name}.weight"].T), arrays[f"{name}.bias"]) for name in self._names
         ]
 
-    def forward(self, x: np.ndarray, by_row: bool) -> np.ndarray:
-        size = len(x)
+    def forward(self, x: np.ndarray, *, by_row: bool) -> np.ndarray:
+        """[N, *O] -> [N, P] policy parameters; each row by itself if `by_row`."""
         x = x / np.float32(255.0) if x.dtype == np.uint8 else np.asarray(x, np.float32)  # as trunks.to_input
-        if by_row:
-            x = x[:, None]  # [N, 1, O]: NumPy multiplies row by row
-        *hidden, last = self._layers
-        for weight, bias in hidden:
-            x = x @ weight
-            x += bias
-            self._activate(x, out=x)
-        output: np.ndarray = x @ last[0] + last[1]
-        return output.reshape(size, -1)
+        return forward(self._layers, x, activation=self._activation, by_row=by_row)
+
+
+class _TorchActor:
+    """Any other actor, on the CPU; methods as of `_NumpyActor`. Only processes that use it import torch."""
+
+    def __init__(self, config: Options, spec: EnvSpec) -> None:
+        from torch import nn
+
+        from ddrl.networks.trunks import make_trunk
+
+        trunk, width = make_trunk(
+            config.network,
+            spec.input_shape,
+            hidden_sizes=config.hidden_sizes,
+            activation=config.activation,
+            kwargs=config.network_kwargs,
+        )
+        head = nn.Linear(width, num_policy_parameters(spec))
+        self._module = nn.ModuleDict({"actor": trunk, "policy_head": head}).eval()
+
+    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
+        import torch
+
+        try:
+            self._module.load_state_dict({name: torch.from_numpy(array) for name, array in arrays.items()})
+        except RuntimeError as error:
+            raise ValueError(" ".join(str(error).split())[:300]) from None
+
+    def forward(self, x: np.ndarray, *, by_row: bool) -> np.ndarray:
+        import torch
+
+        from ddrl.networks.trunks import to_input
+
+        with torch.inference_mode():
+            rows = to_input(torch.from_numpy(np.ascontiguousarray(x)))
+            # Copies, for kernels round differently by the strides (NumPy's [None] gives 0) and the place of a row too.
+            layout = torch.contiguous_format
+            parts = [row[None].clone(memory_format=layout) for row in rows] if by_row else [rows]
+            outputs = [self._module["policy_head"](self._module["actor"](part)) for part in parts]
+            return torch.cat(outputs).numpy()
 
 
 def _check_shapes(expected: Mapping[str, tuple[int, ...]], arrays: Mapping[str, np.ndarray]) -> None:
@@ -164,17 +187,3 @@ def _check_shapes(expected: Mapping[str, tuple[int, ...]], arrays: Mapping[str, 
         found, wanted = arrays[name].shape if name in arrays else None, expected.get(name)
         if found != wanted:
             raise ValueError(f"{name}: shape {found} in the weights, {wanted} here")
-
-
-def _module(config: Options, spec: EnvSpec) -> Any:
-    """The actor as a torch module; only processes that play it pay for torch."""
-    from ddrl.networks.player import ModulePlayer
-
-    return ModulePlayer(
-        config.network,
-        spec.input_shape,
-        num_outputs=num_policy_parameters(spec),
-        hidden_sizes=config.hidden_sizes,
-        activation=config.activation,
-        kwargs=config.network_kwargs,
-    )

@@ -1,29 +1,25 @@
-"""Deep Q-networks with orthogonal options: what they are, what they can serve, the Policy that plays.
+"""Options of deep Q-networks.
 
 Source: Mnih et al. 2015 (Nature 518); Double: arXiv:1509.06461; dueling: arXiv:1511.06581; prioritized:
 arXiv:1511.05952; categorical: arXiv:1707.06887; quantile: arXiv:1710.10044; noisy: arXiv:1706.10295; together:
-arXiv:1710.02298 (Rainbow); over a fleet: arXiv:1803.00933 (Ape-X). What learns is in dqn_learner.py.
+arXiv:1710.02298 (Rainbow); over a fleet: arXiv:1803.00933 (Ape-X).
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from ddrl.algorithms import q_learning
-from ddrl.algorithms.q_policy import Policy
+from ddrl.algorithms.value_learning.options import Options
 from ddrl.config import LIVE
-from ddrl.types import EnvSpec
-
-__all__ = ["ON_POLICY", "Config", "Policy", "check"]
-
-ON_POLICY = False
 
 
-class Config(q_learning.Options):
+class Config(Options):
     """Options of DQN; an update is one minibatch of n-step transitions."""
+
+    name: ClassVar[str] = "dqn"
 
     distribution: Literal["none", "categorical", "quantile"] = Field(
         "none",
@@ -38,14 +34,16 @@ class Config(q_learning.Options):
     )
     v_min: float = Field(
         -10.0,
-        description="Lowest return that `categorical` can tell, in training units. Too high cuts values off, too low "
-        "wastes atoms. Usual: -10.",
+        description="Lowest return that `categorical` can represent, in training units. Too high cuts values off, too "
+        "low wastes atoms. Usual: -10.",
     )
-    v_max: float = Field(10.0, description="The highest one. Usual: 10 with reward signs.")
+    v_max: float = Field(
+        10.0, description="Highest return that `categorical` can represent. Usual: 10 with reward signs."
+    )
     noisy: bool = Field(
         False,
         description="Learned noise on the weights of the dense layers explores, consistently from step to step, "
-        "instead of epsilon; it and final_epsilon are 0 unless they are set.",
+        "instead of epsilon; epsilon and final_epsilon are 0 unless they are set.",
     )
     noise_scale: float = Field(
         0.5,
@@ -55,7 +53,7 @@ class Config(q_learning.Options):
     )
     loss: Literal["huber", "mse"] = Field(
         "huber",
-        description="huber bounds the pull of large errors; mse does not and aims at the mean. Usual: huber.",
+        description="huber limits the gradient of large errors; mse does not and aims at the mean. Usual: huber.",
     )
     huber_delta: float = Field(
         1.0,
@@ -66,8 +64,8 @@ class Config(q_learning.Options):
 
     @model_validator(mode="before")
     @classmethod
-    def _noise_explores(cls, values: Any) -> Any:
-        """Noisy layers take the place of epsilon, of whatever of it is not asked for."""
+    def _noise_replaces_epsilon(cls, values: Any) -> Any:
+        """Set epsilon and final_epsilon to 0 with noisy layers, unless they are given."""
         if not isinstance(values, dict) or values.get("noisy") is not True or values.get("epsilon_ladder"):
             return values
         return {"epsilon": 0.0, "final_epsilon": 0.0, **values}
@@ -79,7 +77,7 @@ class Config(q_learning.Options):
         if self.distribution == "categorical":
             if not -math.inf < self.v_min < self.v_max < math.inf:
                 raise ValueError(
-                    f"v_min={self.v_min}, v_max={self.v_max}: hold no returns; v_min must be less than v_max"
+                    f"v_min={self.v_min}, v_max={self.v_max}: no returns between them; v_min must be less than v_max"
                 )
             self.refuse_changed(["loss", "huber_delta"], "with distribution=categorical")
         else:
@@ -91,26 +89,24 @@ class Config(q_learning.Options):
         if not self.noisy:
             self.refuse_changed(["noise_scale"], "without noisy=true")
         if self.dueling or self.noisy:
-            self.refuse_layers_of_ones_own()
+            self.refuse_unused_layers()
         elif ":" in self.network:
-            own = f"on {self.network}, after which comes one linear layer"
-            self.refuse_changed(["hidden_sizes", "activation"], own)
+            when = f"on {self.network}, which one linear layer follows"
+            self.refuse_changed(["hidden_sizes", "activation"], when)
         return self
 
+    @property
+    def reports_values(self) -> bool:
+        """Not of a categorical distribution: its errors are in nats, and new items get the largest priority seen."""
+        return self.prioritized and self.distribution != "categorical"
+
     def network_arguments(self) -> dict[str, Any]:
-        """Keyword arguments of `QNetwork` that the options decide."""
+        """Return the keyword arguments of `QNetwork` that the options decide."""
         return super().network_arguments() | {
             "distribution": self.distribution,
             "num_atoms": 1 if self.distribution == "none" else self.num_atoms,
+            "v_min": self.v_min,
+            "v_max": self.v_max,
             "noisy": self.noisy,
             "noise_scale": self.noise_scale,
         }
-
-
-def check(config: Config, spec: EnvSpec) -> None:
-    """Refuse an environment, or a network, that DQN cannot serve.
-
-    Raises:
-        ValueError: one line naming the thing, its value and the remedy.
-    """
-    q_learning.check(config, spec, name="dqn")

@@ -1,8 +1,8 @@
-"""Losses of value learning from n-step transitions: pure functions of what the networks gave, for B transitions.
+"""Losses of value learning on B n-step transitions: pure functions of the networks' outputs.
 
 They share these arguments:
 
-- next_q: [B, A] the values whose largest one picks the next action: the online network's at s_{t+k} for Double
+- next_q: [B, A] the values by which the next action is picked: the online network's at s_{t+k} for Double
   Q-learning (van Hasselt et al. 2016, arXiv:1509.06461), the target network's own for the plain one.
 - action: [B] int64, the action taken at s_t.
 - n_step_return: [B] sum of gamma^i * r_{t+i} for i < k, in reward units.
@@ -22,19 +22,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ddrl.networks.heads import support
+
 
 def q_loss(
     q: Tensor, next_q: Tensor, next_target_q: Tensor, action: Tensor, n_step_return: Tensor,
     bootstrap_discount: Tensor, weight: Tensor | None,
     *, loss: Literal["huber", "mse"] = "huber", huber_delta: float = 1.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Q-learning, plain or Double by `next_q`: the distance of Q(s_t, a_t) from R + discount * Q'(s_{t+k}, a*).
+    """Q-learning loss, plain or Double by `next_q`: the distance of Q(s_t, a_t) from R + discount * Q'(s_{t+k}, a*).
 
     Source: Mnih et al. 2015 (Nature 518), methods; arXiv:1509.06461, equation 4.
 
     Args:
         q: [B, A] online Q(s_t, .).
-        next_q: [B, A], as the module says; so are action, n_step_return, bootstrap_discount and weight.
+        next_q: [B, A], see the module; so are action, n_step_return, bootstrap_discount and weight.
         next_target_q: [B, A] target-network Q(s_{t+k}, .).
         action: [B] int64.
         n_step_return: [B].
@@ -61,7 +63,7 @@ def categorical_loss(
     bootstrap_discount: Tensor, weight: Tensor | None,
     *, v_min: float, v_max: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Categorical Q-learning (C51): the Kullback-Leibler divergence of the predicted from the projected distribution.
+    """Categorical Q-learning loss (C51): the divergence of the predicted from the projected target distribution.
 
     The target's atoms move to R + discount * z, clipped to the support; each one's probability goes to its two
     neighbors on the support, in proportion to their nearness.
@@ -70,7 +72,7 @@ def categorical_loss(
 
     Args:
         logits: [B, A, Z] online logits of the atoms at s_t.
-        next_q: [B, A] of *expected* values, as the module says; so are the others.
+        next_q: [B, A] of *expected* values, see the module; so are the others.
         next_target_logits: [B, A, Z] target-network logits at s_{t+k}.
         action: [B] int64.
         n_step_return: [B].
@@ -96,7 +98,7 @@ def quantile_loss(
     bootstrap_discount: Tensor, weight: Tensor | None,
     *, huber_delta: float = 1.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Quantile regression (QR-DQN): each quantile against each one of the target, by the asymmetric Huber loss.
+    """Quantile regression loss (QR-DQN): each quantile against each one of the target, by the asymmetric Huber loss.
 
     The loss of a transition is the sum over the predicted quantiles i, at the midpoints tau_i = (i + 1/2) / Z, of the
     mean over the target's j of |tau_i - 1{u < 0}| * Huber(u), u = R + discount * theta'_j - theta_i.
@@ -104,7 +106,7 @@ def quantile_loss(
 
     Args:
         quantiles: [B, A, Z] online quantile values at s_t, in units of the return.
-        next_q: [B, A] of *expected* values, as the module says; so are the others.
+        next_q: [B, A] of *expected* values, see the module; so are the others.
         next_target_quantiles: [B, A, Z] of the target network at s_{t+k}.
         action: [B] int64.
         n_step_return: [B].
@@ -132,7 +134,7 @@ def quantile_loss(
 def project(
     prob: Tensor, n_step_return: Tensor, bootstrap_discount: Tensor, *, v_min: float, v_max: float
 ) -> Tensor:
-    """A distribution on the support, moved by R + discount * z and brought back onto the support.
+    """Move a distribution's atoms to R + discount * z and project it back onto the support.
 
     Atom i gets of each moved atom the share clip(1 - distance / spacing, 0, 1).
     Source: arXiv:1707.06887, equation 7.
@@ -158,32 +160,12 @@ def project(
     return torch.bmm(share, prob[:, :, None]).squeeze(2)
 
 
-def support(num_atoms: int, *, v_min: float, v_max: float, like: Tensor) -> Tensor:
-    """The atoms of a categorical distribution: [Z], evenly spaced, in units of the return; of the kind of `like`."""
-    return torch.linspace(v_min, v_max, num_atoms, device=like.device, dtype=like.dtype)
-
-
-def expected_q(output: Tensor, atoms: Tensor | None) -> Tensor:
-    """Action values of a network's output.
-
-    Args:
-        output: [B, A] values; or [B, A, Z] logits of `atoms`, or quantile values where there are none.
-        atoms: [Z] the support of a categorical distribution; None for the others.
-
-    Returns:
-        [B, A] in units of the return.
-    """
-    if output.dim() == 2:
-        return output
-    return output.mean(dim=2) if atoms is None else output.softmax(dim=2) @ atoms
-
-
 def _of_action(output: Tensor, action: Tensor) -> Tensor:
-    """[B, A, Z] at the actions [B]: [B, Z]."""
+    """Return the rows of the actions [B] from [B, A, Z]: [B, Z]."""
     index = action[:, None, None].expand(-1, 1, output.shape[2])
     return output.gather(1, index).squeeze(1)
 
 
 def _mean(each: Tensor, weight: Tensor | None) -> Tensor:
-    """The weighted mean over the batch, of [B] losses; it is divided by B, not by the weights' sum."""
+    """Return the weighted mean of [B] losses, divided by B, not by the sum of the weights."""
     return each.mean() if weight is None else (weight * each).mean()

@@ -1,0 +1,1 @@
+"""Shared by the on-policy actor-critics, PPO and IMPALA."""

@@ -1,0 +1,193 @@
+"""Options of the on-policy actor-critics, PPO and IMPALA.
+
+A policy over discrete choices is a categorical distribution for each dimension; over bounded numbers a Gaussian with a
+standard deviation that does not depend on the state, on actions scaled to [-1, 1]. Draws are clipped to the bounds for
+the environment only: log densities are those of the unclipped draws.
+Source: Schulman et al. 2017, arXiv:1707.06347; Huang et al. 2022, "The 37 implementation details of PPO".
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, PositiveInt, model_validator
+
+from ddrl.algorithms.options import (
+    AlgorithmConfig,
+    LearningRate,
+    MaxGradNorm,
+    Network,
+    NetworkKwargs,
+    refuse_empty_ranges,
+)
+from ddrl.config import LIVE
+from ddrl.types import EnvSpec
+
+OBSERVATION_CLIP = 10.0  # of normalized observations, in standard deviations
+
+# Options whose defaults differ between PPO and IMPALA.
+EntropyCoefficient = Annotated[
+    float,
+    Field(
+        ge=0,
+        description="Weight of the entropy bonus. More explores longer. Usual: 0 to 0.02.",
+        json_schema_extra=LIVE,
+    ),
+]
+Lambda = Annotated[
+    float,
+    Field(
+        ge=0,
+        le=1,
+        alias="lambda",
+        description="Decay of the traces; with V-trace these are lambda * min(1, rho). 0 trusts the critic after one "
+        "step, 1 rewards alone. Usual: 0.8 to 0.98; V-trace 0.9 to 1.",
+        json_schema_extra=LIVE,
+    ),
+]
+BatchSize = Annotated[
+    PositiveInt,
+    Field(
+        description="Transitions of one iteration, after which a version of the weights is published. More is steadier"
+        " per version, but versions come later. Usual: 512 to 16,384."
+    ),
+]
+
+
+class Options(AlgorithmConfig):
+    """Options of every on-policy actor-critic; rewards are as scaled for training."""
+
+    on_policy: ClassVar[bool] = True
+    name: ClassVar[str]
+    """Of the algorithm, for messages."""
+
+    network: Network = "mlp"
+    network_kwargs: NetworkKwargs = {}
+    hidden_sizes: tuple[PositiveInt, ...] = Field(
+        (64, 64),
+        min_length=1,
+        description="Widths of the dense layers of a trunk. Wider fits more and costs time. Usual: (64, 64) for "
+        "vectors, (256,) after convolutions.",
+    )
+    activation: Literal["tanh", "relu"] = Field(
+        "tanh", description="Of the hidden layers. tanh is steadier on small problems, relu is faster."
+    )
+    shared: bool = Field(
+        False,
+        description="Actor and critic share one trunk: cheaper, but the value loss changes the policy's features. "
+        "Usual: no for vectors, yes for images.",
+    )
+    initial_log_std: float = Field(
+        0.0,
+        ge=-5,
+        le=2,
+        description="Log standard deviation that continuous actions start with, in half action ranges. More explores "
+        "more. Usual: -1 to 0.",
+    )
+    learning_rate: LearningRate = 3e-4
+    final_learning_rate: float | None = Field(
+        None,
+        ge=0,
+        description="Where learning_rate goes linearly within anneal_steps. None: it stays. Usual: 0.",
+        json_schema_extra=LIVE,
+    )
+    entropy_coefficient: EntropyCoefficient = 0.0
+    final_entropy_coefficient: float | None = Field(
+        None,
+        ge=0,
+        description="Where entropy_coefficient goes linearly within anneal_steps. None: it stays. Usual: 0.",
+        json_schema_extra=LIVE,
+    )
+    anneal_steps: PositiveInt | None = Field(
+        None,
+        description="Transitions learned from until the final_... values are reached. More anneals more slowly. Usual:"
+        " those of the run.",
+        json_schema_extra=LIVE,
+    )
+    value_coefficient: float = Field(
+        0.5,
+        ge=0,
+        description="Weight of the value loss; matters with a shared trunk or a clipped gradient. Usual: 0.5.",
+        json_schema_extra=LIVE,
+    )
+    max_grad_norm: MaxGradNorm = 0.5
+    lambda_: Lambda = 0.95
+    batch_size: BatchSize = 2_048
+    normalize_observations: bool = Field(
+        False,
+        description="Shift and scale observations by their running mean and deviation, clipped at 10. For vectors "
+        "whose entries differ in scale.",
+    )
+    normalize_returns: bool = Field(
+        False,
+        description="The critic predicts returns in units of their own mean and deviation, so that the size of rewards"
+        " does not matter to it.",
+    )
+
+    @model_validator(mode="after")
+    def _refuse_contradictions(self) -> Options:
+        finals = [
+            name
+            for name in type(self).model_fields
+            if name.startswith("final_") and getattr(self, name) is not None
+        ]
+        if finals and self.anneal_steps is None:
+            raise ValueError(
+                f"{finals[0]}: needs anneal_steps, the transitions within which it is reached; set it"
+            )
+        if self.anneal_steps is not None and not finals:
+            raise ValueError(
+                f"anneal_steps={self.anneal_steps}: has no effect without a final_... value; set one"
+            )
+        if ":" in self.network:
+            for name in ("hidden_sizes", "activation"):
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(f"{name}: has no effect on {self.network}; pass it in network_kwargs")
+        elif self.network_kwargs:
+            raise ValueError(f"network_kwargs: are for your own network; {self.network} takes none")
+        return self
+
+    def check(self, spec: EnvSpec) -> None:
+        """Refuse unbounded actions, and a network that cannot take the observations."""
+        is_vector = len(spec.input_shape) == 1
+        if self.network == "mlp" and not is_vector:
+            others = "conv, or " if len(spec.input_shape) == 3 else ""
+            raise ValueError(
+                f"algorithm.network: mlp needs a vector, but {spec.env_id} has observations {spec.input_shape}; use "
+                f"{others}gymnasium.wrappers.FlattenObservation"
+            )
+        if self.normalize_observations and not is_vector:
+            raise ValueError(
+                f"algorithm.normalize_observations: {spec.env_id} has observations {spec.input_shape}, not a "
+                "vector; set it to false"
+            )
+        if spec.action_kind == "continuous" and not all(
+            map(math.isfinite, (*spec.action_low, *spec.action_high))
+        ):
+            raise ValueError(
+                f"{spec.env_id}: actions have no bounds, but {self.name} needs finite ones; wrap the environment in "
+                "gymnasium.wrappers.ClipAction"
+            )
+        if spec.action_kind == "continuous":
+            refuse_empty_ranges(spec)
+        if spec.action_kind != "continuous" and self.initial_log_std != 0.0:
+            raise ValueError(
+                f"algorithm.initial_log_std: {self.initial_log_std} has no effect on {spec.env_id}, whose actions are "
+                f"{spec.action_kind}; remove it"
+            )
+        if self.network != "mlp":
+            from ddrl.networks.trunks import make_trunk
+
+            make_trunk(
+                self.network,
+                spec.input_shape,
+                hidden_sizes=self.hidden_sizes,
+                activation=self.activation,
+                kwargs=self.network_kwargs,
+            )
+
+
+def num_policy_parameters(spec: EnvSpec) -> int:
+    """Return P, the outputs of the policy head: a mean for each dimension, or a logit for each choice."""
+    return math.prod(spec.action_shape) if spec.action_kind == "continuous" else sum(spec.action_sizes)

@@ -1,0 +1,1 @@
+"""Deep Q-networks (DQN) with the options of Rainbow and Ape-X."""

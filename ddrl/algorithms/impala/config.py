@@ -1,0 +1,58 @@
+"""Options of IMPALA.
+
+Source: Espeholt et al. 2018, arXiv:1802.01561.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field
+
+from ddrl.algorithms.actor_critic.options import BatchSize, EntropyCoefficient, Lambda, Options
+from ddrl.algorithms.options import LearningRate, MaxGradNorm
+from ddrl.config import LIVE
+
+
+def _refuse_uncorrected(value: Any) -> Any:
+    if value in ("gae", "td_lambda", "monte_carlo"):
+        raise ValueError(
+            "impala needs importance-corrected returns; use vtrace or upgo, or algorithm.name ppo"
+        )
+    return value
+
+
+class Config(Options):
+    """Options of IMPALA; an update is one batch, used once."""
+
+    name: ClassVar[str] = "impala"
+
+    estimator: Annotated[Literal["vtrace", "upgo"], BeforeValidator(_refuse_uncorrected)] = Field(
+        "vtrace", description="Estimator of the advantages: V-trace, or UPGO with V-trace's values."
+    )
+    learning_rate: LearningRate = 4.8e-4
+    lambda_: Lambda = 1.0
+    entropy_coefficient: EntropyCoefficient = 0.01
+    max_grad_norm: MaxGradNorm = 40.0
+    batch_size: BatchSize = 640
+    optimizer: Literal["rmsprop", "adam"] = Field(
+        "rmsprop",
+        description="rmsprop (decay 0.99, eps 0.1, outside the root where the paper's is inside), or adam (eps 1e-5).",
+    )
+    rho_bar: float = Field(
+        1.0,
+        gt=0,
+        description="Cap of the importance weights: larger is less biased and noisier. Usual: 1.",
+        json_schema_extra=LIVE,
+    )
+    reward_clip: float | None = Field(
+        None,
+        gt=0,
+        description="Rewards are clipped to +- this for learning. None: not at all. Usual: 1 for Atari.",
+        json_schema_extra=LIVE,
+    )
+
+    @property
+    def corrects_staleness(self) -> bool:
+        """All its estimators have importance weights."""
+        return True

@@ -1,0 +1,5 @@
+"""The policy of IMPALA."""
+
+from ddrl.algorithms.actor_critic.policy import Policy
+
+__all__ = ["Policy"]

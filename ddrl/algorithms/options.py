@@ -1,0 +1,151 @@
+"""Base of every algorithm's options, and the options that several algorithms share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+
+from ddrl.config import LIVE, live_options
+from ddrl.types import EnvSpec, SequenceShape
+
+AnyConfig = TypeVar("AnyConfig", bound="AlgorithmConfig")
+
+# The network. Algorithms give these their own defaults.
+Network = Annotated[
+    str,
+    Field(
+        description="From observation to features: `mlp` for vectors; for images `conv` (small ones), `nature` (DQN of"
+        " 2015), `impala` (residual: learns more per step at several times the cost) or `data_efficient` (small, "
+        'fast); or your own, "module:callable", called with the observation shape and returning a torch module.'
+    ),
+]
+NetworkKwargs = Annotated[dict[str, Any], Field(description="Keyword arguments of your own network.")]
+
+# The optimizer.
+LearningRate = Annotated[
+    float,
+    Field(
+        gt=0,
+        description="Step size of the optimizer. Larger learns faster until values or policy diverge. Usual: 3e-4 to "
+        "3e-3 for vectors, 6e-5 to 5e-4 for images.",
+        json_schema_extra=LIVE,
+    ),
+]
+MaxGradNorm = Annotated[
+    float | None,
+    Field(
+        gt=0,
+        description="The gradient is scaled down to this norm. Less limits rare large errors more. None: never. Usual:"
+        " 0.5 (PPO), 10 (DQN), 40 (IMPALA, whose gradient is summed over the batch; R2D2, Ape-X).",
+        json_schema_extra=LIVE,
+    ),
+]
+
+# The task of learning.
+Gamma = Annotated[
+    float,
+    Field(
+        ge=0,
+        le=1,
+        description="Discount per agent step; the horizon is about 1 / (1 - gamma) steps. Larger sees further and "
+        "learns more slowly. Usual: 0.97 to 0.999.",
+    ),
+]
+NStep = Annotated[
+    PositiveInt,
+    Field(
+        description="Rewards summed before bootstrapping, fewer at the end of a fragment or sequence. More carries "
+        "rewards back faster, but is biased towards the older policies that collected them. Usual: 1 to 10."
+    ),
+]
+TARGET_RATE = (
+    "Share of the network mixed into its target at each update (tau; 1 - polyak). Larger tracks faster and is less "
+    "stable. Usual: 0.002 to 0.05."
+)
+
+
+class AlgorithmConfig(BaseModel):
+    """Options of an algorithm, and what the rest of ddrl needs to know of it; off-policy ones also have `n_step`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+
+    on_policy: ClassVar[bool] = False
+    """Each fragment is learned from once, in order, soon after it was collected."""
+
+    gamma: Gamma = 0.99
+    batch_size: PositiveInt = 256
+
+    @property
+    def corrects_staleness(self) -> bool:
+        """Stale fragments are corrected by importance weights; on-policy algorithms only."""
+        return False
+
+    @property
+    def sequences(self) -> SequenceShape | None:
+        """How a recurrent algorithm cuts episodes into sequences; None for the others."""
+        return None
+
+    @property
+    def recurrent_state_size(self) -> int:
+        """H, numbers in the recurrent state of one environment; 0 without one."""
+        return 0
+
+    @property
+    def transitions_per_update(self) -> int:
+        """Transitions that one update counts for in `replay.samples_per_insert`."""
+        return self.batch_size
+
+    def check(self, spec: EnvSpec) -> None:
+        """Refuse an environment or a network that the algorithm cannot use.
+
+        Raises:
+            ValueError: one line naming the thing, its value and the remedy.
+        """
+        raise NotImplementedError
+
+    def refuse_changed(self, names: Iterable[str], when: str, *remedies: str) -> None:
+        """Refuse options that have no effect, unless they have their default values.
+
+        Args:
+            names: of the options.
+            when: why they have no effect.
+            remedies: other than to remove them, each beginning with "or".
+
+        Raises:
+            ValueError: one has another value.
+        """
+        for name in names:
+            value = getattr(self, name)
+            if value != type(self).model_fields[name].default:
+                raise ValueError(" ".join((f"{name}={value}: has no effect {when}; remove it", *remedies)))
+
+
+def changed(old: AnyConfig, new: AnyConfig) -> AnyConfig:
+    """Return `new`, the options to continue with.
+
+    Raises:
+        ValueError: an option differs that cannot change during a run.
+    """
+    live = live_options(type(new))
+    before, after = old.model_dump(by_alias=True), new.model_dump(by_alias=True)
+    for name in sorted(after):
+        if before[name] != after[name] and name not in live:
+            raise ValueError(
+                f"algorithm.{name}: {before[name]} cannot become {after[name]} during a run; submit another run"
+            )
+    return new
+
+
+def refuse_empty_ranges(spec: EnvSpec) -> None:
+    """Refuse continuous actions with a dimension that has no choice.
+
+    Raises:
+        ValueError: a lower bound is not below the upper one.
+    """
+    if any(low >= high for low, high in zip(spec.action_low, spec.action_high, strict=True)):
+        raise ValueError(
+            f"{spec.env_id}: action_low {spec.action_low} is not below action_high {spec.action_high}; remove the "
+            "action dimensions that have no choice"
+        )

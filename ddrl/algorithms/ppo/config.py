@@ -1,0 +1,81 @@
+"""Options of proximal policy optimization.
+
+Source: Schulman et al. 2017, arXiv:1707.06347; Huang et al. 2022, "The 37 implementation details of PPO".
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field, PositiveInt, model_validator
+
+from ddrl.algorithms.actor_critic.options import Options
+from ddrl.config import LIVE
+
+
+class Config(Options):
+    """Options of PPO; an update is one minibatch."""
+
+    name: ClassVar[str] = "ppo"
+
+    estimator: Literal["gae", "td_lambda", "vtrace", "upgo", "monte_carlo"] = Field(
+        "gae",
+        description="Estimator of advantages and returns. `gae` and `td_lambda` are the same by definition; `vtrace` "
+        "corrects stale fragments by importance weights; `upgo` follows trajectories that did better than expected; "
+        "`monte_carlo` ignores lambda, and the critic up to the end of a fragment.",
+    )
+    clip: float = Field(
+        0.2,
+        gt=0,
+        lt=1,
+        description="Beyond 1 +- clip the ratio of new to old probability gives no gradient. More lets the policy move"
+        " further per iteration. Usual: 0.1 to 0.3.",
+        json_schema_extra=LIVE,
+    )
+    final_clip: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="Where clip goes linearly within anneal_steps. None: it stays.",
+        json_schema_extra=LIVE,
+    )
+    value_clip: float | None = Field(
+        None,
+        gt=0,
+        description="Values give no gradient further than this from their old ones, in units of returns. Less is "
+        "steadier and slower. None: unlimited.",
+        json_schema_extra=LIVE,
+    )
+    num_epochs: PositiveInt = Field(
+        10,
+        description="Passes over the transitions of one iteration. More learns more from each. Usual: 3 to 20.",
+        json_schema_extra=LIVE,
+    )
+    minibatch_size: PositiveInt = Field(
+        256,
+        description="Approximate transitions per update. Smaller is noisier and slower. Usual: 64 to 2,048.",
+        json_schema_extra=LIVE,
+    )
+    target_kl: float | None = Field(
+        None,
+        gt=0,
+        description="An iteration ends after the epoch in which the policy has moved this far, in nats. Less is "
+        "steadier and learns less per iteration. None: never early. Usual: 0.01 to 0.05.",
+        json_schema_extra=LIVE,
+    )
+    normalize_advantages: bool = Field(
+        True, description="Advantages of a minibatch get mean 0 and deviation 1. Usual: yes."
+    )
+
+    @model_validator(mode="after")
+    def _refuse_large_minibatches(self) -> Config:
+        if self.minibatch_size > self.batch_size:
+            raise ValueError(
+                f"minibatch_size={self.minibatch_size}: is larger than batch_size; use at most {self.batch_size}"
+            )
+        return self
+
+    @property
+    def corrects_staleness(self) -> bool:
+        """Only some estimators have importance weights."""
+        return self.estimator in ("vtrace", "upgo")

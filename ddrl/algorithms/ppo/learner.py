@@ -1,0 +1,136 @@
+"""PPO's losses, and its iteration.
+
+Source: Schulman et al. 2017, arXiv:1707.06347.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ddrl.algorithms.actor_critic.learner import ActorCriticLearner, Prepared
+from ddrl.algorithms.optim import adam
+from ddrl.algorithms.ppo.config import Config
+from ddrl.types import EnvSpec, Trajectories
+
+
+def clipped_surrogate(log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, *, clip: float) -> Tensor:
+    """Return minus the clipped surrogate objective: E[-min(r A, clip(r, 1 - clip, 1 + clip) A)], r = pi / pi_old.
+
+    Source: arXiv:1707.06347, equation 7.
+
+    Args:
+        log_prob: [B] log pi(a | s), the only argument through which a gradient is taken, in nats.
+        old_log_prob: [B] of the policy in the ratio's denominator.
+        advantage: [B] in any unit.
+        clip: distance of the ratio from 1 beyond which it gains nothing.
+    """
+    ratio = torch.exp(log_prob - old_log_prob)
+    return -torch.minimum(ratio * advantage, ratio.clamp(1.0 - clip, 1.0 + clip) * advantage).mean()
+
+
+def value_loss(value: Tensor, old_value: Tensor, return_: Tensor, *, clip: float | None) -> Tensor:
+    """Return half the mean squared error of the critic, which gains nothing by moving further than `clip`.
+
+    Source: "The 37 implementation details of PPO", detail 9.
+
+    Args:
+        value: [B] predictions, the only argument through which a gradient is taken.
+        old_value: [B] predictions before the iteration.
+        return_: [B] targets, in the same unit.
+        clip: distance from `old_value` beyond which a prediction gains nothing; None: no limit.
+    """
+    error = (value - return_).square()
+    if clip is not None:
+        near = old_value + (value - old_value).clamp(-clip, clip)
+        error = torch.maximum(error, (near - return_).square())
+    return 0.5 * error.mean()
+
+
+def make_learner(
+    config: Config, spec: EnvSpec, *, device: torch.device, seed: int
+) -> ActorCriticLearner[Config]:
+    """Return a learner with a fresh network."""
+    make_optimizer = partial(adam, learning_rate=config.learning_rate, eps=1e-5)
+    return ActorCriticLearner(
+        config, spec, device=device, seed=seed, make_optimizer=make_optimizer, update=update
+    )
+
+
+def update(learner: ActorCriticLearner[Config], batch: Trajectories) -> dict[str, Tensor]:
+    """Do one iteration: several epochs over the batch in shuffled minibatches.
+
+    The ratio starts from the policy that acted. Estimators that correct by importance weights (V-trace, UPGO) have
+    min(1, pi / mu) in their advantages instead, and start it from the policy before the iteration.
+    Source of that split: Hilton et al. 2021, arXiv:2110.00641, section 3 (the decoupled objective).
+
+    Returns:
+        Metrics of the whole batch after the last epoch.
+    """
+    config = learner.config
+    prepared = learner.prepare(batch, estimator=config.estimator)
+    old_log_prob = prepared.log_prob if config.corrects_staleness else prepared.behavior_log_prob
+    clip, learning_rate = learner.scheduled("clip"), learner.scheduled("learning_rate")
+    entropy_coefficient = learner.scheduled("entropy_coefficient")
+    num_minibatches = max(1, round(len(prepared) / config.minibatch_size))
+    num_epochs, metrics = 0, {}
+    while num_epochs < config.num_epochs:
+        order = torch.randperm(len(prepared), generator=learner.generator).to(learner.device)
+        shuffled, old = prepared.select(order), old_log_prob[order].tensor_split(num_minibatches)
+        for part, part_old in zip(shuffled.split(num_minibatches), old, strict=True):
+            loss = _minibatch_loss(
+                learner, part, part_old, clip=clip, entropy_coefficient=entropy_coefficient
+            )
+            learner.step(loss, learning_rate=learning_rate)
+        num_epochs += 1
+        if config.target_kl is not None:
+            metrics = _metrics(learner, prepared, old_log_prob, clip=clip)
+            if metrics["kl"] > config.target_kl:
+                break
+    metrics = metrics or _metrics(learner, prepared, old_log_prob, clip=clip)
+    learner.finish(batch, len(prepared))
+    settings = {"learning_rate": learning_rate, "epochs": float(num_epochs)}
+    return metrics | {name: torch.tensor(value) for name, value in settings.items()}
+
+
+def _minibatch_loss(
+    learner: ActorCriticLearner[Config],
+    part: Prepared,
+    old_log_prob: Tensor,
+    *,
+    clip: float,
+    entropy_coefficient: float,
+) -> Tensor:
+    config = learner.config
+    log_prob, entropy, value = learner.evaluate(part)
+    advantage = part.advantage
+    if config.normalize_advantages and len(advantage) > 1:
+        advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+    loss = clipped_surrogate(log_prob, old_log_prob, advantage, clip=clip)
+    value_clip = config.value_clip
+    if value_clip is not None and config.normalize_returns:
+        value_clip /= learner.return_scale[1]
+    loss = loss + config.value_coefficient * value_loss(value, part.value, part.return_, clip=value_clip)
+    if entropy_coefficient:
+        loss = loss - entropy_coefficient * entropy.mean()
+    return loss
+
+
+@torch.no_grad()
+def _metrics(
+    learner: ActorCriticLearner[Config], prepared: Prepared, old_log_prob: Tensor, *, clip: float
+) -> dict[str, Tensor]:
+    """Return how far the policy has moved, and how well the critic predicted, over the whole batch."""
+    log_prob, entropy, value = learner.evaluate(prepared)
+    moved = log_prob - prepared.log_prob  # within this iteration
+    ratio = (log_prob - old_log_prob).exp()
+    unexplained = (prepared.return_ - prepared.value).var(correction=0)
+    return {
+        "kl": (moved.exp() - 1 - moved).mean(),  # Schulman 2020, "Approximating KL divergence"
+        "clip_fraction": ((ratio - 1).abs() > clip).float().mean(),
+        "entropy": entropy.mean(),
+        "value_loss": value_loss(value, prepared.value, prepared.return_, clip=None),
+        "explained_variance": 1 - unexplained / prepared.return_.var(correction=0).clamp(min=1e-8),
+    }

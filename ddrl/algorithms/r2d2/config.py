@@ -1,0 +1,134 @@
+"""Options of R2D2, recurrent Q-learning from replayed sequences.
+
+Source: Kapturowski et al. 2019, "Recurrent experience replay in distributed reinforcement learning" (ICLR). Defaults
+are those of its appendix, except for the network, which depends on the observations.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, PositiveInt, model_validator
+
+from ddrl.algorithms.options import Gamma, LearningRate, MaxGradNorm, NStep
+from ddrl.algorithms.value_learning.options import (
+    AdamEps,
+    Double,
+    Dueling,
+    EpsilonLadder,
+    FinalImportanceExponent,
+    HiddenSizes,
+    ImportanceExponent,
+    Options,
+    Prioritized,
+    PriorityExponent,
+    TargetPeriod,
+)
+from ddrl.types import SequenceShape
+
+
+class Config(Options):
+    """Options of R2D2; an update is one minibatch of sequences."""
+
+    name: ClassVar[str] = "r2d2"
+
+    recurrent: Literal["lstm", "gru"] = Field(
+        "lstm", description="The recurrent core. gru has three quarters of the weights and half the state."
+    )
+    recurrent_size: PositiveInt = Field(
+        512,
+        description="Width of the recurrent core. Wider remembers more and costs time in proportion to the square. "
+        "Usual: 64 to 512.",
+    )
+    hidden_sizes: HiddenSizes = (512,)
+    sequence_length: PositiveInt = Field(
+        80,
+        description="Training steps of a sequence. More carries gradients further back and gives fewer, more alike "
+        "sequences. Usual: 20 to 120.",
+    )
+    overlap: int = Field(
+        40,
+        ge=0,
+        description="Steps that neighboring sequences share, less than sequence_length. More replays each step in more"
+        " contexts, but stores and sends it more often. Usual: half of sequence_length.",
+    )
+    burn_in: int = Field(
+        40,
+        ge=0,
+        description="Steps before a sequence that only update the recurrent state, since the stored one is that of "
+        "older weights. More corrects it better and costs time. Usual: 20 to 40.",
+    )
+    rescale_values: bool = Field(
+        True,
+        description="Networks learn h(Q), about the root of Q, so that rewards need no clipping. Usual: yes, with "
+        "rewards as they are.",
+    )
+    loss_reduction: Literal["mean", "sum"] = Field(
+        "sum",
+        description="Over the steps of a sequence. `sum`, as in SEED RL and Acme, gives gradients sequence_length "
+        "times as long, for which adam_eps=1e-3 and max_grad_norm=40 were chosen; `mean` needs a smaller adam_eps.",
+    )
+    priority_mix: float = Field(
+        0.9,
+        ge=0,
+        le=1,
+        description="A sequence's priority is this share of its largest error plus the rest of its mean error. More "
+        "favors single large errors. Usual: 0.9.",
+    )
+    double: Double = True
+    dueling: Dueling = True
+    learning_rate: LearningRate = 1e-4
+    adam_eps: AdamEps = 1e-3
+    max_grad_norm: MaxGradNorm = 40.0
+    gamma: Gamma = 0.997
+    n_step: NStep = 5
+    prioritized: Prioritized = True
+    priority_exponent: PriorityExponent = 0.9
+    importance_exponent: ImportanceExponent = 0.6
+    final_importance_exponent: FinalImportanceExponent = 0.6
+    target_period: TargetPeriod = 2_500
+    epsilon_ladder: EpsilonLadder = True
+
+    @model_validator(mode="after")
+    def _refuse_impossible_sequences(self) -> Config:
+        length = self.sequence_length
+        if self.overlap >= length:
+            raise ValueError(
+                f"overlap={self.overlap}: sequences of {length} steps would not advance; use at most {length - 1}, "
+                "or raise sequence_length"
+            )
+        if self.n_step > length:
+            raise ValueError(
+                f"n_step={self.n_step}: is longer than a sequence of {length} steps; use at most {length}, or raise "
+                "sequence_length"
+            )
+        if self.norm == "batch":
+            raise ValueError(
+                "norm=batch: its statistics would include padding rows of sequences; use group or none"
+            )
+        if not self.prioritized:
+            self.refuse_changed(["priority_mix"], "without prioritized=true")
+        self.refuse_unused_layers()
+        return self
+
+    @property
+    def sequences(self) -> SequenceShape:
+        """Burn-in, length and overlap of sequences."""
+        return SequenceShape(burn_in=self.burn_in, length=self.sequence_length, overlap=self.overlap)
+
+    @property
+    def recurrent_state_size(self) -> int:
+        """H, numbers in the recurrent state of one environment."""
+        return self.recurrent_size * (2 if self.recurrent == "lstm" else 1)
+
+    @property
+    def transitions_per_update(self) -> int:
+        """Training steps of the sequences of one update, if all are full."""
+        return self.batch_size * self.sequence_length
+
+    def network_arguments(self) -> dict[str, Any]:
+        """Return the keyword arguments of `QNetwork` that the options decide."""
+        return super().network_arguments() | {
+            "recurrent": self.recurrent,
+            "recurrent_size": self.recurrent_size,
+        }

@@ -1,0 +1,5 @@
+"""The policy of R2D2."""
+
+from ddrl.algorithms.value_learning.policy import Policy
+
+__all__ = ["Policy"]

@@ -1,0 +1,149 @@
+"""The learner of action values: networks, target and optimizer; the loss is the algorithm's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Generic
+
+import torch
+from torch import Tensor, nn
+
+from ddrl.algorithms.optim import adam, cpu_copies, optimizer_state, restore, rmsprop, set_options
+from ddrl.algorithms.options import changed
+from ddrl.algorithms.value_learning.options import AnyOptions
+from ddrl.networks.parameters import FlatParameters
+from ddrl.types import EnvSpec
+
+
+class ValueLearner(Generic[AnyOptions]):
+    """Network, target network, optimizer and random state; see `base.Learner`.
+
+    Args:
+        config: options of the algorithm.
+        spec: spaces of the environment.
+        device: where networks and batches are.
+        seed: of the initial weights, which are the same on every device, and of the noise of noisy layers.
+        loss: of this learner on a batch: the scalar loss, and detached metrics.
+
+    Attributes:
+        config: options.
+        network: the online network.
+        target_network: the target network.
+        parameters: the online network's, with their gradient.
+        buffers: what the online network carries besides its parameters, by name: running statistics, constants of a
+            custom network.
+    """
+
+    def __init__(
+        self,
+        config: AnyOptions,
+        spec: EnvSpec,
+        *,
+        device: torch.device,
+        seed: int,
+        loss: Callable[[ValueLearner[AnyOptions], Any], tuple[Tensor, dict[str, Tensor]]],
+    ) -> None:
+        self.num_updates = 0
+        self.config = config
+        self.network = config.make_network(spec, generator=torch.Generator().manual_seed(seed)).to(device)
+        self.target_network = config.make_network(spec).to(device).requires_grad_(False).eval()
+        self.parameters = FlatParameters(self.network)
+        self.buffers = _buffers(self.network)
+        self._loss = loss
+        self._target = FlatParameters(self.target_network).vector.requires_grad_(False)
+        self._target_buffers = _buffers(self.target_network)
+        self._move_target(1.0)
+        vector, rate = self.parameters.vector, config.learning_rate
+        self._optimizer: torch.optim.Optimizer
+        if config.optimizer == "adam":
+            self._optimizer = adam(vector, learning_rate=rate, eps=config.adam_eps)
+        else:
+            self._optimizer = rmsprop(vector, learning_rate=rate, eps=3e-3, decay=0.95)
+        self._noise = torch.Generator(device).manual_seed(seed) if self.network.is_noisy else None
+
+    def update(self, batch: Any) -> dict[str, Tensor]:
+        """Update the network on a batch, and the target if it is due.
+
+        Args:
+            batch: tensors on the learner's device; observations uint8 or float32.
+
+        Returns:
+            The algorithm's metrics, and loss, grad_norm before clipping, and epsilon where it follows a schedule.
+        """
+        config = self.config
+        loss, metrics = self._loss(self, batch)
+        self.parameters.differentiate(loss)
+        metrics["loss"] = loss.detach()
+        if config.max_grad_norm is not None:
+            metrics["grad_norm"] = self.parameters.clip_gradient(config.max_grad_norm)
+        self._optimizer.step()
+        self.num_updates += 1
+        if config.target_rate is not None:
+            self._move_target(config.target_rate)
+        elif config.target_period is not None and self.num_updates % config.target_period == 0:
+            self._move_target(1.0)
+        if not config.epsilon_ladder:
+            metrics["epsilon"] = torch.tensor(config.epsilon_at(self.num_updates))
+        return metrics
+
+    def draw_noise(self, network: Any) -> None:
+        """Use fresh noise in the noisy layers, if any, of one of the networks."""
+        if self._noise is not None:
+            network.draw_noise(self._noise)
+
+    @torch.no_grad()
+    def _move_target(self, share: float) -> None:
+        """Move the target and its buffers by a share, above 0, of their way to the network; copy counts."""
+        pairs: list[tuple[Tensor, Tensor]] = [(self._target, self.parameters.vector)]
+        pairs += [(self._target_buffers[name], buffer) for name, buffer in self.buffers.items()]
+        for target, value in pairs:
+            if share < 1.0 and target.is_floating_point():
+                target.lerp_(value, share)
+            else:
+                target.copy_(value)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the network's parameters and buffers by name, and epsilon, as CPU copies."""
+        epsilon = torch.tensor(self.config.epsilon_at(self.num_updates))
+        return self.parameters.copies() | cpu_copies(self.buffers) | {"epsilon": epsilon}
+
+    def state(self) -> dict[str, Tensor]:
+        """Return everything needed to continue, as CPU copies."""
+        state = cpu_copies(self._tensors()) | {"num_updates": torch.tensor(self.num_updates)}
+        return state if self._noise is None else state | {"noise": self._noise.get_state().clone()}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from what `state` returned."""
+        noise = {} if self._noise is None else {"noise": self._noise.get_state().shape}
+        restore(self._tensors(), state, num_updates=torch.Size(()), **noise)
+        if self._noise is not None:
+            self._noise.set_state(state["noise"].cpu())
+        self.num_updates = int(state["num_updates"])
+
+    def apply_options(self, options: AnyOptions) -> None:
+        """Apply changed live options from the next update on."""
+        self.config = changed(self.config, options)
+        set_options(self._optimizer, lr=options.learning_rate)
+        if options.optimizer == "adam":
+            set_options(self._optimizer, eps=options.adam_eps)
+
+    def load_initial_weights(self, weights: Mapping[str, Tensor]) -> str:
+        """Start from a published network, in the target too; return what starts fresh."""
+        restore(dict(self.network.named_parameters()) | self.buffers, weights, epsilon=torch.Size(()))
+        self._move_target(1.0)
+        if self.config.epsilon_ladder:
+            return "the optimizer starts fresh"
+        return f"the optimizer starts fresh, and epsilon at {self.config.epsilon:g} (algorithm.epsilon)"
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Return the tensors that updates change, by name; not copied."""
+        named = {"network.value": self.parameters.vector, "target_network.value": self._target}
+        named |= optimizer_state("network", self._optimizer, self.parameters.vector)
+        named |= {f"network.{name}": buffer for name, buffer in self.buffers.items()}
+        return named | {f"target_network.{name}": buffer for name, buffer in self._target_buffers.items()}
+
+
+def _buffers(network: nn.Module) -> dict[str, Tensor]:
+    """Return a network's buffers that are saved with it, by name."""
+    saved = network.state_dict(keep_vars=True).keys()
+    return {name: buffer for name, buffer in network.named_buffers() if name in saved}

@@ -1,0 +1,299 @@
+"""Options of the learners of action values, DQN and R2D2.
+
+Steps are the agent's. All schedules count the learner's updates, which ddrl keeps in proportion to the steps
+(`replay.samples_per_insert`): S steps make about S * samples_per_insert / batch_size updates.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import Field, PositiveInt, model_validator
+
+from ddrl.algorithms.options import (
+    TARGET_RATE,
+    AlgorithmConfig,
+    LearningRate,
+    MaxGradNorm,
+    Network,
+    NetworkKwargs,
+    NStep,
+)
+from ddrl.config import LIVE
+from ddrl.types import EnvSpec
+
+if TYPE_CHECKING:
+    from torch import Generator
+
+    from ddrl.networks.q_network import QNetwork
+
+AnyOptions = TypeVar("AnyOptions", bound="Options")
+
+# Options whose defaults differ between DQN and R2D2.
+HiddenSizes = Annotated[
+    tuple[PositiveInt, ...],
+    Field(
+        min_length=1,
+        description="Widths of the dense layers before the output. With dueling the last one is that of each stream, "
+        "with a recurrent core it follows the core. Wider fits more and costs time. Usual: (64, 64) to (256, 256) for "
+        "vectors, (512,) after convolutions.",
+    ),
+]
+Dueling = Annotated[
+    bool,
+    Field(
+        description="Two streams, Q = V + A - mean A: states are valued without trying every action. Usual: yes where "
+        "there are many actions or few of them matter."
+    ),
+]
+Double = Annotated[
+    bool,
+    Field(
+        description="The online network picks the next action, the target network values it: less overestimation, one "
+        "more forward pass per update. Usual: yes."
+    ),
+]
+AdamEps = Annotated[
+    float,
+    Field(
+        gt=0,
+        description="Added to the root of Adam's second moment. More damps the steps of parameters with small "
+        "gradients, which steadies sparse rewards. Usual: 1e-8 to 1e-5 for vectors, 1.5e-4 to 1e-3 for images.",
+        json_schema_extra=LIVE,
+    ),
+]
+Prioritized = Annotated[
+    bool,
+    Field(
+        description="Replay items with large errors more often, instead of all alike; costs some time per update."
+    ),
+]
+PriorityExponent = Annotated[
+    float,
+    Field(
+        ge=0,
+        le=1,
+        description="Items are drawn in proportion to their priority to this power: more concentrates on large errors,"
+        " 0 draws all alike. Usual: 0.5 to 0.6; R2D2 0.9.",
+    ),
+]
+ImportanceExponent = Annotated[
+    float,
+    Field(
+        ge=0,
+        le=1,
+        description="How much of the bias of prioritized draws the weights correct at first: 0 nothing, 1 all, at "
+        "smaller steps. Usual: 0.4 to 0.6.",
+        json_schema_extra=LIVE,
+    ),
+]
+FinalImportanceExponent = Annotated[
+    float,
+    Field(
+        ge=0,
+        le=1,
+        description="Where importance_exponent goes linearly. Usual: 1; R2D2 stays at 0.6.",
+        json_schema_extra=LIVE,
+    ),
+]
+TargetPeriod = Annotated[
+    PositiveInt | None,
+    Field(
+        description="Updates between two copies of the network to its target. More is stabler and slower. None with "
+        "target_rate, which is the other way. Usual: 100 to 1,000 for vectors, 2,000 to 10,000 for images.",
+        json_schema_extra=LIVE,
+    ),
+]
+EpsilonLadder = Annotated[
+    bool,
+    Field(
+        description="Ape-X instead of a schedule: each environment keeps its own epsilon, from ladder_base down to "
+        "ladder_base^(1 + ladder_exponent), so that a fleet of any size explores to all degrees at any time."
+    ),
+]
+
+
+class Options(AlgorithmConfig):
+    """Options of every learner of action values; rewards are as scaled for training."""
+
+    name: ClassVar[str]
+    """Of the algorithm, for messages."""
+
+    network: Network = "mlp"
+    network_kwargs: NetworkKwargs = {}
+    hidden_sizes: HiddenSizes = (128, 128)
+    activation: Literal["relu", "tanh"] = Field(
+        "relu", description="Of the hidden layers. relu is usual and faster; tanh bounds the features."
+    )
+    norm: Literal["none", "group", "batch"] = Field(
+        "none",
+        description="Normalization after each convolution of nature and impala. `group` steadies learning and needs "
+        "less tuning, at some time per update; `batch` mixes the transitions of a batch. Usual: none or group.",
+    )
+    dueling: Dueling = False
+    double: Double = False
+    learning_rate: LearningRate = 5e-4
+    optimizer: Literal["adam", "rmsprop"] = Field(
+        "adam",
+        description="adam, or rmsprop (decay 0.95, eps 3e-3 outside the root, not centered), near that of 2015; it "
+        "needs about 2.5e-4.",
+    )
+    adam_eps: AdamEps = 1e-8
+    max_grad_norm: MaxGradNorm = 10.0
+    n_step: NStep = 1
+    batch_size: PositiveInt = Field(
+        64,
+        description="Transitions, or sequences, per update. Larger gives less noisy and slower updates. Usual: 32 to "
+        "512.",
+    )
+    prioritized: Prioritized = False
+    priority_exponent: PriorityExponent = 0.6
+    importance_exponent: ImportanceExponent = 0.4
+    final_importance_exponent: FinalImportanceExponent = 1.0
+    importance_anneal_updates: PositiveInt = Field(
+        100_000,
+        description="Updates within which importance_exponent goes there. Fewer is less biased earlier. Usual: those "
+        "of the run.",
+        json_schema_extra=LIVE,
+    )
+    target_period: TargetPeriod = 500
+    target_rate: float | None = Field(
+        None, gt=0, le=1, description=f"{TARGET_RATE} Instead of target_period.", json_schema_extra=LIVE
+    )
+    epsilon: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="Share of random actions in training at first. More explores more. Usual: 1.",
+        json_schema_extra=LIVE,
+    )
+    final_epsilon: float = Field(
+        0.05,
+        ge=0,
+        le=1,
+        description="Where epsilon goes linearly. More never stops exploring. Usual: 0.01 to 0.1.",
+        json_schema_extra=LIVE,
+    )
+    epsilon_anneal_updates: PositiveInt = Field(
+        10_000,
+        description="Updates within which epsilon goes there; S steps make S * replay.samples_per_insert / batch_size "
+        "of them. More explores longer. Usual: a tenth to a half of the run's.",
+        json_schema_extra=LIVE,
+    )
+    epsilon_ladder: EpsilonLadder = False
+    ladder_base: float = Field(
+        0.4, gt=0, lt=1, description="The ladder's largest epsilon. More explores more. Usual: 0.4."
+    )
+    ladder_exponent: float = Field(
+        7.0, gt=0, description="More gives more environments that hardly explore. Usual: 7."
+    )
+    evaluation_epsilon: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="Share of random actions in evaluations. Usual: 0; Atari 0.001 to 0.05, stated with every figure.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _target_rate_replaces_target_period(cls, values: Any) -> Any:
+        """Set target_period to None if only target_rate is given."""
+        if isinstance(values, dict) and values.get("target_rate") is not None:
+            return {"target_period": None, **values}
+        return values
+
+    @model_validator(mode="after")
+    def _refuse_contradictions(self: AnyOptions) -> AnyOptions:
+        if (self.target_period is None) == (self.target_rate is None):
+            raise ValueError(
+                f"target_period={self.target_period}, target_rate={self.target_rate}: the target follows in one of two "
+                "ways; set one and leave the other None"
+            )
+        if not self.prioritized:
+            options = ("priority_exponent", "importance_exponent", "final_importance_exponent")
+            self.refuse_changed((*options, "importance_anneal_updates"), "without prioritized=true")
+        elif self.importance_exponent == self.final_importance_exponent:
+            self.refuse_changed(
+                ["importance_anneal_updates"], "where importance_exponent is final from the start"
+            )
+        if self.epsilon_ladder:
+            schedule = ("epsilon", "final_epsilon", "epsilon_anneal_updates")
+            self.refuse_changed(schedule, "with epsilon_ladder=true")
+        else:
+            self.refuse_changed(["ladder_base", "ladder_exponent"], "without epsilon_ladder=true")
+            if self.epsilon == self.final_epsilon:
+                self.refuse_changed(["epsilon_anneal_updates"], "where epsilon is final from the start")
+        if self.optimizer != "adam":
+            self.refuse_changed(["adam_eps"], f"with optimizer={self.optimizer}")
+        if ":" not in self.network and self.network_kwargs:
+            raise ValueError(f"network_kwargs: are for your own network; {self.network} takes none")
+        if self.network == "mlp":
+            self.refuse_changed(["norm"], "on mlp, which has no convolutions")
+        return self
+
+    def refuse_unused_layers(self) -> None:
+        """Refuse dense layers before the head's for a custom network, which has its own.
+
+        Raises:
+            ValueError: more than one width is set.
+        """
+        sizes = self.hidden_sizes
+        is_default = sizes == type(self).model_fields["hidden_sizes"].default
+        if ":" in self.network and len(sizes) > 1 and not is_default:
+            raise ValueError(
+                f"hidden_sizes={sizes}: only the last one is used on {self.network}, which has its own layers before "
+                f"it; set {sizes[-1:]}"
+            )
+
+    @property
+    def reports_values(self) -> bool:
+        """Policies report action values, of which first priorities are made."""
+        return self.prioritized
+
+    def epsilon_at(self, num_updates: int) -> float:
+        """Return the scheduled share of random actions after so many updates; a ladder ignores it."""
+        reached = min(1.0, num_updates / self.epsilon_anneal_updates)
+        return self.epsilon + (self.final_epsilon - self.epsilon) * reached
+
+    def network_arguments(self) -> dict[str, Any]:
+        """Return the keyword arguments of `QNetwork` that the options decide."""
+        return {
+            "hidden_sizes": self.hidden_sizes,
+            "activation": self.activation,
+            "norm": self.norm,
+            "dueling": self.dueling,
+            "kwargs": self.network_kwargs,
+        }
+
+    def make_network(self, spec: EnvSpec, *, generator: Generator | None = None) -> QNetwork:
+        """Return the network that the options describe, on the CPU.
+
+        Args:
+            spec: spaces of the environment.
+            generator: of the initial weights; torch's global one when None.
+
+        Raises:
+            ValueError: it cannot take these observations.
+        """
+        from ddrl.networks.q_network import QNetwork
+
+        num_actions, arguments = spec.action_sizes[0], self.network_arguments()
+        return QNetwork(
+            self.network, spec.input_shape, num_actions=num_actions, generator=generator, **arguments
+        )
+
+    def check(self, spec: EnvSpec) -> None:
+        """Refuse an environment without discrete actions, and a network that cannot take its observations."""
+        if spec.action_kind != "discrete":
+            raise ValueError(
+                f"{spec.env_id}: action_kind is {spec.action_kind!r}, but {self.name} needs discrete actions; choose "
+                f"an environment with a Discrete space of actions, or algorithm.name "
+                f"{'ppo' if spec.action_kind == 'multi_discrete' else 'sac or ppo'}"
+            )
+        if self.network != "mlp":
+            self.make_network(spec)
+        elif len(spec.input_shape) != 1:  # checked without torch, which `ddrl submit` would have to import
+            raise ValueError(
+                f"algorithm.network: mlp needs a vector, but {spec.env_id} has observations {spec.input_shape}; use "
+                f"nature or conv, or gymnasium.wrappers.FlattenObservation"
+            )

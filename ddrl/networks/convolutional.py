@@ -1,0 +1,128 @@
+"""Convolutions for images: their axes, their normalization, and the sizes of the built-in trunks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from enum import Enum
+from itertools import count
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.nn import functional as F
+
+from ddrl.networks.layers import orthogonal, xavier
+
+NORMS = ("none", "group", "batch")
+NUM_GROUPS = 16
+MOST_FIRST_CHANNELS = 4  # of an image that is not square, whose axes its sizes do not decide
+
+
+class Axes(Enum):
+    """Position of an image's channels."""
+
+    FIRST = "first"
+    LAST = "last"
+    NONE = "none"
+
+
+def image_axes(shape: Sequence[int]) -> Axes:
+    """Return the position of the channels: [H, W] has none, [C, H, W] and [H, W, C] differ by their sizes.
+
+    The channel axis is the last one, unless the first is the shorter one, and the other two are equal or it is of at
+    most MOST_FIRST_CHANNELS.
+    """
+    if len(shape) == 2:
+        return Axes.NONE
+    first, middle, last = shape
+    is_first = first < last and (middle == last or first <= MOST_FIRST_CHANNELS)
+    return Axes.FIRST if is_first else Axes.LAST
+
+
+def channels_and_sides(shape: Sequence[int], axes: Axes) -> tuple[int, list[int]]:
+    """Return C, and [H, W], of an image of this shape."""
+    if axes is Axes.NONE:
+        return 1, [*shape]
+    if axes is Axes.FIRST:
+        return shape[0], [*shape[1:]]
+    return shape[2], [*shape[:2]]
+
+
+def channels_first(x: Tensor, axes: Axes) -> Tensor:
+    """Return a view [B, C, H, W] of [B, *O]."""
+    if axes is Axes.NONE:
+        return x.unsqueeze(1)
+    return x.permute(0, 3, 1, 2) if axes is Axes.LAST else x
+
+
+def fewest_zeros(side: int, kernel: int, stride: int) -> int:
+    """Return the least padding at both ends with which the last kernel reaches the last pixel."""
+    return next(pad for pad in count() if (side + 2 * pad - kernel) % stride <= pad)
+
+
+class BatchNorm(nn.Module):
+    """Batch normalization of images: by the batch in training mode, by running statistics in evaluation mode.
+
+    As torch.nn.BatchNorm2d, but without its integer count of batches: all published tensors are float32.
+    Source: Ioffe & Szegedy 2015, arXiv:1502.03167.
+
+    Args:
+        num_channels: C.
+    """
+
+    mean: Tensor
+    variance: Tensor
+
+    def __init__(self, num_channels: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(num_channels))
+        self.bias = nn.Parameter(torch.zeros(num_channels))
+        self.register_buffer("mean", torch.zeros(num_channels))
+        self.register_buffer("variance", torch.ones(num_channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, C, H, W] -> the same; training moves the running statistics a tenth of the way to the batch's."""
+        return F.batch_norm(x, self.mean, self.variance, self.weight, self.bias, training=self.training)
+
+
+class Convolution(nn.Conv2d):
+    """A convolution with optional normalization of its output, on the CPU.
+
+    With a norm it has Xavier's weights and no bias, which the norm would cancel. GroupNorm with 16 groups and Xavier's
+    weights are those of rainbow-with-ray (github.com/fangyuedong/rainbow-with-ray), whose author reports less tuning
+    and steadier curves.
+
+    Args:
+        sizes: channels in, channels out, side of the kernel, stride.
+        padding: zeros at the ends of both sides.
+        norm: one of NORMS.
+        gain: of the orthogonal weights without a norm.
+        generator: CPU generator of the initial weights.
+    """
+
+    norm: nn.Module | None
+
+    def __init__(
+        self,
+        sizes: tuple[int, int, int, int],
+        padding: int | tuple[int, int],
+        *,
+        norm: str,
+        gain: float = math.sqrt(2),
+        generator: Generator | None,
+    ) -> None:
+        super().__init__(*sizes, padding, bias=norm == "none", device="meta")  # draws nothing
+        if norm == "none":
+            orthogonal(self, gain, generator)
+        else:
+            xavier(self, generator)
+        channels = self.out_channels
+        if norm == "group":
+            self.norm = nn.GroupNorm(NUM_GROUPS, channels)
+        else:
+            self.norm = BatchNorm(channels) if norm == "batch" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, in, H, W] -> [B, out, H', W']."""
+        x = super().forward(x)
+        return x if self.norm is None else self.norm(x)
