@@ -90,8 +90,8 @@ class Learner:
             )
         self.experience = held
         most_steps = longest_fragment(config.rollout, resolved.sequences)
-        memory_size = getattr(resolved.config, "memory_size", 0)
-        bounds = Bounds(most_steps, config.env.num_envs, resolved.context, memory_size)
+        state_size = resolved.config.recurrent_state_size
+        bounds = Bounds(most_steps, config.env.num_envs, resolved.context, state_size)
         self._stage = functools.partial(
             stage, run=run, spaces=resolved.spec, bounds=bounds, prepare=self.experience.prepare
         )
@@ -153,7 +153,7 @@ class Learner:
             board.refilled = counters.refilled + missing
         elif (initial := service.initial()) is not None:
             source, parameters = initial
-            fresh = self.algorithm.warm_start(parameters)
+            fresh = self.algorithm.load_initial_weights(parameters)
             service.note("warm start", f"begins with {source}; {fresh}")
         self._note()
         size = len(self.experience)
@@ -304,7 +304,7 @@ class Learner:
     def _adopt(self, options: Any) -> None:
         self._publish_at = min(self._publish_at, time.monotonic() + self._config.learner.publish_every_s)
         try:
-            self.algorithm.adopt(options)
+            self.algorithm.apply_options(options)
         except ValueError as error:
             log.warning("%s", error)
             return

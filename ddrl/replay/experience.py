@@ -27,7 +27,7 @@ def experience(
 
     Args:
         options: the algorithm's: gamma and batch_size; off-policy n_step too; if `prioritized` is among them and true,
-            the exponents; with sequences, memory_size, priority_mix and rescale_values.
+            the exponents; with sequences, recurrent_state_size, priority_mix and rescale_values.
         spec: of the environment.
         on_policy: each fragment is learned from once, in order.
         sequences: shape of what a recurrent algorithm learns from; None: transitions.
@@ -64,7 +64,7 @@ def experience(
             capacity=replay.capacity,
             gamma=options.gamma,
             n_step=options.n_step,
-            memory_size=options.memory_size,
+            memory_size=options.recurrent_state_size,
             priority_mix=options.priority_mix,
             rescaled=options.rescale_values,
         )

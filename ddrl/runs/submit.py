@@ -87,7 +87,7 @@ def _lane_bytes(resolved: base.Resolved, steps: int) -> int:
     if (
         sequences is not None
     ):  # states before sequences that begin amid an episode, float16, and where they are
-        memory = -(-steps // sequences.stride) * (2 * resolved.config.memory_size + 8)
+        memory = -(-steps // sequences.stride) * (2 * resolved.config.recurrent_state_size + 8)
     return row + (resolved.context + steps) * transition + memory
 
 
@@ -122,7 +122,7 @@ def _check_off_policy(config: RunConfig, resolved: base.Resolved) -> None:
             f"algorithm.n_step: {options.n_step} is longer than a fragment, rollout.max_fragment_steps "
             f"{fragment_steps}; use at most {fragment_steps}"
         )
-    if config.rollout.random_until_learned and not resolved.can_begin_at_random:
+    if config.rollout.random_until_learned and not resolved.can_start_at_random:
         raise ValueError(
             f"rollout.random_until_learned: true gives no recurrent states, which {resolved.name} needs; remove it"
         )
@@ -165,7 +165,7 @@ def _check_on_policy(config: RunConfig, resolved: base.Resolved, processes: int)
             f"on_policy.max_staleness: {pace.max_staleness} cannot be kept, for one step of the fleet, {processes} x "
             f"{num_envs} environments, is more than algorithm.batch_size {batch_size}; use {remedy}"
         )
-    if pace.stale == "correct" and not resolved.corrects:
+    if pace.stale == "correct" and not resolved.config.corrects_staleness:
         raise ValueError(
             f"on_policy.stale: correct needs importance weights, which estimator {resolved.config.estimator} has not; "
             "use algorithm.estimator vtrace, or on_policy.stale: drop"

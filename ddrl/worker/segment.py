@@ -101,7 +101,7 @@ class Player:
             resolved = base.resolve(self.config, spaces)
             at_random = self.config.rollout.random_until_learned
             if at_random is None:  # weights of a warm start have learned already
-                at_random = resolved.can_begin_at_random and not state.warm
+                at_random = resolved.can_start_at_random and not state.warm
             self.producer = stream.new_producer(client)
             self.collector = Collector(
                 run=run,

@@ -8,30 +8,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.reference_ppo import CONTINUOUS, CPU, DISCRETE, IMAGES, SPECS, digest, feed, make_feed, tensors
+from support.reference_ppo import CONTINUOUS, DISCRETE, IMAGES, SPECS, digest, feed, make_feed, tensors
 from torch import Tensor
 
-from ddrl.algorithms import impala, ppo
-from ddrl.algorithms.actor_critic_learner import Prepared, Trainee
-from ddrl.algorithms.impala_learner import IMPALA
-from ddrl.algorithms.ppo_learner import PPO
+from ddrl.algorithms.actor_critic.learner import Prepared
+from ddrl.algorithms.base import Resolved, config_class
 from ddrl.types import EnvSpec, Fragment
 
 SMALL: dict[str, Any] = {"hidden_sizes": (6, 5), "batch_size": 60, "learning_rate": 1e-2}
 ESTIMATORS = ("gae", "td_lambda", "vtrace", "upgo", "monte_carlo")
 
 
-def make_ppo(spec: EnvSpec = DISCRETE, **options: Any) -> PPO:
-    config = ppo.Config(**(SMALL | {"minibatch_size": 20, "num_epochs": 2} | options))
-    return PPO(config, spec, device=CPU, seed=1)
+def make(name: str, spec: EnvSpec = DISCRETE, *, device: str = "cpu", seed: int = 1, **options: Any) -> Any:
+    minibatches = {"minibatch_size": 20, "num_epochs": 2} if name == "ppo" else {}
+    config = config_class(name)(**(SMALL | minibatches | options))
+    return Resolved(name, config, spec).learner(device=torch.device(device), seed=seed)
 
 
-def make_impala(spec: EnvSpec = DISCRETE, **options: Any) -> IMPALA:
-    return IMPALA(impala.Config(**(SMALL | options)), spec, device=CPU, seed=1)
-
-
-def trainee(spec: EnvSpec = DISCRETE, **options: Any) -> Trainee:
-    return make_ppo(spec, **options)._trainee
+def ppo(spec: EnvSpec = DISCRETE, **options: Any) -> Any:
+    return make("ppo", spec, **options)
 
 
 def by_hand(**changes: Any) -> Fragment:
@@ -65,8 +60,8 @@ def by_hand(**changes: Any) -> Fragment:
 def test_targets_of_a_critic_with_known_values(estimator: str, lambda_: float, expected: list[float]) -> None:
     """V(s) = s: a truncation bootstraps from 50, not from the 3 that the next episode begins with."""
     spec = replace(DISCRETE, observation_shape=(1,))
-    learner = trainee(spec, gamma=0.5, lambda_=lambda_, estimator=estimator)
-    learner.net = lambda x: (torch.zeros(len(x), 4), x[:, 0])  # type: ignore[assignment]
+    learner = ppo(spec, gamma=0.5, lambda_=lambda_, estimator=estimator)
+    learner.network = lambda x: (torch.zeros(len(x), 4), x[:, 0])
     prepared = learner.prepare(tensors([by_hand()], gamma=0.5), estimator=estimator)
     assert prepared.value.tolist() == [1, 2, 3, 4]
     assert prepared.return_.tolist() == pytest.approx(expected)
@@ -76,8 +71,8 @@ def test_targets_of_a_critic_with_known_values(estimator: str, lambda_: float, e
 
 
 def test_rewards_are_clipped_for_learning() -> None:
-    learner = trainee(replace(DISCRETE, observation_shape=(1,)))
-    learner.net = lambda x: (torch.zeros(len(x), 4), 0 * x[:, 0])  # type: ignore[assignment]
+    learner = ppo(replace(DISCRETE, observation_shape=(1,)))
+    learner.network = lambda x: (torch.zeros(len(x), 4), 0 * x[:, 0])
     reward = np.array([[-7], [0.5], [3], [1]], np.float32)
     batch = tensors([by_hand(reward=reward)], gamma=0.0)
     assert learner.prepare(batch, estimator="gae", reward_clip=1.0).return_.tolist() == [-1, 0.5, 1, 1]
@@ -95,7 +90,7 @@ def in_order(*parts: Prepared) -> dict[str, Tensor]:
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_padding_has_no_influence(spec: EnvSpec, estimator: str) -> None:
     """Fragments side by side, one of half the length, give what each gives alone."""
-    learner, fragments = trainee(spec, estimator=estimator), make_feed(spec, num_fragments=3)
+    learner, fragments = ppo(spec, estimator=estimator), make_feed(spec, num_fragments=3)
     batch = tensors(fragments)
     assert not batch.valid.all()
     together = in_order(learner.prepare(batch, estimator=estimator))
@@ -108,7 +103,7 @@ def test_padding_has_no_influence(spec: EnvSpec, estimator: str) -> None:
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_an_iteration_begins_where_it_was_prepared(spec: EnvSpec) -> None:
     options = {"network": "conv"} if spec is IMAGES else {"normalize_observations": True}
-    learner = trainee(spec, normalize_returns=True, **options)
+    learner = ppo(spec, normalize_returns=True, **options)
     prepared = learner.prepare(tensors(make_feed(spec)), estimator="gae")
     assert prepared.observation.dtype == (torch.uint8 if spec is IMAGES else torch.float32)
     log_prob, entropy, value = learner.evaluate(prepared)
@@ -118,7 +113,7 @@ def test_an_iteration_begins_where_it_was_prepared(spec: EnvSpec) -> None:
 
 
 def test_parts_hold_every_transition_once() -> None:
-    prepared = trainee().prepare(tensors(make_feed(DISCRETE, num_fragments=3)), estimator="gae")
+    prepared = ppo().prepare(tensors(make_feed(DISCRETE, num_fragments=3)), estimator="gae")
     parts = prepared.split(3)
     assert [len(part) for part in parts] == [19, 19, 18]
     assert all(
@@ -128,9 +123,9 @@ def test_parts_hold_every_transition_once() -> None:
     assert chosen.return_.tolist() == [float(prepared.return_[5]), float(prepared.return_[2])]
 
 
-@pytest.mark.parametrize("make", [make_ppo, make_impala], ids=["ppo", "impala"])
-def test_observation_statistics_are_those_of_all_rows_seen(make: Any) -> None:
-    learner, fragments = make(normalize_observations=True), make_feed(DISCRETE)
+@pytest.mark.parametrize("name", ["ppo", "impala"])
+def test_observation_statistics_are_those_of_all_rows_seen(name: str) -> None:
+    learner, fragments = make(name, normalize_observations=True), make_feed(DISCRETE)
     for one in fragments:
         one.observation[..., 2] = one.final_observation[..., 2] = 5.0  # a sensor that is stuck
     seen: list[np.ndarray] = []
@@ -158,23 +153,23 @@ def published(learner: Any) -> tuple[np.ndarray, np.ndarray]:
     return weights["observation_mean"].numpy(), weights["observation_std"].numpy()
 
 
-@pytest.mark.parametrize("make", [make_ppo, make_impala], ids=["ppo", "impala"])
-def test_statistics_stand_still_within_an_iteration(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["ppo", "impala"])
+def test_statistics_stand_still_within_an_iteration(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is published with weights is what the next batch is normalized by, in all its epochs."""
-    learner, fragments = make(normalize_observations=True), make_feed(DISCRETE)
+    learner, fragments = make(name, normalize_observations=True), make_feed(DISCRETE)
     learner.update(tensors(fragments[:4]))
     fragments[4].observation[0, 0] = (1e6, -1e6, 0.0)  # far out: clipped
     batch, (mean, std) = tensors(fragments[4:8]), published(learner)
     used: list[Prepared] = []
     held: list[float] = []
-    evaluate = learner._trainee.evaluate
+    evaluate = learner.evaluate
 
     def spy(part: Prepared) -> Any:
         used.append(part)
         held.append(float(learner.state()["observation_mean"].sum()))
         return evaluate(part)
 
-    monkeypatch.setattr(learner._trainee, "evaluate", spy)
+    monkeypatch.setattr(learner, "evaluate", spy)
     learner.update(batch)
     assert len(set(held)) == 1
     assert not np.array_equal(published(learner)[0], mean), "it moves at the end"
@@ -187,7 +182,7 @@ def test_statistics_stand_still_within_an_iteration(make: Any, monkeypatch: pyte
 
 def test_the_first_batch_is_normalized_by_itself() -> None:
     """Nothing was seen before it, and an untrained policy is nearly uniform however it sees."""
-    learner, batch = trainee(normalize_observations=True), tensors(make_feed(DISCRETE))
+    learner, batch = ppo(normalize_observations=True), tensors(make_feed(DISCRETE))
     prepared, rows = learner.prepare(batch, estimator="gae"), batch.observation.numpy()
     expected = ((rows - rows.mean(axis=0)) / rows.std(axis=0))[batch.row[batch.valid].numpy()]
     np.testing.assert_allclose(prepared.observation.numpy(), expected, rtol=1e-4, atol=1e-4)
@@ -195,7 +190,7 @@ def test_the_first_batch_is_normalized_by_itself() -> None:
 
 def test_statistics_of_returns() -> None:
     """The first returns are taken as they are, the second count half; later ones a tenth."""
-    learner = trainee(normalize_returns=True, gamma=0.0)
+    learner = ppo(normalize_returns=True, gamma=0.0)
     rewards = []
     for seed in range(2):
         batch = tensors(make_feed(DISCRETE, seed=seed), gamma=0.0)
@@ -208,23 +203,23 @@ def test_statistics_of_returns() -> None:
         assert learner.return_scale == pytest.approx((mean, square**0.5), rel=1e-4)
         found = prepared.return_.double().numpy()
         np.testing.assert_allclose(found, (rewards[-1] - mean) / square**0.5, atol=2e-3)
-    learner._statistics["return_count"].fill_(50.0)
+    learner.load_state(learner.state() | {"return_count": torch.tensor(50.0, dtype=torch.float64)})
     old_mean, _ = learner.return_scale
-    with torch.no_grad():
-        learner._rescale(torch.zeros(5))
+    batch = tensors(make_feed(DISCRETE), gamma=0.0)
+    learner.prepare(replace(batch, reward=0 * batch.reward), estimator="gae")
     assert learner.return_scale[0] == pytest.approx(0.9 * old_mean)
 
 
 def test_predictions_stay_what_they_were_when_the_unit_moves() -> None:
-    ppo_learner, fragments = make_ppo(CONTINUOUS, normalize_returns=True, gamma=0.9), make_feed(CONTINUOUS)
-    ppo_learner.update(tensors(fragments[:4]))
-    learner, batch = ppo_learner._trainee, tensors(fragments[4:8])
+    learner, fragments = ppo(CONTINUOUS, normalize_returns=True, gamma=0.9), make_feed(CONTINUOUS)
+    learner.update(tensors(fragments[:4]))
+    batch = tensors(fragments[4:8])
     batch = replace(batch, reward=batch.reward * 30 + 5)
 
     def predictions() -> Tensor:
         mean, std = learner.return_scale
         with torch.no_grad():
-            value = learner.net(batch.observation)[1]
+            value = learner.network(batch.observation)[1]
         return value * std + mean
 
     before, scale = predictions(), learner.return_scale
@@ -232,7 +227,7 @@ def test_predictions_stay_what_they_were_when_the_unit_moves() -> None:
     assert learner.return_scale[1] > 5 * scale[1]
     torch.testing.assert_close(predictions(), before, rtol=1e-5, atol=1e-4)
     with torch.no_grad():
-        now = learner.net(prepared.observation)[1]
+        now = learner.network(prepared.observation)[1]
     torch.testing.assert_close(prepared.value, now, rtol=1e-4, atol=1e-5)
 
 
@@ -248,9 +243,10 @@ def test_normalized_returns_make_the_size_of_rewards_no_matter(scale: float, sha
             "shared": shared,
             "normalize_returns": normalize,
         }
-        config = ppo.Config(**options, value_clip=0.3 * factor)
-        learner = PPO(config, DISCRETE, device=CPU, seed=1)
-        feed(learner, config, [replace(one, reward=one.reward * factor) for one in make_feed(DISCRETE)])
+        learner = ppo(**options, value_clip=0.3 * factor)
+        feed(
+            learner, learner.config, [replace(one, reward=one.reward * factor) for one in make_feed(DISCRETE)]
+        )
         return learner.state()["network"]
 
     torch.testing.assert_close(
@@ -261,23 +257,18 @@ def test_normalized_returns_make_the_size_of_rewards_no_matter(scale: float, sha
 
 
 def test_same_seed_same_start_other_seed_other_start() -> None:
-    config = ppo.Config(**SMALL, minibatch_size=20)
-    first, second, other = (
-        digest(PPO(config, DISCRETE, device=CPU, seed=seed).weights()) for seed in (1, 1, 2)
-    )
+    first, second, other = (digest(ppo(seed=seed).weights()) for seed in (1, 1, 2))
     assert first == second != other
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("make", [PPO, IMPALA])
-def test_a_gpu_learns_the_same(make: Any) -> None:
-    options = SMALL | {"normalize_observations": True, "normalize_returns": True, "learning_rate": 1e-3}
-    module = ppo if make is PPO else impala
-    config = module.Config(**(options | ({"minibatch_size": 20} if make is PPO else {})))
+@pytest.mark.parametrize("name", ["ppo", "impala"])
+def test_a_gpu_learns_the_same(name: str) -> None:
+    options = {"normalize_observations": True, "normalize_returns": True, "learning_rate": 1e-3}
     learned = []
     for device in ("cpu", "cuda"):
-        learner = make(config, CONTINUOUS, device=torch.device(device), seed=1)
+        learner = make(name, CONTINUOUS, device=device, **options)
         for start in (0, 4):
             batch = tensors(make_feed(CONTINUOUS)[start : start + 4])
             learner.update(type(batch)(**{name: part.to(device) for name, part in vars(batch).items()}))

@@ -16,9 +16,10 @@ from support.reference_ppo import CONTINUOUS, CPU, DISCRETE, IMAGES, PAIRS, feed
 from torch import Tensor
 
 from ddrl import policy as policies
-from ddrl.algorithms.actor_critic_learner import Trainee
-from ddrl.algorithms.ppo import Config, Policy
-from ddrl.algorithms.ppo_learner import PPO
+from ddrl.algorithms.actor_critic.learner import ActorCriticLearner
+from ddrl.algorithms.ppo.config import Config
+from ddrl.algorithms.ppo.learner import make_learner as make_ppo
+from ddrl.algorithms.ppo.policy import Policy
 from ddrl.networks.trunks import to_input
 from ddrl.store import weights
 from ddrl.types import EnvSpec
@@ -56,10 +57,10 @@ def observations(spec: EnvSpec, num: int, seed: int = 5) -> np.ndarray:
     return rng.normal(1.0, 2.0, shape).astype(np.float32)
 
 
-def make(spec: EnvSpec, **options: Any) -> tuple[Trainee, Policy]:
+def make(spec: EnvSpec, **options: Any) -> tuple[ActorCriticLearner[Any], Policy]:
     """A learner with decided preferences, and the player of its weights."""
     config = Config(**({"batch_size": 32, "minibatch_size": 32, "num_epochs": 1} | options))
-    ppo = PPO(config, spec, device=CPU, seed=3)
+    ppo = make_ppo(config, spec, device=CPU, seed=3)
     fragments = make_feed(replace(spec, observation_dtype="float32") if spec is BYTES else spec)
     if spec is BYTES:
         fragments = [
@@ -71,23 +72,23 @@ def make(spec: EnvSpec, **options: Any) -> tuple[Trainee, Policy]:
             for one in fragments
         ]
     feed(ppo, config, fragments)  # the statistics of observations are no longer 0 and 1
-    trainee = ppo._trainee
+    trainee = ppo
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
-        trainee.net.policy_head.weight.normal_(generator=generator)
-        trainee.net.policy_head.bias.normal_(generator=generator)
+        trainee.network.policy_head.weight.normal_(generator=generator)
+        trainee.network.policy_head.bias.normal_(generator=generator)
         if spec.action_kind == "continuous":
-            trainee.net.log_std += torch.tensor([0.1, -0.4])
+            trainee.network.log_std += torch.tensor([0.1, -0.4])
     policy = Policy(config, spec)
     policy.load(ppo.weights())
     return trainee, policy
 
 
-def learners_parameters(trainee: Trainee, observation: np.ndarray) -> Tensor:
+def learners_parameters(trainee: ActorCriticLearner[Any], observation: np.ndarray) -> Tensor:
     """[N, P] as the learner computes them."""
     with torch.no_grad():
-        normalized = trainee._normalized(torch.from_numpy(observation))
-        parameters, _ = trainee.net(to_input(normalized))
+        normalized = trainee.normalized(torch.from_numpy(observation))
+        parameters, _ = trainee.network(to_input(normalized))
     assert isinstance(parameters, Tensor)
     return parameters
 
@@ -203,7 +204,7 @@ def test_draws_follow_the_gaussian() -> None:
     row, num = observations(CONTINUOUS, 1), 60_000
     _, columns = policy.explore(np.repeat(row, num, axis=0), np.random.default_rng(2))
     raw, mean = columns["raw_action"], learners_parameters(trainee, row)[0].numpy()
-    std = trainee.net.log_std.detach().exp().numpy()
+    std = trainee.network.log_std.detach().exp().numpy()
     z = (raw - mean) / std
     assert np.all(np.abs(z.mean(axis=0)) < 4 / math.sqrt(num))
     assert np.all(np.abs(z.std(axis=0) - 1) < 4 / math.sqrt(2 * num))
@@ -235,7 +236,7 @@ def without(name: str) -> Any:
 
 def others(spec: EnvSpec, **options: Any) -> Any:
     def weights(_: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        return PPO(Config(**options), spec, device=CPU, seed=0).weights()
+        return make_ppo(Config(**options), spec, device=CPU, seed=0).weights()
 
     return weights
 
@@ -274,7 +275,7 @@ def test_weights_of_another_shape_are_refused(case: str, change: Any, name: str)
 
 
 def test_a_policy_file_of_another_shape_is_refused(tmp_path: Path) -> None:
-    learner = PPO(Config(hidden_sizes=(8,)), DISCRETE, device=CPU, seed=0)
+    learner = make_ppo(Config(hidden_sizes=(8,)), DISCRETE, device=CPU, seed=0)
     arrays = {name: tensor.numpy() for name, tensor in learner.weights().items()}
     path = tmp_path / "a.policy"
     for size in (8, 9):

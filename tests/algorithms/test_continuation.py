@@ -11,10 +11,11 @@ from safetensors.torch import load, save
 from support.reference_ppo import CONTINUOUS, CPU, DISCRETE, PAIRS, make_feed, tensors
 from torch import Tensor
 
-from ddrl.algorithms import impala, ppo
-from ddrl.algorithms.continuation import adam, check_state, copies, rmsprop, slots
-from ddrl.algorithms.impala_learner import IMPALA
-from ddrl.algorithms.ppo_learner import PPO
+from ddrl.algorithms.impala import config as impala
+from ddrl.algorithms.impala.learner import make_learner as make_impala
+from ddrl.algorithms.optim import adam, cpu_copies, optimizer_state, restore, rmsprop
+from ddrl.algorithms.ppo import config as ppo
+from ddrl.algorithms.ppo.learner import make_learner as make_ppo
 from ddrl.types import EnvSpec
 
 NORMALIZED = {"normalize_observations": True, "normalize_returns": True}
@@ -31,8 +32,8 @@ CASES: dict[str, tuple[EnvSpec, str, dict[str, Any]]] = {
 def make(spec: EnvSpec, name: str, seed: int = 1, **options: Any) -> Any:
     options = {"hidden_sizes": (6, 5), "batch_size": 60} | options
     if name == "impala":
-        return IMPALA(impala.Config(**options), spec, device=CPU, seed=seed)
-    return PPO(ppo.Config(minibatch_size=20, num_epochs=3, **options), spec, device=CPU, seed=seed)
+        return make_impala(impala.Config(**options), spec, device=CPU, seed=seed)
+    return make_ppo(ppo.Config(minibatch_size=20, num_epochs=3, **options), spec, device=CPU, seed=seed)
 
 
 def assert_same(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> None:
@@ -103,9 +104,10 @@ def test_states_of_another_configuration_are_refused(
     assert_same(learner.state(), before)
 
 
-def test_check_state_names_what_is_missing_and_unknown() -> None:
-    expected = {"a": torch.Size((2,)), "b": torch.Size(())}
-    check_state(expected, {"a": torch.zeros(2), "b": torch.zeros(())})
+def test_restore_names_what_is_missing_and_unknown() -> None:
+    expected = {"a": torch.ones(2)}
+    restore(expected, {"a": torch.zeros(2), "b": torch.zeros(())}, b=torch.Size(()))
+    assert expected["a"].tolist() == [0.0, 0.0]
     for state, words in (
         ({"a": torch.zeros(2)}, r"b: shape None in the state, \(\) here"),
         ({"a": torch.zeros(3), "b": torch.zeros(())}, r"a: shape \(3,\) in the state, \(2,\) here"),
@@ -115,7 +117,7 @@ def test_check_state_names_what_is_missing_and_unknown() -> None:
         ),
     ):
         with pytest.raises(ValueError, match=words):
-            check_state(expected, state)
+            restore(expected, state, b=torch.Size(()))
 
 
 @pytest.mark.parametrize("name", ["adam", "rmsprop"])
@@ -128,11 +130,13 @@ def test_optimizers_step_as_torchs_own_do(name: str) -> None:
     else:
         optimizer = rmsprop(mine, learning_rate=0.1, eps=0.1, decay=0.9)
         reference = torch.optim.RMSprop([theirs], lr=0.1, eps=0.1, alpha=0.9)
-    assert not any(tensor.any() for tensor in slots("x", optimizer, mine).values())
+    assert not any(tensor.any() for tensor in optimizer_state("x", optimizer, mine).values())
     for step in range(3):
         for parameter, one in ((mine, optimizer), (theirs, reference)):
             parameter.grad = torch.sin(torch.arange(5.0) + step)
             one.step()
     assert torch.equal(mine, theirs)
-    assert_same(copies(slots("x", optimizer, mine)), copies(slots("x", reference, theirs)))
-    assert {f"x.{slot}" for slot in optimizer.state[mine]} == slots("x", optimizer, mine).keys()
+    assert_same(
+        cpu_copies(optimizer_state("x", optimizer, mine)), cpu_copies(optimizer_state("x", reference, theirs))
+    )
+    assert {f"x.{slot}" for slot in optimizer.state[mine]} == optimizer_state("x", optimizer, mine).keys()

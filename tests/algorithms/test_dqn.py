@@ -25,8 +25,10 @@ from support.reference_q import (
 )
 from torch import Tensor
 
-from ddrl.algorithms.dqn import Config, Policy
-from ddrl.algorithms.dqn_learner import DQN
+from ddrl.algorithms.dqn.config import Config
+from ddrl.algorithms.dqn.learner import make_learner as make_dqn
+from ddrl.algorithms.dqn.policy import Policy
+from ddrl.algorithms.value_learning.learner import ValueLearner
 from ddrl.envs.toy import register_toys
 from ddrl.types import Batch, EnvSpec
 
@@ -44,8 +46,8 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def make(spec: EnvSpec = VECTORS, seed: int = 1, **options: Any) -> DQN:
-    return DQN(Config(**(SMALL | options)), spec, device=CPU, seed=seed)
+def make(spec: EnvSpec = VECTORS, seed: int = 1, **options: Any) -> ValueLearner[Config]:
+    return make_dqn(Config(**(SMALL | options)), spec, device=CPU, seed=seed)
 
 
 def weighted(size: int = 6) -> np.ndarray:
@@ -67,7 +69,7 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_update_equals_the_slow_twin(kind: str) -> None:
     dqn = make(**KINDS[kind], max_grad_norm=None, prioritized=True)
-    config = dqn._config
+    config = dqn.config
     for i in range(3):  # so that the target is not the network
         dqn.update(make_batch(i, weight=weighted()))
     network, target, batch = (
@@ -100,7 +102,7 @@ def test_one_update_equals_the_slow_twin(kind: str) -> None:
     torch.testing.assert_close(metrics["loss"], loss.detach(), rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(metrics["priority"], torch.tensor(surprise).abs(), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(metrics["q_mean"], values(output.detach()).max(dim=1).values.mean())
-    torch.testing.assert_close(dqn._flat.vector.grad, expected, atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(dqn.parameters.vector.grad, expected, atol=1e-6, rtol=1e-4)
 
 
 def test_gradient_is_scaled_down_to_the_norm() -> None:
@@ -108,7 +110,7 @@ def test_gradient_is_scaled_down_to_the_norm() -> None:
     for limit in (None, 1e-2, 1e6):
         dqn = make(max_grad_norm=limit)
         metrics = dqn.update(make_batch())
-        gradient = dqn._flat.vector.grad
+        gradient = dqn.parameters.vector.grad
         assert gradient is not None
         found[limit] = gradient.clone()
         assert ("grad_norm" in metrics) == (limit is not None)
@@ -144,7 +146,7 @@ def test_soft_target_moves_by_its_rate() -> None:
 @pytest.mark.parametrize("options", [{"target_period": 2}, {"target_period": None, "target_rate": 0.5}])
 def test_statistics_of_batches_reach_target_and_policy(options: dict[str, Any]) -> None:
     dqn = make(PIXELS, network="nature", norm="batch", double=True, **options)
-    names = dqn._buffers
+    names = dqn.buffers
     assert len(names) == 6, "two for each convolution"
     for i in range(2):
         before = dqn.state()
@@ -157,12 +159,12 @@ def test_statistics_of_batches_reach_target_and_policy(options: dict[str, Any]) 
         torch.testing.assert_close(target, (1 - rate) * before[f"target_network.{name}"] + rate * online)
         assert torch.equal(weights[name], online)
     assert dqn.network.training
-    policy = Policy(dqn._config, PIXELS)
+    policy = Policy(dqn.config, PIXELS)
     policy.load(weights)
     observation = make_batch(3, spec=PIXELS).observation
     with torch.no_grad():
         expected = dqn.network.eval()(observation.float() / 255)
-    torch.testing.assert_close(torch.from_numpy(policy._values(observation.numpy())), expected)
+    torch.testing.assert_close(torch.from_numpy(policy.values(observation.numpy(), by_row=False)), expected)
 
 
 def test_statistics_are_those_of_the_first_state_alone() -> None:
@@ -170,7 +172,7 @@ def test_statistics_are_those_of_the_first_state_alone() -> None:
     for double in (False, True):
         dqn = make(PIXELS, network="nature", norm="batch", double=double)
         dqn.update(make_batch(spec=PIXELS))
-        found.append(digest({name: tensor.clone() for name, tensor in dqn._buffers.items()}))
+        found.append(digest({name: tensor.clone() for name, tensor in dqn.buffers.items()}))
     assert found[0] == found[1]
 
 
@@ -293,7 +295,7 @@ def test_endless_reward_is_worth_its_sum(options: dict[str, Any]) -> None:
     """1 each step, for ever: 1 / (1 - gamma), whatever is done and however many steps are summed."""
     config = Config(hidden_sizes=(16,), learning_rate=1e-2, gamma=0.9, target_period=10, **options)
     spec = EnvSpec("Toy-v0", (1,), "float32", "discrete", (), (2,))
-    dqn, n = DQN(config, spec, device=CPU, seed=0), config.n_step
+    dqn, n = make_dqn(config, spec, device=CPU, seed=0), config.n_step
     ones, action = torch.ones(8, 1), torch.arange(8) % 2
     sums = torch.full((8,), sum(0.9**i for i in range(n)))
     for _ in range(1500):
@@ -326,9 +328,9 @@ def test_names_what_it_is_shown(options: dict[str, Any]) -> None:
         **schedule,
         **options,
     )
-    dqn = DQN(config, spec, device=CPU, seed=0)
+    dqn = make_dqn(config, spec, device=CPU, seed=0)
     policy = Policy(config, spec)
     register_toys()
     assert play(lambda: gymnasium.make(spec.env_id), dqn, policy, num_steps=1500) == 10.0
-    value = policy._values(np.eye(4, dtype=np.float32)).max(axis=1)
+    value = policy.values(np.eye(4, dtype=np.float32), by_row=False).max(axis=1)
     np.testing.assert_allclose(value, 5.0, rtol=0.1)

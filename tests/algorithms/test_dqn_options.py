@@ -13,8 +13,9 @@ import torch
 from pydantic import ValidationError
 from support.reference_q import CPU, IMAGES, PIXELS, VECTORS, digest, make_batch
 
-from ddrl.algorithms.dqn import Config, Policy, check
-from ddrl.algorithms.dqn_learner import DQN
+from ddrl.algorithms.dqn.config import Config
+from ddrl.algorithms.dqn.learner import make_learner as make_dqn
+from ddrl.algorithms.dqn.policy import Policy
 from ddrl.replay.prioritized import Priorities
 from ddrl.types import EnvSpec
 
@@ -41,7 +42,7 @@ def _one_thread() -> Iterator[None]:
 def after(spec: EnvSpec, options: dict[str, Any]) -> str:
     """A hash of what a few updates and a few steps give."""
     config, found = Config(**options), {}
-    dqn = DQN(config, spec, device=CPU, seed=1)
+    dqn = make_dqn(config, spec, device=CPU, seed=1)
     rng = np.random.default_rng(0)
     priorities = Priorities(
         exponent=config.priority_exponent,
@@ -153,7 +154,7 @@ def test_each_kind_of_norm_and_distribution_learns_otherwise() -> None:
         ({"ladder_base": 0.5}, "ladder_base=0.5: has no effect without epsilon_ladder=true"),
         ({"ladder_exponent": 5.0}, "ladder_exponent=5.0: has no effect without"),
         ({"optimizer": "rmsprop", "adam_eps": 1e-3}, "adam_eps=0.001: has no effect with optimizer=rmsprop"),
-        ({"network_kwargs": {"a": 1}}, "network_kwargs: are for a network of your own; mlp takes none"),
+        ({"network_kwargs": {"a": 1}}, "network_kwargs: are for your own network; mlp takes none"),
         ({"norm": "group"}, "norm=group: has no effect on mlp"),
         ({"num_atoms": 7}, "num_atoms=7: has no effect without a distribution"),
         ({"v_min": -5.0}, "v_min=-5.0: has no effect without distribution=categorical"),
@@ -239,6 +240,6 @@ def test_defaults_give_way_to_what_takes_their_place() -> None:
 def test_check_names_thing_value_and_remedy(
     options: dict[str, Any], changes: dict[str, Any], words: str
 ) -> None:
-    check(Config(), VECTORS)
+    Config().check(VECTORS)
     with pytest.raises(ValueError, match=words):
-        check(Config(**options), replace(VECTORS, **changes))
+        Config(**options).check(replace(VECTORS, **changes))

@@ -24,8 +24,10 @@ from support.reference_ppo import (
 )
 from torch import Tensor
 
-from ddrl.algorithms.impala import Config, corrects
-from ddrl.algorithms.impala_learner import IMPALA, policy_gradient_loss
+from ddrl.algorithms.actor_critic.learner import ActorCriticLearner
+from ddrl.algorithms.impala.config import Config
+from ddrl.algorithms.impala.learner import make_learner as make_impala
+from ddrl.algorithms.impala.learner import policy_gradient_loss
 from ddrl.types import EnvSpec, Trajectories
 
 OWN = "reference_ppo:own_network"
@@ -37,14 +39,14 @@ def _own_networks_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DDRL_ALLOW_MODULES", "reference_ppo")
 
 
-def make(spec: EnvSpec = DISCRETE, **options: Any) -> IMPALA:
-    return IMPALA(Config(**(SMALL | options)), spec, device=CPU, seed=1)
+def make(spec: EnvSpec = DISCRETE, **options: Any) -> ActorCriticLearner[Any]:
+    return make_impala(Config(**(SMALL | options)), spec, device=CPU, seed=1)
 
 
 def after(spec: EnvSpec, options: dict[str, Any]) -> dict[str, Tensor]:
     """The weights that a fixed feed of fragments results in, after 2 or 3 updates."""
     config = Config(**options)
-    impala = IMPALA(config, spec, device=CPU, seed=1)
+    impala = make_impala(config, spec, device=CPU, seed=1)
     assert len(feed(impala, config, make_feed(spec))) == impala.num_updates
     assert impala.num_updates in (2, 3)
     return impala.weights()
@@ -72,7 +74,7 @@ def test_an_update_equals_the_slow_twin(spec: EnvSpec, options: dict[str, Any]) 
     impala = make(spec, max_grad_norm=None, **options)
     impala.update(tensors(make_feed(spec, num_fragments=4, seed=1)))  # so that it is not where it started
     config = Config(**(SMALL | options))
-    begin = leaves(dict(impala._trainee.net.named_parameters()))
+    begin = leaves(dict(impala.network.named_parameters()))
     batch = tensors(make_feed(spec, num_fragments=4))
     assert not batch.valid.all()
     figures = impala.update(batch)
@@ -88,7 +90,7 @@ def test_an_update_equals_the_slow_twin(spec: EnvSpec, options: dict[str, Any]) 
     )  # fmt: skip
     loss = slow_impala_loss(begin, rows, spec, config) * len(rows)  # the paper sums
     gradient = torch.cat([part.flatten() for part in torch.autograd.grad(loss, list(begin.values()))])
-    torch.testing.assert_close(impala._trainee.flat.vector.grad, gradient, atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(impala.parameters.vector.grad, gradient, atol=1e-4, rtol=1e-3)
 
     policies = [slow_policy(begin, row.observation, row.action, spec, config.activation) for row in rows]
     log_prob, entropy = (torch.stack(column).detach() for column in zip(*policies, strict=True))
@@ -111,9 +113,9 @@ def test_an_update_equals_the_slow_twin(spec: EnvSpec, options: dict[str, Any]) 
 def test_steps_of_the_optimizers(optimizer: str) -> None:
     """From slots of zero: rmsprop moves by g / (sqrt(0.01) |g| + 0.1), adam by the sign of g nearly."""
     impala = make(optimizer=optimizer, learning_rate=1e-2, max_grad_norm=None)
-    before = impala._trainee.flat.vector.detach().clone()
+    before = impala.parameters.vector.detach().clone()
     impala.update(tensors(make_feed(DISCRETE)))
-    gradient, moved = impala._trainee.flat.vector.grad, impala._trainee.flat.vector.detach() - before
+    gradient, moved = impala.parameters.vector.grad, impala.parameters.vector.detach() - before
     assert gradient is not None
     size = gradient.abs()
     expected = gradient / (0.1 * size + 0.1) if optimizer == "rmsprop" else gradient / (size + 1e-5)
@@ -124,7 +126,7 @@ def test_gradient_is_scaled_down_to_the_norm() -> None:
     learners = [make(max_grad_norm=limit) for limit in (None, 3.0, 1e6)]
     for impala in learners:
         impala.update(tensors(make_feed(DISCRETE)))
-    first, second, third = (impala._trainee.flat.vector.grad for impala in learners)
+    first, second, third = (impala.parameters.vector.grad for impala in learners)
     assert first is not None and second is not None and third is not None
     assert torch.equal(first, third), "never up"
     assert float(first.norm()) > 30.0
@@ -177,7 +179,7 @@ def test_rho_bar_is_of_effect_with_upgo_too() -> None:
 
 
 def test_both_estimators_correct() -> None:
-    assert all(corrects(Config(estimator=name)) for name in ("vtrace", "upgo"))
+    assert all(Config(estimator=name).corrects_staleness for name in ("vtrace", "upgo"))
 
 
 @pytest.mark.learning

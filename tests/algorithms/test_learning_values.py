@@ -58,7 +58,7 @@ def learn(
         rollout=run.rollout,
         spec=spec,
         policy=resolved.policy(producer=1),
-        random_until_learned=resolved.can_begin_at_random,
+        random_until_learned=resolved.can_start_at_random,
         seed=run.seed,
         context=resolved.context,
         sequences=resolved.sequences,

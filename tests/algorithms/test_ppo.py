@@ -29,8 +29,10 @@ from support.reference_ppo import (
 from torch import Tensor
 
 from ddrl.algorithms import base
-from ddrl.algorithms.ppo import Config, corrects
-from ddrl.algorithms.ppo_learner import PPO, clipped_surrogate, value_loss
+from ddrl.algorithms.actor_critic.learner import ActorCriticLearner
+from ddrl.algorithms.ppo.config import Config
+from ddrl.algorithms.ppo.learner import clipped_surrogate, value_loss
+from ddrl.algorithms.ppo.learner import make_learner as make_ppo
 from ddrl.config import ConfigError, validate
 from ddrl.types import EnvSpec
 
@@ -50,14 +52,14 @@ def _own_networks_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DDRL_ALLOW_MODULES", "reference_ppo")
 
 
-def make(spec: EnvSpec = DISCRETE, seed: int = 1, **options: Any) -> PPO:
-    return PPO(Config(**(SMALL | options)), spec, device=CPU, seed=seed)
+def make(spec: EnvSpec = DISCRETE, seed: int = 1, **options: Any) -> ActorCriticLearner[Any]:
+    return make_ppo(Config(**(SMALL | options)), spec, device=CPU, seed=seed)
 
 
 def after(spec: EnvSpec, options: dict[str, Any]) -> dict[str, Tensor]:
     """The weights that a fixed feed of fragments results in, after 2 or 3 iterations."""
     config = Config(**options)
-    ppo = PPO(config, spec, device=CPU, seed=1)
+    ppo = make_ppo(config, spec, device=CPU, seed=1)
     assert len(feed(ppo, config, make_feed(spec))) in (2, 3)
     return ppo.weights()
 
@@ -104,7 +106,7 @@ def test_losses_equal_their_slow_twins_sample_by_sample() -> None:
 
 def test_only_the_new_policy_and_value_take_gradients() -> None:
     """What an iteration begins with carries no gradient, so the losses need not cut it off."""
-    trainee = make(CONTINUOUS, normalize_observations=True, normalize_returns=True)._trainee
+    trainee = make(CONTINUOUS, normalize_observations=True, normalize_returns=True)
     prepared = trainee.prepare(tensors(make_feed(CONTINUOUS)), estimator="vtrace")
     assert not any(column.requires_grad for column in vars(prepared).values())
     assert all(column.requires_grad for column in trainee.evaluate(prepared))
@@ -127,11 +129,11 @@ def test_updates_equal_the_slow_twin(spec: EnvSpec, options: dict[str, Any]) -> 
     } | options  # fmt: skip
     batch = tensors(make_feed(spec, num_fragments=4))
     assert not batch.valid.all()
-    begin = leaves(dict(make(spec, **options)._trainee.net.named_parameters()))
+    begin = leaves(dict(make(spec, **options).network.named_parameters()))
     config = Config(**(SMALL | options))
     rows = slow_rows(
         begin, batch, spec, estimator=config.estimator, lambda_=config.lambda_, activation=config.activation,
-        old="begin" if corrects(config) else "behavior",
+        old="begin" if config.corrects_staleness else "behavior",
     )  # fmt: skip
     at = begin
     for num_epochs in (1, 2):
@@ -139,8 +141,8 @@ def test_updates_equal_the_slow_twin(spec: EnvSpec, options: dict[str, Any]) -> 
         figures = ppo.update(batch)
         loss = slow_ppo_loss(at, rows, spec, config, normalize=config.normalize_advantages)
         gradient = torch.cat([part.flatten() for part in torch.autograd.grad(loss, list(at.values()))])
-        torch.testing.assert_close(ppo._trainee.flat.vector.grad, gradient, atol=2e-6, rtol=1e-3)
-        at = leaves(dict(ppo._trainee.net.named_parameters()))
+        torch.testing.assert_close(ppo.parameters.vector.grad, gradient, atol=2e-6, rtol=1e-3)
+        at = leaves(dict(ppo.network.named_parameters()))
 
     log_ratio, moved, entropy, error = [], [], [], []
     for row in rows:
@@ -237,10 +239,8 @@ def test_minibatches_share_the_transitions_evenly(
 ) -> None:
     ppo, batch = make(minibatch_size=minibatch_size), tensors(make_feed(DISCRETE, num_fragments=4))
     seen: list[Tensor] = []
-    evaluate = ppo._trainee.evaluate
-    monkeypatch.setattr(
-        ppo._trainee, "evaluate", lambda part: seen.append(part.observation) or evaluate(part)
-    )
+    evaluate = ppo.evaluate
+    monkeypatch.setattr(ppo, "evaluate", lambda part: seen.append(part.observation) or evaluate(part))
     ppo.update(batch)
     assert ppo.num_updates == 2 * sizes
     *parts, whole = seen  # the last one is for the figures
@@ -259,7 +259,7 @@ def test_schedules_reach_their_final_values() -> None:
     )  # fmt: skip
     names = ("learning_rate", "clip", "entropy_coefficient")
     for expected in ((1e-2, 0.2, 0.4), (5e-3, 0.15, 0.2), (0.0, 0.1, 0.0), (0.0, 0.1, 0.0)):
-        assert [ppo._trainee.scheduled(name) for name in names] == pytest.approx(expected)
+        assert [ppo.scheduled(name) for name in names] == pytest.approx(expected)
         before = digest(ppo.weights())
         assert float(ppo.update(batch)["learning_rate"]) == pytest.approx(expected[0])
         assert (digest(ppo.weights()) == before) == (expected[0] == 0.0)
@@ -279,7 +279,7 @@ REFUSALS: list[tuple[str, EnvSpec, dict[str, Any], str]] = [
     ("ppo", DISCRETE, {"network": "cnn"}, "network cnn: is unknown; use mlp, conv, nature"),
     ("ppo", DISCRETE, {"network": OWN, "network_kwargs": {"depth": 3}}, "depth"),
     ("impala", DISCRETE, {"estimator": "gae"},
-     "algorithm.estimator: 'gae' cannot be used; impala learns from corrected returns only; use vtrace or upgo"),
+     "algorithm.estimator: 'gae' cannot be used; impala needs importance-corrected returns; use vtrace or upgo"),
     ("ppo", DISCRETE, {"estimator": "nstep"}, "algorithm.estimator: 'nstep' cannot be used"),
     ("ppo", DISCRETE, {"entropy_coeficient": 0.1},
      r"algorithm.entropy_coeficient: unknown option; did you mean entropy_coefficient\?"),
@@ -315,7 +315,7 @@ def test_one_line_switches_the_estimator() -> None:
 
 
 def test_which_estimators_correct() -> None:
-    found = {name: corrects(Config(estimator=name)) for name in ESTIMATORS}
+    found = {name: Config(estimator=name).corrects_staleness for name in ESTIMATORS}
     assert [name for name, does in found.items() if does] == ["vtrace", "upgo"]
 
 
@@ -340,5 +340,5 @@ def test_a_time_limit_is_no_outcome() -> None:
     """Reward 1 for ever: the value is 1 / (1 - gamma) = 10, though episodes are cut after 100 steps."""
     learning = {"batch_size": 512, "minibatch_size": 128, "learning_rate": 3e-3, "gamma": 0.9}
     trained = train("ddrl/Endless-v0", 30, name="ppo", **learning, hidden_sizes=[32])
-    value = trained.learner._trainee.net(torch.ones(1, 1))[1]
+    value = trained.learner.network(torch.ones(1, 1))[1]
     assert float(value.detach()) == pytest.approx(10.0, rel=0.05)

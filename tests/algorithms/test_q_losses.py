@@ -11,7 +11,8 @@ import torch
 from support.reference_q import slow_categorical_loss, slow_projection, slow_q_loss, slow_quantile_loss
 from torch import Tensor
 
-from ddrl.algorithms.q_losses import categorical_loss, expected_q, project, q_loss, quantile_loss, support
+from ddrl.algorithms.dqn.losses import categorical_loss, project, q_loss, quantile_loss
+from ddrl.networks.heads import expected_values, support
 
 B, A, Z = 7, 3, 5
 V = {"v_min": -2.0, "v_max": 3.0}
@@ -107,7 +108,7 @@ def test_double_with_equal_networks_is_plain(name: str) -> None:
     loss, _, tail, options = CASES[name]
     args = arguments(tail)
     atoms = support(Z, **V, like=args[0]) if name == "categorical" else None
-    own = expected_q(args[2], atoms)
+    own = args[2] if not tail else expected_values(args[2], atoms)
     plain, _ = loss(args[0], own, *args[2:], **options)
     double, _ = loss(args[0], own.clone() * 2 + 1, *args[2:], **options)  # the same order of actions
     assert torch.equal(plain, double)
@@ -218,10 +219,8 @@ def test_quantiles_of_a_known_distribution_are_found() -> None:
     )
 
 
-def test_expected_q() -> None:
-    values = torch.tensor([[1.0, 2.0]])
-    assert expected_q(values, None) is values
+def test_expected_values() -> None:
     quantiles = torch.tensor([[[1.0, 3.0], [0.0, 5.0]]])
-    torch.testing.assert_close(expected_q(quantiles, None), torch.tensor([[2.0, 2.5]]))
+    torch.testing.assert_close(expected_values(quantiles, None), torch.tensor([[2.0, 2.5]]))
     logits = torch.tensor([[[0.0, math.log(3.0)], [0.0, 0.0]]])
-    torch.testing.assert_close(expected_q(logits, torch.tensor([-1.0, 1.0])), torch.tensor([[0.5, 0.0]]))
+    torch.testing.assert_close(expected_values(logits, torch.tensor([-1.0, 1.0])), torch.tensor([[0.5, 0.0]]))

@@ -12,9 +12,10 @@ import pytest
 import torch
 from support.reference_q import CPU, PIXELS, VECTORS, slow_ladder
 
-from ddrl.algorithms.dqn import Config, Policy
-from ddrl.algorithms.dqn_learner import DQN
-from ddrl.algorithms.q_learning import ladder, make_network
+from ddrl.algorithms.dqn.config import Config
+from ddrl.algorithms.dqn.learner import make_learner as make_dqn
+from ddrl.algorithms.dqn.policy import Policy
+from ddrl.algorithms.value_learning.policy import ladder
 from ddrl.types import EnvSpec
 
 SMALL: dict[str, Any] = {"hidden_sizes": (8, 7)}
@@ -45,7 +46,7 @@ def make(
     """A policy with the weights of a learner that has not learned, and perhaps another epsilon."""
     config = Config(**(SMALL | options))
     policy = Policy(config, spec, producer=producer)
-    weights = DQN(config, spec, device=CPU, seed=1).weights()
+    weights = make_dqn(config, spec, device=CPU, seed=1).weights()
     policy.load(weights if epsilon is None else weights | {"epsilon": torch.tensor(epsilon)})
     return policy
 
@@ -67,30 +68,24 @@ def explore(
 def test_greedy_rows_do_not_depend_on_each_other(kind: str) -> None:
     spec, options = KINDS[kind]
     policy, observation = make(spec, **options), rows(spec, 24)
-    values: list[np.ndarray] = []
-    original = policy._values
-    policy._values = lambda row: values.append(original(row)) or values[-1]  # type: ignore[method-assign,func-returns-value]
     alone = np.concatenate([policy.act(observation[i : i + 1]) for i in range(24)])
-    bits = np.concatenate(values)
-    values.clear()
-    assert policy.act(observation).tolist() == alone.tolist()
-    assert np.concatenate(values).tobytes() == bits.tobytes()
-    values.clear()
-    assert policy.act(np.asfortranarray(observation[5:])).tolist() == alone[5:].tolist()
-    assert np.concatenate(values).tobytes() == bits[5:].tobytes()
+    values = np.concatenate([policy.values(observation[i : i + 1], by_row=True) for i in range(24)])
+    for start, rows_ in ((0, observation), (5, np.asfortranarray(observation[5:]))):
+        assert policy.act(rows_).tolist() == alone[start:].tolist()
+        assert policy.values(rows_, by_row=True).tobytes() == values[start:].tobytes()
     assert (alone.dtype, alone.shape) == (np.int64, (24,))
 
 
 @pytest.mark.parametrize("kind", ["mlp", "nature"])
 def test_greedy_is_the_largest_value_of_the_network(kind: str) -> None:
     spec, options = KINDS[kind]
-    learner = DQN(Config(**(SMALL | options)), spec, device=CPU, seed=1)
+    learner = make_dqn(Config(**(SMALL | options)), spec, device=CPU, seed=1)
     observation = rows(spec, 50)
     with torch.no_grad():
         pixels = torch.from_numpy(observation).float() / (255 if observation.dtype == np.uint8 else 1)
         expected = learner.network(pixels).numpy()
     policy = make(spec, **options)
-    np.testing.assert_allclose(policy._values(observation), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(policy.values(observation, by_row=False), expected, rtol=1e-5, atol=1e-6)
     assert policy.act(observation).tolist() == expected.argmax(axis=1).tolist()
 
 
@@ -98,7 +93,7 @@ def test_greedy_is_the_largest_value_of_the_network(kind: str) -> None:
 def test_distributions_act_by_their_means(distribution: str) -> None:
     options = {"distribution": distribution, "num_atoms": 5}
     options |= {"v_min": 0.0, "v_max": 4.0} if distribution == "categorical" else {}
-    learner = DQN(Config(**(SMALL | options)), VECTORS, device=CPU, seed=1)
+    learner = make_dqn(Config(**(SMALL | options)), VECTORS, device=CPU, seed=1)
     observation = rows(VECTORS, 50)
     with torch.no_grad():
         output = learner.network(torch.from_numpy(observation)).double()
@@ -173,7 +168,7 @@ def test_lanes_explore_by_their_rung() -> None:
 def test_columns_are_the_values_of_the_network(options: dict[str, Any]) -> None:
     policy, observation = make(prioritized=True, epsilon=0.5, **options), rows(VECTORS, 100)
     action, columns = explore(policy, observation)
-    value = policy._values(observation)
+    value = policy.values(observation, by_row=False)
     assert set(columns) == {"action_value", "state_value"}
     assert all((column.shape, column.dtype) == ((100,), np.float32) for column in columns.values())
     np.testing.assert_array_equal(columns["state_value"], value.max(axis=1))
@@ -189,7 +184,6 @@ def test_noise_is_fresh_per_call_seeded_and_not_for_evaluation() -> None:
     observation = rows(VECTORS, 200)
     policy = make(noisy=True, prioritized=True, noise_scale=1.0)
     mean = policy.act(observation).tolist()
-    assert policy._exploration.epsilon == 0.0
     rng = np.random.default_rng(0)
     first, second = (policy.explore(observation, rng)[1]["state_value"] for _ in range(2))
     assert not np.array_equal(first, second)
@@ -211,7 +205,7 @@ def test_weights_come_as_arrays_too_read_only_off_the_wire() -> None:
     policy, observation = make(), rows(VECTORS, 50)
     weights = {
         name: value.numpy()
-        for name, value in DQN(Config(**SMALL), VECTORS, device=CPU, seed=5).weights().items()
+        for name, value in make_dqn(Config(**SMALL), VECTORS, device=CPU, seed=5).weights().items()
     }
     for array in weights.values():
         array.flags.writeable = False
@@ -221,7 +215,7 @@ def test_weights_come_as_arrays_too_read_only_off_the_wire() -> None:
 
 
 def test_weights_that_do_not_fit_are_refused() -> None:
-    policy, weights = make(), DQN(Config(**SMALL), VECTORS, device=CPU, seed=1).weights()
+    policy, weights = make(), make_dqn(Config(**SMALL), VECTORS, device=CPU, seed=1).weights()
     with pytest.raises(ValueError, match="epsilon: missing"):
         policy.load({name: value for name, value in weights.items() if name != "epsilon"})
     with pytest.raises(ValueError, match=r"epsilon: shape \(2,\)"):
@@ -235,7 +229,7 @@ def test_weights_that_do_not_fit_are_refused() -> None:
 def test_network_is_made_from_its_generator() -> None:
     config = Config(**SMALL)
     left, right, other = (
-        make_network(config, VECTORS, generator=torch.Generator().manual_seed(seed)).state_dict()
+        config.make_network(VECTORS, generator=torch.Generator().manual_seed(seed)).state_dict()
         for seed in (1, 1, 2)
     )
     assert all(torch.equal(left[name], right[name]) for name in left)
@@ -243,9 +237,7 @@ def test_network_is_made_from_its_generator() -> None:
 
 
 def test_options_need_no_torch() -> None:
-    code = "import sys, ddrl.algorithms.dqn as d; from ddrl.types import EnvSpec as E; "
-    code += (
-        "d.check(d.Config(), E('a', (3,), 'float32', 'discrete', (), (2,))); print('torch' in sys.modules)"
-    )
+    code = "import sys, ddrl.algorithms.dqn.config as d; from ddrl.types import EnvSpec as E; "
+    code += "d.Config().check(E('a', (3,), 'float32', 'discrete', (), (2,))); print('torch' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "False"

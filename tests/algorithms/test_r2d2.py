@@ -26,9 +26,12 @@ from support.reference_r2d2 import (
 )
 from torch import Tensor
 
-from ddrl.algorithms.q_losses import q_loss
-from ddrl.algorithms.r2d2 import Config, Policy
-from ddrl.algorithms.r2d2_learner import R2D2, sequence_loss, sequence_priority, sequence_targets
+from ddrl.algorithms.dqn.losses import q_loss
+from ddrl.algorithms.r2d2.config import Config
+from ddrl.algorithms.r2d2.learner import make_learner as make_r2d2
+from ddrl.algorithms.r2d2.learner import sequence_loss, sequence_priority, sequence_targets
+from ddrl.algorithms.r2d2.policy import Policy
+from ddrl.algorithms.value_learning.learner import ValueLearner
 from ddrl.types import EnvSpec, Sequences, SequenceShape
 
 # The hand numbers' TD errors: two steps of 1 and -3, one step of 2 and one that was not played.
@@ -138,12 +141,12 @@ def test_full_sequences_without_memory_are_so_many_transitions() -> None:
     torch.testing.assert_close(*gradients)
 
 
-def make(spec: EnvSpec = VECTORS, seed: int = 1, **options: Any) -> R2D2:
-    return R2D2(Config(**(SMALL | options)), spec, device=CPU, seed=seed)
+def make(spec: EnvSpec = VECTORS, seed: int = 1, **options: Any) -> ValueLearner[Config]:
+    return make_r2d2(Config(**(SMALL | options)), spec, device=CPU, seed=seed)
 
 
 def sequences(
-    learner: R2D2, spec: EnvSpec = VECTORS, shape: SequenceShape = SHAPE, **options: Any
+    learner: ValueLearner[Config], spec: EnvSpec = VECTORS, shape: SequenceShape = SHAPE, **options: Any
 ) -> Sequences:
     return make_sequences(spec, shape, memory_size=learner.network.state_size, **options)
 
@@ -157,7 +160,7 @@ def after(num_updates: int, **options: Any) -> Tensor:
     return learner.state()["network.value"]
 
 
-def set_apart(learner: R2D2) -> None:
+def set_apart(learner: ValueLearner[Config]) -> None:
     """Give the target network other parameters than the network's."""
     with torch.no_grad():
         for parameter in learner.target_network.parameters():
@@ -179,7 +182,7 @@ def set_apart(learner: R2D2) -> None:
 def test_one_update_equals_the_slow_twin(options: dict[str, Any]) -> None:
     learner = make(max_grad_norm=None, **options)
     set_apart(learner)
-    config = learner._config
+    config = learner.config
     batch = sequences(learner, shape=config.sequences)
     twin = slow_r2d2(
         learner.network.sequence, learner.target_network.sequence, batch, mix=config.priority_mix,
@@ -187,7 +190,7 @@ def test_one_update_equals_the_slow_twin(options: dict[str, Any]) -> None:
     )  # fmt: skip
     gradient = torch.autograd.grad(twin.loss, list(learner.network.parameters()))
     metrics = learner.update(batch)
-    found = learner._flat.vector.grad
+    found = learner.parameters.vector.grad
     assert found is not None
     torch.testing.assert_close(
         found, torch.cat([each.reshape(-1) for each in gradient]), rtol=1e-4, atol=1e-6
@@ -203,15 +206,15 @@ def test_images_equal_the_slow_twin() -> None:
     options = {"network": "nature", "hidden_sizes": (8,), "burn_in": 2, "sequence_length": 3, "overlap": 1}
     learner = make(IMAGES, max_grad_norm=None, **options)
     set_apart(learner)
-    batch = sequences(learner, IMAGES, learner._config.sequences, num_sequences=3)
+    batch = sequences(learner, IMAGES, learner.config.sequences, num_sequences=3)
     as_input = replace(batch, observation=batch.observation / 255)
     twin = slow_r2d2(learner.network.sequence, learner.target_network.sequence, as_input, mix=0.9)
     gradient = torch.autograd.grad(twin.loss, list(learner.network.parameters()))
     metrics = learner.update(batch)
     torch.testing.assert_close(metrics["loss"], twin.loss.detach(), rtol=1e-4, atol=1e-5)
-    assert learner._flat.vector.grad is not None
+    assert learner.parameters.vector.grad is not None
     expected = torch.cat([each.reshape(-1) for each in gradient])
-    torch.testing.assert_close(learner._flat.vector.grad, expected, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(learner.parameters.vector.grad, expected, rtol=1e-3, atol=1e-5)
 
 
 def test_burn_in_moves_the_state_and_gets_no_gradient() -> None:
@@ -221,8 +224,8 @@ def test_burn_in_moves_the_state_and_gets_no_gradient() -> None:
     longest = int(batch.burn_in.argmax())
     observation = batch.observation.clone().requires_grad_()
     seen: list[Tensor] = []
-    original = learner._flat.differentiate
-    learner._flat.differentiate = lambda loss: (  # type: ignore[method-assign]
+    original = learner.parameters.differentiate
+    learner.parameters.differentiate = lambda loss: (  # type: ignore[method-assign]
         seen.append(torch.autograd.grad(loss, observation, retain_graph=True)[0]), original(loss)
     )[1]  # fmt: skip
     loss = learner.update(replace(batch, observation=observation))["loss"]
@@ -292,8 +295,8 @@ def test_the_target_follows() -> None:
 def test_gradients_are_clipped() -> None:
     learner = make(max_grad_norm=1e-3)
     norm = learner.update(sequences(learner))["grad_norm"]
-    assert learner._flat.vector.grad is not None
-    assert norm > 0.01 and learner._flat.vector.grad.norm().item() == pytest.approx(1e-3, rel=1e-3)
+    assert learner.parameters.vector.grad is not None
+    assert norm > 0.01 and learner.parameters.vector.grad.norm().item() == pytest.approx(1e-3, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -375,7 +378,7 @@ def test_recalls_what_it_saw(recurrent: str) -> None:
         n_step=3, learning_rate=3e-3, adam_eps=1e-5, target_period=50,
     )  # fmt: skip
     learner, policy, rng = (
-        R2D2(config, RECALL, device=CPU, seed=1),
+        make_r2d2(config, RECALL, device=CPU, seed=1),
         Policy(config, RECALL),
         np.random.default_rng(0),
     )

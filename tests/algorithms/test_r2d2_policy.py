@@ -14,9 +14,11 @@ import torch
 from support.reference_r2d2 import CPU, IMAGES, SMALL, VECTORS
 
 from ddrl.algorithms.base import RecurrentState, advance, initial_state
-from ddrl.algorithms.q_learning import ladder
-from ddrl.algorithms.r2d2 import Config, Policy, check
-from ddrl.algorithms.r2d2_learner import R2D2
+from ddrl.algorithms.r2d2.config import Config
+from ddrl.algorithms.r2d2.learner import make_learner as make_r2d2
+from ddrl.algorithms.r2d2.policy import Policy
+from ddrl.algorithms.value_learning.learner import ValueLearner
+from ddrl.algorithms.value_learning.policy import ladder
 from ddrl.config import ConfigError, parse
 from ddrl.types import EnvSpec, SequenceShape
 
@@ -36,9 +38,9 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def learner(spec: EnvSpec = VECTORS, **options: Any) -> R2D2:
+def learner(spec: EnvSpec = VECTORS, **options: Any) -> ValueLearner[Config]:
     """One whose values differ by the recurrent state, as those of a fresh network hardly do."""
-    made = R2D2(Config(**(SMALL | options)), spec, device=CPU, seed=1)
+    made = make_r2d2(Config(**(SMALL | options)), spec, device=CPU, seed=1)
     with torch.no_grad():
         for parameter in made.network.core.parameters():  # type: ignore[union-attr]
             parameter.mul_(2.0)
@@ -196,10 +198,8 @@ def test_epsilon_of_the_weights_is_the_share_of_random_actions() -> None:
 
 
 def test_the_random_ones_move_the_state_on_too() -> None:
-    policy, seen = make(), observations(VECTORS, 3)
+    policy, seen = make(**SCHEDULE | {"epsilon": 1.0}), observations(VECTORS, 3)
     state, greedy = policy.initial_state(3), policy.initial_state(3)
-    policy._config = policy._config.model_copy(update=SCHEDULE)
-    policy._exploration.epsilon = 1.0
     policy.explore(seen, np.random.default_rng(0), state)
     policy.act(seen, greedy)
     np.testing.assert_allclose(state["hidden"], greedy["hidden"], rtol=1e-5, atol=1e-7)
@@ -274,7 +274,7 @@ def test_defaults_are_the_papers() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"overlap": 80}, "overlap=80: leaves nothing new in sequences of 80 steps; use at most 79"),
+        ({"overlap": 80}, "overlap=80: sequences of 80 steps would not advance; use at most 79"),
         (
             {"sequence_length": 4, "overlap": 1},
             "n_step=5: is longer than a sequence of 4 steps; use at most 4",
@@ -298,15 +298,13 @@ def test_contradictions_are_refused(options: dict[str, Any], words: str) -> None
 
 def test_check_names_thing_value_and_remedy() -> None:
     with pytest.raises(ValueError, match="r2d2 needs discrete actions"):
-        check(Config(), replace(VECTORS, action_kind="continuous", action_sizes=()))
+        Config().check(replace(VECTORS, action_kind="continuous", action_sizes=()))
     with pytest.raises(ValueError, match="mlp needs a vector"):
-        check(Config(), IMAGES)
+        Config().check(IMAGES)
 
 
 def test_options_need_no_torch() -> None:
-    code = "import sys, ddrl.algorithms.r2d2 as r; from ddrl.types import EnvSpec as E; "
-    code += (
-        "r.check(r.Config(), E('a', (3,), 'float32', 'discrete', (), (2,))); print('torch' in sys.modules)"
-    )
+    code = "import sys, ddrl.algorithms.r2d2.config as r; from ddrl.types import EnvSpec as E; "
+    code += "r.Config().check(E('a', (3,), 'float32', 'discrete', (), (2,))); print('torch' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "False"

@@ -13,9 +13,10 @@ from pydantic import ValidationError
 from support.reference import Layers, sac_critic_loss, sac_policy_loss
 from torch import Tensor
 
-from ddrl.algorithms.sac import Config, Policy, check
-from ddrl.algorithms.sac_learner import SAC, critic_loss, policy_loss, temperature_loss
-from ddrl.networks.mlp import MLP, EnsembleMLP
+from ddrl.algorithms.sac.config import Config
+from ddrl.algorithms.sac.learner import SAC, critic_loss, policy_loss, temperature_loss
+from ddrl.algorithms.sac.policy import Policy
+from ddrl.networks.mlp import MLP
 from ddrl.types import Batch, EnvSpec
 
 CPU = torch.device("cpu")
@@ -52,7 +53,7 @@ def actor_layers(network: MLP) -> Layers:
     ]
 
 
-def critic_layers(network: EnsembleMLP) -> list[Layers]:
+def critic_layers(network: MLP) -> list[Layers]:
     pairs = list(zip(network.weights, network.biases, strict=True))
     return [
         [(w[e].detach().clone(), b[e, 0].detach().clone()) for w, b in pairs]
@@ -303,9 +304,9 @@ def test_config_survives_json() -> None:
     ],
 )
 def test_check_names_thing_value_and_remedy(changes: dict[str, Any], words: str) -> None:
-    check(Config(), SPEC)
+    Config().check(SPEC)
     with pytest.raises(ValueError, match=f"^Toy-v0: {words}"):
-        check(Config(), replace(SPEC, **changes))
+        Config().check(replace(SPEC, **changes))
 
 
 def make_policy(sac: SAC, **options: Any) -> Policy:

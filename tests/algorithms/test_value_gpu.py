@@ -11,9 +11,7 @@ import torch
 from support.reference_q import CPU, PIXELS, VECTORS, as_arrays, make_batch
 from support.reference_r2d2 import IMAGES, SHAPE, SMALL, make_sequences
 
-from ddrl.algorithms import dqn, r2d2
-from ddrl.algorithms.dqn_learner import DQN
-from ddrl.algorithms.r2d2_learner import R2D2
+from ddrl.algorithms.base import Resolved, config_class
 from ddrl.networks.device import to_device, to_host
 from ddrl.types import EnvSpec
 
@@ -30,16 +28,16 @@ DQN_OPTIONS = {
     "target_period": 2,
     "learning_rate": 1e-3,
 }
-CASES: dict[str, tuple[Any, EnvSpec, dict[str, Any]]] = {
-    "dqn": (dqn, PIXELS, DQN_OPTIONS | NATURE),
-    "dqn, group": (dqn, PIXELS, DQN_OPTIONS | NATURE | {"norm": "group"}),
-    "categorical": (dqn, VECTORS, DQN_OPTIONS | {"distribution": "categorical"}),
-    "quantile": (dqn, VECTORS, DQN_OPTIONS | {"distribution": "quantile", "num_atoms": 7}),
-    "r2d2, lstm": (r2d2, VECTORS, SMALL),
-    "r2d2, gru": (r2d2, VECTORS, SMALL | {"recurrent": "gru"}),
-    "r2d2, images": (r2d2, IMAGES, SMALL | NATURE),
+CASES: dict[str, tuple[str, EnvSpec, dict[str, Any]]] = {
+    "dqn": ("dqn", PIXELS, DQN_OPTIONS | NATURE),
+    "dqn, group": ("dqn", PIXELS, DQN_OPTIONS | NATURE | {"norm": "group"}),
+    "categorical": ("dqn", VECTORS, DQN_OPTIONS | {"distribution": "categorical"}),
+    "quantile": ("dqn", VECTORS, DQN_OPTIONS | {"distribution": "quantile", "num_atoms": 7}),
+    "r2d2, lstm": ("r2d2", VECTORS, SMALL),
+    "r2d2, gru": ("r2d2", VECTORS, SMALL | {"recurrent": "gru"}),
+    "r2d2, images": ("r2d2", IMAGES, SMALL | NATURE),
 }
-each_case = pytest.mark.parametrize(("module", "spec", "options"), CASES.values(), ids=CASES)
+each_case = pytest.mark.parametrize(("name", "spec", "options"), CASES.values(), ids=CASES)
 
 
 @pytest.fixture(autouse=True)
@@ -49,13 +47,12 @@ def _all_digits() -> Iterator[None]:
         yield
 
 
-def make(module: Any, spec: EnvSpec, options: dict[str, Any], device: torch.device) -> Any:
-    learner = DQN if module is dqn else R2D2
-    return learner(module.Config(**options), spec, device=device, seed=1)
+def make(name: str, spec: EnvSpec, options: dict[str, Any], device: torch.device) -> Any:
+    return Resolved(name, config_class(name)(**options), spec).learner(device=device, seed=1)
 
 
 def batch_for(learner: Any, spec: EnvSpec, seed: int, device: torch.device) -> Any:
-    if isinstance(learner, DQN):
+    if not learner.network.state_size:
         made = make_batch(seed, spec=spec, weight=np.linspace(0.2, 1.0, 6))
     else:
         made = make_sequences(spec, SHAPE, memory_size=learner.network.state_size, seed=seed)
@@ -63,10 +60,10 @@ def batch_for(learner: Any, spec: EnvSpec, seed: int, device: torch.device) -> A
 
 
 @each_case
-def test_an_update_is_that_of_the_cpu(module: Any, spec: EnvSpec, options: dict[str, Any]) -> None:
-    here, there = (make(module, spec, options, device) for device in (CPU, GPU))
-    for name, value in here.weights().items():
-        assert torch.equal(there.weights()[name], value), "the same start"
+def test_an_update_is_that_of_the_cpu(name: str, spec: EnvSpec, options: dict[str, Any]) -> None:
+    here, there = (make(name, spec, options, device) for device in (CPU, GPU))
+    for key, value in here.weights().items():
+        assert torch.equal(there.weights()[key], value), "the same start"
     for seed in range(3):  # the first steps of Adam are signs: so each starts where the CPU is
         there.load_state(here.state())
         found = there.update(batch_for(there, spec, seed, GPU))
@@ -75,16 +72,16 @@ def test_an_update_is_that_of_the_cpu(module: Any, spec: EnvSpec, options: dict[
         np.testing.assert_allclose(
             to_host(found.pop("priority"))(), expected.pop("priority"), rtol=1e-3, atol=1e-4
         )
-        for name, value in expected.items():
-            torch.testing.assert_close(found[name].cpu(), value, rtol=1e-3, atol=1e-4, msg=name)
-        gradient, other = here._flat.vector.grad, there._flat.vector.grad.cpu()
+        for key, value in expected.items():
+            torch.testing.assert_close(found[key].cpu(), value, rtol=1e-3, atol=1e-4, msg=key)
+        gradient, other = here.parameters.vector.grad, there.parameters.vector.grad.cpu()
         assert float((other - gradient).norm()) < 1e-3 * float(gradient.norm())
     assert there.num_updates == here.num_updates == 3
 
 
 @each_case
-def test_an_update_waits_for_nothing(module: Any, spec: EnvSpec, options: dict[str, Any]) -> None:
-    learner = make(module, spec, options, GPU)
+def test_an_update_waits_for_nothing(name: str, spec: EnvSpec, options: dict[str, Any]) -> None:
+    learner = make(name, spec, options, GPU)
     learner.update(batch_for(learner, spec, 0, GPU))  # the libraries start, and may wait
     batch = batch_for(learner, spec, 1, GPU)
     torch.cuda.set_sync_debug_mode("error")
@@ -96,10 +93,10 @@ def test_an_update_waits_for_nothing(module: Any, spec: EnvSpec, options: dict[s
 
 
 @each_case
-def test_a_checkpoint_changes_the_device(module: Any, spec: EnvSpec, options: dict[str, Any]) -> None:
-    there = make(module, spec, options, GPU)
+def test_a_checkpoint_changes_the_device(name: str, spec: EnvSpec, options: dict[str, Any]) -> None:
+    there = make(name, spec, options, GPU)
     there.update(batch_for(there, spec, 0, GPU))
-    here = make(module, spec, options, CPU)
+    here = make(name, spec, options, CPU)
     here.load_state(there.state())
-    for name, value in here.state().items():
-        assert torch.equal(value, there.state()[name]), name
+    for key, value in here.state().items():
+        assert torch.equal(value, there.state()[key]), key

@@ -59,7 +59,7 @@ def test_begins_with_the_policy_and_fresh_with_the_rest(
 ) -> None:
     published = trained(name, options).learner.weights()
     subject, untouched = Subject(name, options), Subject(name, options).learner.state()
-    assert subject.learner.warm_start(published) == fresh
+    assert subject.learner.load_initial_weights(published) == fresh
     found, state = subject.learner.weights(), subject.learner.state()
     assert found.keys() == published.keys()
     assert all(torch.equal(found[part], published[part]) for part in found if part != "epsilon")
@@ -68,8 +68,8 @@ def test_begins_with_the_policy_and_fresh_with_the_rest(
         assert torch.equal(state["target_network.value"], state["network.value"])
         assert float(found["epsilon"]) == pytest.approx(subject.config.epsilon)
     elif name in ("ppo", "impala"):
-        net = subject.learner._trainee.net  # type: ignore[attr-defined]
-        beside = Subject(name, options).learner._trainee.net.state_dict()  # type: ignore[attr-defined]
+        net = subject.learner.network  # type: ignore[attr-defined]
+        beside = Subject(name, options).learner.network.state_dict()  # type: ignore[attr-defined]
         critic = {part for part in beside if part.startswith(("critic.", "value_head."))}
         assert critic and all(torch.equal(net.state_dict()[part], beside[part]) for part in critic)
     assert subject.update(3) != Subject(name, options).update(3)
@@ -80,7 +80,7 @@ def test_statistics_of_observations_go_on_slowly() -> None:
     options = {"normalize_observations": True}
     published = trained("ppo", options).learner.weights()
     subject = Subject("ppo", options)
-    subject.learner.warm_start(published)
+    subject.learner.load_initial_weights(published)
     for number in range(3):
         subject.update(number)
     after = subject.learner.weights()
@@ -94,7 +94,7 @@ def test_weights_of_another_network_change_nothing(name: str) -> None:
     published = Subject(name, {"hidden_sizes": (9, 9)}).learner.weights()
     subject = Subject(name, {})
     with pytest.raises(ValueError, match=r"shape \(.*\) in the state, \(.*\) here"):
-        subject.learner.warm_start(published)
+        subject.learner.load_initial_weights(published)
     assert subject.update(0) == Subject(name, {}).update(0)
 
 
@@ -130,7 +130,7 @@ def test_actor_critics_share_their_policies() -> None:
     _, blob = warmstart.initial(source, config, CONTINUOUS)
     learner = base.resolve(config, CONTINUOUS).learner(device=CPU, seed=1)
     parts = weights.decode_weights(blob).items()
-    learner.warm_start({part: torch.from_numpy(array) for part, array in parts})
+    learner.load_initial_weights({part: torch.from_numpy(array) for part, array in parts})
 
 
 SMALLER = replace(DISCRETE, env_id="Small-v0", observation_shape=(2,))

@@ -110,7 +110,7 @@ class Subject:
     def adopt(self, **options: Any) -> None:
         """What a learner does when its run's config has changed."""
         config = type(self.config).model_validate(self.config.model_dump(by_alias=True) | options)
-        self.learner.adopt(config)
+        self.learner.apply_options(config)
         if self._sampled is not None:
             self._sampled.adopt(config)
         self.config = config
@@ -134,7 +134,7 @@ class Subject:
             weight = self._priorities.draw(6, seed=0, draw=number)[2]
         if self._name == "dqn":
             return make_batch(number, weight=weight)
-        memory_size = self.config.memory_size
+        memory_size = self.config.recurrent_state_size
         batch = make_sequences(VECTORS, SHAPE, memory_size=memory_size, seed=number)
         if weight is None:
             return batch
@@ -219,7 +219,7 @@ def test_a_temperature_is_held_and_let_go(before: Any, after: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("sac", {"gamma": 0.5}, r"algorithm\.gamma: 0\.99 cannot become 0\.5 while the run goes on"),
+        ("sac", {"gamma": 0.5}, r"algorithm\.gamma: 0\.99 cannot become 0\.5 during a run"),
         ("ppo", {"estimator": "vtrace"}, r"algorithm\.estimator: gae cannot become vtrace"),
         ("impala", {"optimizer": "adam"}, r"algorithm\.optimizer: rmsprop cannot become adam"),
         ("dqn", {"n_step": 2, "learning_rate": 1.0}, r"algorithm\.n_step: 1 cannot become 2"),

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from ddrl.networks.actor_critic import ActorCritic
-from ddrl.networks.mlp import FlatParameters
-from ddrl.networks.trunks import NetworkError
+from ddrl.networks.custom import NetworkError
+from ddrl.networks.parameters import FlatParameters
 
 
 def made(

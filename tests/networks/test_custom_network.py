@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from ddrl.networks.trunks import NetworkError, make_trunk
+from ddrl.networks.custom import NetworkError
+from ddrl.networks.trunks import make_trunk
 
 
 def trunk(

@@ -1,4 +1,4 @@
-"""ddrl.networks.device: what goes to the device and what stays; and updates that read nothing back from it."""
+"""Transfers to and from the device; updates read nothing back from it."""
 
 from __future__ import annotations
 
@@ -8,20 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.algorithms import make_learner
 from support.reference_q import VECTORS, as_arrays, make_batch
 from support.reference_r2d2 import SHAPE, SMALL, make_sequences
 
-from ddrl.algorithms import dqn, r2d2
-from ddrl.algorithms.dqn_learner import DQN
-from ddrl.algorithms.r2d2_learner import R2D2
 from ddrl.networks.device import to_device, to_host
 
-META = torch.device("meta")  # holds shapes alone: whoever would wait for a value there fails
+META = torch.device("meta")  # has shapes only: reading a value fails
 
 
 @pytest.fixture(autouse=True)
 def _parameters_stay_the_same_objects() -> Iterator[None]:
-    """On their way to a GPU they do; to this device only if asked."""
+    """Moved to a GPU they do, to this device only by this setting."""
     torch.__future__.set_swap_module_params_on_conversion(True)
     yield
     torch.__future__.set_swap_module_params_on_conversion(False)
@@ -39,27 +37,23 @@ def test_what_is_looked_up_on_the_host_stays_there() -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("name", "options"),
     [
-        {"double": True, "dueling": True, "prioritized": True, "target_period": 1},
-        {"distribution": "categorical", "max_grad_norm": 1.0},
-        {"distribution": "quantile", "target_rate": 0.1},
+        ("dqn", {"double": True, "dueling": True, "prioritized": True, "target_period": 1}),
+        ("dqn", {"distribution": "categorical", "max_grad_norm": 1.0}),
+        ("dqn", {"distribution": "quantile", "target_rate": 0.1}),
+        ("r2d2", SMALL | {"recurrent": "lstm", "target_period": 1}),
+        ("r2d2", SMALL | {"recurrent": "gru", "target_period": 1}),
     ],
     ids=str,
 )
-def test_an_update_of_dqn_waits_for_nothing(options: dict[str, Any]) -> None:
-    config = dqn.Config(hidden_sizes=(8, 7), **options)
-    learner = DQN(config, VECTORS, device=META, seed=1)
-    metrics = learner.update(to_device(as_arrays(make_batch(weight=np.ones(6))), META))
-    assert metrics["priority"].shape == (6,) and metrics["loss"].device == META
-
-
-@pytest.mark.parametrize("recurrent", ["lstm", "gru"])
-def test_an_update_of_r2d2_waits_for_nothing(recurrent: Any) -> None:
-    config = r2d2.Config(**SMALL, recurrent=recurrent, target_period=1)
-    learner = R2D2(config, VECTORS, device=META, seed=1)
-    batch = as_arrays(make_sequences(VECTORS, SHAPE, memory_size=learner.network.state_size))
-    metrics = learner.update(to_device(batch, META))
+def test_an_update_waits_for_nothing(name: str, options: dict[str, Any]) -> None:
+    learner = make_learner(name, VECTORS, device=META, **{"hidden_sizes": (8, 7)} | options)
+    if name == "dqn":
+        batch = make_batch(weight=np.ones(6))
+    else:
+        batch = make_sequences(VECTORS, SHAPE, memory_size=learner.network.state_size)
+    metrics = learner.update(to_device(as_arrays(batch), META))
     assert metrics["priority"].shape == (6,) and metrics["loss"].device == META
 
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ddrl.networks.images import BatchNorm, PlainTrunk, ResidualTrunk
-from ddrl.networks.layers import Axes, image_axes
-from ddrl.networks.mlp import FlatParameters
-from ddrl.networks.trunks import ConvTrunk, NetworkError, make_trunk
+from ddrl.networks.convolutional import Axes, BatchNorm, image_axes
+from ddrl.networks.custom import NetworkError
+from ddrl.networks.parameters import FlatParameters
+from ddrl.networks.trunks import ResidualTrunk, Trunk, make_trunk
 
 SCREENS = [(40, 40), (4, 40, 40), (40, 40, 3), (6, 40, 40), (1, 36, 50), (40, 40, 1)]
 KINDS = [
@@ -108,7 +108,7 @@ def test_without_dense_layers(network: str, width: int) -> None:
 @pytest.mark.parametrize("network", ["nature", "data_efficient"])
 def test_plain_trunk_equals_its_layers(network: str, shape: tuple[int, ...], activation: str) -> None:
     module = trunk(network, shape, (6, 5), activation=activation)
-    assert isinstance(module, PlainTrunk)
+    assert isinstance(module, Trunk)
     image = torch.rand(2, *shape, generator=seeded())
     x = channels_first(image, shape)
     strides = {"nature": (4, 2, 1), "data_efficient": (5, 5)}[network]
@@ -300,7 +300,7 @@ def test_image_axes(shape: tuple[int, ...], expected: Axes) -> None:
 
 def test_a_stack_of_more_than_four_frames_is_one_of_channels() -> None:
     module = trunk("conv", (8, 20, 20))
-    assert isinstance(module, ConvTrunk)
+    assert isinstance(module, Trunk)
     assert module.convolutions[0].in_channels == 8
 
 
@@ -315,7 +315,7 @@ def test_a_stack_of_more_than_four_frames_is_one_of_channels() -> None:
         (
             "nature",
             (4, 84, 84, 3),
-            "observations are (4, 84, 84, 3); use frames of one channel, or a network",
+            "observations are (4, 84, 84, 3); use frames of one channel, or your own network",
         ),
         (
             "nature",

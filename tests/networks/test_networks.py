@@ -8,7 +8,8 @@ import pytest
 import torch
 from support.reference import mlp
 
-from ddrl.networks.mlp import MLP, EnsembleMLP, FlatParameters
+from ddrl.networks.mlp import MLP
+from ddrl.networks.parameters import FlatParameters
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -20,7 +21,7 @@ def seeded(seed: int = 0) -> torch.Generator:
 def test_networks_equal_the_twin(sizes: tuple[int, ...], layer_norm: bool) -> None:
     x = torch.randn(4, sizes[0], generator=seeded())
     single = MLP(sizes, layer_norm=layer_norm, generator=seeded())
-    ensemble = EnsembleMLP(3, sizes, layer_norm=layer_norm, generator=seeded())
+    ensemble = MLP(sizes, num_members=3, layer_norm=layer_norm, generator=seeded())
     layers = list(zip(single.weights, single.biases, strict=True))
     expected = torch.stack([mlp(layers, row, layer_norm=layer_norm) for row in x])
     torch.testing.assert_close(single(x), expected)
@@ -34,7 +35,7 @@ def test_networks_equal_the_twin(sizes: tuple[int, ...], layer_norm: bool) -> No
 
 
 def test_members_differ_and_start_like_linear() -> None:
-    network = EnsembleMLP(2, (16, 256, 1), generator=seeded())
+    network = MLP((16, 256, 1), num_members=2, generator=seeded())
     for weight, bias, num_inputs in zip(network.weights, network.biases, (16, 256), strict=True):
         bound = 1 / math.sqrt(num_inputs)
         assert not torch.equal(weight[0], weight[1])

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from ddrl.networks.noisy import NoisyLinear
+from ddrl.networks.heads import NoisyLinear
 
 
 def seeded(seed: int = 0) -> torch.Generator:

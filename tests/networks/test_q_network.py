@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from ddrl.networks.custom import NetworkError
 from ddrl.networks.heads import Head, dueling
 from ddrl.networks.layers import ACTIVATIONS
-from ddrl.networks.mlp import FlatParameters
+from ddrl.networks.parameters import FlatParameters
 from ddrl.networks.q_network import QNetwork
-from ddrl.networks.trunks import NetworkError, to_input
+from ddrl.networks.trunks import to_input
 
 A, Z = 3, 5
 INPUTS = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddrl.networks.mlp import FlatParameters
+from ddrl.networks.parameters import FlatParameters
 from ddrl.networks.recurrent import RecurrentCore
 
 T, B, F, A, S = 6, 4, 3, 2, 5

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ddrl.networks.trunks import ConvTrunk, MLPTrunk, NetworkError, make_trunk, to_input
+from ddrl.networks.custom import NetworkError
+from ddrl.networks.trunks import Trunk, make_trunk, to_input
 
 IMAGES = [(10, 10, 4), (4, 84, 84), (84, 84, 1), (5, 5, 3), (8, 7, 8), (10, 10, 20)]  # channels last
 CONVOLUTIONS = {  # shape -> (channels, kernel, stride) of each, and the inputs of the first dense layer
@@ -73,7 +74,7 @@ def same(one: nn.Module, other: nn.Module) -> bool:
 
 def test_mlp_names_shapes_and_start() -> None:
     module, num_features = trunk("mlp", (3,), (8, 5))
-    assert isinstance(module, MLPTrunk)
+    assert isinstance(module, Trunk)
     assert num_features == module.num_features == 5
     assert {name: tuple(value.shape) for name, value in module.state_dict().items()} == {
         "layers.0.weight": (8, 3),
@@ -117,7 +118,7 @@ def test_no_hidden_layers_is_the_observation() -> None:
 @pytest.mark.parametrize("shape", CONVOLUTIONS)
 def test_conv_layers(shape: tuple[int, ...]) -> None:
     module, num_features = trunk("conv", shape, (7, 9), "relu")
-    assert isinstance(module, ConvTrunk)
+    assert isinstance(module, Trunk)
     assert num_features == 9
     layers, num_inputs = CONVOLUTIONS[shape]
     built = [(c.out_channels, c.kernel_size[0], c.stride[0]) for c in module.convolutions]
@@ -143,7 +144,7 @@ def test_conv_layers(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("shape", IMAGES)
 def test_conv_equals_plain_layers(shape: tuple[int, ...], activation: str) -> None:
     module, _ = trunk("conv", shape, (6,), activation)
-    assert isinstance(module, ConvTrunk)
+    assert isinstance(module, Trunk)
     act = getattr(torch, activation)
     image = torch.rand(2, *shape, generator=seeded())
     first = shape[0] < min(shape[2], 5)  # channels first
@@ -158,7 +159,7 @@ def test_conv_equals_plain_layers(shape: tuple[int, ...], activation: str) -> No
 @pytest.mark.parametrize("side", [*range(5, 45), 50, 61, 64, 84, 85, 86, 87])
 def test_every_pixel_is_seen(side: int) -> None:
     module, _ = trunk("conv", (side, side + 1, 1), ())
-    assert isinstance(module, ConvTrunk)
+    assert isinstance(module, Trunk)
     for layer in module.convolutions:
         nn.init.ones_(layer.weight)
         layer.weight.data /= layer.weight[0].numel()
@@ -182,7 +183,7 @@ def test_every_pixel_is_seen(side: int) -> None:
 )
 def test_padding_is_the_least(side: int, paddings: tuple[int, ...]) -> None:
     module, _ = trunk("conv", (side, side, 1), ())
-    assert isinstance(module, ConvTrunk)
+    assert isinstance(module, Trunk)
     assert tuple(layer.padding[0] for layer in module.convolutions) == paddings
 
 

@@ -46,7 +46,7 @@ def test_recurrent_states_are_as_wide_as_the_players(recurrent: str, size: int) 
     run = config.validate({"env": {"id": "CartPole-v1"}, "algorithm": options})
     spec = envs.describe(run.env)
     resolved = base.resolve(run, spec)
-    assert resolved.config.memory_size == size
+    assert resolved.config.recurrent_state_size == size
     assert resolved.policy().initial_state(3)["hidden"].shape == (3, size)
     held = experience(run, resolved.config, spec, on_policy=False, sequences=resolved.sequences)
     assert isinstance(held, Sampled) and isinstance(held.view, SequenceView)

@@ -186,7 +186,7 @@ def play(make: Callable[[], Any], learner: Any, policy: Any, *, num_steps: int, 
         The return of one greedy episode at the end.
     """
     env, rng = make(), np.random.default_rng(seed)
-    config = learner._config
+    config = learner.config
     seen: list[tuple[np.ndarray, int, float, float, np.ndarray]] = []
     observation, _ = env.reset(seed=seed)
     for step in range(num_steps):

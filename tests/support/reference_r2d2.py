@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ddrl.algorithms.base import advance
-from ddrl.algorithms.r2d2 import Config, Policy
+from ddrl.algorithms.r2d2.config import Config
+from ddrl.algorithms.r2d2.policy import Policy
 from ddrl.types import EnvSpec, Sequences, SequenceShape
 
 CPU = torch.device("cpu")

@@ -19,7 +19,8 @@ from support.runs import play_steps, start, stream_steps, target_config, target_
 
 import ddrl
 from ddrl import codec
-from ddrl.algorithms import actor_critic_policy, sac
+from ddrl.algorithms.actor_critic import policy as actor_critic_policy
+from ddrl.algorithms.sac import policy as sac
 from ddrl.config import validate
 from ddrl.envs import requirements
 from ddrl.envs.requirements import UnfitError

@@ -182,7 +182,7 @@ class ActorCriticLearner(Generic[AnyOptions]):
         config = self.config
         if config.normalize_observations and self._statistics["observation_count"] == 0:
             self.observe(batch)  # an untrained policy hardly depends on them
-        observation = self._normalized(batch.observation)
+        observation = self.normalized(batch.observation)
         parameters, value = self.network(to_input(observation))  # [R, P], [R]
         mean, std = self.return_scale
         steps = batch.row.shape  # [T, B]
@@ -266,7 +266,7 @@ class ActorCriticLearner(Generic[AnyOptions]):
         old["observation_mean"] += difference * (num / total)
         old["observation_count"].fill_(total)
 
-    def _normalized(self, observation: Tensor) -> Tensor:
+    def normalized(self, observation: Tensor) -> Tensor:
         """Return [R, *O] in running deviations from the running mean, clipped, if configured."""
         if not self.config.normalize_observations:
             return observation
