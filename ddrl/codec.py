@@ -43,6 +43,7 @@ _PLAIN_FILTERS = frozenset({0, 1, 2})
 _PLAIN_KINDS = frozenset({0, 1 << 4})
 _MAX_BLOCK_BYTES = 1024**2  # of images; about as far back as zstd looks at this level
 _NAME = re.compile(r"[a-z][a-z0-9_]{1,63}")  # two letters or more: one-letter fields belong to the append
+_SCALARS = ("run", "producer", "incarnation", "seq", "policy_version")
 _NUMBERS = ("producer", "incarnation", "seq", "policy_version", "T", "N", "C", "checksum")
 
 _DTYPES: tuple[str, ...] = (
@@ -109,11 +110,7 @@ def encode(fragment: Fragment) -> dict[bytes, bytes]:
     }
     header = {
         "format": FORMAT,
-        "run": fragment.run,
-        "producer": int(fragment.producer),
-        "incarnation": int(fragment.incarnation),
-        "seq": int(fragment.seq),
-        "policy_version": int(fragment.policy_version),
+        **{name: getattr(fragment, name) for name in _SCALARS},
         "T": fragment.num_steps,
         "N": fragment.num_envs,
         "C": fragment.context,
@@ -147,14 +144,7 @@ def decode(fields: Mapping[bytes, bytes], *, max_bytes: int = MAX_BYTES) -> Frag
     _check_values(arrays)
     required = {name: arrays.pop(name) for name in _REQUIRED}
     return Fragment(
-        run=header["run"],
-        producer=header["producer"],
-        incarnation=header["incarnation"],
-        seq=header["seq"],
-        policy_version=header["policy_version"],
-        context=header["C"],
-        **required,
-        extras=arrays,
+        **{name: header[name] for name in _SCALARS}, context=header["C"], **required, extras=arrays
     )
 
 

@@ -1,8 +1,7 @@
-"""What travels: plain frozen data, with the shape, the unit and the invariant of every field.
+"""The data that ddrl passes around: frozen dataclasses with the shape, unit and invariants of each field.
 
 Axes: T steps, N environments played side by side, B batch, K sparse rows, R observation rows. `*O` is the shape of one
-observation, `*I` that of a network's input (a stack of observations, or one), `*A` that of one action. Nothing here
-imports torch or redis.
+observation, `*I` that of a network's input (a stack of observations, or one), `*A` that of one action.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class EnvSpec:
-    """The spaces of an environment, as much of them as a network or an algorithm must know.
+    """The spaces of an environment, as networks and algorithms need them.
 
     Attributes:
         env_id: Gymnasium id or "module:callable".
@@ -24,10 +23,10 @@ class EnvSpec:
         observation_dtype: NumPy name, such as "float32" or "uint8".
         action_kind: "continuous" (a bounded Box), "discrete", or "multi_discrete".
         action_shape: `*A`; () for discrete actions, (D,) for multi-discrete ones.
-        action_sizes: choices of each of D dimensions, flattened; one number for discrete actions, none for
+        action_sizes: number of choices in each of D dimensions; one number for discrete actions, none for
             continuous ones.
         action_low, action_high: [*A] flattened bounds of a continuous action, in the environment's unit.
-        frame_stack: K, the newest observations that a network sees at once; stored and sent one by one.
+        frame_stack: K, the number of newest observations that a network sees at once; they are stored one by one.
     """
 
     env_id: str
@@ -42,7 +41,7 @@ class EnvSpec:
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """`*I`, what a network sees: `*O`; with K stacked, oldest first, [K, H, W] of [H, W] and [K * O] of [O]."""
+        """`*I`, the input of a network: `*O`, or K of them, oldest first: [K, H, W] of [H, W], [K * O] of [O]."""
         if self.frame_stack == 1:
             return self.observation_shape
         if len(self.observation_shape) == 1:
@@ -51,7 +50,7 @@ class EnvSpec:
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any]) -> EnvSpec:
-        """From what `json.loads` makes of its fields: lists become tuples again."""
+        """Return the spec of its fields as JSON, in which tuples are lists."""
         fields: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in tree.items()
         }
@@ -60,33 +59,33 @@ class EnvSpec:
 
 @dataclass(frozen=True)
 class Fragment:
-    """T steps of N environments under one policy version: the unit that goes over the wire.
+    """T steps of N environments under one policy version: the unit sent to the server.
 
     Invariants: every column's first axis is time and its second the environment; `observation` has one
-    row more than the others, the last one only bootstraps. Autoreset is SAME_STEP: the row after an
+    row more than the others, which is only used to bootstrap. Autoreset is SAME_STEP: the row after an
     ending is the first observation of the next episode; the true last observation of a *truncated*
     episode is kept in `final_observation`.
 
     Attributes:
         run: id of the run.
         producer: id of the collector, from INCR on the server.
-        incarnation: random token of the process that played; a producer never changes it.
+        incarnation: random token of the process that played; it never changes for a producer.
         seq: 0, 1, 2, ... without a gap for one (producer, incarnation).
         policy_version: version of the weights that chose all actions.
-        context: C leading steps, played before and sent with an earlier fragment too: for stacks of frames, burn-in
-            and overlapping sequences, so that a fragment can be read by itself.
+        context: C, the number of leading steps repeated from earlier fragments, for stacks of frames, burn-in and
+            overlapping sequences.
         observation: [C+T+1, N, *O].
         action: [C+T, N, *A], float32 in the environment's unit, or int64.
         reward: [C+T, N] float32, as scaled for training.
         terminated: [C+T, N] bool, the episode ended by its own rules.
-        truncated: [C+T, N] bool, the episode was cut (a time limit); never together with terminated.
+        truncated: [C+T, N] bool, the episode was cut short (a time limit); never together with terminated.
         final_index: [K, 2] int32, (step, environment) of each truncated step, in order of time.
         final_observation: [K, *O], the true observation after each of those steps.
         episode_return: [E] float32, undiscounted and unscaled returns of the episodes that ended here.
         episode_length: [E] int32, their lengths in agent steps.
-        extras: further columns [C+T, N, ...] that an algorithm asked for, such as behavior_log_prob; and, of recurrent
-            policies, memory_index [S, 2] int32, (step, environment), and memory [S, H] float16, the recurrent state
-            before that step, wherever a sequence begins amid an episode.
+        extras: columns [C+T, N, ...] of one algorithm, such as behavior_log_prob; and, of recurrent policies,
+            memory_index [S, 2] int32, (step, environment), and memory [S, H] float16, the recurrent state before that
+            step, wherever a sequence begins inside an episode.
     """
 
     run: str
@@ -108,7 +107,7 @@ class Fragment:
 
     @property
     def num_steps(self) -> int:
-        """T: the steps that no earlier fragment holds."""
+        """T, without the context."""
         return len(self.reward) - self.context
 
     @property
@@ -129,10 +128,10 @@ class Batch:
     Attributes:
         observation: [B, *I] s_t, as the network sees it.
         action: [B, *A] the action taken at s_t.
-        n_step_return: [B] sum of gamma^i * r_{t+i} for i < k, k <= n the steps that could be used.
+        n_step_return: [B] sum of gamma^i * r_{t+i} for i < k, where k <= n.
         bootstrap_discount: [B] gamma^k, or 0 where the episode *terminated* within the k steps.
         next_observation: [B, *I] s_{t+k}; after a truncation the true final observation.
-        number: [B] int64 of each transition, counted from 0 as they were admitted; prioritized replay only.
+        number: [B] int64, each transition's number in order of admission, from 0; prioritized replay only.
         weight: [B] float32 importance weight in (0, 1]; prioritized replay only.
     """
 
@@ -150,7 +149,7 @@ class SequenceShape:
     """How episodes are cut into sequences for recurrent learning.
 
     Attributes:
-        burn_in: U, steps before the training slice that only warm the recurrent state up.
+        burn_in: U, steps before the training slice, which only warm up the recurrent state.
         length: L, steps of the training slice.
         overlap: steps that two neighboring training slices share.
     """
@@ -166,16 +165,16 @@ class SequenceShape:
 
     @property
     def context(self) -> int:
-        """Steps of history with which every sequence that ends in a fragment lies in it whole, one for its inputs."""
+        """Context with which each sequence that ends in a fragment lies in it whole; one step is for its inputs."""
         return self.burn_in + self.overlap + 1
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """B sequences of up to L training steps, none across an episode's end; time-major.
+    """B sequences of up to L training steps, each within one episode; time-major.
 
-    Rows of what is seen: U of burn-in, aligned to the left, then L + 1 of the training slice, whose last used row is
-    the one that bootstraps. Unused rows repeat a used one.
+    Rows of inputs: U of burn-in, aligned to the left, then L + 1 of the training slice, of which the last used one
+    only bootstraps. Unused rows repeat a used one.
 
     Attributes:
         observation: [U+L+1, B, *I].
@@ -186,9 +185,9 @@ class Sequences:
         action: [L, B] int64.
         n_step_return: [L, B] float32 sum of gamma^i * r_{t+i} for i < k; k is shorter at the sequence's end.
         bootstrap_discount: [L, B] float32 gamma^k, or 0 where the episode *terminated* within the k steps.
-        bootstrap: [L, B] int64, t + k: the row in 0..L, counted from the training slice's first, to bootstrap from.
-        valid: [L, B] bool, a step that was played.
-        number: [B] int64 of each sequence, counted from 0 as they were admitted; prioritized replay only.
+        bootstrap: [L, B] int64, t + k: the row to bootstrap from, in 0..L, counted from the training slice's first.
+        valid: [L, B] bool, False in padding.
+        number: [B] int64, each sequence's number in order of admission, from 0; prioritized replay only.
         weight: [B] float32 importance weight in (0, 1]; prioritized replay only.
     """
 
@@ -208,17 +207,17 @@ class Sequences:
 
 @dataclass(frozen=True)
 class Trajectories:
-    """Fragments side by side, for learning on-policy; NumPy arrays as cut, tensors once on the device.
+    """Fragments side by side, for on-policy learning; NumPy arrays as cut, tensors once on the device.
 
-    A lane of B is one environment of one producer over as many of its fragments as follow each other without a
-    gap. Shorter lanes are padded at their end; padding has `valid`, `discount` and `continues` False or 0.
+    A lane of B is one environment of one producer over fragments that follow each other without a gap. Shorter lanes
+    are padded at their end; padding has `valid`, `discount` and `continues` False or 0.
 
     Attributes:
         observation: [R, *I] every observation once, bootstraps and final observations included.
-        row: [T, B] int64 row of s_t in `observation`; 0 in padding.
-        next_row: [T, B] int64 row of the true s_{t+1}: after a truncation the final observation. Without meaning
-            where the step terminated and in padding.
-        valid: [T, B] bool, a step that was played; M of them.
+        row: [T, B] int64, row of s_t in `observation`; 0 in padding.
+        next_row: [T, B] int64, row of the true s_{t+1}: after a truncation the final observation. Undefined where the
+            step terminated and in padding.
+        valid: [T, B] bool, False in padding; M are True.
         action: [T, B, *A] as stored, float32 or int64.
         reward: [T, B] float32, in training units.
         discount: [T, B] float32, gamma, or 0 where the step terminated its episode.
@@ -239,7 +238,7 @@ class Trajectories:
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """What playing a fixed list of seeds gave.
+    """The result of one episode for each of a fixed list of seeds.
 
     Attributes:
         policy_version: version of the weights that played.

@@ -1,13 +1,13 @@
-"""ALE games by ale-py's own vector environment, played by the standard protocol (`config.AtariConfig`).
+"""ALE games in ale-py's own vector environment, with the standard protocol (`config.AtariConfig`).
 
-An episode begins with 0 to `noop_max` idle frames. Where the game has a FIRE button, `fire_reset` puts a press of it in
-the place of the first, and there always is one then. Each action is held for `frame_skip` frames; the grey maximum of
-the last two is scaled to a square.
-Rewards are the game's own: `training_reward` clips them. A lost life is only reported: the game goes on.
+An episode begins with 0 to `noop_max` no-op frames. In games with a FIRE button, `fire_reset` presses it instead of the
+first no-op, of which there is at least one then. Each action is held for `frame_skip` frames; the grey maximum of the
+last two is scaled to a square. Rewards are the game's own: `training_reward` clips them. The game goes on after a lost
+life, which is only reported.
 Source: Mnih et al. 2015; Machado et al. 2018, arXiv:1709.06009 (sticky actions).
 
-Two things are done here and not left to ale-py 0.12: its last frame of a truncated episode is stale, merged into the
-one before, and its `noop_max` excludes the bound.
+Two defects of ale-py 0.12 are corrected here: the last frame of an episode that it truncates is stale, and its
+`noop_max` excludes the bound.
 
 Imports gymnasium and ale_py: import this inside functions only.
 """
@@ -34,7 +34,7 @@ _ENLARGED = 4  # rendered pixels along a side for one that the agent sees
 
 
 def rom_of(env_id: str) -> str:
-    """The file of a game by ale-py's registry: "ALE/WizardOfWor-v5" -> "wizard_of_wor".
+    """Return the ROM of a game in ale-py's registry: "ALE/WizardOfWor-v5" -> "wizard_of_wor".
 
     Raises:
         EnvError: no such game; the message suggests near names.
@@ -51,7 +51,7 @@ def rom_of(env_id: str) -> str:
 class AtariVector:
     """N games side by side, stepped by one thread; autoreset in the same step.
 
-    Lanes do not depend on each other, nor on N. Arrays that it returns are not overwritten later.
+    Lanes depend neither on each other nor on N. Arrays that it returns are not overwritten later.
 
     Args:
         env_id: such as "ALE/Asterix-v5".
@@ -77,10 +77,10 @@ class AtariVector:
         """Begin an episode in every lane.
 
         Args:
-            seed: one for each lane, which alone decides all that follows; without it their randomness goes on.
+            seed: one for each lane, which determines everything after it; None: the random numbers go on.
 
         Returns:
-            [N, H, W] uint8 first observations, and nothing further.
+            [N, H, W] uint8 first observations, and no info.
         """
         observation, info = self._games.reset(seed=None if seed is None else _seeds(seed))
         self._steps[:], self._lives = 0, info["lives"]
@@ -89,18 +89,18 @@ class AtariVector:
     def step(
         self, actions: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, np.ndarray]]:
-        """One agent step of every lane.
+        """Take one agent step in each lane.
 
         Args:
             actions: [N] int64.
 
         Returns:
             [N, H, W] uint8 observations, of a new episode where one ended; [N] float64 rewards; [N] bool terminated;
-            [N] bool truncated; and further `life_lost`, [N] bool, lost though the game goes on (with
-            `episodic_life`), and `final_obs`, [N, H, W], true last observations where an episode ended (if any did).
+            [N] bool truncated; and info: with `episodic_life` `life_lost`, [N] bool, a life lost inside a game; and if
+            an episode ended `final_obs`, [N, H, W], the true last observations.
 
         Raises:
-            ValueError: not one action of the game for each lane.
+            ValueError: not one known action for each lane.
         """
         # ale-py would wait forever for the lane that an unknown action stops.
         if actions.shape != (self.num_envs,) or actions.min() < 0 or actions.max() >= self._num_actions:
@@ -122,7 +122,7 @@ class AtariVector:
             further["final_obs"] = info["final_obs"][:, 0]
         lives = info["lives"]
         if self._episodic_life:
-            # Some games go on for a moment at 0 lives: the game's end is the last life's.
+            # Some games go on for a moment with 0 lives: the last life ends with the game.
             further["life_lost"] = (lives < self._lives) & (lives > 0) & ~ended
         self._steps[ended], self._lives = 0, lives
         return observation[:, 0], reward.astype(np.float64), terminated, truncated, further
@@ -133,7 +133,7 @@ class AtariVector:
 
 
 class AtariEnv(gymnasium.Env[np.ndarray, np.int64]):
-    """One game, seen exactly as a lane of `AtariVector` sees it; whole games, whatever `episodic_life` says.
+    """One game with the observations of a lane of `AtariVector`; an episode is a whole game despite `episodic_life`.
 
     Args:
         env_id: such as "ALE/Asterix-v5".
@@ -144,7 +144,7 @@ class AtariEnv(gymnasium.Env[np.ndarray, np.int64]):
     """
 
     def __init__(self, env_id: str, atari: AtariConfig) -> None:
-        # Not SAME_STEP: the last frame is still to be rendered, and whoever plays resets by a seed anyway.
+        # Not SAME_STEP: the last frame is still to be rendered.
         self._games = _games(env_id, atari, 1, AutoresetMode.NEXT_STEP)
         self.observation_space = _screen(atari)
         self.action_space = self._games.single_action_space
@@ -157,14 +157,14 @@ class AtariEnv(gymnasium.Env[np.ndarray, np.int64]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[np.ndarray, dict[str, Any]]:
-        """Begin a game, [H, W] uint8; a seed alone decides all that follows."""
+        """Begin a game, [H, W] uint8; a seed determines everything after it."""
         super().reset(seed=seed)
         observation, _ = self._games.reset(seed=None if seed is None else _seeds([seed]))
         self._steps, self._frame = 0, observation[0, 0]
         return self._frame, {}
 
     def step(self, action: np.int64) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        """One agent step.
+        """Take one agent step.
 
         Raises:
             ValueError: the game has no such action.
@@ -212,7 +212,7 @@ def _screen(atari: AtariConfig) -> Box:
 
 
 def _max_steps(atari: AtariConfig) -> int:
-    """Whole steps within which `max_frames` are reached."""
+    """Steps after which `max_frames` are reached."""
     return -(-atari.max_frames // atari.frame_skip)
 
 

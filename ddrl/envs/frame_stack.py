@@ -1,6 +1,6 @@
-"""Stacks of the newest observations, kept beside the environments that play: what a network sees.
+"""Stacks of the newest observations, the inputs of a policy that plays.
 
-Observations are sent and stored one by one (`EnvSpec.frame_stack` tells K); learners rebuild the same stacks.
+Observations are sent and stored one by one (K is `EnvSpec.frame_stack`); learners rebuild the same stacks.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from ddrl.types import EnvSpec
 
 
 class FrameStack:
-    """The K newest observations of N environments, oldest first; before an episode's start stands its first one.
+    """The K newest observations of N environments, oldest first; an episode's first one fills the places before it.
 
-    K = 1 passes observations through, without a copy. Otherwise what is returned is a view of its own buffer, which
-    the next call changes; of images the view is as cheap as a single frame.
+    K = 1 returns observations as they are. Otherwise the stacks are views of a buffer that the next call changes.
 
     Args:
         num_envs: N.
@@ -29,22 +28,6 @@ class FrameStack:
             # Twice the room: frames move back only every K + 1 steps.
             shape = (num_envs, 2 * self._num_frames, *spec.observation_shape)
             self._frames = np.zeros(shape, spec.observation_dtype)
-
-    def begin(self, lanes: np.ndarray, observation: np.ndarray) -> np.ndarray:
-        """Begin episodes of some environments: nothing of what they showed before is kept.
-
-        Args:
-            lanes: [L] int64, which environments.
-            observation: [L, *O], their first ones.
-
-        Returns:
-            [L, *I] their stacks.
-        """
-        if self._num_frames == 1:
-            return observation
-        begin = self._end - self._num_frames
-        self._frames[lanes, begin : self._end] = observation[:, None]
-        return self._frames[lanes, begin : self._end].reshape(-1, *self._input_shape)
 
     def push(self, observation: np.ndarray, started: np.ndarray) -> np.ndarray:
         """Add an observation of every environment.

@@ -1,4 +1,4 @@
-"""Tiny environments whose answers are known, so that learning can be tested in seconds.
+"""Tiny environments with known answers, so that learning can be tested in seconds.
 
 Imports gymnasium: import this inside functions only.
 """
@@ -23,11 +23,11 @@ _ENTRY_POINTS = {
     "ddrl/Catch-v0": "Catch",
     "ddrl/Recall-v0": "Recall",
 }
-_QUESTIONS = 10  # of an episode where the answer changes each step
+_NUM_QUESTIONS = 10  # in an episode of `Questions`
 
 
 def register_toys() -> None:
-    """Make the toys known to `gymnasium.make`; calling it again does nothing."""
+    """Register the toys with Gymnasium, once."""
     for env_id, name in _ENTRY_POINTS.items():
         if env_id not in gymnasium.registry:
             gymnasium.register(env_id, entry_point=f"{__name__}:{name}")
@@ -52,10 +52,9 @@ class Toy(gymnasium.Env[np.ndarray, Any]):
 
 
 class Endless(Toy):
-    """Reward 1 each step whatever is done, and no end but the time limit: the value is 1 / (1 - gamma).
+    """Reward 1 for each action, and no end but the time limit: the value is 1 / (1 - gamma).
 
-    The observation is always [1]; the action changes nothing. An agent that takes the time limit for an outcome
-    learns a smaller value.
+    The observation is always [1]. An agent that takes the time limit for an outcome learns a smaller value.
 
     Args:
         max_steps: the episode is truncated after this many steps.
@@ -74,7 +73,7 @@ class Endless(Toy):
 
 
 class Sleep(Toy):
-    """Takes its time and next to no processor, as an environment on another machine does: for tests of fleets.
+    """An environment that sleeps, as one on another machine would, for tests of fleets.
 
     Reward 1 for action 1. The observation is always [1]; 20 steps are an episode, which is truncated.
 
@@ -88,20 +87,20 @@ class Sleep(Toy):
         self._step_s = step_s
 
     def step(self, action: np.int64) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        """Sleep, then reward the action."""
+        """Sleep; the reward is the action."""
         time.sleep(self._step_s)
         self.num_steps += 1
         return np.ones(1, np.float32), float(action), False, self.num_steps >= 20, {}
 
 
 class Questions(Toy):
-    """A new question each step, 10 steps, none depending on what was answered before.
+    """A new question in each of 10 steps, independent of the answers before.
 
-    The end is a truncation, so the value is the same everywhere.
+    The end is a truncation, so the value is the same in each state.
 
     Args:
         observations, actions: the spaces.
-        ask: draws a question: what is shown, and its answer.
+        ask: draws an observation and its answer.
         grade: the reward of an action, given the answer.
     """
 
@@ -122,18 +121,18 @@ class Questions(Toy):
         return observation
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        """The reward for the question that was shown, and the next one."""
+        """Grade the answer to the last question, and ask the next one."""
         self.num_steps += 1
         reward = self._grade(action, self._answer)
         observation, self._answer = self._ask(self.np_random)
-        return observation, reward, False, self.num_steps >= _QUESTIONS, {}
+        return observation, reward, False, self.num_steps >= _NUM_QUESTIONS, {}
 
 
 def target() -> Questions:
-    """Hit the number that is shown: reward -(action - target)^2.
+    """Repeat the number in the observation: reward -(action - target)^2.
 
     Observation: the target, one number in [-1.5, 1.5]. Action: one number in [-2, 2]. The best return is 0;
-    uniformly random actions give -20.8 on average (10 * (4/3 + 3/4)). The best value is 0 everywhere.
+    uniformly random actions give -20.8 on average (10 * (4/3 + 3/4)). The best value is 0 in each state.
     """
 
     def ask(generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -149,10 +148,10 @@ def target() -> Questions:
 
 
 def pick() -> Questions:
-    """Name what is shown: reward 1 for the number of the bright entry.
+    """Name the bright entry of the observation: reward 1 for its index.
 
     Observation: one-hot of 4. Action: one of 4. The best return is 10; uniformly random actions give 2.5 on
-    average. The value of the best policy is 1 / (1 - gamma) everywhere.
+    average. The value of the best policy is 1 / (1 - gamma) in each state.
     """
 
     def ask(generator: np.random.Generator) -> tuple[np.ndarray, int]:
@@ -163,7 +162,7 @@ def pick() -> Questions:
 
 
 def pairs() -> Questions:
-    """Name two things at once: reward 0.5 for each that is right.
+    """Name two bright entries at once: reward 0.5 for each that is right.
 
     Observation: a one-hot of 3 and one of 4, in one vector. Action: [one of 3, one of 4]. The best return is
     10; uniformly random actions give 10 * 0.5 * (1/3 + 1/4) = 2.92 on average.
@@ -182,9 +181,9 @@ def pairs() -> Questions:
 
 
 def spot() -> Questions:
-    """Say in which quarter of an image the light is: reward 1 if right.
+    """Name the quadrant of the bright pixel in an image: reward 1 if right.
 
-    Observation: uint8 [8, 8, 1], 0 but for one pixel of 255, anywhere. Action: its quadrant, 2 * lower half +
+    Observation: uint8 [8, 8, 1], black but for one pixel of 255. Action: its quadrant, 2 * lower half +
     right half. The best return is 10; uniformly random actions give 2.5 on average.
     """
 
@@ -202,8 +201,8 @@ class Catch(Toy):
 
     Observation: grey uint8 [pixels, pixels], a board of size x size cells, black but for the ball and the paddle
     in the bottom row. Action: move the paddle by -1, 0 or 1 cells (0, 1, 2). The only reward comes with the end,
-    after size - 1 steps: 1 if ball and paddle meet, else -1. The best return is 1, always within reach from the
-    middle, where the paddle starts; whoever does not look, such as at random, gets 2 / size - 1 (-0.833 of 12).
+    after size - 1 steps: 1 if ball and paddle meet, else -1. The best return is 1, since the
+    paddle starts in the middle; any policy that ignores the observation gets 2 / size - 1 (-0.833 of 12).
     Source: bsuite's catch, Osband et al. 2020, arXiv:1908.03568, there 10 x 5.
 
     Args:
@@ -245,11 +244,11 @@ class Catch(Toy):
 
 
 class Recall(Toy):
-    """Remember a cue: shown at first, then `delay` blank steps, then it is asked for.
+    """Remember a cue: it is shown once, and its number is the right action `delay` blank steps later.
 
-    Observation: num_cues + 1 numbers; the first shows the cue as a one-hot, blank ones are 0, and the last, the only
-    one whose action matters, has a 1 at the end. The reward is 1 if its action is the cue, else 0. The best return is
-    1; whoever sees only the newest delay + 1 observations, stacked or not, gets 1 / num_cues at best, as at random.
+    Observation: num_cues + 1 numbers; the first is the cue as a one-hot, blank ones are 0, and the last, the only one
+    whose action matters, has a 1 at the end. The reward is 1 if its action is the cue, else 0. The best return is 1; a
+    policy that sees only the newest delay + 1 observations gets 1 / num_cues at best, as at random.
 
     Args:
         delay: blank steps, 0 or more; an episode has delay + 2 steps.
@@ -275,7 +274,7 @@ class Recall(Toy):
         return _bright(self._num_cues + 1, self._cue)
 
     def step(self, action: np.int64) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        """Blank, or the question; terminated by the answer to it."""
+        """Show a blank or the question; the answer to the question terminates the episode."""
         self.num_steps += 1
         answered = self.num_steps == self._delay + 2
         asked = self.num_steps == self._delay + 1
@@ -288,7 +287,7 @@ def _is_right(action: Any, answer: int) -> float:
 
 
 def _bright(size: int, at: Any) -> np.ndarray:
-    """[size] float32, 0 but for 1 at these indices."""
+    """[size] float32, 0 but for 1 at the given indices."""
     vector = np.zeros(size, np.float32)
     vector[at] = 1.0
     return vector

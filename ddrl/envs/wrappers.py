@@ -15,7 +15,7 @@ class ActionRepeat(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._repeat = repeat
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """One agent step: the sum of the rewards, the rest as after the last step played."""
+        """Take one agent step: the sum of the rewards, and the rest as after the last repetition."""
         total = 0.0
         for _ in range(self._repeat):
             observation, reward, terminated, truncated, info = self.env.step(action)

@@ -38,23 +38,8 @@ def test_against_the_slow_twin(shape: tuple[int, ...], num_frames: int) -> None:
         started = generator.random(3) < 0.2
 
 
-def test_begun_apart_as_if_pushed_as_started() -> None:
-    spec = spec_of((2, 2), 3)
-    one, two = FrameStack(2, spec), FrameStack(2, spec)
-    frames = np.arange(32, dtype=np.uint8).reshape(4, 2, 2, 2)
-    for stack in (one, two):
-        stack.push(frames[0], np.ones(2, np.bool_))
-    two.push(frames[1], np.array([False, True]))
-    one.push(frames[1], np.zeros(2, np.bool_))
-    begun = one.begin(np.array([1]), frames[1][1:])
-    assert np.array_equal(begun, np.repeat(frames[1][1:, None], 3, axis=1))
-    no = np.zeros(2, np.bool_)
-    assert np.array_equal(one.push(frames[2], no), two.push(frames[2], no))
-
-
 def test_one_frame_passes_through_without_a_copy() -> None:
     stack = FrameStack(2, spec_of((3,), 1))
     observation = np.zeros((2, 3), np.uint8)
     assert stack.push(observation, np.ones(2, np.bool_)) is observation
-    assert stack.begin(np.array([0]), observation[:1]).base is observation
     assert FrameStack(2, spec_of((3, 3), 4)).push(np.zeros((2, 3, 3)), np.ones(2, np.bool_)).base is not None
