@@ -142,10 +142,9 @@ def decode(fields: Mapping[bytes, bytes], *, max_bytes: int = MAX_BYTES) -> Frag
         raise CodecError(f"checksum: {checksum} over the columns, the header says {header['checksum']}")
     arrays = {column.name: _decompress(column, fields) for column in columns}
     _check_values(arrays)
-    required = {name: arrays.pop(name) for name in _REQUIRED}
-    return Fragment(
-        **{name: header[name] for name in _SCALARS}, context=header["C"], **required, extras=arrays
-    )
+    values: dict[str, Any] = {name: header[name] for name in _SCALARS}
+    values |= {name: arrays.pop(name) for name in _REQUIRED}
+    return Fragment(**values, context=header["C"], extras=arrays)
 
 
 def _checksum(chunks: Iterable[bytes]) -> int:
