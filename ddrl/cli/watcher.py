@@ -12,7 +12,8 @@ from ddrl.cli import hints
 from ddrl.cli.output import Client
 from ddrl.config import RunConfig
 from ddrl.store import evaluations, metrics, runs, segments, stream, workers
-from ddrl.store.run_state import Rival, RunState
+from ddrl.store.run_state import Rival
+from ddrl.store.runs import RunState
 from ddrl.store.workers import Heartbeat
 
 FLEET_S = 2.0  # between two polls of workers, other runs and the server, which cost more than the run's state

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 from ddrl.config import RolloutConfig
 from ddrl.learner.sharing import PROCESSES_PER_MESSAGE, Capacity, Shares
 from ddrl.store import keys, runs, segments, stream, workers
-from ddrl.store.run_state import Rival, RunState
+from ddrl.store.run_state import Rival
+from ddrl.store.runs import RunState
 from ddrl.store.workers import Heartbeat
 
 if TYPE_CHECKING:

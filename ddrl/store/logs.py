@@ -8,11 +8,11 @@ import logging.handlers
 import queue
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from redis.exceptions import RedisError
 
-from ddrl.store import connection, keys
+from ddrl.store import connection, journal, keys
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -33,21 +33,13 @@ def add(client: Redis, run: str, source: str, level: str, text: str) -> None:
         level: as `logging` names it.
         text: cut at LINE_LENGTH.
     """
-    row = ("source", source, "level", level, "text", text[:LINE_LENGTH])
-    connection.call(client, "add_line", [keys.state(run), keys.logs(run)], [LENGTH, *row])
+    row = {"source": source, "level": level, "text": text[:LINE_LENGTH]}
+    journal.add(client, run, keys.logs(run), length=LENGTH, **row)
 
 
 def read(client: Redis, run: str, after: bytes = b"0-0") -> tuple[list[dict[str, Any]], bytes]:
     """Lines after an entry, oldest first: time_s (server's clock), source, level, text; and the last entry's id."""
-    raw = cast("list[Any]", client.xrange(keys.logs(run), min=b"(" + after))
-    rows = [
-        {
-            "time_s": int(entry_id.split(b"-")[0]) / 1e3,
-            **{name.decode(): value.decode(errors="replace") for name, value in fields.items()},
-        }
-        for entry_id, fields in raw
-    ]
-    return rows, raw[-1][0] if raw else after
+    return journal.read(client, keys.logs(run), after)
 
 
 class Handler(logging.Handler):

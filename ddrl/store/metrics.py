@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from redis import Redis
 
-from ddrl.store import keys
+from ddrl.store import journal, keys
 from ddrl.store.leases import fenced
 
 LENGTH = 50_000
@@ -25,12 +25,8 @@ def add(client: Redis, run: str, token: int, row: Mapping[str, float]) -> None:
 
 def read(client: Redis, run: str, after: bytes = b"0-0") -> tuple[list[dict[str, Any]], bytes]:
     """Rows after an entry, oldest first, each with `time_s` (server's clock); and the last entry's id."""
-    raw = cast("list[Any]", client.xrange(keys.metrics(run), min=b"(" + after))
-    rows = [
-        {"time_s": int(entry_id.split(b"-")[0]) / 1e3, **json.loads(fields[b"row"])}
-        for entry_id, fields in raw
-    ]
-    return rows, raw[-1][0] if raw else after
+    rows, last_id = journal.read(client, keys.metrics(run), after)
+    return [{"time_s": row["time_s"], **json.loads(row["row"])} for row in rows], last_id
 
 
 def last(client: Redis, run: str) -> dict[str, Any]:

@@ -10,26 +10,121 @@ import json
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any, cast
 
 from redis import Redis
 
 from ddrl.config import RunConfig, validate
+from ddrl.store import journal as capped
 from ddrl.store import keys
 from ddrl.store.connection import StoreError, call
 from ddrl.store.leases import fenced
-from ddrl.store.run_state import ENDED as ENDED
-from ddrl.store.run_state import STATE_FIELDS, Rival, ask_rivals, parse, rivals
-from ddrl.store.run_state import RunState as RunState
+from ddrl.store.run_state import Rival, ask_rivals, rivals
 from ddrl.types import EnvSpec
 
 JOURNAL_LENGTH = 10_000
 DELETED_MS = 30 * 86_400_000  # for which a deleted run is remembered
+ENDED = ("solved", "time", "stopped", "failed")
 
 
 class UnknownRunError(StoreError):
-    """There is no such run on this server."""
+    """The run is not on this server."""
+
+
+@dataclass(frozen=True)
+class RunState:
+    """The fields of a run's state hash; times by the server's clock in seconds, 0 for events to come.
+
+    Attributes:
+        status: see the module's docstring.
+        reason: why it has this status, in one line.
+        created_s, first_step_s, ended_s: creation, first environment step, end.
+        updates: of the learner, as last reported.
+        version: latest published, -1 before the first.
+        allowance: env steps that may have been appended in all.
+        appended_fragments, appended_steps, appended_bytes: cumulative, without those that found no room.
+        trimmed_bytes: of these, not in the stream any more.
+        duplicates: repeated appends that were not counted.
+        dead: entries that the learner refused.
+        full: appends that found no room.
+        waiting: rollout messages sent and not yet taken.
+        error: the last one that a worker met in playing it, if any.
+        leased: a learner holds the run.
+        host, folder: of the learner, and its artifacts there.
+        handover: the host that asks the learner for the run; "" if none does.
+        weight, priority: its share of the fleet.
+        queue, evaluation_queue: where its messages wait.
+        versions: of the packages that its environment runs with, as submitted.
+        config_version: grows with every setting changed.
+        process_s: time that processes spent on it; of these
+        played_s: in which environments were stepped,
+        allowance_wait_s, room_wait_s: in which they waited for the learner, and for room in the stream.
+        crashes, crashes_total: processes that could not play it, since the last fragment and in all.
+        lost_producers: that ended without saying so.
+        warm: source of the initial weights; "" if they were random.
+        evaluation: the one that describes the run, if any: version, return_mean, return_std, episodes.
+    """
+
+    run: str
+    status: str
+    leased: bool
+    reason: str = ""
+    created_s: float = 0.0
+    first_step_s: float = 0.0
+    ended_s: float = 0.0
+    updates: int = 0
+    version: int = -1
+    allowance: int = 0
+    appended_fragments: int = 0
+    appended_steps: int = 0
+    appended_bytes: int = 0
+    trimmed_bytes: int = 0
+    duplicates: int = 0
+    dead: int = 0
+    full: int = 0
+    waiting: int = 0
+    error: str = ""
+    host: str = ""
+    folder: str = ""
+    handover: str = ""
+    weight: float = 1.0
+    priority: str = "normal"
+    queue: str = ""
+    evaluation_queue: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+    config_version: int = 0
+    process_s: float = 0.0
+    played_s: float = 0.0
+    allowance_wait_s: float = 0.0
+    room_wait_s: float = 0.0
+    crashes: int = 0
+    crashes_total: int = 0
+    lost_producers: int = 0
+    warm: str = ""
+    evaluation: dict[str, Any] | None = None
+
+    @property
+    def ended(self) -> bool:
+        """No more play or learning."""
+        return self.status in ENDED
+
+    @property
+    def live_bytes(self) -> int:
+        """Size of the experience stream."""
+        return self.appended_bytes - self.trimmed_bytes
+
+    @property
+    def train_s(self) -> float | None:
+        """Time from the first environment step to the end; None before the first, or while running."""
+        return self.ended_s - self.first_step_s if self.first_step_s and self.ended_s else None
+
+
+_STATE_FIELDS = {  # attribute -> field of the hash, where times are in ms
+    name: f"{name[:-1]}ms" if name.endswith("_s") else name
+    for name in RunState.__annotations__
+    if name not in ("run", "leased")
+}
 
 
 def create(
@@ -49,7 +144,7 @@ def create(
         spaces: of its environment.
         queues: where its rollouts and its evaluations wait.
         versions: of the packages that its environment runs with here.
-        initial: where the weights to begin with come from, and they, safetensors.
+        initial: source of the initial weights, and the weights as safetensors.
     """
     run = f"{config.name}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     fields = {
@@ -81,7 +176,7 @@ def create(
 
 
 def _mirrored(config: RunConfig) -> dict[Any, Any]:
-    """Settings that scripts and other runs' dispatchers read."""
+    """Return the settings that scripts and other runs' dispatchers read from the state."""
     return {
         "max_bytes": int(config.replay.max_bytes),
         "weight": config.weight,
@@ -89,77 +184,21 @@ def _mirrored(config: RunConfig) -> dict[Any, Any]:
     }
 
 
+# --- reading ------------------------------------------------------------------------------------------
+
+
 def names(client: Redis) -> list[str]:
-    """All run ids, oldest first."""
+    """Return all run ids, oldest first."""
     return [run.decode() for run in cast("list[bytes]", client.zrange(keys.RUNS, 0, -1))]
 
 
-def resolve(client: Redis, name: str) -> str:
-    """The run of that id, or the newest whose id starts with `name`; "last" is the newest of all.
-
-    Raises:
-        UnknownRunError: there is none.
-    """
-    known = names(client)
-    matches = [run for run in known if run == name or name == "last" or run.startswith(name)]
-    if name in matches:
-        return name
-    if not matches:
-        hint = f"the newest is {known[-1]}" if known else "there are none yet; start one with `ddrl submit`"
-        raise UnknownRunError(f"run {name}: not on this server; {hint}")
-    return matches[-1]
-
-
-def config(client: Redis, run: str) -> RunConfig:
-    """The resolved config of a run.
-
-    Raises:
-        UnknownRunError: there is no such run.
-    """
-    spec = client.get(keys.spec(run))
-    if spec is None:
-        raise UnknownRunError(f"run {run}: not on this server; `ddrl runs` lists those that are")
-    return validate(json.loads(cast(bytes, spec)))
-
-
-def spaces(client: Redis, run: str) -> EnvSpec:
-    """Spaces of the run's environment, as seen at submit: a learner need not have the environment itself.
-
-    Raises:
-        UnknownRunError: there is no such run.
-    """
-    raw = client.hget(keys.state(run), "spaces")
-    if raw is None:
-        raise UnknownRunError(f"run {run}: not on this server; `ddrl runs` lists those that are")
-    try:
-        return EnvSpec.from_json(json.loads(cast(bytes, raw)))
-    except TypeError:
-        raise StoreError(f"run {run}: was stored by another version of ddrl; submit it again") from None
-
-
-def state(client: Redis, run: str) -> RunState:
-    """What is known of a run now.
-
-    Raises:
-        UnknownRunError: there is no such run.
-    """
-    with client.pipeline(transaction=False) as pipe:
-        pipe.hmget(keys.state(run), STATE_FIELDS)
-        pipe.exists(keys.lease(run))
-        values, leased = pipe.execute()
-    raw = {name: value for name, value in zip(STATE_FIELDS, values, strict=True) if value is not None}
-    if "status" not in raw:
-        raise UnknownRunError(f"run {run}: not on this server; `ddrl runs` lists those that are")
-    return parse(run, raw, leased=bool(leased))
-
-
 def open_names(client: Redis) -> list[str]:
-    """Runs that have not ended, oldest first."""
+    """Return the runs that have not ended, oldest first."""
     return [run.decode() for run in cast("list[bytes]", client.zrange(keys.OPEN, 0, -1))]
 
 
 def active_names(client: Redis) -> list[str]:
-    """Runs that want players, oldest first."""
+    """Return the active runs, oldest first."""
     known = open_names(client)
     with client.pipeline(transaction=False) as pipe:
         for run in known:
@@ -175,20 +214,130 @@ def active(client: Redis) -> list[Rival]:
         return rivals(known, pipe.execute())
 
 
+def resolve(client: Redis, name: str) -> str:
+    """Return the run of that id, or the newest whose id starts with `name`; "last" is the newest of all.
+
+    Raises:
+        UnknownRunError: there is none.
+    """
+    known = names(client)
+    matches = [run for run in known if run == name or name == "last" or run.startswith(name)]
+    if name in matches:
+        return name
+    if not matches:
+        hint = f"the newest is {known[-1]}" if known else "there are none yet; start one with `ddrl submit`"
+        raise UnknownRunError(f"run {name}: not on this server; {hint}")
+    return matches[-1]
+
+
+def state(client: Redis, run: str) -> RunState:
+    """Return the state of a run.
+
+    Raises:
+        UnknownRunError: there is no such run.
+    """
+    with client.pipeline(transaction=False) as pipe:
+        pipe.hmget(keys.state(run), list(_STATE_FIELDS.values()))
+        pipe.exists(keys.lease(run))
+        values, leased = cast("tuple[list[bytes | None], int]", pipe.execute())
+    raw = dict(zip(_STATE_FIELDS, values, strict=True))
+    if raw["status"] is None:
+        raise UnknownRunError(f"run {run}: not on this server; `ddrl runs` lists those that are")
+    found: dict[str, Any] = {}
+    for name, value in raw.items():
+        kind, text = RunState.__annotations__[name], None if value is None else value.decode()
+        if name.endswith("_s"):
+            found[name] = int(text or 0) / 1e3
+        elif text is not None:
+            found[name] = {"int": int, "float": float, "str": str}.get(kind, json.loads)(text)
+    return RunState(run=run, leased=bool(leased), **found)
+
+
 def status(client: Redis, run: str) -> str | None:
-    """The status alone, or None where the run is gone: one cheap read."""
+    """Return the status alone, or None if the run is gone: one cheap read."""
     value = cast("bytes | None", client.hget(keys.state(run), "status"))
     return value.decode() if value is not None else None
+
+
+def config(client: Redis, run: str) -> RunConfig:
+    """Return the resolved config of a run.
+
+    Raises:
+        UnknownRunError: there is no such run.
+    """
+    spec = client.get(keys.spec(run))
+    if spec is None:
+        raise UnknownRunError(f"run {run}: not on this server; `ddrl runs` lists those that are")
+    return validate(json.loads(cast(bytes, spec)))
+
+
+def config_version(client: Redis, run: str) -> int:
+    """Return the number of changes to the settings: one cheap read."""
+    return int(cast("bytes | None", client.hget(keys.state(run), "config_version")) or 0)
+
+
+def spaces(client: Redis, run: str) -> EnvSpec:
+    """Return the spaces of the run's environment as of submit; a learner need not have the environment.
+
+    Raises:
+        UnknownRunError: there is no such run.
+    """
+    raw = client.hget(keys.state(run), "spaces")
+    if raw is None:
+        raise UnknownRunError(f"run {run}: not on this server; `ddrl runs` lists those that are")
+    try:
+        return EnvSpec.from_json(json.loads(cast(bytes, raw)))
+    except TypeError:
+        raise StoreError(f"run {run}: was stored by another version of ddrl; submit it again") from None
+
+
+def initial(client: Redis, run: str) -> bytes | None:
+    """Return the initial weights as safetensors; None if the run starts from random ones."""
+    return cast("bytes | None", client.get(keys.initial(run)))
+
+
+def elapsed_s(client: Redis, run: str) -> float:
+    """Return the learning time up to the newest checkpoint."""
+    raw = cast("bytes | None", client.hget(keys.state(run), "checkpoint"))
+    return float(json.loads(raw)["meta"]["elapsed_s"]) if raw else 0.0
+
+
+def reserved_bytes(client: Redis, *, but: str | None = None) -> int:
+    """Return the sum of the stream budgets of all runs that have not ended, except one."""
+    with client.pipeline(transaction=False) as pipe:
+        for run in open_names(client):
+            if run != but:
+                pipe.hget(keys.state(run), "max_bytes")
+        return sum(int(size or 0) for size in pipe.execute())
+
+
+def journal(client: Redis, run: str) -> list[dict[str, Any]]:
+    """Return every change of state or setting, oldest first: `time_s` and the entry's fields."""
+    return journal_after(client, run)[0]
+
+
+def journal_after(client: Redis, run: str, after: bytes = b"0-0") -> tuple[list[dict[str, Any]], bytes]:
+    """Return the journal after an entry, and the last entry's id."""
+    return capped.read(client, keys.journal(run), after)
+
+
+def server_ms(client: Redis) -> int:
+    """Return the server's clock in milliseconds; clocks of two machines are never compared."""
+    seconds, micros = client.time()
+    return seconds * 1000 + micros // 1000
+
+
+# --- changing -----------------------------------------------------------------------------------------
 
 
 def set_status(client: Redis, run: str, new: str, reason: str, *, token: int | None = None) -> bool:
     """Change the status if the present one allows it; False if it does not (already ended, say).
 
     Args:
-        token: of the learner that says so; None is the operator, whose word needs no lease.
+        token: of the learner; None is the operator, who needs no lease.
 
     Raises:
-        LeaseLostError, RunGoneError: another learner took over; the run is not there.
+        LeaseLostError, RunGoneError: another learner took over; the run is gone.
     """
     allowed = {
         "active": ("paused", "time", "stopped", "failed"),
@@ -201,7 +350,7 @@ def set_status(client: Redis, run: str, new: str, reason: str, *, token: int | N
 
 
 def reactivate(client: Redis, run: str, *, more_time_s: float | None = None) -> None:
-    """Let a paused or ended run go on from where it was.
+    """Let a paused or ended run continue.
 
     Args:
         more_time_s: new `stop.time`, counted from what has been learned so far; None leaves the limit alone.
@@ -226,34 +375,10 @@ def reactivate(client: Redis, run: str, *, more_time_s: float | None = None) -> 
         set_status(client, run, "active", "waiting for a learner")
 
 
-def elapsed_s(client: Redis, run: str) -> float:
-    """Learning time up to the newest checkpoint."""
-    raw = cast("bytes | None", client.hget(keys.state(run), "checkpoint"))
-    return float(json.loads(raw)["meta"]["elapsed_s"]) if raw else 0.0
-
-
-def note_evaluation(client: Redis, run: str, token: int, evaluation: Mapping[str, Any]) -> None:
-    """Keep the evaluation that describes the run: version, return_mean, return_std, episodes.
-
-    Raises:
-        LeaseLostError: another learner took over.
-    """
-    fenced(client, "set_fields", [keys.state(run)] * 2, token, "evaluation", json.dumps(dict(evaluation)))
-
-
-def reserved_bytes(client: Redis, *, but: str | None = None) -> int:
-    """Of the server's memory: the budgets of the streams of runs that have not ended, but for one of them."""
-    with client.pipeline(transaction=False) as pipe:
-        for run in open_names(client):
-            if run != but:
-                pipe.hget(keys.state(run), "max_bytes")
-        return sum(int(size or 0) for size in pipe.execute())
-
-
 def change(
     client: Redis, run: str, new: RunConfig, changes: Mapping[str, tuple[Any, Any]], *, version: int
 ) -> int:
-    """Store a changed config; learner, dispatcher and scripts go by it from now on.
+    """Store a changed config, which learner, dispatcher and scripts then use.
 
     Args:
         client: connection to the server.
@@ -279,13 +404,27 @@ def change(
     return cast(int, reply)
 
 
-def config_version(client: Redis, run: str) -> int:
-    """Grows with every setting changed: one cheap read."""
-    return int(cast("bytes | None", client.hget(keys.state(run), "config_version")) or 0)
+def note(client: Redis, run: str, event: str, reason: str) -> None:
+    """Add to the run's journal."""
+    capped.add(client, run, keys.journal(run), length=JOURNAL_LENGTH, event=event, reason=reason)
+
+
+def note_evaluation(client: Redis, run: str, token: int, evaluation: Mapping[str, Any]) -> None:
+    """Store the evaluation that describes the run: version, return_mean, return_std, episodes.
+
+    Raises:
+        LeaseLostError: another learner took over.
+    """
+    fenced(client, "set_fields", [keys.state(run)] * 2, token, "evaluation", json.dumps(dict(evaluation)))
+
+
+def request_handover(client: Redis, run: str, host: str) -> None:
+    """Ask the run's learner to hand it over; the next learner that takes the lease ends the request."""
+    call(client, "request_handover", [keys.state(run), keys.journal(run)], [host, JOURNAL_LENGTH])
 
 
 def delete(client: Redis, run: str) -> int:
-    """Remove an ended run with all its keys; the number of keys removed.
+    """Remove an ended run with all its keys; return the number of keys removed.
 
     Raises:
         StoreError: the run has not ended, or its learner is still at work.
@@ -303,40 +442,3 @@ def delete(client: Redis, run: str) -> int:
     for key in client.scan_iter(match=keys.run_pattern(run), count=1000):
         removed += client.unlink(key)
     return removed
-
-
-def request_handover(client: Redis, run: str, host: str) -> None:
-    """Ask the run's learner to let go of it; whoever acquires the lease ends the request."""
-    call(client, "request_handover", [keys.state(run), keys.journal(run)], [host, JOURNAL_LENGTH])
-
-
-def initial(client: Redis, run: str) -> bytes | None:
-    """Weights to begin with, safetensors; None where the run begins afresh."""
-    return cast("bytes | None", client.get(keys.initial(run)))
-
-
-def note(client: Redis, run: str, event: str, reason: str) -> None:
-    """Add to the run's journal."""
-    args = [JOURNAL_LENGTH, "event", event, "reason", reason]
-    call(client, "add_line", [keys.state(run), keys.journal(run)], args)
-
-
-def journal(client: Redis, run: str) -> list[dict[str, Any]]:
-    """Every change of state or setting, oldest first: `time_s` and the entry's fields."""
-    return journal_after(client, run)[0]
-
-
-def journal_after(client: Redis, run: str, after: bytes = b"0-0") -> tuple[list[dict[str, Any]], bytes]:
-    """The journal after an entry; and the last entry's id."""
-    raw = cast("list[Any]", client.xrange(keys.journal(run), min=b"(" + after))
-    rows = [
-        {"time_s": int(entry_id.split(b"-")[0]) / 1e3, **{k.decode(): v.decode() for k, v in fields.items()}}
-        for entry_id, fields in raw
-    ]
-    return rows, raw[-1][0] if raw else after
-
-
-def server_ms(client: Redis) -> int:
-    """The server's clock in milliseconds; two machines' clocks are never compared."""
-    seconds, micros = client.time()
-    return seconds * 1000 + micros // 1000

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from redis import Redis
 
-from ddrl.store import keys
+from ddrl.store import journal, keys
 from ddrl.store.connection import call
 from ddrl.store.leases import fenced
 
@@ -217,16 +217,11 @@ def remaining(client: Redis, run: str, *, node: str = "-") -> Appended:
 
 def episodes(client: Redis, run: str, after: bytes = b"0-0") -> tuple[list[dict[str, Any]], bytes]:
     """Finished training episodes after an entry: rows of time_s, env_steps, returns; and the last entry's id."""
-    raw = cast("list[Any]", client.xrange(keys.episodes(run), min=b"(" + after))
-    rows = [
-        {
-            "time_s": int(entry_id.split(b"-")[0]) / 1e3,
-            "env_steps": int(fields[b"env_steps"]),
-            "returns": json.loads(fields[b"returns"]),
-        }
-        for entry_id, fields in raw
+    rows, last_id = journal.read(client, keys.episodes(run), after)
+    parsed = [
+        row | {"env_steps": int(row["env_steps"]), "returns": json.loads(row["returns"])} for row in rows
     ]
-    return rows, raw[-1][0] if raw else after
+    return parsed, last_id
 
 
 def before(entry_id: bytes) -> bytes:

@@ -1,0 +1,32 @@
+"""Capped streams that people read: a run's journal, log lines, metrics, finished episodes and evaluations."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from redis import Redis
+
+from ddrl.store import keys
+from ddrl.store.connection import call
+
+
+def add(client: Redis, run: str, key: str, *, length: int, **fields: Any) -> None:
+    """Append an entry to a stream of a run, which keeps about `length`; nothing if the run is gone."""
+    pairs = [part for pair in fields.items() for part in pair]
+    call(client, "add_line", [keys.state(run), key], [length, *pairs])
+
+
+def read(client: Redis, key: str, after: bytes = b"0-0") -> tuple[list[dict[str, Any]], bytes]:
+    """Return the entries after an id, oldest first, and the last id.
+
+    Each entry has `time_s` (server's clock) and its fields as text.
+    """
+    raw = cast("list[Any]", client.xrange(key, min=b"(" + after))
+    rows = [
+        {
+            "time_s": int(entry_id.split(b"-")[0]) / 1e3,
+            **{name.decode(): value.decode(errors="replace") for name, value in fields.items()},
+        }
+        for entry_id, fields in raw
+    ]
+    return rows, raw[-1][0] if raw else after
