@@ -1,6 +1,6 @@
 """Bad input of every kind: command lines that must be refused, and what they print.
 
-`python tests/support/refusals.py > FILE` writes the messages of the installed ddrl as JSON, to compare two versions.
+`python tests/support/refusals.py FILE` writes the messages of this version into the golden FILE, "now"; "was" stays.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# Overrides of a lander's config by SAC (`sac`), of CartPole by PPO (`ppo`), by DQN (`dqn`) and by R2D2 (`r2d2`).
+# Overrides of the configs below.
 OVERRIDES: dict[str, tuple[str, ...]] = {
     "sac": (
         "algorithm.gama=0.9",
@@ -79,6 +79,10 @@ OVERRIDES: dict[str, tuple[str, ...]] = {
         "rollout.action_noise=0.1",
         "rollout.random_until_learned=true",
         "algorithm.network=nature",
+        "replay.observations=dense",
+        "replay.threads=2",
+        "replay.memory_bytes=1GiB",
+        "replay.samples_per_insert=4",
     ),
     "dqn": (
         "algorithm.distribution=gauss",
@@ -90,7 +94,32 @@ OVERRIDES: dict[str, tuple[str, ...]] = {
         "env.id=ALE/NoSuchGame-v5",
         "env.id=ALE/Pong-v5",
         "rollout.action_noise=0.1",
+        "algorithm.network=nature",
+        "algorithm.priority_exponent=0.7",
+        "algorithm.double_q=true",
+        "env.frame_stack=0",
+        "env.frame_stack=17",
+        "env.id=ALE/Asterics-v5",
+        "env.reward_sign=maybe",
+        "env.reward_signs=true",
+        "on_policy.max_staleness=4",
+        "replay.memory_bytes=1GiB",
+        "replay.memory_bytes=1KiB",
+        "replay.observations=packed",
+        "replay.threads=-1",
     ),
+    "catch": (
+        "algorithm.network=mlp",
+        "env.action_repeat=0",
+        "replay={observations: dense, threads: 0}",
+        "replay={capacity: 10000, threads: 2}",
+        "replay={observations: dense, memory_bytes: 1GiB}",
+        "replay={observations: compressed, memory_bytes: 1GiB}",
+    ),
+    "spot": ("env.frame_stack=4",),
+    "asterix": ("env.action_repeat=4", "env.id=ALE/Xyzzyx-v5"),
+    "target": ("algorithm.name=dqn", "algorithm.name=impala2"),
+    "pairs": ("algorithm.name=r2d2",),
     "r2d2": (
         "algorithm.burn_in=-1",
         "algorithm.overlap=1000",
@@ -99,6 +128,11 @@ OVERRIDES: dict[str, tuple[str, ...]] = {
         "replay.capacity=50",
         "rollout.max_fragment_steps=1",
         "rollout.random_until_learned=true",
+        "rollout.action_noise=0.1",
+        "on_policy.max_staleness=4",
+        "replay.memory_bytes=1GiB",
+        "replay={samples_per_insert: 1, slack_steps: 100}",
+        "env.id=ddrl/Catch-v0",
     ),
 }
 
@@ -107,6 +141,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "ppo": {"env": {"id": "CartPole-v1"}, "algorithm": {"name": "ppo"}},
     "dqn": {"env": {"id": "CartPole-v1"}, "algorithm": {"name": "dqn"}},
     "r2d2": {"env": {"id": "CartPole-v1"}, "algorithm": {"name": "r2d2"}},
+    "catch": {"env": {"id": "ddrl/Catch-v0"}, "algorithm": {"name": "dqn", "network": "nature"}},
+    "spot": {"env": {"id": "ddrl/Spot-v0"}, "algorithm": {"name": "dqn", "network": "conv"}},
+    "asterix": {"env": {"id": "ALE/Asterix-v5"}, "algorithm": {"name": "dqn", "network": "nature"}},
+    "target": {"env": {"id": "ddrl/Target-v0"}, "algorithm": {"name": "sac"}},
+    "pairs": {"env": {"id": "ddrl/Pairs-v0"}, "algorithm": {"name": "ppo"}},
 }
 
 # Command lines; RUN is an active run, ENDED a stopped one.
@@ -222,9 +261,13 @@ def _call(arguments: list[str]) -> tuple[int, str, str]:
 
 
 if __name__ == "__main__":
-    here = os.getcwd()
+    golden = Path(sys.argv[1]).resolve()
+    former = {row["line"]: row for row in json.loads(golden.read_text("utf-8"))} if golden.exists() else {}
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
-        rows = [{"line": line, "code": code, "error": error} for line, code, error in outcomes()]
-        os.chdir(here)
-    json.dump(rows, sys.stdout, indent=1)
+        rows = [
+            {"line": line, "code": code, "was": former.get(line, {}).get("was", error), "now": error}
+            for line, code, error in outcomes()
+        ]
+        os.chdir("/")
+    golden.write_text(json.dumps(rows, indent=1) + "\n", "utf-8")
