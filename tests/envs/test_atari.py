@@ -23,7 +23,7 @@ BREAKOUT, ASTERIX = "ALE/Breakout-v5", "ALE/Asterix-v5"
 
 
 def plain(game: str, num_envs: int, **options: Any) -> AtariVectorEnv:
-    """ale_py's own, with what AtariConfig's defaults mean there."""
+    """ale_py's own vector, with the options that AtariConfig's defaults mean."""
     return AtariVectorEnv(
         game,
         num_envs=num_envs,
@@ -39,7 +39,7 @@ def plain(game: str, num_envs: int, **options: Any) -> AtariVectorEnv:
 
 
 def play(vector: AtariVector, seeds: list[int], lane: int, num_steps: int) -> list[tuple[Any, ...]]:
-    """What one lane shows, while each lane plays at random by its own seed, modulo 2^31."""
+    """Observations and results of one lane, while each lane plays random actions of its own seed, modulo 2^31."""
     generators = [np.random.default_rng(seed % 2**31) for seed in seeds]
     num_actions = int(vector.single_action_space.n)
     rows: list[tuple[Any, ...]] = [(vector.reset(seed=seeds)[0][lane].tobytes(),)]
@@ -56,36 +56,36 @@ def play(vector: AtariVector, seeds: list[int], lane: int, num_steps: int) -> li
 
 
 @pytest.mark.parametrize(("game", "num_steps"), [("breakout", 220), ("frogger", 330)])
-def test_a_vector_plays_as_ale_does_and_tells_lost_lives(game: str, num_steps: int) -> None:
-    """ale_py can tell lost lives as ends; frogger goes on at 0 lives for a moment, which ends nothing."""
+def test_a_vector_matches_ale_py_and_reports_lost_lives(game: str, num_steps: int) -> None:
+    """ale_py can report lost lives as ends; frogger goes on with 0 lives for a moment, which is no end."""
     vector = AtariVector(f"ALE/{game.title()}-v5", AtariConfig(), 3)
     expected = plain(game, 3, life_loss_info=True)
-    first, further = vector.reset(seed=[3, 1, 4])
-    shown, told = expected.reset(seed=np.array([3, 1, 4]))
+    first, info = vector.reset(seed=[3, 1, 4])
+    shown, known = expected.reset(seed=np.array([3, 1, 4]))
     np.testing.assert_array_equal(first, shown[:, 0])
-    assert further == {} and first.dtype == np.uint8 and first.shape == (3, 84, 84)
+    assert info == {} and first.dtype == np.uint8 and first.shape == (3, 84, 84)
     generator = np.random.default_rng(0)
     num_ends, num_lost = 0, 0
     for _ in range(num_steps):
         actions = generator.integers(int(vector.single_action_space.n), size=3)
-        lives = told["lives"]
+        lives = known["lives"]
         observation, reward, terminated, truncated, info = vector.step(actions)
-        shown, paid, over, _, told = expected.step(actions)
+        shown, paid, over, _, known = expected.step(actions)
         np.testing.assert_array_equal(observation, shown[:, 0])
         np.testing.assert_array_equal(reward, paid)
         assert reward.dtype == np.float64 and not truncated.any()
         lost = info["life_lost"]
         np.testing.assert_array_equal(terminated | lost, over)
-        np.testing.assert_array_equal(lost, (told["lives"] < lives) & (told["lives"] > 0) & ~terminated)
+        np.testing.assert_array_equal(lost, (known["lives"] < lives) & (known["lives"] > 0) & ~terminated)
         assert ("final_obs" in info) == terminated.any()
         for lane in np.flatnonzero(terminated):
-            np.testing.assert_array_equal(info["final_obs"][lane], told["final_obs"][lane, 0])
+            np.testing.assert_array_equal(info["final_obs"][lane], known["final_obs"][lane, 0])
         num_ends, num_lost = num_ends + int(terminated.sum()), num_lost + int(lost.sum())
     assert num_ends >= 2 and num_lost >= 2 * num_ends
     vector.close()
 
 
-def test_lost_lives_are_told_only_where_they_shall_count() -> None:
+def test_lost_lives_are_reported_only_if_configured() -> None:
     vector = AtariVector(BREAKOUT, AtariConfig(episodic_life=False), 1)
     vector.reset(seed=[1])
     assert all("life_lost" not in vector.step(np.array([1]))[4] for _ in range(100))
@@ -96,8 +96,8 @@ def test_lost_lives_are_told_only_where_they_shall_count() -> None:
     without.close()
 
 
-def test_lanes_depend_on_their_seed_alone_through_all_endings() -> None:
-    """A game that ends by its rules in the step that cuts the games beside it; then one that is cut."""
+def test_a_lane_depends_on_its_seed_alone() -> None:
+    """Also in the step in which it terminates and the lanes beside it are truncated, and in its own truncation."""
     length = next(
         step
         for step, row in enumerate(play(AtariVector(BREAKOUT, AtariConfig(), 1), [4], 0, 200))
@@ -112,8 +112,8 @@ def test_lanes_depend_on_their_seed_alone_through_all_endings() -> None:
     assert play(AtariVector(BREAKOUT, atari, 1), [5], 0, 50) != alone[:51]
 
 
-def test_truncation_by_frames_shows_the_true_last_observation() -> None:
-    """The game that is never cut shows the same; a new one begins in the same step, and lives do not count there."""
+def test_truncation_returns_the_true_last_observation() -> None:
+    """A game that is not truncated shows the same; a new one begins in the same step, in which no life is lost."""
     cut = AtariVector(ASTERIX, AtariConfig(max_frames=98), 1)  # 24.5 steps: 25
     whole = AtariVector(ASTERIX, AtariConfig(), 1)
     first = cut.reset(seed=[7])[0]
@@ -135,7 +135,7 @@ def test_truncation_by_frames_shows_the_true_last_observation() -> None:
 
 
 def test_one_game_is_a_lane_of_a_vector() -> None:
-    """Frames, rewards and ends of whole games, from seed to seed; lost lives end nothing."""
+    """Frames, rewards and ends of whole games, which lost lives do not end."""
     kinds = set()
     one = AtariEnv(BREAKOUT, AtariConfig(max_frames=560))
     for seed in (4, 5):
@@ -174,34 +174,34 @@ def test_rendered_frames_are_enlarged_and_colored() -> None:
 
 
 @pytest.mark.parametrize(
-    ("env_id", "fire_reset", "noop_max", "idle_frames"),
+    ("env_id", "fire_reset", "noop_max", "noop_frames"),
     [
         (ASTERIX, True, 0, {0}),  # a game without FIRE
         (ASTERIX, True, 2, {0, 1, 2}),
         (BREAKOUT, True, 0, {1}),
         (BREAKOUT, True, 3, {1, 2, 3}),
-        (BREAKOUT, False, 3, {0}),  # it waits for FIRE, and shows the same until then
+        (BREAKOUT, False, 3, {0}),  # the picture does not change before FIRE
     ],
 )
-def test_an_episode_begins_with_idle_frames_and_fire(
-    env_id: str, fire_reset: bool, noop_max: int, idle_frames: set[int]
+def test_an_episode_begins_with_no_ops_and_fire(
+    env_id: str, fire_reset: bool, noop_max: int, noop_frames: set[int]
 ) -> None:
-    """Which of the frames that follow a bare start, by FIRE or idling first, are ever shown first."""
+    """The first observation is always one of the first frames of a game without no-ops, and each occurs."""
     start = 1 if env_id == BREAKOUT and fire_reset else 0
     frame_by_frame = AtariVector(env_id, AtariConfig(noop_max=0, fire_reset=False, frame_skip=1), 1)
     shown, number_of = frame_by_frame.reset(seed=[0])[0], {}
     for number in range(5):
         number_of.setdefault(shown.tobytes(), number)
         shown, *_ = frame_by_frame.step(np.array([start if number == 0 else 0]))
-    assert len(number_of) == (1 if idle_frames == {0} and env_id == BREAKOUT else 5)
+    assert len(number_of) == (1 if noop_frames == {0} and env_id == BREAKOUT else 5)
     vector = AtariVector(env_id, AtariConfig(noop_max=noop_max, fire_reset=fire_reset), 1)
     firsts = [vector.reset(seed=[0])[0], *(vector.reset()[0] for _ in range(20))]
-    assert {number_of[first.tobytes()] for first in firsts} == idle_frames
+    assert {number_of[first.tobytes()] for first in firsts} == noop_frames
     frame_by_frame.close()
     vector.close()
 
 
-def test_sticky_actions_change_what_happens_and_stay_seeded() -> None:
+def test_sticky_actions_are_seeded() -> None:
     rows = {
         sticky: play(AtariVector(ASTERIX, AtariConfig(sticky=sticky), 1), [4], 0, 60)
         for sticky in (0.0, 0.25)
@@ -215,7 +215,7 @@ def test_rewards_are_not_clipped() -> None:
     assert max(row[1] for row in rows[1:]) == 50.0
 
 
-def test_returned_observations_stay_as_they_are() -> None:
+def test_returned_observations_are_not_overwritten() -> None:
     vector = AtariVector(ASTERIX, AtariConfig(), 2)
     kept = [vector.reset(seed=[1, 2])[0]] + [vector.step(np.array([0, 2]))[0] for _ in range(20)]
     copies = [array.copy() for array in kept]
@@ -275,8 +275,8 @@ def test_settings_of_other_environments_are_refused(settings: dict[str, Any], me
             make(EnvConfig(id=ASTERIX, **settings))
 
 
-def test_actions_that_the_game_does_not_have_are_refused() -> None:
-    """ale_py itself would never answer."""
+def test_unknown_actions_are_refused() -> None:
+    """ale_py would wait forever."""
     vector = AtariVector("ALE/Pong-v5", AtariConfig(), 2)
     vector.reset(seed=[1, 2])
     for actions in ([0, 6], [-1, 0], [0], [[0, 1]]):

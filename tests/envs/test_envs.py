@@ -113,57 +113,6 @@ def test_unknown_ids_and_kwargs() -> None:
         envs.make_one(EnvConfig(id="ddrl/Catch-v0", kwargs={"size": 5}))
 
 
-@pytest.mark.parametrize(
-    ("env_id", "extra"), [("LunarLander-v3", "box2d"), ("Ant-v5", "mujoco"), ("ALE/Pong-v5", "atari")]
-)
-def test_missing_extra_names_the_command(env_id: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(EnvError, match=rf"^{env_id}: needs \w+; run pip install 'ddrl\[{extra}\]'"):
-        envs.make_one(EnvConfig(id=env_id))
-    assert extra not in envs.capabilities()
-
-
-@pytest.mark.parametrize(
-    ("env_id", "needed"),
-    [
-        ("LunarLander-v3", "box2d"),
-        ("LunarLanderContinuous-v3", "box2d"),
-        ("BipedalWalker-v3", "box2d"),
-        ("HalfCheetah-v5", "mujoco"),
-        ("ALE/Pong-v5", "atari"),
-        ("PongNoFrameskip-v4", "atari"),
-        ("CartPole-v1", None),
-        ("ddrl/Endless-v0", None),
-        ("my_pkg.envs:make", "my_pkg"),
-        ("my_pkg:make", "my_pkg"),
-    ],
-)
-def test_requirement(env_id: str, needed: str | None) -> None:
-    assert envs.requirement(env_id) == needed
-
-
-def test_requirement_knows_every_registered_environment() -> None:
-    """The table of names against what Gymnasium itself says where the class lives."""
-    words = {"box2d": "box2d", "mujoco": "mujoco"}
-    for env_id, registered in gymnasium.registry.items():
-        if env_id.startswith(("phys2d/", "tabular/", "ddrl/", "GymV")) or not isinstance(
-            registered.entry_point, str
-        ):
-            continue
-        package = registered.entry_point.partition(":")[0].split(".")
-        expected = next((word for part, word in words.items() if part in package), None)
-        if package[0] == "gymnasium":
-            assert envs.requirement(env_id) == expected, env_id
-
-
-def test_capabilities_speak_the_words_of_requirement(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DDRL_ALLOW_MODULES", "my_pkg.envs, other,, my_pkg")
-    found = envs.capabilities()
-    assert found == sorted(set(found))
-    assert envs.requirement("my_pkg.envs:make") in found
-    assert {"my_pkg", "other"} <= set(found) <= {"my_pkg", "other", "box2d", "atari", "mujoco"}
-
-
 def test_importing_the_package_is_cheap() -> None:
     code = (
         "import sys, ddrl.envs as e; e.requirement('LunarLander-v3'); e.capabilities(); "

@@ -1,4 +1,4 @@
-"""Toy environments do what their docstrings say: answers, best returns, returns of those who cannot know."""
+"""Toys have the answers, best returns and returns of random policies of their docstrings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_endless_pays_until_the_time_limit() -> None:
             assert rest == [1.0, False, step == 7]
 
 
-def test_sleep_takes_its_time() -> None:
+def test_sleep_takes_step_s() -> None:
     toy = make("ddrl/Sleep-v0", step_s=0.02)
     toy.reset(seed=0)
     begun = time.monotonic()
@@ -129,7 +129,7 @@ def test_catch_shows_ball_and_paddle_and_can_always_be_won(size: int, pixels: in
     assert columns == set(range(size))
 
 
-def test_catch_pays_who_does_not_look_what_it_says() -> None:
+def test_catch_returns_of_policies_that_ignore_the_image() -> None:
     """2 / size - 1 for random, still and running paddles, which never leave the board."""
     toy = make("ddrl/Catch-v0")
     generator = np.random.default_rng(0)
@@ -152,7 +152,7 @@ def test_catch_refuses_boards_that_cannot_be_drawn(size: int, pixels: int) -> No
 
 
 @pytest.mark.parametrize(("delay", "num_cues"), [(8, 2), (1, 4), (0, 3)])
-def test_recall_is_beyond_whoever_sees_only_the_newest_observations(delay: int, num_cues: int) -> None:
+def test_recall_needs_more_than_the_newest_observations(delay: int, num_cues: int) -> None:
     """Every cue, every answer: before the answer the newest delay + 1 observations are always the same ones."""
     toy = make("ddrl/Recall-v0", delay=delay, num_cues=num_cues)
     generator = np.random.default_rng(0)
@@ -176,7 +176,7 @@ def test_recall_is_beyond_whoever_sees_only_the_newest_observations(delay: int, 
         returns.setdefault((cue, answer), set()).add(reward)
     assert {length: len(stacks) for length, stacks in seen.items()} == {
         **dict.fromkeys(range(1, delay + 2), 1),
-        delay + 2: num_cues,  # and this one tells
+        delay + 2: num_cues,  # this one contains the cue
     }
     assert returns == {
         (cue, answer): {float(cue == answer)} for cue, answer in itertools.product(range(num_cues), repeat=2)
@@ -184,7 +184,7 @@ def test_recall_is_beyond_whoever_sees_only_the_newest_observations(delay: int, 
     np.testing.assert_allclose(np.bincount(cues) / len(cues), 1 / num_cues, atol=0.12)
 
 
-def test_recall_refuses_what_is_no_memory_task() -> None:
+def test_recall_refuses_impossible_settings() -> None:
     for kwargs in ({"delay": -1}, {"num_cues": 1}):
         with pytest.raises(envs.EnvError, match="delay must be 0 or more, num_cues 2 or more"):
             make("ddrl/Recall-v0", **kwargs)

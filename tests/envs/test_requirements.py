@@ -1,14 +1,61 @@
-"""What a run needs of a worker, in the words of queues and versions; and what an ended process is called."""
+"""What a run needs of a machine: extras, modules, versions, and the queue named after them."""
 
 from __future__ import annotations
 
+import gymnasium
 import pytest
 from support.runs import target_config
 
 import ddrl
 from ddrl import envs
-from ddrl.envs import requirements
-from ddrl.worker import watchdog
+from ddrl.config import EnvConfig
+from ddrl.envs import EnvError, requirements
+
+
+@pytest.mark.parametrize(
+    ("env_id", "extra"), [("LunarLander-v3", "box2d"), ("Ant-v5", "mujoco"), ("ALE/Pong-v5", "atari")]
+)
+def test_missing_extra_names_the_command(env_id: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(EnvError, match=rf"^{env_id}: needs \w+; run pip install 'ddrl\[{extra}\]'"):
+        envs.make_one(EnvConfig(id=env_id))
+    assert extra not in envs.capabilities()
+
+
+@pytest.mark.parametrize(
+    ("env_id", "needed"),
+    [
+        ("HalfCheetah-v5", "mujoco"),
+        ("PongNoFrameskip-v4", "atari"),
+        ("ddrl/Endless-v0", None),
+        ("my_pkg.envs:make", "my_pkg"),
+        ("my_pkg:make", "my_pkg"),
+    ],
+)
+def test_requirement(env_id: str, needed: str | None) -> None:
+    assert envs.requirement(env_id) == needed
+
+
+def test_requirement_knows_every_registered_environment() -> None:
+    """The table of names against what Gymnasium itself says where the class lives."""
+    words = {"box2d": "box2d", "mujoco": "mujoco"}
+    for env_id, registered in gymnasium.registry.items():
+        if env_id.startswith(("phys2d/", "tabular/", "ddrl/", "GymV")) or not isinstance(
+            registered.entry_point, str
+        ):
+            continue
+        package = registered.entry_point.partition(":")[0].split(".")
+        expected = next((word for part, word in words.items() if part in package), None)
+        if package[0] == "gymnasium":
+            assert envs.requirement(env_id) == expected, env_id
+
+
+def test_capabilities_speak_the_words_of_requirement(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DDRL_ALLOW_MODULES", "my_pkg.envs, other,, my_pkg")
+    found = envs.capabilities()
+    assert found == sorted(set(found))
+    assert envs.requirement("my_pkg.envs:make") in found
+    assert {"my_pkg", "other"} <= set(found) <= {"my_pkg", "other", "box2d", "atari", "mujoco"}
 
 
 @pytest.mark.parametrize(
@@ -56,22 +103,3 @@ def test_a_mismatch_names_host_package_both_versions_and_the_remedy() -> None:
     )
     found = requirements.version_mismatch({"no-such-package": "1.0"}, "h1")
     assert found is not None and "no-such-package is not installed" in found
-
-
-@pytest.mark.parametrize(
-    ("status", "words"),
-    [
-        ("Worker exited prematurely: signal 11 (SIGSEGV) Job: 3.", "native code crashed"),
-        ("Worker exited prematurely: signal 9 (SIGKILL) Job: 3.", "was killed (signal 9)"),
-        ("Worker exited prematurely: signal 14 (SIGALRM) Job: 3.", "held the interpreter"),
-        (f"Worker exited prematurely: exitcode {watchdog.UNREPORTED} Job: 3.", "its log says why"),
-        ("Worker exited prematurely: exitcode 3 Job: 3.", "it ended by"),
-    ],
-)
-def test_the_end_of_a_process_is_explained(status: str, words: str) -> None:
-    explained = watchdog.explain(status)
-    assert explained is not None and words in explained
-
-
-def test_what_a_watchdog_has_reported_is_not_explained_again() -> None:
-    assert watchdog.explain(f"Worker exited prematurely: exitcode {watchdog.REPORTED} Job: 3.") is None
