@@ -1,4 +1,4 @@
-"""What all tests share: no test touches the user's own server, and each real server ends with its test."""
+"""Fixtures of all tests. No test touches the user's own server; each real server and process ends with its test."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def module_server() -> Iterator[PrivateServer]:
 
 @pytest.fixture
 def server(module_server: PrivateServer) -> Iterator[PrivateServer]:
-    """The module's private server, running and empty."""
+    """The private server of the module, running and empty."""
     if module_server.process is None or module_server.process.poll() is not None:
         module_server.start()
     module_server.client.flushall()
@@ -37,7 +37,7 @@ def server(module_server: PrivateServer) -> Iterator[PrivateServer]:
 
 @pytest.fixture
 def make_server() -> Iterator[Callable[..., PrivateServer]]:
-    """Private servers with options of their own: `make_server("--maxmemory-policy", "allkeys-lru")`."""
+    """Starts private servers with options: `make_server("--maxmemory-policy", "allkeys-lru")`."""
     require_program()
     made: list[PrivateServer] = []
 
@@ -52,22 +52,22 @@ def make_server() -> Iterator[Callable[..., PrivateServer]]:
 
 @pytest.fixture
 def processes(tmp_path: Path) -> Iterator[Processes]:
-    """Starts workers, learners and commands in a folder of this test, and ends them with it."""
+    """Starts workers, learners and commands in the test's folder."""
     with Processes(tmp_path) as started:
         yield started
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
-    """On a busy machine a second thread costs small networks forty times what it saves."""
+    """Use one thread: on a busy machine a second one makes small networks much slower."""
     import torch
 
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _nobodys_home() -> Iterator[None]:
-    """Even a test that asks for nothing finds no server, data or password of the person who runs it."""
+def _empty_home() -> Iterator[None]:
+    """Hide the embedded server, data and password of the user who runs the tests."""
     folder = tempfile.mkdtemp(prefix="ddrl-h", dir="/tmp")
     with pytest.MonkeyPatch.context() as patch:
         _move_home(patch, Path(folder))
@@ -77,7 +77,7 @@ def _nobodys_home() -> Iterator[None]:
 
 @pytest.fixture
 def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Fresh XDG folders, hence an embedded server of this test's own, which ends with it."""
+    """Empty XDG folders, hence an embedded server of the test's own, which ends with it."""
     folder = Path(tempfile.mkdtemp(prefix="ddrl-h", dir="/tmp"))
     _move_home(monkeypatch, folder)
     yield folder

@@ -1,4 +1,4 @@
-"""A real server of a test's own: started, stopped, killed, frozen, filled up."""
+"""A real server for tests: started, stopped, killed, frozen, filled up."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from ddrl.store import connection
 from ddrl.store.server import server_binary
 
 WITH_FILE = ("--appendonly", "yes", "--appendfsync", "everysec")
-FOREIGN = "foreign:"  # before the names of keys of somebody else
+FOREIGN = "foreign:"  # prefix of keys that are not ddrl's
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
-    """Return once `condition()` holds; fail after `timeout_s`, generous as others use the cores too."""
+    """Return once `condition()` holds; fail after `timeout_s`, which is generous: the machine may be busy."""
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
+        assert time.monotonic() < deadline, f"not within {timeout_s:.0f} s"
         time.sleep(0.02)
 
 
@@ -44,7 +44,7 @@ def end_with_parent() -> None:
 
 
 def require_program() -> None:
-    """Skip where no server program is installed; in CI that is a failure."""
+    """Skip the test if no server program is installed; in CI, fail."""
     try:
         server_binary()
     except connection.StoreError as error:
@@ -54,7 +54,7 @@ def require_program() -> None:
 
 
 class PrivateServer:
-    """A real server of one test module, on a unix socket of its own, without persistence unless asked."""
+    """A real server on a unix socket of its own, without persistence unless the options say so."""
 
     def __init__(self, *options: str, password: str = "") -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="ddrl-t", dir="/tmp"))  # short: socket paths are limited
@@ -71,7 +71,7 @@ class PrivateServer:
             raise
 
     def start(self) -> None:
-        """Start it again with the same options, and wait until it answers."""
+        """Start it, also again after it has ended, and wait until it answers."""
         fixed = ["--port", "0", "--unixsocket", str(self.socket), "--dir", str(self.folder)]
         defaults = ["--save", "", "--appendonly", "no"]
         with (self.folder / "log").open("ab") as log:
@@ -99,11 +99,11 @@ class PrivateServer:
             return False
 
     def stop(self) -> None:
-        """End it cleanly."""
+        """End it in order."""
         self._end(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it as a crash would."""
+        """End it as a crash does."""
         self._end(signal.SIGKILL)
 
     def _end(self, how: signal.Signals) -> None:
@@ -116,8 +116,6 @@ class PrivateServer:
         self.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    # --- what befalls it -----------------------------------------------------------------------------
-
     @property
     def pid(self) -> int:
         assert self.process is not None
@@ -125,7 +123,7 @@ class PrivateServer:
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
-        """It does not run inside, as on a machine that swaps or whose virtual machine is paused."""
+        """Stop it inside the block, as on a virtual machine that is paused."""
         os.kill(self.pid, signal.SIGSTOP)
         try:
             yield
@@ -133,7 +131,7 @@ class PrivateServer:
             os.kill(self.pid, signal.SIGCONT)
 
     def fill_memory(self, for_s: float) -> None:
-        """Somebody else's keys take all memory, and what is freed meanwhile, for so long; then they go."""
+        """Fill its memory with other keys for `for_s`, also what is freed meanwhile; then delete them."""
         self.client.config_set("maxmemory", self.client.info("memory")["used_memory"] + 2 * 1024**2)
         until, number = time.monotonic() + for_s, 0
         try:
@@ -149,14 +147,14 @@ class PrivateServer:
                 self.client.delete(*(f"{FOREIGN}{n}" for n in range(first, min(first + 1000, number))))
 
     def file(self) -> Path:
-        """What it appends to."""
+        """Return its append-only file."""
         return max(
             (self.folder / "appendonlydir").glob("*.incr.aof"), key=lambda path: path.stat().st_mtime_ns
         )
 
     @contextlib.contextmanager
     def full_disk(self) -> Iterator[None]:
-        """Inside, its append-only file cannot grow."""
+        """Let its append-only file not grow inside the block."""
         limit = self.file().stat().st_size + 65536
         soft, hard = resource.prlimit(self.pid, resource.RLIMIT_FSIZE)
         resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (limit, hard))
@@ -166,17 +164,17 @@ class PrivateServer:
             resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (soft, hard))
 
     def rewrite_file(self) -> None:
-        """Have it write its append-only file anew."""
+        """Rewrite its append-only file."""
         self.client.bgrewriteaof()
         wait_until(lambda: not self.is_rewriting())
 
     def is_rewriting(self) -> bool:
-        """Whether it writes its append-only file anew, or is about to."""
-        told = self.client.info("persistence")
-        return bool(told["aof_rewrite_in_progress"] or told["aof_rewrite_scheduled"])
+        """Return whether it rewrites its append-only file, or is about to."""
+        info = self.client.info("persistence")
+        return bool(info["aof_rewrite_in_progress"] or info["aof_rewrite_scheduled"])
 
     def is_writable(self) -> bool:
-        """Whether it takes a small write."""
+        """Return whether it takes a small write."""
         try:
             return bool(self.client.set(f"{FOREIGN}probe", 1))
         except redis.RedisError:

@@ -1,7 +1,4 @@
-"""Real processes for tests: workers, learners and commands with their logs; and the bounds of faults.
-
-The fixture `processes` (conftest.py) gives a `Processes`; all that it started ends with the test, by process id.
-"""
+"""Real processes for tests: workers, learners and commands with their logs; the time bounds of faults."""
 
 from __future__ import annotations
 
@@ -29,16 +26,16 @@ ROOT = Path(__file__).resolve().parents[2]
 SLOW_S = 120.0  # generous: the machine may be busy
 BOUNDS_VARIABLE = "DDRL_FAULT_BOUNDS"
 EXACT = os.environ.get(BOUNDS_VARIABLE) == "exact"
-"""Whether faults are held to their bounds (`make faults`), not to ten times them (`make test`)."""
+"""Whether faults must end within their bounds (`make faults`), not ten times their bounds (`make test`)."""
 
 
 def bound(seconds: float) -> float:
-    """How long a recovery may take: `seconds` in `make faults`, ten times that in `make test`."""
+    """Return how long a recovery may take: `seconds` in `make faults`, ten times that in `make test`."""
     return seconds if EXACT else 10.0 * seconds
 
 
 def descendants(pid: int) -> list[int]:
-    """Children of a process and theirs, from /proc."""
+    """Return the ids of the children of a process, and of theirs."""
     children = []
     for task in Path("/proc", str(pid), "task").glob("*/children"):
         with contextlib.suppress(OSError):
@@ -48,7 +45,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def command_of(pid: int) -> str:
-    """A process's command line; empty when it has ended."""
+    """Return the command line of a process; empty if it has ended."""
     try:
         return Path("/proc", str(pid), "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
@@ -67,11 +64,11 @@ class Process:
     """One started process, its log, and its signals.
 
     Args:
-        name: role, as its log is named.
-        command: argv.
-        folder: its current directory, where the log goes.
-        environment: all of it.
-        log: file for standard output and error.
+        name: its role.
+        command: its arguments.
+        folder: its current directory.
+        environment: all of its variables.
+        log: file for its output and errors.
     """
 
     def __init__(
@@ -80,7 +77,7 @@ class Process:
         self.name, self.log = name, log
 
         def prepare() -> None:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a script's `&` ignores it
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # `&` in a script ignores it
             end_with_parent()
 
         with log.open("w") as output:
@@ -102,45 +99,45 @@ class Process:
         return self._process.poll() is None
 
     def send(self, number: signal.Signals) -> None:
-        """Send it a signal; one that has ended gets none."""
+        """Send it a signal, unless it has ended."""
         self._process.send_signal(number)
 
     def kill(self) -> None:
-        """End it as kill -9 does, it alone."""
+        """Kill it, but not its children."""
         self._process.kill()
         self._process.wait()
 
     def kill_group(self) -> None:
-        """End it and all of its process group at once, as a machine that goes does."""
+        """Kill it and its process group, as a machine that fails does."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
 
     def wait(self, timeout_s: float = SLOW_S) -> int:
-        """Its exit code; fails with its log when it does not end."""
+        """Return its exit code; fail with its log if it does not end."""
         try:
             return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"{self.name} runs on after {timeout_s} s:\n{self.text()[-3000:]}") from None
 
     def text(self) -> str:
-        """What it has said so far."""
+        """Return its log."""
         return self.log.read_text(errors="replace")
 
     def descendants(self) -> list[int]:
-        """Ids of all processes that it started, and that those did."""
+        """Return the ids of its children, and of theirs."""
         return descendants(self.pid)
 
     def pool(self) -> list[int]:
-        """Ids of a worker's processes that play: its descendants but for the semaphore tracker of spawn."""
+        """Return the ids of a worker's pool processes."""
         return [pid for pid in descendants(self.pid) if "spawn_main" in command_of(pid)]
 
 
 class Processes:
-    """Starts processes in a folder, and ends them by their ids.
+    """Starts processes in a folder, and ends them.
 
     Args:
-        folder: current directory of all; logs `<number>-<name>.log`, configs, and `runs/` go there.
+        folder: their current directory, with logs `<number>-<name>.log`, configs and `runs/`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -153,17 +150,15 @@ class Processes:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # --- starting ------------------------------------------------------------------------------------
-
     def worker(
         self, url: str | None, *arguments: str, concurrency: int = 1, role: str = "rollout", env: Env = None
     ) -> Process:
-        """`ddrl worker`, of the queues of a role."""
+        """Start `ddrl worker` with the queues of a role."""
         command = ["-m", "ddrl", "worker", "--role", role, "-c", str(concurrency), *arguments]
         return self.start("worker", url, *command, env=env)
 
     def celery(self, url: str | None, *arguments: str, concurrency: int = 1, env: Env = None) -> Process:
-        """`celery -A ddrl worker`, of all queues that this machine can serve."""
+        """Start `celery -A ddrl worker` with all queues that this machine can serve."""
         command = ["-m", "celery", "-A", "ddrl", "worker", "-c", str(concurrency), "-l", "info", *arguments]
         return self.start("celery", url, *command, env=env)
 
@@ -175,17 +170,17 @@ class Processes:
         folder: Path | str = "runs",
         env: Env = None,
     ) -> Process:
-        """`ddrl learner`, of one run or of whatever waits for one."""
+        """Start `ddrl learner` for one run, or for every run that waits."""
         run_argument = () if run is None else (run,)
         command = ["-m", "ddrl", "learner", *run_argument, "--folder", str(folder), *arguments]
         return self.start("learner", url, *command, env=env)
 
     def submit(self, url: str | None, config: Path, *arguments: str, env: Env = None) -> Process:
-        """`ddrl submit`, in the background."""
+        """Start `ddrl submit`."""
         return self.start("submit", url, "-m", "ddrl", "submit", str(config), *arguments, env=env)
 
     def start(self, name: str, url: str | None, *arguments: str, env: Env = None) -> Process:
-        """Python with any arguments, for example `start("live", url, "-m", "ddrl", "live", "last")`."""
+        """Start Python with any arguments, such as `start("up", None, "-m", "ddrl", "up")`."""
         log = self.folder / f"{len(self.started)}-{name}.log"
         command = [sys.executable, *arguments]
         self.started.append(Process(name, command, self.folder, self.environment(url, env), log))
@@ -194,7 +189,7 @@ class Processes:
     def ddrl(
         self, url: str | None, *arguments: str, check: bool = True, env: Env = None
     ) -> subprocess.CompletedProcess[str]:
-        """A command of the CLI, run to its end."""
+        """Run a command of the CLI to its end."""
         done = subprocess.run(
             [sys.executable, "-m", "ddrl", *arguments], cwd=self.folder, env=self.environment(url, env),
             stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SLOW_S,
@@ -205,26 +200,24 @@ class Processes:
     def detach(
         self, url: str | None, *options: str, name: str = "target", tree: Tree = None, **sections: Any
     ) -> str:
-        """Submit a small run (`config`) for learners and workers started otherwise; its id."""
+        """Submit a small run (see `config`) without learner and workers; return its id."""
         config = str(self.config(name=name, tree=tree, **sections))
         return str(json.loads(self.ddrl(url, "submit", config, "--detach", "--json", *options).stdout)["run"])
 
     def config(self, *, name: str = "target", tree: Tree = None, **sections: Any) -> Path:
-        """A config file of `tree`, else of the small run (`target_tree`) with `sections` merged into it."""
+        """Write the config of `tree`, or of `target_tree(**sections)`; return its path."""
         path = self.folder / f"{name}.yaml"
         path.write_text(yaml.safe_dump({**(tree or target_tree(**sections)), "name": name}))
         return path
 
     def environment(self, url: str | None, env: Env = None) -> dict[str, str]:
-        """Of a process that uses the server at `url`; None: the embedded one of the fixture `home`."""
+        """Return the variables of a process that uses the server at `url`, or the embedded one if None."""
         inherited = {name: value for name, value in os.environ.items() if name != connection.URL_VARIABLE}
         named = {} if url is None else {connection.URL_VARIABLE: url}
         return {**inherited, **named, "PYTHONPATH": str(ROOT), **(env or {})}
 
-    # --- looking -------------------------------------------------------------------------------------
-
     def until(self, condition: Callable[[], object], timeout_s: float = SLOW_S) -> float:
-        """Seconds until `condition()` holds; fails with all logs after `timeout_s`."""
+        """Return the seconds until `condition()` holds; fail with all logs after `timeout_s`."""
         began = time.monotonic()
         while not condition():
             assert time.monotonic() - began < timeout_s, f"not within {timeout_s:.0f} s\n{self.logs()}"
@@ -232,25 +225,28 @@ class Processes:
         return time.monotonic() - began
 
     def logs(self, last_chars: int = 3000) -> str:
-        """The ends of all logs below the folder."""
+        """Return the ends of all logs in the folder."""
         texts = {path: path.read_text(errors="replace") for path in sorted(self.folder.glob("**/*.log"))}
         return "\n".join(f"== {path.name}\n{text[-last_chars:]}" for path, text in texts.items())
 
     def kill(self) -> None:
-        """End what still runs at once."""
+        """Kill what still runs."""
         for process in self.started:
             if process.running:
                 process.kill_group()
 
     def close(self) -> None:
-        """End what still runs: TERM, then KILL of its group."""
-        alive = [process for process in self.started if process.running]
-        for process in alive:
-            process.send(signal.SIGCONT)
-            process.send(signal.SIGTERM)
+        """Kill the workers and learners that still run, and end commands in order, with the children they started."""
+        commands = []
+        for process in self.started:
+            if process.running and process.name in ("worker", "celery", "learner"):
+                process.kill_group()
+            elif process.running:
+                process.send(signal.SIGCONT)
+                process.send(signal.SIGTERM)
+                commands.append(process)
         deadline = time.monotonic() + 10.0
-        for process in alive:
+        for process in commands:
             with contextlib.suppress(AssertionError):
                 process.wait(max(0.1, deadline - time.monotonic()))
-            if process.running:
-                process.kill_group()
+        self.kill()

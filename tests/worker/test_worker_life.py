@@ -1,4 +1,4 @@
-"""Real Celery workers: what they say of themselves, how they leave, and what they do about a full server."""
+"""Real Celery workers: their heartbeat, how they end, and what they do while the server is full."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def ready(processes: Processes, worker: Process) -> None:
     processes.until(lambda: " ready." in worker.text())
 
 
-def test_a_worker_plays_soon_after_it_said_ready_and_says_what_it_is(
+def test_a_worker_plays_soon_after_it_is_ready_and_its_heartbeat_describes_it(
     server: PrivateServer, processes: Processes
 ) -> None:
     run = playable(server.client)
@@ -36,25 +36,23 @@ def test_a_worker_plays_soon_after_it_said_ready_and_says_what_it_is(
     ready(processes, worker)
     assert processes.until(lambda: stream_steps(server.client, run) > 0) < bound(1.5)
     processes.until(lambda: len(workers.alive(server.client)) == 1)
-    said = the_worker(server)
-    assert (said.host, said.pid, said.processes) == (socket.gethostname(), worker.pid, 2)
-    assert set(said.pids) == set(worker.pool())
-    assert said.cores == len(os.sched_getaffinity(0)) and said.memory_bytes > 10**8
-    assert said.capabilities == tuple(envs.capabilities())
-    assert set(said.queues) == {*envs.queues("ddrl.rollout"), *envs.queues("ddrl.evaluate")}
-    assert said.versions["ddrl"] and said.versions["gymnasium"] and not said.draining
+    sent = the_worker(server)
+    assert (sent.host, sent.pid, sent.processes) == (socket.gethostname(), worker.pid, 2)
+    assert set(sent.pids) == set(worker.pool())
+    assert sent.cores == len(os.sched_getaffinity(0)) and sent.memory_bytes > 10**8
+    assert sent.capabilities == tuple(envs.capabilities())
+    assert set(sent.queues) == {*envs.queues("ddrl.rollout"), *envs.queues("ddrl.evaluate")}
+    assert sent.versions["ddrl"] and sent.versions["gymnasium"] and not sent.draining
     playing = segments.players(server.client, run)
-    assert all(one.node == said.node and one.pid in said.pids for one in playing.values())
-    # Nothing is kept about messages on their way: a server without memory can neither lose nor repeat one.
+    assert all(one.node == sent.node and one.pid in sent.pids for one in playing.values())
+    # No bookkeeping of unacknowledged messages: a full server can neither lose nor repeat one.
     assert not server.client.keys(f"{keys.BROKER_PREFIX}unacked*")
 
     os.kill(worker.pool()[0], signal.SIGKILL)
     processes.until(lambda: set(the_worker(server).pids) == set(worker.pool()) and len(worker.pool()) == 2)
 
 
-def test_sigterm_ends_segments_at_their_next_append_and_the_heartbeat_says_so(
-    server: PrivateServer, processes: Processes
-) -> None:
+def test_sigterm_ends_segments_at_their_next_append(server: PrivateServer, processes: Processes) -> None:
     run = playable(server.client, rollout={"segment_s": 600})
     late = playable(server.client, rollout={"segment_s": 600})
     send(server, run)
@@ -84,7 +82,7 @@ def test_a_second_signal_ends_a_worker_at_once_in_order(
     processes.until(lambda: stream_steps(server.client, run) > 0)
     children = worker.pool()
     processes.until(lambda: workers.alive(server.client))
-    os.kill(children[0], signal.SIGSTOP)  # it cannot end in order
+    os.kill(children[0], signal.SIGSTOP)  # so it cannot end in order
     worker.send(signum)
     processes.until(lambda: the_worker(server).draining, 30)
     assert worker.running
@@ -97,7 +95,7 @@ def test_a_second_signal_ends_a_worker_at_once_in_order(
     processes.until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in children), 20)
 
 
-def test_a_server_without_memory_costs_a_line_and_a_pause(
+def test_workers_wait_for_a_full_server_and_log_that_once(
     server: PrivateServer, processes: Processes
 ) -> None:
     run = playable(server.client, rollout={"segment_s": 600})
@@ -109,21 +107,21 @@ def test_a_server_without_memory_costs_a_line_and_a_pause(
     try:
         server.client.config_set("maxmemory", 1)
         processes.until(lambda: sentence in worker.text())
-        begun = processes.celery(server.url)  # waits, before it says ready
-        processes.until(lambda: sentence in begun.text())
+        starting = processes.celery(server.url)  # waits before it is ready
+        processes.until(lambda: sentence in starting.text())
     finally:
         server.client.config_set("maxmemory", 0)
-    ready(processes, begun)
+    ready(processes, starting)
     before = stream_steps(server.client, run)
     with dispatching(server, run):
         processes.until(lambda: stream_steps(server.client, run) > before)
-    assert worker.running and "Traceback" not in worker.text() + begun.text()
+    assert worker.running and "Traceback" not in worker.text() + starting.text()
     assert worker.text().count(sentence) == 1
     state = runs.state(server.client, run)
     assert state.crashes_total == 0 and state.duplicates == 0
 
 
-def test_threads_play_and_drain_each_for_itself(
+def test_a_pool_of_threads_plays_and_drains(
     server: PrivateServer, processes: Processes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = bad(server.client, "sleep", monkeypatch, rollout={"segment_s": 600})
@@ -140,11 +138,11 @@ def test_threads_play_and_drain_each_for_itself(
     assert worker.wait(60) == 0 and "Traceback" not in worker.text()
 
 
-def test_high_priority_comes_first(server: PrivateServer, processes: Processes) -> None:
+def test_messages_of_high_priority_come_first(server: PrivateServer, processes: Processes) -> None:
     low, normal, high = (playable(server.client, rollout={"segment_s": 0.5}) for _ in range(3))
     for run, priority in ((low, "low"), (normal, "normal"), (high, "high")):
         send(server, run, priority=priority)
     processes.celery(server.url)
     processes.until(lambda: all(stream_steps(server.client, run) for run in (low, normal, high)))
-    begun = {run: server.client.hget(keys.state(run), "first_step_ms") for run in (high, normal, low)}
-    assert list(begun) == sorted(begun, key=lambda run: int(begun[run]))
+    first_ms = {run: server.client.hget(keys.state(run), "first_step_ms") for run in (high, normal, low)}
+    assert list(first_ms) == sorted(first_ms, key=lambda run: int(first_ms[run]))
