@@ -1,4 +1,4 @@
-"""Compose file, Dockerfile and units against the code: no engine here, so they are read and checked."""
+"""Compose file, Dockerfile and units agree with the code; they are read, as no container engine is needed."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 UNITS = sorted(ROOT.glob("workers/*.service"))
 DOCKERFILE = (ROOT / "workers" / "Dockerfile").read_text("utf-8")
 SUBCOMMANDS = {function.__name__ for _, function in COMMANDS}
-FOREIGN = {"redis", "prometheus", "grafana"}  # services that are not ddrl's image
-ELSEWHERE = {"HOME", "REDISCLI_AUTH", "MAXMEMORY", "FLOWER_BASIC_AUTH"}  # read by others than ddrl
-BARE = {"PATH": os.environ["PATH"]}  # without what `make test` hands down
+NOT_DDRL = {"redis", "prometheus", "grafana"}  # services that do not run ddrl's image
+ELSEWHERE = {"HOME", "REDISCLI_AUTH", "MAXMEMORY", "FLOWER_BASIC_AUTH"}  # read by other programs
+BARE = {"PATH": os.environ["PATH"]}  # without the variables that `make test` sets
 SECRET = re.compile(r"PASSWORD|SECRET|TOKEN|AUTH|URL")
 
 
@@ -38,7 +38,7 @@ def is_pinned(image: str) -> bool:
 
 
 def exists(command: list[str]) -> bool:
-    """Whether a command line starts something that this project has."""
+    """Return whether a command line starts something that this project has."""
     program = Path(command[0]).name
     if program == "python":
         return command[1].startswith("workers/") and (ROOT / command[1]).is_file()
@@ -48,7 +48,7 @@ def exists(command: list[str]) -> bool:
 
 
 def command_of(service: dict[str, Any]) -> list[str]:
-    """The words that a service runs in the end."""
+    """Return the command line that a service runs in the end."""
     command = [*service.get("entrypoint", []), *service.get("command", [])]
     if command[0] == "sh":
         line = next(line for line in command[-1].splitlines() if line.startswith("exec "))
@@ -56,7 +56,7 @@ def command_of(service: dict[str, Any]) -> list[str]:
     return command
 
 
-def test_the_checks_can_fail() -> None:
+def test_these_checks_can_fail() -> None:
     assert not is_pinned("redis") and not is_pinned("redis:latest") and not is_pinned("redis:7")
     assert is_pinned("redis:7.4.5-alpine")
     assert not exists(["python", "workers/nobody.py"]) and not exists(["ddrl", "dance"])
@@ -70,7 +70,7 @@ def test_images_are_pinned() -> None:
 
 
 def test_commands_exist() -> None:
-    commands = [command_of(service) for name, service in SERVICES.items() if name not in FOREIGN]
+    commands = [command_of(service) for name, service in SERVICES.items() if name not in NOT_DDRL]
     for unit in UNITS:
         commands.append(re.search(r"^ExecStart=(.+)$", unit.read_text("utf-8"), re.MULTILINE)[1].split())  # type: ignore[index]
     commands.append(yaml.safe_load(re.search(r"^CMD (.+)$", DOCKERFILE, re.MULTILINE)[1]))  # type: ignore[index]
@@ -78,15 +78,15 @@ def test_commands_exist() -> None:
     assert [command for command in commands if not exists(command)] == []
 
 
-def test_roles_are_all_there() -> None:
-    started = {command_of(service)[1] for name, service in SERVICES.items() if name not in FOREIGN}
+def test_every_role_has_a_service_a_unit_and_a_line_in_the_readme() -> None:
+    started = {command_of(service)[1] for name, service in SERVICES.items() if name not in NOT_DDRL}
     assert {"workers/rollout.py", "workers/evaluation.py", "workers/learner.py"} <= started
     assert {unit.stem for unit in UNITS} == {"ddrl-rollout@", "ddrl-evaluation", "ddrl-learner"}
     table = (ROOT / "workers" / "README.md").read_text("utf-8")
     assert all(f"`python workers/{role}.py" in table for role in ("rollout", "evaluation", "learner"))
 
 
-def test_environment_names_are_read_by_the_code() -> None:
+def test_variables_that_are_set_are_read_by_the_code() -> None:
     given = {name for service in SERVICES.values() for name in service.get("environment", {})}
     given = {name for name in given if not name.startswith("GF_")}
     for unit in UNITS:
@@ -97,7 +97,7 @@ def test_environment_names_are_read_by_the_code() -> None:
     assert {name for name in given - ELSEWHERE if f'"{name}"' not in code} == set()
 
 
-def test_no_secret_is_written_down() -> None:
+def test_files_hold_no_secret() -> None:
     for name, service in SERVICES.items():
         for variable, value in service.get("environment", {}).items():
             if SECRET.search(variable) and value != "false":
@@ -117,7 +117,7 @@ def test_the_server_is_safe_and_durable() -> None:
     assert "ports" not in server and "healthcheck" in server and server["volumes"] == ["redis:/data"]
 
 
-def test_published_ports_are_on_the_loopback_and_ask_who_you_are() -> None:
+def test_published_ports_are_on_the_loopback_and_require_a_login() -> None:
     ports = {name: service["ports"] for name, service in SERVICES.items() if "ports" in service}
     assert ports == {"flower": ["127.0.0.1:5555:5555"], "grafana": ["127.0.0.1:3000:3000"]}
     for name, start in (
@@ -160,7 +160,7 @@ def test_mounted_files_are_there_and_volumes_declared() -> None:
 
 
 @pytest.mark.skipif(shutil.which("docker") is None, reason="no docker client")
-def test_the_compose_file_is_one_to_docker() -> None:
+def test_docker_accepts_the_compose_file() -> None:
     if subprocess.run(["docker", "compose", "version"], capture_output=True).returncode:
         pytest.skip("this docker client has no compose")
     environment = {**BARE, "DDRL_REDIS_PASSWORD": "x"}
@@ -178,7 +178,7 @@ def test_the_compose_file_is_one_to_docker() -> None:
 def test_services_wait_for_the_server_and_end_in_order() -> None:
     for name, service in SERVICES.items():
         assert "stop_grace_period" in service and "restart" in service, name
-        if name not in FOREIGN:
+        if name not in NOT_DDRL:
             assert service["depends_on"] == {"redis": {"condition": "service_healthy"}}
     assert SERVICES["learner-gpu"]["profiles"] == ["gpu"]
     device = SERVICES["learner-gpu"]["deploy"]["resources"]["reservations"]["devices"][0]
@@ -186,7 +186,7 @@ def test_services_wait_for_the_server_and_end_in_order() -> None:
     assert "deploy" not in SERVICES["learner"]
 
 
-def test_the_image_runs_as_somebody_and_has_what_it_copies() -> None:
+def test_the_image_does_not_run_as_root_and_copies_files_that_exist() -> None:
     copied = [
         word for line in re.findall(r"^COPY (.+) \S+$", DOCKERFILE, re.MULTILINE) for word in line.split()
     ]
@@ -198,7 +198,7 @@ def test_the_image_runs_as_somebody_and_has_what_it_copies() -> None:
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
-def test_units(unit: Path) -> None:
+def test_units_restart_end_in_order_and_limit_what_they_may_do(unit: Path) -> None:
     parser = configparser.ConfigParser(interpolation=None, strict=False)
     parser.optionxform = str  # type: ignore[assignment,method-assign]
     parser.read_string(unit.read_text("utf-8"))
@@ -207,7 +207,7 @@ def test_units(unit: Path) -> None:
     assert int(service["TimeoutStopSec"]) > 0 and service["User"] == "ddrl"
     assert service["NoNewPrivileges"] == "yes" and service["ProtectSystem"] == "strict"
     assert service["LimitCORE"] == "0" and int(service["TasksMax"]) > 0 and service["MemoryMax"].endswith("%")
-    keeps_going = unit.stem != "ddrl-learner"  # a process of the pool that is ended must not end the worker
+    keeps_going = unit.stem != "ddrl-learner"  # the worker survives a process of its pool that is killed
     assert service.get("OOMPolicy") == ("continue" if keeps_going else None)
     assert (int(service["OOMScoreAdjust"]) > 0) == keeps_going
     assert re.search(
@@ -215,7 +215,7 @@ def test_units(unit: Path) -> None:
     )
 
 
-def test_units_on_one_machine_serve_figures_on_ports_of_their_own() -> None:
+def test_units_serve_metrics_on_different_ports() -> None:
     found = [
         re.search(r"^Environment=DDRL_METRICS=(\S+)$", unit.read_text("utf-8"), re.MULTILINE)
         for unit in UNITS
@@ -224,7 +224,7 @@ def test_units_on_one_machine_serve_figures_on_ports_of_their_own() -> None:
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze")
-def test_units_are_such_to_systemd(tmp_path: Path) -> None:
+def test_systemd_accepts_the_units(tmp_path: Path) -> None:
     for unit in UNITS:
         text = re.sub(r"^ExecStart=\S+", "ExecStart=/bin/true", unit.read_text("utf-8"), flags=re.MULTILINE)
         (tmp_path / unit.name).write_text(text)
@@ -235,13 +235,13 @@ def test_units_are_such_to_systemd(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("role", ["rollout", "evaluation"])
 def test_role_scripts_start_no_worker_when_imported(role: str) -> None:
-    """The pool spawns, and its children import the main file again."""
+    """The processes of the pool import the main file again."""
     code = f"import runpy; runpy.run_path('workers/{role}.py', run_name='__mp_main__')"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="no make")
-def test_make_refuses_what_it_cannot_use(tmp_path: Path) -> None:
+def test_make_refuses_an_old_python(tmp_path: Path) -> None:
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path)
     old = tmp_path / "old-python"
@@ -254,7 +254,7 @@ def test_make_refuses_what_it_cannot_use(tmp_path: Path) -> None:
     assert not (tmp_path / ".venv").exists()
 
 
-def test_make_run_passes_its_variables_on() -> None:
+def test_make_passes_its_variables_on() -> None:
     arguments = ["make", "--dry-run", "--old-file=.venv/.set-up", "lunar", "TIME=15", "WORKERS=3", "SEED=2"]
     done = subprocess.run(arguments, cwd=ROOT, env=BARE, capture_output=True, text=True, check=True)
     line = " ".join(done.stdout.replace("\\\n", " ").split())

@@ -1,4 +1,4 @@
-"""Passwords that must not show, servers that must not be open: on real processes, Flower included."""
+"""No password is shown and no server is open to others: on real processes, Flower included."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from ddrl.cli.doctor import is_loopback, security
 from ddrl.store import connection, runs
 from ddrl.store import server as embedded
 
-SECRET = "open/se:same@17"  # in a URL it is written otherwise
-SPELLED = (SECRET, quote(SECRET, safe=""))
-USER, FLOWER_SECRET = "overseer", "petals-of-iron"
+SECRET = "open/se:same@17"  # in a URL it is quoted
+SPELLINGS = (SECRET, quote(SECRET, safe=""))
+USER, FLOWER_SECRET = "admin", "flower-secret"
 
 
 class Page:
-    """What Flower answers."""
+    """A page of Flower: its status, 0 without an answer, and its text."""
 
     def __init__(self, port: int, path: str, login: str | None = f"{USER}:{FLOWER_SECRET}") -> None:
         request = urllib.request.Request(f"http://127.0.0.1:{port}{path}")
@@ -48,7 +48,7 @@ class Page:
 
 
 def flower(processes: Processes, url: str | None) -> tuple[Process, int]:
-    """Flower as the README starts it, once it answers."""
+    """Start Flower as the README does, and wait until it answers."""
     (port,) = free_ports(1)
     arguments = ["-m", "celery", "-A", "ddrl", "flower", "--address=127.0.0.1", f"--port={port}"]
     env = {"FLOWER_BASIC_AUTH": f"{USER}:{FLOWER_SECRET}"}
@@ -58,12 +58,12 @@ def flower(processes: Processes, url: str | None) -> tuple[Process, int]:
 
 
 def shown(text: str) -> list[str]:
-    """Which secrets a text shows."""
-    return [secret for secret in (*SPELLED, FLOWER_SECRET) if secret in text]
+    """Return the secrets that a text shows."""
+    return [secret for secret in (*SPELLINGS, FLOWER_SECRET) if secret in text]
 
 
 @pytest.mark.parametrize("way", ["unix", "tcp"])
-def test_no_password_shows(
+def test_no_password_is_shown(
     way: str,
     make_server: Callable[..., PrivateServer],
     processes: Processes,
@@ -75,14 +75,14 @@ def test_no_password_shows(
     if way == "tcp":
         (port,) = free_ports(1)
         server.client.config_set("port", port)
-        url = f"redis://:{SPELLED[1]}@127.0.0.1:{port}/0"
+        url = f"redis://:{SPELLINGS[1]}@127.0.0.1:{port}/0"
     run = processes.detach(url, stop={"return": None, "time": 600})
     worker = processes.worker(url, role="all")
     processes.learner(url, run)
     watching, port = flower(processes, url)
     processes.until(lambda: runs.state(server.client, run).appended_steps > 200)
 
-    # Flower asks who you are, and shows workers, tasks and queues, but no password.
+    # Flower requires a login, and shows workers, tasks and queues, but no password.
     for path in ("/", "/api/workers", "/broker", "/workers"):
         for login in (None, f"{USER}:wrong"):
             assert Page(port, path, login).status == 401, path
@@ -97,29 +97,29 @@ def test_no_password_shows(
     assert "ddrl.rollout" in pages[3].text  # the queues' lengths were read, so the password is right
     assert shown("".join(page.text for page in pages)) == []
 
-    # Nor do process lists, not even that of Flower's own.
+    # Nor do process lists show one, not even for Flower.
     for process in processes.started:
         commands = [command_of(pid) for pid in (process.pid, *descendants(process.pid))]
         assert commands and shown("".join(commands)) == []
 
-    # Nor what any of them says, also when the server goes away and is not found again.
+    # Nor does any log or message, also when the server goes away.
     monkeypatch.setenv(connection.URL_VARIABLE, url)
     assert [main(words) for words in (["doctor"], ["status", run], ["fleet"])] == [0, 0, 0]
-    told = capsys.readouterr()
+    output = capsys.readouterr()
     server.kill()
     wait_until(lambda: "does not answer" in worker.text(), 60.0)
     assert main(["status", run]) == 3
     lost = capsys.readouterr()
     assert lost.err.count("\n") == 1 and "no server reachable" in lost.err
-    assert "***" in told.out and re.search(r"^ok +security ", told.out, re.MULTILINE)
-    assert shown(told.out + told.err + lost.out + lost.err) == []
+    assert "***" in output.out and re.search(r"^ok +security ", output.out, re.MULTILINE)
+    assert shown(output.out + output.err + lost.out + lost.err) == []
     assert watching.running and shown(processes.logs(last_chars=1_000_000)) == []
-    for process in processes.started:  # they would wait for the server
+    for process in processes.started:  # else they wait for the server
         process.kill_group()
 
 
-def test_errors_that_nobody_caught_hide_it_too(processes: Processes, tmp_path: Path) -> None:
-    """Tracebacks show lines of code and messages, and libraries their own: none may hold the URL."""
+def test_tracebacks_show_no_password(processes: Processes, tmp_path: Path) -> None:
+    """Neither lines of code nor messages of libraries hold the URL."""
     script = """
 import sys
 from ddrl.store import connection
@@ -128,13 +128,10 @@ client = connection.connect()
 print(client, client.connection_pool, file=sys.stderr)
 client.ping()
 """
-    for url in (f"redis://:{SPELLED[1]}@127.0.0.1:1/0", f"unix://:{SPELLED[1]}@{tmp_path}/none"):
+    for url in (f"redis://:{SPELLINGS[1]}@127.0.0.1:1/0", f"unix://:{SPELLINGS[1]}@{tmp_path}/none"):
         done = processes.start("script", url, "-c", script)
         assert done.wait() == 1 and "Traceback" in done.text()
         assert shown(done.text()) == []
-
-
-# --- the embedded server -----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -160,21 +157,21 @@ def test_the_embedded_server_is_closed_to_others(hold: embedded.Hold) -> None:
         assert client.config_get("port") == {"port": "0"}
         assert security(client, connection.url()).level == "ok"
     if os.geteuid() == 0:
-        assert as_somebody_else(f"open({str(state / 'password')!r}).read()") == "PermissionError"
+        assert as_another_user(f"open({str(state / 'password')!r}).read()") == "PermissionError"
         connecting = f"socket.socket(socket.AF_UNIX).connect({str(socket_path)!r})"
-        assert as_somebody_else(connecting) == "PermissionError"
-        assert as_somebody_else(f"os.listdir({str(state)!r})") == "PermissionError"
+        assert as_another_user(connecting) == "PermissionError"
+        assert as_another_user(f"os.listdir({str(state)!r})") == "PermissionError"
 
 
-def as_somebody_else(statement: str) -> str:
-    """What becomes of a statement in a process of another user: the name of its error, or nothing."""
+def as_another_user(statement: str) -> str:
+    """Run a statement in a process of another user; return the name of its error, or nothing."""
     code = f"import os, socket\nos.setgroups([]); os.setgid(65534); os.setuid(65534)\ntry: {statement}\n"
     code += "except Exception as error: print(type(error).__name__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return done.stdout.strip()
 
 
-def test_listening_never_goes_without_a_password(hold: embedded.Hold) -> None:
+def test_a_server_without_a_password_never_listens(hold: embedded.Hold) -> None:
     (port,) = free_ports(1)
     with connection.connect() as client:
         client.config_set("requirepass", "")
@@ -184,11 +181,8 @@ def test_listening_never_goes_without_a_password(hold: embedded.Hold) -> None:
         client.config_set("requirepass", connection.password())
     remote, join = hold.listen("0.0.0.0", port)
     assert connection.password() in remote and remote in join
-    with connection.connect(f"redis://127.0.0.1:{port}/0") as stranger, pytest.raises(connection.StoreError):
-        connection.check(stranger)
-
-
-# --- servers of others -------------------------------------------------------------------------------
+    with connection.connect(f"redis://127.0.0.1:{port}/0") as other, pytest.raises(connection.StoreError):
+        connection.check(other)
 
 
 def test_a_server_that_is_open_to_all_is_reported(make_server: Callable[..., PrivateServer]) -> None:
@@ -209,13 +203,13 @@ def test_a_server_that_is_open_to_all_is_reported(make_server: Callable[..., Pri
     assert finding(server.url).startswith("ok")
     server.client.config_set("protected-mode", "no")
     server.client.config_set("requirepass", SECRET)
-    assert finding(local.replace("//", f"//:{SPELLED[1]}@")).startswith("ok")
-    found = finding(remote.replace("//", f"//:{SPELLED[1]}@"))
+    assert finding(local.replace("//", f"//:{SPELLINGS[1]}@")).startswith("ok")
+    found = finding(remote.replace("//", f"//:{SPELLINGS[1]}@"))
     assert re.match("warn: .* unencrypted; .*rediss://", found)
 
 
 def own_address() -> str:
-    """An address of this machine that is not its loopback."""
+    """Return an address of this machine that is not its loopback."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # nothing is sent

@@ -1,6 +1,6 @@
-"""Starts a rollout worker: plays segments of every run that this machine can play.
+"""Starts a rollout worker: it plays segments of every run that this machine can play.
 
-python workers/rollout.py [PROCESSES]        else $DDRL_PROCESSES, else one process a core
+python workers/rollout.py [PROCESSES]        else $DDRL_PROCESSES, else one process per core
 """
 
 from __future__ import annotations
@@ -8,18 +8,10 @@ from __future__ import annotations
 import os
 import sys
 
-for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-    os.environ.setdefault(name, "1")  # a process plays on one core; more threads only take others'
+from ddrl.cli import main
 
-
-def main() -> int:
-    from ddrl.cli import main as ddrl
-
+if __name__ == "__main__":  # the processes of the pool import this file, too
     processes = (
         sys.argv[1] if len(sys.argv) > 1 else os.environ.get("DDRL_PROCESSES") or str(os.cpu_count() or 1)
     )
-    return ddrl(["worker", "--role", "rollout", "--concurrency", processes])
-
-
-if __name__ == "__main__":  # the pool spawns: its children import this file again
-    sys.exit(main())
+    sys.exit(main(["worker", "--role", "rollout", "--concurrency", processes]))

@@ -85,7 +85,9 @@ def acquire() -> Hold:
         raise StoreError(f"{URL_VARIABLE} is set, so the embedded server is not used; unset it")
     server_binary()  # a missing program is refused before any file is made
     deadline = time.monotonic() + START_TIMEOUT_S
-    while (lock := try_lock(_users_file(), fcntl.LOCK_SH)) is None:  # the last user is stopping the server
+    while (
+        lock := try_lock(_file("users.lock"), fcntl.LOCK_SH)
+    ) is None:  # the last user is stopping the server
         if time.monotonic() > deadline:
             raise StoreError(f"{socket_path()}: the server has been stopping for 15 s; see {log_path()}")
         time.sleep(0.02)
@@ -99,7 +101,7 @@ def acquire() -> Hold:
 
 def hold_if_running() -> Hold | None:
     """Return a share in the embedded server if it runs, else None; never start one."""
-    if not is_embedded() or (lock := try_lock(_users_file(), fcntl.LOCK_SH)) is None:
+    if not is_embedded() or (lock := try_lock(_file("users.lock"), fcntl.LOCK_SH)) is None:
         return None
     if _answers() is not False:
         return Hold(lock)
@@ -140,9 +142,9 @@ class Hold:
         Raises:
             StoreError: another process has opened the server already, or the address is refused.
         """
-        lock = try_lock(_listen_file())
+        lock = try_lock(_file("listen"))
         if lock is None:
-            address = _listen_file().read_text()
+            address = _file("listen").read_text()
             raise StoreError(
                 f"{host}:{port}: the server listens on {address} already; end that `ddrl up` first"
             )
@@ -172,7 +174,7 @@ class Hold:
     def _watch(self) -> None:
         """Restart the server when it has ended, but give up where it keeps ending."""
         restarts, started = 0, -math.inf
-        path = _server_file()
+        path = _file("redis.pid")
         while not self._released.wait(WATCH_EVERY_S):
             try:
                 if (lock := try_lock(path)) is None:
@@ -222,10 +224,10 @@ def log_path() -> Path:
 
 def server_pid() -> int:
     """Return the process id of the embedded server; 0 if none runs, or one of another machine or socket."""
-    if (lock := try_lock(_server_file(), fcntl.LOCK_SH)) is not None:
+    if (lock := try_lock(_file("redis.pid"), fcntl.LOCK_SH)) is not None:
         unlock(lock)
         return 0
-    pid, _, place = _server_file().read_text().partition(" ")
+    pid, _, place = _file("redis.pid").read_text().partition(" ")
     return int(pid) if place == _place() else 0
 
 
@@ -237,7 +239,7 @@ def _ensure_running(deadline: float) -> None:
             deadline = time.monotonic() + START_TIMEOUT_S
         if server is not None and server.poll() is not None:
             raise StoreError(f"{log_path()}: the embedded server does not start: {_last_log_line()}")
-        if server is None and (lock := try_lock(_server_file())) is not None:
+        if server is None and (lock := try_lock(_file("redis.pid"))) is not None:
             server = _start(lock)
         if time.monotonic() > deadline:
             raise StoreError(_why_no_answer())
@@ -318,9 +320,9 @@ def _server_config() -> str:
         "maxmemory-policy": "noeviction",
         "daemonize": "no",
     }
-    lock = try_lock(_listen_file())
+    lock = try_lock(_file("listen"))
     if lock is None:  # the user that has opened the server on TCP is there
-        settings["bind"], _, settings["port"] = _listen_file().read_text().partition(" ")
+        settings["bind"], _, settings["port"] = _file("listen").read_text().partition(" ")
     else:
         unlock(lock)
     quoted = ((name, value.replace("\\", "\\\\").replace('"', '\\"')) for name, value in settings.items())
@@ -355,7 +357,7 @@ def _answers() -> bool | None:
 
 
 def _why_no_answer() -> str:
-    pid, _, place = _server_file().read_text().partition(" ")
+    pid, _, place = _file("redis.pid").read_text().partition(" ")
     if pid and place != _place():
         return (
             f"{state_dir()}: in use by a server with another socket (pid, host, socket: {pid} {place});"
@@ -423,16 +425,8 @@ def _forget_locks() -> None:
 os.register_at_fork(after_in_child=_forget_locks)
 
 
-def _users_file() -> Path:
-    return state_dir() / "users.lock"
-
-
-def _server_file() -> Path:
-    return state_dir() / "redis.pid"
-
-
-def _listen_file() -> Path:
-    return state_dir() / "listen"
+def _file(name: str) -> Path:
+    return state_dir() / name
 
 
 def _place() -> str:

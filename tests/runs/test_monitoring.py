@@ -1,4 +1,4 @@
-"""Figures for Prometheus of a real learner and a real worker; the dashboard that draws them."""
+"""Metrics for Prometheus of a real learner and a real worker, and the dashboard that shows them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def scrape(port: int) -> dict[str, dict[tuple[str, ...], float]]:
-    """Metric -> label values, by the labels' names -> value; empty while nobody serves there."""
+    """Return metric -> label values, sorted by the labels' names -> value; empty if nothing is served."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as reply:
             text = reply.read().decode()
@@ -45,14 +45,14 @@ def scrape(port: int) -> dict[str, dict[tuple[str, ...], float]]:
     return found
 
 
-def drawn(dashboard: dict[str, Any]) -> set[str]:
-    """Metrics named in a dashboard's expressions."""
+def shown(dashboard: dict[str, Any]) -> set[str]:
+    """Return the metrics named in a dashboard's expressions."""
     targets = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
     queries = [variable["query"] for variable in dashboard["templating"]["list"]]
     return set(re.findall(r"\b(?:ddrl|process)_[a-z_]+", " ".join(targets + queries)))
 
 
-def test_a_learner_and_a_worker_serve_what_the_dashboard_draws(
+def test_a_learner_and_a_worker_serve_what_the_dashboard_shows(
     server: PrivateServer,
     processes: Processes,
     monkeypatch: pytest.MonkeyPatch,
@@ -81,23 +81,23 @@ def test_a_learner_and_a_worker_serve_what_the_dashboard_draws(
     assert worked["ddrl_worker_resident_bytes"][node] > 1e7 and worked["ddrl_worker_uptime_seconds"][node] > 0
 
     exported = set(learned) | set(worked)
-    assert len(drawn(DASHBOARD)) > 30 and drawn(DASHBOARD) - exported == set()
+    assert len(shown(DASHBOARD)) > 30 and shown(DASHBOARD) - exported == set()
     assert {series.name for series in monitoring.SERIES} <= set(learned)
     assert {name for name, _ in monitoring.ROW.values()} <= set(learned)
     assert not re.search(r"warning|WARNING", learner.text().split("metrics for Prometheus")[0])
 
-    # Another process that wants the same port says so in one line, and goes on.
+    # Another process on the same port logs one line, and continues.
     monkeypatch.setenv(monitoring.VARIABLE, str(workers))
     assert not monitoring.serve_worker("another", tuple, busy=int, tasks=dict)
     assert caplog.messages == [
         f"{monitoring.VARIABLE}={workers}: Address already in use; no metrics are served"
     ]
 
-    # A server that is gone is one figure.
+    # A server that is down is one metric.
     server.kill()
     processes.until(lambda: scrape(learners).get("ddrl_server_up", {}).get(()) == 0)
     assert "ddrl_env_steps_total" not in scrape(learners)
-    for process in (learner, worker):  # they would wait for it
+    for process in (learner, worker):  # else they wait for it
         process.kill_group()
 
 
@@ -111,14 +111,14 @@ def test_a_learner_and_a_worker_serve_what_the_dashboard_draws(
         (" host.example:65535 ", ("host.example", 65535)),
     ],
 )
-def test_addresses(text: str, expected: tuple[str, int]) -> None:
+def test_an_address_is_read(text: str, expected: tuple[str, int]) -> None:
     assert monitoring.address(text) == expected
 
 
 @pytest.mark.parametrize(
     "text", ["0", "127.0.0.1:0", "65536", "host", "host:", "::1:80", "http://h:80", "-1", ""]
 )
-def test_addresses_that_are_refused(text: str) -> None:
+def test_an_address_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="expected HOST:PORT with a port from 1 to 65535"):
         monitoring.address(text)
 
@@ -133,11 +133,11 @@ def test_without_a_usable_address_nothing_is_served(
     assert caplog.text.count("\n") == 1 and "DDRL_METRICS=127.0.0.1:0: expected HOST:PORT" in caplog.text
 
 
-def test_memory_of_a_process_that_is_gone() -> None:
+def test_a_process_that_has_ended_has_no_memory() -> None:
     assert monitoring.resident_bytes(2**22 + 1) == 0
 
 
-def test_the_dashboard_is_whole() -> None:
+def test_the_dashboard_has_no_overlaps_and_known_sources() -> None:
     ids = [panel["id"] for panel in DASHBOARD["panels"]]
     assert len(set(ids)) == len(ids)
     source = yaml.safe_load((ROOT / "workers" / "grafana" / "datasource.yml").read_text("utf-8"))[

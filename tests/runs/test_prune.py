@@ -1,4 +1,4 @@
-"""Retention of ended runs: by age, by bytes, and never what goes on."""
+"""Ended runs are deleted by age and by bytes; active ones never."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def client(server: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 
 def ended(client: Any, days: float, *, status: str = "stopped", num_bytes: int = 0) -> str:
-    """A run that ended so many days ago, with something of that size."""
+    """Create a run that ended so many days ago and holds so many bytes."""
     run = make_run(client)
     runs.set_status(client, run, status, "enough")
     when = runs.server_ms(client) - int(days * DAY_S * 1e3)
@@ -40,7 +40,7 @@ def names(rows: list[pruning.Pruned]) -> list[str]:
     return [row.run for row in rows]
 
 
-def test_by_age(client: Any) -> None:
+def test_runs_are_pruned_by_age(client: Any) -> None:
     old, older, young = ended(client, 31), ended(client, 400, status="solved"), ended(client, 2)
     active, paused = make_run(client), make_run(client)
     runs.set_status(client, paused, "paused", "by hand")
@@ -53,10 +53,10 @@ def test_by_age(client: Any) -> None:
     assert pruning.prune(client, 30 * DAY_S, None) == []
 
 
-def test_by_bytes_the_oldest_goes_first(client: Any) -> None:
+def test_the_oldest_runs_are_pruned_until_the_rest_fits(client: Any) -> None:
     third, first, second = (ended(client, days, num_bytes=1_000_000) for days in (1, 3, 2))
     busy = make_run(client)
-    client.set(keys.weights_blob(busy, 0), b"x" * 5_000_000)  # is not counted
+    client.set(keys.weights_blob(busy, 0), b"x" * 5_000_000)  # not counted
     assert pruning.prune(client, None, 4_000_000) == []
     rows = pruning.prune(client, None, 2_500_000)
     assert names(rows) == [first] and 1_000_000 < rows[0].bytes < 1_200_000
@@ -65,13 +65,13 @@ def test_by_bytes_the_oldest_goes_first(client: Any) -> None:
     assert runs.names(client) == [busy]
 
 
-def test_age_counts_towards_bytes(client: Any) -> None:
+def test_runs_that_are_too_old_make_room_first(client: Any) -> None:
     old, young = ended(client, 50, num_bytes=1_000_000), ended(client, 1, num_bytes=1_000_000)
     assert names(pruning.prune(client, 30 * DAY_S, 1_500_000)) == [old]
     assert runs.names(client) == [young]
 
 
-def test_what_a_learner_still_holds_stays(client: Any) -> None:
+def test_a_run_that_a_learner_holds_stays(client: Any) -> None:
     run = make_run(client)
     token = add_history(client, run)
     runs.set_status(client, run, "solved", "return 200 confirmed")
@@ -81,7 +81,9 @@ def test_what_a_learner_still_holds_stays(client: Any) -> None:
     assert not [*client.scan_iter(keys.run_pattern(run))] and runs.names(client) == []
 
 
-def test_the_command(client: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_command_confirms_and_reports(
+    client: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     old, young = ended(client, 31, num_bytes=2_000_000), ended(client, 1)
     (tmp_path / "runs" / old).mkdir(parents=True)
 
@@ -121,7 +123,7 @@ def test_delete_leaves_no_key_behind(client: Any) -> None:
     assert client.exists(keys.of_run(run + "x", "spec"))
 
 
-def test_retention_of_a_service_comes_round(client: Any) -> None:
+def test_retention_prunes_again_after_a_while(client: Any) -> None:
     retention = pruning.Retention(DAY_S, None, every_s=0.2)
     first, young = ended(client, 2), ended(client, 0.5)
     assert names(retention.apply(client)) == [first]
@@ -131,7 +133,7 @@ def test_retention_of_a_service_comes_round(client: Any) -> None:
     assert runs.names(client) == [young]
 
 
-def test_a_learner_that_serves_prunes(
+def test_a_learner_service_prunes_as_its_options_say(
     client: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from ddrl.learner import run as runner
