@@ -1,4 +1,4 @@
-"""Policies to keep: exported to one file, loaded anywhere, without server and run folder.
+"""Policies as people use them: exported to one file, loaded anywhere, without server and run folder.
 
 The file is safetensors; its metadata holds the environment, the spaces and the algorithm's options as JSON.
 """
@@ -29,28 +29,27 @@ FORMAT = "ddrl-policy-2"
 
 
 class PolicyFileError(ValueError):
-    """A file that holds no policy, or one of another shape; one line with the remedy."""
+    """A file that is not a policy, or whose weights do not fit its config; one line with the remedy."""
 
 
 @dataclass
 class _Episode:
-    """What one episode has shown so far, for policies that see more than the newest observation."""
+    """The part of an episode that a policy sees besides the newest observation."""
 
     stack: FrameStack
     state: RecurrentState
-    begins: bool = True
-    action: np.ndarray | None = None  # [1, *A], the last one
+    action: np.ndarray | None = None  # [1, *A], the last one; None at the beginning
 
 
-@dataclass(frozen=True)
+@dataclass
 class LoadedPolicy:
     """A policy with what it was trained for.
 
     Attributes:
-        policy: acts on [N, *O] observations.
+        policy: acts on [N, *I] inputs.
         config: the run's, resolved.
         spaces: of its environment.
-        run, version: where it comes from.
+        run, version: its source.
         weights: as published.
     """
 
@@ -60,31 +59,33 @@ class LoadedPolicy:
     run: str
     version: int
     weights: Mapping[str, np.ndarray] = field(default_factory=dict, repr=False, compare=False)
-    _episodes: list[_Episode] = field(default_factory=list, repr=False, compare=False)
+    _episode: _Episode | None = field(default=None, repr=False, compare=False)
 
     @property
     def env(self) -> EnvConfig:
-        """What it plays."""
+        """The environment of the run."""
         return self.config.env
 
     def begin(self) -> None:
         """Start an episode; only policies that stack frames or are recurrent need it."""
-        self._episodes[:] = [_Episode(FrameStack(1, self.spaces), self.policy.initial_state(1))]
+        self._episode = _Episode(FrameStack(1, self.spaces), self.policy.initial_state(1))
 
     def action(self, observation: np.ndarray, reward: float = 0.0) -> np.ndarray:
-        """The deterministic action [*A] for the next observation [*O] of an episode.
+        """Return the deterministic action [*A] for the next observation [*O] of an episode.
 
         Args:
-            observation: as the environment of `env` gives it; not stacked.
-            reward: that came with it; used by recurrent policies only.
+            observation: as the environment of `env` returns it; not stacked.
+            reward: of the step that led to it; used by recurrent policies only.
         """
-        if not self._episodes:
+        if self._episode is None:
             self.begin()
-        episode, going = self._episodes[0], np.zeros(1, np.bool_)
+        episode = self._episode
+        assert episode is not None
+        is_first = np.array([episode.action is None])
         if episode.state and episode.action is not None:
-            advance(episode.state, episode.action, training_reward(self.env, np.array([reward])), going)
-        seen = episode.stack.push(np.asarray(observation)[None], ~going if episode.begins else going)
-        episode.begins, episode.action = False, self.policy.act(seen, episode.state)
+            advance(episode.state, episode.action, training_reward(self.env, np.array([reward])), is_first)
+        seen = episode.stack.push(np.asarray(observation)[None], is_first)
+        episode.action = self.policy.act(seen, episode.state)
         action: np.ndarray = episode.action[0]
         return action
 
@@ -93,7 +94,7 @@ def load(path: str | Path) -> LoadedPolicy:
     """Read an exported policy.
 
     Raises:
-        PolicyFileError: no such file, not a policy, or weights of another shape.
+        PolicyFileError: the file is missing, not a policy, or its weights do not fit.
     """
     try:
         data = Path(path).read_bytes()
@@ -104,7 +105,7 @@ def load(path: str | Path) -> LoadedPolicy:
     try:
         arrays, metadata = weights.decode_weights(data), weights.weights_metadata(data)
     except weights.WeightsError as error:
-        raise PolicyFileError(f"{path}: holds no policy ({error}); export one with `ddrl export`") from None
+        raise PolicyFileError(f"{path}: is not a policy ({error}); export one with `ddrl export`") from None
     if metadata.get("format") != FORMAT:
         found = metadata.get("format", "no format")
         raise PolicyFileError(f"{path}: is {found}, not {FORMAT}; export it again with this version of ddrl")
@@ -114,7 +115,7 @@ def load(path: str | Path) -> LoadedPolicy:
 
 
 def from_run(client: Redis, run: str, version: int) -> LoadedPolicy:
-    """A version that the server keeps.
+    """Load a version that the server keeps.
 
     Raises:
         UnknownRunError: there is no such run.

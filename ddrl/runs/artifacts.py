@@ -1,6 +1,6 @@
-"""What a run leaves behind in its folder: settings, figures as CSV and TensorBoard events, curves, a summary.
+"""A run's folder: policy, settings, CSV files, TensorBoard events, curves, summary.
 
-Everything is read from the server, so any machine can write it, at any time, for a run in any state.
+All of it is read from the server, so any machine can write it, at any time, for a run in any state.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import yaml
 from ddrl import policy
 from ddrl.runs.curves import plot
 from ddrl.runs.records import Records, read, shown, summary
-from ddrl.store import weights
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -39,26 +38,24 @@ def write(client: Redis, run: str, folder: Path) -> list[Path]:
     Raises:
         UnknownRunError: there is no such run.
     """
-    records = read(client, run)
+    records, end = read(client, run), summary(client, run)
     folder.mkdir(parents=True, exist_ok=True)
-    evaluated = records.state.evaluation
-    version = evaluated["version"] if evaluated else weights.index(client, run).latest
-    written = [folder / "config.yaml"]
-    if version >= 0:
-        written.append(policy.save(client, run, version, folder / "policy.safetensors"))
+    config, summary_ = folder / "config.yaml", folder / "summary.json"
     tree = records.config.model_dump(mode="json", by_alias=True)
-    written[0].write_text(f"# run {run}\n" + yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
-    written.append(_write_csv(folder / "metrics.csv", _figure_names(records.figures), records.figures))
-    written.append(_write_csv(folder / "episodes.csv", ("time_s", "env_steps", "return"), records.episodes))
-    written.append(_write_csv(folder / "evaluations.csv", _EVALUATION_COLUMNS, records.evaluated))
-    written.append(_write_csv(folder / "journal.csv", _JOURNAL_COLUMNS, records.journal))
-    events = _write_events(folder / "tensorboard", records)
-    if events is not None:
+    config.write_text(f"# run {run}\n" + yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
+    summary_.write_text(json.dumps(end, indent=2) + "\n", encoding="utf-8")
+    tables: list[tuple[str, Sequence[str], list[dict[str, Any]]]] = [
+        ("metrics", _figure_names(records.figures), records.figures),
+        ("episodes", ("time_s", "env_steps", "return"), records.episodes),
+        ("evaluations", _EVALUATION_COLUMNS, records.evaluated),
+        ("journal", _JOURNAL_COLUMNS, records.journal),
+    ]
+    written = [config, *(_write_csv(folder / f"{name}.csv", columns, rows) for name, columns, rows in tables)]
+    if (version := end["policy_version"]) >= 0:
+        written.append(policy.save(client, run, version, folder / "policy.safetensors"))
+    if (events := _write_events(folder / "tensorboard", records)) is not None:
         written.append(events)
-    written.append(plot(records, folder / "curve.png"))
-    written.append(folder / "summary.json")
-    written[-1].write_text(json.dumps(summary(client, run), indent=2) + "\n", encoding="utf-8")
-    return written
+    return [*written, plot(records, folder / "curve.png"), summary_]
 
 
 _EVALUATION_COLUMNS = (
@@ -70,7 +67,7 @@ _FIRST_COLUMNS = ("time_s", "env_steps", "updates")
 
 
 def _figure_names(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """All names in the rows: time and counters first, the others as they first appear."""
+    """Return all names in the rows: time and counters first, then in order of appearance."""
     seen = dict.fromkeys(_FIRST_COLUMNS)
     for row in rows:
         seen.update(dict.fromkeys(row))
@@ -86,9 +83,9 @@ def _write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, A
 
 
 def _write_events(folder: Path, records: Records) -> Path | None:
-    """TensorBoard events, over env steps; None where the extra is missing.
+    """Write TensorBoard events over env steps; None if the extra is not installed.
 
-    The writer of the `tensorboard` package itself: `torch.utils.tensorboard` needs torch for the same bytes.
+    Uses the writer of the `tensorboard` package itself: `torch.utils.tensorboard` needs torch for the same bytes.
     """
     try:
         from tensorboard.compat.proto.event_pb2 import Event
@@ -112,7 +109,7 @@ def _write_events(folder: Path, records: Records) -> Path | None:
         for row in records.changes:
             text = Summary.Value(
                 tag="settings",
-                metadata=create_summary_metadata("settings", "changed while the run went on"),
+                metadata=create_summary_metadata("settings", "changed during the run"),
                 tensor=make_tensor_proto([f"{row['option']}: {shown(row['from'])} -> {shown(row['to'])}"]),
             )
             event = Event(
@@ -125,15 +122,14 @@ def _write_events(folder: Path, records: Records) -> Path | None:
 
 
 def _event_rows(records: Records) -> Iterable[tuple[float, int, dict[str, float]]]:
+    """Yield time_s, env_steps and values by tag."""
     for row in records.figures:
-        named = {
-            n: v for n, v in row.items() if n not in ("time_s", "env_steps") and isinstance(v, (int, float))
+        values = {
+            f"learner/{name}": value
+            for name, value in row.items()
+            if name not in ("time_s", "env_steps") and isinstance(value, (int, float))
         }
-        yield (
-            row["time_s"],
-            int(row.get("env_steps", 0)),
-            {f"learner/{name}": value for name, value in named.items()},
-        )
+        yield row["time_s"], int(row.get("env_steps", 0)), values
     for row in records.episodes:
         yield row["time_s"], row["env_steps"], {"return/training": row["return"]}
     for row in records.evaluated:

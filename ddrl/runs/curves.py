@@ -1,4 +1,4 @@
-"""The picture of a run: its returns over seconds and over environment steps."""
+"""The learning curve of a run: returns over seconds and over environment steps, as PNG."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 WINDOW = 20  # episodes of the trailing mean
 _BLUE, _ORANGE, _GREEN, _GREY, _VIOLET = "#2f6fb0", "#d9822b", "#2a9d5c", "#6b7280", "#7a3e9d"
-LABEL_WIDTH = 0.026  # of a line of a changed setting's label, in widths of a panel
-LABEL_LINES = 4
-MOST_LABELS = 12
+LABEL_WIDTH = 0.026  # of one line of a label, in widths of a panel
+LABEL_LINES = 4  # at most
+MAX_LABELS = 12
 
 
 def plot(records: Records, path: Path) -> Path:
-    """Draw return against seconds and against env steps, side by side, as PNG."""
+    """Draw return against seconds and against env steps, side by side."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -47,7 +47,7 @@ def plot(records: Records, path: Path) -> Path:
 
 
 def _draw(axes: Axes, records: Records, over: str) -> None:
-    """One panel: training returns, their trailing mean, evaluations with error bars, the target."""
+    """Draw one panel: training returns, their trailing mean, evaluations with error bars, the target."""
     axes.grid(True, color="#e5e7eb", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -63,7 +63,7 @@ def _draw(axes: Axes, records: Records, over: str) -> None:
             xs, returns, s=7, color=_BLUE, alpha=0.22, linewidths=0, label="training episode", rasterized=True
         )
         means = _trailing_mean(returns)
-        begin = WINDOW // 4 if len(returns) > WINDOW else 0  # the mean of one or two episodes says little
+        begin = WINDOW // 4 if len(returns) > WINDOW else 0  # the mean of few episodes is noise
         axes.plot(xs[begin:], means[begin:], color=_BLUE, linewidth=1.8, label=f"training, mean of {WINDOW}")
     watched = [row for row in records.evaluated if row["purpose"] != "confirm"]
     confirmed = [row for row in records.evaluated if row["purpose"] == "confirm"]
@@ -102,7 +102,7 @@ def _draw(axes: Axes, records: Records, over: str) -> None:
 
 
 def _draw_changes(axes: Axes, records: Records, over: str) -> None:
-    """A thin line for each setting that was changed, and what it became, away from the curve."""
+    """Draw a line for each changed setting, with its new value where the curve is not."""
     changes = sorted(records.changes, key=lambda row: row[over])
     lines = [axes.axvline(row[over], color=_VIOLET, linewidth=0.9, alpha=0.7, zorder=1.5) for row in changes]
     if lines:
@@ -111,7 +111,7 @@ def _draw_changes(axes: Axes, records: Records, over: str) -> None:
     column = LABEL_WIDTH * (right - left)
     labels = _labels(changes, over, column)
     middle = sum(axes.get_ylim()) / 2
-    for x, texts in labels if len(labels) <= MOST_LABELS else []:  # journal.csv has them all
+    for x, texts in labels if len(labels) <= MAX_LABELS else []:  # journal.csv has them all
         near = [row["return"] for row in records.episodes if abs(row[over] - x) < 0.1 * (right - left)]
         is_low = bool(near) and sum(near) / len(near) > middle
         fits = x + len(texts) * column < right
@@ -133,7 +133,7 @@ def _draw_changes(axes: Axes, records: Records, over: str) -> None:
 
 
 def _labels(changes: Sequence[Mapping[str, Any]], over: str, column: float) -> list[tuple[float, list[str]]]:
-    """Where a label begins and its lines, each `column` wide; changes too close for one of their own share one."""
+    """Return each label's position and lines, each `column` wide; changes close together share a label."""
     labels: list[tuple[float, list[str]]] = []
     for row in changes:
         text = f"{row['option'].removeprefix('algorithm.')} {shown(row['to'])}"
@@ -149,7 +149,7 @@ def _labels(changes: Sequence[Mapping[str, Any]], over: str, column: float) -> l
 
 
 def _trailing_mean(values: Sequence[float]) -> list[float]:
-    """[i] = mean of the last WINDOW values up to and with i."""
+    """Return for each i the mean of the last WINDOW values up to i."""
     return [
         sum(part) / len(part) for i in range(len(values)) if (part := values[max(0, i + 1 - WINDOW) : i + 1])
     ]
@@ -158,7 +158,7 @@ def _trailing_mean(values: Sequence[float]) -> list[float]:
 def _visible(
     returns: Sequence[float], evaluated: Sequence[Mapping[str, Any]], target: float | None
 ) -> tuple[float, float]:
-    """The range worth seeing: training returns but their worst and best hundredth, every mean, the target."""
+    """Return the range of the axis: every mean, the target, training returns without the lowest and highest 1 %."""
     ordered = sorted(returns)
     cut = len(ordered) // 100
     levels = [*ordered[cut : len(ordered) - cut], *(row["return_mean"] for row in evaluated)]

@@ -1,4 +1,4 @@
-"""A run's course, as the server keeps it: figures, episodes, evaluations, journal; and what it comes to."""
+"""A run's history as the server keeps it (figures, episodes, evaluations, journal), and its summary."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Records:
-    """All that is known of a run over time; every row has `time_s` since the first environment step.
+    """A run's history; every row has `time_s` since the first environment step.
 
     Attributes:
-        figures: the learner's rows.
+        figures: one row per report of the learner.
         episodes: one row per finished training episode: time_s, env_steps, return.
         evaluated: one row per evaluation.
         journal: one row per change of state or setting.
@@ -35,12 +35,12 @@ class Records:
 
     @property
     def changes(self) -> list[dict[str, Any]]:
-        """Settings changed while the run went on: time_s, env_steps, option, from, to."""
+        """Settings changed during the run: time_s, env_steps, option, from, to."""
         return [row for row in self.journal if row["event"] == "set"]
 
 
 def summary(client: Redis, run: str, *, wall_s: float | None = None) -> dict[str, Any]:
-    """The last line of `ddrl submit --json`.
+    """Return the last line of `ddrl submit --json`.
 
     Args:
         wall_s: since the start of the command; None: since the run's creation.
@@ -67,7 +67,7 @@ def summary(client: Redis, run: str, *, wall_s: float | None = None) -> dict[str
 
 
 def read(client: Redis, run: str) -> Records:
-    """Read all that the server keeps of a run's course.
+    """Read a run's history from the server.
 
     Raises:
         UnknownRunError: there is no such run.
@@ -94,7 +94,7 @@ def read(client: Redis, run: str) -> Records:
 
 
 def _decoded(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of the journal with a changed setting's values as they are."""
+    """Decode the values of a changed setting."""
     if row["event"] != "set":
         return row
     values = {name: json.loads(row[name]) for name in ("from", "to")}
@@ -102,7 +102,7 @@ def _decoded(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def shown(value: Any) -> str:
-    """A setting in few letters."""
+    """Return a setting's value as short text."""
     if isinstance(value, float):
         return f"{value:g}"
     return "none" if value is None else str(value)

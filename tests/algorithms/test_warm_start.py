@@ -256,7 +256,7 @@ def test_the_command_refuses_in_one_line(client: Any, capsys: pytest.CaptureFixt
     refuse = _refusing(capsys)
     target_tree_ = yaml.safe_dump(target_tree())
     Path("target.yaml").write_text(target_tree_, encoding="utf-8")
-    assert "holds no policy" in refuse("--from", "target.yaml")
+    assert "is not a policy" in refuse("--from", "target.yaml")
     assert "cannot be read" in refuse("--from", "other.safetensors")
     assert "version 9 is not kept; kept are 0, 1" in refuse("--from", f"{before}@9")
     message = refuse("--from", before, "-s", "algorithm.hidden_sizes=[16, 16]")
