@@ -265,7 +265,7 @@ class Session:
     def _heed(self) -> None:
         """Hear what others want of the run: pause, stop, other settings, the run itself."""
         seen = self._learner.accounts.fragments  # asked first, for they grow
-        word = lease.word(self._client, self._run)
+        word = lease.signals(self._client, self._run)
         if word.status is None:
             raise lease.RunGoneError(f"run {self._run}: the server does not know it any more")
         self._status, self._asker = word.status, word.asker

@@ -1,6 +1,6 @@
-"""What the active runs may come to need of the server's memory, against its limit.
+"""The server's memory: what the active runs may need at most, against its limit.
 
-Each learner states its run's need before it begins to learn, so that a run is refused then, and not hours later.
+Each learner states its run's need before it starts, so that a run is refused then, and not hours later.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ EXTRA_VERSIONS = 3  # kept besides the newest: the best one, the one being evalu
 
 
 def needed_bytes(config: RunConfig, *, checkpoint_bytes: int, weights_bytes: int) -> int:
-    """The most that a run keeps in the server.
+    """Return the most bytes that a run keeps in the server.
 
     Args:
         config: the run's.
@@ -30,12 +30,12 @@ def needed_bytes(config: RunConfig, *, checkpoint_bytes: int, weights_bytes: int
 
 
 def check(client: Redis, run: str, token: int, needed: int) -> None:
-    """State the need of a run, and refuse it where the server's limit does not hold those of all active runs.
+    """State the need of a run, and refuse it if the needs of all active runs exceed the server's limit.
 
-    A run whose learner has said nothing yet counts with the budget of its stream.
+    A run whose learner has not stated its need counts with the budget of its stream.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: they exceed it.
         LeaseLostError: another learner took over.
     """
     fenced(client, "set_fields", [keys.state(run)] * 2, token, "needed_bytes", needed)

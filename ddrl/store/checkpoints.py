@@ -1,7 +1,7 @@
 """Checkpoints: the learner's full state in parts of at most 4 MB, then one fenced flip of the pointer.
 
-A large SET stalls every other client of the server (100 MB: 0.8 s; 4 MB: 20 ms), hence the parts. Part
-names hold the writer's token, so that a learner that was replaced overwrites nothing.
+A large SET stalls every other client of the server (100 MB: 0.8 s; 4 MB: 20 ms), hence the parts. Their names hold the
+writer's token, so that a learner that was replaced overwrites nothing.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ DROPPED_AT_ONCE = 1_000  # parts, as a script's stack is limited
 
 @dataclass(frozen=True)
 class Counters:
-    """Where a learner is in its run; what a checkpoint holds besides tensors.
+    """The progress of a learner: what a checkpoint holds besides tensors.
 
     Attributes:
         updates: of the algorithm.
-        env_steps: transitions appended up to the cursor; what pacing and curves count.
+        env_steps: transitions appended up to the cursor; the axis of curves and of the rate limiter.
         admitted: fragments admitted to the view, each counted once.
         dead: entries refused.
         elapsed_s: of learning, over all learners of the run.
         cursor: last entry taken from the stream.
-        oldest: first entry that is held; the one after the cursor where none is.
+        oldest: first entry that is held; the one after the cursor if none is.
         dropped: fragments admitted and not learned from, because they were too stale.
         waiting: fragments admitted and not learned from yet; on-policy only.
-        version: of the published weights, where these are the checkpoint's own; -1 else.
-        fragments: cumulative count of the stream at the cursor; -1 where it is not known.
+        version: of the published weights if these are the checkpoint's own; -1 otherwise.
+        fragments: cumulative count of the stream at the cursor; -1 if it is not known.
         ledger: producer -> consumed, refused, unread, incarnation, last_seq (see `ledger.Row`); {} between checkpoints.
         held: transitions of the view.
-        refilled: steps that were played again to fill a view whose stream was lost; the pace leaves them out.
+        refilled: steps that were played again to fill a view whose stream was lost; the rate limiter ignores them.
     """
 
     updates: int = 0
@@ -74,7 +74,7 @@ def save(
     *,
     between: Callable[[], object] = lambda: None,
 ) -> None:
-    """Store a checkpoint; the previous one stays until this one is whole, and where the server refuses a part.
+    """Store a checkpoint; the previous one stays until this one is complete, and if the server refuses a part.
 
     Args:
         client: connection to the server.
@@ -144,14 +144,14 @@ def store_parts(
 
 
 def drop_parts(client: Redis, run: str, pointer: dict[str, Any]) -> None:
-    """Remove what `store_parts` stored."""
+    """Remove the parts of a checkpoint."""
     client.unlink(*part_keys(run, pointer))
 
 
 def load(
     client: Redis, run: str, *, between: Callable[[], object] = lambda: None
 ) -> tuple[bytes, dict[str, Any]] | None:
-    """The newest checkpoint as (tensors, meta), or None if there is none; `between` is called before each part.
+    """Return the newest checkpoint as (tensors, meta), or None; `between` is called before each part.
 
     Raises:
         StoreError: parts are missing or damaged.
@@ -173,15 +173,15 @@ def load(
 
 
 def meta(client: Redis, run: str) -> dict[str, Any] | None:
-    """What the newest checkpoint says of itself, or None if there is none."""
+    """Return the meta of the newest checkpoint, or None if there is none."""
     pointer = _pointer(client, run)
     return None if pointer is None else pointer["meta"]
 
 
 def sweep(client: Redis, run: str, token: int) -> int:
-    """Remove parts that no pointer names: those of a learner that died while it saved. The number removed.
+    """Remove parts that no pointer names: of a learner that died while it saved. Return their number.
 
-    Call it as the run's learner, before the first save. What comes after it is left alone.
+    Call it as the run's learner, before the first save; parts of later learners stay.
 
     Raises:
         LeaseLostError: another learner took over; its parts stay.
@@ -203,7 +203,7 @@ def _pointer(client: Redis, run: str) -> dict[str, Any] | None:
 
 
 def part_keys(run: str, pointer: dict[str, Any]) -> list[str]:
-    """Where the tensors of a checkpoint are."""
+    """Return the keys of a checkpoint's parts."""
     return [
         keys.checkpoint_part(run, pointer["token"], pointer["number"], part)
         for part in range(pointer["parts"])

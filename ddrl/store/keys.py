@@ -12,16 +12,16 @@
 | ddrl:worker:<node>:<host>:<pid>   | string | worker                | status, dispatcher  | heartbeat, expires |
 | ddrl:broker:*                     |        | Celery                | Celery              | messages waiting; Celery's own keys |
 | ddrl:{run}:spec                   | string | submit                | all                 | the run's |
-| ddrl:{run}:state                  | hash   | all                   | all                 | the run's; status, reason, counters, allowance, share of the fleet, last producer retired |
+| ddrl:{run}:state                  | hash   | all                   | all                 | the run's; status, reason, counters, allowance, share of the fleet, last producer folded |
 | ddrl:{run}:initial                | string | submit                | learner             | weights to begin with, safetensors; the run's |
 | ddrl:{run}:lease                  | string | learner               | learner             | token of the learner, expires |
 | ddrl:{run}:allowance              | stream | learner               | collector           | one entry: env steps that may be played, latest version |
 | ddrl:{run}:experience             | stream | collector             | learner             | fragments: the replay buffer; trimmed by the learner |
-| ddrl:{run}:producers              | hash   | collector             | stream, audit       | producer -> incarnation, last seq, steps, when, host, fragments, duplicates, node; -2: all that were retired |
+| ddrl:{run}:producers              | hash   | collector             | stream, audit       | producer -> JSON: see scripts/append.lua; -2: all that were folded |
 | ddrl:{run}:playing                | hash   | worker                | dispatcher, fleet   | producer -> node, pid, since; while it plays |
 | ddrl:{run}:draining               | set    | worker                | collector           | nodes whose processes end their segments; expires |
 | ddrl:{run}:refusals               | hash   | worker                | cli                 | host -> why it does not play the run |
-| ddrl:{run}:ledger                 | hash   | learner               | audit               | producer -> what became of its fragments, up to `cursor` |
+| ddrl:{run}:ledger                 | hash   | learner               | audit               | producer -> JSON list: see `ledger.Row`; `cursor`: the last entry covered |
 | ddrl:{run}:weights                | hash   | learner               | all                 | latest, best, kept |
 | ddrl:{run}:weights:<v>            | string | learner               | collector, cli      | safetensors; until pruned |
 | ddrl:{run}:evaluating             | hash   | learner, worker       | evaluation worker   | the run's open evaluations and who plays each; fields go with the result |
@@ -43,9 +43,7 @@ OPEN = "ddrl:open"
 PRODUCERS = "ddrl:producers"
 DELETED = "ddrl:deleted"
 WORKERS = "ddrl:workers"
-BROKER_PREFIX = (
-    "ddrl:broker:"  # Celery's own keys; `celery.py` sets it, `fleet.py` reads queue lengths below it
-)
+BROKER_PREFIX = "ddrl:broker:"  # of Celery's own keys; `celery.py` sets it
 
 
 def worker(node: str) -> str:
@@ -94,7 +92,7 @@ def experience(run: str) -> str:
 
 
 def producers(run: str) -> str:
-    """Producer -> what was last heard of it."""
+    """Producer -> its newest fragment and its counts."""
     return of_run(run, "producers")
 
 

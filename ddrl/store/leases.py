@@ -1,7 +1,7 @@
-"""One writer a run: a lease that expires, and a fencing token that the writer's changes are checked against.
+"""One writer a run: a lease that expires, and a fencing token that each write of the learner is checked against.
 
-Expiry permits another learner to take over; it does not revoke. So a holder whose lease lapsed while the
-server was frozen goes on if nobody took it, and one that was replaced finds out at its next write.
+After the expiry another learner may take over; until one does, the holder goes on. A learner that was replaced gets
+LeaseLostError at its next write.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ TTL_MS = 3_000
 
 
 class LeaseLostError(StoreError):
-    """Another learner took the run over; this one must write nothing more."""
+    """Another learner took the run over; this one must not write any more."""
 
 
 class RunGoneError(StoreError):
-    """The server does not know the run any more: it came back empty, is another one, or the run was deleted."""
+    """The server does not know the run any more: it came back empty or older, or the run was deleted."""
 
 
 def acquire(
     client: Redis, run: str, *, host: str, folder: str, ttl_ms: int = TTL_MS, force: bool = False
 ) -> int | None:
-    """Take the run if nobody holds it: the fencing token, or None.
+    """Take the lease of a run if it is free; return the fencing token, or None.
 
     Args:
-        force: take it from its holder, who finds out at its next write.
+        force: take it even if another learner holds it, which then gets LeaseLostError.
     """
     script_keys = [keys.state(run), keys.lease(run)]
     reply = call(client, "acquire", script_keys, [ttl_ms, host, folder, int(force)])
@@ -46,7 +46,7 @@ def acquire(
 
 
 def renew(client: Redis, run: str, token: int, *, ttl_ms: int = TTL_MS) -> None:
-    """Hold on for another `ttl_ms`.
+    """Extend the lease by `ttl_ms`.
 
     Raises:
         LeaseLostError: another learner took over.
@@ -55,26 +55,24 @@ def renew(client: Redis, run: str, token: int, *, ttl_ms: int = TTL_MS) -> None:
 
 
 def release(client: Redis, run: str, token: int) -> None:
-    """Let go at once, so that the next learner need not wait for the expiry."""
+    """Release the lease, so that the next learner need not wait for the expiry."""
     call(client, "release", [keys.lease(run)], [token])
 
 
 @contextlib.contextmanager
 def kept(run: str, token: int, *, is_alive: Callable[[], bool] = lambda: True) -> Iterator[None]:
-    """Hold on to a run while the context lasts, from a thread of its own, whatever else takes long.
-
-    Whoever was replaced hears of it at his own next write.
+    """Renew the lease from a thread of its own while the context lasts.
 
     Args:
         run: its id.
         token: fencing token.
-        is_alive: whether the holder still does anything; while it does not, the lease is left to expire.
+        is_alive: returns whether the learner makes progress; while it does not, the lease may expire.
     """
-    left = threading.Event()
+    stop = threading.Event()
 
     def keep() -> None:
         client, was_alive = connection.connect(), True
-        while not left.wait(TTL_MS / 4e3):
+        while not stop.wait(TTL_MS / 4e3):
             if is_alive():
                 was_alive = True
                 with contextlib.suppress(StoreError, *connection.OUTAGES):
@@ -89,18 +87,18 @@ def kept(run: str, token: int, *, is_alive: Callable[[], bool] = lambda: True) -
     try:
         yield
     finally:
-        left.set()
+        stop.set()
         keeper.join(1.0)  # longer where the server does not answer
 
 
 @dataclass(frozen=True)
-class Word:
-    """What a run's holder must hear of.
+class RunSignals:
+    """What others want of a run, for its learner.
 
     Attributes:
-        status: None where the run is gone.
+        status: None if the run is gone.
         config_version: of its settings.
-        asker: who wants the run.
+        asker: the host that asks for the run; "" if none does.
         version: latest of the weights, as the server knows; -1: none.
         fragments: appended, as the server knows.
     """
@@ -112,22 +110,23 @@ class Word:
     fragments: int
 
 
-def word(client: Redis, run: str) -> Word:
-    """What the server says of a run now; workers write the same hash, so no number there is taken on trust."""
+def signals(client: Redis, run: str) -> RunSignals:
+    """Return what others want of a run now: one cheap read."""
     names = ["status", "config_version", "handover", "version", "appended_fragments"]
-    raw = cast("list[bytes | None]", client.hmget(keys.state(run), names))
-    status, config, asker, version, fragments = (
-        None if value is None else value.decode(errors="replace") for value in raw
+    status, config_version, asker, version, fragments = cast(
+        "list[bytes | None]", client.hmget(keys.state(run), names)
     )
-
-    def number(text: str | None, default: int) -> int:
-        return int(text) if text and text.isascii() and text.isdigit() and len(text) < 20 else default
-
-    return Word(status, number(config, 0), asker or "", number(version, -1), number(fragments, 0))
+    return RunSignals(
+        None if status is None else status.decode(),
+        int(config_version or 0),
+        (asker or b"").decode(),
+        int(version or -1),
+        int(fragments or 0),
+    )
 
 
 def free(client: Redis, names: Sequence[str]) -> list[tuple[str, str]]:
-    """Those of some runs that nobody holds, and who asks for them, if anybody does."""
+    """Return those of some runs whose lease is free, each with the host that asks for it, or ""."""
     with client.pipeline(transaction=False) as pipe:
         for run in names:
             pipe.exists(keys.lease(run))

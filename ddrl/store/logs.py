@@ -1,4 +1,4 @@
-"""Lines of log that concern a run, from learners and workers wherever they are; capped."""
+"""Log lines of a run, from its learners and workers; capped."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import logging.handlers
 import queue
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from redis.exceptions import RedisError
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 LENGTH = 5_000
 LINE_LENGTH = 2_000
-MOST_WAITING = 1_000  # lines, while the server does not answer; what comes then is said here only
-PARTING_S = 2.0  # for the last lines; longer where the server does not answer
+MOST_WAITING = 1_000  # lines, while the server does not answer; further ones are dropped
+PARTING_S = 2.0  # at most, for the last lines
 
 
 def add(client: Redis, run: str, source: str, level: str, text: str) -> None:
-    """Append a line; nothing where the run is gone.
+    """Append a line; nothing if the run is gone.
 
     Args:
         client: connection to the server.
         run: whose log.
-        source: who says so, such as "learner gpu1".
+        source: of the line, such as "learner gpu1".
         level: as `logging` names it.
         text: cut at LINE_LENGTH.
     """
@@ -38,15 +38,15 @@ def add(client: Redis, run: str, source: str, level: str, text: str) -> None:
 
 
 def read(client: Redis, run: str, after: bytes = b"0-0") -> tuple[list[dict[str, Any]], bytes]:
-    """Lines after an entry, oldest first: time_s (server's clock), source, level, text; and the last entry's id."""
+    """Return the lines after an entry, oldest first (time_s, source, level, text), and the last entry's id."""
     return journal.read(client, keys.logs(run), after)
 
 
 class Handler(logging.Handler):
-    """Sends what is logged in this process to a run's log; what the server does not take is not said there.
+    """Sends log records of this process to a run's log; records that the server does not take are dropped.
 
     Args:
-        client: a connection of its own, with timeouts short enough for whoever logs.
+        client: a connection of its own.
         run: whose log.
         source: of the lines.
     """
@@ -65,43 +65,40 @@ class Handler(logging.Handler):
             self.handleError(record)
 
 
-class _Queuing(logging.handlers.QueueHandler):
+class _QueueHandler(logging.handlers.QueueHandler):
     def enqueue(self, record: logging.LogRecord) -> None:
         with contextlib.suppress(queue.Full):
             super().enqueue(record)
 
 
+class _QueueListener(logging.handlers.QueueListener):
+    def enqueue_sentinel(self) -> None:
+        cast("queue.Queue[Any]", self.queue).put(None)  # waits while the queue is full
+
+
 @contextlib.contextmanager
 def sending(run: str, source: str) -> Iterator[None]:
-    """What ddrl logs while the context lasts goes to a run's log, sent by a thread of its own: nobody waits for it.
+    """Send the log of ddrl to a run's log while the context lasts, from a thread of its own.
 
     Args:
         run: whose log.
         source: of the lines.
     """
     client = connection.connect()
-    sender = Handler(client, run, source)
     lines: queue.Queue[logging.LogRecord | None] = queue.Queue(MOST_WAITING)
-    over = threading.Event()
-
-    def send() -> None:
-        while not (over.is_set() and lines.empty()):
-            with contextlib.suppress(queue.Empty):
-                record = lines.get(timeout=1.0)
-                if record is not None:
-                    sender.handle(record)
-        client.close()
-
-    thread = threading.Thread(target=send, name="logs", daemon=True)
-    handler = _Queuing(lines)
+    listener, handler = _QueueListener(lines, Handler(client, run, source)), _QueueHandler(lines)
     handler.setLevel(logging.INFO)
-    thread.start()
+    listener.start()
     logging.getLogger("ddrl").addHandler(handler)
     try:
         yield
     finally:
         logging.getLogger("ddrl").removeHandler(handler)
-        over.set()
-        with contextlib.suppress(queue.Full):
-            lines.put_nowait(None)  # so that it looks
-        thread.join(PARTING_S)
+
+        def stop() -> None:
+            listener.stop()
+            client.close()
+
+        stopping = threading.Thread(target=stop, name="logs", daemon=True)
+        stopping.start()
+        stopping.join(PARTING_S)

@@ -1,4 +1,4 @@
-"""The learner's figures: one JSON row an entry, capped."""
+"""The learner's metrics: one JSON row an entry, capped."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def add(client: Redis, run: str, token: int, row: Mapping[str, float]) -> None:
 
 
 def read(client: Redis, run: str, after: bytes = b"0-0") -> tuple[list[dict[str, Any]], bytes]:
-    """Rows after an entry, oldest first, each with `time_s` (server's clock); and the last entry's id."""
+    """Return the rows after an entry, oldest first, each with `time_s` (server's clock), and the last entry's id."""
     rows, last_id = journal.read(client, keys.metrics(run), after)
     return [{"time_s": row["time_s"], **json.loads(row["row"])} for row in rows], last_id
 
 
 def last(client: Redis, run: str) -> dict[str, Any]:
-    """The newest row, or an empty one."""
+    """Return the newest row, or an empty one."""
     raw = cast("list[Any]", client.xrevrange(keys.metrics(run), count=1))
     return json.loads(raw[0][1][b"row"]) if raw else {}

@@ -25,7 +25,7 @@ DEAD_LENGTH = 1_000
 
 
 class Answer(Enum):
-    """What a collector is told by an append."""
+    """The answer to an append."""
 
     GO = "GO"  # written; play on
     WAIT = "WAIT"  # written; the allowance is used up
@@ -60,13 +60,13 @@ class Appended:
 
 @dataclass(frozen=True)
 class Entry:
-    """One entry of the stream, with its cumulative counts."""
+    """One entry of the stream."""
 
     entry_id: bytes
     fields: Mapping[bytes, bytes]
 
     def count(self, name: bytes, default: int = 0) -> int:
-        """One of the numbers that the append wrote; `default` where an entry was not written by it."""
+        """Return a number that the append wrote; `default` if it is missing or malformed."""
         value = self.fields.get(name, b"")
         return int(value) if value.isdigit() and len(value) < 20 else default
 
@@ -83,7 +83,7 @@ class Entry:
 
 
 def new_producer(client: Redis) -> int:
-    """An id that no other collector has or had on this server."""
+    """Return an id that no other collector has or had on this server."""
     return client.incr(keys.PRODUCERS)
 
 
@@ -112,8 +112,8 @@ def append(
         producer, incarnation, seq: its identity.
         num_transitions: what it adds to `env_steps`.
         episode_returns: of the training episodes that ended in it.
-        played_ms: time that the play took; the first fragment dates the run's first step with it.
-        process_ms: of a process since its last append: play and what else it did, waits included.
+        played_ms: time that the play took; the first fragment dates the run's first step by it.
+        process_ms: of the process since its last append, waits included.
         allowance_wait_ms, room_wait_ms: of these, waited for the learner, and for room in the stream.
         host, node, pid: where it was played, by which worker and which of its processes.
     """
@@ -131,17 +131,17 @@ def append(
 
 
 def claim(client: Redis, run: str, processes: int, *, for_ms: int = 1000) -> None:
-    """Have so many processes end their segments of a run at their next append, for another run's sake.
+    """Ask processes to end their segments of a run at their next append, for another run.
 
     Args:
-        processes: replaces what was claimed before.
-        for_ms: after which what was not taken lapses.
+        processes: their number; replaces an earlier claim.
+        for_ms: after which the claim lapses.
     """
     call(client, "claim", [keys.state(run)], [processes, for_ms])
 
 
 def read(client: Redis, run: str, cursor: bytes, *, count: int, until: bytes = b"+") -> list[Entry]:
-    """Entries after `cursor` up to `until`, oldest first, at most `count`."""
+    """Return at most `count` entries after `cursor` up to `until`, oldest first."""
     raw = cast("list[Any]", client.xrange(keys.experience(run), min=b"(" + cursor, max=until, count=count))
     return [Entry(entry_id, fields) for entry_id, fields in raw]
 
@@ -153,7 +153,7 @@ def follow(client: Redis, run: str, cursor: bytes, *, count: int, block_ms: int)
 
 
 def read_count(client: Redis, run: str) -> int:
-    """How many entries make a reply of about REPLY_BYTES."""
+    """Return how many entries make a reply of about REPLY_BYTES."""
     length = client.xlen(keys.experience(run))
     values = cast("list[bytes | None]", client.hmget(keys.state(run), ["appended_bytes", "trimmed_bytes"]))
     live_bytes = int(values[0] or 0) - int(values[1] or 0)
@@ -161,7 +161,7 @@ def read_count(client: Redis, run: str) -> int:
 
 
 def trim(client: Redis, run: str, token: int, first_kept: bytes) -> int:
-    """Drop the entries before `first_kept`; the number dropped.
+    """Drop the entries before `first_kept`; return their number.
 
     Raises:
         LeaseLostError: another learner took over.
@@ -170,7 +170,7 @@ def trim(client: Redis, run: str, token: int, first_kept: bytes) -> int:
 
 
 def refuse(client: Redis, run: str, token: int, entry_id: bytes, head: bytes, reason: str) -> None:
-    """Note an entry that cannot be used, with the reason and the head of its header.
+    """Record an entry that cannot be used in `dead`, with the reason and the head of its header.
 
     Raises:
         LeaseLostError: another learner took over.
@@ -180,12 +180,12 @@ def refuse(client: Redis, run: str, token: int, entry_id: bytes, head: bytes, re
 
 
 def allow(client: Redis, run: str, token: int, allowance: int, *, updates: int, players: int = 1) -> None:
-    """Raise what may be played, and wake the collectors that wait for it.
+    """Raise the allowance, and wake the collectors that wait for it.
 
     Args:
         allowance: steps that may have been appended in all.
         updates: of the learner, for the run's state.
-        players: producers among which what is left is divided; 1: each may take all of it.
+        players: producers among which the remaining steps are divided; 1: each may take all of them.
 
     Raises:
         LeaseLostError: another learner took over.
@@ -194,12 +194,12 @@ def allow(client: Redis, run: str, token: int, allowance: int, *, updates: int, 
 
 
 def await_allowance(client: Redis, run: str, after: bytes, *, block_ms: int) -> bool:
-    """Wait up to `block_ms` for word later than `after`; False if there was none."""
+    """Wait up to `block_ms` for an allowance later than `after`; return False if there was none."""
     return bool(client.xread({keys.allowance(run): after}, count=1, block=block_ms))
 
 
 def remaining(client: Redis, run: str, *, node: str = "-") -> Appended:
-    """What an append of a node would be answered now, without appending; WAIT also before the first version."""
+    """Return how an append of a node would be answered now, without appending; WAIT also before the first version."""
     names = ["status", "version", "allowance_id", "allowance", "appended_steps", "players"]
     with client.pipeline(transaction=False) as pipe:
         pipe.hmget(keys.state(run), names)
@@ -216,7 +216,7 @@ def remaining(client: Redis, run: str, *, node: str = "-") -> Appended:
 
 
 def episodes(client: Redis, run: str, after: bytes = b"0-0") -> tuple[list[dict[str, Any]], bytes]:
-    """Finished training episodes after an entry: rows of time_s, env_steps, returns; and the last entry's id."""
+    """Return the finished episodes after an entry (time_s, env_steps, returns), and the last entry's id."""
     rows, last_id = journal.read(client, keys.episodes(run), after)
     parsed = [
         row | {"env_steps": int(row["env_steps"]), "returns": json.loads(row["returns"])} for row in rows
@@ -225,7 +225,7 @@ def episodes(client: Redis, run: str, after: bytes = b"0-0") -> tuple[list[dict[
 
 
 def before(entry_id: bytes) -> bytes:
-    """The largest id below `entry_id`: as a cursor, it makes that entry the next one read."""
+    """Return the largest id below `entry_id`: a cursor after which that entry is read next."""
     milliseconds, number = order(entry_id)
     if number > 0:
         return b"%d-%d" % (milliseconds, number - 1)
@@ -233,12 +233,12 @@ def before(entry_id: bytes) -> bytes:
 
 
 def following(entry_id: bytes) -> bytes:
-    """The smallest id above `entry_id`."""
+    """Return the smallest id above `entry_id`."""
     milliseconds, number = order(entry_id)
     return b"%d-%d" % (milliseconds, number + 1)
 
 
 def order(entry_id: bytes) -> tuple[int, int]:
-    """What sorts ids as the stream does."""
+    """Return a key that sorts ids as the stream does."""
     milliseconds, _, number = entry_id.partition(b"-")
     return int(milliseconds), int(number or 0)

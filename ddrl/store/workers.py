@@ -1,4 +1,4 @@
-"""Workers: a heartbeat each, which expires when the worker is gone."""
+"""Workers: each writes a heartbeat, which expires when the worker is lost."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ BEAT_S = 1
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What a worker says of itself.
+    """The description of a worker.
 
     Attributes:
-        node: its name; two may have been given the same.
+        node: its name; not always unique.
         host, pid: where it runs.
         processes: pool size.
-        queues: what it plays and evaluates.
+        queues: whose messages it takes.
         versions: of ddrl and the packages that environments depend on.
         pids: of the pool's processes.
         cores: of the machine.
         gpus: their names.
         memory_bytes: of the machine.
         capabilities: extras and modules whose environments it can play.
-        draining: it leaves.
-        started_s: when it said ready, its own clock; to be shown only.
+        draining: it is leaving.
+        started_s: when it was ready, by its own clock; only to be shown.
     """
 
     node: str
@@ -60,7 +60,7 @@ _HEARTBEAT = TypeAdapter(Heartbeat)
 
 
 def beat(client: Redis, heartbeat: Heartbeat) -> None:
-    """Say that the worker lives."""
+    """Write the heartbeat."""
     with client.pipeline(transaction=False) as pipe:
         pipe.set(keys.worker(_name(heartbeat)), json.dumps(asdict(heartbeat)), ex=TTL_S)
         pipe.sadd(keys.WORKERS, _name(heartbeat))
@@ -68,7 +68,7 @@ def beat(client: Redis, heartbeat: Heartbeat) -> None:
 
 
 def leave(client: Redis, heartbeat: Heartbeat) -> None:
-    """Say that it goes."""
+    """Remove the heartbeat."""
     client.delete(keys.worker(_name(heartbeat)))
     client.srem(keys.WORKERS, _name(heartbeat))
 
@@ -78,7 +78,7 @@ def _name(heartbeat: Heartbeat) -> str:
 
 
 def alive(client: Redis) -> list[Heartbeat]:
-    """All workers heard of within TTL_S, by name; those of a version that says other things are left out."""
+    """Return the workers with a heartbeat, by name, except those of versions that describe themselves otherwise."""
     names, prefix = sorted(cast("set[bytes]", client.smembers(keys.WORKERS))), keys.worker("").encode()
     raw = cast("list[bytes | None]", client.mget([prefix + name for name in names])) if names else []
     found = []
@@ -87,7 +87,7 @@ def alive(client: Redis) -> list[Heartbeat]:
             with contextlib.suppress(ValidationError):
                 found.append(_HEARTBEAT.validate_json(value))
     gone = [name for name, value in zip(names, raw, strict=True) if value is None]
-    if gone:  # without a word; one that was only late says so anew
-        with contextlib.suppress(RedisError):  # whoever asks may have no right to
+    if gone:  # lost; one that was only late adds its name again
+        with contextlib.suppress(RedisError):  # the caller may not have the right
             client.srem(keys.WORKERS, *gone)
     return found
