@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import shlex
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -128,73 +129,47 @@ def test_the_roles_do_all_their_work(
     assert set(roles.denied()) <= {"ddrl-operator: command config|get (config|get)"}
 
 
-MINE = {
-    name: keys.of_run("run", name) for name in ("state", "spec", "experience", "weights", "lease", "journal")
-}
-OTHERS = [  # what no role may do
-    *(["GET", "other"], ["SET", "other", "1"], ["DEL", "other"], ["KEYS", "*"], ["RANDOMKEY"], ["DBSIZE"]),
-    *(
-        ["FLUSHALL"],
-        ["FLUSHDB"],
-        ["SWAPDB", "0", "1"],
-        ["CONFIG", "GET", "*"],
-        ["CONFIG", "SET", "maxmemory", "1"],
-    ),
-    *(["ACL", "LIST"], ["ACL", "SETUSER", "me", "on"], ["CLIENT", "LIST"], ["CLIENT", "KILL", "ID", "1"]),
-    *(
-        ["MONITOR"],
-        ["SLOWLOG", "GET"],
-        ["MODULE", "LIST"],
-        ["REPLICAOF", "a", "1"],
-        ["SAVE"],
-    ),
-    *(
-        ["SCRIPT", "FLUSH"],
-        ["FUNCTION", "LIST"],
-        ["PUBLISH", "other", "x"],
-        ["MIGRATE", "h", "1", "", "0", "9"],
-    ),
-    *(["EVAL", "return redis.call('GET', 'other')", "0"], ["EVAL", "return redis.call('FLUSHALL')", "0"]),
-    *(["COPY", MINE["state"], "other"], ["RENAME", MINE["state"], "other"], ["SHUTDOWN", "NOSAVE"]),
-]
+def commands(text: str) -> list[list[str]]:
+    """Commands between bars and line ends."""
+    return [shlex.split(part) for part in text.replace("\n", "|").split("|") if part.strip()]
+
+
+STATE, SPEC, LEASE, JOURNAL, WEIGHTS, EXPERIENCE = (
+    keys.of_run("run", name) for name in ("state", "spec", "lease", "journal", "weights", "experience")
+)
+PART, BLOB = keys.checkpoint_part("run", 1, 1, 0), keys.weights_blob("run", 1)
+FORBIDDEN_TO_ALL = commands(f"""
+    GET other | SET other 1 | DEL other | KEYS * | RANDOMKEY | DBSIZE | FLUSHALL | FLUSHDB | SWAPDB 0 1
+    CONFIG GET * | CONFIG SET maxmemory 1 | ACL LIST | ACL SETUSER me on | CLIENT LIST | CLIENT KILL ID 1
+    MONITOR | SLOWLOG GET | MODULE LIST | REPLICAOF a 1 | SAVE | SCRIPT FLUSH | FUNCTION LIST | PUBLISH other x
+    MIGRATE h 1 '' 0 9 | COPY {STATE} other | RENAME {STATE} other | SHUTDOWN NOSAVE
+    EVAL "return redis.call('GET', 'other')" 0 | EVAL "return redis.call('FLUSHALL')" 0
+""")
 FORBIDDEN = {
     "operator": [],
-    "learner": [
-        *(["SET", keys.worker("forged"), "{}"], ["DEL", keys.worker("node")]),
-        *(["PUBLISH", keys.BROKER_PREFIX + "/0.celery.pidbox", "{}"], ["PSUBSCRIBE", "*"]),
-    ],
-    "worker": [
-        *(["SET", keys.weights_blob("run", 1), "x"], ["HSET", MINE["weights"], "latest", "9"]),
-        *(["SET", keys.checkpoint_part("run", 1, 1, 0), "x"], ["GET", keys.checkpoint_part("run", 1, 1, 0)]),
-        *(["SET", MINE["spec"], "{}"], ["SET", MINE["lease"], "1"], ["DEL", MINE["lease"]]),
-        *(
-            ["DEL", MINE["state"]],
-            ["EXPIRE", MINE["state"], "1"],
-            ["UNLINK", MINE["experience"]],
-            ["HDEL", MINE["state"], "status"],
-        ),
-        *(
-            ["XTRIM", MINE["experience"], "MAXLEN", "0"],
-            ["XDEL", MINE["experience"], "0-1"],
-            ["DEL", MINE["journal"]],
-        ),
-        *(["HSET", keys.ledger("run"), "1", "0 0 0 0 0"], ["XADD", keys.metrics("run"), "*", "row", "{}"]),
-        *(["XADD", keys.allowance("run"), "*", "allowance", "9"], ["XADD", keys.dead("run"), "*", "a", "b"]),
-        *(["ZADD", keys.RUNS, "1", "run"], ["ZREM", keys.RUNS, "run"], ["SCAN", "0"], ["PSUBSCRIBE", "*"]),
-        *(["PUBLISH", keys.BROKER_PREFIX + "/0.celery.pidbox", "{}"],),
-        ["EVAL", "return redis.call('SET', KEYS[1], 'x')", "1", keys.weights_blob("run", 1)],
-        ["EVAL", "return redis.call('DEL', KEYS[1])", "1", MINE["state"]],
-    ],
+    "learner": commands(f"""
+        SET {keys.worker("forged")} x | DEL {keys.worker("node")} | PSUBSCRIBE *
+        PUBLISH {keys.BROKER_PREFIX}/0.celery.pidbox x
+    """),
+    "worker": commands(f"""
+        SET {BLOB} x | HSET {WEIGHTS} latest 9 | SET {PART} x | GET {PART} | SET {SPEC} x | SET {LEASE} 1
+        DEL {LEASE} | DEL {STATE} | DEL {JOURNAL} | EXPIRE {STATE} 1 | HDEL {STATE} status | UNLINK {EXPERIENCE}
+        XTRIM {EXPERIENCE} MAXLEN 0 | XDEL {EXPERIENCE} 0-1 | HSET {keys.ledger("run")} 1 x
+        XADD {keys.metrics("run")} * row x | XADD {keys.allowance("run")} * allowance 9
+        XADD {keys.dead("run")} * a b | ZADD {keys.RUNS} 1 run | ZREM {keys.RUNS} run | SCAN 0 | PSUBSCRIBE *
+        PUBLISH {keys.BROKER_PREFIX}/0.celery.pidbox x
+        EVAL "return redis.call('SET', KEYS[1], 'x')" 1 {BLOB} | EVAL "return redis.call('DEL', KEYS[1])" 1 {STATE}
+    """),
 }
 
 
 def test_the_roles_do_nothing_else(roles: Roles) -> None:
     roles.admin.set("other", "1")
-    roles.admin.hset(MINE["state"], "status", "active")
+    roles.admin.hset(STATE, "status", "active")
     for role, forbidden in FORBIDDEN.items():
         with redis.Redis.from_url(roles.url(role)) as client:
             assert client.ping()
-            allowed = [words for words in (*OTHERS, *forbidden) if not is_denied(client, words)]
+            allowed = [words for words in (*FORBIDDEN_TO_ALL, *forbidden) if not is_denied(client, words)]
             assert allowed == [], role
     assert roles.admin.get("other") == b"1" and roles.admin.dbsize() == 2
 
@@ -247,7 +222,7 @@ def is_denied(client: redis.Redis, words: list[str]) -> bool:
 
 
 def test_a_worker_cannot_publish_weights_by_the_learners_own_scripts(roles: Roles) -> None:
-    roles.admin.hset(MINE["state"], mapping={"status": "active", "fence": "1"})
+    roles.admin.hset(STATE, mapping={"status": "active", "fence": "1"})
     with redis.Redis.from_url(roles.url("worker")) as client:
         with pytest.raises(redis.exceptions.NoPermissionError):
             weights.publish(client, "run", 1, version=1, blob=b"forged", allowance=1, updates=1)
@@ -257,7 +232,7 @@ def test_a_worker_cannot_publish_weights_by_the_learners_own_scripts(roles: Role
         with pytest.raises(redis.exceptions.NoPermissionError):
             runs.set_status(client, "run", "failed", "says a worker")
         # What cannot be kept apart: an append writes the state, so its fields are a worker's to write.
-        assert client.hset(MINE["state"], "status", "failed") == 0
+        assert client.hset(STATE, "status", "failed") == 0
     assert weights.index(roles.admin, "run").latest == -1
 
 

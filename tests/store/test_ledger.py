@@ -260,6 +260,41 @@ def test_a_copy_and_an_unsigned_entry_are_refused_and_found(client: Redis, serve
     again.finish()
 
 
+def audit_of(client: Redis, run: str, producer: int) -> tuple[int, ...]:
+    account = ledger.audit(client, run).accounts[producer]
+    names = ("appended", "consumed", "waiting", "trimmed", "refused", "duplicates", "difference")
+    return tuple(getattr(account, name) for name in names)
+
+
+def test_the_audit_accounts_for_every_fragment_of_every_producer(client: Redis) -> None:
+    run = make_run(client)
+    token = take(client, run)
+    for seq in range(4):
+        append(client, run, seq)
+    append(client, run, 3)  # repeated
+    append(client, run, 0, producer=2)
+    client.xadd(keys.experience(run), {"h": "junk"})
+    assert audit_of(client, run, 1) == (4, 0, 4, 0, 0, 1, 0)
+    entries = stream.read(client, run, b"0-0", count=10)
+    assert [entry.producer for entry in entries] == [1, 1, 1, 1, 2, ledger.UNKNOWN]
+    ledger.put(client, run, token, {1: Row(2, 1, 0, 7, 2)}, entries[2].entry_id)
+    found = ledger.audit(client, run)
+    assert audit_of(client, run, 1) == (4, 2, 1, 0, 1, 1, 0)
+    assert found.is_balanced and found.total("appended") == 5 and found.unknown == 1
+    client.xdel(keys.experience(run), entries[4].entry_id)  # lost unread
+    found = ledger.audit(client, run)
+    assert not found.is_balanced and found.accounts[2].difference == 1
+    ledger.put(client, run, token, {1: Row(5, 1, 0, 7, 3)}, entries[3].entry_id)  # one counted twice
+    assert ledger.audit(client, run).accounts[1].difference == -2
+    ledger.replace(client, run, token, {2: Row(1, 0, 0, 7, 0)}, entries[0].entry_id)
+    assert ledger.read(client, run)[0] == {1: Row(), 2: Row(1, 0, 0, 7, 0)}
+
+
+def test_an_audit_of_nothing_is_balanced(client: Redis) -> None:
+    run = make_run(client)
+    assert ledger.audit(client, run).is_balanced
+
+
 # --- producers whose processes have ended ------------------------------------------------------------------
 
 

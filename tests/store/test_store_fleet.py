@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-import threading
 import time
 
 import pytest
-import redis
 from redis import Redis
 from support.store import SPACES, append, make_config, make_run, take
 
-from ddrl.config import live_options
-from ddrl.store import connection, keys, ledger, logs, runs, segments, stream
-from ddrl.store.connection import StoreError
-from ddrl.store.ledger import Row
+from ddrl.store import keys, runs, segments, stream
 from ddrl.store.stream import Answer
 
 
@@ -126,88 +120,3 @@ def test_rivals_are_the_active_runs_and_want_what_they_may_play(client: Redis, r
     first, second = runs.active(client)
     assert (first.wants, first.process_ms, first.weight, first.priority) == (False, 70, 1.0, "normal")
     assert second.queue == "ddrl.rollout.box2d"
-
-
-def test_settings_change_whole_or_not_at_all(client: Redis, run: str) -> None:
-    new = make_config().model_copy(update={"weight": 2.5, "priority": "high"})
-    changes = {"weight": (1.0, 2.5), "priority": ("normal", "high")}
-    assert runs.change(client, run, new, changes, version=0) == 1 == runs.config_version(client, run)
-    assert runs.config(client, run) == new
-    state = runs.state(client, run)
-    assert (state.weight, state.priority) == (2.5, "high")
-    rows = [row for row in runs.journal(client, run) if row["event"] == "set"]
-    assert [(row["option"], row["from"], row["to"]) for row in rows] == [
-        ("weight", "1.0", "2.5"),
-        ("priority", '"normal"', '"high"'),
-    ]
-    with pytest.raises(StoreError, match="changed meanwhile"):
-        runs.change(client, run, make_config(), {}, version=0)
-    assert runs.config(client, run) == new
-    assert "weight" in live_options(type(new)) and "seed" not in live_options(type(new))
-
-
-def audit_of(client: Redis, run: str, producer: int) -> tuple[int, ...]:
-    account = ledger.audit(client, run).accounts[producer]
-    names = ("appended", "consumed", "waiting", "trimmed", "refused", "duplicates", "difference")
-    return tuple(getattr(account, name) for name in names)
-
-
-def test_the_audit_accounts_for_every_fragment_of_every_producer(client: Redis, run: str) -> None:
-    token = take(client, run)
-    for seq in range(4):
-        append(client, run, seq)
-    append(client, run, 3)  # repeated
-    append(client, run, 0, producer=2)
-    client.xadd(keys.experience(run), {"h": "junk"})
-    assert audit_of(client, run, 1) == (4, 0, 4, 0, 0, 1, 0)
-    entries = stream.read(client, run, b"0-0", count=10)
-    assert [entry.producer for entry in entries] == [1, 1, 1, 1, 2, ledger.UNKNOWN]
-    ledger.put(client, run, token, {1: Row(2, 1, 0, 7, 2)}, entries[2].entry_id)
-    found = ledger.audit(client, run)
-    assert audit_of(client, run, 1) == (4, 2, 1, 0, 1, 1, 0)
-    assert found.is_balanced and found.total("appended") == 5 and found.unknown == 1
-    client.xdel(keys.experience(run), entries[4].entry_id)  # lost unread
-    found = ledger.audit(client, run)
-    assert not found.is_balanced and found.accounts[2].difference == 1
-    ledger.put(client, run, token, {1: Row(5, 1, 0, 7, 3)}, entries[3].entry_id)  # one counted twice
-    assert ledger.audit(client, run).accounts[1].difference == -2
-    ledger.replace(client, run, token, {2: Row(1, 0, 0, 7, 0)}, entries[0].entry_id)
-    assert ledger.read(client, run)[0] == {1: Row(), 2: Row(1, 0, 0, 7, 0)}
-
-
-def test_an_audit_of_nothing_is_balanced(client: Redis, run: str) -> None:
-    assert ledger.audit(client, run).is_balanced
-
-
-def test_lines_of_log_are_kept_and_trouble_with_the_server_is_not(client: Redis, run: str) -> None:
-    handler = logs.Handler(client, run, "learner here")
-    record = logging.LogRecord("ddrl", logging.WARNING, __file__, 1, "%d entries refused", (3,), None)
-    handler.emit(record)
-    rows, cursor = logs.read(client, run)
-    assert [(row["source"], row["level"], row["text"]) for row in rows] == [
-        ("learner here", "WARNING", "3 entries refused")
-    ]
-    assert logs.read(client, run, cursor) == ([], cursor)
-    gone = redis.Redis(host="127.0.0.1", port=1, socket_connect_timeout=0.1)
-    logs.Handler(gone, run, "x").emit(record)
-    gone.close()
-
-
-def test_whoever_logs_more_than_a_stalled_server_takes_does_not_wait_nor_fill_the_memory(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    answers, sent = threading.Event(), []
-
-    def add(*row: object) -> None:
-        answers.wait()
-        sent.append(row[-1])
-
-    monkeypatch.setattr(logs, "add", add)
-    monkeypatch.setattr(connection, "connect", redis.Redis)  # which connects at its first command
-    monkeypatch.setattr(logs, "MOST_WAITING", 3)
-    with logs.sending("target", "learner here"):
-        for number in range(100):
-            logging.getLogger("ddrl").error("line %d", number)
-        answers.set()
-    assert 3 <= len(sent) <= 4 and sent[:3] == [f"line {number}" for number in range(3)]
-    assert "Logging error" not in capsys.readouterr().err

@@ -1,0 +1,123 @@
+"""The experience stream: appends, answers, reads, trims."""
+
+from __future__ import annotations
+
+import pytest
+from redis import Redis
+from support.store import SPACES, append, make_config, make_run, take
+
+from ddrl.store import keys, runs, stream
+from ddrl.store.stream import Answer
+
+
+@pytest.fixture
+def client(server) -> Redis:
+    return server.client
+
+
+@pytest.fixture
+def run(client: Redis) -> str:
+    return make_run(client)
+
+
+def test_append_counts_cumulatively_and_answers_by_the_allowance(client: Redis, run: str) -> None:
+    assert append(client, run, 0).answer is Answer.WAIT  # nothing is allowed yet
+    token = take(client, run)
+    stream.allow(client, run, token, 35, updates=0)
+    second, third, fourth = (append(client, run, seq) for seq in (1, 2, 3))
+    assert [second.answer, third.answer, fourth.answer] == [Answer.GO, Answer.GO, Answer.WAIT]
+    assert (second.remaining_steps, fourth.remaining_steps) == (15, -5)
+    entries = stream.read(client, run, b"0-0", count=10)
+    assert [(entry.count(b"f"), entry.count(b"n")) for entry in entries] == [
+        (1, 10),
+        (2, 20),
+        (3, 30),
+        (4, 40),
+    ]
+    state = runs.state(client, run)
+    assert (state.appended_fragments, state.appended_steps) == (4, 40)
+
+
+def test_an_append_stores_the_returns_of_finished_episodes(client: Redis, run: str) -> None:
+    append(client, run, 0, episode_returns=(1.5, -2.0))
+    append(client, run, 1)
+    rows, _ = stream.episodes(client, run)
+    assert [row["returns"] for row in rows] == [[1.5, -2.0]]
+
+
+def test_a_repeated_append_writes_nothing_and_answers_the_same(client: Redis, run: str) -> None:
+    stream.allow(client, run, take(client, run), 1000, updates=0)
+    first, again = append(client, run, 0), append(client, run, 0)
+    assert first == again
+    assert append(client, run, 1).answer is Answer.GO
+    assert append(client, run, 0).answer is Answer.GO  # older ones are known too
+    assert append(client, run, 0, incarnation=8).answer is Answer.GO  # another process: not a repetition
+    state = runs.state(client, run)
+    assert (state.appended_fragments, state.duplicates) == (3, 2)
+    assert client.xlen(keys.experience(run)) == 3
+
+
+def test_append_yields_when_paused_and_stops_when_ended_or_gone(client: Redis, run: str) -> None:
+    assert runs.set_status(client, run, "paused", "by test")
+    assert append(client, run, 0).answer is Answer.YIELD
+    assert runs.state(client, run).appended_fragments == 1  # what is in flight is still accepted
+    assert runs.set_status(client, run, "active", "by test") and runs.set_status(
+        client, run, "stopped", "by test"
+    )
+    assert append(client, run, 1).answer is Answer.STOPPED
+    assert append(client, "gone-0101-000000-0000", 0).answer is Answer.STOPPED
+    assert not client.exists(keys.experience("gone-0101-000000-0000"))
+    assert runs.state(client, run).appended_fragments == 1
+
+
+def test_append_is_refused_at_the_byte_budget_until_a_trim(client: Redis) -> None:
+    run = runs.create(client, make_config(max_bytes=65536), SPACES)
+    token = take(client, run)
+    stream.allow(client, run, token, 10**6, updates=0)
+    sent = 0
+    while append(client, run, sent, size=4000).answer is Answer.GO:
+        sent += 1
+    assert 14 <= sent <= 16 and runs.state(client, run).live_bytes <= 65536
+    assert append(client, run, sent, size=4000).answer is Answer.FULL
+    entries = stream.read(client, run, b"0-0", count=100)
+    assert stream.trim(client, run, token, entries[4].entry_id) == 4
+    assert append(client, run, sent, size=4000).answer is Answer.GO  # the same fragment, now written
+    state = runs.state(client, run)
+    assert state.appended_fragments == sent + 1 and state.duplicates == 0
+    stored = stream.read(client, run, b"0-0", count=100)
+    assert state.live_bytes == sum(int(entry.fields[b"s"]) for entry in stored)
+
+
+def test_trimming_everything_leaves_no_live_bytes(client: Redis, run: str) -> None:
+    token = take(client, run)
+    append(client, run, 0)
+    stream.trim(client, run, token, b"99999999999999-0")
+    assert runs.state(client, run).live_bytes == 0
+
+
+def test_the_first_append_dates_the_first_step_before_its_play(client: Redis, run: str) -> None:
+    before_ms = runs.server_ms(client)
+    append(client, run, 0, played_ms=250)
+    first_ms = runs.state(client, run).first_step_s * 1e3
+    assert -251 <= first_ms - before_ms <= -249 + 1000
+    append(client, run, 1)
+    assert runs.state(client, run).first_step_s * 1e3 == first_ms
+
+
+def test_waiting_ends_with_the_next_allowance(client: Redis, run: str) -> None:
+    token = take(client, run)
+    word = append(client, run, 0)
+    assert not stream.await_allowance(client, run, word.allowance_id, block_ms=20)
+    stream.allow(client, run, token, 50, updates=3)
+    assert stream.await_allowance(client, run, word.allowance_id, block_ms=20)
+    assert stream.remaining(client, run).remaining_steps == 40
+    assert client.xlen(keys.allowance(run)) == 1
+
+
+@pytest.mark.parametrize("entry_id", [b"5-3", b"5-0", b"1-0", b"0-1"])
+def test_before_makes_the_entry_the_next_one_read(client: Redis, run: str, entry_id: bytes) -> None:
+    client.xadd(keys.experience(run), {"h": "x"}, id=entry_id)
+    assert [entry.entry_id for entry in stream.read(client, run, stream.before(entry_id), count=5)] == [
+        entry_id
+    ]
+    assert stream.read(client, run, entry_id, count=5) == []
