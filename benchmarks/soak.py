@@ -91,7 +91,7 @@ def report(fleet: SoakFleet, seed: int, events: list[Event], audits: dict[str, l
         "",
         "## The ledger",
         "",
-        f"| run | producers | {' | '.join(_COLUMNS)} | strangers |",
+        f"| run | producers | {' | '.join(_COLUMNS)} | unknown |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for run, audit in audits.items():
@@ -100,7 +100,7 @@ def report(fleet: SoakFleet, seed: int, events: list[Event], audits: dict[str, l
     lines += [
         "",
         "In fragments; `difference` is what is not accounted for, duplicates are appends repeated and refused,"
-        " strangers are entries that no collector wrote.",
+        " unknown are entries that no append wrote.",
         "",
         "## Recovery",
         "",

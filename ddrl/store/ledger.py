@@ -29,7 +29,7 @@ AUDITS = 10  # at most, of a run that goes on meanwhile
 UNKNOWN = -1  # the producer of entries that no append wrote
 ENDED = -2  # stands for all producers that were folded
 QUIET_S = 60.0  # since its last append, before a producer is folded; heartbeats come back much sooner after an outage
-_BATCH = 200  # producers folded in one script
+FOLDED_AT_ONCE = 1_000  # producers, since a long script delays every other client
 _CURSOR = b"cursor"
 
 
@@ -211,25 +211,20 @@ def fold(
         is_quiet = now_s - producer.last_ms / 1e3 >= quiet_s and (producer.node, producer.pid) not in alive
         if is_quiet and producer.fragments == row.decided:
             ended.append((field, producer, row))
-    num = 0
-    script_keys = [keys.state(run), keys.producers(run), keys.ledger(run)]
     one = Producer.decode(producers.get(b"%d" % ENDED, Producer().encode().encode()))
     total = Row.decode(raw.get(b"%d" % ENDED, Row().encode().encode()))
-    for first in range(0, len(ended), _BATCH):
-        parts: list[Any] = []
-        new_one, new_total = one, total
-        for field, producer, row in ended[first : first + _BATCH]:
-            parts += [field, producers[field], raw[field]]
-            new_one = dataclasses.replace(
-                new_one,
-                fragments=new_one.fragments + producer.fragments,
-                duplicates=new_one.duplicates + producer.duplicates,
-            )
-            new_total = added(new_total, row)
-        args = (ENDED, new_one.encode(), new_total.encode(), *parts)
-        if fenced(client, "fold", script_keys, token, *args):
-            one, total, num = new_one, new_total, num + len(parts) // 3
-    return num
+    parts: list[Any] = []
+    for field, producer, row in ended[:FOLDED_AT_ONCE]:
+        parts += [field, producers[field], raw[field]]
+        one = dataclasses.replace(
+            one,
+            fragments=one.fragments + producer.fragments,
+            duplicates=one.duplicates + producer.duplicates,
+        )
+        total = added(total, row)
+    script_keys = [keys.state(run), keys.producers(run), keys.ledger(run)]
+    args = (ENDED, one.encode(), total.encode(), *parts)
+    return len(parts) // 3 if parts and fenced(client, "fold", script_keys, token, *args) else 0
 
 
 def added(total: Row, row: Row) -> Row:
