@@ -6,11 +6,13 @@ observation, `*I` that of a network's input (a stack of observations, or one), `
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass(frozen=True)
@@ -255,9 +257,9 @@ class EvaluationResult:
     @property
     def return_mean(self) -> float:
         """Mean episode return."""
-        return float(np.mean(self.returns))
+        return statistics.fmean(self.returns)
 
     @property
     def return_std(self) -> float:
         """Standard deviation over the episodes (population)."""
-        return float(np.std(self.returns))
+        return statistics.pstdev(self.returns)

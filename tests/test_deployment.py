@@ -21,7 +21,6 @@ COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text("utf-8"))
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 UNITS = sorted(ROOT.glob("workers/*.service"))
 DOCKERFILE = (ROOT / "workers" / "Dockerfile").read_text("utf-8")
-SUBCOMMANDS = {function.__name__ for _, function in COMMANDS}
 NOT_DDRL = {"redis", "prometheus", "grafana"}  # services that do not run ddrl's image
 ELSEWHERE = {"HOME", "REDISCLI_AUTH", "MAXMEMORY", "FLOWER_BASIC_AUTH"}  # read by other programs
 BARE = {"PATH": os.environ["PATH"]}  # without the variables that `make test` sets
@@ -44,7 +43,7 @@ def exists(command: list[str]) -> bool:
         return command[1].startswith("workers/") and (ROOT / command[1]).is_file()
     if program == "celery":
         return command[1:3] == ["-A", "ddrl"] and command[3] in ("worker", "flower")
-    return program == "ddrl" and command[1] in SUBCOMMANDS
+    return program == "ddrl" and command[1] in COMMANDS
 
 
 def command_of(service: dict[str, Any]) -> list[str]:

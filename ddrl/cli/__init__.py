@@ -2,57 +2,57 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 from typer.exceptions import TyperException
+from typer.main import get_command_from_info
+from typer.models import CommandInfo
 
 import ddrl
-from ddrl.cli.audit import audit
-from ddrl.cli.compare import compare
-from ddrl.cli.doctor import doctor
-from ddrl.cli.evaluate import evaluate
-from ddrl.cli.fleet import fleet
-from ddrl.cli.live import watch
-from ddrl.cli.logs import journal, logs
-from ddrl.cli.maintenance import prune, schema
-from ddrl.cli.policies import export
-from ddrl.cli.roles import learner, up, worker
-from ddrl.cli.runs import delete, pause, runs, stop
-from ddrl.cli.settings import set_
-from ddrl.cli.status import status
-from ddrl.cli.submit import detached, resume, submit
 
 DONE, FAILED, BAD_INPUT, NO_SERVER, INTERRUPTED = 0, 1, 2, 3, 130
 
-COMMANDS: tuple[tuple[str, Callable[..., Any]], ...] = (
-    ("Train", submit),
-    ("Train", resume),
-    ("Train", stop),
-    ("Train", pause),
-    ("Train", set_),
-    ("Watch", runs),
-    ("Watch", status),
-    ("Watch", watch),
-    ("Watch", logs),
-    ("Watch", journal),
-    ("Fleet", fleet),
-    ("Fleet", worker),
-    ("Fleet", learner),
-    ("Fleet", up),
-    ("Fleet", doctor),
-    ("Results", compare),
-    ("Results", evaluate),
-    ("Results", export),
-    ("Maintenance", audit),
-    ("Maintenance", delete),
-    ("Maintenance", prune),
-    ("Maintenance", schema),
-)
+# Command -> (group in `ddrl --help`, module of ddrl.cli, what it does). A module is imported when its command runs.
+COMMANDS: dict[str, tuple[str, str, str]] = {
+    "submit": (
+        "Train",
+        "submit",
+        "Start a run, and the server and processes that it lacks.",
+    ),
+    "resume": ("Train", "submit", "Continue paused, stopped or interrupted runs."),
+    "stop": ("Train", "runs", "End a run: its learner saves everything, its workers play other runs."),
+    "pause": ("Train", "runs", "Pause a run until `ddrl resume`; nothing is lost."),
+    "set": ("Train", "settings", "Change settings of a run while it goes on."),
+    "runs": ("Watch", "runs", "List the runs on the server, the newest last."),
+    "status": ("Watch", "status", "Show the state of a run."),
+    "watch": ("Watch", "live", "Follow a run until it ends; exit code 1 if it failed."),
+    "logs": ("Watch", "logs", "Print the log lines of a run from all machines."),
+    "journal": ("Watch", "logs", "Show the changes of a run's state and settings."),
+    "fleet": ("Fleet", "fleet", "List the workers, what they play, and each run's share."),
+    "worker": ("Fleet", "roles", "Play and evaluate: a Celery worker of one role."),
+    "learner": ("Fleet", "roles", "Learn one run, or whatever run waits for a learner."),
+    "up": ("Fleet", "roles", "Keep the embedded server running until Ctrl-C."),
+    "doctor": ("Fleet", "doctor", "Check whether this machine can train, and name remedies."),
+    "compare": ("Results", "compare", "Compare runs: their results, times and different settings."),
+    "evaluate": (
+        "Results",
+        "evaluate",
+        "Play a policy and print its score; a run's fleet plays it, if there is one.",
+    ),
+    "export": ("Results", "policies", "Write a policy to one file that plays anywhere."),
+    "audit": ("Maintenance", "audit", "Check for each producer that every fragment is accounted for."),
+    "delete": ("Maintenance", "runs", "Delete an ended run from the server."),
+    "prune": ("Maintenance", "maintenance", "Delete ended runs by age or size, oldest first."),
+    "schema": ("Maintenance", "maintenance", "Print the JSON schema of the configuration."),
+}
+_HIDDEN = {"detached": "submit"}  # started by `ddrl submit --detach`
 
 # Errors whose message is enough for the user, most specific first. They are named, not imported, so that `ddrl --help`
 # does not import blosc2 or gymnasium: an error whose module was never imported cannot have been raised.
@@ -66,16 +66,27 @@ _EXPLAINED: tuple[tuple[str, str, int], ...] = (
     ("ddrl.policy", "PolicyFileError", BAD_INPUT),
     ("ddrl.store.leases", "LeaseLostError", FAILED),
     ("ddrl.runs.processes", "ProcessError", FAILED),
-    (
-        "ddrl.store.connection",
-        "StoreError",
-        BAD_INPUT,
-    ),  # a fault of the server itself is a ServerError
+    ("ddrl.store.connection", "StoreError", BAD_INPUT),  # a fault of the server itself is a ServerError
     ("redis.exceptions", "RedisError", NO_SERVER),
 )
 
+
+class _Commands(TyperGroup):
+    """Lists commands without importing their modules."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command that the arguments name, loaded, and its arguments."""
+        name, _, rest = super().resolve_command(ctx, args)
+        module = COMMANDS[name][1] if name in COMMANDS else _HIDDEN[str(name)]
+        functions = importlib.import_module(f"ddrl.cli.{module}")
+        function = getattr(functions, "set_" if name == "set" else str(name))
+        info = CommandInfo(name=name, callback=function)
+        return name, get_command_from_info(info, pretty_exceptions_short=True, rich_markup_mode="rich"), rest
+
+
 app = typer.Typer(
     name="ddrl",
+    cls=_Commands,
     add_completion=False,
     rich_markup_mode="rich",
     epilog=(
@@ -83,9 +94,10 @@ app = typer.Typer(
         "130 interrupted. DDRL_REDIS_URL names the server; without it, ddrl starts one of its own."
     ),
 )
-for _panel, _command in COMMANDS:
-    app.command(_command.__name__.rstrip("_"), rich_help_panel=_panel)(_command)
-app.command(hidden=True)(detached)  # started by `--detach`
+for _name, (_group, _, _help) in COMMANDS.items():
+    app.command(_name, help=_help, rich_help_panel=_group)(lambda: None)
+for _name in _HIDDEN:
+    app.command(_name, hidden=True)(lambda: None)
 
 
 @app.callback(invoke_without_command=True)

@@ -75,7 +75,7 @@ def submit(
     detach: Detach = False,
     json_: Json = False,
 ) -> None:
-    """Start a run; with nothing configured, bring its own server, workers and learner."""
+    """Start a run, and the server and processes that it lacks; follow it to its end."""
     started = time.monotonic()
     from ddrl import config as configs
     from ddrl.cli import output
