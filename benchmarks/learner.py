@@ -3,8 +3,8 @@
     python benchmarks/learner.py
 
 `configs/lunar.yaml`, without the target: learner on one core; server, rollout and evaluation worker on the other.
-The fed learner ingests, publishes, dispatches and checkpoints as ever. The other loop draws from a view that
-was filled once. Both in turns; medians and their ratio.
+The fed learner ingests, publishes, dispatches and checkpoints as ever. The other loop draws from a replay
+that was filled once. Both in turns; medians and their ratio.
 """
 
 from __future__ import annotations
@@ -19,31 +19,29 @@ from machine import CONFIG, child, cores, figure, fresh_home, heading
 IN_MEMORY = """
 import sys, time
 import numpy as np, torch
-from ddrl import config, submit
+from ddrl import config
 from ddrl.algorithms import base
-from ddrl.collector import Collector
-from ddrl.device import to_device
-from ddrl.replay.samplers import uniform
-from ddrl.replay.rows import DenseRows
-from ddrl.replay.view import TransitionView, expected_rows
+from ddrl.networks.device import to_device
+from ddrl.replay.experience import make_experience
+from ddrl.replay.prioritized import uniform
+from ddrl.runs import submit
+from ddrl.worker.collector import Collector
 settings = config.load(sys.argv[1])
 torch.set_num_threads(settings.learner.num_threads)
 spaces = submit.prepare(settings)
 resolved = base.resolve(settings, spaces)
 algorithm = resolved.learner(device=torch.device("cpu"), seed=1)
-capacity = settings.replay.capacity
-rows = DenseRows(expected_rows=expected_rows(capacity))
-view = TransitionView(rows, capacity=capacity, gamma=resolved.config.gamma, n_step=resolved.config.n_step)
+replay = make_experience(settings, resolved.config, spaces, on_policy=False)
 collector = Collector(run="r", producer=1, incarnation=1, env=settings.env, rollout=settings.rollout, spec=spaces,
                       policy=resolved.policy(), random_until_learned=True, seed=1)
 collector.load(0, {name: value.numpy() for name, value in algorithm.weights().items()})
-while len(view) < int(sys.argv[3]):
-    view.admit(collector.collect(), b"0-0")
+while len(replay) < int(sys.argv[3]):
+    replay.admit(replay.pack(collector.collect()), b"0-0", version=0)
 size, device, updates = resolved.config.batch_size, torch.device("cpu"), 0
 for warm in (1.0, float(sys.argv[2])):
     first, started = updates, time.perf_counter()
     while (elapsed := time.perf_counter() - started) < warm:
-        algorithm.update(to_device(view.gather(uniform(len(view), size, seed=1, draw=updates)), device))
+        algorithm.update(to_device(replay.plan(uniform(len(replay), size, seed=1, draw=updates))(), device))
         updates += 1
 print((updates - first) / elapsed)
 """

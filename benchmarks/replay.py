@@ -1,12 +1,12 @@
-"""Sampling from the learner's view, its memory, and the sum tree: each row in a fresh process on one core.
+"""Sampling from the learner's replay, its memory, and the sum tree: each row in a fresh process on one core.
 
     python benchmarks/replay.py
 
-A row fills a view of `--capacity` transitions, then draws batches of 256: uniform positions as a learner draws them, 3
-steps, for Atari 4 stacked frames of s_t and of s_{t+3}. Atari's frames are real, 84x84 after the standard protocol,
+A row fills a replay of `--capacity` transitions, then draws batches of 256: uniform positions as a learner draws them,
+3 steps, for Atari 4 stacked frames of s_t and of s_{t+3}. Atari's frames are real, 84x84 after the standard protocol,
 played by the random policy: `--steps` of each game, admitted again and again, compressed anew each time, under other
-ids until the view is full. What the learner takes for them is its anonymous memory after less before, the
-interpreter and all of the view included but not the frames, which are mapped from a file.
+ids until the replay is full. What the learner takes for them is its anonymous memory after less before, the
+interpreter and all of the replay included but not the frames, which are mapped from a file.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from machine import ROOT, cores, heading
 
 sys.path.insert(0, str(ROOT))
 
-from ddrl.replay.rows import CompressedRows, DenseRows
-from ddrl.replay.samplers import stratified, uniform
+from ddrl.replay.prioritized import stratified, uniform
+from ddrl.replay.rate_limiter import RateLimiter
+from ddrl.replay.replay import Replay
 from ddrl.replay.sum_tree import SumTree
-from ddrl.replay.view import TransitionView, expected_rows
+from ddrl.replay.transitions import TransitionItems
 from ddrl.types import Fragment
 
 GAMES = {"asterix": "Asterix", "zaxxon": "Zaxxon", "wizard_of_wor": "WizardOfWor"}
@@ -138,36 +139,36 @@ def record(game: str, folder: Path, num_steps: int) -> Path:
 
 def dense(arguments: argparse.Namespace) -> dict[str, Any]:
     """Stacks from dense rows."""
-    return atari(arguments, DenseRows)
+    return atari(arguments, compressed=False)
 
 
 def compressed(arguments: argparse.Namespace) -> dict[str, Any]:
     """Stacks from compressed rows."""
-    return atari(arguments, CompressedRows)
+    return atari(arguments, compressed=True)
 
 
-def atari(arguments: argparse.Namespace, store: type[DenseRows] | type[CompressedRows]) -> dict[str, Any]:
-    """A view of real frames."""
+def atari(arguments: argparse.Namespace, *, compressed: bool) -> dict[str, Any]:
+    """Real frames."""
     frames = np.load(arguments.frames, mmap_mode="r")
     ended = np.load(str(arguments.frames).replace(".npy", "-ended.npy"))
     before, started = anonymous_bytes(), time.perf_counter()
-    rows = store(frame_stack=STACK, expected_rows=expected_rows(arguments.capacity))
-    view = TransitionView(rows, capacity=arguments.capacity, gamma=0.99, n_step=N_STEP, frame_stack=STACK)
+    replay = empty_replay(arguments.capacity, frame_stack=STACK, compressed=compressed)
     starts = range(0, len(ended) - NUM_STEPS - STACK + 1, NUM_STEPS)
     seq = 0
-    while len(view) <= arguments.capacity - NUM_STEPS * NUM_ENVS:
+    while len(replay) <= arguments.capacity - NUM_STEPS * NUM_ENVS:
         start = starts[seq % len(starts)]
         played = slice(start, start + NUM_STEPS + STACK - 1)
         # Lane by lane, as the codec gives them.
         lanes = np.ascontiguousarray(frames[start : played.stop + 1].swapaxes(0, 1))
-        view.admit(fragment(seq, lanes.swapaxes(0, 1), ended[played], context=STACK - 1), b"%d-0" % seq)
+        played_fragment = fragment(seq, lanes.swapaxes(0, 1), ended[played], context=STACK - 1)
+        replay.admit(replay.pack(played_fragment), b"%d-0" % seq, version=0)
         seq += 1
     filled, grown = time.perf_counter() - started, anonymous_bytes() - before
     return {
         "resident_gb": grown / 1e9,
-        "frame_bytes": rows.num_bytes / len(rows),
+        "frame_bytes": replay.rows.num_bytes / len(replay.rows.ring),
         "fill_s": filled,
-        "batches": rates(view, arguments.seconds),
+        "batches": rates(replay, arguments.seconds),
     }
 
 
@@ -175,14 +176,14 @@ def vectors(arguments: argparse.Namespace) -> dict[str, Any]:
     """Vectors of 8 numbers from dense rows."""
     rng = np.random.default_rng(0)
     capacity = arguments.capacity
-    rows = DenseRows(expected_rows=expected_rows(capacity))
-    view = TransitionView(rows, capacity=capacity, gamma=0.99, n_step=N_STEP)
+    replay = empty_replay(capacity)
     seq = 0
-    while len(view) <= capacity - NUM_STEPS * NUM_ENVS:
+    while len(replay) <= capacity - NUM_STEPS * NUM_ENVS:
         observation = rng.normal(size=(NUM_STEPS + 1, NUM_ENVS, 8)).astype(np.float32)
-        view.admit(fragment(seq, observation, rng.random((NUM_STEPS, NUM_ENVS)) < 0.005), b"%d-0" % seq)
+        ended = rng.random((NUM_STEPS, NUM_ENVS)) < 0.005
+        replay.admit(replay.pack(fragment(seq, observation, ended)), b"%d-0" % seq, version=0)
         seq += 1
-    return {"batches": rates(view, arguments.seconds)}
+    return {"batches": rates(replay, arguments.seconds)}
 
 
 def tree(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -204,13 +205,20 @@ def tree(arguments: argparse.Namespace) -> dict[str, Any]:
 ROWS = {"dense": dense, "compressed": compressed, "vectors": vectors, "tree": tree}
 
 
-def rates(view: TransitionView, seconds: float) -> list[float]:
+def empty_replay(capacity: int, *, frame_stack: int = 1, compressed: bool = False) -> Replay:
+    """A replay that nothing holds back."""
+    limiter = RateLimiter(samples_per_insert=1.0, warmup_steps=0, slack_steps=BATCH, batch_size=BATCH)
+    items = TransitionItems(gamma=0.99, n_step=N_STEP, frame_stack=frame_stack)
+    return Replay(items, limiter, capacity=capacity, batch_size=BATCH, seed=1, compressed=compressed)
+
+
+def rates(replay: Replay, seconds: float) -> list[float]:
     """Batches a second, three times."""
     draw, figures = 0, []
     for _ in range(3):
         first, started = draw, time.perf_counter()
         while (elapsed := time.perf_counter() - started) < seconds:
-            view.gather(uniform(len(view), BATCH, seed=1, draw=draw))
+            replay.plan(uniform(len(replay), BATCH, seed=1, draw=draw))()
             draw += 1
         figures.append((draw - first) / elapsed)
     return figures

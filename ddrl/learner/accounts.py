@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import astuple, replace
 from typing import Any
 
-from ddrl.replay.reader import Staged
+from ddrl.replay.reader import Decoded
 from ddrl.store.checkpoints import Counters
 from ddrl.store.ledger import ENDED, UNKNOWN, Row, added
 
@@ -38,7 +38,7 @@ class Accounts:
         with self._lock:
             return dict(self._rows)
 
-    def objection(self, staged: Staged) -> str:
+    def objection(self, staged: Decoded) -> str:
         """Return why an entry is no new fragment; empty where it is one."""
         if min(staged.producer, staged.incarnation, staged.seq) < 0:
             return "no append wrote it"
@@ -47,7 +47,7 @@ class Accounts:
             return f"producer {staged.producer}: fragment {staged.seq} is repeated, its newest is {newest}"
         return ""
 
-    def take(self, staged: Staged, *, consumed: bool) -> str:
+    def take(self, staged: Decoded, *, consumed: bool) -> str:
         """Count an entry, read after all before it; return a sentence where fragments before it were not read."""
         is_fragment = not self.objection(staged)
         missing = staged.seq - self._newest(staged) - 1 if is_fragment else 0
@@ -101,7 +101,7 @@ class Accounts:
         self.consumed, self.refused = counters.admitted, counters.dead
         self._rows = {int(producer): Row(*row) for producer, row in counters.ledger.items()}
 
-    def _newest(self, staged: Staged) -> int:
+    def _newest(self, staged: Decoded) -> int:
         """Return the number of the producer's newest fragment; -1 if there is none of its incarnation."""
         row = self._rows.get(staged.producer, Row())
         return row.last_seq if row.incarnation == staged.incarnation else -1

@@ -29,13 +29,13 @@ from ddrl.learner.accounts import Accounts
 from ddrl.learner.board import Board, Tensors
 from ddrl.learner.publisher import Service
 from ddrl.networks.device import to_device, to_host
-from ddrl.replay.experience import experience, longest_fragment, to_refill
+from ddrl.replay.experience import longest_fragment_steps, make_experience, steps_to_refill
 from ddrl.replay.fifo import Fifo
-from ddrl.replay.reader import Bounds, Feed, Staged, stage, stored
-from ddrl.replay.sampled import Drawn, Sampled
+from ddrl.replay.reader import Decoded, FragmentLimits, Reader, decode, decode_range
+from ddrl.replay.replay import Replay
 from ddrl.store import stream
 from ddrl.store.checkpoints import Counters
-from ddrl.types import Trajectories
+from ddrl.types import Batch, Sequences, Trajectories
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -72,7 +72,7 @@ class Learner:
         resolved: Resolved,
         *,
         device: torch.device,
-        held: Sampled | Fifo | None = None,
+        held: Replay | Fifo | None = None,
     ) -> None:
         self._client, self._feed_client = client, feed_client
         self._run, self._config = run, config
@@ -81,7 +81,7 @@ class Learner:
         self.algorithm = resolved.learner(device=device, seed=config.seed)
         self._is_held = held is not None
         if held is None:
-            held = experience(
+            held = make_experience(
                 config,
                 resolved.config,
                 resolved.spec,
@@ -89,11 +89,14 @@ class Learner:
                 sequences=resolved.sequences,
             )
         self.experience = held
-        most_steps = longest_fragment(config.rollout, resolved.sequences)
-        state_size = resolved.config.recurrent_state_size
-        bounds = Bounds(most_steps, config.env.num_envs, resolved.context, state_size)
-        self._stage = functools.partial(
-            stage, run=run, spaces=resolved.spec, bounds=bounds, prepare=self.experience.prepare
+        limits = FragmentLimits(
+            longest_fragment_steps(config.rollout, resolved.sequences),
+            config.env.num_envs,
+            resolved.context,
+            resolved.config.recurrent_state_size,
+        )
+        self._decode = functools.partial(
+            decode, run=run, spaces=resolved.spec, limits=limits, pack=self.experience.pack
         )
         self.accounts = Accounts()
         self._board = Board()
@@ -109,7 +112,7 @@ class Learner:
         self.stopping = threading.Event()
         self.due = threading.Event()
         """Something waits for `serve`."""
-        self._feed: Feed | None = None
+        self._feed: Reader | None = None
         self._publish_at = time.monotonic() + config.learner.publish_every_s
         self._training = threading.Lock()  # held by the thread that may touch algorithm and experience
         self._is_between = True  # no round of lockstep is under way
@@ -149,7 +152,7 @@ class Learner:
                 self.experience.load_state(held)
                 waited = counters.waiting - self.experience.num_waiting
                 self.experience.num_dropped = counters.dropped + waited
-            missing = to_refill(counters.held, len(self.experience), self._config.replay.warmup_steps)
+            missing = steps_to_refill(counters.held, len(self.experience), self._config.replay.warmup_steps)
             board.refilled = counters.refilled + missing
         elif (initial := service.initial()) is not None:
             source, parameters = initial
@@ -158,7 +161,7 @@ class Learner:
         self._note()
         size = len(self.experience)
         log.info("starts at update %d, env step %d, holding %d transitions", board.updates, board.steps, size)
-        self._feed = Feed(self._feed_client, self._run, self.accounts.cursor, self._stage)
+        self._feed = Reader(self._feed_client, self._run, self.accounts.cursor, self._decode)
         # Off-policy, what a learner without checkpoint left plays better; on-policy, it is another policy.
         if version == latest or (not self._on_policy and board.updates == 0 and service.has_latest):
             service.begin(self._feed, latest, None)
@@ -170,7 +173,7 @@ class Learner:
         """Admit again what was held when the checkpoint was taken; the counters stand already."""
         oldest, cursor = counters.oldest.encode(), counters.cursor.encode()
         newest: dict[tuple[int, int], int] = {}
-        for staged in stored(self._client, self._run, oldest, cursor, self._stage):
+        for staged in decode_range(self._client, self._run, oldest, cursor, self._decode):
             self.service.renew()
             who = (staged.producer, staged.incarnation)
             if staged.seq <= newest.get(who, -1):
@@ -178,7 +181,7 @@ class Learner:
             newest[who] = staged.seq
             if staged.fragment is not None:
                 with contextlib.suppress(ValueError):  # refused and counted before
-                    self.experience.admit(staged.prepared, staged.entry_id, version=version)
+                    self.experience.admit(staged.packed, staged.entry_id, version=version)
             self.service.retention.admitted(staged.entry_id, staged.cumulative_bytes, staged.num_bytes)
 
     def leave(self, *, keep_experience: bool = False) -> None:
@@ -215,7 +218,7 @@ class Learner:
                 go(self._feed)
                 self._answer()
 
-    def _step(self, feed: Feed) -> None:
+    def _step(self, feed: Reader) -> None:
         """Admit what there is, and do one update."""
         is_flooded = len(self._board.refused) >= MOST_REFUSED
         if feed.ready and not is_flooded:
@@ -231,7 +234,7 @@ class Learner:
         elif not feed.ready:
             feed.wait(WAIT_S)
 
-    def _round(self, feed: Feed) -> None:
+    def _round(self, feed: Reader) -> None:
         """Admit one fragment, and do all updates that the pace allows then."""
         if not feed.ready:
             feed.wait(WAIT_S)
@@ -245,11 +248,11 @@ class Learner:
             del batch
         self._is_between = True
 
-    def _admit(self, staged: Staged) -> None:
+    def _admit(self, staged: Decoded) -> None:
         fragment, reason = staged.fragment, staged.reason or self.accounts.objection(staged)
         if not reason:
             try:
-                self.experience.admit(staged.prepared, staged.entry_id, version=self.version)
+                self.experience.admit(staged.packed, staged.entry_id, version=self.version)
             except ValueError as error:
                 reason = str(error)
         gone = self.accounts.take(staged, consumed=not reason)
@@ -265,7 +268,7 @@ class Learner:
         total = None if reason else staged.cumulative_bytes  # counts of a refused entry may be anything
         self.service.retention.admitted(staged.entry_id, total, staged.num_bytes)
 
-    def _draw(self) -> Drawn | Trajectories | None:
+    def _draw(self) -> Batch | Sequences | Trajectories | None:
         """What to learn from next; None while there is nothing, or the last iteration is still unpublished."""
         board = self._board
         if self._on_policy and board.weights is not None:
@@ -274,11 +277,11 @@ class Learner:
             num_steps=board.paced_steps, num_updates=board.updates, version=board.version
         )
 
-    def _update(self, batch: Drawn | Trajectories) -> None:
+    def _update(self, batch: Batch | Sequences | Trajectories) -> None:
         figures = dict(self.algorithm.update(to_device(batch, self._device)))
         priority = figures.pop("priority", None)
         if priority is not None:
-            self.experience.prioritize(batch, to_host(priority))
+            self.experience.update_priorities(batch, to_host(priority))
         self._board.figures = figures
         self._board.updates = self.algorithm.num_updates
         now = time.monotonic()
@@ -308,7 +311,7 @@ class Learner:
         except ValueError as error:
             log.warning("%s", error)
             return
-        self.experience.adopt(options)
+        self.experience.apply_options(options)
 
     def _taken(self) -> tuple[Counters, Tensors]:
         """All that continuation needs of algorithm and experience, as CPU copies, and the counters with it."""

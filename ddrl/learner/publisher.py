@@ -24,8 +24,8 @@ from ddrl.learner.accounts import Accounts
 from ddrl.learner.board import Board, Tensors
 from ddrl.learner.retention import Retention
 from ddrl.replay.fifo import Fifo
-from ddrl.replay.reader import Feed
-from ddrl.replay.sampled import Sampled
+from ddrl.replay.reader import Reader
+from ddrl.replay.replay import Replay
 from ddrl.store import checkpoints, connection, ledger, metrics, runs, stream, weights
 from ddrl.store import leases as lease
 from ddrl.store.checkpoints import Counters
@@ -52,7 +52,7 @@ class Service:
         run: its id.
         token: fencing token of the lease.
         config: the run's.
-        experience: of the training thread; asked for allowance and figures.
+        experience: of the training thread; read for its step budget and figures.
         accounts: the ledger as it goes.
         board: shared with the training thread.
     """
@@ -64,7 +64,7 @@ class Service:
         token: int,
         config: RunConfig,
         *,
-        experience: Sampled | Fifo,
+        experience: Replay | Fifo,
         accounts: Accounts,
         board: Board,
     ) -> None:
@@ -75,7 +75,7 @@ class Service:
         """Versions that must not be dropped."""
         self.copy_to: Callable[[bytes, Mapping[str, Any]], object] | None = None
         """Gets the tensors and the meta of each checkpoint that the server has taken."""
-        self.feed: Feed | None = None
+        self.feed: Reader | None = None
         self.fallen_to: int | None = None
         """The latest version that the server knew when it came back older than what it had been told."""
         self.published_updates = 0
@@ -117,7 +117,7 @@ class Service:
         lease.renew(self._client, self._run, self._token)  # the journal takes a line from anybody
         runs.note(self._client, self._run, event, reason)
 
-    def begin(self, feed: Feed, version: int, parameters: Tensors | None) -> None:
+    def begin(self, feed: Reader, version: int, parameters: Tensors | None) -> None:
         """Tell the server where the learner stands; `parameters` are published, else `version` is as it was."""
         self._accounts.fold(*ledger.folded(self._client, self._run))
         self._accounts.rewind(runs.state(self._client, self._run).appended_fragments)
@@ -296,7 +296,7 @@ class Service:
             version=version,
             blob=blob,
             allowance=allowance,
-            players=self._experience.players,
+            players=self._experience.num_collectors,
             updates=self._board.updates,
             drop=drop,
         )
@@ -307,8 +307,8 @@ class Service:
         """Tell collectors of more room, in steps worth a call."""
         allowance = self._allowance(self._board.version)
         now = time.monotonic()
-        if allowance >= self._allowed + self._experience.grain and now >= self._allow_at:
-            players, updates = self._experience.players, self._board.updates
+        if allowance >= self._allowed + self._experience.budget_increment and now >= self._allow_at:
+            players, updates = self._experience.num_collectors, self._board.updates
             self._allow_at = now + players / WAKES_PER_S
             stream.allow(self._client, self._run, self._token, allowance, players=players, updates=updates)
             self._allowed = allowance
@@ -316,7 +316,7 @@ class Service:
     def _allowance(self, version: int) -> int:
         """Environment steps that may have been appended in all once `version` is published."""
         board = self._board
-        return board.refilled + self._experience.allowance(
+        return board.refilled + self._experience.step_budget(
             num_steps=board.paced_steps, num_updates=board.updates, version=version
         )
 

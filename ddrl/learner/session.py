@@ -22,7 +22,7 @@ from ddrl.learner.dispatcher import Dispatcher
 from ddrl.learner.evaluations import EvaluationScheduler, Progress
 from ddrl.learner.loop import Learner
 from ddrl.replay.fifo import Fifo
-from ddrl.replay.sampled import Sampled
+from ddrl.replay.replay import Replay
 from ddrl.runs import artifacts
 from ddrl.store import checkpoints, connection, copies, logs, runs, seeds, weights
 from ddrl.store import leases as lease
@@ -47,7 +47,7 @@ class Rescued:
     """What a learner holds of a run that its server has lost: all but what it had not read, and figures."""
 
     seed: seeds.Seed
-    experience: Sampled | Fifo
+    experience: Replay | Fifo
 
 
 class Session:
@@ -190,7 +190,7 @@ class Session:
         )
         log.info("learns %s on %s", run, device)
 
-    def _held(self) -> Sampled | Fifo | None:
+    def _held(self) -> Replay | Fifo | None:
         """The experience that was rescued, if the checkpoint is the one that was taken with it."""
         newest = checkpoints.meta(self._client, self._run)
         if self._given is None or newest is None:

@@ -1,4 +1,4 @@
-"""Experience as on-policy algorithms use it: every fragment once, in order, no staler than the bound.
+"""The queue of on-policy algorithms: every fragment once, in order, no staler than the bound.
 
 With batches of B transitions, versions counted by iterations and a lead of L versions (0 for `sync`, max_staleness
 for `async`), collectors may append while
@@ -8,8 +8,8 @@ for `async`), collectors may append while
 where `disposed` counts what was learned from or dropped by the iterations that led to the published version. A
 transition appended under version v is then at most number (v + 1 + L) * B and learned from by iteration v + L at the
 latest, so it is L versions stale. Only overshoot (processes play at the same time), slow processes and a learner that
-died give staler fragments; these are dropped, and what they took of the allowance is given back. The learner waits for
-appended transitions only, never for a producer, so no producer's death can stall it.
+died give staler fragments; these are dropped, and what they took of the step budget is given back. The learner waits
+for appended transitions only, never for a producer, so no producer's death can stall it.
 
 When B transitions wait, an iteration takes fragments whole, from the oldest on, until it has B.
 """
@@ -17,21 +17,20 @@ When B transitions wait, an iteration takes fragments whole, from the oldest on,
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ddrl.replay.rate_limiter import check_staleness
-from ddrl.replay.trajectories import check_trajectory, trajectories
+from ddrl.replay.storage import final_observations, observation_block
 from ddrl.types import Fragment, Trajectories
 
 
 @dataclass(frozen=True)
 class _Account:
-    """What is held, as of one moment: swapped whole, for another thread reads it."""
+    """What is held at one moment: replaced whole, because another thread reads it."""
 
     queued_steps: int = 0
     learned_steps: int = 0  # of the iteration that began last; disposed of once its version is published
@@ -39,9 +38,9 @@ class _Account:
 
 
 class Fifo:
-    """The queue of fragments between feed and learner.
+    """The queue of fragments between reader and learner.
 
-    The training thread calls `admit` and `draw`; `allowance` may be called by another one.
+    The training thread calls `admit` and `draw`; `step_budget` may be called by another one.
 
     Args:
         batch_size: B, transitions of an iteration.
@@ -51,6 +50,9 @@ class Fifo:
         stale: what happens to staler fragments.
         forced_lag: versions by which learning is held back, for studies.
         frame_stack: K, observations that the networks see at once.
+
+    Raises:
+        ValueError: as `check_staleness`.
     """
 
     def __init__(
@@ -67,23 +69,24 @@ class Fifo:
         check_staleness(collect=collect, max_staleness=max_staleness, forced_lag=forced_lag)
         self._batch_size, self._gamma, self._frame_stack = batch_size, gamma, frame_stack
         self._max_staleness, self._drops = max_staleness, stale == "drop"
-        self._lag = forced_lag
+        self._needed = batch_size * (1 + forced_lag)  # transitions that must wait before an iteration
         self._lead = max(forced_lag, 0 if collect == "sync" else max_staleness)
         self._queue: deque[tuple[bytes, Fragment]] = deque()
         self._account = _Account()
-        self.grain = 1  # steps by which the allowance grows before collectors are told
-        self.players = 1
-        """Producers lately heard of, among which what is left of the allowance is divided."""
+        self.budget_increment = 1
+        """Steps by which the step budget grows before it is published."""
+        self.num_collectors = 1
+        """Collectors that sent a fragment lately; what is left of the step budget is divided among them."""
         self.first_version = 0
-        """What older versions played comes from another learner's weights, not from earlier ones of these."""
-        self._heard: set[int] = set()  # producers since the last draw
+        """Older versions are another learner's weights, not earlier ones of these."""
+        self._seen: set[int] = set()  # producers since the last draw
         self.num_dropped = 0
         """Fragments dropped because they were too stale."""
         self._staleness: list[tuple[int, int]] = []
-        """(versions, transitions) of what was learned from since the last figures."""
+        """(versions, transitions) of the fragments learned from since the last figures."""
 
     def __len__(self) -> int:
-        """Transitions that wait."""
+        """Return the number of transitions that wait."""
         return self._account.queued_steps
 
     @property
@@ -93,26 +96,27 @@ class Fifo:
 
     @property
     def num_waiting(self) -> int:
-        """Fragments that wait."""
+        """Number of fragments that wait."""
         return len(self._queue)
 
-    def prepare(self, fragment: Fragment) -> Fragment:
-        """What `admit` takes: there is nothing to prepare."""
+    def pack(self, fragment: Fragment) -> Fragment:
+        """Check a fragment, in any thread, and return it.
+
+        Raises:
+            ValueError: it cannot be learned from (see `check_trajectory`).
+        """
+        check_trajectory(fragment)
         return fragment
 
     def admit(self, fragment: Fragment, entry_id: bytes, *, version: int) -> None:
-        """Queue a fragment, or drop it if it is too stale already.
+        """Queue a fragment that `pack` has checked, or drop it if it is too stale already.
 
         Args:
             fragment: as decoded.
             entry_id: its id in the stream.
             version: latest published.
-
-        Raises:
-            ValueError: it cannot be learned from.
         """
-        check_trajectory(fragment)
-        self._heard.add(fragment.producer)
+        self._seen.add(fragment.producer)
         if self._is_stale(fragment, version):
             self.num_dropped += 1
             return
@@ -120,20 +124,20 @@ class Fifo:
         self._count(fragment.num_transitions)
 
     def draw(self, *, num_steps: int, num_updates: int, version: int) -> Trajectories | None:
-        """The batch of the next iteration, NumPy arrays; None while too little waits.
+        """Return the batch of the next iteration, NumPy arrays; None while too little waits.
 
         Args:
             num_steps, num_updates: not needed here.
             version: published, and made by the iteration before.
         """
-        if len(self) < self._batch_size * (1 + self._lag):
+        if len(self) < self._needed:
             return None
         if any(self._is_stale(fragment, version) for _, fragment in self._queue):
             fresh = deque((entry, one) for entry, one in self._queue if not self._is_stale(one, version))
             self.num_dropped += len(self._queue) - len(fresh)
             self._count(sum(one.num_transitions for _, one in fresh) - len(self))
             self._queue = fresh
-            if len(self) < self._batch_size * (1 + self._lag):
+            if len(self) < self._needed:
                 return None
         taken: list[Fragment] = []
         num_taken = 0
@@ -143,11 +147,11 @@ class Fifo:
             num_taken += fragment.num_transitions
             self._staleness.append((version - fragment.policy_version, fragment.num_transitions))
         self._account = _Account(len(self) - num_taken, num_taken, version)
-        self.players, self._heard = max(1, len(self._heard)), set()
+        self.num_collectors, self._seen = max(1, len(self._seen)), set()
         return trajectories(taken, gamma=self._gamma, frame_stack=self._frame_stack)
 
-    def allowance(self, *, num_steps: int, num_updates: int, version: int) -> int:
-        """Collectors may append while fewer environment steps than this were appended in all.
+    def step_budget(self, *, num_steps: int, num_updates: int, version: int) -> int:
+        """Return the environment steps below which collectors may append.
 
         Args:
             num_steps: appended, up to the last fragment admitted.
@@ -158,24 +162,24 @@ class Fifo:
         open_steps = account.queued_steps + (account.learned_steps if version <= account.version else 0)
         return num_steps - open_steps + (1 + self._lead) * self._batch_size
 
-    def prioritize(self, batch: Any, priority: Callable[[], NDArray[np.float32]]) -> None:
-        """Each fragment is learned from once, whatever it was like."""
+    def update_priorities(self, batch: Any, td_error: Callable[[], NDArray[np.float32]]) -> None:
+        """Do nothing: each fragment is learned from once."""
 
-    def adopt(self, options: Any) -> None:
-        """No live option of an algorithm changes anything here."""
+    def apply_options(self, options: Any) -> None:
+        """Do nothing: no live option of an algorithm changes anything here."""
 
     def state(self) -> Mapping[str, NDArray[Any]]:
-        """Nothing of a checkpoint: what waits is in the stream."""
+        """Return nothing: fragments that wait are in the stream."""
         return {}
 
     def load_state(self, state: Mapping[str, NDArray[Any]]) -> None:
-        """Nothing to continue from."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: there are no threads."""
 
     def figures(self, *, num_steps: int, num_updates: int) -> dict[str, float]:
-        """What a row of figures says of it; staleness of what was learned from since the last call."""
+        """Return figures for a row of metrics; staleness is of the fragments learned from since the last call."""
         row = {"queued_steps": float(len(self)), "dropped": float(self.num_dropped)}
         learned, self._staleness = self._staleness, []
         if learned:
@@ -192,3 +196,127 @@ class Fifo:
         self._account = _Account(
             account.queued_steps + num_transitions, account.learned_steps, account.version
         )
+
+
+def check_staleness(*, collect: str, max_staleness: int, forced_lag: int = 0) -> None:
+    """Refuse settings under which every fragment would be too stale.
+
+    Raises:
+        ValueError: names the setting, its value and the nearest one that can be used.
+    """
+    if collect == "async" and max_staleness < 1:
+        raise ValueError(
+            "on_policy.max_staleness: 0 cannot be met while play goes on during learning; use 1, or "
+            "on_policy.collect: sync"
+        )
+    if forced_lag > max_staleness:
+        raise ValueError(
+            f"on_policy.max_staleness: {max_staleness} is below on_policy.forced_lag {forced_lag}; "
+            f"use at least {forced_lag}"
+        )
+
+
+def trajectories(fragments: Sequence[Fragment], *, gamma: float, frame_stack: int = 1) -> Trajectories:
+    """Return all transitions of `fragments`, side by side; those of one producer that follow each other are joined.
+
+    The C context steps give neither transitions nor rows; stacks reach into them. The action is the column `raw_action`
+    where there is one: the action as the policy drew it, before it was scaled and clipped for the environment.
+
+    Args:
+        fragments: at least one, in the order of the stream, each one having passed `check_trajectory`.
+        gamma: discount of one agent step, in [0, 1].
+        frame_stack: K observations that a network sees at once.
+
+    Raises:
+        ValueError: final observations do not match the truncated steps (see `check_trajectory` for the rest).
+    """
+    chains: dict[tuple[int, int, int], list[list[Fragment]]] = {}
+    for fragment in fragments:
+        known = chains.setdefault((fragment.producer, fragment.incarnation, fragment.num_envs), [])
+        if known and known[-1][-1].seq + 1 == fragment.seq:
+            known[-1].append(fragment)
+        else:
+            known.append([fragment])
+    lanes = [chain for known in chains.values() for chain in known]
+    num_steps = max(sum(fragment.num_steps for fragment in chain) for chain in lanes)
+    shape = (num_steps, sum(chain[0].num_envs for chain in lanes))
+    first = _drawn(fragments[0])
+    row, next_row = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    valid, continues = np.zeros(shape, np.bool_), np.zeros(shape, np.bool_)
+    reward, discount, log_prob = (np.zeros(shape, np.float32) for _ in range(3))
+    action = np.zeros((*shape, *first.shape[2:]), first.dtype)
+    observations: list[NDArray[Any]] = []
+    num_rows = lane = 0
+    for chain in lanes:
+        step, here = 0, slice(lane, lane + chain[0].num_envs)
+        for fragment in chain:
+            context, last = fragment.context, fragment is chain[-1]
+            rows, start, after = _stacked(fragment, frame_stack)
+            at = slice(step, step + fragment.num_steps)
+            row[at, here] = num_rows + start
+            next_row[at, here] = num_rows + after
+            valid[at, here] = True
+            action[at, here] = _drawn(fragment)[context:]
+            reward[at, here] = fragment.reward[context:]
+            discount[at, here] = np.where(fragment.terminated[context:], 0.0, gamma)
+            continues[at, here] = ~(fragment.terminated | fragment.truncated)[context:]
+            continues[at.stop - 1, here] &= not last
+            log_prob[at, here] = fragment.extras["behavior_log_prob"][context:]
+            observations.append(rows)
+            num_rows += len(rows)
+            step = at.stop
+        lane = here.stop
+    return Trajectories(
+        observation=np.concatenate(observations),
+        row=row,
+        next_row=next_row,
+        valid=valid,
+        action=action,
+        reward=reward,
+        discount=discount,
+        continues=continues,
+        behavior_log_prob=log_prob,
+    )
+
+
+def check_trajectory(fragment: Fragment) -> None:
+    """Refuse a fragment that cannot be learned from on-policy.
+
+    Raises:
+        ValueError: it has no step, no log probabilities of its actions, columns of another shape, or final
+            observations that do not match its truncated steps.
+    """
+    log_prob = fragment.extras.get("behavior_log_prob")
+    if log_prob is None or log_prob.shape != fragment.reward.shape or log_prob.dtype != np.float32:
+        raise ValueError(
+            "fragment: no column behavior_log_prob, float32 [T, N]; its worker plays another algorithm"
+        )
+    drawn, action = _drawn(fragment), fragment.action
+    if (drawn.shape, drawn.dtype) != (action.shape, action.dtype):
+        raise ValueError(
+            "fragment: raw_action differs in shape or dtype from action; its worker plays another algorithm"
+        )
+    final_observations(fragment, fragment.context)
+
+
+def _drawn(fragment: Fragment) -> NDArray[Any]:
+    """Return the actions as the policy drew them, [C+T, N, *A]."""
+    return fragment.extras.get("raw_action", fragment.action)
+
+
+def _stacked(
+    fragment: Fragment, frame_stack: int
+) -> tuple[NDArray[Any], NDArray[np.int64], NDArray[np.int64]]:
+    """Return inputs [R, *I] of the steps after the context; [T, N] row before each step, and of the true one after it.
+
+    Raises:
+        ValueError: there is no step, or the final observations do not match the truncated steps.
+    """
+    block = observation_block(fragment, frame_stack, context=frame_stack - 1)
+    if frame_stack == 1:
+        return block.observation, block.row[:-1], block.next_row
+    row, next_row = block.row[-1 - fragment.num_steps :], block.next_row[-fragment.num_steps :]
+    used = np.zeros(len(block.observation), np.bool_)
+    used[row] = used[next_row] = True
+    number = np.cumsum(used) - 1
+    return block.stacks(np.flatnonzero(used), frame_stack), number[row[:-1]], number[next_row]

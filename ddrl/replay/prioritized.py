@@ -1,4 +1,4 @@
-"""Prioritized replay: how likely each item is drawn, and how much a draw then weighs.
+"""Sampling: uniform, and prioritized, where each item has a probability and each draw an importance weight.
 
 Item i is drawn with probability P(i) = p_i / sum p, p = (|td| + 1e-6)^priority_exponent, and weighs (N P(i))^-beta, so
 that with beta = 1 the weighted mean over draws is the plain mean over items. Weights are divided by the largest of
@@ -8,17 +8,96 @@ Source: Schaul et al. 2016, arXiv:1511.05952, sections 3.3 and 3.4.
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ddrl.replay.samplers import stratified
 from ddrl.replay.sum_tree import SumTree
 
 _EPSILON = 1e-6  # an item whose error is 0 can still be drawn
 _LEAST_ROOM = 1024
+
+
+class _Philox(threading.local):
+    """One Philox4x64 per thread: setting its state costs a third of building one."""
+
+    def __init__(self) -> None:
+        self.generator = np.random.Philox(key=0)
+        self.state: Any = dict(self.generator.state)
+
+    def raw(self, size: int, *, seed: int, draw: int) -> NDArray[np.uint64]:
+        """Return the first [size] words of the stream with key (seed, draw)."""
+        self.state["state"] = {"counter": (0, 0, 0, 0), "key": (seed, draw)}
+        self.generator.state = self.state
+        return self.generator.random_raw(size)
+
+
+_philox = _Philox()
+
+
+def uniform(num: int, size: int, *, seed: int, draw: int) -> NDArray[np.int64]:
+    """Return positions drawn uniformly and with replacement; a pure function of its arguments.
+
+    Philox is counter-based: draw number d needs no draw before it, so a resumed learner repeats exactly
+    what an undisturbed one draws, in any order, thread or process. The words of Philox4x64-10 are fixed
+    by the paper and the map to positions is written out here, so no version of NumPy changes a draw. A
+    shorter draw is the beginning of a longer one. The bias of a position is below num * 2^-53.
+    Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
+
+    Args:
+        num: positions to choose from, 1..2^53.
+        size: B, how many are drawn, at least 0.
+        seed: of the run, 0..2^64 - 1.
+        draw: number of the draw, such as the update's, 0..2^64 - 1.
+
+    Returns:
+        [size] int64 in 0..num-1.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+    if not 1 <= num <= 2**53:
+        raise ValueError(f"num: {num} positions to draw from; needs 1..2^53, so wait for data")
+    word = _words(size, seed=seed, draw=draw)
+    # 53 bits are exact in float64, and (1 - 2^-53) * num rounds to less than num.
+    return ((word >> np.uint64(11)) * (2.0**-53 * num)).astype(np.int64)
+
+
+def stratified(total: float, size: int, *, seed: int, draw: int) -> NDArray[np.float64]:
+    """Return masses drawn uniformly, one from each of `size` equal parts of [0, total); a pure function.
+
+    Part i gives (i + u_i) / size * total, with u_i in [0, 1) from the same counter-based stream as `uniform`.
+    Each mass by itself is no better than a uniform one, together they vary less: a batch cannot miss a whole part.
+    Source: Schaul et al. 2016, arXiv:1511.05952, section 3.3.
+
+    Args:
+        total: of all priorities, finite and above 0.
+        size: B, how many are drawn, at least 0.
+        seed: of the run, 0..2^64 - 1.
+        draw: number of the draw, such as the update's, 0..2^64 - 1.
+
+    Returns:
+        [size] float64, ascending; rounding may give the last one `total` itself.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+    if not 0 < total < math.inf:
+        raise ValueError(f"total: {total} cannot be divided; needs a finite number above 0, so wait for data")
+    word = _words(size, seed=seed, draw=draw)
+    return (np.arange(size) + (word >> np.uint64(11)) * 2.0**-53) * (total / max(size, 1))
+
+
+def _words(size: int, *, seed: int, draw: int) -> NDArray[np.uint64]:
+    if size < 0:
+        raise ValueError(f"size: {size} is no batch size; use at least 0")
+    if not (0 <= seed < 2**64 and 0 <= draw < 2**64):
+        raise ValueError(f"seed, draw: {seed}, {draw}; both must be in 0..2^64-1")
+    return _philox.raw(size, seed=seed, draw=draw)
 
 
 class Priorities:
@@ -54,7 +133,7 @@ class Priorities:
         self._first = self._next = 0
         self._largest = 1.0  # |td|
         self.num_late = 0
-        """Updates that came after their item had gone."""
+        """Updates of items that had been evicted before."""
 
     @property
     def first(self) -> int:
@@ -62,13 +141,13 @@ class Priorities:
         return self._first
 
     def __len__(self) -> int:
-        """Items held."""
+        """Return the number of items held."""
         return self._next - self._first
 
     def anneal(
         self, importance_exponent: float, final_importance_exponent: float, anneal_updates: int
     ) -> None:
-        """Go by other exponents of the importance weights from the next draw on; arguments as of the class.
+        """Change the exponents of the importance weights from the next draw on; arguments as of the class.
 
         Raises:
             ValueError: an argument is out of range.
@@ -81,17 +160,17 @@ class Priorities:
         self._anneal_updates = anneal_updates
 
     def beta(self, num_updates: int) -> float:
-        """Exponent of the importance weights at an update."""
+        """Return the exponent of the importance weights at an update."""
         begin, final = self._betas
         share = min(num_updates / self._anneal_updates, 1.0) if self._anneal_updates else 1.0
         return begin + share * (final - begin)
 
     def append(self, num_items: int, td_error: Any = None) -> None:
-        """Take new items, numbered after those before.
+        """Append new items, numbered after those before.
 
         Args:
             num_items: M, how many.
-            td_error: [M] sizes of the errors that their players saw, at least 0. None: the largest ever seen, or 1
+            td_error: [M] sizes of their TD errors by the acting policy, at least 0. None: the largest ever seen, or 1
                 as long as none was larger, so that each is likely drawn soon.
 
         Raises:
@@ -108,7 +187,7 @@ class Priorities:
         self._next += num_items
 
     def drop(self, first_new: int) -> None:
-        """Forget the items below a number.
+        """Drop the items below a number.
 
         Raises:
             ValueError: it is below `first`, or above all items held.
@@ -145,7 +224,7 @@ class Priorities:
         return position, position + self._first, np.maximum(weight, tiny).astype(np.float32)
 
     def update(self, number: NDArray[np.int64], td_error: Any) -> None:
-        """Give items new errors; those that have gone meanwhile are left out and counted.
+        """Give items new errors; those evicted meanwhile are left out and counted.
 
         Args:
             number: [B] of the items, as drawn; where one comes twice, the last error stays.
@@ -165,7 +244,7 @@ class Priorities:
         self._largest = max(self._largest, float(errors.max(initial=0.0)))
 
     def state(self) -> dict[str, NDArray[Any]]:
-        """For a checkpoint: `priority` [len] float32, oldest item first; the `largest` error; the `next` number."""
+        """Return `priority` [len] float32, the oldest item's first, the `largest` error, and the `next` number."""
         return {
             "priority": self._tree.get(self._slots()).astype(np.float32),
             "largest": np.array(self._largest),
@@ -173,14 +252,14 @@ class Priorities:
         }
 
     def renumber(self, first: int) -> None:
-        """Number the items held anew, from `first` on: what is drawn depends on it, for slots go by numbers."""
+        """Renumber the items held from `first` on. Draws depend on it, for slots go by numbers."""
         p = self._tree.get(self._slots())
         self._write(self._first, np.zeros(len(p)))
         self._first, self._next = first, first + len(p)
         self._write(first, p)
 
     def load_state(self, state: Mapping[str, NDArray[Any]]) -> None:
-        """Take what `state` gave: its last priority is that of the newest item held now, and so on backwards.
+        """Restore `state`: its last priority is that of the newest item held now, and so on backwards.
 
         Numbers may be others than they were then. Older items that it does not reach keep what they have.
 
@@ -201,7 +280,7 @@ class Priorities:
         self._write(self._next - num, p[len(p) - num :])
 
     def check_valid(self) -> None:
-        """Assert the invariants: those of the tree, and that exactly the items held have a priority."""
+        """Assert every invariant: those of the tree, and that exactly the items held have a priority."""
         self._tree.check_valid()
         assert 0 <= self._first <= self._next and len(self) <= self._tree.capacity
         every = self._tree.get(np.arange(self._tree.capacity))
@@ -213,7 +292,7 @@ class Priorities:
         return np.arange(self._first, self._next) % self._tree.capacity
 
     def _to_priority(self, td_error: Any) -> Any:
-        """P, rounded to float32."""
+        """Return p, rounded to float32."""
         return ((td_error + _EPSILON) ** self._exponent).astype(np.float32).astype(np.float64)
 
     def _checked(self, td_error: Any, num: int) -> NDArray[np.float64]:
@@ -227,7 +306,7 @@ class Priorities:
         return errors
 
     def _write(self, number: int, p: NDArray[np.float64]) -> None:
-        """Priorities of items from `number` on; two pieces where they go round the end of the slots."""
+        """Set the priorities of items from `number` on, in two pieces where they pass the end of the slots."""
         start = number % self._tree.capacity
         there = min(len(p), self._tree.capacity - start)
         self._tree.set_range(start, start + there, p[:there])

@@ -1,4 +1,4 @@
-"""The pace between playing and learning: off-policy, samples_per_insert kept on both sides.
+"""The rate limiter between acting and learning: off-policy, samples_per_insert kept on both sides.
 
 With I transitions inserted, W of them for warm-up, u updates of B transitions, S slack steps:
 
@@ -8,7 +8,7 @@ With I transitions inserted, W of them for warm-up, u updates of B transitions, 
 So the samples never exceed samples_per_insert per transition after the warm-up, and the collectors are
 never more than S steps, plus the fragments already in flight, ahead of that ratio. If both had to wait,
 I - W >= u * B / samples_per_insert + S and samples_per_insert * (I - W) < (u + 1) * B, which together
-mean samples_per_insert * S < B: that is what `check` refuses, so nothing can deadlock.
+mean samples_per_insert * S < B: such settings are refused, so nothing can deadlock.
 The idea: Cassirer et al. 2021 (Reverb), arXiv:2102.04736, the SampleToInsertRatio rate limiter.
 """
 
@@ -17,58 +17,44 @@ from __future__ import annotations
 import math
 
 
-class Pacing:
-    """Who may go on, from two counters alone: no clock, no state, exact integer arithmetic."""
+class RateLimiter:
+    """Decides who may go on, from two counters alone: no clock, no state, exact integer arithmetic.
+
+    Args:
+        samples_per_insert: transitions sampled per transition inserted after the warm-up, above 0.
+        warmup_steps: transitions inserted before the first update, at least 0.
+        slack_steps: transitions that collectors may be ahead of the ratio, at least batch_size / samples_per_insert:
+            enough to pay for one batch.
+        batch_size: transitions sampled by one update, at least 1.
+
+    Raises:
+        ValueError: names the setting, its value and the nearest one that can be used.
+    """
 
     def __init__(
         self, *, samples_per_insert: float, warmup_steps: int, slack_steps: int, batch_size: int
     ) -> None:
-        """Args and errors as of `check`."""
-        self.check(
-            samples_per_insert=samples_per_insert,
-            warmup_steps=warmup_steps,
-            slack_steps=slack_steps,
-            batch_size=batch_size,
-        )
-        # A float is a ratio of two integers; with them no rounding can make both sides wait.
-        self._samples, self._inserts = float(samples_per_insert).as_integer_ratio()
-        self._warmup_steps = warmup_steps
-        self._slack_steps = slack_steps
-        self._batch_size = batch_size
-
-    @classmethod
-    def check(
-        cls, *, samples_per_insert: float, warmup_steps: int, slack_steps: int, batch_size: int
-    ) -> None:
-        """Refuse settings with which learner and collectors could wait for each other for ever.
-
-        Args:
-            samples_per_insert: transitions sampled per transition inserted after the warm-up, above 0.
-            warmup_steps: transitions inserted before the first update, at least 0.
-            slack_steps: transitions that collectors may be ahead of the ratio, at least
-                batch_size / samples_per_insert: enough to pay for one batch.
-            batch_size: transitions sampled by one update, at least 1.
-
-        Raises:
-            ValueError: names the setting, its value and the nearest one that can be used.
-        """
         if not (math.isfinite(samples_per_insert) and samples_per_insert > 0):
             raise ValueError(f"replay.samples_per_insert: {samples_per_insert}; use a finite number above 0")
         if batch_size < 1:
             raise ValueError(f"batch_size: {batch_size} samples nothing; use at least 1")
         if warmup_steps < 0:
             raise ValueError(f"replay.warmup_steps: {warmup_steps} is negative; use at least 0")
-        samples, inserts = float(samples_per_insert).as_integer_ratio()
-        least = -(-batch_size * inserts // samples)
+        # A float is a ratio of two integers; with them no rounding can make both sides wait.
+        self._samples, self._inserts = float(samples_per_insert).as_integer_ratio()
+        least = -(-batch_size * self._inserts // self._samples)
         if slack_steps < least:
             raise ValueError(
                 f"replay.slack_steps: {slack_steps} at replay.samples_per_insert {samples_per_insert:g} pays "
                 f"for less than one batch of {batch_size}, so learner and collectors could wait for each "
-                f"other for ever; use at least {least}"
+                f"other forever; use at least {least}"
             )
+        self._warmup_steps = warmup_steps
+        self._slack_steps = slack_steps
+        self._batch_size = batch_size
 
     def can_sample(self, num_inserted: int, num_updates: int) -> bool:
-        """Whether the learner may do update number `num_updates` (counted from 0) now.
+        """Return whether the learner may do update number `num_updates` (counted from 0) now.
 
         Args:
             num_inserted: transitions appended since the start of the run, warm-up included.
@@ -78,34 +64,16 @@ class Pacing:
         return paid >= 0 and (num_updates + 1) * self._batch_size * self._inserts <= self._samples * paid
 
     def samples_per_insert(self, num_inserted: int, num_updates: int) -> float:
-        """Transitions sampled so far per transition appended after the warm-up."""
+        """Return the transitions sampled so far per transition appended after the warm-up."""
         return num_updates * self._batch_size / max(num_inserted - self._warmup_steps, 1)
 
-    def allowance(self, num_updates: int) -> int:
-        """Collectors may append while fewer transitions than this were appended in all.
+    def step_budget(self, num_updates: int) -> int:
+        """Return the transitions below which collectors may append.
 
-        A fragment is accepted whole, so each process may pass the allowance by one fragment.
+        A fragment is accepted whole, so each process may pass the budget by one fragment.
 
         Args:
             num_updates: updates finished.
         """
         due = -(-num_updates * self._batch_size * self._inserts // self._samples)  # rounded up
         return self._warmup_steps + due + self._slack_steps
-
-
-def check_staleness(*, collect: str, max_staleness: int, forced_lag: int = 0) -> None:
-    """Refuse settings under which every fragment would be too stale.
-
-    Raises:
-        ValueError: names the setting, its value and the nearest one that can be used.
-    """
-    if collect == "async" and max_staleness < 1:
-        raise ValueError(
-            "on_policy.max_staleness: 0 cannot be met while play goes on during learning; use 1, or "
-            "on_policy.collect: sync"
-        )
-    if forced_lag > max_staleness:
-        raise ValueError(
-            f"on_policy.max_staleness: {max_staleness} is below on_policy.forced_lag {forced_lag}; "
-            f"use at least {forced_lag}"
-        )

@@ -1,4 +1,4 @@
-"""Cut fragments into sequences for recurrent learning: where they begin, what they need, how surprising they are.
+"""Sequences as the items of a replay, for recurrent learning: cut from fragments, and gathered as batches.
 
 Worker and learner cut the same columns: the worker to know which recurrent states to send, the learner to train. So a
 cut depends on nothing but the columns, and a fragment can be read by itself: its C context steps hold what its first
@@ -22,19 +22,24 @@ Source: Kapturowski et al. 2019, "Recurrent Experience Replay in Distributed Rei
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ddrl.replay.storage import Columns, Cut, Ring, Rows, observation_block
+from ddrl.replay.transitions import check_rewards, expected_rows, reported_values
 from ddrl.returns import n_step_return, rescale, unrescale
-from ddrl.types import Fragment, SequenceShape
+from ddrl.types import Fragment, Sequences, SequenceShape
+
+_TYPICAL_STEPS = 32  # T, unless the stride is larger; fragments take about rollout.fragment_s
 
 
 @dataclass(frozen=True)
 class Cuts:
-    """S sequences of one fragment, lane by lane, in order of time within a lane.
+    """S sequences of one fragment, environment by environment, in order of time within one.
 
     Attributes:
         lane: [S] int64 environment.
@@ -51,7 +56,7 @@ class Cuts:
     fresh: NDArray[np.bool_]
 
     def __len__(self) -> int:
-        """S."""
+        """Return S."""
         return len(self.start)
 
     @property
@@ -65,24 +70,29 @@ class Cuts:
         return self.start + self.length - 1
 
 
-def at_beginning(context: int, *, shape: SequenceShape, frame_stack: int) -> bool:
-    """Whether a fragment with `context` steps of history begins where its producer did, with episodes' first steps.
+def cut_fragment(fragment: Fragment, shape: SequenceShape, frame_stack: int) -> Cuts:
+    """Return the sequences of `fragment`, whose observations are stacked by `frame_stack`.
 
-    A producer sends all the history that is needed as soon as it has it; less means that there is no more. Once there
-    is enough, the first step counts as unknown, even where it happens to be the producer's first.
+    A producer sends all the history that is needed as soon as it has it. A fragment with less begins where its producer
+    did, with the first steps of episodes. Once there is enough, the first step counts as unknown, even where it happens
+    to be the producer's first.
+
+    Raises:
+        ValueError: as `cut`.
     """
-    return context < shape.context + frame_stack - 1
+    begins = fragment.context < shape.context + frame_stack - 1
+    return cut(fragment.terminated | fragment.truncated, context=fragment.context, shape=shape, begins=begins)
 
 
 def cut(ended: NDArray[np.bool_], *, context: int, shape: SequenceShape, begins: bool) -> Cuts:
-    """The sequences of a fragment, by the rules above; the same arguments give the same cut everywhere.
+    """Return the sequences of a fragment, by the rules above; the same arguments give the same cut everywhere.
 
     Args:
         ended: [C+T, N] bool, the step terminated or was truncated.
         context: C, leading steps that an earlier fragment trained.
         shape: of the sequences.
-        begins: the first step of each lane is an episode's first (see `at_beginning`). Otherwise the context must be
-            enough for all sequences, and of that step only action and reward are used, as inputs of the second.
+        begins: the first step of each environment is an episode's first. Otherwise the context must be enough for all
+            sequences, and of that step only action and reward are used, as inputs of the second.
 
     Raises:
         ValueError: no new step, an impossible shape, or too little context for a fragment that does not begin.
@@ -117,48 +127,38 @@ def cut(ended: NDArray[np.bool_], *, context: int, shape: SequenceShape, begins:
     )
 
 
-def cut_fragment(fragment: Fragment, shape: SequenceShape, frame_stack: int) -> Cuts:
-    """The sequences of `fragment`, whose observations are stacked by `frame_stack`.
-
-    Raises:
-        ValueError: as `cut`.
-    """
-    begins = at_beginning(fragment.context, shape=shape, frame_stack=frame_stack)
-    return cut(fragment.terminated | fragment.truncated, context=fragment.context, shape=shape, begins=begins)
-
-
 def _parts(
     ended: NDArray[np.bool_], begins: bool
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-    """Each episode's part, lane by lane in order of time: lane, first step, end (exclusive), and more.
+    """Return each episode's part in order of environment, then time: environment, first step, end (exclusive), known.
 
-    That is whether the first step is known to be the episode's. The last part of a lane may be empty.
+    `known`: the first step is known to be the episode's. The last part of an environment may be empty.
     """
     num_steps, num_envs = ended.shape
     border = np.ones((1, num_envs), np.bool_)  # the fragment's end, which closes the last part
     lane, step = np.nonzero(np.concatenate([ended, border]).T)
     end = np.minimum(step + 1, num_steps)
-    is_first = np.append(True, lane[1:] != lane[:-1])  # part of its lane
+    is_first = np.append(True, lane[1:] != lane[:-1])  # part of its environment
     return lane, np.where(is_first, 0, np.roll(end, 1)), end, begins | ~is_first
 
 
-def memory_rows(cuts: Cuts) -> NDArray[np.int32]:
-    """[M, 2] (step, lane), all distinct, before which the recurrent state is needed, in the order of the sequences.
+def recurrent_state_index(cuts: Cuts) -> NDArray[np.int32]:
+    """Return [M, 2] (step, environment), all distinct, before which the recurrent state is needed, in sequence order.
 
-    Those of sequences that begin with their episode are not among them: theirs is zero.
+    Sequences that begin with their episode need none: their state is zero.
     """
     stored = ~cuts.fresh
     return np.stack([cuts.first[stored], cuts.lane[stored]], axis=1).astype(np.int32)
 
 
-def memory_states(fragment: Fragment, cuts: Cuts, size: int) -> NDArray[np.float16]:
-    """[S, H] the recurrent state before the first step in use of each sequence, H = `size`; 0 at an episode's start.
+def recurrent_states(fragment: Fragment, cuts: Cuts, size: int) -> NDArray[np.float16]:
+    """Return [S, H] the recurrent state before each sequence's first step in use, H = `size`; 0 at an episode's start.
 
     Raises:
-        ValueError: the fragment has others than those.
+        ValueError: the fragment's columns memory_index and memory are not of exactly these steps and this size.
     """
     index, memory = fragment.extras.get("memory_index"), fragment.extras.get("memory")
-    needed = memory_rows(cuts)
+    needed = recurrent_state_index(cuts)
     if index is None or memory is None:
         raise ValueError(
             "fragment: no columns memory_index and memory; its worker plays another algorithm than a recurrent one"
@@ -186,7 +186,7 @@ def targets(
     gamma: float,
     n: int,
 ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.int64], NDArray[np.bool_]]:
-    """n-step returns within sequences; towards a sequence's end they sum fewer rewards.
+    """Return n-step returns within sequences; towards a sequence's end they sum fewer rewards.
 
     Args:
         reward: [L, B] as scaled for training; anything finite behind a sequence's length.
@@ -207,10 +207,10 @@ def targets(
     return return_ * valid, discount * valid, np.where(valid, step + k, length), valid
 
 
-def priorities(
+def td_errors(
     fragment: Fragment, cuts: Cuts, *, gamma: float, n: int, rescaled: bool, mix: float
 ) -> NDArray[np.float32] | None:
-    """How surprising each sequence was to the policy that played it: mix * max |td| + (1 - mix) * mean |td|.
+    """Return the TD error of each sequence by the acting policy: mix * max |td| + (1 - mix) * mean |td|.
 
     td = target - Q(s, a) over the training steps, with target R + d * V, or h(R + d * h^-1(V)) where values are
     rescaled; V is the largest value of the state bootstrapped from. Where the policy has not seen that state (after a
@@ -225,19 +225,15 @@ def priorities(
         mix: weight of the maximum, in [0, 1].
 
     Returns:
-        [S] float32, or None where the policy gave no values.
+        [S] float32, or None where the policy reported no values.
 
     Raises:
-        ValueError: a column of values has another shape than the rewards.
+        ValueError: as `reported_values`.
     """
-    reward, extras = fragment.reward, fragment.extras
-    if "action_value" not in extras or "state_value" not in extras:
+    values, reward = reported_values(fragment), fragment.reward
+    if values is None:
         return None
-    for name in ("action_value", "state_value"):
-        if extras[name].shape != reward.shape:
-            raise ValueError(
-                f"fragment: {name} has shape {list(extras[name].shape)}, expected {list(reward.shape)}"
-            )
+    action_value, state_value = values
     offset = np.arange(cuts.length.max())[:, None]
     step, lane = cuts.start + np.minimum(offset, cuts.length - 1), cuts.lane  # [L, S], [S]
     return_, discount, bootstrap, valid = targets(
@@ -245,8 +241,169 @@ def priorities(
     )
     summed = cuts.start + bootstrap - 1  # [L, S] the last step of each sum
     is_seen = ~(fragment.terminated | fragment.truncated)[summed, lane] & (summed + 1 < len(reward))
-    value = extras["state_value"][summed + is_seen, lane].astype(np.float64)
+    value = state_value[summed + is_seen, lane].astype(np.float64)
     target = return_.astype(np.float64) + discount * (unrescale(value) if rescaled else value)
-    td = np.abs((rescale(target) if rescaled else target) - extras["action_value"][step, lane]) * valid
+    td = np.abs((rescale(target) if rescaled else target) - action_value[step, lane]) * valid
     mixed: NDArray[np.float64] = mix * td.max(axis=0) + (1.0 - mix) * td.sum(axis=0) / cuts.length
     return mixed.astype(np.float32)
+
+
+class SequenceItems:
+    """Sequences of a fragment as items, environment by environment; each fragment is held with its context.
+
+    Where fragments are much shorter than their context, most of the memory is context.
+
+    Args:
+        shape: of the sequences.
+        gamma: discount of one agent step, in [0, 1].
+        n_step: most rewards summed, at least 1 and at most a sequence of them.
+        state_size: H, numbers of a recurrent state.
+        frame_stack: K observations that a network sees at once.
+        priority_mix: weight of the largest TD error in a new sequence's priority, against their mean; in [0, 1].
+        rescaled: the policy's values are in units of h (see `returns.rescale`).
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        shape: SequenceShape,
+        gamma: float,
+        n_step: int,
+        state_size: int,
+        frame_stack: int = 1,
+        priority_mix: float = 0.9,
+        rescaled: bool = True,
+    ) -> None:
+        if not 0.0 <= gamma <= 1.0:
+            raise ValueError(f"gamma: {gamma} is no discount; use a number from 0 to 1")
+        if not 1 <= n_step <= shape.length:
+            raise ValueError(
+                f"n_step: {n_step} does not fit into sequences of {shape.length} steps; use 1 to {shape.length}"
+            )
+        if not 0.0 <= priority_mix <= 1.0:
+            raise ValueError(f"priority_mix: {priority_mix} is no share; use a number from 0 to 1")
+        if state_size < 1:
+            raise ValueError(f"memory_size: {state_size} is no recurrent state; use at least 1")
+        self._shape, self._state_size = shape, state_size
+        self._gamma, self._n_step = gamma, n_step
+        self._mix, self._rescaled = priority_mix, rescaled
+        self._context = shape.context + frame_stack - 1
+        self.frame_stack = frame_stack
+        self.min_capacity = shape.length
+
+    def room(self, capacity: int) -> tuple[int, int, int]:
+        """Return the expected numbers of rows, items and steps for `capacity` transitions."""
+        rows = expected_sequence_rows(capacity, self._shape, self.frame_stack)
+        return rows, max(1, capacity // self._shape.stride), rows
+
+    def cut(self, fragment: Fragment) -> Cut:
+        """Cut a fragment into its sequences; in any thread.
+
+        Returns:
+            Items with step (the first one in use), burn_in, length, fresh, terminated (the last step was), next_row
+            (the observation behind the last step), recurrent_state; steps, context included, environment by
+            environment, with row, action, reward.
+
+        Raises:
+            ValueError: the fragment has no discrete actions, or other context or recurrent states than its sequences
+                need, its returns need not be finite, or it cannot be cut.
+        """
+        if fragment.context > self._context:  # the capacity does not count it
+            raise ValueError(
+                f"fragment: {fragment.context} steps of context, but its sequences need {self._context}; its worker "
+                "plays with other settings"
+            )
+        if fragment.action.ndim != 2 or fragment.action.dtype != np.int64:
+            raise ValueError(
+                f"fragment: action is {fragment.action.dtype}{list(fragment.action.shape[2:])}; sequences are of "
+                "discrete actions, int64"
+            )
+        cuts = cut_fragment(fragment, self._shape, self.frame_stack)
+        check_rewards(fragment, self._n_step)
+        block = observation_block(fragment, self.frame_stack)
+        items = {
+            "step": cuts.lane * len(fragment.reward) + cuts.first,
+            "burn_in": cuts.burn_in,
+            "length": cuts.length,
+            "fresh": cuts.fresh,
+            "terminated": fragment.terminated[cuts.last, cuts.lane],
+            "next_row": block.next_row[cuts.last, cuts.lane],
+            "recurrent_state": recurrent_states(fragment, cuts, self._state_size),
+        }
+        steps = {
+            "row": block.row[:-1].T.reshape(-1),
+            "action": fragment.action.T.reshape(-1),
+            "reward": fragment.reward.T.reshape(-1),
+        }
+        td_error = td_errors(
+            fragment, cuts, gamma=self._gamma, n=self._n_step, rescaled=self._rescaled, mix=self._mix
+        )
+        return Cut(block, items, steps, td_error)
+
+    def plan(self, items: Columns, steps: Ring, rows: Rows) -> Callable[[], Sequences]:
+        """Look up what B items need; the result gathers them, in any thread."""
+        first, burn_in, length = items["step"], items["burn_in"], items["length"]  # [B]
+        terminated = items["terminated"]
+        warm, num_rows = self._shape.burn_in, self._shape.burn_in + self._shape.length + 1
+        steps_action, steps_reward = steps.columns["action"], steps.columns["reward"]
+
+        place = np.arange(num_rows)[:, None]
+        in_use = burn_in + length - terminated  # [B] the last row in use, counted from the first
+        offset = np.where(
+            place < warm,
+            np.minimum(place, np.maximum(burn_in - 1, 0)),
+            np.minimum(place - warm + burn_in, in_use),
+        )  # [U+L+1, B]
+        is_after = offset == burn_in + length  # the row behind the last step, which is no step itself
+        step = steps.slots(first + offset - is_after)
+        row = np.where(is_after, items["next_row"], steps.columns["row"].take(step))
+        is_start = items["fresh"] & (offset == 0)
+        before = steps.slots(first + offset - ~is_start)
+        previous_action = np.where(is_start, -1, steps_action.take(before))
+        previous_reward = np.where(is_start, np.float32(0), steps_reward.take(before))
+
+        place = np.arange(self._shape.length)[:, None]
+        step = steps.slots(first + burn_in + np.minimum(place, length - 1))  # [L, B]
+        action = steps_action.take(step) * (place < length)
+        reward = steps_reward.take(step)
+        read = rows.plan(row)
+
+        def gather() -> Sequences:
+            return_, discount, bootstrap, valid = targets(
+                reward, length, terminated, gamma=self._gamma, n=self._n_step
+            )
+            return Sequences(
+                observation=read(),
+                previous_action=previous_action,
+                previous_reward=previous_reward,
+                recurrent_state=items["recurrent_state"].astype(np.float32),
+                burn_in=burn_in,
+                action=action,
+                n_step_return=return_,
+                bootstrap_discount=discount,
+                bootstrap=bootstrap,
+                valid=valid,
+            )
+
+        return gather
+
+    def check_valid(self, items: Columns, steps: Columns, *, rows: range, step: int) -> None:
+        """Assert the invariants of one fragment's items; its observations are `rows`, its steps begin at `step`."""
+        begin, own, next_row = items["step"] - step, steps["row"], items["next_row"]
+        end = begin + items["burn_in"] + items["length"]
+        assert np.all((begin >= 0) & (end <= len(own))), "sequences lie in their fragment"
+        assert np.all((rows.start <= own) & (own < rows.stop)), "steps have rows of their fragment"
+        assert len(np.unique(own)) == len(own), "each its own"
+        assert np.all((rows.start <= next_row) & (next_row < rows.stop)), "so have sequences"
+        assert np.all((items["burn_in"] >= 0) & (items["burn_in"] <= self._shape.burn_in)), "0..U of burn-in"
+        assert np.all((items["length"] >= 1) & (items["length"] <= self._shape.length)), "1..L training steps"
+        assert not items["recurrent_state"][items["fresh"]].any(), "episodes begin with a state of zero"
+
+
+def expected_sequence_rows(capacity: int, shape: SequenceShape, frame_stack: int) -> int:
+    """Return the observations of `capacity` transitions; every fragment repeats its context."""
+    steps = -(-_TYPICAL_STEPS // shape.stride) * shape.stride
+    return expected_rows(capacity, context=shape.context + frame_stack - 1, steps=steps)

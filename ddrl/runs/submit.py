@@ -11,9 +11,9 @@ from ddrl import envs
 from ddrl.algorithms import base
 from ddrl.config import ConfigError, RunConfig, Section
 from ddrl.envs import requirements
-from ddrl.replay.blocks import is_image
-from ddrl.replay.experience import is_compressed, longest_fragment, samples_per_update
-from ddrl.replay.rate_limiter import Pacing, check_staleness
+from ddrl.replay.experience import is_compressed, longest_fragment_steps, rate_limiter
+from ddrl.replay.fifo import check_staleness
+from ddrl.replay.storage import is_image
 from ddrl.store import connection, runs
 from ddrl.types import EnvSpec
 
@@ -59,7 +59,7 @@ def check(config: RunConfig, spaces: EnvSpec, *, processes: int = 1) -> base.Res
 
 def _check_budget(config: RunConfig, resolved: base.Resolved) -> None:
     """Refuse a stream that holds too few of the largest fragments; ConfigError."""
-    longest, num_envs = longest_fragment(config.rollout, resolved.sequences), config.env.num_envs
+    longest, num_envs = longest_fragment_steps(config.rollout, resolved.sequences), config.env.num_envs
     if resolved.on_policy:
         longest = min(longest, resolved.config.batch_size // num_envs + 1)
     lane = FRAGMENTS_IN_BUDGET * num_envs
@@ -94,12 +94,7 @@ def _lane_bytes(resolved: base.Resolved, steps: int) -> int:
 def _check_off_policy(config: RunConfig, resolved: base.Resolved) -> None:
     """Refuse a pace that cannot be kept, and settings without effect; ValueError."""
     replay, spec, options = config.replay, resolved.spec, resolved.config
-    Pacing.check(
-        samples_per_insert=replay.samples_per_insert,
-        warmup_steps=replay.warmup_steps,
-        slack_steps=replay.slack_steps,
-        batch_size=samples_per_update(options),
-    )
+    rate_limiter(replay, options)
     _refuse_set(
         config.on_policy, "on_policy", list(type(config.on_policy).model_fields), f"algorithm {resolved.name}"
     )
@@ -126,7 +121,7 @@ def _check_off_policy(config: RunConfig, resolved: base.Resolved) -> None:
         raise ValueError(
             f"rollout.random_until_learned: true gives no recurrent states, which {resolved.name} needs; remove it"
         )
-    largest = longest_fragment(config.rollout, resolved.sequences) * num_envs
+    largest = longest_fragment_steps(config.rollout, resolved.sequences) * num_envs
     if resolved.sequences is not None and resolved.sequences.length > replay.capacity:
         raise ValueError(
             f"replay.capacity: {replay.capacity} cannot hold one sequence of {resolved.sequences.length} steps; use at "

@@ -16,7 +16,7 @@ import numpy as np
 from ddrl import envs
 from ddrl.algorithms.base import RecurrentState
 from ddrl.config import EnvConfig
-from ddrl.replay.sequences import cut_fragment, memory_rows
+from ddrl.replay.sequences import cut_fragment, recurrent_state_index
 from ddrl.types import EnvSpec, Fragment, SequenceShape
 
 
@@ -204,6 +204,6 @@ class Recorder:
     def _with_recurrent_state(self, fragment: Fragment, hidden: np.ndarray) -> Fragment:
         """The fragment with the rows of `hidden` [C+T, N, H] at which its sequences begin amid an episode."""
         assert self._sequences is not None, "recurrent policies come with the shape of their sequences"
-        index = memory_rows(cut_fragment(fragment, self._sequences, self._spec.frame_stack))
+        index = recurrent_state_index(cut_fragment(fragment, self._sequences, self._spec.frame_stack))
         recurrent = {"memory_index": index, "memory": hidden[index[:, 0], index[:, 1]]}
         return replace(fragment, extras={**fragment.extras, **recurrent})

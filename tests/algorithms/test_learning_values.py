@@ -16,7 +16,7 @@ from ddrl import codec, config, envs
 from ddrl.algorithms import base
 from ddrl.config import RunConfig
 from ddrl.networks.device import to_device, to_host
-from ddrl.replay.experience import experience
+from ddrl.replay.experience import make_experience
 from ddrl.runs.evaluation import evaluate
 from ddrl.worker.collector import Collector
 
@@ -49,7 +49,9 @@ def learn(
     spec = envs.describe(run.env)
     resolved = base.resolve(run, spec)
     learner = resolved.learner(device=CPU, seed=run.seed)
-    held = experience(run, resolved.config, spec, on_policy=resolved.on_policy, sequences=resolved.sequences)
+    held = make_experience(
+        run, resolved.config, spec, on_policy=resolved.on_policy, sequences=resolved.sequences
+    )
     collector = Collector(
         run="learning",
         producer=1,
@@ -67,12 +69,12 @@ def learn(
     steps = version = num_fragments = evaluated = published = 0
     collector.load(version, learner.weights())
     while True:
-        allowance = held.allowance(num_steps=steps, num_updates=learner.num_updates, version=version)
-        while steps < allowance:
-            wanted = -(-(allowance - steps) // run.env.num_envs)
+        budget = held.step_budget(num_steps=steps, num_updates=learner.num_updates, version=version)
+        while steps < budget:
+            wanted = -(-(budget - steps) // run.env.num_envs)
             fragment = codec.decode(codec.encode(collector.collect(max_steps=wanted)))
             steps, num_fragments = steps + fragment.num_transitions, num_fragments + 1
-            held.admit(fragment, b"%d-0" % num_fragments, version=version)
+            held.admit(held.pack(fragment), b"%d-0" % num_fragments, version=version)
         while True:
             batch: Any = held.draw(num_steps=steps, num_updates=learner.num_updates, version=version)
             if batch is None:

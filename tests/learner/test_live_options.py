@@ -17,14 +17,13 @@ from support.reference_ppo import tensors as trajectories
 from support.reference_q import CPU, VECTORS, digest, make_batch
 from support.reference_r2d2 import SHAPE, make_sequences
 from support.reference_r2d2 import SMALL as SMALL_SEQUENCES
+from support.replays import make_replay
 
 from ddrl.algorithms import base
 from ddrl.config import live_options
 from ddrl.replay.prioritized import Priorities
-from ddrl.replay.rate_limiter import Pacing
-from ddrl.replay.rows import DenseRows
-from ddrl.replay.sampled import Sampled
-from ddrl.replay.view import TransitionView
+from ddrl.replay.replay import Replay
+from ddrl.replay.transitions import TransitionItems
 from ddrl.types import Batch, EnvSpec
 
 SMALL: dict[str, dict[str, Any]] = {
@@ -94,7 +93,7 @@ class Subject:
         self.config = config
         self.learner = base.Resolved(name, self.config, SPECS[name]).learner(device=CPU, seed=1)
         self._name = name
-        self._sampled: Sampled | None = None
+        self._replay: Replay | None = None
         if getattr(config, "prioritized", False):
             self._priorities = Priorities(
                 exponent=config.priority_exponent,
@@ -103,16 +102,17 @@ class Subject:
                 anneal_updates=config.importance_anneal_updates,
             )
             self._priorities.append(6, np.linspace(0.1, 3.0, 6))
-            view = TransitionView(DenseRows(frame_stack=1), capacity=10, gamma=0.9, n_step=1, frame_stack=1)
-            pacing = Pacing(samples_per_insert=32.0, warmup_steps=1, slack_steps=10, batch_size=6)
-            self._sampled = Sampled(view, pacing, batch_size=6, seed=1, grain=1, priorities=self._priorities)
+            items = TransitionItems(gamma=0.9, n_step=1)
+            self._replay = make_replay(
+                items, capacity=10, batch_size=6, slack_steps=10, seed=1, priorities=self._priorities
+            )
 
     def adopt(self, **options: Any) -> None:
         """What a learner does when its run's config has changed."""
         config = type(self.config).model_validate(self.config.model_dump(by_alias=True) | options)
         self.learner.apply_options(config)
-        if self._sampled is not None:
-            self._sampled.adopt(config)
+        if self._replay is not None:
+            self._replay.apply_options(config)
         self.config = config
 
     def update(self, number: int) -> str:
@@ -130,7 +130,7 @@ class Subject:
         if self._name in ("ppo", "impala"):
             return trajectories(make_feed(spec, seed=number))
         weight: np.ndarray | None = None
-        if self._sampled is not None:
+        if self._replay is not None:
             weight = self._priorities.draw(6, seed=0, draw=number)[2]
         if self._name == "dqn":
             return make_batch(number, weight=weight)

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from redis import Redis
+from support.replays import gather_all
 from support.runs import play_steps, start
 from test_learner import make_learner, take, training, until
 
@@ -24,8 +25,8 @@ from ddrl import codec
 from ddrl.algorithms import base
 from ddrl.config import RunConfig, validate
 from ddrl.learner.loop import Learner
-from ddrl.replay import rows as rows_module
-from ddrl.replay.rows import CompressedRows
+from ddrl.replay import storage
+from ddrl.replay.storage import CompressedRows
 from ddrl.runs.evaluation import evaluate
 from ddrl.store import keys, runs, stream, weights
 from ddrl.types import Fragment
@@ -131,11 +132,10 @@ def test_dqn_learns_from_compressed_prioritized_replay(client: Redis, server) ->
     with training(learner):
         play_until(client, run, token, learner, lambda: learner.num_updates > 300 and score() > 0.9)
     learner.finish()
-    view = learner.experience.view
-    assert isinstance(view._rows, CompressedRows)
-    assert view.first > 0  # old ones were evicted
-    view.check_valid()
-    learner.experience._priorities.check_valid()
+    replay = learner.experience
+    assert isinstance(replay.rows, CompressedRows)
+    assert replay.first_item > 0  # old ones were evicted
+    replay.check_valid()
     assert learner.counters.dead == 0
 
 
@@ -149,7 +149,7 @@ def test_a_restart_continues_with_the_same_items_and_their_priorities(
     first = make_learner(client, run, token, server.url)
     first.restore()
     with training(first):
-        play_until(client, run, token, first, lambda: first.experience.view.first > 0)
+        play_until(client, run, token, first, lambda: first.experience.first_item > 0)
     first.finish()
     assert first.num_updates > 20 and first.counters.dead == 0
 
@@ -158,10 +158,9 @@ def test_a_restart_continues_with_the_same_items_and_their_priorities(
     second.restore()
     assert second.counters.updates == first.num_updates == second.algorithm.num_updates
     one, two = first.experience, second.experience
-    two.view.check_valid()
-    assert len(one.view) == len(two.view) and two.view.first == one.view.first
-    everything = np.arange(len(one.view))
-    wanted, found = one.view.gather(everything), two.view.gather(everything)
+    two.check_valid()
+    assert one.num_items == two.num_items and two.first_item == one.first_item
+    wanted, found = gather_all(one), gather_all(two)
     for column, array in vars(wanted).items():
         np.testing.assert_array_equal(array, getattr(found, column), err_msg=column)
     before, after = one.state(), two.state()
@@ -171,7 +170,8 @@ def test_a_restart_continues_with_the_same_items_and_their_priorities(
     as_played = make_learner(client, run, second_token, server.url).experience
     oldest, cursor = first.counters.oldest.encode(), first.counters.cursor.encode()
     for entry in stream.read(client, run, stream.before(oldest), count=10_000, until=cursor):
-        as_played.admit(codec.decode(entry.fields), entry.entry_id, version=0)
+        packed = as_played.pack(codec.decode(entry.fields))
+        as_played.admit(packed, entry.entry_id, version=0)
     assert (as_played.state()["priority"] != before["priority"]).mean() > 0.1  # these were drawn since
     for column, tensor in first.algorithm.state().items():
         assert torch.equal(tensor, second.algorithm.state()[column]), column
@@ -181,9 +181,7 @@ def test_a_restart_continues_with_the_same_items_and_their_priorities(
         play_until(client, run, second_token, second, lambda: second.num_updates >= goal)
     second.finish()
     assert second.counters.dead == 0
-    two.view.check_valid()
-    two._priorities.check_valid()
-    assert two._priorities.first == two.view.first and len(two._priorities) == len(two.view)
+    two.check_valid()
 
 
 def test_frames_are_compressed_beside_the_training_thread(
@@ -192,20 +190,20 @@ def test_frames_are_compressed_beside_the_training_thread(
     run = start(client, catch_config())
     token = take(client, run)
     play_steps(client, run, token, 800)
-    threads, real = set(), rows_module._compress
+    threads, real = set(), storage._compress
 
     def noted(rows: np.ndarray) -> bytes:
         threads.add(threading.current_thread().name)
         return real(rows)
 
-    monkeypatch.setattr(rows_module, "_compress", noted)
+    monkeypatch.setattr(storage, "_compress", noted)
     learner = make_learner(client, run, token, server.url)
     learner.restore()
     with training(learner):
         until(lambda: learner.num_steps == runs.state(client, run).appended_steps)
     learner.finish()
-    assert threads == {"feed"}
-    learner.experience.view.check_valid()
+    assert threads == {"reader"}
+    learner.experience.check_valid()
 
 
 def claiming(fields: dict[bytes, bytes], *, whole: bool) -> dict[bytes, bytes]:
@@ -295,12 +293,10 @@ def test_bad_entries_land_in_dead_with_the_reason_and_memory_stays_flat(
     assert learner.counters.admitted == num_good
     for (words, _), (_, fields) in zip(3 * bad, dead, strict=True):
         assert words in fields[b"reason"] and b"\n" not in fields[b"reason"]
-    learner.experience.view.check_valid()
-    learner.experience._priorities.check_valid()
-    assert len(learner.experience._priorities) == len(learner.experience.view)
+    learner.experience.check_valid()
 
     again = make_learner(client, run, take(client, run), server.url)
     again.restore()  # the refused ones do not stand in the way, and are not counted twice
-    assert len(again.experience.view) == len(learner.experience.view)
+    assert len(again.experience) == len(learner.experience)
     assert again.counters.dead == 3 * len(bad)
     again.finish()

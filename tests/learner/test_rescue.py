@@ -21,7 +21,7 @@ from ddrl.learner import session
 from ddrl.learner.dispatcher import Dispatcher
 from ddrl.learner.loop import Learner
 from ddrl.replay.fifo import Fifo
-from ddrl.replay.sampled import Sampled
+from ddrl.replay.replay import Replay
 from ddrl.store import checkpoints, connection, copies, keys, ledger, runs, seeds, stream, weights
 from ddrl.store import leases as lease
 from ddrl.store.checkpoints import Counters
@@ -47,7 +47,7 @@ def planted(client: Redis, seed: seeds.Seed) -> int:
     return take(client, seed.run)
 
 
-def successor(client: Redis, url: str, run: str, token: int, held: Sampled | Fifo | None) -> Learner:
+def successor(client: Redis, url: str, run: str, token: int, held: Replay | Fifo | None) -> Learner:
     config = runs.config(client, run)
     resolved = base.resolve(config, runs.spaces(client, run))
     blocking, device = connection.connect_blocking(url), torch.device("cpu")

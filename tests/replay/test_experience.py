@@ -1,17 +1,17 @@
-"""What a run's config makes of the learner's experience: how it is held, and how much of it."""
+"""The experience that a run's config asks for: how it is held, and how much of it."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+from support.reference_sequences import STATE_SIZE, Player
 
 from ddrl import config, envs
 from ddrl.algorithms import base
 from ddrl.config import ReplayConfig, RolloutConfig
-from ddrl.replay.experience import experience, is_compressed, longest_fragment
-from ddrl.replay.sampled import Sampled
-from ddrl.replay.sequence_view import SequenceView
+from ddrl.replay.experience import dense_bytes, is_compressed, longest_fragment_steps, make_experience
+from ddrl.replay.replay import Replay
 from ddrl.types import EnvSpec, SequenceShape
 
 GAME = EnvSpec("game", (84, 84), "uint8", "discrete", (), (6,), frame_stack=4)
@@ -22,7 +22,7 @@ R2D2 = {"name": "r2d2", "hidden_sizes": [16], "recurrent_size": 8, "sequence_len
 def test_context_of_sequences_counts_for_auto() -> None:
     """A thousand transitions are 1,125 rows of 7,060 bytes; as sequences, by 40 with 84 of context, 3,125 rows."""
     replay = ReplayConfig.model_validate({"capacity": 1000, "memory_bytes": 16 * 1024**2})
-    assert not is_compressed(replay, GAME)
+    assert not is_compressed(replay, GAME, None)
     assert is_compressed(replay, GAME, SHAPE)
     larger = ReplayConfig.model_validate({"capacity": 1000, "memory_bytes": 3125 * 7060 + 28_000})
     assert not is_compressed(larger, GAME, SHAPE)
@@ -37,7 +37,7 @@ def test_context_of_sequences_counts_for_auto() -> None:
 def test_fragments_of_sequences_are_whole_strides(
     most: int, shape: SequenceShape | None, longest: int
 ) -> None:
-    assert longest_fragment(RolloutConfig(max_fragment_steps=most), shape) == longest
+    assert longest_fragment_steps(RolloutConfig(max_fragment_steps=most), shape) == longest
 
 
 @pytest.mark.parametrize(("recurrent", "size"), [("lstm", 16), ("gru", 8)])
@@ -48,7 +48,16 @@ def test_recurrent_states_are_as_wide_as_the_players(recurrent: str, size: int) 
     resolved = base.resolve(run, spec)
     assert resolved.config.recurrent_state_size == size
     assert resolved.policy().initial_state(3)["hidden"].shape == (3, size)
-    held = experience(run, resolved.config, spec, on_policy=False, sequences=resolved.sequences)
-    assert isinstance(held, Sampled) and isinstance(held.view, SequenceView)
-    assert held.view._memory_size == size
+    held = make_experience(run, resolved.config, spec, on_policy=False, sequences=resolved.sequences)
+    assert isinstance(held, Replay)
+    player = Player(0, num_envs=2, shape=resolved.sequences)
+    with pytest.raises(
+        ValueError, match=rf"memory is float16\[\d+, {STATE_SIZE}\], expected float16 \[S, {size}\]"
+    ):
+        held.pack(player.fragment(10)[0])
     held.close()
+
+
+def test_memory_of_a_million_frames() -> None:
+    """84 x 84 bytes of 1,125,000 rows, each with 4 bytes for its stack, and 28 bytes a transition."""
+    assert dense_bytes(GAME, None, capacity=1_000_000) == 1_125_000 * (84 * 84 + 4) + 28_000_000

@@ -1,8 +1,9 @@
-"""The queue of on-policy experience: order, staleness, allowance; against a simulated fleet of any behavior."""
+"""The on-policy queue: order, staleness, step budget, against a simulated fleet; and trajectories against a walk."""
 
 from __future__ import annotations
 
 import dataclasses
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.reference_returns import make_fragment
+from support.reference_stacks import Player
 
-from ddrl.replay.fifo import Fifo
+from ddrl.replay.fifo import Fifo, check_trajectory, trajectories
 from ddrl.types import Fragment, Trajectories
 
 B = 32
@@ -85,7 +87,7 @@ def test_dropping_may_leave_less_than_a_batch() -> None:
     assert fifo.num_dropped == 3 and fifo.oldest_entry_id == b"3-0"
 
 
-def test_correct_keeps_what_is_stale_and_shows_how_stale() -> None:
+def test_correct_keeps_stale_fragments_and_reports_their_staleness() -> None:
     fifo = make(stale="correct")
     for seq in range(4):
         fifo.admit(fragment(seq, seq=seq), b"%d-0" % seq, version=9)
@@ -96,40 +98,40 @@ def test_correct_keeps_what_is_stale_and_shows_how_stale() -> None:
 
 
 @pytest.mark.parametrize(("collect", "lead"), [("sync", 0), ("async", 2)])
-def test_the_allowance_opens_with_the_version_not_with_the_draw(collect: str, lead: int) -> None:
+def test_the_step_budget_grows_with_the_version_not_with_the_draw(collect: str, lead: int) -> None:
     fifo = make(collect=collect, max_staleness=2)
 
-    def allowance(num_steps: int, version: int) -> int:
-        return fifo.allowance(num_steps=num_steps, num_updates=0, version=version)
+    def budget(num_steps: int, version: int) -> int:
+        return fifo.step_budget(num_steps=num_steps, num_updates=0, version=version)
 
-    assert allowance(0, 0) == (1 + lead) * B
+    assert budget(0, 0) == (1 + lead) * B
     for seq in range(5):
         fifo.admit(fragment(0, seq=seq), b"%d-0" % seq, version=0)
-    assert allowance(40, 0) == (1 + lead) * B
+    assert budget(40, 0) == (1 + lead) * B
     assert draw(fifo, 0) is not None
-    assert allowance(40, 0) == (1 + lead) * B, "the batch is not done yet"
-    assert allowance(40, 1) == B + (1 + lead) * B, "with its version it is"
+    assert budget(40, 0) == (1 + lead) * B, "the batch is not done yet"
+    assert budget(40, 1) == B + (1 + lead) * B, "with its version it is"
 
 
-def test_what_is_dropped_is_given_back() -> None:
+def test_dropped_steps_are_given_back() -> None:
     fifo = make(collect="sync", max_staleness=0)
     fifo.admit(fragment(0), b"1-0", version=5)  # 8 stale transitions of a process that slept
-    assert fifo.allowance(num_steps=8, num_updates=0, version=5) == 8 + B
+    assert fifo.step_budget(num_steps=8, num_updates=0, version=5) == 8 + B
 
 
-def test_the_players_that_share_the_allowance() -> None:
+def test_the_collectors_that_share_the_step_budget() -> None:
     fifo = make()
-    assert fifo.players == 1
+    assert fifo.num_collectors == 1
     for producer in range(4):
         fifo.admit(fragment(0, producer=producer), b"%d-0" % producer, version=0)
     assert draw(fifo, 0) is not None
-    assert fifo.players == 4
+    assert fifo.num_collectors == 4
 
 
 def test_a_fragment_of_another_algorithm_is_refused() -> None:
     fifo = make()
     with pytest.raises(ValueError, match="behavior_log_prob"):
-        fifo.admit(dataclasses.replace(fragment(0), extras={}), b"1-0", version=0)
+        fifo.pack(dataclasses.replace(fragment(0), extras={}))
     assert len(fifo) == 0
 
 
@@ -155,7 +157,7 @@ def test_no_fleet_can_stall_it_or_make_it_learn_from_stale_fragments(data: st.Da
     num_processes = data.draw(st.integers(1, 4))
     fifo = make(collect=collect, max_staleness=bound, forced_lag=lag)
     version = appended = iterations = 0
-    allowance = fifo.allowance(num_steps=0, num_updates=0, version=0)
+    budget = fifo.step_budget(num_steps=0, num_updates=0, version=0)
     in_hand: list[int | None] = [None] * num_processes  # version under which each plays now
     seqs = [0] * num_processes
     learning: int | None = None  # the version whose successor is being made
@@ -164,7 +166,7 @@ def test_no_fleet_can_stall_it_or_make_it_learn_from_stale_fragments(data: st.Da
         if process < num_processes:  # begins or ends a fragment
             played = in_hand[process]
             if played is None:
-                if appended < allowance:
+                if appended < budget:
                     in_hand[process] = version
                 continue
             one = fragment(
@@ -182,15 +184,15 @@ def test_no_fleet_can_stall_it_or_make_it_learn_from_stale_fragments(data: st.Da
                 ages = {version - played for played in versions(batch)}
                 assert max(ages) <= bound
                 assert batch.valid.sum() >= B
-        allowance = max(allowance, fifo.allowance(num_steps=appended, num_updates=0, version=version))
-        assert appended + sum(played is not None for played in in_hand) * 18 - allowance <= num_processes * 18
+        budget = max(budget, fifo.step_budget(num_steps=appended, num_updates=0, version=version))
+        assert appended + sum(played is not None for played in in_hand) * 18 - budget <= num_processes * 18
     # Then one process alone, the others dead: the next iterations come.
     for _ in range(3):
         version, learning = (version, None) if learning is None else (learning + 1, None)
-        allowance = max(allowance, fifo.allowance(num_steps=appended, num_updates=0, version=version))
+        budget = max(budget, fifo.step_budget(num_steps=appended, num_updates=0, version=version))
         while (batch := draw(fifo, version)) is None:
-            allowance = max(allowance, fifo.allowance(num_steps=appended, num_updates=0, version=version))
-            assert appended < allowance, "the last living process waits, and so does the learner"
+            budget = max(budget, fifo.step_budget(num_steps=appended, num_updates=0, version=version))
+            assert appended < budget, "the last living process waits, and so does the learner"
             one = fragment(version, seq=seqs[0])
             seqs[0] += 1
             appended += one.num_transitions
@@ -203,8 +205,8 @@ def test_a_forced_lag_is_exact_once_it_has_built_up() -> None:
     version = appended = 0
     seen = []
     while version < 12:
-        allowance = fifo.allowance(num_steps=appended, num_updates=0, version=version)
-        while appended < allowance:
+        budget = fifo.step_budget(num_steps=appended, num_updates=0, version=version)
+        while appended < budget:
             fifo.admit(fragment(version, seq=appended), b"%d-0" % appended, version=version)
             appended += 8
         batch = draw(fifo, version)
@@ -212,3 +214,142 @@ def test_a_forced_lag_is_exact_once_it_has_built_up() -> None:
         seen.append({version - played for played in versions(batch)})
         version += 1
     assert seen == [{0}, {1}, {2}, *[{3}] * 9]
+
+
+# --- trajectories -----------------------------------------------------------------------------------------------------
+
+
+def make_part(
+    seed: int, producer: int, seq: int, num_steps: int, num_envs: int, context: int = 0
+) -> Fragment:
+    """A fragment with random endings, and log probabilities that differ from step to step."""
+    made = make_fragment(
+        seed, num_steps=num_steps, num_envs=num_envs, context=context, serial=seed, end_probability=0.2
+    )
+    log_prob = np.random.default_rng(seed).normal(size=made.reward.shape).astype(np.float32)
+    return dataclasses.replace(
+        made, producer=producer, incarnation=7, seq=seq, extras={"behavior_log_prob": log_prob}
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(
+        st.tuples(st.integers(0, 2), st.integers(1, 5), st.integers(0, 2)), min_size=1, max_size=8
+    ),
+    gaps=st.sets(st.integers(0, 7)),
+)
+def test_every_step_is_there_once_with_its_neighbors(
+    sizes: list[tuple[int, int, int]], gaps: set[int]
+) -> None:
+    """Producers' fragments come interleaved, some missing; producer p plays p + 1 environments."""
+    fragments, seqs = [], {}
+    for number, (producer, num_steps, context) in enumerate(sizes):
+        seqs[producer] = seqs.get(producer, -1) + (2 if number in gaps else 1)
+        fragments.append(make_part(number, producer, seqs[producer], num_steps, producer + 1, context))
+    batch = trajectories(fragments, gamma=0.5)
+
+    steps = {}  # (serial, step, lane) -> position in the batch
+    for position in np.argwhere(batch.valid):
+        t, b = (int(i) for i in position)
+        serial, step, lane, kind = (int(x) for x in batch.observation[batch.row[t, b]])
+        assert kind == 0 and (serial, step, lane) not in steps
+        steps[serial, step, lane] = (t, b)
+    assert len(steps) == sum(fragment.num_transitions for fragment in fragments)
+    follows = {(one.producer, one.seq): number for number, one in enumerate(fragments)}
+    for (serial, step, lane), (t, b) in steps.items():
+        one = fragments[serial]
+        assert batch.reward[t, b] == one.reward[step, lane]
+        assert batch.action[t, b].tolist() == one.action[step, lane].tolist()
+        assert batch.behavior_log_prob[t, b] == one.extras["behavior_log_prob"][step, lane]
+        assert batch.discount[t, b] == (0.0 if one.terminated[step, lane] else 0.5)
+        after = batch.observation[batch.next_row[t, b]].tolist()
+        if one.truncated[step, lane]:
+            assert after == [serial, step, lane, 1], "the true final observation"
+        elif not one.terminated[step, lane]:
+            assert after == [serial, step + 1, lane, 0]
+        successor = (serial, step + 1, lane)
+        if step + 1 == len(one.reward):
+            number = follows.get((one.producer, one.seq + 1))
+            successor = (-1, 0, 0) if number is None else (number, fragments[number].context, lane)
+        ended = one.terminated[step, lane] or one.truncated[step, lane]
+        assert batch.continues[t, b] == (not ended and successor in steps)
+        if successor in steps:
+            assert steps[successor] == (t + 1, b), "a producer's next step is the next row of its lane"
+    padding = ~batch.valid
+    assert not batch.discount[padding].any() and not batch.continues[padding].any()
+    assert not batch.reward[padding].any()
+    assert batch.next_row.max() < len(batch.observation)
+
+
+def test_the_raw_action_is_the_action() -> None:
+    one = make_part(0, 1, 0, 3, 2)
+    raw = np.random.default_rng(1).normal(size=one.action.shape).astype(np.float32)
+    batch = trajectories([dataclasses.replace(one, extras={**one.extras, "raw_action": raw})], gamma=0.9)
+    assert np.array_equal(batch.action, raw)
+
+
+@pytest.mark.parametrize(
+    ("extras", "message"),
+    [
+        ({}, "no column behavior_log_prob"),
+        ({"behavior_log_prob": np.zeros((3, 2), np.float64)}, "no column behavior_log_prob, float32"),
+        ({"behavior_log_prob": np.zeros((3, 2, 1), np.float32)}, "no column behavior_log_prob"),
+        (
+            {"behavior_log_prob": np.zeros((3, 2), np.float32), "raw_action": np.zeros((3, 2), np.float32)},
+            "raw_action differs in shape",
+        ),
+        (
+            {
+                "behavior_log_prob": np.zeros((3, 2), np.float32),
+                "raw_action": np.zeros((3, 2, 2), np.float16),
+            },
+            "or dtype",
+        ),
+    ],
+)
+def test_columns_of_another_algorithm_are_refused(extras: dict[str, np.ndarray], message: str) -> None:
+    one = dataclasses.replace(make_part(0, 1, 0, 3, 2), extras=extras)
+    with pytest.raises(ValueError, match=message):
+        check_trajectory(one)
+
+
+def test_checks_copy_no_images() -> None:
+    one = make_part(0, 1, 0, 60, 2)
+    images = np.zeros((61, 2, 84, 84), np.uint8)  # 840 KiB
+    finals = np.zeros((len(one.final_index), 84, 84), np.uint8)
+    one = dataclasses.replace(one, observation=images, final_observation=finals)
+    tracemalloc.start()
+    check_trajectory(one)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < images.nbytes / 3
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((5, 3), "uint8"), ((3,), "float32")])
+def test_stacks_equal_those_of_the_environment(shape: tuple[int, ...], dtype: str) -> None:
+    """Two producers, the fragments of each joined; the first has less context than a stack."""
+    players = [Player(seed, num_envs=2, shape=shape, dtype=dtype) for seed in (1, 2)]
+    fragments = []
+    for num_steps in (2, 9, 30):
+        for producer, player in enumerate(players):
+            one = player.fragment(num_steps, context=3 if num_steps < 30 else 5)
+            log_prob = np.zeros(one.reward.shape, np.float32)
+            fragments.append(
+                dataclasses.replace(one, producer=producer, extras={"behavior_log_prob": log_prob})
+            )
+    batch = trajectories(fragments, gamma=0.5, frame_stack=4)
+    assert batch.valid.shape == (41, 4) and batch.valid.all()
+    inputs = (4, *shape) if len(shape) > 1 else (4 * shape[0],)
+    assert batch.observation.shape[1:] == inputs
+    for lane in range(4):
+        for time, row in enumerate(players[lane // 2].steps):
+            step = row[lane % 2]
+            assert batch.action[time, lane] == step.action
+            seen = batch.observation[batch.row[time, lane]]
+            np.testing.assert_array_equal(seen, step.stack.reshape(inputs))
+            if not step.terminated:
+                after = batch.observation[batch.next_row[time, lane]]
+                np.testing.assert_array_equal(after, step.next_stack.reshape(inputs))
+    truncated = sum(int(one.truncated[one.context :].sum()) for one in fragments)
+    assert len(batch.observation) == 2 * 2 * (41 + 3) + truncated, "no row for what only stacks reach into"

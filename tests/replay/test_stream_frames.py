@@ -1,4 +1,4 @@
-"""Frames through the whole pipe, exactly: environments, collector, codec, real server, decoding, stacks of the view."""
+"""Frames through the whole pipe, exactly: environments, collector, codec, real server, reader, stacks of the replay."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from gymnasium.spaces import Box, Discrete
 from redis import Redis
+from support.replays import admit, gather, make_replay
 
 from ddrl import codec, envs
 from ddrl.algorithms import base
 from ddrl.config import EnvConfig, RunConfig, validate
 from ddrl.envs.toy import Catch
-from ddrl.replay.reader import stage
-from ddrl.replay.rows import CompressedRows
-from ddrl.replay.view import TransitionView
+from ddrl.replay.reader import decode
+from ddrl.replay.transitions import TransitionItems
 from ddrl.runs import submit
 from ddrl.store import stream
 from ddrl.types import Fragment
@@ -153,9 +153,9 @@ def play_into(
     player.close()
     read, cursor = [], b"0-0"
     while entries := stream.read(client, run, cursor, count=7):
-        staged = [stage(entry, run, spec) for entry in entries]
-        assert [one.reason for one in staged] == [""] * len(staged)
-        read += [one.fragment for one in staged if one.fragment is not None]
+        decoded = [decode(entry, run, spec) for entry in entries]
+        assert [one.reason for one in decoded] == [""] * len(decoded)
+        read += [one.fragment for one in decoded if one.fragment is not None]
         cursor = entries[-1].entry_id
     return run, read
 
@@ -200,14 +200,15 @@ def assert_equal_to_the_recording(fragments: list[Fragment], given: Recording) -
 
 
 def assert_stacks_are_plain_ones(fragments: list[Fragment], given: Recording) -> None:
-    """What the compressed view gives for one-step transitions is what a stack kept beside each lane holds."""
-    view = TransitionView(CompressedRows(frame_stack=K), capacity=10**5, gamma=0.5, n_step=1, frame_stack=K)
+    """The compressed replay returns for one-step transitions the stacks that are kept beside each environment here."""
+    items = TransitionItems(gamma=0.5, n_step=1, frame_stack=K)
+    replay = make_replay(items, capacity=10**5, compressed=True)
     for fragment in fragments:
-        view.admit(fragment, b"%d-0" % fragment.seq)
+        admit(replay, fragment)
     num_envs = given.num_envs
     stacks = [[given.frames[0][lane]] * K for lane in range(num_envs)]
     for step, (_, terminated, truncated, lost) in enumerate(given.steps):
-        batch = view.gather(np.arange(step * num_envs, (step + 1) * num_envs))
+        batch = gather(replay, np.arange(step * num_envs, (step + 1) * num_envs))
         for lane in range(num_envs):
             assert np.array_equal(batch.observation[lane], stacks[lane]), (step, lane)
             after = given.finals.get((step, lane), given.frames[step + 1][lane])

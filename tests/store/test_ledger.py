@@ -12,6 +12,7 @@ from dataclasses import asdict, astuple, replace
 import numpy as np
 import pytest
 from redis import Redis
+from support.replays import gather
 from support.runs import play_steps, start, target_config
 from support.store import append, make_run
 from test_learner import make_learner, take, training, until
@@ -21,7 +22,7 @@ from test_on_policy_learner import pick_config, playing
 from ddrl.config import RunConfig
 from ddrl.learner.accounts import Accounts
 from ddrl.learner.loop import Learner
-from ddrl.replay.reader import Staged
+from ddrl.replay.reader import Decoded
 from ddrl.store import keys, ledger, runs, seeds, stream, workers
 from ddrl.store.checkpoints import Counters
 from ddrl.store.ledger import ENDED, UNKNOWN, Row
@@ -43,9 +44,9 @@ def config() -> RunConfig:
     )
 
 
-def staged(fragments: int, producer: int, seq: int, *, incarnation: int = 7) -> Staged:
+def staged(fragments: int, producer: int, seq: int, *, incarnation: int = 7) -> Decoded:
     entry_id = b"%d-0" % fragments
-    return Staged(
+    return Decoded(
         entry_id, fragments, 8 * fragments, 100 * fragments, 100, producer, incarnation, seq, 0, None
     )
 
@@ -251,11 +252,11 @@ def test_a_copy_and_an_unsigned_entry_are_refused_and_found(client: Redis, serve
 
     again = make_learner(client, run, take(client, run), server.url)
     again.restore()  # nor does the view that is rebuilt hold them
-    size = len(learner.experience.view)
-    assert len(again.experience.view) == size == runs.state(client, run).appended_steps
+    size = len(learner.experience)
+    assert len(again.experience) == size == runs.state(client, run).appended_steps
     everything = np.arange(size)
-    for name, array in vars(learner.experience.view.gather(everything)).items():
-        np.testing.assert_array_equal(array, getattr(again.experience.view.gather(everything), name))
+    for name, array in vars(gather(learner.experience, everything)).items():
+        np.testing.assert_array_equal(array, getattr(gather(again.experience, everything), name))
     assert again.accounts.rows == learner.accounts.rows
     again.finish()
 

@@ -23,8 +23,7 @@ from ddrl import envs
 from ddrl.algorithms import base
 from ddrl.config import validate
 from ddrl.networks.device import to_device
-from ddrl.replay.fifo import Fifo
-from ddrl.replay.trajectories import trajectories
+from ddrl.replay.fifo import Fifo, trajectories
 from ddrl.runs.evaluation import evaluate
 from ddrl.types import EnvSpec, Fragment, Trajectories
 from ddrl.worker.collector import Collector

@@ -59,7 +59,7 @@ class SlowSequence:
     bootstrap_discount: list[float]
     bootstrap: list[int]
     valid: list[bool]
-    surprise: float
+    td_error: float
 
 
 class Player:
@@ -226,7 +226,7 @@ class Player:
             bootstrap_discount=discounts,
             bootstrap=bootstraps,
             valid=[step < end for step in range(start, start + shape.length)],
-            surprise=0.9 * max(tds) + 0.1 * sum(tds) / len(tds),
+            td_error=0.9 * max(tds) + 0.1 * sum(tds) / len(tds),
         )
 
     def _stack(self, lane: Lane, begin: int, end: int, row: int) -> np.ndarray:

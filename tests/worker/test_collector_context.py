@@ -13,14 +13,13 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium.spaces import Box, Discrete
+from support.replays import admit, gather_all, make_replay
 
 from ddrl import codec, envs
 from ddrl.algorithms.base import RecurrentState, initial_state
 from ddrl.config import EnvConfig, RolloutConfig
-from ddrl.replay.rows import CompressedRows, DenseRows
-from ddrl.replay.sequence_view import SequenceView
-from ddrl.replay.sequences import cut_fragment, memory_rows
-from ddrl.replay.view import TransitionView
+from ddrl.replay.sequences import SequenceItems, cut_fragment, recurrent_state_index
+from ddrl.replay.transitions import TransitionItems
 from ddrl.types import EnvSpec, Fragment, SequenceShape
 from ddrl.worker.collector import Collector
 
@@ -307,7 +306,7 @@ def test_recurrent_states_are_sent_where_sequences_begin_amid_an_episode(frame_s
     for begin, fragment in zip(begins_of(fragments), fragments, strict=True):
         cuts = cut_fragment(fragment, SHAPE, frame_stack)
         index, states = fragment.extras["memory_index"], fragment.extras["memory"]
-        np.testing.assert_array_equal(index, memory_rows(cuts))
+        np.testing.assert_array_equal(index, recurrent_state_index(cuts))
         assert (states.dtype, states.shape) == (np.float16, (len(index), 2))
         for (row, lane), state in zip(index, states, strict=True):
             step = begin - fragment.context + row
@@ -318,18 +317,19 @@ def test_recurrent_states_are_sent_where_sequences_begin_amid_an_episode(frame_s
     assert num_states > num_in_context > 10
 
 
-@pytest.mark.parametrize("store", [DenseRows, CompressedRows])
+@pytest.mark.parametrize("compressed", [False, True])
 @pytest.mark.parametrize("images", [False, True])
-def test_the_view_of_transitions_rebuilds_what_the_policy_saw(images: bool, store: Any) -> None:
+def test_a_replay_of_transitions_rebuilds_the_inputs_of_the_policy(images: bool, compressed: bool) -> None:
     policy = Spy()
     fragments, lanes, spec = play(policy, images=images, lives=True, env={"frame_stack": 4}, context=3)
-    view = TransitionView(store(frame_stack=4), capacity=1000, gamma=0.5, n_step=1, frame_stack=4)
-    for number, fragment in enumerate(fragments):
-        view.admit(fragment, b"%d-0" % number)
-    view.check_valid()
-    batch = view.gather(np.arange(len(view)))
-    assert len(view) == 3 * sum(LENGTHS)
-    for item in range(len(view)):
+    items = TransitionItems(gamma=0.5, n_step=1, frame_stack=4)
+    replay = make_replay(items, capacity=1000, compressed=compressed)
+    for fragment in fragments:
+        admit(replay, fragment)
+    replay.check_valid()
+    batch = gather_all(replay)
+    assert replay.num_items == 3 * sum(LENGTHS)
+    for item in range(replay.num_items):
         step, lane = divmod(item, 3)
         env = lanes[lane]
         np.testing.assert_array_equal(batch.observation[item], policy.seen[step][lane])
@@ -342,9 +342,7 @@ def test_the_view_of_transitions_rebuilds_what_the_policy_saw(images: bool, stor
 
 
 @pytest.mark.parametrize(("frame_stack", "images"), [(1, False), (3, True), (3, False)])
-def test_the_view_of_sequences_rebuilds_what_the_policy_saw_and_carried(
-    frame_stack: int, images: bool
-) -> None:
+def test_a_replay_of_sequences_rebuilds_inputs_and_recurrent_states(frame_stack: int, images: bool) -> None:
     policy = Remembering()
     fragments, lanes, spec = play(
         policy,
@@ -356,15 +354,15 @@ def test_the_view_of_sequences_rebuilds_what_the_policy_saw_and_carried(
         context=SHAPE.context + frame_stack - 1,
         sequences=SHAPE,
     )
-    rows = CompressedRows(frame_stack=frame_stack) if images else DenseRows(frame_stack=frame_stack)
-    view = SequenceView(rows, shape=SHAPE, capacity=1000, gamma=0.5, n_step=2, memory_size=2)
-    for number, fragment in enumerate(fragments):
-        view.admit(fragment, b"%d-0" % number)
-    view.check_valid()
-    batch = view.gather(np.arange(len(view)))
+    items = SequenceItems(shape=SHAPE, gamma=0.5, n_step=2, state_size=2, frame_stack=frame_stack)
+    replay = make_replay(items, capacity=1000, compressed=images)
+    for fragment in fragments:
+        admit(replay, fragment)
+    replay.check_valid()
+    batch = gather_all(replay)
     place = {seen[lane].tobytes(): (step, lane) for step, seen in enumerate(policy.seen) for lane in range(3)}
     trained = set()
-    for item in range(len(view)):
+    for item in range(replay.num_items):
         start, lane = place[batch.observation[SHAPE.burn_in, item].tobytes()]
         env, burn_in = lanes[lane], int(batch.burn_in[item])
         length, first = int(batch.valid[:, item].sum()), start - burn_in

@@ -1,4 +1,4 @@
-"""Off-policy experience: draws by number, threads that gather ahead, priorities that come back, and what survives."""
+"""Draws by number, threads that gather ahead, priorities that come back, and a restart from a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,32 +9,33 @@ from typing import Any
 import numpy as np
 import pytest
 from support.reference_stacks import Player, expected_transitions
+from support.replays import admit, gather, make_replay
 
-from ddrl.replay import sampled as sampled_module
-from ddrl.replay.prioritized import Priorities
-from ddrl.replay.rate_limiter import Pacing
-from ddrl.replay.rows import CompressedRows, DenseRows
-from ddrl.replay.sampled import Sampled
-from ddrl.replay.samplers import uniform
-from ddrl.replay.view import TransitionView
+from ddrl.replay.prioritized import Priorities, uniform
+from ddrl.replay.replay import COUNT_DRAWS, Replay
+from ddrl.replay.transitions import TransitionItems
 from ddrl.types import Fragment
 
 B, K, SEED = 16, 3, 9
-ALWAYS = {"num_steps": 10**6, "version": 0}  # the pace never holds a draw back
+ALWAYS = {"num_steps": 10**6, "version": 0}  # the rate limiter never holds a draw back
 
 
-def make(
-    *, threads: int = 0, prioritized: bool = False, capacity: int = 600, warmup_steps: int = 1
-) -> Sampled:
-    rows = CompressedRows if threads else DenseRows
-    view = TransitionView(rows(frame_stack=K), capacity=capacity, gamma=0.5, n_step=2, frame_stack=K)
-    pacing = Pacing(samples_per_insert=32.0, warmup_steps=warmup_steps, slack_steps=100, batch_size=B)
+def make(*, threads: int = 0, prioritized: bool = False, capacity: int = 600, **options: Any) -> Replay:
     priorities = None
     if prioritized:
         priorities = Priorities(
             exponent=1.0, importance_exponent=1.0, final_importance_exponent=1.0, anneal_updates=1
         )
-    return Sampled(view, pacing, batch_size=B, seed=SEED, grain=1, priorities=priorities, threads=threads)
+    return make_replay(
+        TransitionItems(gamma=0.5, n_step=2, frame_stack=K),
+        capacity=capacity,
+        batch_size=B,
+        seed=SEED,
+        compressed=threads > 0,
+        priorities=priorities,
+        threads=threads,
+        **options,
+    )
 
 
 def fragments(num: int, *, steps: int = 20) -> list[Fragment]:
@@ -50,13 +51,13 @@ def with_values(fragment: Fragment, error: float) -> Fragment:
     return replace(fragment, extras=values)
 
 
-def fill(sampled: Sampled, played: list[Fragment]) -> None:
+def fill(replay: Replay, played: list[Fragment]) -> None:
     for fragment in played:
-        sampled.admit(fragment, b"%d-0" % fragment.seq, version=2)
+        admit(replay, fragment, version=2)
 
 
-def drawn(sampled: Sampled, number: int) -> Any:
-    batch = sampled.draw(num_updates=number, **ALWAYS)
+def drawn(replay: Replay, number: int) -> Any:
+    batch = replay.draw(num_updates=number, **ALWAYS)
     assert batch is not None
     return batch
 
@@ -66,30 +67,30 @@ def assert_same(one: Any, two: Any) -> None:
         np.testing.assert_array_equal(column, getattr(two, name), err_msg=name)
 
 
-def test_uniform_draws_are_those_of_the_update_and_carry_no_weight() -> None:
-    sampled = make()
-    fill(sampled, fragments(4))
+def test_uniform_draws_depend_on_the_update_number_and_carry_no_weight() -> None:
+    replay = make()
+    fill(replay, fragments(4))
     for number in (0, 7, 3):
-        batch = drawn(sampled, number)
+        batch = drawn(replay, number)
         assert batch.number is None and batch.weight is None
-        assert_same(batch, sampled.view.gather(uniform(240, B, seed=SEED, draw=number)))
+        assert_same(batch, gather(replay, uniform(240, B, seed=SEED, draw=number)))
 
 
-def test_nothing_is_drawn_before_the_warmup_nor_faster_than_the_pace_nor_from_nothing() -> None:
-    sampled = make(warmup_steps=60)
-    assert sampled.draw(num_steps=1000, num_updates=0, version=0) is None  # the stream is gone
-    fill(sampled, fragments(1))
-    assert sampled.draw(num_steps=59, num_updates=0, version=0) is None
-    assert sampled.draw(num_steps=61, num_updates=1, version=0) is not None
-    assert sampled.draw(num_steps=61, num_updates=2, version=0) is None
-    assert sampled.allowance(num_steps=61, num_updates=2, version=0) == 60 + 1 + 100
+def test_draws_wait_for_the_warmup_the_rate_limiter_and_the_first_item() -> None:
+    replay = make(warmup_steps=60)
+    assert replay.draw(num_steps=1000, num_updates=0, version=0) is None  # the stream is gone
+    fill(replay, fragments(1))
+    assert replay.draw(num_steps=59, num_updates=0, version=0) is None
+    assert replay.draw(num_steps=61, num_updates=1, version=0) is not None
+    assert replay.draw(num_steps=61, num_updates=2, version=0) is None
+    assert replay.step_budget(num_steps=61, num_updates=2, version=0) == 60 + 1 + 100
 
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_threads_ahead_give_the_same_batches_as_none(threads: int) -> None:
     plain, ahead = make(), make(threads=threads)
-    for sampled in (plain, ahead):
-        fill(sampled, fragments(4))
+    for replay in (plain, ahead):
+        fill(replay, fragments(4))
     for number in range(30):
         assert_same(drawn(ahead, number), drawn(plain, number))
     for number in (3, 4, 50, 50):  # another update than the next one: as after a restart
@@ -101,32 +102,32 @@ def test_threads_ahead_give_the_same_batches_as_none(threads: int) -> None:
 def test_each_batch_is_begun_once_and_with_threads_ahead_of_its_update(
     threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sampled = make(threads=threads)
-    fill(sampled, fragments(2))
-    begun, plan = [], sampled.view.plan
-    monkeypatch.setattr(sampled.view, "plan", lambda position: begun.append(len(begun)) or plan(position))
+    replay = make(threads=threads)
+    fill(replay, fragments(2))
+    begun, plan = [], replay.plan
+    monkeypatch.setattr(replay, "plan", lambda position: begun.append(len(begun)) or plan(position))
     ahead = threads + 1 if threads else 0
     for number in range(10):
-        drawn(sampled, number)
+        drawn(replay, number)
         assert len(begun) == number + 1 + ahead
-    sampled.close()
+    replay.close()
 
 
 @pytest.mark.parametrize("threads", [0, 2])
 @pytest.mark.parametrize("prioritized", [False, True])
-def test_batches_hold_what_was_played_whatever_is_admitted_and_evicted_meanwhile(
+def test_batches_hold_transitions_as_played_whatever_is_evicted_meanwhile(
     threads: int, prioritized: bool
 ) -> None:
     """Each row is checked against the transition it says it is, or for uniform draws against all there ever were."""
-    sampled = make(threads=threads, prioritized=prioritized, capacity=150)
+    replay = make(threads=threads, prioritized=prioritized, capacity=150)
     player, everything, number = Player(5, frame_stack=K), [], 0
     for seq in range(25):
         fragment = player.fragment(6 + seq % 7, K - 1)
         everything += expected_transitions(player.steps[-fragment.num_steps :], gamma=0.5, n=2)
-        sampled.admit(fragment, b"%d-0" % seq, version=0)
-        sampled.view.check_valid()
+        admit(replay, fragment, version=0)
+        replay.check_valid()
         for _ in range(3):
-            batch = drawn(sampled, number)
+            batch = drawn(replay, number)
             number += 1
             places = batch.number if prioritized else [_find(everything, batch, row) for row in range(B)]
             for row, place in enumerate(places):
@@ -138,16 +139,10 @@ def test_batches_hold_what_was_played_whatever_is_admitted_and_evicted_meanwhile
                     np.testing.assert_array_equal(batch.next_observation[row], wanted.next_observation)
             if prioritized:
                 assert batch.weight.dtype == np.float32 and batch.weight.max() == 1
-                sampled.prioritize(batch, lambda size=number: np.full(B, size, np.float32))
-    sampled.close()
+                replay.update_priorities(batch, lambda size=number: np.full(B, size, np.float32))
+    replay.close()
     if prioritized:
-        assert sampled._priorities is not None
-        sampled._priorities.check_valid()
-        assert (sampled._priorities.first, len(sampled._priorities)) == (
-            sampled.view.first,
-            len(sampled.view),
-        )
-        assert len(everything) == sampled.view.first + len(sampled.view)
+        assert len(everything) == replay.first_item + replay.num_items
 
 
 def _find(everything: list[Any], batch: Any, row: int) -> int:
@@ -160,16 +155,14 @@ def _find(everything: list[Any], batch: Any, row: int) -> int:
     return matching[0]
 
 
-def test_what_surprised_its_player_is_drawn_first_and_weighs_less() -> None:
-    sampled, played = make(prioritized=True), fragments(4)
+def test_items_of_large_td_error_are_drawn_more_often_and_weigh_less() -> None:
+    replay, played = make(prioritized=True), fragments(4)
     for fragment in played:
         fragment = replace(fragment, reward=np.zeros_like(fragment.reward))
-        sampled.admit(
-            with_values(fragment, 9.0 if fragment.seq == 2 else 1.0), b"%d-0" % fragment.seq, version=0
-        )
+        admit(replay, with_values(fragment, 9.0 if fragment.seq == 2 else 1.0))
     counts, size = np.zeros(240), 0
     for number in range(200):
-        batch = drawn(sampled, number)
+        batch = drawn(replay, number)
         np.add.at(counts, batch.number, 1)
         size += len(batch.number)
         in_loud = (batch.number >= 120) & (batch.number < 180)
@@ -182,16 +175,16 @@ def test_what_surprised_its_player_is_drawn_first_and_weighs_less() -> None:
 
 
 def test_without_values_new_items_get_the_largest_error_seen() -> None:
-    sampled, played = make(prioritized=True), fragments(3)
-    fill(sampled, [with_values(replace(played[0], reward=np.zeros_like(played[0].reward)), 5.0)])
-    fill(sampled, played[1:2])
-    priority = sampled.state()["priority"]
+    replay, played = make(prioritized=True), fragments(3)
+    fill(replay, [with_values(replace(played[0], reward=np.zeros_like(played[0].reward)), 5.0)])
+    fill(replay, played[1:2])
+    priority = replay.state()["priority"]
     np.testing.assert_allclose(priority, np.full(120, 5.0), rtol=1e-5)
 
 
-def test_errors_are_looked_at_one_draw_later_and_then_decide_the_draws() -> None:
-    sampled = make(prioritized=True)
-    fill(sampled, fragments(4))
+def test_td_errors_are_read_one_draw_later_and_then_decide_the_draws() -> None:
+    replay = make(prioritized=True)
+    fill(replay, fragments(4))
     waited: list[int] = []
 
     def later(number: int, values: np.ndarray) -> Any:
@@ -201,41 +194,41 @@ def test_errors_are_looked_at_one_draw_later_and_then_decide_the_draws() -> None
 
         return wait
 
-    first = drawn(sampled, 0)
-    sampled.prioritize(first, later(0, np.full(B, 1e-3, np.float32)))
-    second = drawn(sampled, 1)
+    first = drawn(replay, 0)
+    replay.update_priorities(first, later(0, np.full(B, 1e-3, np.float32)))
+    second = drawn(replay, 1)
     assert waited == []  # as a device would still be at it
-    sampled.prioritize(second, later(1, np.full(B, 1e6, np.float32)))
-    drawn(sampled, 2)
+    replay.update_priorities(second, later(1, np.full(B, 1e6, np.float32)))
+    drawn(replay, 2)
     assert waited == [0]
-    third = drawn(sampled, 3)
-    sampled.prioritize(third, later(3, np.full(B, 1e6, np.float32)))
-    fourth = drawn(sampled, 4)
+    third = drawn(replay, 3)
+    replay.update_priorities(third, later(3, np.full(B, 1e6, np.float32)))
+    fourth = drawn(replay, 4)
     assert waited == [0, 1]
     assert set(fourth.number) <= set(second.number)  # a million times as likely
     assert not set(fourth.number) & (set(first.number) - set(second.number))
-    sampled.state()
+    replay.state()
     assert waited == [0, 1, 3]  # a checkpoint waits for all
 
 
 def test_errors_of_items_evicted_meanwhile_are_dropped_and_counted() -> None:
-    sampled, played = make(prioritized=True, capacity=120), fragments(6)
-    fill(sampled, played[:2])
-    batch = drawn(sampled, 0)
+    replay, played = make(prioritized=True, capacity=120), fragments(6)
+    fill(replay, played[:2])
+    batch = drawn(replay, 0)
     late = int(np.count_nonzero(batch.number < 60))
     assert 0 < late < B
-    fill(sampled, played[2:3])
-    sampled.prioritize(batch, lambda: np.full(B, 77.0, np.float32))
-    priority = sampled.state()["priority"]
-    assert sampled._priorities is not None and sampled._priorities.num_late == late
+    fill(replay, played[2:3])
+    replay.update_priorities(batch, lambda: np.full(B, 77.0, np.float32))
+    priority = replay.state()["priority"]
+    assert replay.priorities is not None and replay.priorities.num_late == late
     kept = np.unique(batch.number[batch.number >= 60]) - 60
     expected = np.ones(120)
     expected[kept] = 77.0
     np.testing.assert_allclose(priority, expected, rtol=1e-5)
-    fill(sampled, played[3:])  # all of that batch has gone
-    sampled.prioritize(batch, lambda: np.full(B, 99.0, np.float32))
+    fill(replay, played[3:])  # all of that batch has gone
+    replay.update_priorities(batch, lambda: np.full(B, 99.0, np.float32))
     np.testing.assert_allclose(
-        sampled.state()["priority"], np.full(120, 77.0), rtol=1e-5
+        replay.state()["priority"], np.full(120, 77.0), rtol=1e-5
     )  # the largest that counted
 
 
@@ -249,28 +242,28 @@ def test_a_restart_goes_on_with_the_same_priorities_and_draws(threads: int) -> N
     fill(first, played[:20])
     for number in range(20):
         batch = drawn(first, number)
-        first.prioritize(batch, lambda n=number: np.arange(B, dtype=np.float32) + n)
+        first.update_priorities(batch, lambda n=number: np.arange(B, dtype=np.float32) + n)
     state = first.state()
-    assert state["priority"].dtype == np.float32 and len(state["priority"]) == len(first.view) == 180
+    assert state["priority"].dtype == np.float32 and len(state["priority"]) == first.num_items == 180
     second = make(prioritized=True, capacity=180, threads=threads)
     fill(second, played[17:20])
     second.load_state(state)
-    assert first.view.first == second.view.first == 1020
-    first._ahead.clear()  # chosen before the last errors were known
+    assert first.first_item == second.first_item == 1020
+    drawn(first, 99)  # forgets what was chosen before the last errors were known
     for number in range(20, 24):
         assert_same(drawn(first, number), drawn(second, number))
-    for sampled in (first, second):
-        fill(sampled, played[20:])  # without values: the largest error ever seen counts, and is not forgotten
-        assert sampled.state()["priority"].max() == sampled.state()["priority"][-1]
-        sampled.close()
+    for replay in (first, second):
+        fill(replay, played[20:])  # without values: the largest error ever seen counts, and is not forgotten
+        assert replay.state()["priority"].max() == replay.state()["priority"][-1]
+        replay.close()
     np.testing.assert_array_equal(first.state()["priority"], second.state()["priority"])
 
 
-def test_uniform_replay_has_no_state_and_takes_none() -> None:
-    sampled = make()
-    fill(sampled, fragments(1))
-    assert sampled.state() == {}
-    sampled.load_state({"priority": np.ones(60, np.float32), "largest": np.array(1.0)})
+def test_uniform_replay_has_no_state_and_ignores_one() -> None:
+    replay = make()
+    fill(replay, fragments(1))
+    assert replay.state() == {}
+    replay.load_state({"priority": np.ones(60, np.float32), "largest": np.array(1.0)})
     prioritized = make(prioritized=True)
     fill(prioritized, fragments(1))
     prioritized.load_state({})  # a checkpoint from before the option was set
@@ -279,97 +272,96 @@ def test_uniform_replay_has_no_state_and_takes_none() -> None:
 
 @pytest.mark.parametrize("prioritized", [False, True])
 def test_a_refused_fragment_changes_nothing(prioritized: bool) -> None:
-    sampled, played = make(prioritized=prioritized), fragments(2)
-    fill(sampled, played[:1])
-    before = drawn(sampled, 0)
+    replay, played = make(prioritized=prioritized), fragments(2)
+    fill(replay, played[:1])
+    before = drawn(replay, 0)
     bad = replace(
         played[1],
         observation=played[1].observation[:, :, :2],
         final_observation=played[1].final_observation[:, :2],
     )
     with pytest.raises(ValueError, match="observation is uint8"):
-        sampled.admit(bad, b"1-0", version=0)
-    assert_same(drawn(sampled, 0), before)
-    fill(sampled, played[1:])
-    assert len(sampled) == 120
+        admit(replay, bad)
+    assert_same(drawn(replay, 0), before)
+    fill(replay, played[1:])
+    assert len(replay) == 120
 
 
-def test_values_that_overflow_do_not_part_view_and_priorities() -> None:
+def test_values_whose_difference_overflows_count_as_not_reported() -> None:
     """Finite columns pass the codec, and their difference is infinite: the items count as told without values."""
-    sampled, played = make(prioritized=True), fragments(3)
-    fill(sampled, played[:1])
+    replay, played = make(prioritized=True), fragments(3)
+    fill(replay, played[:1])
     huge = np.full(played[1].reward.shape, 3e38, np.float32)
     wild = replace(played[1], extras={"action_value": -huge, "state_value": huge})
     with np.errstate(over="ignore"):
-        sampled.admit(wild, b"1-0", version=0)
-    np.testing.assert_allclose(sampled.state()["priority"], np.ones(120), rtol=1e-5)  # as if it had told none
-    fill(sampled, played[2:])
-    assert sampled._priorities is not None
-    assert (sampled._priorities.first, len(sampled._priorities)) == (sampled.view.first, len(sampled.view))
+        admit(replay, wild)
+    np.testing.assert_allclose(replay.state()["priority"], np.ones(120), rtol=1e-5)  # as if it had told none
+    fill(replay, played[2:])
+    replay.check_valid()
     for number in range(5):
-        batch = drawn(sampled, number)
+        batch = drawn(replay, number)
         assert np.isfinite(batch.weight).all()
 
 
-def test_players_are_the_producers_lately_heard_of_and_one_alone_is_one() -> None:
+def test_collectors_are_the_producers_of_the_last_two_counts() -> None:
     """One may take all that is left of the allowance; of several each a share."""
-    sampled, (played, *_) = make(), fragments(1)
+    replay, (played, *_) = make(), fragments(1)
     number = 0
 
     def draw_on() -> int:
         nonlocal number
-        for _ in range(sampled_module._COUNT_DRAWS):
-            drawn(sampled, number)
+        for _ in range(COUNT_DRAWS):
+            drawn(replay, number)
             number += 1
-        return sampled.players
+        return replay.num_collectors
 
-    def hear(*producers: int) -> None:
+    def send(*producers: int) -> None:
         for producer in producers:
-            sampled.admit(replace(played, producer=producer), b"1-0", version=0)
+            admit(replay, replace(played, producer=producer))
 
-    assert sampled.players == 1
-    hear(5, 5, 5)
+    assert replay.num_collectors == 1
+    send(5, 5, 5)
     assert draw_on() == 1
-    hear(5, 6, 7)
+    send(5, 6, 7)
     assert draw_on() == 3
-    hear(5)
+    send(5)
     assert draw_on() == 3  # two were silent for one count only: theirs may be long fragments
     assert draw_on() == 1
     assert draw_on() == 1  # nobody at all plays
 
 
 @pytest.mark.parametrize("threads", [0, 1])
-def test_prepared_fragments_are_admitted_as_plain_ones(threads: int) -> None:
+def test_fragments_may_be_packed_long_before_they_are_admitted(threads: int) -> None:
     plain, prepared = make(threads=threads), make(threads=threads)
     played = fragments(4)
     fill(plain, played)
-    for fragment, packed in [(fragment, prepared.prepare(fragment)) for fragment in played]:
+    for fragment, packed in [(fragment, prepared.pack(fragment)) for fragment in played]:
         prepared.admit(packed, b"%d-0" % fragment.seq, version=2)
-        prepared.view.check_valid()
+        prepared.check_valid()
     assert prepared.figures(num_steps=1, num_updates=0)["staleness"] == 2
     for number in range(4):
         assert_same(drawn(plain, number), drawn(prepared, number))
-    for sampled in (plain, prepared):
-        sampled.close()
+    for replay in (plain, prepared):
+        replay.close()
 
 
-def test_figures_tell_the_staleness_since_the_last_ones() -> None:
-    sampled = make()
-    fill(sampled, fragments(2))
-    row = sampled.figures(num_steps=121, num_updates=3)
+def test_figures_have_the_staleness_since_the_last_ones() -> None:
+    replay = make()
+    fill(replay, fragments(2))
+    row = replay.figures(num_steps=121, num_updates=3)
     assert (row["staleness"], row["replay_size"]) == (2.0, 120.0)
     assert row["samples_per_insert"] == pytest.approx(3 * B / 120)
-    assert row["replay_bytes"] == sampled.view.num_bytes > 0
-    assert "staleness" not in sampled.figures(num_steps=121, num_updates=3)
+    assert row["replay_bytes"] == replay.num_bytes > 0
+    assert "staleness" not in replay.figures(num_steps=121, num_updates=3)
 
 
-def test_close_ends_the_threads() -> None:
+def test_close_stops_the_threads() -> None:
     before = threading.active_count()
-    sampled = make(threads=3)
-    fill(sampled, fragments(2))
+    replay = make(threads=3)
+    fill(replay, fragments(2))
     for number in range(8):
-        drawn(sampled, number)
+        drawn(replay, number)
     assert before < threading.active_count() <= before + 3
-    sampled.close()
+    replay.close()
     assert threading.active_count() == before
     make().close()  # without threads: nothing to end

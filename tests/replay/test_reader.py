@@ -1,4 +1,4 @@
-"""What is staged of the stream: within the run's bounds and little memory, prepared beside the training thread."""
+"""The reader: within the run's limits and little memory, decoding and packing beside the training thread."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from support.private_server import wait_until
 from support.reference_returns import make_fragment
 
 from ddrl import codec
-from ddrl.replay import reader as feed_module
-from ddrl.replay.reader import Bounds, Feed, Staged, stage, stored
+from ddrl.replay import reader as reader_module
+from ddrl.replay.reader import Decoded, FragmentLimits, Reader, decode, decode_range
 from ddrl.store import keys, stream
 from ddrl.types import EnvSpec, Fragment
 
-RUN = "feed"
+RUN = "reader"
 SPACES = EnvSpec(
     env_id="test",
     observation_shape=(4,),
@@ -29,7 +29,7 @@ SPACES = EnvSpec(
     action_sizes=(3,),
 )
 MIB = 1024**2
-BOUNDS = Bounds(num_steps=8, num_envs=3, context=2)
+LIMITS = FragmentLimits(num_steps=8, num_envs=3, context=2)
 
 
 def fragment(seq: int, *, num_steps: int = 8, num_envs: int = 3, context: int = 2) -> Fragment:
@@ -52,16 +52,16 @@ def client(server) -> Redis:
     return server.client
 
 
-def make_feed(client: Redis, **options: Any) -> Feed:
-    return Feed(client, RUN, b"0-0", functools.partial(stage, run=RUN, spaces=SPACES, **options))
+def make_reader(client: Redis, **options: Any) -> Reader:
+    return Reader(client, RUN, b"0-0", functools.partial(decode, run=RUN, spaces=SPACES, **options))
 
 
 def test_the_largest_fragment_of_the_run_passes_and_a_larger_one_does_not() -> None:
-    assert stage(entry(codec.encode(fragment(0))), RUN, SPACES, bounds=BOUNDS).reason == ""
+    assert decode(entry(codec.encode(fragment(0))), RUN, SPACES, limits=LIMITS).reason == ""
     for larger in ({"num_steps": 9}, {"num_envs": 4}, {"context": 3}):
-        staged = stage(entry(codec.encode(fragment(0, **larger))), RUN, SPACES, bounds=BOUNDS)
-        assert staged.fragment is None
-        assert staged.reason.startswith("T, N, C: (") and staged.reason.endswith("at most (8, 3, 2)")
+        decoded = decode(entry(codec.encode(fragment(0, **larger))), RUN, SPACES, limits=LIMITS)
+        assert decoded.fragment is None
+        assert decoded.reason.startswith("T, N, C: (") and decoded.reason.endswith("at most (8, 3, 2)")
 
 
 def test_every_step_may_be_truncated_and_extras_have_room() -> None:
@@ -85,25 +85,25 @@ def test_every_step_may_be_truncated_and_extras_have_room() -> None:
         },
     )
     fields = entry(codec.encode(widest))
-    assert stage(fields, RUN, spaces, bounds=replace(BOUNDS, memory_size=9000)).reason == ""
-    assert "uncompressed, at most" in stage(fields, RUN, spaces, bounds=BOUNDS).reason
+    assert decode(fields, RUN, spaces, limits=replace(LIMITS, state_size=9000)).reason == ""
+    assert "uncompressed, at most" in decode(fields, RUN, spaces, limits=LIMITS).reason
 
 
-def test_what_is_far_too_large_is_refused_before_anything_is_decompressed(
+def test_an_entry_that_is_too_large_is_refused_before_it_is_decompressed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fields = codec.encode(fragment(0, num_steps=40_000))
     monkeypatch.setattr(codec.blosc2, "decompress2", lambda *a, **k: pytest.fail("decompressed"))
-    staged = stage(entry(fields), RUN, SPACES, bounds=BOUNDS)
-    assert "bytes uncompressed, at most" in staged.reason
-    assert staged.held_bytes < 4096
+    decoded = decode(entry(fields), RUN, SPACES, limits=LIMITS)
+    assert "bytes uncompressed, at most" in decoded.reason
+    assert decoded.memory_bytes < 4096
 
 
-def test_no_more_than_the_bound_is_decoded_ahead_whatever_entries_say_of_their_size(
+def test_decoding_ahead_is_bounded_whatever_size_entries_claim(
     client: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Zeros compress to next to nothing: all came in one reply. Entries claim to have no byte."""
-    monkeypatch.setattr(feed_module, "MAX_STAGED_BYTES", 3 * MIB)
+    monkeypatch.setattr(reader_module, "MAX_DECODED_BYTES", 3 * MIB)
     spaces = replace(SPACES, observation_shape=(128, 1024), observation_dtype="uint8")
     blank = fragment(0, num_steps=7, num_envs=1, context=0)
     none = np.zeros_like(blank.terminated)
@@ -117,63 +117,63 @@ def test_no_more_than_the_bound_is_decoded_ahead_whatever_entries_say_of_their_s
             final_index=np.zeros((0, 2), np.int32),
         )
         append(client, made, s=b"0")
-    feed = Feed(client, RUN, b"0-0", functools.partial(stage, run=RUN, spaces=spaces))
-    monkeypatch.setattr(feed_module.stream, "read_count", lambda *a: 100)
-    held: list[int] = []
+    monkeypatch.setattr(reader_module.stream, "read_count", lambda *a: 100)
+    found: list[Decoded] = []
+    ahead: list[int] = []  # entries decoded and not taken, after each
 
-    def note(staged: Staged) -> Staged:
-        held.append(len(feed._staged))
-        return staged
+    def count(one: Fragment) -> None:
+        ahead.append(one.seq + 1 - len(found))
 
-    feed._stage = lambda one, make=feed._stage: note(make(one))
-    feed.start()
+    reader = Reader(client, RUN, b"0-0", functools.partial(decode, run=RUN, spaces=spaces, pack=count))
+    reader.start()
     try:
-        wait_until(lambda: len(feed._staged) == 3)  # 1 MiB and a little each: the third passes the bound
-        found: list[Staged] = []
+        wait_until(lambda: len(ahead) == 3)  # 1 MiB and a little each: the third passes the bound
+        assert not threading.Event().wait(0.1) and len(ahead) == 3
         while len(found) < 12:
-            found += feed.take(0.0)
-        assert [staged.fragment.seq for staged in found] == list(range(12))
-        assert max(held) <= 2  # before each was decoded
+            found += reader.take(0.0)
+        assert [decoded.fragment.seq for decoded in found] == list(range(12))
+        assert max(ahead) <= 4  # one may be decoded between a take and its count here
     finally:
-        feed.stop()
+        reader.stop()
 
 
-def test_what_is_being_admitted_still_counts(client: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed_module, "MAX_STAGED_BYTES", 1)
+def test_an_entry_counts_until_it_is_admitted(client: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader_module, "MAX_DECODED_BYTES", 1)
     for seq in range(3):
         append(client, fragment(seq))
-    feed = make_feed(client)
-    feed.start()
+    reader = make_reader(client)
+    reader.start()
     try:
-        wait_until(lambda: feed.ready)
-        taken = feed.take(60.0)
+        wait_until(lambda: reader.ready)
+        taken = reader.take(60.0)
         assert next(taken).fragment.seq == 0
-        assert not threading.Event().wait(0.2) and not feed.ready  # nothing is decoded meanwhile
+        assert not threading.Event().wait(0.2) and not reader.ready  # nothing is decoded meanwhile
         taken.close()
     finally:
-        feed.stop()
+        reader.stop()
 
 
 def test_a_take_ends_in_time_and_gives_one_at_least(client: Redis) -> None:
-    for seq in range(5):
+    for seq in range(6):
         append(client, fragment(seq))
-    feed = make_feed(client)
-    feed.start()
+    packed: list[int] = []
+    reader = make_reader(client, pack=lambda one: packed.append(one.seq))
+    reader.start()
     try:
-        wait_until(lambda: len(feed._staged) == 5)
-        assert [staged.fragment.seq for staged in feed.take(0.0)] == [0]
-        assert [staged.fragment.seq for staged in feed.take(60.0)] == [1, 2, 3, 4]
-        assert list(feed.take(60.0)) == []
+        wait_until(lambda: len(packed) == 6)  # of which five are surely there to take
+        assert [decoded.fragment.seq for decoded in reader.take(0.0)] == [0]
+        assert [decoded.fragment.seq for decoded in reader.take(60.0)][:4] == [1, 2, 3, 4]
+        wait_until(lambda: list(reader.take(60.0)) == [])
     finally:
-        feed.stop()
+        reader.stop()
 
 
-def test_fragments_are_prepared_in_the_feeds_thread_and_what_prepare_refuses_is_refused(
+def test_fragments_are_packed_in_the_readers_thread_and_a_value_error_refuses_them(
     client: Redis,
 ) -> None:
     threads: list[str] = []
 
-    def prepare(made: Fragment) -> int:
+    def pack(made: Fragment) -> int:
         threads.append(threading.current_thread().name)
         if made.seq == 1:
             raise ValueError("odd")
@@ -181,40 +181,38 @@ def test_fragments_are_prepared_in_the_feeds_thread_and_what_prepare_refuses_is_
 
     for seq in range(3):
         append(client, fragment(seq))
-    feed = make_feed(client, prepare=prepare)
-    feed.start()
+    reader = make_reader(client, pack=pack)
+    reader.start()
     try:
-        wait_until(lambda: len(feed._staged) == 3)
-        found = list(feed.take(60.0))
+        found: list[Decoded] = []
+        wait_until(lambda: found.extend(reader.take(60.0)) or len(found) == 3)
     finally:
-        feed.stop()
-    assert threads == ["feed"] * 3
-    assert [(staged.prepared, staged.reason) for staged in found] == [(0, ""), (None, "odd"), (20, "")]
+        reader.stop()
+    assert threads == ["reader"] * 3
+    assert [(decoded.packed, decoded.reason) for decoded in found] == [(0, ""), (None, "odd"), (20, "")]
     assert found[1].fragment is None and found[1].head.startswith(b"{")
 
 
-def test_what_is_stored_is_staged_once_from_first_to_last(
-    client: Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_range_is_decoded_once_from_first_to_last(client: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
     for seq in range(9):
         append(client, fragment(seq))
     ids = [one.entry_id for one in stream.read(client, RUN, b"0-0", count=9)]
     monkeypatch.setattr(stream, "read_count", lambda *a: 2)
-    found = stored(client, RUN, ids[2], ids[7], functools.partial(stage, run=RUN, spaces=SPACES))
-    assert [staged.fragment.seq for staged in found] == [2, 3, 4, 5, 6, 7]
+    found = decode_range(client, RUN, ids[2], ids[7], functools.partial(decode, run=RUN, spaces=SPACES))
+    assert [decoded.fragment.seq for decoded in found] == [2, 3, 4, 5, 6, 7]
 
 
-def test_what_ended_the_feed_is_raised_after_all_before_it(client: Redis) -> None:
+def test_the_error_that_ended_the_reader_is_raised_after_all_before_it(client: Redis) -> None:
     def fail(made: Fragment) -> None:
         if made.seq == 1:
             raise KeyError("broken")
 
     for seq in range(3):
         append(client, fragment(seq))
-    feed = make_feed(client, prepare=fail)
-    feed.start()
-    wait_until(lambda: feed.error is not None)
-    assert [staged.fragment.seq for staged in feed.take(60.0)] == [0]
+    reader = make_reader(client, pack=fail)
+    reader.start()
+    wait_until(lambda: reader.error is not None)
+    assert [decoded.fragment.seq for decoded in reader.take(60.0)] == [0]
     with pytest.raises(KeyError, match="broken"):
-        list(feed.take(60.0))
-    feed.stop()
+        list(reader.take(60.0))
+    reader.stop()

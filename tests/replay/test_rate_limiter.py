@@ -1,4 +1,4 @@
-"""Pacing: hand numbers, no deadlock, and a bounded ratio under any schedule."""
+"""The rate limiter: hand numbers, no deadlock, and a bounded ratio under any schedule."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from ddrl.config import ReplayConfig
-from ddrl.replay.rate_limiter import Pacing
+from ddrl.replay.rate_limiter import RateLimiter
 
 
 def test_hand_numbers() -> None:
-    pacing = Pacing(samples_per_insert=32, warmup_steps=1000, slack_steps=100, batch_size=256)
+    limiter = RateLimiter(samples_per_insert=32, warmup_steps=1000, slack_steps=100, batch_size=256)
     # One batch of 256 is paid for by 8 inserts at 32 samples each.
-    assert not pacing.can_sample(999, 0)
-    assert not pacing.can_sample(1007, 0)
-    assert pacing.can_sample(1008, 0)
-    assert not pacing.can_sample(1008, 1)
-    assert pacing.can_sample(1016, 1)
-    assert [pacing.allowance(updates) for updates in (0, 1, 10)] == [1100, 1108, 1180]
+    assert not limiter.can_sample(999, 0)
+    assert not limiter.can_sample(1007, 0)
+    assert limiter.can_sample(1008, 0)
+    assert not limiter.can_sample(1008, 1)
+    assert limiter.can_sample(1016, 1)
+    assert [limiter.step_budget(updates) for updates in (0, 1, 10)] == [1100, 1108, 1180]
 
 
-def test_allowance_is_rounded_up() -> None:
-    pacing = Pacing(samples_per_insert=3, warmup_steps=0, slack_steps=4, batch_size=10)
-    assert [pacing.allowance(updates) for updates in (0, 1, 2, 3)] == [4, 8, 11, 14]
+def test_the_step_budget_is_rounded_up() -> None:
+    limiter = RateLimiter(samples_per_insert=3, warmup_steps=0, slack_steps=4, batch_size=10)
+    assert [limiter.step_budget(updates) for updates in (0, 1, 2, 3)] == [4, 8, 11, 14]
 
 
 @st.composite
-def pacings(draw: st.DrawFn) -> dict[str, float]:
+def valid_settings(draw: st.DrawFn) -> dict[str, float]:
     """Any valid settings, often at the very edge of deadlock."""
     ratio = draw(st.floats(0.01, 200) | st.sampled_from([0.1, 1 / 3, 1.0, 32.0]))
     batch_size = draw(st.integers(1, 600))
@@ -45,11 +45,11 @@ def pacings(draw: st.DrawFn) -> dict[str, float]:
 
 
 @hypothesis_settings(max_examples=100, deadline=None)
-@given(settings=pacings(), data=st.data())
+@given(settings=valid_settings(), data=st.data())
 def test_never_a_deadlock_and_the_ratio_stays_bounded(
     settings: dict[str, float], data: st.DataObject
 ) -> None:
-    pacing = Pacing(**settings)  # type: ignore[arg-type]
+    limiter = RateLimiter(**settings)  # type: ignore[arg-type]
     ratio, warmup = Fraction(settings["samples_per_insert"]), int(settings["warmup_steps"])
     slack, batch = int(settings["slack_steps"]), int(settings["batch_size"])
     largest = data.draw(st.sampled_from([1, 7, 64, 5000]), label="largest fragment")
@@ -57,7 +57,10 @@ def test_never_a_deadlock_and_the_ratio_stays_bounded(
     sizes = data.draw(st.lists(st.integers(1, largest), min_size=1, max_size=8), label="sizes, repeated")
     inserted = updates = 0
     for step in range(400):
-        may_sample, may_append = pacing.can_sample(inserted, updates), inserted < pacing.allowance(updates)
+        may_sample, may_append = (
+            limiter.can_sample(inserted, updates),
+            inserted < limiter.step_budget(updates),
+        )
         assert may_sample or may_append
         if may_sample and (preferences[step % len(preferences)] or not may_append):
             updates += 1
@@ -68,32 +71,32 @@ def test_never_a_deadlock_and_the_ratio_stays_bounded(
         assert inserted - warmup < samples / ratio + slack + largest
 
 
-@given(settings=pacings(), inserted=st.integers(0, 10**12), updates=st.integers(0, 10**10))
-def test_at_any_counters_someone_may_go_on(settings: dict[str, float], inserted: int, updates: int) -> None:
-    pacing = Pacing(**settings)  # type: ignore[arg-type]
-    assert pacing.can_sample(inserted, updates) or inserted < pacing.allowance(updates)
-    # The same at the moment at which the collectors have just used up their allowance.
-    assert pacing.can_sample(pacing.allowance(updates), updates)
+@given(settings=valid_settings(), inserted=st.integers(0, 10**12), updates=st.integers(0, 10**10))
+def test_at_any_counters_one_side_may_go_on(settings: dict[str, float], inserted: int, updates: int) -> None:
+    limiter = RateLimiter(**settings)  # type: ignore[arg-type]
+    assert limiter.can_sample(inserted, updates) or inserted < limiter.step_budget(updates)
+    # The same at the moment at which the collectors have just used up their budget.
+    assert limiter.can_sample(limiter.step_budget(updates), updates)
 
 
-@given(settings=pacings())
+@given(settings=valid_settings())
 def test_least_slack_is_the_least(settings: dict[str, float]) -> None:
     ratio, batch_size = Fraction(settings["samples_per_insert"]), int(settings["batch_size"])
     least = int(-(-batch_size // ratio))
     assume(least > 0)
     with pytest.raises(ValueError, match=f"use at least {least}$"):
-        Pacing.check(**{**settings, "slack_steps": least - 1})  # type: ignore[arg-type]
+        RateLimiter(**{**settings, "slack_steps": least - 1})  # type: ignore[arg-type]
 
 
 def test_error_names_setting_value_and_remedy() -> None:
     with pytest.raises(ValueError, match=r"replay\.slack_steps: 7 .* batch of 256.* use at least 8$"):
-        Pacing(samples_per_insert=32, warmup_steps=0, slack_steps=7, batch_size=256)
-    Pacing(samples_per_insert=32, warmup_steps=0, slack_steps=8, batch_size=256)
+        RateLimiter(samples_per_insert=32, warmup_steps=0, slack_steps=7, batch_size=256)
+    RateLimiter(samples_per_insert=32, warmup_steps=0, slack_steps=8, batch_size=256)
 
 
 def test_defaults_of_the_configuration_are_valid() -> None:
     replay = ReplayConfig()
-    Pacing.check(
+    RateLimiter(
         samples_per_insert=replay.samples_per_insert,
         warmup_steps=replay.warmup_steps,
         slack_steps=replay.slack_steps,
@@ -122,4 +125,4 @@ def test_values_out_of_range_are_refused(name: str, value: float) -> None:
         name: value,
     }
     with pytest.raises(ValueError, match=name):
-        Pacing.check(**settings)  # type: ignore[arg-type]
+        RateLimiter(**settings)  # type: ignore[arg-type]

@@ -1,0 +1,371 @@
+"""The replay of off-policy algorithms: the newest items of the stream, drawn at random and many times.
+
+Items are transitions or sequences. Fragments enter and leave whole; each of their observations is stored once.
+
+Batches are drawn by their number, which is that of the update that learns from them. Where gathering is slow, threads
+gather the next ones while the learner learns; their items were chosen a few updates before they are used.
+
+In lockstep nothing is chosen before everything that it may be chosen from is complete, and no priority comes late:
+between two rounds of updates there is no state but the items, their priorities and the number of the next update.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddrl.replay.prioritized import Priorities, uniform
+from ddrl.replay.rate_limiter import RateLimiter
+from ddrl.replay.sequences import SequenceItems
+from ddrl.replay.storage import Columns, CompressedRows, Cut, DenseRows, PackedRows, Ring, Rows
+from ddrl.replay.transitions import TransitionItems
+from ddrl.types import Batch, Fragment, Sequences
+
+COUNT_DRAWS = 500  # between two counts of the collectors
+_MAX_TD_ERROR = 1e37  # larger ones count as not reported
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A fragment with all of its admission done that needs nothing of what is held."""
+
+    fragment: Fragment
+    cut: Cut
+    rows: PackedRows
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A fragment held: what leaves when it is evicted."""
+
+    entry_id: bytes
+    num_transitions: int
+    num_items: int
+    num_steps: int
+    num_rows: int
+
+
+class Replay:
+    """The items of the newest fragments, of at most `capacity` transitions together.
+
+    Items are numbered 0, 1, 2, ... as they are admitted. T, N and context may differ between fragments; shapes and
+    dtypes of observation and action may not. Used by one thread, but for `pack`, `step_budget`, and what `plan`
+    returns.
+
+    Args:
+        items: how fragments are cut into items, and items gathered as batches.
+        rate_limiter: paces learner and collectors.
+        capacity: most transitions held, not counting context.
+        batch_size: B, items of a draw.
+        seed: of the draws.
+        compressed: hold the observations compressed.
+        priorities: of the items; None: all are drawn alike.
+        threads: that gather ahead of the learner; 0: it gathers itself.
+        lockstep: draws depend on the order of fragments and updates alone, not on when they come.
+        budget_increment: steps by which the step budget grows before it is published.
+
+    Raises:
+        ValueError: the capacity holds no item.
+    """
+
+    def __init__(
+        self,
+        items: TransitionItems | SequenceItems,
+        rate_limiter: RateLimiter,
+        *,
+        capacity: int,
+        batch_size: int,
+        seed: int,
+        compressed: bool = False,
+        priorities: Priorities | None = None,
+        threads: int = 0,
+        lockstep: bool = False,
+        budget_increment: int = 1,
+    ) -> None:
+        if capacity < items.min_capacity:
+            raise ValueError(
+                f"capacity: {capacity} transitions hold no item of {items.min_capacity} steps; "
+                f"use at least {items.min_capacity}"
+            )
+        self._kind = items
+        self._rate_limiter = rate_limiter
+        self.capacity = capacity
+        self._batch_size, self._seed = batch_size, seed
+        self.priorities = priorities
+        self._lockstep = lockstep
+        self.budget_increment = budget_increment
+        num_rows, num_items, num_steps = items.room(capacity)
+        store = CompressedRows if compressed else DenseRows
+        self.rows: Rows = store(frame_stack=items.frame_stack, expected_rows=num_rows)
+        self._items, self._steps = Ring(num_items), Ring(num_steps)
+        self._entries: deque[_Entry] = deque()
+        self._num_transitions = 0
+        self._spaces: tuple[tuple[str, str], ...] = ()  # dtype and shape of observation and action
+        self._pool = ThreadPoolExecutor(threads, "gather") if threads else None
+        self._depth = threads + 1 if threads else 0
+        self._ahead: deque[tuple[int, Callable[[], Batch | Sequences]]] = deque()  # (number, batch)
+        self._late: deque[tuple[NDArray[np.int64], Callable[[], NDArray[np.float32]]]] = deque()
+        """Numbers of items, and their new TD errors."""
+        self.num_collectors = 1
+        """Collectors that sent a fragment lately; what is left of the step budget is divided among them."""
+        self._seen: set[int] = set()  # producers since the last count of them
+        self._seen_before: set[int] = set()  # and between the last two counts
+        self._num_draws = 0
+        self._staleness: list[int] = []  # of the fragments admitted since the last figures
+        self.num_dropped = self.num_waiting = 0  # fragments; none, whatever version played them
+        self.first_version = 0
+
+    def __len__(self) -> int:
+        """Return the number of transitions held, which the capacity limits."""
+        return self._num_transitions
+
+    @property
+    def num_items(self) -> int:
+        """Number of items held."""
+        return len(self._items)
+
+    @property
+    def first_item(self) -> int:
+        """Number of the oldest item held."""
+        return self._items.first
+
+    @property
+    def oldest_entry_id(self) -> bytes | None:
+        """Stream entry of the oldest fragment held; None when empty."""
+        return self._entries[0].entry_id if self._entries else None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory as allocated; 0 before the first fragment. What was never written to costs none yet."""
+        return self.rows.num_bytes + self._items.num_bytes + self._steps.num_bytes
+
+    # --- admission --------------------------------------------------------------------------------------------------
+
+    def pack(self, fragment: Fragment) -> Packed:
+        """Do the costly part of admission, in any thread: it needs nothing of what is held.
+
+        Raises:
+            ValueError: the fragment is larger than the capacity, or cannot be cut into items.
+        """
+        if fragment.num_transitions > self.capacity:
+            raise ValueError(
+                f"fragment: {fragment.num_transitions} transitions exceed the capacity of {self.capacity}; "
+                "raise replay.capacity or shorten the fragments"
+            )
+        cut = self._kind.cut(fragment)
+        return Packed(fragment, cut, self.rows.pack(cut.block))
+
+    def admit(self, packed: Packed, entry_id: bytes, *, version: int) -> None:
+        """Append a fragment's items, evicting the oldest fragments whole to make room.
+
+        Args:
+            packed: the fragment; copied.
+            entry_id: its id in the stream.
+            version: latest published.
+
+        Raises:
+            ValueError: its shapes or dtypes differ from the first one's; nothing has changed.
+        """
+        fragment, cut = packed.fragment, packed.cut
+        self._check_spaces(fragment)
+        while self._num_transitions + fragment.num_transitions > self.capacity:
+            self._evict()
+        first = {"row": self.rows.append(packed.rows)}
+        first["next_row"] = first["row"]
+        if cut.steps:
+            first["step"] = self._steps.append(**_counted_from(first, cut.steps))
+        self._items.append(**_counted_from(first, cut.items))
+        entry = _Entry(
+            entry_id,
+            num_transitions=fragment.num_transitions,
+            num_items=len(cut),
+            num_steps=len(cut.steps.get("row", ())),
+            num_rows=len(cut.block.observation),
+        )
+        self._entries.append(entry)
+        self._num_transitions += entry.num_transitions
+        if self.priorities is not None:
+            # Reported values may be finite and their difference not.
+            is_usable = cut.td_error is not None and bool((cut.td_error < _MAX_TD_ERROR).all())
+            self.priorities.append(entry.num_items, cut.td_error if is_usable else None)
+            self.priorities.drop(self.first_item)
+        self._staleness.append(version - fragment.policy_version)
+        self._seen.add(fragment.producer)
+
+    def _check_spaces(self, fragment: Fragment) -> None:
+        """Refuse shapes and dtypes other than those held."""
+        arrays = {"observation": fragment.observation, "action": fragment.action}
+        spaces = tuple((str(array.dtype), str(list(array.shape[2:]))) for array in arrays.values())
+        for name, found, held in zip(arrays, spaces, self._spaces or spaces, strict=True):
+            if found != held:
+                raise ValueError(
+                    f"fragment: {name} is {''.join(found)}, but the replay holds {''.join(held)}; one run has one space"
+                )
+        self._spaces = spaces
+
+    def _evict(self) -> None:
+        """Drop the oldest fragment."""
+        entry = self._entries.popleft()
+        self._items.drop(entry.num_items)
+        self._steps.drop(entry.num_steps)
+        self.rows.drop(entry.num_rows)
+        self._num_transitions -= entry.num_transitions
+
+    # --- draws ------------------------------------------------------------------------------------------------------
+
+    def draw(self, *, num_steps: int, num_updates: int, version: int) -> Batch | Sequences | None:
+        """Return the next batch of NumPy arrays, or None while the learner must wait.
+
+        Nobody else writes to its arrays as long as they are referred to; large ones are used again afterwards.
+
+        Args:
+            num_steps: environment steps appended.
+            num_updates: updates finished.
+            version: latest published; not needed here.
+        """
+        if not self._rate_limiter.can_sample(num_steps, num_updates) or not self.num_items:
+            if self._lockstep:
+                self._apply_priorities(keep=0)
+            return None
+        if self._ahead and self._ahead[0][0] != num_updates:
+            self._ahead.clear()
+        self._count_collectors()
+        while len(self._ahead) <= self._depth:
+            number = num_updates + len(self._ahead)
+            if self._lockstep and not self._rate_limiter.can_sample(num_steps, number):
+                break
+            self._ahead.append((number, self._choose(number)))
+        return self._ahead.popleft()[1]()
+
+    def _choose(self, number: int) -> Callable[[], Batch | Sequences]:
+        """Choose a batch and start to gather it; the result returns it."""
+        self._apply_priorities(keep=1)
+        weights: Columns = {}
+        if self.priorities is None:
+            position = uniform(self.num_items, self._batch_size, seed=self._seed, draw=number)
+        else:
+            position, item, weight = self.priorities.draw(self._batch_size, seed=self._seed, draw=number)
+            weights = {"number": item, "weight": weight}
+        gather: Callable[[], Any] = self.plan(position)
+        if self._pool is not None:
+            gather = self._pool.submit(gather).result
+        return lambda: replace(gather(), **weights)
+
+    def plan(self, position: NDArray[np.int64]) -> Callable[[], Batch | Sequences]:
+        """Look up the items at `position`; the result gathers them, in any thread and whatever is admitted meanwhile.
+
+        Args:
+            position: [B] int64 in 0..num_items-1, 0 the oldest; repetitions are fine.
+
+        Returns:
+            A function that returns the B items in that order, in arrays that nobody else writes to as long as they are
+            referred to.
+
+        Raises:
+            IndexError: a position is negative or not below the number of items.
+        """
+        if not self.num_items:
+            raise IndexError("position: the replay is empty; admit a fragment first")
+        position = np.ascontiguousarray(position, np.int64)
+        # Seen as unsigned, a negative position is huge: one pass checks both bounds.
+        if position.size and int(position.view(np.uint64).max()) >= self.num_items:
+            raise IndexError(
+                f"position: {position.min()}..{position.max()} outside 0..{self.num_items - 1}, the items held"
+            )
+        slot = self._items.slots(position + self._items.first)
+        items = {name: column.take(slot, axis=0) for name, column in self._items.columns.items()}
+        return self._kind.plan(items, self._steps, self.rows)
+
+    def _count_collectors(self) -> None:
+        """Count the collectors now and then; one that falls silent is forgotten after two counts."""
+        self._num_draws += 1
+        if self._num_draws % COUNT_DRAWS == 0:
+            self.num_collectors = max(1, len(self._seen | self._seen_before))
+            self._seen, self._seen_before = set(), self._seen
+
+    # --- priorities and checkpoints ---------------------------------------------------------------------------------
+
+    def update_priorities(self, batch: Any, td_error: Callable[[], NDArray[np.float32]]) -> None:
+        """Give the items of a batch new TD errors [B]; those evicted meanwhile are left out.
+
+        `td_error` is called only when the next batch has been drawn, so that drawing never waits for a GPU.
+        """
+        self._late.append((batch.number, td_error))
+
+    def _apply_priorities(self, *, keep: int) -> None:
+        """Apply the new TD errors but for the newest `keep` batches."""
+        while self.priorities is not None and len(self._late) > keep:
+            number, td_error = self._late.popleft()
+            self.priorities.update(number, td_error())
+
+    def apply_options(self, options: Any) -> None:
+        """Apply changed options of the algorithm from the next draw on."""
+        if self.priorities is not None:
+            betas = (options.importance_exponent, options.final_importance_exponent)
+            self.priorities.anneal(*betas, options.importance_anneal_updates)
+            self._ahead.clear()  # batches gathered ahead have weights of before
+
+    def state(self) -> Mapping[str, NDArray[Any]]:
+        """Return what a checkpoint needs beside the stream: the priorities of the items held."""
+        self._apply_priorities(keep=0)
+        return {} if self.priorities is None else self.priorities.state()
+
+    def load_state(self, state: Mapping[str, NDArray[Any]]) -> None:
+        """Restore the priorities of the items held, which are those of the stream up to the checkpoint's cursor."""
+        if self.priorities is None or not state:
+            return
+        if "next" in state:  # not in checkpoints of earlier versions
+            first = max(int(state["next"]) - self.num_items, 0)
+            self._items.first = first
+            self.priorities.renumber(first)
+        self.priorities.load_state(state)
+
+    def close(self) -> None:
+        """Stop the threads."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    # --- pace and figures -------------------------------------------------------------------------------------------
+
+    def step_budget(self, *, num_steps: int, num_updates: int, version: int) -> int:
+        """Return the environment steps below which collectors may append."""
+        return self._rate_limiter.step_budget(num_updates)
+
+    def figures(self, *, num_steps: int, num_updates: int) -> dict[str, float]:
+        """Return figures for a row of metrics; staleness is of the fragments admitted since the last call."""
+        staleness, self._staleness = self._staleness, []
+        row = {
+            "samples_per_insert": self._rate_limiter.samples_per_insert(num_steps, num_updates),
+            "replay_size": float(len(self)),
+            "replay_bytes": float(self.num_bytes),
+        }
+        return row | ({"staleness": sum(staleness) / len(staleness)} if staleness else {})
+
+    def check_valid(self) -> None:
+        """Assert every invariant; for tests, after each mutation. Takes time in O(len)."""
+        self.rows.check_valid()
+        ring, entries = self.rows.ring, self._entries
+        assert len(self) == sum(entry.num_transitions for entry in entries) <= self.capacity, "transitions"
+        assert self.num_items == sum(entry.num_items for entry in entries), "items are the fragments'"
+        assert len(self._steps) == sum(entry.num_steps for entry in entries), "steps are the fragments'"
+        assert len(ring) == sum(entry.num_rows for entry in entries), "rows are the fragments'"
+        assert entries or not self.num_bytes, "only another fragment evicts"
+        row, item, step = ring.first, self._items.first, self._steps.first
+        for entry in entries:
+            items, steps = self._items.rows(item, entry.num_items), self._steps.rows(step, entry.num_steps)
+            self._kind.check_valid(items, steps, rows=range(row, row + entry.num_rows), step=step)
+            row, item, step = row + entry.num_rows, item + entry.num_items, step + entry.num_steps
+        if self.priorities is not None:
+            self.priorities.check_valid()
+            assert (self.priorities.first, len(self.priorities)) == (self.first_item, self.num_items)
+
+
+def _counted_from(first: dict[str, int], columns: Columns) -> Columns:
+    """Return columns in which numbers that count from the fragment's first row or step count from the ring's."""
+    return {name: column + first[name] if name in first else column for name, column in columns.items()}

@@ -1,0 +1,155 @@
+"""Transitions as the items of a replay: cut from fragments, and gathered as batches.
+
+In this folder `terminated` and `truncated` become a discount, and nowhere else; a truncated step is tied to its true
+final observation instead of the first one of the next episode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddrl.replay.storage import Columns, Cut, Ring, Rows, observation_block
+from ddrl.returns import n_step_return
+from ddrl.types import Batch, Fragment
+
+_MAX_RETURN = float(np.finfo(np.float32).max)
+
+
+class TransitionItems:
+    """n-step transitions: a fragment's T * N in order of time, environments of one step side by side.
+
+    The C context steps give no transitions, and observations only as far as the first stacks reach back.
+
+    Args:
+        gamma: discount of one agent step, in [0, 1].
+        n_step: most rewards summed, at least 1; fewer at an ending and at the fragment's end.
+        frame_stack: K observations that a network sees at once.
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+
+    def __init__(self, *, gamma: float, n_step: int, frame_stack: int = 1) -> None:
+        if not 0.0 <= gamma <= 1.0:
+            raise ValueError(f"gamma: {gamma} is no discount; use a number from 0 to 1")
+        if n_step < 1:
+            raise ValueError(f"n_step: {n_step} sums no reward; use at least 1")
+        self._gamma, self._n_step = gamma, n_step
+        self.frame_stack = frame_stack
+        self.min_capacity = 1
+
+    def room(self, capacity: int) -> tuple[int, int, int]:
+        """Return the expected numbers of rows, items and steps for `capacity` transitions."""
+        return expected_rows(capacity), capacity, 1
+
+    def cut(self, fragment: Fragment) -> Cut:
+        """Cut a fragment into its transitions; in any thread.
+
+        Returns:
+            Items with row (of s_t), ahead (int32, rows from there to s_{t+k}; without meaning after a termination),
+            action, n_step_return, bootstrap_discount. The TD error is |R + discount * max_a Q(s_{t+k}, a) - Q(s_t, a)|.
+            Source: Horgan et al. 2018, arXiv:1803.00933, section 3. The acting policy does not value final
+            observations and a fragment's last row; the value of the step before stands in.
+
+        Raises:
+            ValueError: the fragment has no step to train on, its final observations do not match its truncated steps,
+                its values are no float32 columns [C+T, N], or its returns need not be finite.
+        """
+        check_rewards(fragment, self._n_step)
+        num_steps, new = fragment.num_steps, slice(fragment.context, None)
+        block = observation_block(fragment, self.frame_stack, context=self.frame_stack - 1)
+        start = block.row[-1 - num_steps : -1]  # [T, N]
+        returns, discount, k = n_step_return(
+            fragment.reward[new],
+            fragment.terminated[new],
+            fragment.truncated[new],
+            gamma=self._gamma,
+            n=self._n_step,
+        )
+        last = np.arange(num_steps)[:, None] + k - 1  # [T, N] the last step of each sum
+        bootstrap = np.take_along_axis(block.next_row[-num_steps:], last, axis=0)
+        td_error = None
+        if (values := reported_values(fragment)) is not None:
+            action_value, state_value = (value[new] for value in values)
+            is_unseen = np.take_along_axis(fragment.truncated[new], last, axis=0) | (last == num_steps - 1)
+            next_value = np.take_along_axis(state_value, last + 1 - is_unseen, axis=0)
+            td_error = np.abs(returns + discount * next_value - action_value).reshape(-1)
+        items: Columns = {
+            "row": start.reshape(-1),
+            "ahead": (bootstrap - start).astype(np.int32).reshape(-1),
+            "action": fragment.action[new].reshape(-1, *fragment.action.shape[2:]),
+            "n_step_return": returns.reshape(-1),
+            "bootstrap_discount": discount.reshape(-1),
+        }
+        return Cut(block, items, td_error=td_error)
+
+    def plan(self, items: Columns, steps: Ring, rows: Rows) -> Callable[[], Batch]:
+        """Look up what B items need; the result gathers them, in any thread."""
+        ends = np.empty((2, len(items["row"])), np.int64)
+        ends[0] = items["row"]
+        np.add(ends[0], items["ahead"], out=ends[1])
+        read = rows.plan(ends)
+
+        def gather() -> Batch:
+            observation, next_observation = read()
+            return Batch(
+                observation=observation,
+                action=items["action"],
+                n_step_return=items["n_step_return"],
+                bootstrap_discount=items["bootstrap_discount"],
+                next_observation=next_observation,
+            )
+
+        return gather
+
+    def check_valid(self, items: Columns, steps: Columns, *, rows: range, step: int) -> None:
+        """Assert the invariants of one fragment's items, whose observations are `rows`."""
+        start, bootstrap = items["row"], items["row"] + items["ahead"]
+        assert len(np.unique(start)) == len(start), "each transition starts at its own row"
+        assert np.all((rows.start <= start) & (start < bootstrap) & (bootstrap < rows.stop)), (
+            "rows are its fragment's"
+        )
+        discount = items["bootstrap_discount"]
+        assert np.all((discount >= 0) & (discount <= np.float32(self._gamma))), "discounts in [0, gamma]"
+
+
+def expected_rows(capacity: int, *, context: int = 0, steps: int = 8) -> int:
+    """Return the observations of `capacity` transitions from fragments of T = `steps` and C = `context`.
+
+    8 steps without context give as many as 32 steps with 3.
+    """
+    return capacity + -(-capacity * (context + 1) // steps)
+
+
+def check_rewards(fragment: Fragment, n: int) -> None:
+    """Refuse finite rewards of which `n` may sum to what float32 does not hold.
+
+    Raises:
+        ValueError: n times the largest is more.
+    """
+    largest = float(np.abs(fragment.reward).max(initial=0.0))
+    if not largest * min(n, len(fragment.reward)) <= _MAX_RETURN:
+        raise ValueError(
+            f"fragment: rewards of up to {largest:.3g} have no finite sum of n_step {n}; lower env.reward_scale"
+        )
+
+
+def reported_values(fragment: Fragment) -> tuple[NDArray[np.float32], NDArray[np.float32]] | None:
+    """Return action_value and state_value [C+T, N] as the acting policy reported them; None where it did not.
+
+    Raises:
+        ValueError: only one of the columns is there, or one has another shape or dtype.
+    """
+    action_value, state_value = (fragment.extras.get(name) for name in ("action_value", "state_value"))
+    if action_value is None and state_value is None:
+        return None
+    for value in (action_value, state_value):
+        if value is None or value.shape != fragment.reward.shape or value.dtype != np.float32:
+            raise ValueError(
+                "fragment: action_value and state_value are not both float32 [T, N]; its worker plays another algorithm"
+            )
+    assert action_value is not None and state_value is not None
+    return action_value, state_value

@@ -1,0 +1,361 @@
+"""Blocks by hand; the ring, the pool of arrays and both kinds of rows against plain lists."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.reference_returns import make_fragment
+from support.reference_stacks import Player
+
+from ddrl.replay import storage
+from ddrl.replay.storage import (
+    ArrayPool,
+    Block,
+    CompressedRows,
+    DenseRows,
+    Ring,
+    Rows,
+    final_observations,
+    is_image,
+    observation_block,
+)
+from ddrl.types import Fragment
+
+STORES = [DenseRows, CompressedRows]
+
+
+def hand_fragment(*, context: int = 0, image: bool = False) -> Fragment:
+    """Three steps of two environments; 0 is truncated by step 1, 1 terminates with step 0.
+
+    An observation is 10 * step + environment, the final one 99; images of it are 1 x 1.
+    """
+    made = make_fragment(0, num_steps=3 - context, num_envs=2, context=context, end_probability=0.0)
+    made.truncated[1, 0] = made.terminated[0, 1] = True
+    dtype, shape = (np.uint8, (1, 1)) if image else (np.float32, (1,))
+    observation = (10 * np.arange(4)[:, None] + np.arange(2)).astype(dtype)
+    return dataclasses.replace(
+        made,
+        observation=observation.reshape(4, 2, *shape),
+        final_index=np.array([[1, 0]], np.int32),
+        final_observation=np.full((1, *shape), 99, dtype),
+    )
+
+
+@pytest.mark.parametrize(
+    ("image", "rows", "row", "next_row", "back", "ends"),
+    [
+        (
+            False,
+            [0, 1, 10, 11, 20, 21, 30, 31, 99],
+            [[0, 2, 4, 6], [1, 3, 5, 7]],
+            [[2, 8, 6], [3, 5, 7]],
+            [0, 0, 2, 0, 0, 2, 2, 2, 6],
+            [6, 7, 8],
+        ),
+        (
+            True,
+            [0, 10, 20, 30, 1, 11, 21, 31, 99],
+            [[0, 1, 2, 3], [4, 5, 6, 7]],
+            [[1, 8, 3], [5, 6, 7]],
+            [0, 1, 0, 1, 0, 0, 1, 1, 7],
+            [3, 7, 8],
+        ),
+    ],
+)
+def test_vectors_lie_step_by_step_and_images_environment_by_environment(
+    image: bool, rows: list[int], row: list[Any], next_row: list[Any], back: list[int], ends: list[int]
+) -> None:
+    block = observation_block(hand_fragment(image=image), 3)
+    assert block.observation.reshape(-1).tolist() == rows
+    assert block.row.T.tolist() == row and block.next_row.T.tolist() == next_row
+    assert block.back is not None and block.back.dtype == np.int32
+    assert block.back.tolist() == back
+    stacks = block.stacks(np.array(ends), 3)
+    assert stacks.shape == ((3, 3, 1, 1) if image else (3, 3))
+    assert stacks.reshape(3, 3).tolist() == [[20, 20, 30], [11, 21, 31], [0, 10, 99]]
+
+
+@pytest.mark.parametrize(
+    ("context", "first_row", "finals"), [(None, 0, 1), (5, 0, 1), (2, 0, 1), (1, 1, 1), (0, 2, 0)]
+)
+def test_context_is_kept_up_to_the_limit(context: int | None, first_row: int, finals: int) -> None:
+    fragment = hand_fragment(context=2)
+    block = observation_block(fragment, 2, context=context)
+    assert block.next_row.shape == (3 - first_row, 2)
+    assert block.row.shape == (4 - first_row, 2)
+    assert block.observation[block.row].tolist() == fragment.observation[first_row:].tolist()
+    assert len(block.observation) == block.row.size + finals
+    if finals:
+        assert block.observation[block.next_row[1 - first_row, 0]].tolist() == [99]
+
+
+def test_a_stack_reaches_no_farther_than_the_context_kept() -> None:
+    block = observation_block(hand_fragment(context=2), 4, context=1)
+    assert block.stacks(block.row[0], 4).tolist() == [[10] * 4, [11] * 4]
+    assert block.stacks(block.row[2], 4).tolist() == [[20, 20, 20, 30], [11, 11, 21, 31]]
+
+
+def test_without_stacks_there_is_no_back_column() -> None:
+    block = observation_block(hand_fragment(), 1)
+    assert block.back is None
+    assert block.stacks(np.array([8, 0]), 1).tolist() == [[99], [0]]
+
+
+def test_images_from_the_wire_are_not_copied() -> None:
+    lanes = np.zeros((2, 4, 6, 6), np.uint8)  # environment-major memory, as the codec returns it
+    fragment = make_fragment(0, num_steps=3, num_envs=2, end_probability=0.0)
+    fragment = dataclasses.replace(
+        fragment,
+        observation=lanes.swapaxes(0, 1),
+        final_observation=np.zeros((0, 6, 6), np.uint8),
+    )
+    assert is_image(fragment.observation.dtype, (6, 6))
+    assert np.shares_memory(observation_block(fragment, 4).observation, lanes)
+
+
+@pytest.mark.parametrize(
+    ("index", "num_finals"), [([], 0), ([[1, 0], [1, 0]], 2), ([[1, 1]], 1), ([[1, 2]], 1), ([[0, 2]], 1)]
+)
+def test_final_observations_that_do_not_match_are_refused(index: list[list[int]], num_finals: int) -> None:
+    fragment = dataclasses.replace(
+        hand_fragment(),
+        final_index=np.array(index, np.int32).reshape(-1, 2),
+        final_observation=np.zeros((num_finals, 1), np.float32),
+    )
+    with pytest.raises(ValueError, match=f"{num_finals} final observations for 1 truncated steps"):
+        observation_block(fragment, 1)
+
+
+def test_final_observations_of_the_context_are_not_checked() -> None:
+    """They belong to an earlier fragment, and no step that is learned from leads there."""
+    fragment = dataclasses.replace(
+        hand_fragment(),
+        context=2,
+        final_index=np.zeros((0, 2), np.int32),
+        final_observation=np.zeros((0, 1), np.float32),
+    )
+    final_observations(fragment, 2)
+    with pytest.raises(ValueError, match="T = 0"):
+        final_observations(dataclasses.replace(fragment, context=len(fragment.reward)), 2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "expected"),
+    [
+        ("uint8", (84, 84), True),
+        (np.dtype(np.uint8), (84, 84, 3), True),
+        ("uint8", (128,), False),
+        ("int8", (84, 84), False),
+        (np.float32, (84, 84), False),
+    ],
+)
+def test_images_are_bytes_of_two_axes(dtype: Any, shape: tuple[int, ...], expected: bool) -> None:
+    assert is_image(dtype, shape) is expected
+
+
+def test_a_stack_of_none_is_refused() -> None:
+    with pytest.raises(ValueError, match="frame_stack: 0"):
+        observation_block(hand_fragment(), 0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    room=st.integers(1, 12),
+    moves=st.lists(st.tuples(st.integers(0, 9), st.floats(0, 1)), min_size=1, max_size=30),
+)
+def test_a_ring_holds_what_a_list_would(room: int, moves: list[tuple[int, float]]) -> None:
+    ring, held, appended = Ring(room), [], 0
+    for num_rows, share in moves:
+        values = np.arange(appended, appended + num_rows)
+        assert ring.append(number=values, pair=np.stack([values, -values], 1)) == appended
+        appended += num_rows
+        held += values.tolist()
+        dropped = int(share * len(held))
+        ring.drop(dropped)
+        held = held[dropped:]
+        assert (len(ring), ring.first) == (len(held), appended - len(held))
+        rows = ring.rows(ring.first, len(held))
+        assert rows["number"].tolist() == held
+        assert rows["pair"].tolist() == [[x, -x] for x in held]
+        for offset in (-ring.num_slots, ring.num_slots):
+            assert ring.wrapped(np.arange(ring.num_slots) + offset).tolist() == list(range(ring.num_slots))
+    assert ring.num_bytes == ring.num_slots * 24
+
+
+def test_a_ring_grows_by_a_quarter() -> None:
+    ring = Ring(8)
+    ring.append(x=np.zeros(8))
+    ring.append(x=np.zeros(1))
+    assert ring.num_slots == 10
+    ring.append(x=np.zeros(20))
+    assert ring.num_slots == 29
+
+
+def test_a_ring_refuses_other_columns() -> None:
+    ring = Ring(8)
+    ring.append(x=np.zeros((2, 3)))
+    for bad in ({"y": np.zeros((2, 3))}, {"x": np.zeros((2, 3)), "y": np.zeros(2)}):
+        with pytest.raises(ValueError, match="columns"):
+            ring.append(**bad)
+    with pytest.raises(ValueError, match="num_slots: 0"):
+        Ring(0)
+
+
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize(("shape", "dtype"), [((5, 3), "uint8"), ((3,), "float32"), ((2, 2), "float64")])
+@pytest.mark.parametrize("frame_stack", [1, 4])
+def test_stacks_of_every_block_held_can_be_read(
+    store: type, shape: tuple[int, ...], dtype: str, frame_stack: int
+) -> None:
+    player = Player(1, frame_stack=frame_stack, shape=shape, dtype=dtype)
+    rows: Rows = store(frame_stack=frame_stack, expected_rows=8)
+    rng = np.random.default_rng(0)
+    held: list[tuple[int, Block]] = []
+    for _ in range(15):
+        made = observation_block(player.fragment(int(rng.integers(1, 40)), context=6), frame_stack)
+        held.append((rows.append(rows.pack(made)), made))
+        rows.check_valid()
+        if len(held) > 3:
+            rows.drop(len(held.pop(0)[1].observation))
+            rows.check_valid()
+        assert len(rows.ring) == sum(len(made.observation) for _, made in held)
+        numbers = np.concatenate([first + np.arange(len(made.observation)) for first, made in held])
+        expected = np.concatenate(
+            [made.stacks(np.arange(len(made.observation)), frame_stack) for _, made in held]
+        )
+        order = rng.integers(0, len(numbers), (3, 7))
+        np.testing.assert_array_equal(rows.plan(numbers[order])(), expected[order])
+        assert rows.plan(numbers[:0])().shape == (0, *expected.shape[1:])
+    assert held[0][0] > 0, "numbers never begin anew"
+    for _, made in held:
+        rows.drop(len(made.observation))
+        rows.check_valid()
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_packing_changes_nothing_and_fits_whatever_is_appended_meanwhile(store: type) -> None:
+    rows: Rows = store(frame_stack=3)
+    player = Player(6, frame_stack=3)
+    one, two = (observation_block(player.fragment(num_steps, context=2), 3) for num_steps in (40, 9))
+    empty = rows.num_bytes
+    late = rows.pack(one)
+    assert (len(rows.ring), rows.num_bytes) == (0, empty)
+    first_of_two = rows.append(rows.pack(two))
+    first_of_one = rows.append(late)
+    rows.check_valid()
+    assert (first_of_two, first_of_one) == (0, len(two.observation))
+    for made, first in ((one, first_of_one), (two, first_of_two)):
+        every = np.arange(len(made.observation))
+        np.testing.assert_array_equal(rows.plan(first + every)(), made.stacks(every, 3))
+
+
+def test_chunks_are_of_even_length() -> None:
+    """61 rows of an environment make three chunks of 20 or 21; a final observation its own."""
+    rows = CompressedRows(frame_stack=4)
+    block = observation_block(Player(2, num_envs=2).fragment(60, context=0), 4)
+    packed = rows.pack(block)
+    finals = len(block.observation) - 122
+    assert finals > 0
+    assert np.bincount(packed.columns["chunk"]).tolist() == [21, 20, 20] * 2 + [1] * finals
+    assert (len(packed.chunks), packed.longest) == (6 + finals, 21)
+
+
+def test_frames_that_resemble_each_other_take_little_memory() -> None:
+    still = np.random.default_rng(0).integers(0, 256, (1, 1, 40, 40)).astype(np.uint8)
+    made = observation_block(make_fragment(0, num_steps=63, num_envs=2, end_probability=0.0), 4)
+    image = Block(np.repeat(still[0], 128, axis=0), made.row.T.reshape(2, 64).T, made.next_row, made.back)
+    rows = CompressedRows(frame_stack=4, expected_rows=128)
+    rows.append(rows.pack(image))
+    assert rows.num_bytes < 128 * 1600 / 10
+
+
+def test_a_chunk_is_decompressed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = CompressedRows(frame_stack=4)
+    made = observation_block(Player(3, num_envs=2).fragment(15, context=0), 4)
+    rows.append(rows.pack(made))
+    calls = []
+    real = storage.blosc2.decompress2
+    monkeypatch.setattr(
+        storage.blosc2, "decompress2", lambda data, **kwargs: (calls.append(data), real(data, **kwargs))
+    )
+    plan = rows.plan(made.row.T[:, [3, 9, 3, 12]])
+    assert not calls, "planning decompresses nothing"
+    plan()
+    assert len(calls) == len(set(calls)) == 2
+
+
+def test_threads_decompress_into_memory_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both have decompressed their chunk before either copies from it."""
+    rows = CompressedRows(frame_stack=4)
+    made = observation_block(Player(4, num_envs=2).fragment(15, context=0), 4)
+    rows.append(rows.pack(made))
+    both, real = threading.Barrier(2, timeout=30), storage.blosc2.decompress2
+
+    def slow(data: bytes, **kwargs: Any) -> None:
+        real(data, **kwargs)
+        both.wait()
+
+    monkeypatch.setattr(storage.blosc2, "decompress2", slow)
+    plans = [rows.plan(made.row[:, lane]) for lane in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        found = [future.result() for future in [pool.submit(plan) for plan in plans]]
+    for lane in range(2):
+        np.testing.assert_array_equal(found[lane], made.stacks(made.row[:, lane], 4))
+
+
+def test_large_arrays_are_used_again_when_nobody_refers_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "POOLED_BYTES", 1)
+    pool = ArrayPool()
+    first = pool.take((4, 3), np.dtype("f4"))
+    view = first[1:]
+    second = pool.take((4, 3), np.dtype("f4"))
+    assert not np.shares_memory(first, second)
+    address = first.ctypes.data
+    del first
+    third = pool.take((4, 3), np.dtype("f4"))
+    assert third.ctypes.data != address, "a view still refers to it"
+    del view
+    assert pool.take((4, 3), np.dtype("f4")).ctypes.data == address
+    assert pool.take((4, 3), np.dtype("u1")).dtype == np.uint8
+
+
+def test_the_pool_keeps_the_arrays_in_use_and_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "POOLED_BYTES", 1)
+    pool = ArrayPool()
+    in_use = [pool.take((2,), np.dtype("f4")) for _ in range(20)]
+    assert len({array.ctypes.data for array in in_use}) == 20 and pool.num_bytes == 20 * 8
+    del in_use[3:]
+    newest = pool.take((2,), np.dtype("f4"))
+    assert pool.num_bytes == (3 + 1 + storage.MAX_IDLE) * 8  # those in use, and for the next batch
+    del newest
+    other = pool.take((2,), np.dtype("u1"))
+    assert pool.num_bytes == 3 * 8 + other.nbytes  # batches have another shape now
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_pooled_batches_count_as_memory(store: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "POOLED_BYTES", 1)
+    rows: Rows = store(frame_stack=2)
+    made = observation_block(Player(5, num_envs=2, frame_stack=2).fragment(15, context=0), 2)
+    rows.append(rows.pack(made))
+    before = rows.num_bytes
+    batch = rows.plan(made.row[:, 0])()
+    assert rows.num_bytes == before + batch.nbytes
+
+
+def test_large_batches_of_pairs_are_read_in_parts() -> None:
+    """The same as one by one."""
+    frames = np.random.default_rng(0).integers(0, 256, (2, 120, 84, 84)).astype(np.uint8)
+    made = observation_block(make_fragment(0, num_steps=119, num_envs=2, end_probability=0.0), 1)
+    row = np.arange(240).reshape(2, 120).T
+    rows = DenseRows()
+    rows.append(rows.pack(Block(frames.reshape(240, 84, 84), row, made.next_row, None)))
+    numbers = np.random.default_rng(1).integers(0, 240, (2, 200))
+    np.testing.assert_array_equal(rows.plan(numbers)(), frames.reshape(240, 84, 84)[numbers])
