@@ -218,6 +218,10 @@ class Reader:
             if time.monotonic() >= until:
                 return
 
+    def __len__(self) -> int:
+        """Return the number of entries that are decoded and not taken."""
+        return len(self._decoded)
+
     @property
     def ready(self) -> bool:
         """Whether an entry is decoded, or the reader has failed."""

@@ -327,9 +327,11 @@ class Replay:
         self.priorities.load_state(state)
 
     def close(self) -> None:
-        """Stop the threads."""
+        """Stop the threads; later draws do without."""
+        self._ahead.clear()
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
+            self._pool, self._depth = None, 0
 
     # --- pace and figures -------------------------------------------------------------------------------------------
 

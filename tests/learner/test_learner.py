@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from redis import Redis
+from support.replays import gather_all
 from support.runs import play_steps, start, target_config
 
 from ddrl import codec
@@ -98,9 +99,9 @@ def test_everything_appended_is_admitted_once_and_the_view_holds_what_was_played
     state = runs.state(client, run)
     counters = learner.counters
     assert counters.admitted == state.appended_fragments and counters.dead == 0
-    assert len(learner.experience.view) == counters.env_steps == state.appended_steps
-    learner.experience.view.check_valid()
-    batch = learner.experience.view.gather(np.arange(len(learner.experience.view)))
+    assert len(learner.experience) == counters.env_steps == state.appended_steps
+    learner.experience.check_valid()
+    batch = gather_all(learner.experience)
     # Reward -(action - target)^2 with one-step returns: every row of the view can be checked by hand.
     expected = -np.square(batch.action[:, 0] - batch.observation[:, 0])
     np.testing.assert_allclose(batch.n_step_return, expected, rtol=1e-4, atol=1e-5)
@@ -141,11 +142,8 @@ def test_a_resumed_learner_goes_on_bit_equal_from_the_checkpoint_and_the_stream(
     second.restore()
     assert second.counters.updates == first.num_updates and second.counters.cursor == first.counters.cursor
     assert second.counters.elapsed_s == pytest.approx(first.counters.elapsed_s, abs=1.0)
-    everything = np.arange(len(first.experience.view))
-    for name, array in vars(first.experience.view.gather(everything)).items():
-        np.testing.assert_array_equal(
-            array, getattr(second.experience.view.gather(everything), name), err_msg=name
-        )
+    for name, array in vars(gather_all(first.experience)).items():
+        np.testing.assert_array_equal(array, getattr(gather_all(second.experience), name), err_msg=name)
     for name, tensor in first.algorithm.state().items():
         assert torch.equal(tensor, second.algorithm.state()[name]), name
     assert (
@@ -168,14 +166,14 @@ def test_without_checkpoint_the_replay_still_comes_from_the_stream_and_without_s
     until(lambda: learner._feed is not None and learner._feed.ready)
     with training(learner, serve=False):
         until(lambda: learner.num_steps == runs.state(client, run).appended_steps)
-    assert len(learner.experience.view) >= 500
+    assert len(learner.experience) >= 500
     learner.finish()
 
     client.delete(keys.experience(run))
     empty = make_learner(client, run, take(client, run), server.url)
     empty.restore()
     assert empty.counters.updates == learner.num_updates  # the weights are there
-    assert len(empty.experience.view) == 0  # the replay was only in the stream
+    assert len(empty.experience) == 0  # the replay was only in the stream
     empty.finish()
 
 
@@ -222,7 +220,7 @@ def test_updates_go_on_while_a_backlog_is_admitted(
     learner = make_learner(client, run, token, server.url)
     learner.restore()
     backlog = runs.state(client, run).appended_fragments
-    until(lambda: learner._feed is not None and len(learner._feed._staged) == backlog)
+    until(lambda: learner._feed is not None and len(learner._feed) == backlog)
     at_update: list[int] = []
     update = learner._update
 
@@ -283,7 +281,7 @@ def test_bad_entries_go_to_dead_with_the_reason_and_learning_goes_on(client: Red
     assert learner.counters.dead == len(dead) == 4
     again = make_learner(client, run, take(client, run), server.url)
     again.restore()  # the refused ones do not stand in the way
-    assert len(again.experience.view) == len(learner.experience.view)
+    assert len(again.experience) == len(learner.experience)
     again.finish()
     assert (
         learner.counters.admitted == runs.state(client, run).appended_fragments - 3
@@ -338,7 +336,7 @@ def test_a_fragment_of_other_spaces_is_refused_even_as_the_first_one(client: Red
     with training(learner):
         until(lambda: learner.num_steps == runs.state(client, run).appended_steps)
     learner.finish()
-    assert learner.counters.dead == 1 and len(learner.experience.view) >= 300
+    assert learner.counters.dead == 1 and len(learner.experience) >= 300
     reason = client.xrange(keys.dead(run))[0][1][b"reason"]
     assert reason.startswith(b"spaces: observation and action are ('float32', (2,), (1,))")
 
@@ -395,7 +393,7 @@ def test_trimming_keeps_what_view_and_checkpoint_need_and_memory_below_the_budge
     assert oldest.decode() <= found[1]["oldest"]
     again = make_learner(client, run, take(client, run), server.url)
     again.restore()
-    assert len(again.experience.view) == len(learner.experience.view)
+    assert len(again.experience) == len(learner.experience)
     again.finish()
 
 
