@@ -286,7 +286,7 @@ class SequenceItems:
         if not 0.0 <= priority_mix <= 1.0:
             raise ValueError(f"priority_mix: {priority_mix} is no share; use a number from 0 to 1")
         if state_size < 1:
-            raise ValueError(f"memory_size: {state_size} is no recurrent state; use at least 1")
+            raise ValueError(f"state_size: {state_size} is no recurrent state; use at least 1")
         self._shape, self._state_size = shape, state_size
         self._gamma, self._n_step = gamma, n_step
         self._mix, self._rescaled = priority_mix, rescaled

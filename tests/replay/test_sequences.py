@@ -554,7 +554,7 @@ def test_expected_rows_are_room_for_a_full_replay(shape: SequenceShape) -> None:
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"state_size": 0}, "memory_size: 0 is no recurrent state"),
+        ({"state_size": 0}, "state_size: 0 is no recurrent state"),
         ({"capacity": 3}, "capacity: 3 transitions hold no item of 4 steps; use at least 4"),
         ({"gamma": 1.5}, "gamma: 1.5 is no discount"),
         ({"n_step": 0}, "n_step: 0 does not fit into sequences of 4 steps; use 1 to 4"),
