@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from poison import COUNTERS, POISON, STRANGER
+from poison import COUNTERS, POISON, UNKNOWN_PRODUCER
 from processes import ROOT
 from soak_fleet import SoakFleet
 
@@ -178,7 +178,7 @@ def entries_poisoned(fleet: SoakFleet, draw: random.Random) -> str:
         kind = "checksum"  # actions of that run are integers already
     newest = fleet.client.xrevrange(keys.experience(run), count=1)
     if newest:
-        forged = {**POISON[kind][0](dict(newest[0][1])), **STRANGER, **draw.choice([{}, *COUNTERS])}
+        forged = {**POISON[kind][0](dict(newest[0][1])), **UNKNOWN_PRODUCER, **draw.choice([{}, *COUNTERS])}
         fleet.client.xadd(keys.experience(run), forged)
     return kind
 

@@ -29,9 +29,7 @@ class Answer(Enum):
 
     GO = "GO"  # written; play on
     WAIT = "WAIT"  # written; the allowance is used up
-    YIELD = (
-        "YIELD"  # written; end the segment: the run is paused, the machine leaves, or another run claims it
-    )
+    YIELD = "YIELD"  # written; end the segment: the run is paused, the node leaves, or a run claims it
     FULL = "FULL"  # not written: the byte budget is used up; append the same again later
     STOPPED = "STOPPED"  # not written: the run has ended or is gone, or the producer was folded (ledger.py)
 
@@ -45,10 +43,9 @@ class Appended:
         version: latest published version of the weights.
         allowance_id: entry of the allowance stream that the answer rests on; wait for a later one.
         remaining_steps: what this producer should append next; negative when the allowance is overshot. One of
-            many gets half of an even share of what is left, so that they overshoot little though each plays
-            without knowing what the others have in hand (after guided self-scheduling: Polychronopoulos and
-            Kuck 1987).
-        players: how many those are, as `remaining` says.
+            many producers gets half of an even share of what is left, so that they overshoot little though none
+            knows what the others have not sent yet (guided self-scheduling: Polychronopoulos and Kuck 1987).
+        players: the number of these producers; from `remaining` only.
     """
 
     answer: Answer

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.fault_fleet import Fleet, fleet_of
-from support.poison import COUNTERS, POISON, STRANGER, Fields
+from support.poison import COUNTERS, POISON, UNKNOWN_PRODUCER, Fields
 from support.processes import Process, bound
 
 from ddrl.store import keys, stream
@@ -34,7 +34,7 @@ def fleet(module_fleet: Fleet) -> Iterator[Fleet]:
 def some_entry(fleet: Fleet) -> Fields:
     """The newest one that a collector wrote."""
     newest = fleet.client.xrevrange(keys.experience(fleet.run), count=100)
-    return next(dict(fields) for _, fields in newest if fields[b"p"] != STRANGER[b"p"])
+    return next(dict(fields) for _, fields in newest if fields[b"p"] != UNKNOWN_PRODUCER[b"p"])
 
 
 def reasons(fleet: Fleet) -> list[str]:
@@ -57,7 +57,7 @@ def test_forged_entries_are_refused_with_their_reasons(fleet: Fleet) -> None:
     with fleet.survives(5.0):
         held = resident_bytes(fleet.learner)
         for name, (forge, words) in POISON.items():
-            reason = poison(fleet, {**forge(some_entry(fleet)), **STRANGER})
+            reason = poison(fleet, {**forge(some_entry(fleet)), **UNKNOWN_PRODUCER})
             assert words in reason, (name, reason)
             assert len(reason.splitlines()) == 1, (name, reason)
         assert resident_bytes(fleet.learner) < held + 64 * MIB
@@ -68,7 +68,7 @@ def test_forged_counters_change_neither_steps_nor_budget(fleet: Fleet) -> None:
     with fleet.survives(5.0):
         steps = fleet.state().appended_steps
         for counters in COUNTERS:
-            poison(fleet, {**some_entry(fleet), b"h": b"{}", **STRANGER, **counters})
+            poison(fleet, {**some_entry(fleet), b"h": b"{}", **UNKNOWN_PRODUCER, **counters})
         fleet.goes_on(bound(5.0))
         state = fleet.state()
         assert state.appended_steps < steps + 10**7

@@ -15,7 +15,7 @@ from ddrl.types import Fragment
 
 MIB = 1024**2
 Fields = dict[bytes, bytes]
-STRANGER = {b"p": b"987654321", b"i": b"1", b"q": b"0"}  # whom a forged entry calls its producer
+UNKNOWN_PRODUCER = {b"p": b"987654321", b"i": b"1", b"q": b"0"}  # of forged entries
 
 
 def with_header(**changes: Any) -> Callable[[Fields], Fields]:
