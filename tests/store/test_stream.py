@@ -29,11 +29,9 @@ def test_append_counts_cumulatively_and_answers_by_the_allowance(client: Redis, 
     assert (second.remaining_steps, fourth.remaining_steps) == (15, -5)
     entries = stream.read(client, run, b"0-0", count=10)
     assert [(entry.count(b"f"), entry.count(b"n")) for entry in entries] == [
-        (1, 10),
-        (2, 20),
-        (3, 30),
-        (4, 40),
+        (n, 10 * n) for n in (1, 2, 3, 4)
     ]
+    assert all(entry.num_bytes == entry.count(b"s") for entry in entries)
     state = runs.state(client, run)
     assert (state.appended_fragments, state.appended_steps) == (4, 40)
 
@@ -57,13 +55,20 @@ def test_a_repeated_append_writes_nothing_and_answers_the_same(client: Redis, ru
     assert client.xlen(keys.experience(run)) == 3
 
 
+def test_incarnations_are_exact(client: Redis, run: str) -> None:
+    large = 2**63 - 1
+    append(client, run, 0, incarnation=large)
+    append(client, run, 0, incarnation=large)
+    append(client, run, 0, incarnation=large - 1)
+    state = runs.state(client, run)
+    assert (state.appended_fragments, state.duplicates) == (2, 1)
+
+
 def test_append_yields_when_paused_and_stops_when_ended_or_gone(client: Redis, run: str) -> None:
     assert runs.set_status(client, run, "paused", "by test")
     assert append(client, run, 0).answer is Answer.YIELD
     assert runs.state(client, run).appended_fragments == 1  # what is in flight is still accepted
-    assert runs.set_status(client, run, "active", "by test") and runs.set_status(
-        client, run, "stopped", "by test"
-    )
+    assert runs.set_status(client, run, "active", "") and runs.set_status(client, run, "stopped", "")
     assert append(client, run, 1).answer is Answer.STOPPED
     assert append(client, "gone-0101-000000-0000", 0).answer is Answer.STOPPED
     assert not client.exists(keys.experience("gone-0101-000000-0000"))
@@ -95,6 +100,20 @@ def test_trimming_everything_leaves_no_live_bytes(client: Redis, run: str) -> No
     assert runs.state(client, run).live_bytes == 0
 
 
+@pytest.mark.parametrize("counts", [{}, {"b": "9" * 15, "s": "1"}, {"b": "0", "s": "9" * 15}, {"b": "x"}])
+def test_an_entry_that_no_append_wrote_does_not_change_the_live_bytes(
+    client: Redis, run: str, counts: dict[str, str]
+) -> None:
+    token = take(client, run)
+    append(client, run, 0)
+    forged = client.xadd(keys.experience(run), {"h": "{}", **counts})
+    append(client, run, 1)
+    before = runs.state(client, run).live_bytes
+    stream.trim(client, run, token, forged)
+    assert runs.state(client, run).live_bytes == before
+    assert append(client, run, 2).answer is not Answer.FULL
+
+
 def test_the_first_append_dates_the_first_step_before_its_play(client: Redis, run: str) -> None:
     before_ms = runs.server_ms(client)
     append(client, run, 0, played_ms=250)
@@ -106,10 +125,10 @@ def test_the_first_append_dates_the_first_step_before_its_play(client: Redis, ru
 
 def test_waiting_ends_with_the_next_allowance(client: Redis, run: str) -> None:
     token = take(client, run)
-    word = append(client, run, 0)
-    assert not stream.await_allowance(client, run, word.allowance_id, block_ms=20)
+    known = append(client, run, 0).allowance_id
+    assert not stream.await_allowance(client, run, known, block_ms=20)
     stream.allow(client, run, token, 50, updates=3)
-    assert stream.await_allowance(client, run, word.allowance_id, block_ms=20)
+    assert stream.await_allowance(client, run, known, block_ms=20)
     assert stream.remaining(client, run).remaining_steps == 40
     assert client.xlen(keys.allowance(run)) == 1
 
@@ -117,7 +136,6 @@ def test_waiting_ends_with_the_next_allowance(client: Redis, run: str) -> None:
 @pytest.mark.parametrize("entry_id", [b"5-3", b"5-0", b"1-0", b"0-1"])
 def test_before_makes_the_entry_the_next_one_read(client: Redis, run: str, entry_id: bytes) -> None:
     client.xadd(keys.experience(run), {"h": "x"}, id=entry_id)
-    assert [entry.entry_id for entry in stream.read(client, run, stream.before(entry_id), count=5)] == [
-        entry_id
-    ]
+    found = stream.read(client, run, stream.before(entry_id), count=5)
+    assert [entry.entry_id for entry in found] == [entry_id]
     assert stream.read(client, run, entry_id, count=5) == []
