@@ -69,7 +69,9 @@ TARGET_RATE = (
 class AlgorithmConfig(BaseModel):
     """Options of an algorithm, and what the rest of ddrl needs to know of it; off-policy ones also have `n_step`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", populate_by_name=True, use_attribute_docstrings=True
+    )
 
     on_policy: ClassVar[bool] = False
     """Each fragment is learned from once, in order, soon after it was collected."""

@@ -44,9 +44,8 @@ class MLP(nn.Module):
         self.biases = nn.ParameterList(uniform((*bias_axes, o), i) for i, o in layers)
         self.num_members = num_members
         self.layer_norm = layer_norm
-        self._layers: tuple[tuple[Tensor, Tensor], ...] = tuple(
-            zip(self.weights, self.biases, strict=True)
-        )  # ParameterList is slow to walk
+        # A ParameterList is slow to walk.
+        self._layers: tuple[tuple[Tensor, Tensor], ...] = tuple(zip(self.weights, self.biases, strict=True))
 
     def forward(self, x: Tensor, *, num_members: int | None = None) -> Tensor:
         """Evaluate on rows [B, in]: [B, out], or [E, B, out] of an ensemble.

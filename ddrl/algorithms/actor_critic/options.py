@@ -64,66 +64,37 @@ class Options(AlgorithmConfig):
 
     network: Network = "mlp"
     network_kwargs: NetworkKwargs = {}
-    hidden_sizes: tuple[PositiveInt, ...] = Field(
-        (64, 64),
-        min_length=1,
-        description="Widths of the dense layers of a trunk. Wider fits more and costs time. Usual: (64, 64) for "
-        "vectors, (256,) after convolutions.",
-    )
-    activation: Literal["tanh", "relu"] = Field(
-        "tanh", description="Of the hidden layers. tanh is steadier on small problems, relu is faster."
-    )
-    shared: bool = Field(
-        False,
-        description="Actor and critic share one trunk: cheaper, but the value loss changes the policy's features. "
-        "Usual: no for vectors, yes for images.",
-    )
-    initial_log_std: float = Field(
-        0.0,
-        ge=-5,
-        le=2,
-        description="Log standard deviation that continuous actions start with, in half action ranges. More explores "
-        "more. Usual: -1 to 0.",
-    )
+    hidden_sizes: tuple[PositiveInt, ...] = Field((64, 64), min_length=1)
+    """Widths of the dense layers of a trunk. Wider fits more and costs time. Usual: (64, 64) for vectors, (256,) after
+    convolutions."""
+    activation: Literal["tanh", "relu"] = "tanh"
+    """Of the hidden layers. tanh is steadier on small problems, relu is faster."""
+    shared: bool = False
+    """Actor and critic share one trunk: cheaper, but the value loss changes the policy's features. Usual: no for
+    vectors, yes for images."""
+    initial_log_std: float = Field(0.0, ge=-5, le=2)
+    """Log standard deviation that continuous actions start with, in half action ranges. More explores more. Usual: -1
+    to 0."""
     learning_rate: LearningRate = 3e-4
-    final_learning_rate: float | None = Field(
-        None,
-        ge=0,
-        description="Where learning_rate goes linearly within anneal_steps. None: it stays. Usual: 0.",
-        json_schema_extra=LIVE,
-    )
+    final_learning_rate: float | None = Field(None, ge=0, json_schema_extra=LIVE)
+    """Where learning_rate goes linearly within anneal_steps. None: it stays. Usual: 0."""
     entropy_coefficient: EntropyCoefficient = 0.0
-    final_entropy_coefficient: float | None = Field(
-        None,
-        ge=0,
-        description="Where entropy_coefficient goes linearly within anneal_steps. None: it stays. Usual: 0.",
-        json_schema_extra=LIVE,
-    )
-    anneal_steps: PositiveInt | None = Field(
-        None,
-        description="Transitions learned from until the final_... values are reached. More anneals more slowly. Usual:"
-        " those of the run.",
-        json_schema_extra=LIVE,
-    )
-    value_coefficient: float = Field(
-        0.5,
-        ge=0,
-        description="Weight of the value loss; matters with a shared trunk or a clipped gradient. Usual: 0.5.",
-        json_schema_extra=LIVE,
-    )
+    final_entropy_coefficient: float | None = Field(None, ge=0, json_schema_extra=LIVE)
+    """Where entropy_coefficient goes linearly within anneal_steps. None: it stays. Usual: 0."""
+    anneal_steps: PositiveInt | None = Field(None, json_schema_extra=LIVE)
+    """Transitions learned from until the final_... values are reached. More anneals more slowly. Usual: those of the
+    run."""
+    value_coefficient: float = Field(0.5, ge=0, json_schema_extra=LIVE)
+    """Weight of the value loss; matters with a shared trunk or a clipped gradient. Usual: 0.5."""
     max_grad_norm: MaxGradNorm = 0.5
     lambda_: Lambda = 0.95
     batch_size: BatchSize = 2_048
-    normalize_observations: bool = Field(
-        False,
-        description="Shift and scale observations by their running mean and deviation, clipped at 10. For vectors "
-        "whose entries differ in scale.",
-    )
-    normalize_returns: bool = Field(
-        False,
-        description="The critic predicts returns in units of their own mean and deviation, so that the size of rewards"
-        " does not matter to it.",
-    )
+    normalize_observations: bool = False
+    """Shift and scale observations by their running mean and deviation, clipped at 10. For vectors whose entries differ
+    in scale."""
+    normalize_returns: bool = False
+    """The critic predicts returns in units of their own mean and deviation, so that the size of rewards does not matter
+    to it."""
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> Options:

@@ -21,46 +21,27 @@ class Config(Options):
 
     name: ClassVar[str] = "dqn"
 
-    distribution: Literal["none", "categorical", "quantile"] = Field(
-        "none",
-        description="Learn the distribution of returns instead of their mean: its probabilities on fixed values "
-        "(`categorical`, C51; v_min and v_max must hold all returns) or its quantiles (`quantile`, QR-DQN). Often "
-        "learns more per step, at more time per update.",
-    )
-    num_atoms: PositiveInt = Field(
-        51,
-        ge=2,
-        description="Values or quantiles of the distribution. More is finer and slower. Usual: 51; quantile 200.",
-    )
-    v_min: float = Field(
-        -10.0,
-        description="Lowest return that `categorical` can represent, in training units. Too high cuts values off, too "
-        "low wastes atoms. Usual: -10.",
-    )
-    v_max: float = Field(
-        10.0, description="Highest return that `categorical` can represent. Usual: 10 with reward signs."
-    )
-    noisy: bool = Field(
-        False,
-        description="Learned noise on the weights of the dense layers explores, consistently from step to step, "
-        "instead of epsilon; epsilon and final_epsilon are 0 unless they are set.",
-    )
-    noise_scale: float = Field(
-        0.5,
-        gt=0,
-        description="Standard deviation that the noise starts with, sigma_0, shared by the inputs of a layer. More "
-        "explores longer. Usual: 0.1 to 0.5.",
-    )
-    loss: Literal["huber", "mse"] = Field(
-        "huber",
-        description="huber limits the gradient of large errors; mse does not and aims at the mean. Usual: huber.",
-    )
-    huber_delta: float = Field(
-        1.0,
-        gt=0,
-        description="Error beyond which huber is linear, in training units. Less is more robust and slower. Usual: 1.",
-        json_schema_extra=LIVE,
-    )
+    distribution: Literal["none", "categorical", "quantile"] = "none"
+    """Learn the distribution of returns instead of their mean: its probabilities on fixed values (`categorical`, C51;
+    v_min and v_max must hold all returns) or its quantiles (`quantile`, QR-DQN). Often learns more per step, at more
+    time per update."""
+    num_atoms: PositiveInt = Field(51, ge=2)
+    """Values or quantiles of the distribution. More is finer and slower. Usual: 51; quantile 200."""
+    v_min: float = -10.0
+    """Lowest return that `categorical` can represent, in training units. Too high cuts values off, too low wastes
+    atoms. Usual: -10."""
+    v_max: float = 10.0
+    """Highest return that `categorical` can represent. Usual: 10 with reward signs."""
+    noisy: bool = False
+    """Learned noise on the weights of the dense layers explores, consistently from step to step, instead of epsilon;
+    epsilon and final_epsilon are 0 unless they are set."""
+    noise_scale: float = Field(0.5, gt=0)
+    """Standard deviation that the noise starts with, sigma_0, shared by the inputs of a layer. More explores longer.
+    Usual: 0.1 to 0.5."""
+    loss: Literal["huber", "mse"] = "huber"
+    """huber limits the gradient of large errors; mse does not and aims at the mean. Usual: huber."""
+    huber_delta: float = Field(1.0, gt=0, json_schema_extra=LIVE)
+    """Error beyond which huber is linear, in training units. Less is more robust and slower. Usual: 1."""
 
     @model_validator(mode="before")
     @classmethod

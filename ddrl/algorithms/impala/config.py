@@ -27,30 +27,19 @@ class Config(Options):
 
     name: ClassVar[str] = "impala"
 
-    estimator: Annotated[Literal["vtrace", "upgo"], BeforeValidator(_refuse_uncorrected)] = Field(
-        "vtrace", description="Estimator of the advantages: V-trace, or UPGO with V-trace's values."
-    )
+    estimator: Annotated[Literal["vtrace", "upgo"], BeforeValidator(_refuse_uncorrected)] = "vtrace"
+    """Estimator of the advantages: V-trace, or UPGO with V-trace's values."""
     learning_rate: LearningRate = 4.8e-4
     lambda_: Lambda = 1.0
     entropy_coefficient: EntropyCoefficient = 0.01
     max_grad_norm: MaxGradNorm = 40.0
     batch_size: BatchSize = 640
-    optimizer: Literal["rmsprop", "adam"] = Field(
-        "rmsprop",
-        description="rmsprop (decay 0.99, eps 0.1, outside the root where the paper's is inside), or adam (eps 1e-5).",
-    )
-    rho_bar: float = Field(
-        1.0,
-        gt=0,
-        description="Cap of the importance weights: larger is less biased and noisier. Usual: 1.",
-        json_schema_extra=LIVE,
-    )
-    reward_clip: float | None = Field(
-        None,
-        gt=0,
-        description="Rewards are clipped to +- this for learning. None: not at all. Usual: 1 for Atari.",
-        json_schema_extra=LIVE,
-    )
+    optimizer: Literal["rmsprop", "adam"] = "rmsprop"
+    """rmsprop (decay 0.99, eps 0.1, outside the root where the paper's is inside), or adam (eps 1e-5)."""
+    rho_bar: float = Field(1.0, gt=0, json_schema_extra=LIVE)
+    """Cap of the importance weights: larger is less biased and noisier. Usual: 1."""
+    reward_clip: float | None = Field(None, gt=0, json_schema_extra=LIVE)
+    """Rewards are clipped to +- this for learning. None: not at all. Usual: 1 for Atari."""
 
     @property
     def corrects_staleness(self) -> bool:

@@ -18,54 +18,27 @@ class Config(Options):
 
     name: ClassVar[str] = "ppo"
 
-    estimator: Literal["gae", "td_lambda", "vtrace", "upgo", "monte_carlo"] = Field(
-        "gae",
-        description="Estimator of advantages and returns. `gae` and `td_lambda` are the same by definition; `vtrace` "
-        "corrects stale fragments by importance weights; `upgo` follows trajectories that did better than expected; "
-        "`monte_carlo` ignores lambda, and the critic up to the end of a fragment.",
-    )
-    clip: float = Field(
-        0.2,
-        gt=0,
-        lt=1,
-        description="Beyond 1 +- clip the ratio of new to old probability gives no gradient. More lets the policy move"
-        " further per iteration. Usual: 0.1 to 0.3.",
-        json_schema_extra=LIVE,
-    )
-    final_clip: float | None = Field(
-        None,
-        gt=0,
-        lt=1,
-        description="Where clip goes linearly within anneal_steps. None: it stays.",
-        json_schema_extra=LIVE,
-    )
-    value_clip: float | None = Field(
-        None,
-        gt=0,
-        description="Values give no gradient further than this from their old ones, in units of returns. Less is "
-        "steadier and slower. None: unlimited.",
-        json_schema_extra=LIVE,
-    )
-    num_epochs: PositiveInt = Field(
-        10,
-        description="Passes over the transitions of one iteration. More learns more from each. Usual: 3 to 20.",
-        json_schema_extra=LIVE,
-    )
-    minibatch_size: PositiveInt = Field(
-        256,
-        description="Approximate transitions per update. Smaller is noisier and slower. Usual: 64 to 2,048.",
-        json_schema_extra=LIVE,
-    )
-    target_kl: float | None = Field(
-        None,
-        gt=0,
-        description="An iteration ends after the epoch in which the policy has moved this far, in nats. Less is "
-        "steadier and learns less per iteration. None: never early. Usual: 0.01 to 0.05.",
-        json_schema_extra=LIVE,
-    )
-    normalize_advantages: bool = Field(
-        True, description="Advantages of a minibatch get mean 0 and deviation 1. Usual: yes."
-    )
+    estimator: Literal["gae", "td_lambda", "vtrace", "upgo", "monte_carlo"] = "gae"
+    """Estimator of advantages and returns. `gae` and `td_lambda` are the same by definition; `vtrace` corrects stale
+    fragments by importance weights; `upgo` follows trajectories that did better than expected; `monte_carlo` ignores
+    lambda, and the critic up to the end of a fragment."""
+    clip: float = Field(0.2, gt=0, lt=1, json_schema_extra=LIVE)
+    """Beyond 1 +- clip the ratio of new to old probability gives no gradient. More lets the policy move further per
+    iteration. Usual: 0.1 to 0.3."""
+    final_clip: float | None = Field(None, gt=0, lt=1, json_schema_extra=LIVE)
+    """Where clip goes linearly within anneal_steps. None: it stays."""
+    value_clip: float | None = Field(None, gt=0, json_schema_extra=LIVE)
+    """Values give no gradient further than this from their old ones, in units of returns. Less is steadier and slower.
+    None: unlimited."""
+    num_epochs: PositiveInt = Field(10, json_schema_extra=LIVE)
+    """Passes over the transitions of one iteration. More learns more from each. Usual: 3 to 20."""
+    minibatch_size: PositiveInt = Field(256, json_schema_extra=LIVE)
+    """Approximate transitions per update. Smaller is noisier and slower. Usual: 64 to 2,048."""
+    target_kl: float | None = Field(None, gt=0, json_schema_extra=LIVE)
+    """An iteration ends after the epoch in which the policy has moved this far, in nats. Less is steadier and learns
+    less per iteration. None: never early. Usual: 0.01 to 0.05."""
+    normalize_advantages: bool = True
+    """Advantages of a minibatch get mean 0 and deviation 1. Usual: yes."""
 
     @model_validator(mode="after")
     def _refuse_large_minibatches(self) -> Config:

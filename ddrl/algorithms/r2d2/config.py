@@ -32,49 +32,30 @@ class Config(Options):
 
     name: ClassVar[str] = "r2d2"
 
-    recurrent: Literal["lstm", "gru"] = Field(
-        "lstm", description="The recurrent core. gru has three quarters of the weights and half the state."
-    )
-    recurrent_size: PositiveInt = Field(
-        512,
-        description="Width of the recurrent core. Wider remembers more and costs time in proportion to the square. "
-        "Usual: 64 to 512.",
-    )
+    recurrent: Literal["lstm", "gru"] = "lstm"
+    """The recurrent core. gru has three quarters of the weights and half the state."""
+    recurrent_size: PositiveInt = 512
+    """Width of the recurrent core. Wider remembers more and costs time in proportion to the square. Usual: 64 to 512.
+    """
     hidden_sizes: HiddenSizes = (512,)
-    sequence_length: PositiveInt = Field(
-        80,
-        description="Training steps of a sequence. More carries gradients further back and gives fewer, more alike "
-        "sequences. Usual: 20 to 120.",
-    )
-    overlap: int = Field(
-        40,
-        ge=0,
-        description="Steps that neighboring sequences share, less than sequence_length. More replays each step in more"
-        " contexts, but stores and sends it more often. Usual: half of sequence_length.",
-    )
-    burn_in: int = Field(
-        40,
-        ge=0,
-        description="Steps before a sequence that only update the recurrent state, since the stored one is that of "
-        "older weights. More corrects it better and costs time. Usual: 20 to 40.",
-    )
-    rescale_values: bool = Field(
-        True,
-        description="Networks learn h(Q), about the root of Q, so that rewards need no clipping. Usual: yes, with "
-        "rewards as they are.",
-    )
-    loss_reduction: Literal["mean", "sum"] = Field(
-        "sum",
-        description="Over the steps of a sequence. `sum`, as in SEED RL and Acme, gives gradients sequence_length "
-        "times as long, for which adam_eps=1e-3 and max_grad_norm=40 were chosen; `mean` needs a smaller adam_eps.",
-    )
-    priority_mix: float = Field(
-        0.9,
-        ge=0,
-        le=1,
-        description="A sequence's priority is this share of its largest error plus the rest of its mean error. More "
-        "favors single large errors. Usual: 0.9.",
-    )
+    sequence_length: PositiveInt = 80
+    """Training steps of a sequence. More carries gradients further back and gives fewer, more alike sequences. Usual:
+    20 to 120."""
+    overlap: int = Field(40, ge=0)
+    """Steps that neighboring sequences share, less than sequence_length. More replays each step in more contexts, but
+    stores and sends it more often. Usual: half of sequence_length."""
+    burn_in: int = Field(40, ge=0)
+    """Steps before a sequence that only update the recurrent state, since the stored one is that of older weights. More
+    corrects it better and costs time. Usual: 20 to 40."""
+    rescale_values: bool = True
+    """Networks learn h(Q), about the root of Q, so that rewards need no clipping. Usual: yes, with rewards as they are.
+    """
+    loss_reduction: Literal["mean", "sum"] = "sum"
+    """Over the steps of a sequence. `sum`, as in SEED RL and Acme, gives gradients sequence_length times as long, for
+    which adam_eps=1e-3 and max_grad_norm=40 were chosen; `mean` needs a smaller adam_eps."""
+    priority_mix: float = Field(0.9, ge=0, le=1)
+    """A sequence's priority is this share of its largest error plus the rest of its mean error. More favors single
+    large errors. Usual: 0.9."""
     double: Double = True
     dueling: Dueling = True
     learning_rate: LearningRate = 1e-4

@@ -20,58 +20,33 @@ LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0  # of the Gaussian before squashing, in nat
 class Config(AlgorithmConfig):
     """Options of SAC; an update is one minibatch, rewards are as scaled for training."""
 
-    hidden_sizes: tuple[PositiveInt, ...] = Field(
-        (128, 128),
-        min_length=1,
-        description="Widths of the hidden layers of the actor and of each critic. Wider fits more and costs time per "
-        "update in proportion to the square. Usual: (64, 64) to (400, 300).",
-    )
+    hidden_sizes: tuple[PositiveInt, ...] = Field((128, 128), min_length=1)
+    """Widths of the hidden layers of the actor and of each critic. Wider fits more and costs time per update in
+    proportion to the square. Usual: (64, 64) to (400, 300)."""
     learning_rate: LearningRate = 1e-3
-    batch_size: PositiveInt = Field(
-        256,
-        description="Transitions per update. Larger gives less noisy and slower updates. Usual: 64 to 512.",
-    )
+    batch_size: PositiveInt = 256
+    """Transitions per update. Larger gives less noisy and slower updates. Usual: 64 to 512."""
     n_step: NStep = 1
     target_rate: float = Field(0.005, gt=0, le=1, description=TARGET_RATE, json_schema_extra=LIVE)
-    temperature: Literal["auto"] | float = Field(
-        "auto",
-        description="Weight of the entropy against the reward: a number >= 0, or `auto` to learn the one that keeps "
-        "the entropy at target_entropy. More explores more. Usual: auto; fixed 0.01 to 0.2.",
-        json_schema_extra=LIVE,
-    )
-    target_entropy: float | None = Field(
-        None,
-        description="Entropy that temperature=auto aims at, in nats, of actions in [-1, 1]. Larger is more random. "
-        "None: minus the number of action dimensions. Usual: -2 to -0.5 per dimension.",
-        json_schema_extra=LIVE,
-    )
-    initial_temperature: float = Field(
-        1.0,
-        gt=0,
-        description="Where temperature=auto starts. Too large drowns small rewards at first. Usual: 0.1 to 1.",
-    )
-    policy_delay: PositiveInt = Field(
-        1,
-        description="Critic updates per update of actor and temperature. More is cheaper and gives the actor better "
-        "critics, but fewer steps. Usual: 1 to 3.",
-        json_schema_extra=LIVE,
-    )
-    num_critics: PositiveInt = Field(
-        2,
-        description="Critics whose minimum is the target. More underestimates more and costs time; 1 overestimates. "
-        "Usual: 2.",
-    )
-    layer_norm: bool = Field(
-        False,
-        description="Normalize the hidden layers of the critics. Bounds their extrapolation, so larger learning_rate "
-        "and n_step stay stable, at some 20 % more time per update.",
-    )
-    form: Literal["sac", "sac1"] = Field(
-        "sac",
-        description="`sac`: the policy maximizes the minimum of the critics. `sac1` (Spinning Up's, as used by "
-        "Distributed-DRL): it maximizes the first critic at a fixed temperature, usually 0.2; cheaper, but "
-        "overestimates more.",
-    )
+    temperature: Literal["auto"] | float = Field("auto", json_schema_extra=LIVE)
+    """Weight of the entropy against the reward: a number >= 0, or `auto` to learn the one that keeps the entropy at
+    target_entropy. More explores more. Usual: auto; fixed 0.01 to 0.2."""
+    target_entropy: float | None = Field(None, json_schema_extra=LIVE)
+    """Entropy that temperature=auto aims at, in nats, of actions in [-1, 1]. Larger is more random. None: minus the
+    number of action dimensions. Usual: -2 to -0.5 per dimension."""
+    initial_temperature: float = Field(1.0, gt=0)
+    """Where temperature=auto starts. Too large drowns small rewards at first. Usual: 0.1 to 1."""
+    policy_delay: PositiveInt = Field(1, json_schema_extra=LIVE)
+    """Critic updates per update of actor and temperature. More is cheaper and gives the actor better critics, but fewer
+    steps. Usual: 1 to 3."""
+    num_critics: PositiveInt = 2
+    """Critics whose minimum is the target. More underestimates more and costs time; 1 overestimates. Usual: 2."""
+    layer_norm: bool = False
+    """Normalize the hidden layers of the critics. Bounds their extrapolation, so larger learning_rate and n_step stay
+    stable, at some 20 % more time per update."""
+    form: Literal["sac", "sac1"] = "sac"
+    """`sac`: the policy maximizes the minimum of the critics. `sac1` (Spinning Up's, as used by Distributed-DRL): it
+    maximizes the first critic at a fixed temperature, usually 0.2; cheaper, but overestimates more."""
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> Config:

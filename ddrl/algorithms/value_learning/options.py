@@ -122,77 +122,46 @@ class Options(AlgorithmConfig):
     network: Network = "mlp"
     network_kwargs: NetworkKwargs = {}
     hidden_sizes: HiddenSizes = (128, 128)
-    activation: Literal["relu", "tanh"] = Field(
-        "relu", description="Of the hidden layers. relu is usual and faster; tanh bounds the features."
-    )
-    norm: Literal["none", "group", "batch"] = Field(
-        "none",
-        description="Normalization after each convolution of nature and impala. `group` steadies learning and needs "
-        "less tuning, at some time per update; `batch` mixes the transitions of a batch. Usual: none or group.",
-    )
+    activation: Literal["relu", "tanh"] = "relu"
+    """Of the hidden layers. relu is usual and faster; tanh bounds the features."""
+    norm: Literal["none", "group", "batch"] = "none"
+    """Normalization after each convolution of nature and impala. `group` steadies learning and needs less tuning, at
+    some time per update; `batch` mixes the transitions of a batch. Usual: none or group."""
     dueling: Dueling = False
     double: Double = False
     learning_rate: LearningRate = 5e-4
-    optimizer: Literal["adam", "rmsprop"] = Field(
-        "adam",
-        description="adam, or rmsprop (decay 0.95, eps 3e-3 outside the root, not centered), near that of 2015; it "
-        "needs about 2.5e-4.",
-    )
+    optimizer: Literal["adam", "rmsprop"] = "adam"
+    """adam, or rmsprop (decay 0.95, eps 3e-3 outside the root, not centered), near that of 2015; it needs about 2.5e-4.
+    """
     adam_eps: AdamEps = 1e-8
     max_grad_norm: MaxGradNorm = 10.0
     n_step: NStep = 1
-    batch_size: PositiveInt = Field(
-        64,
-        description="Transitions, or sequences, per update. Larger gives less noisy and slower updates. Usual: 32 to "
-        "512.",
-    )
+    batch_size: PositiveInt = 64
+    """Transitions, or sequences, per update. Larger gives less noisy and slower updates. Usual: 32 to 512."""
     prioritized: Prioritized = False
     priority_exponent: PriorityExponent = 0.6
     importance_exponent: ImportanceExponent = 0.4
     final_importance_exponent: FinalImportanceExponent = 1.0
-    importance_anneal_updates: PositiveInt = Field(
-        100_000,
-        description="Updates within which importance_exponent goes there. Fewer is less biased earlier. Usual: those "
-        "of the run.",
-        json_schema_extra=LIVE,
-    )
+    importance_anneal_updates: PositiveInt = Field(100_000, json_schema_extra=LIVE)
+    """Updates within which importance_exponent goes there. Fewer is less biased earlier. Usual: those of the run."""
     target_period: TargetPeriod = 500
     target_rate: float | None = Field(
         None, gt=0, le=1, description=f"{TARGET_RATE} Instead of target_period.", json_schema_extra=LIVE
     )
-    epsilon: float = Field(
-        1.0,
-        ge=0,
-        le=1,
-        description="Share of random actions in training at first. More explores more. Usual: 1.",
-        json_schema_extra=LIVE,
-    )
-    final_epsilon: float = Field(
-        0.05,
-        ge=0,
-        le=1,
-        description="Where epsilon goes linearly. More never stops exploring. Usual: 0.01 to 0.1.",
-        json_schema_extra=LIVE,
-    )
-    epsilon_anneal_updates: PositiveInt = Field(
-        10_000,
-        description="Updates within which epsilon goes there; S steps make S * replay.samples_per_insert / batch_size "
-        "of them. More explores longer. Usual: a tenth to a half of the run's.",
-        json_schema_extra=LIVE,
-    )
+    epsilon: float = Field(1.0, ge=0, le=1, json_schema_extra=LIVE)
+    """Share of random actions in training at first. More explores more. Usual: 1."""
+    final_epsilon: float = Field(0.05, ge=0, le=1, json_schema_extra=LIVE)
+    """Where epsilon goes linearly. More never stops exploring. Usual: 0.01 to 0.1."""
+    epsilon_anneal_updates: PositiveInt = Field(10_000, json_schema_extra=LIVE)
+    """Updates within which epsilon goes there; S steps make S * replay.samples_per_insert / batch_size of them. More
+    explores longer. Usual: a tenth to a half of the run's."""
     epsilon_ladder: EpsilonLadder = False
-    ladder_base: float = Field(
-        0.4, gt=0, lt=1, description="The ladder's largest epsilon. More explores more. Usual: 0.4."
-    )
-    ladder_exponent: float = Field(
-        7.0, gt=0, description="More gives more environments that hardly explore. Usual: 7."
-    )
-    evaluation_epsilon: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="Share of random actions in evaluations. Usual: 0; Atari 0.001 to 0.05, stated with every figure.",
-    )
+    ladder_base: float = Field(0.4, gt=0, lt=1)
+    """The ladder's largest epsilon. More explores more. Usual: 0.4."""
+    ladder_exponent: float = Field(7.0, gt=0)
+    """More gives more environments that hardly explore. Usual: 7."""
+    evaluation_epsilon: float = Field(0.0, ge=0, le=1)
+    """Share of random actions in evaluations. Usual: 0; Atari 0.001 to 0.05, stated with every figure."""
 
     @model_validator(mode="before")
     @classmethod
