@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any, ClassVar, TypeVar
+from copy import copy
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
@@ -11,59 +12,6 @@ from ddrl.config import LIVE, live_options
 from ddrl.types import EnvSpec, SequenceShape
 
 AnyConfig = TypeVar("AnyConfig", bound="AlgorithmConfig")
-
-# The network. Algorithms give these their own defaults.
-Network = Annotated[
-    str,
-    Field(
-        description="From observation to features: `mlp` for vectors; for images `conv` (small ones), `nature` (DQN of"
-        " 2015), `impala` (residual: learns more per step at several times the cost) or `data_efficient` (small, "
-        'fast); or your own, "module:callable", called with the observation shape and returning a torch module.'
-    ),
-]
-NetworkKwargs = Annotated[dict[str, Any], Field(description="Keyword arguments of your own network.")]
-
-# The optimizer.
-LearningRate = Annotated[
-    float,
-    Field(
-        gt=0,
-        description="Step size of the optimizer. Larger learns faster until values or policy diverge. Usual: 3e-4 to "
-        "3e-3 for vectors, 6e-5 to 5e-4 for images.",
-        json_schema_extra=LIVE,
-    ),
-]
-MaxGradNorm = Annotated[
-    float | None,
-    Field(
-        gt=0,
-        description="The gradient is scaled down to this norm. Less limits rare large errors more. None: never. Usual:"
-        " 0.5 (PPO), 10 (DQN), 40 (IMPALA, whose gradient is summed over the batch; R2D2, Ape-X).",
-        json_schema_extra=LIVE,
-    ),
-]
-
-# The task of learning.
-Gamma = Annotated[
-    float,
-    Field(
-        ge=0,
-        le=1,
-        description="Discount per agent step; the horizon is about 1 / (1 - gamma) steps. Larger sees further and "
-        "learns more slowly. Usual: 0.97 to 0.999.",
-    ),
-]
-NStep = Annotated[
-    PositiveInt,
-    Field(
-        description="Rewards summed before bootstrapping, fewer at the end of a fragment or sequence. More carries "
-        "rewards back faster, but is biased towards the older policies that collected them. Usual: 1 to 10."
-    ),
-]
-TARGET_RATE = (
-    "Share of the network mixed into its target at each update (tau; 1 - polyak). Larger tracks faster and is less "
-    "stable. Usual: 0.002 to 0.05."
-)
 
 
 class AlgorithmConfig(BaseModel):
@@ -76,8 +24,14 @@ class AlgorithmConfig(BaseModel):
     on_policy: ClassVar[bool] = False
     """Each fragment is learned from once, in order, soon after it was collected."""
 
-    gamma: Gamma = 0.99
+    learning_rate: float = Field(1e-3, gt=0, json_schema_extra=LIVE)
+    """Step size of the optimizers. Larger learns faster until values or policy diverge. Usual: 3e-4 to 3e-3 for
+    vectors, 6e-5 to 5e-4 for images."""
+    gamma: float = Field(0.99, ge=0, le=1)
+    """Discount per agent step; the horizon is about 1 / (1 - gamma) steps. Larger sees further and learns more slowly.
+    Usual: 0.97 to 0.999."""
     batch_size: PositiveInt = 256
+    """Transitions, or sequences, per update. Larger gives less noisy and slower updates. Usual: 32 to 512."""
 
     @property
     def corrects_staleness(self) -> bool:
@@ -122,6 +76,38 @@ class AlgorithmConfig(BaseModel):
             value = getattr(self, name)
             if value != type(self).model_fields[name].default:
                 raise ValueError(" ".join((f"{name}={value}: has no effect {when}; remove it", *remedies)))
+
+
+class Common(BaseModel):
+    """Options that some algorithms have; they take them from here by `option`, with their own defaults."""
+
+    model_config = AlgorithmConfig.model_config
+
+    network: str = "mlp"
+    """From observation to features: `mlp` for vectors; for images `conv` (small ones), `nature` (DQN of 2015), `impala`
+    (residual: learns more per step at several times the cost) or `data_efficient` (small, fast); or your own,
+    "module:callable", called with the observation shape and returning a torch module."""
+    network_kwargs: dict[str, Any] = {}
+    """Keyword arguments of your own network."""
+    hidden_sizes: tuple[PositiveInt, ...] = Field((128, 128), min_length=1)
+    """Widths of the dense layers. Wider fits more and costs time per update in proportion to the square. Usual:
+    (64, 64) to (400, 300) for vectors, (256,) to (512,) after convolutions."""
+    max_grad_norm: float | None = Field(None, gt=0, json_schema_extra=LIVE)
+    """The gradient is scaled down to this norm. Less limits rare large errors more. None: never. Usual: 0.5 (PPO), 10
+    (DQN), 40 (IMPALA, whose gradient is summed over the batch; R2D2, Ape-X)."""
+    n_step: PositiveInt = 1
+    """Rewards summed before bootstrapping, fewer at the end of a fragment or sequence. More carries rewards back
+    faster, but is biased towards the older policies that collected them. Usual: 1 to 10."""
+    target_rate: float = Field(0.005, gt=0, le=1, json_schema_extra=LIVE)
+    """Share of the network mixed into its target at each update (tau; 1 - polyak). Larger tracks faster and is less
+    stable. Usual: 0.002 to 0.05."""
+
+
+def option(source: type[BaseModel], name: str, default: Any) -> Any:
+    """Return the field `name` of another class, text and limits included, with another default."""
+    field = copy(source.model_fields[name])
+    field.default = default
+    return field
 
 
 def changed(old: AnyConfig, new: AnyConfig) -> AnyConfig:

@@ -9,50 +9,15 @@ Source: Schulman et al. 2017, arXiv:1707.06347; Huang et al. 2022, "The 37 imple
 from __future__ import annotations
 
 import math
-from typing import Annotated, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from ddrl.algorithms.options import (
-    AlgorithmConfig,
-    LearningRate,
-    MaxGradNorm,
-    Network,
-    NetworkKwargs,
-    refuse_empty_ranges,
-)
+from ddrl.algorithms.options import AlgorithmConfig, Common, option, refuse_empty_ranges
 from ddrl.config import LIVE
 from ddrl.types import EnvSpec
 
 OBSERVATION_CLIP = 10.0  # of normalized observations, in standard deviations
-
-# Options whose defaults differ between PPO and IMPALA.
-EntropyCoefficient = Annotated[
-    float,
-    Field(
-        ge=0,
-        description="Weight of the entropy bonus. More explores longer. Usual: 0 to 0.02.",
-        json_schema_extra=LIVE,
-    ),
-]
-Lambda = Annotated[
-    float,
-    Field(
-        ge=0,
-        le=1,
-        alias="lambda",
-        description="Decay of the traces; with V-trace these are lambda * min(1, rho). 0 trusts the critic after one "
-        "step, 1 rewards alone. Usual: 0.8 to 0.98; V-trace 0.9 to 1.",
-        json_schema_extra=LIVE,
-    ),
-]
-BatchSize = Annotated[
-    PositiveInt,
-    Field(
-        description="Transitions of one iteration, after which a version of the weights is published. More is steadier"
-        " per version, but versions come later. Usual: 512 to 16,384."
-    ),
-]
 
 
 class Options(AlgorithmConfig):
@@ -62,11 +27,9 @@ class Options(AlgorithmConfig):
     name: ClassVar[str]
     """Of the algorithm, for messages."""
 
-    network: Network = "mlp"
-    network_kwargs: NetworkKwargs = {}
-    hidden_sizes: tuple[PositiveInt, ...] = Field((64, 64), min_length=1)
-    """Widths of the dense layers of a trunk. Wider fits more and costs time. Usual: (64, 64) for vectors, (256,) after
-    convolutions."""
+    network: str = option(Common, "network", "mlp")
+    network_kwargs: dict[str, Any] = option(Common, "network_kwargs", {})
+    hidden_sizes: tuple[PositiveInt, ...] = option(Common, "hidden_sizes", (64, 64))
     activation: Literal["tanh", "relu"] = "tanh"
     """Of the hidden layers. tanh is steadier on small problems, relu is faster."""
     shared: bool = False
@@ -75,10 +38,11 @@ class Options(AlgorithmConfig):
     initial_log_std: float = Field(0.0, ge=-5, le=2)
     """Log standard deviation that continuous actions start with, in half action ranges. More explores more. Usual: -1
     to 0."""
-    learning_rate: LearningRate = 3e-4
+    learning_rate: float = option(AlgorithmConfig, "learning_rate", 3e-4)
     final_learning_rate: float | None = Field(None, ge=0, json_schema_extra=LIVE)
     """Where learning_rate goes linearly within anneal_steps. None: it stays. Usual: 0."""
-    entropy_coefficient: EntropyCoefficient = 0.0
+    entropy_coefficient: float = Field(0.0, ge=0, json_schema_extra=LIVE)
+    """Weight of the entropy bonus. More explores longer. Usual: 0 to 0.02."""
     final_entropy_coefficient: float | None = Field(None, ge=0, json_schema_extra=LIVE)
     """Where entropy_coefficient goes linearly within anneal_steps. None: it stays. Usual: 0."""
     anneal_steps: PositiveInt | None = Field(None, json_schema_extra=LIVE)
@@ -86,9 +50,13 @@ class Options(AlgorithmConfig):
     run."""
     value_coefficient: float = Field(0.5, ge=0, json_schema_extra=LIVE)
     """Weight of the value loss; matters with a shared trunk or a clipped gradient. Usual: 0.5."""
-    max_grad_norm: MaxGradNorm = 0.5
-    lambda_: Lambda = 0.95
-    batch_size: BatchSize = 2_048
+    max_grad_norm: float | None = option(Common, "max_grad_norm", 0.5)
+    lambda_: float = Field(0.95, ge=0, le=1, alias="lambda", json_schema_extra=LIVE)
+    """Decay of the traces; with V-trace these are lambda * min(1, rho). 0 trusts the critic after one step, 1 rewards
+    alone. Usual: 0.8 to 0.98; V-trace 0.9 to 1."""
+    batch_size: PositiveInt = 2_048
+    """Transitions of one iteration, after which a version of the weights is published. More is steadier per version,
+    but versions come later. Usual: 512 to 16,384."""
     normalize_observations: bool = False
     """Shift and scale observations by their running mean and deviation, clipped at 10. For vectors whose entries differ
     in scale."""

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, PositiveInt
 
-from ddrl.algorithms.actor_critic.options import BatchSize, EntropyCoefficient, Lambda, Options
-from ddrl.algorithms.options import LearningRate, MaxGradNorm
+from ddrl.algorithms.actor_critic.options import Options
+from ddrl.algorithms.options import option
 from ddrl.config import LIVE
 
 
@@ -29,11 +29,11 @@ class Config(Options):
 
     estimator: Annotated[Literal["vtrace", "upgo"], BeforeValidator(_refuse_uncorrected)] = "vtrace"
     """Estimator of the advantages: V-trace, or UPGO with V-trace's values."""
-    learning_rate: LearningRate = 4.8e-4
-    lambda_: Lambda = 1.0
-    entropy_coefficient: EntropyCoefficient = 0.01
-    max_grad_norm: MaxGradNorm = 40.0
-    batch_size: BatchSize = 640
+    learning_rate: float = option(Options, "learning_rate", 4.8e-4)
+    lambda_: float = option(Options, "lambda_", 1.0)
+    entropy_coefficient: float = option(Options, "entropy_coefficient", 0.01)
+    max_grad_norm: float | None = option(Options, "max_grad_norm", 40.0)
+    batch_size: PositiveInt = option(Options, "batch_size", 640)
     optimizer: Literal["rmsprop", "adam"] = "rmsprop"
     """rmsprop (decay 0.99, eps 0.1, outside the root where the paper's is inside), or adam (eps 1e-5)."""
     rho_bar: float = Field(1.0, gt=0, json_schema_extra=LIVE)

@@ -10,20 +10,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from ddrl.algorithms.options import Gamma, LearningRate, MaxGradNorm, NStep
-from ddrl.algorithms.value_learning.options import (
-    AdamEps,
-    Double,
-    Dueling,
-    EpsilonLadder,
-    FinalImportanceExponent,
-    HiddenSizes,
-    ImportanceExponent,
-    Options,
-    Prioritized,
-    PriorityExponent,
-    TargetPeriod,
-)
+from ddrl.algorithms.options import option
+from ddrl.algorithms.value_learning.options import Options
 from ddrl.types import SequenceShape
 
 
@@ -37,7 +25,7 @@ class Config(Options):
     recurrent_size: PositiveInt = 512
     """Width of the recurrent core. Wider remembers more and costs time in proportion to the square. Usual: 64 to 512.
     """
-    hidden_sizes: HiddenSizes = (512,)
+    hidden_sizes: tuple[PositiveInt, ...] = option(Options, "hidden_sizes", (512,))
     sequence_length: PositiveInt = 80
     """Training steps of a sequence. More carries gradients further back and gives fewer, more alike sequences. Usual:
     20 to 120."""
@@ -56,19 +44,19 @@ class Config(Options):
     priority_mix: float = Field(0.9, ge=0, le=1)
     """A sequence's priority is this share of its largest error plus the rest of its mean error. More favors single
     large errors. Usual: 0.9."""
-    double: Double = True
-    dueling: Dueling = True
-    learning_rate: LearningRate = 1e-4
-    adam_eps: AdamEps = 1e-3
-    max_grad_norm: MaxGradNorm = 40.0
-    gamma: Gamma = 0.997
-    n_step: NStep = 5
-    prioritized: Prioritized = True
-    priority_exponent: PriorityExponent = 0.9
-    importance_exponent: ImportanceExponent = 0.6
-    final_importance_exponent: FinalImportanceExponent = 0.6
-    target_period: TargetPeriod = 2_500
-    epsilon_ladder: EpsilonLadder = True
+    double: bool = option(Options, "double", True)
+    dueling: bool = option(Options, "dueling", True)
+    learning_rate: float = option(Options, "learning_rate", 1e-4)
+    adam_eps: float = option(Options, "adam_eps", 1e-3)
+    max_grad_norm: float | None = option(Options, "max_grad_norm", 40.0)
+    gamma: float = option(Options, "gamma", 0.997)
+    n_step: PositiveInt = option(Options, "n_step", 5)
+    prioritized: bool = option(Options, "prioritized", True)
+    priority_exponent: float = option(Options, "priority_exponent", 0.9)
+    importance_exponent: float = option(Options, "importance_exponent", 0.6)
+    final_importance_exponent: float = option(Options, "final_importance_exponent", 0.6)
+    target_period: PositiveInt | None = option(Options, "target_period", 2_500)
+    epsilon_ladder: bool = option(Options, "epsilon_ladder", True)
 
     @model_validator(mode="after")
     def _refuse_impossible_sequences(self) -> Config:

@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from ddrl.algorithms.options import TARGET_RATE, AlgorithmConfig, LearningRate, NStep, refuse_empty_ranges
+from ddrl.algorithms.options import AlgorithmConfig, Common, option, refuse_empty_ranges
 from ddrl.config import LIVE
 from ddrl.types import EnvSpec
 
@@ -20,14 +20,9 @@ LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0  # of the Gaussian before squashing, in nat
 class Config(AlgorithmConfig):
     """Options of SAC; an update is one minibatch, rewards are as scaled for training."""
 
-    hidden_sizes: tuple[PositiveInt, ...] = Field((128, 128), min_length=1)
-    """Widths of the hidden layers of the actor and of each critic. Wider fits more and costs time per update in
-    proportion to the square. Usual: (64, 64) to (400, 300)."""
-    learning_rate: LearningRate = 1e-3
-    batch_size: PositiveInt = 256
-    """Transitions per update. Larger gives less noisy and slower updates. Usual: 64 to 512."""
-    n_step: NStep = 1
-    target_rate: float = Field(0.005, gt=0, le=1, description=TARGET_RATE, json_schema_extra=LIVE)
+    hidden_sizes: tuple[PositiveInt, ...] = option(Common, "hidden_sizes", (128, 128))
+    n_step: PositiveInt = option(Common, "n_step", 1)
+    target_rate: float = option(Common, "target_rate", 0.005)
     temperature: Literal["auto"] | float = Field("auto", json_schema_extra=LIVE)
     """Weight of the entropy against the reward: a number >= 0, or `auto` to learn the one that keeps the entropy at
     target_entropy. More explores more. Usual: auto; fixed 0.01 to 0.2."""

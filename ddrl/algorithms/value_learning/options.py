@@ -6,19 +6,11 @@ Steps are the agent's. All schedules count the learner's updates, which ddrl kee
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, PositiveInt, model_validator
 
-from ddrl.algorithms.options import (
-    TARGET_RATE,
-    AlgorithmConfig,
-    LearningRate,
-    MaxGradNorm,
-    Network,
-    NetworkKwargs,
-    NStep,
-)
+from ddrl.algorithms.options import AlgorithmConfig, Common, option
 from ddrl.config import LIVE
 from ddrl.types import EnvSpec
 
@@ -29,89 +21,6 @@ if TYPE_CHECKING:
 
 AnyOptions = TypeVar("AnyOptions", bound="Options")
 
-# Options whose defaults differ between DQN and R2D2.
-HiddenSizes = Annotated[
-    tuple[PositiveInt, ...],
-    Field(
-        min_length=1,
-        description="Widths of the dense layers before the output. With dueling the last one is that of each stream, "
-        "with a recurrent core it follows the core. Wider fits more and costs time. Usual: (64, 64) to (256, 256) for "
-        "vectors, (512,) after convolutions.",
-    ),
-]
-Dueling = Annotated[
-    bool,
-    Field(
-        description="Two streams, Q = V + A - mean A: states are valued without trying every action. Usual: yes where "
-        "there are many actions or few of them matter."
-    ),
-]
-Double = Annotated[
-    bool,
-    Field(
-        description="The online network picks the next action, the target network values it: less overestimation, one "
-        "more forward pass per update. Usual: yes."
-    ),
-]
-AdamEps = Annotated[
-    float,
-    Field(
-        gt=0,
-        description="Added to the root of Adam's second moment. More damps the steps of parameters with small "
-        "gradients, which steadies sparse rewards. Usual: 1e-8 to 1e-5 for vectors, 1.5e-4 to 1e-3 for images.",
-        json_schema_extra=LIVE,
-    ),
-]
-Prioritized = Annotated[
-    bool,
-    Field(
-        description="Replay items with large errors more often, instead of all alike; costs some time per update."
-    ),
-]
-PriorityExponent = Annotated[
-    float,
-    Field(
-        ge=0,
-        le=1,
-        description="Items are drawn in proportion to their priority to this power: more concentrates on large errors,"
-        " 0 draws all alike. Usual: 0.5 to 0.6; R2D2 0.9.",
-    ),
-]
-ImportanceExponent = Annotated[
-    float,
-    Field(
-        ge=0,
-        le=1,
-        description="How much of the bias of prioritized draws the weights correct at first: 0 nothing, 1 all, at "
-        "smaller steps. Usual: 0.4 to 0.6.",
-        json_schema_extra=LIVE,
-    ),
-]
-FinalImportanceExponent = Annotated[
-    float,
-    Field(
-        ge=0,
-        le=1,
-        description="Where importance_exponent goes linearly. Usual: 1; R2D2 stays at 0.6.",
-        json_schema_extra=LIVE,
-    ),
-]
-TargetPeriod = Annotated[
-    PositiveInt | None,
-    Field(
-        description="Updates between two copies of the network to its target. More is stabler and slower. None with "
-        "target_rate, which is the other way. Usual: 100 to 1,000 for vectors, 2,000 to 10,000 for images.",
-        json_schema_extra=LIVE,
-    ),
-]
-EpsilonLadder = Annotated[
-    bool,
-    Field(
-        description="Ape-X instead of a schedule: each environment keeps its own epsilon, from ladder_base down to "
-        "ladder_base^(1 + ladder_exponent), so that a fleet of any size explores to all degrees at any time."
-    ),
-]
-
 
 class Options(AlgorithmConfig):
     """Options of every learner of action values; rewards are as scaled for training."""
@@ -119,35 +28,49 @@ class Options(AlgorithmConfig):
     name: ClassVar[str]
     """Of the algorithm, for messages."""
 
-    network: Network = "mlp"
-    network_kwargs: NetworkKwargs = {}
-    hidden_sizes: HiddenSizes = (128, 128)
+    network: str = option(Common, "network", "mlp")
+    network_kwargs: dict[str, Any] = option(Common, "network_kwargs", {})
+    hidden_sizes: tuple[PositiveInt, ...] = Field((128, 128), min_length=1)
+    """Widths of the dense layers before the output. With dueling the last one is that of each stream, with a recurrent
+    core it follows the core. Wider fits more and costs time. Usual: (64, 64) to (256, 256) for vectors, (512,) after
+    convolutions."""
     activation: Literal["relu", "tanh"] = "relu"
     """Of the hidden layers. relu is usual and faster; tanh bounds the features."""
     norm: Literal["none", "group", "batch"] = "none"
     """Normalization after each convolution of nature and impala. `group` steadies learning and needs less tuning, at
     some time per update; `batch` mixes the transitions of a batch. Usual: none or group."""
-    dueling: Dueling = False
-    double: Double = False
-    learning_rate: LearningRate = 5e-4
+    dueling: bool = False
+    """Two streams, Q = V + A - mean A: states are valued without trying every action. Usual: yes where there are many
+    actions or few of them matter."""
+    double: bool = False
+    """The online network picks the next action, the target network values it: less overestimation, one more forward
+    pass per update. Usual: yes."""
+    learning_rate: float = option(AlgorithmConfig, "learning_rate", 5e-4)
     optimizer: Literal["adam", "rmsprop"] = "adam"
     """adam, or rmsprop (decay 0.95, eps 3e-3 outside the root, not centered), near that of 2015; it needs about 2.5e-4.
     """
-    adam_eps: AdamEps = 1e-8
-    max_grad_norm: MaxGradNorm = 10.0
-    n_step: NStep = 1
-    batch_size: PositiveInt = 64
-    """Transitions, or sequences, per update. Larger gives less noisy and slower updates. Usual: 32 to 512."""
-    prioritized: Prioritized = False
-    priority_exponent: PriorityExponent = 0.6
-    importance_exponent: ImportanceExponent = 0.4
-    final_importance_exponent: FinalImportanceExponent = 1.0
+    adam_eps: float = Field(1e-8, gt=0, json_schema_extra=LIVE)
+    """Added to the root of Adam's second moment. More damps the steps of parameters with small gradients, which
+    steadies sparse rewards. Usual: 1e-8 to 1e-5 for vectors, 1.5e-4 to 1e-3 for images."""
+    max_grad_norm: float | None = option(Common, "max_grad_norm", 10.0)
+    n_step: PositiveInt = option(Common, "n_step", 1)
+    batch_size: PositiveInt = option(AlgorithmConfig, "batch_size", 64)
+    prioritized: bool = False
+    """Replay items with large errors more often, instead of all alike; costs some time per update."""
+    priority_exponent: float = Field(0.6, ge=0, le=1)
+    """Items are drawn in proportion to their priority to this power: more concentrates on large errors, 0 draws all
+    alike. Usual: 0.5 to 0.6; R2D2 0.9."""
+    importance_exponent: float = Field(0.4, ge=0, le=1, json_schema_extra=LIVE)
+    """How much of the bias of prioritized draws the weights correct at first: 0 nothing, 1 all, at smaller steps.
+    Usual: 0.4 to 0.6."""
+    final_importance_exponent: float = Field(1.0, ge=0, le=1, json_schema_extra=LIVE)
+    """Where importance_exponent goes linearly. Usual: 1; R2D2 stays at 0.6."""
     importance_anneal_updates: PositiveInt = Field(100_000, json_schema_extra=LIVE)
     """Updates within which importance_exponent goes there. Fewer is less biased earlier. Usual: those of the run."""
-    target_period: TargetPeriod = 500
-    target_rate: float | None = Field(
-        None, gt=0, le=1, description=f"{TARGET_RATE} Instead of target_period.", json_schema_extra=LIVE
-    )
+    target_period: PositiveInt | None = Field(500, json_schema_extra=LIVE)
+    """Updates between two copies of the network to its target. More is stabler and slower. None with target_rate, which
+    is the other way. Usual: 100 to 1,000 for vectors, 2,000 to 10,000 for images."""
+    target_rate: float | None = option(Common, "target_rate", None)
     epsilon: float = Field(1.0, ge=0, le=1, json_schema_extra=LIVE)
     """Share of random actions in training at first. More explores more. Usual: 1."""
     final_epsilon: float = Field(0.05, ge=0, le=1, json_schema_extra=LIVE)
@@ -155,7 +78,9 @@ class Options(AlgorithmConfig):
     epsilon_anneal_updates: PositiveInt = Field(10_000, json_schema_extra=LIVE)
     """Updates within which epsilon goes there; S steps make S * replay.samples_per_insert / batch_size of them. More
     explores longer. Usual: a tenth to a half of the run's."""
-    epsilon_ladder: EpsilonLadder = False
+    epsilon_ladder: bool = False
+    """Ape-X instead of a schedule: each environment keeps its own epsilon, from ladder_base down to ladder_base^(1 +
+    ladder_exponent), so that a fleet of any size explores to all degrees at any time."""
     ladder_base: float = Field(0.4, gt=0, lt=1)
     """The ladder's largest epsilon. More explores more. Usual: 0.4."""
     ladder_exponent: float = Field(7.0, gt=0)
