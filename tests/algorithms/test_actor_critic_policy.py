@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.reference_ppo import CONTINUOUS, CPU, DISCRETE, IMAGES, PAIRS, feed, make_feed
+from support.algorithms import CONTINUOUS, CPU, DISCRETE, PAIRS
+from support.algorithms import OWN as OWN_NETWORK
+from support.reference_ppo import IMAGES, feed, make_feed
 from torch import Tensor
 
 from ddrl import policy as policies
@@ -24,7 +26,7 @@ from ddrl.networks.trunks import to_input
 from ddrl.store import weights
 from ddrl.types import EnvSpec
 
-OWN = {"network": "reference_ppo:own_network"}
+OWN = {"network": OWN_NETWORK}
 BYTES = replace(DISCRETE, observation_dtype="uint8")  # a vector of bytes, such as the memory of a console
 CASES: dict[str, tuple[EnvSpec, dict[str, Any]]] = {
     "discrete": (DISCRETE, {}),
@@ -42,11 +44,6 @@ CASES: dict[str, tuple[EnvSpec, dict[str, Any]]] = {
     "own normalized": (CONTINUOUS, OWN | {"normalize_observations": True}),
 }
 each_case = pytest.mark.parametrize(("spec", "options"), CASES.values(), ids=CASES)
-
-
-@pytest.fixture(autouse=True)
-def _own_networks_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DDRL_ALLOW_MODULES", "reference_ppo")
 
 
 def observations(spec: EnvSpec, num: int, seed: int = 5) -> np.ndarray:
@@ -91,10 +88,6 @@ def learners_parameters(trainee: ActorCriticLearner[Any], observation: np.ndarra
         parameters, _ = trainee.network(to_input(normalized))
     assert isinstance(parameters, Tensor)
     return parameters
-
-
-def test_evaluations_mix_no_random_actions_in() -> None:
-    assert Policy(Config(), DISCRETE).evaluation_epsilon == 0.0
 
 
 @each_case

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,12 +10,11 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from support.algorithms import CPU, digest
 from support.reference_q import (
-    CPU,
     IMAGES,
     PIXELS,
     VECTORS,
-    digest,
     make_batch,
     play,
     slow_categorical_loss,
@@ -35,15 +33,6 @@ from ddrl.types import Batch, EnvSpec
 SMALL: dict[str, Any] = {"hidden_sizes": (8, 7), "learning_rate": 1e-2, "target_period": 2, "batch_size": 6}
 QUANTILE = {"distribution": "quantile", "num_atoms": 5}
 CATEGORICAL = {"distribution": "categorical", "num_atoms": 5, "v_min": -3.0, "v_max": 4.0}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Two threads wait for each other where the machine is busy, for longer than they work."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def make(spec: EnvSpec = VECTORS, seed: int = 1, **options: Any) -> ValueLearner[Config]:
@@ -103,22 +92,6 @@ def test_one_update_equals_the_slow_twin(kind: str) -> None:
     torch.testing.assert_close(metrics["priority"], torch.tensor(surprise).abs(), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(metrics["q_mean"], values(output.detach()).max(dim=1).values.mean())
     torch.testing.assert_close(dqn.parameters.vector.grad, expected, atol=1e-6, rtol=1e-4)
-
-
-def test_gradient_is_scaled_down_to_the_norm() -> None:
-    found = {}
-    for limit in (None, 1e-2, 1e6):
-        dqn = make(max_grad_norm=limit)
-        metrics = dqn.update(make_batch())
-        gradient = dqn.parameters.vector.grad
-        assert gradient is not None
-        found[limit] = gradient.clone()
-        assert ("grad_norm" in metrics) == (limit is not None)
-        if limit is not None:
-            torch.testing.assert_close(metrics["grad_norm"], found[None].norm())
-    assert torch.equal(found[1e6], found[None])
-    assert float(found[1e-2].norm()) == pytest.approx(1e-2, rel=1e-3)
-    torch.testing.assert_close(found[1e-2] / found[1e-2].norm(), found[None] / found[None].norm())
 
 
 def test_hard_target_is_copied_at_each_period() -> None:
@@ -204,27 +177,12 @@ def test_pixels_stay_bytes_until_the_network() -> None:
 
 
 def test_schedules() -> None:
-    config = Config(epsilon=0.9, final_epsilon=0.1, epsilon_anneal_updates=4)
-    assert [config.epsilon_at(n) for n in (0, 1, 4, 99)] == pytest.approx([0.9, 0.7, 0.1, 0.1])
     dqn = make(epsilon=0.9, final_epsilon=0.1, epsilon_anneal_updates=4)
     assert float(dqn.weights()["epsilon"]) == pytest.approx(0.9)
     for expected in (0.7, 0.5, 0.3, 0.1, 0.1):
         metrics, weights = dqn.update(make_batch()), dqn.weights()
         assert float(metrics["epsilon"]) == float(weights["epsilon"]) == pytest.approx(expected)
         assert weights["epsilon"].dtype == torch.float32 and weights["epsilon"].shape == ()
-
-
-def test_metrics_are_detached_scalars_and_the_priority_a_row() -> None:
-    metrics = make().update(make_batch())
-    assert set(metrics) == {"loss", "q_mean", "td_error", "epsilon", "grad_norm"}
-    metrics |= make(prioritized=True, epsilon_ladder=True, **CATEGORICAL).update(
-        make_batch(weight=weighted())
-    )
-    priority = metrics.pop("priority")
-    assert priority.shape == (6,) and not priority.requires_grad and bool((priority >= 0).all())
-    assert all(value.shape == () and not value.requires_grad for value in metrics.values())
-    ladder = make(epsilon_ladder=True, max_grad_norm=None, **CATEGORICAL).update(make_batch())
-    assert set(ladder) == {"loss", "q_mean"}
 
 
 def test_noisy_layers_learn_their_noise() -> None:
@@ -235,56 +193,6 @@ def test_noisy_layers_learn_their_noise() -> None:
     start = make(noisy=True, noise_scale=0.5).weights()
     names = [name for name in start if name.endswith("_scale")]
     assert names and all(not torch.equal(start[name], dqn.weights()[name]) for name in names)
-
-
-@pytest.mark.parametrize(
-    ("spec", "options"),
-    [
-        (VECTORS, {}),
-        (VECTORS, {"double": True, "dueling": True, "prioritized": True, "optimizer": "rmsprop"}),
-        (VECTORS, {"noisy": True} | CATEGORICAL | {"double": True}),
-        (VECTORS, QUANTILE | {"target_period": None, "target_rate": 0.1}),
-        (PIXELS, {"network": "nature", "norm": "batch", "double": True}),
-    ],
-    ids=["plain", "options", "noisy", "soft", "batch norm"],
-)
-def test_continuation_is_bit_equal(spec: EnvSpec, options: dict[str, Any]) -> None:
-    from safetensors.torch import load, save
-
-    original, other = make(spec, seed=1, **options), make(spec, seed=2, **options)
-    for i in range(3):
-        original.update(make_batch(i, spec=spec))
-    state = original.state()
-    other.load_state(load(save(state)))
-    assert other.num_updates == 3
-    for i in range(3, 7):
-        batch = make_batch(i, spec=spec, weight=weighted())
-        left, right = original.update(batch), other.update(batch)
-        assert left.keys() == right.keys()
-        assert all(torch.equal(left[name], right[name]) for name in left)
-    assert digest(original.state()) == digest(other.state()) != digest(state)
-    assert digest(load(save(original.weights()))) == digest(other.weights())
-
-
-def test_only_noisy_layers_leave_a_random_state_behind() -> None:
-    """Its size goes by the device: without it a checkpoint continues on any."""
-    assert "noise" not in make().state()
-    assert "noise" in make(noisy=True).state()
-    with pytest.raises(ValueError, match=r"noise: shape \(\d+,\) in the state, None here"):
-        make().load_state(make().state() | {"noise": make(noisy=True).state()["noise"]})
-
-
-def test_load_state_names_what_does_not_fit() -> None:
-    state = make().state()
-    with pytest.raises(ValueError, match=r"network\.exp_avg: shape"):
-        make(hidden_sizes=(9, 7)).load_state(state)
-    with pytest.raises(ValueError, match=r"network\.exp_avg: shape \(\d+,\) in the state, None here"):
-        make(optimizer="rmsprop").load_state(state)
-
-
-def test_same_seed_same_run_other_seed_other_run() -> None:
-    left, right, other = (digest(make(seed=seed).weights()) for seed in (1, 1, 2))
-    assert left == right != other
 
 
 @pytest.mark.learning

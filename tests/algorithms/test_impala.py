@@ -6,23 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.reference_ppo import (
-    CONTINUOUS,
-    CPU,
-    DISCRETE,
-    IMAGES,
-    PAIRS,
-    digest,
-    feed,
-    leaves,
-    make_feed,
-    slow_impala_loss,
-    slow_policy,
-    slow_rows,
-    tensors,
-    train,
-)
-from torch import Tensor
+from support.algorithms import CONTINUOUS, CPU, DISCRETE, PAIRS
+from support.reference_ppo import leaves, make_feed, slow_impala_loss, slow_policy, slow_rows, tensors, train
 
 from ddrl.algorithms.actor_critic.learner import ActorCriticLearner
 from ddrl.algorithms.impala.config import Config
@@ -34,22 +19,8 @@ OWN = "reference_ppo:own_network"
 SMALL: dict[str, Any] = {"hidden_sizes": (6, 5), "batch_size": 60}
 
 
-@pytest.fixture(autouse=True)
-def _own_networks_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DDRL_ALLOW_MODULES", "reference_ppo")
-
-
 def make(spec: EnvSpec = DISCRETE, **options: Any) -> ActorCriticLearner[Any]:
     return make_impala(Config(**(SMALL | options)), spec, device=CPU, seed=1)
-
-
-def after(spec: EnvSpec, options: dict[str, Any]) -> dict[str, Tensor]:
-    """The weights that a fixed feed of fragments results in, after 2 or 3 updates."""
-    config = Config(**options)
-    impala = make_impala(config, spec, device=CPU, seed=1)
-    assert len(feed(impala, config, make_feed(spec))) == impala.num_updates
-    assert impala.num_updates in (2, 3)
-    return impala.weights()
 
 
 def test_policy_gradient_loss_hand_numbers_and_gradient() -> None:
@@ -120,66 +91,6 @@ def test_steps_of_the_optimizers(optimizer: str) -> None:
     size = gradient.abs()
     expected = gradient / (0.1 * size + 0.1) if optimizer == "rmsprop" else gradient / (size + 1e-5)
     torch.testing.assert_close(moved, -1e-2 * expected, rtol=1e-3, atol=1e-6)
-
-
-def test_gradient_is_scaled_down_to_the_norm() -> None:
-    learners = [make(max_grad_norm=limit) for limit in (None, 3.0, 1e6)]
-    for impala in learners:
-        impala.update(tensors(make_feed(DISCRETE)))
-    first, second, third = (impala.parameters.vector.grad for impala in learners)
-    assert first is not None and second is not None and third is not None
-    assert torch.equal(first, third), "never up"
-    assert float(first.norm()) > 30.0
-    assert float(second.norm()) == pytest.approx(3.0, rel=1e-4)
-    torch.testing.assert_close(second / 3.0, first / first.norm(), rtol=1e-4, atol=1e-7)
-
-
-FLIPS: dict[
-    str, tuple[EnvSpec, dict[str, Any], Any]
-] = {  # option -> (environment, what it needs, other value)
-    "network": (IMAGES, {"network": "conv", "hidden_sizes": (64, 64)}, OWN),
-    "network_kwargs": (IMAGES, {"network": OWN, "hidden_sizes": (64, 64)}, {"width": 7}),
-    "hidden_sizes": (DISCRETE, {}, (6, 4)),
-    "activation": (DISCRETE, {}, "relu"),
-    "shared": (DISCRETE, {}, True),
-    "initial_log_std": (CONTINUOUS, {}, -0.5),
-    "learning_rate": (DISCRETE, {}, 1e-3),
-    "final_learning_rate": (DISCRETE, {"final_entropy_coefficient": 0.0, "anneal_steps": 150}, 0.0),
-    "entropy_coefficient": (DISCRETE, {}, 0.0),
-    "final_entropy_coefficient": (DISCRETE, {"final_learning_rate": 0.0, "anneal_steps": 150}, 0.0),
-    "anneal_steps": (DISCRETE, {"final_learning_rate": 0.0, "anneal_steps": 150}, 1000),
-    "value_coefficient": (DISCRETE, {}, 1.0),
-    "max_grad_norm": (DISCRETE, {}, 1.0),
-    "gamma": (DISCRETE, {}, 0.9),
-    "lambda_": (DISCRETE, {}, 0.5),
-    "batch_size": (DISCRETE, {}, 90),
-    "normalize_observations": (DISCRETE, {}, True),
-    "normalize_returns": (DISCRETE, {}, True),
-    "estimator": (DISCRETE, {}, "upgo"),
-    "optimizer": (DISCRETE, {}, "adam"),
-    "rho_bar": (DISCRETE, {}, 0.7),
-    "reward_clip": (DISCRETE, {}, 0.5),
-}
-
-
-@pytest.mark.parametrize("name", Config.model_fields)
-def test_flipping_any_option_changes_the_weights(name: str) -> None:
-    spec, needed, other = FLIPS[name]
-    options = SMALL | needed
-    assert getattr(Config(**options), name) != other
-    unchanged = digest(after(spec, options))
-    assert digest(after(spec, options)) == unchanged
-    assert digest(after(spec, options | {name: other})) != unchanged
-
-
-def test_rho_bar_is_of_effect_with_upgo_too() -> None:
-    """UPGO's own ratio is cut at 1, but the values are V-trace's."""
-    options = SMALL | {"estimator": "upgo"}
-    assert digest(after(DISCRETE, options)) != digest(after(DISCRETE, options | {"rho_bar": 0.7}))
-
-
-def test_both_estimators_correct() -> None:
-    assert all(Config(estimator=name).corrects_staleness for name in ("vtrace", "upgo"))
 
 
 @pytest.mark.learning

@@ -7,13 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.algorithms import CONTINUOUS, CPU, DISCRETE, PAIRS, digest
 from support.reference_ppo import (
-    CONTINUOUS,
-    CPU,
-    DISCRETE,
-    IMAGES,
-    PAIRS,
-    digest,
     feed,
     leaves,
     make_feed,
@@ -28,12 +23,10 @@ from support.reference_ppo import (
 )
 from torch import Tensor
 
-from ddrl.algorithms import base
 from ddrl.algorithms.actor_critic.learner import ActorCriticLearner
 from ddrl.algorithms.ppo.config import Config
 from ddrl.algorithms.ppo.learner import clipped_surrogate, value_loss
 from ddrl.algorithms.ppo.learner import make_learner as make_ppo
-from ddrl.config import ConfigError, validate
 from ddrl.types import EnvSpec
 
 OWN = "reference_ppo:own_network"
@@ -45,11 +38,6 @@ SMALL: dict[str, Any] = {
     "num_epochs": 2,
 }
 ESTIMATORS = ("gae", "td_lambda", "vtrace", "upgo", "monte_carlo")
-
-
-@pytest.fixture(autouse=True)
-def _own_networks_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DDRL_ALLOW_MODULES", "reference_ppo")
 
 
 def make(spec: EnvSpec = DISCRETE, seed: int = 1, **options: Any) -> ActorCriticLearner[Any]:
@@ -169,48 +157,6 @@ def test_updates_equal_the_slow_twin(spec: EnvSpec, options: dict[str, Any]) -> 
     assert all(value.shape == () and not value.requires_grad for value in figures.values())
 
 
-FLIPS: dict[str, tuple[EnvSpec, dict[str, Any], Any]] = {  # option -> (environment, what it needs, other value)
-    "network": (IMAGES, {"network": "conv", "hidden_sizes": (64, 64)}, OWN),
-    "network_kwargs": (IMAGES, {"network": OWN, "hidden_sizes": (64, 64)}, {"width": 7}),
-    "hidden_sizes": (DISCRETE, {}, (6, 4)),
-    "activation": (DISCRETE, {}, "relu"),
-    "shared": (DISCRETE, {}, True),
-    "initial_log_std": (CONTINUOUS, {}, -0.5),
-    "learning_rate": (DISCRETE, {}, 2e-3),
-    "final_learning_rate": (DISCRETE, {"final_clip": 0.1, "anneal_steps": 150}, 0.0),
-    "entropy_coefficient": (DISCRETE, {}, 0.01),
-    "final_entropy_coefficient": (
-        DISCRETE, {"entropy_coefficient": 0.01, "final_clip": 0.1, "anneal_steps": 150}, 0.0,
-    ),
-    "anneal_steps": (DISCRETE, {"final_learning_rate": 0.0, "anneal_steps": 150}, 1000),
-    "value_coefficient": (DISCRETE, {}, 1.0),
-    "max_grad_norm": (DISCRETE, {}, 0.1),
-    "gamma": (DISCRETE, {}, 0.9),
-    "lambda_": (DISCRETE, {}, 0.5),
-    "batch_size": (DISCRETE, {}, 90),
-    "normalize_observations": (DISCRETE, {}, True),
-    "normalize_returns": (DISCRETE, {}, True),
-    "estimator": (DISCRETE, {}, "vtrace"),
-    "clip": (DISCRETE, {}, 0.1),
-    "final_clip": (DISCRETE, {"final_learning_rate": 0.0, "anneal_steps": 150}, 0.1),
-    "value_clip": (DISCRETE, {}, 0.01),
-    "num_epochs": (DISCRETE, {}, 3),
-    "minibatch_size": (DISCRETE, {}, 30),
-    "target_kl": (DISCRETE, {}, 1e-6),
-    "normalize_advantages": (DISCRETE, {}, False),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", Config.model_fields)
-def test_flipping_any_option_changes_the_weights(name: str) -> None:
-    spec, needed, other = FLIPS[name]
-    options = SMALL | needed
-    assert getattr(Config(**options), name) != other
-    unchanged = digest(after(spec, options))
-    assert digest(after(spec, options)) == unchanged
-    assert digest(after(spec, options | {name: other})) != unchanged
-
-
 @pytest.mark.parametrize("spec", [DISCRETE, CONTINUOUS], ids=["discrete", "continuous"])
 def test_each_estimator_gives_other_weights(spec: EnvSpec) -> None:
     found = {estimator: after(spec, SMALL | {"estimator": estimator}) for estimator in ESTIMATORS}
@@ -263,60 +209,6 @@ def test_schedules_reach_their_final_values() -> None:
         before = digest(ppo.weights())
         assert float(ppo.update(batch)["learning_rate"]) == pytest.approx(expected[0])
         assert (digest(ppo.weights()) == before) == (expected[0] == 0.0)
-
-
-REFUSALS: list[tuple[str, EnvSpec, dict[str, Any], str]] = [
-    ("ppo", DISCRETE, {"batch_size": 100, "minibatch_size": 128},
-     "algorithm.minibatch_size=128: is larger than batch_size; use at most 100"),
-    ("ppo", DISCRETE, {"final_clip": 0.1}, "algorithm.final_clip: needs anneal_steps, .* set it"),
-    ("impala", DISCRETE, {"final_learning_rate": 0.0}, "algorithm.final_learning_rate: needs anneal_steps"),
-    ("ppo", DISCRETE, {"anneal_steps": 1000}, "algorithm.anneal_steps=1000: has no effect without a final_"),
-    ("ppo", DISCRETE, {"network_kwargs": {"width": 3}}, "algorithm.network_kwargs: .*; mlp takes none"),
-    ("impala", IMAGES, {"network": "conv", "network_kwargs": {"width": 3}}, "network_kwargs: .*; conv takes none"),
-    ("ppo", DISCRETE, {"network": OWN, "hidden_sizes": [8]},
-     f"algorithm.hidden_sizes: has no effect on {OWN}; pass it in network_kwargs"),
-    ("ppo", DISCRETE, {"network": OWN, "activation": "relu"}, f"algorithm.activation: has no effect on {OWN}"),
-    ("ppo", DISCRETE, {"network": "cnn"}, "network cnn: is unknown; use mlp, conv, nature"),
-    ("ppo", DISCRETE, {"network": OWN, "network_kwargs": {"depth": 3}}, "depth"),
-    ("impala", DISCRETE, {"estimator": "gae"},
-     "algorithm.estimator: 'gae' cannot be used; impala needs importance-corrected returns; use vtrace or upgo"),
-    ("ppo", DISCRETE, {"estimator": "nstep"}, "algorithm.estimator: 'nstep' cannot be used"),
-    ("ppo", DISCRETE, {"entropy_coeficient": 0.1},
-     r"algorithm.entropy_coeficient: unknown option; did you mean entropy_coefficient\?"),
-    ("impala", DISCRETE, {"clip": 0.1}, "algorithm.clip: unknown option"),
-    ("ppo", DISCRETE, {"initial_log_std": -1.0},
-     "algorithm.initial_log_std: -1.0 has no effect on Toy-v0, whose actions are discrete; remove it"),
-    ("impala", PAIRS, {"initial_log_std": -1.0}, "whose actions are multi_discrete; remove it"),
-    ("ppo", IMAGES, {}, r"algorithm.network: mlp needs a vector, but Toy-v0 has .*\(6, 6, 2\); use conv"),
-    ("ppo", IMAGES, {"network": "conv", "normalize_observations": True},
-     "algorithm.normalize_observations: Toy-v0 has .* not a vector; set it to false"),
-    ("ppo", DISCRETE, {"network": "conv"}, "network conv: needs images"),
-    ("impala", EnvSpec("Toy-v0", (3,), "float32", "continuous", (1,), (), (-math.inf,), (1.0,)), {},
-     "Toy-v0: actions have no bounds, but impala needs finite ones"),
-    ("ppo", EnvSpec("Toy-v0", (3,), "float32", "continuous", (1,), (), (1.0,), (1.0,)), {}, "is not below"),
-    ("ppo", DISCRETE, {"gamma": 1.5}, "algorithm.gamma: 1.5 cannot be used"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "spec", "options", "message"), REFUSALS)
-def test_what_cannot_be_used_is_refused(
-    name: str, spec: EnvSpec, options: dict[str, Any], message: str
-) -> None:
-    config = validate({"env": {"id": "Toy-v0"}, "algorithm": {"name": name, **options}})
-    with pytest.raises(ConfigError, match=message) as refused:
-        base.resolve(config, spec)
-    assert "\n" not in str(refused.value)
-
-
-def test_one_line_switches_the_estimator() -> None:
-    """So a lambda is no contradiction to monte_carlo, which does without."""
-    found = {digest(after(DISCRETE, SMALL | {"estimator": "monte_carlo", "lambda_": x})) for x in (0.5, 0.95)}
-    assert len(found) == 1
-
-
-def test_which_estimators_correct() -> None:
-    found = {name: Config(estimator=name).corrects_staleness for name in ESTIMATORS}
-    assert [name for name, does in found.items() if does] == ["vtrace", "upgo"]
 
 
 TOYS: dict[str, tuple[dict[str, Any], int, float]] = {  # options, iterations, a return close to the best

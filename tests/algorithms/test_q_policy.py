@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support.reference_q import CPU, PIXELS, VECTORS, slow_ladder
+from support.algorithms import CPU
+from support.reference_q import PIXELS, VECTORS, slow_ladder
 
 from ddrl.algorithms.dqn.config import Config
 from ddrl.algorithms.dqn.learner import make_learner as make_dqn
@@ -29,15 +27,6 @@ KINDS: dict[str, tuple[EnvSpec, dict[str, Any]]] = {
     "nature, group": (PIXELS, {"network": "nature", "norm": "group"}),
     "nature, batch": (PIXELS, {"network": "nature", "norm": "batch"}),
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Two threads wait for each other where the machine is busy, for longer than they work."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def make(
@@ -234,10 +223,3 @@ def test_network_is_made_from_its_generator() -> None:
     )
     assert all(torch.equal(left[name], right[name]) for name in left)
     assert any(not torch.equal(left[name], other[name]) for name in left)
-
-
-def test_options_need_no_torch() -> None:
-    code = "import sys, ddrl.algorithms.dqn.config as d; from ddrl.types import EnvSpec as E; "
-    code += "d.Config().check(E('a', (3,), 'float32', 'discrete', (), (2,))); print('torch' in sys.modules)"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ran.stdout.strip() == "False"

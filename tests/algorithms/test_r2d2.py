@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load, save
+from support.algorithms import CPU
 from support.reference_r2d2 import (
-    CPU,
     IMAGES,
     LAST,
     NUM_CUES,
@@ -37,15 +35,6 @@ from ddrl.types import EnvSpec, Sequences, SequenceShape
 # The hand numbers' TD errors: two steps of 1 and -3, one step of 2 and one that was not played.
 TD = torch.tensor([[1.0, 2.0], [-3.0, 0.0]])
 VALID = torch.tensor([[True, True], [True, False]])
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """A second thread, where another process wants its core, costs networks as small as these forty times as much."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_targets_hand_numbers() -> None:
@@ -149,15 +138,6 @@ def sequences(
     learner: ValueLearner[Config], spec: EnvSpec = VECTORS, shape: SequenceShape = SHAPE, **options: Any
 ) -> Sequences:
     return make_sequences(spec, shape, memory_size=learner.network.state_size, **options)
-
-
-def after(num_updates: int, **options: Any) -> Tensor:
-    """The parameters after some updates on fixed batches, with a target that begins elsewhere."""
-    learner = make(**options)
-    set_apart(learner)
-    for seed in range(num_updates):
-        learner.update(sequences(learner, seed=seed))
-    return learner.state()["network.value"]
 
 
 def set_apart(learner: ValueLearner[Config]) -> None:
@@ -290,77 +270,6 @@ def test_the_target_follows() -> None:
     hard.update(batch)
     assert torch.equal(hard.state()["target_network.value"], hard.state()["network.value"])
     assert not torch.equal(hard.state()["network.value"], start)
-
-
-def test_gradients_are_clipped() -> None:
-    learner = make(max_grad_norm=1e-3)
-    norm = learner.update(sequences(learner))["grad_norm"]
-    assert learner.parameters.vector.grad is not None
-    assert norm > 0.01 and learner.parameters.vector.grad.norm().item() == pytest.approx(1e-3, rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"double": False},
-        {"dueling": False},
-        {"rescale_values": False},
-        {"recurrent": "gru"},
-        {"loss_reduction": "sum"},
-        {"optimizer": "rmsprop", "adam_eps": Config.model_fields["adam_eps"].default},
-        {"learning_rate": 2e-2},
-        {"adam_eps": 1e-2},
-        {"max_grad_norm": 1e-3},
-        {"target_period": 2},
-        {"target_rate": 0.5},
-    ],
-    ids=str,
-)
-def test_each_option_changes_updates(options: dict[str, Any]) -> None:
-    usual = after(4)
-    found = after(4, **options)
-    assert found.shape != usual.shape or not torch.equal(found, usual)
-
-
-@pytest.mark.parametrize(
-    "options", [{"target_period": 3}, {"target_rate": 0.1}, {"optimizer": "rmsprop"}], ids=str
-)
-def test_continuation_is_bit_equal(options: dict[str, Any]) -> None:
-    if "optimizer" in options:
-        options = options | {"adam_eps": Config.model_fields["adam_eps"].default}
-    learner, other = make(**options), make(seed=9, **options)
-    for seed in range(4):
-        learner.update(sequences(learner, seed=seed))
-    other.load_state(load(save(learner.state())))
-    assert other.num_updates == 4
-    for seed in range(4, 8):
-        for each in (learner, other):
-            metrics = each.update(sequences(learner, seed=seed))
-        assert torch.isfinite(metrics["loss"])
-    assert all(torch.equal(value, other.state()[name]) for name, value in learner.state().items())
-    assert all(torch.equal(value, other.weights()[name]) for name, value in learner.weights().items())
-
-
-def test_states_and_weights_are_copies() -> None:
-    learner = make()
-    state, weights = learner.state(), learner.weights()
-    kept = {name: value.clone() for name, value in (state | weights).items()}
-    learner.update(sequences(learner))
-    assert all(torch.equal(value, kept[name]) for name, value in (state | weights).items())
-    assert not torch.equal(learner.state()["network.value"], state["network.value"])
-
-
-def test_load_state_names_what_does_not_fit() -> None:
-    learner = make()
-    with pytest.raises(ValueError, match=r"network\.exp_avg: shape"):
-        learner.load_state(make(recurrent_size=8).state())
-    with pytest.raises(ValueError, match=r"num_updates: shape None in the state"):
-        learner.load_state({name: value for name, value in learner.state().items() if name != "num_updates"})
-
-
-def test_same_seed_same_run_other_seed_other_run() -> None:
-    assert torch.equal(after(2), after(2))
-    assert not torch.equal(after(2), after(2, seed=2))
 
 
 def test_epsilon_goes_with_the_weights() -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support.reference_r2d2 import CPU, IMAGES, SMALL, VECTORS
+from support.algorithms import CPU
+from support.reference_r2d2 import IMAGES, SMALL, VECTORS
 
 from ddrl.algorithms.base import RecurrentState, advance, initial_state
 from ddrl.algorithms.r2d2.config import Config
@@ -19,8 +16,7 @@ from ddrl.algorithms.r2d2.learner import make_learner as make_r2d2
 from ddrl.algorithms.r2d2.policy import Policy
 from ddrl.algorithms.value_learning.learner import ValueLearner
 from ddrl.algorithms.value_learning.policy import ladder
-from ddrl.config import ConfigError, parse
-from ddrl.types import EnvSpec, SequenceShape
+from ddrl.types import EnvSpec
 
 KINDS: dict[str, tuple[EnvSpec, dict[str, Any]]] = {
     "lstm": (VECTORS, {}),
@@ -28,14 +24,6 @@ KINDS: dict[str, tuple[EnvSpec, dict[str, Any]]] = {
     "nature": (IMAGES, {"network": "nature", "norm": "group"}),
 }
 SCHEDULE: dict[str, Any] = {"epsilon_ladder": False, "epsilon": 0.0, "final_epsilon": 0.0}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def learner(spec: EnvSpec = VECTORS, **options: Any) -> ValueLearner[Config]:
@@ -219,29 +207,11 @@ def test_lanes_explore_by_their_rung() -> None:
     np.testing.assert_allclose(strays, expected, atol=0.05)
 
 
-def test_exploration_follows_the_generator() -> None:
-    policy, seen = make(), observations(VECTORS, 200)
-    runs = [
-        policy.explore(seen, np.random.default_rng(seed), policy.initial_state(200))[0].tolist()
-        for seed in (1, 1, 2)
-    ]
-    assert runs[0] == runs[1] != runs[2]
-
-
 def test_no_columns_where_replay_is_uniform() -> None:
     uniform: dict[str, Any] = {"prioritized": False}
     policy = make(**uniform)
     assert (
         policy.explore(observations(VECTORS, 3), np.random.default_rng(0), policy.initial_state(3))[1] == {}
-    )
-
-
-def test_evaluation_epsilon_is_told_and_not_played() -> None:
-    policy, other, seen = make(evaluation_epsilon=1.0), make(), observations(VECTORS, 50)
-    assert (policy.evaluation_epsilon, other.evaluation_epsilon) == (1.0, 0.0)
-    assert (
-        policy.act(seen, policy.initial_state(50)).tolist()
-        == other.act(seen, other.initial_state(50)).tolist()
     )
 
 
@@ -256,55 +226,3 @@ def test_weights_are_copied_and_those_that_do_not_fit_are_refused() -> None:
     for other in ({"recurrent": "gru"}, {"recurrent_size": 8}, {"dueling": False}):
         with pytest.raises(ValueError, match="loading state_dict|size mismatch"):
             policy.load(learner(**other).weights())
-
-
-def test_defaults_are_the_papers() -> None:
-    config = Config()
-    assert config.sequences == SequenceShape(burn_in=40, length=80, overlap=40)
-    assert (config.n_step, config.gamma, config.batch_size, config.target_period) == (5, 0.997, 64, 2500)
-    assert (config.learning_rate, config.adam_eps, config.max_grad_norm) == (1e-4, 1e-3, 40.0)
-    assert (config.priority_exponent, config.importance_exponent, config.priority_mix) == (0.9, 0.6, 0.9)
-    assert config.final_importance_exponent == 0.6
-    assert config.double and config.dueling and config.prioritized and config.rescale_values
-    assert config.epsilon_ladder and (config.recurrent, config.recurrent_size) == ("lstm", 512)
-    assert config.transitions_per_update == 64 * 80
-    assert Config.model_validate_json(config.model_dump_json()) == config
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"overlap": 80}, "overlap=80: sequences of 80 steps would not advance; use at most 79"),
-        (
-            {"sequence_length": 4, "overlap": 1},
-            "n_step=5: is longer than a sequence of 4 steps; use at most 4",
-        ),
-        ({"burn_in": -1}, "algorithm.burn_in: -1 cannot be used"),
-        ({"overlap": -1}, "algorithm.overlap: -1 cannot be used"),
-        ({"network": "nature", "norm": "batch"}, "norm=batch: .* use group"),
-        ({"prioritized": False, "priority_mix": 0.5}, "priority_mix=0.5: has no effect without prioritized"),
-        ({"epsilon": 0.5}, "epsilon=0.5: has no effect with epsilon_ladder=true; remove it"),
-        ({"noisy": True}, "algorithm.noisy: unknown option"),
-        (
-            {"network": "a:b", "hidden_sizes": [6, 5]},
-            r"hidden_sizes=\(6, 5\): only the last one is used on a:b, .*; set \(5,\)",
-        ),
-    ],
-)
-def test_contradictions_are_refused(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        parse(Config, options, prefix="algorithm.")
-
-
-def test_check_names_thing_value_and_remedy() -> None:
-    with pytest.raises(ValueError, match="r2d2 needs discrete actions"):
-        Config().check(replace(VECTORS, action_kind="continuous", action_sizes=()))
-    with pytest.raises(ValueError, match="mlp needs a vector"):
-        Config().check(IMAGES)
-
-
-def test_options_need_no_torch() -> None:
-    code = "import sys, ddrl.algorithms.r2d2.config as r; from ddrl.types import EnvSpec as E; "
-    code += "r.Config().check(E('a', (3,), 'float32', 'discrete', (), (2,))); print('torch' in sys.modules)"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ran.stdout.strip() == "False"

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pydantic import ValidationError
+from support.algorithms import CONTINUOUS, CPU, make_learner, make_policy
+from support.algorithms import continuous_batch as make_batch
 from support.reference import Layers, sac_critic_loss, sac_policy_loss
 from torch import Tensor
 
@@ -17,27 +18,14 @@ from ddrl.algorithms.sac.config import Config
 from ddrl.algorithms.sac.learner import SAC, critic_loss, policy_loss, temperature_loss
 from ddrl.algorithms.sac.policy import Policy
 from ddrl.networks.mlp import MLP
-from ddrl.types import Batch, EnvSpec
 
-CPU = torch.device("cpu")
-SPEC = EnvSpec("Toy-v0", (3,), "float32", "continuous", (2,), (), (-2.0, 0.0), (2.0, 1.0))
-SMALL: dict[str, Any] = {"hidden_sizes": (8, 7), "learning_rate": 1e-2, "target_rate": 0.1}
+SPEC = CONTINUOUS
 BATCH_SIZE = 6
 
 
-def make_batch(seed: int = 0, size: int = BATCH_SIZE) -> Batch:
-    generator = torch.Generator().manual_seed(seed)
-    return Batch(
-        observation=torch.randn(size, 3, generator=generator),
-        action=torch.rand(size, 2, generator=generator) * torch.tensor([4.0, 1.0]) - torch.tensor([2.0, 0.0]),
-        n_step_return=torch.randn(size, generator=generator),
-        bootstrap_discount=torch.rand(size, generator=generator).round() * 0.9,
-        next_observation=torch.randn(size, 3, generator=generator),
-    )
-
-
-def make(seed: int = 1, **options: Any) -> SAC:
-    return SAC(Config(**(SMALL | options)), SPEC, device=CPU, seed=seed)
+def make(**options: Any) -> SAC:
+    sac: SAC = make_learner("sac", SPEC, **options)
+    return sac
 
 
 def after(num_updates: int, **options: Any) -> dict[str, Tensor]:
@@ -96,10 +84,10 @@ def test_temperature_loss_hand_numbers_and_own_gradient() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "num_climbed"),
+    ("options", "num_members"),
     [({"initial_temperature": 0.3}, 2), ({"form": "sac1", "temperature": 0.3}, 1)],
 )
-def test_one_update_equals_the_slow_twin(options: dict[str, Any], num_climbed: int) -> None:
+def test_one_update_equals_the_slow_twin(options: dict[str, Any], num_members: int) -> None:
     sac, batch = make(**options), make_batch(3)
     for i in range(3):  # so that targets differ from critics and temperature from its start
         sac.update(make_batch(i))
@@ -122,15 +110,15 @@ def test_one_update_equals_the_slow_twin(options: dict[str, Any], num_climbed: i
     torch.testing.assert_close(metrics["critic_loss"], loss.detach())
     gradients = [torch.autograd.grad(loss, member, retain_graph=True) for member in parameters]
     expected = torch.cat([torch.stack(pair).flatten() for pair in zip(*gradients, strict=True)])
-    torch.testing.assert_close(sac._critics.vector.grad, expected, atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(sac.critic_parameters.vector.grad, expected, atol=1e-6, rtol=1e-4)
 
     actor_parameters = leaves(actor)
-    climbed = critic_layers(sac.critics)[:num_climbed]  # as just updated
-    loss = sac_policy_loss(actor, climbed, list(batch.observation), list(current_noise), temperature)
+    maximized = critic_layers(sac.critics)[:num_members]  # as just updated
+    loss = sac_policy_loss(actor, maximized, list(batch.observation), list(current_noise), temperature)
     torch.testing.assert_close(metrics["policy_loss"], loss.detach())
     gradients_ = torch.autograd.grad(loss, actor_parameters)
     expected = torch.cat([gradient.flatten() for gradient in gradients_])
-    torch.testing.assert_close(sac._actor.vector.grad, expected, atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(sac.actor_parameters.vector.grad, expected, atol=1e-6, rtol=1e-4)
 
 
 def test_targets_follow_the_critics() -> None:
@@ -146,22 +134,6 @@ def test_targets_follow_the_critics() -> None:
 def test_temperature_moves_towards_the_target_entropy() -> None:
     assert float(after(5, target_entropy=50.0)["temperature.value"]) > 0
     assert float(after(5, target_entropy=-50.0)["temperature.value"]) < 0
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"hidden_sizes": (8,)}, {"learning_rate": 1e-3}, {"target_rate": 0.5}, {"temperature": 0.1},
-        {"target_entropy": 3.0}, {"initial_temperature": 0.1}, {"policy_delay": 2}, {"num_critics": 3},
-        {"num_critics": 1}, {"layer_norm": True},
-    ],
-)  # fmt: skip
-def test_each_option_changes_an_update(options: dict[str, Any]) -> None:
-    default, changed = after(3), after(3, **options)
-    assert any(
-        name not in changed or not torch.equal(default[name], changed[name])
-        for name in ("actor.value", "critics.value", "target_critics.value")
-    )
 
 
 def test_form_sac1_ignores_the_second_critic_in_the_policy_loss() -> None:
@@ -194,12 +166,6 @@ def test_fixed_temperature_stays_and_may_be_zero() -> None:
         assert all(torch.isfinite(state[name]).all() for name in ("actor.value", "critics.value"))
 
 
-def test_metrics_are_detached_scalars() -> None:
-    metrics = make().update(make_batch())
-    assert set(metrics) == {"critic_loss", "q_mean", "temperature", "policy_loss", "entropy"}
-    assert all(value.shape == () and not value.requires_grad for value in metrics.values())
-
-
 def test_learns_the_best_action_of_a_one_step_game() -> None:
     """Reward -(a - best)^2, the episode ends at once: the mode must find `best`."""
     config = Config(hidden_sizes=(64, 64), learning_rate=3e-3, temperature=0.01)
@@ -219,109 +185,11 @@ def test_learns_the_best_action_of_a_one_step_game() -> None:
     np.testing.assert_allclose(error, 0.0, atol=0.1)
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.2}, {"policy_delay": 2, "layer_norm": True}])
-def test_continuation_is_bit_equal(options: dict[str, Any]) -> None:
-    original, copy = make(seed=1, **options), make(seed=2, **options)
-    for i in range(3):
-        original.update(make_batch(i))
-    copy.load_state(original.state())
-    assert copy.num_updates == 3
-    for i in range(3, 7):
-        left, right = original.update(make_batch(i)), copy.update(make_batch(i))
-        assert all(torch.equal(left[name], right[name]) for name in left)
-    left, right = original.state(), copy.state()
-    assert left.keys() == right.keys()
-    assert all(torch.equal(left[name], right[name]) for name in left)
-
-
-def test_state_survives_safetensors_and_is_a_copy() -> None:
-    from safetensors.torch import load, save
-
-    sac = make()
-    sac.update(make_batch())
-    state = sac.state()
-    reloaded = load(save(state))
-    sac.update(make_batch(1))
-    assert all(torch.equal(state[name], reloaded[name]) for name in state)
-    assert not torch.equal(state["actor.value"], sac.state()["actor.value"])
-    load(save(sac.weights()))
-
-
-def test_load_state_names_what_does_not_fit() -> None:
-    state = make().state()
-    with pytest.raises(ValueError, match=r"critics\.exp_avg: shape"):
-        make(num_critics=3).load_state(state)
-    with pytest.raises(ValueError, match=r"other: shape \(\) in the state, None here"):
-        make().load_state(state | {"other": torch.tensor(0.0)})
-    del state["temperature.exp_avg"]
-    with pytest.raises(ValueError, match=r"temperature\.exp_avg: shape None in the state, \(\) here"):
-        make().load_state(state)
-
-
-def test_same_seed_same_run_other_seed_other_run() -> None:
-    left, right, other = after(2, seed=1), after(2, seed=1), after(2, seed=2)
-    assert torch.equal(left["actor.value"], right["actor.value"])
-    assert not torch.equal(left["actor.value"], other["actor.value"])
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"form": "sac1"}, "temperature='auto'.*set temperature=0.2"),
-        ({"temperature": 0.1, "target_entropy": -1.0}, "target_entropy=-1.0.*remove it"),
-        ({"temperature": 0.1, "initial_temperature": 0.5}, "initial_temperature=0.5.*remove it"),
-        ({"temperature": -1.0}, "temperature=-1.0.*>= 0"),
-        ({"temperature": math.nan}, "temperature=nan.*>= 0"),
-        ({"gama": 0.9}, "gama"),
-        ({"hidden_sizes": ()}, "hidden_sizes"),
-    ],
-)
-def test_contradictions_are_refused(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValidationError, match=f"(?s){words}"):
-        Config(**options)
-
-
-def test_config_survives_json() -> None:
-    config = Config(form="sac1", temperature=0.2)
-    assert Config.model_validate_json(config.model_dump_json()) == config
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        (
-            {"action_kind": "discrete", "action_sizes": (4,)},
-            "action_kind is 'discrete'.*choose an environment",
-        ),
-        (
-            {"action_kind": "multi_discrete", "action_sizes": (3, 4)},
-            "action_kind is 'multi_discrete'.*Box of",
-        ),
-        ({"action_high": (math.inf, 1.0)}, "action_high is .*RescaleAction"),
-        ({"action_low": ()}, "action_low is .*2 finite bounds"),
-        ({"action_low": (2.0, 0.0)}, "action_low .* is not below"),
-        ({"observation_shape": (84, 84)}, "observation_shape is .*FlattenObservation"),
-    ],
-)
-def test_check_names_thing_value_and_remedy(changes: dict[str, Any], words: str) -> None:
-    Config().check(SPEC)
-    with pytest.raises(ValueError, match=f"^Toy-v0: {words}"):
-        Config().check(replace(SPEC, **changes))
-
-
-def make_policy(sac: SAC, **options: Any) -> Policy:
-    policy = Policy(Config(**(SMALL | options)), SPEC)
-    policy.load(sac.weights())
-    return policy
-
-
-def test_evaluations_mix_no_random_actions_in() -> None:
-    assert make_policy(make()).evaluation_epsilon == 0.0
-
-
 @pytest.mark.parametrize("hidden_sizes", [(8, 7), (128, 128), (64,), (400, 300)])
 def test_mode_does_not_depend_on_the_number_of_rows(hidden_sizes: tuple[int, ...]) -> None:
-    policy = make_policy(make(hidden_sizes=hidden_sizes), hidden_sizes=hidden_sizes)
+    policy = make_policy(
+        "sac", SPEC, weights=make(hidden_sizes=hidden_sizes).weights(), hidden_sizes=hidden_sizes
+    )
     rows = np.random.default_rng(0).standard_normal((64, 3)).astype(np.float32)
     one_by_one = np.concatenate([policy.act(row[None]) for row in rows])
     for size in range(1, 65):
@@ -334,7 +202,7 @@ def test_mode_equals_the_actor_network() -> None:
     sac = make()
     sac.update(make_batch())
     rows = np.random.default_rng(0).standard_normal((20, 3)).astype(np.float32)
-    actions = make_policy(sac).act(rows)
+    actions = make_policy("sac", SPEC, weights=sac.weights()).act(rows)
     with torch.no_grad():
         mode = torch.tanh(sac.actor(torch.from_numpy(rows))[:, :2]).numpy()
     assert actions.dtype == np.float32
@@ -344,7 +212,9 @@ def test_mode_equals_the_actor_network() -> None:
 def test_exploration_has_the_actor_networks_spread() -> None:
     sac = make()
     row = np.array([[0.3, -0.2, 0.9]], np.float32)
-    actions, extras = make_policy(sac).explore(np.repeat(row, 40_000, 0), np.random.default_rng(0))
+    actions, extras = make_policy("sac", SPEC, weights=sac.weights()).explore(
+        np.repeat(row, 40_000, 0), np.random.default_rng(0)
+    )
     assert (actions.shape, actions.dtype, extras) == ((40_000, 2), np.float32, {})
     assert np.all(actions >= SPEC.action_low) and np.all(actions <= SPEC.action_high)
     pre_tanh = np.arctanh(np.clip((actions - [0.0, 0.5]) / [2.0, 0.5], -1 + 1e-7, 1 - 1e-7))
@@ -352,12 +222,3 @@ def test_exploration_has_the_actor_networks_spread() -> None:
         mean, raw = sac.actor(torch.from_numpy(row))[0].numpy().reshape(2, 2)
     np.testing.assert_allclose(pre_tanh.mean(0), mean, atol=0.01)
     np.testing.assert_allclose(np.log(pre_tanh.std(0)), -1.5 + 3.5 * np.tanh(raw), atol=0.02)
-
-
-def test_weights_are_copies() -> None:
-    sac = make()
-    shared = sac.weights()
-    before = {name: tensor.clone() for name, tensor in shared.items()}
-    sac.update(make_batch())
-    assert all(torch.equal(before[name], shared[name]) for name in before)
-    assert not torch.equal(before["weights.0"], sac.weights()["weights.0"])

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from support.reference_ppo import CONTINUOUS, DISCRETE
-from support.reference_q import CPU
+from support.algorithms import CONTINUOUS, CPU, DISCRETE
 from support.runs import play_steps, start, target_config, target_tree
 from test_cli import call, call_json
 from test_learner import make_learner, take, training, until

@@ -12,9 +12,10 @@ import pytest
 import torch
 from pydantic import BaseModel
 from safetensors.torch import load, save
-from support.reference_ppo import CONTINUOUS, DISCRETE, make_feed
+from support.algorithms import CONTINUOUS, CPU, DISCRETE, digest
+from support.reference_ppo import make_feed
 from support.reference_ppo import tensors as trajectories
-from support.reference_q import CPU, VECTORS, digest, make_batch
+from support.reference_q import VECTORS, make_batch
 from support.reference_r2d2 import SHAPE, make_sequences
 from support.reference_r2d2 import SMALL as SMALL_SEQUENCES
 from support.replays import make_replay

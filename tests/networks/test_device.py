@@ -41,7 +41,7 @@ def test_what_is_looked_up_on_the_host_stays_there() -> None:
     [
         ("dqn", {"double": True, "dueling": True, "prioritized": True, "target_period": 1}),
         ("dqn", {"distribution": "categorical", "max_grad_norm": 1.0}),
-        ("dqn", {"distribution": "quantile", "target_rate": 0.1}),
+        ("dqn", {"distribution": "quantile", "target_period": None, "target_rate": 0.1}),
         ("r2d2", SMALL | {"recurrent": "lstm", "target_period": 1}),
         ("r2d2", SMALL | {"recurrent": "gru", "target_period": 1}),
     ],

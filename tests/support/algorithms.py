@@ -1,42 +1,88 @@
-"""Learners and policies by the name of their algorithm, and comparisons of what they hold."""
+"""Learners and policies by the name of their algorithm, small options and fixed batches for each, and comparisons."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from ddrl.algorithms.base import Policy, Resolved, config_class
-from ddrl.types import EnvSpec
+from ddrl.algorithms.base import Resolved, config_class
+from ddrl.types import Batch, EnvSpec
 
 CPU = torch.device("cpu")
+DISCRETE = EnvSpec("Toy-v0", (3,), "float32", "discrete", (), (4,))
+PAIRS = EnvSpec("Toy-v0", (3,), "float32", "multi_discrete", (2,), (3, 2))
+CONTINUOUS = EnvSpec("Toy-v0", (3,), "float32", "continuous", (2,), (), (-2.0, 0.0), (2.0, 1.0))
+SMALL: dict[str, dict[str, Any]] = {
+    "sac": {"hidden_sizes": (8, 7), "learning_rate": 1e-2, "target_rate": 0.1, "batch_size": 6},
+    "dqn": {"hidden_sizes": (8, 7), "learning_rate": 1e-2, "target_period": 2, "batch_size": 6},
+    "r2d2": {
+        "hidden_sizes": (6, 5), "recurrent_size": 7, "sequence_length": 5, "overlap": 2, "burn_in": 4, "n_step": 3,
+        "gamma": 0.9, "learning_rate": 1e-2, "adam_eps": 1e-5, "loss_reduction": "mean",
+    },
+    "ppo": {"hidden_sizes": (6, 5), "batch_size": 60, "minibatch_size": 20, "num_epochs": 2, "learning_rate": 1e-2},
+    "impala": {"hidden_sizes": (6, 5), "batch_size": 60},
+}  # fmt: skip
 
 
 def make_learner(
     name: str, spec: EnvSpec, *, seed: int = 1, device: torch.device = CPU, **options: Any
 ) -> Any:
-    """Return a learner with these options."""
-    return Resolved(name, config_class(name)(**options), spec).learner(device=device, seed=seed)
+    """Return a learner with the small options and these."""
+    config = config_class(name)(**SMALL[name] | options)
+    return Resolved(name, config, spec).learner(device=device, seed=seed)
 
 
 def make_policy(
     name: str, spec: EnvSpec, *, weights: Mapping[str, Any] | None = None, producer: int = 0, **options: Any
-) -> Policy:
-    """Return a policy with these options, and weights if given."""
-    policy = Resolved(name, config_class(name)(**options), spec).policy(producer=producer)
+) -> Any:
+    """Return a policy with the small options and these, and weights if given."""
+    policy = Resolved(name, config_class(name)(**SMALL[name] | options), spec).policy(producer=producer)
     if weights is not None:
         policy.load(weights)
     return policy
 
 
 def own_network(shape: tuple[int, ...], width: int = 5) -> nn.Module:
-    """A custom network, named "algorithms:own_network"."""
+    """A custom network, named "support.algorithms:own_network"."""
     return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), width), nn.Tanh())
+
+
+OWN = "support.algorithms:own_network"
+
+
+def continuous_batch(seed: int = 0, size: int = 6, *, spec: EnvSpec = CONTINUOUS) -> Batch:
+    """Transitions with actions in the environment's unit, some of which terminated."""
+    generator = torch.Generator().manual_seed(seed)
+    low, high = torch.tensor(spec.action_low), torch.tensor(spec.action_high)
+    return Batch(
+        observation=torch.randn(size, 3, generator=generator),
+        action=low + (high - low) * torch.rand(size, 2, generator=generator),
+        n_step_return=torch.randn(size, generator=generator),
+        bootstrap_discount=torch.rand(size, generator=generator).round() * 0.9,
+        next_observation=torch.randn(size, 3, generator=generator),
+    )
+
+
+def batch_for(name: str, learner: Any, spec: EnvSpec, seed: int) -> Any:
+    """Return a batch of tensors on the CPU for a learner of `make_learner`, with weights if it prioritizes."""
+    from support import reference_ppo, reference_q, reference_r2d2
+
+    if name == "sac":
+        return continuous_batch(seed, spec=spec)
+    if name in ("ppo", "impala"):
+        return reference_ppo.tensors(reference_ppo.make_feed(spec, seed=seed, num_fragments=4))
+    weight = np.linspace(0.2, 1.0, 6) if learner.config.prioritized else None
+    if name == "dqn":
+        return reference_q.make_batch(seed, spec=spec, weight=weight)
+    size, shape = learner.network.state_size, learner.config.sequences
+    return reference_r2d2.make_sequences(spec, shape, memory_size=size, seed=seed)
 
 
 def digest(named: Mapping[str, Any]) -> str:
@@ -53,3 +99,12 @@ def assert_same(left: Mapping[str, Any], right: Mapping[str, Any]) -> None:
     assert left.keys() == right.keys()
     for name, tensor in left.items():
         assert tensor.dtype == right[name].dtype and torch.equal(tensor, right[name]), name
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Run torch in one thread: more cost small networks time where other processes want the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from support.algorithms import CONTINUOUS, CPU, DISCRETE, PAIRS
 from support.reference_returns import (
     Steps,
     slow_gae,
@@ -17,7 +17,7 @@ from support.reference_returns import (
     slow_upgo,
     slow_vtrace,
 )
-from torch import Tensor, nn
+from torch import Tensor
 
 from ddrl import envs
 from ddrl.algorithms import base
@@ -28,10 +28,6 @@ from ddrl.runs.evaluation import evaluate
 from ddrl.types import EnvSpec, Fragment, Trajectories
 from ddrl.worker.collector import Collector
 
-CPU = torch.device("cpu")
-DISCRETE = EnvSpec("Toy-v0", (3,), "float32", "discrete", (), (4,))
-PAIRS = EnvSpec("Toy-v0", (3,), "float32", "multi_discrete", (2,), (3, 2))
-CONTINUOUS = EnvSpec("Toy-v0", (3,), "float32", "continuous", (2,), (), (-2.0, 0.0), (2.0, 1.0))
 IMAGES = EnvSpec("Toy-v0", (6, 6, 2), "uint8", "discrete", (), (4,))
 SPECS = {"discrete": DISCRETE, "pairs": PAIRS, "continuous": CONTINUOUS, "images": IMAGES}
 
@@ -47,11 +43,6 @@ class Row(NamedTuple):
     advantage: float
     old_value: float
     return_: float
-
-
-def own_network(shape: tuple[int, ...], width: int = 5) -> nn.Module:
-    """A network of one's own, named "reference_ppo:own_network"."""
-    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), width), nn.Tanh())
 
 
 def make_feed(spec: EnvSpec, *, seed: int = 0, num_fragments: int = 12, num_steps: int = 8) -> list[Fragment]:
@@ -166,14 +157,6 @@ def train(env_id: str, num_iterations: int, *, num_envs: int = 16, **algorithm: 
     policy.load(learner.weights())
     result = evaluate(policy, config.env, spec, list(range(20)), num_envs=20, policy_version=num_iterations)
     return Trained(learner, spec, result.return_mean, {name: float(value) for name, value in figures.items()})
-
-
-def digest(named: Mapping[str, Tensor]) -> str:
-    """A hash of all that is in there."""
-    sha = hashlib.sha256()
-    for name, tensor in sorted(named.items()):
-        sha.update(name.encode() + str(tensor.dtype).encode() + tensor.contiguous().numpy().tobytes())
-    return sha.hexdigest()
 
 
 def leaves(named: Mapping[str, Tensor]) -> dict[str, Tensor]:

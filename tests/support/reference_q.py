@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from support.algorithms import DISCRETE
+from torch import Tensor
 
 from ddrl.returns import n_step_return
 from ddrl.types import Batch, EnvSpec
 
-CPU = torch.device("cpu")
-VECTORS = EnvSpec("Toy-v0", (3,), "float32", "discrete", (), (4,))
+VECTORS = DISCRETE
 IMAGES = EnvSpec("Toy-v0", (12, 10), "uint8", "discrete", (), (3,), frame_stack=2)
 PIXELS = EnvSpec("Toy-v0", (36, 40), "uint8", "discrete", (), (3,), frame_stack=4)
 
@@ -127,11 +126,6 @@ def slow_ladder(producer: int, num_envs: int, base: float, exponent: float) -> l
     return epsilons
 
 
-def own_network(shape: tuple[int, ...], width: int = 5) -> nn.Module:
-    """A network of one's own, named "reference_q:own_network"."""
-    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), width), nn.Tanh())
-
-
 def make_batch(
     seed: int = 0,
     *,
@@ -168,15 +162,6 @@ def as_arrays(batch: Any) -> Any:
     """A batch of tensors as a learner's view gives it, to be sent to a device."""
     given = {name: value for name, value in vars(batch).items() if value is not None}
     return type(batch)(**{name: value.numpy() for name, value in given.items()})
-
-
-def digest(named: Mapping[str, Any]) -> str:
-    """A hash of all that is in there, tensors or arrays."""
-    sha = hashlib.sha256()
-    for name, value in sorted(named.items()):
-        array = np.ascontiguousarray(value)
-        sha.update(f"{name} {array.dtype} {array.shape}".encode() + array.tobytes())
-    return sha.hexdigest()
 
 
 def play(make: Callable[[], Any], learner: Any, policy: Any, *, num_steps: int, seed: int = 0) -> float:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
+from support.algorithms import DISCRETE
+from support.algorithms import SMALL as SMALL_OPTIONS
 from torch import Tensor
 
 from ddrl.algorithms.base import advance
@@ -14,22 +16,10 @@ from ddrl.algorithms.r2d2.config import Config
 from ddrl.algorithms.r2d2.policy import Policy
 from ddrl.types import EnvSpec, Sequences, SequenceShape
 
-CPU = torch.device("cpu")
-VECTORS = EnvSpec("Toy-v0", (3,), "float32", "discrete", (), (4,))
+VECTORS = DISCRETE
 IMAGES = EnvSpec("Toy-v0", (36, 36), "uint8", "discrete", (), (4,), frame_stack=2)
 SHAPE = SequenceShape(burn_in=4, length=5, overlap=2)
-SMALL: dict[str, Any] = {
-    "hidden_sizes": (6, 5),
-    "recurrent_size": 7,
-    "sequence_length": SHAPE.length,
-    "overlap": SHAPE.overlap,
-    "burn_in": SHAPE.burn_in,
-    "n_step": 3,
-    "gamma": 0.9,
-    "learning_rate": 1e-2,
-    "adam_eps": 1e-5,
-    "loss_reduction": "mean",
-}
+SMALL = SMALL_OPTIONS["r2d2"]
 
 # (observation [1, 1, *I], previous_action [1, 1], previous_reward [1, 1], state [1, H]) -> (q [1, 1, A], state [1, H])
 Network = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]

@@ -95,7 +95,7 @@ class SAC:
 
     def __init__(self, config: Config, spec: EnvSpec, *, device: torch.device, seed: int) -> None:
         self.num_updates = 0
-        self._config = config
+        self.config = config
         num_inputs, num_dims = spec.input_shape[0], math.prod(spec.action_shape)
         low, high = (torch.tensor(bound, device=device) for bound in (spec.action_low, spec.action_high))
         self._action_scale = 2.0 / (high - low)  # to [-1, 1]
@@ -114,17 +114,19 @@ class SAC:
         self.actor = MLP(sizes, generator=generator).to(device)
         self.critics = critics()
         self.target_critics = critics().requires_grad_(False)
-        self._actor = FlatParameters(self.actor)
-        self._critics = FlatParameters(self.critics)
+        self.actor_parameters = FlatParameters(self.actor)
+        self.critic_parameters = FlatParameters(self.critics)
         self._target = FlatParameters(self.target_critics).vector.requires_grad_(False)
-        self._target.copy_(self._critics.vector.detach())
+        self._target.copy_(self.critic_parameters.vector.detach())
 
         self._log_temperature = torch.tensor(math.log(config.initial_temperature), device=device)
         self._log_temperature.requires_grad_()
         self._log_temperature.grad = torch.zeros_like(self._log_temperature)
         self._learned = {
-            "actor": self._actor.vector, "critics": self._critics.vector, "temperature": self._log_temperature
-        }  # fmt: skip
+            "actor": self.actor_parameters.vector,
+            "critics": self.critic_parameters.vector,
+            "temperature": self._log_temperature,
+        }
         self._optimizers = {
             name: adam(parameter, learning_rate=config.learning_rate)
             for name, parameter in self._learned.items()
@@ -134,7 +136,7 @@ class SAC:
 
     def _use_options(self) -> None:
         """Apply the live options. A learned temperature continues from its value."""
-        config = self._config
+        config = self.config
         self._target_entropy = (
             -float(self._num_dims) if config.target_entropy is None else config.target_entropy
         )
@@ -156,7 +158,7 @@ class SAC:
         Returns:
             Detached scalars by name; those of the actor only where it was updated.
         """
-        config = self._config
+        config = self.config
         observation, next_observation = batch.observation, batch.next_observation  # [B, O]
         size = len(observation)
         action = torch.addcmul(
@@ -171,25 +173,25 @@ class SAC:
         loss = critic_loss(
             q, next_target_q, next_log_prob, batch.n_step_return, batch.bootstrap_discount, temperature
         )
-        self._critics.differentiate(loss)
+        self.critic_parameters.differentiate(loss)
         self._optimizers["critics"].step()
         metrics = {"critic_loss": loss.detach(), "q_mean": q.detach().mean(), "temperature": temperature}
         if self.num_updates % config.policy_delay == 0:
             metrics |= self._improve_policy(observation, temperature)
-        self._target.lerp_(self._critics.vector.detach(), config.target_rate)
+        self._target.lerp_(self.critic_parameters.vector.detach(), config.target_rate)
         self.num_updates += 1
         return metrics
 
     def _improve_policy(self, observation: Tensor, temperature: Tensor) -> dict[str, Tensor]:
         """Update actor and temperature on [B, O] observations."""
         action, log_prob = self._sample(observation)
-        num_members = 1 if self._config.form == "sac1" else self._config.num_critics
+        num_members = 1 if self.config.form == "sac1" else self.config.num_critics
         q = self.critics(torch.cat((observation, action), dim=1), num_members=num_members)[..., 0]
         loss = policy_loss(q, log_prob, temperature)
-        self._actor.differentiate(loss)
+        self.actor_parameters.differentiate(loss)
         self._optimizers["actor"].step()
         log_prob = log_prob.detach()
-        if self._config.temperature == "auto":
+        if self.config.temperature == "auto":
             with torch.no_grad():  # the loss is its own gradient
                 gradient = temperature_loss(
                     self._log_temperature, log_prob, target_entropy=self._target_entropy
@@ -208,7 +210,7 @@ class SAC:
 
     def weights(self) -> dict[str, Tensor]:
         """Return the actor's parameters by name, as CPU copies."""
-        return self._actor.copies()
+        return self.actor_parameters.copies()
 
     def state(self) -> dict[str, Tensor]:
         """Return everything needed to continue, as CPU copies."""
@@ -226,7 +228,7 @@ class SAC:
 
     def apply_options(self, options: Config) -> None:
         """Apply changed live options from the next update on."""
-        self._config = changed(self._config, options)
+        self.config = changed(self.config, options)
         self._use_options()
 
     def load_initial_weights(self, weights: Mapping[str, Tensor]) -> str:

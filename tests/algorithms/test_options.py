@@ -1,0 +1,420 @@
+"""Options: each one has an effect, contradictions and unsuitable environments are refused, defaults, no torch."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from support.algorithms import (
+    CONTINUOUS,
+    DISCRETE,
+    OWN,
+    PAIRS,
+    SMALL,
+    continuous_batch,
+    digest,
+    make_learner,
+    make_policy,
+)
+from support.reference_ppo import IMAGES, feed, make_feed
+from support.reference_q import IMAGES as STACKED
+from support.reference_q import PIXELS, make_batch
+from support.reference_r2d2 import make_sequences
+
+from ddrl.algorithms import base
+from ddrl.algorithms.base import config_class
+from ddrl.config import ConfigError, parse, validate
+from ddrl.replay.prioritized import Priorities
+from ddrl.types import EnvSpec, SequenceShape
+
+VECTORS = DISCRETE
+Flips = dict[str, tuple[EnvSpec, dict[str, Any], Any]]  # option -> (environment, what it needs, other value)
+QUANTILE = {"distribution": "quantile", "num_atoms": 5}
+CATEGORICAL = {"distribution": "categorical", "num_atoms": 5, "v_min": -3.0, "v_max": 4.0}
+PRIORITIZED, LADDER, NOISY = {"prioritized": True}, {"epsilon_ladder": True}, {"noisy": True}
+
+
+def learned(name: str, spec: EnvSpec, options: dict[str, Any]) -> str:
+    """Return a hash of what a few updates, and for action values a few steps, result in."""
+    learner = make_learner(name, spec, **options)
+    if name in ("ppo", "impala"):
+        assert len(feed(learner, learner.config, make_feed(spec))) in (2, 3)
+    elif name == "sac":
+        for i in range(3):
+            learner.update(continuous_batch(i, learner.config.batch_size))
+    elif name == "r2d2":
+        for seed in range(4):
+            size = learner.network.state_size
+            learner.update(make_sequences(spec, learner.config.sequences, memory_size=size, seed=seed))
+    else:
+        return digest(played(spec, learner, options) | learner.weights())
+    state = learner.state() if name == "sac" else {}
+    return digest(learner.weights() | {part: state[part] for part in state if part.startswith("critics.v")})
+
+
+def played(spec: EnvSpec, dqn: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Update from drawn rows; return what a policy then does."""
+    config, rng = dqn.config, np.random.default_rng(0)
+    priorities = Priorities(
+        exponent=config.priority_exponent,
+        importance_exponent=config.importance_exponent,
+        final_importance_exponent=config.final_importance_exponent,
+        anneal_updates=config.importance_anneal_updates,
+    )
+    priorities.append(64)
+    for i in range(5):
+        rows, weight = rng.choice(64, config.batch_size), None
+        if config.prioritized:
+            _, rows, weight = priorities.draw(config.batch_size, seed=0, draw=i)
+        batch = make_batch(i, spec=spec, rows=rows, gamma=config.gamma, n_step=config.n_step, weight=weight)
+        metrics = dqn.update(batch)
+        if config.prioritized:
+            priorities.update(rows, metrics["priority"])
+    policy = make_policy("dqn", spec, weights=dqn.weights(), producer=3, **options)
+    action, columns = policy.explore(make_batch(spec=spec, rows=range(64)).observation.numpy(), rng)
+    return {"action": action, "evaluation_epsilon": policy.evaluation_epsilon, **columns}
+
+
+DQN: Flips = {
+    "network": (STACKED, {"network": "conv", "dueling": True, "hidden_sizes": (7,)}, OWN),
+    "network_kwargs": (STACKED, {"network": OWN, "dueling": True, "hidden_sizes": (7,)}, {"width": 7}),
+    "hidden_sizes": (VECTORS, {}, (8, 6)),
+    "activation": (VECTORS, {}, "tanh"),
+    "norm": (PIXELS, {"network": "nature"}, "group"),
+    "dueling": (VECTORS, {}, True),
+    "double": (VECTORS, {"learning_rate": 0.1, "target_period": 100}, True),
+    "learning_rate": (VECTORS, {}, 2e-3),
+    "optimizer": (VECTORS, {}, "rmsprop"),
+    "adam_eps": (VECTORS, {}, 1e-3),
+    "max_grad_norm": (VECTORS, {}, 0.1),
+    "gamma": (VECTORS, {}, 0.9),
+    "n_step": (VECTORS, {}, 2),
+    "batch_size": (VECTORS, {}, 7),
+    "prioritized": (VECTORS, {}, True),
+    "priority_exponent": (VECTORS, PRIORITIZED, 0.7),
+    "importance_exponent": (VECTORS, PRIORITIZED, 0.6),
+    "final_importance_exponent": (VECTORS, PRIORITIZED | {"importance_anneal_updates": 10}, 0.9),
+    "importance_anneal_updates": (VECTORS, PRIORITIZED, 20),
+    "target_period": (VECTORS, {}, 1),
+    "target_rate": (VECTORS, {"target_period": None, "target_rate": 0.1}, 0.2),
+    "epsilon": (VECTORS, {"epsilon_anneal_updates": 10}, 0.9),
+    "final_epsilon": (VECTORS, {"epsilon_anneal_updates": 10}, 0.1),
+    "epsilon_anneal_updates": (VECTORS, {}, 20),
+    "epsilon_ladder": (VECTORS, {}, True),
+    "ladder_base": (VECTORS, LADDER, 0.9),
+    "ladder_exponent": (VECTORS, LADDER, 0.5),
+    "evaluation_epsilon": (VECTORS, {}, 0.05),
+    "distribution": (VECTORS, QUANTILE, "categorical"),
+    "num_atoms": (VECTORS, QUANTILE, 7),
+    "v_min": (VECTORS, CATEGORICAL, -2.0),
+    "v_max": (VECTORS, CATEGORICAL, 3.0),
+    "noisy": (VECTORS, {}, True),
+    "noise_scale": (VECTORS, NOISY, 0.1),
+    "loss": (VECTORS, {}, "mse"),
+    "huber_delta": (VECTORS, {}, 0.2),
+}  # fmt: skip
+PPO: Flips = {
+    "network": (IMAGES, {"network": "conv", "hidden_sizes": (64, 64)}, OWN),
+    "network_kwargs": (IMAGES, {"network": OWN, "hidden_sizes": (64, 64)}, {"width": 7}),
+    "hidden_sizes": (DISCRETE, {}, (6, 4)),
+    "activation": (DISCRETE, {}, "relu"),
+    "shared": (DISCRETE, {}, True),
+    "initial_log_std": (CONTINUOUS, {}, -0.5),
+    "learning_rate": (DISCRETE, {}, 2e-3),
+    "final_learning_rate": (DISCRETE, {"final_clip": 0.1, "anneal_steps": 150}, 0.0),
+    "entropy_coefficient": (DISCRETE, {}, 0.01),
+    "final_entropy_coefficient": (
+        DISCRETE, {"entropy_coefficient": 0.01, "final_clip": 0.1, "anneal_steps": 150}, 0.0,
+    ),
+    "anneal_steps": (DISCRETE, {"final_learning_rate": 0.0, "anneal_steps": 150}, 1000),
+    "value_coefficient": (DISCRETE, {}, 1.0),
+    "max_grad_norm": (DISCRETE, {}, 0.1),
+    "gamma": (DISCRETE, {}, 0.9),
+    "lambda_": (DISCRETE, {}, 0.5),
+    "batch_size": (DISCRETE, {}, 90),
+    "normalize_observations": (DISCRETE, {}, True),
+    "normalize_returns": (DISCRETE, {}, True),
+    "estimator": (DISCRETE, {}, "vtrace"),
+    "clip": (DISCRETE, {}, 0.1),
+    "final_clip": (DISCRETE, {"final_learning_rate": 0.0, "anneal_steps": 150}, 0.1),
+    "value_clip": (DISCRETE, {}, 0.01),
+    "num_epochs": (DISCRETE, {}, 3),
+    "minibatch_size": (DISCRETE, {}, 30),
+    "target_kl": (DISCRETE, {}, 1e-6),
+    "normalize_advantages": (DISCRETE, {}, False),
+}  # fmt: skip
+IMPALA: Flips = {
+    "network": (IMAGES, {"network": "conv", "hidden_sizes": (64, 64)}, OWN),
+    "network_kwargs": (IMAGES, {"network": OWN, "hidden_sizes": (64, 64)}, {"width": 7}),
+    "hidden_sizes": (DISCRETE, {}, (6, 4)),
+    "activation": (DISCRETE, {}, "relu"),
+    "shared": (DISCRETE, {}, True),
+    "initial_log_std": (CONTINUOUS, {}, -0.5),
+    "learning_rate": (DISCRETE, {}, 1e-3),
+    "final_learning_rate": (DISCRETE, {"final_entropy_coefficient": 0.0, "anneal_steps": 150}, 0.0),
+    "entropy_coefficient": (DISCRETE, {}, 0.0),
+    "final_entropy_coefficient": (DISCRETE, {"final_learning_rate": 0.0, "anneal_steps": 150}, 0.0),
+    "anneal_steps": (DISCRETE, {"final_learning_rate": 0.0, "anneal_steps": 150}, 1000),
+    "value_coefficient": (DISCRETE, {}, 1.0),
+    "max_grad_norm": (DISCRETE, {}, 1.0),
+    "gamma": (DISCRETE, {}, 0.9),
+    "lambda_": (DISCRETE, {}, 0.5),
+    "batch_size": (DISCRETE, {}, 90),
+    "normalize_observations": (DISCRETE, {}, True),
+    "normalize_returns": (DISCRETE, {}, True),
+    "estimator": (DISCRETE, {}, "upgo"),
+    "optimizer": (DISCRETE, {}, "adam"),
+    "rho_bar": (DISCRETE, {}, 0.7),
+    "reward_clip": (DISCRETE, {}, 0.5),
+}  # fmt: skip
+SAC: Flips = {
+    "hidden_sizes": (CONTINUOUS, {}, (8,)), "learning_rate": (CONTINUOUS, {}, 1e-3),
+    "target_rate": (CONTINUOUS, {}, 0.5), "temperature": (CONTINUOUS, {}, 0.1), "batch_size": (CONTINUOUS, {}, 7),
+    "target_entropy": (CONTINUOUS, {}, 3.0), "initial_temperature": (CONTINUOUS, {}, 0.1),
+    "policy_delay": (CONTINUOUS, {}, 2), "num_critics": (CONTINUOUS, {}, 3), "layer_norm": (CONTINUOUS, {}, True),
+}  # fmt: skip
+R2D2: Flips = {
+    "double": (VECTORS, {}, False), "dueling": (VECTORS, {}, False), "rescale_values": (VECTORS, {}, False),
+    "recurrent": (VECTORS, {}, "gru"), "loss_reduction": (VECTORS, {}, "sum"), "learning_rate": (VECTORS, {}, 2e-2),
+    "optimizer": (VECTORS, {"adam_eps": 1e-3}, "rmsprop"), "adam_eps": (VECTORS, {}, 1e-2),
+    "max_grad_norm": (VECTORS, {}, 1e-3), "target_period": (VECTORS, {}, 2),
+    "target_rate": (VECTORS, {"target_period": None, "target_rate": 0.1}, 0.5),
+}  # fmt: skip
+FLIPS: dict[str, Flips] = {"dqn": DQN, "ppo": PPO, "impala": IMPALA, "sac": SAC, "r2d2": R2D2}
+
+
+@pytest.mark.parametrize("name", ["dqn", "ppo", "impala"])
+def test_each_option_is_flipped_below(name: str) -> None:
+    assert FLIPS[name].keys() == config_class(name).model_fields.keys()
+
+
+@pytest.mark.parametrize(("name", "option"), [(name, option) for name in FLIPS for option in FLIPS[name]])
+def test_each_option_changes_what_is_learned_or_played(name: str, option: str) -> None:
+    spec, options, other = FLIPS[name][option]
+    assert getattr(config_class(name)(**SMALL[name] | options), option) != other
+    unchanged = learned(name, spec, options)
+    assert learned(name, spec, options) == unchanged
+    assert learned(name, spec, options | {option: other}) != unchanged
+
+
+def test_each_kind_of_norm_and_distribution_learns_otherwise() -> None:
+    assert len({learned("dqn", VECTORS, kind) for kind in ({}, QUANTILE, CATEGORICAL)}) == 3
+    norms = [{"network": "nature", "norm": norm} for norm in ("none", "group", "batch")]
+    assert len({learned("dqn", PIXELS, options) for options in norms}) == 3
+
+
+def test_rho_bar_has_an_effect_with_upgo_too() -> None:
+    """UPGO's own ratio is cut at 1, but the values are V-trace's."""
+    upgo = {"estimator": "upgo"}
+    assert learned("impala", DISCRETE, upgo) != learned("impala", DISCRETE, upgo | {"rho_bar": 0.7})
+
+
+def test_one_line_switches_the_estimator() -> None:
+    """So a lambda does not contradict monte_carlo, which ignores it."""
+    options = [{"estimator": "monte_carlo", "lambda": decay} for decay in (0.5, 0.95)]
+    assert len({learned("ppo", DISCRETE, each) for each in options}) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("dqn", {"target_period": None}, "target_period=None, target_rate=None: .*set one"),
+        ("dqn", {"target_period": 10, "target_rate": 0.1}, "target_period=10, target_rate=0.1: .*leave the other None"),
+        ("dqn", {"priority_exponent": 0.7}, "priority_exponent=0.7: has no effect without prioritized=true; remove it"),
+        ("dqn", {"importance_exponent": 0.7}, "importance_exponent=0.7: has no effect without prioritized"),
+        ("dqn", {"final_importance_exponent": 0.7}, "final_importance_exponent=0.7: has no effect without prioritized"),
+        ("dqn", {"importance_anneal_updates": 7}, "importance_anneal_updates=7: has no effect without prioritized"),
+        ("dqn", {"prioritized": True, "importance_exponent": 1.0, "importance_anneal_updates": 7},
+            "importance_anneal_updates=7: has no effect where",
+        ),
+        ("dqn", {"epsilon_ladder": True, "epsilon": 0.5}, "epsilon=0.5: has no effect with epsilon_ladder"),
+        ("dqn", {"epsilon_ladder": True, "final_epsilon": 0.5}, "final_epsilon=0.5: has no effect with"),
+        ("dqn", {"epsilon_ladder": True, "epsilon_anneal_updates": 5}, "epsilon_anneal_updates=5: has no effect with"),
+        ("dqn", {"epsilon": 0.05, "epsilon_anneal_updates": 5}, "epsilon_anneal_updates=5: has no effect where"),
+        ("dqn", {"ladder_base": 0.5}, "ladder_base=0.5: has no effect without epsilon_ladder=true"),
+        ("dqn", {"ladder_exponent": 5.0}, "ladder_exponent=5.0: has no effect without"),
+        ("dqn", {"optimizer": "rmsprop", "adam_eps": 1e-3}, "adam_eps=0.001: has no effect with optimizer=rmsprop"),
+        ("dqn", {"network_kwargs": {"a": 1}}, "network_kwargs: are for your own network; mlp takes none"),
+        ("dqn", {"norm": "group"}, "norm=group: has no effect on mlp"),
+        ("dqn", {"num_atoms": 7}, "num_atoms=7: has no effect without a distribution"),
+        ("dqn", {"v_min": -5.0}, "v_min=-5.0: has no effect without distribution=categorical"),
+        ("dqn", {"v_max": 5.0, "distribution": "quantile"},
+         "v_max=5.0: has no effect without distribution=categorical"),
+        ("dqn", {"v_max": -20.0, "distribution": "categorical"}, "v_min=-10.0, v_max=-20.0: .*v_min must be less"),
+        ("dqn", {"v_max": math.inf, "distribution": "categorical"}, "v_max=inf: "),
+        ("dqn", {"loss": "mse", "distribution": "categorical"},
+         "loss=mse: has no effect with distribution=categorical"),
+        ("dqn", {"loss": "mse", "distribution": "quantile"}, "loss=mse: has no effect with distribution=quantile"),
+        ("dqn", {"huber_delta": 2.0, "distribution": "categorical"}, "huber_delta=2.0: has no effect with"),
+        ("dqn", {"huber_delta": 2.0, "loss": "mse"}, "huber_delta=2.0: has no effect with loss=mse"),
+        ("dqn", {"noise_scale": 0.1}, "noise_scale=0.1: has no effect without noisy=true"),
+        ("dqn", {"noisy": True, "epsilon_anneal_updates": 5}, "epsilon_anneal_updates=5: has no effect where"),
+        ("dqn", {"network": "a:b", "hidden_sizes": (5,)}, r"hidden_sizes=\(5,\): has no effect on a:b"),
+        ("dqn", {"network": "a:b", "activation": "tanh"}, "activation=tanh: has no effect on a:b"),
+        ("dqn", {"network": "a:b", "dueling": True, "hidden_sizes": (6, 5)},
+            r"hidden_sizes=\(6, 5\): only the last one is used on a:b, .*; set \(5,\)",
+        ),
+        ("dqn", {"network": "a:b", "noisy": True, "hidden_sizes": (6, 5)}, "only the last one is used"),
+        ("dqn", {"gama": 0.9}, "gama"),
+        ("dqn", {"hidden_sizes": ()}, "hidden_sizes"),
+        ("dqn", {"num_atoms": 1, "distribution": "quantile"}, "num_atoms"),
+        ("r2d2", {"overlap": 80}, "overlap=80: sequences of 80 steps would not advance; use at most 79"),
+        ("r2d2", {"sequence_length": 4, "overlap": 1},
+            "n_step=5: is longer than a sequence of 4 steps; use at most 4",
+        ),
+        ("r2d2", {"burn_in": -1}, "algorithm.burn_in: -1 cannot be used"),
+        ("r2d2", {"overlap": -1}, "algorithm.overlap: -1 cannot be used"),
+        ("r2d2", {"network": "nature", "norm": "batch"}, "norm=batch: .* use group"),
+        ("r2d2", {"prioritized": False, "priority_mix": 0.5}, "priority_mix=0.5: has no effect without prioritized"),
+        ("r2d2", {"epsilon": 0.5}, "epsilon=0.5: has no effect with epsilon_ladder=true; remove it"),
+        ("r2d2", {"noisy": True}, "algorithm.noisy: unknown option"),
+        ("r2d2", {"network": "a:b", "hidden_sizes": [6, 5]},
+            r"hidden_sizes=\(6, 5\): only the last one is used on a:b, .*; set \(5,\)",
+        ),
+        ("sac", {"form": "sac1"}, "temperature='auto'.*set temperature=0.2"),
+        ("sac", {"temperature": 0.1, "target_entropy": -1.0}, "target_entropy=-1.0.*remove it"),
+        ("sac", {"temperature": 0.1, "initial_temperature": 0.5}, "initial_temperature=0.5.*remove it"),
+        ("sac", {"temperature": -1.0}, "temperature=-1.0.*>= 0"),
+        ("sac", {"temperature": math.nan}, "temperature=nan.*>= 0"),
+        ("sac", {"gama": 0.9}, "gama"),
+        ("sac", {"hidden_sizes": ()}, "hidden_sizes"),
+    ],
+)  # fmt: skip
+def test_contradictions_are_refused(name: str, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse(config_class(name), options, prefix="algorithm.")
+
+
+REFUSALS: list[tuple[str, EnvSpec, dict[str, Any], str]] = [
+    ("ppo", DISCRETE, {"batch_size": 100, "minibatch_size": 128},
+     "algorithm.minibatch_size=128: is larger than batch_size; use at most 100"),
+    ("ppo", DISCRETE, {"final_clip": 0.1}, "algorithm.final_clip: needs anneal_steps, .* set it"),
+    ("impala", DISCRETE, {"final_learning_rate": 0.0}, "algorithm.final_learning_rate: needs anneal_steps"),
+    ("ppo", DISCRETE, {"anneal_steps": 1000}, "algorithm.anneal_steps=1000: has no effect without a final_"),
+    ("ppo", DISCRETE, {"network_kwargs": {"width": 3}}, "algorithm.network_kwargs: .*; mlp takes none"),
+    ("impala", IMAGES, {"network": "conv", "network_kwargs": {"width": 3}}, "network_kwargs: .*; conv takes none"),
+    ("ppo", DISCRETE, {"network": OWN, "hidden_sizes": [8]},
+     f"algorithm.hidden_sizes: has no effect on {OWN}; pass it in network_kwargs"),
+    ("ppo", DISCRETE, {"network": OWN, "activation": "relu"}, f"algorithm.activation: has no effect on {OWN}"),
+    ("ppo", DISCRETE, {"network": "cnn"}, "network cnn: is unknown; use mlp, conv, nature"),
+    ("ppo", DISCRETE, {"network": OWN, "network_kwargs": {"depth": 3}}, "depth"),
+    ("impala", DISCRETE, {"estimator": "gae"},
+     "algorithm.estimator: 'gae' cannot be used; impala needs importance-corrected returns; use vtrace or upgo"),
+    ("ppo", DISCRETE, {"estimator": "nstep"}, "algorithm.estimator: 'nstep' cannot be used"),
+    ("ppo", DISCRETE, {"entropy_coeficient": 0.1},
+     r"algorithm.entropy_coeficient: unknown option; did you mean entropy_coefficient\?"),
+    ("impala", DISCRETE, {"clip": 0.1}, "algorithm.clip: unknown option"),
+    ("ppo", DISCRETE, {"initial_log_std": -1.0},
+     "algorithm.initial_log_std: -1.0 has no effect on Toy-v0, whose actions are discrete; remove it"),
+    ("impala", PAIRS, {"initial_log_std": -1.0}, "whose actions are multi_discrete; remove it"),
+    ("ppo", IMAGES, {}, r"algorithm.network: mlp needs a vector, but Toy-v0 has .*\(6, 6, 2\); use conv"),
+    ("ppo", IMAGES, {"network": "conv", "normalize_observations": True},
+     "algorithm.normalize_observations: Toy-v0 has .* not a vector; set it to false"),
+    ("ppo", DISCRETE, {"network": "conv"}, "network conv: needs images"),
+    ("impala", EnvSpec("Toy-v0", (3,), "float32", "continuous", (1,), (), (-math.inf,), (1.0,)), {},
+     "Toy-v0: actions have no bounds, but impala needs finite ones"),
+    ("ppo", EnvSpec("Toy-v0", (3,), "float32", "continuous", (1,), (), (1.0,), (1.0,)), {}, "is not below"),
+    ("ppo", DISCRETE, {"gamma": 1.5}, "algorithm.gamma: 1.5 cannot be used"),
+    ("dqn", replace(VECTORS, action_kind="continuous"), {},
+     "Toy-v0: action_kind is 'continuous', but dqn needs .*sac or ppo"),
+    ("dqn", PAIRS, {}, "Toy-v0: action_kind is 'multi_discrete', .*algorithm.name ppo"),
+    ("dqn", replace(VECTORS, observation_shape=(8, 8)), {},
+     r"algorithm.network: mlp needs a vector, .*Toy-v0 .*\(8, 8\); use .*conv"),
+    ("dqn", VECTORS, {"network": "nature"}, "nature"),
+    ("dqn", replace(VECTORS, observation_shape=(9, 9), frame_stack=4), {"network": "nature"}, "nature"),
+    ("dqn", VECTORS, {"network": "nonsense"}, "nonsense.*unknown"),
+    ("dqn", VECTORS, {"network": "nobody:knows"}, "DDRL_ALLOW_MODULES"),
+    ("r2d2", CONTINUOUS, {}, "r2d2 needs discrete actions"),
+    ("r2d2", PIXELS, {}, "mlp needs a vector"),
+    ("sac", DISCRETE, {}, "^Toy-v0: action_kind is 'discrete'.*choose an environment"),
+    ("sac", PAIRS, {}, "^Toy-v0: action_kind is 'multi_discrete'.*Box of"),
+    ("sac", replace(CONTINUOUS, action_high=(math.inf, 1.0)), {}, "^Toy-v0: action_high is .*RescaleAction"),
+    ("sac", replace(CONTINUOUS, action_low=()), {}, "^Toy-v0: action_low is .*2 finite bounds"),
+    ("sac", replace(CONTINUOUS, action_low=(2.0, 0.0)), {}, "^Toy-v0: action_low .* is not below"),
+    ("sac", replace(CONTINUOUS, observation_shape=(84, 84)), {}, "^Toy-v0: observation_shape is .*FlattenObservation"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "spec", "options", "message"), REFUSALS)
+def test_what_cannot_be_used_is_refused(
+    name: str, spec: EnvSpec, options: dict[str, Any], message: str
+) -> None:
+    config = validate({"env": {"id": "Toy-v0"}, "algorithm": {"name": name, **options}})
+    with pytest.raises(ConfigError, match=message) as refused:
+        base.resolve(config, spec)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *(("dqn", o) for o in ({}, {"target_rate": 0.01}, NOISY, LADDER, PRIORITIZED | CATEGORICAL, NOISY | LADDER)),
+        ("sac", {"form": "sac1", "temperature": 0.2}),
+        ("r2d2", {}),
+        ("ppo", {"lambda": 0.5}),
+    ],
+)  # fmt: skip
+def test_options_survive_json(name: str, options: dict[str, Any]) -> None:
+    config = config_class(name)(**options)
+    assert type(config).model_validate_json(config.model_dump_json(by_alias=True)) == config
+    assert type(config)(**config.model_dump()) == config
+
+
+def test_defaults_give_way_to_what_replaces_them() -> None:
+    dqn: Any = config_class("dqn")
+    assert dqn(target_rate=0.01).target_period is None
+    for options, expected in (
+        ({}, (0.0, 0.0)),
+        ({"epsilon": 0.2}, (0.2, 0.0)),
+        ({"final_epsilon": 0.1}, (0.0, 0.1)),
+    ):
+        config = dqn(noisy=True, **options)
+        assert (config.epsilon, config.final_epsilon) == expected
+    assert dqn(network=OWN, dueling=True).hidden_sizes == (128, 128), "the default, of which one is used"
+
+
+def test_defaults_of_r2d2_are_the_papers() -> None:
+    config: Any = config_class("r2d2")()
+    assert config.sequences == SequenceShape(burn_in=40, length=80, overlap=40)
+    assert (config.n_step, config.gamma, config.batch_size, config.target_period) == (5, 0.997, 64, 2500)
+    assert (config.learning_rate, config.adam_eps, config.max_grad_norm) == (1e-4, 1e-3, 40.0)
+    assert (config.priority_exponent, config.importance_exponent, config.priority_mix) == (0.9, 0.6, 0.9)
+    assert config.final_importance_exponent == 0.6
+    assert config.double and config.dueling and config.prioritized and config.rescale_values
+    assert config.epsilon_ladder and (config.recurrent, config.recurrent_size) == ("lstm", 512)
+    assert config.transitions_per_update == 64 * 80
+
+
+def test_estimators_with_importance_weights_correct_staleness() -> None:
+    ppo: Any = config_class("ppo")
+    names = ("gae", "td_lambda", "vtrace", "upgo", "monte_carlo")
+    assert [name for name in names if ppo(estimator=name).corrects_staleness] == ["vtrace", "upgo"]
+    assert all(config_class("impala")(estimator=name).corrects_staleness for name in ("vtrace", "upgo"))
+
+
+def test_schedules_of_epsilon() -> None:
+    config: Any = config_class("dqn")(epsilon=0.9, final_epsilon=0.1, epsilon_anneal_updates=4)
+    assert [config.epsilon_at(n) for n in (0, 1, 4, 99)] == pytest.approx([0.9, 0.7, 0.1, 0.1])
+
+
+def test_options_and_numpy_policies_need_no_torch() -> None:
+    code = """
+import sys
+from ddrl.algorithms.base import Resolved, config_class, names
+from ddrl.types import EnvSpec
+discrete = EnvSpec("a", (3,), "float32", "discrete", (), (2,))
+continuous = EnvSpec("a", (3,), "float32", "continuous", (1,), (), (-1.0,), (1.0,))
+for name in names():
+    spec = continuous if name == "sac" else discrete
+    config_class(name)().check(spec)
+    if name in ("sac", "ppo", "impala"):
+        Resolved(name, config_class(name)(), spec).policy()
+print("torch" in sys.modules)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "False"
