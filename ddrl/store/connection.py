@@ -441,7 +441,7 @@ OUTAGES = (redis.RedisError,)
 """What to catch to ask `outage` whether an error will pass; an error that will not must be raised again."""
 
 DISK_FULL = "the server cannot write to its disk; make room there"
-_REFUSALS = {  # in a reply of the server, also amid a script's -> what it means
+_REFUSALS = {  # in an error reply, also of a script -> its meaning
     "OOM ": "the server's memory is full; free some, or raise its maxmemory",
     "MISCONF ": DISK_FULL,
     "READONLY ": "the server takes no writes: it is a replica, or is failing over; name the primary",

@@ -172,7 +172,7 @@ def checkpoint_part(run: str, token: int, number: int, part: int) -> str:
 
 
 def checkpoint_token(part: str) -> int:
-    """The token of whoever wrote a part of a checkpoint."""
+    """Token of the learner that wrote a part of a checkpoint."""
     return int(part.split(":")[-3])
 
 

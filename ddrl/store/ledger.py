@@ -8,7 +8,7 @@ for each producer, where `trimmed` are those that left the stream before the lea
 
 Each process that plays is a producer. Once it has ended and all it appended is decided, its row is folded into the row
 ENDED. A late append of a folded producer is answered STOPPED, since it may repeat a fragment that was counted; a
-process that lives after all begins anew as another producer.
+process that lives after all continues as another producer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from redis import Redis
 from ddrl.store import keys, stream, workers
 from ddrl.store.leases import fenced
 
-AUDITS = 10  # at most, of a run that goes on meanwhile
+AUDITS = 10  # attempts, since the run goes on during an audit
 UNKNOWN = -1  # the producer of entries that no append wrote
 ENDED = -2  # stands for all producers that were folded
 QUIET_S = 60.0  # since its last append, before a producer is folded; heartbeats come back much sooner after an outage

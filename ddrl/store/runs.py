@@ -331,7 +331,7 @@ def server_ms(client: Redis) -> int:
 
 
 def set_status(client: Redis, run: str, new: str, reason: str, *, token: int | None = None) -> bool:
-    """Change the status if the present one allows it; False if it does not (already ended, say).
+    """Change the status if the present one allows it; return False otherwise.
 
     Args:
         token: of the learner; None is the operator, who needs no lease.
@@ -391,7 +391,7 @@ def change(
         The new `config_version`.
 
     Raises:
-        StoreError: somebody else has changed it meanwhile.
+        StoreError: the config was changed since it was read.
     """
     fields = [part for pair in _mirrored(new).items() for part in pair]
     rows = [part for name, values in changes.items() for part in (name, *map(json.dumps, values))]

@@ -41,7 +41,7 @@ ROLES = ("worker", "learner", "operator")
 
 
 def password(role: str) -> str:
-    return f"word-of-the-{role}"
+    return f"password-of-{role}"
 
 
 class Roles:
@@ -95,9 +95,9 @@ def test_the_roles_do_all_their_work(
 
     def operate(*words: str) -> str:
         code = main([*words])
-        said = capsys.readouterr()
-        assert code == 0, (words, said.err, processes.logs())
-        return said.out
+        printed = capsys.readouterr()
+        assert code == 0, (words, printed.err, processes.logs())
+        return printed.out
 
     run = processes.detach(
         roles.url("operator"), stop={"return": None, "time": 600}, rollout={"segment_s": 1}

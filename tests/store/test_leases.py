@@ -42,7 +42,7 @@ def test_only_one_learner_holds_a_run_and_a_replaced_one_writes_nothing(client: 
     old = take(client, run)
     assert lease.acquire(client, run, host="there", folder="/") is None
     client.delete(keys.lease(run))  # expired
-    lease.renew(client, run, old)  # nobody took it: goes on
+    lease.renew(client, run, old)  # still free: it goes on
     client.delete(keys.lease(run))
     new = take(client, run)
     assert new > old

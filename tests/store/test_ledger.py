@@ -1,4 +1,4 @@
-"""The ledger: every acknowledged fragment is consumed once, waits, or is told of, whoever is killed on the way."""
+"""The ledger: every acknowledged fragment is consumed once, waits, or is recorded as lost."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def staged(fragments: int, producer: int, seq: int, *, incarnation: int = 7) -> 
 # --- the learner's side ----------------------------------------------------------------------------------
 
 
-def test_rows_follow_what_is_taken_and_changes_are_told_once() -> None:
+def test_rows_count_entries_and_changes_are_returned_once() -> None:
     accounts = Accounts()
     for number, (producer, seq) in enumerate([(1, 0), (2, 0), (1, 1)], start=1):
         assert accounts.objection(staged(number, producer, seq)) == ""
@@ -62,7 +62,7 @@ def test_rows_follow_what_is_taken_and_changes_are_told_once() -> None:
     rows = {1: Row(consumed=2, incarnation=7, last_seq=1), 2: Row(refused=1, incarnation=7, last_seq=0)}
     assert accounts.rows == rows
     assert accounts.changes() == (rows, b"3-0") and accounts.changes() == ({}, b"3-0")
-    accounts.put_back(rows)  # could not be told
+    accounts.put_back(rows)  # could not be stored
     accounts.take(staged(4, 1, 2), consumed=True)
     changed, cursor = accounts.changes()
     assert changed == {1: Row(consumed=3, incarnation=7, last_seq=2), 2: rows[2]} and cursor == b"4-0"
@@ -140,7 +140,7 @@ def audited(client: Redis, run: str) -> Iterator[list[ledger.Audit]]:
 
 
 @pytest.mark.parametrize("churns", [False, True])
-def test_accounts_balance_at_every_moment_while_learners_are_killed(
+def test_the_ledger_balances_at_every_moment_while_learners_are_killed(
     client: Redis, server, monkeypatch: pytest.MonkeyPatch, churns: bool
 ) -> None:
     """Where it churns, every segment has a process of its own, and is folded soon after it."""
@@ -193,7 +193,7 @@ def test_on_policy_fragments_that_are_too_stale_are_consumed_too(client: Redis, 
 
 
 def learned(client: Redis, url: str, run: str) -> Learner:
-    """A learner that has taken all there is, and finished."""
+    """A learner that has read the whole stream, and finished."""
     learner = make_learner(client, run, take(client, run), url)
     learner.restore()
     last = client.xrevrange(keys.experience(run), count=1)[0][0]
@@ -251,7 +251,7 @@ def test_a_copy_and_an_unsigned_entry_are_refused_and_found(client: Redis, serve
         producer, entries[-1].count(b"q"), entries[-1].count(b"q")), b"no append wrote it"]  # fmt: skip
 
     again = make_learner(client, run, take(client, run), server.url)
-    again.restore()  # nor does the view that is rebuilt hold them
+    again.restore()  # the rebuilt view does not hold them either
     size = len(learner.experience)
     assert len(again.experience) == size == runs.state(client, run).appended_steps
     everything = np.arange(size)

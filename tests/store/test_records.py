@@ -32,7 +32,7 @@ def test_heartbeats_list_the_workers_that_live(client: Redis) -> None:
     assert 0 < client.ttl(keys.worker("a@h:h:1")) <= workers.TTL_S
     workers.leave(client, first)
     assert workers.alive(client) == [second]
-    client.delete(keys.worker("b@h:h:2"))  # as the server does where no word comes
+    client.delete(keys.worker("b@h:h:2"))  # expired
     assert workers.alive(client) == [] and not client.exists(keys.WORKERS)
     workers.beat(client, second)  # it was only late
     assert workers.alive(client) == [second]

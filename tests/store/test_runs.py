@@ -34,7 +34,7 @@ def test_a_run_is_created_active_and_found_by_prefix(client: Redis, run: str) ->
 def test_only_some_changes_of_status_are_allowed(client: Redis, run: str) -> None:
     assert not runs.set_status(client, run, "active", "no change")
     assert runs.set_status(client, run, "paused", "")
-    assert runs.set_status(client, run, "paused", "")  # the same word: a command that was sent again
+    assert runs.set_status(client, run, "paused", "")  # a command that was sent again
     assert not runs.set_status(client, run, "paused", "again")
     assert runs.set_status(client, run, "active", "") and runs.set_status(client, run, "solved", "yes")
     assert not runs.set_status(client, run, "stopped", "too late") and not runs.set_status(

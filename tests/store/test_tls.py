@@ -71,17 +71,17 @@ def test_a_run_is_submitted_learned_and_played_through_tls(
     processes.until(lambda: runs.state(server.client, run).ended)
     assert learner.wait() == 0
     assert runs.state(server.client, run).status in ("time", "solved")
-    assert proxy.num_connections - began >= 6  # the server has no other door but its socket
-    said = learner.text() + worker.text()
-    assert "insecure" not in said and "secret" not in said
+    assert proxy.num_connections - began >= 6
+    logged = learner.text() + worker.text()
+    assert "insecure" not in logged and "secret" not in logged
     assert "rediss://" in worker.text()
 
     # A worker that cannot trust the server ends with one line; Celery alone would try for ever.
-    stranger = Authority(processes.folder / "stranger.pem")
-    wary = processes.worker(proxy.url, env={connection.CA_VARIABLE: str(stranger.path)})
-    assert wary.wait() == 1
-    said = [line for line in wary.text().splitlines() if "ddrl: error" in line]
-    assert len(said) == 1 and "not trusted" in said[0] and "Traceback" not in wary.text()
+    other = Authority(processes.folder / "other.pem")
+    distrusting = processes.worker(proxy.url, env={connection.CA_VARIABLE: str(other.path)})
+    assert distrusting.wait() == 1
+    errors = [line for line in distrusting.text().splitlines() if "ddrl: error" in line]
+    assert len(errors) == 1 and "not trusted" in errors[0] and "Traceback" not in distrusting.text()
 
 
 def test_kombu_verifies_as_redis_py_does(authority: Authority, start: Callable[..., Proxy]) -> None:
@@ -89,8 +89,8 @@ def test_kombu_verifies_as_redis_py_does(authority: Authority, start: Callable[.
     trusting = connection.broker_url(f"{proxy.url}?ssl_ca_certs={authority.path}")
     with kombu.Connection(trusting) as broker:
         assert broker.default_channel.client.ping()
-    wary = connection.broker_url(proxy.url)
-    with kombu.Connection(wary) as broker, pytest.raises(Exception, match="CERTIFICATE_VERIFY_FAILED"):
+    distrusting = connection.broker_url(proxy.url)
+    with kombu.Connection(distrusting) as broker, pytest.raises(Exception, match="CERTIFICATE_VERIFY_FAILED"):
         broker.default_channel.client.ping()
 
 
@@ -98,8 +98,8 @@ def test_certificates_that_are_refused(
     authority: Authority, start: Callable[..., Proxy], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good = start(authority.server())
-    stranger = Authority(tmp_path / "stranger.pem")
-    text = refusal(f"{good.url}?ssl_ca_certs={stranger.path}")
+    other = Authority(tmp_path / "other.pem")
+    text = refusal(f"{good.url}?ssl_ca_certs={other.path}")
     assert "rediss://:***@localhost" in text and "not trusted" in text and "DDRL_REDIS_CA" in text
     monkeypatch.setenv(connection.CA_VARIABLE, str(authority.path))
     with connection.connect(good.url) as client:
@@ -126,7 +126,7 @@ def test_a_client_shows_its_certificate(
 ) -> None:
     proxy = start(authority.server(asks_client=True))
     trusted = f"{proxy.url}?ssl_ca_certs={authority.path}"
-    # Its word of that may be lost with the connection; then it is a guess.
+    # The server's alert may be lost with the connection; then the message is a guess.
     assert "for a client certificate" in refusal(trusted, StoreError, NotThereError)
     certificate, key = authority.client(tmp_path)
     shown = f"{trusted}&ssl_certfile={certificate}&ssl_keyfile={key}"
@@ -138,7 +138,7 @@ def test_a_client_shows_its_certificate(
 
 
 @pytest.mark.parametrize(
-    ("url", "said"),
+    ("url", "words"),
     [
         ("rediss://:secret@h?ssl_cert_reqs=none", "always verified"),
         ("rediss://:secret@h?ssl_cert_reqs=optional", "always verified"),
@@ -150,8 +150,8 @@ def test_a_client_shows_its_certificate(
         ("redis://:secret@h?wings=2", "wings"),
     ],
 )
-def test_options_that_are_refused(url: str, said: str) -> None:
-    assert said in refusal(url)
+def test_options_that_are_refused(url: str, words: str) -> None:
+    assert words in refusal(url)
 
 
 def test_the_variable_for_the_ca(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
