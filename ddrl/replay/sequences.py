@@ -261,9 +261,6 @@ class SequenceItems:
         frame_stack: K observations that a network sees at once.
         priority_mix: weight of the largest TD error in a new sequence's priority, against their mean; in [0, 1].
         rescaled: the policy's values are in units of h (see `returns.rescale`).
-
-    Raises:
-        ValueError: a setting is out of range.
     """
 
     def __init__(
@@ -277,16 +274,6 @@ class SequenceItems:
         priority_mix: float = 0.9,
         rescaled: bool = True,
     ) -> None:
-        if not 0.0 <= gamma <= 1.0:
-            raise ValueError(f"gamma: {gamma} is no discount; use a number from 0 to 1")
-        if not 1 <= n_step <= shape.length:
-            raise ValueError(
-                f"n_step: {n_step} does not fit into sequences of {shape.length} steps; use 1 to {shape.length}"
-            )
-        if not 0.0 <= priority_mix <= 1.0:
-            raise ValueError(f"priority_mix: {priority_mix} is no share; use a number from 0 to 1")
-        if state_size < 1:
-            raise ValueError(f"state_size: {state_size} is no recurrent state; use at least 1")
         self._shape, self._state_size = shape, state_size
         self._gamma, self._n_step = gamma, n_step
         self._mix, self._rescaled = priority_mix, rescaled

@@ -368,7 +368,6 @@ class CompressedRows:
         self._frame_stack = frame_stack
         self._pool = ArrayPool()
         self.ring = Ring(expected_rows)  # of each row its chunk, and its offset there, in rows
-        self._scratch = threading.local()
         self._chunks: dict[int, bytes] = {}
         self._first_chunk = self._next_chunk = 0
         self._chunk_bytes = 0
@@ -446,7 +445,7 @@ class CompressedRows:
         def read() -> NDArray[Any]:
             output = self._pool.take((*slots.shape, *shape), dtype)
             flat = output.reshape(-1, *shape)
-            scratch = self._scratch_rows(longest, shape, dtype)
+            scratch = np.empty((longest, *shape), dtype)  # one decompressed chunk
             for number, data in enumerate(chunks):
                 blosc2.decompress2(data, dst=scratch, nthreads=1)
                 for to, to_end, start, stop in runs[bounds[number] : bounds[number + 1]]:
@@ -471,13 +470,6 @@ class CompressedRows:
             assert np.array_equal(inside, np.arange(len(inside))), "a chunk's rows are all in the index"
             size = blosc2.get_cbuffer_sizes(data)[0]
             assert size == len(inside) * row_bytes, "a chunk holds the rows that point into it"
-
-    def _scratch_rows(self, num_rows: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-        """Return this thread's array for one decompressed chunk."""
-        array: NDArray[Any] | None = getattr(self._scratch, "array", None)
-        if array is None or len(array) < num_rows:
-            array = self._scratch.array = np.empty((num_rows, *shape), dtype)
-        return array
 
 
 Rows = DenseRows | CompressedRows
@@ -541,6 +533,5 @@ def _compress(rows: NDArray[Any]) -> bytes:
 def _check_back(ring: Ring) -> None:
     assert 0 <= len(ring) <= ring.num_slots, "no more rows than slots"
     if "back" in ring.columns and len(ring):
-        before = ring.first + np.arange(len(ring)) - ring.rows(ring.first, len(ring))["back"]
-        assert np.all(ring.first <= before), "a stack's rows are held"
-        assert np.all(ring.rows(ring.first, len(ring))["back"] >= 0), "and come before it"
+        back = ring.rows(ring.first, len(ring))["back"]
+        assert np.all((back >= 0) & (back <= np.arange(len(ring)))), "a stack's rows are held"

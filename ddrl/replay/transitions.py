@@ -27,16 +27,9 @@ class TransitionItems:
         gamma: discount of one agent step, in [0, 1].
         n_step: most rewards summed, at least 1; fewer at an ending and at the fragment's end.
         frame_stack: K observations that a network sees at once.
-
-    Raises:
-        ValueError: a setting is out of range.
     """
 
     def __init__(self, *, gamma: float, n_step: int, frame_stack: int = 1) -> None:
-        if not 0.0 <= gamma <= 1.0:
-            raise ValueError(f"gamma: {gamma} is no discount; use a number from 0 to 1")
-        if n_step < 1:
-            raise ValueError(f"n_step: {n_step} sums no reward; use at least 1")
         self._gamma, self._n_step = gamma, n_step
         self.frame_stack = frame_stack
         self.min_capacity = 1

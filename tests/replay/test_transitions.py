@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import pytest
@@ -208,10 +207,9 @@ def test_refused_fragments_change_nothing() -> None:
         assert (replay.oldest_entry_id, replay.first_item, len(replay)) == (b"1-0", 0, 8)
 
 
-@pytest.mark.parametrize("setting", [{"capacity": 0}, {"gamma": 1.5}, {"n_step": 0}])
-def test_settings_out_of_range_are_refused(setting: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(setting))):
-        make(**{"capacity": 8} | setting)
+def test_a_capacity_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="capacity: 0"):
+        make(capacity=0)
 
 
 def test_hand_example_of_a_truncation() -> None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from support.fragments import plain_fragment
 
 from ddrl.types import Fragment
 
@@ -89,25 +90,19 @@ def make_fragment(
     ended = rng.random(shape) < end_probability
     terminated = ended & (rng.random(shape) < 0.5)
     truncated = ended & ~terminated
-    final_index = np.argwhere(truncated).astype(np.int32)
-    final_observation = observation[final_index[:, 0], final_index[:, 1]].copy()
-    final_observation[:, 3] = 1
-    return Fragment(
-        run="run",
-        producer=1,
-        incarnation="a",
+    finals = {}
+    for step, lane in np.argwhere(truncated):
+        finals[step, lane] = observation[step, lane].copy()
+        finals[step, lane][3] = 1
+    return plain_fragment(
         seq=serial,
-        policy_version=0,
         context=context,
         observation=observation,
         action=rng.normal(size=(*shape, 2)).astype(np.float32),
         reward=rng.integers(-8, 9, shape).astype(np.float32),
         terminated=terminated,
         truncated=truncated,
-        final_index=final_index,
-        final_observation=final_observation,
-        episode_return=np.zeros(0, np.float32),
-        episode_length=np.zeros(0, np.int32),
+        finals=finals,
     )
 
 

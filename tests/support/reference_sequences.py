@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from support.fragments import plain_fragment
 
 from ddrl.types import Fragment, SequenceShape
 
@@ -97,12 +98,12 @@ class Player:
         context = min(played, self.shape.context + self.frame_stack - 1)
         sequences = self._sequences(played)
         origin = played - context
-        finals = [
-            (step - origin, index, final)
+        finals = {
+            (step - origin, index): final
             for step in range(origin, played + num_steps)
             for index, lane in enumerate(self.lanes)
             if (final := lane.final[step]) is not None
-        ]
+        }
         stored = [one for one in sequences if not one.is_fresh]
         extras = {
             "memory_index": np.array([(one.first - origin, one.lane) for one in stored], np.int32).reshape(
@@ -114,24 +115,15 @@ class Player:
             values = np.array([lane.values[origin:] for lane in self.lanes], np.float32)  # [N, C+T, 2]
             extras |= {"action_value": values[..., 0].T, "state_value": values[..., 1].T}
         frames = np.array([lane.frame[origin:] for lane in self.lanes]).swapaxes(0, 1)
-        fragment = Fragment(
-            run="run",
-            producer=1,
-            incarnation=1,
+        fragment = plain_fragment(
             seq=self.seq,
-            policy_version=0,
             context=context,
             observation=frames,
             action=self._column("action", origin, np.int64),
             reward=self._column("reward", origin, np.float32),
             terminated=self._column("terminated", origin, np.bool_),
             truncated=self._column("truncated", origin, np.bool_),
-            final_index=np.array([(step, lane) for step, lane, _ in finals], np.int32).reshape(-1, 2),
-            final_observation=np.array([final for _, _, final in finals], frames.dtype).reshape(
-                -1, *frames.shape[2:]
-            ),
-            episode_return=np.zeros(0, np.float32),
-            episode_length=np.zeros(0, np.int32),
+            finals=finals,
             extras=extras,
         )
         self.seq += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from support.fragments import plain_fragment
 
 from ddrl.types import Fragment
 
@@ -52,25 +53,20 @@ class Player:
         first = len(self.steps) - num_steps - context
         played = self.steps[first:]
         frames = [*self.seen[first:], self._newest()]
-        index = [(time, lane) for time, lane in sorted(self.finals) if time >= first]
-        finals = [self.finals[at] for at in index]
         self.num_fragments += 1
-        return Fragment(
-            run="run",
-            producer=1,
-            incarnation=7,
+        return plain_fragment(
             seq=self.num_fragments - 1,
-            policy_version=0,
             context=context,
             observation=np.stack(frames),
             action=np.array([[step.action for step in row] for row in played], np.int64),
             reward=np.array([[step.reward for step in row] for row in played], np.float32),
             terminated=np.array([[step.terminated for step in row] for row in played]),
             truncated=np.array([[step.truncated for step in row] for row in played]),
-            final_index=np.array([(time - first, lane) for time, lane in index], np.int32).reshape(-1, 2),
-            final_observation=np.array(finals, self.dtype).reshape(-1, *self.shape),
-            episode_return=np.zeros(0, np.float32),
-            episode_length=np.zeros(0, np.int32),
+            finals={
+                (time - first, lane): self.finals[time, lane]
+                for time, lane in sorted(self.finals)
+                if time >= first
+            },
         )
 
     def _step(self) -> None:
