@@ -56,7 +56,7 @@ def learner(
         from ddrl.learner import run as runner
         from ddrl.store import copies
 
-        monitoring.serve_learner()
+        monitoring.serve(monitoring.LearnerMetrics())
         interrupt = runner.Interrupt()
         interrupt.install()
         if run is None:

@@ -14,9 +14,9 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ddrl.store import connection, metrics, runs
 
@@ -94,31 +94,6 @@ def learning(run: str) -> Iterator[None]:
         _run = None
 
 
-def serve_learner() -> bool:
-    """Serve the metrics of the run named by `learning`; return whether they are served."""
-    return _serve(LearnerMetrics)
-
-
-def serve_worker(
-    node: str,
-    pids: Callable[[], Iterable[int]],
-    busy: Callable[[], int],
-    tasks: Callable[[], Mapping[str, int]],
-) -> bool:
-    """Serve the metrics of a Celery worker.
-
-    Args:
-        node: the worker's name.
-        pids: returns the process ids of its pool.
-        busy: returns the number of processes with a task.
-        tasks: returns the number of tasks started, by name.
-
-    Returns:
-        Whether they are served.
-    """
-    return _serve(lambda: WorkerMetrics(node, pids, busy, tasks))
-
-
 def address(text: str) -> tuple[str, int]:
     """Return host and port of `HOST:PORT`, `:PORT` or `PORT`; without a host, the loopback.
 
@@ -131,8 +106,12 @@ def address(text: str) -> tuple[str, int]:
     return match[1] or match[2] or LOOPBACK, int(match[3])
 
 
-def _serve(collector: Callable[[], Any]) -> bool:
-    """Serve a collector's metrics at the address that the environment names; log one line if that fails."""
+def serve(metrics_of: LearnerMetrics | WorkerMetrics) -> bool:
+    """Serve metrics at the address that the environment names; log one line if that fails.
+
+    Returns:
+        Whether they are served.
+    """
     text = os.environ.get(VARIABLE)
     if not text:
         return False
@@ -142,7 +121,7 @@ def _serve(collector: Callable[[], Any]) -> bool:
 
         registry = CollectorRegistry()
         ProcessCollector(registry=registry)
-        registry.register(collector())
+        registry.register(metrics_of)
         start_http_server(port, host, registry)
     except ValueError as error:
         log.warning("%s; no metrics are served", error)
@@ -155,14 +134,10 @@ def _serve(collector: Callable[[], Any]) -> bool:
 
 
 class LearnerMetrics:
-    """The metrics of the run that this process learns, read at each request."""
+    """The metrics of the run that `learning` names, read at each request."""
 
     def __init__(self) -> None:
         self._client = connection.connect()
-
-    def describe(self) -> list[Metric]:
-        """Return nothing, so that registering reads nothing."""
-        return []
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics, or only `ddrl_server_up` if the server does not answer."""
@@ -199,39 +174,40 @@ class LearnerMetrics:
         yield others
 
 
+@dataclass(frozen=True)
 class WorkerMetrics:
-    """The metrics of a Celery worker; see `serve_worker`."""
+    """The metrics of a Celery worker.
 
-    def __init__(
-        self,
-        node: str,
-        pids: Callable[[], Iterable[int]],
-        busy: Callable[[], int],
-        tasks: Callable[[], Mapping[str, int]],
-    ) -> None:
-        self._node, self._pids, self._busy, self._tasks = node, pids, busy, tasks
-        self._started = time.monotonic()
+    Attributes:
+        node: the worker's name.
+        pids: returns the process ids of its pool.
+        busy: returns the number of processes with a task.
+        tasks: returns the number of tasks started, by name.
+        started: of `time.monotonic()`.
+    """
 
-    def describe(self) -> list[Metric]:
-        """Return nothing, so that registering reads nothing."""
-        return []
+    node: str
+    pids: Callable[[], Iterable[int]]
+    busy: Callable[[], int]
+    tasks: Callable[[], Mapping[str, int]]
+    started: float = field(default_factory=time.monotonic)
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics."""
         from prometheus_client.core import CounterMetricFamily
 
-        sizes = [resident_bytes(pid) for pid in self._pids()]
+        sizes = [resident_bytes(pid) for pid in self.pids()]
         for name, text, value in (
             ("processes", "Processes of the pool.", len(sizes)),
-            ("busy_processes", "Processes with a task.", self._busy()),
-            ("uptime_seconds", "Time since the worker was ready.", time.monotonic() - self._started),
+            ("busy_processes", "Processes with a task.", self.busy()),
+            ("uptime_seconds", "Time since the worker was ready.", time.monotonic() - self.started),
             ("resident_bytes", "Memory of all processes.", sum(sizes)),
             ("largest_resident_bytes", "Memory of the largest process.", max(sizes, default=0)),
         ):
-            yield _family(f"ddrl_worker_{name}", text, {"node": self._node}, value)
+            yield _family(f"ddrl_worker_{name}", text, {"node": self.node}, value)
         tasks = CounterMetricFamily("ddrl_worker_tasks_total", "Tasks started.", labels=["node", "task"])
-        for task, count in sorted(self._tasks().items()):
-            tasks.add_metric([self._node, task], count)
+        for task, count in sorted(self.tasks().items()):
+            tasks.add_metric([self.node, task], count)
         yield tasks
 
 

@@ -163,12 +163,8 @@ def _start_heartbeat(sender: Any, **_: Any) -> None:
     _sender = HeartbeatSender(worker, pids)
     _sender.start()
     signal.signal(signal.SIGQUIT, _end_at_once)  # Celery's own handler waits for running tasks
-    monitoring.serve_worker(
-        sender.hostname,
-        pids,
-        busy=lambda: len(worker_state.active_requests),
-        tasks=lambda: dict(worker_state.total_count),
-    )
+    busy, tasks = lambda: len(worker_state.active_requests), lambda: dict(worker_state.total_count)
+    monitoring.serve(monitoring.WorkerMetrics(sender.hostname, pids, busy, tasks))
 
 
 # --- while it runs -----------------------------------------------------------------------------------

@@ -88,7 +88,7 @@ def test_a_learner_and_a_worker_serve_what_the_dashboard_shows(
 
     # Another process on the same port logs one line, and continues.
     monkeypatch.setenv(monitoring.VARIABLE, str(workers))
-    assert not monitoring.serve_worker("another", tuple, busy=int, tasks=dict)
+    assert not monitoring.serve(monitoring.WorkerMetrics("another", tuple, busy=int, tasks=dict))
     assert caplog.messages == [
         f"{monitoring.VARIABLE}={workers}: Address already in use; no metrics are served"
     ]
@@ -127,9 +127,9 @@ def test_without_a_usable_address_nothing_is_served(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv(monitoring.VARIABLE, raising=False)
-    assert not monitoring.serve_learner() and caplog.text == ""
+    assert not monitoring.serve(monitoring.LearnerMetrics()) and caplog.text == ""
     monkeypatch.setenv(monitoring.VARIABLE, "127.0.0.1:0")
-    assert not monitoring.serve_learner()
+    assert not monitoring.serve(monitoring.LearnerMetrics())
     assert caplog.text.count("\n") == 1 and "DDRL_METRICS=127.0.0.1:0: expected HOST:PORT" in caplog.text
 
 
