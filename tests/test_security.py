@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 import pytest
 from support.private_server import PrivateServer, wait_until
-from support.processes import Process, Processes, command_of, descendants
+from support.processes import Processes, command_of, descendants
 from test_monitoring import free_ports
 
 from ddrl.cli import main
@@ -27,6 +27,7 @@ from ddrl.store import server as embedded
 
 SECRET = "open/se:same@17"  # in a URL it is quoted
 SPELLINGS = (SECRET, quote(SECRET, safe=""))
+REFRESH = "/api/workers?refresh=1"
 USER, FLOWER_SECRET = "admin", "flower-secret"
 
 
@@ -47,14 +48,12 @@ class Page:
             self.status, self.text = 0, ""
 
 
-def flower(processes: Processes, url: str | None) -> tuple[Process, int]:
-    """Start Flower as the README does, and wait until it answers."""
+def start_flower(processes: Processes, url: str) -> int:
+    """Start Flower as the README does; return its port."""
     (port,) = free_ports(1)
     arguments = ["-m", "celery", "-A", "ddrl", "flower", "--address=127.0.0.1", f"--port={port}"]
-    env = {"FLOWER_BASIC_AUTH": f"{USER}:{FLOWER_SECRET}"}
-    process = processes.start("flower", url, *arguments, env=env)
-    processes.until(lambda: Page(port, "/").status == 200)
-    return process, port
+    processes.start("flower", url, *arguments, env={"FLOWER_BASIC_AUTH": f"{USER}:{FLOWER_SECRET}"})
+    return port
 
 
 def shown(text: str) -> list[str]:
@@ -62,60 +61,63 @@ def shown(text: str) -> list[str]:
     return [secret for secret in (*SPELLINGS, FLOWER_SECRET) if secret in text]
 
 
-@pytest.mark.parametrize("way", ["unix", "tcp"])
 def test_no_password_is_shown(
-    way: str,
     make_server: Callable[..., PrivateServer],
     processes: Processes,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """The server is reached by its unix socket and by TCP, where libraries write its URL differently."""
     server = make_server(password=SECRET)
-    url = server.url
-    if way == "tcp":
-        (port,) = free_ports(1)
-        server.client.config_set("port", port)
-        url = f"redis://:{SPELLINGS[1]}@127.0.0.1:{port}/0"
-    run = processes.detach(url, stop={"return": None, "time": 600})
-    worker = processes.worker(url, role="all")
-    processes.learner(url, run)
-    watching, port = flower(processes, url)
+    (port,) = free_ports(1)
+    server.client.config_set("port", port)
+    urls = [server.url, f"redis://:{SPELLINGS[1]}@127.0.0.1:{port}/0"]
+    run = processes.detach(urls[0], stop={"return": None, "time": 600})
+    workers = [
+        processes.worker(url, role=role) for url, role in zip(urls, ("rollout", "evaluate"), strict=True)
+    ]
+    processes.learner(urls[1], run)
+    flowers = [start_flower(processes, url) for url in urls]
     processes.until(lambda: runs.state(server.client, run).appended_steps > 200)
 
-    # Flower requires a login, and shows workers, tasks and queues, but no password.
-    for path in ("/", "/api/workers", "/broker", "/workers"):
-        for login in (None, f"{USER}:wrong"):
-            assert Page(port, path, login).status == 401, path
-    processes.until(lambda: len(json.loads(Page(port, "/api/workers?refresh=1").text or "{}")) == 1)
-    found = json.loads(Page(port, "/api/workers?refresh=1").text)
-    ((name, about),) = found.items()
-    assert about["stats"]["broker"]["transport"] == "redis" and "ddrl.rollout" in str(about["active_queues"])
-    pages = [
-        Page(port, path) for path in ("/", "/api/workers", f"/worker/{quote(name)}", "/broker", "/tasks")
-    ]
-    assert [page.status for page in pages] == [200] * 5
-    assert "ddrl.rollout" in pages[3].text  # the queues' lengths were read, so the password is right
-    assert shown("".join(page.text for page in pages)) == []
+    for flower in flowers:  # it requires a login, and shows workers, tasks and queues, but no password
+        processes.until(lambda flower=flower: Page(flower, "/").status == 200)
+        for path in ("/", "/api/workers", "/broker", "/workers"):
+            for login in (None, f"{USER}:wrong"):
+                assert Page(flower, path, login).status == 401, path
+        processes.until(lambda flower=flower: len(json.loads(Page(flower, REFRESH).text or "{}")) == 2)
+        found = json.loads(Page(flower, REFRESH).text)
+        assert {about["stats"]["broker"]["transport"] for about in found.values()} == {"redis"}
+        assert "ddrl.rollout" in str([about["active_queues"] for about in found.values()])
+        paths = ["/", "/api/workers", "/tasks", *(f"/worker/{quote(name)}" for name in found), "/broker"]
+        pages = [Page(flower, path) for path in paths]
+        assert {page.status for page in pages} == {200}
+        assert "ddrl.rollout" in pages[-1].text  # the queues' lengths were read, so the password is right
+        assert shown("".join(page.text for page in pages)) == []
 
-    # Nor do process lists show one, not even for Flower.
-    for process in processes.started:
+    for process in processes.started:  # process lists show none either, not even for Flower
         commands = [command_of(pid) for pid in (process.pid, *descendants(process.pid))]
         assert commands and shown("".join(commands)) == []
 
-    # Nor does any log or message, also when the server goes away.
-    monkeypatch.setenv(connection.URL_VARIABLE, url)
-    assert [main(words) for words in (["doctor"], ["status", run], ["fleet"])] == [0, 0, 0]
-    output = capsys.readouterr()
+    output = ""  # nor does any log or message, also when the server goes away
+    for url in urls:
+        monkeypatch.setenv(connection.URL_VARIABLE, url)
+        assert [main(words) for words in (["doctor"], ["status", run], ["fleet"])] == [0, 0, 0]
+        captured = capsys.readouterr()
+        assert "***" in captured.out and re.search(r"^ok +security ", captured.out, re.MULTILINE)
+        output += captured.out + captured.err
     server.kill()
-    wait_until(lambda: "does not answer" in worker.text(), 60.0)
-    assert main(["status", run]) == 3
-    lost = capsys.readouterr()
-    assert lost.err.count("\n") == 1 and "no server reachable" in lost.err
-    assert "***" in output.out and re.search(r"^ok +security ", output.out, re.MULTILINE)
-    assert shown(output.out + output.err + lost.out + lost.err) == []
-    assert watching.running and shown(processes.logs(last_chars=1_000_000)) == []
-    for process in processes.started:  # else they wait for the server
-        process.kill_group()
+    for worker in workers:
+        wait_until(lambda worker=worker: "does not answer" in worker.text(), 60.0)
+    for url in urls:
+        monkeypatch.setenv(connection.URL_VARIABLE, url)
+        assert main(["status", run]) == 3
+        captured = capsys.readouterr()
+        assert captured.err.count("\n") == 1 and "no server reachable" in captured.err
+        output += captured.out + captured.err
+    assert shown(output) == []
+    assert processes.started[-1].running and shown(processes.logs(last_chars=1_000_000)) == []
+    processes.kill()  # else they wait for the server
 
 
 def test_tracebacks_show_no_password(processes: Processes, tmp_path: Path) -> None:
