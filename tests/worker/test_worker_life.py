@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -16,6 +17,8 @@ from support.worker_runs import ALLOWED, bad, dispatching, playable, send
 from ddrl import envs
 from ddrl.store import keys, runs, segments, workers
 from ddrl.store.workers import Heartbeat
+
+HOST = f"host {socket.gethostname()}: "
 
 
 def the_worker(server: PrivateServer) -> Heartbeat:
@@ -146,3 +149,65 @@ def test_messages_of_high_priority_come_first(server: PrivateServer, processes: 
     processes.until(lambda: all(stream_steps(server.client, run) for run in (low, normal, high)))
     first_ms = {run: server.client.hget(keys.state(run), "first_step_ms") for run in (high, normal, low)}
     assert list(first_ms) == sorted(first_ms, key=lambda run: int(first_ms[run]))
+
+
+def test_a_process_above_its_memory_limit_is_replaced_between_two_segments(
+    server: PrivateServer, processes: Processes
+) -> None:
+    """A process that plays the toy holds about 90 MiB: more than the limit, less than twice as much."""
+    run = playable(server.client, rollout={"segment_s": 0.5})
+    worker = processes.celery(server.url, env={"DDRL_PROCESS_MEMORY": "60MiB"})
+    processes.until(lambda: " ready." in worker.text())
+    with dispatching(server, run):
+        processes.until(lambda: server.client.hlen(keys.producers(run)) >= 2)
+    assert runs.state(server.client, run).crashes_total == 0
+
+
+def test_a_memory_limit_that_is_no_size_is_refused_in_one_line(
+    server: PrivateServer, processes: Processes
+) -> None:
+    worker = processes.celery(server.url, env={"DDRL_PROCESS_MEMORY": "lots"})
+    assert worker.wait() == 1
+    assert worker.text().splitlines()[-1] == (
+        "ddrl: error: DDRL_PROCESS_MEMORY=lots: not a memory size; write it like 4GiB"
+    )
+
+
+def test_a_machine_refuses_runs_that_it_does_not_fit_by_name_and_plays_others(
+    server: PrivateServer, processes: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = server.client
+    older, fits = playable(client), playable(client)
+    client.hset(keys.state(older), "versions", json.dumps({"gymnasium": "0.26.3"}))
+    network = {"name": "ppo", "network": "bad_networks:make"}
+    monkeypatch.setenv("DDRL_ALLOW_MODULES", "bad_envs,bad_networks")
+    foreign = bad(client, "none", monkeypatch)
+    custom = playable(client, env={"id": "ddrl/Pick-v0"}, algorithm=network)
+    queues = {run: runs.state(client, run).queue for run in (older, fits, foreign, custom)}
+    assert queues == {
+        older: "ddrl.rollout",
+        fits: "ddrl.rollout",
+        foreign: "ddrl.rollout.bad_envs",
+        custom: "ddrl.rollout+bad_networks",
+    }
+    # A worker that takes messages of these queues, and then may not import the modules.
+    names = ",".join(sorted(set(queues.values())))
+    script = (
+        "import os; os.environ['DDRL_ALLOW_MODULES'] = 'bad_envs,bad_networks'; from ddrl.celery import app; "
+        "del os.environ['DDRL_ALLOW_MODULES']; "
+        f"app.worker_main(['worker', '--pool', 'solo', '-l', 'info', '-Q', '{names}'])"
+    )
+    worker = processes.start("worker", server.url, "-c", script)
+    with dispatching(server, *queues):
+        processes.until(lambda: stream_steps(client, fits) > 0)
+        processes.until(lambda: all(segments.refusals(client, run) for run in (older, foreign, custom)))
+    refusals = {run: segments.refusals(client, run).get(socket.gethostname(), "") for run in queues}
+    assert refusals[older].startswith(f"{HOST}gymnasium is ")
+    assert "pip install 'gymnasium==0.26.3'" in refusals[older]
+    for run, module in ((foreign, "bad_envs"), (custom, "bad_networks")):
+        assert refusals[run].startswith(f"{HOST}{module}:make: ")
+        assert f"set DDRL_ALLOW_MODULES={module} on every machine" in refusals[run]
+    assert refusals[fits] == ""
+    assert [stream_steps(client, run) for run in (older, foreign, custom)] == [0, 0, 0]
+    assert "Traceback" not in worker.text()
+    assert all(runs.state(client, run).crashes_total == 0 for run in queues)
