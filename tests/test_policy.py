@@ -1,8 +1,7 @@
-"""A loaded policy played step by step does what it does in `evaluate`, with stacks of frames and with a memory too."""
+"""A loaded policy that is played step by step does what `evaluate` plays, with stacked frames and recurrent state."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,21 +9,19 @@ import pytest
 
 from ddrl import config, envs, policy
 from ddrl.algorithms.base import NO_STATE, RecurrentState, initial_state
-from ddrl.runs.evaluation import evaluate
+from ddrl.runs.evaluation import score
 
 
 class Sensitive:
-    """Its action, 0 or 1, hangs on every number it is shown and on all that it remembers."""
+    """A policy whose action, 0 or 1, depends on every number of its input and of its state [N, size]."""
 
     evaluation_epsilon = 0.0
 
     def __init__(self, size: int) -> None:
-        self._size = size
-
-    def load(self, weights: Mapping[str, Any]) -> None: ...
+        self.size = size
 
     def initial_state(self, num_envs: int) -> RecurrentState:
-        return initial_state(num_envs, self._size) if self._size else {}
+        return initial_state(num_envs, self.size) if self.size else {}
 
     def act(self, observation: np.ndarray, state: RecurrentState = NO_STATE) -> np.ndarray:
         rows = observation.reshape(len(observation), -1).astype(np.float64)
@@ -36,24 +33,16 @@ class Sensitive:
             state["hidden"][:, 0] = np.sin(1e3 * seen)
         return (np.sin(1e4 * seen) > 0).astype(np.int64)
 
-    def explore(
-        self, observation: np.ndarray, generator: np.random.Generator, state: RecurrentState = NO_STATE
-    ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        return self.act(observation, state), {}
-
 
 @pytest.mark.parametrize("size", [0, 1])
 @pytest.mark.parametrize("frame_stack", [1, 3])
 def test_episodes_by_hand_are_those_evaluated(size: int, frame_stack: int) -> None:
     overrides = [f"env.frame_stack={frame_stack}", "env.reward_scale=0.25"]
     settings = config.load("configs/cartpole-dqn.yaml", overrides)
-    spaces = envs.describe(settings.env)
-    loaded = policy.LoadedPolicy(Sensitive(size), settings, spaces, "run", 1)
-    seeds = range(20, 30)
-
+    loaded = policy.LoadedPolicy(Sensitive(size), settings, envs.describe(settings.env), "run", 1)
     lengths = []
     env: Any = envs.make_one(settings.env)
-    for seed in seeds:
+    for seed in range(20, 30):
         loaded.begin()
         observation, _ = env.reset(seed=seed)
         length, reward, ended = 0, 0.0, False
@@ -62,7 +51,5 @@ def test_episodes_by_hand_are_those_evaluated(size: int, frame_stack: int) -> No
             length, ended = length + 1, terminated or truncated
         lengths.append(length)
     env.close()
-
-    result = evaluate(Sensitive(size), settings.env, spaces, seeds, num_envs=3, policy_version=1)
-    assert lengths == list(result.lengths)
+    assert lengths == list(score(loaded, range(20, 30), num_envs=3).lengths)
     assert len(set(lengths)) > 3, "else a constant action would pass"
