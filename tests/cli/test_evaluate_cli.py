@@ -21,7 +21,7 @@ from ddrl import celery, policy
 from ddrl.algorithms import base
 from ddrl.algorithms.base import NO_STATE, RecurrentState
 from ddrl.cli import app, main
-from ddrl.config import validate
+from ddrl.config import RunConfig, validate
 from ddrl.envs import describe
 from ddrl.policy import LoadedPolicy
 from ddrl.store import connection, evaluations, keys, leases, runs, weights, workers
@@ -31,6 +31,9 @@ from ddrl.worker import tasks
 command = importlib.import_module("ddrl.cli.evaluate")  # the package names the function so
 
 QUEUE = "ddrl.evaluate"
+SPOT = validate(
+    {"name": "spot", "env": {"id": "ddrl/Spot-v0"}, "algorithm": {"name": "ppo", "network": "conv"}}
+)
 
 
 @pytest.fixture
@@ -45,17 +48,20 @@ def client(server: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Redi
     return server.client
 
 
+def published(client: Redis, config: RunConfig) -> str:
+    """A run with a first version of real weights."""
+    run = start(client, config)
+    token = leases.acquire(client, run, host="here", folder="/tmp")
+    assert token is not None
+    learner = base.resolve(config, runs.spaces(client, run)).learner(device=torch.device("cpu"), seed=1)
+    blob = weights.encode_weights({name: value.numpy() for name, value in learner.weights().items()})
+    weights.publish(client, run, token, version=0, blob=blob, allowance=0, updates=0)
+    return run
+
+
 @pytest.fixture
 def run(client: Redis) -> str:
-    """A run with a first version of real weights."""
-    config = target_config()
-    made = start(client, config)
-    token = leases.acquire(client, made, host="here", folder="/tmp")
-    assert token is not None
-    learner = base.resolve(config, runs.spaces(client, made)).learner(device=torch.device("cpu"), seed=1)
-    blob = weights.encode_weights({name: value.numpy() for name, value in learner.weights().items()})
-    weights.publish(client, made, token, version=0, blob=blob, allowance=0, updates=0)
-    return made
+    return published(client, target_config())
 
 
 class Fleet:
@@ -278,8 +284,7 @@ class Solved:
 @pytest.fixture
 def spot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     """A file that holds a policy for an environment of images."""
-    config = validate({"name": "spot", "env": {"id": "ddrl/Spot-v0"}, "algorithm": {"name": "ppo"}})
-    loaded = LoadedPolicy(Solved(), config, describe(config.env), "spot-1", 3)
+    loaded = LoadedPolicy(Solved(), SPOT, describe(SPOT.env), "spot-1", 3)
     monkeypatch.setattr(policy, "load", lambda path: loaded)
     monkeypatch.chdir(tmp_path)
     return "spot.safetensors"
@@ -303,17 +308,12 @@ def test_a_video_of_the_first_episode(spot: str, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out.mp4"]
 
 
-def test_the_filmed_episode_is_played_here_and_the_rest_by_the_fleet(
-    client: Redis, run: str, expected: Any, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_filmed_episode_is_played_here_and_the_rest_by_the_fleet(client: Redis, fleet: Fleet) -> None:
     pytest.importorskip("imageio_ffmpeg")
-    from ddrl.runs import evaluation
-
-    monkeypatch.setattr(evaluation._Film, "make", lambda film: evaluation.envs.make_one(film._env))
-    picture = np.zeros((8, 8), np.uint8)
-    monkeypatch.setattr(evaluation._Film, "take", lambda film, *_: film._on_frame(picture, 30.0))
-    report, _ = call(f"{run}@0", *ASK, "--video", "out.mp4")
-    assert scores(report) == expected and report["episodes_on_fleet"] == 9 and Path("out.mp4").exists()
+    run = published(client, SPOT)
+    local, _ = call(run, *ASK, "--local")
+    report, _ = call(run, *ASK, "--video", "out.mp4")
+    assert scores(report) == scores(local) and report["episodes_on_fleet"] == 9 and Path("out.mp4").exists()
 
 
 def test_an_interrupted_video_leaves_no_file(spot: str, tmp_path: Path) -> None:
@@ -376,7 +376,7 @@ def test_an_environment_that_cannot_be_filmed_is_refused(run: str, refused: Call
 def test_no_op_starts_of_a_game(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ale_py")
     env = {"id": "ALE/Asterix-v5", "atari": {"max_frames": 80}}
-    config = validate({"name": "game", "env": env, "algorithm": {"name": "ppo"}})
+    config = validate({"name": "game", "env": env, "algorithm": {"name": "ppo", "network": "conv"}})
 
     class Still(Solved):
         evaluation_epsilon = 0.0

@@ -1,4 +1,4 @@
-"""The folder that a run leaves behind, and its summary."""
+"""The folder of a run and its summary."""
 
 from __future__ import annotations
 
@@ -15,68 +15,52 @@ from ddrl import config
 from ddrl.runs import artifacts, records
 from ddrl.store import runs
 
+SUMMARY = "run status wall_s train_s env_steps updates policy_version evaluation artifacts"
+TABLES = {f"{name}.csv" for name in ("metrics", "episodes", "evaluations", "journal")}
 
-def test_summary_has_exactly_the_promised_keys(server: Any) -> None:
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_summary_has_exactly_the_promised_keys(server: Any) -> None:
     client = server.client
     run = make_run(client)
     add_history(client, run, folder="/somewhere/x")
     runs.set_status(client, run, "solved", "return 200 confirmed")
     summary = records.summary(client, run, wall_s=12.5)
-    assert list(summary) == [
-        *(
-            "run",
-            "status",
-            "wall_s",
-            "train_s",
-            "env_steps",
-            "updates",
-            "policy_version",
-            "evaluation",
-            "artifacts",
-        )
-    ]
-    assert summary["status"] == "solved" and summary["wall_s"] == 12.5
-    assert summary["env_steps"] == 30_000 and summary["updates"] == 7_600 and summary["policy_version"] == 31
-    assert summary["evaluation"] == {"return_mean": 205.0, "return_std": 7.0, "episodes": 100}
-    assert summary["artifacts"] == "/somewhere/x"
     state = runs.state(client, run)
+    assert list(summary) == SUMMARY.split()
+    assert summary | {"run": run, "train_s": 0} == {
+        "run": run, "status": "solved", "wall_s": 12.5, "train_s": 0, "env_steps": 30_000, "updates": 7_600,
+        "policy_version": 31, "evaluation": {"return_mean": 205.0, "return_std": 7.0, "episodes": 100},
+        "artifacts": "/somewhere/x",
+    }  # fmt: skip
     assert state.train_s is not None and summary["train_s"] == pytest.approx(state.train_s, abs=1e-3)
     assert records.summary(client, run)["wall_s"] == pytest.approx(state.ended_s - state.created_s, abs=1e-3)
 
 
-def test_summary_of_a_run_that_did_nothing(server: Any) -> None:
-    run = make_run(server.client)
-    summary = records.summary(server.client, run)
+def test_the_summary_of_a_run_without_history(server: Any) -> None:
+    summary = records.summary(server.client, make_run(server.client))
     assert summary["evaluation"] is None and summary["train_s"] == 0.0 and summary["policy_version"] == -1
 
 
 def test_everything_is_written(server: Any, tmp_path: Path) -> None:
-    client = server.client
-    run = make_run(client)
-    add_history(client, run)
+    run = make_run(server.client)
+    add_history(server.client, run)
     folder = tmp_path / run
-    written = artifacts.write(client, run, folder)
-    assert {path.name for path in written} == {
-        *(
-            "config.yaml",
-            "policy.safetensors",
-            "metrics.csv",
-            "episodes.csv",
-            "evaluations.csv",
-            "journal.csv",
-            "tensorboard",
-            "curve.png",
-            "summary.json",
-        )
-    }
-    assert config.load(folder / "config.yaml") == runs.config(client, run)
-    figures = read_csv(folder / "metrics.csv")
+    written = {path.name for path in artifacts.write(server.client, run, folder)}
+    assert written == {path.name for path in folder.iterdir()} == TABLES | {
+        *("config.yaml", "policy.safetensors", "tensorboard", "curve.png", "summary.json")
+    }  # fmt: skip
+    assert config.load(folder / "config.yaml") == runs.config(server.client, run)
+    figures, episodes = rows(folder / "metrics.csv"), rows(folder / "episodes.csv")
     assert [row["env_steps"] for row in figures] == ["15000", "30000"]
     assert figures[0]["staleness"] == "" and float(figures[1]["critic_loss"]) == 0.0123
     assert 30.0 <= float(figures[0]["time_s"]) <= float(figures[1]["time_s"]) < 60.0
-    episodes = read_csv(folder / "episodes.csv")
     assert len(episodes) == 120 and episodes[-1]["env_steps"] == "30000"
-    assert [row["purpose"] for row in read_csv(folder / "evaluations.csv")] == ["watch", "confirm"]
+    assert [row["purpose"] for row in rows(folder / "evaluations.csv")] == ["watch", "confirm"]
     assert json.loads((folder / "summary.json").read_text())["run"] == run
     png = (folder / "curve.png").read_bytes()
     assert png.startswith(b"\x89PNG") and len(png) > 10_000
@@ -85,8 +69,8 @@ def test_everything_is_written(server: Any, tmp_path: Path) -> None:
 def test_tensorboard_can_read_the_events(server: Any, tmp_path: Path) -> None:
     run = make_run(server.client)
     add_history(server.client, run)
-    artifacts.write(server.client, run, tmp_path)
-    artifacts.write(server.client, run, tmp_path)  # replaced, not added to
+    for _ in range(2):  # the second one replaces the first
+        artifacts.write(server.client, run, tmp_path)
     (file,) = (tmp_path / "tensorboard").iterdir()
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
@@ -98,25 +82,13 @@ def test_tensorboard_can_read_the_events(server: Any, tmp_path: Path) -> None:
     assert len(found["return/training"]) == 120 and "return/confirmation" in found
 
 
-def test_without_tensorboard_one_line_says_what_to_install(
+def test_a_run_without_history_is_written_and_without_tensorboard_a_line_says_what_to_install(
     server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for name in ("event_file_writer",):
-        monkeypatch.setitem(sys.modules, f"tensorboard.summary.writer.{name}", None)
-    run = make_run(server.client)
+    monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.event_file_writer", None)
+    run, folder = make_run(server.client, stop={}), tmp_path / "deep" / "run"
     with caplog.at_level("INFO"):
-        written = artifacts.write(server.client, run, tmp_path)
-    assert not any(path.name == "tensorboard" for path in written)
+        written = artifacts.write(server.client, run, folder)
+    assert {path.name for path in written} == TABLES | {"config.yaml", "curve.png", "summary.json"}
     assert "pip install 'ddrl[tensorboard]'" in caplog.text
-
-
-def test_a_run_without_history_is_written_too(server: Any, tmp_path: Path) -> None:
-    run = make_run(server.client, stop={})
-    artifacts.write(server.client, run, tmp_path / "deep" / run)
-    assert read_csv(tmp_path / "deep" / run / "metrics.csv") == []
-    assert (tmp_path / "deep" / run / "curve.png").stat().st_size > 1_000
-
-
-def read_csv(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+    assert rows(folder / "metrics.csv") == [] and (folder / "curve.png").stat().st_size > 1_000
