@@ -9,7 +9,7 @@
 --         append changes no count but `duplicates`, and is answered like the first.
 local state = redis.call('HMGET', KEYS[1], 'status', 'allowance', 'version', 'allowance_id', 'max_bytes',
   'appended_fragments', 'appended_steps', 'appended_bytes', 'trimmed_bytes', 'players', 'crashes', 'claim',
-  'claim_until_ms', 'first_step_ms', 'folded', 'played_ms', 'process_ms', 'allowance_wait_ms', 'room_wait_ms')
+  'folded', 'played_ms', 'process_ms')
 local status, allowance, version = state[1], tonumber(state[2] or 0), tonumber(state[3] or -1)
 local allowance_id, max_bytes = state[4] or '0-0', tonumber(state[5] or 0)
 local fragments, steps = tonumber(state[6] or 0), tonumber(state[7] or 0)
@@ -23,7 +23,7 @@ end
 
 local stored = redis.call('HGET', KEYS[5], ARGV[1])
 -- What a producer that was folded has appended is not known any more, so that a repetition would count twice.
-local is_folded = not stored and tonumber(ARGV[1]) <= tonumber(state[15] or 0)
+local is_folded = not stored and tonumber(ARGV[1]) <= tonumber(state[13] or 0)
 if is_folded or (status ~= 'active' and status ~= 'paused') then return {'STOPPED', version, allowance_id, 0} end
 
 local producer = stored and cjson.decode(stored) or {fragments = 0, duplicates = 0}
@@ -44,9 +44,10 @@ else
   for i = 15, #ARGV do entry[#entry + 1] = ARGV[i] end
   redis.call('XADD', KEYS[2], '*', unpack(entry))
   redis.call('HSET', KEYS[1], 'appended_fragments', fragments, 'appended_steps', steps, 'appended_bytes', bytes,
-    'played_ms', (state[16] or 0) + ARGV[6], 'process_ms', (state[17] or 0) + ARGV[12],
-    'allowance_wait_ms', (state[18] or 0) + ARGV[13], 'room_wait_ms', (state[19] or 0) + ARGV[14])
-  if not state[14] then redis.call('HSET', KEYS[1], 'first_step_ms', now_ms - tonumber(ARGV[6])) end
+    'played_ms', (state[14] or 0) + ARGV[6], 'process_ms', (state[15] or 0) + ARGV[12])
+  if ARGV[13] ~= '0' then redis.call('HINCRBY', KEYS[1], 'allowance_wait_ms', ARGV[13]) end
+  if ARGV[14] ~= '0' then redis.call('HINCRBY', KEYS[1], 'room_wait_ms', ARGV[14]) end
+  if fragments == 1 then redis.call('HSETNX', KEYS[1], 'first_step_ms', now_ms - tonumber(ARGV[6])) end
   if state[11] and state[11] ~= '0' then redis.call('HSET', KEYS[1], 'crashes', 0) end
   producer = {
     incarnation = ARGV[2], seq = seq, last_ms = now_ms, host = ARGV[7], node = ARGV[8], pid = tonumber(ARGV[9]),
@@ -61,7 +62,7 @@ redis.call('HSET', KEYS[5], ARGV[1], cjson.encode(producer))
 local answer = 'GO'
 if status == 'paused' or redis.call('SISMEMBER', KEYS[4], ARGV[8]) == 1 then
   answer = 'YIELD'
-elseif tonumber(state[12] or 0) > 0 and now_ms < tonumber(state[13] or 0) then
+elseif tonumber(state[12] or 0) > 0 and now_ms < tonumber(redis.call('HGET', KEYS[1], 'claim_until_ms') or 0) then
   redis.call('HINCRBY', KEYS[1], 'claim', -1)
   answer = 'YIELD'
 elseif steps >= allowance then
