@@ -1,4 +1,4 @@
-"""Targets of learning from rewards and endings: pure functions, time-major, vectorized over the second axis.
+"""Returns and advantages: pure functions, time-major, vectorized over the second axis.
 
 `n_step_return` works on NumPy arrays, where fragments are stored, `rescale` and `unrescale` on both. The others work on
 torch tensors, on whatever device they lie, for learning on-policy, and share these arguments, all [T, B]:
@@ -11,8 +11,8 @@ torch tensors, on whatever device they lie, for learning on-policy, and share th
 - continues: bool, row t + 1 is the next step of the same episode; the last row counts as False whatever it says.
 
 Truncation rule of all of them: where `continues` is False the trace is cut and the target is r_t + d_t * next_value_t,
-so that only termination (d_t = 0) removes the bootstrap. Nothing behind a cut, not even a NaN, has an influence on what
-lies before it. No gradient flows through any of them.
+so that only termination (d_t = 0) removes the bootstrap. Nothing behind a cut, not even a NaN, influences rows
+before it. No gradient flows through any of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:  # tensors bring their methods along; what only cuts fragments does not pay for torch
+if TYPE_CHECKING:  # not imported: code that only cuts fragments needs no torch
     from torch import Tensor
 
 Elements = TypeVar("Elements", "Tensor", NDArray[np.float64])
@@ -36,7 +36,7 @@ def n_step_return(
     gamma: float,
     n: int,
 ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.int64]]:
-    """Sum of the next n discounted rewards, and the discount of the state that it bootstraps from.
+    """Return the sum of the next n discounted rewards, and the discount of the state that it bootstraps from.
 
     For each start t the sum uses k <= n steps: it stops with the step that terminates or truncates the
     episode, and at the fragment's end. Only termination removes the bootstrap: a time limit, or the end
@@ -89,7 +89,7 @@ def n_step_return(
 def td_lambda(
     reward: Tensor, discount: Tensor, next_value: Tensor, continues: Tensor, *, lambda_: float
 ) -> Tensor:
-    """Lambda-return: all n-step returns up to the next cut, weighted by (1 - lambda) * lambda^(n-1).
+    """Return the lambda-return: all n-step returns up to the next cut, weighted by (1 - lambda) * lambda^(n-1).
 
     G_t = r_t + d_t * ((1 - lambda) * V(s_{t+1}) + lambda * G_{t+1}); at a cut r_t + d_t * next_value_t.
     Source: Sutton and Barto 2018, section 12.1; the recursion: exercise 12.1.
@@ -117,7 +117,7 @@ def td_lambda(
 
 
 def monte_carlo(reward: Tensor, discount: Tensor, next_value: Tensor, continues: Tensor) -> Tensor:
-    """Discounted sum of all rewards up to the next cut, which bootstraps unless the episode terminated there.
+    """Return the discounted sum of rewards up to the next cut, which bootstraps unless the episode terminated there.
 
     G_t = r_t + d_t * G_{t+1}; at a cut r_t + d_t * next_value_t.
     Source: Sutton and Barto 2018, section 5.1; with the bootstrap, section 7.1 with n up to the cut.
@@ -143,7 +143,7 @@ def monte_carlo(reward: Tensor, discount: Tensor, next_value: Tensor, continues:
 def gae(
     reward: Tensor, discount: Tensor, value: Tensor, next_value: Tensor, continues: Tensor, *, lambda_: float
 ) -> tuple[Tensor, Tensor]:
-    """Generalized advantage estimate, and the lambda-return that belongs to it.
+    """Return the generalized advantage estimate and its lambda-return.
 
     A_t = delta_t + d_t * lambda * A_{t+1}, delta_t = r_t + d_t * next_value_t - V(s_t); at a cut delta_t.
     Source: Schulman et al. 2016, arXiv:1506.02438, equation 16.
@@ -183,7 +183,7 @@ def vtrace(
     rho_bar: float = 1.0,
     pg_rho_bar: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """V-trace: value targets corrected for actions of another policy, and the advantage of the policy gradient.
+    """Return V-trace: the policy gradient's advantage, and value targets corrected for actions of another policy.
 
     vs_t = V(s_t) + delta_t + d_t * c_t * (vs_{t+1} - V(s_{t+1})), at a cut V(s_t) + delta_t, where
     delta_t = min(rho_bar, rho_t) * (r_t + d_t * next_value_t - V(s_t)) and c_t = lambda * min(1, rho_t);
@@ -228,7 +228,7 @@ def vtrace(
 def upgo(
     reward: Tensor, discount: Tensor, value: Tensor, next_value: Tensor, continues: Tensor, log_rho: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Upgoing return: follow what was played as long as it went at least as well as expected, else bootstrap.
+    """Return the upgoing return: rewards as played while they are at least as high as expected, then a bootstrap.
 
     G_t = r_t + d_t * G_{t+1} if r_{t+1} + d_{t+1} * next_value_{t+1} >= V(s_{t+1}), else, and at a cut,
     r_t + d_t * next_value_t; advantage_t = min(1, rho_t) * (G_t - V(s_t)).
@@ -259,7 +259,7 @@ def upgo(
 
 
 def rescale(x: Elements, eps: float = 1e-3) -> Elements:
-    """Squash returns so that a network meets their root: h(x) = sign(x) (sqrt(|x| + 1) - 1) + eps x.
+    """Squash returns to about their root: h(x) = sign(x) (sqrt(|x| + 1) - 1) + eps x.
 
     Source: Pohlen et al. 2018, arXiv:1805.11593, section 3.2. Written as x / (sqrt(|x| + 1) + 1) + eps x, which
     subtracts nothing: float32 loses two units in the last place, where the paper's form loses all digits of |x| < 1e-7.
@@ -275,7 +275,7 @@ def rescale(x: Elements, eps: float = 1e-3) -> Elements:
 
 
 def unrescale(x: Elements, eps: float = 1e-3) -> Elements:
-    """The inverse of `rescale`: h^-1(x) = sign(x) (((sqrt(1 + 4 eps (|x| + 1 + eps)) - 1) / (2 eps))^2 - 1).
+    """Invert `rescale`: h^-1(x) = sign(x) (((sqrt(1 + 4 eps (|x| + 1 + eps)) - 1) / (2 eps))^2 - 1).
 
     Source: Pohlen et al. 2018, arXiv:1805.11593, proposition A.2. Differences of nearly equal numbers are multiplied
     out (r - 1 = |x| (2 - 4 eps / (s + 1 + 2 eps)) / (s + 1), s the inner root, r the base of the square): float32 then
@@ -300,7 +300,7 @@ def _check_lambda(lambda_: float) -> None:
 
 
 def _columns(continues: Tensor, **columns: Tensor) -> list[Tensor]:
-    """Where the next row follows, [T, B] bool with a last row of False, and the columns, cut off from gradients."""
+    """Return `continues` with a last row of False, and the columns, all detached from gradients."""
     shapes = [tuple(column.shape) for column in (*columns.values(), continues)]
     if len(shapes[0]) != 2 or len(set(shapes)) != 1:
         raise ValueError(
@@ -314,12 +314,12 @@ def _columns(continues: Tensor, **columns: Tensor) -> list[Tensor]:
 
 
 def _discounted(discount: Tensor, next_value: Tensor) -> Tensor:
-    """d_t * V(s_{t+1}), 0 where d_t is, whatever the value that has no meaning there."""
+    """Return d_t * V(s_{t+1}); 0 where d_t is 0, even if the value there is not finite."""
     return (discount * next_value).masked_fill(discount == 0.0, 0.0)
 
 
 def _scan(first: Tensor, factor: Tensor, follows: Tensor) -> Tensor:
-    """Overwrite `first` by x_t = first_t + factor_t * x_{t+1} where the next row follows; [T, B].
+    """Overwrite `first` with x_t = first_t + factor_t * x_{t+1} where the next row follows; [T, B].
 
     Two small tensor operations a step are all that is not vectorized over T.
     """

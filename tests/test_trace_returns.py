@@ -8,10 +8,10 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
-import reference_returns as twin
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import reference_returns as twin
 from support.reference_returns import Steps, lanes, make_steps
 from torch import Tensor
 

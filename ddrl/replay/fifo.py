@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -192,10 +192,7 @@ class Fifo:
         return self._drops and fragment.policy_version < oldest
 
     def _count(self, num_transitions: int) -> None:
-        account = self._account
-        self._account = _Account(
-            account.queued_steps + num_transitions, account.learned_steps, account.version
-        )
+        self._account = replace(self._account, queued_steps=len(self) + num_transitions)
 
 
 def check_staleness(*, collect: str, max_staleness: int, forced_lag: int = 0) -> None:

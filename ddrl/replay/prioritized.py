@@ -111,9 +111,6 @@ class Priorities:
         importance_exponent: 0..1, beta at update 0. Usual: 0.4.
         final_importance_exponent: 0..1, beta from update `anneal_updates` on. Usual: 1.
         anneal_updates: updates over which beta goes linearly from one to the other; 0: it is final at once.
-
-    Raises:
-        ValueError: an argument is out of range.
     """
 
     def __init__(
@@ -125,9 +122,7 @@ class Priorities:
         final_importance_exponent: float,
         anneal_updates: int,
     ) -> None:
-        _check_exponent(exponent)
         self._exponent = exponent
-        self._betas, self._anneal_updates = (0.0, 0.0), 0
         self.anneal(importance_exponent, final_importance_exponent, anneal_updates)
         self._tree = SumTree(max(capacity_hint, _LEAST_ROOM))  # of item number n: slot n modulo the capacity
         self._first = self._next = 0
@@ -147,15 +142,7 @@ class Priorities:
     def anneal(
         self, importance_exponent: float, final_importance_exponent: float, anneal_updates: int
     ) -> None:
-        """Change the exponents of the importance weights from the next draw on; arguments as of the class.
-
-        Raises:
-            ValueError: an argument is out of range.
-        """
-        for exponent in (importance_exponent, final_importance_exponent):
-            _check_exponent(exponent)
-        if anneal_updates < 0:
-            raise ValueError(f"anneal_updates: {anneal_updates} is negative; use at least 0")
+        """Change the exponents of the importance weights from the next draw on; arguments as of the class."""
         self._betas = (importance_exponent, final_importance_exponent)
         self._anneal_updates = anneal_updates
 
@@ -317,8 +304,3 @@ class Priorities:
             p = self._tree.get(self._slots())
             self._tree = SumTree(max(num_items, 2 * self._tree.capacity))
             self._write(self._first, p)
-
-
-def _check_exponent(exponent: float) -> None:
-    if not 0 <= exponent <= 1:
-        raise ValueError(f"exponent: {exponent} of priorities or importance; use 0 to 1")

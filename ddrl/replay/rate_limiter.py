@@ -36,10 +36,6 @@ class RateLimiter:
     ) -> None:
         if not (math.isfinite(samples_per_insert) and samples_per_insert > 0):
             raise ValueError(f"replay.samples_per_insert: {samples_per_insert}; use a finite number above 0")
-        if batch_size < 1:
-            raise ValueError(f"batch_size: {batch_size} samples nothing; use at least 1")
-        if warmup_steps < 0:
-            raise ValueError(f"replay.warmup_steps: {warmup_steps} is negative; use at least 0")
         # A float is a ratio of two integers; with them no rounding can make both sides wait.
         self._samples, self._inserts = float(samples_per_insert).as_integer_ratio()
         least = -(-batch_size * self._inserts // self._samples)

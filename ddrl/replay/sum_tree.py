@@ -1,4 +1,4 @@
-"""A sum tree: slots drawn in proportion to their values, a batch at a time.
+"""The sum tree: draws slots in proportion to their values, a batch at a time.
 
 The tree is wide and flat, because in NumPy every level costs a few calls whatever its width: 16 children a node, and
 no node above the first level of at most 4096, which is searched as one array. A parent is always the sum of its
@@ -43,11 +43,11 @@ class SumTree:
         return float(np.cumsum(self._levels[-1])[-1])
 
     def get(self, slots: NDArray[np.int64]) -> NDArray[np.float64]:
-        """[B] values of [B] slots."""
+        """Return the values [B] of slots [B]."""
         return self._levels[0][slots]
 
     def set(self, slots: NDArray[np.int64], values: Any) -> None:
-        """Give [B] slots [B] values, or one for all; of a slot that comes twice, the last one stays.
+        """Set the values of slots [B], one each or one for all; the last value of a repeated slot stays.
 
         Args:
             slots: 0..capacity-1, in any order.
@@ -59,7 +59,7 @@ class SumTree:
             above[slots] = np.add.reduce(below.reshape(-1, _CHILDREN).take(slots, 0), axis=1)
 
     def set_range(self, start: int, stop: int, values: Any) -> None:
-        """The same for slots start..stop-1, in one piece."""
+        """Set the values of slots start..stop-1."""
         if start == stop:
             return
         self._levels[0][start:stop] = values
@@ -68,10 +68,10 @@ class SumTree:
             above[start:stop] = np.add.reduce(below.reshape(-1, _CHILDREN)[start:stop], axis=1)
 
     def sample(self, mass: NDArray[np.float64]) -> NDArray[np.int64]:
-        """The slots in which the running sum of all values passes [B] masses; never one whose value is 0.
+        """Return the slots in which the running sum of all values passes masses [B]; never one whose value is 0.
 
         Args:
-            mass: [B] in [0, total); what is above by rounding gives the last slot that has a value.
+            mass: [B] in [0, total); one above by rounding selects the last slot with a value.
 
         Raises:
             ValueError: all values are 0.
@@ -81,7 +81,7 @@ class SumTree:
         if not ends[-1] > 0:
             raise ValueError("sample: every value is 0; set one first")
         # The first child whose running sum passes a mass adds something to it, so its value is not 0. Sums are rounded:
-        # what is left of a mass within a child may lie a little outside of 0..its sum, and is put back.
+        # the rest of a mass within a child may lie a little outside of 0..its sum, and is clipped.
         mass = np.minimum(mass, np.nextafter(ends[-1], 0))
         slots = ends.searchsorted(mass, side="right")
         mass = mass - (ends[slots] - top[slots])
@@ -96,7 +96,7 @@ class SumTree:
         return slots
 
     def check_valid(self) -> None:
-        """Assert the invariants: values finite and at least 0, none beyond the capacity, every parent a sum."""
+        """Assert every invariant: values finite and at least 0, none beyond the capacity, every parent a sum."""
         for level in self._levels:
             assert np.isfinite(level).all() and (level >= 0).all()
         assert not self._levels[0][self.capacity :].any()

@@ -111,8 +111,6 @@ def test_defaults_of_the_configuration_are_valid() -> None:
         ("samples_per_insert", -1.0),
         ("samples_per_insert", float("inf")),
         ("samples_per_insert", float("nan")),
-        ("batch_size", 0),
-        ("warmup_steps", -1),
         ("slack_steps", -5),
     ],
 )
