@@ -32,7 +32,7 @@ def set_(
     json_output: Json = False,
 ) -> None:
     """Change settings of a run while it goes on; either all of them change or none."""
-    wanted = _parse(settings)
+    wanted = parse(settings)
     with server() as client:
         run = store.resolve(client, run)
         state = store.state(client, run)
@@ -99,7 +99,7 @@ def change(before: RunConfig, spaces: EnvSpec, wanted: Mapping[str, Any]) -> tup
     return after, {name: (old[name], new[name]) for name in new if old[name] != new[name]}
 
 
-def _parse(settings: Sequence[str]) -> dict[str, Any]:
+def parse(settings: Sequence[str]) -> dict[str, Any]:
     """Return {NAME: VALUE} of NAME=VALUE texts; values are YAML."""
     import yaml
 

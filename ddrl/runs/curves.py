@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 WINDOW = 20  # episodes of the trailing mean
-_BLUE, _ORANGE, _GREEN, _GREY, _VIOLET = "#2f6fb0", "#d9822b", "#2a9d5c", "#6b7280", "#7a3e9d"
+_BLUE, _ORANGE, _GREEN, _GREY, CHANGE_COLOR = "#2f6fb0", "#d9822b", "#2a9d5c", "#6b7280", "#7a3e9d"
 LABEL_WIDTH = 0.026  # of one line of a label, in widths of a panel
 LABEL_LINES = 4  # at most
 MAX_LABELS = 12
@@ -26,8 +26,8 @@ def plot(records: Records, path: Path) -> Path:
     figure = Figure(figsize=(11, 4.4), layout="constrained")
     FigureCanvasAgg(figure)  # without pyplot: no global state, no display
     left, right = figure.subplots(1, 2, sharey=True)
-    _draw(left, records, "time_s")
-    _draw(right, records, "env_steps")
+    draw(left, records, "time_s")
+    draw(right, records, "env_steps")
     left.set_xlabel("seconds since the first environment step")
     right.set_xlabel("environment steps")
     left.set_ylabel("episode return")
@@ -46,7 +46,7 @@ def plot(records: Records, path: Path) -> Path:
     return path
 
 
-def _draw(axes: Axes, records: Records, over: str) -> None:
+def draw(axes: Axes, records: Records, over: str) -> None:
     """Draw one panel: training returns, their trailing mean, evaluations with error bars, the target."""
     axes.grid(True, color="#e5e7eb", linewidth=0.8)
     axes.set_axisbelow(True)
@@ -104,7 +104,9 @@ def _draw(axes: Axes, records: Records, over: str) -> None:
 def _draw_changes(axes: Axes, records: Records, over: str) -> None:
     """Draw a line for each changed setting, with its new value where the curve is not."""
     changes = sorted(records.changes, key=lambda row: row[over])
-    lines = [axes.axvline(row[over], color=_VIOLET, linewidth=0.9, alpha=0.7, zorder=1.5) for row in changes]
+    lines = [
+        axes.axvline(row[over], color=CHANGE_COLOR, linewidth=0.9, alpha=0.7, zorder=1.5) for row in changes
+    ]
     if lines:
         lines[0].set_label("setting changed")
     left, right = axes.get_xlim()
@@ -125,7 +127,7 @@ def _draw_changes(axes: Axes, records: Records, over: str) -> None:
             ha="left" if fits else "right",
             va="bottom" if is_low else "top",
             fontsize=7.5,
-            color=_VIOLET,
+            color=CHANGE_COLOR,
             linespacing=1.1,
             bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.6},
             zorder=5,

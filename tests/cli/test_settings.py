@@ -20,7 +20,6 @@ from typer.testing import CliRunner
 
 from ddrl import config
 from ddrl.cli import app, main, settings
-from ddrl.cli.output import InputError
 from ddrl.runs import artifacts
 from ddrl.runs import curves as curve
 from ddrl.runs.records import Records, read
@@ -57,7 +56,7 @@ def change(algorithm: dict[str, Any], *texts: str) -> dict[str, tuple[Any, Any]]
     """What `ddrl set` would change."""
     before = config.validate({"env": {"id": "Toy-v0"}, "algorithm": algorithm})
     spaces = SPACES if algorithm["name"] == "sac" else DISCRETE
-    return settings.change(before, spaces, settings._parse(texts))[1]
+    return settings.change(before, spaces, settings.parse(texts))[1]
 
 
 @pytest.mark.parametrize(
@@ -90,33 +89,11 @@ def test_what_changes(name: str, texts: list[str], changes: dict[str, Any]) -> N
     assert change({"name": name}, *texts) == changes
 
 
-@pytest.mark.parametrize(
-    ("name", "texts", "message"),
-    [
-        ("sac", ["foo"], "foo: expected NAME=VALUE, such as algorithm.learning_rate=1e-4"),
-        ("sac", ["weight=[1"], "weight=[1: the value is not valid YAML"),
-        ("sac", ["weight=1", "weight=2"], "weight: given twice; give it once"),
-        ("sac", ["algorithm.lerning_rate=1"], "unknown option; did you mean algorithm.learning_rate?"),
-        ("sac", ["learning_rate=1"], "unknown option; did you mean algorithm.learning_rate?"),
-        ("sac", ["stop.tmie=1"], "stop.tmie: unknown option; did you mean stop.time?"),
-        ("sac", ["lr=1"], "lr: unknown option; these can change: priority, weight, algorithm.{learning_rate, "),
-        ("sac", ["stop=1"], "stop: is a section; name an option of it, such as stop.env_steps"),
-        ("sac", ["algorithm=1"], "algorithm: is a section; name an option of it, such as algorithm.learn"),
-        ("sac", ["algorithm.name=ppo"], "algorithm.name: cannot change while a run goes on; these can: "),
-        ("sac", ["env.kwargs.wind=1"], "env.kwargs.wind: cannot change while a run goes on"),
-        ("sac", ["algorithm.gamma=0.9"], "replay.max_bytes, stop.{env_steps, return, time, updates}"),
-        ("sac", ["priority=huge"], "priority: 'huge' cannot be used; input should be 'low', 'normal' or"),
-        ("sac", ["weight=2", "algorithm.learning_rate=-1"], "algorithm.learning_rate: -1 cannot be used"),
-        ("sac", ["replay.max_bytes=65536"], "replay.max_bytes: 65536 holds fewer than 8 of the largest"),
-        ("ppo", ["learner.publish_every_s=3"], "learner.publish_every_s: 3.0 has no effect on algorithm ppo"),
-        ("ppo", ["algorithm.minibatch_size=4096"], "is larger than batch_size; use at most 2048"),
-        ("ppo", ["algorithm.final_clip=0.1"], "final_clip: needs anneal_steps"),
-    ],
-)  # fmt: skip
-def test_what_is_refused_and_why(name: str, texts: list[str], message: str) -> None:
-    with pytest.raises((InputError, config.ConfigError)) as caught:
-        change({"name": name}, *texts)
-    assert message in str(caught.value) and "\n" not in str(caught.value)
+def test_a_change_that_the_algorithm_refuses() -> None:
+    with pytest.raises(config.ConfigError, match="publish_every_s: 3.0 has no effect on algorithm ppo"):
+        change({"name": "ppo"}, "learner.publish_every_s=3")
+    with pytest.raises(config.ConfigError, match="final_clip: needs anneal_steps"):
+        change({"name": "ppo"}, "algorithm.final_clip=0.1")
 
 
 def test_a_change_is_stored_told_and_kept_in_the_journal(client: Any) -> None:
@@ -248,8 +225,8 @@ def _rising() -> list[dict[str, Any]]:
 def _drawn(records: Records, over: str) -> tuple[list[float], list[tuple[str, str]]]:
     """Where a panel has lines of changes, and their labels with the side they are on."""
     axes = Figure().subplots()
-    curve._draw(axes, records, over)
-    lines = [line for line in axes.lines if line.get_color() == curve._VIOLET]
+    curve.draw(axes, records, over)
+    lines = [line for line in axes.lines if line.get_color() == curve.CHANGE_COLOR]
     texts = [text for text in axes.texts if text.get_rotation() == 90]
     labels = [(text.get_text(), str(text.get_verticalalignment())) for text in texts]
     return [float(np.asarray(line.get_xdata())[0]) for line in lines], labels
