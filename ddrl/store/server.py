@@ -85,9 +85,8 @@ def acquire() -> Hold:
         raise StoreError(f"{URL_VARIABLE} is set, so the embedded server is not used; unset it")
     server_binary()  # a missing program is refused before any file is made
     deadline = time.monotonic() + START_TIMEOUT_S
-    while (
-        lock := try_lock(_file("users.lock"), fcntl.LOCK_SH)
-    ) is None:  # the last user is stopping the server
+    path = _file("users.lock")
+    while (lock := try_lock(path, fcntl.LOCK_SH)) is None:  # the last user is stopping the server
         if time.monotonic() > deadline:
             raise StoreError(f"{socket_path()}: the server has been stopping for 15 s; see {log_path()}")
         time.sleep(0.02)
@@ -103,8 +102,12 @@ def hold_if_running() -> Hold | None:
     """Return a share in the embedded server if it runs, else None; never start one."""
     if not is_embedded() or (lock := try_lock(_file("users.lock"), fcntl.LOCK_SH)) is None:
         return None
-    if _answers() is not False:
-        return Hold(lock)
+    try:
+        if _answers() is not False:
+            return Hold(lock)
+    except BaseException:
+        _leave(lock)
+        raise
     _leave(lock)
     return None
 
@@ -248,13 +251,16 @@ def _ensure_running(deadline: float) -> None:
 
 def _start(lock: int) -> subprocess.Popen[bytes]:
     """Start the server, which outlives this process and keeps the lock `redis.pid` as long as it lives."""
-    socket_path().unlink(missing_ok=True)
-    _write(lock, "")
-    if log_path().exists() and log_path().stat().st_size > MAX_LOG_BYTES:
-        log_path().replace(log_path().with_suffix(".log.1"))
-    log = _open_log()
-    settings, writer = os.pipe()
-    try:
+    with contextlib.ExitStack() as files:
+        files.callback(_close, lock)  # closed, not unlocked: the server's copy of the file keeps the lock
+        socket_path().unlink(missing_ok=True)
+        _write(lock, "")
+        if log_path().exists() and log_path().stat().st_size > MAX_LOG_BYTES:
+            log_path().replace(log_path().with_suffix(".log.1"))
+        log = _open_log()
+        files.callback(os.close, log)
+        settings, writer = os.pipe()
+        files.callback(os.close, settings)
         os.write(writer, _server_config().encode())  # complete before the server exists to read it
         os.close(writer)
         server = subprocess.Popen(
@@ -267,11 +273,6 @@ def _start(lock: int) -> subprocess.Popen[bytes]:
             start_new_session=True,
         )
         _write(lock, f"{server.pid} {_place()}")
-    finally:
-        os.close(settings)
-        os.close(log)
-        _held.discard(lock)
-        os.close(lock)  # closed, not unlocked: the server's copy of the file keeps the lock
     threading.Thread(target=server.wait, name="ddrl-reaper", daemon=True).start()
     return server
 
@@ -410,16 +411,19 @@ def try_lock(path: Path, kind: int = fcntl.LOCK_EX) -> int | None:
 
 def unlock(file: int) -> None:
     """Release a lock, also if a forked child has a copy of its file."""
-    _held.discard(file)
     fcntl.flock(file, fcntl.LOCK_UN)
+    _close(file)
+
+
+def _close(file: int) -> None:
+    _held.discard(file)
     os.close(file)
 
 
 def _forget_locks() -> None:
     """In a forked child: close without releasing, so that a lock ends with the process that took it."""
-    for file in _held:
-        os.close(file)
-    _held.clear()
+    for file in list(_held):
+        _close(file)
 
 
 os.register_at_fork(after_in_child=_forget_locks)
