@@ -1,4 +1,4 @@
-"""Fragments survive the wire exactly; whatever else comes is refused in one line, before memory is taken."""
+"""Fragments survive encoding exactly; anything else is refused in one line, before memory is allocated."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_frames_of_a_lane_lie_together() -> None:
 
 
 def test_a_lane_of_images_is_a_block() -> None:
-    """Up to a megabyte; longer lanes are divided evenly. What was written in other blocks is read all the same."""
+    """Up to a megabyte; longer lanes are divided evenly. Other block sizes are read too."""
     for steps, num_envs, shape, block in [
         (19, 3, (84, 84), 20 * 7056),
         (149, 1, (84, 84), 75 * 7056),
@@ -268,7 +268,7 @@ def test_forged_header_is_refused(change: Callable[[dict[str, Any]], Any], messa
 @pytest.mark.parametrize(
     "data", [b"", b"{", b"[]", b"null", b"\xff", b"[" * 60_000, b"1" * 5000, b" " * 70_000]
 )
-def test_header_that_is_no_header(data: bytes) -> None:
+def test_a_field_that_is_no_header_is_refused(data: bytes) -> None:
     with pytest.raises(CodecError, match=r"^h: "):
         codec.decode(codec.encode(make_fragment()) | {b"h": data})
 
@@ -332,7 +332,7 @@ def test_cap_is_on_the_sum() -> None:
 
 
 def with_chunk(name: str, chunk: bytes, fragment: Fragment | None = None) -> dict[bytes, bytes]:
-    """The entry with another chunk for a column, and a checksum to match: the forger knows crc32."""
+    """The entry with another chunk for a column, and a matching checksum."""
     fields = codec.encode(fragment or make_fragment()) | {name.encode(): chunk}
     header = json.loads(fields[b"h"])
     header["checksum"] = 0
@@ -350,7 +350,7 @@ def patched(chunk: bytes, offset: int, value: int) -> bytes:
     return chunk[:offset] + bytes([value]) + chunk[offset + 1 :]
 
 
-def test_chunks_that_lie_are_refused() -> None:
+def test_forged_chunks_are_refused() -> None:
     fragment = make_fragment()
     good = compressed(fragment.reward)
     codec.decode(with_chunk("reward", good))

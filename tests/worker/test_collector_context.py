@@ -1,7 +1,7 @@
-"""What the collector sends of the past and shows the policy, against environments that write everything down.
+"""The records of a collector against environments that write down everything they do.
 
-Fragments of varied length, context included, must be pieces of one history; the policy must see the stacks and carry
-the memory that follow from it; and the learner's views must rebuild from the fragments exactly what the policy saw.
+Fragments of varied length, context included, are pieces of one history; the policy sees the stacks and the recurrent
+state that follow from it; and replay rebuilds from the fragments exactly what the policy saw.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Written(gymnasium.Env[np.ndarray, np.int64]):
 
 
 class Spy:
-    """Plays at random; keeps copies of what it is shown, and returns its serial number as a further column."""
+    """Plays at random; keeps copies of its inputs, and returns the number of the step as an extra."""
 
     def __init__(self) -> None:
         self.seen: list[np.ndarray] = []
@@ -184,11 +184,13 @@ def begins_of(fragments: list[Fragment]) -> list[int]:
 
 
 @pytest.mark.parametrize(("context", "images"), [(0, False), (1, True), (3, False), (7, True)])
-def test_a_fragment_is_a_piece_of_the_past_with_all_that_belongs_to_its_context(
-    context: int, images: bool
-) -> None:
+def test_a_fragment_is_a_piece_of_history_with_its_context(context: int, images: bool) -> None:
     fragments, lanes, _ = play(Spy(), context=context, images=images)
     assert [fragment.num_steps for fragment in fragments] == list(LENGTHS)
+    assert [fragment.seq for fragment in fragments] == list(range(len(LENGTHS)))
+    assert {(one.run, one.producer, one.incarnation, one.policy_version) for one in fragments} == {
+        ("r", 5, 7, 1)
+    }
     num_finals = 0
     for begin, fragment in zip(begins_of(fragments), fragments, strict=True):
         assert fragment.context == min(begin, context)
@@ -212,8 +214,8 @@ def test_a_fragment_is_a_piece_of_the_past_with_all_that_belongs_to_its_context(
 
 @pytest.mark.parametrize("images", [False, True])
 @pytest.mark.parametrize("version", [0, 1])
-def test_the_policy_sees_the_newest_frames_of_the_episode(images: bool, version: int) -> None:
-    """After a fragment of random play too, which asks nobody but goes on stacking."""
+def test_the_policy_sees_the_newest_frames_of_its_episode(images: bool, version: int) -> None:
+    """Also after a fragment of random play, which does not call the policy but stacks frames."""
     policy = Spy()
     fragments, lanes, spec = play(
         policy, images=images, lives=True, version=version, env={"frame_stack": 4}, context=3
@@ -232,7 +234,7 @@ def test_the_policy_sees_the_newest_frames_of_the_episode(images: bool, version:
         assert fragments[1].extras["serial"][context:].all()
 
 
-def test_a_lost_life_ends_what_is_learned_from_and_not_the_return() -> None:
+def test_a_lost_life_ends_an_episode_for_learning_but_not_its_return() -> None:
     fragments, lanes, _ = play(Spy(), lives=True, context=2)
     terminated = np.concatenate([one.terminated[one.context :] for one in fragments])
     returns, lengths, num_lost = [], [], 0
@@ -268,7 +270,7 @@ def test_fragments_of_sequences_are_multiples_of_their_stride(shape: SequenceSha
     assert [one.num_steps for one in fragments] == [-(-n // shape.stride) * shape.stride for n in LENGTHS]
 
 
-def test_memory_begins_with_each_episode_and_holds_the_action_and_the_training_reward_before() -> None:
+def test_the_recurrent_state_begins_with_each_episode_and_holds_the_last_action_and_training_reward() -> None:
     policy = Remembering()
     _, lanes, _ = play(
         policy,
@@ -290,7 +292,7 @@ def test_memory_begins_with_each_episode_and_holds_the_action_and_the_training_r
 
 
 @pytest.mark.parametrize("frame_stack", [1, 3])
-def test_recurrent_states_are_sent_where_sequences_begin_amid_an_episode(frame_stack: int) -> None:
+def test_recurrent_states_are_sent_where_sequences_begin_inside_an_episode(frame_stack: int) -> None:
     policy = Remembering()
     context = SHAPE.context + frame_stack - 1
     fragments, lanes, _ = play(
@@ -382,3 +384,26 @@ def test_a_replay_of_sequences_rebuilds_inputs_and_recurrent_states(frame_stack:
             np.testing.assert_array_equal(batch.observation[SHAPE.burn_in + length, item], after)
         trained |= {(step, lane) for step in range(start, start + length)}
     assert trained == {(step, lane) for step in range(len(policy.seen)) for lane in range(3)}
+
+
+def test_context_does_not_change_with_a_fragment_that_was_returned() -> None:
+    config = EnvConfig(id=f"{__name__}:Written", num_envs=2)
+    expected, _, spec = play(Spy(), lengths=(5, 3), context=4, env={"num_envs": 2})
+    collector = Collector(
+        **{
+            "run": "r",
+            "producer": 5,
+            "incarnation": 7,
+            "env": config,
+            "rollout": RolloutConfig(fragment_s=5),
+        },
+        **{"spec": spec, "policy": Spy(), "random_until_learned": True, "seed": 1, "context": 4},
+    )
+    collector.load(1, {})
+    first = collector.collect(max_steps=5)
+    for column in (first.observation, first.action, first.reward, *first.extras.values()):
+        column[:] = 1
+    second = collector.collect(max_steps=3)
+    np.testing.assert_array_equal(second.observation, expected[1].observation)
+    np.testing.assert_array_equal(second.action, expected[1].action)
+    np.testing.assert_array_equal(second.extras["serial"], expected[1].extras["serial"])
