@@ -54,7 +54,7 @@ def learner(
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     with server() as client:
         from ddrl.learner import run as runner
-        from ddrl.store import copies
+        from ddrl.store import local_checkpoints
 
         monitoring.serve(monitoring.LearnerMetrics())
         interrupt = runner.Interrupt()
@@ -62,7 +62,7 @@ def learner(
         if run is None:
             runner.serve(client, folder, interrupt, retention=retention)
         else:
-            run = copies.find(client, run, folder)
+            run = local_checkpoints.find(client, run, folder)
             runner.learn(client, run, folder, interrupt, take_over=take_over)
 
 

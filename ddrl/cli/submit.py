@@ -120,13 +120,13 @@ def resume(
     started = time.monotonic()
     from ddrl import config as configs
     from ddrl.cli import output
-    from ddrl.store import copies
+    from ddrl.store import local_checkpoints
     from ddrl.store import runs as store
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     more_time_s = configs.duration(time_, "--time") if time_ else None
     with output.server() as client:
-        found = (copies.bring_back(client, name, Path("runs")) for name in runs or ["last"])
+        found = (local_checkpoints.find_or_restore(client, name, Path("runs")) for name in runs or ["last"])
         names = list(dict.fromkeys(found))
         before = [store.state(client, run) for run in names]
         if all(state.leased and not state.ended for state in before):  # learners hold them: only follow

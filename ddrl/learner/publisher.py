@@ -1,33 +1,31 @@
-"""What a learner has its server know: versions, allowance, checkpoints, ledger, figures, trims; in a thread of its own.
+"""The publisher: writes to the server what the training thread has finished, from the service thread.
 
-The training thread waits for no server. It lays finished copies on the `Board`, and the service thread takes them from
-there. Every write is fenced, and after a pause the first call renews the lease: a learner that stalled and was replaced
-meanwhile writes nothing. Where the server cannot serve for a while, what was to be written stays, and is written later;
-where its memory is full, what frees memory goes first. Background Python steals updates through the GIL, so a round
-takes a few milliseconds a second.
+It writes weights, the allowance of steps, checkpoints, the ledger, refusals and metrics, and trims the stream. The
+training thread never waits for the server: it leaves finished copies in `Shared`. Every write is fenced, so a learner
+that was replaced writes nothing. What the server does not take during an outage is written later; when its memory is
+full, what frees memory goes first. Background Python slows updates down through the GIL, so a round takes a few
+milliseconds a second.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from ddrl.config import RunConfig
-from ddrl.learner.accounts import Accounts
-from ddrl.learner.board import Board, Tensors
-from ddrl.learner.retention import Retention
+from ddrl.learner.ledger_rows import LedgerRows
 from ddrl.replay.fifo import Fifo
-from ddrl.replay.reader import Reader
+from ddrl.replay.reader import Decoded, Reader
 from ddrl.replay.replay import Replay
-from ddrl.store import checkpoints, connection, ledger, metrics, runs, stream, weights
-from ddrl.store import leases as lease
+from ddrl.store import checkpoints, connection, leases, ledger, metrics, runs, stream, weights
 from ddrl.store.checkpoints import Counters
 
 if TYPE_CHECKING:
@@ -36,25 +34,107 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RENEW_S = 0.75  # a quarter of the lease
-SLOW_S = 1.0  # a round that takes longer than this,
-BYTES_PER_S = 20e6  # and than its writes at this pace, has waited for the server
-MOST_TOLD = 100  # refusals in a round
+SLOW_S = 1.0  # a round that takes longer than this, and than its writes at
+BYTES_PER_S = 20e6  # this pace, has waited for the server
+REFUSALS_PER_ROUND = 100
 FOLD_EVERY_S = 60.0
-WAKES_PER_S = 2_000  # players that each raise of the allowance wakes, at most
-CHECKPOINT_BYTES_PER_S = 1e6  # what checkpoints may cost the server on average
+WAKES_PER_S = 2_000  # collectors that a raised allowance wakes, at most
+CHECKPOINT_BYTES_PER_S = 1e6  # average load of checkpoints on the server, at most
+RETURNS_LENGTH = 20  # training episodes whose mean is a metric
+HIGH, LOW = 0.85, 0.7  # shares of `replay.max_bytes` at which making room begins and ends
+SHED_KEEPS = 0.9  # share of the stream that a full server keeps each time
+SHED_S = 1.0  # between two of these times
+
+Tensors = Mapping[str, torch.Tensor]
 
 
-class Service:
-    """The service thread's half of a learner.
+class Shared:
+    """State that a learner's two threads share. Each field has one writer, which replaces it as a whole.
+
+    Written by the training thread:
+        updates: of the algorithm.
+        env_steps, fragments: counts of the stream at the last entry admitted.
+        refilled: steps played again after the stream was lost; the rate limiter leaves them out.
+        oldest: first entry of the stream that the replay holds.
+        entries: (entry_id, bytes taken up to it) of each entry taken; the publisher removes those it trims.
+        taken_bytes, largest_bytes: of the entries taken so far; of the largest.
+        ledger: its rows.
+        refused: (entry_id, head, reason) to report; the publisher removes them. `lost`: sentences, likewise.
+        returns, metrics: of the newest training episodes; of the newest update.
+        weights: (updates, parameters) to publish. checkpoint: (counters, tensors) to store. The publisher clears both.
+
+    Written by the service thread:
+        version: latest published; -1 before the first.
+        wants_checkpoint: set to have a checkpoint taken.
+
+    wake: set by the training thread to wake the service thread.
+    """
+
+    def __init__(self) -> None:
+        self.updates = self.env_steps = self.fragments = self.refilled = 0
+        self.oldest = b"0-1"
+        self.entries: deque[tuple[bytes, int]] = deque()
+        self.taken_bytes = self.largest_bytes = 0
+        self.ledger = LedgerRows()
+        self.refused: deque[tuple[bytes, bytes, str]] = deque()
+        self.lost: deque[str] = deque()
+        self.returns: deque[float] = deque(maxlen=RETURNS_LENGTH)
+        self.metrics: Tensors = {}
+        self.weights: tuple[int, Tensors] | None = None
+        self.checkpoint: tuple[Counters, Tensors] | None = None
+        self.version = -1
+        self.wants_checkpoint, self.wake = threading.Event(), threading.Event()
+        self._started = time.monotonic()
+
+    def take(self, staged: Decoded, *, consumed: bool) -> None:
+        """Note an entry that was taken from the stream; the counts of a refused one may be anything."""
+        self.taken_bytes += staged.num_bytes
+        self.largest_bytes = max(self.largest_bytes, staged.num_bytes)
+        self.entries.append((staged.entry_id, self.taken_bytes))
+        if consumed:
+            self.env_steps, self.fragments = staged.cumulative_steps, staged.cumulative_fragments
+
+    @property
+    def paced_steps(self) -> int:
+        """Steps that the rate limiter counts."""
+        return self.env_steps - self.refilled
+
+    @property
+    def elapsed_s(self) -> float:
+        """Time of learning, with that of the run's earlier learners up to their last checkpoint."""
+        return time.monotonic() - self._started
+
+    def add_elapsed(self, seconds: float) -> None:
+        """Count more time as learning; less if negative, as for a pause."""
+        self._started -= seconds
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What the server has for a learner that begins.
+
+    Attributes:
+        checkpoint: tensors and counters of the newest one.
+        latest: version of the weights; -1: none.
+        has_latest: the weights of that version are still there.
+    """
+
+    checkpoint: tuple[Tensors, Counters] | None
+    latest: int
+    has_latest: bool
+
+
+class Publisher:
+    """Writes one learner's results to the server.
 
     Args:
         client: connection of the service thread.
         run: its id.
         token: fencing token of the lease.
         config: the run's.
-        experience: of the training thread; read for its step budget and figures.
-        accounts: the ledger as it goes.
-        board: shared with the training thread.
+        replay: asked for the allowance and for metrics.
+        shared: the training thread's side.
+        on_checkpoint: gets tensors and meta of each checkpoint that the server has stored.
     """
 
     def __init__(
@@ -64,230 +144,225 @@ class Service:
         token: int,
         config: RunConfig,
         *,
-        experience: Replay | Fifo,
-        accounts: Accounts,
-        board: Board,
+        replay: Replay | Fifo,
+        shared: Shared,
+        on_checkpoint: Callable[[bytes, Mapping[str, Any]], object] = lambda blob, meta: None,
     ) -> None:
         self._client, self._run, self._token, self._config = client, run, token, config
-        self._experience, self._accounts, self._board = experience, accounts, board
-        self.retention = Retention(client, run, token, max_bytes=int(config.replay.max_bytes))
+        self._replay, self._shared, self._on_checkpoint = replay, shared, on_checkpoint
         self.pinned: frozenset[int] = frozenset()
-        """Versions that must not be dropped."""
-        self.copy_to: Callable[[bytes, Mapping[str, Any]], object] | None = None
-        """Gets the tensors and the meta of each checkpoint that the server has taken."""
-        self.feed: Reader | None = None
-        self.fallen_to: int | None = None
-        """The latest version that the server knew when it came back older than what it had been told."""
-        self.published_updates = 0
-        self._allowed = -1
-        self._allow_at = 0.0
+        """Versions that open evaluations need."""
+        self._feed: Reader | None = None  # once `begin` has written where the learner stands
+        self._checkpoint: Counters | None = None  # the newest in the server; without one nothing is trimmed
+        self._trimmed_bytes = 0  # of `Shared.taken_bytes`
+        self._ledger_cursor = b"0-0"  # last entry that the server's ledger covers; later ones are not trimmed
+        self._published_updates, self._allowed = 0, -1
         now = time.monotonic()
         self._checkpoint_at = now + config.learner.checkpoint_every_s
-        self._renew_at = self._metrics_at = now
         self._fold_at = now + FOLD_EVERY_S
-        self._hindered_at = 0.0  # since when the server cannot serve
-        self._is_full = self.has_latest = False
-        self._waited_s = 0.0
-        self._written_bytes = 0  # large writes
-        self._last_row = (now, 0, 0, 0.0, 0.0)
+        self._renew_at = self._metrics_at = now
+        self._allow_at = self._shed_at = self._outage_at = 0.0
+        self._waited_s, self._written_bytes = 0.0, 0
+        self._totals_before = self._totals()
 
-    # --- the beginning and the end ---------------------------------------------------------------------
+    # --- begin and end ---------------------------------------------------------------------------------
 
-    def load(self) -> tuple[tuple[dict[str, torch.Tensor], Counters] | None, int]:
-        """The newest checkpoint, if any, and the latest version; `has_latest` says whether the server still has it."""
-        self.renew()
+    def load(self) -> Stored:
+        """Read what the run's last learner left."""
+        leases.renew(self._client, self._run, self._token)
         checkpoints.sweep(self._client, self._run, self._token)
-        found = checkpoints.load(self._client, self._run, between=self.renew)
-        stored = weights.index(self._client, self._run)
-        latest, self.has_latest = stored.latest, stored.latest in stored.sizes
-        self.retention.told = ledger.read(self._client, self._run)[1]
-        if found is None:
-            return None, latest
-        blob, meta = found
-        self.retention.checkpoint = counters = Counters.decode(meta)
-        return (_decoded(blob), counters), latest
+        found, index = checkpoints.load(self._client, self._run), weights.index(self._client, self._run)
+        self._ledger_cursor = ledger.read(self._client, self._run)[1]
+        checkpoint = None
+        if found is not None:
+            self._checkpoint = Counters.decode(found[1])
+            checkpoint = _decoded(found[0]), self._checkpoint
+        return Stored(checkpoint, index.latest, index.latest in index.sizes)
 
-    def initial(self) -> tuple[str, dict[str, torch.Tensor]] | None:
-        """Where the weights to begin with come from, and they; None where the run begins afresh."""
+    def load_initial(self) -> tuple[str, Tensors] | None:
+        """Read the weights to begin with and their source; None where the run begins with fresh ones."""
         blob = runs.initial(self._client, self._run)
         return None if blob is None else (runs.state(self._client, self._run).warm, _decoded(blob))
 
     def note(self, event: str, reason: str) -> None:
-        """Add to the run's journal, as the learner that holds it."""
-        lease.renew(self._client, self._run, self._token)  # the journal takes a line from anybody
+        """Add a line to the run's journal."""
+        leases.renew(self._client, self._run, self._token)  # the journal itself is not fenced
         runs.note(self._client, self._run, event, reason)
 
     def begin(self, feed: Reader, version: int, parameters: Tensors | None) -> None:
-        """Tell the server where the learner stands; `parameters` are published, else `version` is as it was."""
-        self._accounts.fold(*ledger.folded(self._client, self._run))
-        self._accounts.rewind(runs.state(self._client, self._run).appended_fragments)
-        rows, cursor = self._accounts.rows, self._accounts.cursor
-        self._accounts.changes()
-        self.published_updates = self._board.updates
-        self._insistently(lambda: ledger.replace(self._client, self._run, self._token, rows, cursor))
-        self.retention.told = cursor
-        if self.retention.checkpoint is not None:  # what only the former learner's view held
-            stream.trim(self._client, self._run, self._token, self.retention.checkpoint.oldest.encode())
+        """Write where the learner stands; `parameters` are published as `version`, or None: `version` is published."""
+        shared = self._shared
+        shared.ledger.fold(*ledger.folded(self._client, self._run))
+        # Less than was read if the server came back older.
+        shared.fragments = min(shared.fragments, runs.state(self._client, self._run).appended_fragments)
+        rows, cursor = shared.ledger.rows, shared.ledger.cursor
+        shared.ledger.changes()
+        self._freeing(lambda: ledger.replace(self._client, self._run, self._token, rows, cursor))
+        self._ledger_cursor = cursor
+        if self._checkpoint is not None:  # entries that only the former learner's replay held
+            stream.trim(self._client, self._run, self._token, self._checkpoint.oldest.encode())
+        self._published_updates = shared.updates
         if parameters is None:
-            self._board.version = version
-            self._insistently(self._raise_allowance)
+            shared.version = version
+            self._freeing(self._raise_allowance)
         else:
-            self._board.version = version - 1
-            self._insistently(lambda: self._publish(self._board.updates, parameters))
-        self._last_row = self._totals(time.monotonic())  # rates are this learner's own
-        self.feed = feed
+            shared.version = version - 1
+            self._freeing(lambda: self._publish(shared.updates, parameters))
+        self._totals_before = self._totals()  # rates are this learner's own
+        self._feed = feed
 
-    def finish(self, counters: Counters | None, state: Tensors, parameters: Tensors) -> None:
-        """Tell the server everything, and store a checkpoint unless `counters` is None; may be called again.
+    def finish(self, checkpoint: tuple[Counters, Tensors] | None, parameters: Tensors) -> None:
+        """Write everything that is left; may be called again after an outage.
 
-        Raises:
-            LeaseLostError: another learner took over.
+        Args:
+            checkpoint: the last one; None: store none.
+            parameters: published if they are newer than the latest version.
         """
-        self.renew()
-        self._tell_ledger()
-        while self._board.gone or self._board.refused:
-            self._tell_refused()
-        if self._board.updates > self.published_updates:
-            self._publish(self._board.updates, parameters)
-        if counters is not None:
-            self._save(replace(counters, version=self._board.version), state)
 
-    def adopt(self, config: RunConfig) -> None:
-        """Go by other live settings from now on; what is due later than they say is due as they say."""
+        def write() -> None:
+            leases.renew(self._client, self._run, self._token)
+            self._store_ledger()
+            while self._shared.lost or self._shared.refused:
+                self._report_refused()
+            if self._shared.updates > self._published_updates:
+                self._publish(self._shared.updates, parameters)
+            if checkpoint is not None:
+                counters, state = checkpoint
+                self._save(replace(counters, version=self._shared.version), state)
+
+        self._freeing(write)
+
+    def apply(self, config: RunConfig) -> None:
+        """Apply changed settings; bring timers forward if the new intervals are shorter."""
         self._config = config
-        self.retention.max_bytes = int(config.replay.max_bytes)
         now = time.monotonic()
         self._checkpoint_at = min(self._checkpoint_at, now + config.learner.checkpoint_every_s)
         self._metrics_at = min(self._metrics_at, now + config.learner.metrics_every_s)
 
     # --- a round -----------------------------------------------------------------------------------------
 
-    def serve(self) -> None:
-        """One round of what the server must be told; what it cannot take now stays, and is told in a later one.
+    def round(self) -> None:
+        """Write what is due; call it about twenty times a second, and again after an outage.
 
         Raises:
             LeaseLostError: another learner took over.
-            redis.exceptions.RedisError: the server cannot serve; call again if `connection.outage` says so.
+            RunGoneError: the server came back without the run, or older.
+            redis.exceptions.RedisError: the server has an outage.
         """
-        with self._noticing():
-            renewed = self.renew()
-            if renewed:
-                self._tell_ledger()
-                self._fold()
-            self._make_room(may_trim=renewed)
-            self._tell_refused()
-            self._publish_or_allow()
-            self._store()
-            self._tell_figures()
-
-    def renew(self) -> bool:
-        """Keep the lease, where it is time to."""
-        is_due = time.monotonic() >= self._renew_at
-        if is_due:
-            lease.renew(self._client, self._run, self._token)
-            self._renew_at = time.monotonic() + RENEW_S
-        return is_due
-
-    @contextlib.contextmanager
-    def _noticing(self) -> Iterator[None]:
-        """Count what is waited for a server that cannot serve."""
-        started, before = time.monotonic(), self._written_bytes
+        started, bytes_before = time.monotonic(), self._written_bytes
         try:
-            yield
+            is_due = started >= self._renew_at
+            if is_due:
+                leases.renew(self._client, self._run, self._token)
+                self._renew_at = time.monotonic() + RENEW_S
+                self._store_ledger()
+                self._fold()
+            self._trim(is_due=is_due)
+            self._report_refused()
+            self._publish_or_allow()
+            self._store_checkpoint()
+            self._report_metrics()
         except connection.OUTAGES as error:
-            if connection.outage(error) is not None:
-                self._hindered_at = self._hindered_at or started
-                self._is_full = connection.is_full(error)
+            self._outage_at = self._outage_at or started
+            now = time.monotonic()
+            if connection.is_full(error) and now >= max(self._outage_at + SLOW_S, self._shed_at):
+                self._shed()
             raise
         now = time.monotonic()
-        slow = now - started - (self._written_bytes - before) / BYTES_PER_S
-        if self._hindered_at:
-            self._waited_s += now - self._hindered_at
-        elif slow > SLOW_S:
-            self._waited_s += slow
-            log.warning("the server took %.1f s to answer", slow)
-        self._hindered_at, self._is_full = 0.0, False
+        slow_s = now - started - (self._written_bytes - bytes_before) / BYTES_PER_S
+        if self._outage_at:
+            self._waited_s += now - self._outage_at
+        elif slow_s > SLOW_S:
+            self._waited_s += slow_s
+            log.warning("the server took %.1f s to answer", slow_s)
+        self._outage_at = 0.0
 
-    def _make_room(self, *, may_trim: bool) -> None:
-        """Drop what nothing needs; near the budget, have a checkpoint taken, and drop what it makes dispensable."""
-        counters, retention = self._board.counters, self.retention
-        if may_trim:
-            retention.trim(counters.oldest.encode())
-        if retention.is_near_budget:
-            if retention.checkpoint is None or retention.checkpoint.cursor != counters.cursor:
-                self._board.wants_state.set()
-            self._tell_ledger()
-            retention.make_room()
-        if self._is_full and time.monotonic() - self._hindered_at > SLOW_S:
-            retention.shed()
-
-    def _insistently(self, write: Callable[[], object]) -> None:
-        """Write at the beginning, when nobody else frees the memory of a full server."""
-        while True:
-            try:
-                self.renew()
-                write()
-                return
-            except connection.OUTAGES as error:
-                if not connection.is_full(error) or not self.retention.shed(at_once=True):
-                    raise
-
-    # --- what is told ----------------------------------------------------------------------------------------
-
-    def _tell_ledger(self) -> None:
-        """What has become of fragments since it was told last."""
-        changed, cursor = self._accounts.changes()
+    def _store_ledger(self) -> None:
+        """Store the rows that have changed."""
+        changed, cursor = self._shared.ledger.changes()
         if not changed:
             return
         try:
             ledger.put(self._client, self._run, self._token, changed, cursor)
         except BaseException:
-            self._accounts.put_back(changed)
+            self._shared.ledger.put_back(changed)
             raise
-        self.retention.told = cursor
+        self._ledger_cursor = cursor
 
     def _fold(self) -> None:
-        """Every few minutes, one account for the producers that have been silent for long."""
-        checkpoint = self.retention.checkpoint
-        if time.monotonic() >= self._fold_at and checkpoint is not None:
+        """Now and then fold the rows of ended producers into one."""
+        if time.monotonic() >= self._fold_at and self._checkpoint is not None:
             self._fold_at = time.monotonic() + FOLD_EVERY_S
-            ledger.fold(self._client, self._run, self._token, checkpoint.ledger)
-            self._accounts.fold(*ledger.folded(self._client, self._run))
+            ledger.fold(self._client, self._run, self._token, self._checkpoint.ledger)
+            self._shared.ledger.fold(*ledger.folded(self._client, self._run))
 
-    def _tell_refused(self) -> None:
-        while self._board.gone:
-            self.note("lost", self._board.gone[0])
-            self._board.gone.popleft()
-        refused = self._board.refused
-        for _ in range(min(len(refused), MOST_TOLD)):  # the rest in the next round: a flood may come
+    def _report_refused(self) -> None:
+        """Store some refused entries in `dead`, and report lost fragments in the journal."""
+        while self._shared.lost:
+            self.note("lost", self._shared.lost[0])
+            self._shared.lost.popleft()
+        refused = self._shared.refused
+        for _ in range(min(len(refused), REFUSALS_PER_ROUND)):
             stream.refuse(self._client, self._run, self._token, *refused[0])
             refused.popleft()
 
+    def _report_metrics(self) -> None:
+        now = time.monotonic()
+        if now >= self._metrics_at:
+            totals = self._totals()
+            metrics.add(self._client, self._run, self._token, self._row(totals))
+            self._totals_before = totals
+            self._metrics_at = now + self._config.learner.metrics_every_s
+
+    def _totals(self) -> tuple[float, int, int, float, float]:
+        """Return time, updates, steps, seconds waited for fragments and for the server."""
+        idle_s = self._feed.waited_s if self._feed is not None else 0.0
+        return time.monotonic(), self._shared.updates, self._shared.env_steps, idle_s, self._waited_s
+
+    def _row(self, totals: tuple[float, int, int, float, float]) -> dict[str, float]:
+        """Return the metrics since the last row."""
+        shared = self._shared
+        grown = [now - before for now, before in zip(totals, self._totals_before, strict=True)]
+        elapsed = max(grown[0], 1e-9)
+        row = {
+            "elapsed_s": shared.elapsed_s,
+            "env_steps": totals[2],
+            "updates": totals[1],
+            "env_steps_per_s": grown[2] / elapsed,
+            "updates_per_s": grown[1] / elapsed,
+            **self._replay.figures(num_steps=shared.paced_steps, num_updates=totals[1]),
+            "admitted": shared.ledger.consumed,
+            "dead": shared.ledger.refused,
+            "version": shared.version,
+            "learner_wait": min(1.0, grown[3] / elapsed),
+            "server_wait_s": grown[4],
+        }
+        if shared.returns:
+            row["return_mean"] = float(np.mean(list(shared.returns)))
+        return row | {name: float(value) for name, value in shared.metrics.items()}
+
+    # --- weights and allowance ---------------------------------------------------------------------------
+
     def _publish_or_allow(self) -> None:
-        published = self._board.weights
-        if published is None:
+        finished = self._shared.weights
+        if finished is None:
             self._raise_allowance()
             return
-        self._publish(*published)
-        if self._board.weights is published:  # the next one may have come meanwhile
-            self._board.weights = None
-        if self.feed is not None:
-            self.feed.wake()
+        self._publish(*finished)
+        if self._shared.weights is finished:  # the training thread may have finished others meanwhile
+            self._shared.weights = None
+        if self._feed is not None:
+            self._feed.wake()
 
     def _publish(self, updates: int, parameters: Tensors) -> None:
-        """Store the next version of the weights; versions never go back, though the server may."""
-        stored = weights.index(self._client, self._run)
-        policy = self._config.weights
-        drop = weights.superseded(
-            stored,
-            keep_last=policy.keep_last,
-            keep_every=policy.keep_every,
-            max_bytes=int(policy.max_bytes),
-            pinned=self.pinned,
-        )
-        if self.feed is not None and stored.latest < self._board.version:
-            self.fallen_to = stored.latest
-        version, blob = max(stored.latest, self._board.version) + 1, _encoded(parameters)
+        """Store the next version of the weights, raise the allowance and drop old versions, all or nothing."""
+        shared, policy = self._shared, self._config.weights
+        index = weights.index(self._client, self._run)
+        if self._feed is not None and index.latest < shared.version:
+            raise leases.RunGoneError(
+                f"run {self._run}: the server came back empty or older, at version {index.latest}"
+            )
+        version, blob = max(index.latest, shared.version) + 1, encoded(parameters)
         allowance = self._allowance(version)
         weights.publish(
             self._client,
@@ -296,92 +371,121 @@ class Service:
             version=version,
             blob=blob,
             allowance=allowance,
-            players=self._experience.num_collectors,
-            updates=self._board.updates,
-            drop=drop,
+            players=self._replay.num_collectors,
+            updates=shared.updates,
+            drop=weights.superseded(
+                index,
+                keep_last=policy.keep_last,
+                keep_every=policy.keep_every,
+                max_bytes=int(policy.max_bytes),
+                pinned=self.pinned,
+            ),
         )
         self._written_bytes += len(blob)
-        self._board.version, self._allowed, self.published_updates = version, allowance, updates
+        shared.version, self._allowed, self._published_updates = version, allowance, updates
 
     def _raise_allowance(self) -> None:
-        """Tell collectors of more room, in steps worth a call."""
-        allowance = self._allowance(self._board.version)
-        now = time.monotonic()
-        if allowance >= self._allowed + self._experience.budget_increment and now >= self._allow_at:
-            players, updates = self._experience.num_collectors, self._board.updates
+        """Allow collectors more steps, if there are enough to be worth a call."""
+        allowance, now = self._allowance(self._shared.version), time.monotonic()
+        if allowance >= self._allowed + self._replay.budget_increment and now >= self._allow_at:
+            players, updates = self._replay.num_collectors, self._shared.updates
             self._allow_at = now + players / WAKES_PER_S
             stream.allow(self._client, self._run, self._token, allowance, players=players, updates=updates)
             self._allowed = allowance
 
     def _allowance(self, version: int) -> int:
-        """Environment steps that may have been appended in all once `version` is published."""
-        board = self._board
-        return board.refilled + self._experience.step_budget(
-            num_steps=board.paced_steps, num_updates=board.updates, version=version
+        """Return the environment steps that may be appended in all once `version` is published."""
+        shared = self._shared
+        return shared.refilled + self._replay.step_budget(
+            num_steps=shared.paced_steps, num_updates=shared.updates, version=version
         )
 
-    def _store(self) -> None:
-        """Store a checkpoint that was taken, or have one taken when it is time."""
-        taken = self._board.state
+    # --- checkpoints and the stream ----------------------------------------------------------------------
+
+    def _store_checkpoint(self) -> None:
+        """Store the checkpoint that was taken, or have one taken when it is due."""
+        taken = self._shared.checkpoint
         if taken is not None:
             self._save(*taken)
-            if self._board.state is taken:  # another may have been taken meanwhile
-                self._board.state = None
+            if self._shared.checkpoint is taken:  # the training thread may have taken another meanwhile
+                self._shared.checkpoint = None
         elif time.monotonic() >= self._checkpoint_at:
             self._checkpoint_at = time.monotonic() + self._config.learner.checkpoint_every_s
-            self._board.wants_state.set()
+            self._shared.wants_checkpoint.set()
 
     def _save(self, counters: Counters, state: Tensors) -> None:
-        self.renew()
-        blob, meta = _encoded(state), dict(vars(counters))
-        checkpoints.save(self._client, self._run, self._token, blob, meta, between=self.renew)
+        blob, meta = encoded(state), dict(vars(counters))
+        checkpoints.save(self._client, self._run, self._token, blob, meta)
         self._written_bytes += len(blob)
-        self.retention.checkpoint = counters
-        every = max(self._config.learner.checkpoint_every_s, len(blob) / CHECKPOINT_BYTES_PER_S)
-        self._checkpoint_at = time.monotonic() + every
-        if self.copy_to is not None:
-            self.copy_to(blob, meta)
+        self._checkpoint = counters
+        every_s = max(self._config.learner.checkpoint_every_s, len(blob) / CHECKPOINT_BYTES_PER_S)
+        self._checkpoint_at = time.monotonic() + every_s
+        self._on_checkpoint(blob, meta)
 
-    def _tell_figures(self) -> None:
-        now = time.monotonic()
-        if now < self._metrics_at:
+    def _trim(self, *, is_due: bool) -> None:
+        """Trim entries that neither the replay nor the newest checkpoint needs; make room near the byte budget.
+
+        The append refuses fragments beyond `replay.max_bytes`. Before that the oldest entries go even if the replay
+        still holds them; entries after the newest checkpoint stay in any case, for no other place has them.
+        """
+        shared, checkpoint = self._shared, self._checkpoint
+        max_bytes = int(self._config.replay.max_bytes)
+        if is_due and checkpoint is not None:
+            self._trim_before(min(shared.oldest, checkpoint.oldest.encode(), key=stream.order))
+        if self._stream_bytes > min(HIGH * max_bytes, max_bytes - 2 * shared.largest_bytes):
+            if checkpoint is None or checkpoint.cursor != shared.ledger.cursor.decode():
+                shared.wants_checkpoint.set()
+            self._store_ledger()
+            self._trim_to(int(LOW * max_bytes))
+
+    def _freeing(self, write: Callable[[], object]) -> None:
+        """Write; while the server's memory is full, trim the oldest entries and try again."""
+        while True:
+            try:
+                write()
+                return
+            except connection.OUTAGES as error:
+                if not (connection.is_full(error) and self._shed()):
+                    raise
+
+    def _shed(self) -> bool:
+        """Trim a part of the stream that only a rebuilt replay would need; return whether there was any."""
+        num_bytes = self._trim_to(int(SHED_KEEPS * self._stream_bytes))
+        if num_bytes:
+            level = logging.INFO if time.monotonic() < self._shed_at + 10 * SHED_S else logging.WARNING
+            log.log(level, "the server is full: trimmed %d bytes of the oldest experience", num_bytes)
+        self._shed_at = time.monotonic() + SHED_S
+        return num_bytes > 0
+
+    def _trim_to(self, num_bytes: int) -> int:
+        """Trim all but the newest `num_bytes` and the entries after the newest checkpoint; return the bytes trimmed."""
+        if self._checkpoint is None or not self._shared.entries:
+            return 0
+        before, cursor = self._stream_bytes, self._checkpoint.cursor.encode()
+        cut = self._shared.taken_bytes - num_bytes
+        kept = (entry_id for entry_id, taken_bytes in list(self._shared.entries)[1:] if taken_bytes > cut)
+        self._trim_before(min(next(kept, cursor), cursor, key=stream.order))
+        return before - self._stream_bytes
+
+    def _trim_before(self, first_kept: bytes) -> None:
+        entries = self._shared.entries
+        first_kept = min(first_kept, stream.following(self._ledger_cursor), key=stream.order)
+        if not entries or stream.order(first_kept) <= stream.order(entries[0][0]):
             return
-        metrics.add(self._client, self._run, self._token, self._row(now))
-        self._last_row = self._totals(now)
-        self._metrics_at = now + self._config.learner.metrics_every_s
+        stream.trim(self._client, self._run, self._token, first_kept)
+        while entries and stream.order(entries[0][0]) < stream.order(first_kept):
+            self._trimmed_bytes = entries.popleft()[1]
 
-    def _totals(self, now: float) -> tuple[float, int, int, float, float]:
-        """What rows tell the growth of: time, updates, steps, seconds waited for fragments and for the server."""
-        idle = self.feed.waited_s if self.feed is not None else 0.0
-        return now, self._board.updates, self._board.steps, idle, self._waited_s
-
-    def _row(self, now: float) -> dict[str, float]:
-        """Figures since the last row."""
-        board, accounts = self._board, self._accounts
-        then, updates_then, steps_then, idle_then, waited_then = self._last_row
-        _, updates, steps, idle, waited = self._totals(now)
-        elapsed = max(now - then, 1e-9)
-        row = {
-            "elapsed_s": board.elapsed_s,
-            "env_steps": steps,
-            "updates": updates,
-            "env_steps_per_s": (steps - steps_then) / elapsed,
-            "updates_per_s": (updates - updates_then) / elapsed,
-            **self._experience.figures(num_steps=board.paced_steps, num_updates=updates),
-            "admitted": accounts.consumed,
-            "dead": accounts.refused,
-            "version": board.version,
-            "learner_wait": min(1.0, (idle - idle_then) / elapsed),
-            "server_wait_s": waited - waited_then,
-        }
-        if board.returns:
-            row["return_mean"] = float(np.mean(list(board.returns)))
-        return row | {name: float(value) for name, value in dict(board.figures).items()}
+    @property
+    def _stream_bytes(self) -> int:
+        """Bytes of the entries that were taken and not trimmed."""
+        return self._shared.taken_bytes - self._trimmed_bytes
 
 
-def _decoded(blob: bytes) -> dict[str, torch.Tensor]:
+def _decoded(blob: bytes) -> Tensors:
     return {name: torch.from_numpy(array) for name, array in weights.decode_weights(blob).items()}
 
 
-def _encoded(arrays: Tensors) -> bytes:
+def encoded(arrays: Tensors) -> bytes:
+    """Return named tensors as safetensors bytes."""
     return weights.encode_weights({name: tensor.numpy() for name, tensor in arrays.items()})

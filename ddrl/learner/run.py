@@ -1,4 +1,9 @@
-"""The long-lived learner process: takes runs, hands them over, brings back what a server has lost."""
+"""A run's life on this machine: claim it, restore it, train to the end or until it is handed over.
+
+One path leads back from every loss: a learner starts from the newest checkpoint that a learner saved, on the server or
+in the run's folder. When the server comes back empty or older, the learner saves a checkpoint to the folder and makes
+another attempt, which restores it.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +14,25 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ddrl.config import ConfigError
-from ddrl.learner.preparation import warm_up
-from ddrl.learner.session import GONE, Rescued, Session
-from ddrl.runs import monitoring
+import torch
+
+from ddrl import celery
+from ddrl.algorithms import base
+from ddrl.config import ConfigError, RunConfig
+from ddrl.learner.dispatcher import Dispatcher
+from ddrl.learner.evaluations import EvaluationScheduler, Progress
+from ddrl.learner.loop import Learner
+from ddrl.learner.publisher import encoded
+from ddrl.runs import artifacts, monitoring
 from ddrl.runs.prune import Retention
-from ddrl.store import connection, copies, runs
-from ddrl.store import leases as lease
-from ddrl.store.connection import Outage, StoreError
+from ddrl.store import budget, connection, leases, local_checkpoints, logs, runs
+from ddrl.store.connection import StoreError
+from ddrl.types import EnvSpec
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -29,20 +42,25 @@ log = logging.getLogger(__name__)
 POLL_S = 0.25
 RETRY_S = 1.0
 POLITE_S = 5.0  # between asking for a run and taking it
-RETURN_S = 15.0  # for which a run that has gone may come back by the learner that had it
-SPARE_S = (
-    10.0  # for which a service leaves a run alone: it was asked for by another, or cannot be learned here
+RETURN_S = 15.0  # in which the learner that held a lost run may restore it, before another one does
+SPARE_S = 10.0  # in which a service does not claim a run that was asked for, or that cannot be learned here
+TICK_S = 0.05
+DISPATCH_S = 0.1
+SIGNALS_S = 0.25
+HANG_S = (
+    120.0  # without a round of the service thread the learner hangs; longer than redis-py tries a command
 )
+LOST = (leases.RunGoneError, runs.UnknownRunError)  # the server came back empty or older
 
 
 class Interrupt:
-    """A wish to end, from SIGTERM or SIGINT: the run stays active for the next learner."""
+    """The process's wish to end, from SIGTERM or SIGINT: the run stays active for the next learner."""
 
     def __init__(self) -> None:
         self.event = threading.Event()
 
     def install(self) -> None:
-        """Take over both signals; a second one ends the process at once."""
+        """Handle both signals; a second one ends the process at once."""
         for signum in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signum, self._handle)
 
@@ -60,46 +78,40 @@ def serve(
     poll_s: float = POLL_S,
     retention: Retention | None = None,
 ) -> None:
-    """Learn whatever runs wait for a learner, one after another, until interrupted; between them ended ones go.
+    """Learn the runs that wait for a learner, one after another, until interrupted.
 
     Args:
         client: connection to the server.
-        folder: the runs' artifacts go to folders in it.
+        folder: of the runs' folders.
         interrupt: the process's wish to end.
         poll_s: time between two looks.
-        retention: which ended runs go from the server; None: none.
+        retention: which ended runs to delete from the server meanwhile; None: none.
     """
     log.info("waits for runs")
-    spared: dict[str, float] = {}  # run -> until when it is left alone
-    outage = Outage(client)
+    spared: dict[str, float] = {}  # run -> until when it is not claimed
+    outage = connection.Outage(client)
     while not interrupt.event.is_set():
         try:
             if retention is not None:
                 retention.apply(client)
             now = time.monotonic()
-            for run, asker in lease.free(client, runs.active_names(client)):
+            for run, asker in leases.free(client, runs.active_names(client)):
                 if asker:  # it takes the run in a moment, unless it has died
                     spared.setdefault(run, now + SPARE_S)
-                if spared.get(run, 0.0) <= time.monotonic() and not interrupt.event.is_set():
-                    spared.pop(run, None)
-                    if not _learn_or_tell(client, run, folder, interrupt):
-                        spared[run] = time.monotonic() + SPARE_S
+                if spared.get(run, 0.0) > time.monotonic() or interrupt.event.is_set():
+                    continue
+                spared.pop(run, None)
+                try:
+                    learn(client, run, folder, interrupt, waits=False)
+                except leases.LeaseLostError as error:
+                    log.error("%s", error)
+                except Exception as error:  # the other runs still need a learner
+                    log.error("%s: %s", run, error, exc_info=not isinstance(error, (StoreError, ConfigError)))
+                    spared[run] = time.monotonic() + SPARE_S
             outage.over()
         except connection.OUTAGES as error:
             outage.note(error)
         interrupt.event.wait(poll_s)
-
-
-def _learn_or_tell(client: Redis, run: str, folder: Path, interrupt: Interrupt) -> bool:
-    """Learn a run; what ends it here must not end the service for the others. False if it may end it again."""
-    try:
-        learn(client, run, folder, interrupt, waits=False)
-    except lease.LeaseLostError as error:
-        log.error("%s", error)
-    except Exception as error:
-        log.error("%s: %s", run, error, exc_info=not isinstance(error, (StoreError, ConfigError)))
-        return False
-    return True
 
 
 def learn(
@@ -111,18 +123,15 @@ def learn(
     waits: bool = True,
     take_over: bool = False,
 ) -> str | None:
-    """Learn one run until it ends, is handed over, or this process is told to stop.
-
-    A run that the server has lost is planted there again: from what this learner holds, else from the copy of its
-    newest checkpoint in `folder / run`.
+    """Learn one run until it ends, is handed over, or this process is to end; restore it if the server has lost it.
 
     Args:
         client: connection of the service thread.
         run: its id.
-        folder: the run's artifacts go to `folder / run`.
+        folder: of the runs' folders.
         interrupt: the process's wish to end.
         waits: for the lease, as long as the run is active.
-        take_over: ask the learner that holds the run for it, and take it from one that does not let go.
+        take_over: ask the learner that holds the run for it; take it if that learner does not let go.
 
     Returns:
         The status with which the run ended; None when it goes on without this learner.
@@ -132,45 +141,33 @@ def learn(
         LeaseLostError: another learner took over.
     """
     claim = _Claim(client, run, folder / run, waits=waits, take_over=take_over)
-    outage = Outage(client)
-    rescued: Rescued | None = None
+    outage = connection.Outage(client)
     while not interrupt.event.is_set():
+        token = None
         try:
-            if rescued is not None:
-                is_planted = copies.plant(client, run, folder / run, rescued.seed)
-                if not is_planted and runs.status(client, run) is None:  # emptied again meanwhile
-                    interrupt.event.wait(RETRY_S)
-                    continue
             token = claim.take(interrupt.event)
             outage.over()
             if token is None:
                 return None
-            session = None
-            try:
-                session = Session(client, run, token, folder / run, interrupt.event, rescued)
-                rescued = None
-                with monitoring.learning(run):
-                    status = session.go()
-                if status is not None or not session.is_ahead:
-                    return status
-            except GONE:
-                rescued = rescued if session is None else session.rescued
-            finally:
-                _release(client, run, token)
+            with monitoring.learning(run):
+                return _Attempt(client, run, token, folder / run, interrupt.event).learn()
         except connection.OUTAGES as error:
             outage.note(error)
             interrupt.event.wait(RETRY_S)
+        except LOST as error:
+            if token is None:  # there is nothing to restore it from
+                raise
+            log.warning("%s; the run is restored", error)
+            claim = _Claim(client, run, folder / run, waits=waits, take_over=False, is_again=True)
+        finally:
+            if token is not None:
+                with contextlib.suppress(*connection.OUTAGES):  # else the lease expires
+                    leases.release(client, run, token)
     return None
 
 
-def _release(client: Redis, run: str, token: int) -> None:
-    """Let go of the run; where the server cannot be told, the lease expires."""
-    with contextlib.suppress(*connection.OUTAGES):
-        lease.release(client, run, token)
-
-
 class _Claim:
-    """How one learner comes by one run.
+    """How a learner gets the lease of a run.
 
     Args:
         client: connection to the server.
@@ -178,75 +175,399 @@ class _Claim:
         folder: the run's.
         waits: until the run is free, as long as it is active.
         take_over: ask its holder for it, then take it.
+        is_again: this learner held the run before, so it also waits while the run is paused.
     """
 
-    def __init__(self, client: Redis, run: str, folder: Path, *, waits: bool, take_over: bool) -> None:
+    def __init__(
+        self, client: Redis, run: str, folder: Path, *, waits: bool, take_over: bool, is_again: bool = False
+    ) -> None:
         self._client, self._run, self._folder = client, run, folder
-        self._waits, self._take_over = waits, take_over
+        self._waits, self._take_over, self._is_again = waits, take_over, is_again
         self._host = socket.gethostname()
-        self._told = ""  # whom the log names as the holder
-        self._seen = False
-        self._gone_at = self._asked_at = 0.0
+        self._holder = ""  # host of the learner that was logged as the holder
+        self._was_found = False
+        self._lost_at = self._asked_at = 0.0
 
     def take(self, interrupted: threading.Event) -> int | None:
-        """The lease's token; None where others learn the run, or the process is to end.
+        """Return the lease's token; None if others learn the run, or the process is to end.
 
         Raises:
             StoreError: the run is not active.
         """
         while not interrupted.is_set():
-            now = self._look()
+            now = self._state()
             if now is not None:
-                if now.ended and self._told:
+                if now.ended and self._holder:
                     log.info("%s: %s, by the learner on %s", self._run, now.status, now.host)
                     return None
-                if now.status != "active" and not now.leased:
-                    if now.status == "paused" and self._told:  # whom this waited for has died
-                        interrupted.wait(POLL_S)
-                        continue
+                if now.status == "active" or now.leased:
+                    token = self._acquire()
+                    if token is not None or not self._waits:
+                        return token
+                    self._ask_or_wait(now.host)
+                elif now.status != "paused" or not (self._holder or self._is_again):
                     raise StoreError(
                         f"run {self._run}: is {now.status}, not active; continue it with `ddrl resume {self._run}`"
                     )
-                token = self._acquire()
-                if token is not None:
-                    return token
-                if not self._waits:
-                    return None
-                self._ask_or_wait(now.host)
             interrupted.wait(POLL_S)
         return None
 
-    def _look(self) -> runs.RunState | None:
-        """The run's state; None while it has gone and may yet be brought back by whoever held it."""
+    def _state(self) -> runs.RunState | None:
+        """Return the run's state; if the server has lost it, None, and restore it unless its holder may do so."""
         try:
             now = runs.state(self._client, self._run)
         except runs.UnknownRunError:
-            self._gone_at = self._gone_at or time.monotonic()
-            if not self._seen or time.monotonic() - self._gone_at >= RETURN_S:
-                copies.plant(self._client, self._run, self._folder)
-                self._gone_at = 0.0
+            self._lost_at = self._lost_at or time.monotonic()
+            if not self._was_found or time.monotonic() - self._lost_at >= RETURN_S:
+                local_checkpoints.restore_from(self._client, self._run, self._folder)
+                self._lost_at = 0.0
             return None
-        self._seen, self._gone_at = True, 0.0
+        self._was_found, self._lost_at = True, 0.0
         return now
 
     def _acquire(self) -> int | None:
         force = self._asked_at > 0 and time.monotonic() - self._asked_at >= POLITE_S
-        folder = str(self._folder.resolve())
-        token = lease.acquire(self._client, self._run, host=self._host, folder=folder, force=force)
-        if token is not None:
-            if force:
-                log.warning("takes %s from the learner on %s, which did not let go", self._run, self._told)
-            self._asked_at, self._take_over = 0.0, False
+        token = leases.acquire(
+            self._client,
+            self._run,
+            host=self._host,
+            folder=str(self._folder.resolve()),
+            force=force,
+            after=local_checkpoints.token(self._folder, self._run),
+        )
+        if token is not None and force:
+            log.warning("takes %s from the learner on %s, which did not let go", self._run, self._holder)
         return token
 
-    def _ask_or_wait(self, host: str) -> None:
-        """Say on whom this waits, once for each; ask it for the run, if told to."""
-        if host != self._told:
-            if not self._told:
+    def _ask_or_wait(self, holder: str) -> None:
+        """Log each holder once; ask it for the run, if this learner is to take over."""
+        if holder != self._holder:
+            if not self._holder:
                 warm_up(runs.config(self._client, self._run), runs.spaces(self._client, self._run))
             verb = "asks" if self._take_over else "waits for"
-            log.info("%s is held by the learner on %s; %s it", self._run, host, verb)
-            self._told = host
+            log.info("%s is held by the learner on %s; %s it", self._run, holder, verb)
+            self._holder = holder
         if self._take_over and not self._asked_at:
             runs.request_handover(self._client, self._run, f"{self._host} (process {os.getpid()})")
             self._asked_at = time.monotonic()
+
+
+class _Attempt:
+    """One attempt to learn a run, from the lease to the end of the run, or to the loss of lease or run.
+
+    Args:
+        client: connection of the service thread.
+        run: its id.
+        token: fencing token of the lease.
+        folder: the run's.
+        interrupted: the process is to end; the run stays active for the next learner.
+    """
+
+    def __init__(
+        self, client: Redis, run: str, token: int, folder: Path, interrupted: threading.Event
+    ) -> None:
+        self._client, self._run, self._token = client, run, token
+        self._folder, self._interrupted = folder, interrupted
+        self._record = local_checkpoints.record(client, run)
+        self._config = runs.config(client, run)
+        self._config_version = int(self._record.state.get("config_version", 0))
+        self._status, self._asker = "active", ""  # and who asked for the run
+        self._is_restored = False
+        self._error: Exception | None = None  # of either thread
+        self._outage = connection.Outage(client)
+        self._signals_at = self._dispatch_at = self._tick_at = 0.0
+        self._round_at: float | None = None  # last round of the service thread; None where there is none
+        self._resources = contextlib.ExitStack()
+
+    def learn(self) -> str | None:
+        """Learn to the end; return the run's status, None when it goes on without this learner.
+
+        Raises:
+            LeaseLostError: another learner took over.
+            RunGoneError, UnknownRunError: the server came back empty or older; the next attempt restores the run.
+        """
+        source = f"learner {socket.gethostname()}"
+        with (
+            leases.kept(self._run, self._token, is_alive=self._is_alive),
+            logs.sending(self._run, source),
+            self._resources,
+        ):
+            try:
+                self._begin()
+                self._train()
+                return self._end()
+            except leases.LeaseLostError:
+                host = "another host"
+                with contextlib.suppress(StoreError, *connection.OUTAGES):
+                    host = runs.state(self._client, self._run).host
+                raise leases.LeaseLostError(
+                    f"run {self._run}: the learner on {host} took it over; this one has stopped writing"
+                ) from None
+            except LOST:
+                if self._is_restored:
+                    self._save_to_folder()
+                raise
+
+    def _is_alive(self) -> bool:
+        """Return whether the service thread makes rounds; before and after it, things may take long."""
+        round_at = self._round_at
+        return round_at is None or time.monotonic() - round_at < HANG_S
+
+    # --- begin ---------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Restore the learner; a run that cannot be learned here fails."""
+        try:
+            local_checkpoints.restore_newer(self._client, self._run, self._token, self._folder)
+            self._wire()
+            self._learner.restore()
+            self._is_restored = True
+            self._check_memory()
+        except (leases.LeaseLostError, *LOST, *connection.OUTAGES):
+            raise
+        except (ConfigError, StoreError, ValueError) as error:
+            self._set_status("failed", str(error))
+            raise
+
+    def _wire(self) -> None:
+        config, run, client = self._config, self._run, self._client
+        device = choose_device(config.learner.device)
+        torch.set_num_threads(config.learner.num_threads)
+        feed_client = connection.connect_blocking()
+        self._resources.callback(feed_client.close)
+        self._local = local_checkpoints.BackgroundWriter(self._folder)
+        self._resources.callback(self._local.close)
+        self._learner = Learner(
+            client,
+            feed_client,
+            run,
+            self._token,
+            config,
+            base.resolve(config, runs.spaces(client, run)),
+            device=device,
+            on_checkpoint=self._save_locally,
+        )
+        self._resources.callback(self._learner.leave)
+        state = runs.state(client, run)
+        limit_s = config.rollout.segment_s + 2 * config.rollout.step_timeout_s
+        self._dispatcher = Dispatcher(
+            client,
+            run,
+            self._token,
+            config.rollout,
+            send=lambda queue, priority: celery.send_rollout(run, queue, priority, limit_s),
+        )
+        self._evaluations = EvaluationScheduler(
+            client,
+            run,
+            self._token,
+            config.evaluation,
+            config.stop,
+            send=lambda message: celery.send_evaluation(run, message, state.evaluation_queue),
+        )
+        log.info("learns %s on %s", run, device)
+
+    def _check_memory(self) -> None:
+        """Refuse a run that the server's memory cannot hold to its end.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+        learner = self._learner
+        parameters, checkpoint = (
+            _num_bytes(learner.algorithm.weights()),
+            _num_bytes(learner.algorithm.state()),
+        )
+        if learner.replay.state():  # priorities, of items yet to come
+            checkpoint += 4 * self._config.replay.capacity
+        needed = budget.needed_bytes(self._config, checkpoint_bytes=checkpoint, weights_bytes=parameters)
+        budget.check(self._client, self._run, self._token, needed)
+
+    # --- two threads ---------------------------------------------------------------------------------
+
+    def _train(self) -> None:
+        """Run the training loop here and the service thread beside it, until either ends."""
+        service = threading.Thread(target=self._serve, name="service", daemon=True)
+        self._round_at = time.monotonic()
+        service.start()
+        try:
+            self._learner.train()
+        except Exception as error:
+            self._error = self._error or error
+        finally:
+            self._learner.stopping.set()
+            service.join()
+        self._round_at = None
+
+    def _serve(self) -> None:
+        """The service thread: publish, dispatch, evaluate, notice the end."""
+        learner = self._learner
+        try:
+            while not learner.stopping.is_set():
+                learner.shared.wake.wait(TICK_S)
+                learner.shared.wake.clear()
+                self._round_at = time.monotonic()
+                try:
+                    self._tick()
+                    self._outage.over()
+                except connection.OUTAGES as error:
+                    self._outage.note(error)
+                    if self._interrupted.is_set():
+                        return
+                    learner.stopping.wait(DISPATCH_S)
+        except Exception as error:
+            self._error = error
+        finally:
+            learner.stopping.set()
+
+    def _tick(self) -> None:
+        learner, now = self._learner, time.monotonic()
+        learner.publisher.pinned = self._evaluations.pinned
+        learner.publisher.round()
+        if now < self._tick_at:  # woken for a publication alone
+            return
+        self._tick_at = now + TICK_S
+        if now >= self._signals_at:
+            self._signals_at = now + SIGNALS_S
+            self._read_signals()
+        if self._status == "active" and now >= self._dispatch_at:
+            self._dispatch_at = now + DISPATCH_S
+            self._dispatcher.tick()
+        shared = learner.shared
+        returns = list(shared.returns)
+        self._evaluations.tick(
+            Progress(
+                version=shared.version,
+                return_mean=sum(returns) / len(returns) if len(returns) == shared.returns.maxlen else None,
+                env_steps=shared.env_steps,
+                updates=shared.updates,
+            )
+        )
+        if self._reached() or self._interrupted.is_set():
+            learner.stopping.set()
+
+    def _read_signals(self) -> None:
+        """Read what others want of the run (pause, end, other settings, the run itself), and whether data were lost."""
+        learner, run = self._learner, self._run
+        fragments = learner.shared.fragments  # read first, for it grows
+        signals = leases.signals(self._client, run)
+        if signals.status is None:
+            raise leases.RunGoneError(f"run {run}: the server does not know it any more")
+        if signals.version < learner.shared.version or signals.fragments < fragments:
+            raise leases.RunGoneError(f"run {run}: the server came back older, at version {signals.version}")
+        self._status, self._asker = signals.status, signals.asker
+        if self._status == "paused":
+            learner.shared.add_elapsed(-SIGNALS_S)
+        elif self._status != "active" or self._asker:
+            learner.stopping.set()
+        if fragments and "first_step_ms" not in self._record.state:
+            self._record = local_checkpoints.record(self._client, run)
+        if signals.config_version != self._config_version:
+            self._config = runs.config(self._client, run)
+            self._config_version = signals.config_version
+            self._record = local_checkpoints.record(self._client, run)
+            learner.apply(self._config)
+            self._evaluations.adopt(self._config.evaluation, self._config.stop)
+
+    def _reached(self) -> tuple[str, str] | None:
+        """Return status and reason if a condition of `stop` holds."""
+        stop, shared = self._config.stop, self._learner.shared
+        if self._evaluations.solved:
+            return "solved", f"return {stop.return_:g} confirmed"
+        if stop.time is not None and shared.elapsed_s >= stop.time:
+            return "time", f"time limit of {stop.time:g} s"
+        if stop.env_steps is not None and shared.env_steps >= stop.env_steps:
+            return "time", f"limit of {stop.env_steps} env steps"
+        if stop.updates is not None and shared.updates >= stop.updates:
+            return "time", f"limit of {stop.updates} updates"
+        return None
+
+    def _save_locally(self, blob: bytes, meta: Mapping[str, Any]) -> None:
+        """Write a checkpoint that the server has stored to the run's folder too."""
+        self._record = local_checkpoints.record(self._client, self._run)
+        self._local.put(self._snapshot(blob, meta))
+
+    def _snapshot(self, blob: bytes, meta: Mapping[str, Any]) -> local_checkpoints.Snapshot:
+        state = {
+            **self._record.state,
+            "version": str(self._learner.shared.version),
+            "status": self._status,
+        }
+        record = replace(self._record, state=state, spec=self._config.model_dump_json(by_alias=True))
+        return local_checkpoints.Snapshot(self._run, self._token, record, meta, blob)
+
+    # --- end -----------------------------------------------------------------------------------------
+
+    def _end(self) -> str | None:
+        """Save everything, set the status, write the folder."""
+        learner, is_lockstep = self._learner, self._config.learner.lockstep
+        reached = None if self._error is not None else self._reached()
+        if isinstance(self._error, (leases.LeaseLostError, *LOST)):
+            raise self._error
+        if self._error is not None:
+            self._set_status("failed", f"{type(self._error).__name__}: {self._error}")
+        elif reached is not None:  # before anything slow, so that collectors stop at once
+            self._retry(lambda: self._set_status(*reached))
+        # In lockstep, a round that failed half-way must not become a checkpoint.
+        self._retry(lambda: learner.finish(saves=self._error is None or not is_lockstep))
+        status = runs.status(self._client, self._run) or ""
+        if self._error is not None:
+            raise self._error
+        if status in ("", "active", "paused"):
+            if self._asker:
+                log.info("hands %s over to the learner on %s, which asked for it", self._run, self._asker)
+            else:
+                log.info("leaves %s %s for the next learner", self._run, status)
+            return None
+        if status == "time":
+            self._evaluations.evaluate_last(
+                env_steps=learner.shared.env_steps, updates=learner.shared.updates
+            )
+        leases.renew(self._client, self._run, self._token)  # the folder belongs to the run's holder
+        artifacts.write(self._client, self._run, self._folder)
+        log.info("%s: %s", self._run, status)
+        return status
+
+    def _set_status(self, status: str, reason: str) -> None:
+        runs.set_status(self._client, self._run, status, reason, token=self._token)
+
+    def _retry(self, action: Callable[[], object]) -> None:
+        connection.retry(action, client=self._client, stop=self._interrupted)
+
+    def _save_to_folder(self) -> None:
+        """Save the learner's state where the next attempt finds it; a failure leaves the checkpoint before it."""
+        self._local.close()
+        try:
+            counters, state = self._learner.checkpoint()
+            local_checkpoints.write(self._folder, self._snapshot(encoded(state), asdict(counters)))
+        except Exception:
+            log.exception("%s: the learner's state cannot be saved", self._run)
+
+
+# --- before learning -------------------------------------------------------------------------------------
+
+
+def choose_device(name: str) -> torch.device:
+    """Return the torch device of a config's `learner.device`.
+
+    Raises:
+        ConfigError: it is not on this machine.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError):
+        raise ConfigError(f"learner.device: {name!r} is not on this machine; use auto or cpu") from None
+    return device
+
+
+def warm_up(config: RunConfig, spaces: EnvSpec) -> None:
+    """Load the libraries that a learner's first seconds need, so that it takes over quickly."""
+    device = choose_device(config.learner.device)
+    base.resolve(config, spaces).learner(device=device, seed=config.seed).weights()
+
+
+def _num_bytes(arrays: Mapping[str, torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in arrays.values())

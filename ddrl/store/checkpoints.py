@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -71,8 +71,6 @@ def save(
     token: int,
     blob: bytes,
     meta: Mapping[str, Any],
-    *,
-    between: Callable[[], object] = lambda: None,
 ) -> None:
     """Store a checkpoint; the previous one stays until this one is complete, and if the server refuses a part.
 
@@ -82,20 +80,19 @@ def save(
         token: fencing token.
         blob: tensors, safetensors.
         meta: `Counters` as plain data, JSON.
-        between: called before each part; keeps the lease.
 
     Raises:
         LeaseLostError: another learner took over; nothing of this checkpoint is left.
     """
-    previous = _pointer(client, run)
+    previous = newest_pointer(client, run)
     number = previous["number"] + 1 if previous else 0
     try:
-        pointer = store_parts(client, run, token, number, blob, meta, is_fenced=True, between=between)
+        pointer = store_parts(client, run, token, number, blob, meta, is_fenced=True)
         old = part_keys(run, previous) if previous else []
         fenced(client, "flip_checkpoint", [keys.state(run), *old], token, json.dumps(pointer))
     except (StoreError, ResponseError):
         stray = {"token": token, "number": number, "parts": -(-len(blob) // PART_BYTES) or 1}
-        found = _pointer(client, run)  # a flip that was sent twice may have been refused once
+        found = newest_pointer(client, run)  # a flip that was sent twice may have been refused once
         if found is None or part_keys(run, found) != part_keys(run, stray):
             drop_parts(client, run, stray)
         raise
@@ -110,7 +107,6 @@ def store_parts(
     meta: Mapping[str, Any],
     *,
     is_fenced: bool = False,
-    between: Callable[[], object] = lambda: None,
 ) -> dict[str, Any]:
     """Store the parts of a checkpoint and return the pointer that will name them.
 
@@ -120,7 +116,6 @@ def store_parts(
         token, number: of their names.
         blob, meta: as of `save`.
         is_fenced: the run is there, and the writer must hold it.
-        between: called before each part.
 
     Raises:
         LeaseLostError: another learner took over.
@@ -128,7 +123,6 @@ def store_parts(
     parts = [blob[start : start + PART_BYTES] for start in range(0, len(blob), PART_BYTES)] or [b""]
     for part, data in enumerate(parts):
         key = keys.checkpoint_part(run, token, number, part)
-        between()
         if is_fenced:
             fenced(client, "store_part", [keys.state(run), key], token, data)
         else:
@@ -148,20 +142,17 @@ def drop_parts(client: Redis, run: str, pointer: dict[str, Any]) -> None:
     client.unlink(*part_keys(run, pointer))
 
 
-def load(
-    client: Redis, run: str, *, between: Callable[[], object] = lambda: None
-) -> tuple[bytes, dict[str, Any]] | None:
-    """Return the newest checkpoint as (tensors, meta), or None; `between` is called before each part.
+def load(client: Redis, run: str) -> tuple[bytes, dict[str, Any]] | None:
+    """Return the newest checkpoint as (tensors, meta), or None.
 
     Raises:
         StoreError: parts are missing or damaged.
     """
-    pointer = _pointer(client, run)
+    pointer = newest_pointer(client, run)
     if pointer is None:
         return None
     parts = []
     for key in part_keys(run, pointer):
-        between()
         parts.append(cast("bytes | None", client.get(key)) or b"")
     blob = b"".join(parts)
     if len(blob) != pointer["bytes"] or zlib.crc32(blob) != pointer["crc32"]:
@@ -174,7 +165,7 @@ def load(
 
 def meta(client: Redis, run: str) -> dict[str, Any] | None:
     """Return the meta of the newest checkpoint, or None if there is none."""
-    pointer = _pointer(client, run)
+    pointer = newest_pointer(client, run)
     return None if pointer is None else pointer["meta"]
 
 
@@ -186,7 +177,7 @@ def sweep(client: Redis, run: str, token: int) -> int:
     Raises:
         LeaseLostError: another learner took over; its parts stay.
     """
-    pointer = _pointer(client, run)
+    pointer = newest_pointer(client, run)
     named = set(part_keys(run, pointer)) if pointer else set()
     found = [key.decode() for key in client.scan_iter(match=keys.checkpoint_pattern(run), count=1000)]
     stray = [key for key in found if key not in named and keys.checkpoint_token(key) < token]
@@ -197,7 +188,8 @@ def sweep(client: Redis, run: str, token: int) -> int:
     return num
 
 
-def _pointer(client: Redis, run: str) -> dict[str, Any] | None:
+def newest_pointer(client: Redis, run: str) -> dict[str, Any] | None:
+    """Return the newest checkpoint's pointer (token, number, parts, bytes, crc32, meta); None if there is none."""
     raw = cast("bytes | None", client.hget(keys.state(run), "checkpoint"))
     return json.loads(raw) if raw else None
 

@@ -33,15 +33,23 @@ class RunGoneError(StoreError):
 
 
 def acquire(
-    client: Redis, run: str, *, host: str, folder: str, ttl_ms: int = TTL_MS, force: bool = False
+    client: Redis,
+    run: str,
+    *,
+    host: str,
+    folder: str,
+    ttl_ms: int = TTL_MS,
+    force: bool = False,
+    after: int = 0,
 ) -> int | None:
     """Take the lease of a run if it is free; return the fencing token, or None.
 
     Args:
         force: take it even if another learner holds it, which then gets LeaseLostError.
+        after: token of a local checkpoint; the new token is larger, even if the server came back older.
     """
     script_keys = [keys.state(run), keys.lease(run)]
-    reply = call(client, "acquire", script_keys, [ttl_ms, host, folder, int(force)])
+    reply = call(client, "acquire", script_keys, [ttl_ms, host, folder, int(force), after])
     return cast(int, reply) or None
 
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 import yaml
 from support.algorithms import CONTINUOUS, CPU, DISCRETE
+from support.learners import make_learner, take, training, until
 from support.runs import play_steps, start, target_config, target_tree
 from test_cli import call, call_json
-from test_learner import make_learner, take, training, until
 from test_live_options import SMALL, SPECS, Subject
 
 from ddrl import codec, policy
@@ -231,14 +231,14 @@ def test_a_run_begins_with_it(client: Any, server: Any, kind: str) -> None:
         played = actions(client, run)
         assert len(played) >= 100 and played.min() > 0.99
         with training(learner):
-            until(lambda: learner.num_updates >= 3 and learner.version >= 1)
+            until(lambda: learner.shared.updates >= 3 and learner.shared.version >= 1)
     finally:
         learner.finish()
     assert len(client.keys(f"*{run}*initial")) == 1
     again = make_learner(client, run, take(client, run), server.url)
     again.restore()  # from its checkpoint, not from where it once began
     again.finish()
-    assert again.num_updates >= 3
+    assert again.shared.updates >= 3
     assert sum(row["event"] == "warm start" for row in runs.journal(client, run)) == 1
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import re
@@ -15,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.learners import Learning
 from support.private_server import PrivateServer, require_program
 from support.processes import EXACT, Process, Processes, bound
 from support.runs import start, target_config
-from support.sessions import Learning
 
-from ddrl.store import checkpoints, copies, keys, ledger, runs, weights
-from ddrl.store import leases as lease
+from ddrl.store import checkpoints, keys, leases, ledger, local_checkpoints, runs, weights
 
 pytestmark = pytest.mark.faults
 
@@ -63,15 +61,13 @@ class Site:
         return Path(self.processes.folder, "runs", self.run)
 
     @property
-    def copied_by(self) -> int:
-        """Fencing token of the learner whose copy of the checkpoint is in the run's folder; 0 where there is none."""
-        with contextlib.suppress(FileNotFoundError):
-            return int(json.loads((self.folder / copies.FOLDER / copies.POINTER).read_bytes())["token"]) >> 16
-        return 0
+    def saved_by(self) -> int:
+        """How often the run had been taken when its local checkpoint was written; 0 where there is none."""
+        return local_checkpoints.token(self.folder, self.run) >> 16
 
     def stall(self, learner: Process) -> None:
-        """Stop a learner that has written a copy, and writes none at this moment."""
-        self.until(lambda: self.copied_by)
+        """Stop a learner that has written a local checkpoint, and writes none at this moment."""
+        self.until(lambda: self.saved_by)
         while True:
             learner.send(signal.SIGSTOP)
             time.sleep(0.1)
@@ -151,14 +147,14 @@ def test_a_learner_that_does_not_let_go_is_replaced_and_can_write_no_more(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    token = lease.acquire(site.client, site.run, host="deaf", folder="/tmp")
-    refused: list[lease.LeaseLostError] = []
+    token = leases.acquire(site.client, site.run, host="deaf", folder="/tmp")
+    refused: list[leases.LeaseLostError] = []
 
     def hold() -> None:
         while not refused:
             try:
-                lease.renew(site.client, site.run, token or 0)
-            except lease.LeaseLostError as error:
+                leases.renew(site.client, site.run, token or 0)
+            except leases.LeaseLostError as error:
                 refused.append(error)
             time.sleep(0.2)
 
@@ -196,7 +192,7 @@ def test_a_stalled_learner_wakes_to_find_its_run_taken_and_writes_nothing(
     site.says(service, "waits for runs")
     site.stall(first)
     site.learns_by(2)
-    site.until(lambda: site.copied_by == 2)
+    site.until(lambda: site.saved_by == 2)
     with site.all_quiet(service):  # so that whatever changes now is the work of the first
         server, files = snapshot(site)
         first.send(signal.SIGCONT)
@@ -249,7 +245,7 @@ def test_writers_killed_at_random_points_leave_whole_versions_and_checkpoints(si
     draw = random.Random(seed)
     latest, strays = -1, 0
     for _ in range(20 if EXACT else 8):
-        token = lease.acquire(site.client, site.run, host="here", folder="/tmp", force=True)
+        token = leases.acquire(site.client, site.run, host="here", folder="/tmp", force=True)
         writer = site.processes.start("writer", site.server.url, "-c", WRITER, site.run, str(token))
         site.says(writer, "writes")
         time.sleep(draw.uniform(0.05, 0.4))
@@ -261,7 +257,7 @@ def test_writers_killed_at_random_points_leave_whole_versions_and_checkpoints(si
         stored = site.client.keys(keys.of_run(site.run, "weights:*"))
         assert len(stored) == len(index.sizes) <= 2  # no blob without its pointer
         assert runs.state(site.client, site.run).version == latest
-        successor = lease.acquire(site.client, site.run, host="here", folder="/tmp", force=True)
+        successor = leases.acquire(site.client, site.run, host="here", folder="/tmp", force=True)
         strays += checkpoints.sweep(site.client, site.run, successor or 0)
         found = checkpoints.load(site.client, site.run)
         assert found is None or (len(found[0]) == 9 << 20 and len(set(found[0])) == 1)

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import random
 import signal
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from redis import Redis
+from support.learners import (
+    assert_equal_arrays,
+    catch_config,
+    contents,
+    crashing,
+    recall_config,
+    restored,
+    take,
+    until,
+)
 from support.processes import Processes
 from support.runs import play_steps, start, target_config
-from test_learner import make_learner, take, until
-from test_off_policy_learner import catch_config, recall_config
 
 from ddrl.config import RunConfig, validate
 from ddrl.learner.loop import Learner
 from ddrl.store import checkpoints, ledger, metrics, runs, stream, weights
-from ddrl.types import Batch
 
 NUM_STEPS = 2200  # of the feed: more than the value learners' views hold
 KILLS = {"sac": 6, "dqn": 6, "r2d2": 6}  # and two of a real process
@@ -83,66 +88,14 @@ def append(client: Redis, run: str, feed: list[Fed]) -> None:
         assert reply.answer is not stream.Answer.FULL
 
 
-class Killed(BaseException):
-    """What ends a training thread as abruptly as a signal, between two operations."""
-
-
-@contextlib.contextmanager
-def alive(learner: Learner, kill_at: int | None) -> Iterator[threading.Event]:
-    """Both threads of a learner; at update `kill_at` both stop where they are, and nothing is saved.
-
-    Checkpoints follow one another without a pause, so that each falls elsewhere.
-    """
-    dead, update = threading.Event(), learner._update
-
-    def mortal(batch: Any) -> None:
-        if learner.num_updates == kill_at:
-            dead.set()
-            raise Killed
-        update(batch)
-
-    learner._update = mortal  # type: ignore[method-assign]
-    failed: list[BaseException] = []
-
-    def train() -> None:
-        try:
-            learner.train()
-        except Killed:
-            pass
-        except BaseException as error:
-            failed.append(error)
-            dead.set()
-
-    def serve() -> None:
-        while not dead.wait(0.003) and not learner.stopping.is_set():
-            learner.service._checkpoint_at = 0.0
-            learner.serve()
-
-    threads = [threading.Thread(target=train), threading.Thread(target=serve)]
-    for thread in threads:
-        thread.start()
-    try:
-        yield dead
-    finally:
-        learner.stopping.set()
-        for thread in threads:
-            thread.join()
-        if dead.is_set():
-            assert learner._feed is not None
-            learner._feed.stop()
-            learner.experience.close()
-    assert not failed, failed
-
-
-def learn(client: Redis, url: str, run: str, kills: list[int]) -> Learner:
-    """Learn all of the feed, killed at these updates; the last learner, which has finished."""
+def learn(client: Redis, url: str, run: str, crashes: list[int]) -> Learner:
+    """Learn all of the feed, crashing at these updates; the last learner, which has finished."""
     goal = runs.state(client, run).appended_fragments
-    for kill_at in [*kills, None]:
-        learner = make_learner(client, run, take(client, run), url)
-        learner.restore()
-        with alive(learner, kill_at) as dead:
-            until(lambda one=learner: dead.is_set() or (one._is_between and one.accounts.consumed == goal))
-        assert dead.is_set() == (kill_at is not None), "the feed ended before the kill"
+    for crash_at in [*crashes, None]:
+        learner = restored(client, run, url)
+        with crashing(learner, crash_at) as crashed:
+            until(lambda one=learner: crashed.is_set() or one.shared.ledger.consumed == goal)
+        assert crashed.is_set() == (crash_at is not None), "the feed ended before the crash"
     learner.finish()
     return learner
 
@@ -156,9 +109,7 @@ def saved(client: Redis, run: str) -> tuple[dict[str, np.ndarray], dict[str, Any
 def assert_equal_ends(client: Redis, one: str, two: str) -> None:
     """The same tensors bit by bit, the same counts."""
     (tensors_one, meta_one), (tensors_two, meta_two) = saved(client, one), saved(client, two)
-    assert tensors_one.keys() == tensors_two.keys()
-    for name, array in tensors_one.items():
-        np.testing.assert_array_equal(array, tensors_two[name], err_msg=name)
+    assert_equal_arrays(tensors_one, tensors_two)
     for name in ("updates", "env_steps", "admitted", "dead", "fragments", "ledger"):
         assert meta_one[name] == meta_two[name], name
 
@@ -174,20 +125,13 @@ def test_killed_at_random_updates_it_ends_as_if_it_never_was(name: str, client: 
     for run in (undisturbed, killed):
         append(client, run, feed)
     whole = learn(client, server.url, undisturbed, [])
-    assert whole.num_updates > 200 and whole.counters.dead == 0
+    assert whole.shared.updates > 200 and whole.counters.dead == 0
     if name != "sac":
-        assert whole.experience.first_item > 0, "some were evicted"
-    kills = sorted(draw.randrange(whole.num_updates) for _ in range(KILLS[name]))
+        assert len(whole.replay) < whole.shared.env_steps, "some were evicted"
+    kills = sorted(draw.randrange(whole.shared.updates) for _ in range(KILLS[name]))
     last = learn(client, server.url, killed, kills)
     assert_equal_ends(client, undisturbed, killed)
-    for number in range(whole.num_updates, whole.num_updates + 3):  # it would draw the same next
-        batches: list[Batch] = []
-        for learner in (whole, last):
-            batch = learner.experience.draw(num_steps=10**9, num_updates=number, version=0)
-            assert batch is not None
-            batches.append(batch)
-        for column, array in vars(batches[0]).items():
-            np.testing.assert_array_equal(array, getattr(batches[1], column), err_msg=column)
+    assert_equal_arrays(contents(whole), contents(last))
     audit = ledger.audit(client, killed)
     assert audit.is_balanced and audit.total("consumed") == len(feed)
 

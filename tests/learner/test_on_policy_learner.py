@@ -2,71 +2,21 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 from redis import Redis
-from support.runs import start, target_config
-from test_learner import make_learner, take, training, until
+from support.learners import assert_equal_arrays, pick_config, playing, restored, training, until
+from support.runs import start
 
 from ddrl import codec
-from ddrl.config import RunConfig
-from ddrl.learner.loop import Learner
 from ddrl.store import keys, metrics, runs, stream, weights
-from ddrl.store.connection import connect_blocking
-from ddrl.worker.segment import Player, Players, play
+from ddrl.worker.segment import Player
 
 
 @pytest.fixture
 def client(server) -> Redis:
     return server.client
-
-
-def pick_config(**sections) -> RunConfig:
-    """PPO on a toy with discrete actions; iterations of 64 transitions."""
-    algorithm = {"name": "ppo", "batch_size": 64, "minibatch_size": 32, "num_epochs": 2, "hidden_sizes": [16]}
-    config = target_config(
-        env={"id": "ddrl/Pick-v0", "num_envs": 4},
-        stop={"return": None},
-        **{"algorithm": algorithm, **sections},
-    )
-    tree = config.model_dump(mode="json", by_alias=True)
-    tree["algorithm"] = {**algorithm, **sections.get("algorithm", {})}
-    tree["replay"] = {}
-    tree["learner"]["publish_every_s"] = 1.0
-    return RunConfig.model_validate(tree)
-
-
-@contextmanager
-def playing(url: str, run: str, *, num: int = 1, segments: int | None = None) -> Iterator[None]:
-    """Processes, as threads, that play segment after segment; after so many another process takes its place."""
-    stop = threading.Event()
-    failed: list[BaseException] = []
-
-    def go() -> None:
-        blocking, players, played = connect_blocking(url), Players(), 0
-        try:
-            while not stop.is_set():
-                play(blocking, blocking, players, run)
-                played += 1
-                if played == segments:
-                    players, played = Players(), 0
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=go) for _ in range(num)]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
-    assert not failed, failed
 
 
 def rows(client: Redis, run: str) -> list[dict[str, float]]:
@@ -86,10 +36,9 @@ def test_staleness_stays_within_the_bound_and_versions_count_iterations(
     client: Redis, server, pace: dict[str, object], least: int, most: int
 ) -> None:
     run = start(client, pick_config(on_policy=pace))
-    learner = make_learner(client, run, take(client, run), server.url)
-    learner.restore()
+    learner = restored(client, run, server.url)
     with playing(server.url, run, num=2), training(learner):
-        until(lambda: learner.version >= 30)
+        until(lambda: learner.shared.version >= 30)
         until(lambda: sum("staleness" in row for row in rows(client, run)) >= 3)
     learner.finish()
     seen = [row for row in rows(client, run) if "staleness" in row]
@@ -98,26 +47,25 @@ def test_staleness_stays_within_the_bound_and_versions_count_iterations(
     state = runs.state(client, run)
     assert learner.counters.admitted + learner.counters.dead <= state.appended_fragments
     iterations = (
-        learner.num_updates // 4
+        learner.shared.updates // 4
     )  # two minibatches of two epochs, a batch being 64 transitions or little more
     assert abs(weights.index(client, run).latest - iterations) <= 0.3 * iterations
     lead = 0 if pace["collect"] == "sync" else most
     assert state.appended_steps <= state.allowance + 2 * 4 * 20, "overshoot: a fragment a process"
-    assert learner.num_steps >= 64 * (state.version - 1 - lead)
+    assert learner.shared.env_steps >= 64 * (state.version - 1 - lead)
 
 
 def test_an_iteration_waits_for_the_publication_of_the_last_one(client: Redis, server) -> None:
     run = start(client, pick_config(on_policy={"max_staleness": 4}))
-    learner = make_learner(client, run, take(client, run), server.url)
-    learner.restore()
-    with playing(server.url, run), training(learner, serve=False):
-        until(lambda: learner.num_updates > 0)
+    learner = restored(client, run, server.url)
+    with playing(server.url, run), training(learner, serves=False):
+        until(lambda: learner.shared.updates > 0)
         until(lambda: runs.state(client, run).appended_steps >= 5 * 64)  # more than enough for the next one
         time.sleep(0.3)
-        done = learner.num_updates
+        done = learner.shared.updates
         assert done <= 2 * 6, "one iteration: two epochs over one batch"
-        learner.serve()
-        until(lambda: learner.num_updates > done)
+        learner.publisher.round()
+        until(lambda: learner.shared.updates > done)
 
 
 def append_as(client: Redis, run: str, player: Player, version: int) -> None:
@@ -133,18 +81,16 @@ def append_as(client: Redis, run: str, player: Player, version: int) -> None:
 
 def test_a_sleeper_s_fragments_are_dropped_counted_and_given_back(client: Redis, server) -> None:
     run = start(client, pick_config(on_policy={"collect": "sync"}))
-    token = take(client, run)
-    learner = make_learner(client, run, token, server.url)
-    learner.restore()
+    learner = restored(client, run, server.url)
     sleeper = Player(client, run)
     with training(learner):
         with playing(server.url, run):
-            until(lambda: learner.version >= 5)
+            until(lambda: learner.shared.version >= 5)
         for _ in range(4):  # uses up the allowance of an iteration, and more
             append_as(client, run, sleeper, 0)
-        before = learner.version
+        before = learner.shared.version
         with playing(server.url, run):
-            until(lambda: learner.version >= before + 5)
+            until(lambda: learner.shared.version >= before + 5)
     learner.finish()
     assert learner.counters.dropped == 4
     assert metrics.last(client, run)["dropped"] in (0.0, 4.0)  # the last row may be older than they are
@@ -153,12 +99,11 @@ def test_a_sleeper_s_fragments_are_dropped_counted_and_given_back(client: Redis,
 
 def test_stale_fragments_are_learned_from_where_they_are_corrected(client: Redis, server) -> None:
     run = start(client, pick_config(on_policy={"stale": "correct"}, algorithm={"estimator": "vtrace"}))
-    learner = make_learner(client, run, take(client, run), server.url)
-    learner.restore()
+    learner = restored(client, run, server.url)
     sleeper = Player(client, run)
     with training(learner):
         with playing(server.url, run):
-            until(lambda: learner.version >= 8)
+            until(lambda: learner.shared.version >= 8)
         append_as(client, run, sleeper, 1)
         with playing(server.url, run):
             until(lambda: max(row.get("max_staleness", 0) for row in rows(client, run)) >= 7)
@@ -170,21 +115,19 @@ def test_a_resumed_learner_goes_on_from_its_checkpoint_and_learns_nothing_twice(
     client: Redis, server
 ) -> None:
     run = start(client, pick_config())
-    first = make_learner(client, run, take(client, run), server.url)
-    first.restore()
+    first = restored(client, run, server.url)
     with playing(server.url, run), training(first):
-        until(lambda: first.version >= 10)
+        until(lambda: first.shared.version >= 10)
     first.finish()
-    queued = len(first.experience)
-    second = make_learner(client, run, take(client, run), server.url)
-    second.restore()
-    assert second.num_updates == first.num_updates
-    assert second.version == first.version, "its weights are the published ones"
-    assert len(second.experience) == queued, "what waited waits again"
+    queued = len(first.replay)
+    second = restored(client, run, server.url)
+    assert second.shared.updates == first.shared.updates
+    assert second.shared.version == first.shared.version, "its weights are the published ones"
+    assert len(second.replay) == queued, "what waited waits again"
     assert second.counters.admitted == first.counters.admitted
-    _assert_same_state(first, second)
+    assert_equal_arrays(dict(first.algorithm.state()), dict(second.algorithm.state()))
     with playing(server.url, run), training(second):
-        until(lambda: second.version >= first.version + 5)
+        until(lambda: second.shared.version >= first.shared.version + 5)
     second.finish()
     appended = runs.state(client, run).appended_fragments
     unread = len(stream.read(client, run, second.counters.cursor.encode(), count=10**6))
@@ -195,17 +138,15 @@ def test_after_a_death_nothing_is_learned_from_what_the_dead_learner_s_later_wei
     client: Redis, server
 ) -> None:
     run = start(client, pick_config(on_policy={"max_staleness": 4}, learner={"checkpoint_every_s": 1}))
-    first = make_learner(client, run, take(client, run), server.url)
-    first.restore()
+    first = restored(client, run, server.url)
     with playing(server.url, run), training(first):
         until(lambda: client.hexists(keys.state(run), "checkpoint"))
-        until(lambda: first.counters.waiting > 0 and len(first.experience) > 0)
+        until(lambda: first.counters.waiting > 0 and len(first.replay) > 0)
     left = runs.state(client, run).version  # it dies here: no finish
-    second = make_learner(client, run, take(client, run), server.url)
-    second.restore()
-    assert second.version == left + 1 and len(second.experience) == 0
+    second = restored(client, run, server.url)
+    assert second.shared.version == left + 1 and len(second.replay) == 0
     with playing(server.url, run), training(second):
-        until(lambda: second.version >= left + 6)
+        until(lambda: second.shared.version >= left + 6)
     second.finish()
     assert second.counters.dropped > 0
     assert max(row.get("max_staleness", 0) for row in rows(client, run)) <= 4
@@ -213,24 +154,21 @@ def test_after_a_death_nothing_is_learned_from_what_the_dead_learner_s_later_wei
 
 def test_a_learner_without_checkpoint_begins_with_its_own_weights(client: Redis, server) -> None:
     run = start(client, pick_config(learner={"checkpoint_every_s": 3600}))
-    first = make_learner(client, run, take(client, run), server.url)
-    first.restore()
+    first = restored(client, run, server.url)
     with playing(server.url, run), training(first):
-        until(lambda: first.version >= 5)
+        until(lambda: first.shared.version >= 5)
     left = runs.state(client, run).version
     appended = runs.state(client, run).appended_fragments
-    second = make_learner(client, run, take(client, run), server.url)
-    second.restore()
-    assert second.version == left + 1, "another policy than the one that played"
+    second = restored(client, run, server.url)
+    assert second.shared.version == left + 1, "another policy than the one that played"
     with training(second):
         until(lambda: second.counters.dropped == appended)
-    assert second.num_updates == 0
+    assert second.shared.updates == 0
 
 
 def test_an_action_that_is_no_choice_of_the_run_is_refused(client: Redis, server) -> None:
     run = start(client, pick_config())
-    learner = make_learner(client, run, take(client, run), server.url)
-    learner.restore()
+    learner = restored(client, run, server.url)
     player = Player(client, run)
     player.load(client, 0)
     fragment = player.collector.collect(max_steps=4)
@@ -243,15 +181,9 @@ def test_an_action_that_is_no_choice_of_the_run_is_refused(client: Redis, server
         until(lambda: learner.counters.dead == 1)
 
 
-def _assert_same_state(first: Learner, second: Learner) -> None:
-    for name, tensor in first.algorithm.state().items():
-        assert (second.algorithm.state()[name] == tensor).all(), name
-
-
 def test_random_actions_and_foreign_fragments_are_refused_one_by_one(client: Redis, server) -> None:
     run = start(client, pick_config())
-    learner = make_learner(client, run, take(client, run), server.url)
-    learner.restore()
+    learner = restored(client, run, server.url)
     player = Player(client, run)
     player.load(client, 0)
     fragment = player.collector.collect(max_steps=4)
@@ -264,4 +196,4 @@ def test_random_actions_and_foreign_fragments_are_refused_one_by_one(client: Red
         )  # fmt: skip
         until(lambda: learner.counters.dead == 1)
         with playing(server.url, run):
-            until(lambda: learner.version >= 3)
+            until(lambda: learner.shared.version >= 3)

@@ -25,9 +25,9 @@ from ddrl.store import (
     connection,
     keys,
     ledger,
+    local_checkpoints,
     logs,
     runs,
-    seeds,
     segments,
     stream,
     weights,
@@ -205,11 +205,12 @@ def test_what_a_role_does_rarely_it_may_do_too(roles: Roles) -> None:
         runs.reactivate(operator, run)
         runs.request_handover(operator, run, "host")
         token = lease.acquire(learner, run, host="h", folder="f", force=True)
-        seed = seeds.Seed(run, token or 0, seeds.known(learner, run), asdict(Counters()), b"tensors")
+        record = local_checkpoints.record(learner, run)
+        snapshot = local_checkpoints.Snapshot(run, token or 0, record, asdict(Counters()), b"tensors")
         lease.release(learner, run, token or 0)
         runs.set_status(operator, run, "stopped", "by hand")
         assert runs.delete(operator, run) > 5
-        assert seeds.plant(learner, seed, deleted_too=True)
+        assert local_checkpoints.restore(learner, snapshot, even_deleted=True)
     assert roles.denied() == []
 
 

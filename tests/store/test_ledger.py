@@ -12,18 +12,17 @@ from dataclasses import asdict, astuple, replace
 import numpy as np
 import pytest
 from redis import Redis
+from support.learners import crashing, make_learner, pick_config, playing, take, training, until
 from support.replays import gather
 from support.runs import play_steps, start, target_config
 from support.store import append, make_run
-from test_learner import make_learner, take, training, until
-from test_lockstep import alive
-from test_on_policy_learner import pick_config, playing
 
 from ddrl.config import RunConfig
-from ddrl.learner.accounts import Accounts
+from ddrl.learner.ledger_rows import LedgerRows
 from ddrl.learner.loop import Learner
+from ddrl.learner.publisher import Shared
 from ddrl.replay.reader import Decoded
-from ddrl.store import keys, ledger, runs, seeds, stream, workers
+from ddrl.store import checkpoints, keys, ledger, local_checkpoints, runs, stream, workers
 from ddrl.store.checkpoints import Counters
 from ddrl.store.ledger import ENDED, UNKNOWN, Row
 from ddrl.store.stream import Answer
@@ -55,7 +54,7 @@ def staged(fragments: int, producer: int, seq: int, *, incarnation: int = 7) -> 
 
 
 def test_rows_count_entries_and_changes_are_returned_once() -> None:
-    accounts = Accounts()
+    accounts = LedgerRows()
     for number, (producer, seq) in enumerate([(1, 0), (2, 0), (1, 1)], start=1):
         assert accounts.objection(staged(number, producer, seq)) == ""
         assert accounts.take(staged(number, producer, seq), consumed=producer == 1) == ""
@@ -69,7 +68,7 @@ def test_rows_count_entries_and_changes_are_returned_once() -> None:
 
 
 def test_a_repetition_is_known_by_its_number_also_after_a_restart() -> None:
-    accounts = Accounts()
+    accounts = LedgerRows()
     for number in range(3):
         accounts.take(staged(number + 1, 5, number), consumed=True)
     again = staged(2, 5, 1)
@@ -79,14 +78,14 @@ def test_a_repetition_is_known_by_its_number_also_after_a_restart() -> None:
     assert accounts.rows[UNKNOWN] == Row(refused=1)
     assert accounts.objection(staged(4, 5, 0, incarnation=8)) == ""  # another process
     assert accounts.objection(staged(4, -1, -1)) == "no append wrote it"
-    restored = Accounts()
+    restored = LedgerRows()
     state = accounts.state()
-    restored.load_state(Counters(cursor="2-0", admitted=3, dead=1, **state))
+    restored.load(Counters(cursor="2-0", admitted=3, dead=1, ledger=state))
     assert restored.objection(again) and restored.rows == accounts.rows and restored.state() == state
 
 
 def test_a_gap_in_a_producers_numbers_is_unread() -> None:
-    accounts = Accounts()
+    accounts = LedgerRows()
     accounts.take(staged(1, 1, 0), consumed=True)
     lost = accounts.take(staged(5, 1, 3), consumed=True)
     assert lost == "2 fragments of producer 1 before number 3 left the stream unread"
@@ -95,14 +94,14 @@ def test_a_gap_in_a_producers_numbers_is_unread() -> None:
 
 
 def test_counts_of_a_refused_entry_are_not_used() -> None:
-    accounts = Accounts()
-    accounts.take(staged(1, 1, 0), consumed=True)
-    accounts.take(staged(10**12, 9, 0), consumed=False)
-    assert accounts.fragments == 1
+    shared = Shared()
+    shared.take(staged(1, 1, 0), consumed=True)
+    shared.take(staged(10**12, 9, 0), consumed=False)
+    assert shared.fragments == 1
 
 
 def test_ended_producers_become_one_row() -> None:
-    accounts = Accounts()
+    accounts = LedgerRows()
     for number, (producer, seq) in enumerate([(1, 0), (2, 0), (1, 1), (3, 0), (9, 0)], start=1):
         accounts.take(staged(number, producer, seq), consumed=producer != 2)
     accounts.changes()
@@ -155,17 +154,17 @@ def test_the_ledger_balances_at_every_moment_while_learners_are_killed(
         for _ in range(5):
             learner = make_learner(client, run, take(client, run), server.url)
             learner.restore()
-            kill_at = learner.num_updates + draw.randrange(1, 600 if churns else 60)
-            with alive(learner, kill_at) as dead:
+            kill_at = learner.shared.updates + draw.randrange(1, 600 if churns else 60)
+            with crashing(learner, kill_at) as dead:
                 until(dead.is_set)
         learner = make_learner(client, run, take(client, run), server.url)
         learner.restore()
         with training(learner):
-            goal = learner.num_updates + 50
-            until(lambda: learner.num_updates >= goal)
+            goal = learner.shared.updates + 50
+            until(lambda: learner.shared.updates >= goal)
     learner.stopping.clear()
     with training(learner):
-        until(lambda: learner.num_steps == runs.state(client, run).appended_steps)
+        until(lambda: learner.shared.env_steps == runs.state(client, run).appended_steps)
     learner.finish()
     audit = ledger.audit(client, run)
     state = runs.state(client, run)
@@ -186,7 +185,7 @@ def test_on_policy_fragments_that_are_too_stale_are_consumed_too(client: Redis, 
     learner = make_learner(client, run, take(client, run), server.url)
     learner.restore()
     with audited(client, run), playing(server.url, run, num=3), training(learner):
-        until(lambda: learner.experience.num_dropped > 2)
+        until(lambda: learner.replay.num_dropped > 2)
     learner.finish()
     audit = ledger.audit(client, run)
     assert audit.is_balanced and audit.total("consumed") == learner.counters.admitted
@@ -198,7 +197,7 @@ def learned(client: Redis, url: str, run: str) -> Learner:
     learner.restore()
     last = client.xrevrange(keys.experience(run), count=1)[0][0]
     with training(learner):
-        until(lambda: learner.accounts.cursor == last)
+        until(lambda: learner.shared.ledger.cursor == last)
     learner.finish()
     return learner
 
@@ -252,12 +251,12 @@ def test_a_copy_and_an_unsigned_entry_are_refused_and_found(client: Redis, serve
 
     again = make_learner(client, run, take(client, run), server.url)
     again.restore()  # the rebuilt view does not hold them either
-    size = len(learner.experience)
-    assert len(again.experience) == size == runs.state(client, run).appended_steps
+    size = len(learner.replay)
+    assert len(again.replay) == size == runs.state(client, run).appended_steps
     everything = np.arange(size)
-    for name, array in vars(gather(learner.experience, everything)).items():
-        np.testing.assert_array_equal(array, getattr(gather(again.experience, everything), name))
-    assert again.accounts.rows == learner.accounts.rows
+    for name, array in vars(gather(learner.replay, everything)).items():
+        np.testing.assert_array_equal(array, getattr(gather(again.replay, everything), name))
+    assert again.shared.ledger.rows == learner.shared.ledger.rows
     again.finish()
 
 
@@ -299,14 +298,18 @@ def test_an_audit_of_nothing_is_balanced(client: Redis) -> None:
 # --- producers whose processes have ended ------------------------------------------------------------------
 
 
+def newest(client: Redis, run: str) -> Counters:
+    """Counters of the newest checkpoint."""
+    return Counters.decode(checkpoints.meta(client, run) or {})
+
+
 def test_producers_that_ended_become_one_account_and_stay_gone(client: Redis, server) -> None:
     run = start(client, config())
     token = take(client, run)
     players = [play_steps(client, run, token, 100) for _ in range(3)]
-    learner = learned(client, server.url, run)
-    token, counters = take(client, run), learner.service.retention.checkpoint
+    learned(client, server.url, run)
+    token, counters = take(client, run), newest(client, run)
     before = ledger.audit(client, run)
-    assert counters is not None
     assert ledger.fold(client, run, token, counters.ledger) == 0  # they have appended just now
     older = {**counters.ledger, "2": (0, 0, 0, 7, 0)}  # a checkpoint from which 2 would be read again
     assert ledger.fold(client, run, token, older, quiet_s=0.0) == 2
@@ -330,7 +333,7 @@ def test_producers_that_ended_become_one_account_and_stay_gone(client: Redis, se
     # The next learner begins at the earlier checkpoint, which still has them.
     again = make_learner(client, run, token, server.url)
     again.restore()
-    assert set(again.accounts.rows) == {2, ENDED} and ledger.audit(client, run) == audit
+    assert set(again.shared.ledger.rows) == {2, ENDED} and ledger.audit(client, run) == audit
     again.finish()
     play_steps(client, run, token, 100, players=players[2])  # as a new producer
     learned(client, server.url, run)
@@ -358,21 +361,20 @@ def test_a_producer_that_has_appended_since_the_checkpoint_stays(client: Redis, 
     token = take(client, run)
     players = play_steps(client, run, token, 100)
     learner = learned(client, server.url, run)
-    token, counters = take(client, run), learner.service.retention.checkpoint
-    assert counters is not None
+    token, counters = take(client, run), newest(client, run)
     play_steps(client, run, token, 100, players=players)
     assert ledger.fold(client, run, token, counters.ledger, quiet_s=0.0) == 0  # some wait to be read
     learner = learned(client, server.url, run)
     token = take(client, run)
     assert ledger.fold(client, run, token, counters.ledger, quiet_s=0.0) == 0  # and were read after it
-    counters = learner.service.retention.checkpoint
-    assert counters is not None and ledger.fold(client, run, token, counters.ledger, quiet_s=0.0) == 1
-    learner.accounts.fold(*ledger.folded(client, run))
+    counters = newest(client, run)
+    assert ledger.fold(client, run, token, counters.ledger, quiet_s=0.0) == 1
+    learner.shared.ledger.fold(*ledger.folded(client, run))
 
-    meta = asdict(counters) | learner.accounts.state()
-    seed = seeds.Seed(run, token, seeds.known(client, run), meta, b"tensors")
+    meta = asdict(counters) | {"ledger": learner.shared.ledger.state()}
+    snapshot = local_checkpoints.Snapshot(run, token, local_checkpoints.record(client, run), meta, b"tensors")
     client.flushall()  # restored, the one account for them is there too
-    assert seeds.plant(client, seed)
+    assert local_checkpoints.restore(client, snapshot)
     audit = ledger.audit(client, run)
     assert audit.is_balanced and audit.unknown == 0 and set(audit.accounts) == {ENDED}
     assert audit.total("appended") == counters.admitted
@@ -381,7 +383,7 @@ def test_a_producer_that_has_appended_since_the_checkpoint_stays(client: Redis, 
 def test_a_server_that_forgot_appends_counts_them_as_trimmed(client: Redis) -> None:
     """A producer goes on with its numbers where the server came back older, and the learner's rows agree."""
     run = make_run(client)
-    accounts = Accounts()
+    accounts = LedgerRows()
     for seq in (0, 1):
         append(client, run, seq)
     client.xtrim(keys.experience(run), maxlen=0)

@@ -9,14 +9,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Mapping
 from dataclasses import astuple, replace
-from typing import Any
 
 from ddrl.replay.reader import Decoded
 from ddrl.store.checkpoints import Counters
 from ddrl.store.ledger import ENDED, UNKNOWN, Row, added
 
 
-class Accounts:
+class LedgerRows:
     """Rows by producer. The training thread writes; the service thread takes changes and folds ended producers.
 
     The row of UNKNOWN counts entries that no append wrote.
@@ -28,8 +27,6 @@ class Accounts:
         self._changed: dict[int, Row] = {}
         self.cursor = b"0-0"
         """The last entry taken from the stream."""
-        self.fragments = 0
-        """Fragments that the server had appended up to the last one consumed."""
         self.consumed = self.refused = 0
 
     @property
@@ -48,7 +45,7 @@ class Accounts:
         return ""
 
     def take(self, staged: Decoded, *, consumed: bool) -> str:
-        """Count an entry, read after all before it; return a sentence where fragments before it were not read."""
+        """Count an entry, read after all before it; return a sentence if fragments before it were not read."""
         is_fragment = not self.objection(staged)
         missing = staged.seq - self._newest(staged) - 1 if is_fragment else 0
         producer = staged.producer if is_fragment else UNKNOWN
@@ -58,8 +55,6 @@ class Accounts:
                 row = replace(row, incarnation=staged.incarnation, last_seq=staged.seq)
             self._rows[producer] = self._changed[producer] = row
             self.cursor = staged.entry_id
-        if consumed:
-            self.fragments = staged.cumulative_fragments
         self.consumed += consumed
         self.refused += not consumed
         if not missing:
@@ -78,10 +73,6 @@ class Accounts:
         with self._lock:
             self._changed = {**changed, **self._changed}
 
-    def rewind(self, appended: int) -> None:
-        """Continue on a server that has appended fewer fragments than were read: it came back older."""
-        self.fragments = min(self.fragments, appended)
-
     def fold(self, last: int, listed: Collection[int]) -> None:
         """Fold the rows of the producers up to `last` that are not `listed`, as `ledger.folded` names them."""
         with self._lock:
@@ -90,14 +81,13 @@ class Accounts:
                 self._rows[ENDED] = self._changed[ENDED] = row
                 self._changed.pop(producer, None)
 
-    def state(self) -> dict[str, Any]:
-        """Return the fields `fragments` and `ledger` of a checkpoint's `Counters`."""
-        ledger = {str(producer): astuple(row) for producer, row in self.rows.items()}
-        return {"fragments": self.fragments, "ledger": ledger}
+    def state(self) -> dict[str, tuple[int, ...]]:
+        """Return the field `ledger` of a checkpoint's `Counters`."""
+        return {str(producer): astuple(row) for producer, row in self.rows.items()}
 
-    def load_state(self, counters: Counters) -> None:
+    def load(self, counters: Counters) -> None:
         """Continue from a checkpoint."""
-        self.cursor, self.fragments = counters.cursor.encode(), max(counters.fragments, 0)
+        self.cursor = counters.cursor.encode()
         self.consumed, self.refused = counters.admitted, counters.dead
         self._rows = {int(producer): Row(*row) for producer, row in counters.ledger.items()}
 

@@ -1,4 +1,4 @@
-"""A server comes back empty, or another one takes its place: learners plant their runs again, and play goes on."""
+"""A server comes back empty, or another one takes its place: learners restore their runs, and play goes on."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.learners import Learning
 from support.private_server import PrivateServer, require_program
 from support.processes import Process, Processes, bound
 from support.runs import start, target_config
-from support.sessions import Learning
 
-from ddrl.learner import run as runner
-from ddrl.store import connection, keys, ledger, runs, weights
-from ddrl.store import leases as lease
+from ddrl.learner import run as run_module
+from ddrl.store import connection, keys, leases, ledger, runs, weights
 
 pytestmark = pytest.mark.faults
 
@@ -52,7 +51,7 @@ class Site:
         return self.processes.until(condition, timeout_s)
 
     def goes_on(self, *, after: runs.RunState | None = None) -> float:
-        """Seconds until there are more updates and steps than there were, by default than now."""
+        """Seconds until there are more updates and fragments than there were, by default than now."""
         began = time.monotonic()
         self.until(self.state)
         before = after or self.state()
@@ -70,15 +69,9 @@ class Site:
         return time.monotonic() - began
 
     def beginnings(self, learner: Process) -> list[tuple[int, int]]:
-        """(update, transitions held) with which a learner's sessions began."""
+        """(update, transitions held) with which a learner's attempts began."""
         found = re.findall(r"starts at update (\d+), env step \d+, holding (\d+) transitions", learner.text())
         return [(int(update), int(held)) for update, held in found]
-
-    def reason(self) -> str:
-        """Of the journal's newest entry about a re-seeding."""
-        return [row for row in runs.journal(self.client, self.run) if row["event"] == "re-seeded"][-1][
-            "reason"
-        ]
 
 
 @pytest.fixture(scope="module")
@@ -89,10 +82,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 
 @pytest.mark.parametrize("how", ["restarted", "flushed"])
-def test_a_running_learner_gives_an_empty_server_its_run_again(site: Site, how: str) -> None:
+def test_a_running_learner_restores_its_run_on_an_empty_server(site: Site, how: str) -> None:
     site.goes_on()
-    time.sleep(0.5)  # the learner has looked at what the server knows
-    before, said = site.state(), site.learner.text().count("re-seeded")
+    before, restored = site.state(), site.learner.text().count("restored from")
     assert before is not None
     if how == "restarted":
         site.server.kill()
@@ -100,22 +92,22 @@ def test_a_running_learner_gives_an_empty_server_its_run_again(site: Site, how: 
     else:
         site.client.flushall()
     took_s = site.goes_on(after=before)
-    site.goes_on()
     print(f"{how}: server empty -> play and updates beyond those of before: {took_s:.1f} s")
     assert took_s < bound(10.0)
     now = site.state()
     assert now is not None and (now.created_s, now.first_step_s) == (before.created_s, before.first_step_s)
     assert now.version > before.version and runs.names(site.client) == [site.run]
     assert runs.config(site.client, site.run) == target_config(**ENDLESS)
-    assert "old server is lost" in site.reason()
-    assert site.learner.text().count("re-seeded") == said + 1 and site.learner.running
-    assert site.beginnings(site.learner)[-1][1] > 0  # the learner has kept its view
+    assert [row["event"] for row in runs.journal(site.client, site.run)].count("restored") == 1
+    assert site.learner.text().count("restored from") == restored + 1 and site.learner.running
+    update, held = site.beginnings(site.learner)[-1]
+    assert update >= before.updates and held == 0  # it continues with what it had learned; the replay is lost
     site.until(lambda: ledger.audit(site.client, site.run).is_balanced)
     audit = ledger.audit(site.client, site.run)
     assert audit.total("consumed") > 0 and audit.total("refused") == 0
 
 
-def test_resume_brings_a_run_back_from_its_folder(site: Site) -> None:
+def test_resume_restores_a_run_from_its_folder(site: Site) -> None:
     site.goes_on()
     site.learner.send(signal.SIGTERM)
     assert site.learner.wait() == 0
@@ -123,7 +115,7 @@ def test_resume_brings_a_run_back_from_its_folder(site: Site) -> None:
     site.client.flushall()
     done = site.processes.ddrl(site.server.url, "resume", site.run, "--detach", "--json")
     assert json.loads(done.stdout)["run"] == site.run
-    assert f"{site.run}: the server came without it; re-seeded from" in done.stderr
+    assert f"{site.run}: the server does not know it; restored from" in done.stderr
     site.learner = site.start_learner()
     site.goes_on(after=before)
     assert site.beginnings(site.learner) == [(before.updates, 0)]
@@ -132,7 +124,7 @@ def test_resume_brings_a_run_back_from_its_folder(site: Site) -> None:
     assert weights.index(site.client, site.run).latest > before.version
 
 
-def test_a_learner_brings_its_run_back_by_itself_and_one_that_waits_leaves_that_to_who_holds_it(
+def test_a_new_learner_restores_the_run_and_a_standby_leaves_that_to_the_holder(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -141,13 +133,13 @@ def test_a_learner_brings_its_run_back_by_itself_and_one_that_waits_leaves_that_
     site.client.flushall()
     site.learner = site.start_learner()
     site.goes_on()
-    assert "re-seeded from runs" in site.learner.text()
-    second = Learning(site.client, site.server.url, site.run, tmp_path, monkeypatch)
+    assert site.learner.text().count("restored from") == 1
+    standby = Learning(site.client, site.server.url, site.run, tmp_path, monkeypatch)
     site.until(lambda: "waits for it" in caplog.text)
     site.client.flushall()
     site.goes_on()
-    assert site.learner.text().count("re-seeded from the learner") == 1 and "re-seeded" not in caplog.text
-    second.end()
+    assert site.learner.text().count("restored from") == 2 and "restored" not in caplog.text
+    standby.end()
 
 
 def test_a_run_that_was_deleted_while_its_learner_was_stalled_stays_deleted(site: Site) -> None:
@@ -161,5 +153,5 @@ def test_a_run_that_was_deleted_while_its_learner_was_stalled_stays_deleted(site
     assert f"run {site.run}: was deleted" in site.learner.text().splitlines()[-1]
     assert runs.names(site.client) == [] and not site.client.keys(keys.run_pattern(site.run))
     with pytest.raises(connection.StoreError, match="was deleted"):
-        runner.learn(site.client, site.run, site.processes.folder / "runs", runner.Interrupt())
-    assert lease.acquire(site.client, site.run, host="here", folder="/tmp") is None
+        run_module.learn(site.client, site.run, site.processes.folder / "runs", run_module.Interrupt())
+    assert leases.acquire(site.client, site.run, host="here", folder="/tmp") is None

@@ -1,0 +1,421 @@
+"""The local checkpoint: a snapshot of a run in the run's folder, from which a server gets the run again.
+
+A snapshot is the newest checkpoint and the run's record: config, state and producers. The replay, evaluations, metrics
+and the journal are not in it. `checkpoint/checkpoint.json` names the file of tensors and is renamed into place last, so
+that a reader finds one whole snapshot, the new one or the one before.
+
+Snapshots are compared by (fencing token, updates): a later learner's snapshot is newer, whatever its updates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import queue
+import secrets
+import threading
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+from redis import Redis
+
+from ddrl.store import checkpoints, keys, ledger, runs, weights
+from ddrl.store.connection import StoreError, call
+from ddrl.store.leases import RunGoneError
+from ddrl.store.runs import JOURNAL_LENGTH, UnknownRunError
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+FOLDER = "checkpoint"  # in the run's folder
+POINTER = "checkpoint.json"
+SPARE_PRODUCERS = 1_000  # ids not given again: the lost server may have given them after the snapshot
+_NOT_RESTORED = {  # fields of the state that hold for one server only
+    *("checkpoint", "fence", "allowance", "allowance_id", "players", "waiting", "claim", "claim_until_ms"),
+    *("handover", "evaluation", "host", "folder"),
+}
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a server knows of a run, without experience, weights and checkpoint.
+
+    Attributes:
+        spec: the config as JSON.
+        state: fields of the run's state.
+        producers: each producer's line, as the append keeps it.
+    """
+
+    spec: str
+    state: Mapping[str, str]
+    producers: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A run outside its server.
+
+    Attributes:
+        run: its id.
+        token: fencing token of the learner that took the snapshot.
+        record: what the server knew of the run.
+        meta: of the checkpoint: `checkpoints.Counters` as plain data.
+        blob: tensors of the checkpoint, safetensors.
+    """
+
+    run: str
+    token: int
+    record: Record
+    meta: Mapping[str, Any]
+    blob: bytes
+
+    @property
+    def version(self) -> int:
+        """The latest version of the weights that was published before the snapshot; -1: none."""
+        return max(int(self.record.state.get("version", -1)), int(self.meta.get("version", -1)))
+
+
+def record(client: Redis, run: str) -> Record:
+    """Read a run's record.
+
+    Raises:
+        RunGoneError: the server does not know the run.
+    """
+    with client.pipeline(transaction=True) as pipe:
+        pipe.get(keys.spec(run))
+        pipe.hgetall(keys.state(run))
+        pipe.hgetall(keys.producers(run))
+        spec, state, producers = cast(
+            "tuple[bytes | None, dict[bytes, bytes], dict[bytes, bytes]]", pipe.execute()
+        )
+    if spec is None or b"status" not in state:
+        raise RunGoneError(f"run {run}: the server does not know it any more")
+    fields = {name.decode(): value.decode() for name, value in state.items()}
+    return Record(
+        spec.decode(),
+        {name: value for name, value in fields.items() if name not in _NOT_RESTORED},
+        {name.decode(): value.decode() for name, value in producers.items()},
+    )
+
+
+# --- the file --------------------------------------------------------------------------------------------
+
+
+def write(folder: Path, snapshot: Snapshot) -> None:
+    """Replace the snapshot in a run's folder, unless a later learner's is there.
+
+    Raises:
+        OSError: it cannot be written; the one before is intact.
+    """
+    place = folder / FOLDER
+    place.mkdir(parents=True, exist_ok=True)
+    if _is_of_later_learner(folder, snapshot):
+        return
+    checksum = zlib.crc32(snapshot.blob)
+    tensors = place / f"{snapshot.token}-{snapshot.meta['updates']}-{checksum:08x}.safetensors"
+    pointer = {
+        "format": FORMAT,
+        "run": snapshot.run,
+        "token": snapshot.token,
+        "tensors": tensors.name,
+        "bytes": len(snapshot.blob),
+        "crc32": checksum,
+        "meta": snapshot.meta,
+        "known": asdict(snapshot.record),
+    }
+    is_new = not tensors.exists()
+    try:
+        _write_whole(tensors, snapshot.blob)
+        if _is_of_later_learner(folder, snapshot):  # this learner stalled meanwhile and was replaced
+            tensors.unlink()
+            return
+        _write_whole(place / POINTER, json.dumps(pointer).encode())
+    except OSError:
+        if is_new:
+            tensors.unlink(missing_ok=True)
+        raise
+    for file in place.iterdir():
+        if file.name not in (tensors.name, POINTER):
+            file.unlink(missing_ok=True)
+
+
+def read(folder: Path) -> Snapshot | None:
+    """Read the snapshot in a run's folder; None if there is none.
+
+    Raises:
+        StoreError: it is damaged.
+    """
+    pointer = _pointer(folder)
+    if pointer is None:
+        return None
+    path = folder / FOLDER / pointer["tensors"]
+    try:
+        blob = path.read_bytes()
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be read ({error.strerror}); remove {folder / FOLDER}") from None
+    if len(blob) != pointer["bytes"] or zlib.crc32(blob) != pointer["crc32"]:
+        raise StoreError(f"{path}: damaged, {len(blob)} bytes; remove {folder / FOLDER}")
+    return Snapshot(pointer["run"], pointer["token"], Record(**pointer["known"]), pointer["meta"], blob)
+
+
+def token(folder: Path, run: str) -> int:
+    """Return the fencing token of the snapshot in a run's folder; 0 if there is none that can be read."""
+    with contextlib.suppress(StoreError):
+        pointer = _pointer(folder)
+        if pointer is not None and pointer["run"] == run:
+            return int(pointer["token"])
+    return 0
+
+
+def _is_of_later_learner(folder: Path, snapshot: Snapshot) -> bool:
+    return token(folder, snapshot.run) > snapshot.token
+
+
+def _pointer(folder: Path) -> dict[str, Any] | None:
+    """Read `checkpoint.json`; None if there is none.
+
+    Raises:
+        StoreError: it is damaged, or of another version of ddrl.
+    """
+    path = folder / FOLDER / POINTER
+    try:
+        raw = json.loads(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:
+        raise StoreError(f"{path}: cannot be read ({error}); remove the folder {path.parent}") from None
+    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+        raise StoreError(
+            f"{path}: not a checkpoint that this version of ddrl reads; remove the folder {path.parent}"
+        )
+    return raw
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all."""
+    draft = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        with draft.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise
+
+
+class BackgroundWriter:
+    """Writes snapshots in a thread of its own, so that a disk that hangs does not stop the learner.
+
+    Args:
+        folder: the run's.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._waiting: queue.Queue[Snapshot | None] = queue.Queue(maxsize=1)
+        self._logged = ""  # reason of the failure that was logged last
+        self._thread = threading.Thread(target=self._run, name="local checkpoint", daemon=True)
+        self._thread.start()
+
+    def put(self, snapshot: Snapshot) -> None:
+        """Have a snapshot written; one that still waits is replaced."""
+        with contextlib.suppress(queue.Empty):
+            self._waiting.get_nowait()
+        self._waiting.put(snapshot)
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        """Wait until the last snapshot is written, or cannot be."""
+        with contextlib.suppress(queue.Full):
+            self._waiting.put(None, timeout=timeout_s)
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while (snapshot := self._waiting.get()) is not None:
+            place, reason = self._folder / FOLDER, ""
+            try:
+                write(self._folder, snapshot)
+            except OSError as error:
+                reason = error.strerror or str(error)
+                if reason != self._logged:
+                    log.warning(
+                        "%s: the checkpoint cannot be written (%s); retrying at the next one", place, reason
+                    )
+            if self._logged and not reason:
+                log.info("%s: the checkpoint is written again", place)
+            self._logged = reason
+
+
+# --- restoring -------------------------------------------------------------------------------------------
+
+
+def restore_newer(client: Redis, run: str, lease_token: int, folder: Path) -> bool:
+    """Make the snapshot in a run's folder the run's checkpoint if the server's data are older; log and journal it.
+
+    Args:
+        client: connection to the server, which knows the run.
+        run: its id.
+        lease_token: of the caller, who holds the run.
+        folder: the run's.
+
+    Raises:
+        LeaseLostError: another learner took over.
+    """
+    pointer, latest = checkpoints.newest_pointer(client, run), weights.index(client, run).latest
+    stored = (-1, -1, -1) if pointer is None else (pointer["token"], pointer["meta"]["updates"], latest)
+    if token(folder, run) < max(stored[0], 1):
+        return False
+    try:
+        snapshot = read(folder)
+    except StoreError as error:
+        log.warning("%s", error)
+        return False
+    if snapshot is None or (snapshot.token, snapshot.meta["updates"], snapshot.version) <= stored:
+        return False
+    # A version that was published before must not be given to other weights.
+    meta = {**snapshot.meta, "version": snapshot.version if snapshot.version > latest else -1}
+    checkpoints.save(client, run, lease_token, snapshot.blob, meta)
+    reason = f"from the local checkpoint of update {meta['updates']}: the server's data were older"
+    log.warning("%s: restored %s", run, reason)
+    runs.note(client, run, "restored", reason)
+    return True
+
+
+def find(client: Redis, name: str, folder: Path) -> str:
+    """Return the id of a run: on the server as `runs.resolve` finds it, else of a local checkpoint.
+
+    Args:
+        client: connection to the server.
+        name: of the run, or its beginning.
+        folder: of the runs' folders.
+
+    Raises:
+        UnknownRunError: there is none, or several local checkpoints match.
+    """
+    try:
+        return runs.resolve(client, name)
+    except UnknownRunError as error:
+        found = [path.parent.parent.name for path in folder.glob(f"*/{FOLDER}/{POINTER}")]
+        matches = [run for run in found if run == name] or [run for run in found if run.startswith(name)]
+        if len(matches) != 1:
+            raise UnknownRunError(f"{error}; no checkpoint of it is in {folder} either") from None
+        return matches[0]
+
+
+def find_or_restore(client: Redis, name: str, folder: Path) -> str:
+    """Return the id of a run; restore the run from its local checkpoint if the server does not know it.
+
+    Args:
+        client, name, folder: see `find`.
+
+    Raises:
+        UnknownRunError: the server does not know the run, and there is no local checkpoint.
+    """
+    run = find(client, name, folder)
+    if runs.status(client, run) is None:
+        restore_from(client, run, folder / run, even_deleted=True)
+    return run
+
+
+def restore_from(client: Redis, run: str, folder: Path, *, even_deleted: bool = False) -> bool:
+    """Restore a run from the local checkpoint in its folder, and log it; see `restore`.
+
+    Raises:
+        UnknownRunError: there is no local checkpoint of it.
+        StoreError: the run was deleted, or the local checkpoint is damaged.
+    """
+    snapshot, place = read(folder), folder / FOLDER
+    if snapshot is None or snapshot.run != run:
+        raise UnknownRunError(f"run {run}: not on this server, and there is no checkpoint of it in {place}")
+    is_restored = restore(client, snapshot, even_deleted=even_deleted)
+    if is_restored:
+        log.warning(
+            "%s: the server does not know it; restored from %s at update %d; later experience, the replay, weights, "
+            "evaluations, metrics and the journal are lost",
+            run,
+            place,
+            snapshot.meta["updates"],
+        )
+    return is_restored
+
+
+def restore(client: Redis, snapshot: Snapshot, *, even_deleted: bool = False) -> bool:
+    """Give a run to a server that does not know it, whole or not at all; whoever leases it goes on from the snapshot.
+
+    Args:
+        client: connection to the server.
+        snapshot: of the run.
+        even_deleted: also where the run was deleted with `ddrl prune` or `ddrl delete`.
+
+    Returns:
+        False if the server knows the run, or was emptied meanwhile; look at the run again then.
+
+    Raises:
+        StoreError: the run was deleted.
+    """
+    run, state, meta = snapshot.run, snapshot.record.state, snapshot.meta
+    # A token that neither a learner of the lost server nor another restore has.
+    fence = snapshot.token + 1 + secrets.randbits(32)
+    rows = {int(producer): ledger.Row(*row) for producer, row in meta.get("ledger", {}).items()}
+    num_fragments = sum(row.decided for row in rows.values())
+    unlisted = [int(producer) for producer in snapshot.record.producers if int(producer) not in rows]
+    num_bytes = state.get("appended_bytes", "0")
+    # The weights are lost: the checkpoint's own are published as the next version.
+    pointer = checkpoints.store_parts(client, run, fence, 0, snapshot.blob, {**meta, "version": -1})
+    fields = {
+        **state,
+        "updates": meta["updates"],
+        "version": snapshot.version,
+        "appended_fragments": max(num_fragments, int(meta.get("fragments", -1))),
+        "appended_steps": meta["env_steps"],
+        "appended_bytes": num_bytes,
+        "trimmed_bytes": num_bytes,
+        "allowance": 0,  # until the learner publishes
+        "waiting": 0,
+        "fence": fence,
+        # A producer that the snapshot does not list appends no more: it may have been folded since.
+        "folded": max([int(state.get("folded", 0)), *unlisted]),
+        "checkpoint": json.dumps(pointer),
+    }
+    producers = {
+        producer: _producer_line(row, snapshot.record.producers.get(str(producer), ""))
+        for producer, row in rows.items()
+        if producer == ledger.ENDED or row.last_seq >= 0
+    }
+    ledger_fields = {str(producer): row.encode() for producer, row in rows.items()}
+    parts = checkpoints.part_keys(run, pointer)
+    reply = call(
+        client,
+        "restore_run",
+        [
+            *(keys.state(run), keys.spec(run), keys.producers(run), keys.ledger(run), keys.weights(run)),
+            *(keys.experience(run), keys.journal(run), keys.RUNS, keys.PRODUCERS, keys.DELETED, keys.OPEN),
+            *parts,
+        ],
+        [
+            *(run, json.dumps({name: str(value) for name, value in fields.items()}), snapshot.record.spec),
+            *(json.dumps(producers), json.dumps(ledger_fields | {"cursor": meta["cursor"]})),
+            *(fields["version"], meta["cursor"], f"from the local checkpoint of update {meta['updates']}"),
+            *(state.get("created_ms", "0"), max([*unlisted, *rows], default=0) + SPARE_PRODUCERS),
+            *(int(even_deleted), JOURNAL_LENGTH),
+        ],
+    )
+    if reply != 1:
+        checkpoints.drop_parts(client, run, pointer)
+    if reply == -1:
+        raise StoreError(f"run {run}: was deleted; restore it from its folder with `ddrl resume {run}`")
+    return bool(reply == 1)
+
+
+def _producer_line(row: ledger.Row, line: str) -> str:
+    """Return a producer as the append keeps it, with the fragments that the learner knows of."""
+    producer = ledger.Producer.decode(line.encode()) if line else ledger.Producer()
+    seq = max(row.last_seq, 0)
+    return replace(producer, incarnation=str(row.incarnation), seq=seq, fragments=row.decided).encode()
