@@ -1,4 +1,4 @@
-"""Steps of N environments -> fragments that the learner can read one by one.
+"""Turn the steps of N environments into fragments that the learner can read one by one.
 
 A fragment repeats the last steps of the one before as context, so that stacks of frames, burn-in and overlapping
 sequences lie in it whole. Columns are allocated once per fragment with the context in their first rows; a step only
@@ -21,7 +21,9 @@ from ddrl.types import EnvSpec, Fragment, SequenceShape
 
 
 class Recorder:
-    """The record of one producer: `begin`, then for each step `add_state` and `add_step`, then `end`.
+    """The record of one producer.
+
+    For each fragment call `begin`, then `add_state` and `add_step` for each step, then `end`.
 
     Args:
         run, producer, incarnation: identity of the producer, see `Fragment`.
@@ -142,7 +144,7 @@ class Recorder:
             final_observation=np.array(self._finals, observation.dtype).reshape(-1, *observation.shape[2:]),
             episode_return=returns,
             episode_length=lengths,
-            extras={name: columns[name] for name in self._extras},
+            extras={name: columns[f"extras/{name}"] for name in self._extras},
         )
         self._seq += 1
         first = max(self._row - self._max_context, 0)
@@ -152,9 +154,9 @@ class Recorder:
         return fragment if self._hidden is None else self._with_recurrent_state(fragment, columns["hidden"])
 
     def _column(self, name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        """An empty column [C+T, N, ...], of observations [C+T+1, N, ...], that begins with what is held of it.
+        """An empty column [C+T, N, ...], of observations [C+T+1, N, ...], with the context in its first rows.
 
-        A column that the steps before lack, such as extras after random play, begins with zeros.
+        The context is zero where the steps before have no such column: extras after random play.
         """
         rows = self._context + self._max_steps + (name == "observation")
         column = np.zeros((rows, self._num_envs, *shape), dtype)
@@ -171,7 +173,7 @@ class Recorder:
                     raise ValueError(
                         f"policy: {name} of shape {values.shape}, expected ({self._num_envs}, ...)"
                     )
-                self._extras[name] = self._column(name, values.shape[1:], values.dtype)
+                self._extras[name] = self._column(f"extras/{name}", values.shape[1:], values.dtype)
         if extras.keys() != self._extras.keys():
             raise ValueError(
                 f"policy: extras {sorted(extras)} at step {step} of a fragment, {sorted(self._extras)} at its first"
@@ -202,7 +204,7 @@ class Recorder:
         return np.array(returns, np.float32), np.array(lengths, np.int32)
 
     def _with_recurrent_state(self, fragment: Fragment, hidden: np.ndarray) -> Fragment:
-        """The fragment with the rows of `hidden` [C+T, N, H] at which its sequences begin amid an episode."""
+        """The fragment with the rows of `hidden` [C+T, N, H] at which its sequences begin inside an episode."""
         assert self._sequences is not None, "recurrent policies come with the shape of their sequences"
         index = recurrent_state_index(cut_fragment(fragment, self._sequences, self._spec.frame_stack))
         recurrent = {"memory_index": index, "memory": hidden[index[:, 0], index[:, 1]]}

@@ -193,6 +193,13 @@ def test_actions_of_a_wrong_shape_are_refused() -> None:
         make(policy=Upright()).collect()
 
 
+def test_an_extra_cannot_replace_a_column() -> None:
+    fragment = make(policy=Echo({"reward": np.ones(2, np.float32)})).collect(max_steps=1)
+    np.testing.assert_array_equal(fragment.reward, np.zeros((1, 2)))
+    with pytest.raises(codec.CodecError, match="^extras: a name repeats"):
+        codec.encode(fragment)
+
+
 def test_spaces_must_be_those_of_the_run() -> None:
     other = envs.describe(EnvConfig(id="CartPole-v1"))
     with pytest.raises(envs.EnvError, match=r"observation_shape is \(1,\) here, but \(4,\) is expected"):
