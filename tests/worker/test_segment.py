@@ -78,10 +78,10 @@ def test_a_segment_waits_at_the_allowance_with_at_most_one_fragment_too_much(cli
 
 
 @pytest.mark.parametrize(("most", "steps"), [(20, 12), (5, 5)])
-def test_a_fragment_is_worth_a_few_sums_of_rewards_however_little_may_be_played(
+def test_a_fragment_has_a_few_times_n_steps_however_small_the_allowance(
     client: Redis, most: int, steps: int
 ) -> None:
-    """With n_step 3 that is 12 steps, bounded by the run's largest fragment; overshot by no more than that."""
+    """With n_step 3 that is 12 steps, or those of the largest fragment; the allowance is exceeded by no more."""
     algorithm = target_tree()["algorithm"] | {"n_step": 3}
     run, token = begin(
         client, algorithm=algorithm, rollout={"segment_s": 0.3, "max_fragment_steps": most, "fragment_s": 0.3}
@@ -156,9 +156,7 @@ def test_waiting_for_the_learner_ends_the_segment_when_another_run_wants_the_pro
     assert runs.state(client, run).allowance_wait_s - before >= YIELD_AFTER_S
 
 
-def test_the_other_runs_are_looked_at_seldom_however_often_a_waiting_segment_wakes(
-    client: Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_waiting_segment_seldom_looks_at_other_runs(client: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
     run, token = begin(client, rollout={"segment_s": 5})
     players = play_steps(client, run, token, 10)
     looks: list[float] = []
@@ -172,7 +170,7 @@ def test_the_other_runs_are_looked_at_seldom_however_often_a_waiting_segment_wak
     assert looks and all(two - one >= YIELD_AFTER_S for one, two in itertools.pairwise(looks))
 
 
-def test_many_players_that_one_word_wakes_ask_the_server_one_after_the_other(client: Redis) -> None:
+def test_collectors_woken_at_once_ask_the_server_in_turn(client: Redis) -> None:
     run, token = begin(client, rollout={"segment_s": 2})
     players = play_steps(client, run, token, 10)
     before = runs.state(client, run).appended_fragments
@@ -186,7 +184,7 @@ def test_many_players_that_one_word_wakes_ask_the_server_one_after_the_other(cli
     assert 1 <= runs.state(client, run).appended_fragments - before <= 25
 
 
-def test_a_run_of_which_this_worker_takes_no_messages_does_not_end_the_segment(client: Redis) -> None:
+def test_a_run_of_another_queue_does_not_end_the_segment(client: Redis) -> None:
     run, token = begin(client, rollout={"segment_s": 1.5})
     players = play_steps(client, run, token, 10)
     other, others_token = begin(client)
@@ -197,7 +195,7 @@ def test_a_run_of_which_this_worker_takes_no_messages_does_not_end_the_segment(c
     assert time.monotonic() - started >= 1.5
 
 
-def test_a_segment_is_known_while_it_plays_and_its_time_is_told(client: Redis) -> None:
+def test_a_segment_is_noted_while_it_plays_and_its_time_reported(client: Redis) -> None:
     run, token = begin(client, rollout={"segment_s": 1.5})
     players = play_steps(client, run, token, 10)
     begun, seen = runs.state(client, run), {}
@@ -249,7 +247,7 @@ def test_a_draining_node_that_waits_for_its_learner_ends_too(client: Redis) -> N
     assert not thread.is_alive()
 
 
-def test_what_a_server_did_not_take_is_sent_by_a_later_segment_even_by_one_that_ends_at_once(
+def test_a_fragment_that_the_server_refused_is_appended_by_the_next_segment(
     client: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, token = begin(client)
@@ -296,7 +294,7 @@ def test_a_segment_that_a_hindrance_ended_is_told_before_the_next_of_whatever_ru
     assert runs.state(client, run).process_s >= before + 0.05
 
 
-def test_a_player_with_something_to_be_sent_is_not_evicted(client: Redis) -> None:
+def test_a_player_with_an_unsent_fragment_is_not_evicted(client: Redis) -> None:
     run, token = begin(client)
     players = Players(max_bytes=1)
     play_steps(client, run, token, 20, players=players)
@@ -307,7 +305,7 @@ def test_a_player_with_something_to_be_sent_is_not_evicted(client: Redis) -> Non
     assert players.get(client, run) is kept
 
 
-def test_a_machine_with_other_versions_is_refused_by_name_with_the_remedy(client: Redis) -> None:
+def test_a_machine_with_other_versions_is_refused_with_the_remedy(client: Redis) -> None:
     run, token = begin(client)
     client.hset(keys.state(run), "versions", json.dumps({"ddrl": ddrl.__version__, "gymnasium": "0.26.3"}))
     with pytest.raises(UnfitError) as refused:
@@ -323,7 +321,7 @@ def test_a_machine_with_other_versions_is_refused_by_name_with_the_remedy(client
     play_steps(client, other, others_token, 20)
 
 
-def test_a_host_that_plays_the_run_refuses_it_no_more(client: Redis) -> None:
+def test_a_host_that_plays_the_run_no_longer_refuses_it(client: Redis) -> None:
     run, token = begin(client)
     for host in (socket.gethostname(), "another"):
         segments.note_refusal(client, run, host, "lacks something")
@@ -351,7 +349,7 @@ def test_nothing_is_played_before_the_first_version(client: Redis) -> None:
     ("name", "setting", "at_random"),
     [("sac", None, True), ("sac", True, True), ("sac", False, False), ("ppo", None, False)],
 )
-def test_version_0_plays_at_random_where_configured_or_off_policy(
+def test_version_0_is_random_if_configured_or_off_policy(
     client: Redis, monkeypatch: pytest.MonkeyPatch, name: str, setting: bool | None, at_random: bool
 ) -> None:
     def explore(self: Any, observation: np.ndarray, generator: np.random.Generator, memory: Any) -> Any:
