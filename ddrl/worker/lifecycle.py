@@ -213,7 +213,7 @@ def _end_at_once(*_: Any) -> None:
     """End this worker and its processes now, its heartbeat first; from a thread, as a signal handler must not wait."""
 
     def end(sender: HeartbeatSender) -> None:
-        log.warning("worker %s: second signal, ends at once", sender.node)
+        log.warning("worker %s: ends at once", sender.node)
         sender.stop()
         for pid in sender.pids():
             if pid != os.getpid():
