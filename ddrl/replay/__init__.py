@@ -1,4 +1,10 @@
-"""From the stream to batches: windows (endings become discounts), the view, samplers and pacing.
+"""From the stream to batches.
 
-Nothing here knows Redis, torch or an algorithm: fragments come in, NumPy arrays come out.
+reader      decodes entries of the stream ahead of the learner
+replay      off-policy: the newest items, drawn at random; cut and gathered by transitions or sequences
+fifo        on-policy: each fragment once, in order
+experience  makes the one that a run's config asks for
+
+Nothing here knows an algorithm or imports torch, and only the reader knows Redis: fragments come in, NumPy arrays
+come out.
 """

@@ -242,7 +242,14 @@ class Reader:
         try:
             while not self._stopping.is_set():
                 for entry in connection.retry(self._read, stop=self._stopping):
-                    self._decode_next(entry)
+                    while self._decoded_bytes - self._taken_bytes > MAX_DECODED_BYTES:
+                        if self._stopping.wait(0.01):
+                            return
+                    decoded = self._decode(entry)
+                    self._cursor = entry.entry_id
+                    self._decoded_bytes += decoded.memory_bytes
+                    self._decoded.append(decoded)
+                    self._arrived.set()
         except BaseException as error:  # raised in the training thread by `take`
             if not (self._stopping.is_set() and connection.outage(error)):
                 self.error = error
@@ -254,14 +261,3 @@ class Reader:
             self._count = stream.read_count(self._client, self._run)
             self._count_at = time.monotonic() + COUNT_S
         return stream.follow(self._client, self._run, self._cursor, count=self._count, block_ms=BLOCK_MS)
-
-    def _decode_next(self, entry: stream.Entry) -> None:
-        while self._decoded_bytes - self._taken_bytes > MAX_DECODED_BYTES and not self._stopping.wait(0.01):
-            pass
-        if self._stopping.is_set():
-            return
-        decoded = self._decode(entry)
-        self._cursor = entry.entry_id
-        self._decoded_bytes += decoded.memory_bytes
-        self._decoded.append(decoded)
-        self._arrived.set()
