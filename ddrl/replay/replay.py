@@ -270,13 +270,14 @@ class Replay:
         Raises:
             IndexError: a position is negative or not below the number of items.
         """
-        if not self.num_items:
+        num_items = len(self._items)
+        if not num_items:
             raise IndexError("position: the replay is empty; admit a fragment first")
         position = np.ascontiguousarray(position, np.int64)
         # Seen as unsigned, a negative position is huge: one pass checks both bounds.
-        if position.size and int(position.view(np.uint64).max()) >= self.num_items:
+        if position.size and int(position.view(np.uint64).max()) >= num_items:
             raise IndexError(
-                f"position: {position.min()}..{position.max()} outside 0..{self.num_items - 1}, the items held"
+                f"position: {position.min()}..{position.max()} outside 0..{num_items - 1}, the items held"
             )
         slot = self._items.slots(position + self._items.first)
         items = {name: column.take(slot, axis=0) for name, column in self._items.columns.items()}
