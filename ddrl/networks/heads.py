@@ -92,7 +92,7 @@ class Head(nn.Module):
                 )
             else:
                 self.hidden = linear(num_features, count * hidden_size)
-        # The large and even sizes first, for memory is aligned by what comes before (`FlatParameters`).
+        # Large and even sizes first: in the vector of `FlatParameters` a layer's alignment depends on those before.
         self.advantage = linear(width, num_actions * num_atoms)
         self.value = linear(width, num_atoms) if is_dueling else None
         self._shape = (-1, num_actions, num_atoms)

@@ -155,7 +155,7 @@ def published(learner: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize("name", ["ppo", "impala"])
-def test_statistics_stand_still_within_an_iteration(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_statistics_are_constant_within_an_iteration(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is published with weights is what the next batch is normalized by, in all its epochs."""
     learner, fragments = make(name, normalize_observations=True), make_feed(DISCRETE)
     learner.update(tensors(fragments[:4]))
@@ -234,7 +234,7 @@ def test_predictions_stay_what_they_were_when_the_unit_moves() -> None:
 
 @pytest.mark.parametrize("scale", [0.001, 100.0])
 @pytest.mark.parametrize("shared", [False, True])
-def test_normalized_returns_make_the_size_of_rewards_no_matter(scale: float, shared: bool) -> None:
+def test_with_normalized_returns_the_size_of_rewards_does_not_matter(scale: float, shared: bool) -> None:
     """Also of value_clip, which is in units of rewards; and without the option it does matter."""
 
     def learned(factor: float, *, normalize: bool) -> Tensor:

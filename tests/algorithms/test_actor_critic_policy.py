@@ -138,7 +138,7 @@ def test_mode_does_not_depend_on_the_number_of_rows(spec: EnvSpec, options: dict
 
 
 @pytest.mark.parametrize("hidden_sizes", [(64, 64), (128, 128), (400, 300)])
-def test_mode_of_wide_networks_neither(hidden_sizes: tuple[int, ...]) -> None:
+def test_mode_of_wide_networks_does_not_depend_on_the_number_of_rows(hidden_sizes: tuple[int, ...]) -> None:
     _, policy = make(CONTINUOUS, hidden_sizes=hidden_sizes)
     rows = observations(CONTINUOUS, 64)
     one_by_one = np.concatenate([policy.act(row[None]) for row in rows])

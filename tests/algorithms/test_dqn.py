@@ -223,7 +223,7 @@ def test_endless_reward_is_worth_its_sum(options: dict[str, Any]) -> None:
     ],
     ids=["dqn", "double, dueling", "categorical", "quantile", "noisy"],
 )
-def test_names_what_it_is_shown(options: dict[str, Any]) -> None:
+def test_solves_pick(options: dict[str, Any]) -> None:
     """Its end is a truncation: the best policy is worth 1 / (1 - gamma) everywhere."""
     spec = EnvSpec("ddrl/Pick-v0", (4,), "float32", "discrete", (), (4,))
     schedule = {} if options.get("noisy") else {"epsilon_anneal_updates": 500}

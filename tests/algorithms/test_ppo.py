@@ -228,7 +228,7 @@ def test_learns_a_toy(env_id: str) -> None:
 
 
 @pytest.mark.learning
-def test_a_time_limit_is_no_outcome() -> None:
+def test_truncation_bootstraps() -> None:
     """Reward 1 for ever: the value is 1 / (1 - gamma) = 10, though episodes are cut after 100 steps."""
     learning = {"batch_size": 512, "minibatch_size": 128, "learning_rate": 3e-3, "gamma": 0.9}
     trained = train("ddrl/Endless-v0", 30, name="ppo", **learning, hidden_sizes=[32])

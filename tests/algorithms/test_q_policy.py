@@ -143,7 +143,7 @@ def test_a_fleet_is_spread_over_the_whole_ladder() -> None:
         assert sorted(np.rint(rung).astype(int) // 16) == list(range(16))
 
 
-def test_lanes_explore_by_their_rung() -> None:
+def test_environments_explore_by_their_rung() -> None:
     policy = make(producer=3, epsilon_ladder=True, ladder_exponent=1.0)
     observation, rng = np.repeat(rows(VECTORS, 1), 5, axis=0), np.random.default_rng(0)
     greedy = policy.act(observation[:1])[0]
@@ -183,14 +183,14 @@ def test_noise_is_fresh_per_call_seeded_and_not_for_evaluation() -> None:
     np.testing.assert_array_equal(drawn[1]["action_value"], drawn[1]["state_value"])  # greedy under its noise
 
 
-def test_evaluation_epsilon_is_told_and_not_played() -> None:
+def test_evaluation_epsilon_is_reported_and_act_ignores_it() -> None:
     policy, other = make(evaluation_epsilon=1.0), make()
     assert (policy.evaluation_epsilon, other.evaluation_epsilon) == (1.0, 0.0)
     observation = rows(VECTORS, 50)
     assert policy.act(observation).tolist() == other.act(observation).tolist()
 
 
-def test_weights_come_as_arrays_too_read_only_off_the_wire() -> None:
+def test_weights_may_be_read_only_arrays() -> None:
     policy, observation = make(), rows(VECTORS, 50)
     weights = {
         name: value.numpy()

@@ -85,7 +85,7 @@ def test_loss_gradient_hand_numbers() -> None:
     assert target.grad is None
 
 
-def test_what_was_not_played_gives_no_gradient_even_where_its_error_overflows() -> None:
+def test_padding_gives_no_gradient_even_if_its_error_overflows() -> None:
     q = torch.full((3, 2, 2), 3e38, requires_grad=True)  # the error is infinite
     loss, _ = sequence_loss(
         q, -q.detach()[:2, :, 0], torch.zeros(2, 2, dtype=torch.int64), VALID & False, None
@@ -107,7 +107,7 @@ def test_priority_hand_numbers() -> None:
     assert sequence_priority(TD, VALID, mix=0.0).tolist() == [2.0, 2.0]
 
 
-def test_full_sequences_without_memory_are_so_many_transitions() -> None:
+def test_full_sequences_of_a_feed_forward_network_are_transitions() -> None:
     """Where nothing is rescaled and a network gives each row's values by itself, the loss is that of DQN."""
     length, num, actions = 5, 4, 3
     q = torch.randn(length + 1, num, actions, generator=torch.Generator().manual_seed(0), requires_grad=True)
@@ -221,7 +221,7 @@ def test_burn_in_moves_the_state_and_gets_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"recurrent": "gru", "rescale_values": False}], ids=str)
-def test_what_no_sequence_uses_has_no_influence(options: dict[str, Any]) -> None:
+def test_unused_rows_have_no_influence(options: dict[str, Any]) -> None:
     """Rows between burn-in and training slice, and rows and steps behind the last one, may hold anything finite."""
     results = []
     for garbage in (None, 1e6, -1e25):
@@ -272,7 +272,7 @@ def test_the_target_follows() -> None:
     assert not torch.equal(hard.state()["network.value"], start)
 
 
-def test_epsilon_goes_with_the_weights() -> None:
+def test_epsilon_is_published_with_the_weights() -> None:
     learner = make(epsilon_ladder=False, epsilon=0.8, final_epsilon=0.2, epsilon_anneal_updates=4)
     assert learner.weights()["epsilon"].item() == pytest.approx(0.8)
     assert learner.update(sequences(learner))["epsilon"].item() == pytest.approx(0.65)
@@ -281,7 +281,7 @@ def test_epsilon_goes_with_the_weights() -> None:
 
 @pytest.mark.learning
 @pytest.mark.parametrize("recurrent", ["lstm", "gru"])
-def test_recalls_what_it_saw(recurrent: str) -> None:
+def test_solves_recall_from_given_sequences(recurrent: str) -> None:
     config = Config(
         recurrent=recurrent, recurrent_size=32, hidden_sizes=(32,), sequence_length=LAST + 1, overlap=0, burn_in=0,
         n_step=3, learning_rate=3e-3, adam_eps=1e-5, target_period=50,

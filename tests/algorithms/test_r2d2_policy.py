@@ -116,7 +116,7 @@ def test_greedy_rows_do_not_depend_on_each_other(kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["hidden", "previous_action", "previous_reward"])
-def test_each_part_of_the_memory_counts(name: str) -> None:
+def test_each_part_of_the_recurrent_state_has_an_effect(name: str) -> None:
     policy, seen = make(), observations(VECTORS, 6)
     state = some_state(policy, 6)
     other = copied(state)
@@ -126,7 +126,7 @@ def test_each_part_of_the_memory_counts(name: str) -> None:
     assert not np.array_equal(state["hidden"], other["hidden"])
 
 
-def test_rows_whose_episode_ended_begin_anew() -> None:
+def test_rows_whose_episode_ended_start_anew() -> None:
     policy, seen = make(), observations(VECTORS, 3, 4)
     state, ended = some_state(policy, 4), np.array([True, False, True, False])
     going = copied(state)
@@ -145,7 +145,7 @@ def test_rows_whose_episode_ended_begin_anew() -> None:
     assert not np.array_equal(state["hidden"][ended], going["hidden"][ended])
 
 
-def test_memory_begins_with_nothing() -> None:
+def test_initial_recurrent_state() -> None:
     for recurrent, size in (("lstm", 14), ("gru", 7)):
         state, expected = make(recurrent=recurrent).initial_state(3), initial_state(3, size)
         assert state.keys() == expected.keys()
@@ -153,7 +153,7 @@ def test_memory_begins_with_nothing() -> None:
             assert (array.dtype, array.tolist()) == (expected[name].dtype, expected[name].tolist())
 
 
-def test_it_does_not_play_without_recurrent_state() -> None:
+def test_a_recurrent_policy_refuses_a_missing_state() -> None:
     policy, seen, rng = make(), observations(VECTORS, 3), np.random.default_rng(0)
     with pytest.raises(
         ValueError, match=r"state: a recurrent policy needs one; pass what initial_state\(num_envs\)"
@@ -185,7 +185,7 @@ def test_epsilon_of_the_weights_is_the_share_of_random_actions() -> None:
         assert len(np.unique(columns["action_value"])) == len(np.unique(action))
 
 
-def test_the_random_ones_move_the_state_on_too() -> None:
+def test_random_actions_update_the_state_too() -> None:
     policy, seen = make(**SCHEDULE | {"epsilon": 1.0}), observations(VECTORS, 3)
     state, greedy = policy.initial_state(3), policy.initial_state(3)
     policy.explore(seen, np.random.default_rng(0), state)
@@ -193,7 +193,7 @@ def test_the_random_ones_move_the_state_on_too() -> None:
     np.testing.assert_allclose(state["hidden"], greedy["hidden"], rtol=1e-5, atol=1e-7)
 
 
-def test_lanes_explore_by_their_rung() -> None:
+def test_environments_explore_by_their_rung() -> None:
     options = {"ladder_exponent": 4.0}
     policy, rng = make(producer=1, **options), np.random.default_rng(0)
     seen = np.repeat(observations(VECTORS, 1), 4, axis=0)

@@ -53,9 +53,7 @@ def trained(name: str, options: dict[str, Any]) -> Subject:
 
 
 @pytest.mark.parametrize(("name", "options", "fresh"), CASES)
-def test_begins_with_the_policy_and_fresh_with_the_rest(
-    name: str, options: dict[str, Any], fresh: str
-) -> None:
+def test_starts_with_the_policy_and_the_rest_fresh(name: str, options: dict[str, Any], fresh: str) -> None:
     published = trained(name, options).learner.weights()
     subject, untouched = Subject(name, options), Subject(name, options).learner.state()
     assert subject.learner.load_initial_weights(published) == fresh
@@ -74,7 +72,7 @@ def test_begins_with_the_policy_and_fresh_with_the_rest(
     assert subject.update(3) != Subject(name, options).update(3)
 
 
-def test_statistics_of_observations_go_on_slowly() -> None:
+def test_published_statistics_of_observations_change_slowly() -> None:
     """The number that they are made of is not published: they count for many, so that the policy stays itself."""
     options = {"normalize_observations": True}
     published = trained("ppo", options).learner.weights()
@@ -112,7 +110,7 @@ def run_config(algorithm: dict[str, Any]) -> RunConfig:
 
 
 @pytest.mark.parametrize("name", sorted(SMALL))
-def test_what_fits_is_handed_on_as_it_is(name: str) -> None:
+def test_fitting_weights_are_passed_on_unchanged(name: str) -> None:
     algorithm = {"name": name, **SMALL[name]}
     source = loaded(algorithm, SPECS[name])
     other = run_config(algorithm | {"learning_rate": 1e-5, "gamma": 0.5})
@@ -211,7 +209,7 @@ def actions(client: Any, run: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", ["version", "run", "file"])
-def test_a_run_begins_with_it(client: Any, server: Any, kind: str) -> None:
+def test_a_run_starts_from_initial_weights(client: Any, server: Any, kind: str) -> None:
     """Version 0 is that policy, plays by itself from the first step on, and the journal says what it is."""
     before = determined(client)
     call("export", f"{before}@1", "--output", "policy.safetensors")
@@ -242,7 +240,7 @@ def test_a_run_begins_with_it(client: Any, server: Any, kind: str) -> None:
     assert sum(row["event"] == "warm start" for row in runs.journal(client, run)) == 1
 
 
-def test_without_it_version_0_plays_at_random(client: Any) -> None:
+def test_without_initial_weights_version_0_acts_at_random(client: Any) -> None:
     run = submit()
     play_steps(client, run, take(client, run), 100)
     assert runs.state(client, run).warm == "" and runs.initial(client, run) is None

@@ -184,7 +184,7 @@ def test_forward_follows_its_parameters(network: str, shape: tuple[int, ...], sh
     assert float(flat.vector.grad.abs().max()) > 0
 
 
-def test_a_player_needs_only_the_policy_state() -> None:
+def test_a_policy_needs_only_the_policy_state() -> None:
     learner, player = made(log_std_dims=4), made(seed=1, log_std_dims=4)
     state = learner.policy_state()
     assert not any(value.requires_grad for value in state.values())

@@ -273,7 +273,7 @@ def test_start_is_reproducible_and_leaves_the_global_generator(network: str, opt
 
 
 @pytest.mark.parametrize(("network", "options"), OPTIONS)
-def test_the_state_is_all_that_a_player_needs(network: str, options: dict[str, Any]) -> None:
+def test_the_state_is_all_that_a_policy_needs(network: str, options: dict[str, Any]) -> None:
     learner, player = made(network, **options), made(network, seed=1, **options)
     columns = sequence_inputs(learner, network, 3, 2)
 
