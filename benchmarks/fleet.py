@@ -104,10 +104,10 @@ def measure(arguments: argparse.Namespace, url: str, environment: dict[str, str]
     with contextlib.ExitStack() as stack:
         for _ in range(arguments.processes):
             stack.enter_context(child(play, environment))
-        while len(segments.players(client, run)) < 0.98 * num:
+        while len(segments.playing(client, run)) < 0.98 * num:
             if time.monotonic() > started + 300:
                 raise SystemExit(
-                    f"only {len(segments.players(client, run))} of {num} workers play after 300 s"
+                    f"only {len(segments.playing(client, run))} of {num} workers play after 300 s"
                 )
             time.sleep(0.2)
         ready_s = time.monotonic() - started
@@ -117,7 +117,7 @@ def measure(arguments: argparse.Namespace, url: str, environment: dict[str, str]
         playing = []
         while time.monotonic() < begun + arguments.seconds:
             time.sleep(0.5)
-            playing.append(len(segments.players(client, run)))
+            playing.append(len(segments.playing(client, run)))
         elapsed, after = time.monotonic() - begun, runs.state(client, run)
         rows, load = metrics.read(client, run, cursor)[0], _redis_s(client) - load
         runs.set_status(client, run, "stopped", "measured")

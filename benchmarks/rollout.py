@@ -69,7 +69,7 @@ def in_turns(
             client = connection.connect(url)
             spaces = submit.prepare(settings)
             run = submit.create(client, settings, spaces)
-            token = lease.acquire(client, run, host="benchmark", folder="-")
+            token = lease.acquire(client, run, host="benchmark", folder="-", ttl_ms=3_600_000)
             assert token is not None
             algorithm = base.resolve(settings, spaces).learner(device=torch.device("cpu"), seed=1)
             blob = weights.encode_weights(
@@ -82,7 +82,7 @@ def in_turns(
                 run,
                 token,
                 settings.rollout,
-                send=lambda queue, priority: celery.send_rollout(run, queue, priority),
+                send=celery.send_rollout,
             )
             play = ["-m", "ddrl", "worker", "--role", "rollout", "--concurrency", "1"]
             ours, bare = [], []

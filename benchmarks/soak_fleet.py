@@ -191,7 +191,7 @@ class SoakFleet:
 
     def playing(self) -> int:
         """Producers that play now."""
-        return sum(len(segments.players(self.client, run)) for run in self.runs)
+        return sum(len(segments.playing(self.client, run)) for run in self.runs)
 
     # --- what they hold ------------------------------------------------------------------------------
 

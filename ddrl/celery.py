@@ -22,6 +22,7 @@ ROLLOUT, EVALUATE = "ddrl.rollout", "ddrl.evaluate"
 
 MEMORY_VARIABLE = "DDRL_PROCESS_MEMORY"  # a process that holds more is replaced between two tasks
 DEFAULT_MEMORY = "4GiB"
+QUEUES_VARIABLE = "DDRL_WORKER_QUEUES"  # set by a worker for its processes: the queues that it serves
 UP_TIMEOUT_S = 120.0  # for a process of the pool to import what it needs
 LIMIT_MARGIN_S = 120.0  # of a hard time limit: a server that is slow to answer is not the task's fault
 
@@ -82,7 +83,7 @@ app.conf.update(
     broker_transport_options={
         "global_keyprefix": keys.BROKER_PREFIX,
         "ack_emulation": False,  # it writes for every message, and loses the message where memory is full
-        "priority_steps": sorted(keys.PRIORITIES.values()),
+        "priority_steps": [keys.FIRST, keys.LATER],
         "socket_timeout": 8,
         "socket_connect_timeout": 3,
         "socket_keepalive": True,
@@ -91,20 +92,18 @@ app.conf.update(
 )
 
 
-def send_rollout(run: str, queue: str, priority: str = "normal", time_limit_s: float | None = None) -> None:
-    """Send one permission to play.
+def send_rollout(queue: str, time_limit_s: float | None = None) -> None:
+    """Send one permission to play; the server chooses the run when a process takes it.
 
     Args:
-        run: its id.
-        queue: the queue of the workers that can play it.
-        priority: high, normal or low.
-        time_limit_s: after which its process is killed, whatever it does.
+        queue: the queue of the workers that can play the sender's run.
+        time_limit_s: after which the process is killed, whatever it does; see `segments.choose`.
 
     Raises:
         UnreachableError: the server does not answer.
         RedisError: it takes no message for now.
     """
-    _send(ROLLOUT, [run], queue, keys.PRIORITIES[priority], time_limit_s)
+    _send(ROLLOUT, [], queue, keys.LATER, time_limit_s)
 
 
 def send_evaluation(run: str, evaluation: str, queue: str, time_limit_s: float = 3600.0) -> None:
@@ -120,8 +119,8 @@ def send_evaluation(run: str, evaluation: str, queue: str, time_limit_s: float =
         UnreachableError: the server does not answer.
         RedisError: it takes no message for now.
     """
-    priority = "high" if evaluations.is_of_run(evaluation) else "normal"
-    _send(EVALUATE, [run, evaluation], queue, keys.PRIORITIES[priority], time_limit_s)
+    priority = keys.FIRST if evaluations.is_of_run(evaluation) else keys.LATER
+    _send(EVALUATE, [run, evaluation], queue, priority, time_limit_s)
 
 
 def _send(task: str, arguments: list[str], queue: str, priority: int, time_limit_s: float | None) -> None:

@@ -14,7 +14,7 @@ from ddrl.cli import hints
 from ddrl.cli.output import Client, InputError, Json, counted, duration, emit, say, server, size, table
 from ddrl.cli.watcher import Figures
 from ddrl.store import runs, segments, workers
-from ddrl.store.run_state import Rival
+from ddrl.store.segments import RunLoad
 from ddrl.store.workers import Heartbeat
 
 LOOK_S = 1.0  # between two looks
@@ -45,20 +45,20 @@ def fleet(
 
 
 def collect(client: Client) -> dict[str, Any]:
-    """What `ddrl fleet --json` prints."""
-    present, rivals = workers.alive(client), runs.active(client)
+    """Return what `ddrl fleet --json` prints."""
+    present, loads = workers.alive(client), segments.active(client)
     playing = {worker.node: Counter[str]() for worker in present}
-    players: Counter[str] = Counter()
-    for rival in rivals:
-        for player in segments.players(client, rival.run).values():
-            players[rival.run] += 1
-            if player.node in playing:
-                playing[player.node][rival.run] += 1
+    num_playing: Counter[str] = Counter()
+    for load in loads:
+        for process in segments.playing(client, load.run).values():
+            num_playing[load.run] += 1
+            if process.node in playing:
+                playing[process.node][load.run] += 1
     trouble = hints.server_trouble(client)
     return {
         "workers": [_worker(worker, playing[worker.node]) for worker in present],
         "versions_differ": differences(present),
-        "runs": [_run(client, rival, players[rival.run], rivals, present, trouble) for rival in rivals],
+        "runs": [_run(client, load, num_playing[load.run], loads, present, trouble) for load in loads],
     }
 
 
@@ -82,39 +82,42 @@ def _worker(worker: Heartbeat, playing: Counter[str]) -> dict[str, Any]:
 
 def _run(
     client: Client,
-    rival: Rival,
+    load: RunLoad,
     num_playing: int,
-    rivals: list[Rival],
+    loads: list[RunLoad],
     present: list[Heartbeat],
     trouble: str,
 ) -> dict[str, Any]:
-    state = runs.state(client, rival.run)
+    state = runs.state(client, load.run)
+    total = sum(other.mean_processes for other in loads) or 1.0
     figures = Figures(
         state,
-        runs.config(client, rival.run),
+        runs.config(client, load.run),
         present=present,
-        rivals=rivals,
-        refusals=segments.refusals(client, rival.run),
+        loads=loads,
+        refusals=segments.refusals(client, load.run),
         num_playing=num_playing,
         quiet_s=0.0 if num_playing else UNPLAYED_S,
     )
     note = hints.hint(figures, server=trouble, starting=False)
     if not (note or num_playing):
-        if not rival.wants:
+        if not load.wants:
             note = "its allowance is used up: waits for its learner"
         else:
-            note = "has had its share: waits for its turn" if rival.ahead_ms > 0 else "waits for a process"
+            peers = [other for other in loads if other.wants and other.priority == load.priority]
+            has_had_share = load.virtual_ms > min(other.virtual_ms for other in peers)
+            note = "has had its share: waits for its turn" if has_had_share else "waits for a process"
     return {
-        "run": rival.run,
-        "priority": rival.priority,
-        "weight": rival.weight,
-        "queue": rival.queue,
+        "run": load.run,
+        "priority": load.priority,
+        "weight": load.weight,
+        "queue": load.queue,
         "learner": state.host if state.leased else None,
-        "wants": rival.wants,
+        "wants": load.wants,
         "entitled": figures.entitled,
-        "share": rival.recent if state.leased else 0.0,
+        "share": load.mean_processes / total if state.leased else 0.0,
         "playing": num_playing,
-        "waiting_messages": rival.waiting,
+        "waiting_messages": segments.waiting(client, load.queue),
         "process_s": state.process_s,
         "note": note,
     }

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ddrl.cli.output import Client, duration, size
 from ddrl.envs.requirements import PACKAGES
 from ddrl.store import connection
-from ddrl.store.keys import PRIORITIES
+from ddrl.store.segments import LEVELS
 
 if TYPE_CHECKING:
     from ddrl.cli.watcher import Figures
@@ -77,8 +77,8 @@ def _obstacle(figures: Figures) -> str:
         return "waiting for the first steps"
     if figures.quiet_s > QUIET_S and state.allowance > state.appended_steps:
         quiet = f"no step for {duration(figures.quiet_s)}"
-        level = PRIORITIES[state.priority]
-        ahead = [rival.run for rival in figures.rivals if PRIORITIES[rival.priority] < level and rival.wants]
+        level = LEVELS[state.priority]
+        ahead = [load.run for load in figures.loads if LEVELS[load.priority] < level and load.wants]
         return f"{quiet}: {ahead[0]} has a higher priority" if ahead else quiet
     return ""
 

@@ -187,7 +187,7 @@ def plain_line(figures: Figures) -> str:
             parts.append(f"staleness {row['staleness']:.1f}")
         if row.get("dropped"):
             parts.append(f"dropped {row['dropped']:.0f}")
-        if not state.ended and len(figures.rivals) > 1 and figures.share is not None:
+        if not state.ended and len(figures.loads) > 1 and figures.share is not None:
             parts.append(f"share {100 * figures.share:.0f}%")
         if not state.ended and (figures.room_wait or 0.0) >= ROOM_WAIT:
             parts.append(f"waits {100 * (figures.room_wait or 0.0):.0f}% for room")

@@ -7,7 +7,7 @@ from typing import Any
 
 from ddrl.cli.output import Client, Json, Run, duration, emit, number, pairs, server, size, table
 from ddrl.cli.watcher import Figures, Watcher
-from ddrl.store import evaluations, runs, weights
+from ddrl.store import evaluations, runs, segments, weights
 
 
 def status(run: Run = "last", json_output: Json = False) -> None:
@@ -68,7 +68,7 @@ def collect(client: Client, run: str) -> dict[str, Any]:
             "total": state.crashes_total,
             "lost_producers": state.lost_producers,
         },
-        "waiting_messages": state.waiting,
+        "waiting_messages": segments.waiting(client, queue),
         "env_steps": state.appended_steps,
         "allowance": state.allowance,
         "updates": state.updates,
@@ -102,12 +102,12 @@ def _sharing(figures: Figures) -> dict[str, Any]:
     """
     state = figures.state
     spent_s = state.process_s
-    everybody_s = sum(rival.process_ms for rival in figures.rivals) / 1e3
-    active = any(rival.run == state.run for rival in figures.rivals)
+    everybody_s = sum(load.process_ms for load in figures.loads) / 1e3
+    active = any(load.run == state.run for load in figures.loads)
     return {
         "weight": state.weight,
         "priority": state.priority,
-        "active_runs": len(figures.rivals),
+        "active_runs": len(figures.loads),
         "entitled": figures.entitled if active else None,
         "share": spent_s / everybody_s if active and everybody_s > 0 else None,
         "playing": figures.num_playing,

@@ -142,7 +142,7 @@ def play_waits(allowance: float | None, room: float | None) -> str:
 def _unusual_cells(figures: Figures) -> list[tuple[str, str]]:
     """Return cells that are shown only if there is something to show: share, crashes, waits for the server."""
     state, cells = figures.state, []
-    if len(figures.rivals) > 1 and not state.ended:
+    if len(figures.loads) > 1 and not state.ended:
         now = "-" if figures.share is None else f"{100 * figures.share:.0f} %"
         cells.append(("share", f"{now} of {100 * figures.entitled:.0f} %, {state.priority}"))
     elif state.weight != 1.0 or state.priority != "normal":

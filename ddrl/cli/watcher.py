@@ -12,8 +12,8 @@ from ddrl.cli import hints
 from ddrl.cli.output import Client
 from ddrl.config import RunConfig
 from ddrl.store import evaluations, metrics, runs, segments, stream, workers
-from ddrl.store.run_state import Rival
 from ddrl.store.runs import RunState
+from ddrl.store.segments import RunLoad
 from ddrl.store.workers import Heartbeat
 
 FLEET_S = 2.0  # between two polls of workers, other runs and the server, which cost more than the run's state
@@ -31,7 +31,7 @@ class Figures:
         returns: (seconds since the first step, return) of finished training episodes.
         evaluated: results of evaluations, oldest first.
         present: all workers.
-        rivals: all active runs, with this one.
+        loads: all active runs, with this one.
         refusals: host -> reason why it does not play the run.
         num_playing: processes that play it now.
         share: part of all runs' process time within WINDOW_S; None while unknown.
@@ -49,7 +49,7 @@ class Figures:
     returns: list[tuple[float, float]] = field(default_factory=list)
     evaluated: list[dict[str, Any]] = field(default_factory=list)
     present: list[Heartbeat] = field(default_factory=list)
-    rivals: list[Rival] = field(default_factory=list)
+    loads: list[RunLoad] = field(default_factory=list)
     refusals: dict[str, str] = field(default_factory=dict)
     num_playing: int = 0
     share: float | None = None
@@ -96,7 +96,7 @@ class Figures:
     @property
     def entitled(self) -> float:
         """The run's share by its weight, among the active runs of its priority."""
-        peers = [rival.weight for rival in self.rivals if rival.priority == self.state.priority]
+        peers = [load.weight for load in self.loads if load.priority == self.state.priority]
         return self.state.weight / total if (total := sum(peers)) else 1.0
 
 
@@ -158,9 +158,9 @@ class Watcher:
     def _poll_fleet(self) -> None:
         client, figures = self._client, self._figures
         figures.present = workers.alive(client)
-        figures.rivals = runs.active(client)
+        figures.loads = segments.active(client)
         figures.refusals = segments.refusals(client, self._run)
-        figures.num_playing = len(segments.players(client, self._run))
+        figures.num_playing = len(segments.playing(client, self._run))
         self._server = hints.server_trouble(client)
         self._history.append(_Times.of(figures))
         while len(self._history) > 2 and self._history[-1].at - self._history[1].at > WINDOW_S:
@@ -192,7 +192,7 @@ class _Times:
         state = figures.state
         return cls(
             at=time.monotonic(),
-            process_ms={rival.run: rival.process_ms for rival in figures.rivals},
+            process_ms={load.run: load.process_ms for load in figures.loads},
             process_s=state.process_s,
             allowance_wait_s=state.allowance_wait_s,
             room_wait_s=state.room_wait_s,

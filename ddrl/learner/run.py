@@ -349,13 +349,12 @@ class _Attempt:
         )
         self._resources.callback(self._learner.leave)
         state = runs.state(client, run)
-        limit_s = config.rollout.segment_s + 2 * config.rollout.step_timeout_s
         self._dispatcher = Dispatcher(
             client,
             run,
             self._token,
             config.rollout,
-            send=lambda queue, priority: celery.send_rollout(run, queue, priority, limit_s),
+            send=celery.send_rollout,
         )
         self._evaluations = EvaluationScheduler(
             client,

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddrl.store import connection, metrics, runs
+from ddrl.store import connection, metrics, runs, segments
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -52,7 +52,6 @@ SERIES = (
     Series("ddrl_stream_bytes", "Bytes of the stream, without trimmed entries.", lambda now: now.live_bytes),
     Series("ddrl_policy_version", "Latest version of the weights.", lambda now: now.version),
     Series("ddrl_allowance_steps", "Steps that may have been appended in all.", lambda now: now.allowance),
-    Series("ddrl_messages_waiting", "Rollout messages that wait for a process.", lambda now: now.waiting),
     Series("ddrl_weight", "Share of the fleet, relative to other runs.", lambda now: now.weight),
     Series("ddrl_leased", "1 if a learner holds the run.", lambda now: now.leased),
     Series("ddrl_duplicates_total", "Repeated appends, ignored.", lambda now: now.duplicates),
@@ -159,6 +158,8 @@ class LearnerMetrics:
         state, row, labels = runs.state(self._client, run), metrics.last(self._client, run), {"run": run}
         for series in SERIES:
             yield _family(series.name, series.help, labels, series.value(state))
+        waiting = segments.waiting(self._client, state.queue)
+        yield _family("ddrl_messages_waiting", "Rollout messages in the queue of the run.", labels, waiting)
         budget = int(runs.config(self._client, run).replay.max_bytes)
         yield _family("ddrl_stream_budget_bytes", "replay.max_bytes.", labels, budget)
         yield _family("ddrl_status", "1 for the run's status.", {**labels, "status": state.status}, 1)

@@ -18,7 +18,7 @@
 | ddrl:{run}:allowance              | stream | learner               | collector           | one entry: env steps that may be played, latest version |
 | ddrl:{run}:experience             | stream | collector             | learner             | fragments: the replay buffer; trimmed by the learner |
 | ddrl:{run}:producers              | hash   | collector             | stream, audit       | producer -> JSON: see scripts/append.lua; -2: all that were folded |
-| ddrl:{run}:playing                | hash   | worker                | dispatcher, fleet   | producer -> node, pid, since; while it plays |
+| ddrl:{run}:playing                | hash   | worker                | dispatcher, fleet   | process -> node, pid, task, since_ms, charge_ms, weight (JSON); while it plays |
 | ddrl:{run}:draining               | set    | worker                | collector           | nodes whose processes end their segments; expires |
 | ddrl:{run}:refusals               | hash   | worker                | cli                 | host -> why it does not play the run |
 | ddrl:{run}:ledger                 | hash   | learner               | audit               | producer -> JSON list: see `ledger.Row`; `cursor`: the last entry covered |
@@ -51,14 +51,13 @@ def worker(node: str) -> str:
     return f"ddrl:worker:{node}"
 
 
-PRIORITIES = {"high": 0, "normal": 3, "low": 6}
-"""As Celery's Redis transport counts them: lower is sooner."""
+FIRST, LATER = 0, 3
+"""Priorities of messages, as Celery's Redis transport counts them: evaluations go before rollouts."""
 
 
-def queue(name: str, priority: str = "normal") -> str:
-    """The list in which Celery keeps a queue's messages of one priority; all but the soonest have a suffix."""
-    level = PRIORITIES[priority]
-    return f"{BROKER_PREFIX}{name}" + (f"\x06\x16{level}" if level else "")
+def queue(name: str) -> str:
+    """The list in which Celery keeps a queue's messages of priority LATER, such as rollouts."""
+    return f"{BROKER_PREFIX}{name}\x06\x16{LATER}"
 
 
 def of_run(run: str, name: str) -> str:
@@ -72,7 +71,7 @@ def spec(run: str) -> str:
 
 
 def state(run: str) -> str:
-    """Status, counters, reason, waiting messages."""
+    """Status, counters, reason, account of process time."""
     return of_run(run, "state")
 
 

@@ -36,8 +36,8 @@ FOLDER = "checkpoint"  # in the run's folder
 POINTER = "checkpoint.json"
 SPARE_PRODUCERS = 1_000  # ids not given again: the lost server may have given them after the snapshot
 _NOT_RESTORED = {  # fields of the state that hold for one server only
-    *("checkpoint", "fence", "allowance", "allowance_id", "players", "waiting", "claim", "claim_until_ms"),
-    *("handover", "evaluation", "host", "folder"),
+    *("checkpoint", "fence", "allowance", "allowance_id", "players", "claim", "claim_until_ms"),
+    *("virtual_ms", "away_ms", "mean_processes", "handover", "evaluation", "host", "folder"),
 }
 
 
@@ -378,7 +378,6 @@ def restore(client: Redis, snapshot: Snapshot, *, even_deleted: bool = False) ->
         "appended_bytes": num_bytes,
         "trimmed_bytes": num_bytes,
         "allowance": 0,  # until the learner publishes
-        "waiting": 0,
         "fence": fence,
         # A producer that the snapshot does not list appends no more: it may have been folded since.
         "folded": max([int(state.get("folded", 0)), *unlisted]),

@@ -20,7 +20,6 @@ from ddrl.store import journal as capped
 from ddrl.store import keys
 from ddrl.store.connection import StoreError, call
 from ddrl.store.leases import fenced
-from ddrl.store.run_state import Rival, ask_rivals, rivals
 from ddrl.types import EnvSpec
 
 JOURNAL_LENGTH = 10_000
@@ -48,7 +47,6 @@ class RunState:
         duplicates: repeated appends that were not counted.
         dead: entries that the learner refused.
         full: appends that found no room.
-        waiting: rollout messages sent and not yet taken.
         error: the last one that a worker met in playing it, if any.
         leased: a learner holds the run.
         host, folder: of the learner, and its artifacts there.
@@ -83,7 +81,6 @@ class RunState:
     duplicates: int = 0
     dead: int = 0
     full: int = 0
-    waiting: int = 0
     error: str = ""
     host: str = ""
     folder: str = ""
@@ -159,7 +156,6 @@ def create(
         "warm": initial[0] if initial is not None else "",
         "allowance": 0,
         "version": -1,
-        "waiting": 0,
     }
     script_keys = [
         keys.spec(run),
@@ -181,6 +177,8 @@ def _mirrored(config: RunConfig) -> dict[Any, Any]:
         "max_bytes": int(config.replay.max_bytes),
         "weight": config.weight,
         "priority": config.priority,
+        "segment_ms": round(1e3 * config.rollout.segment_s),
+        "limit_ms": round(1e3 * (config.rollout.segment_s + 2 * config.rollout.step_timeout_s)),
     }
 
 
@@ -204,14 +202,6 @@ def active_names(client: Redis) -> list[str]:
         for run in known:
             pipe.hget(keys.state(run), "status")
         return [run for run, value in zip(known, pipe.execute(), strict=True) if value == b"active"]
-
-
-def active(client: Redis) -> list[Rival]:
-    """The active runs, oldest first."""
-    known = open_names(client)
-    with client.pipeline(transaction=False) as pipe:
-        ask_rivals(pipe, known)
-        return rivals(known, pipe.execute())
 
 
 def resolve(client: Redis, name: str) -> str:

@@ -36,7 +36,7 @@ class HeartbeatSender:
     def __init__(self, heartbeat: Heartbeat, pids: Callable[[], tuple[int, ...]]) -> None:
         self.node, self.pids = heartbeat.node, pids
         self._heartbeat = heartbeat
-        self._requests: queue.SimpleQueue[str | tuple[str, str]] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[str | tuple[str, str, str]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="heartbeat", daemon=True)
 
     def start(self) -> None:
@@ -47,9 +47,9 @@ class HeartbeatSender:
         """End the segments of this worker at their next append, until it stops."""
         self._requests.put(_DRAIN)
 
-    def report_crash(self, run: str, reason: str) -> None:
-        """Report to a run that a process could not play it."""
-        self._requests.put((run, reason))
+    def report_crash(self, task: str, run: str, reason: str) -> None:
+        """Report to a run that a process could not play it; an empty `run` is the one that the task plays."""
+        self._requests.put((task, run, reason))
 
     def stop(self) -> None:
         """Remove the heartbeat; wait at most STOP_S for the server."""
@@ -58,7 +58,7 @@ class HeartbeatSender:
 
     def _work(self) -> None:
         client = connection.connect()
-        crashes: list[tuple[str, str]] = []
+        crashes: list[tuple[str, str, str]] = []
         draining, is_first, pause_s = False, True, 0.0
         while True:
             try:
@@ -79,7 +79,9 @@ class HeartbeatSender:
                 if draining:
                     segments.drain(client, self.node)
                 while crashes:
-                    segments.note_crash(client, *crashes[0])
+                    task, run, reason = crashes[0]
+                    run = run or segments.run_of_task(client, task) or ""
+                    segments.note_crash(client, run, reason)
                     crashes.pop(0)
                 workers.beat(client, replace(self._heartbeat, pids=self.pids(), draining=draining))
             except Exception as error:  # the next round tries again

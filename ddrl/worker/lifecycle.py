@@ -29,7 +29,7 @@ from celery.worker.control import inspect_command
 from kombu.exceptions import OperationalError
 
 from ddrl import envs
-from ddrl.celery import UP_TIMEOUT_S, app
+from ddrl.celery import EVALUATE, QUEUES_VARIABLE, UP_TIMEOUT_S, app
 from ddrl.envs import requirements
 from ddrl.runs import monitoring, processes
 from ddrl.store import connection, keys, server, workers
@@ -82,6 +82,7 @@ class PoolReady(bootsteps.StartStopStep):  # type: ignore[misc]
     def __init__(self, worker: Any, **_: Any) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="ddrl-ready-"))
         os.environ[READY_VARIABLE] = str(self._folder)  # the pool is spawned after this
+        os.environ[QUEUES_VARIABLE] = ",".join(sorted(app.amqp.queues.consume_from))
 
     def start(self, worker: Any) -> None:
         """Wait until all processes are ready or one has ended, and until the server takes writes."""
@@ -171,9 +172,9 @@ def _start_heartbeat(sender: Any, **_: Any) -> None:
 
 
 @signals.task_failure.connect  # type: ignore[untyped-decorator]
-def _report_lost_process(task_id: str, exception: BaseException, args: Any, **_: Any) -> None:
+def _report_lost_process(sender: Any, task_id: str, exception: BaseException, args: Any, **_: Any) -> None:
     """Report to a run a process that ended while it played; the task itself reports all other errors."""
-    if _sender is None or not isinstance(exception, WorkerLostError | TimeLimitExceeded) or not args:
+    if _sender is None or not isinstance(exception, WorkerLostError | TimeLimitExceeded):
         return
     if task_id in _reported:  # Celery signals a time limit twice
         return
@@ -184,7 +185,8 @@ def _report_lost_process(task_id: str, exception: BaseException, args: Any, **_:
     else:
         reason = watchdog.explain(str(exception))
     if reason is not None:
-        _sender.report_crash(str(args[0]), f"host {socket.gethostname()}: {reason}")
+        run = str(args[0]) if sender.name == EVALUATE and args else ""  # a rollout's is known to the server
+        _sender.report_crash(task_id, run, f"host {socket.gethostname()}: {reason}")
 
 
 @inspect_command()  # type: ignore[untyped-decorator]

@@ -25,6 +25,7 @@ from ddrl.algorithms import base
 from ddrl.config import RunConfig
 from ddrl.envs import requirements
 from ddrl.store import connection, runs, segments, stream, weights
+from ddrl.store.segments import Process
 from ddrl.store.stream import Answer, Appended
 from ddrl.types import Fragment
 from ddrl.worker.collector import Collector
@@ -51,6 +52,7 @@ class Clock:
     """The time of a process in one segment that its run does not know yet, and how much of it was spent waiting."""
 
     def __init__(self) -> None:
+        self._begun = time.monotonic()
         self.waited_s = 0.0  # in the whole segment
         self.reported()
 
@@ -69,6 +71,11 @@ class Clock:
             lasted = time.monotonic() - begin
             self.waited_s += lasted
             self._waited_s[what] += lasted
+
+    @property
+    def spent_ms(self) -> int:
+        """Time of the whole segment."""
+        return round(1e3 * (time.monotonic() - self._begun))
 
     def unreported(self) -> dict[str, int]:
         """Milliseconds since the last report, by the names of `stream.append` and `segments.end`."""
@@ -197,7 +204,7 @@ class Players:
         self._players: OrderedDict[str, Player] = OrderedDict()
         self._max_bytes, self._watch = max_bytes, watch
         self._look_at = 0.0
-        self._unreported_end: tuple[str, int, dict[str, int]] | None = None  # run, producer, time
+        self._unreported_end: tuple[str, Process, dict[str, int]] | None = None  # run, process, time
 
     def __contains__(self, run: str) -> bool:
         return run in self._players
@@ -222,25 +229,25 @@ class Players:
             player.collector.close()
 
     @contextmanager
-    def segment(self, client: Redis, player: Player, clock: Clock, *, node: str) -> Iterator[None]:
-        """Note on the server that the block plays, and then that it ended; after an outage `report_end` does that."""
+    def segment(self, client: Redis, run: str, clock: Clock, *, node: str) -> Iterator[None]:
+        """Note on the server that the segment ended which the block plays; after an outage `report_end` does that."""
         has_outage = False
         try:
-            segments.playing(client, player.run, player.producer, node=node, pid=os.getpid())
             yield
         except connection.OUTAGES:
             has_outage = True
             raise
         finally:
-            self._unreported_end = player.run, player.producer, clock.unreported()
+            spent = {"spent_ms": clock.spent_ms, **clock.unreported()}
+            self._unreported_end = run, Process.this(node), spent
             if not has_outage:
                 self.report_end(client)
 
     def report_end(self, client: Redis) -> None:
         """Note on the server that the last segment ended, unless it knows."""
         if self._unreported_end is not None:
-            run, producer, spent = self._unreported_end
-            segments.end(client, run, producer, **spent)
+            run, process, spent = self._unreported_end
+            segments.end(client, run, process, **spent)
             self._unreported_end = None
 
     def may_look(self) -> bool:
@@ -261,7 +268,7 @@ def play(
     node: str = "-",
     serves: Callable[[str], bool] = lambda queue: True,
 ) -> int:
-    """Play one segment of a run and return the number of transitions appended.
+    """Play one segment of the run that was chosen and return the number of transitions appended.
 
     It ends after `rollout.segment_s`; within one fragment when the run has stopped or is paused, when another run
     claims the process, or when the node drains; and after YIELD_AFTER_S of waiting if another run wants the process.
@@ -279,18 +286,17 @@ def play(
         UnknownRunError, StoreError, ConfigError, UnfitError, EnvError: the run cannot be played here.
         RedisError: the server cannot serve; a fragment that it has not taken is kept for the next segment.
     """
-    players.report_end(client)
     clock = Clock()
-    reply = stream.remaining(client, run, node=node)
-    if reply.answer is Answer.STOPPED:
-        players.drop(run)
-    if reply.answer is Answer.STOPPED or (reply.answer is Answer.YIELD and run not in players):
-        return 0
-    player = players.get(client, run)
-    deadline = time.monotonic() + player.config.rollout.segment_s
-    yield_after_s = YIELD_AFTER_S * random.uniform(1.0, 1.5)
-    appended, num_collectors = 0, reply.players
-    with players.segment(client, player, clock, node=node):
+    with players.segment(client, run, clock, node=node):
+        reply = stream.remaining(client, run, node=node)
+        if reply.answer is Answer.STOPPED:
+            players.drop(run)
+        if reply.answer is Answer.STOPPED or (reply.answer is Answer.YIELD and run not in players):
+            return 0
+        player = players.get(client, run)
+        deadline = time.monotonic() + player.config.rollout.segment_s
+        yield_after_s = YIELD_AFTER_S * random.uniform(1.0, 1.5)
+        appended, num_collectors = 0, reply.players
         if player.has_unsent:  # of an earlier segment: it is appended even if this one ends at once
             reply, appended = player.append(client, clock, node=node)
         while reply.answer in (Answer.GO, Answer.WAIT, Answer.FULL) and time.monotonic() < deadline:
@@ -317,9 +323,9 @@ def play(
                 player.collect(reply.remaining_steps)
             reply, num_transitions = player.append(client, clock, node=node)
             appended += num_transitions
-    if reply.answer is Answer.STOPPED:
-        players.drop(run)
-    return appended
+        if reply.answer is Answer.STOPPED:
+            players.drop(run)
+        return appended
 
 
 def _spread_wakes(num_collectors: int) -> None:
@@ -329,7 +335,7 @@ def _spread_wakes(num_collectors: int) -> None:
 
 def _wanted_elsewhere(client: Redis, run: str, serves: Callable[[str], bool]) -> bool:
     """Whether another run would use this process now."""
-    return any(other.wants and other.run != run and serves(other.queue) for other in runs.active(client))
+    return any(other.wants and other.run != run and serves(other.queue) for other in segments.active(client))
 
 
 def prepare(client: Redis, most: int = 3) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import socket
 import threading
@@ -11,13 +12,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
+from kombu.exceptions import OperationalError
+
 from ddrl import policy
-from ddrl.celery import EVALUATE, ROLLOUT, app, process_memory_bytes, queues
+from ddrl.celery import (
+    EVALUATE,
+    QUEUES_VARIABLE,
+    ROLLOUT,
+    app,
+    process_memory_bytes,
+    queues,
+)
 from ddrl.config import ConfigError, RunConfig, first_line
 from ddrl.envs import requirements
 from ddrl.envs.requirements import UnfitError
 from ddrl.runs.evaluation import score
 from ddrl.store import connection, evaluations, logs, runs, segments
+from ddrl.store.segments import Process
 from ddrl.worker.heartbeat import without_spaces
 from ddrl.worker.segment import Players, play
 from ddrl.worker.watchdog import Watchdog
@@ -27,10 +38,10 @@ if TYPE_CHECKING:
 
 PAUSE_S = 1.0  # between a task that could not be played and the next, so that none of them spins
 STORE_TIMEOUT_S = 60.0  # for storing a result during an outage of the server
+IDLE_S = 0.25  # after a message that found no run to play
+REFUSED_S = 30.0  # before a process tries a run again that it could not play
 REPEAT_S = 30.0  # before the same warning is logged again
 BEAT_S = 3.0  # between two signs that an evaluation is still played
-
-_SERVED = frozenset(queues("rollout"))
 
 log = logging.getLogger(__name__)
 _mine = threading.local()  # of a thread: in a pool of threads each plays for itself
@@ -72,6 +83,7 @@ def plainly(client: Redis, run: str, node: str) -> Iterator[None]:
     except (UnfitError, ConfigError, connection.StoreError) as error:
         reason = str(error) if isinstance(error, UnfitError) else f"host {host}: {error}"
         _warn(run, reason)
+        _refused()[run] = time.monotonic() + REFUSED_S
         with suppress(*connection.OUTAGES):
             segments.note_refusal(client, run, host, reason)
     except Exception as error:
@@ -93,19 +105,64 @@ def _warn(run: str, text: str) -> None:
         if len(said) > 100:
             said.clear()
         said[text] = time.monotonic()
-        log.warning("run %s: %s", run, text)
+        log.warning("%s%s", f"run {run}: " if run else "", text)
 
 
 @app.task(name=ROLLOUT, bind=True)  # type: ignore[untyped-decorator]
-def rollout(self: Any, run: str) -> int:
-    """Play one segment of a run; the transitions appended."""
+def rollout(self: Any, *_: object) -> dict[str, Any] | None:
+    """Play one segment of the run that the server chooses; return run and steps, None if there was none to play.
+
+    Arguments are ignored: a message of an earlier version of ddrl names a run.
+    """
     client, blocking = clients()
     node = without_spaces(self.request.hostname or "-")
-    appended = 0
+    served = served_queues()
+    run = choose(client, Process.this(node), served, self.request)
+    if run is None:
+        time.sleep(IDLE_S)
+        return None
+    show_run(self, run)
+    steps = 0
     with plainly(client, run, node):
-        segments.begin(client, run)
-        appended = play(client, blocking, players(), run, node=node, serves=_SERVED.__contains__)
-    return appended
+        steps = play(client, blocking, players(), run, node=node, serves=served.__contains__)
+    return {"run": run, "steps": steps}
+
+
+def served_queues() -> list[str]:
+    """Return the rollout queues that this process's worker serves."""
+    names = os.environ.get(QUEUES_VARIABLE)
+    return names.split(",") if names else queues("rollout")
+
+
+def choose(client: Redis, process: Process, served: list[str], request: Any) -> str | None:
+    """Return the run to play; None if there is none for this process, or the server has an outage."""
+    hard_limit_s = (request.timelimit or (None,))[0]
+    refused = _refused()
+    run = None
+    with plainly(client, "", process.node):
+        players().report_end(client)
+        run = segments.choose(
+            client,
+            process,
+            served,
+            task=request.id or "",
+            limit_s=hard_limit_s,
+            cannot_play=[run for run, until in refused.items() if time.monotonic() < until],
+        )
+    return run
+
+
+def _refused() -> dict[str, float]:
+    """Return the runs that this thread lacks versions or modules for, and until when it leaves them out."""
+    if not hasattr(_mine, "refused"):
+        _mine.refused = {}
+    return _mine.refused  # type: ignore[no-any-return]
+
+
+def show_run(task: Any, run: str) -> None:
+    """Let Flower and other readers of events show the run as the task's argument: its message names none."""
+    with suppress(OSError, OperationalError, *connection.OUTAGES):
+        task.send_event("task-started", args=repr((run,)), retry=False)
 
 
 @app.task(name=EVALUATE, bind=True)  # type: ignore[untyped-decorator]

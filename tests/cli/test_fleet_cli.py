@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.fleet import heartbeat, note_playing, want_processes
 from support.runs import start, target_config
-from test_fleet import dispatcher, heartbeat, ready
 
 from ddrl.cli import main
 from ddrl.store import connection, keys, segments, workers
@@ -38,21 +38,16 @@ def test_workers_what_they_play_and_the_shares_of_runs(
     client: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     heavy, light = start(client, target_config()), start(client, target_config())
-    ready(client, heavy), ready(client, light)
+    want_processes(client, heavy), want_processes(client, light)
     client.hset(keys.state(heavy), "weight", 3)
     workers.beat(client, heartbeat("a@one", 3))
     workers.beat(client, replace(heartbeat("b@two", 1), host="two"))
-    for producer, run in enumerate((heavy, heavy, light)):
-        segments.playing(client, run, producer, node="a@one", pid=producer)
-    dispatchers = [dispatcher(client, heavy), dispatcher(client, light)]
-    for _ in range(3):
-        for one in dispatchers:
-            one.tick()
-        (
-            client.hincrby(keys.state(heavy), "process_ms", 60),
-            client.hincrby(keys.state(light), "process_ms", 20),
-        )
-        time.sleep(0.11)
+    for pid, run in enumerate((heavy, heavy, light)):
+        note_playing(client, run, node="a@one", pid=pid)
+    (
+        client.hset(keys.state(heavy), "mean_processes", 1.5),
+        client.hset(keys.state(light), "mean_processes", 0.5),
+    )
     report = json.loads(call(capsys, "--json"))
     assert [worker["playing"] for worker in report["workers"]] == [{heavy: 2, light: 1}, {}]
     shares = {run["run"]: (run["share"], run["entitled"], run["playing"]) for run in report["runs"]}
@@ -69,7 +64,7 @@ def test_why_a_run_is_not_played(client: Any, capsys: pytest.CaptureFixture[str]
         return str(json.loads(call(capsys, "--json"))["runs"][0]["note"])
 
     assert note() == "waiting for a learner: start `ddrl learner`"
-    ready(client, run)
+    want_processes(client, run)
     assert "no worker plays ddrl.rollout: start" in note()
     workers.beat(client, heartbeat("a@one", 3))
     segments.note_refusal(client, run, "one", "host one: ddrl is 9, the run was submitted with 1")
@@ -77,9 +72,10 @@ def test_why_a_run_is_not_played(client: Any, capsys: pytest.CaptureFixture[str]
     client.delete(keys.refusals(run))
     client.hset(keys.state(run), mapping={"appended_steps": 10**9, "appended_fragments": 1})
     assert note() == "its allowance is used up: waits for its learner"
-    client.hset(keys.state(run), mapping={"appended_steps": 1, "waiting": 1})
+    client.hset(keys.state(run), "appended_steps", 1)
     assert note() == "waits for a process"
-    client.hset(keys.state(run), "ahead_ms", 10)
+    want_processes(client, start(client, target_config()))
+    client.hset(keys.state(run), "virtual_ms", 10)
     assert note() == "has had its share: waits for its turn"
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from support.fleet import note_playing
 from support.runs import add_history, make_run
 
 from ddrl.cli import curve, hints, live, view, watcher
@@ -94,8 +95,8 @@ def test_the_view_shows_everything(server: Any, width: int) -> None:
     run = make_run(server.client)
     add_history(server.client, run)
     beat(server.client, QUEUE)
-    for producer in range(2):
-        segments.playing(server.client, run, producer, node="ddrl-1@here", pid=7 + producer)
+    for pid in (7, 8):
+        note_playing(server.client, run, node="ddrl-1@here", pid=pid)
     console = Console(record=True, force_terminal=True, width=width, height=40, file=io.StringIO())
     figures = watcher.Watcher(server.client, run).poll()
     console.print(view.one_run(figures, width=width, height=40))
@@ -181,8 +182,8 @@ def test_refusals_crashes_and_quarantine_are_told_with_their_remedies(server: An
     )
     segments.note_crash(client, run, "Signal 11 in my_env")
     segments.note_crash(client, run, "Signal 11 in my_env")
-    segments.playing(client, run, 3, node="ddrl-1@here", pid=1)
-    segments.lost(client, run, [3], "ddrl-1@here is gone")
+    process = note_playing(client, run, node="ddrl-1@here", pid=1)
+    segments.note_lost(client, run, process, "ddrl-1@here is gone")
     figures = follower.poll()
     assert figures.hint.startswith("far: ale-py 0.9 is not") and "pip install ale-py==0.10" in figures.hint
     assert [notice.partition(":")[0] for notice in figures.notices] == [

@@ -67,8 +67,8 @@ def producers(fleet: Fleet) -> int:
 
 def test_a_process_killed_in_mid_episode(fleet: Fleet) -> None:
     with fleet.survives(2.0):
-        fleet.processes.until(lambda: segments.players(fleet.client, fleet.run))
-        before, killed = producers(fleet), next(iter(segments.players(fleet.client, fleet.run).values())).pid
+        fleet.processes.until(lambda: segments.playing(fleet.client, fleet.run))
+        before, killed = producers(fleet), next(iter(segments.playing(fleet.client, fleet.run).values())).pid
         os.kill(killed, signal.SIGKILL)
     fleet.processes.until(lambda: producers(fleet) > before, bound(10.0))  # its replacement plays too
     fleet.processes.until(lambda: fleet.state().lost_producers > 0, bound(8.0))

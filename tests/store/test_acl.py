@@ -35,6 +35,7 @@ from ddrl.store import (
 from ddrl.store import leases as lease
 from ddrl.store.checkpoints import Counters
 from ddrl.store.connection import StoreError
+from ddrl.store.segments import Process
 
 ACL = Path(__file__).parents[2] / "workers" / "acl"
 ROLES = ("worker", "learner", "operator")
@@ -187,17 +188,18 @@ def test_what_a_role_does_rarely_it_may_do_too(roles: Roles) -> None:
         assert ledger.fold(learner, run, token, {}, quiet_s=0.0) == 0
         assert ledger.folded(learner, run)[0] == 0
         play_steps(learner, run, token, 20)  # the weights that begin
-        producer = stream.new_producer(worker)
-        segments.playing(worker, run, producer, node="node", pid=1)
+        weights.publish(learner, run, token, version=1, blob=b"w", allowance=10**9, updates=0)
+        process = Process.this("node")
+        assert segments.choose(worker, process, ["ddrl.rollout"]) == run
+        assert segments.run_of_task(worker, "none") is None
         segments.drain(worker, "node")
         segments.stay(worker, "node")
         assert segments.note_crash(worker, run, "a reason") == 1
         segments.note_refusal(worker, run, "host", "a reason")
         logs.add(worker, run, "worker", "INFO", "a line")
-        segments.end(worker, run, producer, process_ms=5, room_wait_ms=5)
-        assert segments.lost(learner, run, [producer], "a reason") == 0
-        segments.sent(learner, run, 1)
-        segments.recount(learner, run, "ddrl.rollout")
+        segments.end(worker, run, process, process_ms=5, room_wait_ms=5)
+        assert not segments.note_lost(learner, run, str(process), "a reason")
+        assert segments.waiting(learner, "ddrl.rollout") == 0
         stream.claim(learner, run, 1)
         stream.refuse(learner, run, token, b"0-1", b"head", "a reason")
         stream.trim(learner, run, token, b"0-2")

@@ -1,6 +1,6 @@
 """A light stand-in for learners: takes every active run, lets it play and dispatches for it, but learns nothing.
 
-    python tests/dispatching.py WEIGHTS
+    python tests/support/dispatching.py WEIGHTS
 
 Runs may append `replay.warmup_steps`; all get the version 0 that is in the file WEIGHTS.
 """
@@ -25,8 +25,8 @@ def dispatch(run: str, token: int, blob: bytes) -> None:
     client, config = connection.connect(), runs.config(connection.connect(), run)
     allowance = config.replay.warmup_steps
     weights.publish(client, run, token, version=0, blob=blob, allowance=allowance, updates=0)
-    send = lambda queue, priority: celery.send_rollout(run, queue, priority)  # noqa: E731
-    dispatcher, renew_at = Dispatcher(client, run, token, config.rollout, send=send), 0.0
+    dispatcher = Dispatcher(client, run, token, config.rollout, send=celery.send_rollout)
+    renew_at = 0.0
     while (status := runs.status(client, run)) in ("active", "paused"):
         if time.monotonic() >= renew_at:
             lease.renew(client, run, token)

@@ -32,7 +32,7 @@ def playable(client: Redis, **sections: dict[str, Any]) -> str:
         tree |= {"algorithm": sections["algorithm"], "replay": {}, "learner": {"device": "cpu"}}
     config = validate(tree)
     run = start(client, config)
-    token = lease.acquire(client, run, host="test", folder="/tmp")
+    token = lease.acquire(client, run, host="test", folder="/tmp", ttl_ms=3_600_000)
     assert token is not None
     learner = base.resolve(config, runs.spaces(client, run)).learner(device=torch.device("cpu"), seed=1)
     blob = weights.encode_weights({name: value.numpy() for name, value in learner.weights().items()})
@@ -49,20 +49,16 @@ def bad(client: Redis, kind: str, monkeypatch: Any, **sections: dict[str, Any]) 
     return playable(client, env=env, **sections)
 
 
-def send(
-    server: PrivateServer, run: str, num: int = 1, *, priority: str = "normal", limit_s: float = 300
-) -> None:
-    """Send messages, as the dispatcher does."""
+def send(server: PrivateServer, run: str, num: int = 1, *, limit_s: float = 3600) -> None:
+    """Send messages to the queue of a run, as its dispatcher does."""
     queue = runs.state(server.client, run).queue
     with celery.app.connection_for_write(connection.broker_url(server.url)) as wire:
         for _ in range(num):
-            segments.sent(server.client, run, 1)
             celery.app.send_task(
                 celery.ROLLOUT,
-                args=[run],
                 queue=queue,
                 connection=wire,
-                priority=keys.PRIORITIES[priority],
+                priority=keys.LATER,
                 time_limit=limit_s,
             )
 
@@ -75,7 +71,7 @@ def dispatching(server: PrivateServer, *chosen: str) -> Iterator[None]:
     def work() -> None:
         while not leaving.wait(0.1):
             for run in chosen:
-                if not segments.waiting(server.client, run, runs.state(server.client, run).queue):
+                if not segments.waiting(server.client, runs.state(server.client, run).queue):
                     send(server, run)
 
     thread = threading.Thread(target=work, daemon=True)
@@ -97,7 +93,7 @@ def open_evaluation(server: PrivateServer, run: str) -> None:
                 args=[run, message],
                 queue=runs.state(client, run).evaluation_queue,
                 connection=wire,
-                priority=keys.PRIORITIES["high"],
+                priority=keys.FIRST,
             )
 
     wanted = evaluations.Evaluation(version=0, first_seed=1, num_episodes=10, purpose="watch")

@@ -26,6 +26,7 @@ from ddrl.envs import requirements
 from ddrl.envs.requirements import UnfitError
 from ddrl.store import keys, runs, segments, stream
 from ddrl.store import leases as lease
+from ddrl.store.segments import Process
 from ddrl.store.stream import Answer
 from ddrl.worker.segment import YIELD_AFTER_S, Players, play
 
@@ -37,9 +38,16 @@ def client(server) -> Redis:
 
 def begin(client: Redis, **sections) -> tuple[str, int]:
     run = start(client, target_config(**sections))
-    token = lease.acquire(client, run, host="here", folder="/tmp")
+    token = lease.acquire(client, run, host="here", folder="/tmp", ttl_ms=600_000)
     assert token is not None
     return run, token
+
+
+def choose_and_play(client: Redis, players: Players, run: str, node: str = "w") -> int:
+    """Play a segment as a task does."""
+    others = [other for other in runs.active_names(client) if other != run]
+    assert segments.choose(client, Process.this(node), ["ddrl.rollout"], cannot_play=others) == run
+    return play(client, client, players, run, node=node)
 
 
 def begin_long(client: Redis) -> tuple[str, int]:
@@ -151,7 +159,7 @@ def test_waiting_for_the_learner_ends_the_segment_when_another_run_wants_the_pro
     stream.allow(client, other, others_token, 10**6 if wants else 0, updates=0)
     before = runs.state(client, run).allowance_wait_s
     started = time.monotonic()
-    play(client, client, players, run)
+    choose_and_play(client, players, run)
     assert (time.monotonic() - started < 2.8) == wants
     assert runs.state(client, run).allowance_wait_s - before >= YIELD_AFTER_S
 
@@ -160,8 +168,8 @@ def test_a_waiting_segment_seldom_looks_at_other_runs(client: Redis, monkeypatch
     run, token = begin(client, rollout={"segment_s": 5})
     players = play_steps(client, run, token, 10)
     looks: list[float] = []
-    look = runs.active
-    monkeypatch.setattr(runs, "active", lambda client: looks.append(time.monotonic()) or look(client))
+    look = segments.active
+    monkeypatch.setattr(segments, "active", lambda client: looks.append(time.monotonic()) or look(client))
     thread = threading.Thread(target=play, args=(client, client, players, run))
     thread.start()
     while thread.is_alive():
@@ -199,16 +207,16 @@ def test_a_segment_is_noted_while_it_plays_and_its_time_reported(client: Redis) 
     run, token = begin(client, rollout={"segment_s": 1.5})
     players = play_steps(client, run, token, 10)
     begun, seen = runs.state(client, run), {}
-    thread = threading.Thread(target=play, args=(client, client, players, run), kwargs={"node": "w@here"})
+    thread = threading.Thread(target=choose_and_play, args=(client, players, run, "w@here"))
     thread.start()
-    wait_until(lambda: seen.update(segments.players(client, run)) or seen)
+    wait_until(lambda: seen.update(segments.playing(client, run)) or seen)
     (playing,) = seen.values()
     assert (playing.node, playing.pid) == ("w@here", os.getpid())
     stream.allow(
         client, run, token, stream_steps(client, run) + 200, updates=0
     )  # plays a little, waits again
     thread.join()
-    assert segments.players(client, run) == {}
+    assert segments.playing(client, run) == {}
     now = runs.state(client, run)
     spent, waited = now.process_s - begun.process_s, now.allowance_wait_s - begun.allowance_wait_s
     assert 1.5 <= spent < 15 and 0.5 <= waited < spent
@@ -220,16 +228,16 @@ def test_a_segment_on_a_node_that_drains_ends_at_its_next_append(client: Redis) 
     run, token = begin_long(client)
     stream.allow(client, run, token, 10**9, updates=0)
     threads = [
-        threading.Thread(target=play, args=(client, client, mine, run), kwargs={"node": node})
-        for node, mine in (("leaves", Players()), ("stays", Players()))
+        threading.Thread(target=choose_and_play, args=(client, Players(), run, node))
+        for node in ("leaves", "stays")
     ]
     for thread in threads:
         thread.start()
-    wait_until(lambda: len(segments.players(client, run)) == 2)
+    wait_until(lambda: len(segments.playing(client, run)) == 2)
     segments.drain(client, "leaves")
     threads[0].join(20)
     assert not threads[0].is_alive() and threads[1].is_alive()
-    assert [playing.node for playing in segments.players(client, run).values()] == ["stays"]
+    assert [playing.node for playing in segments.playing(client, run).values()] == ["stays"]
     segments.stay(client, "leaves")  # begun again under the same name
     assert stream.remaining(client, run, node="leaves").answer is Answer.GO
     stream.claim(client, run, 1, for_ms=60_000)  # for another run's sake
@@ -239,9 +247,9 @@ def test_a_segment_on_a_node_that_drains_ends_at_its_next_append(client: Redis) 
 
 def test_a_draining_node_that_waits_for_its_learner_ends_too(client: Redis) -> None:
     run, _ = begin_long(client)  # the allowance is used up
-    thread = threading.Thread(target=play, args=(client, client, Players(), run), kwargs={"node": "leaves"})
+    thread = threading.Thread(target=choose_and_play, args=(client, Players(), run, "leaves"))
     thread.start()
-    wait_until(lambda: segments.players(client, run))
+    wait_until(lambda: segments.playing(client, run))
     segments.drain(client, "leaves")
     thread.join(20)
     assert not thread.is_alive()
@@ -270,7 +278,7 @@ def test_a_fragment_that_the_server_refused_is_appended_by_the_next_segment(
     assert seqs == list(range(len(seqs)))
 
 
-def test_a_segment_that_a_hindrance_ended_is_told_before_the_next_of_whatever_run(
+def test_the_end_of_a_segment_that_an_outage_ended_is_reported_later(
     client: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, token = begin(client)
@@ -287,10 +295,11 @@ def test_a_segment_that_a_hindrance_ended_is_told_before_the_next_of_whatever_ru
     with monkeypatch.context() as patch:
         patch.setattr(stream, "append", refused)
         with pytest.raises(OutOfMemoryError):
-            play(client, client, players, run)
-        assert list(segments.players(client, run)) == [players.get(client, run).producer]
-    play(client, client, players, other)
-    assert segments.players(client, run) == {}
+            choose_and_play(client, players, run)
+        assert list(segments.playing(client, run)) == [str(Process.this("w"))]
+    players.report_end(client)
+    choose_and_play(client, players, other)
+    assert segments.playing(client, run) == {}
     assert runs.state(client, run).process_s >= before + 0.05
 
 

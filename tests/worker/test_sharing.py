@@ -1,4 +1,4 @@
-"""Several runs share the processes of a real Celery worker, each with a real dispatcher (tests/dispatching.py)."""
+"""Several runs share the processes of a real Celery worker; each has a real dispatcher (support/dispatching.py)."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def site(module_server, tmp_path_factory) -> Iterator[tuple[Redis, Processes]]:
     blob = weights.encode_weights({name: value.numpy() for name, value in learner.weights().items()})
     (folder / "weights").write_bytes(blob)
     with Processes(folder) as processes:
-        url, stand_in = module_server.url, str(ROOT / "tests" / "dispatching.py")
+        url, stand_in = module_server.url, str(ROOT / "tests" / "support" / "dispatching.py")
         processes.worker(url, concurrency=PROCESSES)
         processes.start("stand-in", url, stand_in, str(folder / "weights"))
-        processes.until(lambda: len(segments.players(client, warm_up)) == PROCESSES)
+        processes.until(lambda: len(segments.playing(client, warm_up)) == PROCESSES)
         yield client, processes
 
 
@@ -58,7 +58,7 @@ def client(site: tuple[Redis, Processes]) -> Redis:
     client, processes = site
     for run in runs.active_names(client):
         runs.set_status(client, run, "stopped", "")
-        processes.until(lambda run=run: not segments.players(client, run))
+        processes.until(lambda run=run: not segments.playing(client, run))
     return client
 
 
@@ -104,7 +104,7 @@ def test_three_runs_share_two_processes_by_weight_until_one_pauses_or_changes(
     )
     assert sum(run["share"] for run in report["runs"]) == pytest.approx(1, abs=0.05)  # each as its own says
     runs.set_status(client, heavy, "paused", "")
-    until(lambda: not segments.players(client, heavy))
+    until(lambda: not segments.playing(client, heavy))
     before = process_s(client, heavy)
     settle(client, until, {light: 1, middle: 2}, least_s=4.0)
     assert process_s(client, heavy) == pytest.approx(
@@ -118,12 +118,12 @@ def test_three_runs_share_two_processes_by_weight_until_one_pauses_or_changes(
 
 def test_a_run_of_high_priority_gets_a_process_at_once_and_then_all(client: Redis, until: Until) -> None:
     others = [start(client, config(priority=priority, segment_s=60.0)) for priority in ("low", "normal")]
-    until(lambda: len(segments.players(client, others[1])) == PROCESSES)  # normal before low
+    until(lambda: len(segments.playing(client, others[1])) == PROCESSES)  # normal before low
     began = time.monotonic()
     high = start(client, config(priority="high"))
-    until(lambda: segments.players(client, high), bound(2.0))
+    until(lambda: segments.playing(client, high), bound(2.0))
     print(f"first process after {time.monotonic() - began:.2f} s")
-    until(lambda: len(segments.players(client, high)) == PROCESSES)
+    until(lambda: len(segments.playing(client, high)) == PROCESSES)
     before = sum(process_s(client, *others))
     time.sleep(2.0)
     assert sum(process_s(client, *others)) - before < 0.5  # between two segments at most
@@ -133,11 +133,11 @@ def test_processes_that_wait_for_an_allowance_serve_other_runs(client: Redis, un
     satisfied = start(client, config(weight=10.0, replay={"warmup_steps": 200, "capacity": 20_000}))
     until(lambda: runs.state(client, satisfied).appended_steps >= 200)
     hungry = start(client, config())
-    until(lambda: len(segments.players(client, hungry)) == PROCESSES)
+    until(lambda: len(segments.playing(client, hungry)) == PROCESSES)
     for _ in range(
         2
     ):  # and what it sent while it was alone is taken; who has just taken one begins within a second
-        until(lambda: not segments.players(client, satisfied) and not runs.state(client, satisfied).waiting)
+        until(lambda: not segments.playing(client, satisfied))
         time.sleep(1.0)
     before = process_s(client, satisfied, hungry)
     time.sleep(3.0)
@@ -147,14 +147,8 @@ def test_processes_that_wait_for_an_allowance_serve_other_runs(client: Redis, un
     assert idle == 0 and busy > 0.5 * PROCESSES * 3.0
 
 
-def test_messages_are_counted_as_celery_writes_them(
-    site: tuple[Redis, Processes], module_server: Any, client: Redis
-) -> None:
-    run = start(client, config())
-    code = f"from ddrl import celery; [celery.send_rollout({run!r}, 'elsewhere', 'low') for _ in range(3)]"
-    assert site[1].start("send", module_server.url, "-c", code).wait() == 0
-    client.hset(keys.state(run), "waiting", 7)
-    assert segments.recount(client, run, "elsewhere", "low") == 3 == runs.state(client, run).waiting
-    assert segments.recount(client, run[:-1], "elsewhere", "low") == 0 and not client.exists(
-        keys.state(run[:-1])
-    )
+def test_runs_of_different_queues_share_the_processes_that_serve_both(client: Redis, until: Until) -> None:
+    plain, box2d = start(client, config(weight=1.0)), start(client, config(weight=3.0))
+    client.hset(keys.state(box2d), "queue", "ddrl.rollout.box2d")
+    until(lambda: min(process_s(client, plain, box2d)) > 0)
+    settle(client, until, {plain: 1, box2d: 3}, least_s=4.0)

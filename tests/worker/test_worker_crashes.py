@@ -68,12 +68,13 @@ def test_a_process_killed_in_a_rollout_or_an_evaluation_or_beyond_its_time_is_re
     client = server.client
     run = playable(client, rollout={"segment_s": 600})
     send(server, run)
-    processes.until(lambda: segments.players(client, run))
-    (playing,) = segments.players(client, run).values()
+    processes.until(lambda: segments.playing(client, run))
+    (playing,) = segments.playing(client, run).values()
     os.kill(playing.pid, signal.SIGKILL)
     processes.until(lambda: runs.state(client, run).crashes_total == 1)
     assert "was killed (signal 9)" in runs.state(client, run).error
 
+    client.hset(keys.state(run), "limit_ms", 0)  # else the process does not play it with so short a limit
     send(server, run, limit_s=2)
     processes.until(lambda: runs.state(client, run).crashes_total == 2)
     assert runs.state(client, run).error.startswith(f"{HOST}a task took longer than 2 s")

@@ -46,7 +46,7 @@ def test_a_worker_plays_soon_after_it_is_ready_and_its_heartbeat_describes_it(
     assert sent.capabilities == tuple(envs.capabilities())
     assert set(sent.queues) == {*envs.queues("ddrl.rollout"), *envs.queues("ddrl.evaluate")}
     assert sent.versions["ddrl"] and sent.versions["gymnasium"] and not sent.draining
-    playing = segments.players(server.client, run)
+    playing = segments.playing(server.client, run)
     assert all(one.node == sent.node and one.pid in sent.pids for one in playing.values())
     # No bookkeeping of unacknowledged messages: a full server can neither lose nor repeat one.
     assert not server.client.keys(f"{keys.BROKER_PREFIX}unacked*")
@@ -60,12 +60,12 @@ def test_sigterm_ends_segments_at_their_next_append(server: PrivateServer, proce
     late = playable(server.client, rollout={"segment_s": 600})
     send(server, run)
     worker = processes.celery(server.url, concurrency=2)
-    processes.until(lambda: segments.players(server.client, run))
+    processes.until(lambda: segments.playing(server.client, run))
     send(server, late)
     processes.until(lambda: stream_steps(server.client, late) > 0)
     worker.send(signal.SIGTERM)
-    ended = processes.until(lambda: not segments.players(server.client, run), 60)
-    ended += processes.until(lambda: not segments.players(server.client, late), 60)
+    ended = processes.until(lambda: not segments.playing(server.client, run), 60)
+    ended += processes.until(lambda: not segments.playing(server.client, late), 60)
     assert ended < bound(2.0)
     assert worker.wait(60) == 0
     assert not workers.alive(server.client)
@@ -131,20 +131,21 @@ def test_a_pool_of_threads_plays_and_drains(
     worker = processes.celery(server.url, "--pool", "threads", concurrency=20, env=ALLOWED)
     ready(processes, worker)
     send(server, run, 20)
-    processes.until(lambda: len(segments.players(server.client, run)) == 20)
+    processes.until(lambda: len(segments.playing(server.client, run)) == 20)
     processes.until(lambda: server.client.hlen(keys.producers(run)) == 20)
-    assert {playing.pid for playing in segments.players(server.client, run).values()} == {worker.pid}
+    assert {playing.pid for playing in segments.playing(server.client, run).values()} == {worker.pid}
     processes.until(lambda: workers.alive(server.client))
     assert the_worker(server).pids == (worker.pid,)
     worker.send(signal.SIGTERM)
-    assert processes.until(lambda: not segments.players(server.client, run), 60) < bound(2.0)
+    assert processes.until(lambda: not segments.playing(server.client, run), 60) < bound(2.0)
     assert worker.wait(60) == 0 and "Traceback" not in worker.text()
 
 
-def test_messages_of_high_priority_come_first(server: PrivateServer, processes: Processes) -> None:
+def test_runs_of_high_priority_come_first(server: PrivateServer, processes: Processes) -> None:
     low, normal, high = (playable(server.client, rollout={"segment_s": 0.5}) for _ in range(3))
     for run, priority in ((low, "low"), (normal, "normal"), (high, "high")):
-        send(server, run, priority=priority)
+        server.client.hset(keys.state(run), "priority", priority)
+        send(server, run)
     processes.celery(server.url)
     processes.until(lambda: all(stream_steps(server.client, run) for run in (low, normal, high)))
     first_ms = {run: server.client.hget(keys.state(run), "first_step_ms") for run in (high, normal, low)}

@@ -6,9 +6,11 @@ import time
 
 import pytest
 from redis import Redis
+from support.fleet import note_playing, want_processes
 from support.store import SPACES, append, make_config, make_run, take
 
 from ddrl.store import keys, runs, segments, stream
+from ddrl.store.segments import Process
 from ddrl.store.stream import Answer
 
 
@@ -22,39 +24,28 @@ def run(client: Redis) -> str:
     return make_run(client)
 
 
-def test_the_count_of_waiting_messages_is_set_right_by_an_empty_queue(client: Redis, run: str) -> None:
-    queue = "ddrl.rollout"
-    segments.sent(client, run, 3)
-    client.lpush(keys.queue(queue, "high"), "a", "b", "c")
-    assert segments.waiting(client, run, queue, "high") == 3
-    segments.begin(client, run)
-    assert segments.waiting(client, run, queue, "high") == 2
-    assert segments.waiting(client, run, queue, "low") == 0  # of that priority none wait
-    segments.begin(client, run)  # delivered twice
-    assert runs.state(client, run).waiting == 0
-
-
-def test_producers_play_from_begin_to_end_and_time_is_added_up(client: Redis, run: str) -> None:
-    segments.playing(client, run, 4, node="a@host", pid=12)
-    playing = segments.players(client, run)[4]
-    assert (playing.node, playing.pid) == ("a@host", 12)
-    assert abs(playing.since_s - runs.server_ms(client) / 1e3) < 5
-    append(client, run, 0, played_ms=200, process_ms=300, allowance_wait_ms=40, room_wait_ms=30)
-    segments.end(client, run, 4, process_ms=1000, allowance_wait_ms=500, room_wait_ms=0)
-    state = runs.state(client, run)
-    assert (state.process_s, state.played_s, state.allowance_wait_s, state.room_wait_s) == (
-        1.3,
-        0.2,
-        0.54,
-        0.03,
+def test_messages_wait_in_the_list_of_their_queue(client: Redis) -> None:
+    client.lpush(keys.queue("ddrl.rollout"), "a", "b")
+    assert (
+        segments.waiting(client, "ddrl.rollout") == 2 and segments.waiting(client, "ddrl.rollout.box2d") == 0
     )
-    assert segments.players(client, run) == {}
+
+
+def test_the_time_of_processes_is_added_up(client: Redis, run: str) -> None:
+    want_processes(client, run)
+    process = Process("a", 12)
+    assert segments.choose(client, process, ["ddrl.rollout"]) == run
+    append(client, run, 0, played_ms=200, process_ms=300, allowance_wait_ms=40, room_wait_ms=30)
+    segments.end(client, run, process, process_ms=1000, allowance_wait_ms=500, room_wait_ms=0)
+    state = runs.state(client, run)
+    times = (state.process_s, state.played_s, state.allowance_wait_s, state.room_wait_s)
+    assert times == (1.3, 0.2, 0.54, 0.03)
 
 
 def test_nothing_is_noted_of_a_run_that_is_gone(client: Redis) -> None:
     assert segments.note_crash(client, "gone", "signal 11") == 0
     segments.note_refusal(client, "gone", "host", "too old")
-    segments.end(client, "gone", 1, process_ms=5)
+    segments.end(client, "gone", Process("a", 1), process_ms=5)
     stream.claim(client, "gone", 1)
     assert not client.keys("*gone*")
 
@@ -69,11 +60,11 @@ def test_crashes_count_until_the_next_fragment(client: Redis, run: str) -> None:
     assert [row["reason"] for row in runs.journal(client, run) if row["event"] == "crashed"][-1] == "signal 9"
 
 
-def test_lost_producers_are_counted_once(client: Redis, run: str) -> None:
-    segments.playing(client, run, 4, node="a", pid=1), segments.playing(client, run, 5, node="a", pid=2)
-    assert segments.lost(client, run, [4, 9], "a is gone") == 1
-    assert segments.lost(client, run, [4], "a is gone") == 0
-    assert list(segments.players(client, run)) == [5]
+def test_lost_processes_are_counted_once(client: Redis, run: str) -> None:
+    lost, other = (note_playing(client, run, node="a", pid=pid) for pid in (1, 2))
+    assert segments.note_lost(client, run, lost, "a is gone")
+    assert not segments.note_lost(client, run, lost, "a is gone")
+    assert list(segments.playing(client, run)) == [other]
     assert runs.state(client, run).lost_producers == 1
 
 
@@ -106,17 +97,18 @@ def test_refusals_name_the_host_and_are_journalled_once(client: Redis, run: str)
     assert [row["event"] for row in runs.journal(client, run)].count("refused") == 1
 
 
-def test_rivals_are_the_active_runs_and_want_what_they_may_play(client: Redis, run: str) -> None:
+def test_active_runs_want_what_they_may_play(client: Redis, run: str) -> None:
     time.sleep(0.002)  # runs are ordered by the millisecond
     other = runs.create(client, make_config(), SPACES, queues=("ddrl.rollout.box2d", "ddrl.evaluate.box2d"))
     third = runs.create(client, make_config(), SPACES)
     runs.set_status(client, third, "paused", "")
-    assert [rival.run for rival in runs.active(client)] == [run, other] == runs.active_names(client)
-    assert not any(rival.wants for rival in runs.active(client))  # none has a learner
+    assert [load.run for load in segments.active(client)] == [run, other] == runs.active_names(client)
+    assert not any(load.wants for load in segments.active(client))  # none has a learner
     stream.allow(client, run, take(client, run), 20, updates=0)
     client.hset(keys.state(run), "version", 0)
-    assert [rival.wants for rival in runs.active(client)] == [True, False]
+    assert [load.wants for load in segments.active(client)] == [True, False]
     append(client, run, 0), append(client, run, 1, process_ms=70)
-    first, second = runs.active(client)
+    first, second = segments.active(client)
     assert (first.wants, first.process_ms, first.weight, first.priority) == (False, 70, 1.0, "normal")
+    assert first.limit_s == 5 + 2 * 60
     assert second.queue == "ddrl.rollout.box2d"

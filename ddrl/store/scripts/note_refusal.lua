@@ -1,0 +1,9 @@
+-- Note why a machine cannot play a run, in the journal only if the reason is new; nothing where the run is gone.
+-- KEYS: 1 state (hash), 2 refusals (hash), 3 journal (stream). ARGV: 1 host, 2 reason, 3 cap of the journal.
+-- Answer: none.
+if redis.call('EXISTS', KEYS[1]) == 0 then return end
+local before = redis.call('HGET', KEYS[2], ARGV[1])
+redis.call('HSET', KEYS[2], ARGV[1], ARGV[2])
+if before ~= ARGV[2] then
+  redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[3], '*', 'event', 'refused', 'reason', ARGV[2])
+end

@@ -1,0 +1,150 @@
+"""The dispatcher against a real server."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+from redis import Redis
+from support.fleet import QUEUE, dispatcher, heartbeat, note_playing, want_processes
+from support.runs import start, target_config
+
+from ddrl.learner import dispatcher as dispatcher_module
+from ddrl.store import keys, leases, runs, segments, workers
+from ddrl.store.segments import Process
+
+
+@pytest.fixture
+def client(server, monkeypatch: pytest.MonkeyPatch) -> Redis:
+    """A server; dispatchers look at the workers in each tick."""
+    monkeypatch.setattr(dispatcher_module, "SURVEY_S", 0.0)
+    return server.client
+
+
+@pytest.fixture
+def run(client: Redis) -> str:
+    return start(client, target_config())
+
+
+@pytest.mark.parametrize(("processes", "messages"), [(0, 1), (1, 1), (2, 2), (8, 2), (40, 10)])
+def test_it_keeps_messages_waiting_for_the_workers_of_its_queue(
+    client: Redis, run: str, processes: int, messages: int
+) -> None:
+    one = dispatcher(client, run, want_processes(client, run))
+    if processes:
+        workers.beat(client, heartbeat("a@h", processes))
+    workers.beat(client, heartbeat("b@h", 40, "ddrl.evaluate"))
+    workers.beat(client, replace(heartbeat("c@h", 40), draining=True))
+    assert [one.tick() for _ in range(3)] == [messages, 0, 0]
+    client.rpop(keys.queue(QUEUE))  # taken, or lost
+    assert one.tick() == 1
+
+
+def test_messages_serve_all_runs_so_one_dispatcher_sends_for_all(client: Redis, run: str) -> None:
+    workers.beat(client, heartbeat("a@h", 8))
+    other = start(client, target_config(rollout={"segment_s": 600}))
+    first, second = (dispatcher(client, name, want_processes(client, name)) for name in (run, other))
+    assert [first.tick(), second.tick(), first.tick()] == [2, 0, 0]
+    limit = 600 + 2 * 60  # of the run that takes longest
+    assert client.lrange(keys.queue(QUEUE), 0, -1) == [b'{"limit_s": %.1f}' % limit] * 2
+
+
+def test_a_waiting_run_of_higher_priority_claims_processes(
+    client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatcher_module, "CLAIM_AFTER_S", 0.05)
+    workers.beat(client, heartbeat("a@h", 2)), workers.beat(client, heartbeat("b@h", 2, "ddrl.rollout.box2d"))
+    names = ("low", "low", "normal", "high")
+    low, elsewhere, normal, high = (start(client, target_config(priority=name)) for name in names)
+    tokens = {name: want_processes(client, name) for name in (low, elsewhere, normal, high)}
+    for name, node in ((low, "a@h"), (elsewhere, "b@h"), (normal, "a@h")):
+        note_playing(client, name, node=node, pid=len(name))
+    one = dispatcher(client, high, tokens[high])
+    assert one.tick() == 2  # messages, which nobody takes
+    time.sleep(0.06)
+    one.tick()
+    claims = [client.hget(keys.state(name), "claim") for name in (low, elsewhere, normal, high)]
+    assert claims == [b"1", None, b"1", None]
+
+
+def test_a_run_without_steps_left_claims_no_process(client: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatcher_module, "CLAIM_AFTER_S", 0.0)
+    workers.beat(client, heartbeat("a@h", 2))
+    low, high = start(client, target_config(priority="low")), start(client, target_config())
+    want_processes(client, low)
+    one = dispatcher(client, high, want_processes(client, high))
+    client.hset(keys.state(high), "appended_steps", 10**9)
+    note_playing(client, low, node="a@h", pid=1)
+    for _ in range(3):
+        one.tick()
+        time.sleep(0.01)
+    assert client.hget(keys.state(low), "claim") is None
+
+
+def test_it_reports_how_many_processes_played(client: Redis, run: str) -> None:
+    one = dispatcher(client, run, want_processes(client, run))
+    began = time.monotonic()
+    one.tick()
+    for _ in range(20):
+        time.sleep(0.02)
+        client.hset(keys.state(run), "process_ms", round(3e3 * (time.monotonic() - began)))
+        one.tick()
+    mean = segments.active(client)[0].mean_processes
+    assert mean == pytest.approx(3 * (time.monotonic() - began) / 30, rel=0.1)  # three, but for a moment only
+
+
+def test_processes_that_are_gone_are_noted_once(client: Redis, run: str) -> None:
+    workers.beat(client, heartbeat("a@h", 2, pids=(10, 11)))
+    alive, *_ = (
+        note_playing(client, run, node=node, pid=pid)
+        for node, pid in (("a@h", 10), ("a@h", 12), ("gone@h", 10))
+    )
+    one = dispatcher(client, run, want_processes(client, run))
+    for _ in range(3):
+        one.tick()
+    assert set(segments.playing(client, run)) == {alive}
+    assert runs.state(client, run).lost_producers == 2
+    reasons = [row["reason"] for row in runs.journal(client, run) if row["event"] == "lost"]
+    assert sorted(reasons) == ["process 12 of a@h is gone", "worker gone@h is gone"]
+
+
+def test_workers_of_the_same_name_do_not_lose_each_others_processes(client: Redis, run: str) -> None:
+    one = dispatcher(client, run, want_processes(client, run))
+    for pid in (10, 20, 30):
+        note_playing(client, run, node="a@h", pid=pid)
+    for _ in range(4):
+        for pid in (1, 2):  # the second one's heartbeat always comes last
+            beat = replace(heartbeat("a@h", 1, pids=(10 * pid, 10 * pid + 1)), pid=pid)
+            workers.beat(client, beat)
+        one.tick()
+    assert set(segments.playing(client, run)) == {str(Process("a@h", pid)) for pid in (10, 20)}
+    assert len(workers.alive(client)) == 2
+    workers.leave(client, beat)
+    assert [worker.pid for worker in workers.alive(client)] == [1]
+
+
+def test_a_run_that_only_crashes_is_paused_until_it_is_resumed(client: Redis, run: str) -> None:
+    one = dispatcher(client, run, want_processes(client, run))
+    for _ in range(runs.config(client, run).rollout.max_crashes):
+        one.tick()
+        assert runs.state(client, run).status == "active"
+        segments.note_crash(client, run, "host b: signal 11")
+    one.tick()
+    now = runs.state(client, run)
+    assert now.status == "paused"
+    assert now.reason.startswith("quarantined: 5 processes ended without a fragment: ")
+    assert "host b: signal 11; fix" in now.reason and f"ddrl resume {run}" in now.reason
+    runs.reactivate(client, run)
+    one.tick()
+    assert runs.state(client, run).status == "active"
+
+
+def test_a_dispatcher_whose_learner_was_replaced_pauses_nothing(client: Redis, run: str) -> None:
+    one = dispatcher(client, run, want_processes(client, run))
+    for _ in range(runs.config(client, run).rollout.max_crashes):
+        segments.note_crash(client, run, "host b: signal 11")
+    assert leases.acquire(client, run, host="other", folder="f", force=True)
+    with pytest.raises(leases.LeaseLostError):
+        one.tick()
+    assert runs.state(client, run).status == "active"
