@@ -265,10 +265,10 @@ def create_all(
 def _initial(target: str, config: RunConfig, spaces: EnvSpec) -> tuple[str, bytes]:
     """Return the initial weights and their source."""
     from ddrl.cli import policies
-    from ddrl.runs import initial_weights as warmstart
+    from ddrl.runs.initial_weights import initial_weights
 
     with policies.opened(target, None) as (source, _):
-        return warmstart.initial(source, config, spaces)
+        return initial_weights(source, config, spaces)
 
 
 def _with_seeds(config: RunConfig, seeds: int) -> Sequence[RunConfig]:

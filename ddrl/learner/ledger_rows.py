@@ -35,31 +35,31 @@ class LedgerRows:
         with self._lock:
             return dict(self._rows)
 
-    def objection(self, staged: Decoded) -> str:
+    def objection(self, entry: Decoded) -> str:
         """Return why an entry is no new fragment; empty where it is one."""
-        if min(staged.producer, staged.incarnation, staged.seq) < 0:
+        if min(entry.producer, entry.incarnation, entry.seq) < 0:
             return "no append wrote it"
-        newest = self._newest(staged)
-        if staged.seq <= newest:
-            return f"producer {staged.producer}: fragment {staged.seq} is repeated, its newest is {newest}"
+        newest = self._newest(entry)
+        if entry.seq <= newest:
+            return f"producer {entry.producer}: fragment {entry.seq} is repeated, its newest is {newest}"
         return ""
 
-    def take(self, staged: Decoded, *, consumed: bool) -> str:
+    def take(self, entry: Decoded, *, consumed: bool) -> str:
         """Count an entry, read after all before it; return a sentence if fragments before it were not read."""
-        is_fragment = not self.objection(staged)
-        missing = staged.seq - self._newest(staged) - 1 if is_fragment else 0
-        producer = staged.producer if is_fragment else UNKNOWN
+        is_fragment = not self.objection(entry)
+        missing = entry.seq - self._newest(entry) - 1 if is_fragment else 0
+        producer = entry.producer if is_fragment else UNKNOWN
         with self._lock:
             row = added(self._rows.get(producer, Row()), Row(int(consumed), int(not consumed), missing))
             if is_fragment:
-                row = replace(row, incarnation=staged.incarnation, last_seq=staged.seq)
+                row = replace(row, incarnation=entry.incarnation, last_seq=entry.seq)
             self._rows[producer] = self._changed[producer] = row
-            self.cursor = staged.entry_id
+            self.cursor = entry.entry_id
         self.consumed += consumed
         self.refused += not consumed
         if not missing:
             return ""
-        which = f"{missing} fragment{'s' * (missing > 1)} of producer {producer} before number {staged.seq}"
+        which = f"{missing} fragment{'s' * (missing > 1)} of producer {producer} before number {entry.seq}"
         return f"{which} left the stream unread"
 
     def changes(self) -> tuple[dict[int, Row], bytes]:
@@ -91,7 +91,7 @@ class LedgerRows:
         self.consumed, self.refused = counters.admitted, counters.dead
         self._rows = {int(producer): Row(*row) for producer, row in counters.ledger.items()}
 
-    def _newest(self, staged: Decoded) -> int:
+    def _newest(self, entry: Decoded) -> int:
         """Return the number of the producer's newest fragment; -1 if there is none of its incarnation."""
-        row = self._rows.get(staged.producer, Row())
-        return row.last_seq if row.incarnation == staged.incarnation else -1
+        row = self._rows.get(entry.producer, Row())
+        return row.last_seq if row.incarnation == entry.incarnation else -1

@@ -144,15 +144,15 @@ class Learner:
         )
         oldest, cursor = counters.oldest.encode(), counters.cursor.encode()
         newest: dict[tuple[int, int], int] = {}  # (producer, incarnation) -> seq
-        for staged in decode_range(self._client, self._run, oldest, cursor, self._decode):
-            source = staged.producer, staged.incarnation
-            if min(*source, staged.seq) < 0 or staged.seq <= newest.get(source, -1):
+        for entry in decode_range(self._client, self._run, oldest, cursor, self._decode):
+            source = entry.producer, entry.incarnation
+            if min(*source, entry.seq) < 0 or entry.seq <= newest.get(source, -1):
                 continue  # not written by the append: refused before
-            newest[source] = staged.seq
-            if staged.fragment is not None:
+            newest[source] = entry.seq
+            if entry.fragment is not None:
                 with contextlib.suppress(ValueError):  # refused before
-                    self.replay.admit(staged.packed, staged.entry_id, version=version)
-            shared.take(staged, consumed=False)
+                    self.replay.admit(entry.packed, entry.entry_id, version=version)
+            shared.take(entry, consumed=False)
         shared.updates, shared.env_steps = counters.updates, counters.env_steps
         shared.fragments = max(counters.fragments, 0)
         shared.add_elapsed(counters.elapsed_s)
@@ -200,8 +200,8 @@ class Learner:
         while not self.stopping.is_set():
             is_admitted = False
             if feed.ready and len(self.shared.refused) < MAX_REFUSED:
-                for staged in feed.take(0.0 if is_lockstep else ADMIT_S):
-                    self._admit(staged)
+                for entry in feed.take(0.0 if is_lockstep else ADMIT_S):
+                    self._admit(entry)
                 self.shared.oldest = self._oldest()
                 is_admitted = True
             is_updated = (is_admitted or not is_lockstep) and self._update()
@@ -211,24 +211,24 @@ class Learner:
             if not (is_admitted or is_updated):
                 feed.wait(WAIT_S)
 
-    def _admit(self, staged: Decoded) -> None:
+    def _admit(self, entry: Decoded) -> None:
         shared = self.shared
-        reason = staged.reason or shared.ledger.objection(staged)
+        reason = entry.reason or shared.ledger.objection(entry)
         if not reason:
             try:
-                self.replay.admit(staged.packed, staged.entry_id, version=shared.version)
+                self.replay.admit(entry.packed, entry.entry_id, version=shared.version)
             except ValueError as error:
                 reason = str(error)
-        lost = shared.ledger.take(staged, consumed=not reason)
+        lost = shared.ledger.take(entry, consumed=not reason)
         if lost:
             log.warning("%s", lost)
             shared.lost.append(lost)
-        shared.take(staged, consumed=not reason)
+        shared.take(entry, consumed=not reason)
         if reason:
-            log.warning("entry %s refused: %s", staged.entry_id.decode(), reason)
-            shared.refused.append((staged.entry_id, staged.head, reason))
-        elif staged.fragment is not None:
-            shared.returns.extend(float(value) for value in staged.fragment.episode_return)
+            log.warning("entry %s refused: %s", entry.entry_id.decode(), reason)
+            shared.refused.append((entry.entry_id, entry.head, reason))
+        elif entry.fragment is not None:
+            shared.returns.extend(float(value) for value in entry.fragment.episode_return)
 
     def _update(self) -> bool:
         """Draw a batch and learn from it; False while it waits for fragments or, on-policy, for the publisher."""

@@ -86,13 +86,13 @@ class Shared:
         self.wants_checkpoint, self.wake = threading.Event(), threading.Event()
         self._started = time.monotonic()
 
-    def take(self, staged: Decoded, *, consumed: bool) -> None:
+    def take(self, entry: Decoded, *, consumed: bool) -> None:
         """Note an entry that was taken from the stream; the counts of a refused one may be anything."""
-        self.taken_bytes += staged.num_bytes
-        self.largest_bytes = max(self.largest_bytes, staged.num_bytes)
-        self.entries.append((staged.entry_id, self.taken_bytes))
+        self.taken_bytes += entry.num_bytes
+        self.largest_bytes = max(self.largest_bytes, entry.num_bytes)
+        self.entries.append((entry.entry_id, self.taken_bytes))
         if consumed:
-            self.env_steps, self.fragments = staged.cumulative_steps, staged.cumulative_fragments
+            self.env_steps, self.fragments = entry.cumulative_steps, entry.cumulative_fragments
 
     @property
     def paced_steps(self) -> int:

@@ -1,7 +1,7 @@
-"""Warm start: a run that begins with a policy of another one.
+"""Initial weights: a run that begins with the policy of another run.
 
-Published weights hold what plays: an actor, or a network of action values, and the statistics that it normalizes by.
-Whatever else a learner has starts fresh, and its run's journal says so.
+Published weights hold the actor or the network of action values, and the statistics of its normalization. The rest of a
+learner's state starts fresh, and the run's journal says so.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from ddrl.policy import LoadedPolicy
 from ddrl.store import weights
 from ddrl.types import EnvSpec
 
-# Algorithms whose policies are of one kind; the others' are their own alone.
+# Algorithms whose policies have the same weights.
 _KINDS = {"ppo": "actor-critic", "impala": "actor-critic"}
 
-# Options that decide what weights mean, also where their shapes do not tell.
+# Options that change what weights mean, even if their shapes are the same.
 _DECIDING = (
     *("network", "network_kwargs", "hidden_sizes", "activation", "norm", "dueling", "noisy"),
     *("distribution", "num_atoms", "v_min", "v_max"),
@@ -28,8 +28,8 @@ _DECIDING = (
 )
 
 
-def initial(source: LoadedPolicy, config: RunConfig, spaces: EnvSpec) -> tuple[str, bytes]:
-    """What a new run begins with, as `store.runs.create` takes it: where it comes from, and safetensors bytes.
+def initial_weights(source: LoadedPolicy, config: RunConfig, spaces: EnvSpec) -> tuple[str, bytes]:
+    """Return the source of a new run's initial weights, and the weights as safetensors, for `store.runs.create`.
 
     Args:
         source: the policy to begin with.
@@ -37,7 +37,7 @@ def initial(source: LoadedPolicy, config: RunConfig, spaces: EnvSpec) -> tuple[s
         spaces: of its environment.
 
     Raises:
-        ConfigError: the run's algorithm cannot begin with that policy; one line naming what differs and the remedy.
+        ConfigError: the run's algorithm cannot begin with that policy; the message names what differs and the remedy.
     """
     name = f"{source.run}@{source.version}"
     theirs, ours = base.resolve(source.config, source.spaces), base.resolve(config, spaces)
@@ -65,7 +65,7 @@ def initial(source: LoadedPolicy, config: RunConfig, spaces: EnvSpec) -> tuple[s
 def _first_difference(
     found: Mapping[str, Any], expected: Mapping[str, tuple[int, ...]]
 ) -> tuple[str, str, str] | None:
-    """Name of the first tensor that differs, its shape there and here."""
+    """Return the name of the first tensor whose shape differs, and both shapes."""
     for name in (*expected, *(name for name in found if name not in expected)):
         there = str(list(found[name].shape)) if name in found else "missing"
         here = str(list(expected[name])) if name in expected else "unknown"
@@ -75,7 +75,7 @@ def _first_difference(
 
 
 def _remedy(theirs: base.Resolved, ours: base.Resolved) -> str | None:
-    """What to change so that the weights fit; None where nothing that is known to matter differs."""
+    """Say what to change so that the weights fit; None if no option that matters differs."""
     there, here = theirs.spec, ours.spec
     for what, left, right in (
         (
@@ -99,7 +99,7 @@ def _remedy(theirs: base.Resolved, ours: base.Resolved) -> str | None:
 
 
 def _actions(spec: EnvSpec) -> tuple[Any, ...]:
-    """Kind of the actions, and how many numbers or choices; bounds may differ, for policies act relative to them."""
+    """Return kind and shape of the actions; their bounds may differ, as policies act relative to them."""
     return spec.action_kind, spec.action_shape, spec.action_sizes
 
 

@@ -22,7 +22,7 @@ from ddrl.algorithms import base
 from ddrl.cli import main
 from ddrl.config import ConfigError, RunConfig, validate
 from ddrl.policy import LoadedPolicy
-from ddrl.runs import initial_weights as warmstart
+from ddrl.runs.initial_weights import initial_weights
 from ddrl.store import connection, runs, stream, weights
 from ddrl.types import EnvSpec
 from ddrl.worker.segment import Players, play
@@ -114,7 +114,7 @@ def test_fitting_weights_are_passed_on_unchanged(name: str) -> None:
     algorithm = {"name": name, **SMALL[name]}
     source = loaded(algorithm, SPECS[name])
     other = run_config(algorithm | {"learning_rate": 1e-5, "gamma": 0.5})
-    where, blob = warmstart.initial(source, other, replace(SPECS[name], env_id="Other-v0"))
+    where, blob = initial_weights(source, other, replace(SPECS[name], env_id="Other-v0"))
     assert where == "other-1@7"
     found = weights.decode_weights(blob)
     assert found.keys() == source.weights.keys()
@@ -124,7 +124,7 @@ def test_fitting_weights_are_passed_on_unchanged(name: str) -> None:
 def test_actor_critics_share_their_policies() -> None:
     source = loaded({"name": "impala", "shared": True}, CONTINUOUS)
     config = run_config({"name": "ppo"})
-    _, blob = warmstart.initial(source, config, CONTINUOUS)
+    _, blob = initial_weights(source, config, CONTINUOUS)
     learner = base.resolve(config, CONTINUOUS).learner(device=CPU, seed=1)
     parts = weights.decode_weights(blob).items()
     learner.load_initial_weights({part: torch.from_numpy(array) for part, array in parts})
@@ -167,7 +167,7 @@ def test_what_does_not_fit_is_named_with_the_remedy(
     theirs: dict[str, Any], there: EnvSpec, ours: dict[str, Any], here: EnvSpec, message: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        warmstart.initial(loaded(theirs, there), run_config(ours), here)
+        initial_weights(loaded(theirs, there), run_config(ours), here)
     assert message in str(caught.value) and "\n" not in str(caught.value)
     assert str(caught.value).startswith("--from other-1@7: ")
 
