@@ -14,8 +14,8 @@ import yaml
 from support.algorithms import CONTINUOUS, CPU, DISCRETE
 from support.learners import make_learner, take, training, until
 from support.runs import play_steps, start, target_config, target_tree
+from support.subjects import SMALL, SPECS, Subject
 from test_cli import call, call_json
-from test_live_options import SMALL, SPECS, Subject
 
 from ddrl import codec, policy
 from ddrl.algorithms import base
