@@ -1,6 +1,6 @@
 """Print the size of the source: lines of code by folder, entries of ddrl/ and its import layers.
 
-A line of code holds a token; docstrings, comments and blank lines do not count.
+A line of code holds a token; docstrings (those of attributes, too), comments and blank lines do not count.
 
     python benchmarks/size.py
 """
@@ -27,10 +27,8 @@ def lines_of_code(source: str) -> int:
     """Return the number of lines that hold a token outside of docstrings."""
     documentation: set[int] = set()
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.body:
-            first = node.body[0]
-            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
-                documentation.update(range(first.lineno, (first.end_lineno or first.lineno) + 1))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            documentation.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     code: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in SILENT:
