@@ -36,7 +36,7 @@ from ddrl.worker.watchdog import Watchdog
 if TYPE_CHECKING:
     from redis import Redis
 
-PAUSE_S = 1.0  # between a task that could not be played and the next, so that none of them spins
+PAUSE_S = 1.0  # after a task that failed, before the process takes the next one
 STORE_TIMEOUT_S = 60.0  # for storing a result during an outage of the server
 IDLE_S = 0.25  # after a message that found no run to play
 REFUSED_S = 30.0  # before a process tries a run again that it could not play
@@ -48,14 +48,14 @@ _mine = threading.local()  # of a thread: in a pool of threads each plays for it
 
 
 def clients() -> tuple[Redis, Redis]:
-    """This thread's connections: for commands, and for blocking reads."""
+    """Return this thread's connections: for commands, and for blocking reads."""
     if not hasattr(_mine, "clients"):
         _mine.clients = connection.connect(), connection.connect_blocking()
     return _mine.clients  # type: ignore[no-any-return]
 
 
 def players() -> Players:
-    """This thread's players."""
+    """Return this thread's players."""
     if not hasattr(_mine, "players"):
         _mine.players = Players(watch=watchdog)
     return _mine.players  # type: ignore[no-any-return]
@@ -69,8 +69,8 @@ watchdog = Watchdog(_note_end, memory_bytes=process_memory_bytes())
 
 
 @contextmanager
-def plainly(client: Redis, run: str, node: str) -> Iterator[None]:
-    """Let a task end in order whatever hinders it: say why where people look, and pause."""
+def failures_reported(client: Redis, run: str, node: str) -> Iterator[None]:
+    """Report an error of the block to the run, if it has one, and to the log; then pause instead of raising it."""
     host = socket.gethostname()
     try:
         yield
@@ -100,11 +100,11 @@ def plainly(client: Redis, run: str, node: str) -> Iterator[None]:
 
 def _warn(run: str, text: str) -> None:
     """Log a warning, but not the same again within REPEAT_S."""
-    said: dict[str, float] = _mine.__dict__.setdefault("said", {})
-    if time.monotonic() - said.get(text, -REPEAT_S) >= REPEAT_S:
-        if len(said) > 100:
-            said.clear()
-        said[text] = time.monotonic()
+    logged: dict[str, float] = _mine.__dict__.setdefault("logged", {})
+    if time.monotonic() - logged.get(text, -REPEAT_S) >= REPEAT_S:
+        if len(logged) > 100:
+            logged.clear()
+        logged[text] = time.monotonic()
         log.warning("%s%s", f"run {run}: " if run else "", text)
 
 
@@ -123,7 +123,7 @@ def rollout(self: Any, *_: object) -> dict[str, Any] | None:
         return None
     show_run(self, run)
     steps = 0
-    with plainly(client, run, node):
+    with failures_reported(client, run, node):
         steps = play(client, blocking, players(), run, node=node, serves=served.__contains__)
     return {"run": run, "steps": steps}
 
@@ -139,7 +139,7 @@ def choose(client: Redis, process: Process, served: list[str], request: Any) -> 
     hard_limit_s = (request.timelimit or (None,))[0]
     refused = _refused()
     run = None
-    with plainly(client, "", process.node):
+    with failures_reported(client, "", process.node):
         players().report_end(client)
         run = segments.choose(
             client,
@@ -170,7 +170,7 @@ def evaluate(self: Any, run: str, message: str) -> bool:
     """Play an open evaluation of a run or of a command; return whether its result was stored."""
     client, _ = clients()
     stored = False
-    with plainly(client, run, without_spaces(self.request.hostname or "-")):
+    with failures_reported(client, run, without_spaces(self.request.hostname or "-")):
         stored = play_evaluation(client, run, message)
     return stored
 
