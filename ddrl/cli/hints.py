@@ -1,4 +1,4 @@
-"""Why nothing happens when nothing does, and what to do: sentences for people."""
+"""Hints: why a run does not go on and what to do about it, in one sentence."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from ddrl.cli.watcher import Figures
     from ddrl.store.workers import Heartbeat
 
-ROOM_WAIT = 0.05  # of the process time spent waiting for room, from which on it is worth a word
+ROOM_WAIT = 0.05  # share of the process time spent waiting for room, from which on it is reported
 QUIET_S = 20.0  # without a step though some are allowed
 BETWEEN_S = 2.0  # without a step, as happens between two segments
 SHOWN = 3  # workers named in one sentence
 
 
 def hint(figures: Figures, *, server: str, starting: bool) -> str:
-    """Why nothing plays or learns, and what to do; empty while all is well.
+    """Return why the run does not play or learn, and the remedy; empty while all is well.
 
     Args:
         figures: all that is known of the run.
@@ -48,7 +48,7 @@ def hint(figures: Figures, *, server: str, starting: bool) -> str:
 
 
 def _nobody(figures: Figures) -> str:
-    """Who is there, and why it does not fit."""
+    """Return that no worker serves the run, and why those that run do not."""
     queue = figures.state.queue
     text = f"no worker plays {queue}: start `celery -A ddrl worker`"
     misfits = {
@@ -60,7 +60,7 @@ def _nobody(figures: Figures) -> str:
 
 
 def _obstacle(figures: Figures) -> str:
-    """What keeps the workers that are there from playing, or the learner from going on."""
+    """Return what keeps the workers from playing, or the learner from going on."""
     state = figures.state
     is_still = figures.quiet_s > BETWEEN_S or not state.appended_steps
     if figures.refusals and not figures.num_playing and is_still:
@@ -84,12 +84,12 @@ def _obstacle(figures: Figures) -> str:
 
 
 def _with_host(host: str, reason: str) -> str:
-    """A refusal, with the machine's name in it."""
+    """Return a refusal with the name of the machine."""
     return reason if host in reason else f"{host}: {reason}"
 
 
 def misfit(worker: Heartbeat, queue: str) -> str:
-    """Why a worker does not take what waits in a queue; empty if it does."""
+    """Return why a worker does not take messages of a queue; empty if it does."""
     if worker.draining:
         return "is leaving"
     if queue in worker.queues:
@@ -110,7 +110,7 @@ def misfit(worker: Heartbeat, queue: str) -> str:
 
 
 def server_trouble(client: Client) -> str:
-    """What is wrong with the server though it answers: its memory or its disk is full; empty if nothing is."""
+    """Return whether the memory or the disk of a server that answers is full, and the remedy; empty if neither is."""
     try:
         info = client.info("memory") | client.info("persistence")
     except connection.UNREACHABLE:
@@ -129,14 +129,14 @@ def server_trouble(client: Client) -> str:
 
 
 def notice(entry: Mapping[str, Any]) -> str:
-    """What an entry of the journal says to who watches; empty for changes of status, which are shown anyway."""
+    """Return an entry of the journal as text; empty for changes of status, which the live view shows anyway."""
     event, reason = entry.get("event", ""), entry.get("reason", "")
     if event == "set":
         return f"set {entry.get('option')}: {entry.get('from')} -> {entry.get('to')}"
     if event == "crashed":
         return f"a process could not play it: {reason}"
     if event == "lost":
-        return f"{entry.get('producers', 'some')} of its players ended without a word: {reason}"
+        return f"lost a process that played it: {reason}"
     if event in ("created", "active", "paused", "solved", "time", "stopped", "failed"):
         return ""
     return f"{event}: {reason}" if reason else str(event)

@@ -189,7 +189,7 @@ def test_refusals_crashes_and_quarantine_are_told_with_their_remedies(server: An
     assert [notice.partition(":")[0] for notice in figures.notices] == [
         "refused",
         "a process could not play it",
-        "1 of its players ended without a word",
+        "lost a process that played it",
     ], "each once"
     assert "crashed" in shown(figures) and "2 processes, 1 lost" in shown(figures)
     client.delete(f"ddrl:{{{run}}}:refusals")
