@@ -213,7 +213,7 @@ class EvaluationConfig(Section):
     seed: int = Field(1_000_000, ge=0)
     """First seed of the evaluations; those of the confirmation follow."""
     timeout_s: Duration = Field(60.0, gt=0, json_schema_extra=LIVE)
-    """An evaluation without result is sent again after this."""
+    """An evaluation that no worker confirms for so long is sent again."""
 
 
 class StopConfig(Section):

@@ -109,7 +109,7 @@ def evaluate(
 
 @contextmanager
 def _progress(total: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal; elsewhere one line on stderr, or none. Called with the number of episodes played."""
+    """Show a bar on a terminal, else a line on stderr or nothing; yield what takes the number of new episodes."""
     if quiet or not sys.stderr.isatty():
         if not quiet:
             note(f"playing {total} episodes")
@@ -246,10 +246,10 @@ class Scoring:
                 with contextlib.suppress(*connection.UNREACHABLE):
                     evaluations.withdraw()
         except connection.UNREACHABLE:
-            note("the server does not answer any more; playing the rest here")
+            note("the server does not answer; playing the rest here")
 
     def _gather(self, evaluations: OpenEvaluations, count_processes: Callable[[], int]) -> None:
-        """Take results until nothing is open, or no worker is there any more."""
+        """Collect results until no evaluation is open or no worker is left."""
         survey_at = time.monotonic() + SURVEY_S
         while evaluations.pending:
             for row in evaluations.poll():
@@ -272,13 +272,13 @@ class Scoring:
 
 
 def check_video(path: Path) -> None:
-    """Refuse a video that could not be written, before anything is played.
+    """Refuse a video that cannot be written, before anything is played.
 
     Raises:
         InputError: another kind of file, a folder that is not there, or imageio is not installed.
     """
     if path.suffix.lower() != VIDEO_SUFFIX:
-        raise InputError(f"--video {path}: is not named as a video; use a name that ends in {VIDEO_SUFFIX}")
+        raise InputError(f"--video {path}: is not the name of a video; use one that ends in {VIDEO_SUFFIX}")
     if not path.parent.is_dir() or path.is_dir() or not os.access(path.parent, os.W_OK):
         raise InputError(f"--video {path}: cannot be written; name a file in an existing folder of yours")
     if any(importlib.util.find_spec(name) is None for name in ("imageio", "imageio_ffmpeg")):
@@ -286,7 +286,7 @@ def check_video(path: Path) -> None:
 
 
 class VideoRecorder:
-    """Writes pictures to a video, whole or not at all: the file appears as the context ends without an error."""
+    """Writes pictures to a video; the file appears only when the context ends without an error."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -301,7 +301,7 @@ class VideoRecorder:
 
         Args:
             picture: uint8 [H, W] or [H, W, 3], all of one size.
-            hz: pictures of a second; that of the first one counts.
+            hz: pictures a second; only the value of the first call counts.
         """
         if self._writer is None:
             import imageio
@@ -325,7 +325,7 @@ class VideoRecorder:
 
 
 def enlarge(picture: np.ndarray) -> np.ndarray:
-    """[H, W] or [H, W, 3] -> [H', W', 3], large enough to be looked at, both sides even as the codec wants them."""
+    """Enlarge [H, W] or [H, W, 3] to [H', W', 3] of at least MIN_VIDEO_SIZE, with even sides for the codec."""
     import numpy as np
 
     if picture.ndim == 2:

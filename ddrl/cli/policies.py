@@ -24,10 +24,10 @@ Version = Annotated[
 
 
 def choose(client: Client, run: str, version: str | None) -> int:
-    """The number of a version that the server keeps; None is the best, else the latest.
+    """Return the number of a version that the server keeps; None is the best, else the latest.
 
     Raises:
-        InputError: it is no number, best or latest, or not kept.
+        InputError: `version` is not a number, best or latest, or is not kept.
     """
     index = weights.index(client, run)
     if index.latest < 0:
@@ -53,7 +53,7 @@ def choose(client: Client, run: str, version: str | None) -> int:
 
 @contextmanager
 def opened(target: str, version: str | None) -> Iterator[tuple[LoadedPolicy, Client | None]]:
-    """The policy of a target; and, where it is a run's, the connection to its server while the context lasts.
+    """Open the policy that a target names, and the connection to its server if it is a run's.
 
     Raises:
         InputError, ServerError, StoreError, PolicyFileError: there is no such policy.
@@ -75,7 +75,7 @@ def opened(target: str, version: str | None) -> Iterator[tuple[LoadedPolicy, Cli
 
 
 def split(target: str, version: str | None) -> tuple[str, str | None]:
-    """RUN@VERSION apart."""
+    """Split RUN@VERSION."""
     name, at, given = target.partition("@")
     if at and version is not None and version != given:
         raise InputError(f"{target}: names version {given}, and --version names {version}; give one of them")

@@ -1,4 +1,4 @@
-"""Evaluations: opened by whoever wants one, played by any worker, each result stored once.
+"""Evaluations: opened by a learner or a command, played by any worker, each result stored once.
 
 A run's learner and every `ddrl evaluate` keep their open evaluations in a hash of their own and find the results in a
 stream of their own, so that theirs never mix. Those of a command expire unless the command goes on polling.
@@ -6,7 +6,7 @@ stream of their own, so that theirs never mix. Those of a command expire unless 
 Fields of the hash, for each evaluation:
     <id>         the evaluation, JSON; it goes when the result is stored
     <id>:player  who plays it
-    <id>:beats   how often a player has said that it plays
+    <id>:beats   how often its players have confirmed that they play
     <id>:error   why a worker could not play it
 """
 
@@ -35,9 +35,9 @@ log = logging.getLogger(__name__)
 TTL_S = 300  # of a command's keys since its last poll
 MAX_LOSSES = 3  # after which a command plays an evaluation itself
 ERROR_LENGTH = 300
+_PARTS = ("player", "beats", "error")
 
 _ID = re.compile(r"[0-9]{1,18}:[0-9]{1,18}:[0-9]{1,9}", re.ASCII)
-_FIELD = re.compile(rf"({_ID.pattern})(?::(player|beats|error))?", re.ASCII)
 _MESSAGE = re.compile(rf"([0-9a-f]{{16}}/)?{_ID.pattern}", re.ASCII)
 
 
@@ -98,15 +98,15 @@ _EVALUATION, _ROW = TypeAdapter(Evaluation), TypeAdapter(_Row)
 
 
 def is_of_run(message: str) -> bool:
-    """Whether a task's argument names one of the run's own evaluations, not a command's."""
+    """Return whether a task's argument names an evaluation of the run itself, not of a command."""
     return "/" not in message
 
 
-# --- a worker's part -------------------------------------------------------------------------------------
+# --- for workers -----------------------------------------------------------------------------------------
 
 
 def take(client: Redis, run: str, message: str, player: str) -> Evaluation | None:
-    """Begin to play an evaluation, or say that it is still played: to be called every few seconds.
+    """Begin to play an evaluation, or confirm that it is still being played; call it every few seconds.
 
     Args:
         client: connection to the server.
@@ -115,7 +115,7 @@ def take(client: Redis, run: str, message: str, player: str) -> Evaluation | Non
         player: unique for each time that an evaluation is played.
 
     Returns:
-        None if it has a result, nobody waits for it any more, or another plays it.
+        None if it has a result, was withdrawn, or is played by another.
 
     Raises:
         ValueError: the stored evaluation cannot be read.
@@ -134,7 +134,7 @@ def take(client: Redis, run: str, message: str, player: str) -> Evaluation | Non
 
 
 def finish(client: Redis, run: str, message: str, evaluation: Evaluation, result: EvaluationResult) -> bool:
-    """Store a result; False if there is one, or nobody waits for it any more."""
+    """Store a result; False if there is one already, or the evaluation was withdrawn."""
     requester, _, evaluation_id = message.rpartition("/")
     row = {
         **asdict(evaluation),
@@ -157,12 +157,12 @@ def fail(client: Redis, run: str, message: str, reason: str) -> None:
     connection.call(client, "fail_evaluation", script_keys, [evaluation_id, reason[:ERROR_LENGTH]])
 
 
-# --- the part of whoever waits ---------------------------------------------------------------------------
+# --- for learners and commands ---------------------------------------------------------------------------
 
 
 @dataclass
 class _Pending:
-    """An open evaluation as whoever waits for it sees it."""
+    """An open evaluation, and when its player was last active."""
 
     evaluation: Evaluation
     is_sent: bool = False
@@ -174,8 +174,8 @@ class _Pending:
 class OpenEvaluations:
     """The open evaluations of a run or of a command: sent, and sent again when lost, until each has a result.
 
-    An evaluation is lost if no player has said for `timeout_s` that it plays. A run's is then sent again, however
-    often that takes. A command's is given up after MAX_LOSSES losses, or if a worker could not play it.
+    An evaluation is lost if no player has confirmed for `timeout_s` that it plays. A run's is then sent again, any
+    number of times. A command's is given up after MAX_LOSSES losses, or when a worker could not play it.
 
     Args:
         client: connection to the server.
@@ -185,7 +185,7 @@ class OpenEvaluations:
         token: fencing token of the run's learner; None: the evaluations are those of a command.
 
     Attributes:
-        given_up: why evaluations were closed that have no result, by id; the caller may clear it.
+        given_up: reasons of the evaluations that were closed without a result, by id; the caller may clear it.
     """
 
     def __init__(
@@ -199,6 +199,8 @@ class OpenEvaluations:
     ) -> None:
         self._client, self._run, self._send, self.timeout_s = client, run, send, timeout_s
         self._requester = secrets.token_hex(8) if token is None else ""
+        self._open_key = keys.evaluating(run, self._requester)
+        self._results_key = keys.evaluations(run, self._requester)
         self._token = token or 0  # the fence lets 0 pass
         self._cursor = b"0-0"
         self.given_up: dict[str, str] = {}
@@ -248,8 +250,8 @@ class OpenEvaluations:
         finish(self._client, self._run, evaluation.id, evaluation, result)
 
     def withdraw(self) -> None:
-        """Delete a command's evaluations and results; whoever plays one stops at the next beat."""
-        self._client.delete(*self._keys())
+        """Delete a command's evaluations and results; their players stop within seconds."""
+        self._client.delete(self._open_key, self._results_key)
 
     def _check(self, item: _Pending, sign: tuple[str | None, str | None], error: str) -> None:
         """Give an evaluation up, note a sign of its player, or open a lost one again."""
@@ -271,7 +273,7 @@ class OpenEvaluations:
                 item.is_sent = False
 
     def _give_up(self, item: _Pending, reason: str) -> None:
-        script_keys = [keys.state(self._run), self._keys()[0]]
+        script_keys = [keys.state(self._run), self._open_key]
         fenced(self._client, "close_evaluation", script_keys, self._token, item.evaluation.id)
         self.given_up[item.evaluation.id] = reason
         del self._pending[item.evaluation.id]
@@ -280,7 +282,7 @@ class OpenEvaluations:
         """Open evaluations on the server, for anyone to play."""
         pairs = [part for one in evaluations for part in (one.id, json.dumps(asdict(one)))]
         ttl_s = TTL_S if self._requester else 0
-        script_keys = [keys.state(self._run), self._keys()[0]]
+        script_keys = [keys.state(self._run), self._open_key]
         fenced(self._client, "open_evaluations", script_keys, self._token, ttl_s, *pairs)
 
     def _send_unsent(self) -> None:
@@ -290,22 +292,21 @@ class OpenEvaluations:
                 item.is_sent, item.active_at = True, time.monotonic()
 
     def _states(self) -> dict[str, dict[str, str]]:
-        """Fields of the open evaluations by id; a command's keys live on."""
+        """Return the fields of the open evaluations by id; put off the expiry of a command's keys."""
         with self._client.pipeline(transaction=False) as pipe:
-            pipe.hgetall(self._keys()[0])
+            pipe.hgetall(self._open_key)
             if self._requester:
-                for key in self._keys():
-                    pipe.expire(key, TTL_S)
+                pipe.expire(self._open_key, TTL_S)
+                pipe.expire(self._results_key, TTL_S)
             raw: dict[bytes, bytes] = pipe.execute()[0]
-        states: dict[str, dict[str, str]] = {}
-        for field, value in raw.items():
-            found = _FIELD.fullmatch(field.decode(errors="replace"))
-            if found is not None:
-                states.setdefault(found[1], {})[found[2] or ""] = value.decode(errors="replace")
-        return {evaluation_id: fields for evaluation_id, fields in states.items() if "" in fields}
-
-    def _keys(self) -> tuple[str, str]:
-        return keys.evaluating(self._run, self._requester), keys.evaluations(self._run, self._requester)
+        texts = {
+            field.decode(errors="replace"): value.decode(errors="replace") for field, value in raw.items()
+        }
+        return {
+            name: {part: texts[f"{name}:{part}"] for part in _PARTS if f"{name}:{part}" in texts}
+            for name in texts
+            if _ID.fullmatch(name)
+        }
 
 
 def opened(client: Redis, run: str) -> dict[str, Evaluation]:

@@ -176,13 +176,13 @@ def evaluate(self: Any, run: str, message: str) -> bool:
 
 
 class Withdrawn(Exception):
-    """Nobody waits any more for what is being played, or another worker plays it."""
+    """The evaluation being played was withdrawn, or another worker plays it."""
 
 
 def play_evaluation(client: Redis, run: str, message: str) -> bool:
-    """Play an open evaluation and store its result; False if there is nothing left to do.
+    """Play an open evaluation and store its result; False if there is nothing to do, or a command's fails.
 
-    Whoever waits for it learns the reason of a failure. Where that is the run, the error is raised too.
+    The reason of a failure is noted with the evaluation. If it is the run's own, the error is raised too.
     """
     player = secrets.token_hex(8)
     beat_at = time.monotonic() + BEAT_S

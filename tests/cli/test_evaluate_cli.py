@@ -359,7 +359,7 @@ def test_bad_input(
     assert refused(spot, "--noop", "30") == "--noop 30: ddrl/Spot-v0 is not an ALE game; leave the option out"
     for option, value in (("--epsilon", "1.5"), ("--epsilon", "nan"), ("--noop", "-1"), ("--num-envs", "0")):
         assert option in refused(spot, option, value)
-    assert refused(spot, "--video", "out.avi").endswith("use a name that ends in .mp4")
+    assert refused(spot, "--video", "out.avi").endswith("use one that ends in .mp4")
     assert "cannot be written" in refused(spot, "--video", "nowhere/out.mp4")
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
     line = refused(spot, "--video", "out.mp4")
