@@ -219,8 +219,9 @@ class _Claim:
         except runs.UnknownRunError:
             self._lost_at = self._lost_at or time.monotonic()
             if not self._was_found or time.monotonic() - self._lost_at >= RETURN_S:
-                local_checkpoints.restore_from(self._client, self._run, self._folder)
                 self._lost_at = 0.0
+                if local_checkpoints.restore_from(self._client, self._run, self._folder):
+                    return self._state()  # at once, before a standby takes the lease
             return None
         self._was_found, self._lost_at = True, 0.0
         return now
