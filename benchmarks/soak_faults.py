@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from poison import COUNTERS, POISON, UNKNOWN_PRODUCER
-from processes import ROOT
 from soak_fleet import SoakFleet
+from support.poison import COUNTERS, POISON, UNKNOWN_PRODUCER
+from support.processes import ROOT
 
 from ddrl.celery import ROLLOUT
 from ddrl.store import keys, runs

@@ -15,10 +15,10 @@ from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
-from fault_fleet import ON_POLICY
-from private_server import WITH_FILE, PrivateServer
-from processes import Process, Processes
-from proxy import Proxy
+from support.fault_fleet import ON_POLICY
+from support.private_server import WITH_FILE, PrivateServer
+from support.processes import Process, Processes
+from support.proxy import Proxy
 from support.runs import target_tree
 
 from ddrl.store import connection, ledger, runs, segments

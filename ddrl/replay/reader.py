@@ -241,7 +241,18 @@ class Reader:
     def _run_thread(self) -> None:
         try:
             while not self._stopping.is_set():
-                for entry in connection.retry(self._read, stop=self._stopping):
+                if time.monotonic() >= self._count_at:
+                    self._count = connection.retry(
+                        lambda: stream.read_count(self._client, self._run), stop=self._stopping
+                    )
+                    self._count_at = time.monotonic() + COUNT_S
+                entries = connection.retry(
+                    lambda: stream.follow(
+                        self._client, self._run, self._cursor, count=self._count, block_ms=BLOCK_MS
+                    ),
+                    stop=self._stopping,
+                )
+                for entry in entries:
                     while self._decoded_bytes - self._taken_bytes > MAX_DECODED_BYTES:
                         if self._stopping.wait(0.01):
                             return
@@ -254,10 +265,3 @@ class Reader:
             if not (self._stopping.is_set() and connection.outage(error)):
                 self.error = error
             self._arrived.set()
-
-    def _read(self) -> list[stream.Entry]:
-        """Return the entries after the cursor; none after BLOCK_MS without any."""
-        if time.monotonic() >= self._count_at:
-            self._count = stream.read_count(self._client, self._run)
-            self._count_at = time.monotonic() + COUNT_S
-        return stream.follow(self._client, self._run, self._cursor, count=self._count, block_ms=BLOCK_MS)

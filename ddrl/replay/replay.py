@@ -109,7 +109,7 @@ class Replay:
         self._spaces: tuple[tuple[str, str], ...] = ()  # dtype and shape of observation and action
         self._pool = ThreadPoolExecutor(threads, "gather") if threads else None
         self._depth = threads + 1 if threads else 0
-        self._ahead: deque[tuple[int, Callable[[], Batch | Sequences]]] = deque()  # (number, batch)
+        self._ahead: deque[tuple[int, Callable[[], Any], Columns]] = deque()  # (number, gather, its weights)
         self._late: deque[tuple[NDArray[np.int64], Callable[[], NDArray[np.float32]]]] = deque()
         """Numbers of items, and their new TD errors."""
         self.num_collectors = 1
@@ -240,22 +240,20 @@ class Replay:
             number = num_updates + len(self._ahead)
             if self._lockstep and not self._rate_limiter.can_sample(num_steps, number):
                 break
-            self._ahead.append((number, self._choose(number)))
-        return self._ahead.popleft()[1]()
-
-    def _choose(self, number: int) -> Callable[[], Batch | Sequences]:
-        """Choose a batch and start to gather it; the result returns it."""
-        self._apply_priorities(keep=1)
-        weights: Columns = {}
-        if self.priorities is None:
-            position = uniform(self.num_items, self._batch_size, seed=self._seed, draw=number)
-        else:
-            position, item, weight = self.priorities.draw(self._batch_size, seed=self._seed, draw=number)
-            weights = {"number": item, "weight": weight}
-        gather: Callable[[], Any] = self.plan(position)
-        if self._pool is not None:
-            gather = self._pool.submit(gather).result
-        return lambda: replace(gather(), **weights)
+            self._apply_priorities(keep=1)
+            weights: Columns = {}
+            if self.priorities is None:
+                position = uniform(self.num_items, self._batch_size, seed=self._seed, draw=number)
+            else:
+                position, item, weight = self.priorities.draw(self._batch_size, seed=self._seed, draw=number)
+                weights = {"number": item, "weight": weight}
+            gather: Callable[[], Any] = self.plan(position)
+            if self._pool is not None:
+                gather = self._pool.submit(gather).result
+            self._ahead.append((number, gather, weights))
+        _, gather, weights = self._ahead.popleft()
+        batch: Batch | Sequences = replace(gather(), **weights)
+        return batch
 
     def plan(self, position: NDArray[np.int64]) -> Callable[[], Batch | Sequences]:
         """Look up the items at `position`; the result gathers them, in any thread and whatever is admitted meanwhile.

@@ -132,7 +132,7 @@ class Player:
 
     @property
     def has_unsent(self) -> bool:
-        """A fragment was collected that the server has not taken yet."""
+        """Whether a fragment was collected that the server has not taken yet."""
         return self._unsent is not None
 
     def _watched(self) -> AbstractContextManager[None]:
@@ -150,24 +150,32 @@ class Player:
             self.collector.load(version, weights.decode_weights(blob))
         return blob is not None
 
-    def collect(self, remaining_steps: int) -> None:
-        """Collect and encode one fragment of about `remaining_steps` transitions at most, to be appended next."""
-        started = time.monotonic()
-        longest_s = max(1.0, LONGEST_FRAGMENT * self.config.rollout.fragment_s)
-        steps = math.ceil(min(remaining_steps, self._most_transitions) / self.config.env.num_envs)
-        with self._watched():
-            fragment = self.collector.collect(
-                max_steps=max(self._least_steps, steps), stop_at=started + longest_s
-            )
-        encoded = codec.encode(fragment)
-        self._unsent = fragment, encoded, round(1e3 * (time.monotonic() - started))
+    def append(
+        self, client: Redis, remaining_steps: int, clock: Clock | None = None, *, node: str = "-"
+    ) -> tuple[Appended, int]:
+        """Append the fragment that the server has not taken yet, else a new one.
 
-    def append(self, client: Redis, clock: Clock | None = None, *, node: str = "-") -> tuple[Appended, int]:
-        """Append what was collected; the answer, and the transitions that the server took.
+        A fragment is kept for the next call if the server has no room for it, or raises an error.
 
-        The fragment is kept if the server has no room for it, or raises an error.
+        Args:
+            client: connection to the server.
+            remaining_steps: a new fragment has about as many transitions at most.
+            clock: of the segment.
+            node: of the worker.
+
+        Returns:
+            The answer, and the number of transitions that the server took.
         """
-        assert self._unsent is not None, "append: nothing collected; call collect first"
+        if self._unsent is None:
+            started = time.monotonic()
+            longest_s = max(1.0, LONGEST_FRAGMENT * self.config.rollout.fragment_s)
+            steps = math.ceil(min(remaining_steps, self._most_transitions) / self.config.env.num_envs)
+            with self._watched():
+                fragment = self.collector.collect(
+                    max_steps=max(self._least_steps, steps), stop_at=started + longest_s
+                )
+            encoded = codec.encode(fragment)
+            self._unsent = fragment, encoded, round(1e3 * (time.monotonic() - started))
         fragment, encoded, played_ms = self._unsent
         reply = stream.append(
             client,
@@ -298,7 +306,7 @@ def play(
         yield_after_s = YIELD_AFTER_S * random.uniform(1.0, 1.5)
         appended, num_collectors = 0, reply.players
         if player.has_unsent:  # of an earlier segment: it is appended even if this one ends at once
-            reply, appended = player.append(client, clock, node=node)
+            reply, appended = player.append(client, 0, clock, node=node)
         while reply.answer in (Answer.GO, Answer.WAIT, Answer.FULL) and time.monotonic() < deadline:
             if (
                 clock.waited_s > yield_after_s
@@ -319,9 +327,7 @@ def play(
             elif not player.load(client, reply.version):  # superseded since
                 reply = stream.remaining(client, run, node=node)
                 continue
-            else:
-                player.collect(reply.remaining_steps)
-            reply, num_transitions = player.append(client, clock, node=node)
+            reply, num_transitions = player.append(client, reply.remaining_steps, clock, node=node)
             appended += num_transitions
         if reply.answer is Answer.STOPPED:
             players.drop(run)

@@ -126,8 +126,7 @@ def test_a_paused_run_accepts_what_is_in_flight_and_a_stopped_one_drops_the_play
     runs.set_status(client, run, "paused", "test")
     assert play(client, client, players, run) == 0
     player = players.get(client, run)
-    player.collect(16)
-    assert player.append(client)[0].answer is Answer.YIELD
+    assert player.append(client, 16)[0].answer is Answer.YIELD
     runs.set_status(client, run, "active", "test"), runs.set_status(client, run, "stopped", "test")
     assert play(client, client, players, run) == 0
     assert players.get(client, run) is not player
@@ -308,7 +307,8 @@ def test_a_player_with_an_unsent_fragment_is_not_evicted(client: Redis) -> None:
     players = Players(max_bytes=1)
     play_steps(client, run, token, 20, players=players)
     kept = players.get(client, run)
-    kept.collect(16)
+    client.hset(keys.state(run), "appended_bytes", 10**12)  # as if the budget were used up
+    assert kept.append(client, 16)[0].answer is Answer.FULL
     second, _ = begin(client)
     players.get(client, second)
     assert players.get(client, run) is kept
