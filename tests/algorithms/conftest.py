@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-from support.algorithms import OWN, one_thread
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
+from support.algorithms import OWN
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""ddrl.networks.custom: a network of one's own starts by its seed, and is refused by what is wrong with it."""
+"""A custom network starts by its seed, and is refused by what is wrong with it."""
 
 from __future__ import annotations
 
@@ -9,33 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-
-from ddrl.networks.custom import NetworkError
-from ddrl.networks.trunks import make_trunk
-
-
-def trunk(
-    network: str, shape: tuple[int, ...], *, seed: int | None = 0, **kwargs: Any
-) -> tuple[nn.Module, int]:
-    generator = None if seed is None else torch.Generator().manual_seed(seed)
-    return make_trunk(network, shape, hidden_sizes=(), activation="tanh", kwargs=kwargs, generator=generator)
-
-
-def refusal(network: str, shape: tuple[int, ...], **kwargs: Any) -> str:
-    with pytest.raises(NetworkError) as refused:
-        trunk(network, shape, **kwargs)
-    message = str(refused.value)
-    assert message.startswith(f"network {network}: ")
-    assert "\n" not in message
-    assert refused.value.__suppress_context__ or refused.value.__context__ is None
-    return message
-
-
-def same(one: nn.Module, other: nn.Module) -> bool:
-    pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
-    return all(torch.equal(left, right) for left, right in pairs)
-
+from support.networks import refusal, same, seeded, trunk
 
 OWN = """
 import torch
@@ -71,15 +45,12 @@ batch_norm_2d = sequential(nn.Unflatten(1, (1, 1, 3)), nn.BatchNorm2d(1), nn.Fla
 double = lambda shape: Good(shape).double()
 lazy = lambda shape: nn.LazyLinear(6)
 
-def raises(shape):
-    raise RuntimeError("too small\\nreally")
+type_error_within = lambda shape: len(3)
 
-def type_error_within(shape):
-    return len(3)
-
-def fails(self, x):
-    raise RuntimeError("first line\\nsecond")
-forward_fails = change(fails)
+def fails(message):
+    raise RuntimeError(message)
+raises = lambda shape: fails("too small\\nreally")
+forward_fails = change(lambda self, x: fails("first line\\nsecond"))
 gives_tuple = change(lambda self, x: (self.layer(x), None))
 three_axes = change(lambda self, x: self.layer(x)[:, None])
 one_axis = change(lambda self, x: self.layer(x)[:, 0])
@@ -94,17 +65,11 @@ twice_in_training = change(lambda self, x: self.layer(x) * (2 if self.training e
 detached = change(lambda self, x: self.layer(x).detach())
 less_in_evaluation = change(lambda self, x: self.layer(x)[:, :None if self.training else 2])
 
-def freeze(module):
-    module.layer.bias.requires_grad_(False)
-frozen = change(lambda self, x: self.layer(x), freeze)
-
-def add_unused(module):
-    module.other = nn.Linear(2, 2)
-unused = change(lambda self, x: self.layer(x), add_unused)
-
-def add_double(module):
-    module.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
-mixed = change(lambda self, x: self.layer(x) * self.scale.float(), add_double)
+frozen = change(lambda self, x: self.layer(x), lambda module: module.layer.bias.requires_grad_(False))
+unused = change(lambda self, x: self.layer(x), lambda module: module.add_module("other", nn.Linear(2, 2)))
+scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+mixed = change(
+    lambda self, x: self.layer(x) * self.scale.float(), lambda module: module.register_parameter("scale", scale))
 
 def global_draws(shape):
     global drawn
@@ -115,7 +80,7 @@ def global_draws(shape):
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
-    """An allowed module `own_networks`; gives it once it is imported."""
+    """An allowed module `own_networks`; returns it once it is imported."""
     (tmp_path / "own_networks.py").write_text(OWN)
     monkeypatch.delitem(sys.modules, "own_networks", raising=False)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -124,41 +89,26 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
 
 
 @pytest.mark.usefixtures("own")
-def test_own_network_starts_alike_by_its_seed() -> None:
-    first, num_features = trunk("own_networks:Good", (4,), seed=1, width=7)  # imports the module
+@pytest.mark.parametrize("name", ["Good", "lazy"])
+def test_a_seed_decides_and_the_global_generator_is_left_alone(name: str) -> None:
+    """Importing the module draws numbers, too; layers without a shape get theirs by the check."""
+    first = trunk(f"own_networks:{name}", (4,), seed=1)
     before = torch.get_rng_state()
-    second, other = (trunk("own_networks:Good", (4,), seed=seed, width=7)[0] for seed in (1, 2))
-    assert num_features == 7
+    second, other = (trunk(f"own_networks:{name}", (4,), seed=seed) for seed in (1, 2))
     assert torch.equal(torch.get_rng_state(), before)
-    assert same(first, second)
-    assert not same(first, other)
-    assert first.training
-    assert all(parameter.grad is None for parameter in first.parameters())
-    one_generator = torch.Generator().manual_seed(0)
-    pair = [
-        make_trunk("own_networks:Good", (4,), hidden_sizes=(), activation="tanh", generator=one_generator)[0]
-        for _ in range(2)
-    ]
-    assert not same(*pair)  # actor and critic of one learner
+    assert same(first, second) and not same(first, other)
+    assert first.training and all(parameter.grad is None for parameter in first.parameters())
+    assert trunk("own_networks:Good", (4,), width=7)(torch.zeros(1, 4)).shape == (1, 7)
 
 
-def test_own_network_draws_from_the_seeded_generator(own: Callable[[], Any]) -> None:
-    trunk("own_networks:global_draws", (4,), seed=5)
-    drawn = own().drawn
-    torch.manual_seed(0)
-    trunk("own_networks:global_draws", (4,), seed=5)
-    assert torch.equal(own().drawn, drawn)
-    trunk("own_networks:global_draws", (4,), seed=None)
-    assert torch.equal(
-        own().drawn, torch.rand(3, generator=torch.Generator().manual_seed(0))
-    )  # nothing else was drawn meanwhile
-
-
-@pytest.mark.usefixtures("own")
-def test_lazy_layers_are_made_by_the_check() -> None:
-    (first, num_features), (second, _) = (trunk("own_networks:lazy", (4,)) for _ in range(2))
-    assert num_features == 6
-    assert same(first, second)
+def test_it_draws_from_the_seeded_generator(own: Callable[[], Any]) -> None:
+    drawn = []
+    for seed, of_torch in ((5, 1), (5, 0), (None, 0)):
+        torch.manual_seed(of_torch)
+        trunk("own_networks:global_draws", (4,), seed=seed)
+        drawn.append(own().drawn)
+    assert torch.equal(drawn[0], drawn[1])
+    assert torch.equal(drawn[2], torch.rand(3, generator=seeded(0))), "nothing else was drawn meanwhile"
 
 
 @pytest.mark.parametrize(
@@ -195,17 +145,16 @@ def test_lazy_layers_are_made_by_the_check() -> None:
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("own")
-def test_own_networks_that_are_refused(name: str, expected: str) -> None:
+def test_what_is_wrong_with_it_is_named(name: str, expected: str) -> None:
     assert expected in refusal(f"own_networks:{name}", (4,))
 
 
-def test_own_network_where_it_may_not_be(own: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("own")
+def test_where_it_may_not_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = "observation shape (4,) and keyword arguments {'widht': 3} refused ("
     assert expected in refusal("own_networks:Good", (4,), widht=3)
     expected = "making it raised IndexError (tuple index out of range); fix it for shape ()"
     assert expected in refusal("own_networks:Good", ())
     monkeypatch.delenv("DDRL_ALLOW_MODULES")
-    assert refusal("own_networks:Good", (4,)).endswith(
-        "module own_networks may not be imported here; set DDRL_ALLOW_MODULES=own_networks on every machine that "
-        "uses it"
-    )
+    expected = "may not be imported here; set DDRL_ALLOW_MODULES=own_networks on every machine that uses it"
+    assert refusal("own_networks:Good", (4,)).endswith(f"module own_networks {expected}")

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.algorithms import make_learner
-from support.reference_q import VECTORS, as_arrays, make_batch
-from support.reference_r2d2 import SHAPE, SMALL, make_sequences
+from support.algorithms import CPU, DISCRETE, batch_for, make_learner, on_device
+from support.reference_r2d2 import SHAPE, make_sequences
 
-from ddrl.networks.device import to_device, to_host
+from ddrl.networks.device import to_host
 
 META = torch.device("meta")  # has shapes only: reading a value fails
+SOFT = {"target_period": None, "target_rate": 0.1}
 
 
 @pytest.fixture(autouse=True)
@@ -26,37 +26,29 @@ def _parameters_stay_the_same_objects() -> Iterator[None]:
 
 
 def test_what_is_looked_up_on_the_host_stays_there() -> None:
-    batch = as_arrays(make_sequences(VECTORS, SHAPE, memory_size=2))
-    moved = to_device(batch, META)
+    batch = make_sequences(DISCRETE, SHAPE, memory_size=2)
+    moved = on_device(batch, META)
     assert moved.number is None
-    assert moved.burn_in.device.type == "cpu" and moved.burn_in.tolist() == batch.burn_in.tolist()
+    assert moved.burn_in.device == CPU and moved.burn_in.tolist() == batch.burn_in.tolist()
     others = [value for name, value in vars(moved).items() if name not in ("number", "burn_in")]
     assert others and all(value.device == META for value in others)
-    here = to_device(batch, torch.device("cpu"))
+    here = on_device(batch, CPU)
     assert all(np.array_equal(getattr(here, name), getattr(batch, name)) for name in ("action", "burn_in"))
+    assert to_host(torch.arange(3.0))().tolist() == [0.0, 1.0, 2.0]
 
 
 @pytest.mark.parametrize(
     ("name", "options"),
     [
         ("dqn", {"double": True, "dueling": True, "prioritized": True, "target_period": 1}),
-        ("dqn", {"distribution": "categorical", "max_grad_norm": 1.0}),
-        ("dqn", {"distribution": "quantile", "target_period": None, "target_rate": 0.1}),
-        ("r2d2", SMALL | {"recurrent": "lstm", "target_period": 1}),
-        ("r2d2", SMALL | {"recurrent": "gru", "target_period": 1}),
+        ("dqn", {"distribution": "categorical", "max_grad_norm": 1.0, "prioritized": True}),
+        ("dqn", {"distribution": "quantile", "prioritized": True} | SOFT),
+        ("r2d2", {"recurrent": "lstm", "target_period": 1}),
+        ("r2d2", {"recurrent": "gru", "target_period": 1}),
     ],
     ids=str,
 )
 def test_an_update_waits_for_nothing(name: str, options: dict[str, Any]) -> None:
-    learner = make_learner(name, VECTORS, device=META, **{"hidden_sizes": (8, 7)} | options)
-    if name == "dqn":
-        batch = make_batch(weight=np.ones(6))
-    else:
-        batch = make_sequences(VECTORS, SHAPE, memory_size=learner.network.state_size)
-    metrics = learner.update(to_device(as_arrays(batch), META))
+    learner = make_learner(name, DISCRETE, device=META, **options)
+    metrics = learner.update(on_device(batch_for(name, learner, DISCRETE, 0), META))
     assert metrics["priority"].shape == (6,) and metrics["loss"].device == META
-
-
-def test_values_come_back() -> None:
-    values = torch.arange(3.0)
-    assert to_host(values)().tolist() == [0.0, 1.0, 2.0]

@@ -1,4 +1,4 @@
-"""ddrl.networks.distributions against hand numbers, torch's own and numerical integration."""
+"""Distributions of actions against hand numbers, slow twins, torch's own and numerical integration."""
 
 from __future__ import annotations
 
@@ -6,27 +6,35 @@ import math
 
 import pytest
 import torch
+from support.networks import seeded
 from support.reference_ppo import slow_categorical, slow_gaussian
+from torch import Tensor
 from torch.distributions import Categorical, Independent, Normal, TransformedDistribution
 from torch.distributions.transforms import TanhTransform
 
-from ddrl.networks.distributions import (
-    bounded_log_std,
-    categorical,
-    gaussian,
-    tanh_gaussian_sample,
-)
+from ddrl.networks.distributions import bounded_log_std, categorical, gaussian, tanh_gaussian_sample
 
 
-def test_hand_numbers() -> None:
-    action, log_prob = tanh_gaussian_sample(torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, 2))
-    torch.testing.assert_close(action, torch.zeros(1, 2))
+def random_numbers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=seeded(seed), dtype=torch.float64)
+
+
+def test_squashed_gaussian_hand_numbers() -> None:
+    zeros, mean = torch.zeros(1, 2), torch.tensor([[0.3, -2.0]])
+    action, log_prob = tanh_gaussian_sample(zeros, zeros, zeros)
+    torch.testing.assert_close(action, zeros)
     torch.testing.assert_close(log_prob, torch.tensor([-math.log(2 * math.pi)]))
+    assert torch.equal(tanh_gaussian_sample(mean, zeros, zeros)[0], torch.tanh(mean)), "the mode"
+    far = torch.tensor([[40.0], [-40.0]], requires_grad=True)
+    _, log_prob = tanh_gaussian_sample(far, torch.zeros(2, 1), torch.zeros(2, 1))
+    (gradient,) = torch.autograd.grad(log_prob.sum(), far)
+    expected = -0.5 * math.log(2 * math.pi) - 2 * (math.log(2) - 40.0)
+    torch.testing.assert_close(log_prob, torch.full((2,), expected))
+    torch.testing.assert_close(gradient, torch.tensor([[2.0], [-2.0]]))
 
 
-def test_log_prob_equals_torch() -> None:
-    generator = torch.Generator().manual_seed(0)
-    mean, log_std, noise = (torch.randn(64, 3, generator=generator, dtype=torch.float64) for _ in range(3))
+def test_squashed_gaussian_equals_torch() -> None:
+    mean, log_std, noise = (random_numbers(64, 3, seed=seed) for seed in range(3))
     action, log_prob = tanh_gaussian_sample(mean, log_std, noise)
     twin = TransformedDistribution(Normal(mean, log_std.exp()), [TanhTransform(cache_size=1)])
     value = torch.tanh(mean + log_std.exp() * noise)
@@ -41,18 +49,7 @@ def test_density_integrates_to_one() -> None:
     action = torch.linspace(-1 + 1e-9, 1 - 1e-9, 200_001, dtype=torch.float64)
     noise = (torch.atanh(action) - mean) / log_std.exp()
     _, log_prob = tanh_gaussian_sample(mean.expand(len(action), 1), log_std, noise[:, None])
-    torch.testing.assert_close(
-        torch.trapezoid(log_prob.exp(), action), torch.tensor(1.0, dtype=torch.float64), atol=1e-5, rtol=0
-    )
-
-
-def test_finite_far_out() -> None:
-    mean = torch.tensor([[40.0], [-40.0]], requires_grad=True)
-    _, log_prob = tanh_gaussian_sample(mean, torch.zeros(2, 1), torch.zeros(2, 1))
-    (gradient,) = torch.autograd.grad(log_prob.sum(), mean)
-    expected = -0.5 * math.log(2 * math.pi) - 2 * (math.log(2) - 40.0)
-    torch.testing.assert_close(log_prob, torch.full((2,), expected))
-    torch.testing.assert_close(gradient, torch.tensor([[2.0], [-2.0]]))
+    assert float(torch.trapezoid(log_prob.exp(), action)) == pytest.approx(1.0, abs=1e-5)
 
 
 def test_log_std_stays_in_its_interval() -> None:
@@ -61,31 +58,17 @@ def test_log_std_stays_in_its_interval() -> None:
     torch.testing.assert_close(bounded_log_std(torch.tensor(0.0), low=-4.0, high=0.0), torch.tensor(-2.0))
 
 
-def test_mode_is_the_sample_without_noise() -> None:
-    mean = torch.tensor([[0.3, -2.0]])
-    action, _ = tanh_gaussian_sample(mean, torch.zeros(1, 2), torch.zeros(1, 2))
-    assert torch.equal(torch.tanh(mean), action)
-
-
-def random_numbers(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 def test_categorical_hand_numbers() -> None:
+    """Of two dimensions: chances 1/4 and 3/4, then 1/5, 1/5 and 3/5, so the choice (0, 2) has 3/20."""
     logits = torch.tensor([[0.0, math.log(3.0)], [5.0, 5.0]])
     log_prob, entropy = categorical(logits, torch.tensor([1, 0]), (2,))
     torch.testing.assert_close(log_prob, torch.tensor([math.log(0.75), math.log(0.5)]))
     uneven = -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))
     torch.testing.assert_close(entropy, torch.tensor([uneven, math.log(2)]))
-
-
-def test_multi_discrete_hand_numbers() -> None:
-    """Chances 1/4 and 3/4, then 1/5, 1/5 and 3/5: the choice (0, 2) has 3/20."""
     logits = torch.tensor([[0.0, math.log(3.0), 1.0, 1.0, 1.0 + math.log(3.0)]])
     log_prob, entropy = categorical(logits, torch.tensor([[0, 2]]), (2, 3))
     assert float(log_prob) == pytest.approx(math.log(3 / 20))
-    chances = [0.25, 0.75, 0.2, 0.2, 0.6]
-    assert float(entropy) == pytest.approx(-sum(p * math.log(p) for p in chances))
+    assert float(entropy) == pytest.approx(-sum(p * math.log(p) for p in (0.25, 0.75, 0.2, 0.2, 0.6)))
 
 
 @pytest.mark.parametrize("sizes", [(4,), (3, 2), (1, 5, 2)])
@@ -97,17 +80,15 @@ def test_categorical_equals_torch_and_the_slow_twin(sizes: tuple[int, ...]) -> N
     expected = sum(part.log_prob(choice) for part, choice in zip(parts, action.T, strict=True))
     torch.testing.assert_close(log_prob, expected)
     torch.testing.assert_close(entropy, sum(part.entropy() for part in parts))
-    if len(sizes) == 1:
-        assert torch.equal(categorical(logits, action[:, 0], sizes)[0], log_prob), (
-            "[B] will do for one dimension"
-        )
+    if len(sizes) == 1:  # [B] will do for one dimension
+        assert torch.equal(categorical(logits, action[:, 0], sizes)[0], log_prob)
     for row in range(5):
         twin = slow_categorical(list(logits[row]), action[row].tolist(), sizes)
         torch.testing.assert_close(torch.stack(twin), torch.stack((log_prob[row], entropy[row])))
 
 
 def test_categorical_gradient() -> None:
-    """Of log p_a by logit i: [i = a] - p_i; of the entropy H: -p_i (log p_i + H)."""
+    """Of log p_a by logit i: [i = a] - p_i; of the entropy H: -p_i (log p_i + H); finite far out."""
     logits = random_numbers(1, 4).requires_grad_()
     log_prob, entropy = categorical(logits, torch.tensor([2]), (4,))
     p = torch.softmax(logits.detach()[0], dim=0)
@@ -115,12 +96,9 @@ def test_categorical_gradient() -> None:
     torch.testing.assert_close(gradient[0], torch.eye(4, dtype=torch.float64)[2] - p)
     (gradient,) = torch.autograd.grad(entropy.sum(), logits)
     torch.testing.assert_close(gradient[0], -p * (p.log() + entropy.detach()))
-
-
-def test_categorical_is_finite_far_out() -> None:
-    logits = torch.tensor([[1e4, 0.0, -1e4]], requires_grad=True)
-    log_prob, entropy = categorical(logits, torch.tensor([2]), (3,))
-    (gradient,) = torch.autograd.grad((log_prob + entropy).sum(), logits)
+    far = torch.tensor([[1e4, 0.0, -1e4]], requires_grad=True)
+    log_prob, entropy = categorical(far, torch.tensor([2]), (3,))
+    (gradient,) = torch.autograd.grad((log_prob + entropy).sum(), far)
     assert (log_prob.tolist(), entropy.tolist()) == ([-2e4], [0.0])
     assert torch.isfinite(gradient).all()
 
@@ -136,8 +114,8 @@ def test_gaussian_hand_numbers() -> None:
 
 def test_gaussian_equals_torch_and_the_slow_twin() -> None:
     mean, action, log_std = (
-        random_numbers(50, 3),
-        2 * random_numbers(50, 3, seed=1),
+        2 * random_numbers(50, 3),
+        random_numbers(50, 3, seed=1),
         random_numbers(3, seed=2),
     )
     log_prob, entropy = gaussian(mean, log_std, action)

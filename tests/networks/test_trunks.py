@@ -1,214 +1,246 @@
-"""ddrl.networks.trunks: shapes, initial weights, hand numbers, and what is refused."""
+"""Trunks: shapes, initial weights, slow twins layer by layer, norms, and what is refused."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from support.networks import assert_orthogonal, count, gradients, refusal, seeded, trunk
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ddrl.networks.custom import NetworkError
-from ddrl.networks.trunks import Trunk, make_trunk, to_input
+from ddrl.networks.convolutional import Axes, BatchNorm, image_axes
+from ddrl.networks.parameters import FlatParameters
+from ddrl.networks.trunks import to_input
 
-IMAGES = [(10, 10, 4), (4, 84, 84), (84, 84, 1), (5, 5, 3), (8, 7, 8), (10, 10, 20)]  # channels last
-CONVOLUTIONS = {  # shape -> (channels, kernel, stride) of each, and the inputs of the first dense layer
+SCREENS = [(40, 40), (4, 40, 40), (40, 40, 3), (6, 40, 40), (1, 36, 50), (40, 40, 1)]
+SMALL = [(10, 10, 4), (4, 84, 84), (84, 84, 1), (5, 5, 3), (8, 7, 8), (10, 10, 20)]
+KINDS = [(network, norm) for network in ("nature", "impala") for norm in ("none", "group", "batch")]
+KINDS.append(("data_efficient", "none"))
+NATURE = [(32, 8, 4), (64, 4, 2), (64, 3, 1)]
+CONVOLUTIONS = {  # shape -> (channels, kernel, stride) of each of "conv", and the inputs of the first dense layer
     (10, 10, 4): ([(16, 3, 1), (32, 3, 1)], 32 * 6 * 6),
     (5, 5, 3): ([(16, 3, 1), (32, 3, 1)], 32),
     (3, 15, 20): ([(16, 3, 1), (32, 3, 1)], 32 * 11 * 16),
     (16, 35, 3): ([(16, 3, 2), (32, 3, 2)], 32 * 4 * 8),
-    (1, 36, 84): ([(32, 8, 4), (64, 4, 2), (64, 3, 1)], 64 * 1 * 7),
-    (4, 84, 84): ([(32, 8, 4), (64, 4, 2), (64, 3, 1)], 64 * 7 * 7),
-    (84, 84, 1): ([(32, 8, 4), (64, 4, 2), (64, 3, 1)], 64 * 7 * 7),
+    (1, 36, 84): (NATURE, 64 * 1 * 7),
+    (4, 84, 84): (NATURE, 64 * 7 * 7),
+    (84, 84, 1): (NATURE, 64 * 7 * 7),
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Small tensors: more threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def images(shape: tuple[int, ...], num: int = 2) -> Tensor:
+    return torch.rand(num, *shape, generator=seeded())
 
 
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+def channels_first(image: Tensor) -> Tensor:
+    shape = image.shape[1:]
+    if len(shape) == 2:
+        return torch.stack([image], dim=1)
+    if shape[0] < shape[2] and (shape[0] < 5 or shape[1] == shape[2]):
+        return image
+    return torch.stack([image[..., c] for c in range(shape[2])], dim=1)
 
 
-def trunk(
-    network: str,
-    shape: tuple[int, ...],
-    hidden_sizes: tuple[int, ...] = (6, 5),
-    activation: str = "tanh",
-    seed: int | None = 0,
-    **kwargs: Any,
-) -> tuple[nn.Module, int]:
-    return make_trunk(
-        network,
-        shape,
-        hidden_sizes=hidden_sizes,
-        activation=activation,
-        kwargs=kwargs,
-        generator=None if seed is None else seeded(seed),
-    )
+def randomize(module: nn.Module) -> None:
+    generator = seeded(5)
+    for parameter in module.parameters():
+        parameter.data.add_(0.1 * torch.randn(parameter.shape, generator=generator))
 
 
-def refusal(network: str, shape: tuple[int, ...], **options: Any) -> str:
-    with pytest.raises(NetworkError) as refused:
-        trunk(network, shape, **options)
-    message = str(refused.value)
-    assert message.startswith(f"network {network}: ")
-    assert "\n" not in message
-    assert refused.value.__suppress_context__ or refused.value.__context__ is None
-    return message
+def group_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """By the formula: mean and variance over the channels of each of 16 groups and all pixels."""
+    groups = x.reshape(len(x), 16, -1)
+    centered = groups - groups.mean(dim=2, keepdim=True)
+    normal = (centered / (centered.square().mean(dim=2, keepdim=True) + 1e-5).sqrt()).reshape(x.shape)
+    return normal * weight[:, None, None] + bias[:, None, None]
 
 
-def same(one: nn.Module, other: nn.Module) -> bool:
-    pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
-    return all(torch.equal(left, right) for left, right in pairs)
+def slow_trunk(network: str, module: Any, image: Tensor, activation: str) -> Tensor:
+    """The layers one after another as the papers give them, with a group norm where there is one."""
+    act, x, stages = getattr(torch, activation), channels_first(image), list(module.convolutions)
 
+    def convolve(layer: Any, y: Tensor, **sizes: Any) -> Tensor:
+        y = F.conv2d(y, layer.weight, layer.bias, **sizes)
+        return group_norm(y, layer.norm.weight, layer.norm.bias) if layer.bias is None else y
 
-def test_mlp_names_shapes_and_start() -> None:
-    module, num_features = trunk("mlp", (3,), (8, 5))
-    assert isinstance(module, Trunk)
-    assert num_features == module.num_features == 5
-    assert {name: tuple(value.shape) for name, value in module.state_dict().items()} == {
-        "layers.0.weight": (8, 3),
-        "layers.0.bias": (8,),
-        "layers.1.weight": (5, 8),
-        "layers.1.bias": (5,),
-    }
+    if network == "impala":
+        assert [layer.out_channels for layer in stages] == [16] * 5 + [32] * 10
+        for section in range(0, 15, 5):
+            x = F.max_pool2d(convolve(stages[section], x, padding=1), kernel_size=3, stride=2, padding=1)
+            for block in (section + 1, section + 3):
+                x = x + convolve(
+                    stages[block + 1], act(convolve(stages[block], act(x), padding=1)), padding=1
+                )
+        x = act(x)
+    else:
+        strides = {"nature": (4, 2, 1), "data_efficient": (5, 5)}.get(network)
+        for i, layer in enumerate(stages):
+            sizes = {"stride": strides[i]} if strides else {"stride": layer.stride, "padding": layer.padding}
+            x = act(convolve(layer, x, **sizes))
+    x = x.reshape(len(x), -1)
     for layer in module.layers:
-        weight = layer.weight.detach()
-        short = weight.T @ weight if weight.shape[0] > weight.shape[1] else weight @ weight.T
-        torch.testing.assert_close(short, 2.0 * torch.eye(len(short)))  # gain sqrt(2)
-        assert layer.bias.abs().max() == 0
-        assert layer.weight.requires_grad
+        x = act(x @ layer.weight.T + layer.bias)
+    return x
+
+
+@pytest.mark.parametrize("activation", ["relu", "tanh"])
+@pytest.mark.parametrize(
+    ("network", "norm", "shape"),
+    [
+        *(("conv", "none", shape) for shape in SMALL),
+        *((network, "none", shape) for network in ("nature", "data_efficient") for shape in SCREENS),
+        *(("impala", "none", shape) for shape in [(20, 20), (3, 33, 30), (20, 17, 2)]),
+        ("nature", "group", (4, 44, 44)),
+        ("impala", "group", (4, 20, 20)),
+    ],
+)
+def test_a_trunk_equals_its_layers(network: str, norm: str, shape: tuple[int, ...], activation: str) -> None:
+    module, image = trunk(network, shape, activation=activation, norm=norm), images(shape)
+    if norm == "group":
+        randomize(module)
+    expected = slow_trunk(network, module, image, activation)
+    torch.testing.assert_close(module(image), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("activation", "expected"), [("relu", [0.5, 0.0]), ("tanh", None)])
 def test_mlp_by_hand(activation: str, expected: list[float] | None) -> None:
-    module, _ = trunk("mlp", (2,), (2, 2), activation)
-    state = {
-        "layers.0.weight": torch.tensor([[1.0, -1.0], [2.0, 0.0]]),
-        "layers.0.bias": torch.tensor([0.5, -3.0]),
-        "layers.1.weight": torch.tensor([[1.0, 1.0], [-1.0, 0.0]]),
-        "layers.1.bias": torch.tensor([-1.0, 0.5]),
-    }
-    module.load_state_dict(state)
+    module = trunk("mlp", (2,), (2, 2), activation)
+    values = ([[1.0, -1.0], [2.0, 0.0]], [0.5, -3.0], [[1.0, 1.0], [-1.0, 0.0]], [-1.0, 0.5])
+    names = ("layers.0.weight", "layers.0.bias", "layers.1.weight", "layers.1.bias")
+    module.load_state_dict(dict(zip(names, map(torch.tensor, values), strict=True)))
     if expected is None:  # the first layer gives (1.5, -1) before its activation
         first = (math.tanh(1.5), math.tanh(-1.0))
         expected = [math.tanh(first[0] + first[1] - 1.0), math.tanh(-first[0] + 0.5)]
     x = torch.tensor([[1.0, 0.0]])
     torch.testing.assert_close(module(x), torch.tensor([expected]))
-    assert x.tolist() == [[1.0, 0.0]]  # activations work in place, on what the trunk made
-
-
-def test_no_hidden_layers_is_the_observation() -> None:
-    module, num_features = trunk("mlp", (3,), ())
+    assert x.tolist() == [[1.0, 0.0]], "activations work in place only on what the trunk made"
     x = torch.randn(2, 3, generator=seeded())
-    assert num_features == 3
-    assert torch.equal(module(x), x)
+    assert torch.equal(trunk("mlp", (3,), ())(x), x), "no hidden layers is the observation"
+
+
+@pytest.mark.parametrize("shape", SCREENS)
+@pytest.mark.parametrize(("network", "norm"), KINDS)
+def test_all_layouts_of_images(network: str, norm: str, shape: tuple[int, ...]) -> None:
+    module, image = trunk(network, shape, (9,), norm=norm), images(shape, 3)
+    kept = image.clone()
+    features = module(image)
+    assert (features.shape, features.dtype) == ((3, 9), torch.float32)
+    assert torch.equal(image, kept)
+    assert module.convolutions[0].in_channels == channels_first(image).shape[1]
+    with torch.no_grad():
+        without_gradient = module.eval()(image)
+        module.requires_grad_(False)
+    # Another layout of memory, and so other rounding, which norms over few pixels enlarge.
+    torch.testing.assert_close(module(image), without_gradient, rtol=1e-3, atol=1e-3)
+
+
+def test_numbers_of_parameters() -> None:
+    """Those of DQN's network less its head, and others counted by hand."""
+    screen, convolutions = (4, 84, 84), 32 * 4 * 25 + 32 + 64 * 32 * 25 + 64
+    assert count(trunk("nature", screen, (512,))) == 1_684_128
+    for norm in ("group", "batch"):  # scales and shifts for biases
+        assert count(trunk("nature", screen, (512,), norm=norm)) == 1_684_128 + 32 + 64 + 64
+    assert count(trunk("data_efficient", screen, (256,))) == convolutions + 576 * 256 + 256
+    sections = [9 * i * o + o + 4 * (9 * o * o + o) for i, o in ((4, 16), (16, 32), (32, 32))]
+    assert count(trunk("impala", screen, (256,))) == sum(sections) + 32 * 11 * 11 * 256 + 256
+    for network, width in (("nature", 3136), ("impala", 32 * 11 * 11), ("data_efficient", 576)):
+        features = trunk(network, screen, ())(images(screen))
+        assert features.shape == (2, width)
+        if network == "impala":
+            assert 0.1 < features.square().mean().sqrt() < 3.0, "residual sums keep their size"
 
 
 @pytest.mark.parametrize("shape", CONVOLUTIONS)
-def test_conv_layers(shape: tuple[int, ...]) -> None:
-    module, num_features = trunk("conv", shape, (7, 9), "relu")
-    assert isinstance(module, Trunk)
-    assert num_features == 9
-    layers, num_inputs = CONVOLUTIONS[shape]
-    built = [(c.out_channels, c.kernel_size[0], c.stride[0]) for c in module.convolutions]
-    assert built == layers
+def test_layers_of_conv_follow_the_size_of_images(shape: tuple[int, ...]) -> None:
+    module, (layers, num_inputs) = trunk("conv", shape, (7, 9)), CONVOLUTIONS[shape]
+    assert [(c.out_channels, c.kernel_size[0], c.stride[0]) for c in module.convolutions] == layers
     assert module.convolutions[0].in_channels == (shape[0] if shape[0] < min(shape[2], 5) else shape[2])
     assert [tuple(layer.weight.shape) for layer in module.layers] == [(7, num_inputs), (9, 7)]
-    assert trunk("conv", shape, ())[1] == num_inputs
-    assert module(torch.rand(2, *shape, generator=seeded())).shape == (2, 9)
-    for layer in [*module.convolutions, *module.layers]:
-        weight = layer.weight.detach().flatten(1)
-        short = weight.T @ weight if weight.shape[0] > weight.shape[1] else weight @ weight.T
-        torch.testing.assert_close(short, 2.0 * torch.eye(len(short)), atol=1e-4, rtol=0.0)
-        assert layer.bias.abs().max() == 0
-    assert set(module.state_dict()) == {
-        f"{part}.{i}.{kind}"
-        for part, num in (("convolutions", len(layers)), ("layers", 2))
-        for i in range(num)
-        for kind in ("weight", "bias")
-    }
+    names = [f"convolutions.{i}" for i in range(len(layers))] + ["layers.0", "layers.1"]
+    assert list(module.state_dict()) == [f"{name}.{kind}" for name in names for kind in ("weight", "bias")]
 
 
-@pytest.mark.parametrize("activation", ["tanh", "relu"])
-@pytest.mark.parametrize("shape", IMAGES)
-def test_conv_equals_plain_layers(shape: tuple[int, ...], activation: str) -> None:
-    module, _ = trunk("conv", shape, (6,), activation)
-    assert isinstance(module, Trunk)
-    act = getattr(torch, activation)
-    image = torch.rand(2, *shape, generator=seeded())
-    first = shape[0] < min(shape[2], 5)  # channels first
-    x = image if first else torch.stack([image[..., c] for c in range(shape[2])], dim=1)
-    for layer in module.convolutions:
-        x = act(F.conv2d(x, layer.weight, layer.bias, stride=layer.stride, padding=layer.padding))
+@pytest.mark.parametrize(("network", "norm"), [("mlp", "none"), ("conv", "none"), *KINDS])
+def test_initial_weights(network: str, norm: str) -> None:
+    module = trunk(network, (3,) if network == "mlp" else (3, 40, 40), (8, 5), norm=norm)
+    for layer in getattr(module, "convolutions", ()):
+        if norm == "none":
+            assert_orthogonal(layer, 1.0 if network == "impala" else math.sqrt(2))
+        else:
+            area, largest = layer.kernel_size[0] ** 2, layer.weight.detach().abs().max()
+            bound = math.sqrt(6 / (area * (layer.in_channels + layer.out_channels)))
+            assert 0.95 * bound < largest <= bound * 1.0001
+            assert set(layer.norm.weight.tolist()) == {1.0} and set(layer.norm.bias.tolist()) == {0.0}
     for layer in module.layers:
-        x = act(x.reshape(2, -1) @ layer.weight.T + layer.bias)
-    torch.testing.assert_close(module(image), x)
+        if norm == "none":
+            assert_orthogonal(layer, math.sqrt(2))
+        assert layer.bias.abs().max() == 0 and layer.weight.requires_grad
 
 
 @pytest.mark.parametrize("side", [*range(5, 45), 50, 61, 64, 84, 85, 86, 87])
 def test_every_pixel_is_seen(side: int) -> None:
-    module, _ = trunk("conv", (side, side + 1, 1), ())
-    assert isinstance(module, Trunk)
+    module = trunk("conv", (side, side + 1, 1), ())
     for layer in module.convolutions:
         nn.init.ones_(layer.weight)
         layer.weight.data /= layer.weight[0].numel()
     image = torch.full((1, side, side + 1, 1), 0.1, requires_grad=True)
     module(image).sum().backward()
-    assert image.grad is not None
-    assert bool((image.grad > 0).all())
+    assert image.grad is not None and bool((image.grad > 0).all())
 
 
-@pytest.mark.parametrize(
-    ("side", "paddings"),
-    [
-        (5, (0, 0)),
-        (16, (1, 1)),
-        (17, (0, 1)),
-        (35, (0, 0)),
-        (84, (0, 0, 0)),
-        (85, (2, 1, 0)),
-        (87, (1, 1, 0)),
-    ],
-)
+PADDINGS = {5: (0, 0), 16: (1, 1), 17: (0, 1), 35: (0, 0), 84: (0, 0, 0), 85: (2, 1, 0), 87: (1, 1, 0)}
+
+
+@pytest.mark.parametrize(("side", "paddings"), PADDINGS.items())
 def test_padding_is_the_least(side: int, paddings: tuple[int, ...]) -> None:
-    module, _ = trunk("conv", (side, side, 1), ())
-    assert isinstance(module, Trunk)
+    module = trunk("conv", (side, side, 1), ())
     assert tuple(layer.padding[0] for layer in module.convolutions) == paddings
 
 
-@pytest.mark.parametrize(("network", "shape"), [("mlp", (4,)), ("conv", (10, 10, 4))])
-def test_start_is_reproducible_and_leaves_the_global_generator(network: str, shape: tuple[int, ...]) -> None:
-    before = torch.get_rng_state()
-    first, second, other = (trunk(network, shape, seed=seed)[0] for seed in (1, 1, 2))
-    assert torch.equal(torch.get_rng_state(), before)
-    assert same(first, second)
-    assert not same(first, other)
-    assert not same(*(trunk(network, shape, seed=None)[0] for _ in range(2)))  # the global one goes on
+def test_batch_norm_equals_torchs() -> None:
+    own, theirs = BatchNorm(3), nn.BatchNorm2d(3)
+    for module in (own, theirs):
+        randomize(module)
+    for seed in range(3):
+        x = torch.randn(4, 3, 5, 6, generator=seeded(seed)) * 2 + 1
+        torch.testing.assert_close(own(x), theirs(x))
+    torch.testing.assert_close(own.mean, theirs.running_mean)
+    torch.testing.assert_close(own.variance, theirs.running_var)
+    torch.testing.assert_close(own.eval()(x), theirs.eval()(x))
 
 
-def test_parameters_may_be_moved_and_copied() -> None:
-    """The layers that forward walks are those that optimizers, copies and `load_state_dict` work on."""
-    for network, shape in (("mlp", (4,)), ("conv", (10, 10, 4))):
-        module, _ = trunk(network, shape)
-        other, _ = trunk(network, shape, seed=1)
-        x = torch.rand(3, *shape, generator=seeded())
-        other.load_state_dict(module.state_dict())
-        assert torch.equal(other(x), module(x))
-        doubled = trunk(network, shape)[0].double()
-        torch.testing.assert_close(doubled(x.double()).float(), module(x))
-        module(x).sum().backward()
-        assert all(parameter.grad is not None for parameter in module.parameters())
+@pytest.mark.parametrize(("network", "norm"), KINDS)
+def test_rows_depend_on_each_other_only_with_batch_norm_in_training(network: str, norm: str) -> None:
+    module, image = trunk(network, (2, 40, 40), norm=norm), images((2, 40, 40), 4)
+    together = module(image)
+    assert torch.allclose(module(image[:2]), together[:2], rtol=1e-4, atol=1e-5) == (norm != "batch")
+    statistics = {name: value.clone() for name, value in module.named_buffers()}
+    expected = {"mean", "variance"} if norm == "batch" else set()
+    assert {name.split(".")[-1] for name in statistics} == expected
+    together = module.eval()(image)
+    for row in range(4):
+        alone = module(image[row : row + 1])
+        torch.testing.assert_close(alone, together[row : row + 1], rtol=1e-4, atol=1e-5)
+    assert all(torch.equal(value, statistics[name]) for name, value in module.named_buffers())
+    other = trunk(network, (2, 40, 40), norm=norm, seed=1).eval()
+    assert not torch.allclose(other(image), together, atol=1e-3)
+    other.load_state_dict(module.state_dict())
+    assert torch.equal(other(image), together)
+    assert all(value.dtype == torch.float32 for value in module.state_dict().values())
+
+
+@pytest.mark.parametrize(("network", "norm"), [("mlp", "none"), ("conv", "none"), *KINDS])
+def test_parameters_take_gradients_and_may_be_converted(network: str, norm: str) -> None:
+    """The layers that forward walks are those that optimizers and conversions work on."""
+    shape = (4,) if network == "mlp" else (2, 44, 44)
+    module, doubled = (trunk(network, shape, (64,), "tanh", norm=norm) for _ in range(2))
+    x, weight = images(shape, 3), torch.randn(3, 64, generator=seeded())
+    torch.testing.assert_close(doubled.double()(x.double()).float(), module(x), rtol=1e-3, atol=1e-3)
+    sections = gradients(FlatParameters(module), (module(x) * weight).sum())
+    assert all(bool(section.abs().max() > 0) for section in sections)
 
 
 def test_to_input() -> None:
@@ -221,41 +253,59 @@ def test_to_input() -> None:
     assert to_input(torch.zeros(1, dtype=torch.float64)).dtype == torch.float32
 
 
-@pytest.mark.parametrize(
-    ("network", "shape", "expected"),
-    [
-        (
-            "mlp",
-            (10, 10, 4),
-            "needs a vector, but observations are (10, 10, 4); use conv for images, or gymn",
-        ),
-        (
-            "mlp",
-            (3, 3),
-            "needs a vector, but observations are (3, 3); use gymnasium.wrappers.FlattenObservation",
-        ),
-        ("mlp", (), "needs a vector, but observations are (); use gymnasium.wrappers.FlattenObservation"),
-        ("conv", (4,), "needs images [H, W, C] or [C, H, W], but observations are (4,); use mlp"),
-        ("conv", (10, 10), "observations are (10, 10); use mlp and gymnasium.wrappers.FlattenObservation"),
-        (
-            "conv",
-            (4, 5, 3),
-            "needs images of 5x5 pixels or more, but observations are (4, 5, 3); use mlp and",
-        ),
-        ("conv", (1, 9, 4), "needs images of 5x5 pixels or more, but observations are (1, 9, 4)"),
-        ("conv", (84, 84), "observations are (84, 84); use nature or impala"),
-        ("mlp", (84, 84), "needs a vector, but observations are (84, 84)"),
-        (
-            "cnn",
-            (4,),
-            'is unknown; use mlp, conv, nature, impala, data_efficient or your own "module:callable"',
-        ),
-    ],
-)
-def test_observations_that_do_not_fit(network: str, shape: tuple[int, ...], expected: str) -> None:
-    assert expected in refusal(network, shape)
+AXES = {
+    (84, 84): Axes.NONE, (4, 84, 84): Axes.FIRST, (16, 84, 84): Axes.FIRST, (84, 84, 16): Axes.LAST,
+    (10, 10, 20): Axes.LAST,  # square, and longer than its sides
+    (8, 7, 8): Axes.LAST, (5, 5, 3): Axes.LAST,
+    (5, 20, 30): Axes.LAST,  # could be either
+    (4, 20, 30): Axes.FIRST,
+}  # fmt: skip
 
 
-def test_options_that_do_not_fit() -> None:
-    assert "activation 'gelu' is unknown; use tanh or relu" in refusal("mlp", (4,), activation="gelu")
-    assert "takes no keyword arguments, but got {'width': 3}" in refusal("conv", (10, 10, 4), width=3)
+def test_axes_of_images() -> None:
+    assert {shape: image_axes(shape) for shape in AXES} == AXES
+    assert trunk("conv", (8, 20, 20)).convolutions[0].in_channels == 8, "a stack of more than four frames"
+
+
+FLATTEN = "gymnasium.wrappers.FlattenObservation"
+REFUSED: list[tuple[str, tuple[int, ...], dict[str, Any], str]] = [
+    ("mlp", (10, 10, 4), {}, "needs a vector, but observations are (10, 10, 4); use conv for images, or gymn"),
+    ("mlp", (3, 3), {}, f"needs a vector, but observations are (3, 3); use {FLATTEN}"),
+    ("mlp", (), {}, f"needs a vector, but observations are (); use {FLATTEN}"),
+    ("conv", (4,), {}, "needs images [H, W, C] or [C, H, W], but observations are (4,); use mlp"),
+    ("conv", (10, 10), {}, f"observations are (10, 10); use mlp and {FLATTEN}"),
+    ("conv", (4, 5, 3), {}, "needs images of 5x5 pixels or more, but observations are (4, 5, 3); use mlp and"),
+    ("conv", (84, 84), {}, "observations are (84, 84); use nature or impala"),
+    ("nature", (4,), {}, "needs images [H, W], [C, H, W] or [H, W, C], but observations are (4,); use mlp"),
+    ("nature", (4, 84, 84, 3), {}, "(4, 84, 84, 3); use frames of one channel, or your own network"),
+    ("nature", (35, 84), {}, "needs images of 36x36 pixels or more, but observations are (35, 84); use impala"),
+    ("nature", (4, 84, 35), {}, "observations are (4, 84, 35); use impala or conv"),
+    ("data_efficient", (24, 24, 3), {}, "of 25x25 pixels or more, but observations are (24, 24, 3); use"),
+    ("impala", (7, 7), {}, "of 8x8 pixels or more, but observations are (7, 7); use conv, or mlp and gymn"),
+    ("cnn", (4,), {}, 'is unknown; use mlp, conv, nature, impala, data_efficient or your own "module:callable"'),
+    ("conv", (84, 84, 4), {"norm": "group"}, "norm 'group' is for nature and impala only; set norm to none"),
+    ("mlp", (4,), {"norm": "batch"}, "norm 'batch' is for nature and impala only"),
+    ("data_efficient", (84, 84), {"norm": "group"}, "norm 'group' is for nature and impala only"),
+    ("own_networks:Good", (84, 84), {"norm": "group"}, "norm 'group' is for nature and impala only"),
+    ("nature", (84, 84), {"norm": "layer"}, "norm 'layer' is unknown; use none, group or batch"),
+    ("natur", (84, 84), {"norm": "group"}, "is unknown; use mlp, conv, nature"),
+    ("nature", (84, 84), {"width": 3}, "takes no keyword arguments, but got {'width': 3}"),
+    ("impala", (84, 84), {"activation": "gelu"}, "activation 'gelu' is unknown; use tanh or relu"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("network", "shape", "options", "expected"), REFUSED)
+def test_what_does_not_fit_is_refused(
+    network: str, shape: tuple[int, ...], options: dict[str, Any], expected: str
+) -> None:
+    assert expected in refusal(network, shape, **options)
+
+
+def test_the_smallest_images() -> None:
+    for network, shape in (
+        ("nature", (36, 36)),
+        ("nature", (36, 40, 3)),
+        ("data_efficient", (25, 25)),
+        ("impala", (8, 8)),
+    ):
+        trunk(network, shape)

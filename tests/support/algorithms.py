@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 
 from ddrl.algorithms.base import Resolved, config_class
+from ddrl.networks.device import to_device
 from ddrl.types import Batch, EnvSpec
 
 CPU = torch.device("cpu")
@@ -85,6 +85,12 @@ def batch_for(name: str, learner: Any, spec: EnvSpec, seed: int) -> Any:
     return reference_r2d2.make_sequences(spec, shape, memory_size=size, seed=seed)
 
 
+def on_device(batch: Any, device: torch.device) -> Any:
+    """Return a batch of tensors as a learner gets it from its replay: made of arrays, and sent to a device."""
+    given = {name: value.numpy() for name, value in vars(batch).items() if value is not None}
+    return to_device(type(batch)(**given), device)
+
+
 def digest(named: Mapping[str, Any]) -> str:
     """Return a hash of all names, types, shapes and values, of tensors or arrays."""
     sha = hashlib.sha256()
@@ -99,12 +105,3 @@ def assert_same(left: Mapping[str, Any], right: Mapping[str, Any]) -> None:
     assert left.keys() == right.keys()
     for name, tensor in left.items():
         assert tensor.dtype == right[name].dtype and torch.equal(tensor, right[name]), name
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Run torch in one thread: more cost small networks time where other processes want the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

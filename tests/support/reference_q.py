@@ -158,12 +158,6 @@ def make_batch(
     )
 
 
-def as_arrays(batch: Any) -> Any:
-    """A batch of tensors as a learner's view gives it, to be sent to a device."""
-    given = {name: value for name, value in vars(batch).items() if value is not None}
-    return type(batch)(**{name: value.numpy() for name, value in given.items()})
-
-
 def play(make: Callable[[], Any], learner: Any, policy: Any, *, num_steps: int, seed: int = 0) -> float:
     """Play one environment and learn after every step from all that was seen, uniformly, in memory.
 

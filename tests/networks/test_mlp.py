@@ -1,4 +1,4 @@
-"""ddrl.networks against one-row twins, and the flat view of parameters."""
+"""MLPs against the slow twin, and the flat view of parameters."""
 
 from __future__ import annotations
 
@@ -6,31 +6,26 @@ import math
 
 import pytest
 import torch
+from support.networks import seeded
 from support.reference import mlp
 
 from ddrl.networks.mlp import MLP
 from ddrl.networks.parameters import FlatParameters
 
 
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 @pytest.mark.parametrize("layer_norm", [False, True])
 @pytest.mark.parametrize("sizes", [(3, 2), (3, 7, 2), (3, 7, 5, 1)])
-def test_networks_equal_the_twin(sizes: tuple[int, ...], layer_norm: bool) -> None:
+def test_networks_and_ensembles_equal_the_slow_twin(sizes: tuple[int, ...], layer_norm: bool) -> None:
     x = torch.randn(4, sizes[0], generator=seeded())
     single = MLP(sizes, layer_norm=layer_norm, generator=seeded())
     ensemble = MLP(sizes, num_members=3, layer_norm=layer_norm, generator=seeded())
-    layers = list(zip(single.weights, single.biases, strict=True))
-    expected = torch.stack([mlp(layers, row, layer_norm=layer_norm) for row in x])
-    torch.testing.assert_close(single(x), expected)
+    members = [list(zip(single.weights, single.biases, strict=True))]
+    pairs = list(zip(ensemble.weights, ensemble.biases, strict=True))
+    members += [[(w[e], b[e, 0]) for w, b in pairs] for e in range(3)]
     output = ensemble(x)
-    assert output.shape == (3, 4, sizes[-1])
-    for e in range(3):
-        layers = [(w[e], b[e, 0]) for w, b in zip(ensemble.weights, ensemble.biases, strict=True)]
+    for layers, found in zip(members, (single(x), *output), strict=True):
         expected = torch.stack([mlp(layers, row, layer_norm=layer_norm) for row in x])
-        torch.testing.assert_close(output[e], expected)
+        torch.testing.assert_close(found, expected)
     torch.testing.assert_close(ensemble(x, num_members=2), output[:2])
 
 
@@ -49,11 +44,10 @@ def test_flat_parameters_share_memory_and_differentiate() -> None:
     x = torch.randn(4, 3, generator=seeded())
     assert flat.vector.numel() == sum(p.numel() for p in network.parameters())
     torch.testing.assert_close(network(x), twin(x))
-    twin(x).square().sum().backward()
-    expected = [p.grad.flatten() for p in twin.parameters() if p.grad is not None]
+    expected = torch.autograd.grad(twin(x).square().sum(), list(twin.parameters()))
     for _ in range(2):  # the gradient is set, not added
         flat.differentiate(network(x).square().sum())
-        torch.testing.assert_close(flat.vector.grad, torch.cat(expected))
+        torch.testing.assert_close(flat.vector.grad, torch.cat([part.flatten() for part in expected]))
     with torch.no_grad():
         flat.vector.zero_()
     assert not network(x).any()

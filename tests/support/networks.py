@@ -1,0 +1,66 @@
+"""Helpers of the tests of networks: generators, trunks, comparisons of parameters, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Generator, Tensor, nn
+
+from ddrl.networks.custom import NetworkError
+from ddrl.networks.parameters import FlatParameters
+from ddrl.networks.trunks import make_trunk
+
+
+def seeded(seed: int | None = 0) -> Generator:
+    """Return a generator; of None torch's global one."""
+    return torch.default_generator if seed is None else torch.Generator().manual_seed(seed)
+
+
+def trunk(
+    network: str, shape: tuple[int, ...], hidden_sizes: tuple[int, ...] = (6, 5), activation: str = "relu",
+    *, seed: int | None = 0, norm: str = "none", **kwargs: Any,
+) -> Any:  # fmt: skip
+    """Return a trunk, whose features `make_trunk` counted rightly."""
+    generator = None if seed is None else seeded(seed)
+    options = {"norm": norm, "kwargs": kwargs, "generator": generator}
+    module, width = make_trunk(network, shape, hidden_sizes=hidden_sizes, activation=activation, **options)
+    assert module(torch.rand(2, *shape, generator=seeded())).shape == (2, width)
+    return module
+
+
+def refusal(network: str, shape: tuple[int, ...], **options: Any) -> str:
+    """Return the one line with which a trunk is refused."""
+    with pytest.raises(NetworkError) as refused:
+        trunk(network, shape, **options)
+    message = str(refused.value)
+    assert message.startswith(f"network {network}: ") and "\n" not in message
+    assert refused.value.__suppress_context__ or refused.value.__context__ is None
+    return message
+
+
+def count(module: nn.Module) -> int:
+    """Return the number of parameters."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    """Whether all parameters and buffers are equal to the last bit."""
+    pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+    return all(torch.equal(left, right) for left, right in pairs)
+
+
+def assert_orthogonal(layer: Any, gain: float) -> None:
+    """The rows or columns of a layer's weights are orthogonal and `gain` long; its biases are zero."""
+    weight = layer.weight.detach().flatten(1)
+    short = weight.T @ weight if weight.shape[0] > weight.shape[1] else weight @ weight.T
+    torch.testing.assert_close(short, gain**2 * torch.eye(len(short)), atol=1e-4 * gain**2, rtol=1e-4)
+    assert layer.bias.abs().max() == 0
+
+
+def gradients(flat: FlatParameters, loss: Tensor) -> list[Tensor]:
+    """Return the gradient of each parameter, by way of the flat vector."""
+    flat.differentiate(loss)
+    assert flat.vector.grad is not None
+    return list(flat.vector.grad.split([parameter.numel() for parameter in flat.parameters]))
