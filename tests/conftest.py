@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from redis import Redis
 from support.private_server import PrivateServer, require_program
 from support.processes import Processes
 
@@ -33,6 +34,12 @@ def server(module_server: PrivateServer) -> Iterator[PrivateServer]:
         module_server.start()
     module_server.client.flushall()
     yield module_server
+
+
+@pytest.fixture
+def client(server: PrivateServer) -> Redis:
+    """A connection to the private server."""
+    return server.client
 
 
 @pytest.fixture

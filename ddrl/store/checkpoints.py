@@ -65,13 +65,7 @@ class Counters:
         return cls(**{name: value for name, value in meta.items() if name in cls.__dataclass_fields__})
 
 
-def save(
-    client: Redis,
-    run: str,
-    token: int,
-    blob: bytes,
-    meta: Mapping[str, Any],
-) -> None:
+def save(client: Redis, run: str, token: int, blob: bytes, meta: Mapping[str, Any]) -> None:
     """Store a checkpoint; the previous one stays until this one is complete, and if the server refuses a part.
 
     Args:

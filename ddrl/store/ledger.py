@@ -217,9 +217,7 @@ def fold(
     for field, producer, row in ended[:FOLDED_AT_ONCE]:
         parts += [field, producers[field], raw[field]]
         one = dataclasses.replace(
-            one,
-            fragments=one.fragments + producer.fragments,
-            duplicates=one.duplicates + producer.duplicates,
+            one, fragments=one.fragments + producer.fragments, duplicates=one.duplicates + producer.duplicates
         )
         total = added(total, row)
     script_keys = [keys.state(run), keys.producers(run), keys.ledger(run)]

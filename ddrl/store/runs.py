@@ -329,10 +329,9 @@ def set_status(client: Redis, run: str, new: str, reason: str, *, token: int | N
     Raises:
         LeaseLostError, RunGoneError: another learner took over; the run is gone.
     """
-    allowed = {
-        "active": ("paused", "time", "stopped", "failed"),
-        "paused": ("active",),
-    }.get(new, ("active", "paused"))
+    allowed = {"active": ("paused", "time", "stopped", "failed"), "paused": ("active",)}.get(
+        new, ("active", "paused")
+    )
     ended = "1" if new in ENDED else "0"
     keys_ = [keys.state(run), keys.journal(run), keys.OPEN]
     args = (new, reason, ended, run, JOURNAL_LENGTH, *allowed)

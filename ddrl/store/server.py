@@ -38,15 +38,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, BusyLoadingError, RedisError
 from redis.retry import Retry
 
-from ddrl.store.connection import (
-    URL_VARIABLE,
-    StoreError,
-    is_embedded,
-    password,
-    socket_path,
-    state_dir,
-    url,
-)
+from ddrl.store.connection import URL_VARIABLE, StoreError, is_embedded, password, socket_path, state_dir, url
 
 START_TIMEOUT_S = 15.0  # for the server to answer; loading its data does not count
 STOP_TIMEOUT_S = 10.0  # for the server to end, before it is killed

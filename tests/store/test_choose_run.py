@@ -11,19 +11,13 @@ import pytest
 from redis import Redis
 from support.fleet import want_processes
 from support.runs import target_config
+from support.store import SPACES
 
 from ddrl.store import keys, runs, segments, stream
 from ddrl.store.segments import Process
-from ddrl.types import EnvSpec
 
 PLAIN, BOX2D = "ddrl.rollout", "ddrl.rollout.box2d"
 SEGMENT_MS = 200
-SPACES = EnvSpec("Pendulum-v1", (3,), "float32", "continuous", (1,), action_low=(-2.0,), action_high=(2.0,))
-
-
-@pytest.fixture
-def client(server) -> Redis:
-    return server.client
 
 
 def add_run(client: Redis, *, queue: str = PLAIN, segment_ms: int = SEGMENT_MS, **options: object) -> str:
@@ -52,13 +46,12 @@ class Fleet:
         self.lengths: dict[str, tuple[float, float]] = {}
         """By run, the shortest and longest segment as a part of SEGMENT_MS, where not nearly all of it."""
 
-    def play(self, for_ms: float) -> Counter[str]:
-        """Let the processes play; the time that each run's segments took which ended meanwhile."""
-        spent, until = Counter[str](), self.now_ms + for_ms
+    def play(self, segments_long: float) -> Counter[str]:
+        """Let the processes play that many SEGMENT_MS; the time of the segments that ended meanwhile, by run."""
+        spent, until = Counter[str](), self.now_ms + segments_long * SEGMENT_MS
         while self.now_ms < until:
             for number in self._idle:
-                process = Process("node", number)
-                run = segments.choose(self._client, process, self._served[number])
+                run = segments.choose(self._client, Process("node", number), self._served[number])
                 length = round(SEGMENT_MS * self._chance.uniform(*self.lengths.get(run or "", (0.97, 1.0))))
                 heapq.heappush(self._busy, (self.now_ms + length, number, run or "", length))
             self.now_ms, number, run, length = heapq.heappop(self._busy)
@@ -68,18 +61,19 @@ class Fleet:
             self._idle = [number]
         return spent
 
-    def share(self, for_ms: float) -> dict[str, float]:
-        """As `play`, in processes per run."""
-        return {run: spent / for_ms for run, spent in self.play(for_ms).items()}
+    def shares(self, segments_long: float, expected: dict[str, float], *, rel: float = 0.06) -> bool:
+        """Return whether runs get the expected numbers of processes from now on."""
+        spent = self.play(segments_long)
+        found = {run: time_ms / SEGMENT_MS / segments_long for run, time_ms in spent.items()}
+        return found == pytest.approx(expected, rel=rel)
 
 
 @pytest.mark.parametrize("num", [2, 10, 100])
 def test_runs_share_process_time_by_weight(client: Redis, num: int) -> None:
-    one, two, four = (add_run(client, weight=weight) for weight in (1.0, 2.0, 4.0))
+    expected = {add_run(client, weight=weight): num * weight / 7 for weight in (1.0, 2.0, 4.0)}
     fleet = Fleet(client, {(PLAIN,): num})
-    fleet.play(5 * SEGMENT_MS)
-    expected = {one: num / 7, two: num * 2 / 7, four: num * 4 / 7}
-    assert fleet.share(2000 * SEGMENT_MS / num + 20 * SEGMENT_MS) == pytest.approx(expected, rel=0.03)
+    fleet.play(5)
+    assert fleet.shares(2000 / num + 20, expected, rel=0.03)
 
 
 def test_processes_that_choose_at_once_spread_by_weight(client: Redis) -> None:
@@ -89,11 +83,20 @@ def test_processes_that_choose_at_once_spread_by_weight(client: Redis) -> None:
 
 
 def test_process_time_is_shared_not_segments(client: Redis) -> None:
-    long, cut, short = add_run(client), add_run(client), add_run(client)
+    long, cut, short = (add_run(client) for _ in range(3))
     fleet = Fleet(client, {(PLAIN,): 9})
     fleet.lengths = {cut: (0.1, 1.0), short: (0.1, 0.1)}
-    fleet.play(20 * SEGMENT_MS)
-    assert fleet.share(100 * SEGMENT_MS) == pytest.approx({long: 3, cut: 3, short: 3}, rel=0.05)
+    fleet.play(20)
+    assert fleet.shares(100, {long: 3, cut: 3, short: 3}, rel=0.05)
+
+
+def test_long_segments_share_as_well(client: Redis) -> None:
+    weights = {add_run(client, weight=weight, segment_ms=60_000): weight for weight in (1.0, 2.0, 4.0)}
+    fleet = Fleet(client, {(PLAIN,): 2})
+    fleet.lengths = dict.fromkeys(weights, (290.0, 300.0))
+    spent = fleet.play(350 * 300)
+    found = {run: 7 * spent[run] / spent.total() for run in weights}
+    assert found == pytest.approx(weights, rel=0.05)
 
 
 def test_a_run_that_starts_or_comes_back_gets_its_share_at_once_and_has_nothing_to_catch_up(
@@ -101,26 +104,26 @@ def test_a_run_that_starts_or_comes_back_gets_its_share_at_once_and_has_nothing_
 ) -> None:
     first, second = add_run(client), add_run(client)
     fleet = Fleet(client, {(PLAIN,): 8})
-    assert fleet.share(50 * SEGMENT_MS) == pytest.approx({first: 4, second: 4}, rel=0.05)
-    late = add_run(client, weight=2.0)
-    fleet.play(2 * SEGMENT_MS)
-    assert fleet.share(25 * SEGMENT_MS) == pytest.approx({first: 2, second: 2, late: 4}, rel=0.06)
+    assert fleet.shares(50, {first: 4, second: 4})
+    expected = {first: 2, second: 2, add_run(client, weight=2.0): 4}
+    fleet.play(2)
+    assert fleet.shares(25, expected)
     runs.set_status(client, second, "paused", "")
-    fleet.play(50 * SEGMENT_MS)
+    fleet.play(50)
     runs.set_status(client, second, "active", "")
-    fleet.play(2 * SEGMENT_MS)
-    assert fleet.share(25 * SEGMENT_MS) == pytest.approx({first: 2, second: 2, late: 4}, rel=0.06)
+    fleet.play(2)
+    assert fleet.shares(25, expected)
 
 
 def test_a_run_without_allowance_gives_way_and_claims_nothing_later(client: Redis) -> None:
     steady, other = add_run(client), add_run(client)
     fleet = Fleet(client, {(PLAIN,): 8})
     client.hset(keys.state(other), "appended_steps", 10**9)
-    assert fleet.share(50 * SEGMENT_MS) == pytest.approx({steady: 8}, rel=0.05)
+    assert fleet.shares(50, {steady: 8})
     time.sleep(2.1 * SEGMENT_MS / 1e3)  # less counts as if it had wanted processes all along
     client.hset(keys.state(other), "appended_steps", 0)
-    fleet.play(2 * SEGMENT_MS)
-    assert fleet.share(25 * SEGMENT_MS) == pytest.approx({steady: 4, other: 4}, rel=0.06)
+    fleet.play(2)
+    assert fleet.shares(25, {steady: 4, other: 4})
 
 
 def test_a_run_that_has_allowance_now_and_then_shares_all_along(client: Redis) -> None:
@@ -129,51 +132,40 @@ def test_a_run_that_has_allowance_now_and_then_shares_all_along(client: Redis) -
     spent = Counter[str]()
     for turn in range(1000):
         client.hset(keys.state(flickers), "appended_steps", 0 if turn % 10 < 3 else 10**9)
-        spent += fleet.play(SEGMENT_MS / 50)
+        spent += fleet.play(1 / 50)
     assert spent[flickers] > 0.25 * spent.total() and not spent[""]  # it could be chosen for 0.3 of the time
 
 
 def test_capabilities_that_only_some_workers_have(client: Redis) -> None:
     plain, box2d = add_run(client), add_run(client, queue=BOX2D)
     few = Fleet(client, {(PLAIN,): 8, (PLAIN, BOX2D): 2})
-    few.play(20 * SEGMENT_MS)
-    assert few.share(50 * SEGMENT_MS) == pytest.approx({plain: 8, box2d: 2}, rel=0.05)
+    few.play(20)
+    assert few.shares(50, {plain: 8, box2d: 2}, rel=0.05)
     late = add_run(client, weight=2.0)
-    few.play(20 * SEGMENT_MS)
-    expected = {plain: 8 / 3, late: 16 / 3, box2d: 2}
-    assert few.share(100 * SEGMENT_MS) == pytest.approx(expected, rel=0.05)
+    few.play(20)
+    assert few.shares(100, {plain: 8 / 3, late: 16 / 3, box2d: 2}, rel=0.05)
 
 
 def test_runs_of_different_queues_share_the_workers_of_both_by_weight(client: Redis) -> None:
     plain, box2d = add_run(client), add_run(client, queue=BOX2D, weight=3.0)
     fleet = Fleet(client, {(PLAIN, BOX2D): 4})
-    fleet.play(5 * SEGMENT_MS)
-    assert fleet.share(200 * SEGMENT_MS) == pytest.approx({plain: 1, box2d: 3}, rel=0.03)
-
-
-def test_long_segments_share_as_well(client: Redis) -> None:
-    one, two, four = (add_run(client, weight=weight, segment_ms=60_000) for weight in (1.0, 2.0, 4.0))
-    fleet = Fleet(client, {(PLAIN,): 2})
-    fleet.lengths = dict.fromkeys((one, two, four), (290.0, 300.0))
-    spent = fleet.play(350 * 60_000)
-    assert [spent[run] / spent.total() for run in (one, two, four)] == pytest.approx(
-        [1 / 7, 2 / 7, 4 / 7], rel=0.05
-    )
+    fleet.play(5)
+    assert fleet.shares(200, {plain: 1, box2d: 3}, rel=0.03)
 
 
 def test_a_changed_weight_or_priority_holds_from_the_next_choice_on(client: Redis) -> None:
     first, second = add_run(client), add_run(client, weight=3.0)
     fleet = Fleet(client, {(PLAIN,): 4})
-    fleet.play(50 * SEGMENT_MS)
+    fleet.play(50)
     client.hset(keys.state(first), "weight", 9)
-    fleet.play(5 * SEGMENT_MS)
-    assert fleet.share(50 * SEGMENT_MS) == pytest.approx({first: 3, second: 1}, rel=0.06)
+    fleet.play(5)
+    assert fleet.shares(50, {first: 3, second: 1})
     client.hset(keys.state(second), "priority", "high")
-    fleet.play(2 * SEGMENT_MS)
-    assert fleet.share(1000 * SEGMENT_MS) == pytest.approx({second: 4}, rel=0.05)
+    fleet.play(2)
+    assert fleet.shares(1000, {second: 4})
     client.hset(keys.state(second), "priority", "normal")
-    fleet.play(200 * SEGMENT_MS)  # it gives back a bounded part of what it had as a run of high priority
-    assert fleet.share(50 * SEGMENT_MS) == pytest.approx({first: 3, second: 1}, rel=0.06)
+    fleet.play(200)  # it gives back a bounded part of what it had as a run of high priority
+    assert fleet.shares(50, {first: 3, second: 1})
 
 
 @pytest.mark.parametrize(
@@ -189,8 +181,7 @@ def test_a_run_that_a_process_may_not_play_is_not_chosen(client: Redis, reason: 
         client.hset(keys.state(run), "version", -1)
     elif reason == "drains":
         segments.drain(client, "node")
-    queue = BOX2D if reason == "other queue" else PLAIN
-    limit_s = 100.0 if reason == "takes longer" else 300.0
+    queue, limit_s = BOX2D if reason == "other queue" else PLAIN, 100.0 if reason == "takes longer" else 300.0
     excluded = [run] if reason == "cannot play" else []
     process = Process("node", 1)
     assert segments.choose(client, process, [queue], limit_s=limit_s, cannot_play=excluded) is None

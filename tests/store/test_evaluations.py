@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from redis import Redis
-from support.runs import make_run
 
 from ddrl.store import evaluations, keys, leases, weights
 from ddrl.store.evaluations import Evaluation, OpenEvaluations
@@ -21,12 +20,28 @@ WANTED = [
 
 
 class Waiting(OpenEvaluations):
-    """Open evaluations whose messages are kept in `sent`."""
+    """Open evaluations whose messages are kept in `sent`; none can be sent while `is_cut_off`."""
 
     def __init__(self, client: Redis, run: str, *, token: int | None = None, timeout_s: float = 60.0) -> None:
         self.sent: list[str] = []
+        self.is_cut_off = False
         self.client, self.run = client, run
-        super().__init__(client, run, send=self.sent.append, timeout_s=timeout_s, token=token)
+        super().__init__(client, run, send=self.send, timeout_s=timeout_s, token=token)
+
+    def send(self, message: str) -> None:
+        if self.is_cut_off:
+            raise ConnectionError
+        self.sent.append(message)
+
+    def take(self, number: int, player: str) -> Evaluation | None:
+        """Take the evaluation of the message of that number."""
+        return evaluations.take(self.client, self.run, self.sent[number], player)
+
+    def finish(self, number: int, evaluation: Evaluation) -> bool:
+        return evaluations.finish(self.client, self.run, self.sent[number], evaluation, result(evaluation))
+
+    def fail(self, number: int) -> None:
+        evaluations.fail(self.client, self.run, self.sent[number], "no library")
 
     def own_keys(self) -> list[bytes]:
         """Keys of these evaluations and of their results."""
@@ -35,21 +50,13 @@ class Waiting(OpenEvaluations):
         return [key for key in self.client.scan_iter() if key in own]
 
 
-@pytest.fixture
-def client(server: Any) -> Redis:
-    return server.client
+def result(evaluation: Evaluation) -> EvaluationResult:
+    return EvaluationResult(7, tuple(evaluation.seeds), (1.5, -2.5), (3, 4))
 
 
 @pytest.fixture
-def run(client: Redis) -> str:
-    return make_run(client)
-
-
-@pytest.fixture
-def token(client: Redis, run: str) -> int:
+def token(client: Redis, run: str, token: int) -> int:
     """The token of a learner that has published version 7."""
-    token = leases.acquire(client, run, host="here", folder="")
-    assert token is not None
     weights.publish(client, run, token, version=7, blob=b"w", allowance=0, updates=0)
     return token
 
@@ -62,56 +69,38 @@ def command(client: Redis, run: str, token: int) -> Waiting:
     return waiting
 
 
-def result(evaluation: Evaluation, value: float = 1.5) -> EvaluationResult:
-    return EvaluationResult(7, tuple(evaluation.seeds), (value, -2.5), (3, 4))
-
-
-def finish(waiting: Waiting, message: str, evaluation: Evaluation) -> bool:
-    return evaluations.finish(waiting.client, waiting.run, message, evaluation, result(evaluation))
-
-
 def test_an_evaluation_arrives_as_it_was_opened_and_is_stored_once(command: Waiting) -> None:
-    client, run, message = command.client, command.run, command.sent[1]
     assert len(command.sent) == 3 and command.pending == WANTED and command.poll() == []
-    taken = evaluations.take(client, run, message, "a")
+    taken = command.take(1, "a")
     assert taken == WANTED[1] and list(taken.seeds) == [102, 103]
-    assert finish(command, message, taken) and not finish(command, message, taken)
+    assert [command.finish(1, taken) for _ in range(2)] == [True, False]
     (row,) = command.poll()
     assert row["first_seed"] == 102 and row["returns"] == [1.5, -2.5] and row["lengths"] == [3, 4]
     assert (row["return_mean"], row["return_std"], row["purpose"]) == (-0.5, 2.0, "request")
     assert command.poll() == [] and command.pending == [WANTED[0], WANTED[2]]
-    assert evaluations.take(client, run, message, "b") is None
+    assert command.take(1, "b") is None
 
 
 def test_results_of_commands_and_of_the_run_do_not_mix(command: Waiting, token: int) -> None:
     client, run = command.client, command.run
     learner, other = Waiting(client, run, token=token), Waiting(client, run)
-    watched = Evaluation(
-        version=7, first_seed=100, num_episodes=2, purpose="watch", env_steps=500, updates=50
-    )
-    learner.open([watched])
-    other.open(WANTED[:1])
-    assert len({command.sent[0], learner.sent[0], other.sent[0]}) == 3
-    assert [evaluations.is_of_run(waiting.sent[0]) for waiting in (command, learner, other)] == [
-        False,
-        True,
-        False,
-    ]
-    assert finish(command, command.sent[0], WANTED[0])
+    own = Evaluation(version=7, first_seed=100, num_episodes=2, purpose="watch", env_steps=500, updates=50)
+    learner.open([own]), other.open(WANTED[:1])
+    messages = [waiting.sent[0] for waiting in (command, learner, other)]
+    assert len(set(messages)) == 3
+    assert [evaluations.is_of_run(message) for message in messages] == [False, True, False]
+    assert command.finish(0, WANTED[0])
     assert learner.poll() == other.poll() == evaluations.results(client, run)[0] == []
-    assert finish(learner, learner.sent[0], watched)
+    assert learner.finish(0, own)
     assert [row["purpose"] for row in learner.poll()] == ["watch"] and other.poll() == []
     assert evaluations.results(client, run)[0][0]["env_steps"] == 500
     assert len(command.poll()) == 1 and len(other.pending) == 1
 
 
 def test_one_plays_at_a_time(command: Waiting) -> None:
-    client, run, message = command.client, command.run, command.sent[0]
-    assert evaluations.take(client, run, message, "a") and evaluations.take(client, run, message, "a")
-    assert evaluations.take(client, run, message, "b") is None
-    evaluations.fail(client, run, message, "no library")
-    assert evaluations.take(client, run, message, "b")
-    assert evaluations.take(client, run, message, "a") is None
+    assert command.take(0, "a") and command.take(0, "a") and command.take(0, "b") is None
+    command.fail(0)
+    assert command.take(0, "b") and command.take(0, "a") is None
 
 
 @pytest.mark.parametrize("taken", [False, True])
@@ -119,21 +108,19 @@ def test_a_lost_evaluation_is_sent_again_for_anyone(client: Redis, run: str, tok
     waiting = Waiting(client, run, token=token, timeout_s=0.05)
     waiting.open(WANTED[:1])
     if taken:
-        assert evaluations.take(client, run, waiting.sent[0], "dead")
+        assert waiting.take(0, "dead")
         waiting.poll()
     time.sleep(0.06)
     waiting.poll()
     assert waiting.sent == [WANTED[0].id] * 2
-    assert evaluations.take(client, run, waiting.sent[1], "b")
-    assert evaluations.take(client, run, waiting.sent[0], "dead") is None
+    assert waiting.take(1, "b") and waiting.take(0, "dead") is None
 
 
 def test_an_evaluation_that_is_played_on_is_not_sent_again(command: Waiting) -> None:
     command.timeout_s = 0.1
     deadline = time.monotonic() + 0.4
     while time.monotonic() < deadline:
-        for message in command.sent:
-            assert evaluations.take(command.client, command.run, message, "a")
+        assert all(command.take(number, "a") for number in range(3))
         command.poll()
         time.sleep(0.01)
     assert len(command.sent) == 3
@@ -145,20 +132,20 @@ def test_a_run_waits_for_its_evaluation_however_often_that_is_lost(
     waiting = Waiting(client, run, token=token, timeout_s=0.0)
     waiting.open(WANTED[:1])
     for _ in range(10):
-        evaluations.fail(client, run, waiting.sent[-1], "no library")
+        waiting.fail(-1)
         waiting.poll()
     assert len(waiting.sent) > 5 and waiting.pending == WANTED[:1] and waiting.given_up == {}
 
 
 def test_a_command_gives_up_what_fails_once_or_is_lost_three_times(command: Waiting) -> None:
-    evaluations.fail(command.client, command.run, command.sent[1], "no library")
+    command.fail(1)
     command.poll()
     assert command.given_up == {WANTED[1].id: "no library"} and len(command.sent) == 3
     command.timeout_s = 0.0
     for _ in range(4):
         command.poll()
     assert command.given_up[WANTED[0].id] == "it was lost 3 times" and command.pending == []
-    assert evaluations.take(command.client, command.run, command.sent[0], "a") is None
+    assert command.take(0, "a") is None
 
 
 def test_an_evaluation_whose_weights_are_gone_is_given_up(client: Redis, run: str, token: int) -> None:
@@ -171,60 +158,39 @@ def test_an_evaluation_whose_weights_are_gone_is_given_up(client: Redis, run: st
 
 
 def test_a_new_learner_takes_over_open_evaluations(client: Redis, run: str, token: int) -> None:
-    Waiting(client, run, token=token).open(WANTED[:2])
+    first = Waiting(client, run, token=token)
+    first.is_cut_off = True
+    with pytest.raises(ConnectionError):
+        first.open(WANTED[:2])
+    first.is_cut_off = False
+    first.poll()
     successor = Waiting(client, run, token=token)
     assert successor.pending == WANTED[:2] and successor.sent == []
     successor.poll()
-    assert successor.sent == [WANTED[0].id, WANTED[1].id]
-
-
-def test_messages_that_cannot_be_sent_are_sent_by_the_next_poll(client: Redis, run: str, token: int) -> None:
-    sent: list[str] = []
-
-    def send(message: str) -> None:
-        if fails:
-            raise ConnectionError
-        sent.append(message)
-
-    fails = True
-    waiting = OpenEvaluations(client, run, send=send, timeout_s=60, token=token)
-    with pytest.raises(ConnectionError):
-        waiting.open(WANTED)
-    fails = False
-    waiting.poll()
-    assert sent == [evaluation.id for evaluation in WANTED]
+    assert first.sent == successor.sent == [WANTED[0].id, WANTED[1].id]
 
 
 def test_only_the_newest_learner_opens_evaluations(client: Redis, run: str, token: int) -> None:
     waiting = Waiting(client, run, token=token)
     assert leases.acquire(client, run, host="other", folder="", force=True)
-    with pytest.raises(leases.LeaseLostError):
-        waiting.open(WANTED)
-    with pytest.raises(leases.LeaseLostError):
-        waiting.store(WANTED[0], result(WANTED[0]))
+    for attempt in (lambda: waiting.open(WANTED), lambda: waiting.store(WANTED[0], result(WANTED[0]))):
+        with pytest.raises(leases.LeaseLostError):
+            attempt()
     assert evaluations.opened(client, run) == {} and waiting.sent == []
 
 
-def test_keys_of_a_command_expire_unless_it_polls(command: Waiting) -> None:
+def test_keys_of_a_command_expire_unless_it_polls_and_go_when_it_withdraws(command: Waiting) -> None:
     client = command.client
-    finish(command, command.sent[0], WANTED[0])
+    assert command.take(0, "a") and command.finish(1, WANTED[1])
     assert len(command.own_keys()) == 2
     for key in command.own_keys():
         assert 0 < client.ttl(key) <= evaluations.TTL_S
         client.expire(key, 5)
     command.poll()
     assert all(client.ttl(key) > 5 for key in command.own_keys())
-
-
-def test_withdrawn_evaluations_leave_nothing(command: Waiting) -> None:
-    client, run, message = command.client, command.run, command.sent[0]
-    assert evaluations.take(client, run, message, "a")
-    finish(command, command.sent[1], WANTED[1])
     command.withdraw()
-    assert command.own_keys() == []
-    assert evaluations.take(client, run, message, "a") is None
-    assert not finish(command, message, WANTED[0])
-    evaluations.fail(client, run, message, "no library")
+    assert command.own_keys() == [] and command.take(0, "a") is None and not command.finish(0, WANTED[0])
+    command.fail(0)
     assert command.own_keys() == []
 
 
@@ -241,30 +207,18 @@ def test_a_message_that_names_no_evaluation_does_nothing(command: Waiting, messa
     "text", [b"{", b"[]", b"\xff", b"{}", b'{"version": 1}', b'{"version": "x"}', b"null"]
 )
 def test_an_evaluation_that_cannot_be_read_is_named(command: Waiting, text: bytes) -> None:
-    message = command.sent[0]
-    requester, _, evaluation_id = message.rpartition("/")
+    requester, _, evaluation_id = command.sent[0].rpartition("/")
     command.client.hset(keys.evaluating(command.run, requester), evaluation_id, text)
     with pytest.raises(ValueError, match=r"^evaluation 7:100:2 cannot be read \([^\n]+\); send it again$"):
-        evaluations.take(command.client, command.run, message, "a")
+        command.take(0, "a")
 
 
-COMPLETE = {
-    "returns": [1.0, 2.0],
-    "lengths": [3, 4],
-    "return_mean": 1.5,
-    "return_std": 0.5,
-    **vars(WANTED[0]),
-}
+FIGURES = {"returns": [1.0, 2.0], "lengths": [3, 4], "return_mean": 1.5, "return_std": 0.5}
 INCOMPLETE: list[Any] = [
     *(b"{", b"[]", b"\xff", b"7", b"[" * 100_000, b"{}"),
-    {"returns": [], "num_episodes": 0},
-    {"returns": [1.0, float("nan")]},
-    {"returns": [1.0]},
-    {"returns": 5},
-    {"lengths": ["x", 1]},
-    {"lengths": [1]},
-    {"return_mean": float("inf")},
-    {"version": "latest"},
+    *({"returns": [], "num_episodes": 0}, {"returns": [1.0, float("nan")]}, {"returns": [1.0]}),
+    *({"returns": 5}, {"lengths": ["x", 1]}, {"lengths": [1]}),
+    *({"return_mean": float("inf")}, {"version": "latest"}),
 ]
 
 
@@ -277,10 +231,10 @@ def test_an_incomplete_result_is_left_out_and_its_evaluation_given_up_or_sent_ag
         waiting.open(WANTED[:2])
         requester = waiting.sent[0].rpartition("/")[0]
         client.hdel(keys.evaluating(run, requester), WANTED[0].id)
-        row = text if isinstance(text, bytes) else json.dumps(COMPLETE | text)
-        client.xadd(keys.evaluations(run, requester), {"result": row})
-        client.xadd(keys.evaluations(run, requester), {"other": b""})
-        finish(waiting, waiting.sent[1], WANTED[1])
+        row = text if isinstance(text, bytes) else json.dumps({**FIGURES, **vars(WANTED[0]), **text})
+        for fields in ({"result": row}, {"other": b""}):
+            client.xadd(keys.evaluations(run, requester), fields)
+        waiting.finish(1, WANTED[1])
         assert [row["first_seed"] for row in waiting.poll()] == [102]
     assert command.given_up == {WANTED[0].id: "its result is missing or cannot be read"}
     assert command.pending == [] and learner.pending == WANTED[:1] and learner.sent[2:] == [WANTED[0].id]
@@ -290,9 +244,8 @@ def test_what_an_earlier_version_of_ddrl_stored_is_read(client: Redis, run: str,
     old = {"version": 7, "first_seed": 5, "num_episodes": 2, "purpose": "watch", "sent_ms": 1763776955123}
     old |= {"env_steps": 500, "updates": 50}
     client.hset(keys.evaluating(run), "7:5:2", json.dumps(old))
-    figures = {"returns": [1.0, 2.0], "lengths": [3, 4], "return_mean": 1.5, "return_std": 0.5}
-    client.xadd(keys.evaluations(run), {"result": json.dumps(old | {"first_seed": 1} | figures)})
+    client.xadd(keys.evaluations(run), {"result": json.dumps(old | {"first_seed": 1} | FIGURES)})
     waiting = Waiting(client, run, token=token)
     assert [row["env_steps"] for row in waiting.poll()] == [500]
-    taken = evaluations.take(client, run, waiting.sent[0], "a")
+    taken = waiting.take(0, "a")
     assert taken is not None and (taken.updates, taken.epsilon, taken.num_envs) == (50, None, None)

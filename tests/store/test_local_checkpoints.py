@@ -14,17 +14,7 @@ import pytest
 from redis import Redis
 from support.runs import play_steps, start, target_config
 
-from ddrl.store import (
-    budget,
-    checkpoints,
-    keys,
-    leases,
-    ledger,
-    local_checkpoints,
-    runs,
-    stream,
-    weights,
-)
+from ddrl.store import budget, checkpoints, keys, leases, ledger, local_checkpoints, runs, stream, weights
 from ddrl.store.checkpoints import Counters
 from ddrl.store.connection import StoreError
 from ddrl.store.local_checkpoints import BackgroundWriter, Snapshot

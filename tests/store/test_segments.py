@@ -4,31 +4,18 @@ from __future__ import annotations
 
 import time
 
-import pytest
 from redis import Redis
 from support.fleet import note_playing, want_processes
-from support.store import SPACES, append, make_config, make_run, take
+from support.store import SPACES, append, make_config, take
 
 from ddrl.store import keys, runs, segments, stream
 from ddrl.store.segments import Process
 from ddrl.store.stream import Answer
 
 
-@pytest.fixture
-def client(server) -> Redis:
-    return server.client
-
-
-@pytest.fixture
-def run(client: Redis) -> str:
-    return make_run(client)
-
-
 def test_messages_wait_in_the_list_of_their_queue(client: Redis) -> None:
     client.lpush(keys.queue("ddrl.rollout"), "a", "b")
-    assert (
-        segments.waiting(client, "ddrl.rollout") == 2 and segments.waiting(client, "ddrl.rollout.box2d") == 0
-    )
+    assert [segments.waiting(client, queue) for queue in ("ddrl.rollout", "ddrl.rollout.box2d")] == [2, 0]
 
 
 def test_the_time_of_processes_is_added_up(client: Redis, run: str) -> None:
@@ -62,26 +49,23 @@ def test_crashes_count_until_the_next_fragment(client: Redis, run: str) -> None:
 
 def test_lost_processes_are_counted_once(client: Redis, run: str) -> None:
     lost, other = (note_playing(client, run, node="a", pid=pid) for pid in (1, 2))
-    assert segments.note_lost(client, run, lost, "a is gone")
-    assert not segments.note_lost(client, run, lost, "a is gone")
+    assert [segments.note_lost(client, run, lost, "a is gone") for _ in range(2)] == [True, False]
     assert list(segments.playing(client, run)) == [other]
     assert runs.state(client, run).lost_producers == 1
 
 
-def test_a_node_that_leaves_is_told_to_yield_and_others_are_not(client: Redis, run: str) -> None:
-    token = take(client, run)
+def test_a_node_that_leaves_yields_and_others_play_on(client: Redis, run: str, token: int) -> None:
     stream.allow(client, run, token, 1000, updates=0)
     client.hset(keys.state(run), "version", 0)
     segments.drain(client, "a")
-    assert append(client, run, 0, node="a").answer is Answer.YIELD
-    assert append(client, run, 0, producer=2, node="b").answer is Answer.GO
-    assert stream.remaining(client, run, node="a").answer is Answer.YIELD
-    assert stream.remaining(client, run, node="b").answer is Answer.GO
+    for node, answer in (("a", Answer.YIELD), ("b", Answer.GO)):
+        assert append(client, run, 0, producer=ord(node), node=node).answer is answer
+        assert stream.remaining(client, run, node=node).answer is answer
     assert 0 < client.ttl(keys.draining(run)) <= segments.DRAIN_S
 
 
-def test_a_claim_is_taken_by_as_many_processes_as_it_asks_for_and_lapses(client: Redis, run: str) -> None:
-    stream.allow(client, run, take(client, run), 1000, updates=0)
+def test_a_claim_takes_as_many_processes_as_it_names_and_lapses(client: Redis, run: str, token: int) -> None:
+    stream.allow(client, run, token, 1000, updates=0)
     stream.claim(client, run, 2, for_ms=60_000)
     answers = [append(client, run, 0, producer=producer).answer for producer in (1, 2, 3)]
     assert answers == [Answer.YIELD, Answer.YIELD, Answer.GO]
@@ -100,8 +84,7 @@ def test_refusals_name_the_host_and_are_journalled_once(client: Redis, run: str)
 def test_active_runs_want_what_they_may_play(client: Redis, run: str) -> None:
     time.sleep(0.002)  # runs are ordered by the millisecond
     other = runs.create(client, make_config(), SPACES, queues=("ddrl.rollout.box2d", "ddrl.evaluate.box2d"))
-    third = runs.create(client, make_config(), SPACES)
-    runs.set_status(client, third, "paused", "")
+    runs.set_status(client, runs.create(client, make_config(), SPACES), "paused", "")
     assert [load.run for load in segments.active(client)] == [run, other] == runs.active_names(client)
     assert not any(load.wants for load in segments.active(client))  # none has a learner
     stream.allow(client, run, take(client, run), 20, updates=0)
@@ -110,5 +93,4 @@ def test_active_runs_want_what_they_may_play(client: Redis, run: str) -> None:
     append(client, run, 0), append(client, run, 1, process_ms=70)
     first, second = segments.active(client)
     assert (first.wants, first.process_ms, first.weight, first.priority) == (False, 70, 1.0, "normal")
-    assert first.limit_s == 5 + 2 * 60
-    assert second.queue == "ddrl.rollout.box2d"
+    assert first.limit_s == 5 + 2 * 60 and second.queue == "ddrl.rollout.box2d"

@@ -4,64 +4,38 @@ from __future__ import annotations
 
 import pytest
 from redis import Redis
-from support.store import SPACES, append, make_config, make_run, take
+from support.store import append, make_run, take
 
 from ddrl.store import keys, runs, stream
 from ddrl.store.stream import Answer
 
 
-@pytest.fixture
-def client(server) -> Redis:
-    return server.client
-
-
-@pytest.fixture
-def run(client: Redis) -> str:
-    return make_run(client)
-
-
 def test_append_counts_cumulatively_and_answers_by_the_allowance(client: Redis, run: str) -> None:
-    assert append(client, run, 0).answer is Answer.WAIT  # nothing is allowed yet
-    token = take(client, run)
-    stream.allow(client, run, token, 35, updates=0)
+    assert append(client, run, 0, episode_returns=(1.5, -2.0)).answer is Answer.WAIT  # nothing is allowed yet
+    stream.allow(client, run, take(client, run), 35, updates=0)
     second, third, fourth = (append(client, run, seq) for seq in (1, 2, 3))
     assert [second.answer, third.answer, fourth.answer] == [Answer.GO, Answer.GO, Answer.WAIT]
     assert (second.remaining_steps, fourth.remaining_steps) == (15, -5)
     entries = stream.read(client, run, b"0-0", count=10)
-    assert [(entry.count(b"f"), entry.count(b"n")) for entry in entries] == [
-        (n, 10 * n) for n in (1, 2, 3, 4)
-    ]
+    counts = [(entry.count(b"f"), entry.count(b"n")) for entry in entries]
+    assert counts == [(n, 10 * n) for n in (1, 2, 3, 4)]
     assert all(entry.num_bytes == entry.count(b"s") for entry in entries)
     state = runs.state(client, run)
     assert (state.appended_fragments, state.appended_steps) == (4, 40)
+    assert [row["returns"] for row in stream.episodes(client, run)[0]] == [[1.5, -2.0]]
 
 
-def test_an_append_stores_the_returns_of_finished_episodes(client: Redis, run: str) -> None:
-    append(client, run, 0, episode_returns=(1.5, -2.0))
-    append(client, run, 1)
-    rows, _ = stream.episodes(client, run)
-    assert [row["returns"] for row in rows] == [[1.5, -2.0]]
-
-
-def test_a_repeated_append_writes_nothing_and_answers_the_same(client: Redis, run: str) -> None:
-    stream.allow(client, run, take(client, run), 1000, updates=0)
-    first, again = append(client, run, 0), append(client, run, 0)
+def test_a_repeated_append_writes_nothing_and_answers_the_same(client: Redis, run: str, token: int) -> None:
+    stream.allow(client, run, token, 1000, updates=0)
+    large = 2**63 - 1
+    first, again = (append(client, run, 0, incarnation=large) for _ in range(2))
     assert first == again
-    assert append(client, run, 1).answer is Answer.GO
-    assert append(client, run, 0).answer is Answer.GO  # older ones are known too
-    assert append(client, run, 0, incarnation=8).answer is Answer.GO  # another process: not a repetition
+    later = [(1, large), (0, large), (0, large - 1)]  # new; older ones are known too; another process
+    for seq, incarnation in later:
+        assert append(client, run, seq, incarnation=incarnation).answer is Answer.GO
     state = runs.state(client, run)
     assert (state.appended_fragments, state.duplicates) == (3, 2)
     assert client.xlen(keys.experience(run)) == 3
-
-
-def test_incarnations_are_exact(client: Redis, run: str) -> None:
-    large = 2**63 - 1
-    append(client, run, 0, incarnation=large)
-    append(client, run, 0, incarnation=large)
-    append(client, run, 0, incarnation=large - 1)
-    state = runs.state(client, run)
-    assert (state.appended_fragments, state.duplicates) == (2, 1)
 
 
 def test_append_yields_when_paused_and_stops_when_ended_or_gone(client: Redis, run: str) -> None:
@@ -76,7 +50,7 @@ def test_append_yields_when_paused_and_stops_when_ended_or_gone(client: Redis, r
 
 
 def test_append_is_refused_at_the_byte_budget_until_a_trim(client: Redis) -> None:
-    run = runs.create(client, make_config(max_bytes=65536), SPACES)
+    run = make_run(client, max_bytes=65536)
     token = take(client, run)
     stream.allow(client, run, token, 10**6, updates=0)
     sent = 0
@@ -91,20 +65,14 @@ def test_append_is_refused_at_the_byte_budget_until_a_trim(client: Redis) -> Non
     assert state.appended_fragments == sent + 1 and state.duplicates == 0
     stored = stream.read(client, run, b"0-0", count=100)
     assert state.live_bytes == sum(int(entry.fields[b"s"]) for entry in stored)
-
-
-def test_trimming_everything_leaves_no_live_bytes(client: Redis, run: str) -> None:
-    token = take(client, run)
-    append(client, run, 0)
     stream.trim(client, run, token, b"99999999999999-0")
     assert runs.state(client, run).live_bytes == 0
 
 
 @pytest.mark.parametrize("counts", [{}, {"b": "9" * 15, "s": "1"}, {"b": "0", "s": "9" * 15}, {"b": "x"}])
 def test_an_entry_that_no_append_wrote_does_not_change_the_live_bytes(
-    client: Redis, run: str, counts: dict[str, str]
+    client: Redis, run: str, token: int, counts: dict[str, str]
 ) -> None:
-    token = take(client, run)
     append(client, run, 0)
     forged = client.xadd(keys.experience(run), {"h": "{}", **counts})
     append(client, run, 1)
@@ -123,8 +91,7 @@ def test_the_first_append_dates_the_first_step_before_its_play(client: Redis, ru
     assert runs.state(client, run).first_step_s * 1e3 == first_ms
 
 
-def test_waiting_ends_with_the_next_allowance(client: Redis, run: str) -> None:
-    token = take(client, run)
+def test_waiting_ends_with_the_next_allowance(client: Redis, run: str, token: int) -> None:
     known = append(client, run, 0).allowance_id
     assert not stream.await_allowance(client, run, known, block_ms=20)
     stream.allow(client, run, token, 50, updates=3)

@@ -76,9 +76,7 @@ class PrivateServer:
         defaults = ["--save", "", "--appendonly", "no"]
         with (self.folder / "log").open("ab") as log:
             self.process = subprocess.Popen(
-                [server_binary(), *fixed, *defaults, *self.options],
-                stdout=log,
-                preexec_fn=self._prepare,
+                [server_binary(), *fixed, *defaults, *self.options], stdout=log, preexec_fn=self._prepare
             )
         deadline = time.monotonic() + 20.0
         while not self.answers():

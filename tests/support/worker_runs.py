@@ -55,11 +55,7 @@ def send(server: PrivateServer, run: str, num: int = 1, *, limit_s: float = 3600
     with celery.app.connection_for_write(connection.broker_url(server.url)) as wire:
         for _ in range(num):
             celery.app.send_task(
-                celery.ROLLOUT,
-                queue=queue,
-                connection=wire,
-                priority=keys.LATER,
-                time_limit=limit_s,
+                celery.ROLLOUT, queue=queue, connection=wire, priority=keys.LATER, time_limit=limit_s
             )
 
 
