@@ -53,7 +53,10 @@ def test_publishing_moves_the_pointer_and_drops_old_versions(client: Redis, run:
 
 def test_superseded_keeps_newest_spaced_best_and_pinned_versions() -> None:
     stored = weights.WeightsIndex(latest=30, best=7, best_return=1.0, sizes={v: 10 for v in range(31)})
-    for max_bytes, spaced in ((1000, {20, 10, 0}), (20, {20, 10})):  # the oldest of the spaced ones goes first
+    for max_bytes, spaced in (
+        (1000, {20, 10, 0}),
+        (20, {20, 10}),
+    ):  # the oldest of the spaced ones goes first
         drop = weights.superseded(
             stored, keep_last=3, keep_every=10, max_bytes=max_bytes, pinned=frozenset({13})
         )
