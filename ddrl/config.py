@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError, model_validator
 from pydantic.config import JsonDict
+from pydantic.fields import FieldInfo
 
 LIVE: JsonDict = {"live": True}
 ALLOW_VARIABLE = "DDRL_ALLOW_MODULES"  # comma-separated modules whose code may be imported and run
@@ -317,17 +318,24 @@ def validate(tree: Mapping[str, Any]) -> RunConfig:
     return parse(RunConfig, tree)
 
 
+def options(model: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
+    """Return all options by their dotted names."""
+    found: dict[str, FieldInfo] = {}
+    for key, field in model.model_fields.items():
+        name, part = prefix + (field.alias or key), field.annotation
+        if isinstance(part, type) and issubclass(part, BaseModel):
+            found |= options(part, f"{name}.")
+        else:
+            found[name] = field
+    return found
+
+
 def live_options(model: type[BaseModel], prefix: str = "") -> set[str]:
     """Return the dotted names of the options that can change while a run goes on."""
-    found: set[str] = set()
-    for key, field in model.model_fields.items():
-        name = prefix + (field.alias or key)
-        extra = field.json_schema_extra
-        if isinstance(extra, dict) and extra.get("live"):
-            found.add(name)
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            found |= live_options(field.annotation, name + ".")
-    return found
+    found = options(model, prefix).items()
+    return {
+        n for n, field in found if isinstance(extra := field.json_schema_extra, dict) and extra.get("live")
+    }
 
 
 def parse(model: type[M], tree: Mapping[str, Any], prefix: str = "") -> M:

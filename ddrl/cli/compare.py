@@ -8,11 +8,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ddrl.cli.output import Client, InputError, Json, duration, emit, mean_and_std, note, server, table
+from ddrl.cli.output import (
+    InputError,
+    Json,
+    duration,
+    emit,
+    flat,
+    mean_and_std,
+    note,
+    picked,
+    server,
+    table,
+    train_s,
+)
 from ddrl.store import runs as store
 
 if TYPE_CHECKING:
-    from ddrl.runs.compare import Curve
     from ddrl.runs.records import Records
 
 OWN = ("name", "seed", "env.id", "algorithm.name")  # shown as columns, so not among the differences
@@ -28,6 +39,7 @@ def compare(
     json_output: Json = False,
 ) -> None:
     """Compare runs: their results, times and different settings."""
+    from ddrl.runs.curves import plot_runs
     from ddrl.runs.records import read
 
     if output.suffix.lower() != ".png":
@@ -39,11 +51,16 @@ def compare(
                 f"compare {' '.join(runs)}: only one run; give two or more, `ddrl runs` lists them"
             )
         records = [read(client, run) for run in names]
-        rows = [_row(client, each) for each in records]
-    options = differences([_flat(each.config.model_dump(mode="json", by_alias=True)) for each in records])
+        now_s = store.server_ms(client) / 1e3
+    rows = [_row(each, now_s) for each in records]
+    options = differences([flat(each.config.model_dump(mode="json", by_alias=True)) for each in records])
     for place, row in enumerate(rows):
         row["differs"] = {name: values[place] for name, values in options.items()}
-    _plot(records, options, output)
+    try:
+        plot_runs({_label(each, place, options): each for place, each in enumerate(records)}, output)
+    except OSError as error:
+        reason = f"cannot be written ({error.strerror}); name another file"
+        raise InputError(f"--output {output}: {reason}") from None
     if json_output:
         emit({"runs": rows, "plot": str(output.resolve())})
         return
@@ -60,31 +77,17 @@ def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     return {name: values for name, values in found.items() if any(value != values[0] for value in values)}
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return settings by dotted name."""
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            flat |= _flat(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = value
-    return flat
-
-
-def _row(client: Client, records: Records) -> dict[str, Any]:
+def _row(records: Records, now_s: float) -> dict[str, Any]:
     """Return the row of one run."""
     state, config = records.state, records.config
-    until_s = state.ended_s or store.server_ms(client) / 1e3
-    best = state.evaluation or {}
+    best, time_s = state.evaluation or {}, train_s(state, now_s)
     return {
-        "run": state.run,
+        **picked(state, "run", "status", "updates"),
         "env": config.env.id,
         "algorithm": config.algorithm["name"],
         "seed": config.seed,
-        "status": state.status,
-        "train_s": round(until_s - state.first_step_s, 3) if state.first_step_s else None,
+        "train_s": None if time_s is None else round(time_s, 3),
         "env_steps": state.appended_steps,
-        "updates": state.updates,
         "best_return": best.get("return_mean"),
         "best_return_std": best.get("return_std"),
         "best_version": best.get("version"),
@@ -101,14 +104,14 @@ def _show(rows: Sequence[Mapping[str, Any]], options: Mapping[str, Sequence[Any]
         ("", "run", *apart, "seed", "status", "train", "env steps", "updates", "best return"),
         [
             (
-                f"{place}",
+                place,
                 row["run"],
                 *(row[name] for name in apart),
-                f"{row['seed']}",
+                str(row["seed"]),
                 row["status"],
-                "-" if row["train_s"] is None else duration(row["train_s"]),
-                f"{row['env_steps']:,}",
-                f"{row['updates']:,}",
+                duration(row["train_s"]),
+                row["env_steps"],
+                row["updates"],
                 mean_and_std(row["best_return"], row["best_return_std"]),
             )
             for place, row in enumerate(rows, 1)
@@ -121,7 +124,7 @@ def _show(rows: Sequence[Mapping[str, Any]], options: Mapping[str, Sequence[Any]
         print("their settings are the same except for the seed")
         return
     table(
-        ("differs", *(f"{place}" for place in range(1, len(rows) + 1))),
+        ("differs", *map(str, range(1, len(rows) + 1))),
         [(name, *map(_value, values)) for name, values in options.items()],
         left=("differs",),
     )
@@ -134,33 +137,11 @@ def _value(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else f"{value}"
 
 
-def _plot(records: Sequence[Records], options: Mapping[str, Sequence[Any]], path: Path) -> None:
-    from ddrl.runs import compare as comparison
-
-    envs = dict.fromkeys(each.config.env.id for each in records)
-    curves = [_curve(each, place, options) for place, each in enumerate(records)]
-    try:
-        comparison.plot(curves, path, title=", ".join(envs))
-    except OSError as error:
-        raise InputError(
-            f"--output {path}: cannot be written ({error.strerror}); name another file"
-        ) from None
-
-
-def _curve(records: Records, place: int, options: Mapping[str, Sequence[Any]]) -> Curve:
-    from ddrl.runs.compare import Curve
-
+def _label(records: Records, place: int, options: Mapping[str, Sequence[Any]]) -> str:
+    """Return the label of a run in the legend."""
     config, state = records.config, records.state
     parts = [f"{place + 1}  {state.run}", f"{config.algorithm['name']}, seed {config.seed}", state.status]
     texts = [f"{name.rpartition('.')[2]} {_value(values[place])}" for name, values in options.items()]
     if texts:
         parts.append(", ".join(texts[:3]) + (", ..." if len(texts) > 3 else ""))
-    return Curve(
-        label="   ".join(parts),
-        episodes=[(row["time_s"], row["env_steps"], row["return"]) for row in records.episodes],
-        evaluated=[
-            (row["time_s"], row["env_steps"], row["return_mean"], row["return_std"])
-            for row in records.evaluated
-        ],
-        target=config.stop.return_,
-    )
+    return "   ".join(parts)

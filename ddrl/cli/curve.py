@@ -7,19 +7,22 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
+from ddrl.runs.curves import WINDOW, trailing_mean
+
 # Bits of the eight dots of a braille character, [row][column].
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 _LABEL_WIDTH = 7
-WINDOW = 20  # episodes of the trailing mean
 
 
-def trailing_mean(values: Sequence[float], window: int = WINDOW) -> list[float]:
-    """Return the mean of the last `window` values at each index."""
-    means, total = [], 0.0
-    for i, value in enumerate(values):
-        total += value - (values[i - window] if i >= window else 0.0)
-        means.append(total / min(i + 1, window))
-    return means
+def legend(target: float | None) -> Text:
+    """Return the line above the drawing."""
+    text = Text("return: ", style="dim", no_wrap=True)
+    text.append("⠤ ", style="cyan").append(f"training, mean of {WINDOW}  ", style="dim")
+    text.append("● ", style="bold yellow").append("evaluation  ", style="dim")
+    text.append("◆ ", style="bold green").append("confirmed  ", style="dim")
+    if target is not None:
+        text.append("╌ ", style="green").append(f"target {target:g}", style="dim")
+    return text
 
 
 def draw(

@@ -70,7 +70,7 @@ def _obstacle(figures: Figures) -> str:
     if state.error and (state.crashes or not state.appended_steps):
         times = f" ({state.crashes} times since the last fragment)" if state.crashes > 1 else ""
         return f"workers cannot play it{times}: {state.error}"
-    if (figures.room_wait or 0.0) >= ROOM_WAIT:
+    if (figures.recent.room_wait or 0.0) >= ROOM_WAIT:
         budget = size(figures.config.replay.max_bytes)
         return f"the stream is full ({budget}): play waits for the learner; raise replay.max_bytes"
     if not state.appended_steps:

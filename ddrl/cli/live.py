@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from ddrl.cli.hints import ROOM_WAIT
-from ddrl.cli.output import Client, Json, Run, duration, emit, rate, server
+from ddrl.cli.output import Client, Json, Run, duration, emit, mean_and_std, server
 from ddrl.cli.watcher import Figures, Watcher
 from ddrl.store import connection
 from ddrl.store import runs as store
@@ -144,40 +145,38 @@ class Lines:
     def __init__(self, file: Any, *, show_seed: bool = False) -> None:
         self._file, self._show_seed = file, show_seed
         self._next = 0.0
-        self._noticed: dict[str, int] = {}
+        self._num_notices: Counter[str] = Counter()
         self._ended: set[str] = set()
 
     def show(self, runs: Sequence[Figures]) -> None:
         """Print the lines that are due."""
         now = time.monotonic()
         is_time = now >= self._next
-        for figures in runs:
-            run = figures.state.run
-            for notice in figures.notices[self._noticed.get(run, 0) :]:
-                self._print(figures, f"{duration(figures.elapsed_s)}  {notice}")
-            self._noticed[run] = len(figures.notices)
-            ends_now = figures.state.ended and run not in self._ended
-            if ends_now or (is_time and not figures.state.ended):
-                self._print(figures, plain_line(figures))
-            if ends_now:
-                self._ended.add(run)
         if is_time:
             self._next = now + max(LINE_S, 2.0 * len(runs))
-
-    def _print(self, figures: Figures, text: str) -> None:
-        prefix = f"seed {figures.config.seed}  " if self._show_seed else ""
-        print(prefix + text, file=self._file, flush=True)
+        for figures in runs:
+            run = figures.state.run
+            prefix = f"seed {figures.config.seed}  " if self._show_seed else ""
+            new = figures.notices[self._num_notices[run] :]
+            lines = [f"{duration(figures.elapsed_s)}  {notice}" for notice in new]
+            self._num_notices[run] += len(new)
+            if run not in self._ended and (is_time or figures.state.ended):
+                lines.append(plain_line(figures))
+            if figures.state.ended:
+                self._ended.add(run)
+            for line in lines:
+                print(prefix + line, file=self._file, flush=True)
 
 
 def plain_line(figures: Figures) -> str:
     """Return one line on the state of a run."""
-    state, row = figures.state, figures.row
+    state, row, recent = figures.state, figures.row, figures.recent
     parts = [duration(figures.elapsed_s)]
     if state.ended:
         parts.append(f"{state.status}: {state.reason}" if state.reason else state.status)
-    if figures.env_steps or figures.updates:
-        parts.append(f"env_steps {figures.env_steps}{rate(row, 'env_steps_per_s', state.ended)}")
-        parts.append(f"updates {figures.updates}{rate(row, 'updates_per_s', state.ended)}")
+    if state.appended_steps or figures.updates:
+        parts.append(f"env_steps {state.appended_steps}{figures.rate('env_steps_per_s')}")
+        parts.append(f"updates {figures.updates}{figures.rate('updates_per_s')}")
         if "return_mean" in row:
             parts.append(f"return {row['return_mean']:.1f}")
         if figures.evaluated:
@@ -187,10 +186,10 @@ def plain_line(figures: Figures) -> str:
             parts.append(f"staleness {row['staleness']:.1f}")
         if row.get("dropped"):
             parts.append(f"dropped {row['dropped']:.0f}")
-        if not state.ended and len(figures.loads) > 1 and figures.share is not None:
-            parts.append(f"share {100 * figures.share:.0f}%")
-        if not state.ended and (figures.room_wait or 0.0) >= ROOM_WAIT:
-            parts.append(f"waits {100 * (figures.room_wait or 0.0):.0f}% for room")
+        if not state.ended and len(figures.loads) > 1 and recent.share is not None:
+            parts.append(f"share {100 * recent.share:.0f}%")
+        if not state.ended and recent.room_wait is not None and recent.room_wait >= ROOM_WAIT:
+            parts.append(f"waits {100 * recent.room_wait:.0f}% for room")
     if figures.hint:
         parts.append(f"({figures.hint})" if len(parts) > 1 else figures.hint)
     return "  ".join(parts)
@@ -198,19 +197,18 @@ def plain_line(figures: Figures) -> str:
 
 def closing_lines(summary: Mapping[str, Any]) -> str:
     """Return the result of a run for people; `summary` is that of the run's folder."""
-    evaluated, run = summary["evaluation"], summary["run"]
+    evaluated, run, status = summary["evaluation"], summary["run"], summary["status"]
     lines = [
-        f"{run}: {summary['status']} after {duration(summary['train_s'])} of training, "
+        f"{run}: {status} after {duration(summary['train_s'])} of training, "
         f"{summary['env_steps']:,} env steps, {summary['updates']:,} updates"
     ]
     if evaluated:
-        lines.append(
-            f"policy version {summary['policy_version']}: return {evaluated['return_mean']:.1f} "
-            f"± {evaluated['return_std']:.1f} over {evaluated['episodes']} episodes"
-        )
+        score = mean_and_std(evaluated["return_mean"], evaluated["return_std"])
+        episodes = f"{evaluated['episodes']} episodes"
+        lines.append(f"policy version {summary['policy_version']}: return {score} over {episodes}")
     if summary["artifacts"]:
         lines.append(f"artifacts in {summary['artifacts']}")
-    more = {"failed": "", "stopped": "", "time": " --time 10m"}.get(summary["status"])
-    if more is not None:
+    if status in ("failed", "stopped", "time"):
+        more = " --time 10m" if status == "time" else ""
         lines.append(f"continue it with `ddrl resume {run}{more}`, look into it with `ddrl logs {run}`")
     return "\n".join(lines)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
 
-from ddrl.cli.output import InputError, Json, counted, duration, emit, note, server, size, table
+from ddrl.cli.output import InputError, Json, Yes, confirm, counted, duration, emit, note, server, size, table
 
 
 def prune(
@@ -23,7 +22,7 @@ def prune(
         ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be deleted.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
+    yes: Yes = False,
     json_output: Json = False,
 ) -> None:
     """Delete ended runs from the server by age and by size; their folders stay."""
@@ -37,15 +36,21 @@ def prune(
     limit = None if max_bytes is None else num_bytes(max_bytes, "--max-bytes")
     with server() as client:
         rows = pruning.prune(client, older_than_s, limit, dry_run=True)
-        if not json_output:
-            _show(rows, runs.server_ms(client) / 1e3)
+        if rows and not json_output:
+            now_s = runs.server_ms(client) / 1e3
+            ages = [f"{duration(now_s - row.ended_s)} ago" for row in rows]
+            table(
+                ("run", "status", "ended", "size", "why"),
+                [
+                    (row.run, row.status, age, size(row.bytes), row.reason)
+                    for row, age in zip(rows, ages, strict=True)
+                ],
+                left=("run", "status", "why"),
+            )
         if rows and not dry_run:
-            if not yes and not sys.stdin.isatty():
-                raise InputError(
-                    f"prune: {counted(len(rows), 'run')} not deleted: no terminal to confirm on; add --yes"
-                )
-            if not yes:
-                typer.confirm(f"Delete {counted(len(rows), 'run')} for good?", abort=True, err=True)
+            confirm(
+                f"prune: {counted(len(rows), 'run')}", f"Delete {counted(len(rows), 'run')} for good?", yes
+            )
             rows = pruning.prune(client, older_than_s, limit)
     freed = sum(row.bytes for row in rows)
     if json_output:
@@ -53,17 +58,8 @@ def prune(
     elif rows:
         print(f"{'would free' if dry_run else 'freed'} {size(freed)} of {counted(len(rows), 'run')}")
         note("their folders stay; `ddrl delete RUN --files` deletes a folder with its run")
-
-
-def _show(rows: list[Any], now_s: float) -> None:
-    if not rows:
+    else:
         print("nothing to prune")
-        return
-    cells = [
-        (row.run, row.status, f"{duration(now_s - row.ended_s)} ago", size(row.bytes), row.reason)
-        for row in rows
-    ]
-    table(("run", "status", "ended", "size", "why"), cells, left=("run", "status", "why"))
 
 
 def num_bytes(text: str, option: str) -> int:

@@ -1,4 +1,4 @@
-"""Shared by all commands: the connection, JSON, tables, and the format of figures."""
+"""Shared by all commands: the connection, JSON, tables, confirmation, and the format of figures."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from ddrl.store.runs import RunState
+
 MIN_TEXT = 24  # columns of a cell of text that wraps
 UNBOUNDED = 10_000  # columns of an output that is not a terminal
 
@@ -22,6 +24,7 @@ Client = Any  # a redis.Redis: only store/ imports redis
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON value on stdout and nothing else.")]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="Id of a run, the start of one, or: last.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 
 
 class InputError(ValueError):
@@ -53,6 +56,20 @@ def server() -> Iterator[Client]:
         yield client
 
 
+def confirm(what: str, question: str, yes: bool) -> None:
+    """Ask on the terminal before something is deleted; `yes` answers in advance.
+
+    Raises:
+        InputError: no terminal to ask on; the message begins with `what`.
+        typer.Abort: the answer is no.
+    """
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise InputError(f"{what} not deleted: no terminal to confirm on; add --yes")
+    typer.confirm(question, abort=True, err=True)
+
+
 def emit(value: Any) -> None:
     """Print a value as JSON; NaN and infinity become null."""
     print(json.dumps(_plain(value), indent=2 if sys.stdout.isatty() else None), flush=True)
@@ -70,7 +87,7 @@ def say(text: str) -> None:
 
 def table(
     header: Sequence[str],
-    rows: Sequence[Sequence[str]],
+    rows: Sequence[Sequence[Any]],
     *,
     left: Sequence[str] = (),
     optional: Sequence[str] = (),
@@ -79,7 +96,7 @@ def table(
 
     Args:
         header: names of the columns.
-        rows: their cells.
+        rows: their cells, formatted by `cell`.
         left: columns of text; all others are aligned to the right. If the last column is text, it wraps.
         optional: columns that are left out, the first of them first, where the terminal is too narrow.
     """
@@ -96,7 +113,7 @@ def table(
             justify: Any = "left" if name in left else "right"
             grid.add_column(name, justify=justify, no_wrap=not wraps, min_width=MIN_TEXT if wraps else None)
         for row in rows:
-            grid.add_row(*(row[column] for column in shown))
+            grid.add_row(*(cell(row[column]) for column in shown))
         return grid
 
     for name in optional:
@@ -105,15 +122,16 @@ def table(
     _print(console, make())
 
 
-def pairs(values: Mapping[str, str]) -> None:
-    """Print names and values, one pair a line, the values aligned."""
+def pairs(values: Mapping[str, Any]) -> None:
+    """Print names and values, one pair a line, the values aligned; a value of None is left out."""
     from rich.table import Table
 
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True)
     grid.add_column(min_width=MIN_TEXT)
     for name, value in values.items():
-        grid.add_row(name, value)
+        if value is not None:
+            grid.add_row(name, cell(value))
     _print(_console(sys.stdout), grid)
 
 
@@ -121,13 +139,8 @@ def _console(file: TextIO) -> Console:
     """Return a console that prints text as it is; it wraps lines only on a terminal."""
     from rich.console import Console
 
-    return Console(
-        file=file,
-        width=None if file.isatty() else UNBOUNDED,
-        highlight=False,
-        markup=False,
-        emoji=False,
-    )
+    width = None if file.isatty() else UNBOUNDED
+    return Console(file=file, width=width, highlight=False, markup=False, emoji=False)
 
 
 def _print(console: Console, grid: Table) -> None:
@@ -139,13 +152,27 @@ def _print(console: Console, grid: Table) -> None:
         print(line.rstrip())
 
 
+# --- the format of figures -------------------------------------------------------------------------------
+
+
+def cell(value: Any) -> str:
+    """Return a value as text: "12,345", "12.3", "yes", "-" for None; text as it is."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return value if isinstance(value, str) else number(value)
+
+
 def counted(num: int, noun: str, ending: str = "s") -> str:
     """Return a number with its noun: "1 machine", "2 machines"."""
     return f"{num:,} {noun}{ending * (num != 1)}"
 
 
-def duration(seconds: float) -> str:
-    """Return seconds as "9s", "3m05s", "2h10m" or "3d04h"."""
+def duration(seconds: float | None) -> str:
+    """Return seconds as "9s", "3m05s", "2h10m" or "3d04h"; "-" for None."""
+    if seconds is None:
+        return "-"
     whole = max(0, int(seconds))
     if whole < 60:
         return f"{whole}s"
@@ -166,16 +193,14 @@ def size(num_bytes: float) -> str:
     return f"{value:.1f} TB"
 
 
-def number(value: float | None, digits: int = 1) -> str:
-    """Return a figure as text, or "-" if it is missing."""
-    if value is None or not math.isfinite(value):
-        return "-"
-    return f"{value:,.{digits}f}"
+def number(value: float | None) -> str:
+    """Return a figure with one decimal, or "-" if it is missing."""
+    return "-" if value is None or not math.isfinite(value) else f"{value:,.1f}"
 
 
-def rate(row: Mapping[str, Any], name: str, ended: bool) -> str:
-    """Return a rate such as " (310/s)"; "" if it is unknown or the run has ended."""
-    return f" ({row[name]:.0f}/s)" if name in row and not ended else ""
+def percent(share: float | None) -> str:
+    """Return a share as "25 %", or "-" if it is unknown."""
+    return "-" if share is None else f"{100 * share:.0f} %"
 
 
 def mean_and_std(mean: float | None, std: float | None) -> str:
@@ -191,3 +216,24 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return value
+
+
+def picked(source: object, *names: str) -> dict[str, Any]:
+    """Return some attributes by name, for JSON."""
+    return {name: getattr(source, name) for name in names}
+
+
+def train_s(state: RunState, now_s: float) -> float | None:
+    """Return the seconds from a run's first step to its end or to now; None before the first step."""
+    return (state.ended_s or now_s) - state.first_step_s if state.first_step_s else None
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the settings of a tree by their dotted names."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            found |= flat(value, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = value
+    return found

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import shutil
 import socket
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ddrl.cli.output import Client, InputError, Json, Run, duration, emit, note, number, server, table
+from ddrl.cli.output import (
+    Client,
+    InputError,
+    Json,
+    Run,
+    Yes,
+    confirm,
+    duration,
+    emit,
+    note,
+    picked,
+    server,
+    table,
+    train_s,
+)
 from ddrl.store import runs as store
 
 
@@ -23,25 +36,21 @@ def runs(
     """List the runs on the server, the newest last."""
     with server() as client:
         known = store.names(client)
-        rows = [row for run in known[-number_of:] if (row := _describe(client, run)) is not None]
         now_s = store.server_ms(client) / 1e3
+        rows = [row for run in known[-number_of:] if (row := _describe(client, run, now_s)) is not None]
     if json_output:
         emit(rows)
         return
     if not rows:
         print("no runs yet; start one with `ddrl submit configs/lunar.yaml`")
         return
+    plain = ("run", "status", "env", "env_steps", "updates", "return_mean")
     table(
         ("run", "status", "env", "env steps", "updates", "return", "train", "age", "reason"),
         [
             (
-                row["run"],
-                row["status"],
-                row["env"],
-                f"{row['env_steps']:,}",
-                f"{row['updates']:,}",
-                number(row["return_mean"]),
-                "-" if row["train_s"] is None else duration(row["train_s"]),
+                *(row[name] for name in plain),
+                duration(row["train_s"]),
                 duration(now_s - row["created_s"]),
                 row["reason"],
             )
@@ -68,7 +77,7 @@ def delete(
     run: Annotated[
         str, typer.Argument(metavar="RUN", help="Id of an ended run, the start of one, or: last.")
     ],
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
+    yes: Yes = False,
     files: Annotated[bool, typer.Option("--files", help="Delete its folder of artifacts too.")] = False,
     json_output: Json = False,
 ) -> None:
@@ -79,41 +88,30 @@ def delete(
         if not state.ended:
             raise InputError(f"run {run}: is {state.status}; stop it first with `ddrl stop {run}`")
         folder = _own_folder(state) if files else None
-        if not yes:
-            if not sys.stdin.isatty():
-                raise InputError(f"run {run}: not deleted: no terminal to confirm on; add --yes")
-            also = f" and {folder}" if folder else ""
-            typer.confirm(f"Delete run {run}{also} for good?", abort=True, err=True)
+        also = f" and {folder}" if folder else ""
+        confirm(f"run {run}:", f"Delete run {run}{also} for good?", yes)
         removed = store.delete(client, run)
     if folder is not None:
         shutil.rmtree(folder)
     if json_output:
         emit({"run": run, "keys": removed, "folder": str(folder) if folder else None})
     else:
-        print(f"deleted {run}: {removed} keys" + (f" and {folder}" if folder else ""))
+        print(f"deleted {run}: {removed} keys{also}")
 
 
-def _describe(client: Client, run: str) -> dict[str, Any] | None:
+def _describe(client: Client, run: str, now_s: float) -> dict[str, Any] | None:
     """Return a row of `ddrl runs`; None if the run was deleted meanwhile."""
     try:
         state, config = store.state(client, run), store.config(client, run)
     except store.UnknownRunError:
         return None
-    now_s = store.server_ms(client) / 1e3
     return {
-        "run": run,
-        "status": state.status,
-        "reason": state.reason,
+        **picked(state, "run", "status", "reason", "updates", "version", "weight", "priority", "created_s"),
         "env": config.env.id,
         "algorithm": config.algorithm["name"],
         "env_steps": state.appended_steps,
-        "updates": state.updates,
-        "version": state.version,
-        "weight": state.weight,
-        "priority": state.priority,
         "return_mean": (state.evaluation or {}).get("return_mean"),
-        "created_s": state.created_s,
-        "train_s": (state.ended_s or now_s) - state.first_step_s if state.first_step_s else None,
+        "train_s": train_s(state, now_s),
         "leased": state.leased,
         "artifacts": state.folder,
     }

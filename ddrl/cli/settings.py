@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ddrl.cli.output import InputError, Json, emit, note, server
+from ddrl.cli.output import InputError, Json, Run, emit, flat, note, server
 from ddrl.store import runs as store
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel
-
     from ddrl.config import RunConfig
     from ddrl.types import EnvSpec
 
@@ -22,7 +21,7 @@ Changes = dict[str, tuple[Any, Any]]  # option -> (from, to)
 
 
 def set_(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Id of a run, the start of one, or: last.")],
+    run: Run,
     settings: Annotated[
         list[str],
         typer.Argument(
@@ -74,29 +73,25 @@ def change(before: RunConfig, spaces: EnvSpec, wanted: Mapping[str, Any]) -> tup
         ConfigError: a value cannot be used.
     """
     from ddrl.algorithms import base
-    from ddrl.config import RunConfig, live_options, validate
+    from ddrl.config import RunConfig, live_options, options, validate
     from ddrl.runs import submit
 
     own = base.config_class(before.algorithm["name"])
     live = live_options(RunConfig) | live_options(own, "algorithm.")
-    known = _options(RunConfig) - {"algorithm"} | {"algorithm.name"} | _options(own, "algorithm.")
-    for name in wanted:
-        if name not in live:
-            raise InputError(_refusal(name, live, known))
+    known = {*options(RunConfig), "algorithm.name", *options(own, "algorithm.")} - {"algorithm"}
     tree = before.model_dump(mode="json", by_alias=True)
     for name, value in wanted.items():
+        if name not in live:
+            raise InputError(_refusal(name, live, known))
         *sections, option = name.split(".")
-        node = tree
-        for section in sections:
-            node = node[section]
-        node[option] = value
+        functools.reduce(dict.__getitem__, sections, tree)[option] = value
     after = validate(tree)
     submit.check(after, spaces)
     old, new = _values(before, spaces), _values(after, spaces)
     # The algorithm's section is stored as given; YAML reads 1e-4 as text, so the validated number is stored.
     given = {name: new[f"algorithm.{name}"] for name in after.algorithm if f"algorithm.{name}" in wanted}
     after = after.model_copy(update={"algorithm": after.algorithm | given})
-    return after, {name: (old[name], new[name]) for name in new if old[name] != new[name]}
+    return after, {name: (old.get(name), new[name]) for name in new if old.get(name) != new[name]}
 
 
 def parse(settings: Sequence[str]) -> dict[str, Any]:
@@ -144,31 +139,10 @@ def _in_words(names: Iterable[str]) -> str:
     return ", ".join(words)
 
 
-def _options(model: type[BaseModel], prefix: str = "") -> set[str]:
-    """Return the dotted names of all options."""
-    from pydantic import BaseModel
-
-    found: set[str] = set()
-    for key, field in model.model_fields.items():
-        name = prefix + (field.alias or key)
-        part = field.annotation
-        if isinstance(part, type) and issubclass(part, BaseModel):
-            found |= _options(part, f"{name}.")
-        else:
-            found.add(name)
-    return found
-
-
 def _values(config: RunConfig, spaces: EnvSpec) -> dict[str, Any]:
     """Return the JSON value of every option by its dotted name, with the algorithm's defaults."""
     from ddrl.algorithms import base
 
     tree = config.model_dump(mode="json", by_alias=True)
-    options = base.resolve(config, spaces).config.model_dump(mode="json", by_alias=True)
-    found: dict[str, Any] = {}
-    for name, value in (tree | {"algorithm": {"name": tree["algorithm"]["name"], **options}}).items():
-        if isinstance(value, dict):
-            found |= {f"{name}.{option}": part for option, part in value.items()}
-        else:
-            found[name] = value
-    return found
+    tree["algorithm"] |= base.resolve(config, spaces).config.model_dump(mode="json", by_alias=True)
+    return flat(tree)

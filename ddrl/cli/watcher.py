@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,58 @@ from ddrl.store.workers import Heartbeat
 
 FLEET_S = 2.0  # between two polls of workers, other runs and the server, which cost more than the run's state
 WINDOW_S = 60.0  # over which shares and waits are measured
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Parts of process time within some period; None while unknown.
+
+    Attributes:
+        share: of all active runs' process time, spent on this run.
+        played, allowance_wait, room_wait: of this run's own, spent stepping, waiting for the learner, and for room.
+    """
+
+    share: float | None = None
+    played: float | None = None
+    allowance_wait: float | None = None
+    room_wait: float | None = None
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Process time spent up to one moment: on each active run, and on this one by purpose."""
+
+    at: float = 0.0
+    by_run: Mapping[str, float] = field(default_factory=dict)
+    process_s: float = 0.0
+    played_s: float = 0.0
+    allowance_wait_s: float = 0.0
+    room_wait_s: float = 0.0
+
+    @classmethod
+    def now(cls, state: RunState, loads: Iterable[RunLoad]) -> Usage:
+        """Return the process time up to now."""
+        by_run = {load.run: load.process_ms / 1e3 for load in loads}
+        return cls(
+            time.monotonic(),
+            by_run,
+            state.process_s,
+            state.played_s,
+            state.allowance_wait_s,
+            state.room_wait_s,
+        )
+
+    def since(self, before: Usage, run: str) -> Shares:
+        """Return the shares of a run between two moments."""
+        spent = {name: max(0.0, s - before.by_run.get(name, 0.0)) for name, s in self.by_run.items()}
+        everybody_s, process_s = sum(spent.values()), self.process_s - before.process_s
+
+        def part(name: str) -> float | None:
+            spent_s: float = getattr(self, name) - getattr(before, name)
+            return min(1.0, spent_s / process_s) if process_s > 0 else None
+
+        share = spent[run] / everybody_s if run in spent and everybody_s > 0 else None
+        return Shares(share, part("played_s"), part("allowance_wait_s"), part("room_wait_s"))
 
 
 @dataclass
@@ -34,12 +86,10 @@ class Figures:
         loads: all active runs, with this one.
         refusals: host -> reason why it does not play the run.
         num_playing: processes that play it now.
-        share: part of all runs' process time within WINDOW_S; None while unknown.
-        allowance_wait, room_wait: parts of its own process time within WINDOW_S spent waiting; None while unknown.
+        recent: shares of process time within WINDOW_S.
         quiet_s: since env steps last grew.
         now_s: the server's clock.
         notices: entries of the journal other than changes of status, each once, oldest first.
-        outage: why the server does not answer; empty while it does.
         hint: why nothing happens, and the remedy; empty while all is well.
     """
 
@@ -52,13 +102,10 @@ class Figures:
     loads: list[RunLoad] = field(default_factory=list)
     refusals: dict[str, str] = field(default_factory=dict)
     num_playing: int = 0
-    share: float | None = None
-    allowance_wait: float | None = None
-    room_wait: float | None = None
+    recent: Shares = field(default_factory=Shares)
     quiet_s: float = 0.0
     now_s: float = 0.0
     notices: list[str] = field(default_factory=list)
-    outage: str = ""
     hint: str = ""
 
     @property
@@ -84,11 +131,6 @@ class Figures:
         return None if limit is None else max(0.0, limit - spent)
 
     @property
-    def env_steps(self) -> int:
-        """Environment steps appended so far."""
-        return self.state.appended_steps
-
-    @property
     def updates(self) -> int:
         """Updates, from the run's state or the metrics, whichever is newer."""
         return max(self.state.updates, int(self.row.get("updates", 0)))
@@ -98,6 +140,10 @@ class Figures:
         """The run's share by its weight, among the active runs of its priority."""
         peers = [load.weight for load in self.loads if load.priority == self.state.priority]
         return self.state.weight / total if (total := sum(peers)) else 1.0
+
+    def rate(self, name: str) -> str:
+        """Return a rate of the metrics such as " (310/s)"; "" if it is unknown or the run has ended."""
+        return f" ({self.row[name]:.0f}/s)" if name in self.row and not self.state.ended else ""
 
 
 class Watcher:
@@ -121,7 +167,7 @@ class Watcher:
         self._quiet_until = time.monotonic() + starting_s
         self._fleet_at = self._grown_at = 0.0
         self._server = ""
-        self._history: deque[_Times] = deque()
+        self._history: deque[Usage] = deque()
 
     def poll(self) -> Figures:
         """Poll the run and return its state; the same object each time."""
@@ -146,54 +192,22 @@ class Watcher:
         if now >= self._fleet_at and not figures.state.ended:
             self._fleet_at = now + FLEET_S
             self._poll_fleet()
-        figures.outage = ""
         figures.hint = hints.hint(figures, server=self._server, starting=now < self._quiet_until)
         return figures
 
     def without_server(self, reason: str) -> Figures:
-        """Return the last state, with the reason why the server does not answer."""
-        self._figures.outage = self._figures.hint = reason
+        """Return the last state, with the reason why the server does not answer as the hint."""
+        self._figures.hint = reason
         return self._figures
 
     def _poll_fleet(self) -> None:
-        client, figures = self._client, self._figures
+        client, figures, history = self._client, self._figures, self._history
         figures.present = workers.alive(client)
         figures.loads = segments.active(client)
         figures.refusals = segments.refusals(client, self._run)
         figures.num_playing = len(segments.playing(client, self._run))
         self._server = hints.server_trouble(client)
-        self._history.append(_Times.of(figures))
-        while len(self._history) > 2 and self._history[-1].at - self._history[1].at > WINDOW_S:
-            self._history.popleft()
-        first, last = self._history[0], self._history[-1]
-        everybody = sum(
-            max(0, last.process_ms[run] - first.process_ms.get(run, 0)) for run in last.process_ms
-        )
-        mine = last.process_ms.get(self._run, 0) - first.process_ms.get(self._run, 0)
-        figures.share = mine / everybody if everybody > 0 and self._run in last.process_ms else None
-        spent_s = last.process_s - first.process_s
-        if spent_s > 0:
-            figures.allowance_wait = min(1.0, (last.allowance_wait_s - first.allowance_wait_s) / spent_s)
-            figures.room_wait = min(1.0, (last.room_wait_s - first.room_wait_s) / spent_s)
-
-
-@dataclass(frozen=True)
-class _Times:
-    """Process time spent on each active run, and on waits of this run, up to one moment."""
-
-    at: float
-    process_ms: dict[str, int]
-    process_s: float
-    allowance_wait_s: float
-    room_wait_s: float
-
-    @classmethod
-    def of(cls, figures: Figures) -> _Times:
-        state = figures.state
-        return cls(
-            at=time.monotonic(),
-            process_ms={load.run: load.process_ms for load in figures.loads},
-            process_s=state.process_s,
-            allowance_wait_s=state.allowance_wait_s,
-            room_wait_s=state.room_wait_s,
-        )
+        history.append(Usage.now(figures.state, figures.loads))
+        while len(history) > 2 and history[-1].at - history[1].at > WINDOW_S:
+            history.popleft()
+        figures.recent = history[-1].since(history[0], self._run)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from ddrl import policy
-from ddrl.runs.curves import plot
+from ddrl.runs.curves import plot_run
 from ddrl.runs.records import Records, read, shown, summary
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def write(client: Redis, run: str, folder: Path) -> list[Path]:
         written.append(policy.save(client, run, version, folder / "policy.safetensors"))
     if (events := _write_events(folder / "tensorboard", records)) is not None:
         written.append(events)
-    return [*written, plot(records, folder / "curve.png"), summary_]
+    return [*written, plot_run(records, folder / "curve.png"), summary_]
 
 
 _EVALUATION_COLUMNS = (

@@ -1,8 +1,8 @@
-"""The learning curve of a run: returns over seconds and over environment steps, as PNG."""
+"""Learning curves as PNG: returns over seconds and over environment steps, of one run or of several."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,105 +10,168 @@ from ddrl.runs.records import Records, shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 WINDOW = 20  # episodes of the trailing mean
+MAX_POINTS = 2_000  # of the line of one of several runs
+LEGEND_ROWS = 12  # more runs take another column of the legend
+PANELS = {"time_s": "seconds since the first environment step", "env_steps": "environment steps"}
 _BLUE, _ORANGE, _GREEN, _GREY, CHANGE_COLOR = "#2f6fb0", "#d9822b", "#2a9d5c", "#6b7280", "#7a3e9d"
-LABEL_WIDTH = 0.026  # of one line of a label, in widths of a panel
+# Safe for color-blind readers (Okabe and Ito 2008), without the yellow, which is too pale on white.
+_RUN_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#4b5563")
+_RUN_DASHES = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
+LABEL_WIDTH = 0.026  # of one line of a changed setting's label, in widths of a panel
 LABEL_LINES = 4  # at most
 MAX_LABELS = 12
 
 
-def plot(records: Records, path: Path) -> Path:
-    """Draw return against seconds and against env steps, side by side."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+def trailing_mean(values: Sequence[float], window: int = WINDOW) -> list[float]:
+    """Return the mean of the last `window` values at each index."""
+    means, total = [], 0.0
+    for i, value in enumerate(values):
+        total += value - (values[i - window] if i >= window else 0.0)
+        means.append(total / min(i + 1, window))
+    return means
 
-    figure = Figure(figsize=(11, 4.4), layout="constrained")
-    FigureCanvasAgg(figure)  # without pyplot: no global state, no display
-    left, right = figure.subplots(1, 2, sharey=True)
-    draw(left, records, "time_s")
-    draw(right, records, "env_steps")
-    left.set_xlabel("seconds since the first environment step")
-    right.set_xlabel("environment steps")
-    left.set_ylabel("episode return")
+
+def plot_run(records: Records, path: Path) -> Path:
+    """Plot one run: training returns, their mean, evaluations, the target and changed settings."""
     state, config = records.state, records.config
-    figure.suptitle(
-        f"{config.env.id}, {str(config.algorithm.get('name')).upper()}, seed {config.seed}    "
-        f"{state.run}: {state.status}",
-        fontsize=11,
-    )
-    handles, labels = left.get_legend_handles_labels()
+    task = f"{config.env.id}, {str(config.algorithm['name']).upper()}, seed {config.seed}"
+    figure = _panels((11, 4.4), f"{task}    {state.run}: {state.status}", records, draw_run)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
     if handles:
-        figure.legend(
-            handles, labels, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9
-        )
+        _legend_below(figure, handles, labels, columns=len(handles))
     figure.savefig(path, dpi=130)
     return path
 
 
-def draw(axes: Axes, records: Records, over: str) -> None:
-    """Draw one panel: training returns, their trailing mean, evaluations with error bars, the target."""
-    axes.grid(True, color="#e5e7eb", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.margins(x=0.02)
-    if over == "env_steps":
-        axes.xaxis.set_major_formatter(
-            lambda value, _: f"{value / 1000:g}k" if abs(value) >= 1000 else f"{value:g}"
-        )
-    returns = [row["return"] for row in records.episodes]
+def plot_runs(runs: Mapping[str, Records], path: Path) -> Path:
+    """Plot several runs, each in its color: lines are smoothed training returns, marks are evaluations.
+
+    Args:
+        runs: label in the legend -> history.
+        path: its folder must exist.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    from matplotlib.lines import Line2D
+
+    columns = -(-len(runs) // LEGEND_ROWS)
+    height = 4.6 + 0.21 * -(-len(runs) // columns)
+    envs = dict.fromkeys(each.config.env.id for each in runs.values())
+    figure = _panels((12, height), ", ".join(envs), [*runs.values()], draw_runs)
+    handles = [Line2D([], [], **_style(number), linewidth=2.2) for number in range(len(runs))]
+    _legend_below(figure, handles, list(runs), columns=columns)
+    marks = [Line2D([], [], color=_GREY, linewidth=2.2), Line2D([], [], color=_GREY, marker="o", linewidth=0)]
+    labels = ["training, smoothed", "evaluation (± std)"]
+    figure.axes[1].legend(marks, labels, loc="lower right", fontsize=8, framealpha=0.85, edgecolor="none")
+    figure.savefig(path, dpi=130)
+    return path
+
+
+def draw_run(axes: Axes, records: Records, over: str) -> None:
+    """Draw one run on one panel; `over` is a key of PANELS."""
+    returns, evaluated = [row["return"] for row in records.episodes], records.evaluated
     if returns:
-        xs = [row[over] for row in records.episodes]
-        axes.scatter(
-            xs, returns, s=7, color=_BLUE, alpha=0.22, linewidths=0, label="training episode", rasterized=True
-        )
-        means = _trailing_mean(returns)
-        begin = WINDOW // 4 if len(returns) > WINDOW else 0  # the mean of few episodes is noise
+        xs, means = [row[over] for row in records.episodes], trailing_mean(returns)
+        label = "training episode"
+        axes.scatter(xs, returns, s=7, color=_BLUE, alpha=0.22, linewidths=0, label=label, rasterized=True)
+        begin = _first_mean(means)
         axes.plot(xs[begin:], means[begin:], color=_BLUE, linewidth=1.8, label=f"training, mean of {WINDOW}")
-    watched = [row for row in records.evaluated if row["purpose"] != "confirm"]
-    confirmed = [row for row in records.evaluated if row["purpose"] == "confirm"]
-    for rows, color, marker, label in (
-        (watched, _ORANGE, "o", "evaluation (± std)"),
-        (confirmed, _GREEN, "D", "confirmation (± std)"),
-    ):
-        if rows:
-            axes.errorbar(
-                [row[over] for row in rows],
-                [row["return_mean"] for row in rows],
-                [row["return_std"] for row in rows],
-                fmt=marker,
-                color=color,
-                markersize=6,
-                markeredgecolor="white",
-                markeredgewidth=0.8,
-                elinewidth=1.2,
-                capsize=2.5,
-                label=label,
-                zorder=4,
-            )
-    target = records.config.stop.return_
-    if target is not None:
-        axes.axhline(
-            target, color=_GREY, linestyle=(0, (5, 3)), linewidth=1.2, label=f"target {target:g}", zorder=1
-        )
-    low, high = _visible(returns, records.evaluated, target)
-    axes.set_ylim(low, high)
-    axes.set_xlim(left=0)
+    confirmed = [row for row in evaluated if row["purpose"] == "confirm"]
+    others = [row for row in evaluated if row["purpose"] != "confirm"]
+    _draw_evaluations(axes, others, over, color=_ORANGE, label="evaluation (± std)")
+    _draw_evaluations(axes, confirmed, over, color=_GREEN, fmt="D", label="confirmation (± std)")
+    cut = len(returns) // 100  # the lowest and highest 1 % may lie outside
+    _finish(axes, [records], sorted(returns)[cut : len(returns) - cut])
     _draw_changes(axes, records, over)
-    if not returns and not records.evaluated:
-        axes.text(
-            0.5, 0.6, "no episode has ended", transform=axes.transAxes, ha="center", va="center", color=_GREY
-        )
+
+
+def draw_runs(axes: Axes, runs: Sequence[Records], over: str) -> None:
+    """Draw several runs on one panel; `over` is a key of PANELS."""
+    levels: list[float] = []
+    for number, records in enumerate(runs):
+        returns = [row["return"] for row in records.episodes]
+        means = trailing_mean(returns, max(WINDOW, len(returns) // 40))
+        begin = _first_mean(means)
+        xs = [row[over] for row in records.episodes]
+        line = list(dict(zip(xs[begin:], means[begin:], strict=True)).items())  # one point a fragment
+        line = line[:: max(1, len(line) // MAX_POINTS)]
+        if line:
+            axes.plot(*zip(*line, strict=True), **_style(number), linewidth=1.7, alpha=0.9)
+        levels += [mean for _, mean in line]
+        color = _RUN_COLORS[number % len(_RUN_COLORS)]
+        _draw_evaluations(axes, records.evaluated, over, color=color, alpha=0.85)
+    _finish(axes, runs, levels)
+
+
+def _panels(
+    size: tuple[float, float], title: str, data: Any, draw: Callable[[Axes, Any, str], None]
+) -> Figure:
+    """Return a figure with a panel for each of PANELS, drawn by `draw(axes, data, over)`."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)  # without pyplot: no global state, no display
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, (over, label) in zip(panels, PANELS.items(), strict=True):
+        axes.grid(True, color="#e5e7eb", linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.margins(x=0.02)
+        axes.set_xlabel(label)
+        draw(axes, data, over)
+    panels[0].set_ylabel("episode return")
+    panels[1].xaxis.set_major_formatter(lambda value, _: _steps(value))
+    figure.suptitle(title, fontsize=11)
+    return figure
+
+
+def _legend_below(figure: Figure, handles: Sequence[Any], labels: Sequence[Any], *, columns: int) -> None:
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
+
+
+def _first_mean(means: Sequence[float]) -> int:
+    """Return the index of the first mean to draw: the mean of few episodes is noise."""
+    return WINDOW // 4 if len(means) > WINDOW else 0
+
+
+def _draw_evaluations(axes: Axes, rows: Sequence[Mapping[str, Any]], over: str, **style: Any) -> None:
+    """Draw means with their standard deviations."""
+    marks = {"fmt": "o", "markersize": 6, "markeredgecolor": "white", "markeredgewidth": 0.8}
+    bars = {"elinewidth": 1.1, "capsize": 2.5, "zorder": 4}
+    if rows:
+        xs, means, stds = ([row[name] for row in rows] for name in (over, "return_mean", "return_std"))
+        options: dict[str, Any] = {**marks, **bars, **style}
+        axes.errorbar(xs, means, stds, **options)
+
+
+def _finish(axes: Axes, runs: Sequence[Records], levels: Iterable[float]) -> None:
+    """Draw the targets, and set the range of the axis: levels, targets and evaluations with their deviation."""
+    targets = sorted({each.config.stop.return_ for each in runs if each.config.stop.return_ is not None})
+    for target in targets:
+        label = f"target {target:g}"
+        axes.axhline(target, color=_GREY, linestyle=(0, (5, 3)), linewidth=1.2, label=label, zorder=1)
+    evaluated = [row for each in runs for row in each.evaluated]
+    levels = [*levels, *targets, *(row["return_mean"] for row in evaluated)]
+    levels += [row["return_mean"] + row["return_std"] for row in evaluated]
+    low, high = min(levels, default=0.0), max(levels, default=1.0)
+    margin = 0.06 * (high - low) or max(1.0, 0.1 * abs(high))
+    axes.set_ylim(low - margin, high + margin)
+    axes.set_xlim(left=0)
+    if not any(each.episodes or each.evaluated for each in runs):
+        axes.text(0.5, 0.6, "no episode has ended", transform=axes.transAxes, ha="center", color=_GREY)
 
 
 def _draw_changes(axes: Axes, records: Records, over: str) -> None:
     """Draw a line for each changed setting, with its new value where the curve is not."""
     changes = sorted(records.changes, key=lambda row: row[over])
-    lines = [
-        axes.axvline(row[over], color=CHANGE_COLOR, linewidth=0.9, alpha=0.7, zorder=1.5) for row in changes
-    ]
-    if lines:
-        lines[0].set_label("setting changed")
+    for number, row in enumerate(changes):
+        label = None if number else "setting changed"  # once in the legend
+        axes.axvline(row[over], color=CHANGE_COLOR, linewidth=0.9, alpha=0.7, label=label, zorder=1.5)
     left, right = axes.get_xlim()
     column = LABEL_WIDTH * (right - left)
     labels = _labels(changes, over, column)
@@ -144,28 +207,21 @@ def _labels(changes: Sequence[Mapping[str, Any]], over: str, column: float) -> l
         else:
             labels.append((row[over], [text]))
     most = LABEL_LINES - 1
-    return [
-        (x, texts if len(texts) <= LABEL_LINES else [*texts[:most], f"and {len(texts) - most} more"])
-        for x, texts in labels
-    ]
+    for _, texts in labels:
+        if len(texts) > LABEL_LINES:
+            texts[most:] = [f"and {len(texts) - most} more"]
+    return labels
 
 
-def _trailing_mean(values: Sequence[float]) -> list[float]:
-    """Return for each i the mean of the last WINDOW values up to i."""
-    return [
-        sum(part) / len(part) for i in range(len(values)) if (part := values[max(0, i + 1 - WINDOW) : i + 1])
-    ]
+def _style(number: int) -> dict[str, Any]:
+    """Return the color of a run, and a dash pattern once the colors are used up."""
+    dashes = _RUN_DASHES[number // len(_RUN_COLORS) % len(_RUN_DASHES)]
+    return {"color": _RUN_COLORS[number % len(_RUN_COLORS)], "linestyle": dashes}
 
 
-def _visible(
-    returns: Sequence[float], evaluated: Sequence[Mapping[str, Any]], target: float | None
-) -> tuple[float, float]:
-    """Return the range of the axis: every mean, the target, training returns without the lowest and highest 1 %."""
-    ordered = sorted(returns)
-    cut = len(ordered) // 100
-    levels = [*ordered[cut : len(ordered) - cut], *(row["return_mean"] for row in evaluated)]
-    levels += [row["return_mean"] + row["return_std"] for row in evaluated]
-    levels += [] if target is None else [target]
-    low, high = min(levels, default=0.0), max(levels, default=1.0)
-    margin = 0.06 * (high - low) or max(1.0, 0.1 * abs(high))
-    return low - margin, high + margin
+def _steps(value: float) -> str:
+    """Return steps as 500, 20k or 1.5M."""
+    for size, suffix in ((1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:g}{suffix}"
+    return f"{value:g}"

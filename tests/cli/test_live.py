@@ -121,7 +121,6 @@ def test_the_view_of_a_fresh_run(server: Any) -> None:
 
 
 def test_the_curve_goes_where_the_returns_go() -> None:
-    assert curve.trailing_mean([1.0, 2.0, 3.0, 4.0], window=2) == [1.0, 1.5, 2.5, 3.5]
     rising = curve.draw(
         [(float(t), float(t)) for t in range(100)], [], width=60, height=10
     ).plain.splitlines()
@@ -220,12 +219,13 @@ def test_shares_and_waits_are_those_of_the_last_minute(server: Any, monkeypatch:
         play(client, run, 0, process_ms=50_000)
     beat(client, QUEUE)
     followers = [watcher.Watcher(client, run) for run in (light, heavy)]
-    assert [follower.poll().share for follower in followers] == [None, None]
+    assert [follower.poll().recent.share for follower in followers] == [None, None]
     play(client, light, 1, process_ms=1_000, allowance_wait_ms=250, room_wait_ms=100)
     play(client, heavy, 1, process_ms=3_000)
     one, three = (follower.poll() for follower in followers)
-    assert (one.share, one.entitled) == (0.25, 0.25) and (three.share, three.entitled) == (0.75, 0.75)
-    assert (one.allowance_wait, one.room_wait) == (0.25, 0.1) and three.room_wait == 0.0
+    assert (one.recent.share, one.entitled) == (0.25, 0.25)
+    assert (three.recent.share, three.entitled) == (0.75, 0.75)
+    assert (one.recent.allowance_wait, one.recent.room_wait) == (0.25, 0.1) and three.recent.room_wait == 0.0
     assert one.hint == "the stream is full (512.0 MB): play waits for the learner; raise replay.max_bytes"
     assert "share 25%  waits 10% for room" in live.plain_line(one) and "waits" not in live.plain_line(three)
     assert "25 % of 25 %, normal" in shown(one) and "25 %, 10 % for room" in shown(one)

@@ -20,8 +20,7 @@ from typer.testing import CliRunner
 
 from ddrl import config
 from ddrl.cli import app, main, settings
-from ddrl.runs import artifacts
-from ddrl.runs import curves as curve
+from ddrl.runs import artifacts, curves
 from ddrl.runs.records import Records, read
 from ddrl.store import connection, metrics, runs
 from ddrl.store import leases as lease
@@ -213,7 +212,7 @@ def test_changes_are_drawn_on_both_panels(client: Any, tmp_path: Path) -> None:
     many = [changed(1.5 * number, "weight", number) for number in range(20)]
     lines, labels = _drawn(replace(records, journal=many), "time_s")
     assert len(lines) == 20 and labels == []
-    assert curve.plot(replace(records, journal=many), tmp_path / "curve.png").stat().st_size > 10_000
+    assert curves.plot_run(replace(records, journal=many), tmp_path / "curve.png").stat().st_size > 10_000
 
 
 def _rising() -> list[dict[str, Any]]:
@@ -225,8 +224,8 @@ def _rising() -> list[dict[str, Any]]:
 def _drawn(records: Records, over: str) -> tuple[list[float], list[tuple[str, str]]]:
     """Where a panel has lines of changes, and their labels with the side they are on."""
     axes = Figure().subplots()
-    curve.draw(axes, records, over)
-    lines = [line for line in axes.lines if line.get_color() == curve.CHANGE_COLOR]
+    curves.draw_run(axes, records, over)
+    lines = [line for line in axes.lines if line.get_color() == curves.CHANGE_COLOR]
     texts = [text for text in axes.texts if text.get_rotation() == 90]
     labels = [(text.get_text(), str(text.get_verticalalignment())) for text in texts]
     return [float(np.asarray(line.get_xdata())[0]) for line in lines], labels

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from support.runs import add_history, make_run
 
 from ddrl.cli import main
 from ddrl.cli.compare import differences
-from ddrl.runs import compare as comparison
-from ddrl.runs.compare import Curve
+from ddrl.runs import curves
+from ddrl.runs.records import read
 from ddrl.store import connection, runs
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -80,23 +80,18 @@ def test_differences_leave_out_what_has_a_column_of_its_own() -> None:
     assert differences([one, two]) == {"env.kwargs.x": [None, 3], "stop.time": [None, 60.0]}
 
 
-def test_smoothing_is_a_trailing_mean() -> None:
-    values = [float(i) for i in range(50)]
-    means = comparison.smoothed(values)
-    assert means[0] == 0.0 and means[3] == 1.5
-    assert means[-1] == pytest.approx(np.mean(values[-comparison.WINDOW :]))
-    long = comparison.smoothed([0.0] * 4_000 + [1.0] * 4_000)
-    assert long[4_000] == pytest.approx(1 / 200), "a fortieth of them"
-    assert len(comparison.smoothed([])) == 0
+def test_a_trailing_mean_is_of_the_last_values() -> None:
+    assert curves.trailing_mean([1.0, 2.0, 3.0, 4.0], window=2) == [1.0, 1.5, 2.5, 3.5]
+    assert curves.trailing_mean([]) == []
 
 
-def test_drawings_of_much_and_of_nothing(tmp_path: Path) -> None:
-    many = [
-        Curve(f"{i}", [(t, 10.0 * t, float(t)) for t in range(30)], [(5, 50, 1.0, 2.0)], 20.0)
-        for i in range(16)
-    ]
-    empty = [Curve("a", [], []), Curve("b", [], [], 7.0)]
-    single = [Curve("a", [(1.0, 2.0, 5.0)], []), Curve("b", [], [(3.0, 4.0, 5.0, 0.0)])]
-    for name, curves in (("many", many), ("empty", empty), ("single", single)):
-        path = comparison.plot(curves, tmp_path / f"{name}.png", title=name)
-        assert path.read_bytes()[:8] == PNG
+def test_plots_of_much_and_of_nothing(client: Any, tmp_path: Path) -> None:
+    empty = read(client, make_run(client))
+    run = make_run(client, stop={"return": 20.0})
+    add_history(client, run)
+    much = read(client, run)
+    point = replace(empty, episodes=much.episodes[:1])
+    evaluated = replace(empty, evaluated=much.evaluated[:1])
+    for name, records in (("many", [much] * 16), ("empty", [empty] * 2), ("single", [point, evaluated])):
+        labels = {f"{number}": each for number, each in enumerate(records)}
+        assert curves.plot_runs(labels, tmp_path / f"{name}.png").read_bytes()[:8] == PNG
