@@ -319,6 +319,7 @@ class _Attempt:
     def _begin(self) -> None:
         """Restore the learner; a run that cannot be learned here fails."""
         try:
+            runs.mirror(self._client, self._run, self._token, self._config)
             local_checkpoints.restore_newer(self._client, self._run, self._token, self._folder)
             self._wire()
             self._learner.restore()

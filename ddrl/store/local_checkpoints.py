@@ -380,7 +380,7 @@ def restore(client: Redis, snapshot: Snapshot, *, even_deleted: bool = False) ->
         "allowance": 0,  # until the learner publishes
         "fence": fence,
         # A producer that the snapshot does not list appends no more: it may have been folded since.
-        "folded": max([int(state.get("folded", 0)), *unlisted]),
+        "folded": max([int(state.get("folded", 0)), int(state.get("retired", 0)), *unlisted]),
         "checkpoint": json.dumps(pointer),
     }
     producers = {

@@ -393,6 +393,16 @@ def change(
     return cast(int, reply)
 
 
+def mirror(client: Redis, run: str, token: int, config: RunConfig) -> None:
+    """Repeat in the state the settings that scripts read: an earlier version of ddrl may have left some out.
+
+    Raises:
+        LeaseLostError: another learner took over.
+    """
+    pairs = [part for pair in _mirrored(config).items() for part in pair]
+    fenced(client, "set_fields", [keys.state(run)] * 2, token, *pairs)
+
+
 def note(client: Redis, run: str, event: str, reason: str) -> None:
     """Add to the run's journal."""
     capped.add(client, run, keys.journal(run), length=JOURNAL_LENGTH, event=event, reason=reason)

@@ -186,13 +186,20 @@ def end(
 
 
 def playing(client: Redis, run: str) -> dict[str, Playing]:
-    """Return the processes that play the run now; entries of other versions of ddrl are left out."""
+    """Return the processes that play the run now; entries that cannot be read are left out.
+
+    Earlier versions of ddrl stored node, pid and time as text; their processes are gone, see `note_lost`.
+    """
     raw = cast("dict[bytes, bytes]", client.hgetall(keys.playing(run)))
     found = {}
     for process, value in raw.items():
         with contextlib.suppress(ValueError, KeyError, TypeError):
-            row: dict[str, Any] = json.loads(value)
-            found[process.decode()] = Playing(row["node"], row["pid"], row["task"], row["since_ms"] / 1e3)
+            if value.startswith(b"{"):
+                row: dict[str, Any] = json.loads(value)
+            else:
+                row = dict(zip(("node", "pid", "since_ms"), value.decode().rsplit(" ", 2), strict=True))
+            since_s = int(row["since_ms"]) / 1e3
+            found[process.decode()] = Playing(row["node"], int(row["pid"]), row.get("task", ""), since_s)
     return found
 
 
