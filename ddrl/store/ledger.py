@@ -233,9 +233,13 @@ def added(total: Row, row: Row) -> Row:
 def folded(client: Redis, run: str) -> tuple[int, set[int]]:
     """Return the last producer folded, and those that are listed: one that is neither later nor listed was folded."""
     names = ["folded", "retired"]  # `retired`: of earlier versions of ddrl
-    values = cast("list[bytes | None]", client.hmget(keys.state(run), names))  # read first: later ones may be new
+    values = cast(
+        "list[bytes | None]", client.hmget(keys.state(run), names)
+    )  # read first: later ones may be new
     listed = cast("list[bytes]", client.hkeys(keys.producers(run)))
-    return max(int(value or 0) for value in values), {producer for name in listed if (producer := int(name)) >= 0}
+    return max(int(value or 0) for value in values), {
+        producer for name in listed if (producer := int(name)) >= 0
+    }
 
 
 def audit(client: Redis, run: str, *, on_entries: Callable[[int, int], None] | None = None) -> Audit:
