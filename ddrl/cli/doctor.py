@@ -60,16 +60,13 @@ def doctor(json_output: Json = False) -> None:
 
 def examine() -> list[Finding]:
     """Make all checks; takes a few seconds, because torch is imported."""
-    return [_python(), *_packages(), *_extras(), *_server(), _cores(), _torch(), _environment()]
+    return [*_installed(), *_server(), _cores(), _torch(), _environment()]
 
 
-def _python() -> Finding:
-    return Finding(
+def _installed() -> Iterator[Finding]:
+    yield Finding(
         "python", OK, f"{platform.python_version()} on {platform.platform()}, ddrl {ddrl.__version__}"
     )
-
-
-def _packages() -> Iterator[Finding]:
     found, missing = [], []
     for name in _PACKAGES:
         try:
@@ -79,9 +76,6 @@ def _packages() -> Iterator[Finding]:
     yield Finding("packages", OK, ", ".join(found))
     if missing:
         yield Finding("packages", FAIL, f"missing: {', '.join(missing)}", "pip install ddrl again")
-
-
-def _extras() -> Iterator[Finding]:
     for extra, module in _EXTRAS.items():
         if importlib.util.find_spec(module) is not None:
             yield Finding(f"extra {extra}", OK, "installed")
@@ -110,10 +104,10 @@ def _server() -> Iterator[Finding]:
 def _memory(limit: int, used: int) -> Finding:
     if not limit:
         return Finding("memory", OK, f"{size(used)} used, no limit set on the server (maxmemory 0)")
+    detail = f"{size(used)} used of {size(limit)}"
     if used > 0.9 * limit:
-        remedy = "delete old runs with `ddrl delete`, or raise maxmemory"
-        return Finding("memory", WARN, f"{size(used)} used of {size(limit)}", remedy)
-    return Finding("memory", OK, f"{size(used)} used of {size(limit)}")
+        return Finding("memory", WARN, detail, "delete old runs with `ddrl delete`, or raise maxmemory")
+    return Finding("memory", OK, detail)
 
 
 def security(client: Client, url: str) -> Finding:
@@ -127,19 +121,12 @@ def security(client: Client, url: str) -> Finding:
     is_remote = parts.scheme != "unix" and not is_loopback(parts.hostname or "localhost")
     has_password = bool(parts.password or parse_qs(parts.query).get("password"))
     if not has_password and (is_remote or _listens_to_others(client)):
-        return Finding(
-            "security",
-            WARN,
-            "no password required, and other machines can connect: they can publish weights",
-            "set requirepass (and protected-mode yes), or bind 127.0.0.1",
-        )
+        detail = "no password required, and other machines can connect: they can publish weights"
+        remedy = "set requirepass (and protected-mode yes), or bind 127.0.0.1"
+        return Finding("security", WARN, detail, remedy)
     if is_remote and parts.scheme != "rediss":
-        return Finding(
-            "security",
-            WARN,
-            "password and experience travel unencrypted",
-            "use rediss://, or a VPN, or a network that you trust",
-        )
+        detail = "password and experience travel unencrypted"
+        return Finding("security", WARN, detail, "use rediss://, or a VPN, or a network that you trust")
     return Finding("security", OK, "nothing unsafe found")
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import os
 import re
 import socket
 import time
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -52,9 +53,8 @@ def logs(
 ) -> None:
     """Print the log lines of a run's learner and workers on all machines, and its journal, by time."""
     if follow and json_output:
-        raise InputError(
-            "--json: prints one value and ends, so it cannot be used with --follow; leave one out"
-        )
+        reason = "prints one value and ends, so it cannot be used with --follow; leave one out"
+        raise InputError(f"--json: {reason}")
     with server() as client:
         run = store.resolve(client, run)
         tail = _Tail(client, run, routine=all_)
@@ -63,11 +63,13 @@ def logs(
         if json_output:
             emit([asdict(line) for line in lines])
             return
-        width = max([len(line.source) for line in lines], default=0)
+        width = 0
         while True:
+            width = max([width, *(len(line.source) for line in lines)])
             for line in lines:
-                width = max(width, len(line.source))
-                print(line.text(width), flush=True)
+                level = f"{line.level}: " if line.level in ("WARNING", "ERROR", "CRITICAL") else ""
+                text = f"{_clock(line.time_s)} {line.source:<{width}} | {level}{line.line}"
+                print(text.rstrip(), flush=True)
             if not follow:
                 return
             ended = store.state(client, run).ended  # before the read, so that no line is missed
@@ -93,11 +95,6 @@ class Line:
     level: str
     line: str
 
-    def text(self, width: int) -> str:
-        """Return the printed line, with the source in a column of `width`."""
-        level = f"{self.level}: " if self.level in ("WARNING", "ERROR", "CRITICAL") else ""
-        return f"{_clock(self.time_s)} {self.source:<{width}} | {level}{self.line}".rstrip()
-
 
 class _Tail:
     """Reads new lines from the server's log stream, this machine's log files and the journal."""
@@ -108,9 +105,8 @@ class _Tail:
         self._folder = Path(folder) if folder and Path(folder).is_dir() else Path("runs") / run
         self._files: dict[Path, _File] = {}
         self._logs_cursor = self._journal_cursor = b"0-0"
-        self._single: dict[
-            tuple[bool, str], deque[float]
-        ] = {}  # lines seen only on the server or only in a file
+        # (in a file, text) -> times of the lines that only a file, or only the server, has given
+        self._single: defaultdict[tuple[bool, str], deque[float]] = defaultdict(lambda: deque(maxlen=100))
 
     def more(self) -> list[Line]:
         """Return the new lines, by time."""
@@ -120,12 +116,10 @@ class _Tail:
             for row in entries
         ]
         rows, self._logs_cursor = stored.read(self._client, self._run, self._logs_cursor)
-        gathered = [
-            Line(row["time_s"], row.get("source", ""), row.get("level", ""), part)
-            for row in rows
-            for part in row.get("text", "").splitlines() or [""]
-        ]
-        lines += [line for line in gathered if not self._is_twin(line, in_file=False)]
+        for row in rows:
+            for part in row.get("text", "").splitlines() or [""]:
+                line = Line(row["time_s"], row.get("source", ""), row.get("level", ""), part)
+                lines += [] if self._is_twin(line, in_file=False) else [line]
         ahead_s = store.server_ms(self._client) / 1e3 - time.time()
         for path in sorted(self._folder.glob("*.log")):
             file = self._files.setdefault(path, _File(path))
@@ -135,15 +129,15 @@ class _Tail:
 
     def _is_twin(self, line: Line, *, in_file: bool) -> bool:
         """Return True if the other source, file or server, has already given the line."""
-        text = line.line.strip()
-        twins = self._single.get((not in_file, text), deque())
-        for when in twins:
-            if line.level and abs(when - line.time_s) < SAME_S:
-                twins.remove(when)
-                return True
         if len(self._single) > MAX_SINGLE:
             self._single.clear()
-        self._single.setdefault((in_file, text), deque(maxlen=100)).append(line.time_s)
+        text = line.line.strip()
+        twins = self._single[not in_file, text]
+        near = [when for when in twins if abs(when - line.time_s) < SAME_S]
+        if line.level and near:
+            twins.remove(near[0])
+            return True
+        self._single[in_file, text].append(line.time_s)
         return False
 
 
@@ -153,7 +147,7 @@ class _File:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
-        self._time_s = 0.0
+        self._time_s: float | None = None  # of the newest stamped line
         self._source = f"{path.stem} {socket.gethostname()}"
 
     def more(self, ahead_s: float) -> list[Line]:
@@ -164,25 +158,26 @@ class _File:
         """
         try:
             with self._path.open("rb") as file:
-                if file.seek(0, 2) < self._offset:
+                if file.seek(0, os.SEEK_END) < self._offset:
                     self._offset = 0
                 file.seek(self._offset)
                 data = file.read()
                 changed_s = self._path.stat().st_mtime
         except OSError:
             return []
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        lines: list[Line] = []
-        texts = [text for text in whole.decode(errors="replace").splitlines() if text.strip()]
-        found = [_STAMPED.match(text) for text in texts]
-        # A line without a time stamp takes that of the line before it, or of the next stamped line at the beginning.
-        when_s = self._time_s or next((_stamp_s(match[1]) for match in found if match is not None), changed_s)
-        for text, match in zip(texts, found, strict=True):
-            if match is not None:
-                when_s = self._time_s = _stamp_s(match[1])
-            level, said = (match[2], match[3]) if match is not None else ("", text)
-            lines.append(Line(round(when_s + ahead_s, 3), self._source, level, said))
+        complete = data[: data.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        texts = [text for text in complete.decode(errors="replace").splitlines() if text.strip()]
+        matches = [_STAMPED.match(text) for text in texts]
+        if self._time_s is None:  # lines before the first stamp take its time
+            self._time_s = next((_stamp_s(match[1]) for match in matches if match), None)
+        lines = []
+        for text, match in zip(texts, matches, strict=True):
+            level = ""
+            if match:
+                self._time_s, level, text = _stamp_s(match[1]), match[2], match[3]
+            when_s = changed_s if self._time_s is None else self._time_s
+            lines.append(Line(round(when_s + ahead_s, 3), self._source, level, text))
         return lines
 
 

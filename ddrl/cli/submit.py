@@ -13,9 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ddrl import config as configs
+from ddrl.cli import live
+from ddrl.cli.output import Client, mean_and_std, note, say, server, table
+from ddrl.runs import processes as local
+from ddrl.runs.records import summary
+from ddrl.store import connection
+from ddrl.store import runs as store
+
 if TYPE_CHECKING:
-    from ddrl.cli.output import Client
-    from ddrl.config import RunConfig
     from ddrl.types import EnvSpec
 
 LEARNER_EXIT_S = 60.0  # for writing the run's folder after the run has ended
@@ -77,30 +83,18 @@ def submit(
 ) -> None:
     """Start a run, and the server and processes that it lacks; follow it to its end."""
     started = time.monotonic()
-    from ddrl import config as configs
-    from ddrl.cli import output
-
-    overrides = list(set_ or [])
-    overrides += [f"stop.time={configs.duration(time_, '--time')}"] if time_ else []
-    given = {"seed": seed, "weight": weight, "priority": priority}
-    overrides += [f"{name}={value}" for name, value in given.items() if value is not None]
-    resolved = configs.load(config, overrides)
+    given = {
+        "stop.time": configs.duration(time_, "--time") if time_ else None,
+        "seed": seed,
+        "weight": weight,
+        "priority": priority,
+    }
+    options = [f"{name}={value}" for name, value in given.items() if value is not None]
+    resolved = configs.load(config, [*(set_ or []), *options])
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
-    with output.server() as client:
-        from ddrl.runs import submit as submission
-
-        num_processes = _num_processes(workers) + _serving(client, resolved)
-        spaces = submission.prepare(resolved, processes=max(1, num_processes))
-        runs = create_all(client, [*_with_seeds(resolved, seeds)], spaces, initial)
-        _attend(
-            client,
-            runs,
-            workers=workers,
-            with_learner=with_learner,
-            detach=detach,
-            json_=json_,
-            started=started,
-        )
+    with server() as client:
+        runs = create_all(client, resolved, seeds, initial, _num_processes(workers))
+        _attend(client, runs, workers, with_learner, detach=detach, json_=json_, started=started)
 
 
 def resume(
@@ -118,14 +112,11 @@ def resume(
 ) -> None:
     """Continue paused, stopped or interrupted runs from their newest checkpoints and their replay."""
     started = time.monotonic()
-    from ddrl import config as configs
-    from ddrl.cli import output
     from ddrl.store import local_checkpoints
-    from ddrl.store import runs as store
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     more_time_s = configs.duration(time_, "--time") if time_ else None
-    with output.server() as client:
+    with server() as client:
         found = (local_checkpoints.find_or_restore(client, name, Path("runs")) for name in runs or ["last"])
         names = list(dict.fromkeys(found))
         before = [store.state(client, run) for run in names]
@@ -133,15 +124,7 @@ def resume(
             with_learner, workers = with_learner or False, workers or 0
         for run in names:
             store.reactivate(client, run, more_time_s=more_time_s)
-        _attend(
-            client,
-            names,
-            workers=workers,
-            with_learner=with_learner,
-            detach=detach,
-            json_=json_,
-            started=started,
-        )
+        _attend(client, names, workers, with_learner, detach=detach, json_=json_, started=started)
 
 
 def detached(
@@ -150,133 +133,40 @@ def detached(
     with_learner: Annotated[bool, typer.Option("--learner/--no-learner")],
 ) -> None:
     """Run the processes of detached runs until the runs end."""
-    from ddrl.cli import output
-    from ddrl.runs import processes as local
-
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with output.server() as client, local.Processes(Path("runs") / runs[0]) as processes:
+    with server() as client, local.Processes(Path("runs") / runs[0]) as processes:
         try:
             local.start(processes, runs, workers, with_learner)
             while local.any_active(client, runs):
                 time.sleep(0.5)
-                local.keep_running(client, processes, runs, output.note)
+                local.keep_running(client, processes, runs, note)
         except KeyboardInterrupt:
             _stop(client, runs)
         processes.wait_for_learners(LEARNER_EXIT_S)
 
 
-def _attend(
-    client: Client,
-    runs: Sequence[str],
-    *,
-    workers: int | None,
-    with_learner: bool | None,
-    detach: bool,
-    json_: bool,
-    started: float,
-) -> None:
-    """Start the processes that are missing, follow the runs to their end, print their results."""
-    from ddrl.cli import live, output
-    from ddrl.runs import processes as local
-    from ddrl.store import connection
-
-    num_workers = _num_processes(workers)
-    bring_learner = with_learner if with_learner is not None else connection.is_embedded()
-    if detach:
-        if num_workers or bring_learner:
-            local.start_detached(runs, num_workers, bring_learner)
-        _tell_detached(runs, json_)
-        return
-    output.note("\n".join(f"run {run}" for run in runs))
-    interrupted = False
-    try:
-        with local.Processes(Path("runs") / runs[0]) as processes:
-            try:
-                local.start(processes, runs, num_workers, bring_learner)
-                live.follow(
-                    client,
-                    runs,
-                    json_output=json_,
-                    on_tick=lambda: local.keep_running(client, processes, runs, output.note),
-                )
-            except KeyboardInterrupt:
-                interrupted = True
-                if not bring_learner:
-                    output.note(_goes_on(runs))
-                    raise typer.Exit(130) from None
-                output.note(f"stopping {', '.join(runs)}; press Ctrl-C again to end everything at once")
-                _stop(client, runs)
-            processes.wait_for_learners(LEARNER_EXIT_S)
-    except KeyboardInterrupt:  # the second one: the processes have been killed
-        output.note(f"ended at once; `ddrl resume {' '.join(runs)}` goes on from the newest checkpoint")
-        raise
-    rows = _summaries(client, runs, wall_s=time.monotonic() - started)
-    if len(runs) > 1:
-        report(rows, json_output=json_)
-    else:
-        print(json.dumps(rows[0]) if json_ else live.closing_lines(rows[0]), flush=True)
-    failed = any(row["status"] == "failed" for row in rows)
-    raise typer.Exit(130 if interrupted else 1 if failed else 0)
-
-
-def _num_processes(workers: int | None) -> int:
-    """Return the number of rollout processes to start; the default is for the embedded server only."""
-    from ddrl.store import connection
-
-    if workers is not None:
-        return workers
-    return max(1, min(8, (os.cpu_count() or 2) - 1)) if connection.is_embedded() else 0
-
-
-def _stop(client: Client, names: Sequence[str]) -> None:
-    """Stop the runs; if the server does not answer, they stay active for other learners."""
-    from ddrl.cli import output
-    from ddrl.store import connection, runs
-
-    for run in names:
-        try:
-            runs.set_status(client, run, "stopped", "interrupted")
-        except connection.OUTAGES as error:
-            text = connection.outage(error)
-            if text is None:
-                raise
-            output.note(f"{run}: not marked as stopped: {text}")
-
-
 def create_all(
-    client: Client, configs: Sequence[RunConfig], spaces: EnvSpec, target: str | None
+    client: Client, config: configs.RunConfig, seeds: int, initial: str | None, num_processes: int
 ) -> list[str]:
-    """Create all runs, or leave none active."""
+    """Create a run per seed, starting at the config's own; or leave none active."""
     from ddrl.runs import submit as submission
-    from ddrl.store import runs
 
-    weights = _initial(target, configs[0], spaces) if target is not None else None
+    num_processes += _num_in_fleet(client, config)
+    spaces = submission.prepare(config, processes=max(1, num_processes))
+    weights = None if initial is None else _initial_weights(initial, config, spaces)
     created: list[str] = []
     try:
-        for config in configs:
-            created.append(submission.create(client, config, spaces, initial=weights))
+        for seed in range(config.seed, config.seed + seeds):
+            seeded = config.model_copy(update={"seed": seed})
+            created.append(submission.create(client, seeded, spaces, initial=weights))
     except BaseException:
         for run in created:
-            runs.set_status(client, run, "stopped", "not started: another run of its submission was refused")
+            store.set_status(client, run, "stopped", "not started: another run of its submission was refused")
         raise
     return created
 
 
-def _initial(target: str, config: RunConfig, spaces: EnvSpec) -> tuple[str, bytes]:
-    """Return the initial weights and their source."""
-    from ddrl.cli import policies
-    from ddrl.runs.initial_weights import initial_weights
-
-    with policies.opened(target, None) as (source, _):
-        return initial_weights(source, config, spaces)
-
-
-def _with_seeds(config: RunConfig, seeds: int) -> Sequence[RunConfig]:
-    """Return one config per seed, starting at the config's own seed."""
-    return [config.model_copy(update={"seed": config.seed + i}) for i in range(seeds)]
-
-
-def _serving(client: Client, config: RunConfig) -> int:
+def _num_in_fleet(client: Client, config: configs.RunConfig) -> int:
     """Return the number of processes in the fleet that can play the run now."""
     from ddrl import envs
     from ddrl.envs import requirements
@@ -286,14 +176,87 @@ def _serving(client: Client, config: RunConfig) -> int:
     return sum(worker.num_players for worker in workers.alive(client) if queue in worker.queues)
 
 
-def _goes_on(runs: Sequence[str]) -> str:
-    """Return the message shown when the command leaves runs to a fleet."""
-    verb = "goes on" if len(runs) == 1 else "go on"
-    stops = "; ".join(f"`ddrl stop {run}`" for run in runs)
-    return f"{', '.join(runs)} {verb} without this command; stop with {stops}"
+def _initial_weights(target: str, config: configs.RunConfig, spaces: EnvSpec) -> tuple[str, bytes]:
+    """Return the source of the initial weights, and the weights."""
+    from ddrl.cli import policies
+    from ddrl.runs.initial_weights import initial_weights
+
+    with policies.opened(target, None) as (source, _):
+        return initial_weights(source, config, spaces)
 
 
-def _tell_detached(runs: Sequence[str], json_: bool) -> None:
+def _num_processes(workers: int | None) -> int:
+    """Return the number of rollout processes to start; the default is for the embedded server only."""
+    if workers is not None:
+        return workers
+    return max(1, min(8, (os.cpu_count() or 2) - 1)) if connection.is_embedded() else 0
+
+
+def _attend(
+    client: Client,
+    runs: Sequence[str],
+    workers: int | None,
+    with_learner: bool | None,
+    *,
+    detach: bool,
+    json_: bool,
+    started: float,
+) -> None:
+    """Start the processes that are missing, follow the runs to their end, print their results."""
+    num_workers = _num_processes(workers)
+    if with_learner is None:
+        with_learner = connection.is_embedded()
+    if detach:
+        if num_workers or with_learner:
+            local.start_detached(runs, num_workers, with_learner)
+        _report_detached(runs, json_)
+        return
+    note("\n".join(f"run {run}" for run in runs))
+    is_interrupted = False
+    try:
+        with local.Processes(Path("runs") / runs[0]) as processes:
+
+            def keep_running() -> None:
+                local.keep_running(client, processes, runs, note)
+
+            try:
+                local.start(processes, runs, num_workers, with_learner)
+                live.follow(client, runs, json_output=json_, on_tick=keep_running)
+            except KeyboardInterrupt:
+                is_interrupted = True
+                if not with_learner:
+                    stops = "; ".join(f"`ddrl stop {run}`" for run in runs)
+                    verb = "goes on" if len(runs) == 1 else "go on"
+                    note(f"{', '.join(runs)} {verb} without this command; stop with {stops}")
+                    raise typer.Exit(130) from None
+                note(f"stopping {', '.join(runs)}; press Ctrl-C again to end everything at once")
+                _stop(client, runs)
+            processes.wait_for_learners(LEARNER_EXIT_S)
+    except KeyboardInterrupt:  # the second one: the processes have been killed
+        note(f"ended at once; `ddrl resume {' '.join(runs)}` goes on from the newest checkpoint")
+        raise
+    rows = [summary(client, run, wall_s=time.monotonic() - started) for run in runs]
+    if len(runs) > 1:
+        rows = [{"seed": store.config(client, row["run"]).seed, **row} for row in rows]
+        report(rows, json_)
+    else:
+        print(json.dumps(rows[0]) if json_ else live.closing_lines(rows[0]), flush=True)
+    has_failed = any(row["status"] == "failed" for row in rows)
+    raise typer.Exit(130 if is_interrupted else 1 if has_failed else 0)
+
+
+def _stop(client: Client, runs: Sequence[str]) -> None:
+    """Stop the runs; if the server does not answer, they stay active for other learners."""
+    for run in runs:
+        try:
+            store.set_status(client, run, "stopped", "interrupted")
+        except connection.OUTAGES as error:
+            if (text := connection.outage(error)) is None:
+                raise
+            note(f"{run}: not marked as stopped: {text}")
+
+
+def _report_detached(runs: Sequence[str], json_: bool) -> None:
     if json_:
         rows = [{"run": run, "status": "active"} for run in runs]
         print(json.dumps(rows[0] if len(rows) == 1 else {"runs": rows}), flush=True)
@@ -302,46 +265,23 @@ def _tell_detached(runs: Sequence[str], json_: bool) -> None:
         print(f"{run}: submitted; watch it with `ddrl watch {run}`", flush=True)
 
 
-def _summaries(client: Client, runs: Sequence[str], *, wall_s: float) -> list[dict[str, Any]]:
-    """Return each run's summary, with its seed if there are several runs."""
-    from ddrl.runs.records import summary
-    from ddrl.store import runs as store
-
-    found = []
-    for run in runs:
-        seed = {"seed": store.config(client, run).seed} if len(runs) > 1 else {}
-        found.append(seed | summary(client, run, wall_s=wall_s))
-    return found
-
-
-def report(rows: Sequence[Mapping[str, Any]], *, json_output: bool) -> None:
+def report(rows: Sequence[Mapping[str, Any]], json_: bool) -> None:
     """Print several runs' results and their median time, as a table or as one JSON object."""
-    from ddrl.cli.output import mean_and_std, say, table
-
     times = [row["train_s"] for row in rows if row["status"] in ("solved", "time")]
     median_s = round(statistics.median(times), 3) if times else None
-    if json_output:
-        print(json.dumps({"runs": list(rows), "median_train_s": median_s}), flush=True)
+    if json_:
+        print(json.dumps({"runs": rows, "median_train_s": median_s}), flush=True)
         return
-    table(
-        ("seed", "status", "train", "env steps", "updates", "return", "run"),
-        [
-            (
-                f"{row['seed']}",
-                row["status"],
-                f"{row['train_s']:,.1f} s",
-                f"{row['env_steps']:,}",
-                f"{row['updates']:,}",
-                mean_and_std(*map((row["evaluation"] or {}).get, ("return_mean", "return_std"))),
-                row["run"],
-            )
-            for row in rows
-        ],
-        left=("status", "run"),
-    )
+    cells = []
+    for row in rows:
+        score = row["evaluation"] or {}
+        mean = mean_and_std(score.get("return_mean"), score.get("return_std"))
+        counters = (f"{row['train_s']:,.1f} s", row["env_steps"], row["updates"])
+        cells.append((str(row["seed"]), row["status"], *counters, mean, row["run"]))
+    header = ("seed", "status", "train", "env steps", "updates", "return", "run")
+    table(header, cells, left=("status", "run"))
     solved = sum(row["status"] == "solved" for row in rows)
     median = "" if median_s is None else f"median train time {median_s:.1f} s; "
     say(f"{median}{solved} of {len(rows)} solved")
-    stopped = [row["run"] for row in rows if row["status"] == "stopped"]
-    if stopped:
+    if stopped := [row["run"] for row in rows if row["status"] == "stopped"]:
         say(f"continue with `ddrl resume {' '.join(stopped)}`")

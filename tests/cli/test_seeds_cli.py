@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 from support.processes import Processes
-from support.runs import add_history, make_run
+from support.runs import add_history, make_run, target_config
 
 from ddrl.cli import live, main, view
 from ddrl.cli.submit import create_all, report
@@ -43,16 +43,16 @@ def test_the_table_and_its_median(capsys: pytest.CaptureFixture[str]) -> None:
         summary(2, "stopped", 3.0, None),
         summary(3, "time", 60.0, -5.5),
     ]
-    report(rows, json_output=False)
+    report(rows, json_=False)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["seed", "status", "train", "env", "steps", "updates", "return", "run"]
     assert lines[1].split() == ["1", "solved", "10.0", "s", "1,000", "10", "201.0", "±", "1.0", "x-1"]
     assert lines[4] == "median train time 35.0 s; 1 of 3 solved"
     assert lines[5] == "continue with `ddrl resume x-2`"
-    report(rows, json_output=True)
+    report(rows, json_=True)
     printed = capsys.readouterr().out
     assert printed.count("\n") == 1 and json.loads(printed) == {"runs": rows, "median_train_s": 35.0}
-    report([summary(1, "failed", 1.0, None)], json_output=True)
+    report([summary(1, "failed", 1.0, None)], json_=True)
     assert json.loads(capsys.readouterr().out)["median_train_s"] is None
 
 
@@ -147,12 +147,9 @@ def test_a_failed_submission_leaves_nothing_that_goes_on(
         return create(*arguments, **options)
 
     monkeypatch.setattr(submission, "create", second_fails)
-    first = make_run(server.client)
-    resolved, spaces = runs.config(server.client, first), runs.spaces(server.client, first)
-    with pytest.raises(configs.ConfigError):
-        create_all(server.client, [resolved, resolved], spaces, None)
-    states = [runs.state(server.client, run).status for run in runs.names(server.client)]
-    assert sorted(states) == ["active", "stopped"]
+    with pytest.raises(configs.ConfigError, match="no more room"):
+        create_all(server.client, target_config(), 2, None, 0)
+    assert [runs.status(server.client, run) for run in runs.names(server.client)] == ["stopped"]
 
 
 def test_ctrl_c_stops_all_and_says_how_to_go_on(home: Path, processes: Processes) -> None:
