@@ -179,12 +179,7 @@ def recurrent_states(fragment: Fragment, cuts: Cuts, size: int) -> NDArray[np.fl
 
 
 def targets(
-    reward: NDArray[Any],
-    length: NDArray[np.int64],
-    terminated: NDArray[np.bool_],
-    *,
-    gamma: float,
-    n: int,
+    reward: NDArray[Any], length: NDArray[np.int64], terminated: NDArray[np.bool_], *, gamma: float, n: int
 ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.int64], NDArray[np.bool_]]:
     """Return n-step returns within sequences; towards a sequence's end they sum fewer rewards.
 

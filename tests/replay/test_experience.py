@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-from support.reference_sequences import STATE_SIZE, Player
+from support.reference_items import STATE_SIZE, Player
 
 from ddrl import config, envs
 from ddrl.algorithms import base
 from ddrl.config import ReplayConfig, RolloutConfig
 from ddrl.replay.experience import dense_bytes, is_compressed, longest_fragment_steps, make_experience
-from ddrl.replay.replay import Replay
 from ddrl.types import EnvSpec, SequenceShape
 
 GAME = EnvSpec("game", (84, 84), "uint8", "discrete", (), (6,), frame_stack=4)
@@ -21,13 +18,14 @@ R2D2 = {"name": "r2d2", "hidden_sizes": [16], "recurrent_size": 8, "sequence_len
 
 def test_context_of_sequences_counts_for_auto() -> None:
     """A thousand transitions are 1,125 rows of 7,060 bytes; as sequences, by 40 with 84 of context, 3,125 rows."""
-    replay = ReplayConfig.model_validate({"capacity": 1000, "memory_bytes": 16 * 1024**2})
-    assert not is_compressed(replay, GAME, None)
-    assert is_compressed(replay, GAME, SHAPE)
-    larger = ReplayConfig.model_validate({"capacity": 1000, "memory_bytes": 3125 * 7060 + 28_000})
-    assert not is_compressed(larger, GAME, SHAPE)
-    smaller = ReplayConfig.model_validate({"capacity": 1000, "memory_bytes": 3125 * 7060 + 27_999})
-    assert is_compressed(smaller, GAME, SHAPE)
+    for memory_bytes, shape, expected in [
+        (16 * 1024**2, None, False),
+        (16 * 1024**2, SHAPE, True),
+        (3125 * 7060 + 28_000, SHAPE, False),
+        (3125 * 7060 + 27_999, SHAPE, True),
+    ]:
+        replay = ReplayConfig.model_validate({"capacity": 1000, "memory_bytes": memory_bytes})
+        assert is_compressed(replay, GAME, shape) is expected
 
 
 @pytest.mark.parametrize(
@@ -42,19 +40,15 @@ def test_fragments_of_sequences_are_whole_strides(
 
 @pytest.mark.parametrize(("recurrent", "size"), [("lstm", 16), ("gru", 8)])
 def test_recurrent_states_are_as_wide_as_the_players(recurrent: str, size: int) -> None:
-    options: dict[str, Any] = R2D2 | {"recurrent": recurrent}
-    run = config.validate({"env": {"id": "CartPole-v1"}, "algorithm": options})
+    run = config.validate({"env": {"id": "CartPole-v1"}, "algorithm": R2D2 | {"recurrent": recurrent}})
     spec = envs.describe(run.env)
     resolved = base.resolve(run, spec)
     assert resolved.config.recurrent_state_size == size
     assert resolved.policy().initial_state(3)["hidden"].shape == (3, size)
     held = make_experience(run, resolved.config, spec, on_policy=False, sequences=resolved.sequences)
-    assert isinstance(held, Replay)
-    player = Player(0, num_envs=2, shape=resolved.sequences)
-    with pytest.raises(
-        ValueError, match=rf"memory is float16\[\d+, {STATE_SIZE}\], expected float16 \[S, {size}\]"
-    ):
-        held.pack(player.fragment(10)[0])
+    message = rf"memory is float16\[\d+, {STATE_SIZE}\], expected float16 \[S, {size}\]"
+    with pytest.raises(ValueError, match=message):
+        held.pack(Player(shape=resolved.sequences).fragment(10))
     held.close()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from fractions import Fraction
+from typing import Any
 
 import pytest
 from hypothesis import assume, given
@@ -13,43 +15,42 @@ from ddrl.config import ReplayConfig
 from ddrl.replay.rate_limiter import RateLimiter
 
 
+def make(**options: Any) -> RateLimiter:
+    return RateLimiter(
+        **{"samples_per_insert": 32, "warmup_steps": 0, "slack_steps": 100, "batch_size": 256} | options
+    )
+
+
 def test_hand_numbers() -> None:
-    limiter = RateLimiter(samples_per_insert=32, warmup_steps=1000, slack_steps=100, batch_size=256)
+    limiter = make(warmup_steps=1000)
     # One batch of 256 is paid for by 8 inserts at 32 samples each.
-    assert not limiter.can_sample(999, 0)
-    assert not limiter.can_sample(1007, 0)
-    assert limiter.can_sample(1008, 0)
-    assert not limiter.can_sample(1008, 1)
-    assert limiter.can_sample(1016, 1)
+    cases = {(999, 0): False, (1007, 0): False, (1008, 0): True, (1008, 1): False, (1016, 1): True}
+    assert {counts: limiter.can_sample(*counts) for counts in cases} == cases
     assert [limiter.step_budget(updates) for updates in (0, 1, 10)] == [1100, 1108, 1180]
-
-
-def test_the_step_budget_is_rounded_up() -> None:
-    limiter = RateLimiter(samples_per_insert=3, warmup_steps=0, slack_steps=4, batch_size=10)
-    assert [limiter.step_budget(updates) for updates in (0, 1, 2, 3)] == [4, 8, 11, 14]
+    rounded_up = make(samples_per_insert=3, slack_steps=4, batch_size=10)
+    assert [rounded_up.step_budget(updates) for updates in (0, 1, 2, 3)] == [4, 8, 11, 14]
 
 
 @st.composite
-def valid_settings(draw: st.DrawFn) -> dict[str, float]:
+def valid_settings(draw: st.DrawFn) -> dict[str, Any]:
     """Any valid settings, often at the very edge of deadlock."""
     ratio = draw(st.floats(0.01, 200) | st.sampled_from([0.1, 1 / 3, 1.0, 32.0]))
     batch_size = draw(st.integers(1, 600))
     least = -(-batch_size // Fraction(ratio))
-    slack_steps = least + draw(st.sampled_from([0, 1, 1000]))
+    slack = int(least) + draw(st.sampled_from([0, 1, 1000]))
+    warmup = draw(st.integers(0, 2000))
     return {
         "samples_per_insert": ratio,
-        "warmup_steps": draw(st.integers(0, 2000)),
-        "slack_steps": int(slack_steps),
+        "warmup_steps": warmup,
+        "slack_steps": slack,
         "batch_size": batch_size,
     }
 
 
 @hypothesis_settings(max_examples=100, deadline=None)
 @given(settings=valid_settings(), data=st.data())
-def test_never_a_deadlock_and_the_ratio_stays_bounded(
-    settings: dict[str, float], data: st.DataObject
-) -> None:
-    limiter = RateLimiter(**settings)  # type: ignore[arg-type]
+def test_never_a_deadlock_and_the_ratio_stays_bounded(settings: dict[str, Any], data: st.DataObject) -> None:
+    limiter = make(**settings)
     ratio, warmup = Fraction(settings["samples_per_insert"]), int(settings["warmup_steps"])
     slack, batch = int(settings["slack_steps"]), int(settings["batch_size"])
     largest = data.draw(st.sampled_from([1, 7, 64, 5000]), label="largest fragment")
@@ -57,10 +58,8 @@ def test_never_a_deadlock_and_the_ratio_stays_bounded(
     sizes = data.draw(st.lists(st.integers(1, largest), min_size=1, max_size=8), label="sizes, repeated")
     inserted = updates = 0
     for step in range(400):
-        may_sample, may_append = (
-            limiter.can_sample(inserted, updates),
-            inserted < limiter.step_budget(updates),
-        )
+        may_sample = limiter.can_sample(inserted, updates)
+        may_append = inserted < limiter.step_budget(updates)
         assert may_sample or may_append
         if may_sample and (preferences[step % len(preferences)] or not may_append):
             updates += 1
@@ -72,55 +71,36 @@ def test_never_a_deadlock_and_the_ratio_stays_bounded(
 
 
 @given(settings=valid_settings(), inserted=st.integers(0, 10**12), updates=st.integers(0, 10**10))
-def test_at_any_counters_one_side_may_go_on(settings: dict[str, float], inserted: int, updates: int) -> None:
-    limiter = RateLimiter(**settings)  # type: ignore[arg-type]
+def test_at_any_counters_one_side_may_go_on(settings: dict[str, Any], inserted: int, updates: int) -> None:
+    limiter = make(**settings)
     assert limiter.can_sample(inserted, updates) or inserted < limiter.step_budget(updates)
     # The same at the moment at which the collectors have just used up their budget.
     assert limiter.can_sample(limiter.step_budget(updates), updates)
 
 
 @given(settings=valid_settings())
-def test_least_slack_is_the_least(settings: dict[str, float]) -> None:
+def test_least_slack_is_the_least(settings: dict[str, Any]) -> None:
     ratio, batch_size = Fraction(settings["samples_per_insert"]), int(settings["batch_size"])
     least = int(-(-batch_size // ratio))
     assume(least > 0)
     with pytest.raises(ValueError, match=f"use at least {least}$"):
-        RateLimiter(**{**settings, "slack_steps": least - 1})  # type: ignore[arg-type]
+        make(**settings | {"slack_steps": least - 1})
 
 
 def test_error_names_setting_value_and_remedy() -> None:
     with pytest.raises(ValueError, match=r"replay\.slack_steps: 7 .* batch of 256.* use at least 8$"):
-        RateLimiter(samples_per_insert=32, warmup_steps=0, slack_steps=7, batch_size=256)
-    RateLimiter(samples_per_insert=32, warmup_steps=0, slack_steps=8, batch_size=256)
+        make(slack_steps=7)
+    make(slack_steps=8)
 
 
 def test_defaults_of_the_configuration_are_valid() -> None:
-    replay = ReplayConfig()
-    RateLimiter(
-        samples_per_insert=replay.samples_per_insert,
-        warmup_steps=replay.warmup_steps,
-        slack_steps=replay.slack_steps,
-        batch_size=256,
-    )
+    make(**ReplayConfig().model_dump(include={"samples_per_insert", "warmup_steps", "slack_steps"}))
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [
-        ("samples_per_insert", 0.0),
-        ("samples_per_insert", -1.0),
-        ("samples_per_insert", float("inf")),
-        ("samples_per_insert", float("nan")),
-        ("slack_steps", -5),
-    ],
+    [*(("samples_per_insert", ratio) for ratio in (0.0, -1.0, math.inf, math.nan)), ("slack_steps", -5)],
 )
 def test_values_out_of_range_are_refused(name: str, value: float) -> None:
-    settings = {
-        "samples_per_insert": 1.0,
-        "warmup_steps": 10,
-        "slack_steps": 100,
-        "batch_size": 10,
-        name: value,
-    }
     with pytest.raises(ValueError, match=name):
-        RateLimiter(**settings)  # type: ignore[arg-type]
+        make(**{name: value})

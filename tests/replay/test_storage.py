@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.reference_returns import make_fragment
-from support.reference_stacks import Player
+from support.reference_items import Player
 
 from ddrl.replay import storage
 from ddrl.replay.storage import (
@@ -28,7 +27,8 @@ from ddrl.replay.storage import (
 )
 from ddrl.types import Fragment
 
-STORES = [DenseRows, CompressedRows]
+both_stores = pytest.mark.parametrize("store", [DenseRows, CompressedRows])
+IMAGE = {"observation": (5, 3), "dtype": "uint8"}
 
 
 def hand_fragment(*, context: int = 0, image: bool = False) -> Fragment:
@@ -36,47 +36,42 @@ def hand_fragment(*, context: int = 0, image: bool = False) -> Fragment:
 
     An observation is 10 * step + environment, the final one 99; images of it are 1 x 1.
     """
-    made = make_fragment(0, num_steps=3 - context, num_envs=2, context=context, end_probability=0.0)
+    made = Player(end_probability=0.0).fragment(3)
     made.truncated[1, 0] = made.terminated[0, 1] = True
     dtype, shape = (np.uint8, (1, 1)) if image else (np.float32, (1,))
     observation = (10 * np.arange(4)[:, None] + np.arange(2)).astype(dtype)
     return dataclasses.replace(
         made,
+        context=context,
         observation=observation.reshape(4, 2, *shape),
         final_index=np.array([[1, 0]], np.int32),
         final_observation=np.full((1, *shape), 99, dtype),
     )
 
 
+def played(player: Player, num_steps: int, *, context: int | None = None) -> Block:
+    """The observations of the player's next steps."""
+    return observation_block(player.fragment(num_steps, context), player.frame_stack)
+
+
+VECTORS = [0, 1, 10, 11, 20, 21, 30, 31, 99], [[0, 2, 4, 6], [1, 3, 5, 7]], [[2, 8, 6], [3, 5, 7]]
+IMAGES = [0, 10, 20, 30, 1, 11, 21, 31, 99], [[0, 1, 2, 3], [4, 5, 6, 7]], [[1, 8, 3], [5, 6, 7]]
+
+
 @pytest.mark.parametrize(
-    ("image", "rows", "row", "next_row", "back", "ends"),
+    ("image", "expected", "back", "ends"),
     [
-        (
-            False,
-            [0, 1, 10, 11, 20, 21, 30, 31, 99],
-            [[0, 2, 4, 6], [1, 3, 5, 7]],
-            [[2, 8, 6], [3, 5, 7]],
-            [0, 0, 2, 0, 0, 2, 2, 2, 6],
-            [6, 7, 8],
-        ),
-        (
-            True,
-            [0, 10, 20, 30, 1, 11, 21, 31, 99],
-            [[0, 1, 2, 3], [4, 5, 6, 7]],
-            [[1, 8, 3], [5, 6, 7]],
-            [0, 1, 0, 1, 0, 0, 1, 1, 7],
-            [3, 7, 8],
-        ),
+        (False, VECTORS, [0, 0, 2, 0, 0, 2, 2, 2, 6], [6, 7, 8]),
+        (True, IMAGES, [0, 1, 0, 1, 0, 0, 1, 1, 7], [3, 7, 8]),
     ],
 )
 def test_vectors_lie_step_by_step_and_images_environment_by_environment(
-    image: bool, rows: list[int], row: list[Any], next_row: list[Any], back: list[int], ends: list[int]
+    image: bool, expected: tuple[list[Any], ...], back: list[int], ends: list[int]
 ) -> None:
     block = observation_block(hand_fragment(image=image), 3)
-    assert block.observation.reshape(-1).tolist() == rows
-    assert block.row.T.tolist() == row and block.next_row.T.tolist() == next_row
-    assert block.back is not None and block.back.dtype == np.int32
-    assert block.back.tolist() == back
+    found = (block.observation.reshape(-1), block.row.T, block.next_row.T)
+    assert tuple(array.tolist() for array in found) == expected
+    assert block.back is not None and block.back.dtype == np.int32 and block.back.tolist() == back
     stacks = block.stacks(np.array(ends), 3)
     assert stacks.shape == ((3, 3, 1, 1) if image else (3, 3))
     assert stacks.reshape(3, 3).tolist() == [[20, 20, 30], [11, 21, 31], [0, 10, 99]]
@@ -109,15 +104,10 @@ def test_without_stacks_there_is_no_back_column() -> None:
 
 
 def test_images_from_the_wire_are_not_copied() -> None:
-    lanes = np.zeros((2, 4, 6, 6), np.uint8)  # environment-major memory, as the codec returns it
-    fragment = make_fragment(0, num_steps=3, num_envs=2, end_probability=0.0)
-    fragment = dataclasses.replace(
-        fragment,
-        observation=lanes.swapaxes(0, 1),
-        final_observation=np.zeros((0, 6, 6), np.uint8),
-    )
-    assert is_image(fragment.observation.dtype, (6, 6))
-    assert np.shares_memory(observation_block(fragment, 4).observation, lanes)
+    made = Player(**IMAGE, end_probability=0.0).fragment(3)
+    lanes = np.ascontiguousarray(made.observation.swapaxes(0, 1))  # as the codec returns it
+    block = observation_block(dataclasses.replace(made, observation=lanes.swapaxes(0, 1)), 4)
+    assert np.shares_memory(block.observation, lanes)
 
 
 @pytest.mark.parametrize(
@@ -135,12 +125,8 @@ def test_final_observations_that_do_not_match_are_refused(index: list[list[int]]
 
 def test_final_observations_of_the_context_are_not_checked() -> None:
     """They belong to an earlier fragment, and no step that is learned from leads there."""
-    fragment = dataclasses.replace(
-        hand_fragment(),
-        context=2,
-        final_index=np.zeros((0, 2), np.int32),
-        final_observation=np.zeros((0, 1), np.float32),
-    )
+    none = {"final_index": np.zeros((0, 2), np.int32), "final_observation": np.zeros((0, 1), np.float32)}
+    fragment = dataclasses.replace(hand_fragment(context=2), **none)
     final_observations(fragment, 2)
     with pytest.raises(ValueError, match="T = 0"):
         final_observations(dataclasses.replace(fragment, context=len(fragment.reward)), 2)
@@ -189,15 +175,6 @@ def test_a_ring_holds_what_a_list_would(room: int, moves: list[tuple[int, float]
     assert ring.num_bytes == ring.num_slots * 24
 
 
-def test_a_ring_grows_by_a_quarter() -> None:
-    ring = Ring(8)
-    ring.append(x=np.zeros(8))
-    ring.append(x=np.zeros(1))
-    assert ring.num_slots == 10
-    ring.append(x=np.zeros(20))
-    assert ring.num_slots == 29
-
-
 def test_a_ring_refuses_other_columns() -> None:
     ring = Ring(8)
     ring.append(x=np.zeros((2, 3)))
@@ -208,29 +185,31 @@ def test_a_ring_refuses_other_columns() -> None:
         Ring(0)
 
 
-@pytest.mark.parametrize("store", STORES)
+@both_stores
 @pytest.mark.parametrize(("shape", "dtype"), [((5, 3), "uint8"), ((3,), "float32"), ((2, 2), "float64")])
 @pytest.mark.parametrize("frame_stack", [1, 4])
 def test_stacks_of_every_block_held_can_be_read(
     store: type, shape: tuple[int, ...], dtype: str, frame_stack: int
 ) -> None:
-    player = Player(1, frame_stack=frame_stack, shape=shape, dtype=dtype)
+    player = Player(1, observation=shape, dtype=dtype, frame_stack=frame_stack)
     rows: Rows = store(frame_stack=frame_stack, expected_rows=8)
     rng = np.random.default_rng(0)
     held: list[tuple[int, Block]] = []
     for _ in range(15):
-        made = observation_block(player.fragment(int(rng.integers(1, 40)), context=6), frame_stack)
-        held.append((rows.append(rows.pack(made)), made))
+        made = played(player, int(rng.integers(1, 40)), context=6)
+        num_bytes, num_rows = rows.num_bytes, len(rows.ring)
+        packed = rows.pack(made)
+        assert (len(rows.ring), rows.num_bytes) == (num_rows, num_bytes), "packing changes nothing"
+        held.append((rows.append(packed), made))
         rows.check_valid()
         if len(held) > 3:
             rows.drop(len(held.pop(0)[1].observation))
             rows.check_valid()
         assert len(rows.ring) == sum(len(made.observation) for _, made in held)
-        numbers = np.concatenate([first + np.arange(len(made.observation)) for first, made in held])
-        expected = np.concatenate(
-            [made.stacks(np.arange(len(made.observation)), frame_stack) for _, made in held]
-        )
-        order = rng.integers(0, len(numbers), (3, 7))
+        every = [np.arange(len(made.observation)) for _, made in held]
+        numbers = np.concatenate([first + rows for (first, _), rows in zip(held, every, strict=True)])
+        stacks = [made.stacks(rows, frame_stack) for (_, made), rows in zip(held, every, strict=True)]
+        expected, order = np.concatenate(stacks), rng.integers(0, len(numbers), (3, 7))
         np.testing.assert_array_equal(rows.plan(numbers[order])(), expected[order])
         assert rows.plan(numbers[:0])().shape == (0, *expected.shape[1:])
     assert held[0][0] > 0, "numbers never begin anew"
@@ -239,14 +218,12 @@ def test_stacks_of_every_block_held_can_be_read(
         rows.check_valid()
 
 
-@pytest.mark.parametrize("store", STORES)
-def test_packing_changes_nothing_and_fits_whatever_is_appended_meanwhile(store: type) -> None:
+@both_stores
+def test_what_was_packed_fits_whatever_is_appended_meanwhile(store: type) -> None:
     rows: Rows = store(frame_stack=3)
-    player = Player(6, frame_stack=3)
-    one, two = (observation_block(player.fragment(num_steps, context=2), 3) for num_steps in (40, 9))
-    empty = rows.num_bytes
+    player = Player(6, num_envs=3, frame_stack=3, **IMAGE)
+    one, two = played(player, 40), played(player, 9)
     late = rows.pack(one)
-    assert (len(rows.ring), rows.num_bytes) == (0, empty)
     first_of_two = rows.append(rows.pack(two))
     first_of_one = rows.append(late)
     rows.check_valid()
@@ -259,7 +236,7 @@ def test_packing_changes_nothing_and_fits_whatever_is_appended_meanwhile(store: 
 def test_chunks_are_of_even_length() -> None:
     """61 rows of an environment make three chunks of 20 or 21; a final observation its own."""
     rows = CompressedRows(frame_stack=4)
-    block = observation_block(Player(2, num_envs=2).fragment(60, context=0), 4)
+    block = played(Player(2, frame_stack=4, **IMAGE), 60)
     packed = rows.pack(block)
     finals = len(block.observation) - 122
     assert finals > 0
@@ -268,23 +245,19 @@ def test_chunks_are_of_even_length() -> None:
 
 
 def test_frames_that_resemble_each_other_take_little_memory() -> None:
-    still = np.random.default_rng(0).integers(0, 256, (1, 1, 40, 40)).astype(np.uint8)
-    made = observation_block(make_fragment(0, num_steps=63, num_envs=2, end_probability=0.0), 4)
-    image = Block(np.repeat(still[0], 128, axis=0), made.row.T.reshape(2, 64).T, made.next_row, made.back)
     rows = CompressedRows(frame_stack=4, expected_rows=128)
-    rows.append(rows.pack(image))
+    player = Player(frame_stack=4, observation=(40, 40), dtype="uint8", end_probability=0.0)
+    rows.append(rows.pack(played(player, 63)))
     assert rows.num_bytes < 128 * 1600 / 10
 
 
 def test_a_chunk_is_decompressed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = CompressedRows(frame_stack=4)
-    made = observation_block(Player(3, num_envs=2).fragment(15, context=0), 4)
+    made = played(Player(3, frame_stack=4, **IMAGE), 15)
     rows.append(rows.pack(made))
-    calls = []
-    real = storage.blosc2.decompress2
-    monkeypatch.setattr(
-        storage.blosc2, "decompress2", lambda data, **kwargs: (calls.append(data), real(data, **kwargs))
-    )
+    calls, real = [], storage.blosc2.decompress2
+    spy = lambda data, **kwargs: calls.append(data) or real(data, **kwargs)  # noqa: E731
+    monkeypatch.setattr(storage.blosc2, "decompress2", spy)
     plan = rows.plan(made.row.T[:, [3, 9, 3, 12]])
     assert not calls, "planning decompresses nothing"
     plan()
@@ -294,7 +267,7 @@ def test_a_chunk_is_decompressed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_threads_decompress_into_memory_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both have decompressed their chunk before either copies from it."""
     rows = CompressedRows(frame_stack=4)
-    made = observation_block(Player(4, num_envs=2).fragment(15, context=0), 4)
+    made = played(Player(4, frame_stack=4, **IMAGE), 15)
     rows.append(rows.pack(made))
     both, real = threading.Barrier(2, timeout=30), storage.blosc2.decompress2
 
@@ -339,11 +312,11 @@ def test_the_pool_keeps_the_arrays_in_use_and_one_more(monkeypatch: pytest.Monke
     assert pool.num_bytes == 3 * 8 + other.nbytes  # batches have another shape now
 
 
-@pytest.mark.parametrize("store", STORES)
+@both_stores
 def test_pooled_batches_count_as_memory(store: type, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "POOLED_BYTES", 1)
     rows: Rows = store(frame_stack=2)
-    made = observation_block(Player(5, num_envs=2, frame_stack=2).fragment(15, context=0), 2)
+    made = played(Player(5, frame_stack=2, **IMAGE), 15)
     rows.append(rows.pack(made))
     before = rows.num_bytes
     batch = rows.plan(made.row[:, 0])()
@@ -352,10 +325,8 @@ def test_pooled_batches_count_as_memory(store: type, monkeypatch: pytest.MonkeyP
 
 def test_large_batches_of_pairs_are_read_in_parts() -> None:
     """The same as one by one."""
-    frames = np.random.default_rng(0).integers(0, 256, (2, 120, 84, 84)).astype(np.uint8)
-    made = observation_block(make_fragment(0, num_steps=119, num_envs=2, end_probability=0.0), 1)
-    row = np.arange(240).reshape(2, 120).T
+    made = played(Player(observation=(84, 84), dtype="uint8", end_probability=0.0), 119)
     rows = DenseRows()
-    rows.append(rows.pack(Block(frames.reshape(240, 84, 84), row, made.next_row, None)))
+    rows.append(rows.pack(made))
     numbers = np.random.default_rng(1).integers(0, 240, (2, 200))
-    np.testing.assert_array_equal(rows.plan(numbers)(), frames.reshape(240, 84, 84)[numbers])
+    np.testing.assert_array_equal(rows.plan(numbers)(), made.observation[numbers])

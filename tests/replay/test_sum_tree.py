@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from support.replays import assert_distributed
 
 from ddrl.replay.sum_tree import SumTree
 
-SIZES = [1, 15, 16, 17, 4096, 4097, 70_001, 2**20 + 3]
+SIZES = [1, 16, 17, 4096, 4097, 70_001, 2**20 + 3]
 
 
 def slow_slot(values: np.ndarray, mass: float) -> int:
@@ -22,18 +23,11 @@ def slow_slot(values: np.ndarray, mass: float) -> int:
 
 def test_by_hand() -> None:
     tree = SumTree(6)
-    tree.set(np.array([1, 3, 4]), np.array([2.0, 1.0, 5.0]))
+    tree.set(np.array([1, 3, 4, 1]), np.array([9.0, 1.0, 5.0, 2.0]))
     mass = np.array([0.0, 1.9, 2.0, 2.9, 3.0, 7.9])
     assert tree.total == 8.0 and tree.sample(mass).tolist() == [1, 1, 3, 3, 4, 4]
     tree.set(np.array([4]), 0.0)
     assert tree.total == 3.0 and tree.get(np.array([4, 1])).tolist() == [0.0, 2.0]
-    tree.check_valid()
-
-
-def test_the_last_value_of_a_repeated_slot_stays() -> None:
-    tree = SumTree(5000)
-    tree.set(np.array([7, 4999, 7]), np.array([1.0, 2.0, 3.0]))
-    assert tree.get(np.array([7, 4999])).tolist() == [3.0, 2.0] and tree.total == 5.0
     tree.check_valid()
 
 
@@ -42,12 +36,12 @@ def test_random_changes_against_the_slow_twin(capacity: int) -> None:
     """Values are integers, so that sums are exact and every slot must agree."""
     generator = np.random.default_rng(capacity)
     tree, twin = SumTree(capacity), np.zeros(capacity)
-    for step in range(12):
+    for step in range(6 if capacity > 10**6 else 12):
         if step % 3:
             slots = generator.integers(capacity, size=200)
             values = generator.integers(0, 4, size=200).astype(float)
             tree.set(slots, values)
-            for slot, value in zip(slots, values, strict=True):
+            for slot, value in zip(slots, values, strict=True):  # the last value of a repeated slot stays
                 twin[slot] = value
         else:
             start, stop = np.sort(generator.integers(capacity + 1, size=2))
@@ -89,9 +83,8 @@ def test_rounded_sums_never_select_an_empty_slot() -> None:
             continue
         held = np.flatnonzero(tree.get(np.arange(5000)))
         edges = np.cumsum(tree.get(held))
-        mass = np.minimum(
-            np.concatenate([edges, np.nextafter(edges, 0), np.nextafter(edges, np.inf)]), tree.total
-        )
+        mass = np.concatenate([edges, np.nextafter(edges, 0), np.nextafter(edges, np.inf)])
+        mass = np.minimum(mass, tree.total)
         assert (tree.get(tree.sample(mass)) > 0).all()
     tree.check_valid()
 
@@ -100,9 +93,8 @@ def test_no_drift_after_many_changes() -> None:
     generator = np.random.default_rng(3)
     tree = SumTree(10_000)
     for _ in range(500):
-        tree.set(
-            generator.integers(10_000, size=256), generator.random(256) * 10.0 ** generator.integers(-9, 9)
-        )
+        values = generator.random(256) * 10.0 ** generator.integers(-9, 9)
+        tree.set(generator.integers(10_000, size=256), values)
     tree.check_valid()
     tree.set_range(0, 10_000, 0.0)
     assert tree.total == 0.0  # to the last bit
@@ -115,9 +107,8 @@ def test_chi_square_of_the_draws() -> None:
     values[slots] = generator.random(400) + 0.1
     tree.set(slots, values[slots])
     drawn = np.bincount(tree.sample(generator.random(200_000) * tree.total), minlength=9000)
-    expected = values[slots] / values.sum() * 200_000
-    chi_square = ((drawn[slots] - expected) ** 2 / expected).sum()
-    assert abs(chi_square - 399) < 5 * (2 * 399) ** 0.5 and drawn.sum() == drawn[slots].sum()
+    assert_distributed(drawn[slots], values[slots] / values.sum() * 200_000)
+    assert drawn.sum() == drawn[slots].sum()
 
 
 def test_bad_arguments_are_refused() -> None:

@@ -1,8 +1,4 @@
-"""Slow twins of returns.py, and random data for them.
-
-n-step transitions are walked one at a time, from fragments whose frames say where they are. The estimators on
-trajectories are written as the papers' explicit sums over one lane, from one start, in plain float64.
-"""
+"""Slow twins of returns.py, and random data for them: the papers' explicit sums over one lane, in plain float64."""
 
 from __future__ import annotations
 
@@ -12,98 +8,30 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from support.fragments import plain_fragment
-
-from ddrl.types import Fragment
 
 
-class Transition(NamedTuple):
-    """One n-step transition; next_observation is None where the episode terminated."""
-
-    observation: np.ndarray
-    action: np.ndarray
-    n_step_return: float
-    bootstrap_discount: float
-    next_observation: np.ndarray | None
-    num_steps: int
-
-
-def slow_transitions(fragment: Fragment, *, gamma: float, n: int) -> list[Transition]:
-    """All transitions in order of time, then lane, by walking forward from each start."""
-    final = {
-        (int(step), int(lane)): fragment.final_observation[i]
-        for i, (step, lane) in enumerate(fragment.final_index)
-    }
-    end = len(fragment.reward)
-    result = []
-    for start in range(fragment.context, end):
-        for lane in range(fragment.num_envs):
-            total, used = 0.0, 0
-            while True:
-                step = start + used
-                total += gamma**used * float(fragment.reward[step, lane])
-                used += 1
-                if fragment.terminated[step, lane]:
-                    discount, following = 0.0, None
-                    break
-                if fragment.truncated[step, lane]:
-                    discount, following = gamma**used, final[step, lane]
-                    break
-                if used == n or step + 1 == end:
-                    discount, following = gamma**used, fragment.observation[step + 1, lane]
-                    break
-            result.append(
-                Transition(
-                    fragment.observation[start, lane],
-                    fragment.action[start, lane],
-                    total,
-                    discount,
-                    following,
-                    used,
-                )
-            )
-    return result
+def slow_return(
+    reward: Any, terminated: Any, truncated: Any, *, gamma: float, n: int
+) -> tuple[float, float, int]:
+    """(n-step return, bootstrap discount, number of rewards) from the first step of one lane, walking forward."""
+    total, used = 0.0, 0
+    while True:
+        total += gamma**used * float(reward[used])
+        used += 1
+        if terminated[used - 1]:
+            return total, 0.0, used
+        if truncated[used - 1] or used in (n, len(reward)):
+            return total, gamma**used, used
 
 
-def make_fragment(
-    seed: int,
-    *,
-    num_steps: int,
-    num_envs: int,
-    context: int = 0,
-    serial: int = 0,
-    dtype: Any = np.float32,
-    end_probability: float = 0.3,
-) -> Fragment:
-    """A fragment with random endings. Each frame is [serial, step, lane, kind], kind 1 for a final one.
+def slow_rescale(x: float, eps: float = 1e-3) -> float:
+    """Pohlen et al. 2018, section 3.2 as printed."""
+    return math.copysign(math.sqrt(abs(x) + 1) - 1, x) + eps * x
 
-    Rewards are small integers, so that with a dyadic gamma all sums are exact in float32.
-    """
-    rng = np.random.default_rng(seed)
-    rows = context + num_steps
-    shape = (rows, num_envs)
-    observation = np.empty((rows + 1, num_envs, 4), dtype)
-    observation[..., 0] = serial
-    observation[..., 1] = np.arange(rows + 1)[:, None]
-    observation[..., 2] = np.arange(num_envs)
-    observation[..., 3] = 0
-    ended = rng.random(shape) < end_probability
-    terminated = ended & (rng.random(shape) < 0.5)
-    truncated = ended & ~terminated
-    finals = {}
-    for step, lane in np.argwhere(truncated):
-        finals[step, lane] = observation[step, lane].copy()
-        finals[step, lane][3] = 1
-    return plain_fragment(
-        seq=serial,
-        context=context,
-        observation=observation,
-        action=rng.normal(size=(*shape, 2)).astype(np.float32),
-        reward=rng.integers(-8, 9, shape).astype(np.float32),
-        terminated=terminated,
-        truncated=truncated,
-        finals=finals,
-    )
+
+def slow_unrescale(x: float, eps: float = 1e-3) -> float:
+    """Proposition A.2 as printed."""
+    return math.copysign(((math.sqrt(1 + 4 * eps * (abs(x) + 1 + eps)) - 1) / (2 * eps)) ** 2 - 1, x)
 
 
 class Steps(NamedTuple):

@@ -42,3 +42,10 @@ def gather(replay: Replay, position: Any) -> Any:
 def gather_all(replay: Replay) -> Any:
     """All items held."""
     return gather(replay, np.arange(replay.num_items))
+
+
+def assert_distributed(counts: np.ndarray, expected: np.ndarray) -> None:
+    """Chi-square test within five standard deviations: as far from `expected` as chance has it, and no closer."""
+    degrees = len(expected) - 1  # mean; the variance is twice that
+    chi_square = ((counts - expected) ** 2 / expected).sum()
+    assert abs(chi_square - degrees) < 5 * (2 * degrees) ** 0.5
