@@ -28,7 +28,7 @@ from ddrl.config import RunConfig
 from ddrl.learner.publisher import Publisher, Shared, Tensors
 from ddrl.networks.device import to_device, to_host
 from ddrl.replay.experience import longest_fragment_steps, make_experience, steps_to_refill
-from ddrl.replay.reader import Decoded, FragmentLimits, Reader, decode, decode_range
+from ddrl.replay.reader import FragmentLimits, Reader, decode, decode_range
 from ddrl.store import stream
 from ddrl.store.checkpoints import Counters
 
@@ -74,11 +74,7 @@ class Learner:
         self._on_policy = resolved.on_policy
         self.algorithm = resolved.learner(device=device, seed=config.seed)
         self.replay = make_experience(
-            config,
-            resolved.config,
-            resolved.spec,
-            on_policy=self._on_policy,
-            sequences=resolved.sequences,
+            config, resolved.config, resolved.spec, on_policy=self._on_policy, sequences=resolved.sequences
         )
         limits = FragmentLimits(
             longest_fragment_steps(config.rollout, resolved.sequences),
@@ -110,9 +106,7 @@ class Learner:
         """
         shared, found = self.shared, self.publisher.load()
         latest = found.latest
-        version = (
-            latest + 1
-        )  # of the weights that this learner begins with, unless they are the published ones
+        version = latest + 1  # of the weights to begin with, unless they are the published ones
         self.replay.first_version = version
         if found.checkpoint is not None:
             state, counters = found.checkpoint
@@ -120,10 +114,9 @@ class Learner:
             version -= self._on_policy and counters.version == latest
             self.replay.first_version = version if version > latest else 0
             self._load(state, counters, version)
-        elif (initial := self.publisher.load_initial()) is not None:
-            source, initial_weights = initial
-            fresh = self.algorithm.load_initial_weights(initial_weights)
-            self.publisher.note("warm start", f"begins with {source}; {fresh}")
+        elif found.initial is not None:
+            fresh = self.algorithm.load_initial_weights(found.initial)
+            self.publisher.note("warm start", f"begins with {found.initial_source}; {fresh}")
         shared.oldest = self._oldest()
         size = len(self.replay)
         log.info(
@@ -139,9 +132,8 @@ class Learner:
     def _load(self, state: Tensors, counters: Counters, version: int) -> None:
         """Load a checkpoint; admit again what was held when it was taken, as of `version`."""
         shared = self.shared
-        self.algorithm.load_state(
-            {name: value for name, value in state.items() if not name.startswith(REPLAY)}
-        )
+        replay_state = {name: value for name, value in state.items() if name.startswith(REPLAY)}
+        self.algorithm.load_state({name: value for name, value in state.items() if name not in replay_state})
         oldest, cursor = counters.oldest.encode(), counters.cursor.encode()
         newest: dict[tuple[int, int], int] = {}  # (producer, incarnation) -> seq
         for entry in decode_range(self._client, self._run, oldest, cursor, self._decode):
@@ -158,11 +150,7 @@ class Learner:
         shared.add_elapsed(counters.elapsed_s)
         shared.ledger.load(counters)
         self.replay.load_state(
-            {
-                name.removeprefix(REPLAY): value.numpy()
-                for name, value in state.items()
-                if name.startswith(REPLAY)
-            }
+            {name.removeprefix(REPLAY): value.numpy() for name, value in replay_state.items()}
         )
         self.replay.num_dropped = counters.dropped + counters.waiting - self.replay.num_waiting
         missing = steps_to_refill(counters.held, len(self.replay), self._config.replay.warmup_steps)
@@ -198,12 +186,7 @@ class Learner:
         feed, is_lockstep = self._feed, self._config.learner.lockstep
         assert feed is not None, "restore() comes first"
         while not self.stopping.is_set():
-            is_admitted = False
-            if feed.ready and len(self.shared.refused) < MAX_REFUSED:
-                for entry in feed.take(0.0 if is_lockstep else ADMIT_S):
-                    self._admit(entry)
-                self.shared.oldest = self._oldest()
-                is_admitted = True
+            is_admitted = self._admit(feed)
             is_updated = (is_admitted or not is_lockstep) and self._update()
             while is_lockstep and is_updated and self._update():
                 pass
@@ -211,24 +194,30 @@ class Learner:
             if not (is_admitted or is_updated):
                 feed.wait(WAIT_S)
 
-    def _admit(self, entry: Decoded) -> None:
+    def _admit(self, feed: Reader) -> bool:
+        """Admit what the feed has read, for ADMIT_S or, in lockstep, one fragment; return False if there is nothing."""
         shared = self.shared
-        reason = entry.reason or shared.ledger.objection(entry)
-        if not reason:
-            try:
-                self.replay.admit(entry.packed, entry.entry_id, version=shared.version)
-            except ValueError as error:
-                reason = str(error)
-        lost = shared.ledger.take(entry, consumed=not reason)
-        if lost:
-            log.warning("%s", lost)
-            shared.lost.append(lost)
-        shared.take(entry, consumed=not reason)
-        if reason:
-            log.warning("entry %s refused: %s", entry.entry_id.decode(), reason)
-            shared.refused.append((entry.entry_id, entry.head, reason))
-        elif entry.fragment is not None:
-            shared.returns.extend(float(value) for value in entry.fragment.episode_return)
+        if not feed.ready or len(shared.refused) >= MAX_REFUSED:
+            return False
+        for entry in feed.take(0.0 if self._config.learner.lockstep else ADMIT_S):
+            reason = entry.reason or shared.ledger.objection(entry)
+            if not reason:
+                try:
+                    self.replay.admit(entry.packed, entry.entry_id, version=shared.version)
+                except ValueError as error:
+                    reason = str(error)
+            lost = shared.ledger.take(entry, consumed=not reason)
+            if lost:
+                log.warning("%s", lost)
+                shared.lost.append(lost)
+            shared.take(entry, consumed=not reason)
+            if reason:
+                log.warning("entry %s refused: %s", entry.entry_id.decode(), reason)
+                shared.refused.append((entry.entry_id, entry.head, reason))
+            elif entry.fragment is not None:
+                shared.returns.extend(entry.fragment.episode_return.tolist())
+        shared.oldest = self._oldest()
+        return True
 
     def _update(self) -> bool:
         """Draw a batch and learn from it; False while it waits for fragments or, on-policy, for the publisher."""

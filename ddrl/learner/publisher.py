@@ -114,14 +114,18 @@ class Stored:
     """What the server has for a learner that begins.
 
     Attributes:
-        checkpoint: tensors and counters of the newest one.
         latest: version of the weights; -1: none.
         has_latest: the weights of that version are still there.
+        checkpoint: tensors and counters of the newest one.
+        initial: without a checkpoint, the weights to begin with; None: fresh ones.
+        initial_source: the policy that they are of.
     """
 
-    checkpoint: tuple[Tensors, Counters] | None
     latest: int
     has_latest: bool
+    checkpoint: tuple[Tensors, Counters] | None = None
+    initial: Tensors | None = None
+    initial_source: str = ""
 
 
 class Publisher:
@@ -173,16 +177,15 @@ class Publisher:
         checkpoints.sweep(self._client, self._run, self._token)
         found, index = checkpoints.load(self._client, self._run), weights.index(self._client, self._run)
         self._ledger_cursor = ledger.read(self._client, self._run)[1]
-        checkpoint = None
+        stored = Stored(index.latest, index.latest in index.sizes)
         if found is not None:
             self._checkpoint = Counters.decode(found[1])
-            checkpoint = _decoded(found[0]), self._checkpoint
-        return Stored(checkpoint, index.latest, index.latest in index.sizes)
-
-    def load_initial(self) -> tuple[str, Tensors] | None:
-        """Read the weights to begin with and their source; None where the run begins with fresh ones."""
-        blob = runs.initial(self._client, self._run)
-        return None if blob is None else (runs.state(self._client, self._run).warm, _decoded(blob))
+            return replace(stored, checkpoint=(_decoded(found[0]), self._checkpoint))
+        initial = runs.initial(self._client, self._run)
+        if initial is None:
+            return stored
+        source = runs.state(self._client, self._run).warm
+        return replace(stored, initial=_decoded(initial), initial_source=source)
 
     def note(self, event: str, reason: str) -> None:
         """Add a line to the run's journal."""
@@ -207,7 +210,7 @@ class Publisher:
             self._freeing(self._raise_allowance)
         else:
             shared.version = version - 1
-            self._freeing(lambda: self._publish(shared.updates, parameters))
+            self._freeing(lambda: self._publish((shared.updates, parameters)))
         self._totals_before = self._totals()  # rates are this learner's own
         self._feed = feed
 
@@ -225,7 +228,7 @@ class Publisher:
             while self._shared.lost or self._shared.refused:
                 self._report_refused()
             if self._shared.updates > self._published_updates:
-                self._publish(self._shared.updates, parameters)
+                self._publish((self._shared.updates, parameters))
             if checkpoint is not None:
                 counters, state = checkpoint
                 self._save(replace(counters, version=self._shared.version), state)
@@ -259,7 +262,10 @@ class Publisher:
                 self._fold()
             self._trim(is_due=is_due)
             self._report_refused()
-            self._publish_or_allow()
+            if self._shared.weights is not None:
+                self._publish(self._shared.weights)
+            else:
+                self._raise_allowance()
             self._store_checkpoint()
             self._report_metrics()
         except connection.OUTAGES as error:
@@ -343,26 +349,20 @@ class Publisher:
 
     # --- weights and allowance ---------------------------------------------------------------------------
 
-    def _publish_or_allow(self) -> None:
-        finished = self._shared.weights
-        if finished is None:
-            self._raise_allowance()
-            return
-        self._publish(*finished)
-        if self._shared.weights is finished:  # the training thread may have finished others meanwhile
-            self._shared.weights = None
-        if self._feed is not None:
-            self._feed.wake()
+    def _publish(self, finished: tuple[int, Tensors]) -> None:
+        """Store the next version of the weights, raise the allowance and drop old versions, all or nothing.
 
-    def _publish(self, updates: int, parameters: Tensors) -> None:
-        """Store the next version of the weights, raise the allowance and drop old versions, all or nothing."""
+        Args:
+            finished: updates and parameters, as in `Shared.weights`.
+        """
         shared, policy = self._shared, self._config.weights
+        updates, parameters = finished
         index = weights.index(self._client, self._run)
         if self._feed is not None and index.latest < shared.version:
             raise leases.RunGoneError(
                 f"run {self._run}: the server came back empty or older, at version {index.latest}"
             )
-        version, blob = max(index.latest, shared.version) + 1, encoded(parameters)
+        version, blob = max(index.latest, shared.version) + 1, weights.encode_weights(parameters)
         allowance = self._allowance(version)
         weights.publish(
             self._client,
@@ -383,6 +383,10 @@ class Publisher:
         )
         self._written_bytes += len(blob)
         shared.version, self._allowed, self._published_updates = version, allowance, updates
+        if shared.weights is finished:  # the training thread may have finished others meanwhile
+            shared.weights = None
+        if self._feed is not None:
+            self._feed.wake()
 
     def _raise_allowance(self) -> None:
         """Allow collectors more steps, if there are enough to be worth a call."""
@@ -414,7 +418,7 @@ class Publisher:
             self._shared.wants_checkpoint.set()
 
     def _save(self, counters: Counters, state: Tensors) -> None:
-        blob, meta = encoded(state), dict(vars(counters))
+        blob, meta = weights.encode_weights(state), dict(vars(counters))
         checkpoints.save(self._client, self._run, self._token, blob, meta)
         self._written_bytes += len(blob)
         self._checkpoint = counters
@@ -484,8 +488,3 @@ class Publisher:
 
 def _decoded(blob: bytes) -> Tensors:
     return {name: torch.from_numpy(array) for name, array in weights.decode_weights(blob).items()}
-
-
-def encoded(arrays: Tensors) -> bytes:
-    """Return named tensors as safetensors bytes."""
-    return weights.encode_weights({name: tensor.numpy() for name, tensor in arrays.items()})

@@ -27,10 +27,9 @@ from ddrl.config import ConfigError, RunConfig
 from ddrl.learner.dispatcher import Dispatcher
 from ddrl.learner.evaluations import EvaluationScheduler, Progress
 from ddrl.learner.loop import Learner
-from ddrl.learner.publisher import encoded
 from ddrl.runs import artifacts, monitoring
 from ddrl.runs.prune import Retention
-from ddrl.store import budget, connection, leases, local_checkpoints, logs, runs
+from ddrl.store import budget, connection, leases, local_checkpoints, logs, runs, weights
 from ddrl.store.connection import StoreError
 from ddrl.types import EnvSpec
 
@@ -351,13 +350,7 @@ class _Attempt:
         )
         self._resources.callback(self._learner.leave)
         state = runs.state(client, run)
-        self._dispatcher = Dispatcher(
-            client,
-            run,
-            self._token,
-            config.rollout,
-            send=celery.send_rollout,
-        )
+        self._dispatcher = Dispatcher(client, run, self._token, config.rollout, send=celery.send_rollout)
         self._evaluations = EvaluationScheduler(
             client,
             run,
@@ -489,11 +482,7 @@ class _Attempt:
         self._local.put(self._snapshot(blob, meta))
 
     def _snapshot(self, blob: bytes, meta: Mapping[str, Any]) -> local_checkpoints.Snapshot:
-        state = {
-            **self._record.state,
-            "version": str(self._learner.shared.version),
-            "status": self._status,
-        }
+        state = {**self._record.state, "version": str(self._learner.shared.version), "status": self._status}
         record = replace(self._record, state=state, spec=self._config.model_dump_json(by_alias=True))
         return local_checkpoints.Snapshot(self._run, self._token, record, meta, blob)
 
@@ -540,7 +529,9 @@ class _Attempt:
         self._local.close()
         try:
             counters, state = self._learner.checkpoint()
-            local_checkpoints.write(self._folder, self._snapshot(encoded(state), asdict(counters)))
+            local_checkpoints.write(
+                self._folder, self._snapshot(weights.encode_weights(state), asdict(counters))
+            )
         except Exception:
             log.exception("%s: the learner's state cannot be saved", self._run)
 

@@ -65,6 +65,11 @@ def of_run(run: str, name: str) -> str:
     return f"ddrl:{{{run}}}:{name}"
 
 
+def run_of(key: str) -> str:
+    """The run that a key belongs to."""
+    return key.partition("{")[2].partition("}")[0]
+
+
 def spec(run: str) -> str:
     """Resolved config, JSON."""
     return of_run(run, "spec")

@@ -155,9 +155,11 @@ def fenced(client: Redis, name: str, script_keys: list[str], token: int, *args: 
         return call(client, name, script_keys, [token, *args])
     except ResponseError as error:
         if "FENCED" in str(error):
-            raise LeaseLostError("another learner took this run over; this one has stopped writing") from None
+            raise LeaseLostError(
+                f"run {keys.run_of(script_keys[0])}: another learner took it over; this one has stopped writing"
+            ) from None
         if "GONE" in str(error):
             raise RunGoneError(
-                f"{script_keys[0]}: is gone from the server, or older; was it restarted without its data?"
+                f"run {keys.run_of(script_keys[0])}: the server came back without it, or older"
             ) from None
         raise

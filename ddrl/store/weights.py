@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 from redis import Redis
@@ -25,8 +25,8 @@ class WeightsError(ValueError):
     """Bytes that are not weights, or arrays that cannot be stored; the message says why in one line."""
 
 
-def encode_weights(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None) -> bytes:
-    """Return named arrays as safetensors bytes, with `metadata` in their header.
+def encode_weights(arrays: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> bytes:
+    """Return named arrays or CPU tensors as safetensors bytes, with `metadata` in their header.
 
     Raises:
         WeightsError: an array has a dtype that safetensors does not know.
