@@ -109,9 +109,15 @@ def load(path: str | Path) -> LoadedPolicy:
     if metadata.get("format") != FORMAT:
         found = metadata.get("format", "no format")
         raise PolicyFileError(f"{path}: is {found}, not {FORMAT}; export it again with this version of ddrl")
-    config = validate(json.loads(metadata["config"]))
-    spaces = EnvSpec.from_json(json.loads(metadata["spaces"]))
-    return _build(arrays, config, spaces, metadata["run"], int(metadata["version"]), source=str(path))
+    try:
+        config = validate(json.loads(metadata["config"]))
+        spaces = EnvSpec.from_json(json.loads(metadata["spaces"]))
+        run, version = metadata["run"], int(metadata["version"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise PolicyFileError(
+            f"{path}: was exported by another version of ddrl ({error}); export it again with this version"
+        ) from None
+    return _build(arrays, config, spaces, run, version, source=str(path))
 
 
 def from_run(client: Redis, run: str, version: int) -> LoadedPolicy:

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from redis import Redis
 
-from ddrl.config import RunConfig, validate
+from ddrl.config import ConfigError, RunConfig, validate
 from ddrl.store import journal as capped
 from ddrl.store import keys
 from ddrl.store.connection import StoreError, call
@@ -254,11 +254,18 @@ def config(client: Redis, run: str) -> RunConfig:
 
     Raises:
         UnknownRunError: there is no such run.
+        StoreError: this version of ddrl cannot read it.
     """
     spec = client.get(keys.spec(run))
     if spec is None:
         raise UnknownRunError(f"run {run}: not on this server; `ddrl runs` lists those that are")
-    return validate(json.loads(cast(bytes, spec)))
+    try:
+        return validate(json.loads(cast(bytes, spec)))
+    except ConfigError as error:
+        raise StoreError(
+            f"run {run}: was stored by another version of ddrl ({error}); finish it with that version, or end it with "
+            f"`ddrl stop {run}` and `ddrl delete {run}`"
+        ) from None
 
 
 def config_version(client: Redis, run: str) -> int:

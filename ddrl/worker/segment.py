@@ -92,7 +92,7 @@ class Player:
         watch: watchdog over the environments.
 
     Raises:
-        UnknownRunError, StoreError, ConfigError: the run is gone, or of another version of ddrl.
+        UnknownRunError, StoreError: the run is gone, or of another version of ddrl.
         UnfitError: this machine does not play the run.
         EnvError: the environment cannot be made.
     """

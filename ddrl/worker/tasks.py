@@ -232,7 +232,7 @@ def fitting(client: Redis, run: str) -> RunConfig:
     """The run's config, if this machine plays it as its submitter would.
 
     Raises:
-        UnknownRunError, ConfigError: it is gone, or of another version of ddrl.
+        UnknownRunError, StoreError: it is gone, or of another version of ddrl.
         UnfitError: it does not.
     """
     config = runs.config(client, run)

@@ -28,12 +28,14 @@ from ddrl.store import (
     checkpoints,
     connection,
     evaluations,
+    keys,
     ledger,
     local_checkpoints,
     runs,
     segments,
     weights,
 )
+from ddrl.store.connection import StoreError
 
 HERE = Path(__file__).parent
 ALGORITHMS = ("sac", "dqn", "r2d2", "ppo", "impala")
@@ -130,7 +132,7 @@ def test_commands_show_runs(former: Redis, tmp_path: Path, monkeypatch: pytest.M
     assert [row["algorithm"] for row in listed.values()] == list(ALGORITHMS)
     assert [row["status"] for row in listed.values()] == ["active", "paused", "active", "active", "stopped"]
     for run, row in listed.items():
-        assert re.search(rf"updates +{row['updates']} ", command("status", run))
+        assert re.search(rf"updates +{row['updates']}\b", command("status", run))
         assert "created" in command("journal", run) and "created" in command("logs", run)
         assert "balanced:" in command("audit", run)
         exported = json.loads(command("export", run, "--json"))
@@ -147,6 +149,22 @@ def test_what_is_open_on_a_server_is_read(former: Redis) -> None:
     [lost] = segments.playing(former, run).values()
     assert lost.node == "rollout@host" and lost.pid > 0
     assert ledger.folded(former, run) == (1, {2})
+
+
+def test_settings_that_are_unknown_here_are_refused_by_name(former: Redis, tmp_path: Path) -> None:
+    run, file = runs.resolve(former, "sac"), tmp_path / "policy.safetensors"
+    spec = json.loads(former.get(keys.spec(run)))
+    spec["replay"]["forgotten"] = 1
+    former.set(keys.spec(run), json.dumps(spec))
+    with pytest.raises(
+        StoreError, match=f"^run {run}: .*another version of ddrl .*replay.forgotten.*; finish it"
+    ):
+        runs.config(former, run)
+    data = (HERE / "policies" / "sac.safetensors").read_bytes()
+    metadata = weights.weights_metadata(data) | {"config": json.dumps(spec)}
+    file.write_bytes(weights.encode_weights(weights.decode_weights(data), metadata))
+    with pytest.raises(policy.PolicyFileError, match=f"^{file}: .*replay.forgotten.*; export it again"):
+        policy.load(file)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
