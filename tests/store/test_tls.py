@@ -1,21 +1,22 @@
-"""`rediss://` on real certificates: the whole product through it, and every certificate that is refused."""
+"""`rediss://` on real certificates: every certificate that is refused. test_acl.py plays a run through TLS."""
 
 from __future__ import annotations
 
 import contextlib
-import json
-import socket
+import ssl
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import kombu
 import pytest
-from support.private_server import PrivateServer
+from support.private_server import PrivateServer, free_port, refusal
 from support.processes import Processes
 from support.proxy import Authority, Proxy
 
-from ddrl.store import connection, runs
+from ddrl.store import connection
 from ddrl.store.connection import NotThereError, StoreError
+
+Start = Callable[[ssl.SSLContext], Proxy]
 
 
 @pytest.fixture
@@ -25,81 +26,44 @@ def authority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Authority:
 
 
 @pytest.fixture
-def start(make_server: Callable[..., PrivateServer]) -> Iterator[Callable[..., Proxy]]:
+def start(make_server: Callable[..., PrivateServer]) -> Iterator[Start]:
     """Puts TLS before a server."""
     with contextlib.ExitStack() as stack:
+        server = make_server(password="secret")
 
-        def proxy(context: object, server: PrivateServer | None = None) -> Proxy:
-            started = Proxy((server or make_server(password="secret")).url, context)  # type: ignore[arg-type]
+        def proxy(context: ssl.SSLContext) -> Proxy:
+            started = Proxy(server.url, context)
             stack.callback(started.close)
             return started
 
         yield proxy
 
 
-def refusal(url: str, *kinds: type[StoreError]) -> str:
-    """The one line with which a server is refused, of one of these kinds; StoreError if none are given."""
-    with pytest.raises(StoreError) as caught, connection.connect(url) as client:
-        connection.check(client)
-    text = str(caught.value)
-    assert type(caught.value) in (kinds or (StoreError,)) and "\n" not in text and "secret" not in text
-    return text
-
-
-def test_a_run_is_submitted_learned_and_played_through_tls(
-    authority: Authority,
-    start: Callable[..., Proxy],
-    make_server: Callable[..., PrivateServer],
-    processes: Processes,
+def test_a_worker_that_cannot_trust_the_server_ends_with_one_line(
+    authority: Authority, start: Start, processes: Processes
 ) -> None:
-    server = make_server(password="secret")
-    proxy = start(authority.server(), server)
-    env = {connection.CA_VARIABLE: str(authority.path)}
-    run = json.loads(
-        processes.ddrl(
-            proxy.url,
-            "submit",
-            str(processes.config(stop={"env_steps": 3000})),
-            "--detach",
-            "--json",
-            env=env,
-        ).stdout
-    )["run"]
-    began = proxy.num_connections
-    learner = processes.learner(proxy.url, run, env=env)
-    worker = processes.worker(proxy.url, role="all", env=env)
-    processes.until(lambda: runs.state(server.client, run).ended)
-    assert learner.wait() == 0
-    assert runs.state(server.client, run).status in ("time", "solved")
-    assert proxy.num_connections - began >= 6
-    logged = learner.text() + worker.text()
-    assert "insecure" not in logged and "secret" not in logged
-    assert "rediss://" in worker.text()
-
-    # A worker that cannot trust the server ends with one line; Celery alone would try for ever.
+    """Celery alone would try for ever."""
     other = Authority(processes.folder / "other.pem")
-    distrusting = processes.worker(proxy.url, env={connection.CA_VARIABLE: str(other.path)})
-    assert distrusting.wait() == 1
-    errors = [line for line in distrusting.text().splitlines() if "ddrl: error" in line]
-    assert len(errors) == 1 and "not trusted" in errors[0] and "Traceback" not in distrusting.text()
+    worker = processes.worker(start(authority.server()).url, env={connection.CA_VARIABLE: str(other.path)})
+    assert worker.wait() == 1
+    errors = [line for line in worker.text().splitlines() if "ddrl: error" in line]
+    assert len(errors) == 1 and "not trusted" in errors[0] and "Traceback" not in worker.text()
 
 
-def test_kombu_verifies_as_redis_py_does(authority: Authority, start: Callable[..., Proxy]) -> None:
+def test_kombu_verifies_as_redis_py_does(authority: Authority, start: Start) -> None:
     proxy = start(authority.server())
-    trusting = connection.broker_url(f"{proxy.url}?ssl_ca_certs={authority.path}")
-    with kombu.Connection(trusting) as broker:
+    with kombu.Connection(connection.broker_url(f"{proxy.url}?ssl_ca_certs={authority.path}")) as broker:
         assert broker.default_channel.client.ping()
     distrusting = connection.broker_url(proxy.url)
     with kombu.Connection(distrusting) as broker, pytest.raises(Exception, match="CERTIFICATE_VERIFY_FAILED"):
         broker.default_channel.client.ping()
 
 
-def test_certificates_that_are_refused(
-    authority: Authority, start: Callable[..., Proxy], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_certificates_that_do_not_verify_are_refused(
+    authority: Authority, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good = start(authority.server())
-    other = Authority(tmp_path / "other.pem")
-    text = refusal(f"{good.url}?ssl_ca_certs={other.path}")
+    text = refusal(f"{good.url}?ssl_ca_certs={Authority(tmp_path / 'other.pem').path}")
     assert "rediss://:***@localhost" in text and "not trusted" in text and "DDRL_REDIS_CA" in text
     monkeypatch.setenv(connection.CA_VARIABLE, str(authority.path))
     with connection.connect(good.url) as client:
@@ -109,25 +73,22 @@ def test_certificates_that_are_refused(
     assert "for another name" in refusal(good.url.replace("localhost", "127.0.0.1"))
 
 
-def test_tls_to_a_plain_port_and_plain_to_a_tls_port(
-    authority: Authority, start: Callable[..., Proxy], make_server: Callable[..., PrivateServer]
+def test_tls_to_a_plain_port_and_plain_to_a_tls_port_name_the_remedy(
+    authority: Authority, start: Start, make_server: Callable[..., PrivateServer]
 ) -> None:
     wrong = refusal(f"redis://{start(authority.server()).address}", NotThereError)
     assert "no server reachable" in wrong and wrong.endswith("write rediss:// into DDRL_REDIS_URL")
     server = make_server("--bind", "127.0.0.1", password="secret")
-    server.client.config_set("port", port := free_port())
-    # It waits for the end of a line.
+    server.client.config_set("port", port := free_port())  # which waits for the end of a line
     text = refusal(f"rediss://:secret@localhost:{port}/0?socket_timeout=0.5", NotThereError)
     assert text.endswith(", or use the port that speaks TLS")
 
 
-def test_a_client_shows_its_certificate(
-    authority: Authority, start: Callable[..., Proxy], tmp_path: Path
-) -> None:
+def test_a_client_shows_its_certificate(authority: Authority, start: Start, tmp_path: Path) -> None:
     proxy = start(authority.server(asks_client=True))
     trusted = f"{proxy.url}?ssl_ca_certs={authority.path}"
     # The server's alert may be lost with the connection; then the message is a guess.
-    assert "for a client certificate" in refusal(trusted, StoreError, NotThereError)
+    assert "for a client certificate" in refusal(trusted)
     certificate, key = authority.client(tmp_path)
     shown = f"{trusted}&ssl_certfile={certificate}&ssl_keyfile={key}"
     with connection.connect(shown) as client:
@@ -150,24 +111,17 @@ def test_a_client_shows_its_certificate(
         ("redis://:secret@h?wings=2", "wings"),
     ],
 )
-def test_options_that_are_refused(url: str, words: str) -> None:
-    assert words in refusal(url)
+def test_options_that_weaken_or_confuse_are_refused(url: str, words: str) -> None:
+    assert words in refusal(url, StoreError)
 
 
-def test_the_variable_for_the_ca(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variable_names_the_ca(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(connection.CA_VARIABLE, str(tmp_path / "none.pem"))
     assert f"{connection.CA_VARIABLE}={tmp_path}/none.pem: no file" in refusal("rediss://:secret@h")
-    Authority(tmp_path / "a b.pem")
-    monkeypatch.setenv(connection.CA_VARIABLE, str(tmp_path / "a b.pem"))
+    path = str(Authority(tmp_path / "a b.pem").path)
+    monkeypatch.setenv(connection.CA_VARIABLE, path)
     assert "redis:// has none" in refusal("redis://:secret@h")
-    options = connection.connect("rediss://h").connection_pool.connection_kwargs
-    assert options["ssl_ca_certs"] == str(tmp_path / "a b.pem")
-    assert connection.broker_ssl("rediss://h")["ssl_ca_certs"] == str(tmp_path / "a b.pem")
+    assert connection.connect("rediss://h").connection_pool.connection_kwargs["ssl_ca_certs"] == path
+    assert connection.broker_ssl("rediss://h")["ssl_ca_certs"] == path
     assert connection.broker_url("rediss://h").count("?") == 1
     assert connection.connect("unix:///s").connection_pool.connection_kwargs["path"] == "/s"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

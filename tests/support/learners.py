@@ -15,13 +15,14 @@ import pytest
 import torch
 from redis import Redis
 from support.runs import target_config
+from support.store import take as take
 
 from ddrl import celery
 from ddrl.algorithms import base
 from ddrl.config import RunConfig, validate
 from ddrl.learner import run as run_module
 from ddrl.learner.loop import Learner
-from ddrl.store import connection, keys, leases, runs
+from ddrl.store import connection, keys, runs
 from ddrl.store.connection import connect_blocking
 from ddrl.worker.segment import Players, play
 
@@ -39,13 +40,6 @@ def restored(client: Redis, run: str, url: str, **options: Any) -> Learner:
     learner = make_learner(client, run, take(client, run), url, **options)
     learner.restore()
     return learner
-
-
-def take(client: Redis, run: str) -> int:
-    """The run's next fencing token, whoever holds the run."""
-    token = leases.acquire(client, run, host="here", folder="/tmp", force=True)
-    assert token is not None
-    return token
 
 
 @contextmanager

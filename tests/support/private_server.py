@@ -8,6 +8,7 @@ import os
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,7 @@ import pytest
 import redis
 
 from ddrl.store import connection
+from ddrl.store.connection import StoreError
 from ddrl.store.server import server_binary
 
 WITH_FILE = ("--appendonly", "yes", "--appendfsync", "everysec")
@@ -47,10 +49,26 @@ def require_program() -> None:
     """Skip the test if no server program is installed; in CI, fail."""
     try:
         server_binary()
-    except connection.StoreError as error:
+    except StoreError as error:
         if os.environ.get("CI"):
             raise
         pytest.skip(str(error))
+
+
+def free_port() -> int:
+    """Return a TCP port of the loopback that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def refusal(url: str, *kinds: type[StoreError]) -> str:
+    """Return the one line with which the server at `url` is refused, by one of these errors if any are given."""
+    with pytest.raises(StoreError) as caught, connection.connect(url) as client:
+        connection.check(client)
+    text = str(caught.value)
+    assert isinstance(caught.value, kinds or StoreError) and "\n" not in text and "secret" not in text
+    return text
 
 
 class PrivateServer:
