@@ -12,12 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ddrl.cli.output import Client, InputError, Json, emit, note, number, pairs
+from ddrl.cli.output import Client, InputError, Json, emit, mean_and_std, note, number, pairs
 from ddrl.cli.policies import Version, opened
 from ddrl.store.evaluations import Evaluation, OpenEvaluations
 
@@ -83,9 +82,9 @@ def evaluate(
             epsilon=loaded.policy.evaluation_epsilon if epsilon is None else epsilon,
             noop_max=noop,
         )
-        recorder = None if video is None else stack.enter_context(VideoRecorder(video))
+        on_frame = None if video is None else stack.enter_context(video_writer(video))
         scoring = Scoring(loaded, wanted, stack.enter_context(_progress(episodes, quiet=json_output)))
-        scoring.play(None if local else client, on_frame=None if recorder is None else recorder.add)
+        scoring.play(None if local else client, on_frame=on_frame)
     report = scoring.report()
     if json_output:
         returns, lengths = zip(*scoring.results(), strict=True)
@@ -94,15 +93,15 @@ def evaluate(
     pairs(
         {
             "policy": f"{loaded.run}@{loaded.version} on {loaded.env.id}",
-            "return": f"{number(report['return_mean'])} ± {number(report['return_std'])}",
-            "median": number(report["return_median"]),
+            "return": mean_and_std(report["return_mean"], report["return_std"]),
+            "median": report["return_median"],
             "min, max": f"{number(report['return_min'])}, {number(report['return_max'])}",
             "episodes": f"{episodes}, seeds {report['first_seed']} to {report['last_seed']}",
             "length": f"{number(report['length_mean'])} steps (mean)",
             "epsilon": f"{report['epsilon']:g}",
-            **({"no-ops": f"up to {report['noop']} frames"} if report["noop"] else {}),
+            "no-ops": f"up to {report['noop']} frames" if report["noop"] else None,
             "played": scoring.where(),
-            **({} if video is None else {"video": str(video)}),
+            "video": video and str(video),
         }
     )
 
@@ -231,16 +230,13 @@ class Scoring:
                 return
             size = max(1, min(self._wanted.num_envs or 1, -(-len(seeds) // self._num_processes)))
             chunks = [seeds[begin : begin + size] for begin in range(0, len(seeds), size)]
+            parts = [
+                replace(self._wanted, first_seed=chunk[0], num_episodes=len(chunk), num_envs=len(chunk))
+                for chunk in chunks
+            ]
             evaluations = OpenEvaluations(client, run, send=send, timeout_s=LOST_S)
             try:
-                evaluations.open(
-                    [
-                        replace(
-                            self._wanted, first_seed=chunk[0], num_episodes=len(chunk), num_envs=len(chunk)
-                        )
-                        for chunk in chunks
-                    ]
-                )
+                evaluations.open(parts)
                 self._gather(evaluations, count_processes)
             finally:
                 with contextlib.suppress(*connection.UNREACHABLE):
@@ -253,10 +249,10 @@ class Scoring:
         survey_at = time.monotonic() + SURVEY_S
         while evaluations.pending:
             for row in evaluations.poll():
-                played = range(row["first_seed"], row["first_seed"] + row["num_episodes"])
-                self._scores |= zip(played, zip(row["returns"], row["lengths"], strict=True), strict=True)
-                self._num_on_fleet += len(played)
-                self._advance(len(played))
+                seeds = range(row["first_seed"], row["first_seed"] + row["num_episodes"])
+                self._scores |= zip(seeds, zip(row["returns"], row["lengths"], strict=True), strict=True)
+                self._num_on_fleet += len(seeds)
+                self._advance(len(seeds))
             for reason in evaluations.given_up.values():
                 note(f"a worker cannot play these episodes ({reason}); playing them here")
             evaluations.given_up.clear()
@@ -285,43 +281,36 @@ def check_video(path: Path) -> None:
         raise InputError(f"--video {path}: needs imageio with ffmpeg; run pip install 'ddrl[video]'")
 
 
-class VideoRecorder:
-    """Writes pictures to a video; the file appears only when the context ends without an error."""
+@contextmanager
+def video_writer(path: Path) -> Iterator[OnFrame]:
+    """Write pictures to a video; the file appears only when the context ends without an error.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._partial = path.with_name(f"{path.stem}.partial{VIDEO_SUFFIX}")
-        self._writer: Any = None
+    Yields:
+        A function of a picture, uint8 [H, W] or [H, W, 3], all of one size, and of the pictures a second, of which
+        only the value of the first call counts.
+    """
+    partial = path.with_name(f"{path.stem}.partial{VIDEO_SUFFIX}")
+    writer: Any = None
 
-    def __enter__(self) -> VideoRecorder:
-        return self
-
-    def add(self, picture: np.ndarray, hz: float) -> None:
-        """Append a picture.
-
-        Args:
-            picture: uint8 [H, W] or [H, W, 3], all of one size.
-            hz: pictures a second; only the value of the first call counts.
-        """
-        if self._writer is None:
+    def add(picture: np.ndarray, hz: float) -> None:
+        nonlocal writer
+        if writer is None:
             import imageio
 
-            self._writer = imageio.get_writer(
-                self._partial, format="FFMPEG", mode="I", fps=hz, codec="libx264", macro_block_size=2
-            )
-        self._writer.append_data(enlarge(picture))
+            options: dict[str, Any] = {"format": "FFMPEG", "mode": "I", "codec": "libx264", "macro_block_size": 2}
+            writer = imageio.get_writer(partial, fps=hz, **options)
+        writer.append_data(enlarge(picture))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._writer is None:
-            return
-        self._writer.close()
-        if kind is None:
-            self._partial.replace(self._path)
-        else:
-            with contextlib.suppress(OSError):
-                self._partial.unlink()
+    try:
+        yield add
+    except BaseException:
+        if writer is not None:
+            writer.close()
+        partial.unlink(missing_ok=True)
+        raise
+    if writer is not None:
+        writer.close()
+        partial.replace(path)
 
 
 def enlarge(picture: np.ndarray) -> np.ndarray:

@@ -6,6 +6,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -70,57 +71,54 @@ def follow(
     from rich.console import Console
 
     watchers = [Watcher(client, run, starting_s=STARTING_S if on_tick else 0.0) for run in runs]
-    if console is None:
-        console = Console(stderr=json_output)
-    if json_output or not console.is_terminal:
-        lines = Lines(sys.stderr if json_output else console.file, show_seed=len(runs) > 1)
-        return _poll(watchers, lines.show, deadline=deadline, on_tick=on_tick)
+    console = console or Console(stderr=json_output)
+    with ExitStack() as stack:
+        show: Callable[[Sequence[Figures]], None]
+        if json_output or not console.is_terminal:
+            show = Lines(sys.stderr if json_output else console.file, show_seed=len(runs) > 1).show
+        else:
+            show = _live_view(console, stack)
+        next_poll, outage_at = 0.0, None
+        while True:
+            if on_tick is not None:
+                on_tick()
+            now = time.monotonic()
+            if now >= next_poll:
+                try:
+                    figures = [watcher.poll() for watcher in watchers]
+                    outage_at = None
+                except (UnknownRunError, *connection.OUTAGES) as error:
+                    reason = _outage_text(error)
+                    outage_at = outage_at or now
+                    if reason is None or now - outage_at > OUTAGE_S:
+                        raise
+                    figures = [watcher.without_server(reason) for watcher in watchers]
+                show(figures)
+                states = [each.state for each in figures]
+                if all(state.ended for state in states) or (deadline is not None and now >= deadline):
+                    return states
+                next_poll = time.monotonic() + POLL_S
+            time.sleep(TICK_S)
+
+
+def _live_view(console: Console, stack: ExitStack) -> Callable[[Sequence[Figures]], None]:
+    """Open a live view that ends with the stack; return what shows the figures on it."""
     from rich.live import Live
 
     from ddrl.cli import view
 
-    with Live(console=console, auto_refresh=False, transient=False, vertical_overflow="crop") as live:
+    live = Live(console=console, auto_refresh=False, transient=False, vertical_overflow="crop")
+    stack.enter_context(live)
 
-        def show(figures: Sequence[Figures]) -> None:
-            width = console.width - ECHO
-            if len(figures) == 1:
-                shown = view.one_run(figures[0], width=width, height=console.height)
-            else:
-                shown = view.several_runs(figures, width=min(width, 120))
-            live.update(shown, refresh=True)
+    def show(figures: Sequence[Figures]) -> None:
+        width = console.width - ECHO
+        if len(figures) == 1:
+            shown = view.one_run(figures[0], width=width, height=console.height)
+        else:
+            shown = view.several_runs(figures, width=min(width, 120))
+        live.update(shown, refresh=True)
 
-        return _poll(watchers, show, deadline=deadline, on_tick=on_tick)
-
-
-def _poll(
-    watchers: Sequence[Watcher],
-    show: Callable[[Sequence[Figures]], None],
-    *,
-    deadline: float | None,
-    on_tick: Callable[[], None] | None,
-) -> list[RunState]:
-    """Poll and show runs until all have ended; wait for a server that is away or came back empty."""
-    next_poll, outage_at = 0.0, None
-    while True:
-        if on_tick is not None:
-            on_tick()
-        now = time.monotonic()
-        if now >= next_poll:
-            try:
-                runs = [watcher.poll() for watcher in watchers]
-                outage_at = None
-            except (UnknownRunError, *connection.OUTAGES) as error:
-                reason = _outage_text(error)
-                outage_at = outage_at or now
-                if reason is None or now - outage_at > OUTAGE_S:
-                    raise
-                runs = [watcher.without_server(reason) for watcher in watchers]
-            show(runs)
-            states = [figures.state for figures in runs]
-            if all(state.ended for state in states) or (deadline is not None and now >= deadline):
-                return states
-            next_poll = time.monotonic() + POLL_S
-        time.sleep(TICK_S)
+    return show
 
 
 def _outage_text(error: Exception) -> str | None:

@@ -318,8 +318,8 @@ def test_the_filmed_episode_is_played_here_and_the_rest_by_the_fleet(client: Red
 
 def test_an_interrupted_video_leaves_no_file(spot: str, tmp_path: Path) -> None:
     pytest.importorskip("imageio_ffmpeg")
-    with pytest.raises(KeyboardInterrupt), command.VideoRecorder(tmp_path / "a.mp4") as recorder:
-        recorder.add(np.zeros((9, 15, 3), np.uint8), 30.0)
+    with pytest.raises(KeyboardInterrupt), command.video_writer(tmp_path / "a.mp4") as add:
+        add(np.zeros((9, 15, 3), np.uint8), 30.0)
         raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == []
 
