@@ -21,11 +21,7 @@ DONE, FAILED, BAD_INPUT, NO_SERVER, INTERRUPTED = 0, 1, 2, 3, 130
 
 # Command -> (group in `ddrl --help`, module of ddrl.cli, what it does). A module is imported when its command runs.
 COMMANDS: dict[str, tuple[str, str, str]] = {
-    "submit": (
-        "Train",
-        "submit",
-        "Start a run, and the server and processes that it lacks.",
-    ),
+    "submit": ("Train", "submit", "Start a run, and the server and processes that it lacks."),
     "resume": ("Train", "submit", "Continue paused, stopped or interrupted runs."),
     "stop": ("Train", "runs", "End a run: its learner saves everything, its workers play other runs."),
     "pause": ("Train", "runs", "Pause a run until `ddrl resume`; nothing is lost."),
@@ -44,7 +40,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "evaluate": (
         "Results",
         "evaluate",
-        "Play a policy and print its score; a run's fleet plays it, if there is one.",
+        "Play a policy, on the run's fleet if there is one, and print its score.",
     ),
     "export": ("Results", "policies", "Write a policy to one file that plays anywhere."),
     "audit": ("Maintenance", "audit", "Check for each producer that every fragment is accounted for."),

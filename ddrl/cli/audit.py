@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ddrl.cli.output import Json, Run, counted, emit, note, picked, say, server, table
+from ddrl.cli.format import counted, picked
+from ddrl.cli.output import Json, Run, emit, note, say, server, table
 from ddrl.store import ledger, runs
 from ddrl.store.ledger import ENDED
 

@@ -8,19 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ddrl.cli.output import (
-    InputError,
-    Json,
-    duration,
-    emit,
-    flat,
-    mean_and_std,
-    note,
-    picked,
-    server,
-    table,
-    train_s,
-)
+from ddrl.cli.format import duration, flat, mean_and_std, picked, train_s
+from ddrl.cli.output import InputError, Json, emit, note, server, table
 from ddrl.store import runs as store
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ from urllib.parse import parse_qs, urlsplit
 import typer
 
 import ddrl
-from ddrl.cli.output import Client, Json, ServerError, emit, server, size
+from ddrl.cli.format import size
+from ddrl.cli.output import Client, Json, ServerError, emit, server
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 _MARKS = {OK: "ok  ", WARN: "warn", FAIL: "FAIL"}

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ddrl.cli.output import Client, InputError, Json, emit, mean_and_std, note, number, pairs
+from ddrl.cli.format import mean_and_std, number
+from ddrl.cli.output import Client, InputError, Json, emit, note, pairs
 from ddrl.cli.policies import Version, opened
 from ddrl.store.evaluations import Evaluation, OpenEvaluations
 
@@ -64,7 +65,7 @@ def evaluate(
     local: Annotated[bool, typer.Option("--local", help="Play here, even if there is a fleet.")] = False,
     json_output: Json = False,
 ) -> None:
-    """Play a policy and print its score; a run's fleet plays it, if there is one."""
+    """Play a policy, on the run's fleet if there is one, and print its score."""
     from ddrl.runs.evaluation import is_atari
 
     if video is not None:
@@ -297,7 +298,12 @@ def video_writer(path: Path) -> Iterator[OnFrame]:
         if writer is None:
             import imageio
 
-            options: dict[str, Any] = {"format": "FFMPEG", "mode": "I", "codec": "libx264", "macro_block_size": 2}
+            options: dict[str, Any] = {
+                "format": "FFMPEG",
+                "mode": "I",
+                "codec": "libx264",
+                "macro_block_size": 2,
+            }
             writer = imageio.get_writer(partial, fps=hz, **options)
         writer.append_data(enlarge(picture))
 

@@ -11,20 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from ddrl.cli import hints
-from ddrl.cli.output import (
-    Client,
-    InputError,
-    Json,
-    counted,
-    duration,
-    emit,
-    percent,
-    picked,
-    say,
-    server,
-    size,
-    table,
-)
+from ddrl.cli.format import counted, duration, percent, picked, size
+from ddrl.cli.output import Client, InputError, Json, emit, say, server, table
 from ddrl.cli.watcher import Figures
 from ddrl.store import runs, segments, workers
 from ddrl.store.segments import RunLoad

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ddrl.cli.output import Client, duration, size
+from ddrl.cli.format import duration, size
+from ddrl.cli.output import Client
 from ddrl.envs.requirements import PACKAGES
 from ddrl.store import connection
 from ddrl.store.segments import LEVELS

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from ddrl.cli.format import duration, mean_and_std
 from ddrl.cli.hints import ROOM_WAIT
-from ddrl.cli.output import Client, Json, Run, duration, emit, mean_and_std, server
+from ddrl.cli.output import Client, Json, Run, emit, server
 from ddrl.cli.watcher import Figures, Watcher
 from ddrl.store import connection
 from ddrl.store import runs as store

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ddrl.cli.output import InputError, Json, Yes, confirm, counted, duration, emit, note, server, size, table
+from ddrl.cli.format import counted, duration, size
+from ddrl.cli.output import InputError, Json, Yes, confirm, emit, note, server, table
 
 
 def prune(

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 SUFFIX = ".safetensors"
 
 Version = Annotated[
-    str | None,
-    typer.Option("--version", help="A number, best or latest.", show_default="best, else latest"),
+    str | None, typer.Option("--version", help="A number, best or latest.", show_default="best, else latest")
 ]
 
 

@@ -9,21 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ddrl.cli.output import (
-    Client,
-    InputError,
-    Json,
-    Run,
-    Yes,
-    confirm,
-    duration,
-    emit,
-    note,
-    picked,
-    server,
-    table,
-    train_s,
-)
+from ddrl.cli.format import duration, picked, train_s
+from ddrl.cli.output import Client, InputError, Json, Run, Yes, confirm, emit, note, server, table
 from ddrl.store import runs as store
 
 

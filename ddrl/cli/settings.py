@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ddrl.cli.output import InputError, Json, Run, emit, flat, note, server
+from ddrl.cli.format import flat
+from ddrl.cli.output import InputError, Json, Run, emit, note, server
 from ddrl.store import runs as store
 
 if TYPE_CHECKING:

@@ -5,22 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from ddrl.cli.output import (
-    Client,
-    Json,
-    Run,
-    counted,
-    duration,
-    emit,
-    number,
-    pairs,
-    percent,
-    picked,
-    server,
-    size,
-    table,
-    train_s,
-)
+from ddrl.cli.format import counted, duration, number, percent, picked, size, train_s
+from ddrl.cli.output import Client, Json, Run, emit, pairs, server, table
 from ddrl.cli.view import cells, other_metrics
 from ddrl.cli.watcher import Figures, Usage, Watcher
 from ddrl.store import evaluations, runs, segments, weights

@@ -15,7 +15,8 @@ import typer
 
 from ddrl import config as configs
 from ddrl.cli import live
-from ddrl.cli.output import Client, mean_and_std, note, say, server, table
+from ddrl.cli.format import mean_and_std
+from ddrl.cli.output import Client, note, say, server, table
 from ddrl.runs import processes as local
 from ddrl.runs.records import summary
 from ddrl.store import connection

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ddrl.cli.output import counted, duration, mean_and_std, number, percent, size
+from ddrl.cli.format import counted, duration, mean_and_std, number, percent, size
 from ddrl.cli.watcher import Figures
 
 if TYPE_CHECKING:

@@ -75,20 +75,13 @@ def _first_difference(
 
 
 def _remedy(theirs: base.Resolved, ours: base.Resolved) -> str | None:
-    """Say what to change so that the weights fit; None if no option that matters differs."""
-    there, here = theirs.spec, ours.spec
-    for what, left, right in (
-        (
-            "observations",
-            (there.observation_dtype, there.input_shape),
-            (here.observation_dtype, here.input_shape),
-        ),
-        ("actions", _actions(there), _actions(here)),
-    ):
-        if left != right:
+    """Return what to change so that the weights fit; None if no option that matters differs."""
+    there, here = _spaces(theirs.spec), _spaces(ours.spec)
+    for name in there:
+        if there[name] != here[name]:
             return (
-                f"{there.env_id} has {what} {_words(left)}, {here.env_id} {_words(right)}: choose a policy of an "
-                "environment with the same spaces, or leave --from out"
+                f"{theirs.spec.env_id} has {name} {_words(there[name])}, {ours.spec.env_id} {_words(here[name])}: "
+                "choose a policy of an environment with the same spaces, or leave --from out"
             )
     for name in _DECIDING:
         option, own = (getattr(each.config, name, None) for each in (theirs, ours))
@@ -98,9 +91,12 @@ def _remedy(theirs: base.Resolved, ours: base.Resolved) -> str | None:
     return None
 
 
-def _actions(spec: EnvSpec) -> tuple[Any, ...]:
-    """Return kind and shape of the actions; their bounds may differ, as policies act relative to them."""
-    return spec.action_kind, spec.action_shape, spec.action_sizes
+def _spaces(spec: EnvSpec) -> dict[str, tuple[Any, ...]]:
+    """Return what must be the same; the bounds of actions may differ, as policies act relative to them."""
+    return {
+        "observations": (spec.observation_dtype, spec.input_shape),
+        "actions": (spec.action_kind, spec.action_shape, spec.action_sizes),
+    }
 
 
 def _words(parts: tuple[Any, ...]) -> str:

@@ -98,9 +98,8 @@ class Processes:
 
     def start_workers(self, num_processes: int) -> None:
         """Start a rollout worker of `num_processes`, and an evaluation worker of one."""
-        rollout = ["worker", "--role", "rollout", "--concurrency", str(num_processes)]
-        self._start("rollout", rollout, self._folder)
-        self._start("evaluation", ["worker", "--role", "evaluate", "--concurrency", "1"], self._folder)
+        for name, role, num in (("rollout", "rollout", num_processes), ("evaluation", "evaluate", 1)):
+            self._start(name, ["worker", "--role", role, "--concurrency", str(num)], self._folder)
 
     def check(self) -> None:
         """Restart the children that have died, after a pause if they die quickly.
@@ -122,10 +121,8 @@ class Processes:
                 is_refusal = is_quick and child.run is not None and code in (1, 2)
                 if is_refusal or (code != 0 and child.quick_deaths > MAX_RESTARTS):
                     self._children.remove(child)
-                    raise ProcessError(
-                        f"{child.name} ended with code {code}: {_last_line(child.log)} (see {child.log})",
-                        child.run,
-                    )
+                    reason = f"{child.name} ended with code {code}: {_last_line(child.log)} (see {child.log})"
+                    raise ProcessError(reason, child.run)
             if now >= child.restart_at:
                 child.process = self._spawn(child.command, child.log)
                 child.started, child.restart_at = time.monotonic(), None

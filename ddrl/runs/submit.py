@@ -1,8 +1,9 @@
-"""Submit: everything that can be refused is refused here, before anything exists."""
+"""Submit a run: check all of its configuration first, then create it."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,10 +26,10 @@ CHECKPOINTS_BYTES = 64 * 1024**2  # two checkpoints, with room for their parts a
 
 
 def prepare(config: RunConfig, *, processes: int = 1) -> EnvSpec:
-    """Check that environment, algorithm and pace fit together; the environment's spaces.
+    """Check that environment, algorithm and pace fit together; return the environment's spaces.
 
     Args:
-        processes: that will play at least, as far as is known.
+        processes: least number that will play.
 
     Raises:
         EnvError: the environment cannot be made here.
@@ -40,7 +41,7 @@ def prepare(config: RunConfig, *, processes: int = 1) -> EnvSpec:
 
 
 def check(config: RunConfig, spaces: EnvSpec, *, processes: int = 1) -> base.Resolved:
-    """Check that algorithm and pace fit together on an environment of those spaces; the algorithm.
+    """Check that algorithm and pace fit together on an environment of these spaces; return the algorithm.
 
     Raises:
         ConfigError: the algorithm cannot be used, or cannot serve this environment, or settings contradict.
@@ -78,33 +79,25 @@ def _check_budget(config: RunConfig, resolved: base.Resolved) -> None:
 
 
 def _lane_bytes(resolved: base.Resolved, steps: int) -> int:
-    """What one environment's part of a fragment of T = `steps` takes, uncompressed, with all its context."""
+    """Return the uncompressed bytes of one environment's part of a fragment of `steps`, with its context."""
     spec, sequences = resolved.spec, resolved.sequences
     row = np.dtype(spec.observation_dtype).itemsize * math.prod(spec.observation_shape)
     # Two actions, a reward, a log probability or two values, flags.
     transition = row + 8 * math.prod(spec.action_shape) + 16
-    memory = 0
-    if (
-        sequences is not None
-    ):  # states before sequences that begin amid an episode, float16, and where they are
-        memory = -(-steps // sequences.stride) * (2 * resolved.config.recurrent_state_size + 8)
-    return row + (resolved.context + steps) * transition + memory
+    states = 0
+    if sequences is not None:  # float16 states before sequences that begin amid an episode, and their indices
+        states = -(-steps // sequences.stride) * (2 * resolved.config.recurrent_state_size + 8)
+    return row + (resolved.context + steps) * transition + states
 
 
 def _check_off_policy(config: RunConfig, resolved: base.Resolved) -> None:
     """Refuse a pace that cannot be kept, and settings without effect; ValueError."""
     replay, spec, options = config.replay, resolved.spec, resolved.config
     rate_limiter(replay, options)
-    _refuse_set(
-        config.on_policy, "on_policy", list(type(config.on_policy).model_fields), f"algorithm {resolved.name}"
-    )
+    _refuse_set(config, "on_policy", [*type(config.on_policy).model_fields], f"algorithm {resolved.name}")
     if spec.action_kind != "continuous":
-        _refuse_set(
-            config.rollout,
-            "rollout",
-            ["action_noise"],
-            f"algorithm {resolved.name} with {spec.action_kind} actions",
-        )
+        what = f"algorithm {resolved.name} with {spec.action_kind} actions"
+        _refuse_set(config, "rollout", ["action_noise"], what)
     fragment_steps, num_envs = config.rollout.max_fragment_steps, config.env.num_envs
     stride = resolved.sequences.stride if resolved.sequences else 1
     if fragment_steps < stride:
@@ -142,11 +135,11 @@ def _check_off_policy(config: RunConfig, resolved: base.Resolved) -> None:
             f"{spec.observation_dtype} {list(spec.observation_shape)}; use dense"
         )
     if not is_compressed(replay, spec, resolved.sequences):
-        _refuse_set(replay, "replay", ["threads"], "a view whose observations are dense")
+        _refuse_set(config, "replay", ["threads"], "a view whose observations are dense")
     if replay.observations != "auto":
-        _refuse_set(replay, "replay", ["memory_bytes"], f"observations: {replay.observations}")
+        _refuse_set(config, "replay", ["memory_bytes"], f"observations: {replay.observations}")
     if not are_images:
-        _refuse_set(replay, "replay", ["memory_bytes"], "observations that are no images")
+        _refuse_set(config, "replay", ["memory_bytes"], "observations that are no images")
 
 
 def _check_on_policy(config: RunConfig, resolved: base.Resolved, processes: int) -> None:
@@ -170,40 +163,38 @@ def _check_on_policy(config: RunConfig, resolved: base.Resolved, processes: int)
             f"on_policy.forced_lag: {pace.forced_lag} needs play to go on; use on_policy.collect: async"
         )
     if pace.collect == "sync" and pace.stale == "correct":
-        _refuse_set(
-            pace, "on_policy", ["max_staleness"], f"{resolved.name} with collect: sync and stale: correct"
-        )
+        what = f"{resolved.name} with collect: sync and stale: correct"
+        _refuse_set(config, "on_policy", ["max_staleness"], what)
     if config.rollout.random_until_learned:
         raise ValueError(
             f"rollout.random_until_learned: true gives actions that {resolved.name} cannot learn from; remove it"
         )
-    _refuse_set(config.rollout, "rollout", ["action_noise"], f"algorithm {resolved.name}")
+    what = f"algorithm {resolved.name}"
+    _refuse_set(config, "rollout", ["action_noise"], what)
     _refuse_set(
-        config.replay,
-        "replay",
-        [name for name in type(config.replay).model_fields if name != "max_bytes"],
-        f"algorithm {resolved.name}",
+        config, "replay", [name for name in type(config.replay).model_fields if name != "max_bytes"], what
     )
-    _refuse_set(config.learner, "learner", ["publish_every_s", "lockstep"], f"algorithm {resolved.name}")
+    _refuse_set(config, "learner", ["publish_every_s", "lockstep"], what)
 
 
-def _refuse_set(section: Section, prefix: str, names: list[str], what: str) -> None:
+def _refuse_set(config: RunConfig, section: str, names: Iterable[str], what: str) -> None:
     """Refuse settings other than the default that have no effect on something; ValueError."""
+    part: Section = getattr(config, section)
     for name in names:
-        if getattr(section, name) != type(section).model_fields[name].default:
-            raise ValueError(f"{prefix}.{name}: {getattr(section, name)} has no effect on {what}; remove it")
+        if (value := getattr(part, name)) != type(part).model_fields[name].default:
+            raise ValueError(f"{section}.{name}: {value} has no effect on {what}; remove it")
 
 
 def create(
     client: Redis, config: RunConfig, spaces: EnvSpec, *, initial: tuple[str, bytes] | None = None
 ) -> str:
-    """Store the run; from now on learners and workers find it.
+    """Create the run: from now on learners and workers find it. Return its id.
 
     Args:
         client: connection to the server.
-        config: resolved.
-        spaces: as `prepare` gave them.
-        initial: where the weights to begin with come from, and they, safetensors.
+        config: of the run.
+        spaces: as `prepare` returned them.
+        initial: source of the initial weights, and the weights as safetensors; None: random weights.
 
     Raises:
         ConfigError: the server's memory cannot hold what the run may need.
@@ -229,7 +220,7 @@ def check_memory(client: Redis, config: RunConfig, *, run: str | None = None) ->
     Args:
         client: connection to the server.
         config: of the run.
-        run: its id, where it is there already.
+        run: its id if it exists already.
     """
     maxmemory = connection.maxmemory(client)
     others = runs.reserved_bytes(client, but=run)

@@ -1,0 +1,84 @@
+"""Figures, times and sizes as text, and records as plain values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ddrl.store.runs import RunState
+
+
+def cell(value: Any) -> str:
+    """Return a value as text: "12,345", "12.3", "yes", "-" for None; text as it is."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return value if isinstance(value, str) else number(value)
+
+
+def counted(num: int, noun: str, ending: str = "s") -> str:
+    """Return a number with its noun: "1 machine", "2 machines"."""
+    return f"{num:,} {noun}{ending * (num != 1)}"
+
+
+def duration(seconds: float | None) -> str:
+    """Return seconds as "9s", "3m05s", "2h10m" or "3d04h"; "-" for None."""
+    if seconds is None:
+        return "-"
+    whole = max(0, int(seconds))
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02}h"
+
+
+def size(num_bytes: float) -> str:
+    """Return bytes as "512 B", "3.1 MB": powers of 1024."""
+    value = float(num_bytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TB"
+
+
+def number(value: float | None) -> str:
+    """Return a figure with one decimal, or "-" if it is missing."""
+    return "-" if value is None or not math.isfinite(value) else f"{value:,.1f}"
+
+
+def percent(share: float | None) -> str:
+    """Return a share as "25 %", or "-" if it is unknown."""
+    return "-" if share is None else f"{100 * share:.0f} %"
+
+
+def mean_and_std(mean: float | None, std: float | None) -> str:
+    """Return "200.3 ± 15.0", or "-" if there is no mean."""
+    return "-" if mean is None else f"{number(mean)} ± {number(std)}"
+
+
+def picked(source: object, *names: str) -> dict[str, Any]:
+    """Return some attributes by name, for JSON."""
+    return {name: getattr(source, name) for name in names}
+
+
+def train_s(state: RunState, now_s: float) -> float | None:
+    """Return the seconds from a run's first step to its end or to now; None before the first step."""
+    return (state.ended_s or now_s) - state.first_step_s if state.first_step_s else None
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the settings of a tree by their dotted names."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            found |= flat(value, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = value
+    return found
