@@ -1,4 +1,4 @@
-"""PPO: hand numbers, the slow twin of an update, every option's effect, what is refused, and the toys learned."""
+"""PPO: hand numbers, the slow twin of an update, epochs and minibatches, schedules, toys learned."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.algorithms import CONTINUOUS, CPU, DISCRETE, PAIRS, digest
+from support.algorithms import CONTINUOUS, DISCRETE, PAIRS, digest, make_learner
 from support.reference_ppo import (
-    feed,
     leaves,
     make_feed,
     slow_policy,
@@ -21,66 +20,40 @@ from support.reference_ppo import (
     tensors,
     train,
 )
-from torch import Tensor
+from torch import Tensor, tensor
 
-from ddrl.algorithms.actor_critic.learner import ActorCriticLearner
-from ddrl.algorithms.ppo.config import Config
 from ddrl.algorithms.ppo.learner import clipped_surrogate, value_loss
-from ddrl.algorithms.ppo.learner import make_learner as make_ppo
 from ddrl.types import EnvSpec
 
-OWN = "reference_ppo:own_network"
-SMALL: dict[str, Any] = {
-    "hidden_sizes": (6, 5),
-    "learning_rate": 1e-2,
-    "batch_size": 60,
-    "minibatch_size": 20,
-    "num_epochs": 2,
-}
 ESTIMATORS = ("gae", "td_lambda", "vtrace", "upgo", "monte_carlo")
 
 
-def make(spec: EnvSpec = DISCRETE, seed: int = 1, **options: Any) -> ActorCriticLearner[Any]:
-    return make_ppo(Config(**(SMALL | options)), spec, device=CPU, seed=seed)
-
-
-def after(spec: EnvSpec, options: dict[str, Any]) -> dict[str, Tensor]:
-    """The weights that a fixed feed of fragments results in, after 2 or 3 iterations."""
-    config = Config(**options)
-    ppo = make_ppo(config, spec, device=CPU, seed=1)
-    assert len(feed(ppo, config, make_feed(spec))) in (2, 3)
-    return ppo.weights()
-
-
-def numbers(*values: float) -> Tensor:
-    return torch.tensor(values)
+def make(spec: EnvSpec = DISCRETE, **options: Any) -> Any:
+    return make_learner("ppo", spec, **options)
 
 
 def test_clipped_surrogate_hand_numbers_and_gradient() -> None:
     """Ratios 1.5, 0.5, 1.5, 0.5, 1.1; it is clipped where the advantage pushes on in the same direction."""
-    ratio, advantage = numbers(1.5, 0.5, 1.5, 0.5, 1.1), numbers(2.0, -2.0, -2.0, 2.0, 2.0)
-    old = numbers(-1.0, -2.0, -1.0, -2.0, -0.5).requires_grad_()
-    log_prob = (old.detach() + ratio.log()).requires_grad_()
-    advantage.requires_grad_()
+    ratio, advantage = tensor([1.5, 0.5, 1.5, 0.5, 1.1]), tensor([2.0, -2.0, -2.0, 2.0, 2.0])
+    old = tensor([-1.0, -2.0, -1.0, -2.0, -0.5])
+    log_prob = (old + ratio.log()).requires_grad_()
     loss = clipped_surrogate(log_prob, old, advantage, clip=0.2)
     expected = [1.2 * 2, 0.8 * -2, 1.5 * -2, 0.5 * 2, 1.1 * 2]
-    torch.testing.assert_close(loss, torch.tensor(-sum(expected) / 5))
+    torch.testing.assert_close(loss, tensor(-sum(expected) / 5))
     (gradient,) = torch.autograd.grad(loss, log_prob)
-    torch.testing.assert_close(gradient, numbers(0.0, 0.0, 3.0, -1.0, -2.2) / 5)
+    torch.testing.assert_close(gradient, tensor([0.0, 0.0, 3.0, -1.0, -2.2]) / 5)
 
 
-def test_value_loss_hand_numbers_and_gradient() -> None:
-    value, old = numbers(1.0, 1.0, 1.0, 1.0).requires_grad_(), numbers(0.0, 0.0, 0.0, 0.9)
-    return_ = numbers(3.0, 0.5, -2.0, 1.5)
-    loss = value_loss(value, old, return_, clip=None)
-    torch.testing.assert_close(loss, torch.tensor(0.5 * (4 + 0.25 + 9 + 0.25) / 4))
-    (gradient,) = torch.autograd.grad(loss, value)
-    torch.testing.assert_close(gradient, numbers(-2.0, 0.5, 3.0, -0.5) / 4)
+@pytest.mark.parametrize(
+    ("clip", "first", "gradient"),
     # Clipped to 0.2, 0.2, 0.2 and not at all: the first would gain by going on and may not, the others may.
-    loss = value_loss(value, old, return_, clip=0.2)
-    torch.testing.assert_close(loss, torch.tensor(0.5 * (2.8**2 + 0.25 + 9 + 0.25) / 4))
-    (gradient,) = torch.autograd.grad(loss, value)
-    torch.testing.assert_close(gradient, numbers(0.0, 0.5, 3.0, -0.5) / 4)
+    [(None, 4, [-2.0, 0.5, 3.0, -0.5]), (0.2, 2.8**2, [0.0, 0.5, 3.0, -0.5])],
+)
+def test_value_loss_hand_numbers(clip: float | None, first: float, gradient: list[float]) -> None:
+    value, old = torch.ones(4, requires_grad=True), tensor([0.0, 0.0, 0.0, 0.9])
+    loss = value_loss(value, old, tensor([3.0, 0.5, -2.0, 1.5]), clip=clip)
+    torch.testing.assert_close(loss, tensor(0.5 * (first + 0.25 + 9 + 0.25) / 4))
+    torch.testing.assert_close(torch.autograd.grad(loss, value)[0], tensor(gradient) / 4)
 
 
 def test_losses_equal_their_slow_twins_sample_by_sample() -> None:
@@ -90,14 +63,6 @@ def test_losses_equal_their_slow_twins_sample_by_sample() -> None:
         for loss, twin, sign in ((clipped_surrogate, slow_surrogate, -1), (value_loss, slow_value_loss, 1)):
             each = [twin(x, float(y), float(z), clip=clip) for x, y, z in zip(a, b, c, strict=True)]
             torch.testing.assert_close(loss(a, b, c, clip=clip), sign * torch.stack(each).mean())
-
-
-def test_only_the_new_policy_and_value_take_gradients() -> None:
-    """What an iteration begins with carries no gradient, so the losses need not cut it off."""
-    trainee = make(CONTINUOUS, normalize_observations=True, normalize_returns=True)
-    prepared = trainee.prepare(tensors(make_feed(CONTINUOUS)), estimator="vtrace")
-    assert not any(column.requires_grad for column in vars(prepared).values())
-    assert all(column.requires_grad for column in trainee.evaluate(prepared))
 
 
 @pytest.mark.parametrize(
@@ -115,15 +80,14 @@ def test_updates_equal_the_slow_twin(spec: EnvSpec, options: dict[str, Any]) -> 
         "batch_size": 72, "minibatch_size": 72, "max_grad_norm": None, "entropy_coefficient": 0.02, "lambda_": 0.8,
         "learning_rate": 0.05,
     } | options  # fmt: skip
-    batch = tensors(make_feed(spec, num_fragments=4))
+    batch, start = tensors(make_feed(spec, num_fragments=4)), make(spec, **options)
     assert not batch.valid.all()
-    begin = leaves(dict(make(spec, **options).network.named_parameters()))
-    config = Config(**(SMALL | options))
+    at = begin = leaves(dict(start.network.named_parameters()))
+    config = start.config
     rows = slow_rows(
         begin, batch, spec, estimator=config.estimator, lambda_=config.lambda_, activation=config.activation,
         old="begin" if config.corrects_staleness else "behavior",
     )  # fmt: skip
-    at = begin
     for num_epochs in (1, 2):
         ppo = make(spec, **options, num_epochs=num_epochs)
         figures = ppo.update(batch)
@@ -133,45 +97,33 @@ def test_updates_equal_the_slow_twin(spec: EnvSpec, options: dict[str, Any]) -> 
         at = leaves(dict(ppo.network.named_parameters()))
 
     log_ratio, moved, entropy, error = [], [], [], []
-    for row in rows:
-        log_prob, spread = slow_policy(at, row.observation, row.action, spec, config.activation)
-        value = slow_value(at, row.observation, config.activation)
-        log_ratio.append(float(log_prob.detach()) - row.old_log_prob)
-        first, _ = slow_policy(begin, row.observation, row.action, spec, config.activation)
-        moved.append(float(log_prob.detach()) - float(first.detach()))
-        entropy.append(float(spread.detach()))
-        error.append((float(value.detach()) - row.return_) ** 2)
-    left = torch.tensor([row.return_ - row.old_value for row in rows])
+    with torch.no_grad():
+        for row in rows:
+            log_prob, spread = slow_policy(at, row.observation, row.action, spec, config.activation)
+            first, _ = slow_policy(begin, row.observation, row.action, spec, config.activation)
+            log_ratio.append(float(log_prob) - row.old_log_prob)
+            moved.append(float(log_prob - first))
+            entropy.append(float(spread))
+            error.append((float(slow_value(at, row.observation, config.activation)) - row.return_) ** 2)
+    left = tensor([row.return_ - row.old_value for row in rows])
     expected = {
         "kl": sum(math.exp(x) - 1 - x for x in moved) / len(rows),
         "clip_fraction": sum(abs(math.exp(x) - 1) > 0.2 for x in log_ratio) / len(rows),
         "entropy": sum(entropy) / len(rows),
         "value_loss": 0.5 * sum(error) / len(rows),
-        "explained_variance": 1 - float(left.var() / torch.tensor([row.return_ for row in rows]).var()),
+        "explained_variance": 1 - float(left.var() / tensor([row.return_ for row in rows]).var()),
         "learning_rate": 0.05,
         "epochs": 2.0,
     }
-    assert {name: float(value) for name, value in figures.items()} == pytest.approx(
-        expected, rel=1e-3, abs=1e-5
-    )
-    assert all(value.shape == () and not value.requires_grad for value in figures.values())
-
-
-@pytest.mark.parametrize("spec", [DISCRETE, CONTINUOUS], ids=["discrete", "continuous"])
-def test_each_estimator_gives_other_weights(spec: EnvSpec) -> None:
-    found = {estimator: after(spec, SMALL | {"estimator": estimator}) for estimator in ESTIMATORS}
-    digests = {estimator: digest(weights) for estimator, weights in found.items() if estimator != "td_lambda"}
-    assert len(set(digests.values())) == 4
-    # A(gae) = G(td_lambda) - V by definition (algebra, not a coincidence of this feed), up to rounding.
-    for name, tensor in found["td_lambda"].items():
-        torch.testing.assert_close(tensor, found["gae"][name], rtol=1e-3, atol=1e-4)
+    found = {name: float(value) for name, value in figures.items()}
+    assert found == pytest.approx(expected, rel=1e-3, abs=1e-5)
 
 
 def test_kl_ends_epochs_early() -> None:
+    """With V-trace, whose ratio starts at 1."""
+
     def epochs(target_kl: float | None) -> tuple[float, int]:
-        ppo = make(
-            num_epochs=6, target_kl=target_kl, estimator="vtrace", learning_rate=2e-3
-        )  # the ratio starts at 1
+        ppo = make(num_epochs=6, target_kl=target_kl, estimator="vtrace", learning_rate=2e-3)
         return float(ppo.update(tensors(make_feed(DISCRETE)))["epochs"]), ppo.num_updates
 
     assert epochs(None) == epochs(1e3) == (6.0, 6 * 11)
@@ -179,38 +131,43 @@ def test_kl_ends_epochs_early() -> None:
     assert 1.0 < epochs(4e-3)[0] < 6.0
 
 
-@pytest.mark.parametrize(("minibatch_size", "sizes"), [(20, 4), (28, 3), (30, 2), (60, 1)])
+@pytest.mark.parametrize(("minibatch_size", "num"), [(20, 4), (28, 3), (30, 2), (60, 1)])
 def test_minibatches_share_the_transitions_evenly(
-    minibatch_size: int, sizes: int, monkeypatch: pytest.MonkeyPatch
+    minibatch_size: int, num: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ppo, batch = make(minibatch_size=minibatch_size), tensors(make_feed(DISCRETE, num_fragments=4))
     seen: list[Tensor] = []
     evaluate = ppo.evaluate
     monkeypatch.setattr(ppo, "evaluate", lambda part: seen.append(part.observation) or evaluate(part))
     ppo.update(batch)
-    assert ppo.num_updates == 2 * sizes
     *parts, whole = seen  # the last one is for the figures
-    assert len(whole) == 72 and len(parts) == 2 * sizes
-    assert {abs(len(part) - 72 / sizes) < 1 for part in parts} == {True}
-    first, second = torch.cat(parts[:sizes]), torch.cat(parts[sizes:])
+    assert ppo.num_updates == len(parts) == 2 * num and len(whole) == 72
+    assert all(abs(len(part) - 72 / num) < 1 for part in parts)
+    first, second = torch.cat(parts[:num]), torch.cat(parts[num:])
     assert not torch.equal(first, second), "each epoch has its own order"
-    assert torch.equal(first.sort(dim=0).values, whole.sort(dim=0).values)
-    assert torch.equal(second.sort(dim=0).values, whole.sort(dim=0).values)
+    for epoch in (first, second):
+        assert torch.equal(epoch.sort(dim=0).values, whole.sort(dim=0).values)
 
 
 def test_schedules_reach_their_final_values() -> None:
     options = {"final_learning_rate": 0.0, "final_clip": 0.1, "final_entropy_coefficient": 0.0}
-    ppo, batch = make(anneal_steps=144, entropy_coefficient=0.4, **options), tensors(
-        make_feed(DISCRETE, num_fragments=4)
-    )  # fmt: skip
-    names = ("learning_rate", "clip", "entropy_coefficient")
+    ppo = make(anneal_steps=144, entropy_coefficient=0.4, **options)
+    batch = tensors(make_feed(DISCRETE, num_fragments=4))
     for expected in ((1e-2, 0.2, 0.4), (5e-3, 0.15, 0.2), (0.0, 0.1, 0.0), (0.0, 0.1, 0.0)):
-        assert [ppo.scheduled(name) for name in names] == pytest.approx(expected)
+        found = [ppo.scheduled(name) for name in ("learning_rate", "clip", "entropy_coefficient")]
+        assert found == pytest.approx(expected)
         before = digest(ppo.weights())
         assert float(ppo.update(batch)["learning_rate"]) == pytest.approx(expected[0])
         assert (digest(ppo.weights()) == before) == (expected[0] == 0.0)
 
 
+LEARNING = {
+    "name": "ppo",
+    "batch_size": 512,
+    "minibatch_size": 128,
+    "learning_rate": 3e-3,
+    "hidden_sizes": [32],
+}
 TOYS: dict[str, tuple[dict[str, Any], int, float]] = {  # options, iterations, a return close to the best
     "ddrl/Pick-v0": ({}, 15, 9.9),
     "ddrl/Pairs-v0": ({"shared": True}, 20, 9.9),
@@ -223,14 +180,12 @@ TOYS: dict[str, tuple[dict[str, Any], int, float]] = {  # options, iterations, a
 @pytest.mark.parametrize("env_id", TOYS)
 def test_learns_a_toy(env_id: str) -> None:
     options, num_iterations, close = TOYS[env_id]
-    learning = {"name": "ppo", "batch_size": 512, "minibatch_size": 128, "learning_rate": 3e-3, "gamma": 0.5}
-    assert train(env_id, num_iterations, **learning, **options, hidden_sizes=[32]).return_mean >= close
+    assert train(env_id, num_iterations, gamma=0.5, **LEARNING, **options).return_mean >= close
 
 
 @pytest.mark.learning
 def test_truncation_bootstraps() -> None:
     """Reward 1 for ever: the value is 1 / (1 - gamma) = 10, though episodes are cut after 100 steps."""
-    learning = {"batch_size": 512, "minibatch_size": 128, "learning_rate": 3e-3, "gamma": 0.9}
-    trained = train("ddrl/Endless-v0", 30, name="ppo", **learning, hidden_sizes=[32])
+    trained = train("ddrl/Endless-v0", 30, gamma=0.9, **LEARNING)
     value = trained.learner.network(torch.ones(1, 1))[1]
     assert float(value.detach()) == pytest.approx(10.0, rel=0.05)

@@ -1,4 +1,4 @@
-"""SAC: hand numbers, the slow twin of one update, every option's effect, continuation, the player."""
+"""SAC: hand numbers, the slow twin of one update, temperature and delays, a game learned, the policy."""
 
 from __future__ import annotations
 
@@ -9,44 +9,30 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.algorithms import CONTINUOUS, CPU, make_learner, make_policy
+from support.algorithms import CONTINUOUS, make_learner, make_policy
 from support.algorithms import continuous_batch as make_batch
 from support.reference import Layers, sac_critic_loss, sac_policy_loss
-from torch import Tensor
+from torch import Tensor, tensor
 
-from ddrl.algorithms.sac.config import Config
-from ddrl.algorithms.sac.learner import SAC, critic_loss, policy_loss, temperature_loss
-from ddrl.algorithms.sac.policy import Policy
+from ddrl.algorithms.sac.learner import critic_loss, policy_loss, temperature_loss
 from ddrl.networks.mlp import MLP
 
-SPEC = CONTINUOUS
-BATCH_SIZE = 6
+ROWS = np.random.default_rng(0).standard_normal((64, 3)).astype(np.float32)
+HALF, MIDDLE = np.array([2.0, 0.5]), np.array([0.0, 0.5])  # of the range of actions
 
 
-def make(**options: Any) -> SAC:
-    sac: SAC = make_learner("sac", SPEC, **options)
-    return sac
-
-
-def after(num_updates: int, **options: Any) -> dict[str, Tensor]:
-    sac = make(**options)
-    for i in range(num_updates):
-        sac.update(make_batch(i))
-    return sac.state()
+def make(**options: Any) -> Any:
+    return make_learner("sac", CONTINUOUS, **options)
 
 
 def actor_layers(network: MLP) -> Layers:
-    return [
-        (w.detach().clone(), b.detach().clone()) for w, b in zip(network.weights, network.biases, strict=True)
-    ]
+    pairs = zip(network.weights, network.biases, strict=True)
+    return [(w.detach().clone(), b.detach().clone()) for w, b in pairs]
 
 
 def critic_layers(network: MLP) -> list[Layers]:
-    pairs = list(zip(network.weights, network.biases, strict=True))
-    return [
-        [(w[e].detach().clone(), b[e, 0].detach().clone()) for w, b in pairs]
-        for e in range(network.num_members)
-    ]
+    layers = actor_layers(network)
+    return [[(w[e].clone(), b[e, 0].clone()) for w, b in layers] for e in range(network.num_members)]
 
 
 def leaves(layers: Layers) -> list[Tensor]:
@@ -54,30 +40,28 @@ def leaves(layers: Layers) -> list[Tensor]:
 
 
 def test_critic_loss_hand_numbers() -> None:
-    q = torch.tensor([[1.0, 2.0], [0.0, 3.0]], requires_grad=True)
-    next_q, log_prob = torch.tensor([[5.0, 9.0], [4.0, 9.0]]), torch.tensor([2.0, 7.0])
-    loss = critic_loss(
-        q, next_q, log_prob, torch.tensor([1.0, 2.0]), torch.tensor([0.5, 0.0]), torch.tensor(0.5)
-    )
+    q = tensor([[1.0, 2.0], [0.0, 3.0]], requires_grad=True)
+    next_q, log_prob = tensor([[5.0, 9.0], [4.0, 9.0]]), tensor([2.0, 7.0])
+    loss = critic_loss(q, next_q, log_prob, tensor([1.0, 2.0]), tensor([0.5, 0.0]), tensor(0.5))
     # targets: 1 + 0.5 (4 - 0.5 * 2) = 2.5 and, terminated, 2
     assert float(loss.detach()) == pytest.approx(((1 - 2.5) ** 2 + 2.5**2 + 0 + 1) / 2)
     (gradient,) = torch.autograd.grad(loss, q)
-    torch.testing.assert_close(gradient, torch.tensor([[-1.5, 0.0], [-2.5, 1.0]]))
+    torch.testing.assert_close(gradient, tensor([[-1.5, 0.0], [-2.5, 1.0]]))
 
 
 def test_policy_loss_hand_numbers() -> None:
-    q = torch.tensor([[1.0, 2.0], [0.0, 3.0]], requires_grad=True)
-    log_prob = torch.tensor([2.0, -4.0], requires_grad=True)
-    loss = policy_loss(q, log_prob, torch.tensor(0.5))
+    q = tensor([[1.0, 2.0], [0.0, 3.0]], requires_grad=True)
+    log_prob = tensor([2.0, -4.0], requires_grad=True)
+    loss = policy_loss(q, log_prob, tensor(0.5))
     assert float(loss.detach()) == pytest.approx(((1 - 0) + (-2 - 2)) / 2)
     q_gradient, log_prob_gradient = torch.autograd.grad(loss, (q, log_prob))
-    torch.testing.assert_close(q_gradient, torch.tensor([[0.0, -0.5], [-0.5, 0.0]]))
-    torch.testing.assert_close(log_prob_gradient, torch.tensor([0.25, 0.25]))
+    torch.testing.assert_close(q_gradient, tensor([[0.0, -0.5], [-0.5, 0.0]]))
+    torch.testing.assert_close(log_prob_gradient, tensor([0.25, 0.25]))
 
 
 def test_temperature_loss_hand_numbers_and_own_gradient() -> None:
-    log_temperature = torch.tensor(math.log(0.5), requires_grad=True)
-    loss = temperature_loss(log_temperature, torch.tensor([1.0, 2.0]), target_entropy=-2.0)
+    log_temperature = tensor(math.log(0.5), requires_grad=True)
+    loss = temperature_loss(log_temperature, tensor([1.0, 2.0]), target_entropy=-2.0)
     assert float(loss.detach()) == pytest.approx(-0.5 * (1.5 - 2.0))
     (gradient,) = torch.autograd.grad(loss, log_temperature)
     torch.testing.assert_close(gradient, loss.detach())
@@ -90,23 +74,31 @@ def test_temperature_loss_hand_numbers_and_own_gradient() -> None:
 def test_one_update_equals_the_slow_twin(options: dict[str, Any], num_members: int) -> None:
     sac, batch = make(**options), make_batch(3)
     for i in range(3):  # so that targets differ from critics and temperature from its start
+        before = sac.state()
         sac.update(make_batch(i))
+        expected = 0.9 * before["target_critics.value"] + 0.1 * sac.state()["critics.value"]
+        torch.testing.assert_close(sac.state()["target_critics.value"], expected)
+    with torch.no_grad():  # so that the second critic is the smaller one somewhere only, or everywhere
+        sac.critics.biases[-1][1] -= 0.1
     temperature = float(sac.state()["temperature.value"].exp())
     noise = torch.Generator()
     noise.set_state(sac.state()["noise"])
-    next_noise, current_noise = (torch.randn(BATCH_SIZE, 2, generator=noise) for _ in range(2))
-    actor, critics, targets = (
-        actor_layers(sac.actor), critic_layers(sac.critics), critic_layers(sac.target_critics)
-    )  # fmt: skip
-    unit_action = (batch.action - torch.tensor([0.0, 0.5])) / torch.tensor([2.0, 0.5])
-    rows = list(
-        zip(batch.observation, unit_action, batch.n_step_return, batch.bootstrap_discount,
-            batch.next_observation, strict=True)
-    )  # fmt: skip
+    next_noise, current_noise = (list(torch.randn(6, 2, generator=noise)) for _ in range(2))
+    actor = actor_layers(sac.actor)
+    critics, targets = critic_layers(sac.critics), critic_layers(sac.target_critics)
+    unit_action = (batch.action - tensor(MIDDLE)).div(tensor(HALF)).float()
+    columns = (
+        batch.observation,
+        unit_action,
+        batch.n_step_return,
+        batch.bootstrap_discount,
+        batch.next_observation,
+    )
     metrics = sac.update(batch)
 
     parameters = [leaves(critic) for critic in critics]
-    loss = sac_critic_loss(actor, critics, targets, rows, list(next_noise), temperature)
+    rows = list(zip(*columns, strict=True))
+    loss = sac_critic_loss(actor, critics, targets, rows, next_noise, temperature)
     torch.testing.assert_close(metrics["critic_loss"], loss.detach())
     gradients = [torch.autograd.grad(loss, member, retain_graph=True) for member in parameters]
     expected = torch.cat([torch.stack(pair).flatten() for pair in zip(*gradients, strict=True)])
@@ -114,37 +106,26 @@ def test_one_update_equals_the_slow_twin(options: dict[str, Any], num_members: i
 
     actor_parameters = leaves(actor)
     maximized = critic_layers(sac.critics)[:num_members]  # as just updated
-    loss = sac_policy_loss(actor, maximized, list(batch.observation), list(current_noise), temperature)
+    loss = sac_policy_loss(actor, maximized, list(batch.observation), current_noise, temperature)
     torch.testing.assert_close(metrics["policy_loss"], loss.detach())
-    gradients_ = torch.autograd.grad(loss, actor_parameters)
-    expected = torch.cat([gradient.flatten() for gradient in gradients_])
+    expected = torch.cat([part.flatten() for part in torch.autograd.grad(loss, actor_parameters)])
     torch.testing.assert_close(sac.actor_parameters.vector.grad, expected, atol=1e-6, rtol=1e-4)
 
 
-def test_targets_follow_the_critics() -> None:
-    sac = make()
-    before = sac.state()
-    assert torch.equal(before["target_critics.value"], before["critics.value"])
-    sac.update(make_batch())
-    state = sac.state()
-    expected = 0.9 * before["target_critics.value"] + 0.1 * state["critics.value"]
-    torch.testing.assert_close(state["target_critics.value"], expected)
-
-
-def test_temperature_moves_towards_the_target_entropy() -> None:
-    assert float(after(5, target_entropy=50.0)["temperature.value"]) > 0
-    assert float(after(5, target_entropy=-50.0)["temperature.value"]) < 0
-
-
-def test_form_sac1_ignores_the_second_critic_in_the_policy_loss() -> None:
-    first = {}
-    for form in ("sac", "sac1"):
-        sac = make(form=form, temperature=0.2)
-        with torch.no_grad():
-            sac.critics.biases[-1][1] -= 100.0  # the minimum is now the second critic everywhere
-        metrics = sac.update(make_batch())
-        first[form] = float(metrics["policy_loss"])
-    assert first["sac"] > first["sac1"] + 50
+@pytest.mark.parametrize(
+    "options",
+    [{"target_entropy": 50.0}, {"target_entropy": -50.0}, {"temperature": 0.0}, {"temperature": 0.2}],
+)
+def test_temperature_is_fixed_or_moves_towards_the_target_entropy(options: dict[str, Any]) -> None:
+    sac = make(**options)
+    for i in range(5):
+        sac.update(make_batch(i))
+    temperature = float(sac.state()["temperature.value"].exp())
+    if "temperature" in options:
+        assert temperature == pytest.approx(options["temperature"])
+        assert all(torch.isfinite(value).all() for value in sac.weights().values())
+    else:
+        assert (temperature > 1) == (options["target_entropy"] > 0)
 
 
 def test_policy_delay_skips_actor_and_temperature() -> None:
@@ -159,65 +140,44 @@ def test_policy_delay_skips_actor_and_temperature() -> None:
         assert not torch.equal(before["critics.value"], state["critics.value"])
 
 
-def test_fixed_temperature_stays_and_may_be_zero() -> None:
-    for temperature in (0.0, 0.2):
-        state = after(3, temperature=temperature)
-        assert float(state["temperature.value"].exp()) == pytest.approx(temperature)
-        assert all(torch.isfinite(state[name]).all() for name in ("actor.value", "critics.value"))
-
-
 def test_learns_the_best_action_of_a_one_step_game() -> None:
     """Reward -(a - best)^2, the episode ends at once: the mode must find `best`."""
-    config = Config(hidden_sizes=(64, 64), learning_rate=3e-3, temperature=0.01)
-    sac = SAC(config, SPEC, device=CPU, seed=0)
-    best, generator = torch.tensor([1.0, 0.25]), torch.Generator().manual_seed(0)
-    span = torch.tensor([4.0, 1.0])
+    options = {"hidden_sizes": (64, 64), "learning_rate": 3e-3, "temperature": 0.01}
+    sac, generator = make(seed=0, **options), torch.Generator().manual_seed(0)
+    best, span = tensor([1.0, 0.25]), tensor([4.0, 1.0])
     for i in range(600):
-        batch = make_batch(i, 64)
-        action = torch.rand(64, 2, generator=generator) * span - torch.tensor([2.0, 0.0])
+        action = torch.rand(64, 2, generator=generator) * span - tensor([2.0, 0.0])
         reward = -((action - best) / span * 4).square().sum(dim=1)
-        sac.update(replace(batch, action=action, n_step_return=reward, bootstrap_discount=torch.zeros(64)))
-    policy = Policy(config, SPEC)
-    policy.load(sac.weights())
-    rows = make_batch(7, 64).observation.numpy()
-    action = policy.act(rows).mean(axis=0)
-    error = (action - best.numpy()) / (span.numpy() / 2)  # as a share of half the range
+        batch = replace(make_batch(i, 64), action=action, n_step_return=reward)
+        sac.update(replace(batch, bootstrap_discount=torch.zeros(64)))
+    policy = make_policy("sac", CONTINUOUS, weights=sac.weights(), **options)
+    error = (policy.act(ROWS).mean(axis=0) - best.numpy()) / HALF
     np.testing.assert_allclose(error, 0.0, atol=0.1)
 
 
 @pytest.mark.parametrize("hidden_sizes", [(8, 7), (128, 128), (64,), (400, 300)])
-def test_mode_does_not_depend_on_the_number_of_rows(hidden_sizes: tuple[int, ...]) -> None:
-    policy = make_policy(
-        "sac", SPEC, weights=make(hidden_sizes=hidden_sizes).weights(), hidden_sizes=hidden_sizes
-    )
-    rows = np.random.default_rng(0).standard_normal((64, 3)).astype(np.float32)
-    one_by_one = np.concatenate([policy.act(row[None]) for row in rows])
-    for size in range(1, 65):
-        start = 64 - size  # so that a row is seen at every place of a block
-        actions = policy.act(rows[start:])
-        assert actions.tobytes() == one_by_one[start:].tobytes()
-
-
-def test_mode_equals_the_actor_network() -> None:
-    sac = make()
+def test_the_mode_is_the_networks_and_does_not_depend_on_the_number_of_rows(
+    hidden_sizes: tuple[int, ...],
+) -> None:
+    sac = make(hidden_sizes=hidden_sizes)
     sac.update(make_batch())
-    rows = np.random.default_rng(0).standard_normal((20, 3)).astype(np.float32)
-    actions = make_policy("sac", SPEC, weights=sac.weights()).act(rows)
+    policy = make_policy("sac", CONTINUOUS, weights=sac.weights(), hidden_sizes=hidden_sizes)
+    alone = np.concatenate([policy.act(row[None]) for row in ROWS])
     with torch.no_grad():
-        mode = torch.tanh(sac.actor(torch.from_numpy(rows))[:, :2]).numpy()
-    assert actions.dtype == np.float32
-    np.testing.assert_allclose(actions, mode * [2.0, 0.5] + [0.0, 0.5], rtol=1e-5, atol=1e-6)
+        mode = torch.tanh(sac.actor(torch.from_numpy(ROWS))[:, :2]).numpy()
+    assert alone.dtype == np.float32
+    np.testing.assert_allclose(alone, mode * HALF + MIDDLE, rtol=1e-5, atol=1e-6)
+    for start in range(64):  # so that a row is seen at every place of a block
+        assert policy.act(ROWS[start:]).tobytes() == alone[start:].tobytes()
 
 
-def test_exploration_has_the_actor_networks_spread() -> None:
-    sac = make()
-    row = np.array([[0.3, -0.2, 0.9]], np.float32)
-    actions, extras = make_policy("sac", SPEC, weights=sac.weights()).explore(
-        np.repeat(row, 40_000, 0), np.random.default_rng(0)
-    )
-    assert (actions.shape, actions.dtype, extras) == ((40_000, 2), np.float32, {})
-    assert np.all(actions >= SPEC.action_low) and np.all(actions <= SPEC.action_high)
-    pre_tanh = np.arctanh(np.clip((actions - [0.0, 0.5]) / [2.0, 0.5], -1 + 1e-7, 1 - 1e-7))
+def test_exploration_has_the_networks_spread() -> None:
+    sac, row, num = make(), np.array([[0.3, -0.2, 0.9]], np.float32), 40_000
+    policy = make_policy("sac", CONTINUOUS, weights=sac.weights())
+    actions, extras = policy.explore(np.repeat(row, num, 0), np.random.default_rng(0))
+    assert (actions.shape, actions.dtype, extras) == ((num, 2), np.float32, {})
+    assert np.all(actions >= CONTINUOUS.action_low) and np.all(actions <= CONTINUOUS.action_high)
+    pre_tanh = np.arctanh(np.clip((actions - MIDDLE) / HALF, -1 + 1e-7, 1 - 1e-7))
     with torch.no_grad():
         mean, raw = sac.actor(torch.from_numpy(row))[0].numpy().reshape(2, 2)
     np.testing.assert_allclose(pre_tanh.mean(0), mean, atol=0.01)
