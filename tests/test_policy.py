@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.algorithms import DISCRETE, make_learner
 
 from ddrl import config, envs, policy
 from ddrl.algorithms.base import NO_STATE, RecurrentState, initial_state
 from ddrl.runs.evaluation import score
+from ddrl.store import weights
 
 
 class Sensitive:
@@ -53,3 +58,17 @@ def test_episodes_by_hand_are_those_evaluated(size: int, frame_stack: int) -> No
     env.close()
     assert lengths == list(score(loaded, range(20, 30), num_envs=3).lengths)
     assert len(set(lengths)) > 3, "else a constant action would pass"
+
+
+def test_a_policy_file_of_another_shape_is_refused(tmp_path: Path) -> None:
+    learner = make_learner("ppo", DISCRETE, hidden_sizes=(8,))
+    arrays = {name: tensor.numpy() for name, tensor in learner.weights().items()}
+    path = tmp_path / "a.policy"
+    for size in (8, 9):
+        tree = {"env": {"id": "Toy-v0"}, "algorithm": {"name": "ppo", "hidden_sizes": [size]}}
+        metadata = {"format": policy.FORMAT, "run": "run", "version": "3", "config": json.dumps(tree)}
+        path.write_bytes(weights.encode_weights(arrays, metadata | {"spaces": json.dumps(asdict(DISCRETE))}))
+        if size == 8:
+            assert policy.load(path).action(np.zeros(3, np.float32)).shape == ()
+    with pytest.raises(policy.PolicyFileError, match=r"do not fit .* \(actor\.layers\.0\.bias: shape \(8,\)"):
+        policy.load(path)
