@@ -2,41 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
+from support.commands import call, call_json, refused
 from support.fleet import heartbeat, note_playing, want_processes
 from support.runs import start, target_config
 
-from ddrl.cli import main
-from ddrl.store import connection, keys, segments, workers
+from ddrl.store import keys, segments, workers
 
 
-@pytest.fixture
-def client(server: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    monkeypatch.setenv(connection.URL_VARIABLE, server.url)
-    monkeypatch.chdir(tmp_path)
-    return server.client
+def test_an_empty_fleet(client: Any) -> None:
+    assert call("fleet") == "no workers; start `celery -A ddrl worker` on every machine that is to play\n"
+    assert call_json("fleet") == {"workers": [], "versions_differ": {}, "runs": []}
 
 
-def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    capsys.readouterr()
-    assert main(["fleet", *arguments]) == 0
-    return capsys.readouterr().out
-
-
-def test_an_empty_fleet(client: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call(capsys) == "no workers; start `celery -A ddrl worker` on every machine that is to play\n"
-    assert json.loads(call(capsys, "--json")) == {"workers": [], "versions_differ": {}, "runs": []}
-
-
-def test_workers_what_they_play_and_the_shares_of_runs(
-    client: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_workers_what_they_play_and_the_shares_of_runs(client: Any) -> None:
     heavy, light = start(client, target_config()), start(client, target_config())
     want_processes(client, heavy), want_processes(client, light)
     client.hset(keys.state(heavy), "weight", 3)
@@ -44,24 +27,22 @@ def test_workers_what_they_play_and_the_shares_of_runs(
     workers.beat(client, replace(heartbeat("b@two", 1), host="two"))
     for pid, run in enumerate((heavy, heavy, light)):
         note_playing(client, run, node="a@one", pid=pid)
-    (
-        client.hset(keys.state(heavy), "mean_processes", 1.5),
-        client.hset(keys.state(light), "mean_processes", 0.5),
-    )
-    report = json.loads(call(capsys, "--json"))
+    client.hset(keys.state(heavy), "mean_processes", 1.5)
+    client.hset(keys.state(light), "mean_processes", 0.5)
+    report = call_json("fleet")
     assert [worker["playing"] for worker in report["workers"]] == [{heavy: 2, light: 1}, {}]
     shares = {run["run"]: (run["share"], run["entitled"], run["playing"]) for run in report["runs"]}
     assert shares == {heavy: (pytest.approx(0.75), 0.75, 2), light: (pytest.approx(0.25), 0.25, 1)}
-    text = call(capsys)
+    text = call("fleet")
     assert f"{heavy} 2, {light} 1" in text and "75 %" in text
     assert text.endswith("2 machines, 2 workers, 4 processes, 3 of them playing 2 runs\n")
 
 
-def test_why_a_run_is_not_played(client: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_why_a_run_is_not_played(client: Any) -> None:
     run = start(client, target_config())
 
     def note() -> str:
-        return str(json.loads(call(capsys, "--json"))["runs"][0]["note"])
+        return str(call_json("fleet")["runs"][0]["note"])
 
     assert note() == "waiting for a learner: start `ddrl learner`"
     want_processes(client, run)
@@ -79,9 +60,7 @@ def test_why_a_run_is_not_played(client: Any, capsys: pytest.CaptureFixture[str]
     assert note() == "has had its share: waits for its turn"
 
 
-def test_versions_that_differ_and_machines_that_leave_are_shown(
-    client: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_versions_that_differ_and_machines_that_leave_are_shown(client: Any) -> None:
     for host, version in (("one", "2.3"), ("two", "2.4"), ("three", "2.3")):
         workers.beat(
             client,
@@ -90,11 +69,10 @@ def test_versions_that_differ_and_machines_that_leave_are_shown(
                 gpus=("H100",), memory_bytes=2**34, draining=host == "two", started_s=time.time() - 65,
             ),
         )  # fmt: skip
-    text = call(capsys)
+    text = call("fleet")
     assert "versions of numpy differ: 2.3 on one, three; 2.4 on two" in text
     assert "H100" in text and "16.0 GB" in text and "leaves" in text and "up 1m0" in text
 
 
-def test_watching_needs_a_terminal(client: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["fleet", "--watch"]) == 2
-    assert "--watch: needs a terminal" in capsys.readouterr().err
+def test_watching_needs_a_terminal(client: Any) -> None:
+    assert "--watch: needs a terminal" in refused("fleet", "--watch")

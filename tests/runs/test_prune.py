@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 from support.private_server import wait_until
 from support.runs import add_history, make_run
 
-from ddrl.cli import main
 from ddrl.runs import prune as pruning
 from ddrl.store import connection, keys, runs
 from ddrl.store import leases as lease
 
 DAY_S = 86_400.0
-
-
-@pytest.fixture
-def client(server: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    monkeypatch.setenv(connection.URL_VARIABLE, server.url)
-    monkeypatch.chdir(tmp_path)
-    return server.client
 
 
 def ended(client: Any, days: float, *, status: str = "stopped", num_bytes: int = 0) -> str:
@@ -81,33 +71,6 @@ def test_a_run_that_a_learner_holds_stays(client: Any) -> None:
     assert not [*client.scan_iter(keys.run_pattern(run))] and runs.names(client) == []
 
 
-def test_the_command_confirms_and_reports(
-    client: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    old, young = ended(client, 31, num_bytes=2_000_000), ended(client, 1)
-    (tmp_path / "runs" / old).mkdir(parents=True)
-
-    def call(*arguments: str, code: int = 0) -> Any:
-        capsys.readouterr()
-        assert main(["prune", *arguments]) == code
-        return capsys.readouterr()
-
-    assert "--older-than" in call(code=2).err
-    assert "not a duration" in call("--older-than", "a month", code=2).err
-    assert "not a size" in call("--max-bytes", "much", code=2).err
-    assert call("--older-than", "60d", "--yes").out == "nothing to prune\n"
-    out = call("--older-than", "30d", "--dry-run").out
-    assert old in out and "would free 1.9 MB of 1 run" in out and {*runs.names(client)} == {old, young}
-    refused = call("--older-than", "30d", code=2)
-    assert "add --yes" in refused.err and {*runs.names(client)} == {old, young}
-    report = json.loads(call("--older-than", "30d", "--dry-run", "--json").out)
-    assert report["dry_run"] and [row["run"] for row in report["runs"]] == [old]
-    assert report["bytes"] == report["runs"][0]["bytes"] > 2_000_000
-    assert "freed 1.9 MB of 1 run\n" in call("--older-than", "30d", "--yes").out
-    assert runs.names(client) == [young] and (tmp_path / "runs" / old).is_dir()
-    assert json.loads(call("--max-bytes", "0", "--yes", "--json").out)["runs"][0]["run"] == young
-
-
 def test_delete_leaves_no_key_behind(client: Any) -> None:
     run = make_run(client)
     token = add_history(client, run)
@@ -131,18 +94,3 @@ def test_retention_prunes_again_after_a_while(client: Any) -> None:
     assert retention.apply(client) == [], "it is not time yet"
     wait_until(lambda: names(retention.apply(client)) == [second])
     assert runs.names(client) == [young]
-
-
-def test_a_learner_service_prunes_as_its_options_say(
-    client: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from ddrl.learner import run as runner
-
-    served: list[Any] = []
-    monkeypatch.setattr(runner, "serve", lambda *_, retention: served.append(retention))
-    monkeypatch.setattr(runner.Interrupt, "install", lambda _: None)
-    old = ended(client, 2)
-    assert main(["learner", "--keep-age", "1d", "--keep-bytes", "1GB"]) == 0
-    assert names(served[0].apply(client)) == [old]
-    assert main(["learner"]) == 0 and served[1] is None
-    assert main(["learner", "x", "--keep-age", "1d"]) == 2 and "ddrl prune" in capsys.readouterr().err

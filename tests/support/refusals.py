@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 import re
@@ -15,6 +13,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from support import commands
 
 # Overrides of the configs below.
 OVERRIDES: dict[str, tuple[str, ...]] = {
@@ -243,8 +243,8 @@ def outcomes() -> Iterator[tuple[str, int, str]]:
     Path("broken.yaml").write_text("env: {id: [")
     Path("list.yaml").write_text("- a\n- b\n")
     bare = ["--detach", "--no-learner", "--workers", "0", "--json"]
-    runs = [json.loads(_call(["submit", "sac.yaml", *bare])[1])["run"] for _ in range(2)]
-    _call(["stop", runs[1]])
+    runs = [json.loads(commands.run("submit", "sac.yaml", *bare).out)["run"] for _ in range(2)]
+    commands.run("stop", runs[1])
     cases = [(line, line.split()) for line in COMMANDS]
     for name, texts in OVERRIDES.items():
         cases += [
@@ -252,20 +252,10 @@ def outcomes() -> Iterator[tuple[str, int, str]]:
         ]
     for line, words in cases:
         given = [word.replace("RUN", runs[0]).replace("ENDED", runs[1]) for word in words]
-        code, _, error = _call(given)
+        code, _, error = commands.run(*given)
         error = error.replace(runs[0], "RUN").replace(runs[1], "ENDED")
         error = re.sub(r"(unix|redis)://\S+", "URL", error)
         yield line, code, error.strip()
-
-
-def _call(arguments: list[str]) -> tuple[int, str, str]:
-    """Run a command line in this process; its exit code, stdout and stderr."""
-    from ddrl.cli import main
-
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main(arguments)
-    return code, out.getvalue(), err.getvalue()
 
 
 if __name__ == "__main__":

@@ -2,44 +2,29 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
+from support.commands import call, call_json, refused, run
 from support.runs import add_history, make_run
 
-from ddrl.cli import main
 from ddrl.cli.compare import differences
 from ddrl.runs import curves
 from ddrl.runs.records import read
-from ddrl.store import connection, runs
+from ddrl.store import runs
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-@pytest.fixture
-def client(server: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    monkeypatch.setenv(connection.URL_VARIABLE, server.url)
-    monkeypatch.chdir(tmp_path)
-    return server.client
-
-
-def call(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> Any:
-    capsys.readouterr()
-    assert main(["compare", *arguments]) == code
-    return capsys.readouterr()
-
-
-def test_table_and_drawing(client: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_table_and_drawing(client: Any, tmp_path: Path) -> None:
     first = make_run(client, name="first")
     second = make_run(
         client, name="second", seed=2, algorithm={"name": "sac", "gamma": 0.98}, replay={"capacity": 5_000}
     )
     add_history(client, first)
     runs.set_status(client, first, "solved", "return 200 confirmed")
-    printed = call(capsys, "first", second, first)
+    printed = run("compare", "first", second, first)
     lines = printed.out.splitlines()
     assert lines[0] == "env LunarLanderContinuous-v3, algorithm sac"
     assert lines[2].split() == ["run", "seed", "status", "train", "env", "steps", "updates", "best", "return"]
@@ -49,29 +34,25 @@ def test_table_and_drawing(client: Any, capsys: pytest.CaptureFixture[str], tmp_
     table = {line.split()[0]: line.split()[1:] for line in lines[7:]}
     assert table == {"algorithm.gamma": ["-", "0.98"], "replay.capacity": ["1000000", "5000"]}
     assert printed.err == "curves in compare.png\n" and (tmp_path / "compare.png").read_bytes()[:8] == PNG
-    report = json.loads(call(capsys, first, second, "--json", "-o", "of.png").out)
+    report = call_json("compare", first, second, "-o", "of.png")
     assert report["plot"] == str(tmp_path / "of.png") and (tmp_path / "of.png").read_bytes()[:8] == PNG
     row = report["runs"][0]
     assert row["run"] == first and row["best_return"] == 205.0 and row["best_return_std"] == 7.0
     assert report["runs"][1]["differs"] == {"algorithm.gamma": 0.98, "replay.capacity": 5_000}
 
 
-def test_the_same_settings_and_other_environments(client: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_settings_and_other_environments(client: Any) -> None:
     first, second = make_run(client, seed=1), make_run(client, seed=2)
-    assert "the same except for the seed" in call(capsys, first, second).out
+    assert "the same except for the seed" in call("compare", first, second)
     third = make_run(client, env={"id": "Pendulum-v1"}, algorithm={"name": "ppo"})
-    printed = call(capsys, first, third)
+    printed = run("compare", first, third)
     assert printed.out.splitlines()[0].split()[:4] == ["run", "env", "algorithm", "seed"]
     assert "Pendulum-v1" in printed.out and "cannot be compared" in printed.err
 
 
-def test_what_it_refuses(client: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    run = make_run(client)
-    assert "only one run" in call(capsys, run, "last", code=2).err
-    assert "not on this server" in call(capsys, run, "nosuch", code=2).err
-    other = make_run(client, name="other")
-    assert "ends in .png" in call(capsys, run, other, "-o", "x.pdf", code=2).err
-    assert "cannot be written" in call(capsys, run, other, "-o", "no/such/folder/x.png", code=2).err
+def test_a_plot_that_cannot_be_written_is_refused(client: Any) -> None:
+    one, two = make_run(client), make_run(client)
+    assert "cannot be written" in refused("compare", one, two, "-o", "no/such/folder/x.png")
 
 
 def test_differences_leave_out_what_has_a_column_of_its_own() -> None:
@@ -87,9 +68,9 @@ def test_a_trailing_mean_is_of_the_last_values() -> None:
 
 def test_plots_of_much_and_of_nothing(client: Any, tmp_path: Path) -> None:
     empty = read(client, make_run(client))
-    run = make_run(client, stop={"return": 20.0})
-    add_history(client, run)
-    much = read(client, run)
+    lander = make_run(client, stop={"return": 20.0})
+    add_history(client, lander)
+    much = read(client, lander)
     point = replace(empty, episodes=much.episodes[:1])
     evaluated = replace(empty, evaluated=much.evaluated[:1])
     for name, records in (("many", [much] * 16), ("empty", [empty] * 2), ("single", [point, evaluated])):

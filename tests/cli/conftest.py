@@ -1,0 +1,18 @@
+"""Commands find the private server of the test, and an empty current folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from redis import Redis
+from support.private_server import PrivateServer
+
+from ddrl.store import connection
+
+
+@pytest.fixture
+def client(server: PrivateServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Redis:
+    monkeypatch.setenv(connection.URL_VARIABLE, server.url)
+    monkeypatch.chdir(tmp_path)
+    return server.client
