@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import yaml
 from redis import Redis
-from support.learners import Learning, playing, until
+from support.learners import Learning, Run, playing, until
 from support.private_server import PrivateServer
 from typer.testing import CliRunner
 
@@ -78,7 +78,7 @@ def learns_on(server: PrivateServer, run: str, folder: Path, patch: pytest.Monke
     meta, latest = checkpoints.meta(server.client, run), weights.index(server.client, run).latest
     assert meta is not None
     patch.setattr(celery, "send_evaluation", lambda *_: None)
-    learning = Learning(server.client, server.url, run, folder, patch)
+    learning = Learning(Run(server, run=run), folder, patch)
     try:
         with playing(server.url, run):
 

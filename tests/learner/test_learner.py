@@ -1,118 +1,100 @@
-"""The learner against a real server: the replay out of the stream, pace, resume, trimming, bad entries."""
+"""The learner against a real server: admission, pace, restoring, trimming, refusals."""
 
 from __future__ import annotations
 
+import gc
+import json
+import math
+import resource
+import threading
 import time
+import tracemalloc
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
-from redis import Redis
 from support.learners import (
+    Run,
     assert_equal_arrays,
-    catch_up,
+    catch_config,
     contents,
     make_learner,
-    restored,
-    take,
+    recall_config,
+    resolve,
     training,
     until,
 )
-from support.runs import play_steps, start, target_config
+from support.runs import target_config
 
 from ddrl import codec
 from ddrl.learner import loop
-from ddrl.store import checkpoints, keys, leases, metrics, runs, stream, weights
+from ddrl.learner.loop import Learner
+from ddrl.replay.replay import Replay
+from ddrl.runs.evaluation import evaluate
+from ddrl.store import keys, leases, stream, weights
 from ddrl.types import Fragment
 
-
-@pytest.fixture
-def client(server) -> Redis:
-    return server.client
+MIB = 1024**2
+CONFIGS = {"sac": lambda: target_config(stop={"return": None}), "dqn": catch_config, "r2d2": recall_config}
 
 
-def test_everything_appended_is_admitted_once_and_the_replay_holds_what_was_played(
-    client: Redis, server
-) -> None:
-    run = start(client, target_config())
-    play_steps(client, run, take(client, run), 1000)
-    learner = restored(client, run, server.url)
+def play_until(run: Run, learner: Learner, goal: Callable[[], bool]) -> None:
+    """Play on, by whatever is published, while the learner learns."""
+    shared = learner.shared
+    for _ in range(200):
+        if goal():
+            return
+        run.play(200)
+        run.catch_up(learner)
+        before = shared.updates
+        until(lambda before=before: shared.updates > before or goal())
+    raise AssertionError("never reached")
+
+
+# --- admission and pace --------------------------------------------------------------------------------
+
+
+def test_everything_appended_is_admitted_once_and_held_as_played(server) -> None:
+    run = Run(server)
+    run.play(1000)
+    learner = run.learner()
     with training(learner):
-        catch_up(client, run, learner)
+        run.catch_up(learner)
     learner.finish()
-    state, counters, batch = runs.state(client, run), learner.counters, contents(learner)
-    assert counters.admitted == state.appended_fragments and counters.dead == 0
-    assert len(batch["reward" if "reward" in batch else "n_step_return"]) == counters.env_steps
-    assert counters.env_steps == state.appended_steps
+    counters, batch = learner.counters, contents(learner)
+    assert counters.admitted == run.state.appended_fragments and counters.dead == 0
+    assert len(batch["n_step_return"]) == counters.env_steps == run.state.appended_steps
     # Reward -(action - target)^2 with one-step returns: every item can be checked by hand.
     expected = -np.square(batch["action"][:, 0] - batch["observation"][:, 0])
     np.testing.assert_allclose(batch["n_step_return"], expected, rtol=1e-4, atol=1e-5)
     assert np.all(batch["bootstrap_discount"] == np.float32(0.5))  # the end is a truncation: it bootstraps
 
 
-def test_updates_keep_the_ratio_and_the_allowance_follows(client: Redis, server) -> None:
-    run = start(
-        client, target_config(replay={"warmup_steps": 200, "samples_per_insert": 8, "slack_steps": 100})
+def test_updates_keep_the_ratio_and_the_allowance_follows(server) -> None:
+    run = Run(
+        server, target_config(replay={"warmup_steps": 200, "samples_per_insert": 8, "slack_steps": 100})
     )
-    play_steps(client, run, take(client, run), 600)
-    steps = runs.state(client, run).appended_steps
-    learner = restored(client, run, server.url)
-    most = (steps - 200) * 8 // 32
+    run.play(600)
+    steps = run.state.appended_steps
+    learner, most = run.learner(), (steps - 200) * 8 // 32
     with training(learner):
         until(lambda: learner.shared.updates >= most)
         time.sleep(0.2)
         assert learner.shared.updates == most  # it waits for more play
-        allowance = runs.state(client, run).allowance
-        assert 200 + most * 32 / 8 + 100 - 100 / 8 - 1 <= allowance <= 200 + most * 32 / 8 + 100
-    row = metrics.last(client, run)
-    assert row["samples_per_insert"] <= 8 and row["env_steps"] == steps
+        highest = 200 + most * 32 / 8 + 100
+        assert highest - 100 / 8 - 1 <= run.state.allowance <= highest
+    learner.leave()
+    assert run.rows[-1]["samples_per_insert"] <= 8 and run.rows[-1]["env_steps"] == steps
 
 
-def test_a_resumed_learner_continues_bit_equal_from_checkpoint_and_stream(client: Redis, server) -> None:
-    run = start(client, target_config(stop={"return": None}))
-    play_steps(client, run, take(client, run), 800)
-    first = restored(client, run, server.url)
-    with training(first):
-        until(lambda: first.shared.updates >= 50)
-    first.finish()
-    second = restored(client, run, server.url)
-    assert second.counters.updates == first.shared.updates and second.counters.cursor == first.counters.cursor
-    assert second.counters.elapsed_s == pytest.approx(first.counters.elapsed_s, abs=1.0)
-    assert_equal_arrays(contents(first), contents(second))
-    assert_equal_arrays(dict(first.algorithm.state()), dict(second.algorithm.state()))
-    assert second.shared.version == first.shared.version + 1  # the restored weights are published again
-    second.publisher.round()
-    assert metrics.last(client, run)["updates_per_s"] == 0  # rates do not count what was restored
-    with pytest.raises(leases.LeaseLostError):  # at the latest when it renews
-        until(lambda: first.publisher.round())
-    second.finish()
-
-
-def test_without_checkpoint_the_replay_comes_from_the_stream_and_without_stream_there_is_none(
-    client: Redis, server
-) -> None:
-    run = start(client, target_config())
-    play_steps(client, run, take(client, run), 500)
-    learner = restored(client, run, server.url)
-    with training(learner, serves=False):
-        catch_up(client, run, learner)
-    assert len(learner.replay) >= 500
-    learner.finish()
-    client.delete(keys.experience(run))
-    empty = restored(client, run, server.url)
-    assert empty.counters.updates == learner.shared.updates and len(empty.replay) == 0
-    empty.finish()
-
-
-def test_updates_go_on_while_a_backlog_is_admitted(
-    client: Redis, server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_updates_go_on_while_a_backlog_is_admitted(server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "ADMIT_S", 0.0)  # one entry, then perhaps an update
-    run = start(client, target_config())
-    play_steps(client, run, take(client, run), 1000)
-    learner = restored(client, run, server.url)
-    backlog = runs.state(client, run).appended_fragments
+    run = Run(server)
+    run.play(1000)
+    learner, backlog = run.learner(), run.state.appended_fragments
     time.sleep(0.5)  # the backlog is decoded
     at_update: list[int] = []
     update = learner.algorithm.update
@@ -124,92 +106,246 @@ def test_updates_go_on_while_a_backlog_is_admitted(
     monkeypatch.setattr(learner.algorithm, "update", noted)
     with training(learner):
         until(lambda: learner.shared.ledger.consumed == backlog and len(at_update) > 5)
-    learner.finish()
+    learner.leave()
     assert at_update[0] < backlog - 5  # the warm-up is a fifth of the backlog
-    assert learner.counters.admitted == backlog
 
 
-def too_wide(fragment: Fragment) -> Fragment:
-    """As of twice the environments."""
-    names = ("observation", "action", "reward", "terminated", "truncated")
-    doubled = {name: np.concatenate([getattr(fragment, name)] * 2, axis=1) for name in names}
-    index = np.argwhere(doubled["truncated"]).astype(np.int32)
-    finals = np.zeros((len(index), *fragment.observation.shape[2:]), np.float32)
-    return replace(fragment, **doubled, final_index=index, final_observation=finals)
+def test_frames_are_compressed_by_the_readers_thread(server, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(server, catch_config())
+    run.play(400)
+    threads, pack = set(), Replay.pack
 
+    def noted(replay: Replay, fragment: Fragment) -> object:
+        threads.add(threading.current_thread().name)
+        return pack(replay, fragment)
 
-def of_other_spaces(fragment: Fragment) -> Fragment:
-    """With observations of twice the size."""
-    columns = {
-        name: np.repeat(getattr(fragment, name), 2, axis=-1) for name in ("observation", "final_observation")
-    }
-    return replace(fragment, **columns)
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (too_wide, b"those of the run are at most (20, 4, 0)"),
-        (of_other_spaces, b"spaces: observation and action are ('float32', (2,), (1,))"),
-    ],
-)
-def test_a_fragment_that_the_run_cannot_have_is_refused_even_as_the_first_one(
-    client: Redis, server, change: Callable[[Fragment], Fragment], reason: bytes
-) -> None:
-    run = start(client, target_config())
-    token = take(client, run)
-    play_steps(client, run, token, 40)
-    fragment = codec.decode(stream.read(client, run, b"0-0", count=1)[0].fields)
-    client.delete(keys.experience(run))
-    fields = codec.encode(replace(change(fragment), producer=77))
-    stream.append(client, run, fields, producer=77, incarnation=1, seq=0, num_transitions=8)
-    play_steps(client, run, token, 300)
-    learner = restored(client, run, server.url)
+    monkeypatch.setattr(Replay, "pack", noted)
+    learner = run.learner()
     with training(learner):
-        catch_up(client, run, learner)
-    learner.finish()
-    assert learner.counters.dead == 1 and len(learner.replay) >= 300
-    ((_, row),) = client.xrange(keys.dead(run))
-    assert reason in row[b"reason"]
+        run.catch_up(learner)
+    learner.leave()
+    assert threads == {"reader"} and contents(learner)
 
 
-def test_bad_entries_go_to_dead_with_the_reason_and_learning_goes_on(client: Redis, server) -> None:
-    run = start(client, target_config())
-    token = take(client, run)
-    players = play_steps(client, run, token, 300)
-    for seq, poison in enumerate((b"{}", b"\xff\xfe", b"not json")):
-        stream.append(client, run, {b"h": poison}, producer=99, incarnation=1, seq=seq, num_transitions=8)
-    foreign = dict(stream.read(client, run, b"0-0", count=1)[0].fields)
-    foreign[b"h"] = foreign[b"h"].replace(run.encode(), b"other-0101-000000-0000")
-    client.xadd(keys.experience(run), foreign)  # not by the append
-    play_steps(client, run, token, 300, players=players)
-    learner = restored(client, run, server.url)
+def test_dqn_learns_from_compressed_prioritized_replay(server) -> None:
+    run = Run(server, catch_config())
+    run.play(200)
+    learner, resolved = run.learner(), resolve(run.client, run.id)
+    policy, env = resolved.policy(), catch_config().env
+
+    def score() -> float:
+        policy.load(learner.algorithm.weights())
+        return evaluate(policy, env, resolved.spec, range(40), num_envs=40, policy_version=0).return_mean
+
+    assert score() < 0.5
     with training(learner):
-        catch_up(client, run, learner)
-        until(lambda: learner.shared.updates >= 20)
+        play_until(run, learner, lambda: learner.shared.updates > 300 and score() > 0.9)
+    learner.leave()
+    assert len(learner.replay) < learner.shared.env_steps, "old ones were evicted"
+    assert "priority" in contents(learner) and learner.counters.dead == 0
+
+
+# --- restoring and trimming ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_restored_learner_continues_bit_equal(name: str, server) -> None:
+    run = Run(server, CONFIGS[name]())
+    run.play(800)
+    first = run.learner()
+    with training(first):
+        play_until(run, first, lambda: first.shared.updates >= 50)
+        if name != "sac":
+            play_until(run, first, lambda: len(first.replay) < first.shared.env_steps)
+    first.finish()
+    second, before = run.learner(), contents(first)
+    assert replace(second.counters, elapsed_s=0) == replace(first.counters, elapsed_s=0)
+    assert second.counters.elapsed_s == pytest.approx(first.counters.elapsed_s, abs=1.0)
+    assert_equal_arrays(before, contents(second))
+    assert_equal_arrays(dict(first.algorithm.state()), dict(second.algorithm.state()))
+    assert second.shared.version == first.shared.version + 1  # the restored weights are published again
+    second.publisher.round()
+    assert run.rows[-1]["updates_per_s"] == 0  # rates do not count what was restored
+    with pytest.raises(leases.LeaseLostError):  # at the latest when it renews
+        until(lambda: first.publisher.round())
+    if "priority" in before:
+        assert len(np.unique(before["priority"])) > 20
+        as_played = make_learner(run.client, run.id, run.token, run.url).replay
+        oldest, cursor = first.counters.oldest.encode(), first.counters.cursor.encode()
+        for entry in stream.read(run.client, run.id, stream.before(oldest), count=10_000, until=cursor):
+            as_played.admit(as_played.pack(codec.decode(entry.fields)), entry.entry_id, version=0)
+        assert (as_played.state()["priority"] != before["priority"]).mean() > 0.1  # these were drawn since
+    with training(second):
+        play_until(run, second, lambda: second.shared.updates >= first.shared.updates + 20)
+    second.leave()
+    assert second.counters.dead == 0
+
+
+def test_a_learner_without_checkpoint_keeps_the_published_weights(server) -> None:
+    run = Run(server)
+    run.play(40)
+    weights.publish(run.client, run.id, 0, version=1, blob=b"learned", allowance=0, updates=9)
+    learner = run.learner()
+    assert learner.shared.version == run.index.latest == 1 and run.state.allowance > 0
+    learner.leave()
+
+
+def test_trimming_keeps_what_replay_and_checkpoint_need(server) -> None:
+    replay = {"capacity": 400, "warmup_steps": 100, "slack_steps": 400, "max_bytes": 10**6}
+    run = Run(server, target_config(replay=replay, rollout={"max_fragment_steps": 10}))
+    learner = run.learner()
+    with training(learner):
+        for _ in range(2):
+            run.play(600)
+            run.catch_up(learner)
+        until(lambda: len(run.entries) < run.state.appended_fragments)
     learner.finish()
-    dead = client.xrange(keys.dead(run))
-    assert learner.counters.dead == len(dead) == 4
-    assert (
-        learner.counters.admitted == runs.state(client, run).appended_fragments - 3
-    )  # the fourth is not counted
-    assert any(b"does not belong" in fields[b"reason"] for _, fields in dead)
-    again = restored(client, run, server.url)
+    assert run.entries[0].entry_id.decode() <= run.meta["oldest"]
+    again = run.learner()
     assert len(again.replay) == len(learner.replay)
-    again.finish()
+    again.leave()
+
+
+@pytest.mark.parametrize("fragment_steps", [10, 70])
+def test_a_full_stream_forces_a_checkpoint_and_a_trim_and_play_goes_on(server, fragment_steps: int) -> None:
+    """The budget holds about eight of the larger fragments."""
+    replay = {"capacity": 100_000, "max_bytes": 65536, "samples_per_insert": 1, "slack_steps": 4000}
+    rollout = {"max_fragment_steps": fragment_steps, "fragment_s": 0.5}
+    late, endless = {"checkpoint_every_s": 3600}, {"return": None}
+    run = Run(server, target_config(replay=replay, rollout=rollout, learner=late, stop=endless))
+    learner = run.learner()
+    with training(learner):
+        for _ in range(12):
+            run.play(400)
+            assert run.state.live_bytes <= 65536
+        run.catch_up(learner)
+    learner.finish()
+    assert run.state.appended_bytes > 2 * 65536, "the budget was used several times over"
+    assert learner.counters.admitted == run.state.appended_fragments
+
+
+def test_versions_are_published_in_time_and_pruned(server) -> None:
+    kept = {"keep_last": 3, "keep_every": 10}
+    run = Run(server, target_config(learner={"publish_every_s": 0.02}, weights=kept, stop={"return": None}))
+    learner = run.learner()
+    assert run.index.latest == 0  # version 0 has learned nothing
+    with training(learner):
+        run.play(400)
+        while learner.shared.version < 25:
+            run.play(100)
+    learner.finish()
+    index = run.index
+    newest = set(sorted(index.sizes)[-4:])  # three, and the one published since the last pruning
+    spaced = {version for version in range(index.latest) if version % 10 == 0}
+    assert index.latest in newest and set(index.sizes) <= newest | spaced and {0, 10, 20} <= set(index.sizes)
+
+
+# --- refusals --------------------------------------------------------------------------------------------
+
+
+def claiming(fields: dict[bytes, bytes], *, whole: bool) -> dict[bytes, bytes]:
+    """Return the entry with a header that claims 2^40 bytes of observations; with `whole` their shape does, too."""
+    header = json.loads(fields[b"h"])
+    (column,) = (column for column in header["columns"] if column["name"] == "observation")
+    column["bytes"] = 2**40
+    if whole:
+        column["shape"] = [*column["shape"][:2], 2**20, 2**20]
+        column["bytes"] = math.prod(column["shape"]) * np.dtype(column["dtype"]).itemsize
+    return {**fields, b"h": json.dumps(header).encode()}
+
+
+def swollen(fields: dict[bytes, bytes], name: bytes) -> dict[bytes, bytes]:
+    """Return the entry with a compressed column that says by itself that it unpacks to almost 2^31 bytes."""
+    chunk = bytearray(fields[name])
+    chunk[4:8] = (2**31 - 1024).to_bytes(4, "little")
+    changed, header = {**fields, name: bytes(chunk)}, json.loads(fields[b"h"])
+    header["checksum"] = 0
+    for column in header["columns"]:
+        header["checksum"] = zlib.crc32(changed.get(column["name"].encode(), b""), header["checksum"])
+    return {**changed, b"h": json.dumps(header).encode()}
+
+
+def poison(name: str, fragment: Fragment) -> list[tuple[bytes, dict[bytes, bytes]]]:
+    """Return bad entries made from a good one: words of the reason, and the fields."""
+    good = codec.encode(fragment)
+    images = ("observation", "final_observation")
+    larger = {column: np.repeat(getattr(fragment, column), 2, axis=-1) for column in images}
+    columns = ("observation", "action", "reward", "terminated", "truncated")
+    wider = {column: np.concatenate([getattr(fragment, column)] * 2, axis=1) for column in columns}
+    ends = np.argwhere(wider["truncated"]).astype(np.int32)
+    finals = np.zeros((len(ends), *fragment.observation.shape[2:]), fragment.observation.dtype)
+    extras = ("state_value",) if name == "dqn" else ("action_value", "state_value")
+    words = b"no columns memory_index and memory; its worker plays another algorithm than a recurrent one"
+    if name == "dqn":
+        words = b"action_value and state_value are not both float32"
+    changes: list[tuple[bytes, dict[str, Any]]] = [
+        (b"spaces: observation and action are", larger),
+        (b"at most (16, 4, ", {**wider, "extras": {}, "final_index": ends, "final_observation": finals}),
+        (words, {"extras": {column: fragment.extras[column] for column in extras}}),
+    ]
+    return [
+        *((reason, codec.encode(replace(fragment, **change))) for reason, change in changes),
+        (b"observation: claims 1099511627776 bytes", claiming(good, whole=False)),
+        (b"bytes uncompressed, at most", claiming(good, whole=True)),
+        (b"observation: chunk of 2147482624 bytes", swollen(good, b"observation")),
+        (b"does not belong", {**good, b"h": good[b"h"].replace(fragment.run.encode(), b"other")}),
+        (b"format: ", {b"h": b"{}"}),
+        (b"header is no JSON", {b"h": b"\xff\xfe"}),
+    ]
+
+
+@pytest.mark.parametrize("name", ["dqn", "r2d2"])
+def test_bad_entries_are_put_aside_with_the_reason_and_memory_stays_flat(name: str, server) -> None:
+    run, source = Run(server, CONFIGS[name]()), Run(server, CONFIGS[name]())
+    blob = weights.encode_weights(resolve(run.client, run.id).learner(device="cpu", seed=1).weights())
+    for version in (0, 1):  # the second is played by the policy, with its columns
+        for one in (run, source):
+            weights.publish(one.client, one.id, 0, version=version, blob=blob, allowance=0, updates=0)
+    source.play(100)
+    good = replace(codec.decode(source.entries[-1].fields), run=run.id)
+    bad = poison(name, good)
+    for seq in range(3):  # the first ones come before any good one
+        for producer, (_, fields) in enumerate(bad, start=10**6):
+            run.append(fields, producer, seq)
+        run.play(200)
+    run.client.xadd(keys.experience(run.id), codec.encode(good))  # not by the append
+    learner = run.learner()
+    gc.collect()
+    tracemalloc.start()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    try:
+        with training(learner):
+            run.catch_up(learner)
+            until(lambda: learner.shared.updates >= 5)
+            until(lambda: learner.counters.dead > 3 * len(bad))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    learner.finish()
+    assert peak < 32 * MIB
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < 128 * MIB
+    reasons = [*[words for words, _ in bad] * 3, b"no append wrote it"]
+    assert len(run.dead) == len(reasons) == learner.counters.dead
+    for words, reason in zip(reasons, run.dead, strict=True):
+        assert words in reason and b"\n" not in reason
+    assert learner.counters.admitted == run.state.appended_fragments - 3 * len(bad)
+    again = run.learner()  # the refused ones are neither admitted nor counted twice
+    assert_equal_arrays(contents(learner), contents(again))
+    assert again.counters.dead == learner.counters.dead
+    again.leave()
 
 
 def test_a_flood_of_bad_entries_waits_until_it_is_reported_and_updates_go_on(
-    client: Redis, server, monkeypatch: pytest.MonkeyPatch
+    server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop, "MAX_REFUSED", 100)
-    run, num = start(client, target_config()), 5_000
-    play_steps(client, run, take(client, run), 300)
-    with client.pipeline() as pipe:
+    run, num = Run(server), 5_000
+    run.play(300)
+    with run.client.pipeline() as pipe:
         for _ in range(num):
-            pipe.xadd(keys.experience(run), {b"h": b"{}"})
+            pipe.xadd(keys.experience(run.id), {b"h": b"{}"})
         pipe.execute()
-    learner = restored(client, run, server.url)
+    learner = run.learner()
     refused = learner.shared.refused
     with training(learner, serves=False):
         until(lambda: len(refused) >= 100 and learner.shared.updates >= 20)
@@ -217,86 +353,7 @@ def test_a_flood_of_bad_entries_waits_until_it_is_reported_and_updates_go_on(
         time.sleep(0.3)
         assert len(refused) == waiting < num
         learner.publisher.round()
-        assert runs.state(client, run).dead == 100  # a part: other things are reported too
+        assert run.state.dead == 100  # a part: other things are reported too
         until(lambda: learner.publisher.round() or learner.counters.dead == num)
     learner.finish()
-    assert runs.state(client, run).dead == num and not refused
-
-
-def test_a_learner_without_checkpoint_keeps_the_published_weights(client: Redis, server) -> None:
-    run = start(client, target_config())
-    token = take(client, run)
-    play_steps(client, run, token, 40)
-    weights.publish(client, run, token, version=1, blob=b"learned", allowance=0, updates=9)
-    learner = restored(client, run, server.url)
-    assert learner.shared.version == 1 and weights.index(client, run).latest == 1
-    assert runs.state(client, run).allowance > 0
-    learner.finish()
-
-
-def test_trimming_keeps_what_replay_and_checkpoint_need(client: Redis, server) -> None:
-    replay = {"capacity": 400, "warmup_steps": 100, "slack_steps": 400, "max_bytes": 10**6}
-    run = start(client, target_config(replay=replay, rollout={"max_fragment_steps": 10}))
-    token = take(client, run)
-    learner = make_learner(client, run, token, server.url)
-    learner.restore()
-    with training(learner):
-        players = play_steps(client, run, token, 600)
-        catch_up(client, run, learner)
-        play_steps(client, run, token, 600, players=players)
-        catch_up(client, run, learner)
-        until(lambda: client.xlen(keys.experience(run)) < runs.state(client, run).appended_fragments)
-    learner.finish()
-    meta = checkpoints.meta(client, run)
-    oldest = stream.read(client, run, b"0-0", count=1)[0].entry_id
-    assert meta is not None and oldest.decode() <= meta["oldest"]
-    again = restored(client, run, server.url)
-    assert len(again.replay) == len(learner.replay)
-    again.finish()
-
-
-@pytest.mark.parametrize("fragment_steps", [10, 70])
-def test_a_full_stream_forces_a_checkpoint_and_a_trim_and_play_goes_on(
-    client: Redis, server, fragment_steps: int
-) -> None:
-    """The budget holds about eight of the larger fragments."""
-    config = target_config(
-        replay={"capacity": 100_000, "max_bytes": 65536, "samples_per_insert": 1, "slack_steps": 4000},
-        learner={"checkpoint_every_s": 3600},
-        rollout={"max_fragment_steps": fragment_steps, "fragment_s": 0.5},
-        stop={"return": None},
-    )
-    run = start(client, config)
-    token = take(client, run)
-    learner = make_learner(client, run, token, server.url)
-    learner.restore()
-    with training(learner):
-        players = None
-        for _ in range(12):
-            players = play_steps(client, run, token, 400, players=players)
-            assert runs.state(client, run).live_bytes <= 65536
-        catch_up(client, run, learner)
-    learner.finish()
-    state = runs.state(client, run)
-    assert state.appended_bytes > 2 * 65536, "the budget was used several times over"
-    assert learner.counters.admitted == state.appended_fragments
-
-
-def test_versions_are_published_in_time_and_pruned(client: Redis, server) -> None:
-    config = target_config(
-        learner={"publish_every_s": 0.02}, weights={"keep_last": 3, "keep_every": 10}, stop={"return": None}
-    )
-    run = start(client, config)
-    token = take(client, run)
-    learner = make_learner(client, run, token, server.url)
-    learner.restore()
-    assert weights.index(client, run).latest == 0  # version 0 has learned nothing
-    with training(learner):
-        players = play_steps(client, run, token, 400)
-        while learner.shared.version < 25:
-            players = play_steps(client, run, token, 100, players=players)
-    learner.finish()
-    index = weights.index(client, run)
-    newest = set(sorted(index.sizes)[-4:])  # three, and the one published since the last pruning
-    spaced = {version for version in range(index.latest) if version % 10 == 0}
-    assert index.latest in newest and set(index.sizes) <= newest | spaced and {0, 10, 20} <= set(index.sizes)
+    assert run.state.dead == num and not refused

@@ -8,33 +8,17 @@ import signal
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
-from redis import Redis
-from support.learners import (
-    assert_equal_arrays,
-    catch_config,
-    contents,
-    crashing,
-    recall_config,
-    restored,
-    take,
-    until,
-)
+from support.learners import Run, assert_equal_arrays, catch_config, contents, crashing, recall_config, until
 from support.processes import Processes
-from support.runs import play_steps, start, target_config
+from support.runs import target_config
 
 from ddrl.config import RunConfig, validate
 from ddrl.learner.loop import Learner
-from ddrl.store import checkpoints, ledger, metrics, runs, stream, weights
+from ddrl.store import checkpoints, stream, weights
 
-NUM_STEPS = 2200  # of the feed: more than the value learners' views hold
-KILLS = {"sac": 6, "dqn": 6, "r2d2": 6}  # and two of a real process
-
-
-@pytest.fixture
-def client(server) -> Redis:
-    return server.client
+NUM_STEPS = 2200  # of the feed: more than the value learners' replays hold
+NUM_KILLS = 6  # and two of a real process
 
 
 def sac_config() -> RunConfig:
@@ -61,38 +45,37 @@ class Fed(NamedTuple):
     num_transitions: int
 
 
-def recorded(client: Redis, config: RunConfig, num_steps: int = NUM_STEPS) -> list[Fed]:
-    """What two real players append to a run that nobody learns."""
-    run = start(client, config)
-    token = take(client, run)
-    for part in range(2):
-        play_steps(client, run, token, num_steps // 2 if part == 0 else num_steps - num_steps // 2)
+def recorded(server, config: RunConfig, num_steps: int) -> list[Fed]:
+    """Return what two real players append to a run that nobody learns."""
+    run = Run(server, config)
+    for _ in range(2):
+        run.play(num_steps // 2, anew=True)
     feed, steps = [], 0
-    for entry in stream.read(client, run, b"0-0", count=10_000):
+    for entry in run.entries:
         fields = {name: value for name, value in entry.fields.items() if len(name) > 1 or name == b"h"}
-        numbers = (entry.producer, entry.count(b"i"), entry.count(b"q"))
-        feed.append(Fed(fields, *numbers, entry.count(b"n") - steps))
+        feed.append(
+            Fed(fields, entry.producer, entry.count(b"i"), entry.count(b"q"), entry.count(b"n") - steps)
+        )
         steps = entry.count(b"n")
     return feed
 
 
-def append(client: Redis, run: str, feed: list[Fed]) -> None:
-    """The same fragments in the same order, as the run's own."""
-    for fed in feed:
-        header = json.loads(fed.fields[b"h"]) | {"run": run}
-        fields = {**fed.fields, b"h": json.dumps(header).encode()}
-        reply = stream.append(
-            client, run, fields, producer=fed.producer, incarnation=fed.incarnation, seq=fed.seq,
-            num_transitions=fed.num_transitions,
-        )  # fmt: skip
+def fed(server, config: RunConfig, feed: list[Fed]) -> Run:
+    """Return a new run with these fragments in this order, as its own."""
+    run = Run(server, config)
+    for one in feed:
+        header = json.loads(one.fields[b"h"]) | {"run": run.id}
+        who = {name: value for name, value in one._asdict().items() if name != "fields"}
+        reply = stream.append(run.client, run.id, {**one.fields, b"h": json.dumps(header).encode()}, **who)
         assert reply.answer is not stream.Answer.FULL
+    return run
 
 
-def learn(client: Redis, url: str, run: str, crashes: list[int]) -> Learner:
-    """Learn all of the feed, crashing at these updates; the last learner, which has finished."""
-    goal = runs.state(client, run).appended_fragments
+def learn(run: Run, crashes: list[int]) -> Learner:
+    """Learn all of the feed, crashing at these updates; return the last learner, which has finished."""
+    goal = run.state.appended_fragments
     for crash_at in [*crashes, None]:
-        learner = restored(client, run, url)
+        learner = run.learner()
         with crashing(learner, crash_at) as crashed:
             until(lambda one=learner: crashed.is_set() or one.shared.ledger.consumed == goal)
         assert crashed.is_set() == (crash_at is not None), "the feed ended before the crash"
@@ -100,61 +83,52 @@ def learn(client: Redis, url: str, run: str, crashes: list[int]) -> Learner:
     return learner
 
 
-def saved(client: Redis, run: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    found = checkpoints.load(client, run)
-    assert found is not None
-    return weights.decode_weights(found[0]), found[1]
-
-
-def assert_equal_ends(client: Redis, one: str, two: str) -> None:
-    """The same tensors bit by bit, the same counts."""
-    (tensors_one, meta_one), (tensors_two, meta_two) = saved(client, one), saved(client, two)
-    assert_equal_arrays(tensors_one, tensors_two)
+def assert_equal_ends(one: Run, two: Run) -> None:
+    """Assert that the newest checkpoints hold the same tensors bit by bit, and the same counts."""
+    blobs = [checkpoints.load(run.client, run.id)[0] for run in (one, two)]
+    assert_equal_arrays(*map(weights.decode_weights, blobs))
     for name in ("updates", "env_steps", "admitted", "dead", "fragments", "ledger"):
-        assert meta_one[name] == meta_two[name], name
+        assert one.meta[name] == two.meta[name], name
 
 
 @pytest.mark.parametrize("name", list(CONFIGS))
-def test_killed_at_random_updates_it_ends_as_if_it_never_was(name: str, client: Redis, server) -> None:
+def test_learners_killed_at_random_updates_end_as_one_that_never_was(name: str, server) -> None:
     seed = random.randrange(10**6)
     print(f"seed {seed}")
     draw = random.Random(seed)
     config = in_lockstep(CONFIGS[name]())
-    feed = recorded(client, config)
-    undisturbed, killed = start(client, config), start(client, config)
-    for run in (undisturbed, killed):
-        append(client, run, feed)
-    whole = learn(client, server.url, undisturbed, [])
-    assert whole.shared.updates > 200 and whole.counters.dead == 0
-    if name != "sac":
-        assert len(whole.replay) < whole.shared.env_steps, "some were evicted"
-    kills = sorted(draw.randrange(whole.shared.updates) for _ in range(KILLS[name]))
-    last = learn(client, server.url, killed, kills)
-    assert_equal_ends(client, undisturbed, killed)
+    feed = recorded(server, config, NUM_STEPS)
+    undisturbed, killed = fed(server, config, feed), fed(server, config, feed)
+    whole = learn(undisturbed, [])
+    updates, steps = whole.shared.updates, whole.shared.env_steps
+    assert updates > 200 and whole.counters.dead == 0
+    assert name == "sac" or len(whole.replay) < steps, "some were evicted"
+    last = learn(killed, sorted(draw.randrange(updates) for _ in range(NUM_KILLS)))
+    assert_equal_ends(undisturbed, killed)
     assert_equal_arrays(contents(whole), contents(last))
-    audit = ledger.audit(client, killed)
-    assert audit.is_balanced and audit.total("consumed") == len(feed)
+    for number in range(updates, updates + 3):  # they would draw the same next
+        draws = (one.replay.draw(num_steps=10**9, num_updates=number, version=0) for one in (whole, last))
+        assert_equal_arrays(*map(vars, draws))
+    assert killed.audit().total("consumed") == len(feed)
 
 
-def test_a_real_process_killed_by_signal(client: Redis, server, processes: Processes) -> None:
+def test_a_real_process_killed_by_signals_ends_as_one_that_never_was(server, processes: Processes) -> None:
     """Recurrent, prioritized replay, whose state is the largest."""
     seed = random.randrange(10**6)
     print(f"seed {seed}")
     draw = random.Random(seed)
     config = in_lockstep(recall_config(), samples_per_insert=32)
-    feed = recorded(client, config, 1700)
-    undisturbed, killed = start(client, config), start(client, config)
-    for run in (undisturbed, killed):
-        append(client, run, feed)
-    updates = learn(client, server.url, undisturbed, []).num_updates
+    feed = recorded(server, config, 1700)
+    undisturbed, killed = fed(server, config, feed), fed(server, config, feed)
+    updates = learn(undisturbed, []).shared.updates
     for part in range(2):
-        learner = processes.learner(server.url, killed)
+        learner = processes.learner(killed.url, killed.id)
         goal = updates * (part + draw.random()) / 2
-        processes.until(lambda goal=goal: metrics.last(client, killed).get("updates", 0) >= goal)
+        processes.until(lambda goal=goal: any(row["updates"] >= goal for row in killed.rows))
         learner.kill()
-    learner = processes.learner(server.url, killed)
+    learner = processes.learner(killed.url, killed.id)
     processes.until(lambda: "starts at update" in learner.text())  # figures may be those of the one before
-    processes.until(lambda: (checkpoints.meta(client, killed) or {"updates": 0})["updates"] >= updates)
+    processes.until(lambda: killed.meta.get("updates", 0) >= updates)
     learner.send(signal.SIGTERM)
     assert learner.wait() == 0, learner.text()
-    assert_equal_ends(client, undisturbed, killed)
+    assert_equal_ends(undisturbed, killed)

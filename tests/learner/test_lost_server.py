@@ -1,157 +1,286 @@
-"""A server comes back empty, or another one takes its place: learners restore their runs, and play goes on."""
+"""A server comes back empty or older: learners restore their runs, and play goes on."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.learners import Learning
-from support.private_server import PrivateServer, require_program
-from support.processes import Process, Processes, bound
-from support.runs import start, target_config
+from redis import Redis
+from support.learners import Run, pick_config, playing, training, until
+from support.processes import Processes, bound
+from support.runs import target_config
 
+from ddrl.config import RunConfig
 from ddrl.learner import run as run_module
-from ddrl.store import connection, keys, leases, ledger, runs, weights
+from ddrl.learner.loop import Learner
+from ddrl.store import checkpoints, connection, keys, leases, local_checkpoints, runs
+from ddrl.store.local_checkpoints import Snapshot
 
-pytestmark = pytest.mark.faults
-
-ENDLESS: dict[str, Any] = {
-    "stop": {"return": None, "time": 3600},
-    "evaluation": {"every_s": 3600, "near": 0},
-    "replay": {"samples_per_insert": 4},
-}
+ENDLESS: dict[str, Any] = {"stop": {"return": None, "time": 3600}, "evaluation": {"every_s": 3600, "near": 0}}
 
 
-class Site:
-    """A server without persistence, a worker, a learner, a run."""
+def endless(**sections: Any) -> RunConfig:
+    return target_config(**{**ENDLESS, "replay": {"samples_per_insert": 4}, **sections})
 
-    def __init__(self, server: PrivateServer, processes: Processes) -> None:
-        self.server, self.client, self.processes = server, server.client, processes
-        self.worker = processes.worker(server.url)
-        self.run = start(self.client, target_config(**ENDLESS))
-        self.learner = self.start_learner()
-        self.goes_on()
 
-    def start_learner(self) -> Process:
-        return self.processes.learner(self.server.url, self.run)
+def endless_on_policy() -> RunConfig:
+    return pick_config(**ENDLESS)
 
-    def state(self) -> runs.RunState | None:
+
+def go_on(run: Run, after: runs.RunState) -> None:
+    """Wait for more updates, fragments and versions than there were."""
+
+    def has_gone_on() -> bool:
         with contextlib.suppress(runs.UnknownRunError, *connection.UNREACHABLE):
-            return runs.state(self.client, self.run)
-        return None
+            now = run.state
+            pairs = ((now.updates, after.updates), (now.appended_fragments, after.appended_fragments))
+            return now.version > after.version and all(new > old for new, old in pairs)
+        return False
 
-    def until(self, condition: Callable[[], object], timeout_s: float = 120.0) -> float:
-        return self.processes.until(condition, timeout_s)
-
-    def goes_on(self, *, after: runs.RunState | None = None) -> float:
-        """Seconds until there are more updates and fragments than there were, by default than now."""
-        began = time.monotonic()
-        self.until(self.state)
-        before = after or self.state()
-        assert before is not None
-
-        def has_gone_on() -> bool:
-            now = self.state()
-            return (
-                now is not None
-                and now.updates > before.updates
-                and now.appended_fragments > before.appended_fragments
-            )
-
-        self.until(has_gone_on)
-        return time.monotonic() - began
-
-    def beginnings(self, learner: Process) -> list[tuple[int, int]]:
-        """(update, transitions held) with which a learner's attempts began."""
-        found = re.findall(r"starts at update (\d+), env step \d+, holding (\d+) transitions", learner.text())
-        return [(int(update), int(held)) for update, held in found]
+    until(has_gone_on, 60.0)
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    require_program()
-    with contextlib.closing(PrivateServer()) as server, Processes(tmp_path_factory.mktemp("site")) as shared:
-        yield Site(server, shared)
+def snapshot_of(run: Run) -> Snapshot:
+    """Return a run with its newest checkpoint."""
+    blob, meta = checkpoints.load(run.client, run.id)
+    return Snapshot(run.id, run.token, local_checkpoints.record(run.client, run.id), meta, blob)
 
 
-@pytest.mark.parametrize("how", ["restarted", "flushed"])
-def test_a_running_learner_restores_its_run_on_an_empty_server(site: Site, how: str) -> None:
-    site.goes_on()
-    before, restored = site.state(), site.learner.text().count("restored from")
-    assert before is not None
-    if how == "restarted":
-        site.server.kill()
-        site.server.start()
-    else:
-        site.client.flushall()
-    took_s = site.goes_on(after=before)
-    print(f"{how}: server empty -> play and updates beyond those of before: {took_s:.1f} s")
-    assert took_s < bound(10.0)
-    now = site.state()
-    assert now is not None and (now.created_s, now.first_step_s) == (before.created_s, before.first_step_s)
-    assert now.version > before.version and runs.names(site.client) == [site.run]
-    assert runs.config(site.client, site.run) == target_config(**ENDLESS)
-    assert [row["event"] for row in runs.journal(site.client, site.run)].count("restored") == 1
-    assert site.learner.text().count("restored from") == restored + 1 and site.learner.running
-    update, held = site.beginnings(site.learner)[-1]
-    assert update >= before.updates and held == 0  # it continues with what it had learned; the replay is lost
-    site.until(lambda: ledger.audit(site.client, site.run).is_balanced)
-    audit = ledger.audit(site.client, site.run)
-    assert audit.total("consumed") > 0 and audit.total("refused") == 0
+def beginnings(text: str) -> list[str]:
+    """Return where a learner's attempts began, by its log."""
+    return [line.partition("starts at ")[2] for line in text.splitlines() if "starts at update" in line]
 
 
-def test_resume_restores_a_run_from_its_folder(site: Site) -> None:
-    site.goes_on()
-    site.learner.send(signal.SIGTERM)
-    assert site.learner.wait() == 0
-    before = site.state()
-    site.client.flushall()
-    done = site.processes.ddrl(site.server.url, "resume", site.run, "--detach", "--json")
-    assert json.loads(done.stdout)["run"] == site.run
-    assert f"{site.run}: the server does not know it; restored from" in done.stderr
-    site.learner = site.start_learner()
-    site.goes_on(after=before)
-    assert site.beginnings(site.learner) == [(before.updates, 0)]
-    warmup = target_config().replay.warmup_steps
-    assert f"updates go on after {warmup} more steps" in site.learner.text()
-    assert weights.index(site.client, site.run).latest > before.version
+# --- a learner restores its run --------------------------------------------------------------------------
 
 
-def test_a_new_learner_restores_the_run_and_a_standby_leaves_that_to_the_holder(
-    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def empty(client: Redis) -> Callable[[], object]:
+    """The server comes back empty."""
+    return client.flushall
+
+
+def older(client: Redis) -> Callable[[], object]:
+    """The server comes back as it is now."""
+    kept = {key: client.dump(key) for key in client.keys("*")}
+
+    def restore() -> None:
+        with client.pipeline() as pipe:
+            pipe.flushall()
+            for key, value in kept.items():
+                pipe.restore(key, 0, value)
+            pipe.execute()
+
+    return restore
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("lose", [empty, older])
+@pytest.mark.parametrize("make_config", [endless, endless_on_policy])
+def test_a_learner_restores_its_run_on_a_server_that_lost_data(
+    server,
+    learn,
+    caplog: pytest.LogCaptureFixture,
+    lose: Callable[[Redis], Callable[[], object]],
+    make_config: Callable[[], RunConfig],
 ) -> None:
     caplog.set_level("INFO")
-    site.goes_on()
-    site.learner.kill()
-    site.client.flushall()
-    site.learner = site.start_learner()
-    site.goes_on()
-    assert site.learner.text().count("restored from") == 1
-    standby = Learning(site.client, site.server.url, site.run, tmp_path, monkeypatch)
-    site.until(lambda: "waits for it" in caplog.text)
-    site.client.flushall()
-    site.goes_on()
-    assert site.learner.text().count("restored from") == 2 and "restored" not in caplog.text
-    standby.end()
+    run = Run(server, make_config())
+    learning, submitted = learn(run), run.state
+    with playing(run.url, run.id):
+        go_on(run, submitted)
+        lose_now, version = lose(run.client), run.state.version
+        until(lambda: run.state.version > version + 3 and run.meta)
+        before = run.state
+        lose_now()
+        began = time.monotonic()
+        go_on(run, before)
+        took_s = time.monotonic() - began
+    print(f"server lost data -> play and updates beyond those of before: {took_s:.1f} s")
+    assert took_s < bound(10.0)
+    assert (run.state.created_s, run.state.first_step_s) == (before.created_s, before.first_step_s)
+    assert run.state.status == "active" and runs.config(run.client, run.id) == make_config()
+    assert run.journal.count("restored") == 1 and "restored" in caplog.text and learning.thread.is_alive()
+    learning.end()
+    lost = range(version + 1, before.version + 1)
+    assert not {*lost} & run.index.sizes.keys()  # no version names two weights
+    if lose is empty:
+        audit = run.audit()
+        assert audit.total("consumed") > 0 and audit.total("refused") == 0
+        assert "holding 0 transitions" in beginnings(caplog.text)[-1]  # the replay is lost
 
 
-def test_a_run_that_was_deleted_while_its_learner_was_stalled_stays_deleted(site: Site) -> None:
-    site.goes_on()
-    site.learner.send(signal.SIGSTOP)
-    runs.set_status(site.client, site.run, "stopped", "by the test")
-    site.until(lambda: not runs.state(site.client, site.run).leased)
-    runs.delete(site.client, site.run)
-    site.learner.send(signal.SIGCONT)
-    assert site.learner.wait() != 0
-    assert f"run {site.run}: was deleted" in site.learner.text().splitlines()[-1]
-    assert runs.names(site.client) == [] and not site.client.keys(keys.run_pattern(site.run))
+def test_a_standby_leaves_the_restoring_to_the_holder(
+    server, learn, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    run = Run(server, endless())
+    holder = learn(run)
+    until(lambda: holder.holds_after(0) and run.index.sizes)
+    standby, token = learn(run), run.token
+    until(lambda: "waits for it" in caplog.text)
+    run.client.flushall()
+    until(lambda: holder.holds_after(token))
+    threads = [record.threadName for record in caplog.records if "restored from" in record.message]
+    assert threads == [holder.thread.name] and standby.thread.is_alive()
+
+
+def test_a_new_learner_or_resume_restores_a_run_from_its_folder(
+    server, learn, processes: Processes, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    run = Run(server, endless())
+    before = run.state
+    for restored_by in ("nobody", "learner", "resume"):
+        if restored_by == "resume":
+            done = processes.ddrl(run.url, "resume", run.id, "--detach", "--json")
+            assert json.loads(done.stdout)["run"] == run.id
+            assert f"{run.id}: the server does not know it; restored from" in done.stderr
+        learning = learn(run)
+        until(lambda one=learning: one.holds_after(0))
+        with playing(run.url, run.id):
+            go_on(run, before)
+        learning.end()
+        begin = beginnings(caplog.text)[-1]
+        assert begin.startswith(f"update {before.updates},") and "holding 0" in begin
+        before = run.state
+        run.client.flushall()
+    assert caplog.text.count("restored from") == 1
+    warmup = target_config().replay.warmup_steps
+    assert f"updates go on after {warmup} more steps" in caplog.text
+
+
+def test_a_paused_run_is_restored_paused_and_waited_for(server, learn, tmp_path: Path) -> None:
+    run = Run(server, endless())
+    learning = learn(run)
+    until(lambda: local_checkpoints.token(tmp_path / "runs" / run.id, run.id))
+    runs.set_status(run.client, run.id, "paused", "by the test")
+    token = run.token
+    learning.thread.join(1.0)
+    run.client.flushall()
+    until(lambda: runs.status(run.client, run.id))
+    assert run.state.status == "paused"
+    runs.reactivate(run.client, run.id)
+    until(lambda: learning.holds_after(token))
+
+
+def test_a_run_that_is_lost_while_its_attempt_begins_is_restored(
+    server, learn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(server, endless())
+    run.learner().finish()
+    snapshot = snapshot_of(run)
+    local_checkpoints.write(tmp_path / "runs" / run.id, snapshot)
+    leases.release(run.client, run.id, snapshot.token)
+    acquire = leases.acquire
+
+    def lost_at_once(*arguments: Any, **options: Any) -> int | None:
+        token = acquire(*arguments, **options)
+        monkeypatch.setattr(leases, "acquire", acquire)
+        run.client.flushall()
+        return token
+
+    monkeypatch.setattr(leases, "acquire", lost_at_once)
+    learning = learn(run)
+    until(lambda: learning.holds_after(snapshot.token + 1))
+
+
+def test_a_learner_that_cannot_save_its_state_goes_on_from_the_checkpoint_before(
+    server, learn, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    run = Run(server, endless(learner={"checkpoint_every_s": 3600}))
+    for attempt in (1, 2):
+        learning = learn(run)
+        until(lambda n=attempt: len(beginnings(caplog.text)) == n)
+        if attempt == 1:
+            learning.end()
+    token = run.token
+
+    def fail(_: Learner) -> None:
+        raise MemoryError("no memory for a copy")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Learner, "checkpoint", fail)
+        run.client.flushall()
+        until(lambda: learning.holds_after(token))
+    assert "state cannot be saved" in caplog.text
+
+
+def test_a_lost_replay_is_warmed_up_again_before_updates_go_on(server) -> None:
+    run = Run(server, endless(replay={"warmup_steps": 200, "samples_per_insert": 8, "slack_steps": 100}))
+    run.play(600)
+    first, most = run.learner(), (run.state.appended_steps - 200) * 8 // 32
+    with training(first):
+        until(lambda: first.shared.updates == most)
+    first.finish()
+    snapshot = snapshot_of(run)
+    run.client.flushall()
+    assert local_checkpoints.restore(run.client, snapshot)
+    second = run.learner()
+    shared, lost = second.shared, second.shared.env_steps
+    assert len(second.replay) == 0 and shared.updates == most
+    assert lost + 200 <= run.state.allowance <= lost + 200 + 100  # for the warm-up, and the slack
+    with training(second):
+        run.play(150, anew=True)
+        run.catch_up(second)
+        assert shared.updates == most
+        run.play(250)
+        most = (run.state.appended_steps - 200 - 200) * 8 // 32
+        until(lambda: shared.updates == most)
+    second.finish()
+    third = run.learner()  # what was refilled once stays so
+    assert third.counters.refilled == 200 and third.shared.updates == most
+    third.leave()
+
+
+def test_a_run_lost_before_its_first_update_publishes_again(server) -> None:
+    run = Run(server, endless())
+    run.learner().finish()
+    snapshot = snapshot_of(run)
+    run.client.flushall()
+    assert local_checkpoints.restore(run.client, snapshot)
+    learner = run.learner()
+    assert run.index.latest == learner.shared.version == 1 and set(run.index.sizes) == {1}
+    learner.leave()
+
+
+# --- with processes --------------------------------------------------------------------------------------
+
+
+@pytest.mark.faults
+def test_worker_and_learner_go_on_after_a_restart_and_leave_a_deleted_run(
+    server, processes: Processes
+) -> None:
+    run, folder = Run(server, endless()), processes.folder / "runs"
+    submitted = run.state
+    processes.worker(run.url)
+    learner = processes.learner(run.url, run.id)
+    go_on(run, submitted)
+    until(lambda: local_checkpoints.token(folder / run.id, run.id))
+    before = run.state
+    server.kill()
+    server.start()
+    began = time.monotonic()
+    go_on(run, before)
+    took_s = time.monotonic() - began
+    print(f"server restarted empty -> play and updates beyond those of before: {took_s:.1f} s")
+    assert took_s < bound(10.0)
+    assert runs.names(run.client) == [run.id] and run.journal.count("restored") == 1 and learner.running
+
+    learner.send(signal.SIGSTOP)  # the run is deleted while its learner is stalled, and stays deleted
+    runs.set_status(run.client, run.id, "stopped", "by the test")
+    until(lambda: not run.state.leased)
+    runs.delete(run.client, run.id)
+    learner.send(signal.SIGCONT)
+    assert learner.wait() != 0
+    assert f"run {run.id}: was deleted" in learner.text().splitlines()[-1]
+    assert runs.names(run.client) == [] and not run.client.keys(keys.run_pattern(run.id))
     with pytest.raises(connection.StoreError, match="was deleted"):
-        run_module.learn(site.client, site.run, site.processes.folder / "runs", run_module.Interrupt())
-    assert leases.acquire(site.client, site.run, host="here", folder="/tmp") is None
+        run_module.learn(run.client, run.id, folder, run_module.Interrupt())
+    assert leases.acquire(run.client, run.id, host="here", folder="/tmp") is None

@@ -1,26 +1,43 @@
-"""The learner on-policy, against a real server: each fragment once, no staler than the bound, nobody stalls it."""
+"""The learner on-policy, against a real server: each fragment once, no staler than the bound, none stalls it."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
-from redis import Redis
-from support.learners import assert_equal_arrays, pick_config, playing, restored, training, until
-from support.runs import start
+from support.learners import Run, assert_equal_arrays, pick_config, playing, training, until
 
 from ddrl import codec
-from ddrl.store import keys, metrics, runs, stream, weights
+from ddrl.learner.loop import Learner
+from ddrl.store import keys, stream
+from ddrl.types import Fragment
 from ddrl.worker.segment import Player
 
 
-@pytest.fixture
-def client(server) -> Redis:
-    return server.client
+def pick_run(server, **sections: Any) -> Run:
+    return Run(server, pick_config(**sections))
 
 
-def rows(client: Redis, run: str) -> list[dict[str, float]]:
-    return metrics.read(client, run)[0]
+def play_until(run: Run, condition: Callable[[], object], *, num: int = 1) -> None:
+    """Play in threads until a condition holds."""
+    with playing(run.url, run.id, num=num):
+        until(condition)
+
+
+def most_stale(run: Run) -> float:
+    return max(row.get("max_staleness", 0.0) for row in run.rows)
+
+
+def append_as(run: Run, player: Player, change: Callable[[Fragment], Fragment]) -> None:
+    """Append a changed fragment of a player's."""
+    player.load(run.client, run.index.latest)
+    fragment = change(player.collector.collect(max_steps=8))
+    who = {"producer": player.producer, "incarnation": fragment.incarnation, "seq": fragment.seq}
+    num_transitions = fragment.num_transitions
+    stream.append(run.client, run.id, codec.encode(fragment), **who, num_transitions=num_transitions)
 
 
 @pytest.mark.parametrize(
@@ -33,34 +50,32 @@ def rows(client: Redis, run: str) -> list[dict[str, float]]:
     ],
 )
 def test_staleness_stays_within_the_bound_and_versions_count_iterations(
-    client: Redis, server, pace: dict[str, object], least: int, most: int
+    server, pace: dict[str, object], least: int, most: int
 ) -> None:
-    run = start(client, pick_config(on_policy=pace))
-    learner = restored(client, run, server.url)
-    with playing(server.url, run, num=2), training(learner):
-        until(lambda: learner.shared.version >= 30)
-        until(lambda: sum("staleness" in row for row in rows(client, run)) >= 3)
+    run = pick_run(server, on_policy=pace)
+    learner = run.learner()
+    shared = learner.shared
+    with training(learner), playing(run.url, run.id, num=2):
+        until(lambda: shared.version >= 30)
+        until(lambda: sum("staleness" in row for row in run.rows) >= 3)
     learner.finish()
-    seen = [row for row in rows(client, run) if "staleness" in row]
-    assert max(row["max_staleness"] for row in seen) <= most
-    assert seen[-1]["staleness"] >= least
-    state = runs.state(client, run)
+    assert most_stale(run) <= most
+    assert [row for row in run.rows if "staleness" in row][-1]["staleness"] >= least
+    state = run.state
     assert learner.counters.admitted + learner.counters.dead <= state.appended_fragments
-    iterations = (
-        learner.shared.updates // 4
-    )  # two minibatches of two epochs, a batch being 64 transitions or little more
-    assert abs(weights.index(client, run).latest - iterations) <= 0.3 * iterations
-    lead = 0 if pace["collect"] == "sync" else most
+    iterations = shared.updates // 4  # two minibatches of two epochs, of 64 transitions or little more
+    assert abs(run.index.latest - iterations) <= 0.3 * iterations
     assert state.appended_steps <= state.allowance + 2 * 4 * 20, "overshoot: a fragment a process"
-    assert learner.shared.env_steps >= 64 * (state.version - 1 - lead)
+    lead = 0 if pace["collect"] == "sync" else most
+    assert shared.env_steps >= 64 * (state.version - 1 - lead)
 
 
-def test_an_iteration_waits_for_the_publication_of_the_last_one(client: Redis, server) -> None:
-    run = start(client, pick_config(on_policy={"max_staleness": 4}))
-    learner = restored(client, run, server.url)
-    with playing(server.url, run), training(learner, serves=False):
+def test_an_iteration_waits_for_the_publication_of_the_last_one(server) -> None:
+    run = pick_run(server, on_policy={"max_staleness": 4})
+    learner = run.learner()
+    with playing(run.url, run.id), training(learner, serves=False):
         until(lambda: learner.shared.updates > 0)
-        until(lambda: runs.state(client, run).appended_steps >= 5 * 64)  # more than enough for the next one
+        until(lambda: run.state.appended_steps >= 5 * 64)  # more than enough for the next one
         time.sleep(0.3)
         done = learner.shared.updates
         assert done <= 2 * 6, "one iteration: two epochs over one batch"
@@ -68,132 +83,100 @@ def test_an_iteration_waits_for_the_publication_of_the_last_one(client: Redis, s
         until(lambda: learner.shared.updates > done)
 
 
-def append_as(client: Redis, run: str, player: Player, version: int) -> None:
-    """Let a player append a fragment that claims another version."""
-    player.load(client, weights.index(client, run).latest)
-    fragment = player.collector.collect(max_steps=8)
-    fields = codec.encode(type(fragment)(**{**vars(fragment), "policy_version": version}))
-    stream.append(
-        client, run, fields, producer=player.producer, incarnation=fragment.incarnation,
-        seq=fragment.seq, num_transitions=fragment.num_transitions,
-    )  # fmt: skip
-
-
-def test_a_sleeper_s_fragments_are_dropped_counted_and_given_back(client: Redis, server) -> None:
-    run = start(client, pick_config(on_policy={"collect": "sync"}))
-    learner = restored(client, run, server.url)
-    sleeper = Player(client, run)
+def test_stale_fragments_are_dropped_counted_and_given_back(server) -> None:
+    run = pick_run(server, on_policy={"collect": "sync"})
+    learner, stale = run.learner(), Player(run.client, run.id)
     with training(learner):
-        with playing(server.url, run):
-            until(lambda: learner.shared.version >= 5)
+        play_until(run, lambda: learner.shared.version >= 5)
         for _ in range(4):  # uses up the allowance of an iteration, and more
-            append_as(client, run, sleeper, 0)
+            append_as(run, stale, lambda fragment: replace(fragment, policy_version=0))
         before = learner.shared.version
-        with playing(server.url, run):
-            until(lambda: learner.shared.version >= before + 5)
+        play_until(run, lambda: learner.shared.version >= before + 5)
     learner.finish()
     assert learner.counters.dropped == 4
-    assert metrics.last(client, run)["dropped"] in (0.0, 4.0)  # the last row may be older than they are
-    assert max(row.get("max_staleness", 0) for row in rows(client, run)) <= 1
+    assert run.rows[-1]["dropped"] in (0.0, 4.0)  # the last row may be older than they are
+    assert most_stale(run) <= 1
 
 
-def test_stale_fragments_are_learned_from_where_they_are_corrected(client: Redis, server) -> None:
-    run = start(client, pick_config(on_policy={"stale": "correct"}, algorithm={"estimator": "vtrace"}))
-    learner = restored(client, run, server.url)
-    sleeper = Player(client, run)
+def test_stale_fragments_are_learned_from_where_they_are_corrected(server) -> None:
+    run = pick_run(server, on_policy={"stale": "correct"}, algorithm={"estimator": "vtrace"})
+    learner, stale = run.learner(), Player(run.client, run.id)
     with training(learner):
-        with playing(server.url, run):
-            until(lambda: learner.shared.version >= 8)
-        append_as(client, run, sleeper, 1)
-        with playing(server.url, run):
-            until(lambda: max(row.get("max_staleness", 0) for row in rows(client, run)) >= 7)
+        play_until(run, lambda: learner.shared.version >= 8)
+        append_as(run, stale, lambda fragment: replace(fragment, policy_version=1))
+        play_until(run, lambda: most_stale(run) >= 7)
     learner.finish()
     assert learner.counters.dropped == 0
 
 
-def test_a_resumed_learner_goes_on_from_its_checkpoint_and_learns_nothing_twice(
-    client: Redis, server
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda fragment: replace(fragment, action=fragment.action + 4),  # no choice of the run
+        lambda fragment: replace(fragment, extras={}),  # played at random
+    ],
+)
+def test_fragments_that_the_algorithm_cannot_learn_from_are_refused(
+    server, change: Callable[[Fragment], Fragment]
 ) -> None:
-    run = start(client, pick_config())
-    first = restored(client, run, server.url)
-    with playing(server.url, run), training(first):
-        until(lambda: first.shared.version >= 10)
+    run = pick_run(server)
+    learner = run.learner()
+    with training(learner):
+        append_as(run, Player(run.client, run.id), change)
+        until(lambda: learner.counters.dead == 1)
+        play_until(run, lambda: learner.shared.version >= 3)
+
+
+# --- restoring -------------------------------------------------------------------------------------------
+
+
+def trained(run: Run, condition: Callable[[Learner], object]) -> Learner:
+    """Return a learner that learned until a condition held; it has not finished."""
+    learner = run.learner()
+    with training(learner):
+        play_until(run, lambda: condition(learner))
+    return learner
+
+
+def test_a_restored_learner_goes_on_from_its_checkpoint_and_learns_nothing_twice(server) -> None:
+    run = pick_run(server)
+    first = trained(run, lambda learner: learner.shared.version >= 10)
     first.finish()
-    queued = len(first.replay)
-    second = restored(client, run, server.url)
+    queued, second = len(first.replay), run.learner()
     assert second.shared.updates == first.shared.updates
     assert second.shared.version == first.shared.version, "its weights are the published ones"
     assert len(second.replay) == queued, "what waited waits again"
     assert second.counters.admitted == first.counters.admitted
     assert_equal_arrays(dict(first.algorithm.state()), dict(second.algorithm.state()))
-    with playing(server.url, run), training(second):
-        until(lambda: second.shared.version >= first.shared.version + 5)
+    with training(second):
+        play_until(run, lambda: second.shared.version >= first.shared.version + 5)
     second.finish()
-    appended = runs.state(client, run).appended_fragments
-    unread = len(stream.read(client, run, second.counters.cursor.encode(), count=10**6))
-    assert second.counters.admitted == appended - unread
+    unread = len(stream.read(run.client, run.id, second.counters.cursor.encode(), count=10**6))
+    assert second.counters.admitted == run.state.appended_fragments - unread
 
 
-def test_after_a_death_nothing_is_learned_from_what_the_dead_learner_s_later_weights_played(
-    client: Redis, server
-) -> None:
-    run = start(client, pick_config(on_policy={"max_staleness": 4}, learner={"checkpoint_every_s": 1}))
-    first = restored(client, run, server.url)
-    with playing(server.url, run), training(first):
-        until(lambda: client.hexists(keys.state(run), "checkpoint"))
-        until(lambda: first.counters.waiting > 0 and len(first.replay) > 0)
-    left = runs.state(client, run).version  # it dies here: no finish
-    second = restored(client, run, server.url)
+def test_after_a_death_nothing_is_learned_from_later_weights_of_the_dead_learner(server) -> None:
+    run = pick_run(server, on_policy={"max_staleness": 4}, learner={"checkpoint_every_s": 1})
+
+    def has_fragments_after_a_checkpoint(learner: Learner) -> bool:
+        is_saved = run.client.hexists(keys.state(run.id), "checkpoint")
+        return is_saved and learner.counters.waiting > 0 and len(learner.replay) > 0
+
+    trained(run, has_fragments_after_a_checkpoint)  # it dies here: no finish
+    left, second = run.state.version, run.learner()
     assert second.shared.version == left + 1 and len(second.replay) == 0
-    with playing(server.url, run), training(second):
-        until(lambda: second.shared.version >= left + 6)
+    with training(second):
+        play_until(run, lambda: second.shared.version >= left + 6)
     second.finish()
-    assert second.counters.dropped > 0
-    assert max(row.get("max_staleness", 0) for row in rows(client, run)) <= 4
+    assert second.counters.dropped > 0 and most_stale(run) <= 4
 
 
-def test_a_learner_without_checkpoint_begins_with_its_own_weights(client: Redis, server) -> None:
-    run = start(client, pick_config(learner={"checkpoint_every_s": 3600}))
-    first = restored(client, run, server.url)
-    with playing(server.url, run), training(first):
-        until(lambda: first.shared.version >= 5)
-    left = runs.state(client, run).version
-    appended = runs.state(client, run).appended_fragments
-    second = restored(client, run, server.url)
+def test_a_learner_without_checkpoint_begins_with_its_own_weights(server) -> None:
+    run = pick_run(server, learner={"checkpoint_every_s": 3600})
+    trained(run, lambda learner: learner.shared.version >= 5)
+    left, appended = run.state.version, run.state.appended_fragments
+    second = run.learner()
     assert second.shared.version == left + 1, "another policy than the one that played"
     with training(second):
         until(lambda: second.counters.dropped == appended)
     assert second.shared.updates == 0
-
-
-def test_an_action_that_is_no_choice_of_the_run_is_refused(client: Redis, server) -> None:
-    run = start(client, pick_config())
-    learner = restored(client, run, server.url)
-    player = Player(client, run)
-    player.load(client, 0)
-    fragment = player.collector.collect(max_steps=4)
-    fields = codec.encode(type(fragment)(**{**vars(fragment), "action": fragment.action + 4}))
-    with training(learner):
-        stream.append(
-            client, run, fields, producer=player.producer, incarnation=fragment.incarnation, seq=0,
-            num_transitions=16,
-        )  # fmt: skip
-        until(lambda: learner.counters.dead == 1)
-
-
-def test_random_actions_and_foreign_fragments_are_refused_one_by_one(client: Redis, server) -> None:
-    run = start(client, pick_config())
-    learner = restored(client, run, server.url)
-    player = Player(client, run)
-    player.load(client, 0)
-    fragment = player.collector.collect(max_steps=4)
-    assert "behavior_log_prob" in fragment.extras, "version 0 plays by itself"
-    fields = codec.encode(type(fragment)(**{**vars(fragment), "extras": {}}))
-    with training(learner):
-        stream.append(
-            client, run, fields, producer=player.producer, incarnation=fragment.incarnation, seq=0,
-            num_transitions=16,
-        )  # fmt: skip
-        until(lambda: learner.counters.dead == 1)
-        with playing(server.url, run):
-            until(lambda: learner.shared.version >= 3)

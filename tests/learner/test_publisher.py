@@ -1,4 +1,4 @@
-"""The publisher: outages are waited out, a replaced learner writes nothing, changed settings apply."""
+"""The publisher: it waits out outages, writes nothing once it is replaced, and applies changed settings."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ from typing import Any
 
 import pytest
 from redis import Redis
-from support.learners import assert_equal_arrays, catch_up, make_learner, restored, take, training, until
-from support.runs import play_steps, start, target_config
+from support.learners import Run, assert_equal_arrays, make_learner, training, until
+from support.private_server import PrivateServer
+from support.runs import target_config
 
 from ddrl.config import RunConfig, validate
 from ddrl.learner import publisher
 from ddrl.store import checkpoints, keys, leases, ledger, metrics, runs, stream, weights
 
+End = Callable[[], object]
+
 
 @pytest.fixture
-def client(server) -> Iterator[Redis]:
-    """The server's, which serves again afterwards."""
-    yield server.client
+def server(server: PrivateServer) -> Iterator[PrivateServer]:
+    """A server that serves again afterwards."""
+    yield server
     server.client.execute_command("REPLICAOF", "NO", "ONE")
     server.client.config_set("maxmemory", 0)
 
@@ -32,222 +35,192 @@ def config(**sections: Any) -> RunConfig:
     return target_config(**{"stop": {"return": None}, "replay": replay, **sections})
 
 
-def changed(client: Redis, run: str, **sections: Mapping[str, Any]) -> RunConfig:
-    """A run's config with other settings."""
-    tree = runs.config(client, run).model_dump(by_alias=True, mode="json")
+def changed(run: Run, **sections: Mapping[str, Any]) -> RunConfig:
+    """Return a run's config with other settings."""
+    tree = runs.config(run.client, run.id).model_dump(by_alias=True, mode="json")
     return validate({**tree, **{name: {**tree[name], **options} for name, options in sections.items()}})
 
 
-# --- outages -------------------------------------------------------------------------------------------
+# --- outages ---------------------------------------------------------------------------------------------
 
 
-def fill_memory(client: Redis) -> Callable[[], object]:
-    """Leave the server no memory: what others hold is more than its limit."""
-    client.config_set("maxmemory", int(client.info("memory")["used_memory"]) - 20_000)  # type: ignore[index]
+def limit_memory(client: Redis, spare_bytes: int) -> End:
+    """Leave the server so many bytes; less than none if others fill it."""
+    client.config_set("maxmemory", int(client.info("memory")["used_memory"]) + spare_bytes)
     return lambda: client.config_set("maxmemory", 0)
 
 
-def refuse_writes(client: Redis) -> Callable[[], object]:
-    """As in a failover: the server becomes a replica."""
-    client.execute_command("REPLICAOF", "127.0.0.1", "1")
-    return lambda: client.execute_command("REPLICAOF", "NO", "ONE")
+def full_memory(server: PrivateServer) -> End:
+    return limit_memory(server.client, -20_000)
+
+
+def replica(server: PrivateServer) -> End:
+    """As in a failover, the server becomes a replica."""
+    server.client.execute_command("REPLICAOF", "127.0.0.1", "1")
+    return lambda: server.client.execute_command("REPLICAOF", "NO", "ONE")
 
 
 @pytest.mark.parametrize(
-    ("begin_outage", "message"), [(fill_memory, "memory is full"), (refuse_writes, "takes no writes")]
+    ("begin", "message"), [(full_memory, "memory is full"), (replica, "takes no writes")]
 )
 def test_an_outage_is_waited_out_and_nothing_is_lost(
-    begin_outage: Callable[[Redis], Callable[[], object]], message: str, client: Redis, server
+    server, begin: Callable[[PrivateServer], End], message: str
 ) -> None:
-    run = start(client, config())
-    token = take(client, run)
-    players = play_steps(client, run, token, 300)
-    learner = make_learner(client, run, token, server.url)
-    learner.restore()
+    run = Run(server, config())
+    run.play(300)
+    learner = run.learner()
     with training(learner) as outages:
         until(lambda: learner.shared.updates > 10)
-        end_outage = begin_outage(client)
+        end = begin(server)
         until(lambda: any(message in text for text in outages))
-        catch_up(client, run, learner)
+        run.catch_up(learner)
         time.sleep(1.0)
-        end_outage()
-        until(lambda: any(row["server_wait_s"] >= 1.0 for row in metrics.read(client, run)[0]))
-        waited = [row["server_wait_s"] for row in metrics.read(client, run)[0]]
-        play_steps(client, run, token, 300, players=players)
-        catch_up(client, run, learner)
+        end()
+        until(lambda: any(row["server_wait_s"] >= 1.0 for row in run.rows))
+        waited = [row["server_wait_s"] for row in run.rows]
+        run.play(300)
+        run.catch_up(learner)
     assert sum(value > 0 for value in waited) == 1 and all(message in text for text in outages)
     learner.finish()
-    audit = ledger.audit(client, run)
-    assert audit.is_balanced
+    audit = run.audit()
     assert audit.total("consumed") == audit.total("appended") == learner.counters.admitted
 
 
-def test_a_frozen_server_is_waited_for(make_server) -> None:
-    frozen = make_server()
-    client = frozen.client
-    run = start(client, config())
-    play_steps(client, run, take(client, run), 300)
-    learner = restored(client, run, frozen.url)
+def test_a_frozen_server_is_waited_for(server) -> None:
+    run = Run(server, config())
+    run.play(300)
+    learner = run.learner()
     with training(learner):
         until(lambda: learner.shared.updates > 5)
-        frozen.process.send_signal(signal.SIGSTOP)
+        server.process.send_signal(signal.SIGSTOP)
         time.sleep(4.0)  # longer than the lease
-        frozen.process.send_signal(signal.SIGCONT)
-        until(lambda: any(row["server_wait_s"] > 2.0 for row in metrics.read(client, run)[0]))
+        server.process.send_signal(signal.SIGCONT)
+        until(lambda: any(row["server_wait_s"] > 2.0 for row in run.rows))
     learner.finish()
-    assert ledger.audit(client, run).is_balanced
+    run.audit()
 
 
-# --- a full server ---------------------------------------------------------------------------------------
-
-
-def large_replay(client: Redis) -> str:
-    """A run whose stream holds 3 MB that only the replay needs: fragments with 50 kB of padding."""
+def test_a_full_server_gets_memory_back_from_the_stream(server) -> None:
+    """Others fill it: only the learner can free memory, also when it begins; the replay keeps what is trimmed."""
     replay = {"capacity": 20_000, "slack_steps": 20_000, "warmup_steps": 100}
-    run = start(client, config(replay=replay, learner={"checkpoint_every_s": 1}))
-    play_steps(client, run, take(client, run), 300)
-    fields = stream.read(client, run, b"0-0", count=1)[0].fields
-    kept = {name: value for name, value in fields.items() if len(name) > 1 or name == b"h"}
-    producer = stream.new_producer(client)
-    for seq in range(60):
-        padded = {**kept, b"padding": random.randbytes(50_000)}
-        stream.append(client, run, padded, producer=producer, incarnation=1, seq=seq, num_transitions=1)
-    return run
-
-
-def leave_memory(client: Redis, num_bytes: int) -> None:
-    client.config_set("maxmemory", int(client.info("memory")["used_memory"]) + num_bytes)  # type: ignore[index]
-
-
-def test_a_full_server_gets_memory_back_from_the_stream(client: Redis, server) -> None:
-    """Others fill it: nobody but the learner can free anything, and nothing may be written before."""
-    run = large_replay(client)
-    learner = restored(client, run, server.url)
+    run = Run(server, config(replay=replay, learner={"checkpoint_every_s": 1}))
+    run.play(300)
+    fields = {name: value for name, value in run.entries[0].fields.items() if len(name) > 1 or name == b"h"}
+    producer = stream.new_producer(run.client)
+    for seq in range(60):  # 3 MB that only the replay needs
+        run.append({**fields, b"padding": random.randbytes(50_000)}, producer, seq, num_transitions=1)
+    learner = run.learner()
     with training(learner) as outages:
-        catch_up(client, run, learner)
-        until(lambda: (checkpoints.meta(client, run) or {}).get("cursor") == learner.counters.cursor)
-        entries, held = client.xlen(keys.experience(run)), len(learner.replay)
-        leave_memory(client, -600_000)
+        run.catch_up(learner)
+        until(lambda: run.meta.get("cursor") == learner.counters.cursor)
+        entries, held = len(run.entries), len(learner.replay)
+        limit_memory(server.client, -600_000)
         until(lambda: any("memory is full" in text for text in outages))
-        rows = len(metrics.read(client, run)[0])
-        until(lambda: len(metrics.read(client, run)[0]) > rows + 1)  # it writes again
-        assert client.xlen(keys.experience(run)) < entries == learner.counters.admitted
-        assert len(learner.replay) == held, "the replay still holds them"
-    client.config_set("maxmemory", 0)
+        rows = len(run.rows)
+        until(lambda: len(run.rows) > rows + 1)  # it writes again
+        trimmed = len(run.entries)
+        assert trimmed < entries == learner.counters.admitted and len(learner.replay) == held
     learner.finish()
-    assert ledger.audit(client, run).is_balanced
-
-
-def test_a_learner_that_begins_on_a_full_server_frees_what_it_can(client: Redis, server) -> None:
-    run = large_replay(client)
-    first = restored(client, run, server.url)
-    with training(first):
-        catch_up(client, run, first)
-    first.finish()
-    token = take(client, run)
-    leave_memory(client, -600_000)
-    second = make_learner(client, run, token, server.url)
+    token = run.take()
+    limit_memory(server.client, -600_000)
+    second = make_learner(run.client, run.id, token, run.url)
     second.restore()
-    assert second.shared.version == first.shared.version + 1
-    assert second.counters.admitted == first.counters.admitted > client.xlen(keys.experience(run))
-    client.config_set("maxmemory", 0)
+    assert second.shared.version == learner.shared.version + 1
+    assert second.counters.admitted == entries and len(run.entries) < trimmed
+    server.client.config_set("maxmemory", 0)
     second.finish()
+    run.audit()
 
 
 # --- a replaced learner ----------------------------------------------------------------------------------
 
 
-def test_a_replaced_learner_writes_nothing(client: Redis, server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replaced_learner_writes_nothing(server, monkeypatch: pytest.MonkeyPatch) -> None:
     """It stalled with everything to write: weights, checkpoint, refusals, losses, ledger, metrics, trims."""
-    run = start(client, config(learner={"publish_every_s": 0.05, "metrics_every_s": 0.1}))
-    token = take(client, run)
-    players = play_steps(client, run, token, 200)
-    entries = stream.read(client, run, b"0-0", count=1000)
-    client.xadd(keys.experience(run), {b"h": b"{}"})
-    client.xdel(keys.experience(run), entries[1].entry_id)
-    play_steps(client, run, token, 600, players=players)
+    run = Run(server, config(learner={"publish_every_s": 0.05, "metrics_every_s": 0.1}))
+    run.play(200)
+    client, lost = run.client, run.entries[1].entry_id
+    client.xadd(keys.experience(run.id), {b"h": b"{}"})
+    client.xdel(keys.experience(run.id), lost)
+    run.play(600)
     written: list[bytes] = []
-    learner = make_learner(client, run, token, server.url, on_checkpoint=lambda blob, _: written.append(blob))
-    learner.restore()
-    shared = learner.shared
+    learner = run.learner(on_checkpoint=lambda blob, _: written.append(blob))
+    token, shared = run.token, learner.shared
     with training(learner, serves=False):
-        catch_up(client, run, learner)
+        run.catch_up(learner)
         shared.wants_checkpoint.set()
         until(lambda: shared.weights is not None and shared.checkpoint is not None)
     assert shared.refused and shared.lost
-    take(client, run)
-    client.delete(keys.lease(run))  # the new one's has lapsed too: still the old one must write nothing
-    before = {key: client.dump(key) for key in client.scan_iter(match=keys.run_pattern(run))}
-    learner.apply(changed(client, run, replay={"max_bytes": 65536}))
+    run.take()
+    client.delete(keys.lease(run.id))  # the new one's has lapsed too: still the old one must write nothing
+    before = run.keys()
+    learner.apply(changed(run, replay={"max_bytes": 65536}))
     monkeypatch.setattr(publisher, "RENEW_S", 3600.0)
-    writes = [
+    mine = client, run.id, token
+    for write in (
         learner.publisher.round,
         learner.finish,
-        lambda: checkpoints.save(client, run, token, b"late", {"updates": 1}),
-        lambda: ledger.put(client, run, token, shared.ledger.rows, shared.ledger.cursor),
-        lambda: stream.refuse(client, run, token, *shared.refused[0]),
-        lambda: weights.publish(client, run, token, version=9, blob=b"late", allowance=0, updates=1),
-        lambda: metrics.add(client, run, token, {"late": 1.0}),
-        lambda: stream.trim(client, run, token, learner.counters.cursor.encode()),
-        lambda: stream.allow(client, run, token, 10**9, updates=1),
-    ]
-    for write in writes:
-        with pytest.raises(leases.LeaseLostError):
+        lambda: checkpoints.save(*mine, b"late", {"updates": 1}),
+        lambda: ledger.put(*mine, shared.ledger.rows, shared.ledger.cursor),
+        lambda: stream.refuse(*mine, *shared.refused[0]),
+        lambda: weights.publish(*mine, version=9, blob=b"late", allowance=0, updates=1),
+        lambda: metrics.add(*mine, {"late": 1.0}),
+        lambda: stream.trim(*mine, learner.counters.cursor.encode()),
+        lambda: stream.allow(*mine, 10**9, updates=1),
+    ):
+        with pytest.raises(leases.LeaseLostError, match=f"run {run.id}: another learner took it over"):
             write()
-    assert {key: client.dump(key) for key in client.scan_iter(match=keys.run_pattern(run))} == before
-    assert not written
+    assert run.keys() == before and not written
 
 
 def test_a_checkpoint_during_which_the_learner_is_replaced_leaves_no_part(
-    client: Redis, server, monkeypatch: pytest.MonkeyPatch
+    server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoints, "PART_BYTES", 4096)
-    run = start(client, config())
-    token = take(client, run)
-    learner = make_learner(client, run, token, server.url)
-    learner.restore()
-    learner.finish()
-    good = checkpoints.load(client, run)
+    run = Run(server, config())
+    run.learner().finish()
+    good, token = checkpoints.load(run.client, run.id), run.token
     assert good is not None and len(good[0]) > 5 * 4096
-    parts = set(client.scan_iter(match=keys.checkpoint_pattern(run)))
+    parts = set(run.client.scan_iter(match=keys.checkpoint_pattern(run.id)))
     fenced, calls = checkpoints.fenced, []
 
     def replaced(*arguments: Any) -> Any:
         calls.append(arguments)
         if len(calls) == 4:
-            take(client, run)
+            run.take()
         return fenced(*arguments)
 
     monkeypatch.setattr(checkpoints, "fenced", replaced)
     with pytest.raises(leases.LeaseLostError):
-        checkpoints.save(client, run, token, *good)
-    assert set(client.scan_iter(match=keys.checkpoint_pattern(run))) == parts
-    assert checkpoints.load(client, run) == good
+        checkpoints.save(run.client, run.id, token, *good)
+    assert set(run.client.scan_iter(match=keys.checkpoint_pattern(run.id))) == parts
+    assert checkpoints.load(run.client, run.id) == good
 
 
-# --- what is written ---------------------------------------------------------------------------------------
+# --- what is written -------------------------------------------------------------------------------------
 
 
-def test_many_collectors_are_woken_less_often(client: Redis, server) -> None:
-    run = start(client, config(learner={"metrics_every_s": 3600, "checkpoint_every_s": 3600}))
-    learner = restored(client, run, server.url)
+def test_many_collectors_are_woken_less_often(server) -> None:
+    run = Run(server, config(learner={"metrics_every_s": 3600, "checkpoint_every_s": 3600}))
+    learner = run.learner()
     learner.replay.num_collectors = 2 * publisher.WAKES_PER_S  # one raise in two seconds
     allowances = []
     for refilled in (10**6, 2 * 10**6, 3 * 10**6):
         learner.shared.refilled = refilled
         learner.publisher.round()
-        allowances.append(runs.state(client, run).allowance)
+        allowances.append(run.state.allowance)
     assert 10**6 <= allowances[0] == allowances[1] == allowances[2]
     time.sleep(2.0)
     learner.publisher.round()
-    assert runs.state(client, run).allowance >= 3 * 10**6
+    assert run.state.allowance >= 3 * 10**6
     learner.leave()
 
 
-def test_a_checkpoint_is_whole_whenever_it_is_taken(client: Redis, server) -> None:
-    run = start(client, config())
-    play_steps(client, run, take(client, run), 300)
-    learner = restored(client, run, server.url)
+def test_a_checkpoint_is_whole_whenever_it_is_taken_and_passed_on_once_stored(server) -> None:
+    run = Run(server, config())
+    run.play(300)
+    passed: list[tuple[bytes, Mapping[str, Any]]] = []
+    learner = run.learner(on_checkpoint=lambda *checkpoint: passed.append(checkpoint))
     shared, taken = learner.shared, []
     with training(learner, serves=False):
         while len(taken) < 20 or shared.updates <= 20:
@@ -260,28 +233,19 @@ def test_a_checkpoint_is_whole_whenever_it_is_taken(client: Redis, server) -> No
         assert sum(row[0] for row in counters.ledger.values()) == counters.admitted
         json.dumps(vars(counters))
     assert [one.updates for one, _ in taken] == sorted(one.updates for one, _ in taken)
-    learner.finish()
-
-
-def test_each_stored_checkpoint_is_passed_on(client: Redis, server) -> None:
-    run = start(client, config())
-    passed: list[tuple[bytes, Mapping[str, Any]]] = []
-    learner = restored(client, run, server.url, on_checkpoint=lambda *checkpoint: passed.append(checkpoint))
+    assert not passed
     learner.finish()
     ((blob, meta),) = passed
-    assert (blob, json.loads(json.dumps(meta))) == checkpoints.load(client, run)
-    assert_equal_arrays(weights.decode_weights(blob), dict(learner.algorithm.state()))
+    assert (blob, json.loads(json.dumps(meta))) == checkpoints.load(run.client, run.id)
+    assert_equal_arrays(weights.decode_weights(blob), dict(learner.checkpoint()[1]))
 
 
-def test_changed_settings_apply_while_it_learns(client: Redis, server) -> None:
+def test_changed_settings_apply_while_it_learns(server) -> None:
     slow = {"publish_every_s": 3600, "checkpoint_every_s": 3600, "metrics_every_s": 3600}
-    run = start(client, config(learner=slow, weights={"keep_last": 50}))
-    token = take(client, run)
-    players = play_steps(client, run, token, 300)
-    learner = make_learner(client, run, token, server.url)
-    learner.restore()
+    run = Run(server, config(learner=slow, weights={"keep_last": 50}))
+    run.play(300)
+    learner = run.learner()
     new = changed(
-        client,
         run,
         learner={"publish_every_s": 0.01, "checkpoint_every_s": 1, "metrics_every_s": 0.1},
         weights={"keep_last": 2, "keep_every": 1000},
@@ -289,12 +253,12 @@ def test_changed_settings_apply_while_it_learns(client: Redis, server) -> None:
     )
     with training(learner):
         until(lambda: learner.shared.updates > 10)
-        assert learner.shared.version == 0 and checkpoints.meta(client, run) is None
+        assert learner.shared.version <= 1 and not run.meta
         learner.apply(new)
         while learner.shared.version < 6:
-            play_steps(client, run, token, 100, players=players)
-        until(lambda: checkpoints.meta(client, run) is not None)
-        until(lambda: len(metrics.read(client, run)[0]) > 3)
+            run.play(100)
+        until(lambda: run.meta)
+        until(lambda: len(run.rows) > 3)
     learner.finish()
-    assert len(weights.index(client, run).sizes) <= 4  # the newest two, the one before pruning, version 0
-    assert metrics.last(client, run)["temperature"] == 0.125
+    assert len(run.index.sizes) <= 4  # the newest two, the one before pruning, version 0
+    assert run.rows[-1]["temperature"] == 0.125

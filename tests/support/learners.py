@@ -1,4 +1,4 @@
-"""Learners in a test's process: `Learner` with its two threads, and `learn` in a thread. Configs that they learn."""
+"""Runs with players and learners in a test's process: `Learner` with its two threads, and `learn` in a thread."""
 
 from __future__ import annotations
 
@@ -14,50 +14,148 @@ import numpy as np
 import pytest
 import torch
 from redis import Redis
-from support.runs import target_config
-from support.store import take as take
+from support.private_server import PrivateServer
+from support.runs import play_steps, start, target_config
+from support.store import take
 
 from ddrl import celery
 from ddrl.algorithms import base
 from ddrl.config import RunConfig, validate
 from ddrl.learner import run as run_module
 from ddrl.learner.loop import Learner
-from ddrl.store import connection, keys, runs
+from ddrl.store import checkpoints, connection, keys, ledger, metrics, runs, stream, weights
 from ddrl.store.connection import connect_blocking
 from ddrl.worker.segment import Players, play
 
 
 def make_learner(client: Redis, run: str, token: int, url: str, **options: Any) -> Learner:
-    """A learner that is not restored yet."""
-    config = runs.config(client, run)
-    resolved = base.resolve(config, runs.spaces(client, run))
-    blocking = connect_blocking(url)
-    return Learner(client, blocking, run, token, config, resolved, device=torch.device("cpu"), **options)
+    """Return a learner that is not restored yet."""
+    config, resolved = runs.config(client, run), resolve(client, run)
+    return Learner(
+        client, connect_blocking(url), run, token, config, resolved, device=torch.device("cpu"), **options
+    )
 
 
-def restored(client: Redis, run: str, url: str, **options: Any) -> Learner:
-    """The run's next learner, restored."""
-    learner = make_learner(client, run, take(client, run), url, **options)
-    learner.restore()
-    return learner
+def resolve(client: Redis, run: str) -> base.Resolved:
+    """Return the algorithm and the spaces of a run."""
+    return base.resolve(runs.config(client, run), runs.spaces(client, run))
+
+
+class Run:
+    """A run on a private server, which a test plays and learns: a new one, or the one of the id `run`."""
+
+    def __init__(self, server: PrivateServer, config: RunConfig | None = None, *, run: str = "") -> None:
+        self.server, self.client, self.url = server, server.client, server.url
+        self.id = run or start(server.client, config or target_config())
+        self._players: Players | None = None
+
+    def play(self, steps: int, *, anew: bool = False) -> None:
+        """Append at least so many more transitions, whatever the pace allows, by the former producer or a new one."""
+        self._players = None if anew else self._players
+        self._players = play_steps(self.client, self.id, 0, steps, players=self._players)
+
+    def append(
+        self, fields: dict[bytes, bytes], producer: int, seq: int = 0, *, num_transitions: int = 8
+    ) -> None:
+        """Append a fragment by another producer."""
+        who = {"producer": producer, "incarnation": 1, "seq": seq, "num_transitions": num_transitions}
+        stream.append(self.client, self.id, fields, **who)
+
+    def take(self) -> int:
+        """Return the next fencing token, whoever holds the run."""
+        return take(self.client, self.id)
+
+    def learner(self, **options: Any) -> Learner:
+        """Return the run's next learner, restored."""
+        learner = make_learner(self.client, self.id, self.take(), self.url, **options)
+        learner.restore()
+        return learner
+
+    def catch_up(self, learner: Learner) -> None:
+        """Wait until all that was appended is admitted."""
+        steps = self.state.appended_steps
+        until(lambda: learner.shared.env_steps >= steps)
+
+    @property
+    def state(self) -> runs.RunState:
+        return runs.state(self.client, self.id)
+
+    @property
+    def token(self) -> int:
+        """The newest fencing token."""
+        return int(self.client.hget(keys.state(self.id), "fence") or 0)
+
+    @property
+    def index(self) -> weights.WeightsIndex:
+        return weights.index(self.client, self.id)
+
+    @property
+    def rows(self) -> list[dict[str, float]]:
+        """The learner's metrics."""
+        return metrics.read(self.client, self.id)[0]
+
+    @property
+    def entries(self) -> list[stream.Entry]:
+        return stream.read(self.client, self.id, b"0-0", count=100_000)
+
+    @property
+    def dead(self) -> list[bytes]:
+        """Why entries were refused."""
+        return [fields[b"reason"] for _, fields in self.client.xrange(keys.dead(self.id))]
+
+    @property
+    def journal(self) -> list[str]:
+        return [row["event"] for row in runs.journal(self.client, self.id)]
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        """Of the newest checkpoint; empty if there is none."""
+        return dict(checkpoints.meta(self.client, self.id) or {})
+
+    def keys(self) -> dict[bytes, bytes]:
+        """All keys of the run but the lease."""
+        found = set(self.client.scan_iter(match=keys.run_pattern(self.id))) - {keys.lease(self.id).encode()}
+        return {key: self.client.dump(key) for key in found}
+
+    def audit(self) -> ledger.Audit:
+        """The audit, which is balanced."""
+        audit = ledger.audit(self.client, self.id)
+        assert audit.is_balanced
+        return audit
+
+
+@contextmanager
+def in_threads(*actions: Callable[[], object], stop: Callable[[], object]) -> Iterator[None]:
+    """Run each action in a thread; at the end call `stop`, join the threads, and fail with what they raised."""
+    failed: list[BaseException] = []
+
+    def run(action: Callable[[], object]) -> None:
+        try:
+            action()
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=run, args=(action,)) for action in actions]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop()
+        for thread in threads:
+            thread.join()
+    assert not failed, failed
 
 
 @contextmanager
 def training(learner: Learner, *, serves: bool = True) -> Iterator[list[str]]:
-    """The learner's two threads, for as long as the context lasts; the outages that the publisher met.
+    """Run the learner's two threads; yield the outages that the publisher meets.
 
     Args:
         serves: the publisher makes rounds.
     """
-    failed: list[BaseException] = []
     outages: list[str] = []
     stop = threading.Event()
-
-    def train() -> None:
-        try:
-            learner.train()
-        except BaseException as error:
-            failed.append(error)
 
     def serve() -> None:
         while not stop.wait(0.02):
@@ -65,21 +163,10 @@ def training(learner: Learner, *, serves: bool = True) -> Iterator[list[str]]:
                 learner.publisher.round()
             except connection.OUTAGES as error:
                 outages.append(connection.outage(error) or "")
-            except Exception as error:
-                failed.append(error)
-                return
 
-    threads = [threading.Thread(target=train), threading.Thread(target=serve)][: 2 if serves else 1]
-    for thread in threads:
-        thread.start()
-    try:
+    service = in_threads(*[serve] * serves, stop=stop.set)
+    with service, in_threads(learner.train, stop=learner.stopping.set):
         yield outages
-    finally:
-        learner.stopping.set()
-        threads[0].join()
-        stop.set()
-        threads[-1].join()
-    assert not failed, failed
 
 
 def until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
@@ -90,14 +177,8 @@ def until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
         time.sleep(0.01)
 
 
-def catch_up(client: Redis, run: str, learner: Learner) -> None:
-    """Wait until all that was appended is admitted."""
-    steps = runs.state(client, run).appended_steps
-    until(lambda: learner.shared.env_steps >= steps)
-
-
 def contents(learner: Learner) -> dict[str, np.ndarray]:
-    """All items of a replay in order, which is valid, with their priorities if it has any."""
+    """Return all items of a replay in order, which is valid, with their priorities if it has any."""
     replay = learner.replay
     replay.check_valid()
     items = vars(replay.plan(np.arange(replay.num_items))())
@@ -105,7 +186,7 @@ def contents(learner: Learner) -> dict[str, np.ndarray]:
 
 
 def assert_equal_arrays(one: dict[str, Any], two: dict[str, Any]) -> None:
-    """The same arrays bit by bit."""
+    """Assert that arrays are equal bit by bit."""
     assert one.keys() == two.keys()
     for name, array in one.items():
         np.testing.assert_array_equal(array, two[name], err_msg=name)
@@ -117,83 +198,62 @@ class Crash(BaseException):
 
 @contextmanager
 def crashing(learner: Learner, crash_at: int | None) -> Iterator[threading.Event]:
-    """Both threads of a learner; at update `crash_at` both stop where they are, and nothing is saved.
+    """Run both threads of a learner; at update `crash_at` both stop where they are, and nothing is saved.
 
     Checkpoints follow one another without a pause, so that each falls elsewhere. The event: it has crashed.
     """
     crashed, update = threading.Event(), learner.algorithm.update
-    failed: list[BaseException] = []
 
-    def mortal(batch: Any) -> Any:
+    def update_or_crash(batch: Any) -> Any:
         if learner.shared.updates == crash_at:
-            crashed.set()
             raise Crash
         return update(batch)
 
     def train() -> None:
         try:
             learner.train()
-        except BaseException as error:
+        except Crash:
             crashed.set()
-            if not isinstance(error, Crash):
-                failed.append(error)
+        except BaseException:
+            crashed.set()
+            raise
 
     def serve() -> None:
         while not crashed.wait(0.003) and not learner.stopping.is_set():
             learner.shared.wants_checkpoint.set()
             learner.publisher.round()
 
-    learner.algorithm.update = mortal  # type: ignore[method-assign]
-    threads = [threading.Thread(target=train), threading.Thread(target=serve)]
-    for thread in threads:
-        thread.start()
+    learner.algorithm.update = update_or_crash  # type: ignore[method-assign]
     try:
-        yield crashed
+        with in_threads(train, serve, stop=learner.stopping.set):
+            yield crashed
     finally:
-        learner.stopping.set()
-        for thread in threads:
-            thread.join()
         if crashed.is_set():
             learner.leave()
-    assert not failed, failed
 
 
 @contextmanager
 def playing(url: str, run: str, *, num: int = 1, segments: int | None = None) -> Iterator[None]:
-    """Processes, as threads, that play segment after segment; after so many another process takes its place."""
+    """Play in threads, segment after segment; after `segments` another process takes a thread's place."""
     stop = threading.Event()
-    failed: list[BaseException] = []
 
     def go() -> None:
         blocking, players, played = connect_blocking(url), Players(), 0
-        try:
-            while not stop.is_set():
-                play(blocking, blocking, players, run)
-                played += 1
-                if played == segments:
-                    players, played = Players(), 0
-        except BaseException as error:
-            failed.append(error)
+        while not stop.is_set():
+            play(blocking, blocking, players, run)
+            played += 1
+            if played == segments:
+                players, played = Players(), 0
 
-    threads = [threading.Thread(target=go) for _ in range(num)]
-    for thread in threads:
-        thread.start()
-    try:
+    with in_threads(*[go] * num, stop=stop.set):
         yield
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
-    assert not failed, failed
 
 
 class Learning:
     """`learn` in a thread of this process, which sends workers nothing.
 
     Args:
-        client: connection of the test.
-        url: of the server.
-        run: its id.
+        run: to learn.
         folder: of the runs' folders.
         patch: ends with the test.
         take_over: ask the learner that holds the run for it.
@@ -202,49 +262,30 @@ class Learning:
         status, error: how `learn` ended.
     """
 
-    def __init__(
-        self,
-        client: Redis,
-        url: str,
-        run: str,
-        folder: Path,
-        patch: pytest.MonkeyPatch,
-        *,
-        take_over: bool = False,
-    ) -> None:
-        patch.setenv(connection.URL_VARIABLE, url)
+    def __init__(self, run: Run, folder: Path, patch: pytest.MonkeyPatch, *, take_over: bool = False) -> None:
+        patch.setenv(connection.URL_VARIABLE, run.url)
         patch.setattr(celery, "send_rollout", lambda *_: None)
-        self.client, self.run = client, run
+        self.run = run
         self.interrupt = run_module.Interrupt()
         self.error: Exception | None = None
         self.status: str | None = None
 
         def learn() -> None:
+            client = connection.connect(run.url)
             try:
-                self.status = run_module.learn(
-                    connection.connect(url), run, folder, self.interrupt, take_over=take_over
-                )
+                self.status = run_module.learn(client, run.id, folder, self.interrupt, take_over=take_over)
             except Exception as error:
                 self.error = error
 
         self.thread = threading.Thread(target=learn, daemon=True)
         self.thread.start()
 
-    @property
-    def state(self) -> runs.RunState | None:
-        """The run's; None while the server does not know it."""
-        with contextlib.suppress(runs.UnknownRunError):
-            return runs.state(self.client, self.run)
-        return None
-
     def holds_after(self, token: int) -> bool:
-        """Whether the run is held with a later token."""
-        return self.state is not None and self.state.leased and self.token > token
-
-    @property
-    def token(self) -> int:
-        """The run's newest fencing token."""
-        return int(self.client.hget(keys.state(self.run), "fence") or 0)
+        """Return whether the run is held with a later token; fail if the learner has failed."""
+        assert self.error is None, self.error
+        with contextlib.suppress(runs.UnknownRunError):
+            return self.run.state.leased and self.run.token > token
+        return False
 
     def end(self) -> None:
         """Interrupt it, as a signal does."""
@@ -259,26 +300,24 @@ class Learning:
 def pick_config(**sections: Any) -> RunConfig:
     """PPO on a toy with discrete actions; iterations of 64 transitions."""
     algorithm = {"name": "ppo", "batch_size": 64, "minibatch_size": 32, "num_epochs": 2, "hidden_sizes": [16]}
-    config = target_config(
-        env={"id": "ddrl/Pick-v0", "num_envs": 4},
-        stop={"return": None},
-        **{"algorithm": algorithm, **sections},
+    tree = target_config().model_dump(mode="json", by_alias=True)
+    tree["env"], tree["replay"] = {"id": "ddrl/Pick-v0", "num_envs": 4}, {}
+    tree["stop"]["return"], tree["learner"]["publish_every_s"] = None, 1.0
+    tree["algorithm"] = algorithm | sections.pop("algorithm", {})
+    return validate(
+        {**tree, **{name: {**tree.get(name, {}), **options} for name, options in sections.items()}}
     )
-    tree = config.model_dump(mode="json", by_alias=True)
-    tree["algorithm"] = {**algorithm, **sections.get("algorithm", {})}
-    tree["replay"] = {}
-    tree["learner"]["publish_every_s"] = 1.0
-    return RunConfig.model_validate(tree)
 
 
-def value_config(env: dict[str, Any], algorithm: dict[str, Any], replay: dict[str, Any]) -> RunConfig:
+def value_config(env: dict[str, Any], algorithm: dict[str, Any], **replay: Any) -> RunConfig:
     return validate(
         {
             "name": "value",
             "env": {"num_envs": 4, **env},
             "algorithm": algorithm,
             "rollout": {"segment_s": 0.5, "fragment_s": 0.05, "max_fragment_steps": 16},
-            "replay": {"warmup_steps": 200, "slack_steps": 400, "samples_per_insert": 8, **replay},
+            "replay": {"capacity": 1500, "warmup_steps": 200, "slack_steps": 400, "samples_per_insert": 8}
+            | replay,
             "learner": {
                 "publish_every_s": 0.05,
                 "checkpoint_every_s": 1,
@@ -300,13 +339,11 @@ def catch_config() -> RunConfig:
             "learning_rate": 2e-3,
             "gamma": 0.9,
             "n_step": 2,
-            "batch_size": 32,
-            "prioritized": True,
-            "importance_anneal_updates": 500,
-            "target_period": 20,
-            "epsilon_anneal_updates": 200,
-        },
-        {"capacity": 1500, "observations": "compressed", "threads": 2},
+        }
+        | {"batch_size": 32, "prioritized": True, "importance_anneal_updates": 500, "target_period": 20}
+        | {"epsilon_anneal_updates": 200},
+        observations="compressed",
+        threads=2,
     )
 
 
@@ -321,9 +358,6 @@ def recall_config() -> RunConfig:
             "sequence_length": 4,
             "overlap": 2,
             "burn_in": 2,
-            "n_step": 2,
-            "batch_size": 16,
-            "target_period": 50,
-        },
-        {"capacity": 1500},
+        }
+        | {"n_step": 2, "batch_size": 16, "target_period": 50},
     )

@@ -1,0 +1,24 @@
+"""Fixtures of the learner's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.learners import Learning, Run
+
+
+@pytest.fixture
+def learn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Learning]]:
+    """Starts what learns a run in this process, in the folder `tmp_path/runs`; ends it with the test."""
+    begun: list[Learning] = []
+
+    def learn(run: Run, **options: Any) -> Learning:
+        begun.append(Learning(run, tmp_path / "runs", monkeypatch, **options))
+        return begun[-1]
+
+    yield learn
+    for learning in begun:
+        learning.end()
