@@ -36,6 +36,13 @@ def make_learner(client: Redis, run: str, token: int, url: str, **options: Any) 
     )
 
 
+def restored(client: Redis, run: str, url: str, **options: Any) -> Learner:
+    """Return a run's next learner, restored."""
+    learner = make_learner(client, run, take(client, run), url, **options)
+    learner.restore()
+    return learner
+
+
 def resolve(client: Redis, run: str) -> base.Resolved:
     """Return the algorithm and the spaces of a run."""
     return base.resolve(runs.config(client, run), runs.spaces(client, run))
@@ -67,9 +74,7 @@ class Run:
 
     def learner(self, **options: Any) -> Learner:
         """Return the run's next learner, restored."""
-        learner = make_learner(self.client, self.id, self.take(), self.url, **options)
-        learner.restore()
-        return learner
+        return restored(self.client, self.id, self.url, **options)
 
     def catch_up(self, learner: Learner) -> None:
         """Wait until all that was appended is admitted."""
