@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import tracemalloc
 import zlib
 from collections.abc import Callable
@@ -23,33 +24,18 @@ ARRAYS = [field.name for field in dataclasses.fields(Fragment)][6:-1]
 
 
 def make_fragment(
-    seed: int = 0,
-    *,
-    steps: int = 7,
-    num_envs: int = 3,
-    context: int = 0,
-    shape: tuple[int, ...] = (4,),
-    dtype: str = "float32",
-    action_kind: str = "continuous",
-    end_rate: float = 0.3,
+    seed: int = 0, *, steps: int = 7, num_envs: int = 3, context: int = 0, shape: tuple[int, ...] = (4,),
+    dtype: str = "float32", action: tuple[str, tuple[int, ...]] = ("f4", (2,)), end_rate: float = 0.3,
     extras: bool = False,
-) -> Fragment:
-    rng = np.random.default_rng(seed)
-    rows = context + steps
+) -> Fragment:  # fmt: skip
+    rng, axes = np.random.default_rng(seed), (context + steps, num_envs)
 
-    def observations(*axes: int) -> np.ndarray:
-        return (rng.normal(size=(*axes, *shape)) * 50).astype(dtype)
+    def column(dtype: str, *shape: int) -> np.ndarray:
+        return (rng.normal(size=shape) * 50).astype(dtype)
 
-    ended = rng.random((rows, num_envs)) < end_rate
-    truncated = ended & (rng.random((rows, num_envs)) < 0.5)
+    ended = rng.random(axes) < end_rate
+    truncated = ended & (rng.random(axes) < 0.5)
     index = np.argwhere(truncated).astype(np.int32)
-    episodes = int(ended.sum())
-    action = (
-        rng.normal(size=(rows, num_envs, 2)).astype("f4")
-        if action_kind == "continuous"
-        else rng.integers(0, 5, (rows, num_envs) if action_kind == "discrete" else (rows, num_envs, 2))
-    )
-    columns = {"behavior_log_prob": (), "raw_action": (2,)} if extras else {}
     return Fragment(
         run="run-1",
         producer=7,
@@ -57,18 +43,18 @@ def make_fragment(
         seq=3,
         policy_version=11,
         context=context,
-        observation=observations(rows + 1, num_envs),
-        action=action,
-        reward=rng.normal(size=(rows, num_envs)).astype("f4"),
+        observation=column(dtype, context + steps + 1, num_envs, *shape),
+        action=column(action[0], *axes, *action[1]),
+        reward=column("f4", *axes),
         terminated=ended & ~truncated,
         truncated=truncated,
         final_index=index,
-        final_observation=observations(len(index)),
-        episode_return=rng.normal(size=episodes).astype("f4"),
-        episode_length=rng.integers(1, 99, episodes).astype("i4"),
-        extras={
-            name: rng.normal(size=(rows, num_envs, *axes)).astype("f4") for name, axes in columns.items()
-        },
+        final_observation=column(dtype, len(index), *shape),
+        episode_return=column("f4", ended.sum()),
+        episode_length=rng.integers(1, 99, ended.sum()).astype("i4"),
+        extras={"behavior_log_prob": column("f4", *axes), "raw_action": column("f4", *axes, 2)}
+        if extras
+        else {},
     )
 
 
@@ -77,11 +63,8 @@ def assert_same(actual: Fragment, expected: Fragment) -> None:
         assert getattr(actual, field.name) == getattr(expected, field.name)
     pairs = [(getattr(actual, name), getattr(expected, name)) for name in ARRAYS]
     assert set(actual.extras) == set(expected.extras)
-    pairs += [(actual.extras[name], expected.extras[name]) for name in expected.extras]
-    for a, b in pairs:
-        assert a.dtype == b.dtype
-        assert a.shape == b.shape
-        np.testing.assert_array_equal(a, b)
+    for a, b in [*pairs, *((actual.extras[name], expected.extras[name]) for name in expected.extras)]:
+        np.testing.assert_array_equal(a, b, strict=True)
 
 
 @settings(max_examples=60, deadline=None)
@@ -92,7 +75,7 @@ def assert_same(actual: Fragment, expected: Fragment) -> None:
     context=st.integers(0, 3),
     shape=st.sampled_from([(), (1,), (8,), (5, 6), (3, 4, 2)]),
     dtype=st.sampled_from(["float32", "float64", "float16", "uint8", "int64", "bool"]),
-    action_kind=st.sampled_from(["continuous", "discrete", "multi_discrete"]),
+    action=st.sampled_from([("f4", (2,)), ("i8", ()), ("i8", (2,))]),
     end_rate=st.sampled_from([0.0, 0.3, 1.0]),
     extras=st.booleans(),
 )
@@ -150,46 +133,41 @@ def test_recurrent_states_have_rows_of_their_own(num_states: int) -> None:
     assert_same(codec.decode(codec.encode(fragment)), fragment)
 
 
-def test_recurrent_states_of_another_form_are_refused() -> None:
-    good = with_memory().extras
-    index, memory = good["memory_index"], good["memory"]
-    for changed, message in [
-        ({"memory_index": index.astype("i8")}, "memory_index: dtype 'int64', expected int32"),
-        ({"memory": memory.astype("f4")}, "memory: dtype 'float32', expected float16"),
-        ({"memory": memory[:, 0]}, "memory: shape [5], expected [5, 0]"),
-        ({"memory_index": index[:, :1]}, "memory_index: shape [5, 1], expected [5, 2]"),
-        ({"memory_index": index[:, 0]}, "memory_index: shape [5], expected [5, 2]"),
-        ({"memory": memory[:4]}, "memory: shape [4, 4], expected [5, 4]"),
-        ({"memory_index": index[:4]}, "memory: shape [5, 4], expected [4, 4]"),
-    ]:
-        with pytest.raises(CodecError) as caught:
-            codec.encode(with_memory(**changed))
-        assert message in str(caught.value)
-    for name in good:
-        with pytest.raises(CodecError, match="together or not at all"):
-            codec.encode(dataclasses.replace(with_memory(), extras={name: good[name]}))
-    with pytest.raises(CodecError, match="^memory_index: 28 rows, more than 9 x 3 steps"):
-        codec.encode(with_memory(28))
-    for row in ([9, 0], [0, 3], [-1, 0], [0, -1]):
-        bad = np.array([row, *index[1:]], np.int32)
-        with pytest.raises(CodecError, match=r"^memory_index: a \(step, environment\) outside 9 x 3"):
-            codec.decode(codec.encode(with_memory(memory_index=bad)))
-    with pytest.raises(CodecError, match="^memory: holds NaN"):
-        codec.decode(codec.encode(with_memory(memory=np.full((5, 4), np.nan, np.float16))))
+WITH_MEMORY = with_memory().extras
+INDEX, MEMORY = WITH_MEMORY["memory_index"], WITH_MEMORY["memory"]
+FRAGMENT = make_fragment()
 
 
-def test_encode_refuses_what_decode_would() -> None:
-    fragment = make_fragment()
-    with pytest.raises(CodecError, match="^reward: dtype 'float64'"):
-        codec.encode(dataclasses.replace(fragment, reward=fragment.reward.astype("f8")))
-    with pytest.raises(CodecError, match="^action: shape"):
-        codec.encode(dataclasses.replace(fragment, action=fragment.action[1:]))
-    with pytest.raises(CodecError, match="^extras: a name repeats"):
-        codec.encode(dataclasses.replace(fragment, extras={"reward": fragment.reward}))
-    with pytest.raises(CodecError, match="no column name"):
-        codec.encode(dataclasses.replace(fragment, extras={"n": fragment.reward}))
-    with pytest.raises(CodecError, match="dtype 'object'"):
-        codec.encode(dataclasses.replace(fragment, extras={"who": fragment.reward.astype(object)}))
+def changed(fragment: Fragment, **changes: Any) -> Fragment:
+    """With other columns; unknown names are extras."""
+    known = {name: value for name, value in changes.items() if name in ARRAYS}
+    extras = {name: value for name, value in changes.items() if name not in ARRAYS}
+    return dataclasses.replace(fragment, **known, extras=extras)
+
+
+@pytest.mark.parametrize(
+    ("fragment", "message"),
+    [
+        (with_memory(memory_index=INDEX.astype("i8")), "memory_index: dtype 'int64', expected int32"),
+        (with_memory(memory=MEMORY.astype("f4")), "memory: dtype 'float32', expected float16"),
+        (with_memory(memory=MEMORY[:, 0]), "memory: shape [5], expected [5, 0]"),
+        (with_memory(memory_index=INDEX[:, :1]), "memory_index: shape [5, 1], expected [5, 2]"),
+        (with_memory(memory_index=INDEX[:, 0]), "memory_index: shape [5], expected [5, 2]"),
+        (with_memory(memory=MEMORY[:4]), "memory: shape [4, 4], expected [5, 4]"),
+        (with_memory(memory_index=INDEX[:4]), "memory: shape [5, 4], expected [4, 4]"),
+        (with_memory(28), "memory_index: 28 rows, more than 9 x 3 steps"),
+        (changed(with_memory(), memory=MEMORY), "together or not at all"),
+        (changed(with_memory(), memory_index=INDEX), "together or not at all"),
+        (changed(FRAGMENT, reward=FRAGMENT.reward.astype("f8")), "reward: dtype 'float64'"),
+        (changed(FRAGMENT, action=FRAGMENT.action[1:]), "action: shape"),
+        (dataclasses.replace(FRAGMENT, extras={"reward": FRAGMENT.reward}), "extras: a name repeats"),
+        (changed(FRAGMENT, n=FRAGMENT.reward), "no column name"),
+        (changed(FRAGMENT, who=FRAGMENT.reward.astype(object)), "dtype 'object'"),
+    ],
+)
+def test_encode_refuses_what_decode_would(fragment: Fragment, message: str) -> None:
+    with pytest.raises(CodecError, match=re.escape(message)):
+        codec.encode(fragment)
 
 
 def forge(change: Callable[[dict[str, Any]], None], fragment: Fragment | None = None) -> dict[bytes, bytes]:
@@ -259,9 +237,8 @@ FORGED: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
 
 @pytest.mark.parametrize(("change", "message"), FORGED)
 def test_forged_header_is_refused(change: Callable[[dict[str, Any]], Any], message: str) -> None:
-    with pytest.raises(CodecError) as caught:
+    with pytest.raises(CodecError, match=re.escape(message)) as caught:
         codec.decode(forge(change))
-    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -273,53 +250,51 @@ def test_a_field_that_is_no_header_is_refused(data: bytes) -> None:
         codec.decode(codec.encode(make_fragment()) | {b"h": data})
 
 
+def longer(header: dict[str, Any]) -> None:
+    """A terabyte of steps."""
+    header["T"] = steps = 2**40 // (3 * 4 * 4)
+    for entry in header["columns"]:
+        if entry["shape"][:2] in ([7, 3], [8, 3]):
+            entry["shape"][0] += steps - 7
+            entry["bytes"] = int(np.prod(entry["shape"])) * np.dtype(entry["dtype"]).itemsize
+
+
+def wider(**shapes: list[int]) -> Callable[[dict[str, Any]], None]:
+    """Columns of other shapes, and their bytes."""
+
+    def change(header: dict[str, Any]) -> None:
+        for name, shape in shapes.items():
+            itemsize = np.dtype(column(header, name)["dtype"]).itemsize
+            column(header, name).update(shape=shape, bytes=int(np.prod(shape)) * itemsize)
+
+    return change
+
+
+VECTORS, WIDTH = make_fragment(end_rate=0.0), 2**40 // (8 * 3 * 4 * 2**20)
+IMAGES = make_fragment(end_rate=0.0, shape=(6, 5), dtype="uint8")
+
+
 @pytest.mark.parametrize("max_bytes", [codec.MAX_BYTES, 2**60])
-def test_claim_of_a_terabyte_costs_no_memory(max_bytes: int) -> None:
+@pytest.mark.parametrize(
+    ("change", "fragment"),
+    [
+        (longer, VECTORS),
+        (wider(observation=[8, 3, 2**20, WIDTH], final_observation=[0, 2**20, WIDTH]), VECTORS),
+        (wider(observation=[8, 3, 2**20, 2**20 // 24], final_observation=[0, 2**20, 2**20 // 24]), IMAGES),
+        (wider(memory=[5, 2**31 - 1]), with_memory()),
+        (wider(memory_index=[2**30, 2], memory=[2**30, 512]), with_memory()),
+    ],
+)
+def test_claim_of_a_terabyte_costs_no_memory(change: Any, fragment: Fragment, max_bytes: int) -> None:
     """Refused by the cap, and without a cap by the size in the chunk itself."""
-    steps = 2**40 // (3 * 4 * 4)
-
-    def claim(header: dict[str, Any]) -> None:
-        header["T"] = steps
-        for entry in header["columns"]:
-            if entry["shape"][:2] in ([7, 3], [8, 3]):
-                entry["shape"][0] += steps - 7
-                entry["bytes"] = int(np.prod(entry["shape"])) * np.dtype(entry["dtype"]).itemsize
-
-    def wide(header: dict[str, Any]) -> None:
-        width = 2**40 // (8 * 3 * 4 * 2**20)
-        for name, rows in (("observation", [8, 3]), ("final_observation", [0])):
-            shape = [*rows, 2**20, width]
-            column(header, name).update(shape=shape, bytes=int(np.prod(shape)) * 4)
-
-    def long(header: dict[str, Any]) -> None:
-        column(header, "memory").update(shape=[5, 2**31 - 1], bytes=5 * (2**31 - 1) * 2)
-
-    def many(header: dict[str, Any]) -> None:
-        column(header, "memory_index").update(shape=[2**30, 2], bytes=2**33)
-        column(header, "memory").update(shape=[2**30, 512], bytes=2**40)
-
-    def images(header: dict[str, Any]) -> None:
-        for name, rows in (("observation", [8, 3]), ("final_observation", [0])):
-            shape = [*rows, 2**20, 2**20 // 24]
-            column(header, name).update(shape=shape, bytes=int(np.prod(shape)))
-
-    picture = make_fragment(end_rate=0.0, shape=(6, 5), dtype="uint8")
-    plain = make_fragment(end_rate=0.0)
-    for change, fragment in (
-        (claim, plain),
-        (wide, plain),
-        (images, picture),
-        (long, with_memory()),
-        (many, with_memory()),
-    ):
-        fields = forge(change, fragment)
-        tracemalloc.start()  # sees NumPy's buffers and bytes objects
-        try:
-            with pytest.raises(CodecError):
-                codec.decode(fields, max_bytes=max_bytes)
-            assert tracemalloc.get_traced_memory()[1] < 2**20
-        finally:
-            tracemalloc.stop()
+    fields = forge(change, fragment)
+    tracemalloc.start()  # sees NumPy's buffers and bytes objects
+    try:
+        with pytest.raises(CodecError):
+            codec.decode(fields, max_bytes=max_bytes)
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
 
 
 def test_cap_is_on_the_sum() -> None:
@@ -350,47 +325,59 @@ def patched(chunk: bytes, offset: int, value: int) -> bytes:
     return chunk[:offset] + bytes([value]) + chunk[offset + 1 :]
 
 
-def test_forged_chunks_are_refused() -> None:
-    fragment = make_fragment()
-    good = compressed(fragment.reward)
-    codec.decode(with_chunk("reward", good))
-    for chunk, message in [
+GOOD = compressed(FRAGMENT.reward)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "message"),
+    [
         (b"", "reward: 0 bytes are no"),
         (b"x" * 40, "reward: "),
-        (good[:-1], "reward: chunk of 84 bytes"),
-        (good + b"x", "reward: chunk of 84 bytes"),
+        (GOOD[:-1], "reward: chunk of 84 bytes"),
+        (GOOD + b"x", "reward: chunk of 84 bytes"),
         (compressed(np.zeros(22, "f4")), "reward: chunk of 88 bytes"),
         (compressed(np.zeros(2**22, "f4")), "reward: chunk of 16777216 bytes"),
-        (patched(good, 31, 4 << 4), "reward: chunk asks for a filter or kind"),  # uninitialized memory
-        (patched(good, 31, 8), "reward: chunk asks for a filter or kind"),  # lazy
-        (patched(good, 16, 160), "reward: chunk asks for a filter or kind"),  # a plugin
-    ]:
-        with pytest.raises(CodecError) as caught:
-            codec.decode(with_chunk("reward", chunk))
-        assert message in str(caught.value)
+        (patched(GOOD, 31, 4 << 4), "reward: chunk asks for a filter or kind"),  # uninitialized memory
+        (patched(GOOD, 31, 8), "reward: chunk asks for a filter or kind"),  # lazy
+        (patched(GOOD, 16, 160), "reward: chunk asks for a filter or kind"),  # a plugin
+    ],
+)
+def test_forged_chunks_are_refused(chunk: bytes, message: str) -> None:
+    codec.decode(with_chunk("reward", GOOD))
+    with pytest.raises(CodecError, match=message):
+        codec.decode(with_chunk("reward", chunk))
 
 
-def test_values_that_break_an_invariant_are_refused() -> None:
-    fragment = make_fragment(3)
-    rows = fragment.final_index
-    assert len(rows) >= 2
-    nan = fragment.reward.copy()
-    nan[2, 1] = np.nan
-    infinite = fragment.observation.copy()
-    infinite[-1, 0, 0] = np.inf
-    for name, array, message in [
-        ("reward", nan, "reward: holds NaN"),
-        ("observation", infinite, "observation: holds NaN"),
-        ("terminated", fragment.terminated | fragment.truncated, "both terminated and truncated"),
+ENDED = make_fragment(3)
+ROWS = ENDED.final_index
+
+
+def with_value(array: np.ndarray, place: tuple[int, ...], value: float) -> np.ndarray:
+    array = array.copy()
+    array[place] = value
+    return array
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "message"),
+    [
+        ("reward", with_value(ENDED.reward, (2, 1), np.nan), "reward: holds NaN"),
+        ("observation", with_value(ENDED.observation, (-1, 0, 0), np.inf), "observation: holds NaN"),
+        ("terminated", ENDED.terminated | ENDED.truncated, "both terminated and truncated"),
         ("terminated", np.full((7, 3), 2, np.uint8), "terminated: a byte that is neither"),
-        ("final_index", rows[::-1], "final_index: not the"),
-        ("final_index", np.where(rows == rows[0], 99, rows), "final_index: not the"),
-        ("final_index", np.repeat(rows[:1], len(rows), axis=0), "final_index: not the"),
-        ("episode_length", fragment.episode_length * 0, "episode_length: an episode"),
-    ]:
-        with pytest.raises(CodecError) as caught:
-            codec.decode(with_chunk(name, compressed(array), fragment))
-        assert message in str(caught.value)
+        ("final_index", ROWS[::-1], "final_index: not the"),
+        ("final_index", np.where(ROWS[0] == ROWS, 99, ROWS), "final_index: not the"),
+        ("final_index", np.repeat(ROWS[:1], len(ROWS), axis=0), "final_index: not the"),
+        ("episode_length", ENDED.episode_length * 0, "episode_length: an episode"),
+        *(("memory_index", with_value(INDEX, (0,), row), "environment) outside 9 x 3")
+          for row in ([9, 0], [0, 3], [-1, 0], [0, -1])),
+        ("memory", np.full((5, 4), np.nan, np.float16), "memory: holds NaN"),
+    ],
+)  # fmt: skip
+def test_values_that_break_an_invariant_are_refused(name: str, array: np.ndarray, message: str) -> None:
+    fragment = with_memory() if name.startswith("memory") else ENDED
+    with pytest.raises(CodecError, match=re.escape(message)):
+        codec.decode(with_chunk(name, compressed(array), fragment))
 
 
 def test_any_flipped_bit_is_noticed_or_harmless() -> None:
@@ -408,10 +395,8 @@ def test_any_flipped_bit_is_noticed_or_harmless() -> None:
                 np.testing.assert_array_equal(decoded.observation, fragment.observation)
 
 
-@settings(max_examples=150, deadline=None)
-@given(
-    position=st.integers(0, 80), value=st.integers(0, 255), name=st.sampled_from(["observation", "truncated"])
-)
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 80), st.integers(0, 255), st.sampled_from(["observation", "truncated"]))
 def test_damaged_chunk_with_a_right_checksum_never_crashes(position: int, value: int, name: str) -> None:
     chunk = codec.encode(make_fragment())[name.encode()]
     try:
