@@ -44,9 +44,13 @@ def not_an_environment() -> int:
 RAMP = f"{__name__}:Ramp"
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def _allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DDRL_ALLOW_MODULES", f"other, {__name__}")
+
+
+def ramp(**settings: Any) -> EnvConfig:
+    return EnvConfig(id=RAMP, **settings)
 
 
 def play(made: gymnasium.Env[Any, Any], action: Any = 0) -> list[tuple[float, bool, bool]]:
@@ -57,60 +61,69 @@ def play(made: gymnasium.Env[Any, Any], action: Any = 0) -> list[tuple[float, bo
     return rows
 
 
-@pytest.mark.usefixtures("_allowed")
 def test_callable_with_kwargs_and_limit() -> None:
-    assert len(play(envs.make_one(EnvConfig(id=RAMP)))) == 5
-    assert play(envs.make_one(EnvConfig(id=RAMP, kwargs={"end": 3})))[-1] == (3.0, True, False)
-    limited = play(envs.make_one(EnvConfig(id=RAMP, max_episode_steps=4)))
+    assert len(play(envs.make_one(ramp()))) == 5
+    assert play(envs.make_one(ramp(kwargs={"end": 3})))[-1] == (3.0, True, False)
+    limited = play(envs.make_one(ramp(max_episode_steps=4)))
     assert limited[-1] == (4.0, False, True)
 
 
-@pytest.mark.usefixtures("_allowed")
 def test_action_repeat_sums_and_stops_at_the_end() -> None:
-    assert play(envs.make_one(EnvConfig(id=RAMP, action_repeat=2))) == [
+    assert play(envs.make_one(ramp(action_repeat=2))) == [
         (1.0 + 2.0, False, False),
         (3.0 + 4.0, False, False),
         (5.0, True, False),
     ]
-    cut = play(envs.make_one(EnvConfig(id=RAMP, action_repeat=2, max_episode_steps=3)))
+    cut = play(envs.make_one(ramp(action_repeat=2, max_episode_steps=3)))
     assert cut == [(3.0, False, False), (3.0, False, True)]
 
 
-def test_module_must_be_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("DDRL_ALLOW_MODULES", raising=False)
-    with pytest.raises(
-        EnvError, match=rf"module {__name__} may not be imported here; set DDRL_ALLOW_MODULES="
-    ):
-        envs.make_one(EnvConfig(id=RAMP))
-    monkeypatch.setenv("DDRL_ALLOW_MODULES", __name__[:-1])  # a prefix of the name is no parent package
-    with pytest.raises(EnvError, match="may not be imported"):
-        envs.make_one(EnvConfig(id=RAMP))
-    monkeypatch.setenv("DDRL_ALLOW_MODULES", "xml")
-    with pytest.raises(EnvError, match="xml.sax has no 'nothing'"):  # the parent package allows it
-        envs.make_one(EnvConfig(id="xml.sax:nothing"))
-    with pytest.raises(EnvError, match="No module named 'xml.nothing'"):
-        envs.make_one(EnvConfig(id="xml.nothing:make"))
+@pytest.mark.parametrize(
+    ("allowed", "env_id", "message"),
+    [
+        (None, RAMP, rf"module {__name__} may not be imported here; set DDRL_ALLOW_MODULES="),
+        (__name__[:-1], RAMP, "may not be imported"),  # a prefix of the name is no parent package
+        ("xml", "xml.sax:nothing", "xml.sax has no 'nothing'"),  # the parent package allows it
+        ("xml", "xml.nothing:make", "No module named 'xml.nothing'"),
+    ],
+)
+def test_module_must_be_allowed(
+    monkeypatch: pytest.MonkeyPatch, allowed: str | None, env_id: str, message: str
+) -> None:
+    monkeypatch.delenv("DDRL_ALLOW_MODULES")
+    if allowed is not None:
+        monkeypatch.setenv("DDRL_ALLOW_MODULES", allowed)
+    with pytest.raises(EnvError, match=message):
+        envs.make_one(EnvConfig(id=env_id))
 
 
-@pytest.mark.usefixtures("_allowed")
-def test_callable_that_cannot_be_used() -> None:
-    with pytest.raises(EnvError, match=r"env.kwargs \{'endd': 3\} refused .*'endd'"):
-        envs.make_one(EnvConfig(id=RAMP, kwargs={"endd": 3}))
-    with pytest.raises(EnvError, match="returned int; expected a gymnasium.Env"):
-        envs.make_one(EnvConfig(id=f"{__name__}:not_an_environment"))
-
-
-def test_unknown_ids_and_kwargs() -> None:
-    with pytest.raises(EnvError, match=r"^LunarLnder-v3: .*did you mean .*LunarLander-v3"):
-        envs.make_one(EnvConfig(id="LunarLnder-v3"))
-    with pytest.raises(EnvError, match="did you mean .*ddrl/Endless-v0"):
-        envs.make_one(EnvConfig(id="ddrl/Endles-v0"))
-    with pytest.raises(EnvError, match=r'name a Gymnasium id or "module:callable"'):
-        envs.make_one(EnvConfig(id="qqqqqqqq"))
-    with pytest.raises(EnvError, match=r"env.kwargs \{'stepz': 1\} refused"):
-        envs.make_one(EnvConfig(id="ddrl/Endless-v0", kwargs={"stepz": 1}))
-    with pytest.raises(EnvError, match=r"env.kwargs \{'size': 5\} refused .*pixels a multiple of it"):
-        envs.make_one(EnvConfig(id="ddrl/Catch-v0", kwargs={"size": 5}))
+@pytest.mark.parametrize(
+    ("env_id", "settings", "message"),
+    [
+        (RAMP, {"kwargs": {"endd": 3}}, r"env.kwargs \{'endd': 3\} refused .*'endd'"),
+        (f"{__name__}:not_an_environment", {}, "returned int; expected a gymnasium.Env"),
+        ("LunarLnder-v3", {}, r"^LunarLnder-v3: .*did you mean .*LunarLander-v3"),
+        ("ddrl/Endles-v0", {}, "did you mean .*ddrl/Endless-v0"),
+        ("qqqqqqqq", {}, r'name a Gymnasium id or "module:callable"'),
+        ("ddrl/Endless-v0", {"kwargs": {"stepz": 1}}, r"env.kwargs \{'stepz': 1\} refused"),
+        (
+            "ddrl/Catch-v0",
+            {"kwargs": {"size": 5}},
+            r"env.kwargs \{'size': 5\} refused .*pixels a multiple of it",
+        ),
+        (
+            "CartPole-v1",
+            {"atari": {"noop_max": 0}},
+            "^CartPole-v1: env.atari is set, but this is no ALE game; remove it$",
+        ),
+    ],
+)
+def test_environments_that_cannot_be_made_are_refused(
+    env_id: str, settings: dict[str, Any], message: str
+) -> None:
+    for build in (envs.make_one, envs.make_vector):
+        with pytest.raises(EnvError, match=message):
+            build(EnvConfig(id=env_id, **settings))
 
 
 def test_importing_the_package_is_cheap() -> None:
@@ -121,29 +134,26 @@ def test_importing_the_package_is_cheap() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_describe() -> None:
-    assert envs.describe(EnvConfig(id="ddrl/Target-v0")) == EnvSpec(
-        "ddrl/Target-v0", (1,), "float32", "continuous", (1,), action_low=(-2.0,), action_high=(2.0,)
-    )
-    assert envs.describe(EnvConfig(id="CartPole-v1")) == EnvSpec(
-        "CartPole-v1", (4,), "float32", "discrete", (), action_sizes=(2,)
-    )
-    for env_id, shape, dtype, kind, action_shape, sizes in [
-        ("ddrl/Pick-v0", (4,), "float32", "discrete", (), (4,)),
-        ("ddrl/Pairs-v0", (7,), "float32", "multi_discrete", (2,), (3, 4)),
-        ("ddrl/Spot-v0", (8, 8, 1), "uint8", "discrete", (), (4,)),
-    ]:
-        assert envs.describe(EnvConfig(id=env_id)) == EnvSpec(
-            env_id, shape, dtype, kind, action_shape, action_sizes=sizes
-        )
+@pytest.mark.parametrize(
+    "spec",
+    [
+        EnvSpec(
+            "ddrl/Target-v0", (1,), "float32", "continuous", (1,), action_low=(-2.0,), action_high=(2.0,)
+        ),
+        EnvSpec("CartPole-v1", (4,), "float32", "discrete", (), (2,)),
+        EnvSpec("ddrl/Pick-v0", (4,), "float32", "discrete", (), (4,)),
+        EnvSpec("ddrl/Pairs-v0", (7,), "float32", "multi_discrete", (2,), (3, 4)),
+        EnvSpec("ddrl/Spot-v0", (8, 8, 1), "uint8", "discrete", (), (4,)),
+        EnvSpec(RAMP, (1,), "float32", "discrete", (), (3,)),  # its space is float64
+    ],
+)
+def test_describe(spec: EnvSpec) -> None:
+    assert envs.describe(EnvConfig(id=spec.env_id)) == spec
 
 
-@pytest.mark.usefixtures("_allowed")
-def test_describe_narrows_floats_and_refuses_strange_spaces() -> None:
-    assert envs.describe(EnvConfig(id=RAMP)).observation_dtype == "float32"  # the space is float64
-    image = Box(0, 255, (4, 4), np.uint8)
-    assert envs.describe(EnvConfig(id=RAMP, kwargs={"observations": image})).observation_dtype == "uint8"
-    for kwargs, message in [
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
         ({"observations": Discrete(4)}, "observation space .* is no Box"),
         ({"actions": Discrete(3, start=1)}, "actions start at 1; wrap"),
         ({"actions": MultiDiscrete([3, 4], start=[0, 2])}, r"actions start at \[0, 2\]; wrap"),
@@ -152,55 +162,41 @@ def test_describe_narrows_floats_and_refuses_strange_spaces() -> None:
         ({"actions": Box(-np.inf, np.inf, (1,), np.float32)}, "has no bounds"),
         ({"actions": Box(0, 9, (1,), np.int64)}, "is not supported"),
         ({"actions": gymnasium.spaces.MultiBinary(2)}, "is not supported"),
-    ]:
-        with pytest.raises(EnvError, match=message) as refused:
-            envs.describe(EnvConfig(id=RAMP, kwargs=kwargs))
-        assert "\n" not in str(refused.value)
+    ],
+)
+def test_spaces_that_networks_do_not_know_are_refused(kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(EnvError, match=message) as refused:
+        envs.describe(ramp(kwargs=kwargs))
+    assert "\n" not in str(refused.value)
 
 
-@pytest.mark.usefixtures("_allowed")
-def test_other_spaces_than_known_are_refused() -> None:
-    config = EnvConfig(id=RAMP, kwargs={"actions": MultiDiscrete([3, 4])})
-    made, known = envs.make_one(config), envs.describe(config)
-    envs.check_spaces(made, known)
-    for changes, message in [
+@pytest.mark.parametrize("make", [envs.make_one, envs.make_vector])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
         ({"action_sizes": (4, 3)}, r"action_sizes is \(3, 4\) here, but \(4, 3\) is expected"),
         ({"action_shape": (3,)}, r"action_shape is \(2,\) here, but \(3,\) is expected"),
         ({"action_kind": "discrete"}, "action_kind is multi_discrete here, but discrete is expected"),
-    ]:
-        with pytest.raises(EnvError, match=message):
-            envs.check_spaces(made, dataclasses.replace(known, **changes))
+    ],
+)
+def test_other_spaces_than_known_are_refused(make: Any, changes: dict[str, Any], message: str) -> None:
+    config = ramp(kwargs={"actions": MultiDiscrete([3, 4])}, num_envs=2)
+    made, known = make(config), envs.describe(config)
+    envs.check_spaces(made, known)
+    envs.check_spaces(made, dataclasses.replace(known, frame_stack=4))  # the same observations
+    with pytest.raises(EnvError, match=message):
+        envs.check_spaces(made, dataclasses.replace(known, **changes))
+    made.close()
 
 
-@pytest.mark.usefixtures("_allowed")
-def test_other_vectors_than_known_are_refused() -> None:
-    config = EnvConfig(id=RAMP, num_envs=2)
-    vector, known = envs.make_vector(config), envs.describe(config)
-    envs.check_spaces(vector, known)
-    envs.check_spaces(vector, dataclasses.replace(known, frame_stack=4))  # the same observations
-    with pytest.raises(EnvError, match=r"action_sizes is \(3,\) here, but \(4,\) is expected"):
-        envs.check_spaces(vector, dataclasses.replace(known, action_sizes=(4,)))
-    vector.close()
-
-
-@pytest.mark.usefixtures("_allowed")
 def test_frames_are_stacked_of_vectors_and_grey_images_only() -> None:
     assert envs.describe(EnvConfig(id="CartPole-v1", frame_stack=3)).input_shape == (12,)
     grey = {"observations": Box(0, 255, (6, 5), np.uint8)}
-    assert envs.describe(EnvConfig(id=RAMP, kwargs=grey, frame_stack=4)).input_shape == (4, 6, 5)
+    assert envs.describe(ramp(kwargs=grey, frame_stack=4)).input_shape == (4, 6, 5)
     assert envs.describe(EnvConfig(id="ddrl/Spot-v0")).frame_stack == 1
-    with pytest.raises(
-        EnvError, match=r"env.frame_stack is 2, but observations \[8, 8, 1\] are neither .* set it to 1"
-    ):
+    message = r"env.frame_stack is 2, but observations \[8, 8, 1\] are neither .* set it to 1"
+    with pytest.raises(EnvError, match=message):
         envs.describe(EnvConfig(id="ddrl/Spot-v0", frame_stack=2))
-
-
-def test_settings_of_games_are_refused_elsewhere() -> None:
-    for make in (envs.make_one, envs.make_vector):
-        with pytest.raises(
-            EnvError, match="^CartPole-v1: env.atari is set, but this is no ALE game; remove it$"
-        ):
-            make(EnvConfig(id="CartPole-v1", atari={"noop_max": 0}))
 
 
 @pytest.mark.parametrize(
@@ -221,11 +217,9 @@ def test_training_reward(settings: dict[str, Any], expected: list[float]) -> Non
 
 
 def test_vector_resets_in_the_same_step() -> None:
-    vector = envs.make_vector(
-        EnvConfig(id="ddrl/Endless-v0", kwargs={"max_steps": 2}, num_envs=5), num_envs=3
-    )
-    assert isinstance(vector, gymnasium.vector.SyncVectorEnv)
-    assert vector.num_envs == 3
+    config = EnvConfig(id="ddrl/Endless-v0", kwargs={"max_steps": 2}, num_envs=5)
+    vector = envs.make_vector(config, num_envs=3)
+    assert isinstance(vector, gymnasium.vector.SyncVectorEnv) and vector.num_envs == 3
     assert vector.metadata["autoreset_mode"] is gymnasium.vector.AutoresetMode.SAME_STEP
     vector.reset(seed=0)
     ends = [vector.step(np.zeros((3, 1), np.float32))[3].tolist() for _ in range(4)]

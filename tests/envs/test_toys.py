@@ -135,20 +135,14 @@ def test_catch_returns_of_policies_that_ignore_the_image() -> None:
     generator = np.random.default_rng(0)
     for play in (lambda: generator.integers(3), lambda: 1, lambda: 0, lambda: 2):
         returns = []
-        for episode in range(600):
+        for episode in range(400):
             toy.reset(seed=episode)
             ended = False
             while not ended:
                 image, reward, ended, *_ = toy.step(np.int64(play()))
             returns.append(reward)
-            assert set(returns) <= {-1.0, 1.0} and np.count_nonzero(slow_board(image, 12)[-1]) in (1, 2)
-        assert np.mean(returns) == pytest.approx(2 / 12 - 1, abs=0.08)
-
-
-@pytest.mark.parametrize(("size", "pixels"), [(2, 84), (5, 84), (12, 0), (12, 6)])
-def test_catch_refuses_boards_that_cannot_be_drawn(size: int, pixels: int) -> None:
-    with pytest.raises(envs.EnvError, match=f"size {size}, pixels {pixels}: size must be 3 or more"):
-        make("ddrl/Catch-v0", size=size, pixels=pixels)
+            assert episode % 10 or np.count_nonzero(slow_board(image, 12)[-1]) in (1, 2)
+        assert set(returns) <= {-1.0, 1.0} and np.mean(returns) == pytest.approx(2 / 12 - 1, abs=0.1)
 
 
 @pytest.mark.parametrize(("delay", "num_cues"), [(8, 2), (1, 4), (0, 3)])
@@ -174,17 +168,28 @@ def test_recall_needs_more_than_the_newest_observations(delay: int, num_cues: in
         _, reward, terminated, truncated, _ = toy.step(np.int64(answer))
         assert (terminated, truncated) == (True, False)
         returns.setdefault((cue, answer), set()).add(reward)
-    assert {length: len(stacks) for length, stacks in seen.items()} == {
-        **dict.fromkeys(range(1, delay + 2), 1),
-        delay + 2: num_cues,  # this one contains the cue
-    }
-    assert returns == {
-        (cue, answer): {float(cue == answer)} for cue, answer in itertools.product(range(num_cues), repeat=2)
-    }  # so any fixed answer gets the share of its cue
+    num_stacks = {length: len(stacks) for length, stacks in seen.items()}  # the longest one contains the cue
+    assert num_stacks == dict.fromkeys(range(1, delay + 2), 1) | {delay + 2: num_cues}
+    pairs = itertools.product(range(num_cues), repeat=2)  # any fixed answer gets the share of its cue
+    assert returns == {(cue, answer): {float(cue == answer)} for cue, answer in pairs}
     np.testing.assert_allclose(np.bincount(cues) / len(cues), 1 / num_cues, atol=0.12)
 
 
-def test_recall_refuses_impossible_settings() -> None:
-    for kwargs in ({"delay": -1}, {"num_cues": 1}):
-        with pytest.raises(envs.EnvError, match="delay must be 0 or more, num_cues 2 or more"):
-            make("ddrl/Recall-v0", **kwargs)
+@pytest.mark.parametrize(
+    ("name", "kwargs", "message"),
+    [
+        *(
+            (
+                "Catch",
+                {"size": size, "pixels": pixels},
+                f"size {size}, pixels {pixels}: size must be 3 or more",
+            )
+            for size, pixels in [(2, 84), (5, 84), (12, 0), (12, 6)]
+        ),
+        ("Recall", {"delay": -1}, "delay must be 0 or more, num_cues 2 or more"),
+        ("Recall", {"num_cues": 1}, "delay must be 0 or more, num_cues 2 or more"),
+    ],
+)
+def test_impossible_settings_are_refused(name: str, kwargs: dict[str, int], message: str) -> None:
+    with pytest.raises(envs.EnvError, match=message):
+        make(f"ddrl/{name}-v0", **kwargs)

@@ -189,17 +189,6 @@ def test_chi_square_of_prioritized_draws(alpha: float) -> None:
     assert_distributed(np.bincount(positions, minlength=num), expected)
 
 
-def test_batches_are_stratified() -> None:
-    num, size = 50, 64
-    errors = np.random.default_rng(5).random(num) * 4
-    priorities = make(exponent=1.0)
-    priorities.append(num, errors)
-    share = errors / errors.sum() * size
-    for draw in range(50):
-        found = np.bincount(priorities.draw(size, seed=1, draw=draw)[0], minlength=num)
-        assert (np.abs(found - share) < 2).all()  # an item cannot miss the parts that lie within it
-
-
 def test_weighted_mean_is_unbiased() -> None:
     """With beta 1, and the batch's maximum put back, weights undo what priorities did."""
     num, size, draws = 300, 64, 2000

@@ -146,19 +146,6 @@ def test_batches_hold_transitions_as_played_whatever_is_evicted_meanwhile(
     assert len(places) == len(everything) == replay.first_item + replay.num_items
 
 
-def test_items_of_large_td_error_are_drawn_more_often_and_weigh_less() -> None:
-    replay, played = make(prioritized=True), fragments(4)
-    loud = (np.arange(240) >= 120) & (np.arange(240) < 180)
-    fill(replay, [with_values(fragment, 9.0 if fragment.seq == 2 else 1.0) for fragment in played])
-    counts = np.zeros(240)
-    for number in range(200):
-        batch = drawn(replay, number)
-        np.add.at(counts, batch.number, 1)
-        np.testing.assert_allclose(batch.weight, np.where(loud[batch.number], 1 / 9, 1.0), rtol=1e-5)
-    shares = np.bincount(loud, counts) / counts.sum()  # stratified draws: more even than chance
-    np.testing.assert_allclose(shares, [180 / 720, 540 / 720], atol=0.01)
-
-
 def test_td_errors_are_read_one_draw_later_and_then_decide_the_draws() -> None:
     replay = make(prioritized=True)
     fill(replay, fragments(4))
@@ -257,21 +244,6 @@ def test_collectors_are_the_producers_of_the_last_two_counts() -> None:
     assert draw_on() == 3  # two were silent for one count only: theirs may be long fragments
     assert draw_on() == 1
     assert draw_on() == 1  # nobody at all plays
-
-
-@pytest.mark.parametrize("threads", [0, 1])
-def test_fragments_may_be_packed_long_before_they_are_admitted(threads: int) -> None:
-    plain, prepared = make(threads=threads), make(threads=threads)
-    played = fragments(4)
-    fill(plain, played)
-    for fragment, packed in [(fragment, prepared.pack(fragment)) for fragment in played]:
-        prepared.admit(packed, b"%d-0" % fragment.seq, version=2)
-        prepared.check_valid()
-    assert prepared.figures(num_steps=1, num_updates=0)["staleness"] == 2
-    for number in range(4):
-        assert_same(drawn(plain, number), drawn(prepared, number))
-    for replay in (plain, prepared):
-        replay.close()
 
 
 def test_figures_have_the_staleness_since_the_last_ones() -> None:

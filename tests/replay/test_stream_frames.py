@@ -74,7 +74,7 @@ def test_games_come_out_of_the_stream_as_they_were_played(
     assert any(lost.any() for _, _, lost in given.ends) and any(cut.any() for _, cut, _ in given.ends)
     assert fragments[0].observation.dtype == np.uint8
     assert_recorded(fragments, given, context=K - 1, reward=np.sign)
-    assert_rebuilt(fragments, given, frame_stack=K, compressed=True)
+    assert_rebuilt(fragments, given, K)
     entries = stream.read(server.client, run, b"0-0", count=100)
     num_frames = sum(fragment.observation.shape[0] * fragment.num_envs for fragment in fragments)
     if env is GAME:

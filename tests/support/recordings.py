@@ -198,12 +198,10 @@ def assert_recorded(
     equal(np.concatenate([fragment.episode_length for fragment in fragments]), lengths)
 
 
-def assert_rebuilt(
-    fragments: list[Fragment], given: Recording, *, frame_stack: int, compressed: bool
-) -> None:
-    """A replay returns for one-step transitions exactly what was played, stacks of frames included."""
+def assert_rebuilt(fragments: list[Fragment], given: Recording, frame_stack: int) -> None:
+    """A compressed replay returns for one-step transitions exactly what was played, stacks of frames included."""
     items = TransitionItems(gamma=0.5, n_step=1, frame_stack=frame_stack)
-    replay = make_replay(items, capacity=10**5, compressed=compressed)
+    replay = make_replay(items, capacity=10**5, compressed=True)
     for fragment in fragments:
         admit(replay, fragment)
     replay.check_valid()

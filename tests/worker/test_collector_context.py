@@ -15,7 +15,6 @@ from support.recordings import (
     Explored,
     RandomPolicy,
     Recording,
-    assert_rebuilt,
     assert_recorded,
     begins_of,
     collect,
@@ -153,13 +152,6 @@ def test_recurrent_states_are_sent_where_sequences_begin_inside_an_episode(frame
             num_in_context += row < fragment.context
         num_states += len(index)
     assert num_states > num_in_context > 10
-
-
-@pytest.mark.parametrize("compressed", [False, True])
-@pytest.mark.parametrize("kwargs", [LIVES, IMAGES | LIVES])
-def test_a_replay_of_transitions_rebuilds_what_was_played(kwargs: dict[str, Any], compressed: bool) -> None:
-    fragments, given = play(RandomPolicy(), kwargs, context=3, env={"frame_stack": 4})
-    assert_rebuilt(fragments, given, frame_stack=4, compressed=compressed)
 
 
 @pytest.mark.parametrize(("frame_stack", "kwargs"), [(1, {}), (3, IMAGES), (3, {})])
