@@ -1,0 +1,185 @@
+"""Runs that begin with another's policy: what fits, what is refused with which remedy, and what such a run does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from redis import Redis
+from support.algorithms import CONTINUOUS, CPU, DISCRETE, SMALL
+from support.commands import call, call_json, refused
+from support.learners import restored, take, training, until
+from support.private_server import PrivateServer
+from support.runs import play_steps, start, target_config, target_tree
+
+from ddrl import codec
+from ddrl.algorithms import base
+from ddrl.config import ConfigError, RunConfig, validate
+from ddrl.policy import LoadedPolicy
+from ddrl.runs.initial_weights import initial_weights
+from ddrl.store import runs, stream, weights
+from ddrl.types import EnvSpec
+from ddrl.worker.segment import Players, play
+
+
+def run_config(algorithm: dict[str, Any]) -> RunConfig:
+    return validate({"env": {"id": "Toy-v0"}, "algorithm": algorithm})
+
+
+def loaded(algorithm: dict[str, Any], spaces: EnvSpec) -> LoadedPolicy:
+    """A fresh policy as if a run had published it."""
+    config = run_config(algorithm)
+    resolved = base.resolve(config, spaces)
+    published = resolved.learner(device=CPU, seed=3).weights()
+    arrays = {part: value.numpy() for part, value in published.items()}
+    return LoadedPolicy(resolved.policy(), config, spaces, "other-1", 7, arrays)
+
+
+@pytest.mark.parametrize("name", sorted(SMALL))
+def test_fitting_weights_are_passed_on_unchanged(name: str) -> None:
+    algorithm, spec = {"name": name, **SMALL[name]}, CONTINUOUS if name == "sac" else DISCRETE
+    source = loaded(algorithm, spec)
+    other = run_config(algorithm | {"learning_rate": 1e-5, "gamma": 0.5})
+    where, blob = initial_weights(source, other, replace(spec, env_id="Other-v0"))
+    assert where == "other-1@7"
+    found = weights.decode_weights(blob)
+    assert found.keys() == source.weights.keys()
+    assert all(np.array_equal(found[part], source.weights[part]) for part in found)
+
+
+def test_actor_critics_share_their_policies() -> None:
+    config = run_config({"name": "ppo"})
+    _, blob = initial_weights(loaded({"name": "impala", "shared": True}, CONTINUOUS), config, CONTINUOUS)
+    learner = base.resolve(config, CONTINUOUS).learner(device=CPU, seed=1)
+    parts = weights.decode_weights(blob).items()
+    learner.load_initial_weights({part: torch.from_numpy(array) for part, array in parts})
+
+
+SMALLER = replace(DISCRETE, env_id="Small-v0", observation_shape=(2,))
+FEWER = replace(DISCRETE, env_id="Few-v0", action_sizes=(3,))
+PIXELS = replace(DISCRETE, env_id="Bytes-v0", observation_dtype="uint8")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "there", "ours", "here", "message"),
+    [
+        ({"name": "dqn"}, DISCRETE, {"name": "ppo"}, DISCRETE,
+         "is a policy of dqn, with which ppo cannot begin; set algorithm.name=dqn, or leave --from out"),
+        ({"name": "dqn", "hidden_sizes": [64, 32]}, DISCRETE, {"name": "dqn"}, DISCRETE,
+         "is [64, 3] there and [128, 3] here; set algorithm.hidden_sizes=[64, 32] as there"),
+        ({"name": "sac", "hidden_sizes": [16]}, CONTINUOUS, {"name": "sac", "hidden_sizes": [16, 16]}, CONTINUOUS,
+         "tensor weights.1 is [16, 4] there and [16, 16] here; set algorithm.hidden_sizes=[16] as there"),
+        ({"name": "ppo"}, DISCRETE, {"name": "ppo"}, SMALLER,
+         "tensor actor.layers.0.weight is [64, 3] there and [64, 2] here; Toy-v0 has observations float32 [3], "
+         "Small-v0 float32 [2]: choose a policy of an environment with the same spaces"),
+        ({"name": "ppo"}, DISCRETE, {"name": "impala"}, FEWER,
+         "tensor policy_head.weight is [4, 64] there and [3, 64] here; Toy-v0 has actions discrete [] [4], Few-v0 "
+         "discrete [] [3]"),
+        ({"name": "ppo"}, DISCRETE, {"name": "ppo", "normalize_observations": True}, DISCRETE,
+         "tensor observation_mean is missing there and [3] here; set algorithm.normalize_observations=False as there"),
+        ({"name": "dqn", "noisy": True, "dueling": True}, DISCRETE, {"name": "dqn", "dueling": True}, DISCRETE,
+         "set algorithm.noisy=True as there"),
+        ({"name": "ppo", "activation": "relu"}, DISCRETE, {"name": "ppo"}, DISCRETE,
+         "the same weights would be another policy here; set algorithm.activation=relu as there"),
+        ({"name": "dqn", "distribution": "quantile"}, DISCRETE,
+         {"name": "dqn", "distribution": "categorical"}, DISCRETE,
+         "the same weights would be another policy here; set algorithm.distribution=quantile as there"),
+        ({"name": "ppo"}, DISCRETE, {"name": "ppo"}, PIXELS,
+         "another policy here; Toy-v0 has observations float32 [3], Bytes-v0 uint8 [3]"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_named_with_the_remedy(
+    theirs: dict[str, Any], there: EnvSpec, ours: dict[str, Any], here: EnvSpec, message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        initial_weights(loaded(theirs, there), run_config(ours), here)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert str(caught.value).startswith("--from other-1@7: ")
+
+
+def determined(client: Redis) -> str:
+    """A run whose version 1 always goes as far up as it can."""
+    run = start(client, target_config())
+    token = take(client, run)
+    play_steps(client, run, token, 8)
+    arrays = published(client, run, 0)
+    last = max(name for name in arrays if name.startswith("biases."))
+    arrays[last] = np.array((20.0, -20.0), np.float32)  # mean, deviation
+    blob = weights.encode_weights(arrays)
+    weights.publish(client, run, token, version=1, blob=blob, allowance=10**6, updates=9)
+    return run
+
+
+def published(client: Redis, run: str, version: int) -> dict[str, np.ndarray]:
+    blob = weights.get(client, run, version)
+    assert blob is not None
+    return dict(weights.decode_weights(blob))
+
+
+BARE = ("submit", "target.yaml", "--detach", "--no-learner", "--workers", "0")
+
+
+def submit(*options: str) -> str:
+    """Start a run by the command, without workers and learner; its id."""
+    Path("target.yaml").write_text(yaml.safe_dump(target_tree()), encoding="utf-8")
+    return str(call_json(*BARE, *options)["run"])
+
+
+def actions(client: Redis, run: str) -> np.ndarray:
+    fragments = [codec.decode(entry.fields) for entry in stream.read(client, run, b"0-0", count=1000)]
+    return np.concatenate([fragment.action.ravel() for fragment in fragments])
+
+
+def test_a_run_starts_from_initial_weights(client: Redis, server: PrivateServer) -> None:
+    """Version 0 is that policy, plays by itself from the first step on, and the journal says what it is."""
+    before = determined(client)
+    call("export", f"{before}@1", "--output", "policy.safetensors")
+    for source in (f"{before}@1", before, "policy.safetensors"):
+        run = submit("--from", source)
+        assert runs.state(client, run).warm == f"{before}@1"
+        learner = restored(client, run, server.url)
+        found, expected = published(client, run, 0), published(client, before, 1)
+        assert found.keys() == expected.keys()
+        assert all(np.array_equal(found[part], expected[part]) for part in found)
+        (entry,) = (row for row in runs.journal(client, run) if row["event"] == "warm start")
+        assert entry["reason"] == f"begins with {before}@1; critics, temperature and optimizers start fresh"
+        if source != "policy.safetensors":
+            learner.finish()
+    try:
+        play(client, client, Players(), run)
+        played = actions(client, run)
+        assert len(played) >= 100 and played.min() > 0.99
+        with training(learner):
+            until(lambda: learner.shared.updates >= 3 and learner.shared.version >= 1)
+    finally:
+        learner.finish()
+    assert len(client.keys(f"*{run}*initial")) == 1
+    again = restored(client, run, server.url)  # from its checkpoint, not from its initial weights
+    again.finish()
+    assert again.shared.updates >= 3
+    assert sum(row["event"] == "warm start" for row in runs.journal(client, run)) == 1
+
+
+def test_without_initial_weights_version_0_acts_at_random(client: Redis) -> None:
+    run = submit()
+    play_steps(client, run, take(client, run), 100)
+    assert runs.state(client, run).warm == "" and runs.initial(client, run) is None
+    assert actions(client, run).min() < 0.0
+
+
+def test_the_command_refuses_in_one_line_and_creates_nothing(client: Redis) -> None:
+    submit()
+    before = determined(client)
+    known = runs.names(client)
+    assert "is not a policy" in refused(*BARE, "--from", "target.yaml")
+    assert "version 9 is not kept; kept are 0, 1" in refused(*BARE, "--from", f"{before}@9")
+    message = refused(*BARE, "--from", before, "-s", "algorithm.hidden_sizes=[16, 16]")
+    assert "tensor weights.0 is [" in message and "set algorithm.hidden_sizes=[32, 32] as there" in message
+    message = refused(*BARE, "--from", before, "-s", "rollout.random_until_learned=true")
+    assert message.startswith("rollout.random_until_learned: true would play at random instead")
+    assert runs.names(client) == known
