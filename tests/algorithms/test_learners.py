@@ -17,18 +17,20 @@ from support.algorithms import (
     batch_for,
     digest,
     make_learner,
+    on_device,
 )
 from support.reference_q import PIXELS
 from support.reference_r2d2 import IMAGES
 
 from ddrl.algorithms.optim import adam, cpu_copies, optimizer_state, restore, rmsprop
-from ddrl.networks.device import to_device, to_host
+from ddrl.networks.device import to_host
 from ddrl.types import EnvSpec
 
 NORMALIZED = {"normalize_observations": True, "normalize_returns": True}
 ANNEALED = {"final_learning_rate": 0.0, "anneal_steps": 400}
 CATEGORICAL = {"distribution": "categorical", "num_atoms": 5, "v_min": -3.0, "v_max": 4.0}
 SOFT = {"target_period": None, "target_rate": 0.1}
+OF_VALUES = ("network.exp_avg", "network.step", "num_updates")
 NATURE = {"network": "nature", "hidden_sizes": (16,)}
 CASES: dict[str, tuple[str, EnvSpec, dict[str, Any]]] = {
     "sac": ("sac", CONTINUOUS, {}),
@@ -101,24 +103,109 @@ def test_same_seed_same_run_other_seed_other_run(name: str, spec: EnvSpec, optio
     assert found[0][0] != found[2][0] and found[0][1] != found[2][1]
 
 
-@pytest.mark.parametrize("case", METRICS)
-def test_metrics_are_detached_scalars_and_the_priority_a_row(case: str) -> None:
-    name, spec, options = CASES[case]
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        *((name, {}, expected) for name, expected in METRICS.items()),
+        ("dqn", CATEGORICAL | {"epsilon_ladder": True, "max_grad_norm": None}, {"loss", "q_mean"}),
+        ("dqn", {"prioritized": True}, METRICS["dqn"] | {"priority"}),
+        ("r2d2", {"prioritized": False}, METRICS["r2d2"] - {"priority"}),
+    ],
+)
+def test_metrics_are_detached_scalars_and_the_priority_a_row(
+    name: str, options: dict[str, Any], expected: set[str]
+) -> None:
+    spec = CONTINUOUS if name == "sac" else DISCRETE
     learner = make_learner(name, spec, **options)
     metrics = learner.update(batch_for(name, learner, spec, 0))
-    assert set(metrics) == METRICS[name]
+    assert set(metrics) == expected
+    assert not any(value.requires_grad for value in metrics.values())
     priority = metrics.pop("priority", torch.zeros(6))
-    assert priority.shape == (6,) and bool((priority >= 0).all()) and not priority.requires_grad
-    assert all(value.shape == () and not value.requires_grad for value in metrics.values())
+    assert priority.shape == (6,) and bool((priority >= 0).all())
+    assert all(value.shape == () for value in metrics.values())
 
 
-def test_metrics_follow_the_options_of_dqn() -> None:
-    for options, expected in (
-        (CATEGORICAL | {"epsilon_ladder": True, "max_grad_norm": None}, {"loss", "q_mean"}),
-        ({"prioritized": True}, METRICS["dqn"] | {"priority"}),
-    ):
-        learner = make_learner("dqn", DISCRETE, **options)
-        assert set(learner.update(batch_for("dqn", learner, DISCRETE, 0))) == expected
+@pytest.mark.parametrize("name", ["dqn", "r2d2"])
+def test_targets_are_copied_at_each_period_or_follow_at_their_rate(name: str) -> None:
+    hard, soft = make_learner(name, DISCRETE, target_period=3), make_learner(name, DISCRETE, **SOFT)
+    for i in range(1, 8):
+        for learner, rate in ((hard, float(i % 3 == 0)), (soft, 0.1)):
+            before = learner.state()["target_network.value"]
+            learner.update(batch_for(name, learner, DISCRETE, i))
+            network, target = (learner.state()[f"{part}.value"] for part in ("network", "target_network"))
+            torch.testing.assert_close(target, before + rate * (network - before))
+            assert not torch.equal(network, before)
+
+
+@pytest.mark.parametrize("name", ["dqn", "r2d2"])
+def test_epsilon_is_annealed_and_published_with_the_weights(name: str) -> None:
+    options = {"epsilon_ladder": False, "epsilon": 0.9, "final_epsilon": 0.1, "epsilon_anneal_updates": 4}
+    learner = make_learner(name, DISCRETE, **options)
+    assert float(learner.weights()["epsilon"]) == pytest.approx(0.9)
+    for expected in (0.7, 0.5, 0.3, 0.1, 0.1):
+        metrics, published = (
+            learner.update(batch_for(name, learner, DISCRETE, 0)),
+            learner.weights()["epsilon"],
+        )
+        assert float(metrics["epsilon"]) == float(published) == pytest.approx(expected)
+        assert published.dtype == torch.float32 and published.shape == ()
+
+
+FRESH: list[tuple[str, dict[str, Any], str, tuple[str, ...]]] = [
+    ("sac", {}, "critics, temperature and optimizers start fresh",
+     ("critics.value", "target_critics.value", "temperature.value", "actor.exp_avg", "actor.step")),
+    ("dqn", {}, "the optimizer starts fresh, and epsilon at 1 (algorithm.epsilon)", OF_VALUES),
+    ("dqn", {"noisy": True, "dueling": True}, "the optimizer starts fresh, and epsilon at 0 (algorithm.epsilon)",
+     OF_VALUES),
+    ("dqn", {"epsilon_ladder": True}, "the optimizer starts fresh", OF_VALUES),
+    ("r2d2", {"epsilon_ladder": False, "epsilon": 0.1},
+     "the optimizer starts fresh, and epsilon at 0.1 (algorithm.epsilon)", OF_VALUES),
+    ("ppo", {"normalize_observations": True}, "the critic and the optimizer start fresh",
+     ("optimizer.exp_avg", "return_count", "num_steps")),
+    ("impala", {"shared": True}, "the critic's head and the optimizer start fresh",
+     ("optimizer.square_avg", "return_count", "num_steps")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "options", "fresh", "untouched"), FRESH)
+def test_initial_weights_are_the_policy_and_the_rest_starts_fresh(
+    name: str, options: dict[str, Any], fresh: str, untouched: tuple[str, ...]
+) -> None:
+    spec = CONTINUOUS if name == "sac" else DISCRETE
+    source, learner, other = (make_learner(name, spec, **options) for _ in range(3))
+    for seed in range(3):
+        source.update(batch_for(name, source, spec, seed))
+    published = source.weights()
+    assert learner.load_initial_weights(published) == fresh
+    found, state, before = learner.weights(), learner.state(), other.state()
+    assert found.keys() == published.keys()
+    assert all(torch.equal(found[part], published[part]) for part in found if part != "epsilon")
+    assert all(torch.equal(state[part], before[part]) for part in untouched)
+    if name in ("dqn", "r2d2"):
+        assert torch.equal(state["target_network.value"], state["network.value"])
+        assert float(found["epsilon"]) == pytest.approx(learner.config.epsilon)
+    elif name in ("ppo", "impala"):
+        parts, others = learner.network.state_dict(), other.network.state_dict()
+        critic = {part for part in parts if part.startswith(("critic.", "value_head."))}
+        assert critic and all(torch.equal(parts[part], others[part]) for part in critic)
+    for seed in range(3):
+        batch = batch_for(name, learner, spec, seed)
+        assert digest(learner.update(batch)) != digest(other.update(batch))
+    for part in found:  # the number of observations is not published: they count for many
+        if part.startswith("observation_"):
+            after = learner.weights()[part]
+            assert not torch.equal(after, published[part])
+            torch.testing.assert_close(after, published[part], rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", sorted(METRICS))
+def test_initial_weights_of_another_network_change_nothing(name: str) -> None:
+    spec = CONTINUOUS if name == "sac" else DISCRETE
+    learner, other = make_learner(name, spec), make_learner(name, spec, hidden_sizes=(9, 9))
+    before = learner.state()
+    with pytest.raises(ValueError, match=r"shape \(.*\) in the state, \(.*\) here"):
+        learner.load_initial_weights(other.weights())
+    assert_same(learner.state(), before)
 
 
 @pytest.mark.parametrize(
@@ -156,17 +243,19 @@ def test_only_noisy_layers_save_a_random_state() -> None:
         learner.load_state(learner.state() | {"noise": noise})
 
 
-def test_restore_names_what_is_missing_and_unknown() -> None:
+@pytest.mark.parametrize(
+    ("shapes", "words"),
+    [
+        ({"a": 2}, r"b: shape None in the state, \(1,\) here"),
+        ({"a": 3, "b": 1}, r"a: shape \(3,\) in the state, \(2,\) here"),
+        ({"a": 2, "b": 1, "c": 1}, r"c: shape \(1,\) in the state, None here"),
+    ],
+)
+def test_restore_names_what_is_missing_and_unknown(shapes: dict[str, int], words: str) -> None:
     tensors = {"a": torch.ones(2)}
-    restore(tensors, {"a": torch.zeros(2), "b": torch.zeros(())}, b=torch.Size(()))
-    assert tensors["a"].tolist() == [0.0, 0.0]
-    for state, words in (
-        ({"a": torch.zeros(2)}, r"b: shape None in the state, \(\) here"),
-        ({"a": torch.zeros(3), "b": torch.zeros(())}, r"a: shape \(3,\) in the state, \(2,\) here"),
-        ({"a": torch.zeros(2), "b": torch.zeros(()), "c": torch.ones(1)}, r"c: shape \(1,\) in the state, None here"),
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=words):
-            restore(tensors, state, b=torch.Size(()))
+    with pytest.raises(ValueError, match=words):
+        restore(tensors, {name: torch.zeros(size) for name, size in shapes.items()}, b=torch.Size((1,)))
+    assert tensors["a"].tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("name", ["adam", "rmsprop"])
@@ -232,18 +321,13 @@ class TestOnAGpu:
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
             yield
 
-    def batch(self, name: str, learner: Any, spec: EnvSpec, seed: int, device: torch.device) -> Any:
-        made = batch_for(name, learner, spec, seed)
-        arrays = {key: value.numpy() for key, value in vars(made).items() if value is not None}
-        return to_device(type(made)(**arrays), device)
-
     def test_an_update_is_that_of_the_cpu(self, name: str, spec: EnvSpec, options: dict[str, Any]) -> None:
         here, there = (make_learner(name, spec, device=device, **options) for device in (CPU, self.GPU))
         assert_same(there.weights(), here.weights())
         for seed in range(3):  # the first steps of Adam are signs: so each starts where the CPU is
             there.load_state(here.state())
-            found = dict(there.update(self.batch(name, there, spec, seed, self.GPU)))
-            expected = here.update(self.batch(name, here, spec, seed, CPU))
+            found = dict(there.update(on_device(batch_for(name, there, spec, seed), self.GPU)))
+            expected = here.update(on_device(batch_for(name, here, spec, seed), CPU))
             assert found.keys() == expected.keys()
             for key, value in expected.items():
                 there_value = torch.from_numpy(to_host(found[key].reshape(-1))())
@@ -261,8 +345,10 @@ class TestOnAGpu:
         if name in ("ppo", "impala"):
             pytest.skip("on-policy updates select their transitions on the device, and wait for their number")
         learner = make_learner(name, spec, device=self.GPU, **options)
-        learner.update(self.batch(name, learner, spec, 0, self.GPU))  # the libraries start, and may wait
-        batch = self.batch(name, learner, spec, 1, self.GPU)
+        learner.update(
+            on_device(batch_for(name, learner, spec, 0), self.GPU)
+        )  # the libraries start, and may wait
+        batch = on_device(batch_for(name, learner, spec, 1), self.GPU)
         torch.cuda.set_sync_debug_mode("error")
         try:
             metrics = learner.update(batch)
@@ -272,6 +358,6 @@ class TestOnAGpu:
 
     def test_a_checkpoint_changes_the_device(self, name: str, spec: EnvSpec, options: dict[str, Any]) -> None:
         there, here = (make_learner(name, spec, device=device, **options) for device in (self.GPU, CPU))
-        there.update(self.batch(name, there, spec, 0, self.GPU))
+        there.update(on_device(batch_for(name, there, spec, 0), self.GPU))
         here.load_state(there.state())
         assert_same(here.state(), there.state())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -82,7 +83,8 @@ def batch_for(name: str, learner: Any, spec: EnvSpec, seed: int) -> Any:
     if name == "dqn":
         return reference_q.make_batch(seed, spec=spec, weight=weight)
     size, shape = learner.network.state_size, learner.config.sequences
-    return reference_r2d2.make_sequences(spec, shape, memory_size=size, seed=seed)
+    made = reference_r2d2.make_sequences(spec, shape, memory_size=size, seed=seed)
+    return made if learner.config.prioritized else replace(made, weight=None)
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
