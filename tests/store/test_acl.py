@@ -181,7 +181,7 @@ def test_what_a_role_does_rarely_it_may_do_too(roles: Roles) -> None:
     )
     with operator, learner, worker:
         run = start(operator, target_config())
-        token = leases.acquire(learner, run, host="h", folder="f")
+        token = leases.acquire(learner, run, host="h", folder="f", ttl_ms=600_000)
         assert token is not None
         budget.check(learner, run, token, 1)
         learner.bgrewriteaof()

@@ -22,7 +22,7 @@ from ddrl.worker.segment import Players, play
 
 
 def target_tree(**sections: dict[str, Any]) -> dict[str, Any]:
-    """A config as plain data; `sections` are merged into it."""
+    """A config as plain data; `sections` are merged into it, into a shorter one for on-policy algorithms."""
     tree: dict[str, Any] = {
         "name": "target",
         "env": {"id": "ddrl/Target-v0", "num_envs": 4},
@@ -39,6 +39,9 @@ def target_tree(**sections: dict[str, Any]) -> dict[str, Any]:
         "evaluation": {"every_s": 1, "near_every_s": 0.2, "near": 5, "num_envs": 10, "timeout_s": 10},
         "stop": {"return": -0.5, "time": 120},
     }
+    if sections.get("algorithm", {}).get("name") in ("ppo", "impala"):
+        tree |= {"algorithm": {}, "replay": {}}
+        del tree["learner"]["publish_every_s"]
     for name, section in sections.items():
         tree[name] = {**tree.get(name, {}), **section} if isinstance(section, dict) else section
     return tree
@@ -54,13 +57,17 @@ def start(client: Redis, config: RunConfig) -> str:
     return submit.create(client, config, submit.prepare(config))
 
 
+def initial_weights(config: RunConfig, spaces: EnvSpec) -> bytes:
+    """Return the weights that a learner starts from."""
+    learner = base.resolve(config, spaces).learner(device=torch.device("cpu"), seed=1)
+    return weights.encode_weights({name: value.numpy() for name, value in learner.weights().items()})
+
+
 def play_steps(client: Redis, run: str, token: int, steps: int, *, players: Players | None = None) -> Players:
     """Append at least `steps` more transitions by really playing, whatever the pace allows."""
     players = players or Players()
     if weights.index(client, run).latest < 0:
-        config = runs.config(client, run)
-        learner = base.resolve(config, runs.spaces(client, run)).learner(device=torch.device("cpu"), seed=1)
-        blob = weights.encode_weights({name: value.numpy() for name, value in learner.weights().items()})
+        blob = initial_weights(runs.config(client, run), runs.spaces(client, run))
         weights.publish(client, run, token, version=0, blob=blob, allowance=0, updates=0)
     goal = stream_steps(client, run) + steps
     deadline = time.monotonic() + 60

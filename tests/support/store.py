@@ -30,6 +30,6 @@ def append(client: Redis, run: str, seq: int, *, producer: int = 1, size: int = 
 
 def take(client: Redis, run: str) -> int:
     """The run's next fencing token, whoever holds the run."""
-    token = leases.acquire(client, run, host="here", folder="/tmp", force=True)
+    token = leases.acquire(client, run, host="here", folder="/tmp", ttl_ms=600_000, force=True)
     assert token is not None
     return token

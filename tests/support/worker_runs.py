@@ -8,16 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from redis import Redis
 from support.private_server import PrivateServer
-from support.runs import start, target_tree
+from support.runs import initial_weights, start, target_config
+from support.store import take
 
 from ddrl import celery
-from ddrl.algorithms import base
-from ddrl.config import validate
-from ddrl.store import connection, evaluations, keys, runs, segments, stream, weights
-from ddrl.store import leases as lease
+from ddrl.store import connection, evaluations, keys, runs, segments, weights
 
 HERE = str(Path(__file__).parent)
 ALLOWED = {"DDRL_ALLOW_MODULES": "bad_envs", "PYTHONPATH": f"{HERE}:{Path(HERE).parents[1]}"}
@@ -27,17 +24,10 @@ ALLOWED = {"DDRL_ALLOW_MODULES": "bad_envs", "PYTHONPATH": f"{HERE}:{Path(HERE).
 def playable(client: Redis, **sections: dict[str, Any]) -> str:
     """A run that can be played without end, by the test's messages."""
     rollout = {"segment_s": 2, "fragment_s": 0.05, **sections.pop("rollout", {})}
-    tree = target_tree(rollout=rollout, **sections)
-    if tree["algorithm"]["name"] == "ppo":
-        tree |= {"algorithm": sections["algorithm"], "replay": {}, "learner": {"device": "cpu"}}
-    config = validate(tree)
+    config = target_config(rollout=rollout, **sections)
     run = start(client, config)
-    token = lease.acquire(client, run, host="test", folder="/tmp", ttl_ms=3_600_000)
-    assert token is not None
-    learner = base.resolve(config, runs.spaces(client, run)).learner(device=torch.device("cpu"), seed=1)
-    blob = weights.encode_weights({name: value.numpy() for name, value in learner.weights().items()})
+    token, blob = take(client, run), initial_weights(config, runs.spaces(client, run))
     weights.publish(client, run, token, version=0, blob=blob, allowance=10**9, updates=0)
-    stream.allow(client, run, token, 10**9, updates=0)
     return run
 
 
@@ -49,14 +39,17 @@ def bad(client: Redis, kind: str, monkeypatch: Any, **sections: dict[str, Any]) 
     return playable(client, env=env, **sections)
 
 
-def send(server: PrivateServer, run: str, num: int = 1, *, limit_s: float = 3600) -> None:
-    """Send messages to the queue of a run, as its dispatcher does."""
-    queue = runs.state(server.client, run).queue
+def send_task(server: PrivateServer, name: str, queue: str, **options: Any) -> None:
+    """Send a message to this server, as ddrl/celery.py does."""
     with celery.app.connection_for_write(connection.broker_url(server.url)) as wire:
-        for _ in range(num):
-            celery.app.send_task(
-                celery.ROLLOUT, queue=queue, connection=wire, priority=keys.LATER, time_limit=limit_s
-            )
+        celery.app.send_task(name, queue=queue, connection=wire, **options)
+
+
+def send(server: PrivateServer, run: str, num: int = 1, *, limit_s: float = 3600) -> None:
+    """Send rollout messages to the queue of a run."""
+    for _ in range(num):
+        queue = runs.state(server.client, run).queue
+        send_task(server, celery.ROLLOUT, queue, priority=keys.LATER, time_limit=limit_s)
 
 
 @contextlib.contextmanager
@@ -80,17 +73,10 @@ def dispatching(server: PrivateServer, *chosen: str) -> Iterator[None]:
 def open_evaluation(server: PrivateServer, run: str) -> None:
     """Open an evaluation of version 0 and send it."""
     client = server.client
-    token = int(client.hget(keys.state(run), "fence") or 0)
+    token, queue = int(client.hget(keys.state(run), "fence") or 0), runs.state(client, run).evaluation_queue
 
     def send(message: str) -> None:
-        with celery.app.connection_for_write(connection.broker_url(server.url)) as wire:
-            celery.app.send_task(
-                celery.EVALUATE,
-                args=[run, message],
-                queue=runs.state(client, run).evaluation_queue,
-                connection=wire,
-                priority=keys.FIRST,
-            )
+        send_task(server, celery.EVALUATE, queue, args=[run, message], priority=keys.FIRST)
 
     wanted = evaluations.Evaluation(version=0, first_seed=1, num_episodes=10, purpose="watch")
     evaluations.OpenEvaluations(client, run, send=send, timeout_s=60, token=token).open([wanted])

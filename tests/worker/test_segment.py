@@ -15,39 +15,41 @@ import pytest
 from redis import Redis
 from redis.exceptions import OutOfMemoryError
 from support.private_server import wait_until
-from support.runs import play_steps, start, stream_steps, target_config, target_tree
+from support.runs import play_steps, start, stream_steps, target_config
+from support.store import take
 
 import ddrl
 from ddrl import codec
 from ddrl.algorithms.actor_critic import policy as actor_critic_policy
 from ddrl.algorithms.sac import policy as sac
-from ddrl.config import validate
 from ddrl.envs import requirements
 from ddrl.envs.requirements import UnfitError
 from ddrl.store import keys, runs, segments, stream
-from ddrl.store import leases as lease
 from ddrl.store.segments import Process
 from ddrl.store.stream import Answer
+from ddrl.types import Fragment
 from ddrl.worker.segment import YIELD_AFTER_S, Players, play
-
-
-@pytest.fixture
-def client(server) -> Redis:
-    return server.client
 
 
 def begin(client: Redis, **sections) -> tuple[str, int]:
     run = start(client, target_config(**sections))
-    token = lease.acquire(client, run, host="here", folder="/tmp", ttl_ms=600_000)
-    assert token is not None
-    return run, token
+    return run, take(client, run)
 
 
-def choose_and_play(client: Redis, players: Players, run: str, node: str = "w") -> int:
+def choose_and_play(client: Redis, players: Players, run: str, node: str = "w", **options: Any) -> int:
     """Play a segment as a task does."""
     others = [other for other in runs.active_names(client) if other != run]
     assert segments.choose(client, Process.this(node), ["ddrl.rollout"], cannot_play=others) == run
-    return play(client, client, players, run, node=node)
+    return play(client, client, players, run, node=node, **options)
+
+
+def fragments(client: Redis, run: str) -> list[Fragment]:
+    return [codec.decode(entry.fields) for entry in stream.read(client, run, b"0-0", count=10_000)]
+
+
+def assert_without_gap(client: Redis, run: str) -> None:
+    seqs = [fragment.seq for fragment in fragments(client, run)]
+    assert seqs == list(range(len(seqs)))
 
 
 def begin_long(client: Redis) -> tuple[str, int]:
@@ -65,13 +67,13 @@ def test_segments_continue_episodes_of_one_producer_without_a_gap(client: Redis)
     players = play_steps(client, run, token, 300)
     stream.allow(client, run, token, 10**6, updates=0)
     play(client, client, players, run)
-    fragments = [codec.decode(entry.fields) for entry in stream.read(client, run, b"0-0", count=1000)]
-    assert [fragment.seq for fragment in fragments] == list(range(len(fragments)))
-    assert len({(fragment.producer, fragment.incarnation) for fragment in fragments}) == 1
-    for one, two in zip(fragments, fragments[1:], strict=False):
+    found = fragments(client, run)
+    assert_without_gap(client, run)
+    assert len({(fragment.producer, fragment.incarnation) for fragment in found}) == 1
+    for one, two in itertools.pairwise(found):
         assert (one.observation[-1] == two.observation[0]).all()  # episodes go on across segments
-    assert sum(len(fragment.episode_length) for fragment in fragments) > 10
-    assert all((fragment.episode_length == 10).all() for fragment in fragments)
+    assert sum(len(fragment.episode_length) for fragment in found) > 10
+    assert all((fragment.episode_length == 10).all() for fragment in found)
 
 
 def test_a_segment_waits_at_the_allowance_with_at_most_one_fragment_too_much(client: Redis) -> None:
@@ -90,10 +92,8 @@ def test_a_fragment_has_a_few_times_n_steps_however_small_the_allowance(
     client: Redis, most: int, steps: int
 ) -> None:
     """With n_step 3 that is 12 steps, or those of the largest fragment; the allowance is exceeded by no more."""
-    algorithm = target_tree()["algorithm"] | {"n_step": 3}
-    run, token = begin(
-        client, algorithm=algorithm, rollout={"segment_s": 0.3, "max_fragment_steps": most, "fragment_s": 0.3}
-    )
+    rollout = {"segment_s": 0.3, "max_fragment_steps": most, "fragment_s": 0.3}
+    run, token = begin(client, algorithm={"n_step": 3}, rollout=rollout)
     players = play_steps(client, run, token, 100)
     before = stream_steps(client, run)
     stream.allow(client, run, token, before + 1, updates=0)
@@ -104,14 +104,7 @@ def test_a_fragment_has_a_few_times_n_steps_however_small_the_allowance(
 
 
 def test_on_policy_fragments_are_as_short_as_what_is_left(client: Redis) -> None:
-    tree = target_tree(rollout={"segment_s": 0.3, "fragment_s": 0.3}) | {
-        "algorithm": {"name": "ppo"},
-        "replay": {},
-    }
-    del tree["learner"]
-    run = start(client, validate(tree))
-    token = lease.acquire(client, run, host="here", folder="/tmp")
-    assert token is not None
+    run, token = begin(client, algorithm={"name": "ppo"}, rollout={"segment_s": 0.3, "fragment_s": 0.3})
     players = play_steps(client, run, token, 20)
     before = stream_steps(client, run)
     stream.allow(client, run, token, before + 1, updates=0)
@@ -143,42 +136,27 @@ def test_a_fragment_that_finds_the_stream_full_is_kept_and_appended_once_later(c
     assert players.get(client, run).has_unsent
     client.hset(keys.state(run), "appended_bytes", 0)
     assert play(client, client, players, run) > 0
-    seqs = [codec.decode(entry.fields).seq for entry in stream.read(client, run, b"0-0", count=10_000)]
-    assert seqs == list(range(len(seqs)))
+    assert_without_gap(client, run)
 
 
-@pytest.mark.parametrize("wants", [True, False])
-def test_waiting_for_the_learner_ends_the_segment_when_another_run_wants_the_process(
-    client: Redis, wants: bool
+@pytest.mark.parametrize(("wants", "is_served"), [(True, True), (False, True), (True, False)])
+def test_waiting_for_the_learner_ends_the_segment_when_another_run_of_its_queues_wants_the_process(
+    client: Redis, wants: bool, is_served: bool
 ) -> None:
-    run, token = begin(client, rollout={"segment_s": 3})
+    run, token = begin(client, rollout={"segment_s": 2})
     players = play_steps(client, run, token, 10)
     other, others_token = begin(client)
     play_steps(client, other, others_token, 10)
     stream.allow(client, other, others_token, 10**6 if wants else 0, updates=0)
     before = runs.state(client, run).allowance_wait_s
     started = time.monotonic()
-    choose_and_play(client, players, run)
-    assert (time.monotonic() - started < 2.8) == wants
+    choose_and_play(client, players, run, serves=lambda queue: is_served)
+    assert (time.monotonic() - started < 1.8) == (wants and is_served)
     assert runs.state(client, run).allowance_wait_s - before >= YIELD_AFTER_S
 
 
-def test_a_waiting_segment_seldom_looks_at_other_runs(client: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, token = begin(client, rollout={"segment_s": 5})
-    players = play_steps(client, run, token, 10)
-    looks: list[float] = []
-    look = segments.active
-    monkeypatch.setattr(segments, "active", lambda client: looks.append(time.monotonic()) or look(client))
-    thread = threading.Thread(target=play, args=(client, client, players, run))
-    thread.start()
-    while thread.is_alive():
-        stream.allow(client, run, token, 0, updates=0)  # wakes it for nothing
-        time.sleep(0.02)
-    assert looks and all(two - one >= YIELD_AFTER_S for one, two in itertools.pairwise(looks))
-
-
 def test_collectors_woken_at_once_ask_the_server_in_turn(client: Redis) -> None:
-    run, token = begin(client, rollout={"segment_s": 2})
+    run, token = begin(client, rollout={"segment_s": 1})
     players = play_steps(client, run, token, 10)
     before = runs.state(client, run).appended_fragments
     thread = threading.Thread(target=play, args=(client, client, players, run))
@@ -189,17 +167,6 @@ def test_collectors_woken_at_once_ask_the_server_in_turn(client: Redis) -> None:
         stream.allow(client, run, token, allowance, updates=0, players=10_000)
         time.sleep(0.005)
     assert 1 <= runs.state(client, run).appended_fragments - before <= 25
-
-
-def test_a_run_of_another_queue_does_not_end_the_segment(client: Redis) -> None:
-    run, token = begin(client, rollout={"segment_s": 1.5})
-    players = play_steps(client, run, token, 10)
-    other, others_token = begin(client)
-    play_steps(client, other, others_token, 10)
-    stream.allow(client, other, others_token, 10**6, updates=0)
-    started = time.monotonic()
-    play(client, client, players, run, serves=lambda queue: False)
-    assert time.monotonic() - started >= 1.5
 
 
 def test_a_segment_is_noted_while_it_plays_and_its_time_reported(client: Redis) -> None:
@@ -254,38 +221,13 @@ def test_a_draining_node_that_waits_for_its_learner_ends_too(client: Redis) -> N
     assert not thread.is_alive()
 
 
-def test_a_fragment_that_the_server_refused_is_appended_by_the_next_segment(
+def test_an_outage_loses_neither_the_fragment_nor_the_end_of_the_segment(
     client: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, token = begin(client)
     players = play_steps(client, run, token, 20)
     stream.allow(client, run, token, 10**6, updates=0)
-
-    def refused(*_: Any, **__: Any) -> None:
-        raise OutOfMemoryError("command not allowed when used memory > 'maxmemory'.")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(stream, "append", refused)
-        with pytest.raises(OutOfMemoryError):
-            play(client, client, players, run, node="w")
-    before = runs.state(client, run).appended_fragments
-    assert players.get(client, run).has_unsent
-    segments.drain(client, "w")
-    assert play(client, client, players, run, node="w") > 0
-    assert runs.state(client, run).appended_fragments == before + 1
-    seqs = [codec.decode(entry.fields).seq for entry in stream.read(client, run, b"0-0", count=10_000)]
-    assert seqs == list(range(len(seqs)))
-
-
-def test_the_end_of_a_segment_that_an_outage_ended_is_reported_later(
-    client: Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, token = begin(client)
-    other, others_token = begin(client)
-    players = play_steps(client, run, token, 20)
-    play_steps(client, other, others_token, 20, players=players)
-    stream.allow(client, run, token, 10**6, updates=0)
-    before = runs.state(client, run).process_s
+    before = runs.state(client, run)
 
     def refused(*_: Any, **__: Any) -> None:
         time.sleep(0.05)
@@ -296,22 +238,29 @@ def test_the_end_of_a_segment_that_an_outage_ended_is_reported_later(
         with pytest.raises(OutOfMemoryError):
             choose_and_play(client, players, run)
         assert list(segments.playing(client, run)) == [str(Process.this("w"))]
+    assert players.get(client, run).has_unsent
     players.report_end(client)
-    choose_and_play(client, players, other)
     assert segments.playing(client, run) == {}
-    assert runs.state(client, run).process_s >= before + 0.05
+    assert runs.state(client, run).process_s >= before.process_s + 0.05
+    segments.drain(client, "w")
+    assert play(client, client, players, run, node="w") > 0
+    assert runs.state(client, run).appended_fragments == before.appended_fragments + 1
+    assert_without_gap(client, run)
 
 
-def test_a_player_with_an_unsent_fragment_is_not_evicted(client: Redis) -> None:
+@pytest.mark.parametrize("is_unsent", [False, True])
+def test_players_are_evicted_by_bytes_unless_they_have_an_unsent_fragment(
+    client: Redis, is_unsent: bool
+) -> None:
     run, token = begin(client)
-    players = Players(max_bytes=1)
-    play_steps(client, run, token, 20, players=players)
-    kept = players.get(client, run)
-    client.hset(keys.state(run), "appended_bytes", 10**12)  # as if the budget were used up
-    assert kept.append(client, 16)[0].answer is Answer.FULL
-    second, _ = begin(client)
-    players.get(client, second)
-    assert players.get(client, run) is kept
+    players = play_steps(client, run, token, 20, players=Players(max_bytes=1))
+    first = players.get(client, run)
+    if is_unsent:
+        client.hset(keys.state(run), "appended_bytes", 10**12)  # as if the budget were used up
+        assert first.append(client, 16)[0].answer is Answer.FULL
+    players.get(client, begin(client)[0])
+    again = players.get(client, run)
+    assert (again is first) == (again.producer == first.producer) == is_unsent
 
 
 def test_a_machine_with_other_versions_is_refused_with_the_remedy(client: Redis) -> None:
@@ -366,27 +315,9 @@ def test_version_0_is_random_if_configured_or_off_policy(
 
     monkeypatch.setattr(sac.Policy, "explore", explore)
     monkeypatch.setattr(actor_critic_policy.Policy, "explore", explore)
-    tree = target_tree(rollout={"random_until_learned": setting})
-    if name == "ppo":
-        tree |= {"algorithm": {"name": "ppo"}, "replay": {}}
-        del tree["learner"]
-    run = start(client, validate(tree))
-    token = lease.acquire(client, run, host="here", folder="/tmp")
-    assert token is not None
+    run, token = begin(client, algorithm={"name": name}, rollout={"random_until_learned": setting})
     play_steps(client, run, token, 20)
-    (entry, *_) = stream.read(client, run, b"0-0", count=1)
-    fragment = codec.decode(entry.fields)
+    fragment = fragments(client, run)[0]
     assert fragment.policy_version == 0
     assert (fragment.action != 0.125).all() == at_random
     assert (fragment.action == 0.125).all() != at_random
-
-
-def test_players_are_evicted_by_bytes(client: Redis) -> None:
-    first, token = begin(client)
-    players = Players(max_bytes=1)
-    play_steps(client, first, token, 21, players=players)
-    kept = players.get(client, first)
-    second, _ = begin(client)
-    players.get(client, second)
-    assert players.get(client, first) is not kept
-    assert players.get(client, first).producer != kept.producer

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from celery.events.state import State
 from redis import Redis
 from support.worker_runs import playable
 
@@ -54,23 +52,6 @@ def test_a_run_that_a_process_cannot_play_is_left_out_for_a_while(client: Redis)
     client.hset(keys.state(unfit), "versions", "{}")
     result = rollout()
     assert result["run"] == unfit and result["steps"] > 0 and segments.refusals(client, unfit) == {}
-
-
-def test_events_name_the_run(client: Redis) -> None:
-    run, state = playable(client, rollout={"segment_s": 0.05}), State()
-    thread = threading.Timer(0.2, rollout)  # once the receiver listens
-
-    def note(event: dict[str, Any]) -> None:
-        state.event(event)
-        receiver.should_stop = True
-
-    with celery.app.connection_for_read() as wire:
-        receiver = celery.app.events.Receiver(wire, handlers={"task-started": note})
-        thread.start()
-        receiver.capture(limit=20, timeout=20.0, wakeup=False)
-    thread.join()
-    ((_, task),) = state.tasks_by_time()
-    assert (task.state, task.args) == ("STARTED", repr((run,)))
 
 
 def test_messages_wait_where_dispatchers_count_them_and_carry_a_time_limit(client: Redis) -> None:

@@ -38,8 +38,7 @@ def worker(module_server: PrivateServer, tmp_path_factory: pytest.TempPathFactor
 def test_a_process_that_its_environment_ends_or_stops_is_reported_and_replaced(
     server: PrivateServer, processes: Processes, worker: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client, before = server.client, set(worker.pool())
-    played = {}
+    client, before, played = server.client, set(worker.pool()), {}
     for kind, (rollout, _) in ENDS.items():
         marker = "" if kind == "eat" else str(processes.folder / kind)  # fails once; "eat" fails always
         played[kind] = bad(client, kind, monkeypatch, rollout=rollout, kwargs={"marker": marker})
