@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from support.private_server import WITH_FILE, PrivateServer, require_program, wait_until
-from support.processes import Process, Processes, Tree, bound
-from support.runs import target_tree
+from support.processes import Process, Processes, bound
+from support.proxy import Proxy
+from support.runs import start, target_config
 
 from ddrl.store import connection, ledger, runs, workers
 from ddrl.store.ledger import Audit
@@ -25,15 +26,16 @@ ENDLESS: dict[str, Any] = {
     "evaluation": {"every_s": 3600, "near_every_s": 3600, "near": 0},
     "replay": {"samples_per_insert": 2},  # busy players, and a learner that leaves them the cores
 }
-ON_POLICY: dict[str, Any] = target_tree(
-    stop=ENDLESS["stop"],
-    evaluation=ENDLESS["evaluation"],
-    env={"id": "ddrl/Pick-v0"},
-    algorithm={"name": "ppo", "batch_size": 512, "minibatch_size": 128, "num_epochs": 4},
-)
+ON_POLICY: dict[str, Any] = {
+    "stop": ENDLESS["stop"],
+    "evaluation": ENDLESS["evaluation"],
+    "env": {"id": "ddrl/Pick-v0"},
+    "algorithm": {
+        "name": "ppo", "hidden_sizes": [32, 32], "learning_rate": 3e-3, "gamma": 0.5,
+        "batch_size": 512, "minibatch_size": 128, "num_epochs": 4,
+    },
+}  # fmt: skip
 """A run without end whose versions count iterations."""
-ON_POLICY["replay"] = {}
-del ON_POLICY["learner"]["publish_every_s"]
 TRACE = "Traceback (most recent call last)"
 
 
@@ -43,55 +45,51 @@ class Fleet:
     Args:
         server: it must keep its data over a kill.
         processes: where learner and workers run.
-        worker_url, learner_url: other ways to the server, for example through a proxy.
+        sections: of the run's config.
         concurrency: processes of the worker.
-        tree: the run's config, whole; or
-        sections: of the run's config, beside those of an endless one.
+        proxies: through which worker and learner reach the server; without them they do so directly.
     """
 
     def __init__(
         self,
         server: PrivateServer,
         processes: Processes,
+        sections: Mapping[str, Any],
         *,
-        worker_url: str | None = None,
-        learner_url: str | None = None,
         concurrency: int = 1,
-        tree: Tree = None,
-        **sections: Any,
+        proxies: Sequence[Proxy] = (),
     ) -> None:
-        self.server, self.processes = server, processes
+        self.server, self.processes, self.proxies = server, processes, proxies
         self.client = server.client
-        self._worker_url, self._learner_url = worker_url or server.url, learner_url or server.url
+        self._worker_url, self._learner_url = [proxy.url for proxy in proxies] or [server.url] * 2
         self._concurrency = concurrency
-        merged = {name: {**ENDLESS.get(name, {}), **sections.get(name, {})} for name in {*ENDLESS, *sections}}
         self.worker = self.start_worker()
         self.learner = self.start_learner()
-        self.run = processes.detach(server.url, tree=tree, **merged)
+        self.run = start(self.client, target_config(**sections))
         self.ready()
 
     def start_worker(self, **options: Any) -> Process:
-        """One more worker."""
+        """Start one more worker."""
         return self.processes.worker(self._worker_url, **{"concurrency": self._concurrency, **options})
 
     def start_learner(self, **options: Any) -> Process:
-        """One more learner: of the run when there is none, else on standby."""
+        """Start one more learner: of the run when there is none, else on standby."""
         return self.processes.learner(self._learner_url, **options)
 
     def state(self) -> runs.RunState:
-        """The run's."""
+        """Return the state of the run."""
         return runs.state(self.client, self.run)
 
     def nodes(self) -> set[str]:
-        """Workers that say they are there."""
+        """Return the names of the workers that have a heartbeat."""
         return {heartbeat.node for heartbeat in workers.alive(self.client)}
 
     def audit(self) -> Audit:
-        """Of the run."""
+        """Return an audit of the run."""
         return ledger.audit(self.client, self.run)
 
     def ready(self) -> None:
-        """Server, learner and worker are there, and the run goes on: whatever the fault before has left."""
+        """Start again what the fault before has ended, and wait until the run goes on."""
         if not self.server.answers():
             self.server.kill()
             self.server.start()
@@ -107,34 +105,23 @@ class Fleet:
             if process.running and process not in (self.worker, self.learner):
                 process.kill_group()
 
-    def goes_on(self, within_s: float, *, updates: bool = True) -> float:
-        """Seconds until fragments of new play are acknowledged, and updates made; fails beyond `within_s`."""
-        before, began = self.state_within(within_s), time.monotonic()
+    def goes_on(self, within_s: float) -> float:
+        """Return the seconds until new fragments are acknowledged and updates made; fail beyond `within_s`."""
+        wait_until(self.server.answers, within_s)
+        before, began = self.state(), time.monotonic()
 
         def has_gone_on() -> bool:
             with contextlib.suppress(*connection.UNREACHABLE):
                 now = self.state()
-                return now.appended_fragments > before.appended_fragments and (
-                    not updates or now.updates > before.updates
-                )
+                return now.appended_fragments > before.appended_fragments and now.updates > before.updates
             return False
 
         self.processes.until(has_gone_on, within_s)
         return time.monotonic() - began
 
-    def state_within(self, within_s: float) -> runs.RunState:
-        """The run's state, once the server tells it."""
-        wait_until(self.server.answers, within_s)
-        return self.state()
-
     @contextlib.contextmanager
-    def survives(self, within_s: float, *, traces: tuple[str, ...] = ()) -> Iterator[None]:
-        """What happens inside is survived: see the module's docstring.
-
-        Args:
-            within_s: bound from the block's end to new play and updates, through `bound`.
-            traces: names of processes whose tracebacks are part of the fault.
-        """
+    def survives(self, within_s: float) -> Iterator[None]:
+        """Check that the run survives the block, see the module's docstring; `within_s` goes through `bound`."""
         self.ready()
         before = self.audit()
         said = {process.log: len(process.text()) for process in self.processes.started}
@@ -144,10 +131,10 @@ class Fleet:
         self.accounts_for(before)
         for process in self.processes.started:
             new = process.text()[said.get(process.log, 0) :]
-            assert process.name in traces or TRACE not in new, (process.log.name, new[-4000:])
+            assert TRACE not in new, (process.log.name, new[-4000:])
 
     def accounts_for(self, before: Audit) -> Audit:
-        """The ledger balances, and no producer has fewer acknowledged fragments than it had."""
+        """Check that the ledger balances, and no producer has fewer acknowledged fragments than it had."""
         self.processes.until(lambda: self.audit().is_balanced, bound(5.0))
         now = self.audit()
         for producer, account in before.accounts.items():
@@ -156,18 +143,23 @@ class Fleet:
         return now
 
     def says(self, process: Process, words: str, within_s: float = 20.0) -> str:
-        """The line in which a process says `words`, waited for."""
+        """Return the line of a process's log with `words`, once it is there."""
         self.processes.until(lambda: words in process.text(), within_s)
         return next(line for line in process.text().splitlines() if words in line)
 
 
 @contextlib.contextmanager
-def fleet_of(folder: Path, **options: Any) -> Iterator[Fleet]:
-    """A fleet of its own server; all of it ends with the block."""
+def fleet_of(
+    folder: Path, sections: Mapping[str, Any] = ENDLESS, *, is_proxied: bool = False, **options: Any
+) -> Iterator[Fleet]:
+    """Run a fleet with a server of its own while the context lasts."""
     require_program()
     with contextlib.ExitStack() as stack:
         server = PrivateServer(*WITH_FILE)
         stack.callback(server.close)
+        proxies = [Proxy(server.url) for _ in range(2 * is_proxied)]
+        for proxy in proxies:
+            stack.callback(proxy.close)
         processes = stack.enter_context(Processes(folder))
         stack.callback(processes.kill)
-        yield Fleet(server, processes, **options)
+        yield Fleet(server, processes, sections, proxies=proxies, **options)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -15,9 +14,9 @@ from typing import Any
 
 import yaml
 from support.private_server import end_with_parent
-from support.proxy import Proxy as Proxy
-from support.runs import target_tree
+from support.runs import start, target_tree
 
+from ddrl.config import validate
 from ddrl.store import connection
 
 Env = Mapping[str, str] | None
@@ -197,12 +196,10 @@ class Processes:
         assert not check or done.returncode == 0, (done.returncode, done.stdout, done.stderr)
         return done
 
-    def detach(
-        self, url: str | None, *options: str, name: str = "target", tree: Tree = None, **sections: Any
-    ) -> str:
-        """Submit a small run (see `config`) without learner and workers; return its id."""
-        config = str(self.config(name=name, tree=tree, **sections))
-        return str(json.loads(self.ddrl(url, "submit", config, "--detach", "--json", *options).stdout)["run"])
+    def detach(self, url: str | None, *, name: str = "target", tree: Tree = None, **sections: Any) -> str:
+        """Submit a small run (see `config`) that has neither learner nor workers; return its id."""
+        with connection.connect(url) as client:
+            return start(client, validate({**(tree or target_tree(**sections)), "name": name}))
 
     def config(self, *, name: str = "target", tree: Tree = None, **sections: Any) -> Path:
         """Write the config of `tree`, or of `target_tree(**sections)`; return its path."""
