@@ -34,9 +34,7 @@ _ENDLESS: dict[str, Any] = {
 }
 RUNS = {
     "off-policy": target_tree(**_ENDLESS, replay={"samples_per_insert": 1, "capacity": 5_000}),
-    "on-policy": target_tree(
-        **{**ON_POLICY, **{name: {**ON_POLICY.get(name, {}), **part} for name, part in _ENDLESS.items()}}
-    ),
+    "on-policy": target_tree(**(ON_POLICY | _ENDLESS)),
 }
 
 
