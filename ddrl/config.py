@@ -141,7 +141,7 @@ class ReplayConfig(Section):
     slack_steps: int = Field(1_000, ge=1)
     """Transitions that collectors may be ahead of that ratio; more lets play continue during a slow update."""
     observations: Literal["auto", "dense", "compressed"] = "auto"
-    """How the learner holds observations: `dense` arrays, fastest; `compressed` images, a thirtieth of the
+    """Storage of observations in the learner: `dense` arrays, fastest; `compressed` images, a thirtieth of the
     memory; `auto`: dense where capacity fits into memory_bytes."""
     memory_bytes: ByteSize = Field(ByteSize(4 * 1024**3), ge=1024**2)
     """Learner's memory up to which `auto` holds observations dense."""
@@ -160,7 +160,7 @@ class OnPolicyConfig(Section):
     """Versions that a fragment may be behind the weights that learn from it; older ones are `stale`. More
     keeps a large fleet busy, at the cost of older data. Usual: 1 to 4."""
     stale: Literal["drop", "correct"] = "drop"
-    """What happens to fragments older than max_staleness: dropped and counted, or learned from nevertheless,
+    """Treatment of fragments older than max_staleness: dropped and counted, or learned from nevertheless,
     corrected by importance weights (V-trace and UPGO only)."""
     forced_lag: int = Field(0, ge=0)
     """For studies: learn from data that are this many versions old."""
@@ -191,7 +191,7 @@ class WeightsConfig(Section):
     keep_last: int = Field(10, ge=2, json_schema_extra=LIVE)
     """Number of newest versions kept."""
     keep_every: int = Field(100, ge=1, json_schema_extra=LIVE)
-    """Of every this many versions, one is kept for good."""
+    """One version in this many is kept for good."""
     max_bytes: ByteSize = Field(ByteSize(64 * 1024**2), ge=1024, json_schema_extra=LIVE)
     """Memory of the versions kept for good; the oldest are dropped first."""
 
@@ -397,7 +397,7 @@ def _fields_at(model: type[BaseModel], path: Sequence[str]) -> list[str]:
 
 
 # --- code that a config names ------------------------------------------------------------------------
-# What a run names as "module:callable" is imported and executed on every machine that plays or learns it. So each
+# Code that a run names as "module:callable" is imported and executed on every machine that plays or learns it. So each
 # machine lists the modules that it trusts in DDRL_ALLOW_MODULES; the default is none.
 
 

@@ -148,7 +148,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class SequenceShape:
-    """How episodes are cut into sequences for recurrent learning.
+    """The cutting of episodes into sequences for recurrent learning.
 
     Attributes:
         burn_in: U, steps before the training slice, which only warm up the recurrent state.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
 RecurrentState = dict[str, np.ndarray]
-"""What a recurrent policy carries from step to step, a row for each of N environments; {} for other policies.
+"""The recurrent state of a policy, a row for each of N environments; {} for policies without one.
 
 `hidden` [N, H] float32 belongs to the policy. `previous_action` [N] int64 (-1 at an episode's start) and
 `previous_reward` [N] float32, as scaled for training, are inputs of the next step.

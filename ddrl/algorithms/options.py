@@ -40,7 +40,7 @@ class AlgorithmConfig(BaseModel):
 
     @property
     def sequences(self) -> SequenceShape | None:
-        """How a recurrent algorithm cuts episodes into sequences; None for the others."""
+        """The sequences of a recurrent algorithm; None for the others."""
         return None
 
     @property

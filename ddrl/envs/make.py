@@ -154,7 +154,7 @@ def _spec(env_id: str, observed: Any, acted: Any) -> EnvSpec:
 
 
 def _is_game(env: EnvConfig) -> bool:
-    """Whether it is an ALE game.
+    """Return True for an ALE game.
 
     Raises:
         EnvError: settings of games for another environment, or the reverse; an old id; or ale-py is missing.

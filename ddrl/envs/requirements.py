@@ -1,4 +1,4 @@
-"""What a machine must have to play a run: extras, allowed modules, and the same versions as the submitter.
+"""Requirements of a run on the machines that play it: extras, allowed modules, and the same versions as the submitter.
 
 Queues are named after requirements, so that a message only reaches machines that can play its run. An environment of
 the user's, "my_pkg.envs:make", requires the top-level package `my_pkg`, whichever of its modules a worker allows; so

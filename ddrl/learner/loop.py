@@ -278,7 +278,7 @@ class Learner:
 
     @property
     def counters(self) -> Counters:
-        """Where the learner is in its run."""
+        """The learner's position in its run."""
         shared = self.shared
         return Counters(
             updates=shared.updates,

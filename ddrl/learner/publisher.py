@@ -111,7 +111,7 @@ class Shared:
 
 @dataclass(frozen=True)
 class Stored:
-    """What the server has for a learner that begins.
+    """The state on the server that a learner begins with.
 
     Attributes:
         latest: version of the weights; -1: none.

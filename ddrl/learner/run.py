@@ -166,7 +166,7 @@ def learn(
 
 
 class _Claim:
-    """How a learner gets the lease of a run.
+    """Gets the lease of a run for a learner.
 
     Args:
         client: connection to the server.

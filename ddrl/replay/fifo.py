@@ -30,7 +30,7 @@ from ddrl.types import Fragment, Trajectories
 
 @dataclass(frozen=True)
 class _Account:
-    """What is held at one moment: replaced whole, because another thread reads it."""
+    """The content at one moment; replaced as a whole, because another thread reads it."""
 
     queued_steps: int = 0
     learned_steps: int = 0  # of the iteration that began last; disposed of once its version is published

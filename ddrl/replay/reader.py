@@ -224,7 +224,7 @@ class Reader:
 
     @property
     def ready(self) -> bool:
-        """Whether an entry is decoded, or the reader has failed."""
+        """True if an entry is decoded, or the reader has failed."""
         return bool(self._decoded) or self.error is not None
 
     def wait(self, timeout_s: float) -> None:

@@ -438,7 +438,7 @@ def _certificate_problem(error: ssl.SSLCertVerificationError) -> tuple[str, str]
 # --- outages and retry --------------------------------------------------------------------------------
 
 OUTAGES = (redis.RedisError,)
-"""What to catch to ask `outage` whether an error will pass; an error that will not must be raised again."""
+"""Errors to catch before asking `outage`; one that is not an outage must be raised again."""
 
 DISK_FULL = "the server cannot write to its disk; make room there"
 _REFUSALS = {  # in an error reply, also of a script -> its meaning

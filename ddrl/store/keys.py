@@ -116,7 +116,7 @@ def refusals(run: str) -> str:
 
 
 def ledger(run: str) -> str:
-    """What became of each producer's fragments."""
+    """Counts of each producer's fragments, by the learner."""
     return of_run(run, "ledger")
 
 

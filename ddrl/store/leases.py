@@ -101,7 +101,7 @@ def kept(run: str, token: int, *, is_alive: Callable[[], bool] = lambda: True) -
 
 @dataclass(frozen=True)
 class RunSignals:
-    """What others want of a run, for its learner.
+    """Requests and counters of a run that its learner polls.
 
     Attributes:
         status: None if the run is gone.

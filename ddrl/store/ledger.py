@@ -35,7 +35,7 @@ _CURSOR = b"cursor"
 
 @dataclass(frozen=True)
 class Row:
-    """What the learner did with one producer's fragments.
+    """The learner's counts of one producer's fragments.
 
     Attributes:
         consumed: admitted to learning, or dropped as too stale.

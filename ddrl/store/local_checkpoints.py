@@ -43,7 +43,7 @@ _NOT_RESTORED = {  # fields of the state that hold for one server only
 
 @dataclass(frozen=True)
 class Record:
-    """What a server knows of a run, without experience, weights and checkpoint.
+    """The state of a run on its server, without experience, weights and checkpoint.
 
     Attributes:
         spec: the config as JSON.

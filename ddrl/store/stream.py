@@ -75,7 +75,7 @@ class Entry:
 
     @property
     def producer(self) -> int:
-        """Who appended it; -1 (`ledger.UNKNOWN`) where no append wrote it."""
+        """Id of the producer; -1 (`ledger.UNKNOWN`) if no append wrote the entry."""
         return self.count(b"p", -1)
 
 

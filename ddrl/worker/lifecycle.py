@@ -1,4 +1,4 @@
-"""What a Celery worker does from its start to its end, beside its tasks. Celery imports it with them.
+"""The life of a Celery worker beside its tasks, from start to end. Celery imports it with them.
 
 In order: take a node name and check the server; wait until the pool's processes can play; send heartbeats; report
 processes that are lost; on a first signal drain (segments end at their next append), on a second one end at once.
@@ -42,7 +42,7 @@ READY_VARIABLE = (
 
 log = logging.getLogger(__name__)
 
-# Of this process, if it is a worker's main process.
+# State of this process, if it is a worker's main process.
 _hold: server.Hold | None = None
 _sender: HeartbeatSender | None = None
 _reported: deque[str] = deque(maxlen=100)  # tasks whose lost processes have been reported

@@ -132,7 +132,7 @@ class Player:
 
     @property
     def has_unsent(self) -> bool:
-        """Whether a fragment was collected that the server has not taken yet."""
+        """Return True if a fragment was collected that the server has not taken yet."""
         return self._unsent is not None
 
     def _watched(self) -> AbstractContextManager[None]:
@@ -259,7 +259,7 @@ class Players:
             self._unreported_end = None
 
     def may_look(self) -> bool:
-        """Whether it is time to look at the other runs; many processes may wait for long."""
+        """Return True when it is time to look at the other runs again; many processes may wait for long."""
         now = time.monotonic()
         if now < self._look_at:
             return False
@@ -340,7 +340,7 @@ def _spread_wakes(num_collectors: int) -> None:
 
 
 def _wanted_elsewhere(client: Redis, run: str, serves: Callable[[str], bool]) -> bool:
-    """Whether another run would use this process now."""
+    """Return True if another run would use this process now."""
     return any(other.wants and other.run != run and serves(other.queue) for other in segments.active(client))
 
 

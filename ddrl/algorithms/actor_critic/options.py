@@ -25,13 +25,13 @@ class Options(AlgorithmConfig):
 
     on_policy: ClassVar[bool] = True
     name: ClassVar[str]
-    """Of the algorithm, for messages."""
+    """Name of the algorithm, for messages."""
 
     network: str = option(Common, "network", "mlp")
     network_kwargs: dict[str, Any] = option(Common, "network_kwargs", {})
     hidden_sizes: tuple[PositiveInt, ...] = option(Common, "hidden_sizes", (64, 64))
     activation: Literal["tanh", "relu"] = "tanh"
-    """Of the hidden layers. tanh is steadier on small problems, relu is faster."""
+    """Activation of the hidden layers. tanh is steadier on small problems, relu is faster."""
     shared: bool = False
     """Actor and critic share one trunk: cheaper, but the value loss changes the policy's features. Usual: no for
     vectors, yes for images."""
@@ -40,11 +40,11 @@ class Options(AlgorithmConfig):
     to 0."""
     learning_rate: float = option(AlgorithmConfig, "learning_rate", 3e-4)
     final_learning_rate: float | None = Field(None, ge=0, json_schema_extra=LIVE)
-    """Where learning_rate goes linearly within anneal_steps. None: it stays. Usual: 0."""
+    """Final learning_rate, reached linearly within anneal_steps. None: it stays constant. Usual: 0."""
     entropy_coefficient: float = Field(0.0, ge=0, json_schema_extra=LIVE)
     """Weight of the entropy bonus. More explores longer. Usual: 0 to 0.02."""
     final_entropy_coefficient: float | None = Field(None, ge=0, json_schema_extra=LIVE)
-    """Where entropy_coefficient goes linearly within anneal_steps. None: it stays. Usual: 0."""
+    """Final entropy_coefficient, reached linearly within anneal_steps. None: it stays constant. Usual: 0."""
     anneal_steps: PositiveInt | None = Field(None, json_schema_extra=LIVE)
     """Transitions learned from until the final_... values are reached. More anneals more slowly. Usual: those of the
     run."""

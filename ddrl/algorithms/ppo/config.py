@@ -26,7 +26,7 @@ class Config(Options):
     """Beyond 1 +- clip the ratio of new to old probability gives no gradient. More lets the policy move further per
     iteration. Usual: 0.1 to 0.3."""
     final_clip: float | None = Field(None, gt=0, lt=1, json_schema_extra=LIVE)
-    """Where clip goes linearly within anneal_steps. None: it stays."""
+    """Final clip, reached linearly within anneal_steps. None: clip stays constant."""
     value_clip: float | None = Field(None, gt=0, json_schema_extra=LIVE)
     """Values give no gradient further than this from their old ones, in units of returns. Less is steadier and slower.
     None: unlimited."""

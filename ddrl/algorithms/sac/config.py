@@ -30,7 +30,7 @@ class Config(AlgorithmConfig):
     """Entropy that temperature=auto aims at, in nats, of actions in [-1, 1]. Larger is more random. None: minus the
     number of action dimensions. Usual: -2 to -0.5 per dimension."""
     initial_temperature: float = Field(1.0, gt=0)
-    """Where temperature=auto starts. Too large drowns small rewards at first. Usual: 0.1 to 1."""
+    """Initial value of temperature=auto. Too large drowns small rewards at first. Usual: 0.1 to 1."""
     policy_delay: PositiveInt = Field(1, json_schema_extra=LIVE)
     """Critic updates per update of actor and temperature. More is cheaper and gives the actor better critics, but fewer
     steps. Usual: 1 to 3."""

@@ -26,7 +26,7 @@ class Options(AlgorithmConfig):
     """Options of every learner of action values; rewards are as scaled for training."""
 
     name: ClassVar[str]
-    """Of the algorithm, for messages."""
+    """Name of the algorithm, for messages."""
 
     network: str = option(Common, "network", "mlp")
     network_kwargs: dict[str, Any] = option(Common, "network_kwargs", {})
@@ -35,7 +35,7 @@ class Options(AlgorithmConfig):
     core it follows the core. Wider fits more and costs time. Usual: (64, 64) to (256, 256) for vectors, (512,) after
     convolutions."""
     activation: Literal["relu", "tanh"] = "relu"
-    """Of the hidden layers. relu is usual and faster; tanh bounds the features."""
+    """Activation of the hidden layers. relu is usual and faster; tanh bounds the features."""
     norm: Literal["none", "group", "batch"] = "none"
     """Normalization after each convolution of nature and impala. `group` steadies learning and needs less tuning, at
     some time per update; `batch` mixes the transitions of a batch. Usual: none or group."""
@@ -61,10 +61,10 @@ class Options(AlgorithmConfig):
     """Items are drawn in proportion to their priority to this power: more concentrates on large errors, 0 draws all
     alike. Usual: 0.5 to 0.6; R2D2 0.9."""
     importance_exponent: float = Field(0.4, ge=0, le=1, json_schema_extra=LIVE)
-    """How much of the bias of prioritized draws the weights correct at first: 0 nothing, 1 all, at smaller steps.
+    """Share of the bias of prioritized draws that the weights correct at first: 0 nothing, 1 all, at smaller steps.
     Usual: 0.4 to 0.6."""
     final_importance_exponent: float = Field(1.0, ge=0, le=1, json_schema_extra=LIVE)
-    """Where importance_exponent goes linearly. Usual: 1; R2D2 stays at 0.6."""
+    """Final importance_exponent, reached linearly. Usual: 1; R2D2 stays at 0.6."""
     importance_anneal_updates: PositiveInt = Field(100_000, json_schema_extra=LIVE)
     """Updates within which importance_exponent goes there. Fewer is less biased earlier. Usual: those of the run."""
     target_period: PositiveInt | None = Field(500, json_schema_extra=LIVE)
@@ -74,7 +74,7 @@ class Options(AlgorithmConfig):
     epsilon: float = Field(1.0, ge=0, le=1, json_schema_extra=LIVE)
     """Share of random actions in training at first. More explores more. Usual: 1."""
     final_epsilon: float = Field(0.05, ge=0, le=1, json_schema_extra=LIVE)
-    """Where epsilon goes linearly. More never stops exploring. Usual: 0.01 to 0.1."""
+    """Final epsilon, reached linearly. More never stops exploring. Usual: 0.01 to 0.1."""
     epsilon_anneal_updates: PositiveInt = Field(10_000, json_schema_extra=LIVE)
     """Updates within which epsilon goes there; S steps make S * replay.samples_per_insert / batch_size of them. More
     explores longer. Usual: a tenth to a half of the run's."""
