@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Progress:
-    """The state that decides whether to evaluate: the latest version, the mean of the last training returns, counters."""
+    """The state that decides when to evaluate: latest version, mean of the last training returns, counters."""
 
     version: int
     return_mean: float | None
