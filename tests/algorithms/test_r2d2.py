@@ -1,4 +1,4 @@
-"""R2D2's learner: hand numbers, the slow twin of an update, what has no influence, and a memory task learned."""
+"""R2D2's learner: hand numbers, the slow twin of an update, rows without influence, a memory task learned."""
 
 from __future__ import annotations
 
@@ -8,103 +8,72 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.algorithms import CPU
+from support.algorithms import DISCRETE, make_learner, make_policy
 from support.reference_r2d2 import (
     IMAGES,
     LAST,
     NUM_CUES,
     RECALL,
     SHAPE,
-    SMALL,
-    VECTORS,
     make_sequences,
     play_recall,
     recall_sequences,
     slow_r2d2,
 )
-from torch import Tensor
+from torch import Tensor, tensor
 
 from ddrl.algorithms.dqn.losses import q_loss
-from ddrl.algorithms.r2d2.config import Config
-from ddrl.algorithms.r2d2.learner import make_learner as make_r2d2
 from ddrl.algorithms.r2d2.learner import sequence_loss, sequence_priority, sequence_targets
-from ddrl.algorithms.r2d2.policy import Policy
-from ddrl.algorithms.value_learning.learner import ValueLearner
-from ddrl.types import EnvSpec, Sequences, SequenceShape
+from ddrl.types import EnvSpec, Sequences
 
 # The hand numbers' TD errors: two steps of 1 and -3, one step of 2 and one that was not played.
-TD = torch.tensor([[1.0, 2.0], [-3.0, 0.0]])
-VALID = torch.tensor([[True, True], [True, False]])
+TD = tensor([[1.0, 2.0], [-3.0, 0.0]])
+VALID = tensor([[True, True], [True, False]])
+ACTION = tensor([[0, 1], [1, 0]])
 
 
 def test_targets_hand_numbers() -> None:
-    q = torch.tensor([[1.0, 2.0], [3.0, 0.0], [5.0, 0.0]]).unsqueeze(1)  # [3, 1, 2]
-    target_q = torch.tensor([[10.0, 20.0], [30.0, 40.0], [50.0, 60.0]]).unsqueeze(1)
-    rest = torch.tensor([[1.0], [2.0]]), torch.tensor([[0.25], [0.5]]), torch.tensor([[2], [1]])
-    double = sequence_targets(q, target_q, *rest, double=True, rescale_values=False)
-    assert double.tolist() == [[1 + 0.25 * 50], [2 + 0.5 * 30]]
-    single = sequence_targets(q, target_q, *rest, double=False, rescale_values=False)
+    q = tensor([[1.0, 2.0], [3.0, 0.0], [5.0, 0.0]]).unsqueeze(1).requires_grad_()  # [3, 1, 2]
+    target_q = tensor([[10.0, 20.0], [30.0, 40.0], [50.0, 60.0]]).unsqueeze(1)
+    args = q, target_q, tensor([[1.0], [2.0]]), tensor([[0.25], [0.5]]), tensor([[2], [1]])
+    double = sequence_targets(*args, double=True, rescale_values=False)
+    assert double.tolist() == [[1 + 0.25 * 50], [2 + 0.5 * 30]] and not double.requires_grad
+    single = sequence_targets(*args, double=False, rescale_values=False)
     assert single.tolist() == [[1 + 0.25 * 60], [2 + 0.5 * 40]]
-
-
-def test_rescaled_targets_hand_numbers() -> None:
     # h(3) = 1.003, h(8) = 2.008, h(15) = 3.015, and h(-x) = -h(x)
-    target_q = torch.tensor([0.0, 0.0, 0.0, 2.008]).view(4, 1, 1)
-    return_ = torch.tensor([[1.0], [7.0], [-11.0]])
-    discount = torch.tensor([[0.25], [1.0], [1.0]])
-    target = sequence_targets(target_q, target_q, return_, discount, torch.full((3, 1), 3))
-    torch.testing.assert_close(target, torch.tensor([[1.003], [3.015], [-1.003]]))
-    terminal = sequence_targets(target_q, target_q, return_, 0 * discount, torch.full((3, 1), 3))
-    torch.testing.assert_close(terminal[1], torch.tensor([8**0.5 - 1 + 0.007]))
+    q, return_ = tensor([0.0, 0.0, 0.0, 2.008]).view(4, 1, 1), tensor([[1.0], [7.0], [-11.0]])
+    discount, last = tensor([[0.25], [1.0], [1.0]]), torch.full((3, 1), 3)
+    target = sequence_targets(q, q, return_, discount, last)
+    torch.testing.assert_close(target, tensor([[1.003], [3.015], [-1.003]]))
+    terminal = sequence_targets(q, q, return_, 0 * discount, last)
+    torch.testing.assert_close(terminal[1], tensor([8**0.5 - 1 + 0.007]))
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({}, ((0.5 + 4.5) / 2 + 0.5 * 2.0) / 2),
-        ({"reduction": "sum"}, ((0.5 + 4.5) + 0.5 * 2.0) / 2),
-    ],
-)
-def test_loss_hand_numbers(options: dict[str, object], expected: float) -> None:
-    q = torch.arange(12.0).view(3, 2, 2)
-    action = torch.tensor([[0, 1], [1, 0]])
-    target = q[:2].gather(2, action.unsqueeze(2)).squeeze(2) + TD
-    loss, td = sequence_loss(q, target, action, VALID, torch.tensor([1.0, 0.5]), **options)  # type: ignore[arg-type]
-    assert loss.item() == pytest.approx(expected)
+@pytest.mark.parametrize(("reduction", "steps"), [("mean", 2), ("sum", 1)])
+def test_loss_and_gradient_hand_numbers(reduction: Any, steps: int) -> None:
+    """The gradient is - weight * td / played steps / sequences; the target takes none."""
+    q = torch.arange(12.0).view(3, 2, 2).requires_grad_()
+    target = (q.detach()[:2].gather(2, ACTION.unsqueeze(2)).squeeze(2) + TD).requires_grad_()
+    loss, td = sequence_loss(q, target, ACTION, VALID, tensor([1.0, 0.5]), reduction=reduction)
+    assert loss.item() == pytest.approx(((0.5 + 4.5) / steps + 0.5 * 2.0) / 2)
     assert td.tolist() == TD.tolist()
-
-
-def test_loss_gradient_hand_numbers() -> None:
-    q = torch.zeros(3, 2, 2, requires_grad=True)
-    target = TD.clone().requires_grad_()
-    action = torch.tensor([[0, 1], [1, 0]])
-    sequence_loss(q, target, action, VALID, torch.tensor([1.0, 0.5]))[0].backward()
-    expected = torch.zeros(3, 2, 2)  # - weight * td / played steps / sequences
-    expected[0, 0, 0], expected[1, 0, 1], expected[0, 1, 1] = -1 / 4, 3 / 4, -0.5 * 2 / 2
+    loss.backward()
+    expected = torch.zeros(3, 2, 2)
+    expected[0, 0, 0], expected[1, 0, 1], expected[0, 1, 1] = -1 / steps / 2, 3 / steps / 2, -0.5 * 2 / 2
     assert q.grad is not None and torch.equal(q.grad, expected)
     assert target.grad is None
 
 
 def test_padding_gives_no_gradient_even_if_its_error_overflows() -> None:
     q = torch.full((3, 2, 2), 3e38, requires_grad=True)  # the error is infinite
-    loss, _ = sequence_loss(
-        q, -q.detach()[:2, :, 0], torch.zeros(2, 2, dtype=torch.int64), VALID & False, None
-    )
+    loss, _ = sequence_loss(q, -q.detach()[:2, :, 0], 0 * ACTION, VALID & False, None)
     loss.backward()
     assert loss.item() == 0 and q.grad is not None and not q.grad.any()
 
 
-def test_no_gradient_through_targets() -> None:
-    q = torch.randn(3, 2, 2, requires_grad=True)
-    some = torch.zeros(2, 2)
-    target = sequence_targets(q, q, some, some + 1, torch.full((2, 2), 2))
-    assert not target.requires_grad
-
-
 def test_priority_hand_numbers() -> None:
-    torch.testing.assert_close(sequence_priority(TD, VALID, mix=0.9), torch.tensor([0.9 * 3 + 0.1 * 2, 2.0]))
-    assert sequence_priority(TD, VALID, mix=1.0).tolist() == [3.0, 2.0]
-    assert sequence_priority(TD, VALID, mix=0.0).tolist() == [2.0, 2.0]
+    for mix, first in ((0.9, 0.9 * 3 + 0.1 * 2), (1.0, 3.0), (0.0, 2.0)):
+        torch.testing.assert_close(sequence_priority(TD, VALID, mix=mix), tensor([first, 2.0]))
 
 
 def test_full_sequences_of_a_feed_forward_network_are_transitions() -> None:
@@ -116,108 +85,81 @@ def test_full_sequences_of_a_feed_forward_network_are_transitions() -> None:
     action, bootstrap = (step + torch.arange(num)) % actions, (step + 3).clamp(max=length)
     discount, return_ = 0.9 ** (bootstrap - step), torch.cos(7.0 * step + torch.arange(num))
     target = sequence_targets(q, target_q, return_, discount, bootstrap, rescale_values=False)
-    valid = torch.ones(length, num, dtype=torch.bool)
-    loss, td = sequence_loss(q, target, action, valid, None)
-
+    loss, td = sequence_loss(q, target, action, torch.ones(length, num, dtype=torch.bool), None)
     rows = bootstrap, torch.arange(num).expand(length, num)
-    twin, twin_td = q_loss(
-        q[:-1].flatten(0, 1), q.detach()[rows].flatten(0, 1), target_q[rows].flatten(0, 1), action.flatten(),
-        return_.flatten(), discount.flatten(), None, loss="mse",
-    )  # fmt: skip
+    columns = (q[:-1], q.detach()[rows], target_q[rows], action, return_, discount)
+    twin, twin_td = q_loss(*(column.flatten(0, 1) for column in columns), None, loss="mse")
     torch.testing.assert_close(loss, twin)
     torch.testing.assert_close(td.flatten(), twin_td)
-    gradients = (torch.autograd.grad(each, q)[0] for each in (loss, twin))
-    torch.testing.assert_close(*gradients)
+    torch.testing.assert_close(*(torch.autograd.grad(each, q)[0] for each in (loss, twin)))
 
 
-def make(spec: EnvSpec = VECTORS, seed: int = 1, **options: Any) -> ValueLearner[Config]:
-    return make_r2d2(Config(**(SMALL | options)), spec, device=CPU, seed=seed)
+def make(spec: EnvSpec = DISCRETE, **options: Any) -> Any:
+    return make_learner("r2d2", spec, **options)
 
 
-def sequences(
-    learner: ValueLearner[Config], spec: EnvSpec = VECTORS, shape: SequenceShape = SHAPE, **options: Any
-) -> Sequences:
-    return make_sequences(spec, shape, memory_size=learner.network.state_size, **options)
+def sequences(learner: Any, spec: EnvSpec = DISCRETE, **options: Any) -> Sequences:
+    size = learner.network.state_size
+    return make_sequences(spec, learner.config.sequences, memory_size=size, **options)
 
 
-def set_apart(learner: ValueLearner[Config]) -> None:
-    """Give the target network other parameters than the network's."""
-    with torch.no_grad():
-        for parameter in learner.target_network.parameters():
-            parameter.mul_(-1.3).add_(0.1)
+SHORT = {"hidden_sizes": (8,), "burn_in": 2, "sequence_length": 3, "overlap": 1}
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("spec", "options"),
     [
-        {},
-        {"recurrent": "gru", "dueling": False},
-        {"double": False},
-        {"rescale_values": False},
-        {"loss_reduction": "sum", "priority_mix": 0.3},
-        {"burn_in": 0},
+        (DISCRETE, {}),
+        (DISCRETE, {"recurrent": "gru", "dueling": False}),
+        (DISCRETE, {"double": False}),
+        (DISCRETE, {"rescale_values": False}),
+        (DISCRETE, {"loss_reduction": "sum", "priority_mix": 0.3}),
+        (DISCRETE, {"burn_in": 0}),
+        (IMAGES, {"network": "nature"} | SHORT),
     ],
     ids=str,
 )
-def test_one_update_equals_the_slow_twin(options: dict[str, Any]) -> None:
-    learner = make(max_grad_norm=None, **options)
-    set_apart(learner)
-    config = learner.config
-    batch = sequences(learner, shape=config.sequences)
+def test_one_update_equals_the_slow_twin(spec: EnvSpec, options: dict[str, Any]) -> None:
+    learner = make(spec, max_grad_norm=None, **options)
+    with torch.no_grad():  # the target network has other parameters than the network
+        for parameter in learner.target_network.parameters():
+            parameter.mul_(-1.3).add_(0.1)
+    config, batch = learner.config, sequences(learner, spec, num_sequences=3 if spec is IMAGES else 6)
     twin = slow_r2d2(
-        learner.network.sequence, learner.target_network.sequence, batch, mix=config.priority_mix,
+        learner.network.sequence, learner.target_network.sequence,
+        replace(batch, observation=batch.observation / 255) if spec is IMAGES else batch, mix=config.priority_mix,
         double=config.double, rescale_values=config.rescale_values, reduction=config.loss_reduction,
     )  # fmt: skip
     gradient = torch.autograd.grad(twin.loss, list(learner.network.parameters()))
     metrics = learner.update(batch)
-    found = learner.parameters.vector.grad
-    assert found is not None
-    torch.testing.assert_close(
-        found, torch.cat([each.reshape(-1) for each in gradient]), rtol=1e-4, atol=1e-6
-    )
-    torch.testing.assert_close(metrics["loss"], twin.loss.detach())
-    torch.testing.assert_close(metrics["priority"], torch.tensor(twin.priority))
+    expected = torch.cat([each.reshape(-1) for each in gradient])
+    torch.testing.assert_close(learner.parameters.vector.grad, expected, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(metrics["loss"], twin.loss.detach(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(metrics["priority"], tensor(twin.priority), rtol=1e-4, atol=1e-5)
     sizes = [abs(td) for each in twin.td for td in each]
     assert metrics["td_error"].item() == pytest.approx(np.mean(sizes), rel=1e-4)
     assert len(sizes) == int(batch.valid.sum())
 
 
-def test_images_equal_the_slow_twin() -> None:
-    options = {"network": "nature", "hidden_sizes": (8,), "burn_in": 2, "sequence_length": 3, "overlap": 1}
-    learner = make(IMAGES, max_grad_norm=None, **options)
-    set_apart(learner)
-    batch = sequences(learner, IMAGES, learner.config.sequences, num_sequences=3)
-    as_input = replace(batch, observation=batch.observation / 255)
-    twin = slow_r2d2(learner.network.sequence, learner.target_network.sequence, as_input, mix=0.9)
-    gradient = torch.autograd.grad(twin.loss, list(learner.network.parameters()))
-    metrics = learner.update(batch)
-    torch.testing.assert_close(metrics["loss"], twin.loss.detach(), rtol=1e-4, atol=1e-5)
-    assert learner.parameters.vector.grad is not None
-    expected = torch.cat([each.reshape(-1) for each in gradient])
-    torch.testing.assert_close(learner.parameters.vector.grad, expected, rtol=1e-3, atol=1e-5)
-
-
 def test_burn_in_moves_the_state_and_gets_no_gradient() -> None:
     """Other burn-in rows change the loss; no gradient reaches them, but one reaches the training slice's."""
-    learner = make(max_grad_norm=None)
+    learner = make()
     batch = sequences(learner)
-    longest = int(batch.burn_in.argmax())
-    observation = batch.observation.clone().requires_grad_()
-    seen: list[Tensor] = []
+    observation, seen = batch.observation.clone().requires_grad_(), []
     original = learner.parameters.differentiate
-    learner.parameters.differentiate = lambda loss: (  # type: ignore[method-assign]
-        seen.append(torch.autograd.grad(loss, observation, retain_graph=True)[0]), original(loss)
-    )[1]  # fmt: skip
-    loss = learner.update(replace(batch, observation=observation))["loss"]
-    assert not seen[0][: SHAPE.burn_in].any()
-    assert seen[0][SHAPE.burn_in :].any()
 
-    other = batch.observation.clone()
-    other[0, longest] += 1.0
-    assert make(max_grad_norm=None).update(replace(batch, observation=other))["loss"] != loss
-    remembered = batch.recurrent_state.clone()
-    remembered[0] += 1.0  # the first one has no burn-in: the stored state enters as it is
-    assert make(max_grad_norm=None).update(replace(batch, recurrent_state=remembered))["loss"] != loss
+    def differentiate(loss: Tensor) -> None:
+        seen.append(torch.autograd.grad(loss, observation, retain_graph=True)[0])
+        original(loss)
+
+    learner.parameters.differentiate = differentiate
+    loss = learner.update(replace(batch, observation=observation))["loss"]
+    assert not seen[0][: SHAPE.burn_in].any() and seen[0][SHAPE.burn_in :].any()
+    other, state = batch.observation.clone(), batch.recurrent_state.clone()
+    other[0, int(batch.burn_in.argmax())] += 1.0
+    state[0] += 1.0  # the first one has no burn-in: the stored state enters as it is
+    for changed in ({"observation": other}, {"recurrent_state": state}):
+        assert make().update(replace(batch, **changed))["loss"] != loss
 
 
 @pytest.mark.parametrize("options", [{}, {"recurrent": "gru", "rescale_values": False}], ids=str)
@@ -227,8 +169,10 @@ def test_unused_rows_have_no_influence(options: dict[str, Any]) -> None:
     for garbage in (None, 1e6, -1e25):
         learner = make(**options)
         batch = sequences(learner, garbage=garbage)
-        metrics = learner.update(batch)
-        results.append((metrics, learner.state()["network.value"]))
+        if garbage is not None:
+            assert (batch.observation == garbage).any() and (batch.n_step_return == garbage).any()
+        assert not batch.valid.all() and {0, SHAPE.burn_in} < set(batch.burn_in.tolist())
+        results.append((learner.update(batch), learner.state()["network.value"]))
     assert torch.isfinite(results[0][1]).all()
     for metrics, parameters in results[1:]:
         for name, value in metrics.items():
@@ -236,65 +180,21 @@ def test_unused_rows_have_no_influence(options: dict[str, Any]) -> None:
         torch.testing.assert_close(parameters, results[0][1], rtol=1e-4, atol=1e-5)
 
 
-def test_garbage_is_in_the_batch() -> None:
-    """The test above would not notice a `make_sequences` that fills everything."""
-    plain, junk = (make_sequences(VECTORS, SHAPE, memory_size=2, garbage=value) for value in (None, 1e6))
-    assert (junk.observation == 1e6).any() and (junk.n_step_return == 1e6).any()
-    assert torch.equal(plain.valid, junk.valid) and torch.equal(plain.burn_in, junk.burn_in)
-    assert not plain.valid.all() and {0, SHAPE.burn_in} < set(plain.burn_in.tolist())
-
-
-def test_priority_only_where_replay_is_prioritized() -> None:
-    learner = make()
-    batch = sequences(learner)
-    metrics = learner.update(batch)
-    assert metrics["priority"].shape == (6,) and (metrics["priority"] > 0).all()
-    assert all(value.ndim == 0 for name, value in metrics.items() if name != "priority")
-    assert not any(value.requires_grad for value in metrics.values())
-    uniform = make().update(replace(batch, weight=None))
-    ones = make().update(replace(batch, weight=torch.ones(6)))
-    assert "priority" not in uniform
-    assert uniform["loss"] == ones["loss"] != metrics["loss"]
-
-
-def test_the_target_follows() -> None:
-    hard, soft = make(target_period=2), make(target_rate=0.25)
-    start = hard.state()["target_network.value"]
-    assert torch.equal(start, hard.state()["network.value"])
-    batch = sequences(hard)
-    for learner in (hard, soft):
-        learner.update(batch)
-    assert torch.equal(hard.state()["target_network.value"], start)
-    moved = start + 0.25 * (soft.state()["network.value"] - start)
-    torch.testing.assert_close(soft.state()["target_network.value"], moved)
-    hard.update(batch)
-    assert torch.equal(hard.state()["target_network.value"], hard.state()["network.value"])
-    assert not torch.equal(hard.state()["network.value"], start)
-
-
-def test_epsilon_is_published_with_the_weights() -> None:
-    learner = make(epsilon_ladder=False, epsilon=0.8, final_epsilon=0.2, epsilon_anneal_updates=4)
-    assert learner.weights()["epsilon"].item() == pytest.approx(0.8)
-    assert learner.update(sequences(learner))["epsilon"].item() == pytest.approx(0.65)
-    assert learner.weights()["epsilon"].item() == pytest.approx(0.65)
+WHOLE_EPISODES = {"sequence_length": LAST + 1, "overlap": 0, "burn_in": 0, "n_step": 3, "gamma": 0.997}
+SIZES = {"recurrent_size": 32, "hidden_sizes": (32,), "learning_rate": 3e-3, "target_period": 50}
 
 
 @pytest.mark.learning
 @pytest.mark.parametrize("recurrent", ["lstm", "gru"])
 def test_solves_recall_from_given_sequences(recurrent: str) -> None:
-    config = Config(
-        recurrent=recurrent, recurrent_size=32, hidden_sizes=(32,), sequence_length=LAST + 1, overlap=0, burn_in=0,
-        n_step=3, learning_rate=3e-3, adam_eps=1e-5, target_period=50,
-    )  # fmt: skip
-    learner, policy, rng = (
-        make_r2d2(config, RECALL, device=CPU, seed=1),
-        Policy(config, RECALL),
-        np.random.default_rng(0),
+    options = {"recurrent": recurrent, **WHOLE_EPISODES, **SIZES}
+    learner, rng = make(RECALL, **options), np.random.default_rng(0)
+    for _ in range(700):
+        learner.update(recall_sequences(rng, learner.config, 64, learner.network.state_size))
+    policy, cue = (
+        make_policy("r2d2", RECALL, weights=learner.weights(), **options),
+        np.arange(NUM_CUES).repeat(4),
     )
-    for _ in range(1_000):
-        learner.update(recall_sequences(rng, config, 64, learner.network.state_size))
-    policy.load(learner.weights())
-    cue = np.arange(NUM_CUES).repeat(4)
     assert play_recall(policy, cue) >= 0.9
     # Without memory the last step looks alike whatever the cue was, so its action is one and the same.
     assert play_recall(policy, cue, forgets=True) == pytest.approx(1 / NUM_CUES)
