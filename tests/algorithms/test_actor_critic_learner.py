@@ -8,26 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.algorithms import CONTINUOUS, DISCRETE
+from support.algorithms import CONTINUOUS, DISCRETE, make_learner
 from support.reference_ppo import IMAGES, SPECS, feed, make_feed, tensors
 from torch import Tensor
 
 from ddrl.algorithms.actor_critic.learner import Prepared
-from ddrl.algorithms.base import Resolved, config_class
 from ddrl.types import EnvSpec, Fragment
 
-SMALL: dict[str, Any] = {"hidden_sizes": (6, 5), "batch_size": 60, "learning_rate": 1e-2}
 ESTIMATORS = ("gae", "td_lambda", "vtrace", "upgo", "monte_carlo")
-
-
-def make(name: str, spec: EnvSpec = DISCRETE, *, device: str = "cpu", seed: int = 1, **options: Any) -> Any:
-    minibatches = {"minibatch_size": 20, "num_epochs": 2} if name == "ppo" else {}
-    config = config_class(name)(**(SMALL | minibatches | options))
-    return Resolved(name, config, spec).learner(device=torch.device(device), seed=seed)
+each_name = pytest.mark.parametrize("name", ["ppo", "impala"])
 
 
 def ppo(spec: EnvSpec = DISCRETE, **options: Any) -> Any:
-    return make("ppo", spec, **options)
+    return make_learner("ppo", spec, **options)
 
 
 def by_hand(**changes: Any) -> Fragment:
@@ -38,8 +31,8 @@ def by_hand(**changes: Any) -> Fragment:
         "observation": np.arange(1, 6, dtype=np.float32).reshape(5, 1, 1),
         "action": np.zeros(shape, np.int64),
         "reward": np.array([[10], [20], [30], [40]], np.float32),
-        "terminated": np.array([[False], [False], [True], [False]]),
-        "truncated": np.array([[False], [True], [False], [False]]),
+        "terminated": np.arange(4).reshape(shape) == 2,
+        "truncated": np.arange(4).reshape(shape) == 1,
         "final_index": np.array([[1, 0]], np.int32),
         "final_observation": np.array([[50]], np.float32),
         "extras": {"behavior_log_prob": np.full(shape, np.log(0.25), np.float32)},
@@ -66,9 +59,9 @@ def test_targets_of_a_critic_with_known_values(estimator: str, lambda_: float, e
     prepared = learner.prepare(tensors([by_hand()], gamma=0.5), estimator=estimator)
     assert prepared.value.tolist() == [1, 2, 3, 4]
     assert prepared.return_.tolist() == pytest.approx(expected)
-    advantage = [target - value for target, value in zip(expected, (1, 2, 3, 4), strict=True)]
-    assert prepared.advantage.tolist() == pytest.approx(advantage)
+    assert (prepared.advantage + prepared.value).tolist() == pytest.approx(expected)
     assert prepared.log_prob.tolist() == pytest.approx([np.log(0.25)] * 4)
+    assert not any(column.requires_grad for column in vars(prepared).values())
 
 
 def test_rewards_are_clipped_for_learning() -> None:
@@ -117,16 +110,15 @@ def test_parts_hold_every_transition_once() -> None:
     prepared = ppo().prepare(tensors(make_feed(DISCRETE, num_fragments=3)), estimator="gae")
     parts = prepared.split(3)
     assert [len(part) for part in parts] == [19, 19, 18]
-    assert all(
-        torch.equal(a, b) for a, b in zip(in_order(*parts).values(), in_order(prepared).values(), strict=True)
-    )
-    chosen = prepared.select(torch.tensor([5, 2]))
-    assert chosen.return_.tolist() == [float(prepared.return_[5]), float(prepared.return_[2])]
+    together = in_order(prepared)
+    assert all(torch.equal(column, together[name]) for name, column in in_order(*parts).items())
+    chosen = prepared.select(torch.tensor([5, 2])).return_
+    assert chosen.tolist() == [float(prepared.return_[5]), float(prepared.return_[2])]
 
 
-@pytest.mark.parametrize("name", ["ppo", "impala"])
+@each_name
 def test_observation_statistics_are_those_of_all_rows_seen(name: str) -> None:
-    learner, fragments = make(name, normalize_observations=True), make_feed(DISCRETE)
+    learner, fragments = make_learner(name, DISCRETE, normalize_observations=True), make_feed(DISCRETE)
     for one in fragments:
         one.observation[..., 2] = one.final_observation[..., 2] = 5.0  # a sensor that is stuck
     seen: list[np.ndarray] = []
@@ -139,14 +131,12 @@ def test_observation_statistics_are_those_of_all_rows_seen(name: str) -> None:
         rows, state, weights = np.concatenate(seen), learner.state(), learner.weights()
         assert int(state["observation_count"]) == len(rows)
         np.testing.assert_allclose(state["observation_mean"].numpy(), rows.mean(axis=0), rtol=1e-9)
-        np.testing.assert_allclose(
-            state["observation_variance"].numpy(), rows.var(axis=0), rtol=1e-9, atol=1e-12
-        )
-        np.testing.assert_allclose(weights["observation_mean"].numpy(), rows.mean(axis=0), rtol=1e-6)
-        std = np.maximum(rows.std(axis=0), 1e-4)
-        np.testing.assert_allclose(weights["observation_std"].numpy(), std, rtol=1e-5)
+        variance, std = state["observation_variance"].numpy(), np.maximum(rows.std(axis=0), 1e-4)
+        np.testing.assert_allclose(variance, rows.var(axis=0), rtol=1e-9, atol=1e-12)
         assert std[2] == 1e-4
-        assert all(weights[f"observation_{name}"].dtype == torch.float32 for name in ("mean", "std"))
+        for part, expected in (("mean", rows.mean(axis=0)), ("std", std)):
+            np.testing.assert_allclose(weights[f"observation_{part}"].numpy(), expected, rtol=1e-5)
+            assert weights[f"observation_{part}"].dtype == torch.float32
 
 
 def published(learner: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -154,10 +144,10 @@ def published(learner: Any) -> tuple[np.ndarray, np.ndarray]:
     return weights["observation_mean"].numpy(), weights["observation_std"].numpy()
 
 
-@pytest.mark.parametrize("name", ["ppo", "impala"])
+@each_name
 def test_statistics_are_constant_within_an_iteration(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is published with weights is what the next batch is normalized by, in all its epochs."""
-    learner, fragments = make(name, normalize_observations=True), make_feed(DISCRETE)
+    learner, fragments = make_learner(name, DISCRETE, normalize_observations=True), make_feed(DISCRETE)
     learner.update(tensors(fragments[:4]))
     fragments[4].observation[0, 0] = (1e6, -1e6, 0.0)  # far out: clipped
     batch, (mean, std) = tensors(fragments[4:8]), published(learner)
@@ -176,9 +166,8 @@ def test_statistics_are_constant_within_an_iteration(name: str, monkeypatch: pyt
     assert not np.array_equal(published(learner)[0], mean), "it moves at the end"
     expected = np.clip((batch.observation.numpy() - mean) / std, -10, 10)[batch.row[batch.valid].numpy()]
     assert np.abs(expected).max() == 10.0
-    np.testing.assert_allclose(
-        used[-1].observation.numpy(), expected, rtol=1e-5, atol=1e-6
-    )  # the whole batch
+    whole = used[-1].observation.numpy()
+    np.testing.assert_allclose(whole, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_the_first_batch_is_normalized_by_itself() -> None:
@@ -236,22 +225,15 @@ def test_predictions_stay_what_they_were_when_the_unit_moves() -> None:
 @pytest.mark.parametrize("shared", [False, True])
 def test_with_normalized_returns_the_size_of_rewards_does_not_matter(scale: float, shared: bool) -> None:
     """Also of value_clip, which is in units of rewards; and without the option it does matter."""
+    fragments = make_feed(DISCRETE)
 
     def learned(factor: float, *, normalize: bool) -> Tensor:
-        options = SMALL | {
-            "minibatch_size": 20,
-            "num_epochs": 2,
-            "shared": shared,
-            "normalize_returns": normalize,
-        }
-        learner = ppo(**options, value_clip=0.3 * factor)
-        feed(
-            learner, learner.config, [replace(one, reward=one.reward * factor) for one in make_feed(DISCRETE)]
-        )
-        return learner.state()["network"]
+        learner = ppo(shared=shared, normalize_returns=normalize, value_clip=0.3 * factor)
+        feed(learner, learner.config, [replace(one, reward=one.reward * factor) for one in fragments])
+        network: Tensor = learner.state()["network"]
+        return network
 
-    torch.testing.assert_close(
-        learned(1.0, normalize=True), learned(scale, normalize=True), rtol=1e-3, atol=1e-4
-    )
+    one, other = (learned(factor, normalize=True) for factor in (1.0, scale))
+    torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
     difference = learned(1.0, normalize=False) - learned(scale, normalize=False)
     assert float(difference.abs().max()) > 1e-3

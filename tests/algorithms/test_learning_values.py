@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
+from support.algorithms import CPU
 
 from ddrl import codec, config, envs
 from ddrl.algorithms import base
@@ -21,10 +21,7 @@ from ddrl.runs.evaluation import evaluate
 from ddrl.worker.collector import Collector
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-CPU = torch.device("cpu")
-NUM_EPISODES = (
-    200  # of an evaluation; of scores that are 0 or 1 the mean is then within 0.11 of chance, by 3 sigma
-)
+NUM_EPISODES = 200  # of an evaluation; the mean of scores 0 or 1 is then within 0.11 of chance, by 3 sigma
 PUBLISH_EVERY = 20  # updates between two versions of the weights; on-policy each iteration makes one
 FIXED_LENGTH = ("rollout.fragment_s=5", "rollout.max_fragment_steps=16")
 
@@ -53,18 +50,10 @@ def learn(
         run, resolved.config, spec, on_policy=resolved.on_policy, sequences=resolved.sequences
     )
     collector = Collector(
-        run="learning",
-        producer=1,
-        incarnation=7,
-        env=run.env,
-        rollout=run.rollout,
-        spec=spec,
-        policy=resolved.policy(producer=1),
-        random_until_learned=resolved.can_start_at_random,
-        seed=run.seed,
-        context=resolved.context,
-        sequences=resolved.sequences,
-    )
+        run="learning", producer=1, incarnation=7, env=run.env, rollout=run.rollout, spec=spec, seed=run.seed,
+        policy=resolved.policy(producer=1), random_until_learned=resolved.can_start_at_random,
+        context=resolved.context, sequences=resolved.sequences,
+    )  # fmt: skip
     player = resolved.policy()
     steps = version = num_fragments = evaluated = published = 0
     collector.load(version, learner.weights())
@@ -89,9 +78,8 @@ def learn(
         if steps >= evaluated + evaluate_every and learner.num_updates:
             evaluated = steps
             player.load(learner.weights())
-            found = evaluate(
-                player, run.env, spec, range(9000, 9000 + num_episodes), num_envs=50, policy_version=0
-            )
+            seeds = range(9000, 9000 + num_episodes)
+            found = evaluate(player, run.env, spec, seeds, num_envs=50, policy_version=0)
             print(f"{run.name}: {steps} steps, {learner.num_updates} updates, return {found.return_mean:.2f}")
             if found.return_mean >= target or steps >= most_steps:
                 held.close()
@@ -109,15 +97,9 @@ def recall_by_dqn(frame_stack: int) -> RunConfig:
     """The same task and pace for a network without memory."""
     tree = recall(env__frame_stack=frame_stack).model_dump(mode="json", by_alias=True)
     tree["algorithm"] = {
-        "name": "dqn",
-        "hidden_sizes": [64, 64],
-        "learning_rate": 2e-3,
-        "batch_size": 32,
-        "n_step": 5,
-        "target_period": 50,
-        "prioritized": True,
-        "epsilon_anneal_updates": 500,
-    }
+        "name": "dqn", "hidden_sizes": [64, 64], "learning_rate": 2e-3, "batch_size": 32, "n_step": 5,
+        "target_period": 50, "prioritized": True, "epsilon_anneal_updates": 500,
+    }  # fmt: skip
     return config.validate(tree)
 
 
@@ -156,25 +138,12 @@ def test_dqn_solves_catch_from_pixels(options: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("frame_stack", [1, 2])
 def test_ppo_uses_its_stack(frame_stack: int) -> None:
     """Recall without delay: the cue is in the observation before the question, so two frames solve it, one does not."""
-    run = config.validate(
-        {
-            "name": f"ppo-{frame_stack}",
-            "env": {
-                "id": "ddrl/Recall-v0",
-                "kwargs": {"delay": 0},
-                "num_envs": 8,
-                "frame_stack": frame_stack,
-            },
-            "algorithm": {
-                "name": "ppo",
-                "batch_size": 256,
-                "minibatch_size": 64,
-                "num_epochs": 4,
-                "hidden_sizes": [32],
-                "learning_rate": 3e-3,
-            },
-            "rollout": {"fragment_s": 5, "max_fragment_steps": 16},
-        }
-    )
+    env = {"id": "ddrl/Recall-v0", "kwargs": {"delay": 0}, "num_envs": 8, "frame_stack": frame_stack}
+    algorithm = {
+        "name": "ppo", "batch_size": 256, "minibatch_size": 64, "num_epochs": 4, "hidden_sizes": [32],
+        "learning_rate": 3e-3,
+    }  # fmt: skip
+    rollout = {"fragment_s": 5, "max_fragment_steps": 16}
+    run = config.validate({"name": "ppo", "env": env, "algorithm": algorithm, "rollout": rollout})
     outcome = learn(run, target=0.95, most_steps=12_000, evaluate_every=2_000)
     assert outcome.return_mean >= 0.95 if frame_stack == 2 else outcome.return_mean < 0.65, outcome
