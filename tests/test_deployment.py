@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,10 @@ def exists(command: list[str]) -> bool:
     return program == "ddrl" and command[1] in COMMANDS
 
 
+def run(command: str, *, cwd: Path = ROOT, env: Mapping[str, str] = BARE) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command.split(), cwd=cwd, env=env, capture_output=True, text=True, timeout=60)
+
+
 def command_of(service: dict[str, Any]) -> list[str]:
     """Return the command line that a service runs in the end."""
     command = [*service.get("entrypoint", []), *service.get("command", [])]
@@ -53,6 +58,14 @@ def command_of(service: dict[str, Any]) -> list[str]:
         line = next(line for line in command[-1].splitlines() if line.startswith("exec "))
         return str(line).split()[1:]
     return command
+
+
+def unit_of(path: Path) -> configparser.ConfigParser:
+    """Read a systemd unit; of an option that stands twice the last one."""
+    parser = configparser.ConfigParser(interpolation=None, strict=False)
+    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    parser.read_string(path.read_text("utf-8"))
+    return parser
 
 
 def test_these_checks_can_fail() -> None:
@@ -70,9 +83,8 @@ def test_images_are_pinned() -> None:
 
 def test_commands_exist() -> None:
     commands = [command_of(service) for name, service in SERVICES.items() if name not in NOT_DDRL]
-    for unit in UNITS:
-        commands.append(re.search(r"^ExecStart=(.+)$", unit.read_text("utf-8"), re.MULTILINE)[1].split())  # type: ignore[index]
-    commands.append(yaml.safe_load(re.search(r"^CMD (.+)$", DOCKERFILE, re.MULTILINE)[1]))  # type: ignore[index]
+    commands += [unit_of(path)["Service"]["ExecStart"].split() for path in UNITS]
+    commands += [yaml.safe_load(line) for line in re.findall(r"^CMD (.+)$", DOCKERFILE, re.MULTILINE)]
     assert len(commands) >= 9
     assert [command for command in commands if not exists(command)] == []
 
@@ -119,25 +131,17 @@ def test_the_server_is_safe_and_durable() -> None:
 def test_published_ports_are_on_the_loopback_and_require_a_login() -> None:
     ports = {name: service["ports"] for name, service in SERVICES.items() if "ports" in service}
     assert ports == {"flower": ["127.0.0.1:5555:5555"], "grafana": ["127.0.0.1:3000:3000"]}
-    for name, start in (
-        ("flower", SERVICES["flower"]["command"]),
-        ("grafana", SERVICES["grafana"]["entrypoint"]),
-    ):
-        assert SERVICES[name]["profiles"] == ["monitoring"]
+    for start in (SERVICES["flower"]["command"], SERVICES["grafana"]["entrypoint"]):
         assert re.search(r': "\$\$\{\w+:\?set \w+', start[-1])  # refuses to start without a password
     assert SERVICES["grafana"]["environment"]["GF_AUTH_ANONYMOUS_ENABLED"] == "false"
-    assert SERVICES["prometheus"]["profiles"] == ["monitoring"]
+    assert all(SERVICES[name]["profiles"] == ["monitoring"] for name in ("flower", "grafana", "prometheus"))
     assert "UNAUTHENTICATED" not in str(COMPOSE)
 
 
 def test_prometheus_finds_every_role_where_it_serves() -> None:
     config = yaml.safe_load((ROOT / "workers" / "prometheus.yml").read_text("utf-8"))
-    found = {
-        (name, source["port"])
-        for job in config["scrape_configs"]
-        for source in job["dns_sd_configs"]
-        for name in source["names"]
-    }
+    sources = [source for job in config["scrape_configs"] for source in job["dns_sd_configs"]]
+    found = {(name, source["port"]) for source in sources for name in source["names"]}
     port = int(SERVICES["learner"]["environment"]["DDRL_METRICS"].rpartition(":")[2])
     assert found == {(name, port) for name in ("learner", "learner-gpu", "rollout", "evaluation")}
     assert all(SERVICES[name]["environment"]["DDRL_METRICS"] == f"0.0.0.0:{port}" for name, _ in found)
@@ -152,25 +156,16 @@ def test_mounted_files_are_there_and_volumes_declared() -> None:
     dashboards = yaml.safe_load((ROOT / "workers" / "grafana" / "dashboards.yml").read_text("utf-8"))
     folder = dashboards["providers"][0]["options"]["path"]
     assert any(mount.split(":")[1] == f"{folder}/ddrl.json" for mount in files)
-    assert (
-        SERVICES["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
-        == f"{folder}/ddrl.json"
-    )
+    home = SERVICES["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    assert home == f"{folder}/ddrl.json"
 
 
 @pytest.mark.skipif(shutil.which("docker") is None, reason="no docker client")
 def test_docker_accepts_the_compose_file() -> None:
     if subprocess.run(["docker", "compose", "version"], capture_output=True).returncode:
         pytest.skip("this docker client has no compose")
-    environment = {**BARE, "DDRL_REDIS_PASSWORD": "x"}
-    profiles = ["--profile", "gpu", "--profile", "monitoring", "--profile", "tools"]
-    done = subprocess.run(
-        ["docker", "compose", *profiles, "config", "--quiet"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    command = "docker compose --profile gpu --profile monitoring --profile tools config --quiet"
+    done = run(command, env={**BARE, "DDRL_REDIS_PASSWORD": "x"})
     assert done.returncode == 0, done.stderr
 
 
@@ -186,40 +181,30 @@ def test_services_wait_for_the_server_and_end_in_order() -> None:
 
 
 def test_the_image_does_not_run_as_root_and_copies_files_that_exist() -> None:
-    copied = [
-        word for line in re.findall(r"^COPY (.+) \S+$", DOCKERFILE, re.MULTILINE) for word in line.split()
-    ]
-    kept = {
-        line[1:] for line in (ROOT / ".dockerignore").read_text("utf-8").splitlines() if line.startswith("!")
-    }
+    copied = " ".join(re.findall(r"^COPY (.+) \S+$", DOCKERFILE, re.MULTILINE)).split()
+    ignored = (ROOT / ".dockerignore").read_text("utf-8").splitlines()
+    kept = {line[1:] for line in ignored if line.startswith("!")}
     assert all((ROOT / name).exists() for name in copied) and set(copied) == kept
     assert "-c constraints.txt" in DOCKERFILE and re.search(r"^USER ddrl$", DOCKERFILE, re.MULTILINE)
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
 def test_units_restart_end_in_order_and_limit_what_they_may_do(unit: Path) -> None:
-    parser = configparser.ConfigParser(interpolation=None, strict=False)
-    parser.optionxform = str  # type: ignore[assignment,method-assign]
-    parser.read_string(unit.read_text("utf-8"))
-    service = parser["Service"]
-    assert service["Restart"] == "always" and service["KillSignal"] == "SIGTERM"
-    assert int(service["TimeoutStopSec"]) > 0 and service["User"] == "ddrl"
-    assert service["NoNewPrivileges"] == "yes" and service["ProtectSystem"] == "strict"
-    assert service["LimitCORE"] == "0" and int(service["TasksMax"]) > 0 and service["MemoryMax"].endswith("%")
+    service = unit_of(unit)["Service"]
+    expected = {"Restart": "always", "KillSignal": "SIGTERM", "User": "ddrl", "LimitCORE": "0"}
+    expected |= {"NoNewPrivileges": "yes", "ProtectSystem": "strict"}
+    assert {name: service[name] for name in expected} == expected
+    assert int(service["TimeoutStopSec"]) > 0 and int(service["TasksMax"]) > 0
+    assert service["MemoryMax"].endswith("%")
     keeps_going = unit.stem != "ddrl-learner"  # the worker survives a process of its pool that is killed
     assert service.get("OOMPolicy") == ("continue" if keeps_going else None)
     assert (int(service["OOMScoreAdjust"]) > 0) == keeps_going
-    assert re.search(
-        r"^Environment=DDRL_METRICS=127\.0\.0\.1:946[456]$", unit.read_text("utf-8"), re.MULTILINE
-    )
 
 
-def test_units_serve_metrics_on_different_ports() -> None:
-    found = [
-        re.search(r"^Environment=DDRL_METRICS=(\S+)$", unit.read_text("utf-8"), re.MULTILINE)
-        for unit in UNITS
-    ]
-    assert len({match[1] for match in found if match}) == len(UNITS)
+def test_units_serve_metrics_on_ports_of_their_own() -> None:
+    pattern = re.compile(r"^Environment=DDRL_METRICS=127\.0\.0\.1:(946[456])$", re.MULTILINE)
+    ports = [port for unit in UNITS for port in pattern.findall(unit.read_text("utf-8"))]
+    assert len(ports) == len(set(ports)) == len(UNITS)
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze")
@@ -228,7 +213,7 @@ def test_systemd_accepts_the_units(tmp_path: Path) -> None:
         text = re.sub(r"^ExecStart=\S+", "ExecStart=/bin/true", unit.read_text("utf-8"), flags=re.MULTILINE)
         (tmp_path / unit.name).write_text(text)
     files = [str(path) for path in sorted(tmp_path.iterdir())]
-    done = subprocess.run(["systemd-analyze", "verify", *files], capture_output=True, text=True, timeout=60)
+    done = run(" ".join(["systemd-analyze", "verify", *files]))
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -246,15 +231,12 @@ def test_make_refuses_an_old_python(tmp_path: Path) -> None:
     old = tmp_path / "old-python"
     old.write_text("#!/bin/sh\nexit 1\n")
     old.chmod(0o755)
-    done = subprocess.run(
-        ["make", "setup", f"PYTHON={old}"], cwd=tmp_path, env=BARE, capture_output=True, text=True
-    )
+    done = run(f"make setup PYTHON={old}", cwd=tmp_path)
     assert done.returncode != 0 and "older than Python 3.11" in done.stderr
     assert not (tmp_path / ".venv").exists()
 
 
 def test_make_passes_its_variables_on() -> None:
-    arguments = ["make", "--dry-run", "--old-file=.venv/.set-up", "lunar", "TIME=15", "WORKERS=3", "SEED=2"]
-    done = subprocess.run(arguments, cwd=ROOT, env=BARE, capture_output=True, text=True, check=True)
+    done = run("make --dry-run --old-file=.venv/.set-up lunar TIME=15 WORKERS=3 SEED=2")
     line = " ".join(done.stdout.replace("\\\n", " ").split())
     assert line.endswith("submit configs/lunar.yaml --time 15m --workers 3 --seed 2")

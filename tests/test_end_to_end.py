@@ -11,11 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
-import yaml
 from support.private_server import wait_until
 from support.processes import Processes
 
-from ddrl.store import keys, ledger, metrics, runs, weights, workers
+from ddrl.cli import main
+from ddrl.store import connection, keys, ledger, metrics, runs, segments, weights, workers
 
 
 def test_one_command_does_everything_and_leaves_a_folder_and_no_process(
@@ -111,7 +111,7 @@ def test_ctrl_c_stops_cleanly_says_how_to_go_on_and_resume_goes_on(home: Path, p
     assert not leftovers(home)
     before = json.loads(processes.ddrl(None, "status", "last", "--json").stdout)
     assert before["status"] == "stopped" and before["updates"] > 0
-    resumed = processes.ddrl(None, "resume", "last", "--time", "3s", "--json")
+    resumed = processes.ddrl(None, "resume", "last", "--time", "3s", "--workers", "1", "--json")
     summary = json.loads(resumed.stdout.splitlines()[-1])
     assert summary["status"] == "time" and summary["updates"] > before["updates"]
     assert summary["evaluation"] is not None  # what the limit left behind was evaluated
@@ -129,12 +129,9 @@ def test_a_fleet_solves_and_survives_kill_9_of_child_worker_and_learner(server, 
     first, second = processes.celery(server.url), processes.celery(server.url)
     learner = processes.learner(server.url)
     # Not solvable before all the killing is done: the target is lowered at the end by a second learner's config.
-    config = processes.config(
-        stop={"return": -0.5}, evaluation={"num_episodes": 20, "every_s": 3600, "near": 0}
-    )
-    submitted = processes.ddrl(
-        server.url, "submit", str(config), "-s", "evaluation.near_every_s=3600", "--detach", "--json"
-    )
+    evaluation = {"num_episodes": 20, "every_s": 3600, "near_every_s": 3600, "near": 0}
+    config = processes.config(stop={"return": -0.5}, evaluation=evaluation)
+    submitted = processes.ddrl(server.url, "submit", str(config), "--detach", "--json")
     run = json.loads(submitted.stdout)["run"]
 
     def progress(num_updates: int) -> bool:
@@ -182,17 +179,14 @@ def test_on_policy_a_stopped_process_that_goes_on_is_not_learned_from_and_the_ru
     stopped = processes.celery(server.url)
     processes.until(lambda: len(workers.alive(client)) == 2)
     learner = processes.learner(server.url)
-    config = processes.config(
+    algorithm = {"name": "ppo", "hidden_sizes": [32, 32], "batch_size": 512, "num_epochs": 1}  # busy players
+    run = processes.detach(
+        server.url,
         env={"id": "ddrl/Pick-v0"},
-        algorithm={"name": "ppo", "batch_size": 512, "num_epochs": 1, "learning_rate": 3e-3},  # busy players
+        algorithm={**algorithm, "gamma": 0.5, "learning_rate": 3e-3},
         stop={"return": 9.5},
         evaluation={"every_s": 3600, "near_every_s": 3600},  # not before the second learner
     )
-    tree = yaml.safe_load(config.read_text())
-    tree["replay"] = {}
-    del tree["learner"]["publish_every_s"]
-    config.write_text(yaml.safe_dump(tree))
-    run = json.loads(processes.ddrl(server.url, "submit", str(config), "--detach", "--json").stdout)["run"]
     processes.until(lambda: client.hlen(keys.producers(run)) == 2)
     children = stopped.pool()
 
@@ -224,39 +218,28 @@ def test_on_policy_a_stopped_process_that_goes_on_is_not_learned_from_and_the_ru
     assert seen and max(seen) <= 1
 
 
-def test_a_worker_that_joins_in_mid_run_plays_soon(server, processes: Processes) -> None:
+def test_a_worker_that_joins_in_mid_run_plays_soon_and_a_paused_run_uses_no_process(
+    server, processes: Processes
+) -> None:
     client = server.client
     processes.celery(server.url), processes.learner(server.url)
-    config = processes.config(
-        stop={"return": 10.0}, replay={"samples_per_insert": 0.5, "slack_steps": 100_000}
-    )
-    run = json.loads(processes.ddrl(server.url, "submit", str(config), "--detach", "--json").stdout)["run"]
+    replay = {"samples_per_insert": 0.5, "slack_steps": 100_000}
+    run = processes.detach(server.url, stop={"return": 10.0}, replay=replay)
     processes.until(lambda: client.hlen(keys.producers(run)) == 1)
     processes.celery(server.url)
     processes.until(lambda: len(workers.alive(client)) == 2)  # says ready
     processes.until(lambda: client.hlen(keys.producers(run)) == 2)
-    processes.ddrl(server.url, "stop", run)
-    wait_until(lambda: not runs.state(client, run).leased, 60)
-    assert json.loads(processes.ddrl(server.url, "status", run, "--json").stdout)["status"] == "stopped"
-
-
-def test_pause_uses_no_process_and_resume_goes_on(server, processes: Processes) -> None:
-    client = server.client
-    processes.celery(server.url), processes.learner(server.url)
-    run = json.loads(
-        processes.ddrl(
-            server.url, "submit", str(processes.config(stop={"return": 10.0})), "--detach", "--json"
-        ).stdout
-    )["run"]
     processes.until(lambda: runs.state(client, run).updates > 20)
     processes.ddrl(server.url, "pause", run)
-    time.sleep(1.5)
+    processes.until(lambda: not segments.playing(client, run))
     steps = runs.state(client, run).appended_steps
     time.sleep(1.0)
-    assert runs.state(client, run).appended_steps == steps
+    assert runs.state(client, run).appended_steps == steps and not segments.playing(client, run)
     processes.ddrl(server.url, "resume", run, "--detach")
     processes.until(lambda: runs.state(client, run).appended_steps > steps)
     processes.ddrl(server.url, "stop", run)
+    wait_until(lambda: not runs.state(client, run).leased, 60)
+    assert json.loads(processes.ddrl(server.url, "status", run, "--json").stdout)["status"] == "stopped"
 
 
 @pytest.mark.parametrize(
@@ -276,11 +259,18 @@ def test_pause_uses_no_process_and_resume_goes_on(server, processes: Processes) 
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing(
-    server, processes: Processes, overrides: list[str], message: str
+    server,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    overrides: list[str],
+    message: str,
 ) -> None:
+    monkeypatch.setenv(connection.URL_VARIABLE, server.url)
+    monkeypatch.chdir(tmp_path)
     options = [part for override in overrides for part in ("-s", override)]
-    done = processes.ddrl(server.url, "submit", str(processes.config()), *options, check=False)
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("ddrl: error: ") and len(done.stderr.splitlines()) == 1, done.stderr
-    assert message in done.stderr
-    assert server.client.dbsize() == 0 and not (processes.folder / "runs").exists()
+    assert main(["submit", str(Processes(tmp_path).config()), *options]) == 2
+    output, error = capsys.readouterr()
+    assert output == "" and error.startswith("ddrl: error: ") and len(error.splitlines()) == 1, error
+    assert message in error
+    assert server.client.dbsize() == 0 and not (tmp_path / "runs").exists()

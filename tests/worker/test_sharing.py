@@ -9,14 +9,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
 from redis import Redis
 from support.processes import ROOT, Processes, bound
-from support.runs import start, target_config
+from support.runs import initial_weights, start, target_config
 
-from ddrl.algorithms import base
 from ddrl.config import RunConfig
-from ddrl.store import keys, runs, segments, weights
+from ddrl.store import keys, runs, segments
 
 PROCESSES = 2
 Until = Callable[..., float]
@@ -41,9 +39,7 @@ def site(module_server, tmp_path_factory) -> Iterator[tuple[Redis, Processes]]:
     client, folder = module_server.client, tmp_path_factory.mktemp("sharing")
     client.flushall()
     warm_up = start(client, config())
-    learner = base.resolve(config(), runs.spaces(client, warm_up)).learner(device=torch.device("cpu"), seed=1)
-    blob = weights.encode_weights({name: value.numpy() for name, value in learner.weights().items()})
-    (folder / "weights").write_bytes(blob)
+    (folder / "weights").write_bytes(initial_weights(config(), runs.spaces(client, warm_up)))
     with Processes(folder) as processes:
         url, stand_in = module_server.url, str(ROOT / "tests" / "support" / "dispatching.py")
         processes.worker(url, concurrency=PROCESSES)
@@ -136,14 +132,13 @@ def test_processes_that_wait_for_an_allowance_serve_other_runs(client: Redis, un
     until(lambda: len(segments.playing(client, hungry)) == PROCESSES)
     for _ in range(
         2
-    ):  # and what it sent while it was alone is taken; who has just taken one begins within a second
+    ):  # what it sent while it was alone is taken; who has just taken one begins within a second
         until(lambda: not segments.playing(client, satisfied))
         time.sleep(1.0)
     before = process_s(client, satisfied, hungry)
     time.sleep(3.0)
-    idle, busy = (
-        after - then for then, after in zip(before, process_s(client, satisfied, hungry), strict=True)
-    )
+    after = process_s(client, satisfied, hungry)
+    idle, busy = (now - then for then, now in zip(before, after, strict=True))
     assert idle == 0 and busy > 0.5 * PROCESSES * 3.0
 
 
