@@ -62,7 +62,7 @@ def test_nothing_is_imported_that_is_not_allowed(package: Path, monkeypatch: pyt
     "name",
     ["own_package", "own_package:", ":make", "", "..own_package:make", "own_package:make:x", "a b:make"],
 )
-def test_other_forms(name: str, package: Path) -> None:
+def test_other_forms_are_refused(name: str, package: Path) -> None:
     assert refusal(name).endswith('is not of the form "module:callable"; write it like my_pkg.module:make')
 
 
@@ -71,25 +71,17 @@ def test_other_forms(name: str, package: Path) -> None:
     [
         ("x = 1", "module own_package.inner has no 'make'; name a callable of it"),
         ("make = 3", "is int, which cannot be called; name a callable of it"),
-        (
-            "import nowhere_at_all",
-            "No module named 'nowhere_at_all'; install what is missing on every machine",
-        ),
+        ("import nowhere", "No module named 'nowhere'; install what is missing on every machine"),
         ("from math import nothing", "cannot import name 'nothing' from 'math'"),
         ("1 / 0", "importing own_package.inner raised ZeroDivisionError (division by zero); make the module"),
-        (
-            "import math\nmath.nothing",
-            "importing own_package.inner raised AttributeError (module 'math' has no",
-        ),
+        ("import math; math.nothing", "own_package.inner raised AttributeError (module 'math' has no"),
         ("raise ValueError('first\\nsecond')", "raised ValueError (first);"),
         ("def", "importing own_package.inner raised SyntaxError (invalid syntax"),
         ("raise KeyError", "raised KeyError (KeyError);"),
+        (None, "No module named 'own_package.inner'; install"),
     ],
 )
-def test_modules_that_cannot_be_used(source: str, expected: str, package: Path) -> None:
-    (package / "inner.py").write_text(source)
+def test_modules_that_cannot_be_used_are_refused(source: str | None, expected: str, package: Path) -> None:
+    if source is not None:
+        (package / "inner.py").write_text(source)
     assert expected in refusal("own_package.inner:make")
-
-
-def test_missing_module(package: Path) -> None:
-    assert "No module named 'own_package.nothing'; install" in refusal("own_package.nothing:make")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -10,11 +9,12 @@ from typing import Any
 
 import pytest
 from redis import Redis
+from support.private_server import PrivateServer
 from support.processes import ROOT, Processes, bound
 from support.runs import initial_weights, start, target_config
 
 from ddrl.config import RunConfig
-from ddrl.store import keys, runs, segments
+from ddrl.store import runs, segments
 
 PROCESSES = 2
 Until = Callable[..., float]
@@ -63,11 +63,6 @@ def until(site: tuple[Redis, Processes]) -> Until:
     return site[1].until
 
 
-@pytest.fixture
-def ddrl(site: tuple[Redis, Processes], module_server: Any) -> Callable[..., Any]:
-    return functools.partial(site[1].ddrl, module_server.url)
-
-
 def process_s(client: Redis, *names: str) -> list[float]:
     return [runs.state(client, run).process_s for run in names]
 
@@ -88,16 +83,15 @@ def settle(client: Redis, until: Until, weights: dict[str, float], *, least_s: f
 
 
 def test_three_runs_share_two_processes_by_weight_until_one_pauses_or_changes(
-    client: Redis, until: Until, ddrl: Callable[..., Any]
+    client: Redis, until: Until, site: tuple[Redis, Processes], module_server: PrivateServer
 ) -> None:
     light, middle, heavy = (start(client, config(weight=weight)) for weight in (1.0, 2.0, 4.0))
     until(lambda: min(process_s(client, light, middle, heavy)) > 0)
     settle(client, until, {light: 1, middle: 2, heavy: 4}, least_s=10.0)
-    report = json.loads(ddrl("fleet", "--json").stdout)
+    report = json.loads(site[1].ddrl(module_server.url, "fleet", "--json").stdout)
     assert [worker["processes"] for worker in report["workers"]] == [PROCESSES]
-    assert {run["run"]: run["entitled"] for run in report["runs"]} == pytest.approx(
-        {light: 1 / 7, middle: 2 / 7, heavy: 4 / 7}
-    )
+    entitled = {run["run"]: run["entitled"] for run in report["runs"]}
+    assert entitled == pytest.approx({light: 1 / 7, middle: 2 / 7, heavy: 4 / 7})
     assert sum(run["share"] for run in report["runs"]) == pytest.approx(1, abs=0.05)  # each as its own says
     runs.set_status(client, heavy, "paused", "")
     until(lambda: not segments.playing(client, heavy))
@@ -140,10 +134,3 @@ def test_processes_that_wait_for_an_allowance_serve_other_runs(client: Redis, un
     after = process_s(client, satisfied, hungry)
     idle, busy = (now - then for then, now in zip(before, after, strict=True))
     assert idle == 0 and busy > 0.5 * PROCESSES * 3.0
-
-
-def test_runs_of_different_queues_share_the_processes_that_serve_both(client: Redis, until: Until) -> None:
-    plain, box2d = start(client, config(weight=1.0)), start(client, config(weight=3.0))
-    client.hset(keys.state(box2d), "queue", "ddrl.rollout.box2d")
-    until(lambda: min(process_s(client, plain, box2d)) > 0)
-    settle(client, until, {plain: 1, box2d: 3}, least_s=4.0)
