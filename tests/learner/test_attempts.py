@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
-from support.learners import Run, until
+from support.learners import Run, fields_of, until
 from support.runs import target_config
 
 from ddrl.config import ConfigError
@@ -55,7 +55,7 @@ def test_a_run_that_ends_while_its_stream_fills_the_server_ends(
 ) -> None:
     run = Run(server, target_config(**ENDLESS))
     run.play(200)
-    fields = {name: value for name, value in run.entries[0].fields.items() if len(name) > 1 or name == b"h"}
+    fields = fields_of(run.entries[0])
     for seq in range(60):
         run.append({**fields, b"padding": bytes(10**5)}, 99, seq)
     entries = run.entries

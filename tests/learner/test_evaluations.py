@@ -35,6 +35,11 @@ class Match:
         time.sleep(0.01)  # `near_every_s` passes
         self.scheduler.tick(Progress(self.version, return_mean, env_steps=100, updates=10))
 
+    def play(self, results: list[tuple[int, float]]) -> None:
+        """Evaluate versions, with these mean returns."""
+        for self.version, value in results:
+            self.tick(), self.answer(value), self.tick()
+
     def answer(self, value: float) -> Evaluation:
         wanted = evaluations.take(self.client, self.run, self.sent[-1], "player")
         assert wanted is not None
@@ -85,33 +90,28 @@ def test_solved_needs_confirmation_of_the_same_version_on_other_seeds(match: Mat
 def test_without_a_confirmation_wanted_one_evaluation_solves(server: Any) -> None:
     run = start(server.client, target_config())
     match = Match(server.client, run, near_every_s=0.01, near=5, confirm_episodes=0)
-    match.tick(), match.answer(-0.4), match.tick()
+    match.play([(1, -0.4)])
     assert match.scheduler.solved
 
 
-def test_a_failed_confirmation_does_not_solve_and_the_next_version_is_tried(match: Match) -> None:
-    match.tick(), match.answer(-0.4), match.tick(), match.answer(-0.6), match.tick()
+@pytest.mark.parametrize(
+    ("results", "best"),
+    [
+        ([(1, -3.0), (2, -1.0), (3, -2.0)], 2),
+        ([(1, -0.4), (1, -0.6)], 1),  # the confirmation fails
+        ([(1, -1.0), (2, -0.4), (2, -9.0)], 1),  # likewise: version 2 was lucky
+    ],
+)
+def test_the_best_version_has_the_highest_mean_and_unconfirmed_ones_do_not_solve(
+    match: Match, results: list[tuple[int, float]], best: int
+) -> None:
+    match.play(results)
     assert not match.scheduler.solved
-    match.version = 2
+    assert weights.index(match.client, match.run).best == best
+    assert runs.state(match.client, match.run).evaluation["version"] == best
+    match.version = 4
     match.tick()
-    assert match.sent[-1] == "2:1000000:20"
-
-
-def test_the_best_version_is_marked(match: Match) -> None:
-    for version, value in ((1, -3.0), (2, -1.0), (3, -2.0)):
-        match.version = version
-        match.tick(), match.answer(value), match.tick()
-    index = weights.index(match.client, match.run)
-    assert (index.best, index.best_return) == (2, -1.0)
-    assert runs.state(match.client, match.run).evaluation["version"] == 2
-
-
-def test_a_lucky_evaluation_that_is_not_confirmed_is_not_the_best(match: Match) -> None:
-    match.tick(), match.answer(-1.0), match.tick()
-    match.version = 2
-    match.tick(), match.answer(-0.4), match.tick(), match.answer(-9.0), match.tick()
-    assert not match.scheduler.solved
-    assert weights.index(match.client, match.run).best == 1
+    assert match.sent[-1] == "4:1000000:20"  # the next version is tried
 
 
 def test_a_lost_evaluation_is_sent_again_and_counts_once(match: Match) -> None:
@@ -141,6 +141,9 @@ def test_changed_settings_are_applied_to_the_next_evaluation(match: Match) -> No
     match.scheduler.adopt(config.evaluation, config.stop)
     match.tick()
     assert match.sent == ["1:1000000:7"]
+
+
+# --- a new learner ---------------------------------------------------------------------------------------
 
 
 def test_a_new_learner_takes_over_the_open_evaluation(match: Match) -> None:

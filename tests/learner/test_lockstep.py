@@ -9,7 +9,16 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
-from support.learners import Run, assert_equal_arrays, catch_config, contents, crashing, recall_config, until
+from support.learners import (
+    Run,
+    assert_equal_arrays,
+    catch_config,
+    contents,
+    crashing,
+    fields_of,
+    recall_config,
+    until,
+)
 from support.processes import Processes
 from support.runs import target_config
 
@@ -52,9 +61,14 @@ def recorded(server, config: RunConfig, num_steps: int) -> list[Fed]:
         run.play(num_steps // 2, anew=True)
     feed, steps = [], 0
     for entry in run.entries:
-        fields = {name: value for name, value in entry.fields.items() if len(name) > 1 or name == b"h"}
         feed.append(
-            Fed(fields, entry.producer, entry.count(b"i"), entry.count(b"q"), entry.count(b"n") - steps)
+            Fed(
+                fields_of(entry),
+                entry.producer,
+                entry.count(b"i"),
+                entry.count(b"q"),
+                entry.count(b"n") - steps,
+            )
         )
         steps = entry.count(b"n")
     return feed

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from redis import Redis
-from support.learners import Run, assert_equal_arrays, make_learner, training, until
+from support.learners import Run, assert_equal_arrays, fields_of, make_learner, training, until
 from support.private_server import PrivateServer
 from support.runs import target_config
 
@@ -105,10 +105,14 @@ def test_a_full_server_gets_memory_back_from_the_stream(server) -> None:
     replay = {"capacity": 20_000, "slack_steps": 20_000, "warmup_steps": 100}
     run = Run(server, config(replay=replay, learner={"checkpoint_every_s": 1}))
     run.play(300)
-    fields = {name: value for name, value in run.entries[0].fields.items() if len(name) > 1 or name == b"h"}
-    producer = stream.new_producer(run.client)
+    fields, producer = fields_of(run.entries[0]), stream.new_producer(run.client)
     for seq in range(60):  # 3 MB that only the replay needs
-        run.append({**fields, b"padding": random.randbytes(50_000)}, producer, seq, num_transitions=1)
+        run.append(
+            {**fields, b"padding": random.randbytes(50_000)},
+            producer,
+            seq,
+            num_transitions=1,
+        )
     learner = run.learner()
     with training(learner) as outages:
         run.catch_up(learner)

@@ -48,6 +48,11 @@ def resolve(client: Redis, run: str) -> base.Resolved:
     return base.resolve(runs.config(client, run), runs.spaces(client, run))
 
 
+def fields_of(entry: stream.Entry) -> dict[bytes, bytes]:
+    """Return the fields that a player appended, without those that the append added."""
+    return {name: value for name, value in entry.fields.items() if len(name) > 1 or name == b"h"}
+
+
 class Run:
     """A run on a private server, which a test plays and learns: a new one, or the one of the id `run`."""
 
