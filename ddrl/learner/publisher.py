@@ -152,7 +152,8 @@ class Publisher:
         shared: Shared,
         on_checkpoint: Callable[[bytes, Mapping[str, Any]], object] = lambda blob, meta: None,
     ) -> None:
-        self._client, self._run, self._token, self._config = client, run, token, config
+        self._client, self._run, self._config = client, run, config
+        self._held = client, run, token  # of every write
         self._replay, self._shared, self._on_checkpoint = replay, shared, on_checkpoint
         self.pinned: frozenset[int] = frozenset()
         """Versions that open evaluations need."""
@@ -173,8 +174,8 @@ class Publisher:
 
     def load(self) -> Stored:
         """Read what the run's last learner left."""
-        leases.renew(self._client, self._run, self._token)
-        checkpoints.sweep(self._client, self._run, self._token)
+        leases.renew(*self._held)
+        checkpoints.sweep(*self._held)
         found, index = checkpoints.load(self._client, self._run), weights.index(self._client, self._run)
         self._ledger_cursor = ledger.read(self._client, self._run)[1]
         stored = Stored(index.latest, index.latest in index.sizes)
@@ -189,7 +190,7 @@ class Publisher:
 
     def note(self, event: str, reason: str) -> None:
         """Add a line to the run's journal."""
-        leases.renew(self._client, self._run, self._token)  # the journal itself is not fenced
+        leases.renew(*self._held)  # the journal itself is not fenced
         runs.note(self._client, self._run, event, reason)
 
     def begin(self, feed: Reader, version: int, parameters: Tensors | None) -> None:
@@ -200,10 +201,10 @@ class Publisher:
         shared.fragments = min(shared.fragments, runs.state(self._client, self._run).appended_fragments)
         rows, cursor = shared.ledger.rows, shared.ledger.cursor
         shared.ledger.changes()
-        self._freeing(lambda: ledger.replace(self._client, self._run, self._token, rows, cursor))
+        self._freeing(lambda: ledger.replace(*self._held, rows, cursor))
         self._ledger_cursor = cursor
         if self._checkpoint is not None:  # entries that only the former learner's replay held
-            stream.trim(self._client, self._run, self._token, self._checkpoint.oldest.encode())
+            stream.trim(*self._held, self._checkpoint.oldest.encode())
         self._published_updates = shared.updates
         if parameters is None:
             shared.version = version
@@ -223,7 +224,7 @@ class Publisher:
         """
 
         def write() -> None:
-            leases.renew(self._client, self._run, self._token)
+            leases.renew(*self._held)
             self._store_ledger()
             while self._shared.lost or self._shared.refused:
                 self._report_refused()
@@ -256,7 +257,7 @@ class Publisher:
         try:
             is_due = started >= self._renew_at
             if is_due:
-                leases.renew(self._client, self._run, self._token)
+                leases.renew(*self._held)
                 self._renew_at = time.monotonic() + RENEW_S
                 self._store_ledger()
                 self._fold()
@@ -289,7 +290,7 @@ class Publisher:
         if not changed:
             return
         try:
-            ledger.put(self._client, self._run, self._token, changed, cursor)
+            ledger.put(*self._held, changed, cursor)
         except BaseException:
             self._shared.ledger.put_back(changed)
             raise
@@ -299,7 +300,7 @@ class Publisher:
         """Now and then fold the rows of ended producers into one."""
         if time.monotonic() >= self._fold_at and self._checkpoint is not None:
             self._fold_at = time.monotonic() + FOLD_EVERY_S
-            ledger.fold(self._client, self._run, self._token, self._checkpoint.ledger)
+            ledger.fold(*self._held, self._checkpoint.ledger)
             self._shared.ledger.fold(*ledger.folded(self._client, self._run))
 
     def _report_refused(self) -> None:
@@ -309,14 +310,14 @@ class Publisher:
             self._shared.lost.popleft()
         refused = self._shared.refused
         for _ in range(min(len(refused), REFUSALS_PER_ROUND)):
-            stream.refuse(self._client, self._run, self._token, *refused[0])
+            stream.refuse(*self._held, *refused[0])
             refused.popleft()
 
     def _report_metrics(self) -> None:
         now = time.monotonic()
         if now >= self._metrics_at:
             totals = self._totals()
-            metrics.add(self._client, self._run, self._token, self._row(totals))
+            metrics.add(*self._held, self._row(totals))
             self._totals_before = totals
             self._metrics_at = now + self._config.learner.metrics_every_s
 
@@ -364,22 +365,21 @@ class Publisher:
             )
         version, blob = max(index.latest, shared.version) + 1, weights.encode_weights(parameters)
         allowance = self._allowance(version)
+        drop = weights.superseded(
+            index,
+            keep_last=policy.keep_last,
+            keep_every=policy.keep_every,
+            max_bytes=int(policy.max_bytes),
+            pinned=self.pinned,
+        )
         weights.publish(
-            self._client,
-            self._run,
-            self._token,
+            *self._held,
             version=version,
             blob=blob,
             allowance=allowance,
             players=self._replay.num_collectors,
             updates=shared.updates,
-            drop=weights.superseded(
-                index,
-                keep_last=policy.keep_last,
-                keep_every=policy.keep_every,
-                max_bytes=int(policy.max_bytes),
-                pinned=self.pinned,
-            ),
+            drop=drop,
         )
         self._written_bytes += len(blob)
         shared.version, self._allowed, self._published_updates = version, allowance, updates
@@ -394,7 +394,7 @@ class Publisher:
         if allowance >= self._allowed + self._replay.budget_increment and now >= self._allow_at:
             players, updates = self._replay.num_collectors, self._shared.updates
             self._allow_at = now + players / WAKES_PER_S
-            stream.allow(self._client, self._run, self._token, allowance, players=players, updates=updates)
+            stream.allow(*self._held, allowance, players=players, updates=updates)
             self._allowed = allowance
 
     def _allowance(self, version: int) -> int:
@@ -419,7 +419,7 @@ class Publisher:
 
     def _save(self, counters: Counters, state: Tensors) -> None:
         blob, meta = weights.encode_weights(state), dict(vars(counters))
-        checkpoints.save(self._client, self._run, self._token, blob, meta)
+        checkpoints.save(*self._held, blob, meta)
         self._written_bytes += len(blob)
         self._checkpoint = counters
         every_s = max(self._config.learner.checkpoint_every_s, len(blob) / CHECKPOINT_BYTES_PER_S)
@@ -476,7 +476,7 @@ class Publisher:
         first_kept = min(first_kept, stream.following(self._ledger_cursor), key=stream.order)
         if not entries or stream.order(first_kept) <= stream.order(entries[0][0]):
             return
-        stream.trim(self._client, self._run, self._token, first_kept)
+        stream.trim(*self._held, first_kept)
         while entries and stream.order(entries[0][0]) < stream.order(first_kept):
             self._trimmed_bytes = entries.popleft()[1]
 

@@ -46,9 +46,7 @@ SPARE_S = 10.0  # in which a service does not claim a run that was asked for, or
 TICK_S = 0.05
 DISPATCH_S = 0.1
 SIGNALS_S = 0.25
-HANG_S = (
-    120.0  # without a round of the service thread the learner hangs; longer than redis-py tries a command
-)
+HANG_S = 120.0  # after which a service thread without a round hangs; longer than redis-py tries a command
 LOST = (leases.RunGoneError, runs.UnknownRunError)  # the server came back empty or older
 
 
@@ -69,21 +67,13 @@ class Interrupt:
         self.event.set()
 
 
-def serve(
-    client: Redis,
-    folder: Path,
-    interrupt: Interrupt,
-    *,
-    poll_s: float = POLL_S,
-    retention: Retention | None = None,
-) -> None:
+def serve(client: Redis, folder: Path, interrupt: Interrupt, *, retention: Retention | None = None) -> None:
     """Learn the runs that wait for a learner, one after another, until interrupted.
 
     Args:
         client: connection to the server.
         folder: of the runs' folders.
         interrupt: the process's wish to end.
-        poll_s: time between two looks.
         retention: which ended runs to delete from the server meanwhile; None: none.
     """
     log.info("waits for runs")
@@ -110,7 +100,7 @@ def serve(
             outage.over()
         except connection.OUTAGES as error:
             outage.note(error)
-        interrupt.event.wait(poll_s)
+        interrupt.event.wait(POLL_S)
 
 
 def learn(
@@ -338,26 +328,20 @@ class _Attempt:
         self._resources.callback(feed_client.close)
         self._local = local_checkpoints.BackgroundWriter(self._folder)
         self._resources.callback(self._local.close)
+        resolved = base.resolve(config, runs.spaces(client, run))
+        held, save = (run, self._token), self._save_locally
         self._learner = Learner(
-            client,
-            feed_client,
-            run,
-            self._token,
-            config,
-            base.resolve(config, runs.spaces(client, run)),
-            device=device,
-            on_checkpoint=self._save_locally,
+            client, feed_client, *held, config, resolved, device=device, on_checkpoint=save
         )
         self._resources.callback(self._learner.leave)
-        state = runs.state(client, run)
-        self._dispatcher = Dispatcher(client, run, self._token, config.rollout, send=celery.send_rollout)
+        self._dispatcher = Dispatcher(client, *held, config.rollout, send=celery.send_rollout)
+        queue = runs.state(client, run).evaluation_queue
         self._evaluations = EvaluationScheduler(
             client,
-            run,
-            self._token,
+            *held,
             config.evaluation,
             config.stop,
-            send=lambda message: celery.send_evaluation(run, message, state.evaluation_queue),
+            send=lambda message: celery.send_evaluation(run, message, queue),
         )
         log.info("learns %s on %s", run, device)
 
@@ -368,10 +352,8 @@ class _Attempt:
             ConfigError: it cannot.
         """
         learner = self._learner
-        parameters, checkpoint = (
-            _num_bytes(learner.algorithm.weights()),
-            _num_bytes(learner.algorithm.state()),
-        )
+        parameters = _num_bytes(learner.algorithm.weights())
+        checkpoint = _num_bytes(learner.algorithm.state())
         if learner.replay.state():  # priorities, of items yet to come
             checkpoint += 4 * self._config.replay.capacity
         needed = budget.needed_bytes(self._config, checkpoint_bytes=checkpoint, weights_bytes=parameters)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import json
+import math
 import resource
 import threading
 import time
@@ -17,7 +19,6 @@ from support.learners import (
     assert_equal_arrays,
     catch_config,
     contents,
-    fields_of,
     make_learner,
     recall_config,
     resolve,
@@ -250,6 +251,15 @@ def too_wide(fragment: Fragment) -> Fragment:
     return replace(fragment, **wider, extras={}, final_index=ends, final_observation=finals)
 
 
+def claiming(fields: dict[bytes, bytes]) -> dict[bytes, bytes]:
+    """Return the entry with a header that claims 2^48 bytes of observations."""
+    header = json.loads(fields[b"h"])
+    (column,) = (column for column in header["columns"] if column["name"] == "observation")
+    column["shape"] = [*column["shape"][:2], 2**20, 2**20]
+    column["bytes"] = math.prod(column["shape"]) * np.dtype(column["dtype"]).itemsize
+    return {**fields, b"h": json.dumps(header).encode()}
+
+
 def of_another_algorithm(fragment: Fragment) -> Fragment:
     return replace(fragment, extras={"state_value": fragment.extras["state_value"]})
 
@@ -262,17 +272,17 @@ def test_bad_entries_are_put_aside_with_the_reason_and_memory_stays_flat(name: s
         for one in (run, source):
             weights.publish(one.client, one.id, 0, version=version, blob=blob, allowance=0, updates=0)
     source.play(100)
-    fields = fields_of(source.entries[-1])
-    fields = codec.encode(replace(codec.decode(fields), run=run.id))
+    good = codec.encode(replace(codec.decode(source.entries[-1].fields), run=run.id))
     forged = {**POISON, "width": (encoded(too_wide), "at most (16, 4, ")}
     forged["algorithm"] = encoded(of_another_algorithm), "state_value" if name == "dqn" else "memory_index"
+    forged["claimed shapes"] = claiming, "bytes uncompressed, at most"
     del forged["decompression bomb"], forged["another dtype of actions"]  # made in memory; the dtype is right
-    bad = [(words.encode(), forge(fields)) for forge, words in forged.values()]
+    bad = [(words.encode(), forge(good)) for forge, words in forged.values()]
     for seq in range(3):  # the first ones come before any good one
         for producer, (_, fields) in enumerate(bad, start=10**6):
             run.append(fields, producer, seq)
         run.play(200)
-    run.client.xadd(keys.experience(run.id), fields)  # not by the append
+    run.client.xadd(keys.experience(run.id), good)  # not by the append
     learner = run.learner()
     gc.collect()
     tracemalloc.start()
