@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ddrl.config import RolloutConfig
-from ddrl.store import keys, leases, runs, segments, stream, workers
+from ddrl.store import keys, runs, segments, stream, workers
+from ddrl.store.connection import call
 from ddrl.store.runs import RunState
 from ddrl.store.workers import Heartbeat
 
@@ -135,7 +136,7 @@ class Dispatcher:
         self._process_s = process_s
         script_keys = [keys.state(self._run)] * 2
         field = ("mean_processes", f"{self._mean_processes:.4f}")
-        leases.fenced(self._client, "set_fields", script_keys, self._token, *field)
+        call(self._client, "set_fields", script_keys, [self._token, *field])
 
     def _find_lost(self, fleet: Sequence[Heartbeat]) -> None:
         """Note processes that play and are gone, once two surveys in a row say so: heartbeats may be a little late."""

@@ -11,7 +11,7 @@ from redis import Redis
 
 from ddrl.config import ConfigError, RunConfig
 from ddrl.store import connection, keys, runs
-from ddrl.store.leases import fenced
+from ddrl.store.connection import call
 
 OTHER_BYTES = 80 * 1024**2  # figures (45 MiB at their cap), logs, journal, episodes and the like, of one run
 EXTRA_VERSIONS = 3  # kept besides the newest: the best one, the one being evaluated, the one being published
@@ -38,7 +38,7 @@ def check(client: Redis, run: str, token: int, needed: int) -> None:
         ConfigError: they exceed it.
         LeaseLostError: another learner took over.
     """
-    fenced(client, "set_fields", [keys.state(run)] * 2, token, "needed_bytes", needed)
+    call(client, "set_fields", [keys.state(run)] * 2, [token, "needed_bytes", needed])
     limit = connection.maxmemory(client)
     if not limit:
         return

@@ -16,8 +16,7 @@ from redis import Redis
 from redis.exceptions import ResponseError
 
 from ddrl.store import keys
-from ddrl.store.connection import StoreError
-from ddrl.store.leases import fenced
+from ddrl.store.connection import StoreError, call
 
 PART_BYTES = 4 * 1024**2
 DROPPED_AT_ONCE = 1_000  # parts, as a script's stack is limited
@@ -83,7 +82,7 @@ def save(client: Redis, run: str, token: int, blob: bytes, meta: Mapping[str, An
     try:
         pointer = store_parts(client, run, token, number, blob, meta, is_fenced=True)
         old = part_keys(run, previous) if previous else []
-        fenced(client, "flip_checkpoint", [keys.state(run), *old], token, json.dumps(pointer))
+        call(client, "flip_checkpoint", [keys.state(run), *old], [token, json.dumps(pointer)])
     except (StoreError, ResponseError):
         stray = {"token": token, "number": number, "parts": -(-len(blob) // PART_BYTES) or 1}
         found = newest_pointer(client, run)  # a flip that was sent twice may have been refused once
@@ -118,7 +117,7 @@ def store_parts(
     for part, data in enumerate(parts):
         key = keys.checkpoint_part(run, token, number, part)
         if is_fenced:
-            fenced(client, "store_part", [keys.state(run), key], token, data)
+            call(client, "store_part", [keys.state(run), key], [token, data])
         else:
             client.set(key, data)
     return {
@@ -178,7 +177,7 @@ def sweep(client: Redis, run: str, token: int) -> int:
     num = 0
     for first in range(0, len(stray), DROPPED_AT_ONCE):
         some = stray[first : first + DROPPED_AT_ONCE]
-        num += fenced(client, "drop_parts", [keys.state(run), *some], token)
+        num += call(client, "drop_parts", [keys.state(run), *some], [token])
     return num
 
 

@@ -41,6 +41,8 @@ from redis.exceptions import (
 )
 from redis.retry import Retry
 
+from ddrl.store import keys
+
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -64,6 +66,14 @@ class StoreError(RuntimeError):
 
 class NotThereError(StoreError):
     """The server is not reachable now, or is loading its data."""
+
+
+class LeaseLostError(StoreError):
+    """Another learner took the run over; this one must not write any more."""
+
+
+class RunGoneError(StoreError):
+    """The server does not know the run any more: it came back empty or older, or the run was deleted."""
 
 
 class UnreachableError(redis.ConnectionError):
@@ -565,15 +575,28 @@ def call(
     """Run scripts/<name>.lua by its hash; its text is sent only to a server that does not know it.
 
     In a pipeline the text is always sent, since the hash may turn out to be unknown among other replies.
+    A script whose first line is `-- fenced` gets a learner's fencing token as its first argument.
+
+    Raises:
+        LeaseLostError: the token is not the newest.
+        RunGoneError: the run is not there, or is as it was before the token was given.
     """
     text, digest = _script(name)
     parts = (len(script_keys), *script_keys, *args)
     if isinstance(client, Pipeline):
         return client.eval(text, *parts)
     try:
-        return client.evalsha(digest, *parts)
-    except NoScriptError:
+        with contextlib.suppress(NoScriptError):
+            return client.evalsha(digest, *parts)
         return client.eval(text, *parts)
+    except ResponseError as error:
+        kind = str(error).partition(" ")[0]
+        if kind not in ("FENCED", "GONE"):
+            raise
+        run = keys.run_of(script_keys[0])
+    if kind == "GONE":
+        raise RunGoneError(f"run {run}: the server came back without it, or older")
+    raise LeaseLostError(f"run {run}: another learner took it over; this one has stopped writing")
 
 
 @functools.cache

@@ -27,7 +27,7 @@ from pydantic import TypeAdapter, ValidationError
 from redis import Redis
 
 from ddrl.store import connection, keys, weights
-from ddrl.store.leases import fenced
+from ddrl.store.connection import call
 from ddrl.types import EvaluationResult
 
 log = logging.getLogger(__name__)
@@ -274,7 +274,7 @@ class OpenEvaluations:
 
     def _give_up(self, item: _Pending, reason: str) -> None:
         script_keys = [keys.state(self._run), self._open_key]
-        fenced(self._client, "close_evaluation", script_keys, self._token, item.evaluation.id)
+        call(self._client, "close_evaluation", script_keys, [self._token, item.evaluation.id])
         self.given_up[item.evaluation.id] = reason
         del self._pending[item.evaluation.id]
 
@@ -283,7 +283,7 @@ class OpenEvaluations:
         pairs = [part for one in evaluations for part in (one.id, json.dumps(asdict(one)))]
         ttl_s = TTL_S if self._requester else 0
         script_keys = [keys.state(self._run), self._open_key]
-        fenced(self._client, "open_evaluations", script_keys, self._token, ttl_s, *pairs)
+        call(self._client, "open_evaluations", script_keys, [self._token, ttl_s, *pairs])
 
     def _send_unsent(self) -> None:
         for evaluation_id, item in self._pending.items():

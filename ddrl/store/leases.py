@@ -11,25 +11,18 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 from redis import Redis
-from redis.exceptions import ResponseError
 
 from ddrl.store import connection, keys
+from ddrl.store.connection import LeaseLostError as LeaseLostError
+from ddrl.store.connection import RunGoneError as RunGoneError
 from ddrl.store.connection import StoreError, call
 
 log = logging.getLogger(__name__)
 
 TTL_MS = 3_000
-
-
-class LeaseLostError(StoreError):
-    """Another learner took the run over; this one must not write any more."""
-
-
-class RunGoneError(StoreError):
-    """The server does not know the run any more: it came back empty or older, or the run was deleted."""
 
 
 def acquire(
@@ -59,7 +52,7 @@ def renew(client: Redis, run: str, token: int, *, ttl_ms: int = TTL_MS) -> None:
     Raises:
         LeaseLostError: another learner took over.
     """
-    fenced(client, "renew", [keys.state(run), keys.lease(run)], token, ttl_ms)
+    call(client, "renew", [keys.state(run), keys.lease(run)], [token, ttl_ms])
 
 
 def release(client: Redis, run: str, token: int) -> None:
@@ -142,24 +135,3 @@ def free(client: Redis, names: Sequence[str]) -> list[tuple[str, str]]:
         replies = pipe.execute()
     found = zip(names, replies[::2], replies[1::2], strict=True)
     return [(run, (host or b"").decode()) for run, held, host in found if not held]
-
-
-def fenced(client: Redis, name: str, script_keys: list[str], token: int, *args: Any) -> Any:
-    """Run the fenced script scripts/<name>.lua as the holder of `token`.
-
-    Raises:
-        LeaseLostError: the token is not the newest.
-        RunGoneError: the run is not there, or is as it was before the token was given.
-    """
-    try:
-        return call(client, name, script_keys, [token, *args])
-    except ResponseError as error:
-        if "FENCED" in str(error):
-            raise LeaseLostError(
-                f"run {keys.run_of(script_keys[0])}: another learner took it over; this one has stopped writing"
-            ) from None
-        if "GONE" in str(error):
-            raise RunGoneError(
-                f"run {keys.run_of(script_keys[0])}: the server came back without it, or older"
-            ) from None
-        raise

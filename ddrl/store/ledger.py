@@ -23,7 +23,7 @@ from typing import Any, cast
 from redis import Redis
 
 from ddrl.store import keys, stream, workers
-from ddrl.store.leases import fenced
+from ddrl.store.connection import call
 
 AUDITS = 10  # attempts, since the run goes on during an audit
 UNKNOWN = -1  # the producer of entries that no append wrote
@@ -156,7 +156,7 @@ def put(client: Redis, run: str, token: int, changed: Mapping[int, Row], cursor:
     parts: list[Any] = [_CURSOR, cursor]
     for producer, row in changed.items():
         parts += [producer, row.encode()]
-    fenced(client, "set_fields", [keys.state(run), keys.ledger(run)], token, *parts)
+    call(client, "set_fields", [keys.state(run), keys.ledger(run)], [token, *parts])
 
 
 def replace(client: Redis, run: str, token: int, rows: Mapping[int, Row], cursor: bytes) -> None:
@@ -222,7 +222,7 @@ def fold(
         total = added(total, row)
     script_keys = [keys.state(run), keys.producers(run), keys.ledger(run)]
     args = (ENDED, one.encode(), total.encode(), *parts)
-    return len(parts) // 3 if parts and fenced(client, "fold", script_keys, token, *args) else 0
+    return len(parts) // 3 if parts and call(client, "fold", script_keys, [token, *args]) else 0
 
 
 def added(total: Row, row: Row) -> Row:

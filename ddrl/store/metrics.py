@@ -9,7 +9,7 @@ from typing import Any, cast
 from redis import Redis
 
 from ddrl.store import journal, keys
-from ddrl.store.leases import fenced
+from ddrl.store.connection import call
 
 LENGTH = 50_000
 
@@ -20,7 +20,7 @@ def add(client: Redis, run: str, token: int, row: Mapping[str, float]) -> None:
     Raises:
         LeaseLostError: another learner took over.
     """
-    fenced(client, "add_metrics", [keys.state(run), keys.metrics(run)], token, LENGTH, json.dumps(row))
+    call(client, "add_metrics", [keys.state(run), keys.metrics(run)], [token, LENGTH, json.dumps(row)])
 
 
 def read(client: Redis, run: str, after: bytes = b"0-0") -> tuple[list[dict[str, Any]], bytes]:

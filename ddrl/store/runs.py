@@ -19,7 +19,6 @@ from ddrl.config import ConfigError, RunConfig, validate
 from ddrl.store import journal as capped
 from ddrl.store import keys
 from ddrl.store.connection import StoreError, call
-from ddrl.store.leases import fenced
 from ddrl.types import EnvSpec
 
 JOURNAL_LENGTH = 10_000
@@ -342,7 +341,7 @@ def set_status(client: Redis, run: str, new: str, reason: str, *, token: int | N
     ended = "1" if new in ENDED else "0"
     keys_ = [keys.state(run), keys.journal(run), keys.OPEN]
     args = (new, reason, ended, run, JOURNAL_LENGTH, *allowed)
-    return bool(fenced(client, "set_status", keys_, token or 0, *args))
+    return bool(call(client, "set_status", keys_, [token or 0, *args]))
 
 
 def reactivate(client: Redis, run: str, *, more_time_s: float | None = None) -> None:
@@ -407,7 +406,7 @@ def mirror(client: Redis, run: str, token: int, config: RunConfig) -> None:
         LeaseLostError: another learner took over.
     """
     pairs = [part for pair in _mirrored(config).items() for part in pair]
-    fenced(client, "set_fields", [keys.state(run)] * 2, token, *pairs)
+    call(client, "set_fields", [keys.state(run)] * 2, [token, *pairs])
 
 
 def note(client: Redis, run: str, event: str, reason: str) -> None:
@@ -421,7 +420,7 @@ def note_evaluation(client: Redis, run: str, token: int, evaluation: Mapping[str
     Raises:
         LeaseLostError: another learner took over.
     """
-    fenced(client, "set_fields", [keys.state(run)] * 2, token, "evaluation", json.dumps(dict(evaluation)))
+    call(client, "set_fields", [keys.state(run)] * 2, [token, "evaluation", json.dumps(dict(evaluation))])
 
 
 def request_handover(client: Redis, run: str, host: str) -> None:

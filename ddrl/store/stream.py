@@ -16,7 +16,6 @@ from redis import Redis
 
 from ddrl.store import journal, keys
 from ddrl.store.connection import call
-from ddrl.store.leases import fenced
 
 ENTRY_OVERHEAD_BYTES = 128  # of an entry in the server: measured 75 to 83, counters and names besides
 REPLY_BYTES = 8 * 1024**2  # aim for one read
@@ -163,7 +162,7 @@ def trim(client: Redis, run: str, token: int, first_kept: bytes) -> int:
     Raises:
         LeaseLostError: another learner took over.
     """
-    return cast(int, fenced(client, "trim", [keys.state(run), keys.experience(run)], token, first_kept))
+    return cast(int, call(client, "trim", [keys.state(run), keys.experience(run)], [token, first_kept]))
 
 
 def refuse(client: Redis, run: str, token: int, entry_id: bytes, head: bytes, reason: str) -> None:
@@ -173,7 +172,7 @@ def refuse(client: Redis, run: str, token: int, entry_id: bytes, head: bytes, re
         LeaseLostError: another learner took over.
     """
     script_keys = [keys.state(run), keys.dead(run)]
-    fenced(client, "refuse", script_keys, token, DEAD_LENGTH, entry_id, reason[:500], head)
+    call(client, "refuse", script_keys, [token, DEAD_LENGTH, entry_id, reason[:500], head])
 
 
 def allow(client: Redis, run: str, token: int, allowance: int, *, updates: int, players: int = 1) -> None:
@@ -187,7 +186,7 @@ def allow(client: Redis, run: str, token: int, allowance: int, *, updates: int, 
     Raises:
         LeaseLostError: another learner took over.
     """
-    fenced(client, "allow", [keys.state(run), keys.allowance(run)], token, allowance, updates, players)
+    call(client, "allow", [keys.state(run), keys.allowance(run)], [token, allowance, updates, players])
 
 
 def await_allowance(client: Redis, run: str, after: bytes, *, block_ms: int) -> bool:

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors import numpy as safetensors_numpy
 
 from ddrl.store import keys
-from ddrl.store.leases import fenced
+from ddrl.store.connection import call
 
 # --- arrays and bytes ----------------------------------------------------------------------------------
 
@@ -104,7 +104,7 @@ def publish(
     script_keys = [keys.state(run), keys.weights(run), keys.allowance(run), keys.weights_blob(run, version)]
     script_keys += [keys.weights_blob(run, old) for old in drop]
     args = (version, len(blob), blob, allowance, updates, players, *drop)
-    fenced(client, "publish", script_keys, token, *args)
+    call(client, "publish", script_keys, [token, *args])
 
 
 def mark_best(client: Redis, run: str, token: int, version: int, return_mean: float) -> None:
@@ -114,7 +114,7 @@ def mark_best(client: Redis, run: str, token: int, version: int, return_mean: fl
         LeaseLostError: another learner took over.
     """
     script_keys = [keys.state(run), keys.weights(run)]
-    fenced(client, "set_fields", script_keys, token, "best", version, "best_return", return_mean)
+    call(client, "set_fields", script_keys, [token, "best", version, "best_return", return_mean])
 
 
 def index(client: Redis, run: str) -> WeightsIndex:

@@ -76,7 +76,7 @@ def test_every_live_option_is_in_the_table() -> None:
 def test_a_live_option_applies_from_the_next_update(
     name: str, option: str, needed: dict[str, Any], other: Any
 ) -> None:
-    """And is that of a learner built with it from the same state; before it and after it, state by state."""
+    """The learner then equals one that was built with the option from the same state."""
     state = trained(name, needed)
     unchanged, adopting = continued(name, needed, state), continued(name, needed, state)
     built = continued(name, needed | {option: other}, state)
@@ -86,20 +86,16 @@ def test_a_live_option_applies_from_the_next_update(
     later = continued(name, needed | {option: other}, load(save(dict(adopting.learner.state()))))
     assert adopting.update(4) == built.update(4) == later.update(4)
     unchanged.adopt()  # no change is none
-    assert unchanged.update(4) == continued_once(name, needed, state)
-
-
-def continued_once(name: str, options: Mapping[str, Any], state: Mapping[str, Any]) -> str:
-    subject = continued(name, options, state)
-    subject.update(3)
-    return subject.update(4)
+    again = continued(name, needed, state)
+    again.update(3)
+    assert unchanged.update(4) == again.update(4)
 
 
 @pytest.mark.parametrize(
     ("before", "after"), [*combinations(("auto", 0.2, 0.0), 2), (0.2, "auto"), (0.0, "auto"), (0.0, 0.2)]
 )
-def test_a_temperature_is_held_and_let_go(before: Any, after: Any) -> None:
-    """Its own optimizer is kept meanwhile, so that checkpoints of before and after fit both."""
+def test_a_temperature_becomes_fixed_or_automatic(before: Any, after: Any) -> None:
+    """Its optimizer is kept meanwhile, so that checkpoints of before and after fit both."""
     state = trained("sac", {"temperature": before})
     adopting, built = (continued("sac", {"temperature": option}, state) for option in (before, after))
     adopting.adopt(temperature=after)
@@ -134,7 +130,6 @@ def test_other_options_are_refused_and_nothing_changes(
 
 
 def test_an_option_of_several_algorithms_is_live_in_all() -> None:
-    """One that an algorithm declares anew must not lose the mark of its namesake."""
     classes: list[type[BaseModel]] = [base.config_class(name) for name in base.names()]
     for left, right in combinations(classes, 2):
         both = left.model_fields.keys() & right.model_fields.keys()
@@ -146,7 +141,7 @@ def test_an_option_of_several_algorithms_is_live_in_all() -> None:
 def test_policies_do_not_need_live_options(
     name: str, option: str, needed: dict[str, Any], other: Any
 ) -> None:
-    """Whatever they know of it comes with the weights: a player that keeps the old options plays the same."""
+    """A player with the old options plays the same weights in the same way."""
     learner = Subject(name, needed | {option: other}).learner
     played = [
         _play(base.Resolved(name, Subject(name, options).config, SPECS[name]).policy, learner.weights())

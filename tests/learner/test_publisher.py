@@ -186,15 +186,15 @@ def test_a_checkpoint_during_which_the_learner_is_replaced_leaves_no_part(
     good, token = checkpoints.load(run.client, run.id), run.token
     assert good is not None and len(good[0]) > 5 * 4096
     parts = set(run.client.scan_iter(match=keys.checkpoint_pattern(run.id)))
-    fenced, calls = checkpoints.fenced, []
+    call, calls = checkpoints.call, []
 
     def replaced(*arguments: Any) -> Any:
         calls.append(arguments)
         if len(calls) == 4:
             run.take()
-        return fenced(*arguments)
+        return call(*arguments)
 
-    monkeypatch.setattr(checkpoints, "fenced", replaced)
+    monkeypatch.setattr(checkpoints, "call", replaced)
     with pytest.raises(leases.LeaseLostError):
         checkpoints.save(run.client, run.id, token, *good)
     assert set(run.client.scan_iter(match=keys.checkpoint_pattern(run.id))) == parts

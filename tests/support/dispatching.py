@@ -16,12 +16,11 @@ from redis import Redis
 
 from ddrl import celery
 from ddrl.learner.dispatcher import Dispatcher
-from ddrl.store import connection, runs, weights
-from ddrl.store import leases as lease
+from ddrl.store import connection, leases, runs, weights
 
 
 def dispatch(run: str, token: int, blob: bytes) -> None:
-    """As a learner's service thread does."""
+    """Dispatch for a run until it ends, as a learner's service thread does."""
     client, config = connection.connect(), runs.config(connection.connect(), run)
     allowance = config.replay.warmup_steps
     weights.publish(client, run, token, version=0, blob=blob, allowance=allowance, updates=0)
@@ -29,7 +28,7 @@ def dispatch(run: str, token: int, blob: bytes) -> None:
     renew_at = 0.0
     while (status := runs.status(client, run)) in ("active", "paused"):
         if time.monotonic() >= renew_at:
-            lease.renew(client, run, token)
+            leases.renew(client, run, token)
             renew_at = time.monotonic() + 0.75
         if status == "active":
             dispatcher.tick()
@@ -39,7 +38,7 @@ def dispatch(run: str, token: int, blob: bytes) -> None:
 def serve(client: Redis, blob: bytes) -> None:
     while True:
         for run in runs.active_names(client):
-            token = lease.acquire(client, run, host="stand-in", folder="-")
+            token = leases.acquire(client, run, host="stand-in", folder="-")
             if token is not None:
                 threading.Thread(target=dispatch, args=(run, token, blob), daemon=True).start()
         time.sleep(0.05)
