@@ -14,7 +14,6 @@ from torch import Tensor
 from ddrl.returns import n_step_return
 from ddrl.types import Batch, EnvSpec
 
-VECTORS = DISCRETE
 IMAGES = EnvSpec("Toy-v0", (12, 10), "uint8", "discrete", (), (3,), frame_stack=2)
 PIXELS = EnvSpec("Toy-v0", (36, 40), "uint8", "discrete", (), (3,), frame_stack=4)
 
@@ -129,7 +128,7 @@ def slow_ladder(producer: int, num_envs: int, base: float, exponent: float) -> l
 def make_batch(
     seed: int = 0,
     *,
-    spec: EnvSpec = VECTORS,
+    spec: EnvSpec = DISCRETE,
     rows: Sequence[int] | np.ndarray = range(6),
     gamma: float = 0.9,
     n_step: int = 1,

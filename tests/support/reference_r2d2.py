@@ -7,8 +7,6 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
-from support.algorithms import DISCRETE
-from support.algorithms import SMALL as SMALL_OPTIONS
 from torch import Tensor
 
 from ddrl.algorithms.base import advance
@@ -16,10 +14,8 @@ from ddrl.algorithms.r2d2.config import Config
 from ddrl.algorithms.r2d2.policy import Policy
 from ddrl.types import EnvSpec, Sequences, SequenceShape
 
-VECTORS = DISCRETE
 IMAGES = EnvSpec("Toy-v0", (36, 36), "uint8", "discrete", (), (4,), frame_stack=2)
 SHAPE = SequenceShape(burn_in=4, length=5, overlap=2)
-SMALL = SMALL_OPTIONS["r2d2"]
 
 # (observation [1, 1, *I], previous_action [1, 1], previous_reward [1, 1], state [1, H]) -> (q [1, 1, A], state [1, H])
 Network = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]

@@ -9,28 +9,23 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load, save
-from support.algorithms import CONTINUOUS, CPU, DISCRETE, digest
+from support.algorithms import CONTINUOUS, CPU, DISCRETE, continuous_batch, digest
+from support.algorithms import SMALL as SMALL_OPTIONS
 from support.reference_ppo import make_feed
 from support.reference_ppo import tensors as trajectories
-from support.reference_q import VECTORS, make_batch
+from support.reference_q import make_batch
 from support.reference_r2d2 import SHAPE, make_sequences
-from support.reference_r2d2 import SMALL as SMALL_SEQUENCES
 from support.replays import make_replay
 
 from ddrl.algorithms import base
 from ddrl.replay.prioritized import Priorities
 from ddrl.replay.replay import Replay
 from ddrl.replay.transitions import TransitionItems
-from ddrl.types import Batch, EnvSpec
 
-SMALL: dict[str, dict[str, Any]] = {
-    "sac": {"hidden_sizes": (8, 7), "learning_rate": 1e-2, "target_rate": 0.1, "batch_size": 6},
-    "dqn": {"hidden_sizes": (8, 7), "learning_rate": 1e-2, "target_period": 2, "batch_size": 6},
-    "r2d2": SMALL_SEQUENCES | {"target_period": 2, "batch_size": 6, "epsilon_ladder": False},
-    "ppo": {"hidden_sizes": (6, 5), "batch_size": 60, "minibatch_size": 20, "num_epochs": 2},
-    "impala": {"hidden_sizes": (6, 5), "batch_size": 60},
+SMALL = SMALL_OPTIONS | {
+    "r2d2": SMALL_OPTIONS["r2d2"] | {"target_period": 2, "batch_size": 6, "epsilon_ladder": False}
 }
-SPECS = {"sac": CONTINUOUS, "dqn": VECTORS, "r2d2": VECTORS, "ppo": DISCRETE, "impala": DISCRETE}
+SPECS = {"sac": CONTINUOUS, "dqn": DISCRETE, "r2d2": DISCRETE, "ppo": DISCRETE, "impala": DISCRETE}
 
 
 class Subject:
@@ -74,7 +69,7 @@ class Subject:
     def _batch(self, number: int) -> Any:
         spec = SPECS[self._name]
         if self._name == "sac":
-            return continuous_batch(spec, number)
+            return continuous_batch(number)
         if self._name in ("ppo", "impala"):
             return trajectories(make_feed(spec, seed=number))
         weight: np.ndarray | None = None
@@ -83,22 +78,10 @@ class Subject:
         if self._name == "dqn":
             return make_batch(number, weight=weight)
         memory_size = self.config.recurrent_state_size
-        batch = make_sequences(VECTORS, SHAPE, memory_size=memory_size, seed=number)
+        batch = make_sequences(DISCRETE, SHAPE, memory_size=memory_size, seed=number)
         if weight is None:
             return batch
         return replace(batch, weight=torch.from_numpy(weight), number=torch.arange(6))
-
-
-def continuous_batch(spec: EnvSpec, seed: int) -> Batch:
-    generator = torch.Generator().manual_seed(seed)
-    low, high = torch.tensor(spec.action_low), torch.tensor(spec.action_high)
-    return Batch(
-        observation=torch.randn(6, 3, generator=generator),
-        action=low + (high - low) * torch.rand(6, 2, generator=generator),
-        n_step_return=torch.randn(6, generator=generator),
-        bootstrap_discount=torch.rand(6, generator=generator).round() * 0.9,
-        next_observation=torch.randn(6, 3, generator=generator),
-    )
 
 
 def trained(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
