@@ -76,7 +76,7 @@ def test_toys_that_show_their_answer(env_id: str, sizes: tuple[int, ...], random
     toy = make(env_id)
     generator = np.random.default_rng(0)
     answers, random_total, seen = [], 0.0, set()
-    for episode in range(400):
+    for episode in range(300):
         shown, _ = toy.reset(seed=episode)
         for step in range(10):
             assert toy.observation_space.contains(shown)
@@ -88,9 +88,9 @@ def test_toys_that_show_their_answer(env_id: str, sizes: tuple[int, ...], random
             assert reward == np.mean(chosen == answer)
             assert (terminated, truncated) == (False, step == 9)
             random_total += reward
-    assert random_total / 400 == pytest.approx(random_return, abs=0.25)
+    assert random_total / 300 == pytest.approx(random_return, abs=0.25)
     for dimension, size in enumerate(sizes):
-        shares = np.bincount(np.array(answers)[:, dimension], minlength=size) / 4000
+        shares = np.bincount(np.array(answers)[:, dimension], minlength=size) / 3000
         np.testing.assert_allclose(shares, 1 / size, atol=0.04)
     assert len(seen) == {"ddrl/Pick-v0": 4, "ddrl/Pairs-v0": 12, "ddrl/Spot-v0": 64}[env_id]
 
@@ -111,7 +111,7 @@ def test_catch_shows_ball_and_paddle_and_can_always_be_won(size: int, pixels: in
     """A policy that only reads the image wins from every column."""
     toy = make("ddrl/Catch-v0", size=size, pixels=pixels)
     columns = set()
-    for episode in range(8 * size):
+    for episode in range(5 * size):
         image, _ = toy.reset(seed=episode)
         expected_paddle, ended, num_steps = size // 2, False, 0
         while not ended:
@@ -129,20 +129,18 @@ def test_catch_shows_ball_and_paddle_and_can_always_be_won(size: int, pixels: in
     assert columns == set(range(size))
 
 
-def test_catch_returns_of_policies_that_ignore_the_image() -> None:
-    """2 / size - 1 for random, still and running paddles, which never leave the board."""
-    toy = make("ddrl/Catch-v0")
-    generator = np.random.default_rng(0)
-    for play in (lambda: generator.integers(3), lambda: 1, lambda: 0, lambda: 2):
-        returns = []
-        for episode in range(400):
-            toy.reset(seed=episode)
-            ended = False
-            while not ended:
-                image, reward, ended, *_ = toy.step(np.int64(play()))
-            returns.append(reward)
-            assert episode % 10 or np.count_nonzero(slow_board(image, 12)[-1]) in (1, 2)
-        assert set(returns) <= {-1.0, 1.0} and np.mean(returns) == pytest.approx(2 / 12 - 1, abs=0.1)
+@pytest.mark.parametrize(("action", "end"), [(0, 0), (1, 6), (2, 11)])
+def test_catch_is_won_only_where_the_paddle_ends_which_never_leaves_the_board(action: int, end: int) -> None:
+    toy, returns = make("ddrl/Catch-v0"), set()
+    for episode in range(60):
+        image, _ = toy.reset(seed=episode)
+        (column,) = np.flatnonzero(slow_board(image, 12)[0])
+        ended = False
+        while not ended:
+            image, reward, ended, *_ = toy.step(np.int64(action))
+        assert reward == (1.0 if column == end else -1.0) and slow_board(image, 12)[-1, end]
+        returns.add(reward)
+    assert returns == {1.0, -1.0}
 
 
 @pytest.mark.parametrize(("delay", "num_cues"), [(8, 2), (1, 4), (0, 3)])

@@ -272,31 +272,22 @@ def test_threads_decompress_into_memory_of_their_own(monkeypatch: pytest.MonkeyP
 
 def test_large_arrays_are_used_again_when_nobody_refers_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "POOLED_BYTES", 1)
-    pool = ArrayPool()
-    first = pool.take((4, 3), np.dtype("f4"))
-    view = first[1:]
-    second = pool.take((4, 3), np.dtype("f4"))
-    assert not np.shares_memory(first, second)
-    address = first.ctypes.data
+    pool, floats = ArrayPool(), np.dtype("f4")
+    first = pool.take((4, 3), floats)
+    view, address = first[1:], first.ctypes.data
     del first
-    third = pool.take((4, 3), np.dtype("f4"))
-    assert third.ctypes.data != address, "a view still refers to it"
+    second = pool.take((4, 3), floats)
+    assert not np.shares_memory(view, second), "a view still refers to it"
     del view
-    assert pool.take((4, 3), np.dtype("f4")).ctypes.data == address
-    assert pool.take((4, 3), np.dtype("u1")).dtype == np.uint8
-
-
-def test_the_pool_keeps_the_arrays_in_use_and_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "POOLED_BYTES", 1)
-    pool = ArrayPool()
-    in_use = [pool.take((2,), np.dtype("f4")) for _ in range(20)]
-    assert len({array.ctypes.data for array in in_use}) == 20 and pool.num_bytes == 20 * 8
+    assert pool.take((4, 3), floats).ctypes.data == address
+    in_use = [second, *(pool.take((4, 3), floats) for _ in range(20))]
+    assert len({array.ctypes.data for array in in_use}) == 21 and pool.num_bytes == 21 * 48
     del in_use[3:]
-    newest = pool.take((2,), np.dtype("f4"))
-    assert pool.num_bytes == (3 + 1 + storage.MAX_IDLE) * 8  # those in use, and for the next batch
+    newest = pool.take((4, 3), floats)
+    assert pool.num_bytes == (3 + 1 + storage.MAX_IDLE) * 48  # those in use, and for the next batch
     del newest
     other = pool.take((2,), np.dtype("u1"))
-    assert pool.num_bytes == 3 * 8 + other.nbytes  # batches have another shape now
+    assert other.dtype == np.uint8 and pool.num_bytes == 3 * 48 + 2  # batches have another shape now
 
 
 @both_stores
