@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.replays import changed
 
 from ddrl import codec
 from ddrl.codec import CodecError
@@ -119,12 +120,12 @@ def test_a_lane_of_images_is_a_block() -> None:
     assert_same(codec.decode(with_chunk("observation", old, fragment)), fragment)
 
 
-def with_memory(num_states: int = 5, size: int = 4, **changed: np.ndarray) -> Fragment:
-    """7 + 2 steps of 3 environments, and recurrent states of some."""
+def with_memory(num_states: int = 5, **columns: np.ndarray) -> Fragment:
+    """7 + 2 steps of 3 environments, and recurrent states of some, of 4 numbers."""
     rng = np.random.default_rng(1)
     index = np.stack([rng.integers(0, 9, num_states), rng.integers(0, 3, num_states)], 1).astype("i4")
-    memory = {"memory_index": index, "memory": rng.normal(size=(num_states, size)).astype("f2")}
-    return dataclasses.replace(make_fragment(context=2), extras={**memory, **changed})
+    memory = {"memory_index": index, "memory": rng.normal(size=(num_states, 4)).astype("f2")}
+    return changed(make_fragment(context=2), **memory | columns)
 
 
 @pytest.mark.parametrize("num_states", [0, 5, 27])
@@ -138,13 +139,6 @@ INDEX, MEMORY = WITH_MEMORY["memory_index"], WITH_MEMORY["memory"]
 FRAGMENT = make_fragment()
 
 
-def changed(fragment: Fragment, **changes: Any) -> Fragment:
-    """With other columns; unknown names are extras."""
-    known = {name: value for name, value in changes.items() if name in ARRAYS}
-    extras = {name: value for name, value in changes.items() if name not in ARRAYS}
-    return dataclasses.replace(fragment, **known, extras=extras)
-
-
 @pytest.mark.parametrize(
     ("fragment", "message"),
     [
@@ -156,11 +150,11 @@ def changed(fragment: Fragment, **changes: Any) -> Fragment:
         (with_memory(memory=MEMORY[:4]), "memory: shape [4, 4], expected [5, 4]"),
         (with_memory(memory_index=INDEX[:4]), "memory: shape [5, 4], expected [4, 4]"),
         (with_memory(28), "memory_index: 28 rows, more than 9 x 3 steps"),
-        (changed(with_memory(), memory=MEMORY), "together or not at all"),
-        (changed(with_memory(), memory_index=INDEX), "together or not at all"),
+        (changed(with_memory(), memory_index=None), "together or not at all"),
+        (changed(with_memory(), memory=None), "together or not at all"),
         (changed(FRAGMENT, reward=FRAGMENT.reward.astype("f8")), "reward: dtype 'float64'"),
         (changed(FRAGMENT, action=FRAGMENT.action[1:]), "action: shape"),
-        (dataclasses.replace(FRAGMENT, extras={"reward": FRAGMENT.reward}), "extras: a name repeats"),
+        (changed(FRAGMENT, extras={"reward": FRAGMENT.reward}), "extras: a name repeats"),
         (changed(FRAGMENT, n=FRAGMENT.reward), "no column name"),
         (changed(FRAGMENT, who=FRAGMENT.reward.astype(object)), "dtype 'object'"),
     ],

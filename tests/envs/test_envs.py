@@ -106,16 +106,8 @@ def test_module_must_be_allowed(
         ("ddrl/Endles-v0", {}, "did you mean .*ddrl/Endless-v0"),
         ("qqqqqqqq", {}, r'name a Gymnasium id or "module:callable"'),
         ("ddrl/Endless-v0", {"kwargs": {"stepz": 1}}, r"env.kwargs \{'stepz': 1\} refused"),
-        (
-            "ddrl/Catch-v0",
-            {"kwargs": {"size": 5}},
-            r"env.kwargs \{'size': 5\} refused .*pixels a multiple of it",
-        ),
-        (
-            "CartPole-v1",
-            {"atari": {"noop_max": 0}},
-            "^CartPole-v1: env.atari is set, but this is no ALE game; remove it$",
-        ),
+        ("ddrl/Catch-v0", {"kwargs": {"size": 5}}, r"env.kwargs .* refused .*pixels a multiple of it"),
+        ("CartPole-v1", {"atari": {"noop_max": 0}}, "^CartPole-v1: env.atari is set, .* remove it$"),
     ],
 )
 def test_environments_that_cannot_be_made_are_refused(

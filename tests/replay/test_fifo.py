@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import tracemalloc
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.reference_items import Lane, Player
+from support.replays import changed
 
 from ddrl.replay.fifo import Fifo, check_trajectory, trajectories
 from ddrl.types import Fragment, Trajectories
@@ -18,10 +18,10 @@ from ddrl.types import Fragment, Trajectories
 B = 32
 
 
-def playable(made: Fragment, **changes: Any) -> Fragment:
+def playable(made: Fragment, **columns: Any) -> Fragment:
     """With the log probabilities that on-policy learning needs; they differ from step to step."""
     log_prob = np.random.default_rng(made.seq).normal(size=made.reward.shape).astype(np.float32)
-    return dataclasses.replace(made, **{"extras": {"behavior_log_prob": log_prob}} | changes)
+    return changed(made, **{"behavior_log_prob": log_prob} | columns)
 
 
 def fragment(version: int, *, num_steps: int = 4, producer: int = 0, seq: int = 0) -> Fragment:
@@ -257,7 +257,7 @@ def test_every_step_is_there_once_with_its_neighbors(
 def test_the_raw_action_is_the_action() -> None:
     one = playable(Player(continuous=True).fragment(3))
     raw = np.random.default_rng(1).normal(size=one.action.shape).astype(np.float32)
-    batch = trajectories([dataclasses.replace(one, extras={**one.extras, "raw_action": raw})], gamma=0.9)
+    batch = trajectories([changed(one, raw_action=raw)], gamma=0.9)
     assert np.array_equal(batch.action, raw)
 
 
@@ -265,18 +265,18 @@ COLUMN = np.zeros((3, 2), np.float32)
 
 
 @pytest.mark.parametrize(
-    ("extras", "message"),
+    ("columns", "message"),
     [
-        ({}, "no column behavior_log_prob"),
+        ({"behavior_log_prob": None}, "no column behavior_log_prob"),
         ({"behavior_log_prob": COLUMN.astype(np.float64)}, "no column behavior_log_prob, float32"),
         ({"behavior_log_prob": COLUMN[..., None]}, "no column behavior_log_prob"),
-        ({"behavior_log_prob": COLUMN, "raw_action": COLUMN}, "raw_action differs in shape"),
-        ({"behavior_log_prob": COLUMN, "raw_action": np.zeros((3, 2, 2), np.float16)}, "or dtype"),
+        ({"raw_action": COLUMN}, "raw_action differs in shape"),
+        ({"raw_action": np.zeros((3, 2, 2), np.float16)}, "or dtype"),
     ],
 )
-def test_columns_of_another_algorithm_are_refused(extras: dict[str, np.ndarray], message: str) -> None:
+def test_columns_of_another_algorithm_are_refused(columns: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        make().pack(playable(Player(continuous=True).fragment(3), extras=extras))
+        make().pack(playable(Player(continuous=True).fragment(3), **columns))
 
 
 def test_checks_copy_no_images() -> None:

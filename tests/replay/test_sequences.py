@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.reference_items import STATE_SIZE, Player, SlowSequence
-from support.replays import admit, gather, gather_all, make_replay
+from support.replays import admit, changed, gather, gather_all, make_replay
 
 from ddrl.replay.replay import Replay
 from ddrl.replay.sequences import (
@@ -141,16 +140,6 @@ def test_cuts_that_are_impossible_are_refused(
     assert "\n" not in str(caught.value)
 
 
-def of_extras(**changes: Any) -> Callable[[Fragment], Fragment]:
-    """With these further columns instead; None takes one away."""
-
-    def change(fragment: Fragment) -> Fragment:
-        extras = dict(fragment.extras) | changes
-        return dataclasses.replace(fragment, extras={k: v for k, v in extras.items() if v is not None})
-
-    return change
-
-
 def test_targets_by_hand() -> None:
     reward = np.array([[1, 1], [2, 2], [4, 4], [99, 8]], np.float32)  # the first ends after three steps
     return_, discount, bootstrap, valid = targets(
@@ -188,9 +177,9 @@ def test_td_errors_by_hand(truncated: list[int], terminated: list[int], expected
     cuts = cut_fragment(fragment, CUT_SHAPE, 1)
     found = errors(fragment, cuts)
     assert found is not None and found.dtype == np.float32 and found.tolist() == expected
-    assert errors(of_extras(action_value=None, state_value=None)(fragment), cuts) is None
+    assert errors(changed(fragment, action_value=None, state_value=None), cuts) is None
     with pytest.raises(ValueError, match="action_value and state_value are not both"):
-        errors(of_extras(state_value=np.zeros((2, 1), np.float32))(fragment), cuts)
+        errors(changed(fragment, state_value=np.zeros((2, 1), np.float32)), cuts)
 
 
 # --- a replay of sequences --------------------------------------------------------------------------------------------
@@ -320,79 +309,59 @@ def test_admission_and_gathering_copy() -> None:
     assert_equal(gather_all(replay), slow)
 
 
-def of_memory(memory: Any) -> Callable[[Fragment], Fragment]:
-    """With these recurrent states."""
-    return of_extras(memory=memory)
+def three_fragments() -> tuple[Player, list[Fragment]]:
+    player = make_player(end_probability=0.0)
+    return player, [player.fragment(num_steps) for num_steps in (9, 9, 12)]
 
 
-def other_states(fragment: Fragment) -> Fragment:
-    """One state fewer than needed."""
-    return of_extras(**{name: fragment.extras[name][1:] for name in ("memory_index", "memory")})(fragment)
-
-
-def other_places(fragment: Fragment) -> Fragment:
-    """As many states as needed, one of another step."""
-    return of_extras(memory_index=fragment.extras["memory_index"] + [[1, 0]])(fragment)
-
-
-def of_reward(reward: float) -> Callable[[Fragment], Fragment]:
-    """With this reward for the last step of lane 1."""
-
-    def change(fragment: Fragment) -> Fragment:
-        fragment = dataclasses.replace(fragment, reward=fragment.reward.copy())
-        fragment.reward[-1, 1] = reward
-        return fragment
-
-    return change
+THIRD = three_fragments()[1][2]
+INDEX, STATES = THIRD.extras["memory_index"], THIRD.extras["memory"]
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("columns", "message"),
     [
-        (of_extras(memory_index=None), "plays another algorithm"),
-        (of_memory(None), "plays another algorithm"),
-        (other_states, "its worker plays with other settings"),
-        (other_places, "its worker plays with other settings"),
-        (of_memory(np.zeros((2, STATE_SIZE), np.float16)), "2 recurrent states, but not of the"),
-        (of_memory(np.float16(0)), r"memory is float16\[\], expected float16"),
+        ({"memory_index": None}, "plays another algorithm"),
+        ({"memory": None}, "plays another algorithm"),
+        ({"memory_index": INDEX[1:], "memory": STATES[1:]}, "its worker plays with other settings"),
+        ({"memory_index": INDEX + [[1, 0]]}, "its worker plays with other settings"),
+        ({"memory": STATES[:2]}, "2 recurrent states, but not of the"),
+        ({"memory": np.float16(0)}, r"memory is float16\[\], expected float16"),
+        ({"memory": STATES.astype("f4")}, r"memory is float32\[12, 3\], expected float16 \[S, 3\]"),
+        ({"memory": STATES[:, :2]}, r"memory is float16\[12, 2\], expected"),
+        ({"memory": np.broadcast_to(np.float16(1), (12, 2**26))}, r"float16\[12, 67108864\], expected"),
         (
-            lambda one: of_memory(one.extras["memory"].astype(np.float32))(one),
-            r"memory is float32\[12, 3\], expected",
+            {"reward": np.full_like(THIRD.reward, 3e38)},
+            r"rewards of up to 3e\+38 have no finite sum of n_step 2",
         ),
-        (
-            lambda one: of_memory(one.extras["memory"][:, :2])(one),
-            r"float16\[12, 2\], expected float16 \[S, 3\]",
-        ),
-        (
-            of_memory(np.broadcast_to(np.float16(1), (12, 2**26))),
-            r"memory is float16\[12, 67108864\], expected",
-        ),
-        (of_reward(3e38), r"rewards of up to 3e\+38 have no finite sum of n_step 2"),
-        (of_reward(-2e38), r"rewards of up to 2e\+38 have no finite sum of n_step 2"),
-        (lambda one: dataclasses.replace(one, context=7), "7 steps of context, but its sequences need 6"),
-        (of_extras(state_value=np.zeros((3, 2), np.float32)), "action_value and state_value"),
-        (lambda one: dataclasses.replace(one, action=one.action.astype(np.float32)), "discrete actions"),
-        (lambda one: dataclasses.replace(one, action=one.action[:, :, None]), "discrete actions"),
-        (lambda one: dataclasses.replace(one, observation=one.observation[..., :3]), "observation"),
-        (lambda one: dataclasses.replace(one, truncated=~one.truncated & ~one.terminated), "final"),
-        (lambda one: make_player(num_envs=5).fragment(9), "45 transitions exceed the capacity of 40"),
+        ({"reward": np.full_like(THIRD.reward, -2e38)}, r"rewards of up to 2e\+38 have no finite sum"),
+        ({"context": 7}, "7 steps of context, but its sequences need 6"),
+        ({"state_value": np.zeros((3, 2), np.float32)}, "action_value and state_value"),
+        ({"action": THIRD.action.astype(np.float32)}, "discrete actions"),
+        ({"action": THIRD.action[:, :, None]}, "discrete actions"),
+        ({"observation": THIRD.observation[..., :3]}, "observation"),
+        ({"truncated": ~THIRD.truncated}, "final"),
+        (vars(make_player(num_envs=5).fragment(9)), "45 transitions exceed the capacity of 40"),
     ],
 )
-def test_refused_fragments_change_nothing(change: Callable[[Fragment], Fragment], message: str) -> None:
-    player = make_player(end_probability=0.0)
-    replay = make(player, capacity=40)
-    twin = play_into(replay, player, 9) + play_into(replay, player, 9)
-    next_fragment = player.fragment(12)
+def test_refused_fragments_change_nothing(columns: dict[str, Any], message: str) -> None:
+    player, fragments = three_fragments()
+    replay, untouched = make(player, capacity=40), make(player, capacity=40)
+    for one in (replay, untouched):
+        admit(one, fragments[0])
+        admit(one, fragments[1])
     with pytest.raises(ValueError, match=message) as caught:
-        admit(replay, change(next_fragment))
+        admit(replay, changed(fragments[2], **columns))
     assert "\n" not in str(caught.value)
-    replay.check_valid()
-    assert (len(replay), replay.first_item, replay.oldest_entry_id) == (36, 0, b"0-0")
-    assert_equal(gather_all(replay), twin)
-    admit(replay, next_fragment)
-    replay.check_valid()
-    new = player.sequences(gamma=GAMMA, n=N_STEP)
-    assert_equal(gather(replay, replay.num_items + np.arange(-len(new), 0)), new)
+    for _ in range(2):
+        replay.check_valid()
+        assert (len(replay), replay.first_item) == (len(untouched), untouched.first_item)
+        for name in FIELDS:
+            np.testing.assert_array_equal(
+                getattr(gather_all(replay), name), getattr(gather_all(untouched), name)
+            )
+        admit(replay, fragments[2])
+        admit(untouched, fragments[2])
 
 
 @pytest.mark.parametrize("shape", [SHAPE, SequenceShape(burn_in=6, length=40, overlap=10)])

@@ -123,17 +123,6 @@ def test_each_observation_is_stored_once_and_context_beyond_the_stacks_not_at_al
         assert num_finals and len(replay.rows.ring) == (20 + 3 + 1) * 2 + num_finals
 
 
-def test_short_fragments_grow_the_rows_and_keep_the_capacity() -> None:
-    replay, player = make(capacity=100), Player(num_envs=1, end_probability=1.0)
-    admit(replay, player.fragment(50))
-    before = replay.num_bytes
-    for _ in range(149):
-        admit(replay, player.fragment(1))
-    replay.check_valid()
-    assert len(replay) == 100 and replay.num_bytes > before
-    assert [int(code) // 2 for code in gather_all(replay).observation[:, 0]] == list(range(99, 199))
-
-
 def test_memory_is_allocated_with_the_first_fragment_and_then_stays() -> None:
     replay, player, sizes = make(capacity=64), Player(end_probability=0), set()
     assert (replay.num_bytes, len(replay), replay.first_item, replay.oldest_entry_id) == (0, 0, 0, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,14 @@ def make_replay(
 def admit(replay: Replay, fragment: Fragment, *, version: int = 0) -> None:
     """Admit a fragment as entry b"<seq>-0"."""
     replay.admit(replay.pack(fragment), b"%d-0" % fragment.seq, version=version)
+
+
+def changed(fragment: Fragment, **columns: Any) -> Fragment:
+    """A fragment with other columns; those it has no field for are extras, and None removes one of these."""
+    fields = {name: value for name, value in columns.items() if hasattr(fragment, name)}
+    extras = dict(fragment.extras) | {name: value for name, value in columns.items() if name not in fields}
+    kept = {name: value for name, value in extras.items() if value is not None}
+    return replace(fragment, **{"extras": kept} | fields)
 
 
 def gather(replay: Replay, position: Any) -> Any:

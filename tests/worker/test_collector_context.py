@@ -25,7 +25,7 @@ from support.replays import admit, gather_all, make_replay
 
 from ddrl.algorithms.base import RecurrentState, initial_state
 from ddrl.config import EnvConfig
-from ddrl.replay.sequences import SequenceItems, cut_fragment, recurrent_state_index
+from ddrl.replay.sequences import SequenceItems
 from ddrl.types import Fragment, SequenceShape
 
 LENGTHS = (1, 5, 2, 1, 1, 7, 1, 3, 16, 4, 2, 2, 6, 1, 2, 9, 3)  # T of the fragments
@@ -134,24 +134,6 @@ def test_the_recurrent_state_begins_with_each_episode_and_holds_the_last_action_
         expected = np.where(step == begins, 0.0, 0.5 * np.sign(reward))
         np.testing.assert_array_equal(carried["previous_reward"], expected)
     assert max(carried["hidden"][:, 0].max() for carried in policy.carried) >= 10
-
-
-@pytest.mark.parametrize("frame_stack", [1, 3])
-def test_recurrent_states_are_sent_where_sequences_begin_inside_an_episode(frame_stack: int) -> None:
-    policy, fragments, given = play_sequences({}, frame_stack=frame_stack)
-    num_states = num_in_context = 0
-    for begin, fragment in zip(begins_of(fragments), fragments, strict=True):
-        index, states = fragment.extras["memory_index"], fragment.extras["memory"]
-        cuts = cut_fragment(fragment, SHAPE, frame_stack)
-        np.testing.assert_array_equal(index, recurrent_state_index(cuts))
-        assert (states.dtype, states.shape) == (np.float16, (len(index), 2))
-        for (row, lane), state in zip(index, states, strict=True):
-            step = begin - fragment.context + row
-            np.testing.assert_array_equal(state, policy.carried[step]["hidden"][lane])
-            assert state[0] == step - given.begins[step][lane]
-            num_in_context += row < fragment.context
-        num_states += len(index)
-    assert num_states > num_in_context > 10
 
 
 @pytest.mark.parametrize(("frame_stack", "kwargs"), [(1, {}), (3, IMAGES), (3, {})])
