@@ -36,8 +36,8 @@ def cells(figures: Figures) -> dict[str, str]:
     if "queued_steps" in row:  # on-policy
         most, bound = number(row.get("max_staleness")), config.on_policy.max_staleness
         shown["queued"] = f"{int(row['queued_steps']):,} steps"
-        shown["staleness"] = f"{staleness}, at most {most} of {bound} versions"
-        shown["too stale"] = f"{int(row['dropped']):,} fragments dropped"
+        shown["staleness"] = f"{staleness} (max {most} of {bound})"
+        shown["too stale"] = f"{int(row['dropped']):,} dropped"
     else:
         samples, goal = number(row.get("samples_per_insert")), config.replay.samples_per_insert
         shown["samples/insert"] = f"{samples} of {goal:g}"

@@ -13,18 +13,17 @@ import pytest
 import redis
 import torch
 from redis import Redis
+from support import commands
 from support.processes import Processes
 from support.runs import start, target_config, toy_answers
-from typer.testing import CliRunner
 
 from ddrl import celery, policy
 from ddrl.algorithms import base
 from ddrl.algorithms.base import NO_STATE, RecurrentState
-from ddrl.cli import app, main
 from ddrl.config import RunConfig, validate
 from ddrl.envs import describe
 from ddrl.policy import LoadedPolicy
-from ddrl.store import connection, evaluations, keys, leases, runs, weights, workers
+from ddrl.store import evaluations, keys, leases, runs, weights, workers
 from ddrl.types import EvaluationResult
 from ddrl.worker import tasks
 
@@ -37,15 +36,13 @@ SPOT = validate(
 
 
 @pytest.fixture
-def client(server: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Redis:
-    """The private server as the one that commands and tasks find; and an empty current folder."""
-    monkeypatch.setenv(connection.URL_VARIABLE, server.url)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(tasks, "clients", lambda: (server.client, server.client))
+def client(client: Redis, monkeypatch: pytest.MonkeyPatch) -> Redis:
+    """The server that commands and tasks find."""
+    monkeypatch.setattr(tasks, "clients", lambda: (client, client))
     monkeypatch.setattr(tasks, "PAUSE_S", 0.0)
     monkeypatch.setattr(command, "SURVEY_S", 0.02)
     monkeypatch.setattr(command, "POLL_S", 0.005)
-    return server.client
+    return client
 
 
 def published(client: Redis, config: RunConfig) -> str:
@@ -95,9 +92,9 @@ def fleet(client: Redis, monkeypatch: pytest.MonkeyPatch) -> Fleet:
 
 def call(*arguments: str) -> tuple[Any, str]:
     """Run `ddrl evaluate --json`; return what it printed, and its stderr."""
-    result = CliRunner().invoke(app, ["evaluate", *arguments, "--json"], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout), result.stderr
+    printed = commands.run("evaluate", *arguments, "--json")
+    assert printed.code == 0, printed
+    return json.loads(printed.out), printed.err
 
 
 def scores(report: Any) -> tuple[list[float], list[int]]:
@@ -133,7 +130,7 @@ def test_a_fleet_gives_the_same_score_and_the_run_does_not_notice(
     assert client.hgetall(keys.state(run)) == before
     report, _ = call(f"{run}@0", *ASK, "--num-envs", "2")
     assert scores(report) == expected and len(fleet.sent) == 3 + 5
-    text = CliRunner().invoke(app, ["evaluate", f"{run}@0", *ASK]).stdout
+    text = commands.call("evaluate", f"{run}@0", *ASK)
     assert "played    10 by the fleet (3 processes)" in text and "epsilon   0.2" in text
 
 
@@ -144,7 +141,7 @@ def test_without_a_fleet_or_with_local_it_is_played_here(
     fleet.leave()  # those that only play rollouts stay
     report, _ = call(f"{run}@0", *ASK)
     assert scores(report) == expected and report["episodes_on_fleet"] == 0 and fleet.sent == []
-    assert "played    here" in CliRunner().invoke(app, ["evaluate", f"{run}@0", *ASK]).stdout
+    assert "played    here" in commands.call("evaluate", f"{run}@0", *ASK)
 
 
 def test_a_task_that_arrives_twice_counts_once(client: Redis, run: str, expected: Any, fleet: Fleet) -> None:
@@ -209,7 +206,7 @@ def test_interrupted_nothing_is_left(client: Redis, run: str, fleet: Fleet) -> N
             raise KeyboardInterrupt
 
     fleet.play = interrupt
-    assert CliRunner().invoke(app, ["evaluate", f"{run}@0", *ASK]).exit_code != 0
+    assert commands.run("evaluate", f"{run}@0", *ASK).code == 130
     assert nothing_left(client, run)
     assert not any(tasks.evaluate(run, message) for message in fleet.sent)
 
@@ -290,9 +287,8 @@ def spot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     return "spot.safetensors"
 
 
-@pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnraisableExceptionWarning"
-)  # imageio's reader leaves pipes
+# imageio's reader leaves pipes open.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_video_of_the_first_episode(spot: str, tmp_path: Path) -> None:
     imageio = pytest.importorskip("imageio")
     pytest.importorskip("imageio_ffmpeg")
@@ -337,39 +333,25 @@ def test_the_epsilon_of_the_algorithm_is_the_default(spot: str) -> None:
     assert call(spot, "-n", "4", "--epsilon", "0")[0]["return_mean"] == 10.0
 
 
-@pytest.fixture
-def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Run a command that must fail with a last line on stderr and nothing on stdout; that line."""
+def test_bad_input(spot: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refused(*arguments: str) -> str:
+        return commands.refused("evaluate", spot, *arguments)
 
-    def run(*arguments: str) -> str:
-        capsys.readouterr()
-        assert main(["evaluate", *arguments]) == 2
-        printed = capsys.readouterr()
-        *said, line = printed.err.splitlines()
-        assert printed.out == "" and set(said) <= {"playing 2 episodes"}
-        assert line.startswith("ddrl: error: ")
-        return line.removeprefix("ddrl: error: ")
-
-    return run
-
-
-def test_bad_input(
-    spot: str, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    assert refused(spot, "--noop", "30") == "--noop 30: ddrl/Spot-v0 is not an ALE game; leave the option out"
+    assert refused("--noop", "30") == "--noop 30: ddrl/Spot-v0 is not an ALE game; leave the option out"
     for option, value in (("--epsilon", "1.5"), ("--epsilon", "nan"), ("--noop", "-1"), ("--num-envs", "0")):
-        assert option in refused(spot, option, value)
-    assert refused(spot, "--video", "out.avi").endswith("use one that ends in .mp4")
-    assert "cannot be written" in refused(spot, "--video", "nowhere/out.mp4")
+        assert option in refused(option, value)
+    assert refused("--video", "out.avi").endswith("use one that ends in .mp4")
+    assert "cannot be written" in refused("--video", "nowhere/out.mp4")
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
-    line = refused(spot, "--video", "out.mp4")
+    line = refused("--video", "out.mp4")
     assert line == "--video out.mp4: needs imageio with ffmpeg; run pip install 'ddrl[video]'"
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_environment_that_cannot_be_filmed_is_refused(run: str, refused: Callable[..., str]) -> None:
+def test_an_environment_that_cannot_be_filmed_is_refused(run: str) -> None:
     pytest.importorskip("imageio_ffmpeg")
-    assert "cannot be filmed" in refused(f"{run}@0", "-n", "2", "--video", "out.mp4")
+    printed = commands.run("evaluate", f"{run}@0", "-n", "2", "--video", "out.mp4")
+    assert printed.code == 2 and "cannot be filmed" in printed.err
     assert list(Path.cwd().glob("*.mp4")) == []
 
 
@@ -393,7 +375,7 @@ def test_no_op_starts_of_a_game(monkeypatch: pytest.MonkeyPatch) -> None:
     num = len(Still.first)
     assert call("game.safetensors", "-n", "2", "--seed", "5")[0]["noop"] == 30
     assert Still.first[0] != Still.first[num]
-    text = CliRunner().invoke(app, ["evaluate", "game.safetensors", "-n", "1", "--noop", "7"]).stdout
+    text = commands.call("evaluate", "game.safetensors", "-n", "1", "--noop", "7")
     assert "no-ops    up to 7 frames" in text
 
 
