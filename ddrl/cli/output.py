@@ -100,10 +100,12 @@ def table(
         left: columns of text; all others are aligned to the right. If the last column is text, it wraps.
         optional: columns that are left out, the first of them first, where the terminal is too narrow.
     """
+    from rich.cells import cell_len
     from rich.table import Table
 
     console = _console(sys.stdout)
     shown = list(range(len(header)))
+    texts = [header, *([cell(value) for value in row] for row in rows)]
 
     def make() -> Table:
         grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
@@ -111,13 +113,14 @@ def table(
             name = header[column]
             wraps = column == len(header) - 1 and name in left
             justify: Any = "left" if name in left else "right"
-            grid.add_column(name, justify=justify, no_wrap=not wraps, min_width=MIN_TEXT if wraps else None)
-        for row in rows:
-            grid.add_row(*(cell(row[column]) for column in shown))
+            width = MIN_TEXT if wraps else max(cell_len(row[column]) for row in texts)
+            grid.add_column(name, justify=justify, no_wrap=not wraps, min_width=width)
+        for row in texts[1:]:
+            grid.add_row(*(row[column] for column in shown))
         return grid
 
     for name in optional:
-        if name in header and console.measure(make()).minimum > console.width:
+        if name in header and _min_width(console, make()) > console.width:
             shown.remove(header.index(name))
     _print(console, make())
 
@@ -143,9 +146,13 @@ def _console(file: TextIO) -> Console:
     return Console(file=file, width=width, highlight=False, markup=False, emoji=False)
 
 
+def _min_width(console: Console, grid: Table) -> int:
+    return console.measure(grid, options=console.options.update(max_width=UNBOUNDED)).minimum
+
+
 def _print(console: Console, grid: Table) -> None:
     """Print a table without spaces at the ends of lines, on as many columns as its cells need."""
-    console.width = max(console.width, console.measure(grid).minimum)
+    console.width = max(console.width, _min_width(console, grid))
     with console.capture() as captured:
         console.print(grid, crop=False)
     for line in captured.get().splitlines():
