@@ -50,13 +50,11 @@ KINDS: dict[str, dict[str, Any]] = {
 def test_one_update_equals_the_slow_twin(options: dict[str, Any]) -> None:
     dqn = make(**options, max_grad_norm=None, prioritized=True)
     config = dqn.config
-    for i in range(3):  # so that the target is not the network
-        dqn.update(batch_for("dqn", dqn, DISCRETE, i))
-    batch, network, target = (
-        batch_for("dqn", dqn, DISCRETE, 7),
-        copy.deepcopy(dqn.network),
-        copy.deepcopy(dqn.target_network),
-    )
+    with torch.no_grad():  # the target network prefers other actions than the network
+        for parameter in dqn.target_network.parameters():
+            parameter.mul_(-1.3).add_(0.1)
+    batch = batch_for("dqn", dqn, DISCRETE, 7)
+    network, target = copy.deepcopy(dqn.network), copy.deepcopy(dqn.target_network)
     output, next_online = network(batch.observation), network(batch.next_observation)
     next_target = target(batch.next_observation)
 
@@ -65,6 +63,7 @@ def test_one_update_equals_the_slow_twin(options: dict[str, Any]) -> None:
             return (given.softmax(dim=2) * torch.linspace(config.v_min, config.v_max, 5)).sum(dim=2)
         return given.mean(dim=2) if config.distribution == "quantile" else given
 
+    assert (values(next_online).argmax(dim=1) != values(next_target).argmax(dim=1)).any()
     rest = (batch.action, batch.n_step_return, batch.bootstrap_discount, batch.weight)
     args = (output, values(next_online if config.double else next_target).detach(), next_target, *rest)
     if config.distribution == "categorical":
