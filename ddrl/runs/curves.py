@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WINDOW = 20  # episodes of the trailing mean
-MAX_POINTS = 2_000  # of the line of one of several runs
+MAX_POINTS = 2_000  # of the line of a run
 LEGEND_ROWS = 12  # more runs take another column of the legend
 PANELS = {"time_s": "seconds since the first environment step", "env_steps": "environment steps"}
 _BLUE, _ORANGE, _GREEN, _GREY, CHANGE_COLOR = "#2f6fb0", "#d9822b", "#2a9d5c", "#6b7280", "#7a3e9d"
@@ -75,11 +75,9 @@ def draw_run(axes: Axes, records: Records, over: str) -> None:
     """Draw one run on one panel; `over` is a key of PANELS."""
     returns, evaluated = [row["return"] for row in records.episodes], records.evaluated
     if returns:
-        xs, means = [row[over] for row in records.episodes], trailing_mean(returns)
-        label = "training episode"
+        xs, label = [row[over] for row in records.episodes], "training episode"
         axes.scatter(xs, returns, s=7, color=_BLUE, alpha=0.22, linewidths=0, label=label, rasterized=True)
-        begin = _first_mean(means)
-        axes.plot(xs[begin:], means[begin:], color=_BLUE, linewidth=1.8, label=f"training, mean of {WINDOW}")
+    _draw_mean(axes, records, over, WINDOW, color=_BLUE, label=f"training, mean of {WINDOW}")
     confirmed = [row for row in evaluated if row["purpose"] == "confirm"]
     others = [row for row in evaluated if row["purpose"] != "confirm"]
     _draw_evaluations(axes, others, over, color=_ORANGE, label="evaluation (± std)")
@@ -93,17 +91,9 @@ def draw_runs(axes: Axes, runs: Sequence[Records], over: str) -> None:
     """Draw several runs on one panel; `over` is a key of PANELS."""
     levels: list[float] = []
     for number, records in enumerate(runs):
-        returns = [row["return"] for row in records.episodes]
-        means = trailing_mean(returns, max(WINDOW, len(returns) // 40))
-        begin = _first_mean(means)
-        xs = [row[over] for row in records.episodes]
-        line = list(dict(zip(xs[begin:], means[begin:], strict=True)).items())  # one point a fragment
-        line = line[:: max(1, len(line) // MAX_POINTS)]
-        if line:
-            axes.plot(*zip(*line, strict=True), **_style(number), linewidth=1.7, alpha=0.9)
-        levels += [mean for _, mean in line]
-        color = _RUN_COLORS[number % len(_RUN_COLORS)]
-        _draw_evaluations(axes, records.evaluated, over, color=color, alpha=0.85)
+        style, window = _style(number), max(WINDOW, len(records.episodes) // 40)
+        levels += _draw_mean(axes, records, over, window, alpha=0.9, **style)
+        _draw_evaluations(axes, records.evaluated, over, color=style["color"], alpha=0.85)
     _finish(axes, runs, levels)
 
 
@@ -134,9 +124,17 @@ def _legend_below(figure: Figure, handles: Sequence[Any], labels: Sequence[Any],
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
 
 
-def _first_mean(means: Sequence[float]) -> int:
-    """Return the index of the first mean to draw: the mean of few episodes is noise."""
-    return WINDOW // 4 if len(means) > WINDOW else 0
+def _draw_mean(axes: Axes, records: Records, over: str, window: int, **style: Any) -> list[float]:
+    """Draw the trailing mean of the training returns, one point a fragment; return its values."""
+    means = trailing_mean([row["return"] for row in records.episodes], window)
+    begin = WINDOW // 4 if len(means) > WINDOW else 0  # the mean of few episodes is noise
+    xs = [row[over] for row in records.episodes]
+    line = dict(zip(xs[begin:], means[begin:], strict=True))  # the last of a fragment's means
+    every = max(1, len(line) // MAX_POINTS)
+    xs, means = [*line][::every], [*line.values()][::every]
+    if means:
+        axes.plot(xs, means, linewidth=1.8, **style)
+    return means
 
 
 def _draw_evaluations(axes: Axes, rows: Sequence[Mapping[str, Any]], over: str, **style: Any) -> None:

@@ -23,18 +23,9 @@ CALM = {"stop": {"return": None, "time": 120}}  # does not end by itself
 
 
 def summary(seed: int, status: str, train_s: float, mean: float | None) -> dict[str, Any]:
-    evaluated = None if mean is None else {"return_mean": mean, "return_std": 1.0, "episodes": 20}
-    return {
-        **{
-            "seed": seed,
-            "run": f"x-{seed}",
-            "status": status,
-            "train_s": train_s,
-            "env_steps": 1_000,
-            "updates": 10,
-        },
-        "evaluation": evaluated,
-    }
+    row = {"seed": seed, "run": f"x-{seed}", "status": status, "train_s": train_s}
+    score = None if mean is None else {"return_mean": mean, "return_std": 1.0, "episodes": 20}
+    return row | {"env_steps": 1_000, "updates": 10, "evaluation": score}
 
 
 def test_the_table_and_its_median(capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,15 +110,6 @@ def test_options_reach_every_run(
             resolved, state = runs.config(server.client, run), runs.state(server.client, run)
             assert (resolved.seed, resolved.weight, resolved.priority) == (seed, 2.5, "high")
             assert (state.weight, state.priority, state.status) == (2.5, "high", "active")
-        for option, word in (
-            ("--priority=urgent", "priority"),
-            ("--weight=0", "weight"),
-            ("--from=x@1", "x"),
-        ):
-            assert main(["submit", config, option]) == 2
-            refused = capsys.readouterr().err
-            assert word in refused and refused.count("\n") == 1
-        assert len(runs.names(server.client)) == 3
     finally:
         signal.signal(signal.SIGTERM, before)
 
