@@ -1,1 +1,1 @@
-"""The machine that learns: the training loop and what the server is told of it."""
+"""The machine that learns: the training loop and its reports to the server."""

@@ -136,7 +136,7 @@ class Publisher:
         run: its id.
         token: fencing token of the lease.
         config: the run's.
-        replay: asked for the allowance and for metrics.
+        replay: gives the allowance and metrics.
         shared: the training thread's side.
         on_checkpoint: gets tensors and meta of each checkpoint that the server has stored.
     """

@@ -40,9 +40,9 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.25
 RETRY_S = 1.0
-POLITE_S = 5.0  # between asking for a run and taking it
+HANDOVER_S = 5.0  # in which a learner may hand over a run that was requested, before it is taken
 RETURN_S = 15.0  # in which the learner that held a lost run may restore it, before another one does
-SPARE_S = 10.0  # in which a service does not claim a run that was asked for, or that cannot be learned here
+SKIP_S = 10.0  # in which a service skips a run that another learner requested, or that cannot be learned here
 TICK_S = 0.05
 DISPATCH_S = 0.1
 SIGNALS_S = 0.25
@@ -51,7 +51,7 @@ LOST = (leases.RunGoneError, runs.UnknownRunError)  # the server came back empty
 
 
 class Interrupt:
-    """The process's wish to end, from SIGTERM or SIGINT: the run stays active for the next learner."""
+    """A request to end the process, from SIGTERM or SIGINT: the run stays active for the next learner."""
 
     def __init__(self) -> None:
         self.event = threading.Event()
@@ -73,30 +73,30 @@ def serve(client: Redis, folder: Path, interrupt: Interrupt, *, retention: Reten
     Args:
         client: connection to the server.
         folder: of the runs' folders.
-        interrupt: the process's wish to end.
+        interrupt: ends it, when a signal requests that.
         retention: which ended runs to delete from the server meanwhile; None: none.
     """
     log.info("waits for runs")
-    spared: dict[str, float] = {}  # run -> until when it is not claimed
+    skipped_until: dict[str, float] = {}  # by run
     outage = connection.Outage(client)
     while not interrupt.event.is_set():
         try:
             if retention is not None:
                 retention.apply(client)
             now = time.monotonic()
-            for run, asker in leases.free(client, runs.active_names(client)):
-                if asker:  # it takes the run in a moment, unless it has died
-                    spared.setdefault(run, now + SPARE_S)
-                if spared.get(run, 0.0) > time.monotonic() or interrupt.event.is_set():
+            for run, requester in leases.free(client, runs.active_names(client)):
+                if requester:  # it takes the run in a moment, unless it has died
+                    skipped_until.setdefault(run, now + SKIP_S)
+                if skipped_until.get(run, 0.0) > time.monotonic() or interrupt.event.is_set():
                     continue
-                spared.pop(run, None)
+                skipped_until.pop(run, None)
                 try:
                     learn(client, run, folder, interrupt, waits=False)
                 except leases.LeaseLostError as error:
                     log.error("%s", error)
                 except Exception as error:  # the other runs still need a learner
                     log.error("%s: %s", run, error, exc_info=not isinstance(error, (StoreError, ConfigError)))
-                    spared[run] = time.monotonic() + SPARE_S
+                    skipped_until[run] = time.monotonic() + SKIP_S
             outage.over()
         except connection.OUTAGES as error:
             outage.note(error)
@@ -118,9 +118,9 @@ def learn(
         client: connection of the service thread.
         run: its id.
         folder: of the runs' folders.
-        interrupt: the process's wish to end.
+        interrupt: ends it, when a signal requests that.
         waits: for the lease, as long as the run is active.
-        take_over: ask the learner that holds the run for it; take it if that learner does not let go.
+        take_over: request the run from the learner that holds it; take it if that learner does not hand it over.
 
     Returns:
         The status with which the run ended; None when it goes on without this learner.
@@ -163,7 +163,7 @@ class _Claim:
         run: its id.
         folder: the run's.
         waits: until the run is free, as long as it is active.
-        take_over: ask its holder for it, then take it.
+        take_over: request it from its holder, then take it.
         is_again: this learner held the run before, so it also waits while the run is paused.
     """
 
@@ -175,7 +175,7 @@ class _Claim:
         self._host = socket.gethostname()
         self._holder = ""  # host of the learner that was logged as the holder
         self._was_found = False
-        self._lost_at = self._asked_at = 0.0
+        self._lost_at = self._requested_at = 0.0
 
     def take(self, interrupted: threading.Event) -> int | None:
         """Return the lease's token; None if others learn the run, or the process is to end.
@@ -193,7 +193,7 @@ class _Claim:
                     token = self._acquire()
                     if token is not None or not self._waits:
                         return token
-                    self._ask_or_wait(now.host)
+                    self._request_or_wait(now.host)
                 elif now.status != "paused" or not (self._holder or self._is_again):
                     raise StoreError(
                         f"run {self._run}: is {now.status}, not active; continue it with `ddrl resume {self._run}`"
@@ -216,7 +216,7 @@ class _Claim:
         return now
 
     def _acquire(self) -> int | None:
-        force = self._asked_at > 0 and time.monotonic() - self._asked_at >= POLITE_S
+        force = self._requested_at > 0 and time.monotonic() - self._requested_at >= HANDOVER_S
         token = leases.acquire(
             self._client,
             self._run,
@@ -226,20 +226,22 @@ class _Claim:
             after=local_checkpoints.token(self._folder, self._run),
         )
         if token is not None and force:
-            log.warning("takes %s from the learner on %s, which did not let go", self._run, self._holder)
+            log.warning(
+                "takes %s from the learner on %s, which did not hand it over", self._run, self._holder
+            )
         return token
 
-    def _ask_or_wait(self, holder: str) -> None:
-        """Log each holder once; ask it for the run, if this learner is to take over."""
+    def _request_or_wait(self, holder: str) -> None:
+        """Log each holder once; request the run from it if this learner is to take over."""
         if holder != self._holder:
             if not self._holder:
                 warm_up(runs.config(self._client, self._run), runs.spaces(self._client, self._run))
-            verb = "asks" if self._take_over else "waits for"
+            verb = "requests" if self._take_over else "waits for"
             log.info("%s is held by the learner on %s; %s it", self._run, holder, verb)
             self._holder = holder
-        if self._take_over and not self._asked_at:
+        if self._take_over and not self._requested_at:
             runs.request_handover(self._client, self._run, f"{self._host} (process {os.getpid()})")
-            self._asked_at = time.monotonic()
+            self._requested_at = time.monotonic()
 
 
 class _Attempt:
@@ -261,7 +263,7 @@ class _Attempt:
         self._record = local_checkpoints.record(client, run)
         self._config = runs.config(client, run)
         self._config_version = int(self._record.state.get("config_version", 0))
-        self._status, self._asker = "active", ""  # and who asked for the run
+        self._status, self._requester = "active", ""  # and the host that requested the run
         self._is_restored = False
         self._error: Exception | None = None  # of either thread
         self._outage = connection.Outage(client)
@@ -431,10 +433,10 @@ class _Attempt:
             raise leases.RunGoneError(f"run {run}: the server does not know it any more")
         if signals.version < learner.shared.version or signals.fragments < fragments:
             raise leases.RunGoneError(f"run {run}: the server came back older, at version {signals.version}")
-        self._status, self._asker = signals.status, signals.asker
+        self._status, self._requester = signals.status, signals.requester
         if self._status == "paused":
             learner.shared.add_elapsed(-SIGNALS_S)
-        elif self._status != "active" or self._asker:
+        elif self._status != "active" or self._requester:
             learner.stopping.set()
         if fragments and "first_step_ms" not in self._record.state:
             self._record = local_checkpoints.record(self._client, run)
@@ -486,8 +488,8 @@ class _Attempt:
         if self._error is not None:
             raise self._error
         if status in ("", "active", "paused"):
-            if self._asker:
-                log.info("hands %s over to the learner on %s, which asked for it", self._run, self._asker)
+            if self._requester:
+                log.info("hands %s over to the learner on %s, which requested it", self._run, self._requester)
             else:
                 log.info("leaves %s %s for the next learner", self._run, status)
             return None

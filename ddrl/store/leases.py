@@ -99,14 +99,14 @@ class RunSignals:
     Attributes:
         status: None if the run is gone.
         config_version: of its settings.
-        asker: the host that asks for the run; "" if none does.
+        requester: the host that requests the run; "" if none does.
         version: latest of the weights, as the server knows; -1: none.
         fragments: appended, as the server knows.
     """
 
     status: str | None
     config_version: int
-    asker: str
+    requester: str
     version: int
     fragments: int
 
@@ -114,13 +114,13 @@ class RunSignals:
 def signals(client: Redis, run: str) -> RunSignals:
     """Return what others want of a run now: one cheap read."""
     names = ["status", "config_version", "handover", "version", "appended_fragments"]
-    status, config_version, asker, version, fragments = cast(
+    status, config_version, requester, version, fragments = cast(
         "list[bytes | None]", client.hmget(keys.state(run), names)
     )
     return RunSignals(
         None if status is None else status.decode(),
         int(config_version or 0),
-        (asker or b"").decode(),
+        (requester or b"").decode(),
         int(version or -1),
         int(fragments or 0),
     )

@@ -89,7 +89,7 @@ class Site:
         for group in groups:
             os.killpg(group, signal.SIGCONT)
 
-    def says(self, process: Process, text: str) -> None:
+    def has_logged(self, process: Process, text: str) -> None:
         self.until(lambda: re.search(text, process.text()))
 
 
@@ -105,7 +105,7 @@ def site(fleet: tuple[PrivateServer, Processes]) -> Iterator[Site]:
             process.kill()
 
 
-def test_a_standby_goes_on_in_seconds_after_a_death_and_lets_go_when_asked(
+def test_a_standby_goes_on_in_seconds_after_a_death_and_hands_over_on_request(
     site: Site, learn, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -114,7 +114,7 @@ def test_a_standby_goes_on_in_seconds_after_a_death_and_lets_go_when_asked(
     site.until(lambda: site.fence == 1)
     second = site.learner(of=run.id)
     site.learns_by(1)
-    site.says(second, f"{run.id} is held by the learner on .*; waits for it")
+    site.has_logged(second, f"{run.id} is held by the learner on .*; waits for it")
     first.kill()
     took_s = site.learns_by(2)
     print(f"learner death -> next update with a standby waiting: {took_s:.1f} s")
@@ -123,10 +123,10 @@ def test_a_standby_goes_on_in_seconds_after_a_death_and_lets_go_when_asked(
     third = learn(run, take_over=True)
     site.until(lambda: run.state.handover or site.fence == 3)
     took_s = site.learns_by(3)
-    print(f"asked for -> next update by the one who asked: {took_s:.1f} s")
+    print(f"requested -> next update by the requester: {took_s:.1f} s")
     assert took_s < bound(5.0) and second.wait() == 0
     who = rf"\S+ \(process {os.getpid()}\)"
-    assert re.search(rf"hands {run.id} over to the learner on {who}, which asked for it", second.text())
+    assert re.search(rf"hands {run.id} over to the learner on {who}, which requested it", second.text())
     begun = re.search(r"starts at update (\d+)", caplog.text)
     assert begun is not None and int(begun[1]) > 0  # where the second ended
     assert run.state.handover == ""
@@ -137,12 +137,12 @@ def test_a_standby_goes_on_in_seconds_after_a_death_and_lets_go_when_asked(
     assert audit.total("consumed") > 0 and audit.total("refused") == 0
 
 
-def test_a_learner_that_does_not_let_go_is_replaced_and_can_write_no_more(
+def test_a_learner_that_does_not_hand_over_is_replaced_and_can_write_no_more(
     server, learn, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     run = Run(server, target_config(**ENDLESS))
-    token = leases.acquire(run.client, run.id, host="deaf", folder="/tmp")
+    token = leases.acquire(run.client, run.id, host="stalled", folder="/tmp")
     refused: list[leases.LeaseLostError] = []
 
     def hold() -> None:
@@ -159,11 +159,11 @@ def test_a_learner_that_does_not_let_go_is_replaced_and_can_write_no_more(
     until(lambda: run.state.handover)
     began = time.monotonic()
     until(lambda: second.holds_after(token or 0))
-    assert 4.0 < time.monotonic() - began < bound(6.0)  # it was polite
+    assert 4.0 < time.monotonic() - began < bound(6.0)  # it waited for a handover
     holder.join()
     until(lambda: run.state.version >= 0)  # it learns
-    assert f"{run.id} is held by the learner on deaf; asks it" in caplog.text
-    assert f"takes {run.id} from the learner on deaf, which did not let go" in caplog.text
+    assert f"{run.id} is held by the learner on stalled; requests it" in caplog.text
+    assert f"takes {run.id} from the learner on stalled, which did not hand it over" in caplog.text
 
 
 def test_a_stalled_learner_wakes_to_find_its_run_taken_and_writes_nothing(site: Site, learn) -> None:
@@ -172,7 +172,7 @@ def test_a_stalled_learner_wakes_to_find_its_run_taken_and_writes_nothing(site: 
     site.until(lambda: site.fence == 1)
     service = site.learner(of=None)
     site.learns_by(1)
-    site.says(service, "waits for runs")
+    site.has_logged(service, "waits for runs")
     site.stall(first)
     site.learns_by(2)
     site.until(lambda: site.saved_by == 2)
@@ -194,12 +194,12 @@ def test_a_stalled_learner_wakes_to_find_its_run_taken_and_writes_nothing(site: 
     service.send(signal.SIGSTOP)
     site.until(lambda: site.fence == 3)
     service.send(signal.SIGCONT)
-    site.says(service, f"run {run.id}: the learner on .* took it over")
+    site.has_logged(service, f"run {run.id}: the learner on .* took it over")
     other = Run(run.server, target_config(name="other", **ENDLESS))
     site.until(lambda: other.state.updates > 0)  # both are learned, side by side
     assert second.thread.is_alive() and site.fence == 3
     runs.set_status(site.client, other.id, "stopped", "by the test")
-    site.says(service, f"{other.id}: stopped")
+    site.has_logged(service, f"{other.id}: stopped")
     second.end()
     site.learns_by(4)  # a service takes back what it had lost
     run.audit()
