@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 POLL_S = 0.1  # between two looks for results
 SURVEY_S = 2.0  # between two looks at the fleet
-LOST_S = 60.0  # after which an evaluation that nobody seems to play is sent again
+LOST_S = 60.0  # without a sign of life, after which an evaluation is sent again
 VIDEO_SUFFIX = ".mp4"
 MIN_VIDEO_SIZE = 320  # pixels; smaller pictures are enlarged, each pixel to a square
 
@@ -50,7 +50,10 @@ def evaluate(
     noop: Annotated[
         int | None,
         typer.Option(
-            min=0, max=1000, help="ALE games begin with up to so many idle frames.", show_default="the run's"
+            min=0,
+            max=1000,
+            help="ALE games start with at most this many idle frames.",
+            show_default="the run's",
         ),
     ] = None,
     epsilon: Annotated[

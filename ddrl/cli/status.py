@@ -98,7 +98,7 @@ def _show(figures: Figures, report: dict[str, Any]) -> None:
     limit = "" if report["time_limit_s"] is None else f" of {duration(report['time_limit_s'])}"
     learner = "none" if not state.leased else state.host
     if state.handover:
-        learner += f", asked to hand over to {state.handover}"
+        learner += f", hands over to {state.handover}"
     weight = f"{state.weight:g}, priority {state.priority}"
     if sharing["active_runs"] > 1 and sharing["share"] is not None:
         weight += (

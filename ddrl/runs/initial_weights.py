@@ -1,4 +1,4 @@
-"""Initial weights: a run that begins with the policy of another run.
+"""The weights of another run's policy as the initial weights of a new run.
 
 Published weights hold the actor or the network of action values, and the statistics of its normalization. The rest of a
 learner's state starts fresh, and the run's journal says so.
@@ -32,12 +32,12 @@ def initial_weights(source: LoadedPolicy, config: RunConfig, spaces: EnvSpec) ->
     """Return the source of a new run's initial weights, and the weights as safetensors, for `store.runs.create`.
 
     Args:
-        source: the policy to begin with.
+        source: the policy.
         config: of the new run.
         spaces: of its environment.
 
     Raises:
-        ConfigError: the run's algorithm cannot begin with that policy; the message names what differs and the remedy.
+        ConfigError: the run's algorithm cannot use that policy; the message names what differs and the remedy.
     """
     name = f"{source.run}@{source.version}"
     theirs, ours = base.resolve(source.config, source.spaces), base.resolve(config, spaces)

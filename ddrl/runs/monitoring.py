@@ -1,8 +1,7 @@
 """Metrics for Prometheus: a learner process reports its run, a Celery worker reports itself.
 
-`DDRL_METRICS=HOST:PORT`, or PORT alone for the loopback, serves `/metrics` there; without it nothing is served. An
-address that cannot be used costs one warning, never the process. A learner's metrics are read from the server at
-each request, so nothing is counted twice, and a learner that nobody monitors pays nothing.
+`DDRL_METRICS=HOST:PORT`, or PORT alone for the loopback, serves `/metrics` there; without it nothing is served. For an
+address that cannot be used, one warning is logged. A learner's metrics are read from the server at each request.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ _run: str | None = None  # that this process learns
 
 @contextlib.contextmanager
 def learning(run: str) -> Iterator[None]:
-    """While it lasts, the learner's metrics are those of `run`."""
+    """Let the learner's metrics be those of `run` while the context lasts."""
     global _run
     _run = run
     try:
@@ -106,11 +105,7 @@ def address(text: str) -> tuple[str, int]:
 
 
 def serve(metrics_of: LearnerMetrics | WorkerMetrics) -> bool:
-    """Serve metrics at the address that the environment names; log one line if that fails.
-
-    Returns:
-        Whether they are served.
-    """
+    """Serve metrics at the address in DDRL_METRICS; log one line if that fails. Return True if they are served."""
     text = os.environ.get(VARIABLE)
     if not text:
         return False

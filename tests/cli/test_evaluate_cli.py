@@ -117,7 +117,7 @@ def expected(run: str) -> tuple[list[float], list[int]]:
 ASK = ("-n", "10", "--epsilon", "0.2")
 
 
-def test_a_fleet_gives_the_same_score_and_the_run_does_not_notice(
+def test_a_fleet_gives_the_same_score_and_leaves_the_run_as_it_is(
     client: Redis, run: str, expected: Any, fleet: Fleet
 ) -> None:
     before = client.hgetall(keys.state(run))
@@ -200,7 +200,7 @@ def test_the_rest_is_played_here_when_the_server_goes_away(
     assert scores(report) == expected and "server does not answer" in err
 
 
-def test_interrupted_nothing_is_left(client: Redis, run: str, fleet: Fleet) -> None:
+def test_an_interrupt_leaves_no_open_evaluation(client: Redis, run: str, fleet: Fleet) -> None:
     def interrupt(run: str, message: str) -> None:
         if len(fleet.sent) == 3:
             raise KeyboardInterrupt
@@ -241,7 +241,7 @@ def test_an_incomplete_result_is_not_counted(client: Redis, run: str, expected: 
 
 
 @pytest.mark.parametrize("outage", [False, True])
-def test_a_worker_stops_when_nobody_waits_but_not_for_an_outage(
+def test_a_worker_stops_a_withdrawn_evaluation_but_not_for_an_outage(
     client: Redis, run: str, monkeypatch: pytest.MonkeyPatch, outage: bool
 ) -> None:
     monkeypatch.setattr(tasks, "BEAT_S", 0.0)

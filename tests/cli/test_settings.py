@@ -29,7 +29,7 @@ DISCRETE = EnvSpec("Toy-v0", (8,), "float32", "discrete", (), (4,))
 
 
 def change(algorithm: dict[str, Any], *texts: str) -> dict[str, tuple[Any, Any]]:
-    """What `ddrl set` would change."""
+    """Return what `ddrl set` would change."""
     before = config.validate({"env": {"id": "Toy-v0"}, "algorithm": algorithm})
     spaces = SPACES if algorithm["name"] == "sac" else DISCRETE
     return settings.change(before, spaces, settings.parse(texts))[1]
@@ -66,7 +66,7 @@ def test_what_changes(name: str, texts: list[str], changes: dict[str, Any]) -> N
     assert change({"name": name}, *texts) == changes
 
 
-def test_a_change_that_the_algorithm_refuses() -> None:
+def test_the_algorithm_can_refuse_a_change() -> None:
     with pytest.raises(config.ConfigError, match="publish_every_s: 3.0 has no effect on algorithm ppo"):
         change({"name": "ppo"}, "learner.publish_every_s=3")
     with pytest.raises(config.ConfigError, match="final_clip: needs anneal_steps"):
@@ -152,7 +152,7 @@ def test_changes_are_in_the_folder(client: Any, tmp_path: Path) -> None:
 
 
 def _texts(folder: Path) -> list[str]:
-    """What the events say of settings."""
+    """Return the changed settings in the events."""
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
     (path,) = folder.glob("events.out.tfevents.*")
@@ -198,7 +198,7 @@ def _rising() -> list[dict[str, Any]]:
 
 
 def _drawn(records: Records, over: str) -> tuple[list[float], list[tuple[str, str]]]:
-    """Where a panel has lines of changes, and their labels with the side they are on."""
+    """Return where a panel has lines of changes, and the labels with the side they are on."""
     axes = Figure().subplots()
     curves.draw_run(axes, records, over)
     lines = [line for line in axes.lines if line.get_color() == curves.CHANGE_COLOR]
