@@ -310,6 +310,18 @@ def test_scripts_spell_no_keys() -> None:
     assert not [path.name for path in scripts if re.search(r"['\"]ddrl:", path.read_text("utf-8"))]
 
 
+def test_tests_import_no_other_tests() -> None:
+    tests = sorted(ROOT.glob("tests/**/test_*.py"))
+    names = {path.stem for path in tests}
+    found = [
+        f"{path.name}:{found.line}: {found.module}"
+        for path in tests
+        for found in imports(path.read_text("utf-8"), path.relative_to(ROOT).as_posix())
+        if found.module.split(".")[0] in names
+    ]
+    assert not found, "\n".join(["helpers of several tests go to tests/support", *found])
+
+
 def test_layers_in_contributing_are_these() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
     for number, names in enumerate(LAYERS):
