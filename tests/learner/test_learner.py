@@ -214,7 +214,7 @@ def test_a_full_stream_forces_a_checkpoint_and_a_trim_and_play_goes_on(server, f
     run = Run(server, target_config(replay=replay, rollout=rollout, learner=late, stop=endless))
     learner = run.learner()
     with training(learner):
-        for _ in range(12):
+        for _ in range(30):
             run.play(400)
             assert run.state.live_bytes <= 65536
         run.catch_up(learner)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
-from support.private_server import PrivateServer
+from support.private_server import PrivateServer, free_port
 from support.processes import Processes
 
 from ddrl.runs import monitoring
@@ -20,14 +19,6 @@ from ddrl.store import runs
 
 ROOT = Path(__file__).parents[2]
 DASHBOARD = json.loads((ROOT / "workers" / "grafana" / "ddrl.json").read_text("utf-8"))
-
-
-def free_ports(count: int) -> list[int]:
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 def scrape(port: int) -> dict[str, dict[tuple[str, ...], float]]:
@@ -58,7 +49,7 @@ def test_a_learner_and_a_worker_serve_what_the_dashboard_shows(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    learners, workers = free_ports(2)
+    learners, workers = free_port(), free_port()
     run = processes.detach(server.url, stop={"return": None, "time": 600})
     env = {monitoring.VARIABLE: f"127.0.0.1:{learners}"}
     learner = processes.learner(server.url, run, env=env)
