@@ -23,10 +23,16 @@ def client(server: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Redis]:
     monkeypatch.setattr(tasks, "clients", lambda: (server.client, server.client))
     monkeypatch.setattr(tasks, "REFUSED_S", 0.3)
     monkeypatch.setattr(tasks, "PAUSE_S", 0.0)
-    celery.app.pool.force_close_all()
     monkeypatch.setattr(celery.app.conf, "broker_url", connection.broker_url(server.url))
+    forget_connections()
     yield server.client
-    celery.app.pool.force_close_all()
+    forget_connections()
+
+
+def forget_connections() -> None:
+    """Make Celery connect anew: its pools keep the address of the broker that they were made for."""
+    celery.app.close()
+    celery.app.__dict__.pop("amqp", None)
 
 
 def rollout(*arguments: object) -> Any:

@@ -21,7 +21,7 @@ HOST = f"host {socket.gethostname()}: "
 ENDS: dict[str, tuple[dict[str, Any], str]] = {  # kind of environment -> the run's rollout section, what is reported
     "segfault": ({}, "native code crashed"),
     "hang": ({"step_timeout_s": 1.5}, "bad_envs:make took longer than 1.5 s for a step (rollout.step_timeout_s)"),
-    "hold": ({"step_timeout_s": 0.5}, "held the interpreter for longer than rollout.step_timeout_s"),
+    "hold": ({"step_timeout_s": 2.0}, "held the interpreter for longer than rollout.step_timeout_s"),
     "eat": ({"segment_s": 600}, "more than 2 times DDRL_PROCESS_MEMORY"),
 }  # fmt: skip
 
