@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable
 from copy import copy
 from typing import Any, ClassVar, TypeVar
@@ -53,13 +54,13 @@ class AlgorithmConfig(BaseModel):
         """Transitions that one update counts for in `replay.samples_per_insert`."""
         return self.batch_size
 
+    @abstractmethod
     def check(self, spec: EnvSpec) -> None:
         """Refuse an environment or a network that the algorithm cannot use.
 
         Raises:
             ValueError: one line naming the thing, its value and the remedy.
         """
-        raise NotImplementedError
 
     def refuse_changed(self, names: Iterable[str], when: str, *remedies: str) -> None:
         """Refuse options that have no effect, unless they have their default values.
