@@ -68,8 +68,8 @@ def new_user(home: Path) -> Iterator[Callable[[], User]]:
 
     yield start
     for user in users:
-        if user.process.poll() is None:
-            user.kill()
+        with user.process:  # closes its pipes, also of a user that has ended by itself
+            user.process.kill()
 
 
 def is_stopped() -> bool:
