@@ -37,11 +37,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "up": ("Fleet", "roles", "Keep the embedded server running until Ctrl-C."),
     "doctor": ("Fleet", "doctor", "Check whether this machine can train, and name remedies."),
     "compare": ("Results", "compare", "Compare runs: their results, times and different settings."),
-    "evaluate": (
-        "Results",
-        "evaluate",
-        "Play a policy, on the run's fleet if there is one, and print its score.",
-    ),
+    "evaluate": ("Results", "evaluate", "Play a policy, here or on the run's fleet, and print its score."),
     "export": ("Results", "policies", "Write a policy to one file that plays anywhere."),
     "audit": ("Maintenance", "audit", "Check for each producer that every fragment is accounted for."),
     "delete": ("Maintenance", "runs", "Delete an ended run from the server."),

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ddrl.cli.format import duration, flat, mean_and_std, picked, train_s
+from ddrl.cli.format import duration, flat, picked, score, train_s
 from ddrl.cli.output import InputError, Json, emit, note, server, table
 from ddrl.store import runs as store
 
 if TYPE_CHECKING:
     from ddrl.runs.records import Records
 
+PLOT = Path("compare.png")
 OWN = ("name", "seed", "env.id", "algorithm.name")  # shown as columns, so not among the differences
 
 
@@ -22,9 +23,7 @@ def compare(
     runs: Annotated[
         list[str], typer.Argument(metavar="RUN RUN...", help="Ids of runs, starts of ids, or last.")
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="PNG file for the curves.")] = Path(
-        "compare.png"
-    ),
+    output: Annotated[Path, typer.Option("--output", "-o", help="PNG file for the curves.")] = PLOT,
     json_output: Json = False,
 ) -> None:
     """Compare runs: their results, times and different settings."""
@@ -36,15 +35,12 @@ def compare(
     with server() as client:
         names = list(dict.fromkeys(store.resolve(client, run) for run in runs))
         if len(names) < 2:
-            raise InputError(
-                f"compare {' '.join(runs)}: only one run; give two or more, `ddrl runs` lists them"
-            )
+            given = " ".join(runs)
+            raise InputError(f"compare {given}: only one run; give two or more, `ddrl runs` lists them")
         records = [read(client, run) for run in names]
         now_s = store.server_ms(client) / 1e3
-    rows = [_row(each, now_s) for each in records]
     options = differences([flat(each.config.model_dump(mode="json", by_alias=True)) for each in records])
-    for place, row in enumerate(rows):
-        row["differs"] = {name: values[place] for name, values in options.items()}
+    rows = [_row(each, now_s, place, options) for place, each in enumerate(records)]
     try:
         plot_runs({_label(each, place, options): each for place, each in enumerate(records)}, output)
     except OSError as error:
@@ -66,7 +62,7 @@ def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     return {name: values for name, values in found.items() if any(value != values[0] for value in values)}
 
 
-def _row(records: Records, now_s: float) -> dict[str, Any]:
+def _row(records: Records, now_s: float, place: int, options: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
     """Return the row of one run."""
     state, config = records.state, records.config
     best, time_s = state.evaluation or {}, train_s(state, now_s)
@@ -80,6 +76,7 @@ def _row(records: Records, now_s: float) -> dict[str, Any]:
         "best_return": best.get("return_mean"),
         "best_return_std": best.get("return_std"),
         "best_version": best.get("version"),
+        "differs": {name: values[place] for name, values in options.items()},
     }
 
 
@@ -89,34 +86,19 @@ def _show(rows: Sequence[Mapping[str, Any]], options: Mapping[str, Sequence[Any]
     if shared:
         print(", ".join(f"{name} {rows[0][name]}" for name in shared))
         print()
-    table(
-        ("", "run", *apart, "seed", "status", "train", "env steps", "updates", "best return"),
-        [
-            (
-                place,
-                row["run"],
-                *(row[name] for name in apart),
-                str(row["seed"]),
-                row["status"],
-                duration(row["train_s"]),
-                row["env_steps"],
-                row["updates"],
-                mean_and_std(row["best_return"], row["best_return_std"]),
-            )
-            for place, row in enumerate(rows, 1)
-        ],
-        left=("run", *apart, "status"),
-        optional=("updates",),
-    )
+    cells = []
+    for place, row in enumerate(rows, 1):
+        names = (place, row["run"], *(row[name] for name in apart), str(row["seed"]), row["status"])
+        best = {"return_mean": row["best_return"], "return_std": row["best_return_std"]}
+        cells.append((*names, duration(row["train_s"]), row["env_steps"], row["updates"], score(best)))
+    header = ("", "run", *apart, "seed", "status", "train", "env steps", "updates", "best return")
+    table(header, cells, left=("run", *apart, "status"), optional=("updates",))
     print()
     if not options:
         print("their settings are the same except for the seed")
         return
-    table(
-        ("differs", *map(str, range(1, len(rows) + 1))),
-        [(name, *map(_value, values)) for name, values in options.items()],
-        left=("differs",),
-    )
+    differing = [(name, *map(_value, values)) for name, values in options.items()]
+    table(("differs", *map(str, range(1, len(rows) + 1))), differing, left=("differs",))
 
 
 def _value(value: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from rich.text import Text
@@ -49,7 +48,10 @@ def draw(
     end_s = max([when for when, *_ in (*returns, *evaluations)], default=0.0)
     if not levels or end_s <= 0:
         return Text("no episode has ended yet".center(width + _LABEL_WIDTH), style="dim")
-    low, high = _range(levels if target is None else [*levels, target])
+    levels += [] if target is None else [target]
+    low, high = min(levels), max(levels)
+    margin = 0.05 * (high - low) or max(1.0, 0.1 * abs(high))
+    low, high = low - margin, high + margin
 
     def row_of(value: float, rows: int) -> int:
         return min(rows - 1, max(0, round((high - value) / (high - low) * (rows - 1))))
@@ -64,12 +66,6 @@ def draw(
         column = min(width - 1, max(0, int(when / end_s * (width - 1))))
         cells[row_of(value, height)][column] = ("◆", "bold green") if confirmation else ("●", "bold yellow")
     return _assemble(cells, low, high, end_s)
-
-
-def _range(levels: Sequence[float]) -> tuple[float, float]:
-    low, high = min(levels), max(levels)
-    margin = 0.05 * (high - low) or max(1.0, 0.1 * abs(high))
-    return low - margin, high + margin
 
 
 def _line(times: Sequence[float], values: Sequence[float], columns: int) -> list[tuple[int, float]]:
@@ -109,8 +105,6 @@ def _assemble(cells: Sequence[Sequence[tuple[str, str]]], low: float, high: floa
 
 
 def _label(value: float) -> str:
-    digits = 0 if abs(value) >= 100 else 1
     if abs(value) >= 10 ** (_LABEL_WIDTH - 2):
-        exponent = int(math.log10(abs(value)))
-        return f"{value / 10**exponent:.1f}e{exponent}"
-    return f"{value:.{digits}f}"
+        return f"{value:.1e}".replace("e+0", "e").replace("+", "")
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}"

@@ -15,7 +15,8 @@ import typer
 
 import ddrl
 from ddrl.cli.format import size
-from ddrl.cli.output import Client, Json, ServerError, emit, server
+from ddrl.cli.output import Client, Json, ServerError, aligned, emit, server
+from ddrl.envs.requirements import PACKAGES
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 _MARKS = {OK: "ok  ", WARN: "warn", FAIL: "FAIL"}
@@ -23,14 +24,8 @@ _PACKAGES = (
     *("torch", "gymnasium", "celery", "kombu", "redis", "blosc2", "numpy"),
     *("pydantic", "safetensors", "typer"),
 )
-_EXTRAS = {  # extra -> module that shows whether it is installed
-    "box2d": "Box2D",
-    "atari": "ale_py",
-    "mujoco": "mujoco",
-    "flower": "flower",
-    "tensorboard": "tensorboard",
-    "video": "imageio",
-}
+# extra -> module that it installs
+_EXTRAS = PACKAGES | {"flower": "flower", "tensorboard": "tensorboard", "video": "imageio"}
 _TRIAL_ENV = "LunarLanderContinuous-v3"
 
 
@@ -50,10 +45,9 @@ def doctor(json_output: Json = False) -> None:
     if json_output:
         emit([asdict(finding) for finding in findings])
     else:
-        width = max(len(finding.name) for finding in findings)
-        for finding in findings:
-            remedy = f"; {finding.remedy}" if finding.remedy else ""
-            print(f"{_MARKS[finding.level]}  {finding.name.ljust(width)}  {finding.detail}{remedy}")
+        remedies = [f"; {finding.remedy}" if finding.remedy else "" for finding in findings]
+        lines = zip(findings, remedies, strict=True)
+        aligned([(_MARKS[found.level], found.name, found.detail + remedy) for found, remedy in lines])
     failed = {finding.name for finding in findings if finding.level == FAIL}
     if failed:
         raise typer.Exit(3 if "server" in failed else 1)
@@ -65,9 +59,8 @@ def examine() -> list[Finding]:
 
 
 def _installed() -> Iterator[Finding]:
-    yield Finding(
-        "python", OK, f"{platform.python_version()} on {platform.platform()}, ddrl {ddrl.__version__}"
-    )
+    system = f"{platform.python_version()} on {platform.platform()}, ddrl {ddrl.__version__}"
+    yield Finding("python", OK, system)
     found, missing = [], []
     for name in _PACKAGES:
         try:
@@ -133,12 +126,10 @@ def security(client: Client, url: str) -> Finding:
 
 def is_loopback(host: str) -> bool:
     """Return whether a host's name or address means this machine only."""
-    if host == "localhost" or host.endswith(".localhost"):
-        return True
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return False
+        return host == "localhost" or host.endswith(".localhost")
 
 
 def _listens_to_others(client: Client) -> bool:
@@ -160,7 +151,7 @@ def _listens_to_others(client: Client) -> bool:
 def _cores() -> Finding:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if usable < 2:
-        return Finding("cores", WARN, f"{usable}", "playing and learning share one core: add another machine")
+        return Finding("cores", WARN, "1", "playing and learning share one core: add another machine")
     return Finding("cores", OK, f"{usable} for playing and learning")
 
 

@@ -6,7 +6,6 @@ import contextlib
 import importlib.util
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ddrl.cli.format import mean_and_std, number
-from ddrl.cli.output import Client, InputError, Json, emit, note, pairs
+from ddrl.cli.format import number, score
+from ddrl.cli.output import Client, InputError, Json, emit, note, pairs, progress
 from ddrl.cli.policies import Version, opened
 from ddrl.store.evaluations import Evaluation, OpenEvaluations
 
@@ -42,29 +41,18 @@ def evaluate(
     version: Version = None,
     seed: Annotated[
         int | None,
-        typer.Option(
-            min=0, help="Seed of the first episode.", show_default="that of the run's confirmations"
-        ),
+        typer.Option(min=0, help="Seed of the first episode. Default: that of the run's confirmations."),
     ] = None,
     num_envs: Annotated[int, typer.Option(min=1, max=4096, help="Episodes side by side.")] = 20,
     noop: Annotated[
         int | None,
-        typer.Option(
-            min=0,
-            max=1000,
-            help="ALE games start with at most this many idle frames.",
-            show_default="the run's",
-        ),
+        typer.Option(min=0, max=1000, help="Most idle frames at the start of ALE games. Default: the run's."),
     ] = None,
     epsilon: Annotated[
         float | None,
-        typer.Option(
-            min=0, max=1, help="Share of random actions.", show_default="the algorithm's, usually 0"
-        ),
+        typer.Option(min=0, max=1, help="Share of random actions. Default: the algorithm's, usually 0."),
     ] = None,
-    video: Annotated[
-        Path | None, typer.Option(help="File (.mp4) for a video of the first episode.", show_default="none")
-    ] = None,
+    video: Annotated[Path | None, typer.Option(help="File (.mp4) for a video of the first episode.")] = None,
     local: Annotated[bool, typer.Option("--local", help="Play here, even if there is a fleet.")] = False,
     json_output: Json = False,
 ) -> None:
@@ -87,7 +75,10 @@ def evaluate(
             noop_max=noop,
         )
         on_frame = None if video is None else stack.enter_context(video_writer(video))
-        scoring = Scoring(loaded, wanted, stack.enter_context(_progress(episodes, quiet=json_output)))
+        if not json_output:
+            note(f"playing {episodes} episodes")
+        show_progress = stack.enter_context(progress("played {:,} of {:,} episodes", quiet=json_output))
+        scoring = Scoring(loaded, wanted, show_progress)
         scoring.play(None if local else client, on_frame=on_frame)
     report = scoring.report()
     if json_output:
@@ -97,7 +88,7 @@ def evaluate(
     pairs(
         {
             "policy": f"{loaded.run}@{loaded.version} on {loaded.env.id}",
-            "return": mean_and_std(report["return_mean"], report["return_std"]),
+            "return": score(report),
             "median": report["return_median"],
             "min, max": f"{number(report['return_min'])}, {number(report['return_max'])}",
             "episodes": f"{episodes}, seeds {report['first_seed']} to {report['last_seed']}",
@@ -110,23 +101,6 @@ def evaluate(
     )
 
 
-@contextmanager
-def _progress(total: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
-    """Show a bar on a terminal, else a line on stderr or nothing; yield what takes the number of new episodes."""
-    if quiet or not sys.stderr.isatty():
-        if not quiet:
-            note(f"playing {total} episodes")
-        yield lambda _: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("playing"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("playing", total=total)
-        yield lambda num: progress.advance(bar, num)
-
-
 # --- playing, here and on the fleet ----------------------------------------------------------------------
 
 
@@ -136,11 +110,13 @@ class Scoring:
     Args:
         loaded: the policy.
         wanted: the episodes.
-        advance: called with the number of episodes that have ended since the last call.
+        on_progress: called with the number of episodes that have ended, and of all.
     """
 
-    def __init__(self, loaded: LoadedPolicy, wanted: Evaluation, advance: Callable[[int], None]) -> None:
-        self._loaded, self._wanted, self._advance = loaded, wanted, advance
+    def __init__(
+        self, loaded: LoadedPolicy, wanted: Evaluation, on_progress: Callable[[int, int], None]
+    ) -> None:
+        self._loaded, self._wanted, self._on_progress = loaded, wanted, on_progress
         self._scores: dict[int, tuple[float, int]] = {}  # return and length, by seed
         self._num_on_fleet = self._num_processes = 0
 
@@ -199,19 +175,21 @@ class Scoring:
         fleet = f"{self._num_on_fleet} by the fleet ({self._num_processes} processes)"
         return f"{fleet}, {num_here} here" if num_here else fleet
 
+    def _add(self, seed: int, episode_return: float, length: int) -> None:
+        self._scores[seed] = episode_return, length
+        self._on_progress(len(self._scores), self._wanted.num_episodes)
+
     def _play_here(self, seeds: Sequence[int], on_frame: OnFrame | None = None) -> None:
         from ddrl.runs import evaluation
 
-        result = evaluation.score(
-            self._loaded,
-            seeds,
-            num_envs=min(self._wanted.num_envs or 1, len(seeds)),
-            epsilon=self._wanted.epsilon,
-            noop_max=self._wanted.noop_max,
-            on_episode=lambda *_: self._advance(1),
-            on_frame=on_frame,
-        )
-        self._scores |= zip(seeds, zip(result.returns, result.lengths, strict=True), strict=True)
+        wanted = self._wanted
+        options: dict[str, Any] = {
+            "epsilon": wanted.epsilon,
+            "noop_max": wanted.noop_max,
+            "on_episode": self._add,
+        }
+        num_envs = min(wanted.num_envs or 1, len(seeds))
+        evaluation.score(self._loaded, seeds, num_envs=num_envs, on_frame=on_frame, **options)
 
     def _play_on_fleet(self, client: Client, seeds: range) -> None:
         """Send the seeds in chunks; leave out what the fleet cannot play, or has not played when it goes away."""
@@ -219,7 +197,8 @@ class Scoring:
         from ddrl.envs import requirements
         from ddrl.store import connection, workers
 
-        run, network = self._loaded.run, requirements.custom_network(self._loaded.config)
+        run, wanted = self._loaded.run, self._wanted
+        network = requirements.custom_network(self._loaded.config)
         queue = envs.queue_for(celery.EVALUATE, self._loaded.env.id, network)
 
         def count_processes() -> int:
@@ -232,11 +211,10 @@ class Scoring:
             self._num_processes = count_processes()
             if not self._num_processes:
                 return
-            size = max(1, min(self._wanted.num_envs or 1, -(-len(seeds) // self._num_processes)))
-            chunks = [seeds[begin : begin + size] for begin in range(0, len(seeds), size)]
+            size = max(1, min(wanted.num_envs or 1, -(-len(seeds) // self._num_processes)))
             parts = [
-                replace(self._wanted, first_seed=chunk[0], num_episodes=len(chunk), num_envs=len(chunk))
-                for chunk in chunks
+                replace(wanted, first_seed=chunk[0], num_episodes=len(chunk), num_envs=len(chunk))
+                for chunk in (seeds[begin : begin + size] for begin in range(0, len(seeds), size))
             ]
             evaluations = OpenEvaluations(client, run, send=send, timeout_s=LOST_S)
             try:
@@ -254,9 +232,9 @@ class Scoring:
         while evaluations.pending:
             for row in evaluations.poll():
                 seeds = range(row["first_seed"], row["first_seed"] + row["num_episodes"])
-                self._scores |= zip(seeds, zip(row["returns"], row["lengths"], strict=True), strict=True)
                 self._num_on_fleet += len(seeds)
-                self._advance(len(seeds))
+                for episode in zip(seeds, row["returns"], row["lengths"], strict=True):
+                    self._add(*episode)
             for reason in evaluations.given_up.values():
                 note(f"a worker cannot play these episodes ({reason}); playing them here")
             evaluations.given_up.clear()
@@ -301,25 +279,19 @@ def video_writer(path: Path) -> Iterator[OnFrame]:
         if writer is None:
             import imageio
 
-            options: dict[str, Any] = {
-                "format": "FFMPEG",
-                "mode": "I",
-                "codec": "libx264",
-                "macro_block_size": 2,
-            }
-            writer = imageio.get_writer(partial, fps=hz, **options)
+            options: dict[str, Any] = {"mode": "I", "codec": "libx264", "macro_block_size": 2}
+            writer = imageio.get_writer(partial, "FFMPEG", fps=hz, **options)
         writer.append_data(enlarge(picture))
 
     try:
         yield add
-    except BaseException:
+        if writer is not None:
+            writer.close()
+            partial.replace(path)
+    finally:
         if writer is not None:
             writer.close()
         partial.unlink(missing_ok=True)
-        raise
-    if writer is not None:
-        writer.close()
-        partial.replace(path)
 
 
 def enlarge(picture: np.ndarray) -> np.ndarray:

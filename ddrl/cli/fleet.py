@@ -13,35 +13,33 @@ import typer
 from ddrl.cli import hints
 from ddrl.cli.format import counted, duration, percent, picked, size
 from ddrl.cli.output import Client, InputError, Json, emit, say, server, table
-from ddrl.cli.watcher import Figures
+from ddrl.cli.watcher import Figures, entitled
 from ddrl.store import runs, segments, workers
+from ddrl.store.connection import StoreError
+from ddrl.store.runs import RunState
 from ddrl.store.segments import RunLoad
 from ddrl.store.workers import Heartbeat
 
 REFRESH_S = 1.0
-_WORKER_FIELDS = (
-    *("node", "host", "pid", "processes", "queues", "capabilities", "cores", "gpus", "memory_bytes"),
-    *("versions", "draining"),
-)
+_WORKER_FIELDS = ("node", "host", "pid", "processes", "queues", "capabilities", "versions", "draining")
+_MACHINE_FIELDS = ("cores", "gpus", "memory_bytes")
 CLEAR = "\033[2J\033[H"  # what a terminal shows
 
 
 def fleet(
-    watch: Annotated[
-        bool, typer.Option("--watch", "-w", help="Refresh every second, on a terminal.")
-    ] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh it, on a terminal.")] = False,
     json_output: Json = False,
 ) -> None:
     """List the workers and what they play, and the runs, their shares of process time and what they wait for."""
     if watch and (json_output or not sys.stdout.isatty()):
         raise InputError("--watch: needs a terminal and goes without --json; leave it out to print once")
     with server() as client:
+        report = collect(client)
         while watch:
-            report = collect(client)
             print(CLEAR, end="")
             _show(report)
             time.sleep(REFRESH_S)
-        report = collect(client)
+            report = collect(client)
     if json_output:
         emit(report)
     else:
@@ -54,41 +52,40 @@ def collect(client: Client) -> dict[str, Any]:
     playing = {
         load.run: Counter(p.node for p in segments.playing(client, load.run).values()) for load in loads
     }
-    trouble = hints.server_trouble(client)
     report: dict[str, Any] = {"workers": [], "versions_differ": differences(present), "runs": []}
     for worker in present:
         played = {run: nodes[worker.node] for run, nodes in playing.items() if worker.node in nodes}
         up_s = max(0.0, time.time() - worker.started_s) if worker.started_s else None
-        report["workers"].append(picked(worker, *_WORKER_FIELDS) | {"playing": played, "up_s": up_s})
+        fields = picked(worker, *_WORKER_FIELDS, *_MACHINE_FIELDS)
+        report["workers"].append({**fields, "playing": played, "up_s": up_s})
+    total, trouble = sum(load.mean_processes for load in loads) or 1.0, hints.server_trouble(client)
     for load in loads:
-        figures = Figures(
-            runs.state(client, load.run),
-            runs.config(client, load.run),
-            present=present,
-            loads=loads,
-            refusals=segments.refusals(client, load.run),
-            num_playing=playing[load.run].total(),
+        state, num_playing = runs.state(client, load.run), playing[load.run].total()
+        note = _note(client, state, load, trouble, present=present, loads=loads, num_playing=num_playing)
+        report["runs"].append(
+            {
+                **picked(load, "run", "priority", "weight", "queue", "wants"),
+                "learner": state.host if state.leased else None,
+                "entitled": entitled(load, loads),
+                "share": load.mean_processes / total if state.leased else 0.0,
+                "playing": num_playing,
+                "waiting_messages": segments.waiting(client, load.queue),
+                "process_s": state.process_s,
+                "note": note,
+            }
         )
-        report["runs"].append(_run(client, load, figures, trouble))
     return report
 
 
-def _run(client: Client, load: RunLoad, figures: Figures, trouble: str) -> dict[str, Any]:
-    state = figures.state
-    total = sum(other.mean_processes for other in figures.loads) or 1.0
-    note = hints.hint(figures, server=trouble, starting=False)
-    if not (note or figures.num_playing):
-        note = _why_not_played(load, figures.loads)
-    return {
-        **picked(load, "run", "priority", "weight", "queue", "wants"),
-        "learner": state.host if state.leased else None,
-        "entitled": figures.entitled,
-        "share": load.mean_processes / total if state.leased else 0.0,
-        "playing": figures.num_playing,
-        "waiting_messages": segments.waiting(client, load.queue),
-        "process_s": state.process_s,
-        "note": note,
-    }
+def _note(client: Client, state: RunState, load: RunLoad, trouble: str, **seen: Any) -> str:
+    """Return why the run does not play or learn; empty while all is well."""
+    try:
+        config = runs.config(client, load.run)
+    except StoreError as error:  # stored by another version of ddrl; the other runs are shown as ever
+        return str(error)
+    figures = Figures(state, config, refusals=segments.refusals(client, load.run), **seen)
+    hint = hints.hint(figures, server=trouble, starting=False)
+    return hint or ("" if figures.num_playing else _why_not_played(load, figures.loads))
 
 
 def _why_not_played(load: RunLoad, loads: Sequence[RunLoad]) -> str:
@@ -112,42 +109,34 @@ def differences(present: Sequence[Heartbeat]) -> dict[str, dict[str, list[str]]]
 
 
 def _show(report: Mapping[str, Any]) -> None:
-    machines = [
-        (
-            worker["node"],
-            worker["host"],
-            worker["processes"],
-            ", ".join(f"{run} {num}" for run, num in worker["playing"].items()) or "-",
-            ", ".join(worker["capabilities"]) or "-",
-            worker["cores"] or "-",
-            size(worker["memory_bytes"]) if worker["memory_bytes"] else "-",
-            ", ".join(worker["gpus"]) or "-",
-            worker["versions"].get("ddrl", "-"),
-            "leaves" if worker["draining"] else f"up {duration(worker['up_s'])}" if worker["up_s"] else "",
+    header: Sequence[str]
+    machines, rows = [], []
+    for worker in report["workers"]:
+        up = f"up {duration(worker['up_s'])}" if worker["up_s"] else ""
+        machines.append(
+            (
+                *(worker[name] for name in ("node", "host", "processes")),
+                ", ".join(f"{run} {num}" for run, num in worker["playing"].items()) or "-",
+                ", ".join(worker["capabilities"]) or "-",
+                worker["cores"] or "-",
+                size(worker["memory_bytes"]) if worker["memory_bytes"] else "-",
+                ", ".join(worker["gpus"]) or "-",
+                worker["versions"].get("ddrl", "-"),
+                "leaves" if worker["draining"] else up,
+            )
         )
-        for worker in report["workers"]
-    ]
-    rows = []
     for run in report["runs"]:
         shares = (f"{run['weight']:g}", percent(run["entitled"]), percent(run["share"]))
-        rows.append(
-            (run["run"], run["priority"], *shares, run["playing"], run["waiting_messages"], run["note"])
-        )
+        rest = (run["playing"], run["waiting_messages"], run["note"])
+        rows.append((run["run"], run["priority"], *shares, *rest))
     if machines:
-        table(
-            ("worker", "host", "processes", "playing", "plays", "cores", "memory", "GPU", "ddrl", "note"),
-            machines,
-            left=("worker", "host", "playing", "plays", "GPU", "ddrl", "note"),
-            optional=("GPU", "memory", "cores", "host", "plays", "ddrl"),
-        )
+        header = ("worker", "host", "processes", "playing", "plays", "cores", "memory", "GPU", "ddrl", "note")
+        texts = ("worker", "host", "playing", "plays", "GPU", "ddrl", "note")
+        table(header, machines, left=texts, optional=("GPU", "memory", "cores", "host", "plays", "ddrl"))
         print()
     if rows:
-        table(
-            ("run", "priority", "weight", "entitled", "share", "processes", "waiting", "note"),
-            rows,
-            left=("run", "priority", "note"),
-            optional=("entitled", "waiting", "processes"),
-        )
+        header = ("run", "priority", "weight", "entitled", "share", "processes", "waiting", "note")
+        table(header, rows, left=("run", "priority", "note"), optional=("entitled", "waiting", "processes"))
         print()
     say(_summary(report))
 

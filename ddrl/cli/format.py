@@ -58,9 +58,12 @@ def percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.0f} %"
 
 
-def mean_and_std(mean: float | None, std: float | None) -> str:
-    """Return "200.3 ± 15.0", or "-" if there is no mean."""
-    return "-" if mean is None else f"{number(mean)} ± {number(std)}"
+def score(evaluation: Mapping[str, Any] | None) -> str:
+    """Return `return_mean` and `return_std` as "200.3 ± 15.0", or "-" if there is no evaluation."""
+    mean = (evaluation or {}).get("return_mean")
+    return (
+        "-" if evaluation is None or mean is None else f"{number(mean)} ± {number(evaluation['return_std'])}"
+    )
 
 
 def picked(source: object, *names: str) -> dict[str, Any]:

@@ -33,8 +33,8 @@ def hint(figures: Figures, *, server: str, starting: bool) -> str:
     if state.ended:
         return ""
     if state.status == "paused":
-        remedy = "" if "ddrl resume" in state.reason else f"; `ddrl resume {state.run}` goes on"
-        return f"paused: {state.reason}{remedy}" if remedy else state.reason
+        is_complete = "ddrl resume" in state.reason  # it names the remedy
+        return state.reason if is_complete else f"paused: {state.reason}; `ddrl resume {state.run}` goes on"
     if server:
         return server
     if starting and not (state.appended_steps and state.leased and figures.serving):
@@ -52,12 +52,9 @@ def _nobody(figures: Figures) -> str:
     """Return that no worker serves the run, and why those that run do not."""
     queue = figures.state.queue
     text = f"no worker plays {queue}: start `celery -A ddrl worker`"
-    misfits = {
-        f"{worker.host} {reason}": None for worker in figures.present if (reason := misfit(worker, queue))
-    }
-    shown = [*misfits][:SHOWN]
+    misfits = [*dict.fromkeys(f"{worker.host} {misfit(worker, queue)}" for worker in figures.present)]
     more = f", and {len(misfits) - SHOWN} more" if len(misfits) > SHOWN else ""
-    return f"{text}; there: {', '.join(shown)}{more}" if shown else text
+    return f"{text}; there: {', '.join(misfits[:SHOWN])}{more}" if misfits else text
 
 
 def _obstacle(figures: Figures) -> str:
@@ -67,7 +64,7 @@ def _obstacle(figures: Figures) -> str:
     if figures.refusals and not figures.num_playing and is_still:
         host, reason = next(iter(figures.refusals.items()))
         others = f" (and {len(figures.refusals) - 1} more)" if len(figures.refusals) > 1 else ""
-        return f"{_with_host(host, reason)}{others}"
+        return (reason if host in reason else f"{host}: {reason}") + others
     if state.error and (state.crashes or not state.appended_steps):
         times = f" ({state.crashes} times since the last fragment)" if state.crashes > 1 else ""
         return f"workers cannot play it{times}: {state.error}"
@@ -84,11 +81,6 @@ def _obstacle(figures: Figures) -> str:
     return ""
 
 
-def _with_host(host: str, reason: str) -> str:
-    """Return a refusal with the name of the machine."""
-    return reason if host in reason else f"{host}: {reason}"
-
-
 def misfit(worker: Heartbeat, queue: str) -> str:
     """Return why a worker does not take messages of a queue; empty if it does."""
     if worker.draining:
@@ -98,14 +90,10 @@ def misfit(worker: Heartbeat, queue: str) -> str:
     kind, _, need = queue.partition(".")[2].partition(".")
     if not any(name.startswith(f"ddrl.{kind}") for name in worker.queues):
         return "only evaluates" if kind == "rollout" else "only plays"
-    if need in PACKAGES:
-        known = worker.capabilities or tuple(name.rpartition(".")[2] for name in worker.queues)
-        return (
-            "does not serve that queue"
-            if need in known
-            else f"lacks {need} (pip install 'ddrl[{need}]' there)"
-        )
-    if need:
+    known = worker.capabilities or tuple(name.rpartition(".")[2] for name in worker.queues)
+    if need in PACKAGES and need not in known:
+        return f"lacks {need} (pip install 'ddrl[{need}]' there)"
+    if need and need not in PACKAGES:
         return f"does not allow {need} (DDRL_ALLOW_MODULES={need} there, and install it)"
     return "does not serve that queue"
 
@@ -131,13 +119,10 @@ def server_trouble(client: Client) -> str:
 
 def notice(entry: Mapping[str, Any]) -> str:
     """Return an entry of the journal as text; empty for changes of status, which the live view shows anyway."""
-    event, reason = entry.get("event", ""), entry.get("reason", "")
+    event, reason = entry["event"], entry.get("reason", "")
     if event == "set":
-        return f"set {entry.get('option')}: {entry.get('from')} -> {entry.get('to')}"
-    if event == "crashed":
-        return f"a process could not play it: {reason}"
-    if event == "lost":
-        return f"lost a process that played it: {reason}"
+        return f"set {entry['option']}: {entry['from']} -> {entry['to']}"
     if event in ("created", "active", "paused", "solved", "time", "stopped", "failed"):
         return ""
-    return f"{event}: {reason}" if reason else str(event)
+    texts = {"crashed": "a process could not play it", "lost": "lost a process that played it"}
+    return ": ".join(filter(None, (texts.get(event, event), reason)))

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
+from rich.console import Console
+from rich.live import Live
 
-from ddrl.cli.format import duration, mean_and_std
+from ddrl.cli import view
+from ddrl.cli.format import duration, score
 from ddrl.cli.hints import ROOM_WAIT
-from ddrl.cli.output import Client, Json, Run, emit, server
+from ddrl.cli.output import Client, Json, Run, answer, server_of
 from ddrl.cli.watcher import Figures, Watcher
+from ddrl.runs.records import summary
 from ddrl.store import connection
-from ddrl.store import runs as store
 from ddrl.store.runs import RunState, UnknownRunError
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 POLL_S = 0.5
 TICK_S = 0.2
@@ -32,16 +33,10 @@ STARTING_S = 10.0  # for processes that this command starts, before their absenc
 
 def watch(run: Run = "last", json_output: Json = False) -> None:
     """Follow a run until it ends; exit code 1 if it failed."""
-    from ddrl.runs.records import summary
-
-    with server() as client:
-        run = store.resolve(client, run)
+    with server_of(run) as (client, run):
         (state,) = follow(client, [run], json_output=json_output)
         end = summary(client, run)
-    if json_output:
-        emit(end)
-    else:
-        print(closing_lines(end))
+    answer(end, closing_lines(end), json_output=json_output)
     if state.status == "failed":
         raise typer.Exit(1)
 
@@ -52,7 +47,6 @@ def follow(
     *,
     json_output: bool,
     console: Console | None = None,
-    deadline: float | None = None,
     on_tick: Callable[[], None] | None = None,
 ) -> list[RunState]:
     """Show runs until all have ended: one run with its curve, several as a table.
@@ -62,24 +56,21 @@ def follow(
         runs: their ids.
         json_output: keep stdout free for the caller's JSON; plain lines go to stderr.
         console: where to show them; stdout by default. A live view if it is a terminal.
-        deadline: of `time.monotonic()`; the states are returned then, ended or not.
         on_tick: called about every 0.2 s; its exceptions pass through.
 
     Raises:
         UnknownRunError: a run does not exist, or was deleted meanwhile.
         redis.RedisError: the server is away for longer than OUTAGE_S.
     """
-    from rich.console import Console
-
     watchers = [Watcher(client, run, starting_s=STARTING_S if on_tick else 0.0) for run in runs]
     console = console or Console(stderr=json_output)
+    next_poll, outage_at = 0.0, None
     with ExitStack() as stack:
-        show: Callable[[Sequence[Figures]], None]
         if json_output or not console.is_terminal:
             show = Lines(sys.stderr if json_output else console.file, show_seed=len(runs) > 1).show
         else:
-            show = _live_view(console, stack)
-        next_poll, outage_at = 0.0, None
+            live = Live(console=console, auto_refresh=False, transient=False, vertical_overflow="crop")
+            show = functools.partial(_show_live, stack.enter_context(live))
         while True:
             if on_tick is not None:
                 on_tick()
@@ -96,30 +87,19 @@ def follow(
                     figures = [watcher.without_server(reason) for watcher in watchers]
                 show(figures)
                 states = [each.state for each in figures]
-                if all(state.ended for state in states) or (deadline is not None and now >= deadline):
+                if all(state.ended for state in states):
                     return states
                 next_poll = time.monotonic() + POLL_S
             time.sleep(TICK_S)
 
 
-def _live_view(console: Console, stack: ExitStack) -> Callable[[Sequence[Figures]], None]:
-    """Open a live view that ends with the stack; return what shows the figures on it."""
-    from rich.live import Live
-
-    from ddrl.cli import view
-
-    live = Live(console=console, auto_refresh=False, transient=False, vertical_overflow="crop")
-    stack.enter_context(live)
-
-    def show(figures: Sequence[Figures]) -> None:
-        width = console.width - ECHO
-        if len(figures) == 1:
-            shown = view.one_run(figures[0], width=width, height=console.height)
-        else:
-            shown = view.several_runs(figures, width=min(width, 120))
-        live.update(shown, refresh=True)
-
-    return show
+def _show_live(live: Live, runs: Sequence[Figures]) -> None:
+    console, width = live.console, live.console.width - ECHO
+    if len(runs) == 1:
+        shown = view.one_run(runs[0], width=width, height=console.height)
+    else:
+        shown = view.several_runs(runs, width=min(width, 120))
+    live.update(shown, refresh=True)
 
 
 def _outage_text(error: Exception) -> str | None:
@@ -194,19 +174,18 @@ def plain_line(figures: Figures) -> str:
     return "  ".join(parts)
 
 
-def closing_lines(summary: Mapping[str, Any]) -> str:
-    """Return the result of a run for people; `summary` is that of the run's folder."""
-    evaluated, run, status = summary["evaluation"], summary["run"], summary["status"]
+def closing_lines(end: Mapping[str, Any]) -> str:
+    """Return the result of a run for people; `end` is its summary."""
+    evaluated, run, status = end["evaluation"], end["run"], end["status"]
     lines = [
-        f"{run}: {status} after {duration(summary['train_s'])} of training, "
-        f"{summary['env_steps']:,} env steps, {summary['updates']:,} updates"
+        f"{run}: {status} after {duration(end['train_s'])} of training, "
+        f"{end['env_steps']:,} env steps, {end['updates']:,} updates"
     ]
     if evaluated:
-        score = mean_and_std(evaluated["return_mean"], evaluated["return_std"])
         episodes = f"{evaluated['episodes']} episodes"
-        lines.append(f"policy version {summary['policy_version']}: return {score} over {episodes}")
-    if summary["artifacts"]:
-        lines.append(f"artifacts in {summary['artifacts']}")
+        lines.append(f"policy version {end['policy_version']}: return {score(evaluated)} over {episodes}")
+    if end["artifacts"]:
+        lines.append(f"artifacts in {end['artifacts']}")
     if status in ("failed", "stopped", "time"):
         more = " --time 10m" if status == "time" else ""
         lines.append(f"continue it with `ddrl resume {run}{more}`, look into it with `ddrl logs {run}`")

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ddrl.cli.output import Client, InputError, Json, Run, emit, server, table
+from ddrl.cli.output import Client, InputError, Json, Run, emit, server_of, table
 from ddrl.store import logs as stored
 from ddrl.store import runs as store
 
@@ -28,24 +28,19 @@ _STAMPED = re.compile(r"\[?(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}):? ([A-Z]+)(?:/
 
 def journal(run: Run = "last", json_output: Json = False) -> None:
     """Show the changes of a run's state and settings."""
-    with server() as client:
-        rows = store.journal(client, store.resolve(client, run))
+    with server_of(run) as (client, run):
+        rows = store.journal(client, run)
     if json_output:
         emit(rows)
         return
-    table(
-        ("time", "event", "reason"),
-        [(_clock(row["time_s"]), row.get("event", ""), _details(row)) for row in rows],
-        left=("time", "event", "reason"),
-    )
+    header = ("time", "event", "reason")
+    table(header, [(_clock(row["time_s"]), row["event"], _details(row)) for row in rows], left=header)
 
 
 def logs(
     run: Run = "last",
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Continue until the run ends.")] = False,
-    last: Annotated[
-        int, typer.Option("--last", "-n", min=0, help="Start with this many lines, the newest.")
-    ] = 100,
+    last: Annotated[int, typer.Option("--last", "-n", min=0, help="Start with the newest, so many.")] = 100,
     all_: Annotated[
         bool, typer.Option("--all", help="Include Celery's lines about each task received and done.")
     ] = False,
@@ -55,8 +50,7 @@ def logs(
     if follow and json_output:
         reason = "prints one value and ends, so it cannot be used with --follow; leave one out"
         raise InputError(f"--json: {reason}")
-    with server() as client:
-        run = store.resolve(client, run)
+    with server_of(run) as (client, run):
         tail = _Tail(client, run, routine=all_)
         lines = tail.more()
         lines = lines[len(lines) - min(last, len(lines)) :]
@@ -112,13 +106,12 @@ class _Tail:
         """Return the new lines, by time."""
         entries, self._journal_cursor = store.journal_after(self._client, self._run, self._journal_cursor)
         lines = [
-            Line(row["time_s"], "journal", "", f"{row.get('event', '')} {_details(row)}".rstrip())
-            for row in entries
+            Line(row["time_s"], "journal", "", f"{row['event']} {_details(row)}".rstrip()) for row in entries
         ]
         rows, self._logs_cursor = stored.read(self._client, self._run, self._logs_cursor)
         for row in rows:
-            for part in row.get("text", "").splitlines() or [""]:
-                line = Line(row["time_s"], row.get("source", ""), row.get("level", ""), part)
+            for part in row["text"].splitlines() or [""]:
+                line = Line(row["time_s"], row["source"], row["level"], part)
                 lines += [] if self._is_twin(line, in_file=False) else [line]
         ahead_s = store.server_ms(self._client) / 1e3 - time.time()
         for path in sorted(self._folder.glob("*.log")):
@@ -192,7 +185,7 @@ def _clock(time_s: float) -> str:
 
 def _details(row: dict[str, Any]) -> str:
     """Return the reason and the other fields of a journal entry."""
-    if row.get("event") == "set":
+    if row["event"] == "set":
         return f"{row['option']}: {row['from']} -> {row['to']} at {int(row['env_steps']):,} env steps"
     rest = [f"{name}={value}" for name, value in row.items() if name not in ("time_s", "event", "reason")]
     return " ".join([part for part in (row.get("reason", ""), *rest) if part])

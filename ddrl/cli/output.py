@@ -1,11 +1,11 @@
-"""Shared by all commands: the connection, confirmation, JSON and tables."""
+"""Shared by all commands: the connection, confirmation, JSON, tables and progress."""
 
 from __future__ import annotations
 
 import json
-import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 MIN_TEXT = 24  # columns of a cell of text that wraps
 UNBOUNDED = 10_000  # columns of an output that is not a terminal
+PROGRESS_S = 5.0  # between two lines of progress where there is no terminal
 
 Client = Any  # a redis.Redis: only store/ imports redis
 
@@ -33,6 +34,9 @@ class InputError(ValueError):
 
 class ServerError(RuntimeError):
     """The server cannot be reached or is not fit for use; the message is one line with the remedy."""
+
+
+# --- the server --------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -56,6 +60,48 @@ def server() -> Iterator[Client]:
         yield client
 
 
+@contextmanager
+def server_of(name: str) -> Iterator[tuple[Client, str]]:
+    """Connect to the server, and yield the id of the run that `name` stands for too.
+
+    Raises:
+        ServerError: not reachable, or not fit.
+        UnknownRunError: there is no such run.
+    """
+    from ddrl.store import runs
+
+    with server() as client:
+        yield client, runs.resolve(client, name)
+
+
+# --- input -------------------------------------------------------------------------------------------
+
+
+def seconds(text: str | None, option: str) -> float | None:
+    """Return the duration given to an option, such as 15m, if it is given.
+
+    Raises:
+        ConfigError: it is not a duration.
+    """
+    from ddrl import config
+
+    return None if text is None else config.duration(text, option)
+
+
+def num_bytes(text: str | None, option: str) -> int | None:
+    """Return the size given to an option, such as 10GB, if it is given.
+
+    Raises:
+        InputError: it is not a size.
+    """
+    from pydantic import ByteSize, TypeAdapter, ValidationError
+
+    try:
+        return None if text is None else int(TypeAdapter(ByteSize).validate_python(text))
+    except ValidationError:
+        raise InputError(f"{option} {text}: not a size; use 500MB or 10GB") from None
+
+
 def confirm(what: str, question: str, yes: bool) -> None:
     """Ask on the terminal before something is deleted; `yes` answers in advance.
 
@@ -70,9 +116,21 @@ def confirm(what: str, question: str, yes: bool) -> None:
     typer.confirm(question, abort=True, err=True)
 
 
+# --- text and JSON -----------------------------------------------------------------------------------
+
+
+def answer(value: Any, text: str, *, json_output: bool) -> None:
+    """Print the result of a command: a value as JSON, or a text."""
+    if json_output:
+        emit(value)
+    else:
+        print(text, flush=True)
+
+
 def emit(value: Any) -> None:
     """Print a value as JSON; NaN and infinity become null."""
-    print(json.dumps(_plain(value), indent=2 if sys.stdout.isatty() else None), flush=True)
+    finite = json.loads(json.dumps(value), parse_constant=lambda _: None)
+    print(json.dumps(finite, indent=2 if sys.stdout.isatty() else None), flush=True)
 
 
 def note(text: str) -> None:
@@ -83,6 +141,38 @@ def note(text: str) -> None:
 def say(text: str) -> None:
     """Print a sentence on stdout."""
     _console(sys.stdout).print(text)
+
+
+@contextmanager
+def progress(what: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
+    """Yield a function that shows how much is done, of how much: a bar on a terminal, else a line now and then.
+
+    Args:
+        what: the line, such as "read {:,} of {:,} entries".
+        quiet: show nothing.
+    """
+    if quiet or not sys.stderr.isatty():
+        next_at = time.monotonic() + PROGRESS_S
+
+        def show(done: int, total: int) -> None:
+            nonlocal next_at
+            if not quiet and time.monotonic() >= next_at:
+                next_at = time.monotonic() + PROGRESS_S
+                note(what.format(done, total))
+
+        yield show
+        return
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=_console(sys.stderr), transient=True) as bars:
+        bar = bars.add_task("", total=None)
+        yield lambda done, total: bars.update(
+            bar, completed=done, total=total, description=what.format(done, total)
+        )
+
+
+# --- tables ------------------------------------------------------------------------------------------
 
 
 def table(
@@ -127,14 +217,19 @@ def table(
 
 def pairs(values: Mapping[str, Any]) -> None:
     """Print names and values, one pair a line, the values aligned; a value of None is left out."""
+    aligned([(name, cell(value)) for name, value in values.items() if value is not None])
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> None:
+    """Print rows of texts in columns, of which the last one wraps."""
     from rich.table import Table
 
     grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(no_wrap=True)
+    for _ in rows[0][1:]:
+        grid.add_column(no_wrap=True)
     grid.add_column(min_width=MIN_TEXT)
-    for name, value in values.items():
-        if value is not None:
-            grid.add_row(name, cell(value))
+    for row in rows:
+        grid.add_row(*row)
     _print(_console(sys.stdout), grid)
 
 
@@ -157,13 +252,3 @@ def _print(console: Console, grid: Table) -> None:
         console.print(grid, crop=False)
     for line in captured.get().splitlines():
         print(line.rstrip())
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value

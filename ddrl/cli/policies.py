@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ddrl.cli.output import Client, InputError, Json, emit, server
-from ddrl.store import runs, weights
+from ddrl.cli.output import Client, InputError, Json, answer, server_of
+from ddrl.store import weights
 
 if TYPE_CHECKING:
     from ddrl.policy import LoadedPolicy
@@ -44,10 +44,20 @@ def choose(client: Client, run: str, version: str | None) -> int:
         raise InputError(f"--version {version}: is neither a number, nor best, nor latest")
     if int(text) not in index.sizes:
         kept = sorted(index.sizes)
+        start = f"the newest of {len(kept)} kept are" if len(kept) > 12 else "kept are"
         shown = ", ".join(map(str, kept[-12:]))
-        more = f"the newest of {len(kept)} kept are" if len(kept) > 12 else "kept are"
-        raise InputError(f"run {run}: version {text} is not kept; {more} {shown}")
+        raise InputError(f"run {run}: version {text} is not kept; {start} {shown}")
     return int(text)
+
+
+@contextmanager
+def _chosen(target: str, version: str | None) -> Iterator[tuple[Client, str, int]]:
+    """Connect to the server; yield the run and the number of the version that RUN or RUN@VERSION names."""
+    name, at, given = target.partition("@")
+    if at and version is not None and version != given:
+        raise InputError(f"{target}: names version {given}, and --version names {version}; give one of them")
+    with server_of(name or "last") as (client, run):
+        yield client, run, choose(client, run, given if at else version)
 
 
 @contextmanager
@@ -62,31 +72,19 @@ def opened(target: str, version: str | None) -> Iterator[tuple[LoadedPolicy, Cli
     path = Path(target)
     if path.is_file() or target.endswith(SUFFIX) or "/" in target:
         if version is not None:
-            raise InputError(
-                f"--version {version}: {target} is a file and holds one version; leave the option out"
-            )
+            reason = f"{target} is a file and holds one version; leave the option out"
+            raise InputError(f"--version {version}: {reason}")
         yield policy.load(path), None
         return
-    name, version = split(target, version)
-    with server() as client:
-        run = runs.resolve(client, name)
-        yield policy.from_run(client, run, choose(client, run, version)), client
-
-
-def split(target: str, version: str | None) -> tuple[str, str | None]:
-    """Split RUN@VERSION."""
-    name, at, given = target.partition("@")
-    if at and version is not None and version != given:
-        raise InputError(f"{target}: names version {given}, and --version names {version}; give one of them")
-    return name or "last", given if at else version
+    with _chosen(target, version) as (client, run, number):
+        yield policy.from_run(client, run, number), client
 
 
 def export(
     target: Annotated[str, typer.Argument(metavar="TARGET", help="RUN or RUN@VERSION.")] = "last",
     version: Version = None,
     output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="File to write.", show_default=f"RUN-vVERSION{SUFFIX}"),
+        Path | None, typer.Option("--output", "-o", help=f"File to write. Default: RUN-vVERSION{SUFFIX}.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
     json_output: Json = False,
@@ -94,22 +92,17 @@ def export(
     """Write a policy to one file that plays anywhere, without server or run folder."""
     from ddrl import policy
 
-    name, version = split(target, version)
-    with server() as client:
-        run = runs.resolve(client, name)
-        number_ = choose(client, run, version)
-        path = output or Path(f"{run}-v{number_}{SUFFIX}")
+    with _chosen(target, version) as (client, run, number):
+        path = output or Path()
         if path.is_dir():
-            path = path / f"{run}-v{number_}{SUFFIX}"
+            path = path / f"{run}-v{number}{SUFFIX}"
         if path.exists() and not force:
             raise InputError(f"{path}: exists already; name another file with --output, or add --force")
         try:
-            path = policy.save(client, run, number_, path)
+            path = policy.save(client, run, number, path)
         except OSError as error:
-            raise InputError(
-                f"{path}: cannot be written ({error.strerror}); name another with --output"
-            ) from None
-    if json_output:
-        emit({"run": run, "version": number_, "path": str(path), "bytes": path.stat().st_size})
-    else:
-        print(f"wrote version {number_} of {run} to {path}; score it with `ddrl evaluate {path}`")
+            reason = f"cannot be written ({error.strerror}); name another with --output"
+            raise InputError(f"{path}: {reason}") from None
+    report = {"run": run, "version": number, "path": str(path), "bytes": path.stat().st_size}
+    text = f"wrote version {number} of {run} to {path}; score it with `ddrl evaluate {path}`"
+    answer(report, text, json_output=json_output)

@@ -8,15 +8,11 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from ddrl.cli.maintenance import num_bytes
-from ddrl.cli.output import InputError, ServerError, note, server
-
-if TYPE_CHECKING:
-    from ddrl.runs.prune import Retention
+from ddrl.cli.output import InputError, ServerError, note, num_bytes, seconds, server
 
 
 def learner(
@@ -24,19 +20,14 @@ def learner(
         str | None, typer.Argument(help="Run to learn; without it, every run that waits for a learner.")
     ] = None,
     take_over: Annotated[
-        bool,
-        typer.Option(
-            "--take-over", help="Ask the learner that holds RUN to release it, and take it after 5 s anyway."
-        ),
+        bool, typer.Option("--take-over", help="Request RUN from its learner, and take it after 5 s anyway.")
     ] = False,
     folder: Annotated[Path, typer.Option(help="Folder of the runs' folders.")] = Path("runs"),
     keep_age: Annotated[
-        str | None,
-        typer.Option("--keep-age", help="Without RUN: delete runs that ended longer ago, such as 30d."),
+        str | None, typer.Option(help="Without RUN: delete runs that ended longer ago, such as 30d.")
     ] = None,
     keep_bytes: Annotated[
-        str | None,
-        typer.Option("--keep-bytes", help="Without RUN: delete the oldest ended runs beyond, such as 10GB."),
+        str | None, typer.Option(help="Without RUN: delete the oldest ended runs beyond, such as 10GB.")
     ] = None,
 ) -> None:
     """Learn one run until it ends, waiting while another learner holds it; or every run that waits."""
@@ -46,9 +37,10 @@ def learner(
         raise typer.BadParameter(
             "not together with RUN; use `ddrl prune`", param_hint="--keep-age, --keep-bytes"
         )
-    retention = _retention(keep_age, keep_bytes)
+    limits = seconds(keep_age, "--keep-age"), num_bytes(keep_bytes, "--keep-bytes")
 
     from ddrl.runs import monitoring, processes
+    from ddrl.runs.prune import Retention
 
     processes.follow_parent(signal.SIGTERM)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
@@ -60,23 +52,11 @@ def learner(
         interrupt = runner.Interrupt()
         interrupt.install()
         if run is None:
+            retention = None if limits == (None, None) else Retention(*limits)
             runner.serve(client, folder, interrupt, retention=retention)
         else:
             run = local_checkpoints.find(client, run, folder)
             runner.learn(client, run, folder, interrupt, take_over=take_over)
-
-
-def _retention(keep_age: str | None, keep_bytes: str | None) -> Retention | None:
-    """Return what the options ask for; None without them."""
-    from ddrl import config
-    from ddrl.runs.prune import Retention
-
-    if keep_age is None and keep_bytes is None:
-        return None
-    return Retention(
-        None if keep_age is None else config.duration(keep_age, "--keep-age"),
-        None if keep_bytes is None else num_bytes(keep_bytes, "--keep-bytes"),
-    )
 
 
 def worker(
@@ -98,9 +78,7 @@ def worker(
 def up(
     listen: Annotated[
         str | None,
-        typer.Option(
-            metavar="HOST:PORT", help="Also serve other machines; they need the password that is printed."
-        ),
+        typer.Option(metavar="HOST:PORT", help="Also serve other machines, by a printed password."),
     ] = None,
 ) -> None:
     """Keep the embedded server running until Ctrl-C."""
@@ -125,8 +103,7 @@ def up(
                 _, command = hold.listen(*address)
                 print(f"on other machines: {command}", flush=True)
             note("Ctrl-C ends it; its data stay")
-            while not stop.wait(0.5):
-                pass
+            stop.wait()
         finally:
             hold.release()
     except connection.StoreError as error:

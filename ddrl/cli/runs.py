@@ -9,55 +9,49 @@ from typing import Annotated, Any
 
 import typer
 
+from ddrl.cli import output
 from ddrl.cli.format import duration, picked, train_s
-from ddrl.cli.output import Client, InputError, Json, Run, Yes, confirm, emit, note, server, table
+from ddrl.cli.output import Client, InputError, Json, Run, Yes
 from ddrl.store import runs as store
+from ddrl.store.connection import StoreError
 
 
 def runs(
-    number_of: Annotated[
-        int, typer.Option("--last", "-n", min=1, help="Show only this many, the newest.")
-    ] = 20,
+    number_of: Annotated[int, typer.Option("--last", "-n", min=1, help="Show the newest, so many.")] = 20,
     json_output: Json = False,
 ) -> None:
     """List the runs on the server, the newest last."""
-    with server() as client:
+    with output.server() as client:
         known = store.names(client)
         now_s = store.server_ms(client) / 1e3
         rows = [row for run in known[-number_of:] if (row := _describe(client, run, now_s)) is not None]
     if json_output:
-        emit(rows)
+        output.emit(rows)
         return
     if not rows:
         print("no runs yet; start one with `ddrl submit configs/lunar.yaml`")
         return
-    plain = ("run", "status", "env", "env_steps", "updates", "return_mean")
-    table(
-        ("run", "status", "env", "env steps", "updates", "return", "train", "age", "reason"),
-        [
-            (
-                *(row[name] for name in plain),
-                duration(row["train_s"]),
-                duration(now_s - row["created_s"]),
-                row["reason"],
-            )
-            for row in rows
-        ],
-        left=("run", "status", "env", "reason"),
-        optional=("reason", "updates", "age"),
+    names = ("run", "status", "env", "env_steps", "updates", "return_mean")
+    cells = []
+    for row in rows:
+        times = (duration(row["train_s"]), duration(now_s - row["created_s"]))
+        cells.append((*(row[name] for name in names), *times, row["reason"]))
+    header = ("run", "status", "env", "env steps", "updates", "return", "train", "age", "reason")
+    output.table(
+        header, cells, left=("run", "status", "env", "reason"), optional=("reason", "updates", "age")
     )
     if len(known) > len(rows):
-        note(f"{len(known) - len(rows)} older runs not shown; show all with -n {len(known)}")
+        output.note(f"{len(known) - len(rows)} older runs not shown; show all with -n {len(known)}")
 
 
 def stop(run: Run = "last", json_output: Json = False) -> None:
     """End a run: its learner saves everything, its workers play other runs."""
-    _change(run, "stopped", "stopped by the operator", json_output)
+    _change(run, "stopped", json_output)
 
 
 def pause(run: Run = "last", json_output: Json = False) -> None:
     """Pause a run until `ddrl resume`; nothing is lost."""
-    _change(run, "paused", "paused by the operator", json_output)
+    _change(run, "paused", json_output)
 
 
 def delete(
@@ -69,44 +63,46 @@ def delete(
     json_output: Json = False,
 ) -> None:
     """Delete an ended run from the server, with its experience, weights and evaluations."""
-    with server() as client:
-        run = store.resolve(client, run)
+    with output.server_of(run) as (client, run):
         state = store.state(client, run)
         if not state.ended:
             raise InputError(f"run {run}: is {state.status}; stop it first with `ddrl stop {run}`")
         folder = _own_folder(state) if files else None
         also = f" and {folder}" if folder else ""
-        confirm(f"run {run}:", f"Delete run {run}{also} for good?", yes)
+        output.confirm(f"run {run}:", f"Delete run {run}{also} for good?", yes)
         removed = store.delete(client, run)
     if folder is not None:
         shutil.rmtree(folder)
-    if json_output:
-        emit({"run": run, "keys": removed, "folder": str(folder) if folder else None})
-    else:
-        print(f"deleted {run}: {removed} keys{also}")
+    report = {"run": run, "keys": removed, "folder": folder and str(folder)}
+    output.answer(report, f"deleted {run}: {removed} keys{also}", json_output=json_output)
 
 
 def _describe(client: Client, run: str, now_s: float) -> dict[str, Any] | None:
     """Return a row of `ddrl runs`; None if the run was deleted meanwhile."""
+    env = algorithm = None
     try:
-        state, config = store.state(client, run), store.config(client, run)
+        state = store.state(client, run)
+        config = store.config(client, run)
+        reason, env, algorithm = state.reason, config.env.id, config.algorithm["name"]
     except store.UnknownRunError:
         return None
+    except StoreError as error:  # stored by another version of ddrl; the other runs are listed as ever
+        reason = str(error).removeprefix(f"run {run}: ")
     return {
-        **picked(state, "run", "status", "reason", "updates", "version", "weight", "priority", "created_s"),
-        "env": config.env.id,
-        "algorithm": config.algorithm["name"],
+        **picked(state, "run", "status", "updates", "version", "weight", "priority", "created_s", "leased"),
+        "reason": reason,
+        "env": env,
+        "algorithm": algorithm,
         "env_steps": state.appended_steps,
         "return_mean": (state.evaluation or {}).get("return_mean"),
         "train_s": train_s(state, now_s),
-        "leased": state.leased,
         "artifacts": state.folder,
     }
 
 
-def _change(run: str, new: str, reason: str, json_output: bool) -> None:
-    with server() as client:
-        run = store.resolve(client, run)
+def _change(run: str, new: str, json_output: bool) -> None:
+    reason = f"{new} by the operator"
+    with output.server_of(run) as (client, run):
         old = store.state(client, run)
         if old.ended:
             remedy = "" if old.status == "solved" else f"; `ddrl resume {run}` continues it"
@@ -115,10 +111,8 @@ def _change(run: str, new: str, reason: str, json_output: bool) -> None:
             raise InputError(f"run {run}: is already {new}; `ddrl resume {run}` continues it")
         if not store.set_status(client, run, new, reason):
             raise InputError(f"run {run}: has ended meanwhile ({store.status(client, run)})")
-    if json_output:
-        emit({"run": run, "status": new, "reason": reason})
-    else:
-        print(f"{new} {run}; continue it with `ddrl resume {run}`")
+    text = f"{new} {run}; continue it with `ddrl resume {run}`"
+    output.answer({"run": run, "status": new, "reason": reason}, text, json_output=json_output)
 
 
 def _own_folder(state: store.RunState) -> Path | None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ddrl.cli.format import flat
-from ddrl.cli.output import InputError, Json, Run, emit, note, server
+from ddrl.cli.output import InputError, Json, Run, emit, note, server_of
 from ddrl.store import runs as store
 
 if TYPE_CHECKING:
@@ -25,16 +25,13 @@ def set_(
     run: Run,
     settings: Annotated[
         list[str],
-        typer.Argument(
-            metavar="NAME=VALUE...", help="Such as algorithm.learning_rate=1e-4 or stop.time=30m."
-        ),
+        typer.Argument(metavar="NAME=VALUE...", help="Such as algorithm.gamma=0.98 or stop.time=30m."),
     ],
     json_output: Json = False,
 ) -> None:
     """Change settings of a run while it goes on; either all of them change or none."""
     wanted = parse(settings)
-    with server() as client:
-        run = store.resolve(client, run)
+    with server_of(run) as (client, run):
         state = store.state(client, run)
         if state.ended:
             remedy = "" if state.status == "solved" else f"; `ddrl resume {run}` continues it first"

@@ -6,18 +6,18 @@ import time
 from typing import Any
 
 from ddrl.cli.format import counted, duration, number, percent, picked, size, train_s
-from ddrl.cli.output import Client, Json, Run, emit, pairs, server, table
+from ddrl.cli.output import Client, Json, Run, emit, pairs, server_of, table
 from ddrl.cli.view import cells, other_metrics
-from ddrl.cli.watcher import Figures, Usage, Watcher
-from ddrl.store import evaluations, runs, segments, weights
+from ddrl.cli.watcher import Figures, Usage, Watcher, entitled
+from ddrl.store import evaluations, segments, weights
 
 NUM_EVALUATIONS = 10  # shown, the newest
 
 
 def status(run: Run = "last", json_output: Json = False) -> None:
     """Show the state of a run: its workers and learner, counters, rates, weights, evaluations and memory."""
-    with server() as client:
-        figures = Watcher(client, runs.resolve(client, run)).poll()
+    with server_of(run) as (client, run):
+        figures = Watcher(client, run).poll()
         report = _report(client, figures)
     if json_output:
         emit(report)
@@ -27,8 +27,9 @@ def status(run: Run = "last", json_output: Json = False) -> None:
 
 def _report(client: Client, figures: Figures) -> dict[str, Any]:
     """Return the report of `ddrl status --json`; times are seconds of the server's clock."""
-    state, config, queue = figures.state, figures.config, figures.state.queue
-    index = weights.index(client, state.run)
+    state, config, queue, loads = figures.state, figures.config, figures.state.queue, figures.loads
+    index, shares = weights.index(client, state.run), Usage.now(state, loads).since(Usage())
+    is_active = any(load.run == state.run for load in loads)
     return {
         **picked(state, "run", "status", "reason", "error", "config_version", "created_s", "evaluation"),
         **picked(state, "queue", "allowance", "updates"),
@@ -43,7 +44,13 @@ def _report(client: Client, figures: Figures) -> dict[str, Any]:
         "time_limit_s": config.stop.time,
         "target_return": config.stop.return_,
         "learner": {**picked(state, "leased", "host", "folder"), "handover": state.handover or None},
-        "sharing": _sharing(figures),
+        "sharing": {
+            **picked(state, "weight", "priority", "process_s"),
+            **picked(shares, "share", "played", "allowance_wait", "room_wait"),
+            "active_runs": len(loads),
+            "entitled": entitled(state, loads) if is_active else None,
+            "playing": figures.num_playing,
+        },
         "workers": [
             {
                 **picked(worker, "node", "host", "pid", "processes", "draining"),
@@ -62,9 +69,7 @@ def _report(client: Client, figures: Figures) -> dict[str, Any]:
         "env_steps": state.appended_steps,
         "figures": dict(figures.row),
         "weights": {
-            "latest": index.latest,
-            "best": index.best,
-            "best_return": index.best_return,
+            **picked(index, "latest", "best", "best_return"),
             "kept": sorted(index.sizes),
             "bytes": sum(index.sizes.values()),
         },
@@ -75,20 +80,6 @@ def _report(client: Client, figures: Figures) -> dict[str, Any]:
             **picked(state, "appended_bytes", "live_bytes", "duplicates", "dead", "full"),
             "max_bytes": int(config.replay.max_bytes),
         },
-    }
-
-
-def _sharing(figures: Figures) -> dict[str, Any]:
-    """Return the run's share of the fleet and the waits of its processes, since the runs began."""
-    state = figures.state
-    shares = Usage.now(state, figures.loads).since(Usage(), state.run)
-    is_active = any(load.run == state.run for load in figures.loads)
-    return {
-        **picked(state, "weight", "priority", "process_s"),
-        **picked(shares, "share", "played", "allowance_wait", "room_wait"),
-        "active_runs": len(figures.loads),
-        "entitled": figures.entitled if is_active else None,
-        "playing": figures.num_playing,
     }
 
 
@@ -137,17 +128,14 @@ def _show(figures: Figures, report: dict[str, Any]) -> None:
             "metrics": "  ".join(f"{n} {v}" for n, v in other_metrics(figures).items()) or None,
         }
     )
+    rows: list[Any]
     if figures.evaluated:
         print()
+        header = ("evaluation", "mean", "std", "episodes", "env steps", "purpose")
         names = ("return_mean", "return_std", "num_episodes", "env_steps", "purpose")
-        table(
-            ("evaluation", "mean", "std", "episodes", "env steps", "purpose"),
-            [
-                (f"v{row['version']}", *(row[name] for name in names))
-                for row in figures.evaluated[-NUM_EVALUATIONS:]
-            ],
-            left=("evaluation", "purpose"),
-        )
+        newest = figures.evaluated[-NUM_EVALUATIONS:]
+        rows = [(f"v{row['version']}", *(row[name] for name in names)) for row in newest]
+        table(header, rows, left=("evaluation", "purpose"))
     if report["workers"]:
         print()
         header = ("worker", "host", "pid", "processes", "plays", "evaluates")

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import statistics
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from ddrl import config as configs
-from ddrl.cli import live
-from ddrl.cli.format import mean_and_std
-from ddrl.cli.output import Client, note, say, server, table
+from ddrl.cli import live, policies
+from ddrl.cli.format import score
+from ddrl.cli.output import Client, Json, answer, emit, note, say, seconds, server, table
 from ddrl.runs import processes as local
 from ddrl.runs.records import summary
 from ddrl.store import connection
 from ddrl.store import runs as store
-
-if TYPE_CHECKING:
-    from ddrl.types import EnvSpec
 
 LEARNER_EXIT_S = 60.0  # for writing the run's folder after the run has ended
 
@@ -32,23 +28,11 @@ Overrides = Annotated[
     typer.Option("--set", "-s", metavar="NAME=VALUE", help="Override, such as algorithm.gamma=0.98."),
 ]
 Time = Annotated[str | None, typer.Option("--time", help="Stop after this long, such as 15m.")]
-Workers = Annotated[
-    int | None,
-    typer.Option(
-        "--workers",
-        min=0,
-        max=1024,
-        help="Rollout processes to start. Default: all cores but one with the embedded server, else none.",
-    ),
-]
-WithLearner = Annotated[
-    bool | None,
-    typer.Option(
-        "--learner/--no-learner", help="Start a learner. Default: yes with the embedded server, else no."
-    ),
-]
+WORKERS_HELP = "Rollout processes to start. Default: all cores but one with the embedded server, else none."
+Workers = Annotated[int | None, typer.Option("--workers", min=0, max=1024, help=WORKERS_HELP)]
+LEARNER_HELP = "Start a learner. Default: yes with the embedded server, else no."
+WithLearner = Annotated[bool | None, typer.Option("--learner/--no-learner", help=LEARNER_HELP)]
 Detach = Annotated[bool, typer.Option("--detach", help="Return at once; `ddrl watch` follows the run later.")]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout as the last line.")]
 
 
 def submit(
@@ -56,67 +40,54 @@ def submit(
     set_: Overrides = None,
     time_: Time = None,
     workers: Workers = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="Seed of the run.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the run.")] = None,
     seeds: Annotated[
-        int,
-        typer.Option(
-            "--seeds",
-            min=1,
-            max=100,
-            help="Start this many runs together, with consecutive seeds from --seed.",
-        ),
+        int, typer.Option(min=1, max=100, help="Start so many runs together, with consecutive seeds.")
     ] = 1,
     weight: Annotated[
-        float | None, typer.Option("--weight", help="Share of the fleet, relative to other runs' weights.")
+        float | None, typer.Option(help="Share of the fleet, relative to other runs' weights.")
     ] = None,
     priority: Annotated[
-        str | None, typer.Option("--priority", help="low, normal or high: higher priorities play first.")
+        str | None, typer.Option(help="low, normal or high: higher priorities play first.")
     ] = None,
     initial: Annotated[
         str | None,
-        typer.Option(
-            "--from", metavar="POLICY|RUN@VERSION", help="Start from the weights of another policy."
-        ),
+        typer.Option("--from", metavar="POLICY|RUN@VERSION", help="Start from another policy's weights."),
     ] = None,
     with_learner: WithLearner = None,
     detach: Detach = False,
-    json_: Json = False,
+    json_output: Json = False,
 ) -> None:
     """Start a run, and the server and processes that it lacks; follow it to its end."""
     started = time.monotonic()
-    given = {
-        "stop.time": configs.duration(time_, "--time") if time_ else None,
-        "seed": seed,
-        "weight": weight,
-        "priority": priority,
-    }
+    limit_s = seconds(time_, "--time")
+    given = {"stop.time": limit_s, "seed": seed, "weight": weight, "priority": priority}
     options = [f"{name}={value}" for name, value in given.items() if value is not None]
     resolved = configs.load(config, [*(set_ or []), *options])
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     with server() as client:
-        runs = create_all(client, resolved, seeds, initial, _num_processes(workers))
-        _attend(client, runs, workers, with_learner, detach=detach, json_=json_, started=started)
+        num_workers = _num_workers(workers)
+        runs = create_all(client, resolved, seeds, initial, num_workers)
+        _attend(client, runs, num_workers, with_learner, detach, json_output, started)
 
 
 def resume(
     runs: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="RUN...", help="Runs to continue: ids, their beginnings, or last.", show_default="last"
-        ),
+        typer.Argument(metavar="RUN...", help="Runs to continue: ids, their beginnings, or last (default)."),
     ] = None,
     time_: Time = None,
     workers: Workers = None,
     with_learner: WithLearner = None,
     detach: Detach = False,
-    json_: Json = False,
+    json_output: Json = False,
 ) -> None:
     """Continue paused, stopped or interrupted runs from their newest checkpoints and their replay."""
     started = time.monotonic()
     from ddrl.store import local_checkpoints
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    more_time_s = configs.duration(time_, "--time") if time_ else None
+    more_time_s = seconds(time_, "--time")
     with server() as client:
         found = (local_checkpoints.find_or_restore(client, name, Path("runs")) for name in runs or ["last"])
         names = list(dict.fromkeys(found))
@@ -125,7 +96,7 @@ def resume(
             with_learner, workers = with_learner or False, workers or 0
         for run in names:
             store.reactivate(client, run, more_time_s=more_time_s)
-        _attend(client, names, workers, with_learner, detach=detach, json_=json_, started=started)
+        _attend(client, names, _num_workers(workers), with_learner, detach, json_output, started)
 
 
 def detached(
@@ -147,14 +118,26 @@ def detached(
 
 
 def create_all(
-    client: Client, config: configs.RunConfig, seeds: int, initial: str | None, num_processes: int
+    client: Client, config: configs.RunConfig, seeds: int, initial: str | None, num_workers: int
 ) -> list[str]:
-    """Create a run per seed, starting at the config's own; or leave none active."""
-    from ddrl.runs import submit as submission
+    """Create a run per seed, starting at the config's own; or leave none active.
 
-    num_processes += _num_in_fleet(client, config)
-    spaces = submission.prepare(config, processes=max(1, num_processes))
-    weights = None if initial is None else _initial_weights(initial, config, spaces)
+    Args:
+        num_workers: rollout processes that this command starts, beside those of the fleet.
+    """
+    from ddrl import envs
+    from ddrl.envs import requirements
+    from ddrl.runs import submit as submission
+    from ddrl.runs.initial_weights import initial_weights
+    from ddrl.store import workers
+
+    queue = envs.queue_for("ddrl.rollout", config.env.id, requirements.custom_network(config))
+    num_in_fleet = sum(worker.num_players for worker in workers.alive(client) if queue in worker.queues)
+    spaces = submission.prepare(config, processes=max(1, num_workers + num_in_fleet))
+    weights: tuple[str, bytes] | None = None  # and their source
+    if initial is not None:
+        with policies.opened(initial, None) as (source, _):
+            weights = initial_weights(source, config, spaces)
     created: list[str] = []
     try:
         for seed in range(config.seed, config.seed + seeds):
@@ -167,83 +150,76 @@ def create_all(
     return created
 
 
-def _num_in_fleet(client: Client, config: configs.RunConfig) -> int:
-    """Return the number of processes in the fleet that can play the run now."""
-    from ddrl import envs
-    from ddrl.envs import requirements
-    from ddrl.store import workers
-
-    queue = envs.queue_for("ddrl.rollout", config.env.id, requirements.custom_network(config))
-    return sum(worker.num_players for worker in workers.alive(client) if queue in worker.queues)
-
-
-def _initial_weights(target: str, config: configs.RunConfig, spaces: EnvSpec) -> tuple[str, bytes]:
-    """Return the source of the initial weights, and the weights."""
-    from ddrl.cli import policies
-    from ddrl.runs.initial_weights import initial_weights
-
-    with policies.opened(target, None) as (source, _):
-        return initial_weights(source, config, spaces)
-
-
-def _num_processes(workers: int | None) -> int:
+def _num_workers(wanted: int | None) -> int:
     """Return the number of rollout processes to start; the default is for the embedded server only."""
-    if workers is not None:
-        return workers
+    if wanted is not None:
+        return wanted
     return max(1, min(8, (os.cpu_count() or 2) - 1)) if connection.is_embedded() else 0
 
 
 def _attend(
     client: Client,
     runs: Sequence[str],
-    workers: int | None,
+    num_workers: int,
     with_learner: bool | None,
-    *,
     detach: bool,
-    json_: bool,
+    json_output: bool,
     started: float,
 ) -> None:
     """Start the processes that are missing, follow the runs to their end, print their results."""
-    num_workers = _num_processes(workers)
     if with_learner is None:
         with_learner = connection.is_embedded()
     if detach:
         if num_workers or with_learner:
             local.start_detached(runs, num_workers, with_learner)
-        _report_detached(runs, json_)
+        rows = [{"run": run, "status": "active"} for run in runs]
+        text = "\n".join(f"{run}: submitted; watch it with `ddrl watch {run}`" for run in runs)
+        answer(rows[0] if len(rows) == 1 else {"runs": rows}, text, json_output=json_output)
         return
     note("\n".join(f"run {run}" for run in runs))
-    is_interrupted = False
     try:
-        with local.Processes(Path("runs") / runs[0]) as processes:
-
-            def keep_running() -> None:
-                local.keep_running(client, processes, runs, note)
-
-            try:
-                local.start(processes, runs, num_workers, with_learner)
-                live.follow(client, runs, json_output=json_, on_tick=keep_running)
-            except KeyboardInterrupt:
-                is_interrupted = True
-                if not with_learner:
-                    stops = "; ".join(f"`ddrl stop {run}`" for run in runs)
-                    verb = "goes on" if len(runs) == 1 else "go on"
-                    note(f"{', '.join(runs)} {verb} without this command; stop with {stops}")
-                    raise typer.Exit(130) from None
-                note(f"stopping {', '.join(runs)}; press Ctrl-C again to end everything at once")
-                _stop(client, runs)
-            processes.wait_for_learners(LEARNER_EXIT_S)
+        is_interrupted = _follow(client, runs, num_workers, with_learner, json_output)
     except KeyboardInterrupt:  # the second one: the processes have been killed
         note(f"ended at once; `ddrl resume {' '.join(runs)}` goes on from the newest checkpoint")
         raise
     rows = [summary(client, run, wall_s=time.monotonic() - started) for run in runs]
     if len(runs) > 1:
-        rows = [{"seed": store.config(client, row["run"]).seed, **row} for row in rows]
-        report(rows, json_)
+        report([{"seed": store.config(client, row["run"]).seed, **row} for row in rows], json_output)
     else:
-        print(json.dumps(rows[0]) if json_ else live.closing_lines(rows[0]), flush=True)
+        answer(rows[0], live.closing_lines(rows[0]), json_output=json_output)
     has_failed = any(row["status"] == "failed" for row in rows)
     raise typer.Exit(130 if is_interrupted else 1 if has_failed else 0)
+
+
+def _follow(
+    client: Client, runs: Sequence[str], num_workers: int, with_learner: bool, json_output: bool
+) -> bool:
+    """Run the processes of runs and show the runs until they end; return whether Ctrl-C stopped them.
+
+    Raises:
+        typer.Exit: Ctrl-C ended only this command; learners elsewhere go on.
+        KeyboardInterrupt: a second Ctrl-C has ended all processes.
+    """
+    with local.Processes(Path("runs") / runs[0]) as processes:
+
+        def keep_running() -> None:
+            local.keep_running(client, processes, runs, note)
+
+        is_interrupted = False
+        try:
+            local.start(processes, runs, num_workers, with_learner)
+            live.follow(client, runs, json_output=json_output, on_tick=keep_running)
+        except KeyboardInterrupt:
+            is_interrupted = True
+            if not with_learner:
+                stops = "; ".join(f"`ddrl stop {run}`" for run in runs)
+                verb = "goes on" if len(runs) == 1 else "go on"
+                note(f"{', '.join(runs)} {verb} without this command; stop with {stops}")
+                raise typer.Exit(130) from None
+            note(f"stopping {', '.join(runs)}; press Ctrl-C again to end everything at once")
+            _stop(client, runs)
+        processes.wait_for_learners(LEARNER_EXIT_S)
+    return is_interrupted
 
 
 def _stop(client: Client, runs: Sequence[str]) -> None:
@@ -257,28 +233,17 @@ def _stop(client: Client, runs: Sequence[str]) -> None:
             note(f"{run}: not marked as stopped: {text}")
 
 
-def _report_detached(runs: Sequence[str], json_: bool) -> None:
-    if json_:
-        rows = [{"run": run, "status": "active"} for run in runs]
-        print(json.dumps(rows[0] if len(rows) == 1 else {"runs": rows}), flush=True)
-        return
-    for run in runs:
-        print(f"{run}: submitted; watch it with `ddrl watch {run}`", flush=True)
-
-
-def report(rows: Sequence[Mapping[str, Any]], json_: bool) -> None:
+def report(rows: Sequence[Mapping[str, Any]], json_output: bool) -> None:
     """Print several runs' results and their median time, as a table or as one JSON object."""
     times = [row["train_s"] for row in rows if row["status"] in ("solved", "time")]
     median_s = round(statistics.median(times), 3) if times else None
-    if json_:
-        print(json.dumps({"runs": rows, "median_train_s": median_s}), flush=True)
+    if json_output:
+        emit({"runs": rows, "median_train_s": median_s})
         return
     cells = []
     for row in rows:
-        score = row["evaluation"] or {}
-        mean = mean_and_std(score.get("return_mean"), score.get("return_std"))
         counters = (f"{row['train_s']:,.1f} s", row["env_steps"], row["updates"])
-        cells.append((str(row["seed"]), row["status"], *counters, mean, row["run"]))
+        cells.append((str(row["seed"]), row["status"], *counters, score(row["evaluation"]), row["run"]))
     header = ("seed", "status", "train", "env steps", "updates", "return", "run")
     table(header, cells, left=("status", "run"))
     solved = sum(row["status"] == "solved" for row in rows)

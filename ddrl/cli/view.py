@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from ddrl.cli.format import counted, duration, mean_and_std, number, percent, size
-from ddrl.cli.watcher import Figures
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from ddrl.cli import curve
+from ddrl.cli.format import counted, duration, number, percent, score, size
+from ddrl.cli.watcher import Figures, entitled
 
 COLORS = {"active": "cyan", "solved": "bold green", "failed": "bold red", "paused": "yellow"}
 NOTICES = 2  # number shown, the newest
@@ -73,7 +75,9 @@ def _live_cells(figures: Figures) -> dict[str, str]:
         "play waits": f"{percent(recent.allowance_wait)}{room}",
     }
     if len(figures.loads) > 1 and not state.ended:
-        shown["share"] = f"{percent(recent.share)} of {percent(figures.entitled)}, {state.priority}"
+        shown["share"] = (
+            f"{percent(recent.share)} of {percent(entitled(state, figures.loads))}, {state.priority}"
+        )
     elif state.weight != 1.0 or state.priority != "normal":
         shown["weight"] = f"{state.weight:g}, {state.priority}"
     return shown
@@ -81,19 +85,10 @@ def _live_cells(figures: Figures) -> dict[str, str]:
 
 def one_run(figures: Figures, *, width: int, height: int) -> RenderableType:
     """Return the view of one run: curve, figures, last evaluations, notices and hint."""
-    from rich.console import Group
-    from rich.panel import Panel
-    from rich.table import Table
-    from rich.text import Text
-
-    from ddrl.cli import curve
-
     state, config, roomy = figures.state, figures.config, height >= ROOMY
     inner = max(40, min(width, 140) - 4)
-    items = [
-        *(cells(figures) | _live_cells(figures)).items(),
-        *(other_metrics(figures).items() if roomy else ()),
-    ]
+    shown = cells(figures) | _live_cells(figures) | (other_metrics(figures) if roomy else {})
+    items = [*shown.items()]
     columns = 3 if inner >= 100 else 2
     grid = Table.grid(padding=(0, 1), expand=True)
     for _ in range(columns):
@@ -106,9 +101,8 @@ def one_run(figures: Figures, *, width: int, height: int) -> RenderableType:
     evaluations = Table.grid(padding=(0, 3, 0, 0))
     for row in reversed(last):
         name = "confirmation" if row["purpose"] == "confirm" else "evaluation"
-        score = mean_and_std(row["return_mean"], row["return_std"])
         episodes, steps = f"{row['num_episodes']} episodes", f"at {row['env_steps']:,} steps"
-        evaluations.add_row(f"{name} v{row['version']}", score, episodes, steps)
+        evaluations.add_row(f"{name} v{row['version']}", score(row), episodes, steps)
 
     messages = [Text(text, style="dim") for text in figures.notices[-NOTICES:]]
     if figures.hint or state.reason:
@@ -124,10 +118,8 @@ def one_run(figures: Figures, *, width: int, height: int) -> RenderableType:
     target = config.stop.return_
     drawing = curve.draw(figures.returns, marks, width=inner, height=max(4, min(14, free)), target=target)
     parts: list[RenderableType] = [curve.legend(target), drawing, Text(), grid]
-    if last:
-        parts += [Text(), evaluations]
-    if messages:
-        parts += [Text(), *messages]
+    parts += [Text(), evaluations] if last else []
+    parts += [Text(), *messages] if messages else []
     status = (state.status, COLORS.get(state.status, ""))
     title = Text.assemble((state.run, "bold"), "  ", status, "  ", duration(figures.elapsed_s))
     if figures.left_s is not None and not state.ended:
@@ -138,11 +130,6 @@ def one_run(figures: Figures, *, width: int, height: int) -> RenderableType:
 
 def several_runs(runs: Sequence[Figures], *, width: int) -> RenderableType:
     """Return a table with a row for each run."""
-    from rich.console import Group
-    from rich.panel import Panel
-    from rich.table import Table
-    from rich.text import Text
-
     grid = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     for name in ("seed", "status", "time", "env steps", "/s", "updates", "return", "evaluation"):
         grid.add_column(name, justify="left" if name == "status" else "right", no_wrap=True)

@@ -37,36 +37,28 @@ class Shares:
 
 @dataclass(frozen=True)
 class Usage:
-    """Process time spent up to one moment: on each active run, and on this one by purpose."""
+    """Process time in seconds spent until one moment: on each active run, and on one of them by purpose."""
 
     at: float = 0.0
     by_run: Mapping[str, float] = field(default_factory=dict)
-    process_s: float = 0.0
-    played_s: float = 0.0
-    allowance_wait_s: float = 0.0
-    room_wait_s: float = 0.0
+    state: RunState = RunState("", "", leased=False)
 
     @classmethod
     def now(cls, state: RunState, loads: Iterable[RunLoad]) -> Usage:
         """Return the process time up to now."""
-        by_run = {load.run: load.process_ms / 1e3 for load in loads}
-        return cls(
-            time.monotonic(),
-            by_run,
-            state.process_s,
-            state.played_s,
-            state.allowance_wait_s,
-            state.room_wait_s,
-        )
+        return cls(time.monotonic(), {load.run: load.process_ms / 1e3 for load in loads}, state)
 
-    def since(self, before: Usage, run: str) -> Shares:
-        """Return the shares of a run between two moments."""
-        spent = {name: max(0.0, s - before.by_run.get(name, 0.0)) for name, s in self.by_run.items()}
-        everybody_s, process_s = sum(spent.values()), self.process_s - before.process_s
+    def since(self, before: Usage) -> Shares:
+        """Return the shares of the run between two moments."""
+        spent = {run: max(0.0, s - before.by_run.get(run, 0.0)) for run, s in self.by_run.items()}
+        everybody_s, run = sum(spent.values()), self.state.run
+
+        def spent_s(name: str) -> float:
+            return float(getattr(self.state, name) - getattr(before.state, name))
 
         def part(name: str) -> float | None:
-            spent_s: float = getattr(self, name) - getattr(before, name)
-            return min(1.0, spent_s / process_s) if process_s > 0 else None
+            process_s = spent_s("process_s")
+            return min(1.0, spent_s(name) / process_s) if process_s > 0 else None
 
         share = spent[run] / everybody_s if run in spent and everybody_s > 0 else None
         return Shares(share, part("played_s"), part("allowance_wait_s"), part("room_wait_s"))
@@ -135,15 +127,15 @@ class Figures:
         """Updates, from the run's state or the metrics, whichever is newer."""
         return max(self.state.updates, int(self.row.get("updates", 0)))
 
-    @property
-    def entitled(self) -> float:
-        """The run's share by its weight, among the active runs of its priority."""
-        peers = [load.weight for load in self.loads if load.priority == self.state.priority]
-        return self.state.weight / total if (total := sum(peers)) else 1.0
-
     def rate(self, name: str) -> str:
         """Return a rate of the metrics such as " (310/s)"; "" if it is unknown or the run has ended."""
         return f" ({self.row[name]:.0f}/s)" if name in self.row and not self.state.ended else ""
+
+
+def entitled(run: RunState | RunLoad, loads: Iterable[RunLoad]) -> float:
+    """Return a run's share by its weight, among the active runs of its priority."""
+    total = sum(load.weight for load in loads if load.priority == run.priority)
+    return run.weight / total if total else 1.0
 
 
 class Watcher:
@@ -210,4 +202,4 @@ class Watcher:
         history.append(Usage.now(figures.state, figures.loads))
         while len(history) > 2 and history[-1].at - history[1].at > WINDOW_S:
             history.popleft()
-        figures.recent = history[-1].since(history[0], self._run)
+        figures.recent = history[-1].since(history[0])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from typing import Any
 
 import pytest
@@ -88,7 +87,7 @@ def test_trimmed_and_unknown_entries_are_counted(client: Any) -> None:
 
 
 def test_many_producers_and_long_streams(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["ddrl.cli.audit"], "PROGRESS_S", 0.0)
+    monkeypatch.setattr("ddrl.cli.output.PROGRESS_S", 0.0)
     monkeypatch.setattr(stream, "REPLY_BYTES", 20_000)  # so that it takes many replies
     run = make_run(client)
     for producer in range(1, 61):

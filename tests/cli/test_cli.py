@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,9 +24,7 @@ from ddrl.cli import main, policies
 from ddrl.codec import CodecError
 from ddrl.envs import EnvError
 from ddrl.learner import run as runner
-from ddrl.runs import evaluation
 from ddrl.store import connection, keys, leases, logs, runs, weights, workers
-from ddrl.types import EvaluationResult
 
 DAY_MS = 86_400_000
 
@@ -71,16 +68,6 @@ def test_errors_have_exit_codes(error: Exception, code: int | None) -> None:
     assert ddrl.cli.exit_code(error) == code
 
 
-def test_an_interrupted_command_has_code_130(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    importlib.import_module("ddrl.cli.doctor")
-    monkeypatch.setattr(sys.modules["ddrl.cli.doctor"], "examine", interrupt)
-    printed = commands.run("doctor")
-    assert printed.code == 130 and "Traceback" not in printed.err
-
-
 def test_no_server_is_code_3(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(connection.URL_VARIABLE, "redis://:secret@localhost:1/0")
     line = refused("runs", code=3)
@@ -101,6 +88,25 @@ def test_runs(client: Any) -> None:
     assert lines[0].split()[:2] == ["run", "status"] and lines[2].startswith(second) and "30,000" in lines[2]
     assert [row["run"] for row in call_json("runs", "-n", "1")] == [second]
     assert second in refused("status", "nothing")
+
+
+def test_a_run_of_another_version_is_noted_and_the_others_are_listed(client: Any) -> None:
+    first, foreign, last = (make_run(client) for _ in range(3))
+    client.hset(keys.state(last), "weight", 2)
+    spec = json.loads(client.get(keys.spec(foreign)))
+    client.set(keys.spec(foreign), json.dumps({**spec, "replay": {"forgotten": 1}}))
+    rows = call_json("runs")
+    assert [(row["run"], row["status"]) for row in rows] == [
+        (run, "active") for run in (first, foreign, last)
+    ]
+    assert [row["algorithm"] for row in rows] == ["sac", None, "sac"] and rows[1]["env"] is None
+    assert "another version of ddrl (replay.forgotten: unknown option" in rows[1]["reason"]
+    lines = call("runs").splitlines()
+    assert lines[2].split()[:3] == [foreign, "active", "-"] and f"`ddrl delete {foreign}`" in lines[2]
+    assert lines[1].startswith(first) and lines[3].startswith(last) and "another" not in lines[1] + lines[3]
+    assert f"run {foreign}: was stored by another version" in refused("status", foreign)
+    notes = {row["run"]: row["note"] for row in call_json("fleet")["runs"]}
+    assert "another version of ddrl" in notes[foreign] and "waiting for a learner" in notes[first]
 
 
 def test_status(client: Any) -> None:
@@ -183,8 +189,7 @@ def test_a_learner_service_prunes_as_its_options_say(client: Any, monkeypatch: p
 def test_logs_merge_the_server_s_lines_with_files_and_journal(
     client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    importlib.import_module("ddrl.cli.logs")
-    monkeypatch.setattr(sys.modules["ddrl.cli.logs"], "SAME_S", 60.0)  # the machine may be busy
+    monkeypatch.setattr("ddrl.cli.logs.SAME_S", 60.0)  # the machine may be busy
     run, here = make_run(client), socket.gethostname()
     folder = tmp_path / "runs" / run
     folder.mkdir(parents=True)
@@ -231,35 +236,6 @@ def test_versions(client: Any) -> None:
     assert policies.choose(client, run, "latest") == policies.choose(client, run, "v32") == 32
     with pytest.raises(ValueError, match="not kept; kept are 0, 31, 32"):
         policies.choose(client, run, "17")
-
-
-def test_evaluate(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = make_run(client)
-    add_history(client, run)
-    played: list[Any] = []
-
-    def from_run(_: Any, name: str, version: int) -> Any:
-        resolved = runs.config(client, name)
-        acting = SimpleNamespace(evaluation_epsilon=0.0)
-        parts = {"policy": acting, "config": resolved, "env": resolved.env, "spaces": None}
-        return SimpleNamespace(**parts, run=name, version=version)
-
-    def play(_: Any, env: Any, spaces: Any, seeds: range, **options: Any) -> EvaluationResult:
-        played.append(([*seeds], options["num_envs"]))
-        options["on_episode"](0, 0.0, 1)
-        returns = tuple(float(seed - seeds[0]) for seed in seeds)
-        return EvaluationResult(options["policy_version"], tuple(seeds), returns, (10,) * len(seeds))
-
-    monkeypatch.setattr(policy, "from_run", from_run)
-    monkeypatch.setattr(evaluation, "evaluate", play)
-    report = call_json("evaluate", f"{run}@31", "--episodes", "5")
-    assert played == [([*range(1_000_020, 1_000_025)], 5)], "the seeds of the confirmation"
-    assert report["return_mean"] == 2.0 and report["return_median"] == 2.0 and report["return_max"] == 4.0
-    assert report["policy_version"] == 31 and report["returns"] == [0.0, 1.0, 2.0, 3.0, 4.0]
-    text = call("evaluate", run, "-n", "3", "--seed", "7")
-    assert "seeds 7 to 9" in text and f"{run}@31" in text
-    assert "holds one version" in refused("evaluate", "policy.safetensors", "--version", "3")
-    assert "give one of them" in refused("evaluate", f"{run}@31", "--version", "0")
 
 
 def test_export_does_not_overwrite(client: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
