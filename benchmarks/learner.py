@@ -32,8 +32,8 @@ spaces = submit.prepare(settings)
 resolved = base.resolve(settings, spaces)
 algorithm = resolved.learner(device=torch.device("cpu"), seed=1)
 replay = make_experience(settings, resolved.config, spaces, on_policy=False)
-collector = Collector(run="r", producer=1, incarnation=1, env=settings.env, rollout=settings.rollout, spec=spaces,
-                      policy=resolved.policy(), random_until_learned=True, seed=1)
+collector = Collector(run="r", producer=1, incarnation=1, config=settings, resolved=resolved,
+                      random_until_learned=True)
 collector.load(0, {name: value.numpy() for name, value in algorithm.weights().items()})
 while len(replay) < int(sys.argv[3]):
     replay.admit(replay.pack(collector.collect()), b"0-0", version=0)

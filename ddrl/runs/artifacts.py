@@ -1,6 +1,6 @@
-"""A run's folder: policy, settings, CSV files, TensorBoard events, curves, summary.
+"""Files of a run's folder that are made from the server's records.
 
-All of it is read from the server, so any machine can write it, at any time, for a run in any state.
+Any machine can write them, at any time, for a run in any state.
 """
 
 from __future__ import annotations
@@ -24,13 +24,21 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+_COUNTERS = ("time_s", "env_steps", "updates")
+_EVALUATIONS = (
+    *("time_s", "version", "purpose", "env_steps", "updates", "num_episodes", "first_seed"),
+    *("return_mean", "return_std"),
+)
+_JOURNAL = ("time_s", "event", "reason", "option", "from", "to", "env_steps")
+
+
 def write(client: Redis, run: str, folder: Path) -> list[Path]:
-    """Write a run's folder: policy, settings, CSV files, TensorBoard events, curves, summary; replace what is there.
+    """Write policy, settings, CSV files, TensorBoard events, curves and summary; replace older versions of them.
 
     Args:
         client: connection to the server.
         run: its id.
-        folder: made if absent.
+        folder: made if absent. Other files in it stay.
 
     Returns:
         The files and folders written.
@@ -38,40 +46,28 @@ def write(client: Redis, run: str, folder: Path) -> list[Path]:
     Raises:
         UnknownRunError: there is no such run.
     """
-    records, end = read(client, run), summary(client, run)
+    records, totals = read(client, run), summary(client, run)
     folder.mkdir(parents=True, exist_ok=True)
-    config, summary_ = folder / "config.yaml", folder / "summary.json"
+    config_file, summary_file = folder / "config.yaml", folder / "summary.json"
     tree = records.config.model_dump(mode="json", by_alias=True)
-    config.write_text(f"# run {run}\n" + yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
-    summary_.write_text(json.dumps(end, indent=2) + "\n", encoding="utf-8")
+    config_file.write_text(f"# run {run}\n" + yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
+    summary_file.write_text(json.dumps(totals, indent=2) + "\n", encoding="utf-8")
+    metric_names = dict.fromkeys([*_COUNTERS, *(name for row in records.figures for name in row)])
     tables: list[tuple[str, Sequence[str], list[dict[str, Any]]]] = [
-        ("metrics", _figure_names(records.figures), records.figures),
+        ("metrics", [*metric_names], records.figures),
         ("episodes", ("time_s", "env_steps", "return"), records.episodes),
-        ("evaluations", _EVALUATION_COLUMNS, records.evaluated),
-        ("journal", _JOURNAL_COLUMNS, records.journal),
+        ("evaluations", _EVALUATIONS, records.evaluated),
+        ("journal", _JOURNAL, records.journal),
     ]
-    written = [config, *(_write_csv(folder / f"{name}.csv", columns, rows) for name, columns, rows in tables)]
-    if (version := end["policy_version"]) >= 0:
+    written = [
+        config_file,
+        *(_write_csv(folder / f"{name}.csv", columns, rows) for name, columns, rows in tables),
+    ]
+    if (version := totals["policy_version"]) >= 0:  # -1: none is published
         written.append(policy.save(client, run, version, folder / "policy.safetensors"))
     if (events := _write_events(folder / "tensorboard", records)) is not None:
         written.append(events)
-    return [*written, plot_run(records, folder / "curve.png"), summary_]
-
-
-_EVALUATION_COLUMNS = (
-    *("time_s", "version", "purpose", "env_steps", "updates", "num_episodes", "first_seed"),
-    *("return_mean", "return_std"),
-)
-_JOURNAL_COLUMNS = ("time_s", "event", "reason", "option", "from", "to", "env_steps")
-_FIRST_COLUMNS = ("time_s", "env_steps", "updates")
-
-
-def _figure_names(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return all names in the rows: time and counters first, then in order of appearance."""
-    seen = dict.fromkeys(_FIRST_COLUMNS)
-    for row in rows:
-        seen.update(dict.fromkeys(row))
-    return list(seen)
+    return [*written, plot_run(records, folder / "curve.png"), summary_file]
 
 
 def _write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> Path:
@@ -83,9 +79,9 @@ def _write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, A
 
 
 def _write_events(folder: Path, records: Records) -> Path | None:
-    """Write TensorBoard events over env steps; None if the extra is not installed.
+    """Write TensorBoard events with env steps as the step axis. Return None if `ddrl[tensorboard]` is not installed.
 
-    Uses the writer of the `tensorboard` package itself: `torch.utils.tensorboard` needs torch for the same bytes.
+    Uses the `tensorboard` package directly, because `torch.utils.tensorboard` would import torch.
     """
     try:
         from tensorboard.compat.proto.event_pb2 import Event
@@ -98,40 +94,30 @@ def _write_events(folder: Path, records: Records) -> Path | None:
         return None
     for old in folder.glob("events.out.tfevents.*"):
         old.unlink()
-    start_s = records.state.first_step_s or records.state.created_s
+    start_s = records.state.first_step_s or records.state.created_s  # `time_s` counts from here
     writer = EventFileWriter(str(folder))
+
+    def add(row: Mapping[str, Any], *values: Any) -> None:
+        when, step = start_s + row["time_s"], int(row.get("env_steps", 0))
+        writer.add_event(Event(wall_time=when, step=step, summary=Summary(value=values)))
+
+    def scalar(tag: str, value: float) -> Any:
+        return Summary.Value(tag=tag, simple_value=float(value))
+
     try:
-        for time_s, env_steps, values in _event_rows(records):
-            scalars = [Summary.Value(tag=tag, simple_value=float(value)) for tag, value in values.items()]
-            writer.add_event(
-                Event(wall_time=start_s + time_s, step=env_steps, summary=Summary(value=scalars))
-            )
+        for row in records.figures:
+            values = {name: row[name] for name in row if name not in ("time_s", "env_steps")}
+            numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
+            add(row, *(scalar(f"learner/{name}", value) for name, value in numbers.items()))
+        for row in records.episodes:
+            add(row, scalar("return/training", row["return"]))
+        for row in records.evaluated:
+            tag = "return/confirmation" if row["purpose"] == "confirm" else "return/evaluation"
+            add(row, scalar(tag, row["return_mean"]))
+        metadata = create_summary_metadata("settings", "changed during the run")
         for row in records.changes:
-            text = Summary.Value(
-                tag="settings",
-                metadata=create_summary_metadata("settings", "changed during the run"),
-                tensor=make_tensor_proto([f"{row['option']}: {shown(row['from'])} -> {shown(row['to'])}"]),
-            )
-            event = Event(
-                wall_time=start_s + row["time_s"], step=row["env_steps"], summary=Summary(value=[text])
-            )
-            writer.add_event(event)
+            text = f"{row['option']}: {shown(row['from'])} -> {shown(row['to'])}"
+            add(row, Summary.Value(tag="settings", metadata=metadata, tensor=make_tensor_proto([text])))
     finally:
         writer.close()
     return folder
-
-
-def _event_rows(records: Records) -> Iterable[tuple[float, int, dict[str, float]]]:
-    """Yield time_s, env_steps and values by tag."""
-    for row in records.figures:
-        values = {
-            f"learner/{name}": value
-            for name, value in row.items()
-            if name not in ("time_s", "env_steps") and isinstance(value, (int, float))
-        }
-        yield row["time_s"], int(row.get("env_steps", 0)), values
-    for row in records.episodes:
-        yield row["time_s"], row["env_steps"], {"return/training": row["return"]}
-    for row in records.evaluated:
-        tag = "confirmation" if row["purpose"] == "confirm" else "evaluation"
-        yield row["time_s"], row["env_steps"], {f"return/{tag}": row["return_mean"]}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ddrl import envs
-from ddrl.algorithms.base import Policy, advance
+from ddrl.algorithms.base import advance
 from ddrl.config import EnvConfig
 from ddrl.envs.frame_stack import FrameStack
 from ddrl.types import EnvSpec, EvaluationResult
@@ -46,46 +46,6 @@ def score(
     on_step: Callable[[], None] | None = None,
     on_frame: OnFrame | None = None,
 ) -> EvaluationResult:
-    """Evaluate a loaded policy in its own environment.
-
-    Args:
-        loaded: the policy and what it was trained for.
-        seeds: one per episode.
-        num_envs: episodes side by side; None: as its config says.
-        epsilon: share of random actions; None: the algorithm's.
-        noop_max: idle frames at the start of ALE games, at most; None: the run's.
-        on_episode, on_step, on_frame: see `evaluate`.
-
-    Raises:
-        EnvError: the environment cannot be made or filmed here, its spaces differ, or `noop_max` is not for it.
-    """
-    return evaluate(
-        loaded.policy,
-        with_noops(loaded.env, noop_max),
-        loaded.spaces,
-        seeds,
-        num_envs=loaded.config.evaluation.num_envs if num_envs is None else num_envs,
-        policy_version=loaded.version,
-        epsilon=loaded.policy.evaluation_epsilon if epsilon is None else epsilon,
-        on_episode=on_episode,
-        on_step=on_step,
-        on_frame=on_frame,
-    )
-
-
-def evaluate(
-    policy: Policy,
-    env: EnvConfig,
-    spaces: EnvSpec,
-    seeds: Sequence[int],
-    *,
-    num_envs: int,
-    policy_version: int,
-    epsilon: float = 0.0,
-    on_episode: OnEpisode | None = None,
-    on_step: Callable[[], None] | None = None,
-    on_frame: OnFrame | None = None,
-) -> EvaluationResult:
     """Play one episode per seed, each from `reset(seed=seed)`, with deterministic actions but for epsilon's share.
 
     Whole games are played, also where training ends an episode with a lost life. The result does not depend on
@@ -93,13 +53,11 @@ def evaluate(
     other rows, and each episode draws its random actions from a generator of its own.
 
     Args:
-        policy: with weights loaded.
-        env: the environment; its `num_envs` is not used, and rewards are scaled only for a recurrent policy's input.
-        spaces: of the environment, as the policy knows them.
+        loaded: the policy and what it was trained for. Rewards are scaled only for a recurrent policy's input.
         seeds: one per episode, at least one.
-        num_envs: episodes side by side, at least 1.
-        policy_version: goes into the result.
-        epsilon: 0..1, probability that an action is replaced by a uniformly random one.
+        num_envs: episodes side by side, at least 1; None: as the run's config says.
+        epsilon: 0..1, probability that an action is replaced by a uniformly random one; None: the algorithm's.
+        noop_max: idle frames at the start of ALE games, at most; None: the run's.
         on_episode: called with (seed, return, length in agent steps) when an episode ends.
         on_step: called before each step; an exception ends the evaluation.
         on_frame: called with each picture of the first seed's episode, uint8 [H, W] or [H, W, 3], and the number of
@@ -107,14 +65,17 @@ def evaluate(
 
     Raises:
         ValueError: no seeds, `num_envs` below 1, or `epsilon` is not a probability.
-        EnvError: the environment cannot be made or filmed here, or its spaces differ.
+        EnvError: the environment cannot be made or filmed here, its spaces differ, or `noop_max` is not for it.
     """
+    policy, spaces, env = loaded.policy, loaded.spaces, with_noops(loaded.env, noop_max)
+    num_envs = loaded.config.evaluation.num_envs if num_envs is None else num_envs
+    epsilon = policy.evaluation_epsilon if epsilon is None else epsilon
     if not seeds:
-        raise ValueError("evaluate: no seeds; give one per episode")
+        raise ValueError("score: no seeds; give one per episode")
     if num_envs < 1:
-        raise ValueError(f"evaluate: num_envs is {num_envs}; use 1 or more")
+        raise ValueError(f"score: num_envs is {num_envs}; use 1 or more")
     if not 0 <= epsilon <= 1:
-        raise ValueError(f"evaluate: epsilon is {epsilon}; use 0 to 1")
+        raise ValueError(f"score: epsilon is {epsilon}; use 0 to 1")
     returns, lengths = [0.0] * len(seeds), [0] * len(seeds)
     waiting = iter(range(len(seeds)))
     film = None if on_frame is None else _Film(env, spaces, on_frame)
@@ -174,7 +135,7 @@ def evaluate(
     finally:
         for lane in lanes:
             lane.env.close()
-    return EvaluationResult(policy_version, tuple(int(s) for s in seeds), tuple(returns), tuple(lengths))
+    return EvaluationResult(loaded.version, tuple(int(s) for s in seeds), tuple(returns), tuple(lengths))
 
 
 def with_noops(env: EnvConfig, noop_max: int | None) -> EnvConfig:
@@ -210,7 +171,7 @@ def _with_random(
 
 
 class _Film:
-    """Pictures of an episode: what the environment renders, or its observations if they are images."""
+    """Takes pictures of an episode: what the environment renders, or its observations if they are images."""
 
     def __init__(self, env: EnvConfig, spaces: EnvSpec, on_frame: OnFrame) -> None:
         self._env, self._on_frame = env, on_frame
@@ -240,7 +201,7 @@ class _Film:
         return made
 
     def take(self, made: Any, observation: np.ndarray) -> None:
-        """Pass on a picture of the present state."""
+        """Pass on a picture of the current state."""
         picture = observation
         if self._renders:
             try:

@@ -1,9 +1,9 @@
-"""Deletes ended runs from the server: by age, and by the bytes that they take together."""
+"""Deletes ended runs from the server: by age, and by their total size."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -41,11 +41,11 @@ class Pruned:
 
 
 class Retention:
-    """Prunes every `every_s` seconds, in a process that stays.
+    """Prunes at most every `every_s` seconds, for a long-lived process that calls `apply` regularly.
 
     Args:
         older_than_s, max_bytes: as in `prune`.
-        every_s: time between two rounds.
+        every_s: least time between two rounds.
     """
 
     def __init__(
@@ -66,31 +66,29 @@ class Retention:
 def prune(
     client: Redis, older_than_s: float | None, max_bytes: int | None, dry_run: bool = False
 ) -> list[Pruned]:
-    """Delete ended runs that are too old, then the oldest ones until the rest fits.
+    """Delete ended runs that are too old, then the oldest ones until the rest takes at most `max_bytes`.
 
-    A run that is active, paused, or still held by its learner, which writes its results, is never deleted.
+    A run that is active, paused, or still held by a learner that is writing its results is never deleted.
 
     Args:
         client: connection to the server.
         older_than_s: runs that ended longer ago are deleted; None: age does not matter.
-        max_bytes: that all ended runs together may take; None: no limit.
+        max_bytes: most bytes of all ended runs together; None: no limit.
         dry_run: delete nothing.
 
     Returns:
         What was deleted, or would be, in the order in which the runs ended.
     """
-    ended = _ended(client)
-    if not ended:
-        return []
-    sizes = _sizes(client, [state.run for state in ended])
+    deletable = _deletable(client)
+    sizes = _sizes(client, [state.run for state in deletable])
     now_s, total = runs.server_ms(client) / 1e3, sum(sizes.values())
     deleted: list[Pruned] = []
-    for state in sorted(ended, key=lambda state: state.ended_s):
+    for state in sorted(deletable, key=lambda state: state.ended_s):
         size = sizes[state.run]
         if older_than_s is not None and now_s - state.ended_s > older_than_s:
-            reason = "too old"
+            reason = f"ended more than {older_than_s / 86_400:.3g} days ago"
         elif max_bytes is not None and total > max_bytes:
-            reason = f"ended runs take {total / 1e6:.1f} MB, more than {max_bytes / 1e6:.1f} MB"
+            reason = f"ended runs take {total / 1024**2:.1f} MB, more than {max_bytes / 1024**2:.1f} MB"
         else:
             continue
         if not dry_run:
@@ -105,30 +103,25 @@ def prune(
     return deleted
 
 
-def _ended(client: Redis) -> list[runs.RunState]:
-    """Return the states of the runs that may be deleted."""
+def _deletable(client: Redis) -> list[runs.RunState]:
+    """Return the states of the runs that have ended and that no learner holds."""
     found = []
     for run in runs.names(client):
-        try:
-            state = runs.state(client, run)
-        except runs.UnknownRunError:  # deleted meanwhile
-            continue
-        if state.ended and not state.leased:
-            found.append(state)
-    return found
+        with contextlib.suppress(runs.UnknownRunError):  # deleted meanwhile
+            found.append(runs.state(client, run))
+    return [state for state in found if state.ended and not state.leased]
 
 
 def _sizes(client: Redis, names: Iterable[str]) -> dict[str, int]:
     """Return the bytes that each run's keys take, as the server estimates them."""
     sizes = dict.fromkeys(names, 0)
-    run_of = re.compile(re.escape(keys.of_run("*", "*")).replace(r"\*", "(.+?)", 1).replace(r"\*", ".*"))
-    found = []
-    for key in client.scan_iter(match=keys.run_pattern("*"), count=1000):
-        match = run_of.fullmatch(key.decode(errors="replace"))
-        if match is not None and match[1] in sizes:
-            found.append((match[1], key))
-    for begin in range(0, len(found), BATCH):
-        batch = found[begin : begin + BATCH]
+    owned = [
+        (run, key)
+        for key in client.scan_iter(match=keys.run_pattern("*"), count=1000)
+        if (run := keys.run_of(key.decode(errors="replace"))) in sizes
+    ]
+    for begin in range(0, len(owned), BATCH):
+        batch = owned[begin : begin + BATCH]
         with client.pipeline(transaction=False) as pipe:
             for _, key in batch:
                 pipe.memory_usage(key)

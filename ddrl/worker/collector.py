@@ -1,4 +1,4 @@
-"""Environments and a policy, stepped together: N environments play, a `Recorder` turns the steps into fragments.
+"""Play N environments with a policy; a `Recorder` turns the steps into fragments.
 
 Knows neither Redis nor Celery. The loop in `collect` is the hot path of a rollout worker.
 """
@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from ddrl import envs
-from ddrl.algorithms.base import Policy, advance
-from ddrl.config import EnvConfig, RolloutConfig
+from ddrl.algorithms.base import Resolved, advance
+from ddrl.config import RunConfig
 from ddrl.envs.frame_stack import FrameStack
-from ddrl.types import EnvSpec, Fragment, SequenceShape
+from ddrl.types import Fragment
 from ddrl.worker.recorder import Recorder
 
 _FIRST_STEPS = 16  # T of the first fragment, before the speed is known
@@ -35,20 +35,18 @@ class Collector:
 
     Args:
         run: id of the run.
-        producer: id from INCR; seeds environments and exploration together with `seed` and `incarnation`.
+        producer: id from the server's counter; with the run's seed and `incarnation` it seeds environments and
+            exploration.
         incarnation: random token >= 0 of this process.
-        env: what is played, in `env.num_envs` environments.
-        rollout: length of fragments and noise on actions; its `random_until_learned` is not used.
-        spec: the spaces as the learner knows them.
-        policy: chooses actions, and may return extras with them.
-        random_until_learned: version 0 plays uniformly random actions, without extras.
-        seed: the run's seed.
-        context: most steps that a fragment repeats of those before.
-        sequences: of a recurrent policy; T is a multiple of their stride.
-        on_step: called after each step of the environments, as a heartbeat.
+        config: of the run: the environment, the length of fragments, the noise on actions, the seed.
+        resolved: the run's algorithm: its policy, the spaces as the learner knows them, and what a fragment repeats
+            of the steps before. With sequences T is a multiple of their stride.
+        random_until_learned: under version 0, play uniformly random actions, without extras. The run's config may
+            leave this open (None).
+        on_step: called after each step of the environments; it feeds the watchdog.
 
     Raises:
-        EnvError: the environment cannot be made here, or its spaces are not those of `spec`.
+        EnvError: the environment cannot be made here, or its spaces are not those of `resolved`.
     """
 
     def __init__(
@@ -57,54 +55,44 @@ class Collector:
         run: str,
         producer: int,
         incarnation: int,
-        env: EnvConfig,
-        rollout: RolloutConfig,
-        spec: EnvSpec,
-        policy: Policy,
+        config: RunConfig,
+        resolved: Resolved,
         random_until_learned: bool,
-        seed: int,
-        context: int = 0,
-        sequences: SequenceShape | None = None,
         on_step: Callable[[], None] | None = None,
     ) -> None:
-        self._env, self._rollout, self._spec, self._policy = env, rollout, spec, policy
+        self._env, self._rollout, self._spec = config.env, config.rollout, resolved.spec
         self._random_until_learned, self._on_step = random_until_learned, on_step
-        self._stride = sequences.stride if sequences else 1
+        self._policy = resolved.policy(producer=producer)
         self._version, self._weights_bytes = -1, 0
 
-        env_seeds, action_seeds = np.random.SeedSequence([seed, producer, incarnation]).spawn(2)
+        env_seeds, action_seeds = np.random.SeedSequence([config.seed, producer, incarnation]).spawn(2)
         self._generator = np.random.default_rng(action_seeds)
-        self._vector = envs.make_vector(env)
+        self._vector = envs.make_vector(config.env)
         try:
-            envs.check_spaces(self._vector, spec)
+            envs.check_spaces(self._vector, self._spec)
         except envs.EnvError:
             self._vector.close()
             raise
         self._num_envs = num_envs = self._vector.num_envs
-        self._action_shape = (num_envs, *spec.action_shape)
-        bounds = spec.action_shape if spec.action_kind == "continuous" else (0,)
-        self._low = np.array(spec.action_low, np.float64).reshape(bounds)
-        self._high = np.array(spec.action_high, np.float64).reshape(bounds)
-        self._noise = ((self._high - self._low) * (0.5 * rollout.action_noise)).astype(np.float32)
+        self._action_shape = (num_envs, *self._spec.action_shape)
+        if self._spec.action_kind == "continuous":
+            self._low, self._high = (
+                np.array(bounds, np.float64).reshape(self._spec.action_shape)
+                for bounds in (self._spec.action_low, self._spec.action_high)
+            )
+            self._noise = ((self._high - self._low) * (0.5 * self._rollout.action_noise)).astype(np.float32)
 
         first, _ = self._vector.reset(seed=[int(s) for s in env_seeds.generate_state(num_envs)])
-        observation = np.array(first, spec.observation_dtype)
-        self._stack = FrameStack(num_envs, spec)
+        observation = np.array(first, self._spec.observation_dtype)
+        self._stack = FrameStack(num_envs, self._spec)
         self._input = self._stack.push(observation, np.ones(num_envs, np.bool_))  # [N, *I]
-        self._state = policy.initial_state(num_envs)
-        self._recorder = Recorder(
-            run=run,
-            producer=producer,
-            incarnation=incarnation,
-            env=env,
-            spec=spec,
-            observation=observation,
-            context=context,
-            sequences=sequences,
-        )
+        self._state = self._policy.initial_state(num_envs)
+        identity = {"run": run, "producer": producer, "incarnation": incarnation}
+        self._recorder = Recorder(identity, config.env, resolved, observation)
+        self._stride = resolved.sequences.stride if resolved.sequences else 1
         most = _MAX_FRAGMENT_BYTES // max(1, observation.nbytes)
-        self._max_steps = max(1, min(rollout.max_fragment_steps, most))
-        self._steps = min(_FIRST_STEPS, self._max_steps)  # T of the next fragment
+        self._longest = max(1, min(self._rollout.max_fragment_steps, most))
+        self._num_steps = min(_FIRST_STEPS, self._longest)  # T of the next fragment
 
     @property
     def version(self) -> int:
@@ -114,7 +102,7 @@ class Collector:
     @property
     def num_bytes(self) -> int:
         """Rough memory held between fragments."""
-        stack = 2 * self._input.nbytes  # the room of `FrameStack`
+        stack = 2 * self._input.nbytes  # the buffer of `FrameStack` holds two stacks
         state = sum(array.nbytes for array in self._state.values())
         return self._num_envs * _ENV_BYTES + stack + state + self._recorder.num_bytes + self._weights_bytes
 
@@ -132,9 +120,8 @@ class Collector:
         """Play one fragment with the current version.
 
         Args:
-            max_steps: upper bound of T, rounded up to the stride of sequences; at least one step is played.
-            stop_at: `time.monotonic()` after which no further step begins, with sequences no further stride; at least
-                one is played.
+            max_steps: about the most steps to play: rounded up to a whole stride, at least 1.
+            stop_at: deadline by `time.monotonic()`: stop after the current step, or current stride with sequences.
 
         Raises:
             RuntimeError: no weights are loaded.
@@ -144,10 +131,12 @@ class Collector:
             raise RuntimeError("collect: no weights loaded; call load first")
         is_random = self._version == 0 and self._random_until_learned
         choose = self._random_actions if is_random else self._policy_actions
-        recorder, limit = self._recorder, self._limit(max_steps)
-        recorder.begin(limit)
+        most = self._num_steps if max_steps is None else max(1, min(self._num_steps, max_steps))
+        most = math.ceil(most / self._stride) * self._stride
+        recorder = self._recorder
+        recorder.begin(most)
         started = time.perf_counter()
-        for played in range(1, limit + 1):
+        for played in range(1, most + 1):
             recorder.add_state(self._state)
             action, extras = choose()
             observation, reward, terminated, truncated, info = self._vector.step(action)
@@ -165,7 +154,7 @@ class Collector:
         return recorder.end(self._version)
 
     def _random_actions(self) -> Actions:
-        """Uniformly random actions, within the bounds where there are some."""
+        """Return random actions: uniform over the choices, or within the bounds if continuous."""
         if self._spec.action_kind != "continuous":
             sizes = np.array(self._spec.action_sizes, np.int64).reshape(self._spec.action_shape)
             return self._generator.integers(sizes, size=self._action_shape), {}
@@ -173,7 +162,7 @@ class Collector:
         return (self._low + (self._high - self._low) * share).astype(np.float32), {}
 
     def _policy_actions(self) -> Actions:
-        """The policy's exploring actions, with clipped Gaussian noise where configured, and its extras."""
+        """Return exploring actions, plus Gaussian noise if configured, clipped to the bounds; and the extras."""
         action, extras = self._policy.explore(self._input, self._generator, self._state)
         if action.shape != self._action_shape:
             raise ValueError(f"policy: actions of shape {action.shape}, expected {self._action_shape}")
@@ -184,13 +173,8 @@ class Collector:
             action = np.clip(action + noise, self._low.astype(np.float32), self._high.astype(np.float32))
         return action.astype(np.float32, copy=False), extras
 
-    def _limit(self, max_steps: int | None) -> int:
-        """Upper bound of the next T: a multiple of the stride, rounded up."""
-        limit = self._steps if max_steps is None else max(1, min(self._steps, max_steps))
-        return math.ceil(limit / self._stride) * self._stride
-
     def _adapt(self, step_s: float) -> None:
         """Choose the next T so that a fragment takes about `rollout.fragment_s` at `step_s` a step."""
         wanted = self._rollout.fragment_s / max(step_s, 1e-9)
-        lowest, highest = math.ceil(self._steps / _MAX_CHANGE), self._steps * _MAX_CHANGE
-        self._steps = int(min(max(wanted, lowest, 1), highest, self._max_steps))
+        lowest, highest = math.ceil(self._num_steps / _MAX_CHANGE), self._num_steps * _MAX_CHANGE
+        self._num_steps = int(min(max(wanted, lowest, 1), highest, self._longest))

@@ -1,7 +1,8 @@
-"""A worker's heartbeat, and what else its main process reports to the server; what it reports about its machine."""
+"""A worker's heartbeat, the other reports of its main process to the server, and what it says about its machine."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -11,22 +12,27 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ddrl.store import connection, segments, workers
 from ddrl.store.workers import Heartbeat
+
+if TYPE_CHECKING:
+    from redis import Redis
 
 log = logging.getLogger(__name__)
 
 DRAIN_EVERY_S = 0.5  # a run may start while the worker drains
 STOP_S = 2.0  # for the last message to the server
-_DRAIN, _STOP = "drain", "stop"
+
+Report = Callable[["Redis"], object]
 
 
 class HeartbeatSender:
     """Sends a worker's heartbeats, its drain and its lost processes from a thread of its own.
 
-    A worker's main thread must never wait for the server. Requests go to the thread through a queue whose `put` may
-    be called in a signal handler.
+    A worker's main thread must never wait for the server. Reports go to the thread through a queue whose `put` may
+    be called in a signal handler; one that fails is repeated with the next heartbeat.
 
     Args:
         heartbeat: what is sent, except what changes.
@@ -35,60 +41,58 @@ class HeartbeatSender:
 
     def __init__(self, heartbeat: Heartbeat, pids: Callable[[], tuple[int, ...]]) -> None:
         self.node, self.pids = heartbeat.node, pids
-        self._heartbeat = heartbeat
-        self._requests: queue.SimpleQueue[str | tuple[str, str, str]] = queue.SimpleQueue()
+        self._heartbeat, self._draining = heartbeat, False
+        self._reports: queue.SimpleQueue[Report | None] = queue.SimpleQueue()  # None: stop
         self._thread = threading.Thread(target=self._work, name="heartbeat", daemon=True)
 
     def start(self) -> None:
         """Send heartbeats from now on."""
+        self._reports.put(lambda client: segments.stay(client, self.node))
         self._thread.start()
 
     def drain(self) -> None:
         """End the segments of this worker at their next append, until it stops."""
-        self._requests.put(_DRAIN)
+        self._draining = True
+        self._reports.put(lambda client: None)  # the thread need not wait for the next heartbeat
 
     def report_crash(self, task: str, run: str, reason: str) -> None:
         """Report to a run that a process could not play it; an empty `run` is the one that the task plays."""
-        self._requests.put((task, run, reason))
+
+        def report(client: Redis) -> None:
+            segments.note_crash(client, run or segments.run_of_task(client, task) or "", reason)
+
+        self._reports.put(report)
 
     def stop(self) -> None:
         """Remove the heartbeat; wait at most STOP_S for the server."""
-        self._requests.put(_STOP)
+        self._reports.put(None)
         self._thread.join(STOP_S)
 
     def _work(self) -> None:
         client = connection.connect()
-        crashes: list[tuple[str, str, str]] = []
-        draining, is_first, pause_s = False, True, 0.0
+        waiting: list[Report] = []
         while True:
             try:
-                request = self._requests.get(timeout=pause_s)
+                report = self._reports.get(timeout=DRAIN_EVERY_S if self._draining else workers.BEAT_S)
             except queue.Empty:
-                request = ""
-            if isinstance(request, tuple):
-                crashes.append(request)
-            draining = draining or request == _DRAIN
-            pause_s = DRAIN_EVERY_S if draining else workers.BEAT_S
+                pass
+            else:
+                if report is None:
+                    with contextlib.suppress(Exception):
+                        workers.leave(client, self._heartbeat)
+                    return
+                waiting.append(report)
             try:
-                if request == _STOP:
-                    workers.leave(client, self._heartbeat)
-                    return
-                if is_first:
-                    segments.stay(client, self.node)
-                    is_first = False
-                if draining:
+                while waiting:
+                    waiting[0](client)
+                    waiting.pop(0)
+                if self._draining:
                     segments.drain(client, self.node)
-                while crashes:
-                    task, run, reason = crashes[0]
-                    run = run or segments.run_of_task(client, task) or ""
-                    segments.note_crash(client, run, reason)
-                    crashes.pop(0)
-                workers.beat(client, replace(self._heartbeat, pids=self.pids(), draining=draining))
-            except Exception as error:  # the next round tries again
-                if request == _STOP:
-                    return
-                if not isinstance(error, connection.OUTAGES):
-                    log.exception("worker %s: cannot send its heartbeat", self.node)
+                workers.beat(client, replace(self._heartbeat, pids=self.pids(), draining=self._draining))
+            except connection.OUTAGES:
+                pass  # the next round tries again
+            except Exception:
+                log.exception("worker %s: cannot send its heartbeat", self.node)
 
 
 def gpus() -> tuple[str, ...]:

@@ -29,16 +29,18 @@ from celery.worker.control import inspect_command
 from kombu.exceptions import OperationalError
 
 from ddrl import envs
+from ddrl.algorithms import base
 from ddrl.celery import EVALUATE, QUEUES_VARIABLE, UP_TIMEOUT_S, app
 from ddrl.envs import requirements
 from ddrl.runs import monitoring, processes
-from ddrl.store import connection, keys, server, workers
+from ddrl.store import connection, keys, runs, server, workers
 from ddrl.worker import heartbeat, watchdog
 from ddrl.worker.heartbeat import HeartbeatSender, without_spaces
 
 READY_VARIABLE = (
     "DDRL_WORKER_READY"  # folder in which each process of the pool leaves a file once it can play
 )
+PREPARED_RUNS = 3  # the newest active runs, for which a process of the pool is prepared
 
 log = logging.getLogger(__name__)
 
@@ -125,16 +127,22 @@ def _wait_until_server_takes_writes(node: str) -> None:
 
 @signals.worker_process_init.connect  # type: ignore[untyped-decorator]
 def _prepare_process(**_: Any) -> None:
-    """In a process of the pool: import what the first task needs, then report that the process is ready."""
-    from ddrl.worker.segment import prepare
+    """In a process of the pool: import what the first task needs, then report that the process is ready.
 
+    The modules of users are left to the first segment, which the watchdog watches.
+    """
     try:
-        prepare(connection.connect())
+        envs.prepare()
+        client = connection.connect()
+        for run in runs.active_names(client)[-PREPARED_RUNS:]:
+            config = runs.config(client, run)
+            if ":" not in config.env.id and requirements.custom_network(config) is None:
+                envs.prepare(config.env.id)
+                base.resolve(config, runs.spaces(client, run)).policy()
     except Exception as error:  # the first task meets it again, and reports it to its run
         log.info("not prepared for the active runs: %s", error)
-    folder = Path(os.environ.get(READY_VARIABLE, ""))
-    if READY_VARIABLE in os.environ and folder.is_dir():
-        (folder / str(os.getpid())).touch()
+    with contextlib.suppress(KeyError, FileNotFoundError):  # a process that starts later: nobody waits for it
+        Path(os.environ[READY_VARIABLE], str(os.getpid())).touch()
 
 
 @signals.worker_ready.connect  # type: ignore[untyped-decorator]
@@ -179,13 +187,11 @@ def _report_lost_process(sender: Any, task_id: str, exception: BaseException, ar
     if task_id in _reported:  # Celery signals a time limit twice
         return
     _reported.append(task_id)
-    reason: str | None
+    reason = watchdog.explain(str(exception))
     if isinstance(exception, TimeLimitExceeded):
         reason = f"a task took longer than {exception.args[0]:g} s and was killed; fix the environment"
-    else:
-        reason = watchdog.explain(str(exception))
     if reason is not None:
-        run = str(args[0]) if sender.name == EVALUATE and args else ""  # a rollout's is known to the server
+        run = str(args[0]) if sender.name == EVALUATE and args else ""  # the server knows a rollout's
         _sender.report_crash(task_id, run, f"host {socket.gethostname()}: {reason}")
 
 
@@ -247,11 +253,8 @@ class _WithoutTraceback(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         """Keep every record."""
         is_celery = record.name.startswith(("celery", "kombu"))  # not a user's own code
-        if (
-            is_celery
-            and record.exc_info
-            and any(isinstance(e, _EXPECTED) for e in _chain(record.exc_info[1]))
-        ):
+        causes = _chain(record.exc_info[1]) if is_celery and record.exc_info else ()
+        if any(isinstance(error, _EXPECTED) for error in causes):
             record.msg = " ".join(record.getMessage().split())
             record.args, record.exc_info, record.exc_text = (), None, None
         return True

@@ -14,44 +14,33 @@ from typing import Any
 import numpy as np
 
 from ddrl import envs
-from ddrl.algorithms.base import RecurrentState
+from ddrl.algorithms.base import RecurrentState, Resolved
 from ddrl.config import EnvConfig
 from ddrl.replay.sequences import cut_fragment, recurrent_state_index
-from ddrl.types import EnvSpec, Fragment, SequenceShape
+from ddrl.types import Fragment
 
 
 class Recorder:
-    """The record of one producer.
+    """Records what one producer plays.
 
     For each fragment call `begin`, then `add_state` and `add_step` for each step, then `end`.
 
     Args:
-        run, producer, incarnation: identity of the producer, see `Fragment`.
+        identity: run, producer and incarnation, see `Fragment`.
         env: scale and sign of training rewards.
-        spec: spaces of the environments.
+        resolved: the run's algorithm: spaces, maximum number of earlier steps repeated at a fragment's start, and for
+            a recurrent policy the sequences; its state is sent where one begins.
         observation: [N, *O] first observations.
-        context: most steps that a fragment repeats of those before.
-        sequences: of a recurrent policy, whose state is sent where a sequence begins.
     """
 
     def __init__(
-        self,
-        *,
-        run: str,
-        producer: int,
-        incarnation: int,
-        env: EnvConfig,
-        spec: EnvSpec,
-        observation: np.ndarray,
-        context: int,
-        sequences: SequenceShape | None,
+        self, identity: Mapping[str, Any], env: EnvConfig, resolved: Resolved, observation: np.ndarray
     ) -> None:
-        self._identity: dict[str, Any] = {"run": run, "producer": producer, "incarnation": incarnation}
-        self._env, self._spec, self._max_context, self._sequences = env, spec, context, sequences
+        self._identity, self._env, self._resolved = identity, env, resolved
         self._num_envs = len(observation)
         self._seq = 0
         # The next fragment's context: the last rows of each column, of observations one row more.
-        self._past = {"observation": observation[None].astype(spec.observation_dtype)}
+        self._past = {"observation": observation[None]}
         self._finals: list[np.ndarray] = []  # true last observations of the truncated steps, in order of time
         self._episode_return = np.zeros(self._num_envs)  # so far, unscaled
         self._episode_length = np.zeros(self._num_envs, np.int64)
@@ -65,7 +54,7 @@ class Recorder:
         """Start a fragment of up to `max_steps` steps."""
         self._context = len(self._past["observation"]) - 1
         self._row, self._max_steps = self._context, max_steps
-        spec = self._spec
+        spec = self._resolved.spec
         action_dtype = np.float32 if spec.action_kind == "continuous" else np.int64
         self._columns: dict[str, np.ndarray] = {}
         self._observation = self._column("observation", spec.observation_shape, spec.observation_dtype)
@@ -118,7 +107,7 @@ class Recorder:
         np.greater(truncated, terminated, out=self._truncated[row])  # both at once count as terminated
         if "final_obs" in info:
             finals = info["final_obs"][self._truncated[row]]
-            self._finals += [np.array(final, self._spec.observation_dtype) for final in finals]
+            self._finals += [np.array(final, self._observation.dtype) for final in finals]
         self._row += 1
         return self._observation[row + 1], ended
 
@@ -147,14 +136,14 @@ class Recorder:
             extras={name: columns[f"extras/{name}"] for name in self._extras},
         )
         self._seq += 1
-        first = max(self._row - self._max_context, 0)
+        first = max(self._row - self._resolved.context, 0)
         self._past = {name: column[first:].copy() for name, column in columns.items()}
         self._past["observation"] = observation[first:].copy()
         self._finals = self._finals[np.count_nonzero(fragment.truncated[:first]) :]
         return fragment if self._hidden is None else self._with_recurrent_state(fragment, columns["hidden"])
 
     def _column(self, name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        """An empty column [C+T, N, ...], of observations [C+T+1, N, ...], with the context in its first rows.
+        """Add and return a column [C+T, N, ...], of observations [C+T+1, N, ...], with the context in its first rows.
 
         The context is zero where the steps before have no such column: extras after random play.
         """
@@ -188,9 +177,9 @@ class Recorder:
             column[self._row] = values
 
     def _finish_episodes(self, reward: np.ndarray, over: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns [E] float32 and lengths [E] int32 of the episodes that ended, in order of time.
+        """Return returns [E] float32 and lengths [E] int32 of the episodes that ended, in order of time.
 
-        Carries the return and length of each unfinished episode over to the next fragment.
+        The return and length of each unfinished episode are kept for the next fragment.
         """
         returns, lengths = [], []
         begin = np.zeros(self._num_envs, np.int64)  # first step, in this fragment, of each lane's episode
@@ -204,8 +193,9 @@ class Recorder:
         return np.array(returns, np.float32), np.array(lengths, np.int32)
 
     def _with_recurrent_state(self, fragment: Fragment, hidden: np.ndarray) -> Fragment:
-        """The fragment with the rows of `hidden` [C+T, N, H] at which its sequences begin inside an episode."""
-        assert self._sequences is not None, "recurrent policies come with the shape of their sequences"
-        index = recurrent_state_index(cut_fragment(fragment, self._sequences, self._spec.frame_stack))
+        """Return the fragment with the rows of `hidden` [C+T, N, H] at which its sequences begin inside an episode."""
+        sequences = self._resolved.sequences
+        assert sequences is not None, "recurrent policies come with the shape of their sequences"
+        index = recurrent_state_index(cut_fragment(fragment, sequences, self._resolved.spec.frame_stack))
         recurrent = {"memory_index": index, "memory": hidden[index[:, 0], index[:, 1]]}
         return replace(fragment, extras={**fragment.extras, **recurrent})

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
-from ddrl import codec, envs
+from ddrl import codec
 from ddrl.algorithms import base
 from ddrl.config import RunConfig
 from ddrl.envs import requirements
@@ -36,20 +36,18 @@ if TYPE_CHECKING:
     from redis import Redis
 
 MAX_CACHED_BYTES = 1024**3
-WAIT_MS = (
-    500  # for the learner, before the run's state is read again: a draining machine is left within a second
-)
+WAIT_MS = 500  # for the learner, before the run's state is read again: a draining worker ends within a second
 YIELD_AFTER_S = (
-    1.0  # of waiting, a segment looks whether another run wants its process; also between two looks
+    1.0  # of waiting, before a segment looks whether another run wants its process; between two looks
 )
-WAKES_PER_S = 5_000  # collectors that ask the server after the learner woke them all at once
+WAKES_PER_S = 5_000  # of collectors that the learner wakes at once: so many ask the server in a second
 RETRY_FULL_S = 0.25
 LONGEST_FRAGMENT = 2.0  # times rollout.fragment_s, while the speed of the environments is unknown
 _STEPS_PER_SUM = 4  # of n rewards: a fragment's end cuts less than a quarter of the n-step returns short
 
 
 class Clock:
-    """The time of a process in one segment that its run does not know yet, and how much of it was spent waiting."""
+    """The time that a process spends in one segment, and how much of it waiting, since its last report to the run."""
 
     def __init__(self) -> None:
         self._begun = time.monotonic()
@@ -57,7 +55,7 @@ class Clock:
         self.reported()
 
     def reported(self) -> None:
-        """Start anew: the run knows the time until now."""
+        """Start anew: the time until now was reported to the run."""
         self._since = time.monotonic()
         self._waited_s = {"allowance": 0.0, "room": 0.0}
 
@@ -101,31 +99,25 @@ class Player:
         self.run = run
         self.config: RunConfig = runs.config(client, run)
         self._watch = watch
-        spaces = runs.spaces(client, run)
+        spaces, state = runs.spaces(client, run), runs.state(client, run)
         with self._watched():
-            state = runs.state(client, run)
             requirements.check_machine(self.config, state.versions)
             resolved = base.resolve(self.config, spaces)
             at_random = self.config.rollout.random_until_learned
-            if at_random is None:  # weights of a warm start have learned already
+            if at_random is None:  # weights that the run started from have learned already
                 at_random = resolved.can_start_at_random and not state.warm
             self.producer = stream.new_producer(client)
             self.collector = Collector(
                 run=run,
                 producer=self.producer,
                 incarnation=secrets.randbits(48),
-                env=self.config.env,
-                rollout=self.config.rollout,
-                spec=spaces,
-                policy=resolved.policy(producer=self.producer),
+                config=self.config,
+                resolved=resolved,
                 random_until_learned=at_random,
-                seed=self.config.seed,
-                context=resolved.context,
-                sequences=resolved.sequences,
                 on_step=None if watch is None else watch.step,
             )
         self._most_transitions: int = resolved.config.batch_size if resolved.on_policy else sys.maxsize
-        # However little is left of the allowance: a fragment's end cuts n-step returns short.
+        # However little is left of the allowance, since a fragment's end cuts n-step returns short.
         self._least_steps = 1 if resolved.on_policy else _STEPS_PER_SUM * resolved.config.n_step
         self._unsent: tuple[Fragment, dict[bytes, bytes], int] | None = None  # and encoded, ms played
         self._host = without_spaces(socket.gethostname())
@@ -136,7 +128,7 @@ class Player:
         return self._unsent is not None
 
     def _watched(self) -> AbstractContextManager[None]:
-        """The watchdog over a block in which environments work."""
+        """Return the watchdog over a block in which environments are made or stepped."""
         if self._watch is None:
             return nullcontext()
         return self._watch.watch(self.run, self.config.env.id, self.config.rollout.step_timeout_s)
@@ -151,7 +143,7 @@ class Player:
         return blob is not None
 
     def append(
-        self, client: Redis, remaining_steps: int, clock: Clock | None = None, *, node: str = "-"
+        self, client: Redis, remaining_steps: int, clock: Clock, *, node: str = "-"
     ) -> tuple[Appended, int]:
         """Append the fragment that the server has not taken yet, else a new one.
 
@@ -159,7 +151,7 @@ class Player:
 
         Args:
             client: connection to the server.
-            remaining_steps: a new fragment has about as many transitions at most.
+            remaining_steps: about the most transitions of a new fragment.
             clock: of the segment.
             node: of the worker.
 
@@ -190,13 +182,12 @@ class Player:
             host=self._host,
             node=node,
             pid=os.getpid(),
-            **(clock.unreported() if clock else {}),
+            **clock.unreported(),
         )
         if reply.answer is Answer.FULL:
             return reply, 0
         self._unsent = None
-        if clock:
-            clock.reported()
+        clock.reported()
         return reply, 0 if reply.answer is Answer.STOPPED else fragment.num_transitions
 
 
@@ -238,7 +229,7 @@ class Players:
 
     @contextmanager
     def segment(self, client: Redis, run: str, clock: Clock, *, node: str) -> Iterator[None]:
-        """Note on the server that the segment ended which the block plays; after an outage `report_end` does that."""
+        """Report to the server the end of the segment that the block plays; after an outage `report_end` does."""
         has_outage = False
         try:
             yield
@@ -252,14 +243,14 @@ class Players:
                 self.report_end(client)
 
     def report_end(self, client: Redis) -> None:
-        """Note on the server that the last segment ended, unless it knows."""
+        """Report to the server that the last segment ended, unless that is done."""
         if self._unreported_end is not None:
             run, process, spent = self._unreported_end
             segments.end(client, run, process, **spent)
             self._unreported_end = None
 
     def may_look(self) -> bool:
-        """Return True when it is time to look at the other runs again; many processes may wait for long."""
+        """Return True if it is time to look at the other runs again; seldom, as many processes may wait for long."""
         now = time.monotonic()
         if now < self._look_at:
             return False
@@ -280,7 +271,8 @@ def play(
 
     It ends after `rollout.segment_s`; within one fragment when the run has stopped or is paused, when another run
     claims the process, or when the node drains; and after YIELD_AFTER_S of waiting if another run wants the process.
-    It exceeds the allowance by one fragment at most: of the steps that are left, or a few times n_step if that is more.
+    A fragment for which the stream has no room until then is kept for the next segment. The allowance is exceeded by
+    one fragment at most: of the steps that are left, or a few times n_step if that is more.
 
     Args:
         client: connection for commands.
@@ -288,7 +280,7 @@ def play(
         players: of this process or thread.
         run: its id.
         node: of the worker, without spaces.
-        serves: whether the worker takes messages of a queue.
+        serves: returns whether the worker takes messages of a queue.
 
     Raises:
         UnknownRunError, StoreError, ConfigError, UnfitError, EnvError: the run cannot be played here.
@@ -308,11 +300,8 @@ def play(
         if player.has_unsent:  # of an earlier segment: it is appended even if this one ends at once
             reply, appended = player.append(client, 0, clock, node=node)
         while reply.answer in (Answer.GO, Answer.WAIT, Answer.FULL) and time.monotonic() < deadline:
-            if (
-                clock.waited_s > yield_after_s
-                and players.may_look()
-                and _wanted_elsewhere(client, run, serves)
-            ):
+            is_patient = clock.waited_s <= yield_after_s or not players.may_look()
+            if not is_patient and _wanted_elsewhere(client, run, serves):
                 break
             if reply.answer is Answer.WAIT:
                 with clock.waiting("allowance"):
@@ -324,6 +313,11 @@ def play(
             if reply.answer is Answer.FULL:
                 with clock.waiting("room"):
                     time.sleep(RETRY_FULL_S)
+                # FULL does not say whether the run is paused or the node drains. On WAIT the fragment is appended all
+                # the same: the learner may need it before it makes room.
+                reply = stream.remaining(client, run, node=node)
+                if reply.answer in (Answer.YIELD, Answer.STOPPED):
+                    break
             elif not player.load(client, reply.version):  # superseded since
                 reply = stream.remaining(client, run, node=node)
                 continue
@@ -342,16 +336,3 @@ def _spread_wakes(num_collectors: int) -> None:
 def _wanted_elsewhere(client: Redis, run: str, serves: Callable[[str], bool]) -> bool:
     """Return True if another run would use this process now."""
     return any(other.wants and other.run != run and serves(other.queue) for other in segments.active(client))
-
-
-def prepare(client: Redis, most: int = 3) -> None:
-    """Import what the newest active runs need, so that the first segment of this process begins at once.
-
-    Modules of users are left to the first segment, which the watchdog watches.
-    """
-    envs.prepare()
-    for run in runs.active_names(client)[-most:]:
-        config = runs.config(client, run)
-        if ":" not in config.env.id and requirements.custom_network(config) is None:
-            envs.prepare(config.env.id)
-            base.resolve(config, runs.spaces(client, run)).policy()

@@ -15,15 +15,8 @@ from typing import TYPE_CHECKING, Any
 from kombu.exceptions import OperationalError
 
 from ddrl import policy
-from ddrl.celery import (
-    EVALUATE,
-    QUEUES_VARIABLE,
-    ROLLOUT,
-    app,
-    process_memory_bytes,
-    queues,
-)
-from ddrl.config import ConfigError, RunConfig, first_line
+from ddrl.celery import EVALUATE, QUEUES_VARIABLE, ROLLOUT, app, process_memory_bytes, queues
+from ddrl.config import ConfigError, first_line
 from ddrl.envs import requirements
 from ddrl.envs.requirements import UnfitError
 from ddrl.runs.evaluation import score
@@ -41,24 +34,10 @@ STORE_TIMEOUT_S = 60.0  # for storing a result during an outage of the server
 IDLE_S = 0.25  # after a message that found no run to play
 REFUSED_S = 30.0  # before a process tries a run again that it could not play
 REPEAT_S = 30.0  # before the same warning is logged again
-BEAT_S = 3.0  # between two signs that an evaluation is still played
+BEAT_S = 3.0  # between two reports that an evaluation is still played
 
 log = logging.getLogger(__name__)
-_mine = threading.local()  # of a thread: in a pool of threads each plays for itself
-
-
-def clients() -> tuple[Redis, Redis]:
-    """Return this thread's connections: for commands, and for blocking reads."""
-    if not hasattr(_mine, "clients"):
-        _mine.clients = connection.connect(), connection.connect_blocking()
-    return _mine.clients  # type: ignore[no-any-return]
-
-
-def players() -> Players:
-    """Return this thread's players."""
-    if not hasattr(_mine, "players"):
-        _mine.players = Players(watch=watchdog)
-    return _mine.players  # type: ignore[no-any-return]
+_local = threading.local()  # in a pool of threads each plays for itself
 
 
 def _note_end(run: str, reason: str) -> None:
@@ -68,10 +47,32 @@ def _note_end(run: str, reason: str) -> None:
 watchdog = Watchdog(_note_end, memory_bytes=process_memory_bytes())
 
 
+class Kept:
+    """What a thread keeps from task to task.
+
+    Args:
+        client, blocking: connections for commands, and for blocking reads.
+    """
+
+    def __init__(self, client: Redis, blocking: Redis) -> None:
+        self.client, self.blocking = client, blocking
+        self.players = Players(watch=watchdog)
+        self.refused: dict[str, float] = {}  # run that cannot be played here -> until when it is left out
+        self.logged: dict[str, float] = {}  # warning -> when it was logged
+
+
+def kept() -> Kept:
+    """Return what this thread keeps."""
+    if not hasattr(_local, "kept"):
+        _local.kept = Kept(connection.connect(), connection.connect_blocking())
+    found: Kept = _local.kept
+    return found
+
+
 @contextmanager
-def failures_reported(client: Redis, run: str, node: str) -> Iterator[None]:
-    """Report an error of the block to the run, if it has one, and to the log; then pause instead of raising it."""
-    host = socket.gethostname()
+def failures_reported(mine: Kept, run: str, node: str) -> Iterator[None]:
+    """Report an error of the block to the log, and to the run if there is one; then pause instead of raising it."""
+    client, host = mine.client, socket.gethostname()
     try:
         yield
     except runs.UnknownRunError:
@@ -79,15 +80,15 @@ def failures_reported(client: Redis, run: str, node: str) -> Iterator[None]:
     except connection.OUTAGES as error:
         if (text := connection.outage(error)) is None:
             text = f"the server refuses a command ({first_line(error)}); see the rights of the worker's user"
-        _warn(run, text)
+        _warn(mine.logged, run, text)
     except (UnfitError, ConfigError, connection.StoreError) as error:
         reason = str(error) if isinstance(error, UnfitError) else f"host {host}: {error}"
-        _warn(run, reason)
-        _refused()[run] = time.monotonic() + REFUSED_S
+        _warn(mine.logged, run, reason)
+        mine.refused[run] = time.monotonic() + REFUSED_S
         with suppress(*connection.OUTAGES):
             segments.note_refusal(client, run, host, reason)
     except Exception as error:
-        players().drop(run)
+        mine.players.drop(run)
         reason = f"host {host}: {type(error).__name__}: {first_line(error)}; fix what the run plays"
         log.exception("run %s: %s", run, reason)
         with suppress(*connection.OUTAGES):
@@ -98,9 +99,8 @@ def failures_reported(client: Redis, run: str, node: str) -> Iterator[None]:
     time.sleep(PAUSE_S)
 
 
-def _warn(run: str, text: str) -> None:
+def _warn(logged: dict[str, float], run: str, text: str) -> None:
     """Log a warning, but not the same again within REPEAT_S."""
-    logged: dict[str, float] = _mine.__dict__.setdefault("logged", {})
     if time.monotonic() - logged.get(text, -REPEAT_S) >= REPEAT_S:
         if len(logged) > 100:
             logged.clear()
@@ -114,64 +114,38 @@ def rollout(self: Any, *_: object) -> dict[str, Any] | None:
 
     Arguments are ignored: a message of an earlier version of ddrl names a run.
     """
-    client, blocking = clients()
-    node = without_spaces(self.request.hostname or "-")
-    served = served_queues()
-    run = choose(client, Process.this(node), served, self.request)
-    if run is None:
+    mine, node = kept(), without_spaces(self.request.hostname or "-")
+    names = os.environ.get(QUEUES_VARIABLE)
+    served = names.split(",") if names else queues("rollout")
+    run = None
+    with failures_reported(mine, "", node):
+        mine.players.report_end(mine.client)
+        run = segments.choose(
+            mine.client,
+            Process.this(node),
+            served,
+            task=self.request.id or "",
+            limit_s=(self.request.timelimit or (None,))[0],
+            cannot_play=[one for one, until in mine.refused.items() if time.monotonic() < until],
+        )
+    if run is None:  # there is none for this process, or the server has an outage
         time.sleep(IDLE_S)
         return None
-    show_run(self, run)
-    steps = 0
-    with failures_reported(client, run, node):
-        steps = play(client, blocking, players(), run, node=node, serves=served.__contains__)
-    return {"run": run, "steps": steps}
-
-
-def served_queues() -> list[str]:
-    """Return the rollout queues that this process's worker serves."""
-    names = os.environ.get(QUEUES_VARIABLE)
-    return names.split(",") if names else queues("rollout")
-
-
-def choose(client: Redis, process: Process, served: list[str], request: Any) -> str | None:
-    """Return the run to play; None if there is none for this process, or the server has an outage."""
-    hard_limit_s = (request.timelimit or (None,))[0]
-    refused = _refused()
-    run = None
-    with failures_reported(client, "", process.node):
-        players().report_end(client)
-        run = segments.choose(
-            client,
-            process,
-            served,
-            task=request.id or "",
-            limit_s=hard_limit_s,
-            cannot_play=[run for run, until in refused.items() if time.monotonic() < until],
-        )
-    return run
-
-
-def _refused() -> dict[str, float]:
-    """Return the runs that this thread lacks versions or modules for, and until when it leaves them out."""
-    if not hasattr(_mine, "refused"):
-        _mine.refused = {}
-    return _mine.refused  # type: ignore[no-any-return]
-
-
-def show_run(task: Any, run: str) -> None:
-    """Let Flower and other readers of events show the run as the task's argument: its message names none."""
     with suppress(OSError, OperationalError, *connection.OUTAGES):
-        task.send_event("task-started", args=repr((run,)), retry=False)
+        # Flower and other readers of events show the run as the task's argument; its message names none.
+        self.send_event("task-started", args=repr((run,)), retry=False)
+    steps = 0
+    with failures_reported(mine, run, node):
+        steps = play(mine.client, mine.blocking, mine.players, run, node=node, serves=served.__contains__)
+    return {"run": run, "steps": steps}
 
 
 @app.task(name=EVALUATE, bind=True)  # type: ignore[untyped-decorator]
 def evaluate(self: Any, run: str, message: str) -> bool:
     """Play an open evaluation of a run or of a command; return whether its result was stored."""
-    client, _ = clients()
-    stored = False
-    with failures_reported(client, run, without_spaces(self.request.hostname or "-")):
-        stored = play_evaluation(client, run, message)
+    mine, stored = kept(), False
+    with failures_reported(mine, run, without_spaces(self.request.hostname or "-")):
+        stored = play_evaluation(mine.client, run, message)
     return stored
 
 
@@ -180,9 +154,9 @@ class Withdrawn(Exception):
 
 
 def play_evaluation(client: Redis, run: str, message: str) -> bool:
-    """Play an open evaluation and store its result; False if there is nothing to do, or a command's fails.
+    """Play an open evaluation and store its result; return False if there is nothing to do, or a command's fails.
 
-    The reason of a failure is noted with the evaluation. If it is the run's own, the error is raised too.
+    The reason of a failure is noted with the evaluation. An error in one of the run's own is also raised.
     """
     player = secrets.token_hex(8)
     beat_at = time.monotonic() + BEAT_S
@@ -201,7 +175,8 @@ def play_evaluation(client: Redis, run: str, message: str) -> bool:
         evaluation = evaluations.take(client, run, message, player)
         if evaluation is None:
             return False
-        config = fitting(client, run)
+        config = runs.config(client, run)
+        requirements.check_machine(config, runs.state(client, run).versions)
         with watchdog.watch(run, config.env.id, config.rollout.step_timeout_s):
             loaded = policy.from_run(client, run, evaluation.version)
             result = score(
@@ -226,15 +201,3 @@ def play_evaluation(client: Redis, run: str, message: str) -> bool:
     return connection.retry(
         lambda: evaluations.finish(client, run, message, evaluation, result), timeout_s=STORE_TIMEOUT_S
     )
-
-
-def fitting(client: Redis, run: str) -> RunConfig:
-    """The run's config, if this machine plays it as its submitter would.
-
-    Raises:
-        UnknownRunError, StoreError: it is gone, or of another version of ddrl.
-        UnfitError: it does not.
-    """
-    config = runs.config(client, run)
-    requirements.check_machine(config, runs.state(client, run).versions)
-    return config

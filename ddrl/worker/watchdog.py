@@ -23,7 +23,7 @@ from ddrl.runs.monitoring import resident_bytes
 log = logging.getLogger(__name__)
 
 REPORTED, UNREPORTED = 75, 76
-"""Exit statuses of a process that its watchdog ended, having reported that to the run or not."""
+"""Exit statuses of a process that its watchdog ended: the run knows why, or the report did not succeed in time."""
 
 CHECK_EVERY_S = 0.5  # at most
 REPORT_S = 5.0  # for the report to the run, before the process ends without it
@@ -46,15 +46,13 @@ class Watchdog:
         self._run = self._env_id = ""
         self._timeout_s = 0.0
         self._step_began: float | None = None  # None: nothing is watched
-        self._lock = threading.Lock()  # else the thread could set the timer after the watched block has ended
+        self._lock = threading.Lock()  # so that the thread sets no timer after the watched block has ended
 
     @contextmanager
     def watch(self, run: str, env_id: str, timeout_s: float) -> Iterator[None]:
         """Watch the block; each of its steps may take `timeout_s`."""
-        if (
-            threading.current_thread() is not threading.main_thread()
-        ):  # in a pool of threads none can be ended alone
-            yield
+        if threading.current_thread() is not threading.main_thread():
+            yield  # in a pool of threads none can be ended alone
             return
         with self._lock:
             self._run, self._env_id, self._timeout_s = run, env_id, timeout_s
@@ -91,10 +89,8 @@ class Watchdog:
                         f"{self._env_id} took longer than {self._timeout_s:g} s for a step "
                         "(rollout.step_timeout_s); fix the environment or raise the limit"
                     )
-                if (
-                    self._memory_bytes
-                    and (used := resident_bytes(os.getpid())) > MEMORY_FACTOR * self._memory_bytes
-                ):
+                limit = MEMORY_FACTOR * self._memory_bytes
+                if limit and (used := resident_bytes(os.getpid())) > limit:
                     self._end(
                         f"the process holds {used / 1024**2:.0f} MiB while playing {self._env_id}, more than "
                         f"{MEMORY_FACTOR:g} times DDRL_PROCESS_MEMORY; lower env.num_envs or raise the limit"

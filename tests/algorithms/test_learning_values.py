@@ -16,8 +16,9 @@ from ddrl import codec, config, envs
 from ddrl.algorithms import base
 from ddrl.config import RunConfig
 from ddrl.networks.device import to_device, to_host
+from ddrl.policy import LoadedPolicy
 from ddrl.replay.experience import make_experience
-from ddrl.runs.evaluation import evaluate
+from ddrl.runs.evaluation import score
 from ddrl.worker.collector import Collector
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -50,10 +51,13 @@ def learn(
         run, resolved.config, spec, on_policy=resolved.on_policy, sequences=resolved.sequences
     )
     collector = Collector(
-        run="learning", producer=1, incarnation=7, env=run.env, rollout=run.rollout, spec=spec, seed=run.seed,
-        policy=resolved.policy(producer=1), random_until_learned=resolved.can_start_at_random,
-        context=resolved.context, sequences=resolved.sequences,
-    )  # fmt: skip
+        run="learning",
+        producer=1,
+        incarnation=7,
+        config=run,
+        resolved=resolved,
+        random_until_learned=resolved.can_start_at_random,
+    )
     player = resolved.policy()
     steps = version = num_fragments = evaluated = published = 0
     collector.load(version, learner.weights())
@@ -79,7 +83,7 @@ def learn(
             evaluated = steps
             player.load(learner.weights())
             seeds = range(9000, 9000 + num_episodes)
-            found = evaluate(player, run.env, spec, seeds, num_envs=50, policy_version=0)
+            found = score(LoadedPolicy(player, run, spec, "run", 0), seeds, num_envs=50, epsilon=0)
             print(f"{run.name}: {steps} steps, {learner.num_updates} updates, return {found.return_mean:.2f}")
             if found.return_mean >= target or steps >= most_steps:
                 held.close()

@@ -38,7 +38,7 @@ SPOT = validate(
 @pytest.fixture
 def client(client: Redis, monkeypatch: pytest.MonkeyPatch) -> Redis:
     """The server that commands and tasks find."""
-    monkeypatch.setattr(tasks, "clients", lambda: (client, client))
+    monkeypatch.setattr(tasks, "kept", lambda: tasks.Kept(client, client))
     monkeypatch.setattr(tasks, "PAUSE_S", 0.0)
     monkeypatch.setattr(command, "SURVEY_S", 0.02)
     monkeypatch.setattr(command, "POLL_S", 0.005)

@@ -31,8 +31,9 @@ from support.runs import target_config
 from ddrl import codec
 from ddrl.learner import loop
 from ddrl.learner.loop import Learner
+from ddrl.policy import LoadedPolicy
 from ddrl.replay.replay import Replay
-from ddrl.runs.evaluation import evaluate
+from ddrl.runs import evaluation
 from ddrl.store import keys, leases, stream, weights
 from ddrl.types import Fragment
 
@@ -130,11 +131,12 @@ def test_dqn_learns_from_compressed_prioritized_replay(server) -> None:
     run = Run(server, catch_config())
     run.play(200)
     learner, resolved = run.learner(), resolve(run.client, run.id)
-    policy, env = resolved.policy(), catch_config().env
+    policy = resolved.policy()
+    loaded = LoadedPolicy(policy, catch_config(), resolved.spec, run.id, 0)
 
     def score() -> float:
         policy.load(learner.algorithm.weights())
-        return evaluate(policy, env, resolved.spec, range(40), num_envs=40, policy_version=0).return_mean
+        return evaluation.score(loaded, range(40), num_envs=40, epsilon=0).return_mean
 
     assert score() < 0.5
     with training(learner):

@@ -10,9 +10,10 @@ import pytest
 from support.runs import toy_answers
 
 from ddrl.algorithms.base import NO_STATE, RecurrentState, initial_state
-from ddrl.config import EnvConfig
+from ddrl.config import EnvConfig, RunConfig
 from ddrl.envs import EnvError, describe, make_one
-from ddrl.runs.evaluation import evaluate, with_noops
+from ddrl.policy import LoadedPolicy
+from ddrl.runs.evaluation import score, with_noops
 from ddrl.types import EvaluationResult
 
 CARTPOLE = EnvConfig(id="CartPole-v1", max_episode_steps=60, reward_scale=0.01)
@@ -40,8 +41,11 @@ def lean(observation: np.ndarray) -> np.ndarray:
 
 
 def play(policy: Any, env: EnvConfig, seeds: Sequence[int] = SEEDS, **options: Any) -> EvaluationResult:
-    options = {"num_envs": 5, "policy_version": 0, "spaces": describe(env), **options}
-    return evaluate(policy if hasattr(policy, "act") else Acts(policy), env, seeds=seeds, **options)
+    spaces, version = options.pop("spaces", None) or describe(env), options.pop("version", 0)
+    config = RunConfig(env=env, algorithm={"name": "none"})
+    acts = policy if hasattr(policy, "act") else Acts(policy)
+    loaded = LoadedPolicy(acts, config, spaces, "run", version)
+    return score(loaded, seeds, **{"num_envs": 5, "epsilon": 0.0} | options)
 
 
 def alone(seed: int, choose: Callable[[list[np.ndarray]], int]) -> tuple[float, int]:
@@ -60,7 +64,7 @@ def alone(seed: int, choose: Callable[[list[np.ndarray]], int]) -> tuple[float, 
 def test_the_result_does_not_depend_on_num_envs(num_envs: int) -> None:
     policy, episodes = Acts(lean), []
     result = play(
-        policy, CARTPOLE, num_envs=num_envs, policy_version=4, on_episode=lambda *row: episodes.append(row)
+        policy, CARTPOLE, num_envs=num_envs, version=4, on_episode=lambda *row: episodes.append(row)
     )
     assert result.policy_version == 4 and result.seeds == tuple(SEEDS)
     expected = [alone(seed, lambda seen: int(seen[-1][2] > 0)) for seed in SEEDS]

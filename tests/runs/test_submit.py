@@ -110,8 +110,8 @@ def test_capacity_must_hold_a_fragment_of_whole_strides(max_fragment_steps: int)
 def test_fragments_hold_a_stride_at_least() -> None:
     message = refused(CARTPOLE, R2D2, rollout={"max_fragment_steps": 9})
     assert message == (
-        "rollout.max_fragment_steps: 9 is less than the 10 steps from one sequence to the next, by which fragments "
-        "grow; use at least 10, or more algorithm.overlap"
+        "rollout.max_fragment_steps: 9 is less than the stride of 10 steps between sequences; use at least 10, or a "
+        "larger algorithm.overlap"
     )
     submit.prepare(tree(CARTPOLE, R2D2, rollout={"max_fragment_steps": 10}))
     submit.prepare(tree(CARTPOLE, {**R2D2, "overlap": 11}, rollout={"max_fragment_steps": 9}))
@@ -158,14 +158,9 @@ def test_the_stream_holds_some_of_the_largest_fragments(
         run="run",
         producer=1,
         incarnation=1,
-        env=run.env,
-        rollout=run.rollout,
-        spec=spec,
-        policy=resolved.policy(producer=1),
+        config=run,
+        resolved=resolved,
         random_until_learned=False,
-        seed=1,
-        context=resolved.context,
-        sequences=resolved.sequences,
     )
     collector.load(1, resolved.learner(device=torch.device("cpu"), seed=1).weights())
     most = 60 if not resolved.on_policy else 800 // 16 + 1

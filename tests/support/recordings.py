@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import gymnasium
@@ -13,12 +14,13 @@ from support.replays import admit, gather, make_replay
 
 from ddrl import codec, envs
 from ddrl.algorithms.base import RecurrentState
-from ddrl.config import EnvConfig, RolloutConfig
+from ddrl.config import EnvConfig, RolloutConfig, RunConfig
 from ddrl.replay.transitions import TransitionItems
-from ddrl.types import Fragment
+from ddrl.types import EnvSpec, Fragment, SequenceShape
 from ddrl.worker.collector import Collector
 
 EPISODES = f"{__name__}:Episodes"
+ROLLOUT = RolloutConfig(fragment_s=5)
 Explored = tuple[np.ndarray, Mapping[str, np.ndarray]]
 
 
@@ -142,19 +144,26 @@ class RandomPolicy:
         return self.generator.integers(5, size=len(observation)), {"serial": serial}
 
 
-def make_collector(env: EnvConfig, *, version: int | None = 1, **options: Any) -> Collector:
+def make_collector(
+    env: EnvConfig,
+    *,
+    policy: Any,
+    version: int | None = 1,
+    spec: EnvSpec | None = None,
+    context: int = 0,
+    sequences: SequenceShape | None = None,
+    rollout: RolloutConfig = ROLLOUT,
+    seed: int = 1,
+    **identity: Any,
+) -> Collector:
     """A collector of run "r", producer 5, incarnation 7, with weights of `version` unless that is None."""
-    defaults = {
-        "run": "r",
-        "producer": 5,
-        "incarnation": 7,
-        "random_until_learned": True,
-        "seed": 1,
-        "env": env,
-    }
-    if "spec" not in options:
-        defaults["spec"] = envs.describe(env)
-    made = Collector(**defaults | {"rollout": RolloutConfig(fragment_s=5)} | options)
+    spec = spec or envs.describe(env)
+    chosen: Any = SimpleNamespace(
+        spec=spec, context=context, sequences=sequences, policy=lambda producer: policy
+    )
+    config = RunConfig(env=env, rollout=rollout, seed=seed, algorithm={"name": "none"})
+    identity = {"run": "r", "producer": 5, "incarnation": 7, "random_until_learned": True} | identity
+    made = Collector(config=config, resolved=chosen, **identity)
     if version is not None:
         made.load(version, {})
     return made

@@ -23,8 +23,9 @@ from ddrl import envs
 from ddrl.algorithms import base
 from ddrl.config import validate
 from ddrl.networks.device import to_device
+from ddrl.policy import LoadedPolicy
 from ddrl.replay.fifo import Fifo, trajectories
-from ddrl.runs.evaluation import evaluate
+from ddrl.runs.evaluation import score
 from ddrl.types import EnvSpec, Fragment, Trajectories
 from ddrl.worker.collector import Collector
 
@@ -141,9 +142,8 @@ def train(env_id: str, num_iterations: int, *, num_envs: int = 16, **algorithm: 
     figures: Mapping[str, Tensor] = {}
     learner, policy = resolved.learner(device=CPU, seed=1), resolved.policy()
     collector = Collector(
-        run="run", producer=1, incarnation=1, env=config.env, rollout=config.rollout, spec=spec, policy=policy,
-        random_until_learned=False, seed=1,
-    )  # fmt: skip
+        run="run", producer=1, incarnation=1, config=config, resolved=resolved, random_until_learned=False
+    )
     try:
         for version in range(num_iterations):
             collector.load(version, learner.weights())
@@ -155,7 +155,7 @@ def train(env_id: str, num_iterations: int, *, num_envs: int = 16, **algorithm: 
     finally:
         collector.close()
     policy.load(learner.weights())
-    result = evaluate(policy, config.env, spec, list(range(20)), num_envs=20, policy_version=num_iterations)
+    result = score(LoadedPolicy(policy, config, spec, "run", num_iterations), range(20), num_envs=20)
     return Trained(learner, spec, result.return_mean, {name: float(value) for name, value in figures.items()})
 
 

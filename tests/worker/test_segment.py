@@ -28,7 +28,7 @@ from ddrl.store import keys, runs, segments, stream
 from ddrl.store.segments import Process
 from ddrl.store.stream import Answer
 from ddrl.types import Fragment
-from ddrl.worker.segment import YIELD_AFTER_S, Players, play
+from ddrl.worker.segment import YIELD_AFTER_S, Clock, Players, play
 
 
 def begin(client: Redis, **sections) -> tuple[str, int]:
@@ -119,7 +119,7 @@ def test_a_paused_run_accepts_what_is_in_flight_and_a_stopped_one_drops_the_play
     runs.set_status(client, run, "paused", "test")
     assert play(client, client, players, run) == 0
     player = players.get(client, run)
-    assert player.append(client, 16)[0].answer is Answer.YIELD
+    assert player.append(client, 16, Clock())[0].answer is Answer.YIELD
     runs.set_status(client, run, "active", "test"), runs.set_status(client, run, "stopped", "test")
     assert play(client, client, players, run) == 0
     assert players.get(client, run) is not player
@@ -137,6 +137,42 @@ def test_a_fragment_that_finds_the_stream_full_is_kept_and_appended_once_later(c
     client.hset(keys.state(run), "appended_bytes", 0)
     assert play(client, client, players, run) > 0
     assert_without_gap(client, run)
+
+
+@pytest.mark.parametrize("reason", ["the run is paused", "the node drains"])
+def test_a_segment_that_waits_for_room_ends_when_it_is_to(client: Redis, reason: str) -> None:
+    run, token = begin_long(client)
+    stream.allow(client, run, token, 10**9, updates=0)
+    client.hset(keys.state(run), "appended_bytes", 10**12)  # as if the budget were used up
+    players = Players()
+    thread = threading.Thread(target=choose_and_play, args=(client, players, run, "w"))
+    thread.start()
+    wait_until(lambda: runs.state(client, run).full)
+    if reason == "the run is paused":
+        runs.set_status(client, run, "paused", "test")
+    else:
+        segments.drain(client, "w")
+    thread.join(2)
+    assert not thread.is_alive() and players.get(client, run).has_unsent
+
+
+def test_a_segment_that_waits_for_room_goes_on_when_there_is_some_though_the_allowance_is_used_up(
+    client: Redis,
+) -> None:
+    """The learner may need the fragment before it allows more."""
+    run, token = begin_long(client)
+    stream.allow(client, run, token, stream_steps(client, run) + 1, updates=0)
+    client.hset(keys.state(run), "appended_bytes", 10**12)
+    before = runs.state(client, run).appended_fragments
+    thread = threading.Thread(target=choose_and_play, args=(client, Players(), run, "w"))
+    thread.start()
+    wait_until(lambda: runs.state(client, run).full)
+    stream.allow(client, run, token, 0, updates=0)
+    client.hset(keys.state(run), "appended_bytes", 0)
+    wait_until(lambda: runs.state(client, run).appended_fragments == before + 1)
+    segments.drain(client, "w")
+    thread.join(20)
+    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize(("wants", "is_served"), [(True, True), (False, True), (True, False)])
@@ -257,7 +293,7 @@ def test_players_are_evicted_by_bytes_unless_they_have_an_unsent_fragment(
     first = players.get(client, run)
     if is_unsent:
         client.hset(keys.state(run), "appended_bytes", 10**12)  # as if the budget were used up
-        assert first.append(client, 16)[0].answer is Answer.FULL
+        assert first.append(client, 16, Clock())[0].answer is Answer.FULL
     players.get(client, begin(client)[0])
     again = players.get(client, run)
     assert (again is first) == (again.producer == first.producer) == is_unsent

@@ -20,7 +20,8 @@ from ddrl.worker import tasks
 def client(server: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Redis]:
     """The server that the tasks of this process use."""
     monkeypatch.setenv(connection.URL_VARIABLE, server.url)
-    monkeypatch.setattr(tasks, "clients", lambda: (server.client, server.client))
+    kept = tasks.Kept(server.client, server.client)
+    monkeypatch.setattr(tasks, "kept", lambda: kept)
     monkeypatch.setattr(tasks, "REFUSED_S", 0.3)
     monkeypatch.setattr(tasks, "PAUSE_S", 0.0)
     monkeypatch.setattr(celery.app.conf, "broker_url", connection.broker_url(server.url))
