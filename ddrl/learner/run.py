@@ -29,7 +29,7 @@ from ddrl.learner.evaluations import EvaluationScheduler, Progress
 from ddrl.learner.loop import Learner
 from ddrl.runs import artifacts, monitoring
 from ddrl.runs.prune import Retention
-from ddrl.store import budget, connection, leases, local_checkpoints, logs, runs, weights
+from ddrl.store import connection, leases, local_checkpoints, logs, runs, weights
 from ddrl.store.connection import StoreError
 from ddrl.types import EnvSpec
 
@@ -47,6 +47,8 @@ TICK_S = 0.05
 DISPATCH_S = 0.1
 SIGNALS_S = 0.25
 HANG_S = 120.0  # after which a service thread without a round hangs; longer than redis-py tries a command
+OTHER_BYTES = 80 * 1024**2  # metrics (45 MiB at their cap), logs, journal, episodes and the like, of one run
+EXTRA_VERSIONS = 3  # kept besides the newest: the best one, the one being evaluated, the one being published
 LOST = (leases.RunGoneError, runs.UnknownRunError)  # the server came back empty or older
 
 
@@ -358,8 +360,15 @@ class _Attempt:
         checkpoint = _num_bytes(learner.algorithm.state())
         if learner.replay.state():  # priorities, of items yet to come
             checkpoint += 4 * self._config.replay.capacity
-        needed = budget.needed_bytes(self._config, checkpoint_bytes=checkpoint, weights_bytes=parameters)
-        budget.check(self._client, self._run, self._token, needed)
+        needed = needed_bytes(self._config, checkpoint_bytes=checkpoint, weights_bytes=parameters)
+        taken = runs.reserve(self._client, self._run, self._token, needed)
+        limit = connection.maxmemory(self._client)
+        if 0 < limit < needed + taken:
+            beside = f", and other active runs {taken >> 20} MiB" if taken else ""
+            raise ConfigError(
+                f"run {self._run}: needs up to {needed >> 20} MiB of the server{beside}, but its maxmemory is"
+                f" {limit >> 20} MiB; lower replay.max_bytes, or raise maxmemory, and continue with `ddrl resume`"
+            )
 
     # --- two threads ---------------------------------------------------------------------------------
 
@@ -537,6 +546,18 @@ def choose_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError):
         raise ConfigError(f"learner.device: {name!r} is not on this machine; use auto or cpu") from None
     return device
+
+
+def needed_bytes(config: RunConfig, *, checkpoint_bytes: int, weights_bytes: int) -> int:
+    """Return the most bytes that a run keeps in the server.
+
+    Args:
+        config: the run's.
+        checkpoint_bytes: of one; two are there while it is replaced.
+        weights_bytes: of one version.
+    """
+    kept = (config.weights.keep_last + EXTRA_VERSIONS) * weights_bytes + int(config.weights.max_bytes)
+    return int(config.replay.max_bytes) + 2 * checkpoint_bytes + kept + OTHER_BYTES
 
 
 def warm_up(config: RunConfig, spaces: EnvSpec) -> None:

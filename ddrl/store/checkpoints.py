@@ -80,7 +80,7 @@ def save(client: Redis, run: str, token: int, blob: bytes, meta: Mapping[str, An
     previous = newest_pointer(client, run)
     number = previous["number"] + 1 if previous else 0
     try:
-        pointer = store_parts(client, run, token, number, blob, meta, is_fenced=True)
+        pointer = store_parts(client, run, token, number, blob, meta, fence=token)
         old = part_keys(run, previous) if previous else []
         call(client, "flip_checkpoint", [keys.state(run), *old], [token, json.dumps(pointer)])
     except (StoreError, ResponseError):
@@ -92,14 +92,7 @@ def save(client: Redis, run: str, token: int, blob: bytes, meta: Mapping[str, An
 
 
 def store_parts(
-    client: Redis,
-    run: str,
-    token: int,
-    number: int,
-    blob: bytes,
-    meta: Mapping[str, Any],
-    *,
-    is_fenced: bool = False,
+    client: Redis, run: str, token: int, number: int, blob: bytes, meta: Mapping[str, Any], *, fence: int = 0
 ) -> dict[str, Any]:
     """Store the parts of a checkpoint and return the pointer that will name them.
 
@@ -108,7 +101,7 @@ def store_parts(
         run: its id.
         token, number: of their names.
         blob, meta: as of `save`.
-        is_fenced: the run is there, and the writer must hold it.
+        fence: token of the run's learner; 0: the run may not be on the server.
 
     Raises:
         LeaseLostError: another learner took over.
@@ -116,10 +109,7 @@ def store_parts(
     parts = [blob[start : start + PART_BYTES] for start in range(0, len(blob), PART_BYTES)] or [b""]
     for part, data in enumerate(parts):
         key = keys.checkpoint_part(run, token, number, part)
-        if is_fenced:
-            call(client, "store_part", [keys.state(run), key], [token, data])
-        else:
-            client.set(key, data)
+        call(client, "store_part", [keys.state(run), key], [fence, data])
     return {
         "token": token,
         "number": number,
@@ -144,22 +134,13 @@ def load(client: Redis, run: str) -> tuple[bytes, dict[str, Any]] | None:
     pointer = newest_pointer(client, run)
     if pointer is None:
         return None
-    parts = []
-    for key in part_keys(run, pointer):
-        parts.append(cast("bytes | None", client.get(key)) or b"")
-    blob = b"".join(parts)
+    blob = b"".join(cast("bytes | None", client.get(key)) or b"" for key in part_keys(run, pointer))
     if len(blob) != pointer["bytes"] or zlib.crc32(blob) != pointer["crc32"]:
         raise StoreError(
             f"run {run}: checkpoint {pointer['number']} is damaged ({len(blob)} of {pointer['bytes']} bytes); "
             "restore the server's data or start the run anew"
         )
     return blob, pointer["meta"]
-
-
-def meta(client: Redis, run: str) -> dict[str, Any] | None:
-    """Return the meta of the newest checkpoint, or None if there is none."""
-    pointer = newest_pointer(client, run)
-    return None if pointer is None else pointer["meta"]
 
 
 def sweep(client: Redis, run: str, token: int) -> int:
@@ -189,7 +170,5 @@ def newest_pointer(client: Redis, run: str) -> dict[str, Any] | None:
 
 def part_keys(run: str, pointer: dict[str, Any]) -> list[str]:
     """Return the keys of a checkpoint's parts."""
-    return [
-        keys.checkpoint_part(run, pointer["token"], pointer["number"], part)
-        for part in range(pointer["parts"])
-    ]
+    token, number = pointer["token"], pointer["number"]
+    return [keys.checkpoint_part(run, token, number, part) for part in range(pointer["parts"])]

@@ -19,7 +19,8 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import parse_qs, quote, urlsplit
@@ -27,18 +28,7 @@ from urllib.parse import parse_qs, quote, urlsplit
 import redis
 from redis.backoff import ExponentialBackoff, NoBackoff
 from redis.client import Pipeline
-from redis.exceptions import (
-    AuthenticationError,
-    AuthenticationWrongNumberOfArgsError,
-    BusyLoadingError,
-    MasterDownError,
-    NoPermissionError,
-    NoScriptError,
-    OutOfMemoryError,
-    ReadOnlyError,
-    RedisError,
-    ResponseError,
-)
+from redis.exceptions import MasterDownError, NoPermissionError, NoScriptError
 from redis.retry import Retry
 
 from ddrl.store import keys
@@ -183,7 +173,12 @@ def broker_url(server_url: str | None = None) -> str:
 
 def broker_ssl(server_url: str | None = None) -> dict[str, object]:
     """Return the TLS options of `broker_url` for programs that do not read them there, such as Flower."""
-    return _tls_options(_checked(server_url or url()))
+    server_url = _checked(server_url or url())
+    if not server_url.startswith("rediss://"):
+        return {}
+    query = parse_qs(urlsplit(server_url).query)
+    files: dict[str, object] = {name: query[name][0] for name in TLS_FILES if name in query}
+    return {"ssl_cert_reqs": ssl.CERT_REQUIRED, "ssl_check_hostname": True, **files}
 
 
 def mask(server_url: str) -> str:
@@ -246,19 +241,10 @@ def _with_tls_options(server_url: str) -> str:
     return server_url + ("&" if parts.query else "?") * bool(query) + query
 
 
-def _tls_options(server_url: str) -> dict[str, object]:
-    """Return keyword arguments of a connection that mean the same as the query of a checked URL."""
-    if not server_url.startswith("rediss://"):
-        return {}
-    query = parse_qs(urlsplit(server_url).query)
-    files: dict[str, object] = {name: query[name][0] for name in TLS_FILES if name in query}
-    return {"ssl_cert_reqs": ssl.CERT_REQUIRED, "ssl_check_hostname": True, **files}
-
-
 # --- clients ------------------------------------------------------------------------------------------
 
 
-def connect(server_url: str | None = None) -> redis.Redis:
+def connect(server_url: str | None = None, *, reply_timeout_s: float = 10.0) -> redis.Redis:
     """Return a client with explicit timeouts; it connects at its first command.
 
     It sends failed commands again a few times, so each script must be idempotent.
@@ -266,15 +252,6 @@ def connect(server_url: str | None = None) -> redis.Redis:
     Raises:
         StoreError: the URL has a scheme or an option that is unknown.
     """
-    return _client(server_url, reply_timeout_s=10.0)
-
-
-def connect_blocking(server_url: str | None = None, *, block_ms: int = 2000) -> redis.Redis:
-    """Return a client for reads that block up to `block_ms`; its timeout is 5 s longer."""
-    return _client(server_url, reply_timeout_s=block_ms / 1000 + 5.0)
-
-
-def _client(server_url: str | None, reply_timeout_s: float) -> redis.Redis:
     server_url = _checked(server_url or url())
     keepalive = {} if server_url.startswith("unix://") else {"socket_keepalive": True}
     try:
@@ -294,11 +271,16 @@ def _client(server_url: str | None, reply_timeout_s: float) -> redis.Redis:
         raise StoreError(f"{mask(server_url)}: {error}; correct {URL_VARIABLE}") from error
 
 
+def connect_blocking(server_url: str | None = None, *, block_ms: int = 2000) -> redis.Redis:
+    """Return a client for reads that block up to `block_ms`; its timeout is 5 s longer."""
+    return connect(server_url, reply_timeout_s=block_ms / 1000 + 5.0)
+
+
 def maxmemory(client: redis.Redis) -> int:
     """Return the server's limit in bytes; 0 if there is none, or if the user may not ask."""
     try:
         info: Any = client.info("memory")
-    except RedisError:
+    except redis.RedisError:
         return 0
     return int(info.get("maxmemory", 0))
 
@@ -318,17 +300,17 @@ def check(client: redis.Redis) -> None:
         _knock(client)
         client.ping()
         info: Any = client.info()
-    except AuthenticationWrongNumberOfArgsError as error:
+    except redis.AuthenticationWrongNumberOfArgsError as error:
         raise StoreError(f"{where}: the server is too old; use Redis >= 6.2 or Valkey") from error
-    except AuthenticationError as error:
+    except redis.AuthenticationError as error:
         raise StoreError(_auth_message(where, client)) from error
-    except BusyLoadingError as error:
+    except redis.BusyLoadingError as error:
         raise NotThereError(f"{where}: still loading its data; wait and try again") from error
     except NoPermissionError as error:
         raise StoreError(f"{where}: {error}; give the user the rights of its role (workers/acl)") from error
-    except ResponseError as error:
+    except redis.ResponseError as error:
         raise StoreError(f"{where}: PING or INFO refused ({error}); use Redis >= 6.2 or Valkey") from error
-    except (RedisError, OSError) as error:
+    except (redis.RedisError, OSError) as error:
         if (trouble := _tls_problem(error)) is not None:
             raise StoreError(f"{where}: {trouble[0]}; {trouble[1]}") from error
         if where.startswith("redis://") and _hung_up(error):
@@ -341,8 +323,8 @@ def check(client: redis.Redis) -> None:
     version = str(info.get("redis_version", "unknown"))
     if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < OLDEST_VERSION:
         raise StoreError(f"{where}: server version {version} is too old; use Redis >= 6.2 or Valkey")
-    policy = _eviction_policy(client, info)
-    if policy not in (None, "noeviction"):
+    policy = info.get("maxmemory_policy", "noeviction")
+    if policy != "noeviction":
         raise StoreError(
             f"{where}: maxmemory-policy is {policy}, which drops experience in silence;"
             " run CONFIG SET maxmemory-policy noeviction and keep it in the server's configuration"
@@ -355,23 +337,11 @@ def _knock(client: redis.Redis) -> None:
     probe = pool.connection_class(**{**pool.connection_kwargs, "retry": Retry(NoBackoff(), 0)})
     try:
         probe.connect()
-    except (RedisError, OSError) as error:
-        if isinstance(error, AuthenticationError) or _tls_problem(error) is not None:
+    except (redis.RedisError, OSError) as error:
+        if isinstance(error, redis.AuthenticationError) or _tls_problem(error) is not None:
             raise
     finally:
         probe.disconnect()
-
-
-def _eviction_policy(client: redis.Redis, info: dict[str, Any]) -> str | None:
-    """Return the server's maxmemory-policy; None if INFO does not name it and CONFIG is forbidden."""
-    if "maxmemory_policy" in info:
-        return str(info["maxmemory_policy"])
-    try:
-        reply: Any = client.config_get("maxmemory-policy")
-    except ResponseError:
-        return None
-    values = [value.decode() if isinstance(value, bytes) else str(value) for value in reply.values()]
-    return values[0] if values else None
 
 
 def _where(client: redis.Redis) -> str:
@@ -409,7 +379,13 @@ def _hung_up(error: Exception) -> bool:
 
 
 _HUNG_UP = (ssl.SSLEOFError, ssl.SSLZeroReturnError)  # the other side went away; TLS itself is fine
-_HOST_MISMATCH, _IP_MISMATCH, _EXPIRED, _NOT_YET_VALID = 62, 64, 10, 9  # OpenSSL's X509_V_ERR_*
+_OTHER_NAME = ("its certificate is for another name", "use a name that it holds, or issue it for this one")
+_CERTIFICATE_PROBLEMS = {  # OpenSSL's X509_V_ERR_* -> what is wrong, remedy
+    9: ("its certificate is not valid yet", "set this machine's clock"),
+    10: ("its certificate has expired", "renew it on the server"),
+    62: _OTHER_NAME,  # of a host
+    64: _OTHER_NAME,  # of an IP address
+}
 
 
 def _tls_problem(error: BaseException) -> tuple[str, str] | None:
@@ -420,7 +396,9 @@ def _tls_problem(error: BaseException) -> tuple[str, str] | None:
     if found is None or isinstance(found, _HUNG_UP):
         return None
     if isinstance(found, ssl.SSLCertVerificationError):
-        return _certificate_problem(found)
+        remedy = f"name the CA's file in {CA_VARIABLE} or by ?ssl_ca_certs="
+        distrust = (f"its certificate is not trusted ({found.verify_message})", remedy)
+        return _CERTIFICATE_PROBLEMS.get(found.verify_code, distrust)
     reason = found.reason or ""
     if reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG", "HTTP_REQUEST"):
         return "does not speak TLS", "use the port that does, or redis:// on a network you trust"
@@ -431,64 +409,40 @@ def _tls_problem(error: BaseException) -> tuple[str, str] | None:
     return f"TLS failed ({reason.lower().replace('_', ' ') or found})", "see the server's log"
 
 
-def _certificate_problem(error: ssl.SSLCertVerificationError) -> tuple[str, str]:
-    code = error.verify_code
-    if code in (_HOST_MISMATCH, _IP_MISMATCH):
-        return "its certificate is for another name", "use a name that it holds, or issue it for this one"
-    if code == _EXPIRED:
-        return "its certificate has expired", "renew it on the server"
-    if code == _NOT_YET_VALID:
-        return "its certificate is not valid yet", "set this machine's clock"
-    return (
-        f"its certificate is not trusted ({error.verify_message})",
-        f"name the CA's file in {CA_VARIABLE} or by ?ssl_ca_certs=",
-    )
-
-
 # --- outages and retry --------------------------------------------------------------------------------
 
 OUTAGES = (redis.RedisError,)
 """Errors to catch before asking `outage`; one that is not an outage must be raised again."""
 
-DISK_FULL = "the server cannot write to its disk; make room there"
-_REFUSALS = {  # in an error reply, also of a script -> its meaning
-    "OOM ": "the server's memory is full; free some, or raise its maxmemory",
-    "MISCONF ": DISK_FULL,
-    "READONLY ": "the server takes no writes: it is a replica, or is failing over; name the primary",
-    "NOREPLICAS ": "the server takes no writes, for it lacks replicas; bring them back",
-    "LOADING ": "the server still loads its data",
-    "UNBLOCKED ": "the server changes its role",
-    "MASTERDOWN ": "the server is a replica that has lost its primary",
-    "BUSY ": "the server is busy with a script",
-}
+_MEMORY_FULL = "the server's memory is full; free some, or raise its maxmemory"
+_DISK_FULL = "the server cannot write to its disk; make room there"
+_READ_ONLY = "the server takes no writes: it is a replica, or is failing over; name the primary"
+# First word of an error reply, also of a script; redis-py's class for it, if any; its meaning.
+_REFUSALS: tuple[tuple[str, type[Exception] | tuple[()], str], ...] = (
+    ("OOM", redis.OutOfMemoryError, _MEMORY_FULL),
+    ("MISCONF", (), _DISK_FULL),
+    ("READONLY", redis.ReadOnlyError, _READ_ONLY),
+    ("NOREPLICAS", (), "the server takes no writes, for it lacks replicas; bring them back"),
+    ("LOADING", redis.BusyLoadingError, "the server still loads its data"),
+    ("UNBLOCKED", (), "the server changes its role"),
+    ("MASTERDOWN", MasterDownError, "the server is a replica that has lost its primary"),
+    ("BUSY", (), "the server is busy with a script"),
+)
 
 
 def outage(error: BaseException) -> str | None:
     """Return why the server cannot serve for now, in one sentence; None if waiting does not help."""
-    text = _refusal_sign(error) + " ".join(str(error).split())
-    if isinstance(error, (ResponseError, BusyLoadingError)):
-        return next((meaning for sign, meaning in _REFUSALS.items() if sign in text), None)
-    if isinstance(error, (AuthenticationError, StoreError)):
-        return None
-    if isinstance(error, UNREACHABLE):
+    for word, kind, meaning in _REFUSALS:
+        if isinstance(error, kind) or (isinstance(error, redis.ResponseError) and f"{word} " in str(error)):
+            return meaning
+    if isinstance(error, UNREACHABLE) and not isinstance(error, redis.AuthenticationError):
         return f"the server does not answer ({_reason(error)})"
     return None
 
 
 def is_full(error: BaseException) -> bool:
     """Return whether the server refuses a command for lack of memory; commands that free memory still work."""
-    return outage(error) == _REFUSALS["OOM "]
-
-
-def _refusal_sign(error: BaseException) -> str:
-    """Return the first word of a refusal that redis-py has made a class of."""
-    signs = {
-        OutOfMemoryError: "OOM ",
-        ReadOnlyError: "READONLY ",
-        BusyLoadingError: "LOADING ",
-        MasterDownError: "MASTERDOWN ",
-    }
-    return next((sign for kind, sign in signs.items() if isinstance(error, kind)), "")
+    return outage(error) == _MEMORY_FULL
 
 
 class Outage:
@@ -517,7 +471,7 @@ class Outage:
         if text != self._logged:
             log.warning("%s; waiting for it", text)
         self._logged = text
-        self._disk_was_full |= text == DISK_FULL
+        self._disk_was_full |= text == _DISK_FULL
 
     def over(self) -> None:
         """Log the end of an outage, if there was one; call it after each success."""
@@ -537,6 +491,7 @@ def retry(
     client: redis.Redis | None = None,
     stop: threading.Event | None = None,
     timeout_s: float | None = None,
+    is_logged: bool = True,
 ) -> T:
     """Return `action()`, called again with back-off (0.1 s doubling to 1 s) while the server has an outage.
 
@@ -545,6 +500,7 @@ def retry(
         client: see `Outage`.
         stop: once set, the outage is raised.
         timeout_s: after which the outage is raised; None: never.
+        is_logged: log the outage; False where another thread of the process does.
 
     Raises:
         redis.exceptions.RedisError: not an outage, or one that did not end in time.
@@ -555,8 +511,10 @@ def retry(
         try:
             result = action()
         except OUTAGES as error:
-            outages.note(error)
-            if stop.is_set() or (deadline is not None and time.monotonic() >= deadline):
+            if is_logged:
+                outages.note(error)
+            is_late = deadline is not None and time.monotonic() >= deadline
+            if outage(error) is None or stop.is_set() or is_late:
                 raise
         else:
             outages.over()
@@ -575,21 +533,24 @@ def call(
     """Run scripts/<name>.lua by its hash; its text is sent only to a server that does not know it.
 
     In a pipeline the text is always sent, since the hash may turn out to be unknown among other replies.
-    A script whose first line is `-- fenced` gets a learner's fencing token as its first argument.
+    A script whose first line is `-- fenced` gets a learner's fencing token as its first argument. A mapping among the
+    arguments stands for its names and values in turn.
 
     Raises:
         LeaseLostError: the token is not the newest.
         RunGoneError: the run is not there, or is as it was before the token was given.
     """
     text, digest = _script(name)
-    parts = (len(script_keys), *script_keys, *args)
+    parts = [len(script_keys), *script_keys]
+    for arg in args:
+        parts += chain(*arg.items()) if isinstance(arg, Mapping) else [arg]
     if isinstance(client, Pipeline):
         return client.eval(text, *parts)
     try:
         with contextlib.suppress(NoScriptError):
             return client.evalsha(digest, *parts)
         return client.eval(text, *parts)
-    except ResponseError as error:
+    except redis.ResponseError as error:
         kind = str(error).partition(" ")[0]
         if kind not in ("FENCED", "GONE"):
             raise

@@ -26,7 +26,7 @@ from typing import Any, cast
 from pydantic import TypeAdapter, ValidationError
 from redis import Redis
 
-from ddrl.store import connection, keys, weights
+from ddrl.store import keys, weights
 from ddrl.store.connection import call
 from ddrl.types import EvaluationResult
 
@@ -123,8 +123,7 @@ def take(client: Redis, run: str, message: str, player: str) -> Evaluation | Non
     if _MESSAGE.fullmatch(message) is None:
         return None
     requester, _, evaluation_id = message.rpartition("/")
-    script_keys = [keys.evaluating(run, requester)]
-    raw = connection.call(client, "take_evaluation", script_keys, [evaluation_id, player])
+    raw = call(client, "take_evaluation", [keys.evaluating(run, requester)], [evaluation_id, player])
     try:
         return None if raw is None else _EVALUATION.validate_json(raw)
     except ValidationError as error:
@@ -145,16 +144,14 @@ def finish(client: Redis, run: str, message: str, evaluation: Evaluation, result
     }
     script_keys = [keys.evaluating(run, requester), keys.evaluations(run, requester)]
     ttl_s = TTL_S if requester else 0
-    return bool(
-        connection.call(client, "finish_evaluation", script_keys, [evaluation_id, json.dumps(row), ttl_s])
-    )
+    return bool(call(client, "finish_evaluation", script_keys, [evaluation_id, json.dumps(row), ttl_s]))
 
 
 def fail(client: Redis, run: str, message: str, reason: str) -> None:
     """Note why an evaluation could not be played; it stays open, for another worker."""
     requester, _, evaluation_id = message.rpartition("/")
-    script_keys = [keys.evaluating(run, requester)]
-    connection.call(client, "fail_evaluation", script_keys, [evaluation_id, reason[:ERROR_LENGTH]])
+    args = [evaluation_id, reason[:ERROR_LENGTH]]
+    call(client, "fail_evaluation", [keys.evaluating(run, requester)], args)
 
 
 # --- for learners and commands ---------------------------------------------------------------------------
@@ -280,10 +277,14 @@ class OpenEvaluations:
 
     def _write(self, evaluations: Sequence[Evaluation]) -> None:
         """Open evaluations on the server, for anyone to play."""
-        pairs = [part for one in evaluations for part in (one.id, json.dumps(asdict(one)))]
-        ttl_s = TTL_S if self._requester else 0
         script_keys = [keys.state(self._run), self._open_key]
-        call(self._client, "open_evaluations", script_keys, [self._token, ttl_s, *pairs])
+        items = {one.id: json.dumps(asdict(one)) for one in evaluations}
+        call(
+            self._client,
+            "open_evaluations",
+            script_keys,
+            [self._token, TTL_S if self._requester else 0, items],
+        )
 
     def _send_unsent(self) -> None:
         for evaluation_id, item in self._pending.items():

@@ -12,8 +12,7 @@ from ddrl.store.connection import call
 
 def add(client: Redis, run: str, key: str, *, length: int, **fields: Any) -> None:
     """Append an entry to a stream of a run, which keeps about `length`; nothing if the run is gone."""
-    pairs = [part for pair in fields.items() for part in pair]
-    call(client, "add_line", [keys.state(run), key], [length, *pairs])
+    call(client, "add_line", [keys.state(run), key], [length, fields])
 
 
 def read(client: Redis, key: str, after: bytes = b"0-0") -> tuple[list[dict[str, Any]], bytes]:

@@ -38,6 +38,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 RUNS = "ddrl:runs"
 OPEN = "ddrl:open"
 PRODUCERS = "ddrl:producers"
@@ -70,69 +72,24 @@ def run_of(key: str) -> str:
     return key.partition("{")[2].partition("}")[0]
 
 
-def spec(run: str) -> str:
-    """Resolved config, JSON."""
-    return of_run(run, "spec")
-
-
-def state(run: str) -> str:
-    """Status, counters, reason, account of process time."""
-    return of_run(run, "state")
-
-
-def lease(run: str) -> str:
-    """Token of the learner that holds the run."""
-    return of_run(run, "lease")
-
-
-def allowance(run: str) -> str:
-    """One entry: allowance and latest version."""
-    return of_run(run, "allowance")
-
-
-def experience(run: str) -> str:
-    """The replay buffer."""
-    return of_run(run, "experience")
-
-
-def producers(run: str) -> str:
-    """Producer -> its newest fragment and its counts."""
-    return of_run(run, "producers")
-
-
-def playing(run: str) -> str:
-    """Producers that play now."""
-    return of_run(run, "playing")
-
-
-def draining(run: str) -> str:
-    """Nodes that are leaving."""
-    return of_run(run, "draining")
-
-
-def refusals(run: str) -> str:
-    """Hosts that do not play the run, and why."""
-    return of_run(run, "refusals")
-
-
-def ledger(run: str) -> str:
-    """Counts of each producer's fragments, by the learner."""
-    return of_run(run, "ledger")
-
-
-def initial(run: str) -> str:
-    """Weights to begin with."""
-    return of_run(run, "initial")
-
-
-def logs(run: str) -> str:
-    """Lines of log."""
-    return of_run(run, "logs")
-
-
-def weights(run: str) -> str:
-    """Latest, best and kept versions."""
-    return of_run(run, "weights")
+# Each takes the run's id; the table above says what the key holds.
+spec = partial(of_run, name="spec")
+state = partial(of_run, name="state")
+lease = partial(of_run, name="lease")
+allowance = partial(of_run, name="allowance")
+experience = partial(of_run, name="experience")
+producers = partial(of_run, name="producers")
+playing = partial(of_run, name="playing")
+draining = partial(of_run, name="draining")
+refusals = partial(of_run, name="refusals")
+ledger = partial(of_run, name="ledger")
+initial = partial(of_run, name="initial")
+logs = partial(of_run, name="logs")
+weights = partial(of_run, name="weights")
+episodes = partial(of_run, name="episodes")
+metrics = partial(of_run, name="metrics")
+dead = partial(of_run, name="dead")
+journal = partial(of_run, name="journal")
 
 
 def weights_blob(run: str, version: int) -> str:
@@ -148,26 +105,6 @@ def evaluations(run: str, requester: str = "") -> str:
 def evaluating(run: str, requester: str = "") -> str:
     """Open evaluations: the run's, or those of one `ddrl evaluate`."""
     return of_run(run, f"evaluating:{requester}" if requester else "evaluating")
-
-
-def episodes(run: str) -> str:
-    """Finished training episodes."""
-    return of_run(run, "episodes")
-
-
-def metrics(run: str) -> str:
-    """The learner's figures."""
-    return of_run(run, "metrics")
-
-
-def dead(run: str) -> str:
-    """Refused entries."""
-    return of_run(run, "dead")
-
-
-def journal(run: str) -> str:
-    """Changes of state and settings."""
-    return of_run(run, "journal")
 
 
 def checkpoint_part(run: str, token: int, number: int, part: int) -> str:

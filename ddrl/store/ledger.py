@@ -153,10 +153,8 @@ def put(client: Redis, run: str, token: int, changed: Mapping[int, Row], cursor:
     Raises:
         LeaseLostError: another learner took over.
     """
-    parts: list[Any] = [_CURSOR, cursor]
-    for producer, row in changed.items():
-        parts += [producer, row.encode()]
-    call(client, "set_fields", [keys.state(run), keys.ledger(run)], [token, *parts])
+    rows = {producer: row.encode() for producer, row in changed.items()}
+    call(client, "set_fields", [keys.state(run), keys.ledger(run)], [token, _CURSOR, cursor, rows])
 
 
 def replace(client: Redis, run: str, token: int, rows: Mapping[int, Row], cursor: bytes) -> None:
@@ -233,13 +231,9 @@ def added(total: Row, row: Row) -> Row:
 def folded(client: Redis, run: str) -> tuple[int, set[int]]:
     """Return the last producer folded, and those that are listed: one that is neither later nor listed was folded."""
     names = ["folded", "retired"]  # `retired`: of earlier versions of ddrl
-    values = cast(
-        "list[bytes | None]", client.hmget(keys.state(run), names)
-    )  # read first: later ones may be new
-    listed = cast("list[bytes]", client.hkeys(keys.producers(run)))
-    return max(int(value or 0) for value in values), {
-        producer for name in listed if (producer := int(name)) >= 0
-    }
+    values: Any = client.hmget(keys.state(run), names)  # read first: producers listed later may be new
+    listed = {int(name) for name in cast("list[bytes]", client.hkeys(keys.producers(run)))}
+    return max(int(value or 0) for value in values), {producer for producer in listed if producer >= 0}
 
 
 def audit(client: Redis, run: str, *, on_entries: Callable[[int, int], None] | None = None) -> Audit:
@@ -258,9 +252,7 @@ def audit(client: Redis, run: str, *, on_entries: Callable[[int, int], None] | N
 
 
 def _audit(client: Redis, run: str, on_entries: Callable[[int, int], None] | None) -> Audit:
-    with client.pipeline(
-        transaction=True
-    ) as pipe:  # one moment, but for the entries, which are read afterwards
+    with client.pipeline(transaction=True) as pipe:  # one moment; the entries are read afterwards
         pipe.hgetall(keys.producers(run))
         pipe.hgetall(keys.ledger(run))
         pipe.xrevrange(keys.experience(run), count=1)

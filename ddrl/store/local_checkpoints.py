@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from redis import Redis
 
@@ -90,17 +90,12 @@ def record(client: Redis, run: str) -> Record:
         pipe.get(keys.spec(run))
         pipe.hgetall(keys.state(run))
         pipe.hgetall(keys.producers(run))
-        spec, state, producers = cast(
-            "tuple[bytes | None, dict[bytes, bytes], dict[bytes, bytes]]", pipe.execute()
-        )
-    if spec is None or b"status" not in state:
+        spec, *hashes = pipe.execute()
+    state, producers = ({name.decode(): value.decode() for name, value in raw.items()} for raw in hashes)
+    if spec is None or "status" not in state:
         raise RunGoneError(f"run {run}: the server does not know it any more")
-    fields = {name.decode(): value.decode() for name, value in state.items()}
-    return Record(
-        spec.decode(),
-        {name: value for name, value in fields.items() if name not in _NOT_RESTORED},
-        {name.decode(): value.decode() for name, value in producers.items()},
-    )
+    kept = {name: value for name, value in state.items() if name not in _NOT_RESTORED}
+    return Record(spec.decode(), kept, producers)
 
 
 # --- the file --------------------------------------------------------------------------------------------
@@ -114,7 +109,7 @@ def write(folder: Path, snapshot: Snapshot) -> None:
     """
     place = folder / FOLDER
     place.mkdir(parents=True, exist_ok=True)
-    if _is_of_later_learner(folder, snapshot):
+    if token(folder, snapshot.run) > snapshot.token:
         return
     checksum = zlib.crc32(snapshot.blob)
     tensors = place / f"{snapshot.token}-{snapshot.meta['updates']}-{checksum:08x}.safetensors"
@@ -131,7 +126,7 @@ def write(folder: Path, snapshot: Snapshot) -> None:
     is_new = not tensors.exists()
     try:
         _write_whole(tensors, snapshot.blob)
-        if _is_of_later_learner(folder, snapshot):  # this learner stalled meanwhile and was replaced
+        if token(folder, snapshot.run) > snapshot.token:  # this learner stalled meanwhile and was replaced
             tensors.unlink()
             return
         _write_whole(place / POINTER, json.dumps(pointer).encode())
@@ -172,10 +167,6 @@ def token(folder: Path, run: str) -> int:
     return 0
 
 
-def _is_of_later_learner(folder: Path, snapshot: Snapshot) -> bool:
-    return token(folder, snapshot.run) > snapshot.token
-
-
 def _pointer(folder: Path) -> dict[str, Any] | None:
     """Read `checkpoint.json`; None if there is none.
 
@@ -190,9 +181,7 @@ def _pointer(folder: Path) -> dict[str, Any] | None:
     except (OSError, ValueError) as error:
         raise StoreError(f"{path}: cannot be read ({error}); remove the folder {path.parent}") from None
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
-        raise StoreError(
-            f"{path}: not a checkpoint that this version of ddrl reads; remove the folder {path.parent}"
-        )
+        raise StoreError(f"{path}: not a checkpoint that this version of ddrl reads; remove {path.parent}")
     return raw
 
 
@@ -239,17 +228,16 @@ class BackgroundWriter:
 
     def _run(self) -> None:
         while (snapshot := self._waiting.get()) is not None:
-            place, reason = self._folder / FOLDER, ""
+            reason = ""
             try:
                 write(self._folder, snapshot)
             except OSError as error:
                 reason = error.strerror or str(error)
-                if reason != self._logged:
-                    log.warning(
-                        "%s: the checkpoint cannot be written (%s); retrying at the next one", place, reason
-                    )
-            if self._logged and not reason:
-                log.info("%s: the checkpoint is written again", place)
+            if reason and reason != self._logged:
+                text = "%s: the checkpoint cannot be written (%s); retrying at the next one"
+                log.warning(text, self._folder / FOLDER, reason)
+            elif self._logged and not reason:
+                log.info("%s: the checkpoint is written again", self._folder / FOLDER)
             self._logged = reason
 
 
@@ -390,22 +378,16 @@ def restore(client: Redis, snapshot: Snapshot, *, even_deleted: bool = False) ->
     }
     ledger_fields = {str(producer): row.encode() for producer, row in rows.items()}
     parts = checkpoints.part_keys(run, pointer)
-    reply = call(
-        client,
-        "restore_run",
-        [
-            *(keys.state(run), keys.spec(run), keys.producers(run), keys.ledger(run), keys.weights(run)),
-            *(keys.experience(run), keys.journal(run), keys.RUNS, keys.PRODUCERS, keys.DELETED, keys.OPEN),
-            *parts,
-        ],
-        [
-            *(run, json.dumps({name: str(value) for name, value in fields.items()}), snapshot.record.spec),
-            *(json.dumps(producers), json.dumps(ledger_fields | {"cursor": meta["cursor"]})),
-            *(fields["version"], meta["cursor"], f"from the local checkpoint of update {meta['updates']}"),
-            *(state.get("created_ms", "0"), max([*unlisted, *rows], default=0) + SPARE_PRODUCERS),
-            *(int(even_deleted), JOURNAL_LENGTH),
-        ],
-    )
+    of_run = (keys.state, keys.spec, keys.producers, keys.ledger, keys.weights, keys.experience, keys.journal)
+    of_all = (keys.RUNS, keys.PRODUCERS, keys.DELETED, keys.OPEN)
+    args = [
+        *(run, json.dumps({name: str(value) for name, value in fields.items()}), snapshot.record.spec),
+        *(json.dumps(producers), json.dumps(ledger_fields | {"cursor": meta["cursor"]})),
+        *(fields["version"], meta["cursor"], f"from the local checkpoint of update {meta['updates']}"),
+        *(state.get("created_ms", "0"), max([*unlisted, *rows], default=0) + SPARE_PRODUCERS),
+        *(int(even_deleted), JOURNAL_LENGTH),
+    ]
+    reply = call(client, "restore_run", [*(key(run) for key in of_run), *of_all, *parts], args)
     if reply != 1:
         checkpoints.drop_parts(client, run, pointer)
     if reply == -1:

@@ -156,17 +156,10 @@ def create(
         "allowance": 0,
         "version": -1,
     }
-    script_keys = [
-        keys.spec(run),
-        keys.state(run),
-        keys.journal(run),
-        keys.initial(run),
-        keys.RUNS,
-        keys.OPEN,
-    ]
+    of_run = [key(run) for key in (keys.spec, keys.state, keys.journal, keys.initial)]
     spec, weights = config.model_dump_json(by_alias=True), initial[1] if initial is not None else b""
-    pairs = [part for pair in fields.items() for part in pair]
-    call(client, "create_run", script_keys, [run, spec, weights, fields["created_ms"], *pairs])
+    args = [run, spec, weights, fields["created_ms"], fields]
+    call(client, "create_run", [*of_run, keys.RUNS, keys.OPEN], args)
     return run
 
 
@@ -307,6 +300,22 @@ def reserved_bytes(client: Redis, *, but: str | None = None) -> int:
         return sum(int(size or 0) for size in pipe.execute())
 
 
+def reserve(client: Redis, run: str, token: int, needed_bytes: int) -> int:
+    """Store how many bytes of the server's memory a run may need, and return what other active runs may need.
+
+    A run whose learner has not stored its need counts with the budget of its stream.
+
+    Raises:
+        LeaseLostError: another learner took over.
+    """
+    call(client, "set_fields", [keys.state(run)] * 2, [token, "needed_bytes", needed_bytes])
+    others = [name for name in active_names(client) if name != run]
+    with client.pipeline(transaction=False) as pipe:
+        for name in others:
+            pipe.hmget(keys.state(name), ["needed_bytes", "max_bytes"])
+        return sum(int(needed or budget or 0) for needed, budget in pipe.execute())
+
+
 def journal(client: Redis, run: str) -> list[dict[str, Any]]:
     """Return every change of state or setting, oldest first: `time_s` and the entry's fields."""
     return journal_after(client, run)[0]
@@ -388,11 +397,11 @@ def change(
     Raises:
         StoreError: the config was changed since it was read.
     """
-    fields = [part for pair in _mirrored(new).items() for part in pair]
+    fields = _mirrored(new)
     rows = [part for name, values in changes.items() for part in (name, *map(json.dumps, values))]
     script_keys = [keys.spec(run), keys.state(run), keys.journal(run)]
     spec = new.model_dump_json(by_alias=True)
-    args = [version, spec, JOURNAL_LENGTH, len(fields) // 2, *fields, *rows]
+    args = [version, spec, JOURNAL_LENGTH, len(fields), fields, *rows]
     reply = call(client, "change_config", script_keys, args)
     if not reply:
         raise StoreError(f"run {run}: its settings were changed meanwhile; look at them and try again")
@@ -405,8 +414,7 @@ def mirror(client: Redis, run: str, token: int, config: RunConfig) -> None:
     Raises:
         LeaseLostError: another learner took over.
     """
-    pairs = [part for pair in _mirrored(config).items() for part in pair]
-    call(client, "set_fields", [keys.state(run)] * 2, [token, *pairs])
+    call(client, "set_fields", [keys.state(run)] * 2, [token, _mirrored(config)])
 
 
 def note(client: Redis, run: str, event: str, reason: str) -> None:

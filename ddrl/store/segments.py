@@ -176,13 +176,8 @@ def end(
         spent_ms: time of the process for the segment, all in all.
         process_ms, allowance_wait_ms, room_wait_ms: what no append has reported yet: of its time, and of its waits.
     """
-    script_keys = [keys.state(run), keys.playing(run)]
-    call(
-        client,
-        "end_segment",
-        script_keys,
-        [str(process), spent_ms, process_ms, allowance_wait_ms, room_wait_ms],
-    )
+    args = [str(process), spent_ms, process_ms, allowance_wait_ms, room_wait_ms]
+    call(client, "end_segment", [keys.state(run), keys.playing(run)], args)
 
 
 def playing(client: Redis, run: str) -> dict[str, Playing]:

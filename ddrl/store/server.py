@@ -139,27 +139,21 @@ class Hold:
         """
         lock = try_lock(_file("listen"))
         if lock is None:
-            address = _file("listen").read_text()
-            raise StoreError(
-                f"{host}:{port}: the server listens on {address} already; end that `ddrl up` first"
-            )
+            taken = _file("listen").read_text()
+            raise StoreError(f"{host}:{port}: the server listens on {taken} already; end that `ddrl up`")
         try:
             with _connect() as client:
                 settings: Any = client.config_get("requirepass")
                 if not any(settings.values()):
-                    raise StoreError(
-                        f"{host}:{port}: the server has no password, so it must not listen; restart it"
-                    )
+                    raise StoreError(f"{host}:{port}: the server has no password; restart it to listen")
                 client.config_set("bind", host)
                 client.config_set("port", port)
-        except (RedisError, OSError) as error:
+        except BaseException as error:
             unlock(lock)
-            raise StoreError(
-                f"{host}:{port}: cannot listen ({error}); choose another address or port"
-            ) from error
-        except BaseException:
-            unlock(lock)
-            raise
+            if not isinstance(error, (RedisError, OSError)):
+                raise
+            text = f"{host}:{port}: cannot listen ({error}); choose another address or port"
+            raise StoreError(text) from error
         _write(lock, f"{host} {port}")
         self._listen_lock = lock
         name = _name_for_others(host)

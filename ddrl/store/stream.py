@@ -113,15 +113,12 @@ def append(
         allowance_wait_ms, room_wait_ms: of these, waited for the learner, and for room in the stream.
         host, node, pid: where it was played, by which worker and which of its processes.
     """
-    flat: list[bytes] = [part for pair in fields.items() for part in pair]
-    size = sum(map(len, flat)) + ENTRY_OVERHEAD_BYTES
-    script_keys = [
-        *(keys.state(run), keys.experience(run), keys.episodes(run), keys.draining(run), keys.producers(run))
-    ]
+    size = sum(len(name) + len(value) for name, value in fields.items()) + ENTRY_OVERHEAD_BYTES
+    of_run = (keys.state, keys.experience, keys.episodes, keys.draining, keys.producers)
     returns = json.dumps([round(value, 3) for value in episode_returns]) if episode_returns else ""
     who = (producer, incarnation, seq, num_transitions, size, played_ms, host, node, pid)
-    args = [*who, returns, EPISODES_LENGTH, process_ms, allowance_wait_ms, room_wait_ms, *flat]
-    reply = call(client, "append", script_keys, args)
+    args = [*who, returns, EPISODES_LENGTH, process_ms, allowance_wait_ms, room_wait_ms, fields]
+    reply = call(client, "append", [key(run) for key in of_run], args)
     answer, version, allowance_id, remaining = cast("tuple[bytes, int, bytes, int]", reply)
     return Appended(Answer(answer.decode()), version, allowance_id, remaining)
 

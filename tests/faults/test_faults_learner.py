@@ -22,7 +22,7 @@ from ddrl.store import keys, stream
 
 pytestmark = pytest.mark.faults
 MIB = 1024**2
-PAUSE_S = 4.0  # while there is no room
+PAUSE_S = 4.0 if EXACT else 2.0  # while there is no room
 
 
 @pytest.mark.timeout(900)
@@ -44,9 +44,8 @@ def test_a_slow_learner_keeps_players_waiting_which_is_counted_and_shown(fleet: 
     with fleet.survives(5.0):
         waited = fleet.state().allowance_wait_s
         fleet.learner.send(signal.SIGSTOP)
-        time.sleep(4.0)
-        held = fleet.state()
-        assert held.appended_steps >= held.allowance > 0, held  # the allowance is used up
+        fleet.processes.until(lambda: (now := fleet.state()).appended_steps >= now.allowance > 0, bound(4.0))
+        time.sleep(1.5)
         fleet.learner.send(signal.SIGCONT)
     fleet.processes.until(lambda: fleet.state().allowance_wait_s >= waited + 1.0, bound(5.0))
     shown = json.loads(fleet.processes.ddrl(fleet.server.url, "status", fleet.run, "--json").stdout)
@@ -61,13 +60,10 @@ def test_a_disk_that_is_full_where_the_copy_of_the_checkpoint_goes(fleet: Fleet)
         soft, hard = resource.prlimit(fleet.learner.pid, resource.RLIMIT_FSIZE)
         lines = len(fleet.learner.text())
         resource.prlimit(fleet.learner.pid, resource.RLIMIT_FSIZE, (max(lines, 4096) + 4096, hard))
-        said = fleet.says(fleet.learner, "checkpoint")
-        assert "File too large" in said or "disk" in said, said
+        assert "File too large" in fleet.says(fleet.learner, "the checkpoint cannot be written")
         resource.prlimit(fleet.learner.pid, resource.RLIMIT_FSIZE, (soft, hard))
-    changed = max(path.stat().st_mtime_ns for path in copy.iterdir())
-    fleet.processes.until(
-        lambda: max(path.stat().st_mtime_ns for path in copy.iterdir()) > changed, bound(10.0)
-    )
+    changed_ns = (copy / "checkpoint.json").stat().st_mtime_ns
+    fleet.processes.until(lambda: (copy / "checkpoint.json").stat().st_mtime_ns > changed_ns, bound(10.0))
 
 
 def test_the_server_at_its_limit_of_memory(fleet: Fleet) -> None:
@@ -105,20 +101,17 @@ def some_entry(fleet: Fleet) -> Fields:
     return next(dict(fields) for _, fields in newest if fields[b"p"] != UNKNOWN_PRODUCER[b"p"])
 
 
-def reasons(fleet: Fleet) -> list[str]:
-    return [fields[b"reason"].decode() for _, fields in fleet.client.xrange(keys.dead(fleet.run))]
-
-
 def resident_bytes(process: Process) -> int:
     return int(Path(f"/proc/{process.pid}/statm").read_text().split()[1]) * 4096
 
 
 def poison(fleet: Fleet, fields: Mapping[bytes, bytes]) -> str:
     """Add an entry to the stream; the reason for which it is refused."""
-    before = len(reasons(fleet))
+    dead = keys.dead(fleet.run)
+    before = fleet.client.xlen(dead)
     fleet.client.xadd(keys.experience(fleet.run), dict(fields))
-    fleet.processes.until(lambda: len(reasons(fleet)) > before, bound(5.0))
-    return reasons(fleet)[before]
+    fleet.processes.until(lambda: fleet.client.xlen(dead) > before, bound(5.0))
+    return fleet.client.xrange(dead)[before][1][b"reason"].decode()
 
 
 def test_forged_entries_are_refused_with_their_reasons(fleet: Fleet) -> None:
@@ -126,8 +119,7 @@ def test_forged_entries_are_refused_with_their_reasons(fleet: Fleet) -> None:
         held = resident_bytes(fleet.learner)
         for name, (forge, words) in POISON.items():
             reason = poison(fleet, {**forge(some_entry(fleet)), **UNKNOWN_PRODUCER})
-            assert words in reason, (name, reason)
-            assert len(reason.splitlines()) == 1, (name, reason)
+            assert words in reason and len(reason.splitlines()) == 1, (name, reason)
         assert resident_bytes(fleet.learner) < held + 64 * MIB
     assert fleet.learner.running
 
@@ -148,9 +140,7 @@ def test_forged_counters_change_neither_steps_nor_budget(fleet: Fleet) -> None:
 def test_an_entry_repeated_is_not_learned_from_twice(fleet: Fleet) -> None:
     with fleet.survives(5.0):
         before = fleet.audit()
-        for fields in [some_entry(fleet) for _ in range(3)]:
-            reason = poison(fleet, fields)
-            assert "repeat" in reason, reason
+        assert all("is repeated" in poison(fleet, some_entry(fleet)) for _ in range(3))
     now = fleet.audit()
     assert now.total("consumed") <= now.total("appended") and now.unknown >= before.unknown + 3, now
     assert stream.order(now.cursor.encode()) > stream.order(before.cursor.encode())

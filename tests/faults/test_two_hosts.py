@@ -8,12 +8,11 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import redis
 from support.processes import Process, Processes, bound
 
 from ddrl.store import connection, ledger, runs, workers
@@ -88,63 +87,46 @@ def hosts() -> Iterator[tuple[Host, Host]]:
         assert tag not in namespaces()
 
 
-def test_a_run_on_two_hosts_outlives_a_pulled_cable(hosts: tuple[Host, Host], processes: Processes) -> None:
-    here, there = hosts
+@pytest.fixture
+def folder(hosts: tuple[Host, Host]) -> Iterator[Path]:
+    """The server's: a short path, as the test looks in through a unix socket."""
+    folder = Path("/tmp") / hosts[0].name
+    folder.mkdir(mode=0o700)
+    yield folder
+    shutil.rmtree(folder)
 
-    def start(host: Host, name: str, *words: str, url: str | None = None) -> Process:
-        log = processes.folder / f"{len(processes.started)}-{name}.log"
-        command = host.command(*words)
-        processes.started.append(Process(name, command, processes.folder, processes.environment(url), log))
+
+def test_a_run_on_two_hosts_outlives_a_pulled_cable(
+    hosts: tuple[Host, Host], folder: Path, processes: Processes
+) -> None:
+    here, there = hosts
+    url, ddrl = f"redis://:{PASSWORD}@{here.address}:6379/0", (sys.executable, "-m", "ddrl")
+
+    def start(host: Host, name: str, *words: str) -> Process:
+        log, environment = processes.folder / f"{name}.log", processes.environment(url)
+        processes.started.append(Process(name, host.command(*words), processes.folder, environment, log))
         return processes.started[-1]
 
-    folder = Path("/tmp") / here.name  # a short path: the test looks in through a unix socket
-    folder.mkdir(mode=0o700)
-    try:
-        options = ["--bind", here.address, "--port", "6379", "--requirepass", PASSWORD]
-        private = ["--unixsocket", str(folder / "s"), "--dir", str(folder), "--save", ""]
-        start(here, "server", server_binary(), *options, *private)
-        with connection.connect(f"unix://:{PASSWORD}@{folder}/s") as client:
-            processes.until((folder / "s").exists)
-            url = f"redis://:{PASSWORD}@{here.address}:6379/0"
-            run = begin(here, there, start, processes, url, client)
-            pull_the_cable(there, processes, client, run)
-            assert runs.set_status(client, run, "stopped", "by the test")
-            processes.until(lambda: not runs.state(client, run).leased)
-            audit = ledger.audit(client, run)
-            assert audit.is_balanced and audit.total("appended") > 0 == audit.total("trimmed"), audit
-    finally:
-        processes.close()
-        shutil.rmtree(folder)
-
-
-def begin(
-    here: Host,
-    there: Host,
-    start: Callable[..., Process],
-    processes: Processes,
-    url: str,
-    client: redis.Redis,
-) -> str:
-    """Submit and learn a run on one host, play it on the other; its id once it is played."""
-    ddrl = (sys.executable, "-m", "ddrl")
-    path = processes.config(stop={"return": None, "time": 600})
-    assert start(here, "submit", *ddrl, "submit", str(path), "--detach", url=url).wait() == 0, (
-        processes.logs()
-    )
-    run = runs.resolve(client, "last")
-    start(here, "learner", *ddrl, "learner", run, url=url)
-    start(there, "worker", *ddrl, "worker", "--role", "all", "-c", "1", url=url)
-    processes.until(lambda: runs.state(client, run).appended_steps > 500)
-    assert [worker.host for worker in workers.alive(client)] == [there.name]
-    assert runs.state(client, run).host == here.name
-    return run
-
-
-def pull_the_cable(there: Host, processes: Processes, client: redis.Redis, run: str) -> None:
-    """For LINK_DOWN_S; then the host plays on."""
-    there.link("down")
-    time.sleep(LINK_DOWN_S)
-    before = runs.state(client, run)
-    assert before.leased  # its learner does not need the other host
-    there.link("up")
-    processes.until(lambda: runs.state(client, run).appended_steps > before.appended_steps + 500, bound(15.0))
+    options = ["--bind", here.address, "--port", "6379", "--requirepass", PASSWORD]
+    private = ["--unixsocket", str(folder / "s"), "--dir", str(folder), "--save", ""]
+    start(here, "server", server_binary(), *options, *private)
+    with connection.connect(f"unix://:{PASSWORD}@{folder}/s") as client:
+        processes.until((folder / "s").exists)
+        path = processes.config(stop={"return": None, "time": 600})
+        assert start(here, "submit", *ddrl, "submit", str(path), "--detach").wait() == 0, processes.logs()
+        run = runs.resolve(client, "last")
+        start(here, "learner", *ddrl, "learner", run)
+        start(there, "worker", *ddrl, "worker", "--role", "all", "-c", "1")
+        processes.until(lambda: runs.state(client, run).appended_steps > 500)
+        assert [worker.host for worker in workers.alive(client)] == [there.name]
+        there.link("down")
+        time.sleep(LINK_DOWN_S)
+        before = runs.state(client, run)
+        assert before.leased and before.host == here.name  # its learner does not need the other host
+        there.link("up")
+        more = before.appended_steps + 500
+        processes.until(lambda: runs.state(client, run).appended_steps > more, bound(15.0))
+        assert runs.set_status(client, run, "stopped", "by the test")
+        processes.until(lambda: not runs.state(client, run).leased)
+        audit = ledger.audit(client, run)
+        assert audit.is_balanced and audit.total("appended") > 0 == audit.total("trimmed"), audit

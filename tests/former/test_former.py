@@ -75,8 +75,7 @@ def command(*arguments: str) -> str:
 
 def learns_on(server: PrivateServer, run: str, folder: Path, patch: pytest.MonkeyPatch) -> None:
     """A learner and a player go on with a run, which gets updates, env steps and versions; its ledger balances."""
-    meta, latest = checkpoints.meta(server.client, run), weights.index(server.client, run).latest
-    assert meta is not None
+    (_, meta), latest = checkpoints.load(server.client, run), weights.index(server.client, run).latest
     patch.setattr(celery, "send_evaluation", lambda *_: None)
     learning = Learning(Run(server, run=run), folder, patch)
     try:
@@ -101,8 +100,8 @@ def learns_on(server: PrivateServer, run: str, folder: Path, patch: pytest.Monke
         for producer, account in audit.accounts.items()
         if producer < 0
     )
-    saved = checkpoints.meta(server.client, run)
-    assert saved is not None and saved["updates"] > meta["updates"]
+    _, saved = checkpoints.load(server.client, run)
+    assert saved["updates"] > meta["updates"]
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

@@ -29,6 +29,10 @@ def test_a_run_that_the_servers_memory_cannot_hold_fails_before_it_begins(
             run_module.learn(run.client, run.id, tmp_path, run_module.Interrupt())
     finally:
         run.client.config_set("maxmemory", 0)
+    config = target_config(replay={"max_bytes": "100MB"}, weights={"max_bytes": "1MB"})
+    kept = 100_000_000 + 2 * 20_000_000 + 13 * 1_000_000 + 1_000_000
+    needed = run_module.needed_bytes(config, checkpoint_bytes=20_000_000, weights_bytes=1_000_000)
+    assert needed == kept + run_module.OTHER_BYTES
     assert run.state.status == "failed" and not run.state.leased
     assert "lower replay.max_bytes, or raise maxmemory" in run.state.reason
 

@@ -31,9 +31,7 @@ def test_parts_of_an_unfinished_checkpoint_are_removed(client: Redis, run: str, 
     assert checkpoints.load(client, run) == (b"whole", {"updates": 1})
 
 
-def test_a_learner_that_stalls_while_it_sweeps_leaves_its_successors_checkpoint(
-    client: Redis, run: str, token: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stalled_sweep_leaves_later_checkpoints(client: Redis, run: str, token: int, monkeypatch) -> None:
     client.set(keys.checkpoint_part(run, token - 1, 7, 0), b"half")
     scan, successor = client.scan_iter, []
 

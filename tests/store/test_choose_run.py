@@ -68,12 +68,17 @@ class Fleet:
         return found == pytest.approx(expected, rel=rel)
 
 
-@pytest.mark.parametrize("num", [2, 10, 100])
-def test_runs_share_process_time_by_weight(client: Redis, num: int) -> None:
-    expected = {add_run(client, weight=weight): num * weight / 7 for weight in (1.0, 2.0, 4.0)}
-    fleet = Fleet(client, {(PLAIN,): num})
-    fleet.play(5)
-    assert fleet.shares(2000 / num + 20, expected, rel=0.03)
+@pytest.mark.parametrize(("num", "length"), [(2, 1), (10, 1), (100, 1), (2, 300)])
+def test_runs_share_process_time_by_weight(client: Redis, num: int, length: int) -> None:
+    options = ((1.0, PLAIN), (2.0, BOX2D), (4.0, PLAIN))
+    expected = {
+        add_run(client, weight=weight, queue=queue, segment_ms=length * SEGMENT_MS): num * weight / 7
+        for weight, queue in options
+    }
+    fleet = Fleet(client, {(PLAIN, BOX2D): num})
+    fleet.lengths = dict.fromkeys(expected, (0.97 * length, length))
+    fleet.play(5 * length)
+    assert fleet.shares((2000 / num + 20) * length, expected, rel=0.03)
 
 
 def test_processes_that_choose_at_once_spread_by_weight(client: Redis) -> None:
@@ -90,18 +95,7 @@ def test_process_time_is_shared_not_segments(client: Redis) -> None:
     assert fleet.shares(100, {long: 3, cut: 3, short: 3}, rel=0.05)
 
 
-def test_long_segments_share_as_well(client: Redis) -> None:
-    weights = {add_run(client, weight=weight, segment_ms=60_000): weight for weight in (1.0, 2.0, 4.0)}
-    fleet = Fleet(client, {(PLAIN,): 2})
-    fleet.lengths = dict.fromkeys(weights, (290.0, 300.0))
-    spent = fleet.play(350 * 300)
-    found = {run: 7 * spent[run] / spent.total() for run in weights}
-    assert found == pytest.approx(weights, rel=0.05)
-
-
-def test_a_run_that_starts_or_comes_back_gets_its_share_at_once_and_has_nothing_to_catch_up(
-    client: Redis,
-) -> None:
+def test_a_run_that_starts_or_comes_back_gets_its_share_and_no_more(client: Redis) -> None:
     first, second = add_run(client), add_run(client)
     fleet = Fleet(client, {(PLAIN,): 8})
     assert fleet.shares(50, {first: 4, second: 4})
@@ -146,13 +140,6 @@ def test_capabilities_that_only_some_workers_have(client: Redis) -> None:
     assert few.shares(100, {plain: 8 / 3, late: 16 / 3, box2d: 2}, rel=0.05)
 
 
-def test_runs_of_different_queues_share_the_workers_of_both_by_weight(client: Redis) -> None:
-    plain, box2d = add_run(client), add_run(client, queue=BOX2D, weight=3.0)
-    fleet = Fleet(client, {(PLAIN, BOX2D): 4})
-    fleet.play(5)
-    assert fleet.shares(200, {plain: 1, box2d: 3}, rel=0.03)
-
-
 def test_a_changed_weight_or_priority_holds_from_the_next_choice_on(client: Redis) -> None:
     first, second = add_run(client), add_run(client, weight=3.0)
     fleet = Fleet(client, {(PLAIN,): 4})
@@ -169,20 +156,20 @@ def test_a_changed_weight_or_priority_holds_from_the_next_choice_on(client: Redi
 
 
 @pytest.mark.parametrize(
-    "reason", ["paused", "no learner", "no weights", "drains", "other queue", "takes longer", "cannot play"]
+    "reason", ["paused", "no-learner", "no-weights", "drains", "queue", "limit", "cannot-play"]
 )
 def test_a_run_that_a_process_may_not_play_is_not_chosen(client: Redis, reason: str) -> None:
     run = add_run(client)
     if reason == "paused":
         runs.set_status(client, run, "paused", "")
-    elif reason == "no learner":
+    elif reason == "no-learner":
         client.delete(keys.lease(run))
-    elif reason == "no weights":
+    elif reason == "no-weights":
         client.hset(keys.state(run), "version", -1)
     elif reason == "drains":
         segments.drain(client, "node")
-    queue, limit_s = BOX2D if reason == "other queue" else PLAIN, 100.0 if reason == "takes longer" else 300.0
-    excluded = [run] if reason == "cannot play" else []
+    queue, limit_s = BOX2D if reason == "queue" else PLAIN, 100.0 if reason == "limit" else 300.0
+    excluded = [run] if reason == "cannot-play" else []
     process = Process("node", 1)
     assert segments.choose(client, process, [queue], limit_s=limit_s, cannot_play=excluded) is None
     assert segments.playing(client, run) == {}

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import resource
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from redis import Redis
+from support.private_server import wait_until as until
 from support.runs import play_steps, start, target_config
 from support.store import append, take
 
@@ -20,6 +18,8 @@ from ddrl.store import checkpoints, keys, leases, ledger, local_checkpoints, run
 from ddrl.store.checkpoints import Counters
 from ddrl.store.connection import StoreError
 from ddrl.store.local_checkpoints import BackgroundWriter, Snapshot
+
+Log, Patch = pytest.LogCaptureFixture, pytest.MonkeyPatch
 
 
 @pytest.fixture
@@ -75,9 +75,7 @@ def test_a_restored_run_continues_where_its_snapshot_ends(client: Redis, snapsho
     assert "of update 7" in runs.journal(client, run)[0]["reason"]
 
 
-def test_appends_to_a_restored_run_are_counted_on_and_repetitions_known(
-    client: Redis, snapshot: Snapshot
-) -> None:
+def test_appends_to_a_restored_run_are_counted_on(client: Redis, snapshot: Snapshot) -> None:
     run, fragments = snapshot.run, snapshot.meta["fragments"]
     ((producer, (_, _, _, incarnation, last_seq)),) = snapshot.meta["ledger"].items()
     cursor = b"99999999999999-3"  # its server's clock was far ahead
@@ -97,24 +95,22 @@ def test_appends_to_a_restored_run_are_counted_on_and_repetitions_known(
     assert audit.is_balanced and audit.total("waiting") == 2
 
 
-def test_a_run_that_is_there_is_not_overwritten(
-    client: Redis, snapshot: Snapshot, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_is_there_is_left_alone(client: Redis, snapshot: Snapshot, monkeypatch: Patch) -> None:
     known = {key: client.dump(key) for key in client.keys("*")}
     assert not local_checkpoints.restore(client, snapshot)
     assert {key: client.dump(key) for key in client.keys("*")} == known
     client.flushall()
-    call = local_checkpoints.call
-    with monkeypatch.context() as patch:  # the first reply is lost, and the script is sent twice
-        patch.setattr(local_checkpoints, "call", lambda *arguments: call(*arguments) and call(*arguments))
-        assert local_checkpoints.restore(client, snapshot)
+    call = local_checkpoints.call  # the first reply is lost, and the script is sent twice
+    monkeypatch.setattr(local_checkpoints, "call", lambda *arguments: call(*arguments) and call(*arguments))
+    assert local_checkpoints.restore(client, snapshot)
+    monkeypatch.undo()
     assert not local_checkpoints.restore(client, snapshot)
     assert (checkpoints.load(client, snapshot.run) or ())[0] == snapshot.blob
     assert len(client.keys(keys.checkpoint_pattern(snapshot.run))) == 1
 
 
-def test_a_run_whose_checkpoint_goes_before_it_is_restored_is_not_restored(
-    client: Redis, snapshot: Snapshot, monkeypatch: pytest.MonkeyPatch
+def test_a_checkpoint_that_is_lost_meanwhile_is_not_restored(
+    client: Redis, snapshot: Snapshot, monkeypatch: Patch
 ) -> None:
     store_parts = checkpoints.store_parts
 
@@ -123,10 +119,8 @@ def test_a_run_whose_checkpoint_goes_before_it_is_restored_is_not_restored(
         client.flushall()
         return pointer
 
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoints, "store_parts", emptied)
-        assert not local_checkpoints.restore(client, snapshot)
-    assert not client.keys("*")
+    monkeypatch.setattr(checkpoints, "store_parts", emptied)
+    assert not local_checkpoints.restore(client, snapshot) and not client.keys("*")
 
 
 def test_a_deleted_run_is_restored_on_purpose_only(client: Redis, snapshot: Snapshot, tmp_path: Path) -> None:
@@ -174,9 +168,7 @@ def read(folder: Path) -> Snapshot:
     return found
 
 
-def test_a_checkpoint_is_read_as_it_was_written_and_only_the_newest_stays(
-    snapshot: Snapshot, tmp_path: Path
-) -> None:
+def test_a_checkpoint_is_read_as_written_until_a_newer_one_is(snapshot: Snapshot, tmp_path: Path) -> None:
     assert local_checkpoints.read(tmp_path) is None
     local_checkpoints.write(tmp_path, snapshot)
     found, meta = read(tmp_path), json.loads(json.dumps(snapshot.meta))
@@ -190,7 +182,7 @@ def test_a_checkpoint_is_read_as_it_was_written_and_only_the_newest_stays(
 
 
 def test_a_damaged_checkpoint_is_named_and_the_servers_is_used(
-    client: Redis, snapshot: Snapshot, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    client: Redis, snapshot: Snapshot, tmp_path: Path, caplog: Log
 ) -> None:
     local_checkpoints.write(tmp_path, snapshot)
     (file,) = (tmp_path / "checkpoint").glob("*.safetensors")
@@ -207,47 +199,26 @@ def test_a_damaged_checkpoint_is_named_and_the_servers_is_used(
         local_checkpoints.read(tmp_path)
 
 
-@contextmanager
-def full_disk(num_bytes: int) -> Iterator[None]:
-    """No file of this process may grow beyond `num_bytes`."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def test_a_full_disk_is_one_warning_and_the_checkpoint_before_stays(
-    snapshot: Snapshot, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_cannot_be_written_is_one_warning(snapshot: Snapshot, tmp_path: Path, caplog: Log) -> None:
     caplog.set_level("INFO")
     caplog.clear()
-    writer = BackgroundWriter(tmp_path)
-
-    def put(updates: int) -> None:
-        writer.put(later(snapshot, updates=updates))
-        time.sleep(0.2)
-
-    put(7)
-    with full_disk(4096):
-        put(8)
-        put(8)
-    (warning,) = caplog.records
-    assert "the checkpoint cannot be written (File too large); retrying at the next one" in warning.message
-    assert read(tmp_path).meta["updates"] == 7
-    put(9)
-    writer.close()
-    assert read(tmp_path).meta["updates"] == 9
-    assert "the checkpoint is written again" in caplog.records[-1].message
-
-
-def test_a_folder_that_cannot_be_made_is_one_warning(
-    snapshot: Snapshot, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "checkpoint").write_text("a file is in the way")
-    writer = BackgroundWriter(tmp_path)
+    writer, place = BackgroundWriter(tmp_path), tmp_path / "checkpoint"
+    place.write_text("a file is in the way")
     writer.put(snapshot)
-    writer.close()
-    (warning,) = caplog.records
-    assert "the checkpoint cannot be written (File exists)" in warning.message
+    until(lambda: caplog.records)
+    assert "the checkpoint cannot be written (File exists); retrying at the next one" in caplog.text
+    place.unlink()
+    writer.put(later(snapshot, updates=7))
+    until(lambda: len(caplog.records) == 2)
+    assert "the checkpoint is written again" in caplog.records[1].message
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # a full disk: no file may grow beyond that
+    try:
+        writer.put(later(snapshot, updates=8))
+        until(lambda: len(caplog.records) == 3)
+        writer.put(later(snapshot, updates=9))
+        writer.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "cannot be written (File too large)" in caplog.records[2].message and len(caplog.records) == 3
+    assert read(tmp_path).meta["updates"] == 7  # the one before stays

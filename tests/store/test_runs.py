@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 from redis import Redis
-from support.runs import start, target_config
 from support.store import SPACES, append, make_config, make_run, take
 
 from ddrl.config import live_options
-from ddrl.store import budget, checkpoints, keys, runs
+from ddrl.store import checkpoints, keys, runs
 from ddrl.store.connection import StoreError
 
 
@@ -76,20 +75,10 @@ def test_settings_change_whole_or_not_at_all(client: Redis, run: str) -> None:
     assert "weight" in live_options(type(new)) and "seed" not in live_options(type(new))
 
 
-def test_the_needs_of_all_active_runs_must_fit_into_the_servers_memory(client: Redis) -> None:
-    config = target_config(replay={"max_bytes": "100MB"}, weights={"max_bytes": "1MB"})
-    first, second = start(client, config), start(client, config)
-    needed = budget.needed_bytes(config, checkpoint_bytes=20_000_000, weights_bytes=1_000_000)
-    assert needed == 100_000_000 + 2 * 20_000_000 + 13 * 1_000_000 + 1_000_000 + budget.OTHER_BYTES
-    token = take(client, first)
-    message = r"needs up to 226 MiB .* 1 other active run 95 MiB, but its maxmemory is 322"
-    try:
-        client.config_set("maxmemory", needed + 100_000_000)
-        budget.check(client, first, token, needed)
-        client.config_set("maxmemory", needed + 100_000_000 - 1)
-        with pytest.raises(ValueError, match=message):  # the other has stated no need yet: its stream counts
-            budget.check(client, first, token, needed)
-        runs.set_status(client, second, "stopped", "by the test")
-        budget.check(client, first, token, needed)
-    finally:
-        client.config_set("maxmemory", 0)
+def test_the_memory_that_other_active_runs_need_is_summed(client: Redis, run: str, token: int) -> None:
+    other = make_run(client, max_bytes=65_536)
+    assert runs.reserve(client, run, token, 5) == 65_536  # it has not stated its need: its stream counts
+    assert runs.reserve(client, other, take(client, other), 7) == 5
+    assert runs.reserve(client, run, token, 6) == 7
+    runs.set_status(client, other, "stopped", "by the test")
+    assert runs.reserve(client, run, token, 6) == 0

@@ -120,7 +120,7 @@ class Run:
     @property
     def meta(self) -> dict[str, Any]:
         """Of the newest checkpoint; empty if there is none."""
-        return dict(checkpoints.meta(self.client, self.id) or {})
+        return (checkpoints.newest_pointer(self.client, self.id) or {"meta": {}})["meta"]
 
     def keys(self) -> dict[bytes, bytes]:
         """All keys of the run but the lease."""
