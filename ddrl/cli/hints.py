@@ -124,5 +124,7 @@ def notice(entry: Mapping[str, Any]) -> str:
         return f"set {entry['option']}: {entry['from']} -> {entry['to']}"
     if event in ("created", "active", "paused", "solved", "time", "stopped", "failed"):
         return ""
+    if event == "lost" and reason.endswith("unread"):  # in journals of earlier versions
+        event = "lost fragments"
     texts = {"crashed": "a process could not play it", "lost": "lost a process that played it"}
     return ": ".join(filter(None, (texts.get(event, event), reason)))

@@ -1,7 +1,7 @@
 """The learner's rows of the ledger (`ddrl.store.ledger`).
 
-The append numbers a producer's fragments. A repeated number is a repetition, and a gap in the numbers means that
-fragments left the stream before they were read.
+A collector numbers its fragments from 0. A number seen before is a duplicate, and a gap in the numbers means that
+fragments left the stream unread.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from ddrl.store.ledger import ENDED, UNKNOWN, Row, added
 
 
 class LedgerRows:
-    """Rows by producer. The training thread writes; the service thread takes changes and folds ended producers.
+    """Rows by producer, and the last entry that they include.
 
-    The row of UNKNOWN counts entries that no append wrote.
+    Training thread: `count`. Service thread: `changes`, `put_back`, `fold`. The row of UNKNOWN counts duplicates, and
+    entries that no append wrote.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # rows and cursor are read as of one moment
+        self._lock = threading.Lock()  # keeps rows and cursor consistent for readers
         self._rows: dict[int, Row] = {}
         self._changed: dict[int, Row] = {}
         self.cursor = b"0-0"
@@ -36,7 +37,7 @@ class LedgerRows:
             return dict(self._rows)
 
     def objection(self, entry: Decoded) -> str:
-        """Return why an entry is no new fragment; empty where it is one."""
+        """Return why the entry is not a new fragment; "" if it is new."""
         if min(entry.producer, entry.incarnation, entry.seq) < 0:
             return "no append wrote it"
         newest = self._newest(entry)
@@ -44,8 +45,16 @@ class LedgerRows:
             return f"producer {entry.producer}: fragment {entry.seq} is repeated, its newest is {newest}"
         return ""
 
-    def take(self, entry: Decoded, *, consumed: bool) -> str:
-        """Count an entry, read after all before it; return a sentence if fragments before it were not read."""
+    def count(self, entry: Decoded, *, consumed: bool) -> str:
+        """Count an entry; call it in the order of the stream.
+
+        Args:
+            entry: as read.
+            consumed: admitted, not refused.
+
+        Returns:
+            A warning if fragments before it are missing, else "".
+        """
         is_fragment = not self.objection(entry)
         missing = entry.seq - self._newest(entry) - 1 if is_fragment else 0
         producer = entry.producer if is_fragment else UNKNOWN
@@ -63,18 +72,18 @@ class LedgerRows:
         return f"{which} left the stream unread"
 
     def changes(self) -> tuple[dict[int, Row], bytes]:
-        """Return the rows that changed since the last call, and the cursor that they cover."""
+        """Return the rows that changed since the last call, and the last entry that they include."""
         with self._lock:
             changed, self._changed = self._changed, {}
             return changed, self.cursor
 
     def put_back(self, changed: Mapping[int, Row]) -> None:
-        """Return `changes` that could not be stored; later ones count."""
+        """Queue `changes` again after a failed write; newer rows win."""
         with self._lock:
             self._changed = {**changed, **self._changed}
 
     def fold(self, last: int, listed: Collection[int]) -> None:
-        """Fold the rows of the producers up to `last` that are not `listed`, as `ledger.folded` names them."""
+        """Add to the row ENDED those of producers with ids up to `last` that are not `listed` (see `ledger.folded`)."""
         with self._lock:
             for producer in [p for p in self._rows if 0 <= p <= last and p not in listed]:
                 row = added(self._rows.get(ENDED, Row()), self._rows.pop(producer))
@@ -92,6 +101,6 @@ class LedgerRows:
         self._rows = {int(producer): Row(*row) for producer, row in counters.ledger.items()}
 
     def _newest(self, entry: Decoded) -> int:
-        """Return the number of the producer's newest fragment; -1 if there is none of its incarnation."""
+        """Return the number of the producer's newest fragment; -1 if none was read from this incarnation."""
         row = self._rows.get(entry.producer, Row())
         return row.last_seq if row.incarnation == entry.incarnation else -1

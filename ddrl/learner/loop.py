@@ -1,12 +1,12 @@
 """The learner's training loop: admit fragments, draw a batch, update.
 
-The training thread owns the algorithm and the replay. It waits for fragments only: what the server must get, it leaves
-in `Shared`, and the publisher writes it from the service thread. Off-policy experience is sampled from the replay and
-weights are published now and then. On-policy experience is learned from once, and an iteration waits for the
-publication of the one before, so that versions count iterations.
+The training thread owns the algorithm and the replay. It leaves its results in `Shared`, and the publisher writes them
+to the server from the service thread. Off-policy it never waits for the server: experience is sampled from the replay,
+and weights are published now and then. On-policy each fragment is learned from once, and an iteration begins when the
+weights of the one before are published, so that versions count iterations.
 
 In lockstep (`learner.lockstep`) a round admits one fragment and makes all updates that the rate limiter allows then.
-Checkpoints are taken between rounds, so what is learned depends on the stream alone, however often learners die.
+Checkpoints fall between rounds, so a given stream, config and seed always give the same result, even if learners die.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,11 +24,12 @@ import torch
 from ddrl.algorithms import base
 from ddrl.algorithms.base import Resolved
 from ddrl.config import RunConfig
-from ddrl.learner.publisher import Publisher, Shared, Tensors
+from ddrl.learner.ledger_rows import LedgerRows
+from ddrl.learner.publisher import OnCheckpoint, Publisher, Shared, Tensors, decode_tensors
 from ddrl.networks.device import to_device, to_host
 from ddrl.replay.experience import longest_fragment_steps, make_experience, steps_to_refill
 from ddrl.replay.reader import FragmentLimits, Reader, decode, decode_range
-from ddrl.store import stream
+from ddrl.store import runs, stream, weights
 from ddrl.store.checkpoints import Counters
 
 if TYPE_CHECKING:
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ADMIT_S = 0.05  # of admitting between two updates, so that updates go on during a backlog
-WAIT_S = 0.05  # for fragments, between two looks at what else is to do
-MAX_REFUSED = 1_000  # refusals to report; beyond it no more fragments are admitted
+ADMIT_S = 0.05  # longest time to admit fragments between two updates, so that updates go on during a backlog
+WAIT_S = 0.05  # longest wait for fragments before the loop checks for other work
+MAX_REFUSED = 1_000  # refusals waiting to be reported; at this number the loop stops admitting
 REPLAY = "replay."  # prefix of the replay's tensors in a checkpoint
 
 
@@ -48,26 +48,26 @@ class Learner:
 
     Args:
         client: connection of the service thread.
-        feed_client: connection for the feed's blocking reads.
+        reader_client: connection for the reader's blocking reads.
         run: its id.
         token: fencing token of the lease.
         config: the run's.
         resolved: its algorithm and spaces.
         device: where networks and batches live.
-        on_checkpoint: gets tensors and meta of each checkpoint that the server has stored.
+        on_checkpoint: called with each checkpoint that the server has stored.
     """
 
     def __init__(
         self,
         client: Redis,
-        feed_client: Redis,
+        reader_client: Redis,
         run: str,
         token: int,
         config: RunConfig,
         resolved: Resolved,
         *,
         device: torch.device,
-        on_checkpoint: Callable[[bytes, Mapping[str, Any]], object] = lambda blob, meta: None,
+        on_checkpoint: OnCheckpoint = lambda blob, meta: None,
     ) -> None:
         self._client, self._run, self._config = client, run, config
         self._device, self._spec = device, resolved.spec
@@ -85,66 +85,64 @@ class Learner:
         self._decode = functools.partial(
             decode, run=run, spaces=resolved.spec, limits=limits, pack=self.replay.pack
         )
-        self._feed_client = feed_client
-        self._feed: Reader | None = None  # from `restore` on
+        self._reader_client = reader_client
+        self._reader: Reader | None = None
+        """Set by `restore`."""
         self.shared = Shared()
-        self.publisher = Publisher(
-            client, run, token, config, replay=self.replay, shared=self.shared, on_checkpoint=on_checkpoint
-        )
+        self.publisher = Publisher(client, run, token, config, self.replay, self.shared, on_checkpoint)
         self.stopping = threading.Event()
         self._publish_at = time.monotonic() + config.learner.publish_every_s
-        self._changed_options: deque[tuple[RunConfig, Any]] = deque()  # from the service thread
+        self._changed: deque[tuple[RunConfig, Any]] = deque()
+        """Config and options of the algorithm, queued by `apply`."""
 
     # --- begin and end -------------------------------------------------------------------------------
 
     def restore(self) -> None:
-        """Continue from the newest checkpoint, if any; rebuild the replay from the stream; publish; start the feed.
+        """Load the newest checkpoint, or else the run's initial weights; rebuild the replay; publish; start to read.
 
         Raises:
             LeaseLostError: another learner took over.
-            redis.exceptions.RedisError: the server has an outage; a new learner may try again.
+            redis.exceptions.RedisError: the server has an outage; create a new `Learner` to try again.
         """
-        shared, found = self.shared, self.publisher.load()
-        latest = found.latest
-        version = latest + 1  # of the weights to begin with, unless they are the published ones
-        self.replay.first_version = version
-        if found.checkpoint is not None:
-            state, counters = found.checkpoint
-            version = max(version, counters.version + 1)
-            version -= self._on_policy and counters.version == latest
-            self.replay.first_version = version if version > latest else 0
+        shared, index = self.shared, weights.index(self._client, self._run)
+        checkpoint, latest = self.publisher.load(), index.latest
+        state, counters = checkpoint or ({}, Counters())
+        # On-policy, the weights of the checkpoint keep their version if they are the published ones.
+        is_published = self._on_policy and checkpoint is not None and counters.version == latest
+        version = latest if is_published else max(latest, counters.version) + 1
+        self.replay.first_version = 0 if is_published else version
+        if checkpoint is not None:
             self._load(state, counters, version)
-        elif found.initial is not None:
-            fresh = self.algorithm.load_initial_weights(found.initial)
-            self.publisher.note("warm start", f"begins with {found.initial_source}; {fresh}")
+        elif (initial := runs.initial(self._client, self._run)) is not None:
+            fresh = self.algorithm.load_initial_weights(decode_tensors(initial))
+            source = runs.state(self._client, self._run).warm
+            self.publisher.note("warm start", f"begins with {source}; {fresh}")
         shared.oldest = self._oldest()
         size = len(self.replay)
         log.info(
             "starts at update %d, env step %d, holding %d transitions", shared.updates, shared.env_steps, size
         )
-        # Off-policy, the weights of a learner that left no checkpoint play better; on-policy, they are another policy.
-        is_newest = version == latest or (not self._on_policy and shared.updates == 0 and found.has_latest)
-        self._feed = Reader(self._feed_client, self._run, shared.ledger.cursor, self._decode)
-        parameters = None if is_newest else self.algorithm.weights()
-        self.publisher.begin(self._feed, latest if is_newest else version, parameters)
-        self._feed.start()
+        # Off-policy, weights that an earlier learner published play better than untrained ones. On-policy, they are
+        # another policy, whose data cannot be used.
+        if not self._on_policy and not shared.updates and latest in index.sizes:
+            is_published, version = True, latest
+        self._reader = Reader(self._reader_client, self._run, shared.ledger.cursor, self._decode)
+        self.publisher.begin(self._reader, version, None if is_published else self.algorithm.weights())
+        self._reader.start()
 
     def _load(self, state: Tensors, counters: Counters, version: int) -> None:
-        """Load a checkpoint; admit again what was held when it was taken, as of `version`."""
+        """Load a checkpoint; admit the fragments that its replay held as if `version` were published."""
         shared = self.shared
         replay_state = {name: value for name, value in state.items() if name.startswith(REPLAY)}
         self.algorithm.load_state({name: value for name, value in state.items() if name not in replay_state})
         oldest, cursor = counters.oldest.encode(), counters.cursor.encode()
-        newest: dict[tuple[int, int], int] = {}  # (producer, incarnation) -> seq
+        rows = LedgerRows()  # so that what was refused before is refused again
         for entry in decode_range(self._client, self._run, oldest, cursor, self._decode):
-            source = entry.producer, entry.incarnation
-            if min(*source, entry.seq) < 0 or entry.seq <= newest.get(source, -1):
-                continue  # not written by the append: refused before
-            newest[source] = entry.seq
-            if entry.fragment is not None:
+            if entry.fragment is not None and not rows.objection(entry):
                 with contextlib.suppress(ValueError):  # refused before
                     self.replay.admit(entry.packed, entry.entry_id, version=version)
-            shared.take(entry, consumed=False)
+            rows.count(entry, consumed=True)
+            shared.add_entry(entry)
         shared.updates, shared.env_steps = counters.updates, counters.env_steps
         shared.fragments = max(counters.fragments, 0)
         shared.add_elapsed(counters.elapsed_s)
@@ -152,18 +150,19 @@ class Learner:
         self.replay.load_state(
             {name.removeprefix(REPLAY): value.numpy() for name, value in replay_state.items()}
         )
+        # Fragments that waited then and have left the stream count as dropped.
         self.replay.num_dropped = counters.dropped + counters.waiting - self.replay.num_waiting
         missing = steps_to_refill(counters.held, len(self.replay), self._config.replay.warmup_steps)
         shared.refilled = counters.refilled + missing
 
-    def leave(self) -> None:
-        """Stop the feed and the replay's threads; call it when `train` has returned."""
-        if self._feed is not None:
-            self._feed.stop()
+    def close(self) -> None:
+        """Stop the reader and the replay's threads; call it when `train` has returned."""
+        if self._reader is not None:
+            self._reader.stop()
         self.replay.close()
 
     def finish(self, *, saves: bool = True) -> None:
-        """Publish what is left and store a checkpoint; call it when `train` has returned, and again after an outage.
+        """Close, publish what is left, and store a checkpoint; may be called again after an outage.
 
         Args:
             saves: store the checkpoint.
@@ -172,7 +171,7 @@ class Learner:
             LeaseLostError: another learner took over.
             redis.exceptions.RedisError: the server has an outage.
         """
-        self.leave()
+        self.close()
         self.publisher.finish(self.checkpoint() if saves else None, self.algorithm.weights())
 
     # --- the training thread -------------------------------------------------------------------------
@@ -181,46 +180,51 @@ class Learner:
         """Learn until `stopping` is set.
 
         Raises:
-            BaseException: what ended the feed.
+            BaseException: the error that stopped the reader.
         """
-        feed, is_lockstep = self._feed, self._config.learner.lockstep
-        assert feed is not None, "restore() comes first"
+        reader, is_lockstep = self._reader, self._config.learner.lockstep
+        assert reader is not None, "restore() comes first"
         while not self.stopping.is_set():
-            is_admitted = self._admit(feed)
+            is_admitted = self._admit(reader)
             is_updated = (is_admitted or not is_lockstep) and self._update()
             while is_lockstep and is_updated and self._update():
                 pass
-            self._serve_requests()
+            self._handle_requests()
             if not (is_admitted or is_updated):
-                feed.wait(WAIT_S)
+                reader.wait(WAIT_S)
 
-    def _admit(self, feed: Reader) -> bool:
-        """Admit what the feed has read, for ADMIT_S or, in lockstep, one fragment; return False if there is nothing."""
-        shared = self.shared
-        if not feed.ready or len(shared.refused) >= MAX_REFUSED:
+    def _admit(self, reader: Reader) -> bool:
+        """Admit what has been read, for ADMIT_S or, in lockstep, one fragment; return whether any entry was taken.
+
+        At MAX_REFUSED refusals that are not reported yet, none is taken.
+        """
+        shared, ledger = self.shared, self.shared.ledger
+        if not reader.ready or len(shared.refused) >= MAX_REFUSED:
             return False
-        for entry in feed.take(0.0 if self._config.learner.lockstep else ADMIT_S):
-            reason = entry.reason or shared.ledger.objection(entry)
+        for entry in reader.take(0.0 if self._config.learner.lockstep else ADMIT_S):
+            reason = entry.reason or ledger.objection(entry)
             if not reason:
                 try:
                     self.replay.admit(entry.packed, entry.entry_id, version=shared.version)
                 except ValueError as error:
                     reason = str(error)
-            lost = shared.ledger.take(entry, consumed=not reason)
-            if lost:
-                log.warning("%s", lost)
-                shared.lost.append(lost)
-            shared.take(entry, consumed=not reason)
+            gap = ledger.count(entry, consumed=not reason)
+            if gap:
+                log.warning("%s", gap)
+                shared.gaps.append(gap)
+            shared.add_entry(entry)
             if reason:
                 log.warning("entry %s refused: %s", entry.entry_id.decode(), reason)
                 shared.refused.append((entry.entry_id, entry.head, reason))
-            elif entry.fragment is not None:
+                continue  # its counts may be anything
+            shared.env_steps, shared.fragments = entry.cumulative_steps, entry.cumulative_fragments
+            if entry.fragment is not None:
                 shared.returns.extend(entry.fragment.episode_return.tolist())
         shared.oldest = self._oldest()
         return True
 
     def _update(self) -> bool:
-        """Draw a batch and learn from it; False while it waits for fragments or, on-policy, for the publisher."""
+        """Draw a batch and learn from it; return False while fragments or, on-policy, the publication are missing."""
         shared = self.shared
         if self._on_policy and shared.weights is not None:
             return False
@@ -242,10 +246,11 @@ class Learner:
                 shared.wake.set()
         return True
 
-    def _serve_requests(self) -> None:
+    def _handle_requests(self) -> None:
         """Apply changed options, and take a checkpoint if the service thread wants one."""
-        while self._changed_options:
-            self._config, options = self._changed_options.popleft()
+        while self._changed:
+            self._config, options = self._changed.popleft()
+            # A shorter interval takes effect at once.
             self._publish_at = min(self._publish_at, time.monotonic() + self._config.learner.publish_every_s)
             try:
                 self.algorithm.apply_options(options)
@@ -265,14 +270,17 @@ class Learner:
         """Apply changed settings: the publisher's at once, the training thread's from the next update on.
 
         Raises:
-            ConfigError: the algorithm does not know them.
+            ConfigError: unknown options or invalid values.
         """
         resolved = base.resolve(config, self._spec)
         self.publisher.apply(config)
-        self._changed_options.append((config, resolved.config))
+        self._changed.append((config, resolved.config))
 
     def checkpoint(self) -> tuple[Counters, Tensors]:
-        """Return the state that continuing needs, as CPU copies; from the training thread, or when it has ended."""
+        """Return the state that continuing needs, as CPU copies.
+
+        Call it from the training thread, or after it ended.
+        """
         replay = {REPLAY + name: torch.from_numpy(array) for name, array in self.replay.state().items()}
         return self.counters, dict(self.algorithm.state()) | replay
 

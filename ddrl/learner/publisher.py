@@ -1,10 +1,10 @@
 """The publisher: writes to the server what the training thread has finished, from the service thread.
 
 It writes weights, the allowance of steps, checkpoints, the ledger, refusals and metrics, and trims the stream. The
-training thread never waits for the server: it leaves finished copies in `Shared`. Every write is fenced, so a learner
-that was replaced writes nothing. What the server does not take during an outage is written later; when its memory is
-full, what frees memory goes first. Background Python slows updates down through the GIL, so a round takes a few
-milliseconds a second.
+training thread leaves finished copies in `Shared`. Every write is fenced, so a learner that was replaced writes
+nothing. What cannot be written during an outage is written later; when the server's memory is full, the writes that
+free memory come first. Python code in this thread slows updates down through the GIL, so rounds should take no more
+than a few milliseconds a second.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -46,6 +46,8 @@ SHED_KEEPS = 0.9  # share of the stream that a full server keeps each time
 SHED_S = 1.0  # between two of these times
 
 Tensors = Mapping[str, torch.Tensor]
+OnCheckpoint = Callable[[bytes, Mapping[str, Any]], object]
+"""Called with each checkpoint that the server has stored: safetensors bytes and meta."""
 
 
 class Shared:
@@ -56,10 +58,11 @@ class Shared:
         env_steps, fragments: counts of the stream at the last entry admitted.
         refilled: steps played again after the stream was lost; the rate limiter leaves them out.
         oldest: first entry of the stream that the replay holds.
-        entries: (entry_id, bytes taken up to it) of each entry taken; the publisher removes those it trims.
+        entries: (entry_id, bytes taken up to and with it) of each entry taken; the publisher removes those it trims.
         taken_bytes, largest_bytes: of the entries taken so far; of the largest.
         ledger: its rows.
-        refused: (entry_id, head, reason) to report; the publisher removes them. `lost`: sentences, likewise.
+        refused: (entry_id, head, reason) to report; gaps: warnings of fragments that left the stream unread, to report.
+            The publisher removes both.
         returns, metrics: of the newest training episodes; of the newest update.
         weights: (updates, parameters) to publish. checkpoint: (counters, tensors) to store. The publisher clears both.
 
@@ -77,7 +80,7 @@ class Shared:
         self.taken_bytes = self.largest_bytes = 0
         self.ledger = LedgerRows()
         self.refused: deque[tuple[bytes, bytes, str]] = deque()
-        self.lost: deque[str] = deque()
+        self.gaps: deque[str] = deque()
         self.returns: deque[float] = deque(maxlen=RETURNS_LENGTH)
         self.metrics: Tensors = {}
         self.weights: tuple[int, Tensors] | None = None
@@ -86,13 +89,11 @@ class Shared:
         self.wants_checkpoint, self.wake = threading.Event(), threading.Event()
         self._started = time.monotonic()
 
-    def take(self, entry: Decoded, *, consumed: bool) -> None:
-        """Note an entry that was taken from the stream; the counts of a refused one may be anything."""
+    def add_entry(self, entry: Decoded) -> None:
+        """Add the bytes of an entry that was taken from the stream."""
         self.taken_bytes += entry.num_bytes
         self.largest_bytes = max(self.largest_bytes, entry.num_bytes)
         self.entries.append((entry.entry_id, self.taken_bytes))
-        if consumed:
-            self.env_steps, self.fragments = entry.cumulative_steps, entry.cumulative_fragments
 
     @property
     def paced_steps(self) -> int:
@@ -109,25 +110,6 @@ class Shared:
         self._started -= seconds
 
 
-@dataclass(frozen=True)
-class Stored:
-    """The state on the server that a learner begins with.
-
-    Attributes:
-        latest: version of the weights; -1: none.
-        has_latest: the weights of that version are still there.
-        checkpoint: tensors and counters of the newest one.
-        initial: without a checkpoint, the weights to begin with; None: fresh ones.
-        initial_source: the policy that they are of.
-    """
-
-    latest: int
-    has_latest: bool
-    checkpoint: tuple[Tensors, Counters] | None = None
-    initial: Tensors | None = None
-    initial_source: str = ""
-
-
 class Publisher:
     """Writes one learner's results to the server.
 
@@ -137,8 +119,8 @@ class Publisher:
         token: fencing token of the lease.
         config: the run's.
         replay: gives the allowance and metrics.
-        shared: the training thread's side.
-        on_checkpoint: gets tensors and meta of each checkpoint that the server has stored.
+        shared: the state that the training thread shares with this one.
+        on_checkpoint: called with each checkpoint that the server has stored.
     """
 
     def __init__(
@@ -147,54 +129,56 @@ class Publisher:
         run: str,
         token: int,
         config: RunConfig,
-        *,
         replay: Replay | Fifo,
         shared: Shared,
-        on_checkpoint: Callable[[bytes, Mapping[str, Any]], object] = lambda blob, meta: None,
+        on_checkpoint: OnCheckpoint,
     ) -> None:
         self._client, self._run, self._config = client, run, config
         self._held = client, run, token  # of every write
         self._replay, self._shared, self._on_checkpoint = replay, shared, on_checkpoint
         self.pinned: frozenset[int] = frozenset()
         """Versions that open evaluations need."""
-        self._feed: Reader | None = None  # once `begin` has written where the learner stands
-        self._checkpoint: Counters | None = None  # the newest in the server; without one nothing is trimmed
+        self._reader: Reader | None = None  # set by `begin`
+        self._checkpoint: Counters | None = None  # the newest on the server; without one nothing is trimmed
         self._trimmed_bytes = 0  # of `Shared.taken_bytes`
-        self._ledger_cursor = b"0-0"  # last entry that the server's ledger covers; later ones are not trimmed
+        self._ledger_cursor = (
+            b"0-0"  # last entry that the server's ledger includes; later ones are not trimmed
+        )
         self._published_updates, self._allowed = 0, -1
         now = time.monotonic()
         self._checkpoint_at = now + config.learner.checkpoint_every_s
         self._fold_at = now + FOLD_EVERY_S
         self._renew_at = self._metrics_at = now
         self._allow_at = self._shed_at = self._outage_at = 0.0
-        self._waited_s, self._written_bytes = 0.0, 0
+        self._waited_s, self._written_bytes = 0.0, 0  # for the server; of weights and checkpoints
         self._totals_before = self._totals()
 
     # --- begin and end ---------------------------------------------------------------------------------
 
-    def load(self) -> Stored:
-        """Read what the run's last learner left."""
+    def load(self) -> tuple[Tensors, Counters] | None:
+        """Return the newest checkpoint, or None; remove parts of one that a dead learner did not finish."""
         leases.renew(*self._held)
         checkpoints.sweep(*self._held)
-        found, index = checkpoints.load(self._client, self._run), weights.index(self._client, self._run)
         self._ledger_cursor = ledger.read(self._client, self._run)[1]
-        stored = Stored(index.latest, index.latest in index.sizes)
-        if found is not None:
-            self._checkpoint = Counters.decode(found[1])
-            return replace(stored, checkpoint=(_decoded(found[0]), self._checkpoint))
-        initial = runs.initial(self._client, self._run)
-        if initial is None:
-            return stored
-        source = runs.state(self._client, self._run).warm
-        return replace(stored, initial=_decoded(initial), initial_source=source)
+        found = checkpoints.load(self._client, self._run)
+        if found is None:
+            return None
+        self._checkpoint = Counters.decode(found[1])
+        return decode_tensors(found[0]), self._checkpoint
 
     def note(self, event: str, reason: str) -> None:
         """Add a line to the run's journal."""
         leases.renew(*self._held)  # the journal itself is not fenced
         runs.note(self._client, self._run, event, reason)
 
-    def begin(self, feed: Reader, version: int, parameters: Tensors | None) -> None:
-        """Write where the learner stands; `parameters` are published as `version`, or None: `version` is published."""
+    def begin(self, reader: Reader, version: int, parameters: Tensors | None) -> None:
+        """Write the state that the learner begins with.
+
+        Args:
+            reader: woken by each publication.
+            version: of the learner's weights.
+            parameters: to publish as `version`; None: that version is published.
+        """
         shared = self._shared
         shared.ledger.fold(*ledger.folded(self._client, self._run))
         # Less than was read if the server came back older.
@@ -213,7 +197,7 @@ class Publisher:
             shared.version = version - 1
             self._freeing(lambda: self._publish((shared.updates, parameters)))
         self._totals_before = self._totals()  # rates are this learner's own
-        self._feed = feed
+        self._reader = reader
 
     def finish(self, checkpoint: tuple[Counters, Tensors] | None, parameters: Tensors) -> None:
         """Write everything that is left; may be called again after an outage.
@@ -226,8 +210,8 @@ class Publisher:
         def write() -> None:
             leases.renew(*self._held)
             self._store_ledger()
-            while self._shared.lost or self._shared.refused:
-                self._report_refused()
+            while self._shared.gaps or self._shared.refused:
+                self._report_entries()
             if self._shared.updates > self._published_updates:
                 self._publish((self._shared.updates, parameters))
             if checkpoint is not None:
@@ -262,7 +246,7 @@ class Publisher:
                 self._store_ledger()
                 self._fold()
             self._trim(is_due=is_due)
-            self._report_refused()
+            self._report_entries()
             if self._shared.weights is not None:
                 self._publish(self._shared.weights)
             else:
@@ -303,12 +287,12 @@ class Publisher:
             ledger.fold(*self._held, self._checkpoint.ledger)
             self._shared.ledger.fold(*ledger.folded(self._client, self._run))
 
-    def _report_refused(self) -> None:
-        """Store some refused entries in `dead`, and report lost fragments in the journal."""
-        while self._shared.lost:
-            self.note("lost", self._shared.lost[0])
-            self._shared.lost.popleft()
-        refused = self._shared.refused
+    def _report_entries(self) -> None:
+        """Report lost fragments in the journal, and store some refused entries in `dead`."""
+        gaps, refused = self._shared.gaps, self._shared.refused
+        while gaps:
+            self.note("lost fragments", gaps[0])
+            gaps.popleft()
         for _ in range(min(len(refused), REFUSALS_PER_ROUND)):
             stream.refuse(*self._held, *refused[0])
             refused.popleft()
@@ -321,28 +305,33 @@ class Publisher:
             self._totals_before = totals
             self._metrics_at = now + self._config.learner.metrics_every_s
 
-    def _totals(self) -> tuple[float, int, int, float, float]:
-        """Return time, updates, steps, seconds waited for fragments and for the server."""
-        idle_s = self._feed.waited_s if self._feed is not None else 0.0
-        return time.monotonic(), self._shared.updates, self._shared.env_steps, idle_s, self._waited_s
+    def _totals(self) -> dict[str, float]:
+        """Return the totals whose growth a row of metrics shows."""
+        return {
+            "time": time.monotonic(),
+            "updates": self._shared.updates,
+            "env_steps": self._shared.env_steps,
+            "idle_s": self._reader.waited_s if self._reader is not None else 0.0,
+            "server_wait_s": self._waited_s,
+        }
 
-    def _row(self, totals: tuple[float, int, int, float, float]) -> dict[str, float]:
+    def _row(self, totals: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics since the last row."""
         shared = self._shared
-        grown = [now - before for now, before in zip(totals, self._totals_before, strict=True)]
-        elapsed = max(grown[0], 1e-9)
+        grown = {name: total - self._totals_before[name] for name, total in totals.items()}
+        elapsed_s = max(grown["time"], 1e-9)
         row = {
             "elapsed_s": shared.elapsed_s,
-            "env_steps": totals[2],
-            "updates": totals[1],
-            "env_steps_per_s": grown[2] / elapsed,
-            "updates_per_s": grown[1] / elapsed,
-            **self._replay.figures(num_steps=shared.paced_steps, num_updates=totals[1]),
+            "env_steps": totals["env_steps"],
+            "updates": totals["updates"],
+            "env_steps_per_s": grown["env_steps"] / elapsed_s,
+            "updates_per_s": grown["updates"] / elapsed_s,
+            **self._replay.figures(num_steps=shared.paced_steps, num_updates=shared.updates),
             "admitted": shared.ledger.consumed,
             "dead": shared.ledger.refused,
             "version": shared.version,
-            "learner_wait": min(1.0, grown[3] / elapsed),
-            "server_wait_s": grown[4],
+            "learner_wait": min(1.0, grown["idle_s"] / elapsed_s),
+            "server_wait_s": grown["server_wait_s"],
         }
         if shared.returns:
             row["return_mean"] = float(np.mean(list(shared.returns)))
@@ -359,7 +348,7 @@ class Publisher:
         shared, policy = self._shared, self._config.weights
         updates, parameters = finished
         index = weights.index(self._client, self._run)
-        if self._feed is not None and index.latest < shared.version:
+        if self._reader is not None and index.latest < shared.version:
             raise leases.RunGoneError(
                 f"run {self._run}: the server came back empty or older, at version {index.latest}"
             )
@@ -385,8 +374,8 @@ class Publisher:
         shared.version, self._allowed, self._published_updates = version, allowance, updates
         if shared.weights is finished:  # the training thread may have finished others meanwhile
             shared.weights = None
-        if self._feed is not None:
-            self._feed.wake()
+        if self._reader is not None:
+            self._reader.wake()
 
     def _raise_allowance(self) -> None:
         """Allow collectors more steps, if there are enough to be worth a call."""
@@ -486,5 +475,6 @@ class Publisher:
         return self._shared.taken_bytes - self._trimmed_bytes
 
 
-def _decoded(blob: bytes) -> Tensors:
+def decode_tensors(blob: bytes) -> Tensors:
+    """Return the tensors of a safetensors blob."""
     return {name: torch.from_numpy(array) for name, array in weights.decode_weights(blob).items()}

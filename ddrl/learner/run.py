@@ -337,7 +337,7 @@ class _Attempt:
         self._learner = Learner(
             client, feed_client, *held, config, resolved, device=device, on_checkpoint=save
         )
-        self._resources.callback(self._learner.leave)
+        self._resources.callback(self._learner.close)
         self._dispatcher = Dispatcher(client, *held, config.rollout, send=celery.send_rollout)
         queue = runs.state(client, run).evaluation_queue
         self._evaluations = EvaluationScheduler(

@@ -82,7 +82,7 @@ class Fifo:
         self._seen: set[int] = set()  # producers since the last draw
         self.num_dropped = 0
         """Fragments dropped because they were too stale."""
-        self._staleness: list[tuple[int, int]] = []
+        self._staleness: deque[tuple[int, int]] = deque()
         """(versions, transitions) of the fragments learned from since the last figures."""
 
     def __len__(self) -> int:
@@ -179,9 +179,12 @@ class Fifo:
         """Do nothing: there are no threads."""
 
     def figures(self, *, num_steps: int, num_updates: int) -> dict[str, float]:
-        """Return figures for a row of metrics; staleness is of the fragments learned from since the last call."""
+        """Return figures for a row of metrics; staleness is of the fragments learned from since the last call.
+
+        The training thread may append meanwhile.
+        """
         row = {"queued_steps": float(len(self)), "dropped": float(self.num_dropped)}
-        learned, self._staleness = self._staleness, []
+        learned = [self._staleness.popleft() for _ in range(len(self._staleness))]
         if learned:
             row["staleness"] = sum(age * steps for age, steps in learned) / sum(steps for _, steps in learned)
             row["max_staleness"] = float(max(age for age, _ in learned))

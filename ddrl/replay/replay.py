@@ -117,7 +117,7 @@ class Replay:
         self._seen: set[int] = set()  # producers since the last count of them
         self._seen_before: set[int] = set()  # and between the last two counts
         self._num_draws = 0
-        self._staleness: list[int] = []  # of the fragments admitted since the last figures
+        self._staleness: deque[int] = deque()  # of the fragments admitted since the last figures
         self.num_dropped = self.num_waiting = 0  # fragments; none, whatever version played them
         self.first_version = 0
 
@@ -339,8 +339,11 @@ class Replay:
         return self._rate_limiter.step_budget(num_updates)
 
     def figures(self, *, num_steps: int, num_updates: int) -> dict[str, float]:
-        """Return figures for a row of metrics; staleness is of the fragments admitted since the last call."""
-        staleness, self._staleness = self._staleness, []
+        """Return figures for a row of metrics; staleness is of the fragments admitted since the last call.
+
+        The training thread may append meanwhile.
+        """
+        staleness = [self._staleness.popleft() for _ in range(len(self._staleness))]
         row = {
             "samples_per_insert": self._rate_limiter.samples_per_insert(num_steps, num_updates),
             "replay_size": float(len(self)),

@@ -232,10 +232,15 @@ def test_hints_name_refusals_crashes_and_quarantine(client: Any) -> None:
         segments.note_crash(client, run, "Signal 11 in my_env")
     process = note_playing(client, run, node="ddrl-1@here", pid=1)
     segments.note_lost(client, run, process, "ddrl-1@here is gone")
+    for event in ("lost fragments", "lost"):  # `lost` in journals of earlier versions
+        runs.note(client, run, event, "1 fragment of producer 2 before number 3 left the stream unread")
     figures = follower.poll()
     assert figures.hint == f"far: {refusal}"
     notices = [notice.partition(":")[0] for notice in figures.notices]
-    assert notices == ["refused", "a process could not play it", "lost a process that played it"], "each once"
+    assert notices == [
+        *("refused", "a process could not play it", "lost a process that played it"),
+        *["lost fragments"] * 2,
+    ], "each once"
     assert "crashed" in shown(figures) and "2 processes, 1 lost" in shown(figures)
     client.delete(keys.refusals(run))
     again = poll(client, run)

@@ -86,7 +86,7 @@ def test_updates_keep_the_ratio_and_the_allowance_follows(server) -> None:
         assert learner.shared.updates == most  # it waits for more play
         highest = 200 + most * 32 / 8 + 100
         assert highest - 100 / 8 - 1 <= run.state.allowance <= highest
-    learner.leave()
+    learner.close()
     assert run.rows[-1]["samples_per_insert"] <= 8 and run.rows[-1]["env_steps"] == steps
 
 
@@ -106,7 +106,7 @@ def test_updates_go_on_while_a_backlog_is_admitted(server, monkeypatch: pytest.M
     monkeypatch.setattr(learner.algorithm, "update", noted)
     with training(learner):
         until(lambda: learner.shared.ledger.consumed == backlog and len(at_update) > 5)
-    learner.leave()
+    learner.close()
     assert at_update[0] < backlog - 5  # the warm-up is a fifth of the backlog
 
 
@@ -123,7 +123,7 @@ def test_frames_are_compressed_by_the_readers_thread(server, monkeypatch: pytest
     learner = run.learner()
     with training(learner):
         run.catch_up(learner)
-    learner.leave()
+    learner.close()
     assert threads == {"reader"} and contents(learner)
 
 
@@ -141,7 +141,7 @@ def test_dqn_learns_from_compressed_prioritized_replay(server) -> None:
     assert score() < 0.5
     with training(learner):
         play_until(run, learner, lambda: learner.shared.updates > 300 and score() > 0.9)
-    learner.leave()
+    learner.close()
     assert len(learner.replay) < learner.shared.env_steps, "old ones were evicted"
     assert "priority" in contents(learner) and learner.counters.dead == 0
 
@@ -178,7 +178,7 @@ def test_a_restored_learner_continues_bit_equal(name: str, server) -> None:
         assert (as_played.state()["priority"] != before["priority"]).mean() > 0.1  # these were drawn since
     with training(second):
         play_until(run, second, lambda: second.shared.updates >= first.shared.updates + 20)
-    second.leave()
+    second.close()
     assert second.counters.dead == 0
 
 
@@ -188,7 +188,7 @@ def test_a_learner_without_checkpoint_keeps_the_published_weights(server) -> Non
     weights.publish(run.client, run.id, 0, version=1, blob=b"learned", allowance=0, updates=9)
     learner = run.learner()
     assert learner.shared.version == run.index.latest == 1 and run.state.allowance > 0
-    learner.leave()
+    learner.close()
 
 
 def test_trimming_keeps_what_replay_and_checkpoint_need(server) -> None:
@@ -204,7 +204,7 @@ def test_trimming_keeps_what_replay_and_checkpoint_need(server) -> None:
     assert run.entries[0].entry_id.decode() <= run.meta["oldest"]
     again = run.learner()
     assert len(again.replay) == len(learner.replay)
-    again.leave()
+    again.close()
 
 
 @pytest.mark.parametrize("fragment_steps", [10, 70])
@@ -308,7 +308,7 @@ def test_bad_entries_are_put_aside_with_the_reason_and_memory_stays_flat(name: s
     again = run.learner()  # the refused ones are neither admitted nor counted twice
     assert_equal_arrays(contents(learner), contents(again))
     assert again.counters.dead == learner.counters.dead
-    again.leave()
+    again.close()
 
 
 def test_a_flood_of_bad_entries_waits_until_it_is_reported_and_updates_go_on(

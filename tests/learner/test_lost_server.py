@@ -236,7 +236,7 @@ def test_a_lost_replay_is_warmed_up_again_before_updates_go_on(server) -> None:
     second.finish()
     third = run.learner()  # what was refilled once stays so
     assert third.counters.refilled == 200 and third.shared.updates == most
-    third.leave()
+    third.close()
 
 
 def test_a_run_lost_before_its_first_update_publishes_again(server) -> None:
@@ -247,7 +247,7 @@ def test_a_run_lost_before_its_first_update_publishes_again(server) -> None:
     assert local_checkpoints.restore(run.client, snapshot)
     learner = run.learner()
     assert run.index.latest == learner.shared.version == 1 and set(run.index.sizes) == {1}
-    learner.leave()
+    learner.close()
 
 
 # --- with processes --------------------------------------------------------------------------------------

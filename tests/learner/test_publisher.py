@@ -154,7 +154,7 @@ def test_a_replaced_learner_writes_nothing(server, monkeypatch: pytest.MonkeyPat
         run.catch_up(learner)
         shared.wants_checkpoint.set()
         until(lambda: shared.weights is not None and shared.checkpoint is not None)
-    assert shared.refused and shared.lost
+    assert shared.refused and shared.gaps
     run.take()
     client.delete(keys.lease(run.id))  # the new one's has lapsed too: still the old one must write nothing
     before = run.keys()
@@ -217,7 +217,7 @@ def test_many_collectors_are_woken_less_often(server) -> None:
     time.sleep(2.0)
     learner.publisher.round()
     assert run.state.allowance >= 3 * 10**6
-    learner.leave()
+    learner.close()
 
 
 def test_a_checkpoint_is_whole_whenever_it_is_taken_and_passed_on_once_stored(server) -> None:

@@ -48,14 +48,14 @@ def test_rows_count_entries_and_changes_are_returned_once() -> None:
     rows = LedgerRows()
     for number, (producer, seq) in enumerate([(1, 0), (2, 0), (1, 1)], start=1):
         assert rows.objection(staged(number, producer, seq)) == ""
-        assert rows.take(staged(number, producer, seq), consumed=producer == 1) == ""
+        assert rows.count(staged(number, producer, seq), consumed=producer == 1) == ""
     first = {1: Row(consumed=2, incarnation=7, last_seq=1), 2: Row(refused=1, incarnation=7, last_seq=0)}
     assert rows.rows == first
     assert rows.changes() == (first, b"3-0") and rows.changes() == ({}, b"3-0")
     rows.put_back(first)  # could not be stored
-    rows.take(staged(4, 1, 2), consumed=True)
+    rows.count(staged(4, 1, 2), consumed=True)
     assert rows.changes() == (first | {1: Row(consumed=3, incarnation=7, last_seq=2)}, b"4-0")
-    rows.take(staged(5, 9, 0), consumed=True)
+    rows.count(staged(5, 9, 0), consumed=True)
     rows.fold(2, {1})  # 9 is later: new, and not listed yet
     assert rows.rows == {1: Row(3, 0, 0, 7, 2), 9: Row(1, 0, 0, 7, 0), ENDED: Row(refused=1)}
     assert set(rows.changes()[0]) == {9, ENDED}
@@ -64,10 +64,10 @@ def test_rows_count_entries_and_changes_are_returned_once() -> None:
 def test_a_repetition_is_known_by_its_number_also_after_a_restart() -> None:
     rows, restarted = LedgerRows(), LedgerRows()
     for number in range(3):
-        rows.take(staged(number + 1, 5, number), consumed=True)
+        rows.count(staged(number + 1, 5, number), consumed=True)
     again = staged(2, 5, 1)
     assert rows.objection(again) == "producer 5: fragment 1 is repeated, its newest is 2"
-    assert rows.take(again, consumed=False) == ""
+    assert rows.count(again, consumed=False) == ""
     assert rows.rows == {5: Row(consumed=3, incarnation=7, last_seq=2), UNKNOWN: Row(refused=1)}
     assert rows.objection(staged(4, 5, 0, incarnation=8)) == ""  # another process
     restarted.load(Counters(cursor="2-0", admitted=3, dead=1, ledger=rows.state()))
@@ -159,7 +159,7 @@ def test_a_lost_fragment_is_found(client: Redis, server) -> None:
     found = ledger.audit(client, run)
     assert found.accounts[loser].trimmed == 1 and found.total("trimmed") == 1
     assert found.is_balanced and found.total("consumed") == len(entries) - 1
-    lost = [row["reason"] for row in runs.journal(client, run) if row["event"] == "lost"]
+    lost = [row["reason"] for row in runs.journal(client, run) if row["event"] == "lost fragments"]
     number = entries[3].count(b"q")
     assert lost == [f"1 fragment of producer {loser} before number {number} left the stream unread"]
 
@@ -229,7 +229,7 @@ def test_a_server_that_forgot_appends_counts_them_as_trimmed(client: Redis, run:
     append(client, run, 4)
     for entry in stream.read(client, run, b"0-0", count=9):
         one = staged(3, entry.producer, entry.count(b"q"))
-        rows.take(replace(one, entry_id=entry.entry_id), consumed=True)
+        rows.count(replace(one, entry_id=entry.entry_id), consumed=True)
     ledger.put(client, run, token, *rows.changes())
     assert audit_of(client, run, 1) == (5, 1, 0, 4, 0, 0, 0)
 

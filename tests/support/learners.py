@@ -239,7 +239,7 @@ def crashing(learner: Learner, crash_at: int | None) -> Iterator[threading.Event
             yield crashed
     finally:
         if crashed.is_set():
-            learner.leave()
+            learner.close()
 
 
 @contextmanager

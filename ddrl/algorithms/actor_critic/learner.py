@@ -125,6 +125,7 @@ class ActorCriticLearner(Generic[AnyOptions]):
     ) -> None:
         self.num_updates = 0
         self.num_steps = 0
+        self._is_observed = False  # `prepare` has added the batch to the statistics
         self.generator = torch.Generator().manual_seed(seed)
         self.device = device
         self.config = config
@@ -182,6 +183,7 @@ class ActorCriticLearner(Generic[AnyOptions]):
         config = self.config
         if config.normalize_observations and self._statistics["observation_count"] == 0:
             self.observe(batch)  # an untrained policy hardly depends on them
+            self._is_observed = True
         observation = self.normalized(batch.observation)
         parameters, value = self.network(to_input(observation))  # [R, P], [R]
         mean, std = self.return_scale
@@ -243,8 +245,9 @@ class ActorCriticLearner(Generic[AnyOptions]):
 
     def finish(self, batch: Trajectories, num_steps: int) -> None:
         """End an iteration: count its transitions, and add its observations to the statistics."""
-        if self.num_steps:  # `prepare` has added those of the first iteration
+        if not self._is_observed:
             self.observe(batch)
+        self._is_observed = False
         self.num_steps += num_steps
 
     @torch.no_grad()
