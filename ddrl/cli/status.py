@@ -11,11 +11,11 @@ from ddrl.cli.view import cells, other_metrics
 from ddrl.cli.watcher import Figures, Usage, Watcher, entitled
 from ddrl.store import evaluations, segments, weights
 
-NUM_EVALUATIONS = 10  # shown, the newest
+NUM_EVALUATIONS = 10  # the newest evaluations to show
 
 
 def status(run: Run = "last", json_output: Json = False) -> None:
-    """Show the state of a run: its workers and learner, counters, rates, weights, evaluations and memory."""
+    """Show the state of a run: its workers (until it ends), learner, counters, weights, evaluations, memory."""
     with server_of(run) as (client, run):
         figures = Watcher(client, run).poll()
         report = _report(client, figures)
@@ -26,7 +26,11 @@ def status(run: Run = "last", json_output: Json = False) -> None:
 
 
 def _report(client: Client, figures: Figures) -> dict[str, Any]:
-    """Return the report of `ddrl status --json`; times are seconds of the server's clock."""
+    """Return the report of `ddrl status --json`.
+
+    `*_s` values are seconds; `created_s`, `first_step_s` and `ended_s` are times by the server's clock. `sharing` holds
+    the run's share of all process time, and how its processes spent theirs, over the runs' whole lives.
+    """
     state, config, queue, loads = figures.state, figures.config, figures.state.queue, figures.loads
     index, shares = weights.index(client, state.run), Usage.now(state, loads).since(Usage())
     is_active = any(load.run == state.run for load in loads)
@@ -85,18 +89,19 @@ def _report(client: Client, figures: Figures) -> dict[str, Any]:
 
 def _show(figures: Figures, report: dict[str, Any]) -> None:
     state, shown, kept, sharing = figures.state, cells(figures), report["weights"], report["sharing"]
+    # `hints.hint` repeats the reason; the line "status" shows it already.
     hint = report["hint"].removeprefix(f"paused: {state.reason}; ")
     limit = "" if report["time_limit_s"] is None else f" of {duration(report['time_limit_s'])}"
     learner = "none" if not state.leased else state.host
     if state.handover:
-        learner += f", hands over to {state.handover}"
-    weight = f"{state.weight:g}, priority {state.priority}"
+        learner += f", requested by {state.handover}"
+    weight_text = f"{state.weight:g}, priority {state.priority}"
     if sharing["active_runs"] > 1 and sharing["share"] is not None:
-        weight += (
+        weight_text += (
             f"; {percent(sharing['share'])} of the process time of {sharing['active_runs']} active runs, "
-            f"{percent(sharing['entitled'])} by its weight"
+            f"entitled to {percent(sharing['entitled'])} among those of its priority"
         )
-    spent = (
+    process_time = (
         f"{duration(state.process_s)}: {percent(sharing['played'])} played, {percent(sharing['allowance_wait'])} "
         f"waited for the learner, {percent(sharing['room_wait'])} for room"
     )
@@ -115,14 +120,14 @@ def _show(figures: Figures, report: dict[str, Any]) -> None:
             "initial weights": report["from"],
             "learner": learner,
             "folder": state.folder or "-",
-            "weight": weight,
-            "process time": spent if state.process_s else None,
+            "weight": weight_text,
+            "process time": process_time if state.process_s else None,
             **shown,
-            "workers": f"{shown['workers']} on {state.queue}, {report['waiting_messages']} messages waiting",
+            "workers": f"{shown['workers']} on {state.queue}, {report['waiting_messages']} rollout messages waiting",
             "env steps": f"{shown['env steps']}, {state.allowance:,} allowed",
             "stream": f"{shown['stream']} in use, {fragments}",
-            "refused": f"{state.duplicates} repeated, {state.dead} invalid, {state.full} for lack of room",
-            **{f"refused by {host}": reason for host, reason in figures.refusals.items()},
+            "appends": f"{state.duplicates} repeated, {state.full} found no room; {state.dead} entries refused",
+            **{f"{host} cannot play": reason for host, reason in figures.refusals.items()},
             "weights": versions if kept["latest"] >= 0 else "none yet",
             "open evaluations": ", ".join(report["open_evaluations"]) or "none",
             "metrics": "  ".join(f"{n} {v}" for n, v in other_metrics(figures).items()) or None,
@@ -138,9 +143,10 @@ def _show(figures: Figures, report: dict[str, Any]) -> None:
         table(header, rows, left=("evaluation", "purpose"))
     if report["workers"]:
         print()
-        header = ("worker", "host", "pid", "processes", "plays", "evaluates")
+        counts = ("processes", "plays", "evaluates")
+        header = ("worker", "host", "pid", *counts)
         rows = [
-            (row["node"], row["host"], str(row["pid"]), *(row[name] for name in header[3:]))
+            (row["node"], row["host"], str(row["pid"]), *(row[name] for name in counts))
             for row in report["workers"]
         ]
         table(header, rows, left=("worker", "host"))
