@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import socket
 import sys
 import time
 from collections import Counter
@@ -26,9 +27,9 @@ from ddrl.store.runs import RunState, UnknownRunError
 POLL_S = 0.5
 TICK_S = 0.2
 LINE_S = 5.0
-OUTAGE_S = 300.0  # a server that is away for longer ends the command with its error
-ECHO = 2  # columns left free for the terminal's "^C", which would push the view down a line
-STARTING_S = 10.0  # for processes that this command starts, before their absence is reported
+OUTAGE_S = 300.0  # after this long without the server, the command fails with the connection error
+ECHO = 2  # columns left free: "^C", as the terminal echoes it, must not wrap a line
+STARTING_S = 10.0  # grace period for the processes that this command starts
 
 
 def watch(run: Run = "last", json_output: Json = False) -> None:
@@ -36,7 +37,7 @@ def watch(run: Run = "last", json_output: Json = False) -> None:
     with server_of(run) as (client, run):
         (state,) = follow(client, [run], json_output=json_output)
         end = summary(client, run)
-    answer(end, closing_lines(end), json_output=json_output)
+    answer(end, closing_lines(end, state), json_output=json_output)
     if state.status == "failed":
         raise typer.Exit(1)
 
@@ -49,18 +50,18 @@ def follow(
     console: Console | None = None,
     on_tick: Callable[[], None] | None = None,
 ) -> list[RunState]:
-    """Show runs until all have ended: one run with its curve, several as a table.
+    """Show runs until all have ended: on a terminal a live curve or table, else plain lines.
 
     Args:
         client: connection to the server.
         runs: their ids.
         json_output: keep stdout free for the caller's JSON; plain lines go to stderr.
-        console: where to show them; stdout by default. A live view if it is a terminal.
-        on_tick: called about every 0.2 s; its exceptions pass through.
+        console: where to show them; None: stdout, or stderr with `json_output`.
+        on_tick: called about every 0.2 s, by a command that started processes; its exceptions pass through.
 
     Raises:
-        UnknownRunError: a run does not exist, or was deleted meanwhile.
-        redis.RedisError: the server is away for longer than OUTAGE_S.
+        UnknownRunError: a run does not exist, or has been missing for longer than OUTAGE_S.
+        redis.RedisError: the server has not answered for longer than OUTAGE_S, or waiting does not help.
     """
     watchers = [Watcher(client, run, starting_s=STARTING_S if on_tick else 0.0) for run in runs]
     console = console or Console(stderr=json_output)
@@ -103,9 +104,9 @@ def _show_live(live: Live, runs: Sequence[Figures]) -> None:
 
 
 def _outage_text(error: Exception) -> str | None:
-    """Return the message to show during an outage; None if waiting does not help."""
+    """Return the message to show during an outage; None if the error is no outage."""
     if isinstance(error, UnknownRunError):
-        return "the server came back without the run; its learner restores it from the checkpoint"
+        return "the run is not on the server; waiting for its learner to restore it"
     text = connection.outage(error)
     return f"{text}; waiting for it" if text else None
 
@@ -114,7 +115,7 @@ def _outage_text(error: Exception) -> str | None:
 
 
 class Lines:
-    """Print a line per run at once, then every few seconds, and one at its end; notices at once.
+    """Print a line per run now, then every max(LINE_S, 2 s per run), and at its end; notices immediately.
 
     Args:
         file: output.
@@ -168,14 +169,14 @@ def plain_line(figures: Figures) -> str:
         if not state.ended and len(figures.loads) > 1 and recent.share is not None:
             parts.append(f"share {100 * recent.share:.0f}%")
         if not state.ended and recent.room_wait is not None and recent.room_wait >= ROOM_WAIT:
-            parts.append(f"waits {100 * recent.room_wait:.0f}% for room")
+            parts.append(f"{100 * recent.room_wait:.0f}% of the time waiting for room")
     if figures.hint:
         parts.append(f"({figures.hint})" if len(parts) > 1 else figures.hint)
     return "  ".join(parts)
 
 
-def closing_lines(end: Mapping[str, Any]) -> str:
-    """Return the result of a run for people; `end` is its summary."""
+def closing_lines(end: Mapping[str, Any], state: RunState) -> str:
+    """Return the closing text for a terminal; `end` is the run's summary (`records.summary`)."""
     evaluated, run, status = end["evaluation"], end["run"], end["status"]
     lines = [
         f"{run}: {status} after {duration(end['train_s'])} of training, "
@@ -185,8 +186,10 @@ def closing_lines(end: Mapping[str, Any]) -> str:
         episodes = f"{evaluated['episodes']} episodes"
         lines.append(f"policy version {end['policy_version']}: return {score(evaluated)} over {episodes}")
     if end["artifacts"]:
-        lines.append(f"artifacts in {end['artifacts']}")
-    if status in ("failed", "stopped", "time"):
+        host = "" if state.host in ("", socket.gethostname()) else f"{state.host}:"
+        lines.append(f"artifacts in {host}{end['artifacts']}")
+    # `ddrl resume` can raise the limit of time only, not that of env steps or updates.
+    if status in ("failed", "stopped") or state.reason.startswith("time limit"):
         more = " --time 10m" if status == "time" else ""
         lines.append(f"continue it with `ddrl resume {run}{more}`, look into it with `ddrl logs {run}`")
     return "\n".join(lines)

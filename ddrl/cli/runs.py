@@ -105,7 +105,7 @@ def _change(run: str, new: str, json_output: bool) -> None:
     with output.server_of(run) as (client, run):
         old = store.state(client, run)
         if old.ended:
-            remedy = "" if old.status == "solved" else f"; `ddrl resume {run}` continues it"
+            remedy = "" if old.status in ("solved", "time") else f"; `ddrl resume {run}` continues it"
             raise InputError(f"run {run}: has already ended ({old.status}){remedy}")
         if old.status == new:
             raise InputError(f"run {run}: is already {new}; `ddrl resume {run}` continues it")

@@ -186,7 +186,8 @@ def _attend(
     if len(runs) > 1:
         report([{"seed": store.config(client, row["run"]).seed, **row} for row in rows], json_output)
     else:
-        answer(rows[0], live.closing_lines(rows[0]), json_output=json_output)
+        text = live.closing_lines(rows[0], store.state(client, runs[0]))
+        answer(rows[0], text, json_output=json_output)
     has_failed = any(row["status"] == "failed" for row in rows)
     raise typer.Exit(130 if is_interrupted else 1 if has_failed else 0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -91,7 +92,7 @@ def test_following_waits_for_a_server_that_came_back_empty(
     def tick() -> None:
         if printed := capsys.readouterr().err:
             client.flushall()
-        if "came back without the run" in printed:
+        if "not on the server" in printed:
             for key, value in kept.items():
                 client.restore(key, 0, value, replace=True)
             runs.set_status(client, run, "stopped", "enough")
@@ -122,13 +123,16 @@ def test_notices_are_printed_once(client: Any) -> None:
     assert printed == ["set weight: 1.0 -> 1", "set weight: 1.0 -> 2"]
 
 
-def test_closing_lines_say_how_to_go_on() -> None:
+def test_closing_lines_say_how_to_go_on(client: Any) -> None:
+    state = replace(runs.state(client, make_run(client)), host="far", reason="time limit of 60 s")
     summary: dict[str, Any] = {"run": "x-1", "status": "time", "train_s": 61.0, "env_steps": 1000}
     summary |= {"updates": 10, "policy_version": 3, "artifacts": "/a/x-1", "evaluation": None}
-    text = live.closing_lines(summary)
-    assert "x-1: time after 1m01s" in text and "`ddrl resume x-1 --time 10m`" in text and "/a/x-1" in text
+    text = live.closing_lines(summary, state)
+    assert "x-1: time after 1m01s" in text and "`ddrl resume x-1 --time 10m`" in text and "far:/a/x-1" in text
+    state = replace(state, reason="limit of 10 updates")
+    assert "resume" not in live.closing_lines(summary, state), "it would be refused"
     summary["evaluation"] = {"return_mean": 9.0, "return_std": 1.0, "episodes": 20}
-    assert "return 9.0 ± 1.0 over 20 episodes" in live.closing_lines({**summary, "status": "solved"})
+    assert "return 9.0 ± 1.0 over 20 episodes" in live.closing_lines({**summary, "status": "solved"}, state)
 
 
 # --- views -------------------------------------------------------------------------------------------
@@ -269,7 +273,7 @@ def test_shares_and_waits_are_those_of_the_last_minute(client: Any, monkeypatch:
     assert (three.recent.share, entitled(three.state, three.loads)) == (0.75, 0.75)
     assert (one.recent.allowance_wait, one.recent.room_wait) == (0.25, 0.1) and three.recent.room_wait == 0.0
     assert one.hint == "the stream is full (512.0 MB): play waits for the learner; raise replay.max_bytes"
-    assert "share 25%  waits 10% for room" in live.plain_line(one) and "waits" not in live.plain_line(three)
+    assert "share 25%  10% of the time waiting for room" in live.plain_line(one) and "waiting" not in live.plain_line(three)
     assert "25 % of 25 %, normal" in shown(one) and "25 %, 10 % for room" in shown(one)
 
 
