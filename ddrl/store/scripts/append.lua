@@ -1,12 +1,14 @@
--- Append a fragment once, count it, and answer with what its collector does next.
+-- Append a fragment once, count it, and answer what its collector should do next.
 -- KEYS: 1 state (hash), 2 experience (stream), 3 episodes (stream), 4 draining (set of nodes),
 --       5 producers (hash: id -> JSON: incarnation (text), seq, last_ms, host, node, pid, fragments, duplicates).
---         `fragments` grows by the difference of the numbers, and so counts what a server has forgotten, too.
--- ARGV: 1 producer, 2 incarnation, 3 seq, 4 transitions, 5 bytes, 6 played ms, 7 host, 8 node, 9 pid,
---       10 returns of finished episodes (JSON, or ""), 11 cap of the episodes stream, 12 process ms,
---       13 and 14 ms waited for allowance and for room, then the fragment's fields and values
--- Answer: {GO | WAIT | YIELD | FULL | STOPPED, newest version, entry of the allowance, steps to append next}; a repeated
---         append changes no count but `duplicates`, and is answered like the first.
+--         `fragments` grows by the step in `seq`, so fragments that the server lost in a restart are counted too.
+-- ARGV: 1 producer, 2 incarnation, 3 seq, 4 transitions, 5 bytes, 6 ms spent stepping environments,
+--       7 host, 8 node, 9 pid, 10 returns of finished episodes (JSON, or ""), 11 cap of the episodes stream,
+--       12 ms of the process since its last append; of these, ms that it waited for 13 allowance and 14 room;
+--       then the fragment's fields and values
+-- Answer: {GO | WAIT | YIELD | FULL | STOPPED (see `stream.Answer`), newest version, id of the newest allowance entry,
+--         steps that this producer should append next (negative: overshoot)}. A repeated append writes no entry and
+--         counts as a duplicate; its answer is that of the present state.
 local state = redis.call('HMGET', KEYS[1], 'status', 'allowance', 'version', 'allowance_id', 'max_bytes',
   'appended_fragments', 'appended_steps', 'appended_bytes', 'trimmed_bytes', 'players', 'crashes', 'claim',
   'folded', 'played_ms', 'process_ms')
@@ -15,6 +17,7 @@ local allowance_id, max_bytes = state[4] or '0-0', tonumber(state[5] or 0)
 local fragments, steps = tonumber(state[6] or 0), tonumber(state[7] or 0)
 local bytes, trimmed = tonumber(state[8] or 0), tonumber(state[9] or 0)
 local players = tonumber(state[10] or 1)
+-- Half of an even share, so that producers overshoot little.
 local shares = players > 1 and 2 * players or 1
 local function left()
   if steps < allowance then return math.ceil((allowance - steps) / shares) end
@@ -22,16 +25,17 @@ local function left()
 end
 
 local stored = redis.call('HGET', KEYS[5], ARGV[1])
--- What a producer that was folded has appended is not known any more, so that a repetition would count twice.
+-- A folded producer's `seq` is gone, so a repeated append would count twice. Ids grow: an unknown id up to `folded`
+-- was folded, or was taken earlier and never appended.
 local is_folded = not stored and tonumber(ARGV[1]) <= tonumber(state[13] or 0)
 if is_folded or (status ~= 'active' and status ~= 'paused') then return {'STOPPED', version, allowance_id, 0} end
 
 local producer = stored and cjson.decode(stored) or {fragments = 0, duplicates = 0}
-local newest = producer.incarnation == ARGV[2] and producer.seq or -1
+local newest_seq = producer.incarnation == ARGV[2] and producer.seq or -1
 local seq = tonumber(ARGV[3])
 local time = redis.call('TIME')
 local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
-if seq <= newest then
+if seq <= newest_seq then
   redis.call('HINCRBY', KEYS[1], 'duplicates', 1)
   producer.duplicates = producer.duplicates + 1
 else
@@ -40,6 +44,7 @@ else
     return {'FULL', version, allowance_id, left()}
   end
   fragments, steps, bytes = fragments + 1, steps + tonumber(ARGV[4]), bytes + tonumber(ARGV[5])
+  -- Fields: see stream.py.
   local entry = {'f', fragments, 'n', steps, 'b', bytes, 's', ARGV[5], 'p', ARGV[1], 'i', ARGV[2], 'q', ARGV[3]}
   for i = 15, #ARGV do entry[#entry + 1] = ARGV[i] end
   redis.call('XADD', KEYS[2], '*', unpack(entry))
@@ -48,10 +53,11 @@ else
   if ARGV[13] ~= '0' then redis.call('HINCRBY', KEYS[1], 'allowance_wait_ms', ARGV[13]) end
   if ARGV[14] ~= '0' then redis.call('HINCRBY', KEYS[1], 'room_wait_ms', ARGV[14]) end
   if fragments == 1 then redis.call('HSETNX', KEYS[1], 'first_step_ms', now_ms - tonumber(ARGV[6])) end
+  -- A fragment ends a series of crashes.
   if state[11] and state[11] ~= '0' then redis.call('HSET', KEYS[1], 'crashes', 0) end
   producer = {
     incarnation = ARGV[2], seq = seq, last_ms = now_ms, host = ARGV[7], node = ARGV[8], pid = tonumber(ARGV[9]),
-    fragments = producer.fragments + seq - newest, duplicates = producer.duplicates,
+    fragments = producer.fragments + seq - newest_seq, duplicates = producer.duplicates,
   }
   if ARGV[10] ~= '' then
     redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[11], '*', 'returns', ARGV[10], 'env_steps', steps)

@@ -1,9 +1,9 @@
 -- fenced
--- Replace producers whose processes have ended by one row each in `producers` and `ledger`, unless one has changed.
+-- Fold producers whose processes have ended into one field of `producers` and one of `ledger`, unless one has changed.
 -- From then on no append is accepted from a producer up to `folded` that is not in `producers`.
 -- KEYS: 1 state (hash), 2 producers (hash), 3 ledger (hash).
--- ARGV: 1 token, 2 id of the one row, 3 its producer, 4 its row, then id, producer and row, as read, of each folded.
--- Answer: 1, or 0 if one of them has changed.
+-- ARGV: 1 token, 2 field of the folded, 3 and 4 its new values, then field and both values, as read, of each to fold.
+-- Answer: 1, or 0 if one of them has changed since it was read.
 redis.call('HDEL', KEYS[3], '')  -- first, so that the script works at maxmemory
 local last = tonumber(redis.call('HGET', KEYS[1], 'folded') or 0)
 for i = 5, #ARGV, 3 do

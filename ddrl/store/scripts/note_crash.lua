@@ -1,4 +1,4 @@
--- Note that a process could not play a run, or ended while it played it; nothing where the run is gone.
+-- Record that a process could not play a run, or ended while it played. Do nothing if the run is gone.
 -- KEYS: 1 state (hash), 2 journal (stream). ARGV: 1 reason, 2 cap of the journal.
 -- Answer: crashes since the last fragment.
 if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end

@@ -1,4 +1,4 @@
--- Note a process that is gone without having ended its segment.
+-- Record a process that disappeared during its segment.
 -- KEYS: 1 state (hash), 2 playing (hash), 3 journal (stream). ARGV: 1 process, 2 reason, 3 cap of the journal.
 -- Answer: 1, or 0 if the process was not playing.
 if redis.call('HDEL', KEYS[2], ARGV[1]) == 0 then return 0 end

@@ -1,4 +1,4 @@
--- Note why a machine cannot play a run, in the journal only if the reason is new; nothing where the run is gone.
+-- Store why a host cannot play a run. Add a journal entry if the host's reason changed. Do nothing if the run is gone.
 -- KEYS: 1 state (hash), 2 refusals (hash), 3 journal (stream). ARGV: 1 host, 2 reason, 3 cap of the journal.
 -- Answer: none.
 if redis.call('EXISTS', KEYS[1]) == 0 then return end

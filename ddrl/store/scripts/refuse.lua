@@ -1,5 +1,5 @@
 -- fenced
--- Note an entry that cannot be used.
+-- Record a stream entry that the learner cannot use.
 -- KEYS: 1 state (hash), 2 dead (stream). ARGV: 1 token, 2 cap, 3 entry id, 4 reason, 5 head of the entry's header.
 -- Answer: the id in `dead`.
 redis.call('HINCRBY', KEYS[1], 'dead', 1)

@@ -1,4 +1,4 @@
--- Give an open evaluation to a player, or note that the player still has it.
+-- Assign an open evaluation to a player, or count another beat of the player that has it.
 -- KEYS: 1 evaluating (hash). ARGV: 1 id, 2 player. Answer: the evaluation (JSON); nil if it is closed or another's.
 local evaluation = redis.call('HGET', KEYS[1], ARGV[1])
 if not evaluation then return false end

@@ -1,6 +1,6 @@
 -- fenced
--- Drop the entries before one that stays; what was appended before it is the new `trimmed_bytes`.
--- KEYS: 1 state (hash), 2 experience (stream). ARGV: 1 token, 2 the first entry that stays. Answer: entries dropped.
+-- Drop the entries before the first one to keep. `trimmed_bytes` becomes the bytes appended before that entry.
+-- KEYS: 1 state (hash), 2 experience (stream). ARGV: 1 token, 2 the first entry to keep. Answer: entries dropped.
 local removed = redis.call('XTRIM', KEYS[2], 'MINID', ARGV[2])
 local bytes = redis.call('HMGET', KEYS[1], 'appended_bytes', 'trimmed_bytes')
 local appended, before = tonumber(bytes[1] or 0), tonumber(bytes[2] or 0)
@@ -9,7 +9,7 @@ if first then
   local counts = {}
   for i = 1, #first[2], 2 do counts[first[2][i]] = tonumber(first[2][i + 1]) end
   trimmed = (counts.b or 0) - (counts.s or 0)
-  -- An entry that no append wrote leaves the figure to a later trim.
+  -- If no append wrote this entry, its counts are wrong: a later trim sets the figure.
   if trimmed < before or trimmed > appended then trimmed = before end
 end
 redis.call('HSET', KEYS[1], 'trimmed_bytes', string.format('%.0f', trimmed))
