@@ -101,7 +101,7 @@ def append(
     node: str = "-",
     pid: int = 0,
 ) -> Appended:
-    """Append one fragment, once: repeating the call writes nothing more and answers as the first time, or STOPPED.
+    """Append a fragment once; a repeated call writes nothing and is answered by the present state.
 
     Args:
         fields: the encoded fragment.
