@@ -1,17 +1,17 @@
-"""The queue of on-policy algorithms: every fragment once, in order, no staler than the bound.
+"""The queue of on-policy algorithms: each fragment once, in order; one that is too stale is dropped, or corrected.
 
-With batches of B transitions, versions counted by iterations and a lead of L versions (0 for `sync`, max_staleness
-for `async`), collectors may append while
+B is the number of transitions per batch; each iteration publishes one version. L is the number of versions by which
+play may run ahead: 0 for `sync`, max_staleness for `async`, and at least `forced_lag`. Collectors may append while
 
     appended < disposed + (1 + L) * B
 
-where `disposed` counts what was learned from or dropped by the iterations that led to the published version. A
-transition appended under version v is then at most number (v + 1 + L) * B and learned from by iteration v + L at the
-latest, so it is L versions stale. Only overshoot (processes play at the same time), slow processes and a learner that
-died give staler fragments; these are dropped, and what they took of the step budget is given back. The learner waits
-for appended transitions only, never for a producer, so no producer's death can stall it.
+where `disposed` counts the transitions learned from in publishing the current version or earlier ones, or dropped. As
+each iteration learns from at least B, a transition appended under version v is learned from by iteration v + L at the
+latest, so it is at most L versions stale. Three things make fragments staler: processes that overshoot the allowance
+together, slow processes, and the death of a learner. With `drop` these are dropped, and the step budget grows by as
+much. The learner waits for appended transitions only, never for a producer, so no producer's death can stall it.
 
-When B transitions wait, an iteration takes fragments whole, from the oldest on, until it has B.
+When enough transitions wait, an iteration takes whole fragments, the oldest first, until it has B transitions.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from ddrl.types import Fragment, Trajectories
 
 
 @dataclass(frozen=True)
-class _Account:
+class _Content:
     """The content at one moment; replaced as a whole, because another thread reads it."""
 
     queued_steps: int = 0
-    learned_steps: int = 0  # of the iteration that began last; disposed of once its version is published
-    version: int = -1  # that it began with
+    learned_steps: int = 0  # transitions of the newest iteration; they count as open until its version is published
+    version: int = -1  # version published when that iteration began
 
 
 class Fifo:
     """The queue of fragments between reader and learner.
 
-    The training thread calls `admit` and `draw`; `step_budget` may be called by another one.
+    The training thread calls `admit` and `draw`; another thread may call `step_budget` and `figures`.
 
     Args:
         batch_size: B, transitions of an iteration.
         gamma: discount of one agent step, in [0, 1].
         collect: `sync` or `async`.
         max_staleness: versions.
-        stale: what happens to staler fragments.
+        stale: `drop` or `correct` fragments older than `max_staleness`.
         forced_lag: versions by which learning is held back, for studies.
         frame_stack: K, observations that the networks see at once.
 
@@ -72,13 +72,13 @@ class Fifo:
         self._needed = batch_size * (1 + forced_lag)  # transitions that must wait before an iteration
         self._lead = max(forced_lag, 0 if collect == "sync" else max_staleness)
         self._queue: deque[tuple[bytes, Fragment]] = deque()
-        self._account = _Account()
+        self._content = _Content()
         self.budget_increment = 1
-        """Steps by which the step budget grows before it is published."""
+        """Smallest growth of the step budget that is worth publishing."""
         self.num_collectors = 1
-        """Collectors that sent a fragment lately; what is left of the step budget is divided among them."""
+        """Collectors with a fragment between the last two draws; the remaining step budget is divided among them."""
         self.first_version = 0
-        """Older versions are another learner's weights, not earlier ones of these."""
+        """Versions below this come from a former learner's weights; with `drop`, their fragments are stale."""
         self._seen: set[int] = set()  # producers since the last draw
         self.num_dropped = 0
         """Fragments dropped because they were too stale."""
@@ -87,7 +87,7 @@ class Fifo:
 
     def __len__(self) -> int:
         """Return the number of transitions that wait."""
-        return self._account.queued_steps
+        return self._content.queued_steps
 
     @property
     def oldest_entry_id(self) -> bytes | None:
@@ -109,33 +109,33 @@ class Fifo:
         return fragment
 
     def admit(self, fragment: Fragment, entry_id: bytes, *, version: int) -> None:
-        """Queue a fragment that `pack` has checked, or drop it if it is too stale already.
+        """Queue a fragment that `pack` has checked, or, with `drop`, drop it if it is too stale.
 
         Args:
             fragment: as decoded.
             entry_id: its id in the stream.
-            version: latest published.
+            version: the latest published version.
         """
         self._seen.add(fragment.producer)
         if self._is_stale(fragment, version):
             self.num_dropped += 1
             return
         self._queue.append((entry_id, fragment))
-        self._count(fragment.num_transitions)
+        self._add_steps(fragment.num_transitions)
 
     def draw(self, *, num_steps: int, num_updates: int, version: int) -> Trajectories | None:
         """Return the batch of the next iteration, NumPy arrays; None while too little waits.
 
         Args:
             num_steps, num_updates: not needed here.
-            version: published, and made by the iteration before.
+            version: the latest published version; the previous iteration made it.
         """
         if len(self) < self._needed:
             return None
         if any(self._is_stale(fragment, version) for _, fragment in self._queue):
             fresh = deque((entry, one) for entry, one in self._queue if not self._is_stale(one, version))
             self.num_dropped += len(self._queue) - len(fresh)
-            self._count(sum(one.num_transitions for _, one in fresh) - len(self))
+            self._add_steps(sum(one.num_transitions for _, one in fresh) - len(self))
             self._queue = fresh
             if len(self) < self._needed:
                 return None
@@ -146,7 +146,7 @@ class Fifo:
             taken.append(fragment)
             num_taken += fragment.num_transitions
             self._staleness.append((version - fragment.policy_version, fragment.num_transitions))
-        self._account = _Account(len(self) - num_taken, num_taken, version)
+        self._content = _Content(len(self) - num_taken, num_taken, version)
         self.num_collectors, self._seen = max(1, len(self._seen)), set()
         return trajectories(taken, gamma=self._gamma, frame_stack=self._frame_stack)
 
@@ -154,12 +154,12 @@ class Fifo:
         """Return the environment steps below which collectors may append.
 
         Args:
-            num_steps: appended, up to the last fragment admitted.
+            num_steps: steps appended up to the newest fragment admitted.
             num_updates: not needed here.
-            version: published, or about to be in the same call.
+            version: latest published version, or the one being published.
         """
-        account = self._account
-        open_steps = account.queued_steps + (account.learned_steps if version <= account.version else 0)
+        content = self._content
+        open_steps = content.queued_steps + (content.learned_steps if version <= content.version else 0)
         return num_steps - open_steps + (1 + self._lead) * self._batch_size
 
     def update_priorities(self, batch: Any, td_error: Callable[[], NDArray[np.float32]]) -> None:
@@ -194,12 +194,12 @@ class Fifo:
         oldest = max(self.first_version, version - self._max_staleness)
         return self._drops and fragment.policy_version < oldest
 
-    def _count(self, num_transitions: int) -> None:
-        self._account = replace(self._account, queued_steps=len(self) + num_transitions)
+    def _add_steps(self, num_transitions: int) -> None:
+        self._content = replace(self._content, queued_steps=len(self) + num_transitions)
 
 
 def check_staleness(*, collect: str, max_staleness: int, forced_lag: int = 0) -> None:
-    """Refuse settings under which every fragment would be too stale.
+    """Refuse a bound on staleness that the settings cannot keep.
 
     Raises:
         ValueError: names the setting, its value and the nearest one that can be used.
@@ -217,10 +217,10 @@ def check_staleness(*, collect: str, max_staleness: int, forced_lag: int = 0) ->
 
 
 def trajectories(fragments: Sequence[Fragment], *, gamma: float, frame_stack: int = 1) -> Trajectories:
-    """Return all transitions of `fragments`, side by side; those of one producer that follow each other are joined.
+    """Return all transitions of `fragments` as lanes; consecutive fragments of one producer share their lanes.
 
-    The C context steps give neither transitions nor rows; stacks reach into them. The action is the column `raw_action`
-    where there is one: the action as the policy drew it, before it was scaled and clipped for the environment.
+    Context steps yield no transitions; they only complete frame stacks. The action is the column `raw_action` where
+    there is one: the action as the policy drew it, before it was scaled and clipped for the environment.
 
     Args:
         fragments: at least one, in the order of the stream, each one having passed `check_trajectory`.
@@ -228,7 +228,7 @@ def trajectories(fragments: Sequence[Fragment], *, gamma: float, frame_stack: in
         frame_stack: K observations that a network sees at once.
 
     Raises:
-        ValueError: final observations do not match the truncated steps (see `check_trajectory` for the rest).
+        ValueError: final observations do not match the truncated steps; nothing else is checked here.
     """
     chains: dict[tuple[int, int, int], list[list[Fragment]]] = {}
     for fragment in fragments:
@@ -250,7 +250,7 @@ def trajectories(fragments: Sequence[Fragment], *, gamma: float, frame_stack: in
     for chain in lanes:
         step, here = 0, slice(lane, lane + chain[0].num_envs)
         for fragment in chain:
-            context, last = fragment.context, fragment is chain[-1]
+            context, is_last = fragment.context, fragment is chain[-1]
             rows, start, after = _stacked(fragment, frame_stack)
             at = slice(step, step + fragment.num_steps)
             row[at, here] = num_rows + start
@@ -260,7 +260,7 @@ def trajectories(fragments: Sequence[Fragment], *, gamma: float, frame_stack: in
             reward[at, here] = fragment.reward[context:]
             discount[at, here] = np.where(fragment.terminated[context:], 0.0, gamma)
             continues[at, here] = ~(fragment.terminated | fragment.truncated)[context:]
-            continues[at.stop - 1, here] &= not last
+            continues[at.stop - 1, here] &= not is_last  # the end of a chain is a cut: it bootstraps
             log_prob[at, here] = fragment.extras["behavior_log_prob"][context:]
             observations.append(rows)
             num_rows += len(rows)
@@ -307,7 +307,7 @@ def _drawn(fragment: Fragment) -> NDArray[Any]:
 def _stacked(
     fragment: Fragment, frame_stack: int
 ) -> tuple[NDArray[Any], NDArray[np.int64], NDArray[np.int64]]:
-    """Return inputs [R, *I] of the steps after the context; [T, N] row before each step, and of the true one after it.
+    """Return the network inputs [R, *I], and for each step the row [T, N] of its observation and of its true next one.
 
     Raises:
         ValueError: there is no step, or the final observations do not match the truncated steps.
@@ -316,6 +316,7 @@ def _stacked(
     if frame_stack == 1:
         return block.observation, block.row[:-1], block.next_row
     row, next_row = block.row[-1 - fragment.num_steps :], block.next_row[-fragment.num_steps :]
+    # Keep only the rows that are used, and number them anew.
     used = np.zeros(len(block.observation), np.bool_)
     used[row] = used[next_row] = True
     number = np.cumsum(used) - 1
