@@ -1,7 +1,7 @@
 """Transitions as the items of a replay: cut from fragments, and gathered as batches.
 
-In this folder `terminated` and `truncated` become a discount, and nowhere else; a truncated step is tied to its true
-final observation instead of the first one of the next episode.
+Here `terminated` and `truncated` become a discount (by `returns.n_step_return`), and a truncated step is tied to its
+true final observation instead of the first one of the next episode.
 """
 
 from __future__ import annotations
