@@ -12,7 +12,7 @@ from dataclasses import astuple, replace
 
 from ddrl.replay.reader import Decoded
 from ddrl.store.checkpoints import Counters
-from ddrl.store.ledger import ENDED, UNKNOWN, Row, added
+from ddrl.store.ledger import ENDED, UNKNOWN, Row, sum_rows
 
 
 class LedgerRows:
@@ -59,7 +59,7 @@ class LedgerRows:
         missing = entry.seq - self._newest(entry) - 1 if is_fragment else 0
         producer = entry.producer if is_fragment else UNKNOWN
         with self._lock:
-            row = added(self._rows.get(producer, Row()), Row(int(consumed), int(not consumed), missing))
+            row = sum_rows(self._rows.get(producer, Row()), Row(int(consumed), int(not consumed), missing))
             if is_fragment:
                 row = replace(row, incarnation=entry.incarnation, last_seq=entry.seq)
             self._rows[producer] = self._changed[producer] = row
@@ -86,7 +86,7 @@ class LedgerRows:
         """Add to the row ENDED those of producers with ids up to `last` that are not `listed` (see `ledger.folded`)."""
         with self._lock:
             for producer in [p for p in self._rows if 0 <= p <= last and p not in listed]:
-                row = added(self._rows.get(ENDED, Row()), self._rows.pop(producer))
+                row = sum_rows(self._rows.get(ENDED, Row()), self._rows.pop(producer))
                 self._rows[ENDED] = self._changed[ENDED] = row
                 self._changed.pop(producer, None)
 

@@ -1,14 +1,15 @@
 """The ledger: what became of every acknowledged fragment, producer by producer.
 
-The append counts a producer's fragments, the learner counts what it did with them; the rest waits in the stream. So
+`append.lua` counts a producer's fragments, the learner counts what it did with them; fragments not yet decided wait in
+the stream. So for each producer
 
     appended = consumed + waiting + trimmed + refused
 
-for each producer, where `trimmed` are those that left the stream before the learner read them: none, in order.
+where `trimmed` counts those that left the stream before the learner read them (`Row.unread`): normally zero.
 
-Each process that plays is a producer. Once it has ended and all it appended is decided, its row is folded into the row
-ENDED. A late append of a folded producer is answered STOPPED, since it may repeat a fragment that was counted; a
-process that lives after all continues as another producer.
+Each process that plays is a producer. Once it has ended and none of its fragments waits, its row is folded into the row
+ENDED. A late append of a folded producer is answered STOPPED, since it may repeat a fragment that was counted; if the
+process is still alive, it continues under a new producer id.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from ddrl.store.connection import call
 AUDITS = 10  # attempts, since the run goes on during an audit
 UNKNOWN = -1  # the producer of entries that no append wrote
 ENDED = -2  # stands for all producers that were folded
-QUIET_S = 60.0  # since its last append, before a producer is folded; heartbeats come back much sooner after an outage
+# A producer is folded only this long after its last append: a late heartbeat after an outage does not fold a live one.
+QUIET_S = 60.0
 FOLDED_AT_ONCE = 1_000  # producers, since a long script delays every other client
 _CURSOR = b"cursor"
 
@@ -39,9 +41,9 @@ class Row:
 
     Attributes:
         consumed: admitted to learning, or dropped as too stale.
-        refused: into `dead`.
-        unread: left the stream before they were read, known by a gap in the sequence numbers.
-        incarnation, last_seq: of the newest one read.
+        refused: recorded in the stream `dead`.
+        unread: never read: a gap in the sequence numbers shows that they were trimmed first.
+        incarnation, last_seq: those of the newest fragment read.
     """
 
     consumed: int = 0
@@ -52,7 +54,7 @@ class Row:
 
     @property
     def decided(self) -> int:
-        """Fragments that do not wait any more."""
+        """Fragments that no longer wait."""
         return self.consumed + self.refused + self.unread
 
     def encode(self) -> str:
@@ -67,15 +69,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Producer:
-    """A producer as the append holds it (JSON).
+    """A producer as `append.lua` stores it (JSON).
 
     Attributes:
-        incarnation: as text, for Lua's numbers are not exact beyond 53 bits.
-        seq: of its newest fragment.
-        last_ms: server's clock at its last append.
-        host, node, pid: where it runs; the worker's name and the process.
-        fragments: acknowledged.
-        duplicates: repeated appends that were not counted.
+        incarnation: a number of 48 bits, as text: Lua's JSON keeps 14 digits of a number.
+        seq: number of its newest fragment.
+        last_ms: time of its last append, by the server's clock.
+        host, node, pid: the machine, the worker's name and the process.
+        fragments: how many were acknowledged.
+        duplicates: repeated appends, which wrote nothing.
     """
 
     incarnation: str = "0"
@@ -102,11 +104,16 @@ class Producer:
 
 @dataclass(frozen=True)
 class Account:
-    """One producer's fragments, all of them; see the module's docstring.
+    """The counts of one producer's fragments; see the module's docstring.
 
     Attributes:
         host: where it plays or played.
-        duplicates: repetitions that the append did not count.
+        appended: acknowledged by the server.
+        consumed: admitted to learning, or dropped as too stale.
+        waiting: in the stream, not yet read by the learner.
+        trimmed: trimmed before the learner read them.
+        refused: recorded in the stream `dead`.
+        duplicates: repeated appends, which wrote nothing.
     """
 
     host: str
@@ -129,7 +136,7 @@ class Audit:
 
     Attributes:
         accounts: by producer.
-        unknown: entries of the stream that no append wrote, waiting or refused.
+        unknown: entries in no producer's account: waiting, or refused.
         cursor: the last entry that the ledger covers.
     """
 
@@ -139,7 +146,7 @@ class Audit:
 
     @property
     def is_balanced(self) -> bool:
-        """Every acknowledged fragment is accounted for, once."""
+        """Every acknowledged fragment is accounted for once; trimmed (lost) ones count as accounted for."""
         return all(account.difference == 0 for account in self.accounts.values())
 
     def total(self, name: str) -> int:
@@ -158,7 +165,7 @@ def put(client: Redis, run: str, token: int, changed: Mapping[int, Row], cursor:
 
 
 def replace(client: Redis, run: str, token: int, rows: Mapping[int, Row], cursor: bytes) -> None:
-    """Store the rows of a learner that goes on from its checkpoint; other producers' rows become empty.
+    """Replace all rows by those of a checkpoint; producers that it does not know get empty rows.
 
     Raises:
         LeaseLostError: another learner took over.
@@ -180,15 +187,15 @@ def fold(
     *,
     quiet_s: float | None = None,
 ) -> int:
-    """Fold the producers whose processes have ended and of whose fragments none waits; return their number.
+    """Fold producers that have ended and have no waiting fragments, at most FOLDED_AT_ONCE; return their number.
 
     Args:
         client: connection to the server.
-        run: whose ledger.
+        run: its id.
         token: fencing token.
-        checkpoint: rows of the newest checkpoint, as `Counters.ledger`. A producer whose row has changed since stays,
-            so that no learner that starts from that checkpoint reads a fragment of a folded producer.
-        quiet_s: since the last append, by the server's clock; None: QUIET_S.
+        checkpoint: rows of the newest checkpoint, as `Counters.ledger`. Producers whose rows changed after it are not
+            folded: a learner that starts from it would read their fragments again.
+        quiet_s: least time since the last append, by the server's clock; None: QUIET_S.
 
     Raises:
         LeaseLostError: another learner took over.
@@ -217,21 +224,22 @@ def fold(
         one = dataclasses.replace(
             one, fragments=one.fragments + producer.fragments, duplicates=one.duplicates + producer.duplicates
         )
-        total = added(total, row)
+        total = sum_rows(total, row)
     script_keys = [keys.state(run), keys.producers(run), keys.ledger(run)]
     args = (ENDED, one.encode(), total.encode(), *parts)
     return len(parts) // 3 if parts and call(client, "fold", script_keys, [token, *args]) else 0
 
 
-def added(total: Row, row: Row) -> Row:
-    """Return the row of several producers with one more of them."""
+def sum_rows(total: Row, row: Row) -> Row:
+    """Return the sum of two rows, without incarnation and last_seq."""
     return Row(total.consumed + row.consumed, total.refused + row.refused, total.unread + row.unread)
 
 
 def folded(client: Redis, run: str) -> tuple[int, set[int]]:
-    """Return the last producer folded, and those that are listed: one that is neither later nor listed was folded."""
+    """Return the highest folded id and the ids still listed; a lower id that is not listed was folded."""
     names = ["folded", "retired"]  # `retired`: of earlier versions of ddrl
-    values: Any = client.hmget(keys.state(run), names)  # read first: producers listed later may be new
+    # Read before the list: a producer that appears between the two reads is then not taken for a folded one.
+    values: Any = client.hmget(keys.state(run), names)
     listed = {int(name) for name in cast("list[bytes]", client.hkeys(keys.producers(run)))}
     return max(int(value or 0) for value in values), {producer for producer in listed if producer >= 0}
 
@@ -241,18 +249,19 @@ def audit(client: Redis, run: str, *, on_entries: Callable[[int, int], None] | N
 
     Args:
         client: connection to the server.
-        run: whose stream.
-        on_entries: called with how many of how many waiting entries have been read.
+        run: its id.
+        on_entries: called with the entries read so far and an upper bound of their number.
     """
     for _ in range(AUDITS):
         found = _audit(client, run, on_entries)
         if found.is_balanced or read(client, run)[1].decode() == found.cursor:
-            break  # else the learner may have trimmed entries before they were read here as waiting
+            break  # otherwise the ledger moved during the audit, which may be all that is wrong: try again
     return found
 
 
 def _audit(client: Redis, run: str, on_entries: Callable[[int, int], None] | None) -> Audit:
-    with client.pipeline(transaction=True) as pipe:  # one moment; the entries are read afterwards
+    # An atomic snapshot; the entries are read afterwards.
+    with client.pipeline(transaction=True) as pipe:
         pipe.hgetall(keys.producers(run))
         pipe.hgetall(keys.ledger(run))
         pipe.xrevrange(keys.experience(run), count=1)
