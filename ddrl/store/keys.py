@@ -1,39 +1,40 @@
-"""Every Redis key: its pattern, type, writer, reader and lifetime. No other file spells one.
+"""Every Redis key: its pattern, type, writers, readers, content and lifetime. No other file spells one.
 
-`{run}` is a hash tag: all keys of a run share a cluster slot, so one script may touch several of them.
+Redis Cluster is not supported: some scripts touch the keys of several runs. `<r>` is the id of one `ddrl evaluate`.
+"The run's" means: deleted with the run.
 
-| key                               | type   | written by            | read by             | lifetime |
-|-----------------------------------|--------|-----------------------|---------------------|----------|
-| ddrl:runs                         | zset   | submit                | all                 | ids by creation time; a member goes with its run |
-| ddrl:open                         | zset   | submit, learner, cli  | all                 | those that have not ended, by creation |
-| ddrl:producers                    | string | collector             | collector           | counter of producer ids |
-| ddrl:deleted                      | zset   | cli                   | learner             | ids of runs deleted on purpose, by time; a month |
-| ddrl:workers                      | set    | worker                | status, dispatcher  | names of heartbeats; one goes with its worker |
-| ddrl:worker:<node>:<host>:<pid>   | string | worker                | status, dispatcher  | heartbeat, expires |
-| ddrl:broker:*                     |        | Celery                | Celery              | messages waiting; Celery's own keys |
-| ddrl:{run}:spec                   | string | submit                | all                 | the run's |
-| ddrl:{run}:state                  | hash   | all                   | all                 | the run's; status, reason, counters, allowance, share of the fleet, last producer folded |
-| ddrl:{run}:initial                | string | submit                | learner             | weights to begin with, safetensors; the run's |
-| ddrl:{run}:lease                  | string | learner               | learner             | token of the learner, expires |
-| ddrl:{run}:allowance              | stream | learner               | collector           | one entry: env steps that may be played, latest version |
-| ddrl:{run}:experience             | stream | collector             | learner             | fragments: the replay buffer; trimmed by the learner |
-| ddrl:{run}:producers              | hash   | collector             | stream, audit       | producer -> JSON: see scripts/append.lua; -2: all that were folded |
-| ddrl:{run}:playing                | hash   | worker                | dispatcher, fleet   | process -> node, pid, task, since_ms, charge_ms, weight (JSON); while it plays |
-| ddrl:{run}:draining               | set    | worker                | collector           | nodes whose processes end their segments; expires |
-| ddrl:{run}:refusals               | hash   | worker                | cli                 | host -> why it does not play the run |
-| ddrl:{run}:ledger                 | hash   | learner               | audit               | producer -> JSON list: see `ledger.Row`; `cursor`: the last entry covered |
-| ddrl:{run}:weights                | hash   | learner               | all                 | latest, best, kept |
-| ddrl:{run}:weights:<v>            | string | learner               | collector, cli      | safetensors; until pruned |
-| ddrl:{run}:evaluating             | hash   | learner, worker       | evaluation worker   | the run's open evaluations and who plays each; fields go with the result |
-| ddrl:{run}:evaluating:<r>         | hash   | cli, worker           | evaluation worker   | the same of one `ddrl evaluate`; expires |
-| ddrl:{run}:evaluations            | stream | evaluation worker     | learner, cli        | the run's results: version, seeds, returns; the run's |
-| ddrl:{run}:evaluations:<r>        | stream | evaluation worker     | cli                 | results of one `ddrl evaluate`; expires |
-| ddrl:{run}:episodes               | stream | collector             | learner, cli        | finished training episodes, capped |
-| ddrl:{run}:metrics                | stream | learner               | cli                 | the learner's figures, capped |
-| ddrl:{run}:dead                   | stream | learner               | cli                 | refused entries and why, capped |
-| ddrl:{run}:journal                | stream | all                   | cli                 | every change of state or setting, capped |
-| ddrl:{run}:logs                   | stream | learner, worker       | cli                 | lines of log, capped |
-| ddrl:{run}:checkpoint:<t>:<n>:<p> | string | learner               | learner             | parts, named by the pointer in state |
+| key                               | type   | written by           | read by                   | content                                                      | lifetime |
+|-----------------------------------|--------|----------------------|---------------------------|--------------------------------------------------------------|----------|
+| ddrl:runs                         | zset   | submit               | all                       | ids of all runs, by creation time                            | a member: its run's |
+| ddrl:open                         | zset   | submit, learner, cli | all                       | ids of runs that have not ended, by creation time            | a member: until its run ends |
+| ddrl:producers                    | string | collector            | collector                 | counter of producer ids                                      | kept |
+| ddrl:deleted                      | zset   | cli                  | learner                   | ids of runs deleted on purpose, by time                      | a member: a month |
+| ddrl:workers                      | set    | worker               | cli, dispatcher           | names of the heartbeats                                      | a member: its worker's |
+| ddrl:worker:<node>:<host>:<pid>   | string | worker               | cli, dispatcher           | heartbeat                                                    | expires |
+| ddrl:broker:*                     |        | Celery               | Celery                    | messages waiting; Celery's own keys                          | Celery's |
+| ddrl:{run}:spec                   | string | submit, cli          | all                       | resolved config, JSON                                        | the run's |
+| ddrl:{run}:state                  | hash   | all                  | all                       | status, reason, counters, allowance, process time, pointer to the checkpoint | the run's |
+| ddrl:{run}:initial                | string | submit               | learner                   | initial weights, safetensors                                 | the run's |
+| ddrl:{run}:lease                  | string | learner              | all                       | fencing token of the learner that holds the run              | expires |
+| ddrl:{run}:allowance              | stream | learner              | collector                 | one entry: env steps that may be played, latest version      | the run's |
+| ddrl:{run}:experience             | stream | collector            | learner                   | fragments: the replay buffer                                 | trimmed by the learner |
+| ddrl:{run}:producers              | hash   | collector, learner   | collector, learner, audit | producer -> JSON (see scripts/append.lua); -2: sum over producers that have ended (see ledger.py) | a field: until folded |
+| ddrl:{run}:playing                | hash   | worker, dispatcher   | worker, dispatcher, cli   | process -> node, pid, task, since_ms, charge_ms, weight (JSON) | a field: while it plays |
+| ddrl:{run}:draining               | set    | worker               | collector                 | nodes whose processes should end their segments              | expires |
+| ddrl:{run}:refusals               | hash   | worker               | cli                       | host -> why it cannot play the run                           | the run's |
+| ddrl:{run}:ledger                 | hash   | learner              | learner, audit            | producer -> JSON list (see `ledger.Row`); `cursor`: the last entry covered | a field: until folded |
+| ddrl:{run}:weights                | hash   | learner              | all                       | latest and best version; version -> bytes of each kept one   | the run's |
+| ddrl:{run}:weights:<v>            | string | learner              | collector, cli            | weights of a version, safetensors                            | until pruned |
+| ddrl:{run}:evaluating             | hash   | learner, worker      | evaluation worker         | the run's open evaluations and who plays each                | a field: until its result |
+| ddrl:{run}:evaluating:<r>         | hash   | cli, worker          | evaluation worker         | the same of one `ddrl evaluate`                              | expires |
+| ddrl:{run}:evaluations            | stream | evaluation worker    | learner, cli              | the run's results: version, seeds, returns                   | the run's |
+| ddrl:{run}:evaluations:<r>        | stream | evaluation worker    | cli                       | results of one `ddrl evaluate`                               | expires |
+| ddrl:{run}:episodes               | stream | collector            | learner, cli              | finished training episodes                                   | capped |
+| ddrl:{run}:metrics                | stream | learner              | cli                       | the learner's figures                                        | capped |
+| ddrl:{run}:dead                   | stream | learner              | cli                       | stream entries that the learner refused, with reasons        | capped |
+| ddrl:{run}:journal                | stream | all                  | cli                       | every change of state or setting                             | capped |
+| ddrl:{run}:logs                   | stream | learner, worker      | cli                       | lines of log                                                 | capped |
+| ddrl:{run}:checkpoint:<t>:<n>:<p> | string | learner              | learner                   | parts of a checkpoint, named by the pointer in state         | until the next checkpoint |
 """
 
 from __future__ import annotations
@@ -45,20 +46,23 @@ OPEN = "ddrl:open"
 PRODUCERS = "ddrl:producers"
 DELETED = "ddrl:deleted"
 WORKERS = "ddrl:workers"
-BROKER_PREFIX = "ddrl:broker:"  # of Celery's own keys; `celery.py` sets it
+BROKER_PREFIX = "ddrl:broker:"  # prefix of Celery's own keys; `celery.py` sets it
 
 
-def worker(node: str) -> str:
-    """Heartbeat of one worker."""
-    return f"ddrl:worker:{node}"
+def worker(name: str) -> str:
+    """Heartbeat of one worker; `name` is `<node>:<host>:<pid>`."""
+    return f"ddrl:worker:{name}"
 
 
 FIRST, LATER = 0, 3
-"""Priorities of messages, as Celery's Redis transport counts them: evaluations go before rollouts."""
+"""Celery priorities on Redis (0 is served first): a run's evaluations FIRST, rollouts and `ddrl evaluate` LATER."""
 
 
 def queue(name: str) -> str:
-    """The list in which Celery keeps a queue's messages of priority LATER, such as rollouts."""
+    """The list in which Celery keeps a queue's messages of priority LATER, such as rollouts.
+
+    Kombu separates the queue's name and the priority by the bytes 0x06 0x16.
+    """
     return f"{BROKER_PREFIX}{name}\x06\x16{LATER}"
 
 
@@ -118,10 +122,10 @@ def checkpoint_token(part: str) -> int:
 
 
 def checkpoint_pattern(run: str) -> str:
-    """Matches all parts of a run's checkpoints (glob)."""
+    """Glob for all parts of a run's checkpoints."""
     return of_run(run, "checkpoint:*")
 
 
 def run_pattern(run: str) -> str:
-    """Matches every key of a run (glob; run ids hold no special character)."""
+    """Glob for all keys of a run; run ids contain no glob characters."""
     return f"ddrl:{{{run}}}:*"
