@@ -1,4 +1,4 @@
-"""Heads: from features to the values of actions, or their distributions."""
+"""Heads: from features to the values of actions, or to their distributions."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ddrl.networks.layers import Activation, orthogonal_linear, uniform_, unifor
 
 
 def expected_values(output: Tensor, atoms: Tensor | None) -> Tensor:
-    """Return action values of a head's output.
+    """Return action values from a head's output.
 
     Args:
-        output: [B, A, Z] logits of `atoms`, or values or quantiles where there are none.
-        atoms: [Z] the support of a categorical distribution; None for the others.
+        output: [B, A, Z] logits over `atoms`; with `atoms` None, a value (Z = 1) or quantiles.
+        atoms: [Z] the support of a categorical distribution.
 
     Returns:
         [B, A] in units of the return.
@@ -45,21 +45,22 @@ def dueling(value: Tensor, advantage: Tensor) -> Tensor:
 
 
 class Head(nn.Module):
-    """Up to one hidden layer, then the values of A actions with Z atoms each; dueling or not.
+    """An optional hidden layer, then Z outputs for each of A actions (a value, logits of atoms, or quantiles).
 
-    Dueling, each of the two streams has a hidden layer of its own; they are one matrix, the value's first. Parameters
-    are named `hidden.*` [1 or 2 * hidden_size, F], `value.*` [Z, ...] (dueling only) and `advantage.*` [A * Z, ...],
-    each with `weight` and `bias` as of torch.nn.Linear, or as of `NoisyLinear`.
+    If dueling, each stream has its own hidden layer; both are one matrix, with the value stream first. Parameters are
+    named `hidden.*` [(1 or 2) * hidden_size, F], `value.*` [Z, ...] (dueling only) and `advantage.*` [A * Z, ...], each
+    with `weight` and `bias` as in torch.nn.Linear, or as in `NoisyLinear`.
 
     Args:
         num_features: F.
         num_actions: A.
         num_atoms: Z.
-        hidden_size: width of the hidden layer, or of each stream's; None for none.
+        hidden_size: width of the hidden layer, or of each stream's; None: no hidden layer.
         activation: after the hidden layer, in place.
-        is_dueling: with two streams.
-        noise_scale: sigma_0 of noisy layers; None for plain ones. A hidden plain layer is orthogonal with gain sqrt(2).
-        generator: CPU generator of the initial weights; torch's global one when None.
+        is_dueling: use two streams, combined by `dueling`.
+        noise_scale: sigma_0 of noisy layers. None: plain ones, an orthogonal hidden layer (gain sqrt(2)) and uniform
+            output layers.
+        generator: CPU generator of the initial weights; None: torch's global one.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class Head(nn.Module):
                 )
             else:
                 self.hidden = linear(num_features, count * hidden_size)
-        # Large and even sizes first: in the vector of `FlatParameters` a layer's alignment depends on those before.
+        # The larger output layer first, so that its weights stay aligned in the vector of `FlatParameters`.
         self.advantage = linear(width, num_actions * num_atoms)
         self.value = linear(width, num_atoms) if is_dueling else None
         self._shape = (-1, num_actions, num_atoms)
@@ -110,10 +111,10 @@ class Head(nn.Module):
 
 
 class NoisyLinear(nn.Module):
-    """y = (W + S_W * e_out e_in^T) x + b + S_b * e_out, with factorised Gaussian noise.
+    """y = (W + S_W * e_out e_in^T) x + b + S_b * e_out, with factorized Gaussian noise.
 
-    Both e are of sign(z) sqrt(|z|), z ~ N(0, 1). The means W and b are used alone until noise is drawn, and
-    again after `mean_weights`. Noise is no part of the state.
+    Each e has entries sign(z) sqrt(|z|), z ~ N(0, 1). The means W and b are used alone until `draw_noise`, and again
+    after `disable_noise`. The noise is not in `state_dict()`.
     Source: Fortunato et al. 2018, "Noisy networks for exploration", arXiv:1706.10295, sections 3 (b) and 3.2.
 
     Parameters are named `weight` [out, in], `bias` [out], `weight_scale` [out, in] and `bias_scale` [out].
@@ -122,7 +123,7 @@ class NoisyLinear(nn.Module):
         num_inputs: width of x.
         num_outputs: width of y.
         noise_scale: sigma_0; the scales S start at noise_scale / sqrt(num_inputs).
-        generator: CPU generator of the initial means; torch's global one when None.
+        generator: CPU generator of the initial means; None: torch's global one.
     """
 
     input_noise: Tensor
@@ -139,7 +140,7 @@ class NoisyLinear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_outputs, num_inputs))
         self.bias = nn.Parameter(torch.empty(num_outputs))
-        uniform_(self, num_inputs, generator)
+        uniform_(self, num_inputs, generator)  # weight and bias: the scales do not exist yet
         scale = noise_scale / math.sqrt(num_inputs)
         self.weight_scale = nn.Parameter(torch.full((num_outputs, num_inputs), scale))
         self.bias_scale = nn.Parameter(torch.full((num_outputs,), scale))
@@ -149,21 +150,21 @@ class NoisyLinear(nn.Module):
 
     @torch.no_grad()
     def draw_noise(self, generator: Generator) -> None:
-        """Use fresh noise from now on; it is drawn on the generator's device, preferably the layer's."""
+        """Use fresh noise from now on, drawn on the generator's device and copied to the layer's if that is another."""
         for noise in (self.input_noise, self.output_noise):
             z = torch.randn(noise.shape, generator=generator, device=generator.device)
             noise.copy_(z.sign() * z.abs().sqrt())
         self._is_noisy = True
 
-    def mean_weights(self) -> None:
+    def disable_noise(self) -> None:
         """Use no noise from now on."""
         self._is_noisy = False
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, in] -> [B, out]; all rows under the same noise."""
+        """[B, in] -> [B, out], with the same noise for all rows."""
         y = F.linear(x, self.weight, self.bias)
         if not self._is_noisy:
             return y
-        # The product of the noises is never written out: a second product of matrices instead.
+        # A second linear layer, instead of building the noise matrix [out, in].
         deviation = F.linear(x * self.input_noise, self.weight_scale, self.bias_scale)
         return torch.addcmul(y, deviation, self.output_noise)

@@ -157,7 +157,7 @@ class QNetwork(nn.Module):
         for layer in self._noisy:
             layer.draw_noise(generator)
 
-    def mean_weights(self) -> None:
-        """Use no noise from now on, as at first."""
+    def disable_noise(self) -> None:
+        """Use no noise from now on, as initially."""
         for layer in self._noisy:
-            layer.mean_weights()
+            layer.disable_noise()

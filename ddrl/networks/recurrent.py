@@ -16,17 +16,18 @@ class RecurrentCore(nn.Module):
     """One layer of LSTM or GRU over features, previous action (one-hot) and previous reward.
 
     Source of the inputs: Kapturowski et al. 2019, "Recurrent experience replay in distributed reinforcement learning"
-    (ICLR), section 2.3. Parameters are named as torch.nn.LSTM's and GRU's, and start as theirs.
+    (ICLR), section 2.3. Parameter names and initial distributions are those of
+    torch.nn.LSTM and torch.nn.GRU.
 
     Args:
         kind: "lstm" or "gru".
         num_features: F.
         num_actions: A.
-        size: S, units of the layer, which is the width of its output.
-        generator: CPU generator of the initial weights; torch's global one when None.
+        size: S, units of the layer: the width of its output.
+        generator: CPU generator of the initial weights; None: torch's global one.
 
     Attributes:
-        state_size: H, numbers in a state: S for "gru"; 2 S for "lstm", its output h first, then its cell c.
+        state_size: H: S for "gru"; 2 S for "lstm" (output h, then cell c).
     """
 
     actions: Tensor
@@ -42,6 +43,7 @@ class RecurrentCore(nn.Module):
     ) -> None:
         super().__init__()
         layer = nn.LSTM if kind == "lstm" else nn.GRU
+        # On "meta", torch's own initial weights take no time and draw no random numbers.
         self.layer = layer(num_features + num_actions + 1, size, device="meta").to_empty(device="cpu")
         uniform_(self.layer, size, generator)
         self.register_buffer("actions", torch.arange(num_actions), persistent=False)
@@ -56,14 +58,14 @@ class RecurrentCore(nn.Module):
         state: Tensor,
         lengths: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Evaluate sequences.
+        """Run the core over sequences, each within one episode; the state is not reset inside one.
 
         Args:
             features: [T, B, F].
-            previous_action: [T, B] int64, taken before each row; -1, at an episode's start, gives zeros.
+            previous_action: [T, B] int64, taken before each row; -1 at an episode's start, which encodes as all zeros.
             previous_reward: [T, B] float32, received before each row.
             state: [B, H] before the first row.
-            lengths: [B] int64 on the CPU, in 1..T, rows of each sequence in use; all of them when None.
+            lengths: [B] int64 on the CPU, in 1..T: number of leading rows in use; None: all.
 
         Returns:
             [T, B, S] outputs, zero beyond a sequence's length, and the state [B, H] after each sequence's own length.
@@ -72,7 +74,7 @@ class RecurrentCore(nn.Module):
         x = torch.cat((features, action.to(features.dtype), previous_reward.unsqueeze(-1)), dim=-1)
         if lengths is None:
             return self._run(x, state)
-        # Sorted here: pack_padded_sequence(enforce_sorted=False) and its inverse would each wait for the device.
+        # Sort on the CPU: with enforce_sorted=False, sorting and restoring the order would each wait for the device.
         lengths, order = lengths.sort(descending=True)
         by_length, back = send(order, x.device), send(order.argsort(), x.device)
         packed = pack_padded_sequence(x.index_select(1, by_length), lengths)
@@ -81,7 +83,7 @@ class RecurrentCore(nn.Module):
         return output.index_select(1, back), new_state.index_select(0, back)
 
     def _run(self, inputs: Tensor | PackedSequence, state: Tensor) -> tuple[Any, Tensor]:
-        """Return the layer's outputs from a state [B, H], in the form of the inputs, and the state after them."""
+        """Run the layer from state [B, H]. Return its outputs, packed if the inputs are, and the new state."""
         before = state.unsqueeze(0)
         if self._is_lstm:
             hidden, cell = before.chunk(2, dim=-1)

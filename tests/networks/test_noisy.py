@@ -29,7 +29,7 @@ def test_hand_numbers() -> None:
     layer.output_noise.fill_(-3.0)
     # weights 1 + 0.1 * -6 and -2 + 0.2 * 3, bias 0.5 + 0.3 * -3
     torch.testing.assert_close(layer(x), torch.tensor([[0.4 * 3.0 - 1.4 - 0.4]]))
-    layer.mean_weights()
+    layer.disable_noise()
     assert layer(x).tolist() == [[1.5]]
 
 

@@ -151,7 +151,7 @@ def test_noisy_head_equals_its_explicit_weights(is_dueling: bool) -> None:
         state[f"{name}.bias"] = layer.bias + layer.bias_scale * layer.output_noise
     plain.load_state_dict(state)
     torch.testing.assert_close(plain(net.trunk(x)).squeeze(2), noisy)
-    net.mean_weights()
+    net.disable_noise()
     assert torch.equal(net(x), means)
 
 

@@ -68,7 +68,7 @@ class Policy:
         Raises:
             ValueError: no state for a recurrent network, or that of another number of environments.
         """
-        self._network.mean_weights()
+        self._network.disable_noise()
         action: np.ndarray = self.values(observation, state, by_row=True).argmax(axis=1)
         return action
 
