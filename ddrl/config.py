@@ -69,7 +69,7 @@ class AtariConfig(Section):
     frame_skip: int = Field(4, ge=1, le=64)
     """Frames per step; the last two are merged by their maximum."""
     screen_size: int = Field(84, ge=16, le=210)
-    """Grey frames are scaled to this square, in pixels."""
+    """Gray frames are scaled to this square, in pixels."""
     episodic_life: bool = True
     """In training, a lost life counts as termination; the game goes on, and episode returns count the whole
     game. Usual: true; R2D2 usually plays without it."""
@@ -114,12 +114,14 @@ class RolloutConfig(Section):
     fragment_s: Duration = Field(0.25, gt=0)
     """Time between two appends of a process; less keeps experience fresher, more compresses better."""
     max_fragment_steps: int = Field(512, ge=1, le=65536)
-    """Largest number of steps T in a fragment, at any speed of the environment."""
+    """Largest number of steps T in a fragment, at any speed of the environment. R2D2 rounds it up to a multiple of
+    its stride, sequence_length - overlap."""
     random_until_learned: bool | None = None
-    """Play uniformly random actions under version 0, which has learned nothing. None: off-policy algorithms
-    do, except in runs that start from given weights; on-policy algorithms cannot."""
+    """Play uniformly random actions under version 0, which has learned nothing. null: true for DQN and SAC
+    without initial weights; other algorithms cannot."""
     action_noise: float = Field(0.0, ge=0, le=2)
-    """Standard deviation of Gaussian noise added to explored actions, in half action ranges."""
+    """Standard deviation of Gaussian noise added to explored actions; 1 means half the action range. Only for
+    continuous actions, off-policy."""
     step_timeout_s: Duration = Field(60.0, gt=0)
     """A step of the environments that takes longer counts as hung: its process is ended and replaced."""
     max_crashes: int = Field(5, ge=1)
@@ -127,7 +129,7 @@ class RolloutConfig(Section):
 
 
 class ReplayConfig(Section):
-    """The replay buffer, and the rate limiter between playing and learning."""
+    """The replay buffer and its rate limiter; on-policy algorithms use only max_bytes."""
 
     capacity: int = Field(1_000_000, ge=1)
     """Transitions that the learner holds."""
@@ -136,13 +138,13 @@ class ReplayConfig(Section):
     warmup_steps: int = Field(1_000, ge=1)
     """Transitions appended before the first update."""
     samples_per_insert: float = Field(32.0, gt=0)
-    """Transitions sampled per transition appended; play and learning wait for each other to keep it. More
-    reuses data more often."""
+    """Transitions sampled per transition appended; play and learning wait for each other to keep it. A sequence
+    of R2D2 counts with all its steps. More reuses data more often."""
     slack_steps: int = Field(1_000, ge=1)
-    """Transitions that collectors may be ahead of that ratio; more lets play continue during a slow update."""
+    """Transitions that collectors may be ahead of samples_per_insert; more lets play go on during a slow update."""
     observations: Literal["auto", "dense", "compressed"] = "auto"
     """Storage of observations in the learner: `dense` arrays, fastest; `compressed` images, a thirtieth of the
-    memory; `auto`: dense where capacity fits into memory_bytes."""
+    memory; `auto`: compressed for images that exceed memory_bytes, else dense."""
     memory_bytes: ByteSize = Field(ByteSize(4 * 1024**3), ge=1024**2)
     """Learner's memory up to which `auto` holds observations dense."""
     threads: int = Field(1, ge=0, le=64)
@@ -154,8 +156,8 @@ class OnPolicyConfig(Section):
     """Play and learning of on-policy algorithms; their versions count iterations."""
 
     collect: Literal["async", "sync"] = "async"
-    """`async`: play goes on while the learner learns, up to max_staleness ahead; `sync`: play waits for the
-    next version. async uses two processors at once, sync is closest to on-policy."""
+    """`async`: play goes on while the learner learns, up to max_staleness versions ahead; `sync`: play waits for
+    the next version. async uses two processors at once, sync is closest to on-policy."""
     max_staleness: int = Field(1, ge=0)
     """Versions that a fragment may be behind the weights that learn from it; older ones are `stale`. More
     keeps a large fleet busy, at the cost of older data. Usual: 1 to 4."""
@@ -170,11 +172,11 @@ class LearnerConfig(Section):
     """The training process."""
 
     device: str = "auto"
-    """"auto" takes CUDA when there is one; else "cpu", "cuda", "cuda:1"."""
+    """`auto`: CUDA if available, otherwise CPU. Or name a device: `cpu`, `cuda`, `cuda:1`."""
     num_threads: int = Field(1, ge=1, le=256)
     """Torch threads of the training process on a CPU."""
     publish_every_s: Duration = Field(1.0, ge=0, json_schema_extra=LIVE)
-    """Minimum time between two versions of the weights."""
+    """Minimum time between two versions of the weights. Off-policy only."""
     checkpoint_every_s: Duration = Field(60.0, ge=1, json_schema_extra=LIVE)
     """Minimum time between two checkpoints."""
     lockstep: bool = False
@@ -191,9 +193,9 @@ class WeightsConfig(Section):
     keep_last: int = Field(10, ge=2, json_schema_extra=LIVE)
     """Number of newest versions kept."""
     keep_every: int = Field(100, ge=1, json_schema_extra=LIVE)
-    """One version in this many is kept for good."""
+    """Versions divisible by this are kept beyond keep_last, within max_bytes."""
     max_bytes: ByteSize = Field(ByteSize(64 * 1024**2), ge=1024, json_schema_extra=LIVE)
-    """Memory of the versions kept for good; the oldest are dropped first."""
+    """Memory of the versions kept by keep_every; the oldest are dropped first."""
 
 
 class EvaluationConfig(Section):
@@ -210,20 +212,21 @@ class EvaluationConfig(Section):
     near_every_s: Duration = Field(2.0, gt=0, json_schema_extra=LIVE)
     """Time between evaluations when training returns are near the target."""
     near: float = Field(50.0, ge=0, json_schema_extra=LIVE)
-    """Training returns are near the target when the mean of the last 20 is above stop.return minus this."""
+    """Training returns are near the target when the mean of the last 20 training episodes is at least stop.return
+    minus this."""
     seed: int = Field(1_000_000, ge=0)
     """First seed of the evaluations; those of the confirmation follow."""
     timeout_s: Duration = Field(60.0, gt=0, json_schema_extra=LIVE)
-    """An evaluation that no worker confirms for so long is sent again."""
+    """An evaluation that no worker reports on for this long is sent again."""
 
 
 class StopConfig(Section):
     """The end of the run: the first condition that holds."""
 
     return_: float | None = Field(None, alias="return", json_schema_extra=LIVE)
-    """The run is solved at this mean return, once confirmed."""
+    """The run is solved when an evaluation's mean return reaches this, and that of the confirmation does too."""
     time: Duration | None = Field(None, gt=0, json_schema_extra=LIVE)
-    """Time that the learner trains, such as 15m."""
+    """Time that the learner trains, pauses excluded, such as 15m."""
     env_steps: int | None = Field(None, ge=1, json_schema_extra=LIVE)
     """Agent steps appended to the stream."""
     updates: int | None = Field(None, ge=1, json_schema_extra=LIVE)
@@ -236,15 +239,15 @@ class RunConfig(Section):
     name: str = Field("run", pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")
     """First part of the run's id."""
     seed: int = Field(1, ge=0, lt=2**31)
-    """Seed of networks, draws, environments and exploration."""
+    """Seed of networks, replay sampling and play; play also depends on process ids and is not reproducible."""
     weight: float = Field(1.0, gt=0, le=100, json_schema_extra=LIVE)
-    """Share of the fleet's time among runs of the same priority; 2 gets twice as much as 1."""
+    """Relative share of the fleet's time among runs of equal priority; 2 gets twice as much as 1."""
     priority: Literal["low", "normal", "high"] = Field("normal", json_schema_extra=LIVE)
-    """Runs of a higher priority take processes first, also from running segments of lower ones; weights share
-    the rest."""
+    """Runs of a higher priority take processes first, also from running segments of lower ones; runs of equal
+    priority share by weight."""
     env: EnvConfig
     algorithm: dict[str, Any]
-    """name: dqn, impala, ppo, r2d2 or sac, and that algorithm's own options."""
+    """The algorithm's `name`, and its own options."""
     rollout: RolloutConfig = RolloutConfig()
     replay: ReplayConfig = ReplayConfig()
     on_policy: OnPolicyConfig = OnPolicyConfig()

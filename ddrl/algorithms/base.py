@@ -1,10 +1,4 @@
-"""The interface of an algorithm, and how its name in a config finds its modules.
-
-The algorithm `<name>` is the folder `ddrl/algorithms/<name>/` with three modules: `config` has `Config` (an
-`AlgorithmConfig`), `policy` has `Policy`, and `learner` has `make_learner`, which only learners import. Nothing is
-registered elsewhere. `config`, and `policy` where it can do without, do not import torch: that is seconds of a
-process's start and most of its memory.
-"""
+"""The interface of an algorithm, and how its name in a config finds its modules (see the package's docstring)."""
 
 from __future__ import annotations
 

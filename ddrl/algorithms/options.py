@@ -32,7 +32,7 @@ class AlgorithmConfig(BaseModel):
     """Discount per agent step; the horizon is about 1 / (1 - gamma) steps. Larger sees further and learns more slowly.
     Usual: 0.97 to 0.999."""
     batch_size: PositiveInt = 256
-    """Transitions, or sequences, per update. Larger gives less noisy and slower updates. Usual: 32 to 512."""
+    """Transitions per update. Larger gives less noisy and slower updates. Usual: 32 to 512."""
 
     @property
     def corrects_staleness(self) -> bool:
@@ -94,11 +94,11 @@ class Common(BaseModel):
     """Widths of the dense layers. Wider fits more and costs time per update in proportion to the square. Usual:
     (64, 64) to (400, 300) for vectors, (256,) to (512,) after convolutions."""
     max_grad_norm: float | None = Field(None, gt=0, json_schema_extra=LIVE)
-    """The gradient is scaled down to this norm. Less limits rare large errors more. None: never. Usual: 0.5 (PPO), 10
+    """The gradient is scaled down to this norm. Less limits rare large errors more. null: never. Usual: 0.5 (PPO), 10
     (DQN), 40 (IMPALA, whose gradient is summed over the batch; R2D2, Ape-X)."""
     n_step: PositiveInt = 1
-    """Rewards summed before bootstrapping, fewer at the end of a fragment or sequence. More carries rewards back
-    faster, but is biased towards the older policies that collected them. Usual: 1 to 10."""
+    """Rewards summed before bootstrapping, fewer at the end of a fragment. More carries rewards back faster, but is
+    biased towards the older policies that collected them. Usual: 1 to 10."""
     target_rate: float = Field(0.005, gt=0, le=1, json_schema_extra=LIVE)
     """Share of the network mixed into its target at each update (tau; 1 - polyak). Larger tracks faster and is less
     stable. Usual: 0.002 to 0.05."""

@@ -124,7 +124,7 @@ def test_status(client: Any) -> None:
     assert [row["purpose"] for row in report["evaluations"]] == ["watch", "confirm"]
     text = call("status")
     for shown in (
-        *("30,000 (2930/s)", "latest v31, best v31 (205.0), 2 kept", "2 invalid", "512.0 MB"),
+        *("30,000 (2930/s)", "latest v31, best v31 (205.0), 2 kept", "2 entries refused", "512.0 MB"),
         "1 (0 of 3 processes) on ddrl.rollout.box2d",
     ):
         assert shown in text, shown

@@ -36,30 +36,30 @@ class Options(AlgorithmConfig):
     """Actor and critic share one trunk: cheaper, but the value loss changes the policy's features. Usual: no for
     vectors, yes for images."""
     initial_log_std: float = Field(0.0, ge=-5, le=2)
-    """Log standard deviation that continuous actions start with, in half action ranges. More explores more. Usual: -1
-    to 0."""
+    """Log of the standard deviation that continuous actions start with; a deviation of 1 means half the action range.
+    More explores more. Usual: -1 to 0."""
     learning_rate: float = option(AlgorithmConfig, "learning_rate", 3e-4)
     final_learning_rate: float | None = Field(None, ge=0, json_schema_extra=LIVE)
-    """Final learning_rate, reached linearly within anneal_steps. None: it stays constant. Usual: 0."""
+    """Final learning_rate, reached linearly within anneal_steps. null: it stays constant. Usual: 0."""
     entropy_coefficient: float = Field(0.0, ge=0, json_schema_extra=LIVE)
     """Weight of the entropy bonus. More explores longer. Usual: 0 to 0.02."""
     final_entropy_coefficient: float | None = Field(None, ge=0, json_schema_extra=LIVE)
-    """Final entropy_coefficient, reached linearly within anneal_steps. None: it stays constant. Usual: 0."""
+    """Final entropy_coefficient, reached linearly within anneal_steps. null: it stays constant. Usual: 0."""
     anneal_steps: PositiveInt | None = Field(None, json_schema_extra=LIVE)
-    """Transitions learned from until the final_... values are reached. More anneals more slowly. Usual: those of the
-    run."""
+    """Number of learned transitions after which the final_... values hold. More anneals more slowly. Usual: all those
+    of the run."""
     value_coefficient: float = Field(0.5, ge=0, json_schema_extra=LIVE)
     """Weight of the value loss; matters with a shared trunk or a clipped gradient. Usual: 0.5."""
     max_grad_norm: float | None = option(Common, "max_grad_norm", 0.5)
     lambda_: float = Field(0.95, ge=0, le=1, alias="lambda", json_schema_extra=LIVE)
-    """Decay of the traces; with V-trace these are lambda * min(1, rho). 0 trusts the critic after one step, 1 rewards
-    alone. Usual: 0.8 to 0.98; V-trace 0.9 to 1."""
+    """Decay of the traces; with V-trace these are lambda * min(1, rho). 0: one-step targets; 1: rewards up to the cut,
+    then the critic. Usual: 0.8 to 0.98; V-trace 0.9 to 1."""
     batch_size: PositiveInt = 2_048
     """Transitions of one iteration, after which a version of the weights is published. More is steadier per version,
     but versions come later. Usual: 512 to 16,384."""
     normalize_observations: bool = False
-    """Shift and scale observations by their running mean and deviation, clipped at 10. For vectors whose entries differ
-    in scale."""
+    """Shift and scale observations by their running mean and deviation, clipped at 10 deviations. For vectors whose
+    entries differ in scale."""
     normalize_returns: bool = False
     """The critic predicts returns in units of their own mean and deviation, so that the size of rewards does not matter
     to it."""

@@ -35,11 +35,11 @@ class Config(Options):
     max_grad_norm: float | None = option(Options, "max_grad_norm", 40.0)
     batch_size: PositiveInt = option(Options, "batch_size", 640)
     optimizer: Literal["rmsprop", "adam"] = "rmsprop"
-    """rmsprop (decay 0.99, eps 0.1, outside the root where the paper's is inside), or adam (eps 1e-5)."""
+    """rmsprop (decay 0.99, eps 0.1 added outside the square root; the paper adds it inside), or adam (eps 1e-5)."""
     rho_bar: float = Field(1.0, gt=0, json_schema_extra=LIVE)
     """Cap of the importance weights: larger is less biased and noisier. Usual: 1."""
     reward_clip: float | None = Field(None, gt=0, json_schema_extra=LIVE)
-    """Rewards are clipped to +- this for learning. None: not at all. Usual: 1 for Atari."""
+    """Rewards are clipped to +- this for learning. null: not at all. Usual: 1 for Atari."""
 
     @property
     def corrects_staleness(self) -> bool:

@@ -19,24 +19,24 @@ class Config(Options):
     name: ClassVar[str] = "ppo"
 
     estimator: Literal["gae", "td_lambda", "vtrace", "upgo", "monte_carlo"] = "gae"
-    """Estimator of advantages and returns. `gae` and `td_lambda` are the same by definition; `vtrace` corrects stale
-    fragments by importance weights; `upgo` follows trajectories that did better than expected; `monte_carlo` ignores
-    lambda, and the critic up to the end of a fragment."""
+    """Estimator of advantages and returns. `td_lambda` is another form of `gae` with equal results; `vtrace` corrects
+    stale fragments by importance weights; `upgo` follows trajectories that did better than expected; `monte_carlo`,
+    without lambda, sums rewards to the episode's end or the batch's last step, then bootstraps unless it terminated."""
     clip: float = Field(0.2, gt=0, lt=1, json_schema_extra=LIVE)
-    """Beyond 1 +- clip the ratio of new to old probability gives no gradient. More lets the policy move further per
-    iteration. Usual: 0.1 to 0.3."""
+    """The objective gains nothing by moving the ratio of new to old probability further than 1 +- clip. More lets the
+    policy move further per iteration. Usual: 0.1 to 0.3."""
     final_clip: float | None = Field(None, gt=0, lt=1, json_schema_extra=LIVE)
-    """Final clip, reached linearly within anneal_steps. None: clip stays constant."""
+    """Final clip, reached linearly within anneal_steps. null: clip stays constant."""
     value_clip: float | None = Field(None, gt=0, json_schema_extra=LIVE)
-    """Values give no gradient further than this from their old ones, in units of returns. Less is steadier and slower.
-    None: unlimited."""
+    """The value loss gains nothing by moving a value further than this from its old one, in units of returns. Less is
+    steadier and slower. null: unlimited."""
     num_epochs: PositiveInt = Field(10, json_schema_extra=LIVE)
     """Passes over the transitions of one iteration. More learns more from each. Usual: 3 to 20."""
     minibatch_size: PositiveInt = Field(256, json_schema_extra=LIVE)
     """Approximate transitions per update. Smaller is noisier and slower. Usual: 64 to 2,048."""
     target_kl: float | None = Field(None, gt=0, json_schema_extra=LIVE)
     """An iteration ends after the epoch in which the policy has moved this far, in nats. Less is steadier and learns
-    less per iteration. None: never early. Usual: 0.01 to 0.05."""
+    less per iteration. null: never early. Usual: 0.01 to 0.05."""
     normalize_advantages: bool = True
     """Advantages of a minibatch get mean 0 and deviation 1. Usual: yes."""
 

@@ -33,14 +33,14 @@ class Config(Options):
     """Steps that neighboring sequences share, less than sequence_length. More replays each step in more contexts, but
     stores and sends it more often. Usual: half of sequence_length."""
     burn_in: int = Field(40, ge=0)
-    """Steps before a sequence that only update the recurrent state, since the stored one is that of older weights. More
-    corrects it better and costs time. Usual: 20 to 40."""
+    """Steps before the training steps of a sequence that only warm up the recurrent state; the stored one comes from
+    older weights. More corrects it better and costs time. Usual: 20 to 40."""
     rescale_values: bool = True
-    """Networks learn h(Q), about the root of Q, so that rewards need no clipping. Usual: yes, with rewards as they are.
-    """
+    """Networks learn h(Q), roughly the signed square root of Q, so that rewards need no clipping. Usual: yes, with
+    unclipped rewards."""
     loss_reduction: Literal["mean", "sum"] = "sum"
-    """Over the steps of a sequence. `sum`, as in SEED RL and Acme, gives gradients sequence_length times as long, for
-    which adam_eps=1e-3 and max_grad_norm=40 were chosen; `mean` needs a smaller adam_eps."""
+    """How the loss is combined over a sequence's steps. `sum`, as in SEED RL and Acme, gives gradients sequence_length
+    times as large, for which adam_eps=1e-3 and max_grad_norm=40 were chosen; `mean` needs a smaller adam_eps."""
     priority_mix: float = Field(0.9, ge=0, le=1)
     """A sequence's priority is this share of its largest error plus the rest of its mean error. More favors single
     large errors. Usual: 0.9."""
@@ -50,7 +50,11 @@ class Config(Options):
     adam_eps: float = option(Options, "adam_eps", 1e-3)
     max_grad_norm: float | None = option(Options, "max_grad_norm", 40.0)
     gamma: float = option(Options, "gamma", 0.997)
-    n_step: PositiveInt = option(Options, "n_step", 5)
+    batch_size: PositiveInt = 64
+    """Sequences per update. Larger gives less noisy and slower updates. Usual: 64."""
+    n_step: PositiveInt = 5
+    """Rewards summed before bootstrapping, fewer at the end of a sequence. More carries rewards back faster, but is
+    biased towards the older policies that collected them. Usual: 5."""
     prioritized: bool = option(Options, "prioritized", True)
     priority_exponent: float = option(Options, "priority_exponent", 0.9)
     importance_exponent: float = option(Options, "importance_exponent", 0.6)

@@ -27,7 +27,7 @@ class Config(AlgorithmConfig):
     """Weight of the entropy against the reward: a number >= 0, or `auto` to learn the one that keeps the entropy at
     target_entropy. More explores more. Usual: auto; fixed 0.01 to 0.2."""
     target_entropy: float | None = Field(None, json_schema_extra=LIVE)
-    """Entropy that temperature=auto aims at, in nats, of actions in [-1, 1]. Larger is more random. None: minus the
+    """Entropy that temperature=auto aims at, in nats, of actions in [-1, 1]. Larger is more random. null: minus the
     number of action dimensions. Usual: -2 to -0.5 per dimension."""
     initial_temperature: float = Field(1.0, gt=0)
     """Initial value of temperature=auto. Too large drowns small rewards at first. Usual: 0.1 to 1."""

@@ -1,7 +1,8 @@
 """Options of the learners of action values, DQN and R2D2.
 
 Steps are the agent's. All schedules count the learner's updates, which ddrl keeps in proportion to the steps
-(`replay.samples_per_insert`): S steps make about S * samples_per_insert / batch_size updates.
+(`replay.samples_per_insert`): S steps make about S * samples_per_insert / batch_size updates; R2D2, whose batch holds
+sequences, divides by sequence_length too.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ class Options(AlgorithmConfig):
     network: str = option(Common, "network", "mlp")
     network_kwargs: dict[str, Any] = option(Common, "network_kwargs", {})
     hidden_sizes: tuple[PositiveInt, ...] = Field((128, 128), min_length=1)
-    """Widths of the dense layers before the output. With dueling the last one is that of each stream, with a recurrent
-    core it follows the core. Wider fits more and costs time. Usual: (64, 64) to (256, 256) for vectors, (512,) after
+    """Widths of the dense layers before the output. With dueling, the last width is per stream. With a recurrent core,
+    these layers come after it. Wider fits more and costs time. Usual: (64, 64) to (256, 256) for vectors, (512,) after
     convolutions."""
     activation: Literal["relu", "tanh"] = "relu"
     """Activation of the hidden layers. relu is usual and faster; tanh bounds the features."""
     norm: Literal["none", "group", "batch"] = "none"
     """Normalization after each convolution of nature and impala. `group` steadies learning and needs less tuning, at
-    some time per update; `batch` mixes the transitions of a batch. Usual: none or group."""
+    some time per update; `batch`, which R2D2 refuses, mixes the transitions of a batch. Usual: none or group."""
     dueling: bool = False
     """Two streams, Q = V + A - mean A: states are valued without trying every action. Usual: yes where there are many
     actions or few of them matter."""
@@ -47,8 +48,8 @@ class Options(AlgorithmConfig):
     pass per update. Usual: yes."""
     learning_rate: float = option(AlgorithmConfig, "learning_rate", 5e-4)
     optimizer: Literal["adam", "rmsprop"] = "adam"
-    """adam, or rmsprop (decay 0.95, eps 3e-3 outside the root, not centered), near that of 2015; it needs about 2.5e-4.
-    """
+    """adam, or rmsprop (decay 0.95, eps 3e-3 outside the root, not centered), close to the 2015 DQN's; then set
+    learning_rate near 2.5e-4."""
     adam_eps: float = Field(1e-8, gt=0, json_schema_extra=LIVE)
     """Added to the root of Adam's second moment. More damps the steps of parameters with small gradients, which
     steadies sparse rewards. Usual: 1e-8 to 1e-5 for vectors, 1.5e-4 to 1e-3 for images."""
@@ -61,32 +62,33 @@ class Options(AlgorithmConfig):
     """Items are drawn in proportion to their priority to this power: more concentrates on large errors, 0 draws all
     alike. Usual: 0.5 to 0.6; R2D2 0.9."""
     importance_exponent: float = Field(0.4, ge=0, le=1, json_schema_extra=LIVE)
-    """Share of the bias of prioritized draws that the weights correct at first: 0 nothing, 1 all, at smaller steps.
-    Usual: 0.4 to 0.6."""
+    """Initial exponent of the importance weights: 0 corrects no bias of prioritized draws, 1 all of it. More also
+    shrinks steps. Usual: 0.4 to 0.6."""
     final_importance_exponent: float = Field(1.0, ge=0, le=1, json_schema_extra=LIVE)
     """Final importance_exponent, reached linearly. Usual: 1; R2D2 stays at 0.6."""
     importance_anneal_updates: PositiveInt = Field(100_000, json_schema_extra=LIVE)
-    """Updates within which importance_exponent goes there. Fewer is less biased earlier. Usual: those of the run."""
+    """Updates until importance_exponent reaches its final value. Fewer is less biased earlier. Usual: the run's total
+    updates."""
     target_period: PositiveInt | None = Field(500, json_schema_extra=LIVE)
-    """Updates between two copies of the network to its target. More is stabler and slower. None with target_rate, which
-    is the other way. Usual: 100 to 1,000 for vectors, 2,000 to 10,000 for images."""
+    """Updates between two copies of the network to its target. More is stabler and slower. null if target_rate is set;
+    exactly one of the two. Usual: 100 to 1,000 for vectors, 2,000 to 10,000 for images."""
     target_rate: float | None = option(Common, "target_rate", None)
     epsilon: float = Field(1.0, ge=0, le=1, json_schema_extra=LIVE)
     """Share of random actions in training at first. More explores more. Usual: 1."""
     final_epsilon: float = Field(0.05, ge=0, le=1, json_schema_extra=LIVE)
     """Final epsilon, reached linearly. More never stops exploring. Usual: 0.01 to 0.1."""
     epsilon_anneal_updates: PositiveInt = Field(10_000, json_schema_extra=LIVE)
-    """Updates within which epsilon goes there; S steps make S * replay.samples_per_insert / batch_size of them. More
-    explores longer. Usual: a tenth to a half of the run's."""
+    """Updates until epsilon reaches its final value. S steps make S * replay.samples_per_insert / batch_size updates;
+    R2D2 divides by sequence_length too. More explores longer. Usual: a tenth to a half of the run's updates."""
     epsilon_ladder: bool = False
     """Ape-X instead of a schedule: each environment keeps its own epsilon, from ladder_base down to ladder_base^(1 +
-    ladder_exponent), so that a fleet of any size explores to all degrees at any time."""
+    ladder_exponent), so that a fleet of any size always covers all exploration rates."""
     ladder_base: float = Field(0.4, gt=0, lt=1)
     """The ladder's largest epsilon. More explores more. Usual: 0.4."""
     ladder_exponent: float = Field(7.0, gt=0)
     """More gives more environments that hardly explore. Usual: 7."""
     evaluation_epsilon: float = Field(0.0, ge=0, le=1)
-    """Share of random actions in evaluations. Usual: 0; Atari 0.001 to 0.05, stated with every figure."""
+    """Share of random actions in evaluations. Usual: 0; Atari 0.001 to 0.05; report it with results."""
 
     @model_validator(mode="before")
     @classmethod
