@@ -1,7 +1,10 @@
 """The data that ddrl passes around: frozen dataclasses with the shape, unit and invariants of each field.
 
-Axes: T steps, N environments played side by side, B batch, K sparse rows, R observation rows. `*O` is the shape of one
-observation, `*I` that of a network's input (a stack of observations, or one), `*A` that of one action.
+Axes: T steps, C context steps before them, N environments played side by side, K truncated steps (of an `EnvSpec`: the
+frames of a stack), E ended episodes, S stored recurrent states, H numbers in a recurrent state (of an image: its
+height), B batch, U burn-in and L training steps of a sequence, R observation rows, D dimensions of an action. `*O` is
+the shape of one observation, `*I` that of a network's input (a stack of observations, or one), `*A` that of one action.
+Rewards "in training units" are those that `env.reward_scale` and `env.reward_sign` give.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ class EnvSpec:
 
     Attributes:
         env_id: Gymnasium id or "module:callable".
-        observation_shape: `*O`, of one frame where frames are stacked.
+        observation_shape: `*O`, the shape of one observation; with frame stacking, of one frame.
         observation_dtype: NumPy name, such as "float32" or "uint8".
         action_kind: "continuous" (a bounded Box), "discrete", or "multi_discrete".
         action_shape: `*A`; () for discrete actions, (D,) for multi-discrete ones.
@@ -43,7 +46,7 @@ class EnvSpec:
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """`*I`, the input of a network: `*O`, or K of them, oldest first: [K, H, W] of [H, W], [K * O] of [O]."""
+        """`*I`: `*O`, or K of them, oldest first: [K, H, W] for images [H, W], [K * O] for vectors [O]."""
         if self.frame_stack == 1:
             return self.observation_shape
         if len(self.observation_shape) == 1:
@@ -52,7 +55,7 @@ class EnvSpec:
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any]) -> EnvSpec:
-        """Return the spec of its fields as JSON, in which tuples are lists."""
+        """Return the spec with these decoded JSON fields, where tuples are lists."""
         fields: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in tree.items()
         }
@@ -63,31 +66,32 @@ class EnvSpec:
 class Fragment:
     """T steps of N environments under one policy version: the unit sent to the server.
 
-    Invariants: every column's first axis is time and its second the environment; `observation` has one
-    row more than the others, which is only used to bootstrap. Autoreset is SAME_STEP: the row after an
-    ending is the first observation of the next episode; the true last observation of a *truncated*
-    episode is kept in `final_observation`.
+    Invariants: columns of steps are [time, environment, ...]; `observation` has one row more than the others, which is
+    only used to bootstrap. Environments reset in the step that ends an episode (Gymnasium's SAME_STEP): the next row is
+    the first observation of the next episode; the true last observation of a *truncated* episode is kept in
+    `final_observation`. Steps are counted from the first context row.
 
     Attributes:
         run: id of the run.
         producer: id of the collector, from INCR on the server.
-        incarnation: random token of the process that played; it never changes for a producer.
+        incarnation: random token drawn with the producer id: a server that came back older may give an id again.
         seq: 0, 1, 2, ... without a gap for one (producer, incarnation).
-        policy_version: version of the weights that chose all actions.
+        policy_version: version of the weights in use for the T new steps; version 0 may play at random.
         context: C, the number of leading steps repeated from earlier fragments, for stacks of frames, burn-in and
             overlapping sequences.
         observation: [C+T+1, N, *O].
         action: [C+T, N, *A], float32 in the environment's unit, or int64.
-        reward: [C+T, N] float32, as scaled for training.
-        terminated: [C+T, N] bool, the episode ended by its own rules.
+        reward: [C+T, N] float32, in training units.
+        terminated: [C+T, N] bool, the episode ended by its own rules, or with `episodic_life` a life was lost.
         truncated: [C+T, N] bool, the episode was cut short (a time limit); never together with terminated.
         final_index: [K, 2] int32, (step, environment) of each truncated step, in order of time.
         final_observation: [K, *O], the true observation after each of those steps.
-        episode_return: [E] float32, undiscounted and unscaled returns of the episodes that ended here.
+        episode_return: [E] float32, undiscounted and unscaled returns of the episodes that ended in the T new
+            steps.
         episode_length: [E] int32, their lengths in agent steps.
-        extras: columns [C+T, N, ...] of one algorithm, such as behavior_log_prob; and, of recurrent policies,
-            memory_index [S, 2] int32, (step, environment), and memory [S, H] float16, the recurrent state before that
-            step, wherever a sequence begins inside an episode.
+        extras: columns [C+T, N, ...] of one algorithm, such as behavior_log_prob. Recurrent policies add memory_index
+            [S, 2] int32 and memory [S, H] float16: (step, environment) of each step at which a sequence begins inside
+            an episode, and the recurrent state before it.
     """
 
     run: str
@@ -119,7 +123,7 @@ class Fragment:
 
     @property
     def num_transitions(self) -> int:
-        """T * N: what the fragment adds to `env_steps`."""
+        """T * N: the agent steps that the fragment adds to `env_steps`."""
         return self.num_steps * self.num_envs
 
 
@@ -167,7 +171,7 @@ class SequenceShape:
 
     @property
     def context(self) -> int:
-        """Context with which each sequence that ends in a fragment lies in it whole; one step is for its inputs."""
+        """Context steps that make all sequences whole: burn-in, overlap, one for the first row's previous action."""
         return self.burn_in + self.overlap + 1
 
 
@@ -175,13 +179,13 @@ class SequenceShape:
 class Sequences:
     """B sequences of up to L training steps, each within one episode; time-major.
 
-    Rows of inputs: U of burn-in, aligned to the left, then L + 1 of the training slice, of which the last used one
-    only bootstraps. Unused rows repeat a used one.
+    Rows of inputs: U of burn-in, filled from the left, then L + 1 of the training slice, of which the last used one
+    only bootstraps. Padding repeats a used row.
 
     Attributes:
         observation: [U+L+1, B, *I].
         previous_action: [U+L+1, B] int64, taken before each row; -1 at an episode's start.
-        previous_reward: [U+L+1, B] float32, as scaled for training; 0 at an episode's start.
+        previous_reward: [U+L+1, B] float32, in training units; 0 at an episode's start.
         recurrent_state: [B, H] float32, the recurrent state before the first row in use, burn-in included.
         burn_in: [B] int64, burn-in rows in use, 0..U.
         action: [L, B] int64.
@@ -211,20 +215,22 @@ class Sequences:
 class Trajectories:
     """Fragments side by side, for on-policy learning; NumPy arrays as cut, tensors once on the device.
 
-    A lane of B is one environment of one producer over fragments that follow each other without a gap. Shorter lanes
-    are padded at their end; padding has `valid`, `discount` and `continues` False or 0.
+    Each of the B lanes is one environment of one producer, over consecutive fragments. Shorter lanes are padded at
+    their end; padding has `valid`, `discount` and `continues` False or 0.
 
     Attributes:
-        observation: [R, *I] every observation once, bootstraps and final observations included.
+        observation: [R, *I] all observations, bootstraps and final ones included; the border of two joined fragments
+            appears twice.
         row: [T, B] int64, row of s_t in `observation`; 0 in padding.
         next_row: [T, B] int64, row of the true s_{t+1}: after a truncation the final observation. Undefined where the
             step terminated and in padding.
-        valid: [T, B] bool, False in padding; M are True.
-        action: [T, B, *A] as stored, float32 or int64.
+        valid: [T, B] bool, False in padding.
+        action: [T, B, *A] as the policy drew it, float32 or int64.
         reward: [T, B] float32, in training units.
         discount: [T, B] float32, gamma, or 0 where the step terminated its episode.
         continues: [T, B] bool, step t + 1 of the lane is the next one of the same episode.
-        behavior_log_prob: [T, B] float32 log density of the action under the policy that played, in nats.
+        behavior_log_prob: [T, B] float32 log probability or density of the action under the policy that played, in
+            nats.
     """
 
     observation: Any
@@ -240,7 +246,7 @@ class Trajectories:
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """The result of one episode for each of a fixed list of seeds.
+    """Results of an evaluation: one episode per seed.
 
     Attributes:
         policy_version: version of the weights that played.
