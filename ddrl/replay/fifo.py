@@ -33,7 +33,9 @@ class _Content:
     """The content at one moment; replaced as a whole, because another thread reads it."""
 
     queued_steps: int = 0
-    learned_steps: int = 0  # transitions of the newest iteration; they count as open until its version is published
+    learned_steps: int = (
+        0  # transitions of the newest iteration; they count as open until its version is published
+    )
     version: int = -1  # version published when that iteration began
 
 

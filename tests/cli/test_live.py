@@ -273,7 +273,9 @@ def test_shares_and_waits_are_those_of_the_last_minute(client: Any, monkeypatch:
     assert (three.recent.share, entitled(three.state, three.loads)) == (0.75, 0.75)
     assert (one.recent.allowance_wait, one.recent.room_wait) == (0.25, 0.1) and three.recent.room_wait == 0.0
     assert one.hint == "the stream is full (512.0 MB): play waits for the learner; raise replay.max_bytes"
-    assert "share 25%  10% of the time waiting for room" in live.plain_line(one) and "waiting" not in live.plain_line(three)
+    assert "share 25%  10% of the time waiting for room" in live.plain_line(
+        one
+    ) and "waiting" not in live.plain_line(three)
     assert "25 % of 25 %, normal" in shown(one) and "25 %, 10 % for room" in shown(one)
 
 
