@@ -1,9 +1,13 @@
 """The algorithms: a folder each, and what several of them share.
 
-To add the algorithm `<name>`, make the folder `ddrl/algorithms/<name>/` with three modules: `config` has `Config` (an
-`AlgorithmConfig`), `policy` has `Policy`, and `learner` has `make_learner`, which only learners import; `base` describes
-the last two. `config`, and `policy` where it can do without, do not import torch: that is seconds of a process's start
-and most of its memory. Nothing is registered: a run's config names the folder. Then add its tests to
-`tests/algorithms/`, a preset to `configs/`, a section to `docs/algorithms.md`, and its options to
+A folder with `config.py` is an algorithm, which a run's config names; nothing is registered. To add one, make the
+folder `ddrl/algorithms/<name>/` with three modules (`base` describes the last two):
+
+- `config` has `Config`, an `AlgorithmConfig`;
+- `policy` has `Policy`;
+- `learner`, imported by learner processes only, has `make_learner`.
+
+`config`, and `policy` where possible, avoid importing torch, which costs seconds and most of a process's memory. Then
+add its tests to `tests/algorithms/`, a preset to `configs/`, a section to `docs/algorithms.md`, and its options to
 `docs/configuration.md` by `make docs`.
 """
