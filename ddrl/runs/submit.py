@@ -21,12 +21,10 @@ from ddrl.types import EnvSpec
 if TYPE_CHECKING:
     from redis import Redis
 
-FRAGMENTS_IN_BUDGET = (
-    8  # the stream holds at least so many of the largest; with fewer, one may exceed the free room
-)
-CHECKPOINTS_BYTES = (
-    64 * 1024**2
-)  # until networks are known; then the learner checks the real size (store/budget.py)
+# The stream holds at least so many of the largest fragments; with fewer, one may exceed the free room.
+FRAGMENTS_IN_BUDGET = 8
+# Room for checkpoints while the networks are unknown; the learner checks the real size (`needed_bytes`).
+CHECKPOINTS_BYTES = 64 * 1024**2
 
 
 def prepare(config: RunConfig, *, processes: int = 1) -> EnvSpec:

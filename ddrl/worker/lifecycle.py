@@ -37,9 +37,8 @@ from ddrl.store import connection, keys, runs, server, workers
 from ddrl.worker import heartbeat, watchdog
 from ddrl.worker.heartbeat import HeartbeatSender, without_spaces
 
-READY_VARIABLE = (
-    "DDRL_WORKER_READY"  # folder in which each process of the pool leaves a file once it can play
-)
+# Names a folder in which each process of the pool leaves a file once it can play.
+READY_VARIABLE = "DDRL_WORKER_READY"
 PREPARED_RUNS = 3  # the newest active runs, for which a process of the pool is prepared
 
 log = logging.getLogger(__name__)

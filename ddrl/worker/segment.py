@@ -37,9 +37,7 @@ if TYPE_CHECKING:
 
 MAX_CACHED_BYTES = 1024**3
 WAIT_MS = 500  # for the learner, before the run's state is read again: a draining worker ends within a second
-YIELD_AFTER_S = (
-    1.0  # of waiting, before a segment looks whether another run wants its process; between two looks
-)
+YIELD_AFTER_S = 1.0  # of waiting, until a segment first checks whether another run wants its process
 WAKES_PER_S = 5_000  # of collectors that the learner wakes at once: so many ask the server in a second
 RETRY_FULL_S = 0.25
 LONGEST_FRAGMENT = 2.0  # times rollout.fragment_s, while the speed of the environments is unknown
