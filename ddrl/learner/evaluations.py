@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import mean, pstdev
 from typing import TYPE_CHECKING, Any
 
 from ddrl import policy
-from ddrl.config import EvaluationConfig, StopConfig
+from ddrl.config import RunConfig
 from ddrl.envs import EnvError
 from ddrl.runs.evaluation import score
 from ddrl.store import runs, weights
@@ -22,16 +21,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Progress:
-    """The state that decides when to evaluate: latest version, mean of the last training returns, counters."""
-
-    version: int
-    return_mean: float | None
-    env_steps: int
-    updates: int
-
-
 class EvaluationScheduler:
     """Chooses versions to evaluate, marks the best one, and decides when the run is solved.
 
@@ -41,8 +30,7 @@ class EvaluationScheduler:
         client: connection to the server.
         run: its id.
         token: fencing token.
-        config: when and how to evaluate.
-        stop: holds the return at which the run is solved.
+        config: the run's: `evaluation`, and the return at which the run is solved.
         send: sends an evaluation task, given its argument.
 
     Attributes:
@@ -54,14 +42,13 @@ class EvaluationScheduler:
         client: Redis,
         run: str,
         token: int,
-        config: EvaluationConfig,
-        stop: StopConfig,
+        config: RunConfig,
         *,
         send: Callable[[str], None],
     ) -> None:
         self._client, self._run, self._token = client, run, token
-        self._config, self._stop = config, stop
-        self._open = OpenEvaluations(client, run, send=send, timeout_s=config.timeout_s, token=token)
+        self._config, self._target = config.evaluation, config.stop.return_
+        self._open = OpenEvaluations(client, run, send=send, timeout_s=self._config.timeout_s, token=token)
         self._returns: dict[int, list[float]] = {}  # of all evaluation episodes, by version
         self._last_at = time.monotonic()
         self.solved = False
@@ -76,44 +63,48 @@ class EvaluationScheduler:
         """Versions that an open evaluation needs."""
         return frozenset(evaluation.version for evaluation in self._open.pending)
 
-    def adopt(self, config: EvaluationConfig, stop: StopConfig) -> None:
+    def apply(self, config: RunConfig) -> None:
         """Apply changed settings."""
-        self._config, self._stop = config, stop
-        self._open.timeout_s = config.timeout_s
+        self._config, self._target = config.evaluation, config.stop.return_
+        self._open.timeout_s = self._config.timeout_s
 
-    def tick(self, progress: Progress) -> None:
+    def tick(self, version: int, return_mean: float | None, *, env_steps: int, updates: int) -> None:
         """Handle new results, send a lost evaluation again, open one if it is due.
+
+        Args:
+            version: latest of the weights.
+            return_mean: of the last training episodes; None: too few.
+            env_steps, updates: of the learner, noted with the result.
 
         Raises:
             LeaseLostError: another learner took over.
         """
-        was_open = bool(self._open.pending)
-        rows = self._open.poll() if was_open else []
-        for row in rows:
-            self.keep_best(row)
-        for evaluation_id, reason in self._open.given_up.items():
-            log.warning("evaluation %s is given up: %s", evaluation_id, reason)
-        self._open.given_up.clear()
-        if was_open:
+        if self._open.pending:
+            rows = self._poll()
             if rows and not self._open.pending:
                 self._last_at = time.monotonic()
                 self._decide(rows[-1])
-        elif self._is_due(progress):
-            due = self._evaluation(progress.version, "watch", progress.env_steps, progress.updates)
-            self._open.open([due])
+        elif self._is_due(version, return_mean):
+            self._open.open([self._evaluation(version, "watch", env_steps, updates)])
 
-    def keep_best(self, row: Mapping[str, Any]) -> None:
-        """Add a result; mark the version with the highest mean over all its evaluation episodes."""
-        log.info(
-            "%s of version %d: %.1f +- %.1f over %d episodes",
-            row["purpose"], row["version"], row["return_mean"], row["return_std"], row["num_episodes"],
-        )  # fmt: skip
-        self._returns.setdefault(row["version"], []).extend(row["returns"])
-        kept = weights.index(self._client, self._run).sizes
-        means = {version: mean(values) for version, values in self._returns.items() if version in kept}
-        if means:
-            best = max(means, key=means.__getitem__)
-            self._mark_best(best, self._returns[best])
+    def _poll(self) -> list[dict[str, Any]]:
+        """Return new results; mark the version with the highest mean over all its evaluation episodes."""
+        rows = self._open.poll()
+        for row in rows:
+            log.info(
+                "%s of version %d: %.1f +- %.1f over %d episodes",
+                row["purpose"], row["version"], row["return_mean"], row["return_std"], row["num_episodes"],
+            )  # fmt: skip
+            self._returns.setdefault(row["version"], []).extend(row["returns"])
+            kept = weights.index(self._client, self._run).sizes
+            means = {version: mean(values) for version, values in self._returns.items() if version in kept}
+            if means:
+                best = max(means, key=means.__getitem__)
+                self._mark_best(best, self._returns[best])
+        for evaluation_id, reason in self._open.given_up.items():
+            log.warning("evaluation %s is given up: %s", evaluation_id, reason)
+        self._open.given_up.clear()
+        return rows
 
     def evaluate_last(self, *, env_steps: int, updates: int) -> None:
         """Evaluate the latest version on this machine, once a limit has ended the run; only if it has no result.
@@ -121,8 +112,7 @@ class EvaluationScheduler:
         Raises:
             LeaseLostError: another learner took over.
         """
-        for row in self._open.poll():
-            self.keep_best(row)
+        self._poll()
         version = weights.index(self._client, self._run).latest
         if version < 1 or version in self._returns:
             return
@@ -134,19 +124,14 @@ class EvaluationScheduler:
             log.warning("the last version is not evaluated: %s", error)
             return
         self._open.store(evaluation, result)
-        for row in self._open.poll():
-            self.keep_best(row)
+        self._poll()
 
-    def _is_due(self, progress: Progress) -> bool:
-        if progress.version < 1 or self.solved:
+    def _is_due(self, version: int, return_mean: float | None) -> bool:
+        if version < 1 or self.solved:
             return False
-        target, config = self._stop.return_, self._config
-        near = (
-            target is not None
-            and progress.return_mean is not None
-            and progress.return_mean >= target - config.near
-        )
-        return time.monotonic() - self._last_at >= (config.near_every_s if near else config.every_s)
+        target, config = self._target, self._config
+        is_near = target is not None and return_mean is not None and return_mean >= target - config.near
+        return time.monotonic() - self._last_at >= (config.near_every_s if is_near else config.every_s)
 
     def _evaluation(self, version: int, purpose: str, env_steps: int, updates: int) -> Evaluation:
         config, confirms = self._config, purpose == "confirm"
@@ -162,7 +147,7 @@ class EvaluationScheduler:
 
     def _decide(self, row: Mapping[str, Any]) -> None:
         """Have a result that reaches the target confirmed; a confirmed one solves the run."""
-        if self._stop.return_ is None or row["return_mean"] < self._stop.return_:
+        if self._target is None or row["return_mean"] < self._target:
             return
         if row["purpose"] == "watch" and self._config.confirm_episodes:
             confirmation = self._evaluation(row["version"], "confirm", row["env_steps"], row["updates"])

@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from ddrl import celery
 from ddrl.algorithms import base
 from ddrl.config import ConfigError, RunConfig
 from ddrl.learner.dispatcher import Dispatcher
-from ddrl.learner.evaluations import EvaluationScheduler, Progress
+from ddrl.learner.evaluations import EvaluationScheduler
 from ddrl.learner.loop import Learner
 from ddrl.runs import artifacts, monitoring
 from ddrl.runs.prune import Retention
@@ -157,27 +157,30 @@ def learn(
     return None
 
 
+@dataclass
 class _Claim:
     """Gets the lease of a run for a learner.
 
-    Args:
+    Attributes:
         client: connection to the server.
         run: its id.
         folder: the run's.
         waits: until the run is free, as long as it is active.
         take_over: request it from its holder, then take it.
         is_again: this learner held the run before, so it also waits while the run is paused.
+        holder: host of the learner that was logged as the holder.
     """
 
-    def __init__(
-        self, client: Redis, run: str, folder: Path, *, waits: bool, take_over: bool, is_again: bool = False
-    ) -> None:
-        self._client, self._run, self._folder = client, run, folder
-        self._waits, self._take_over, self._is_again = waits, take_over, is_again
-        self._host = socket.gethostname()
-        self._holder = ""  # host of the learner that was logged as the holder
-        self._was_found = False
-        self._lost_at = self._requested_at = 0.0
+    client: Redis
+    run: str
+    folder: Path
+    waits: bool
+    take_over: bool
+    is_again: bool = False
+    holder: str = ""
+    _was_found: bool = False
+    _lost_at: float = 0.0
+    _requested_at: float = 0.0
 
     def take(self, interrupted: threading.Event) -> int | None:
         """Return the lease's token; None if others learn the run, or the process is to end.
@@ -188,30 +191,34 @@ class _Claim:
         while not interrupted.is_set():
             now = self._state()
             if now is not None:
-                if now.ended and self._holder:
-                    log.info("%s: %s, by the learner on %s", self._run, now.status, now.host)
+                if now.ended and self.holder:
+                    log.info("%s: %s, by the learner on %s", self.run, now.status, now.host)
                     return None
                 if now.status == "active" or now.leased:
                     token = self._acquire()
-                    if token is not None or not self._waits:
+                    if token is not None or not self.waits:
                         return token
                     self._request_or_wait(now.host)
-                elif now.status != "paused" or not (self._holder or self._is_again):
+                elif now.status != "paused" or not (self.holder or self.is_again):
                     raise StoreError(
-                        f"run {self._run}: is {now.status}, not active; continue it with `ddrl resume {self._run}`"
+                        f"run {self.run}: is {now.status}, not active; continue it with `ddrl resume {self.run}`"
                     )
             interrupted.wait(POLL_S)
         return None
 
     def _state(self) -> runs.RunState | None:
-        """Return the run's state; if the server has lost it, None, and restore it unless its holder may do so."""
+        """Return the run's state; None if the server has lost it.
+
+        A lost run is restored from the folder: at once if this learner never found it on the server, else after
+        RETURN_S, in which its holder may restore it.
+        """
         try:
-            now = runs.state(self._client, self._run)
+            now = runs.state(self.client, self.run)
         except runs.UnknownRunError:
             self._lost_at = self._lost_at or time.monotonic()
             if not self._was_found or time.monotonic() - self._lost_at >= RETURN_S:
                 self._lost_at = 0.0
-                if local_checkpoints.restore_from(self._client, self._run, self._folder):
+                if local_checkpoints.restore_from(self.client, self.run, self.folder):
                     return self._state()  # at once, before a standby takes the lease
             return None
         self._was_found, self._lost_at = True, 0.0
@@ -219,30 +226,24 @@ class _Claim:
 
     def _acquire(self) -> int | None:
         force = self._requested_at > 0 and time.monotonic() - self._requested_at >= HANDOVER_S
-        token = leases.acquire(
-            self._client,
-            self._run,
-            host=self._host,
-            folder=str(self._folder.resolve()),
-            force=force,
-            after=local_checkpoints.token(self._folder, self._run),
-        )
+        host, folder = socket.gethostname(), str(self.folder.resolve())
+        after = local_checkpoints.token(self.folder, self.run)
+        token = leases.acquire(self.client, self.run, host=host, folder=folder, force=force, after=after)
         if token is not None and force:
-            log.warning(
-                "takes %s from the learner on %s, which did not hand it over", self._run, self._holder
-            )
+            log.warning("takes %s from the learner on %s, which did not hand it over", self.run, self.holder)
         return token
 
     def _request_or_wait(self, holder: str) -> None:
         """Log each holder once; request the run from it if this learner is to take over."""
-        if holder != self._holder:
-            if not self._holder:
-                warm_up(runs.config(self._client, self._run), runs.spaces(self._client, self._run))
-            verb = "requests" if self._take_over else "waits for"
-            log.info("%s is held by the learner on %s; %s it", self._run, holder, verb)
-            self._holder = holder
-        if self._take_over and not self._requested_at:
-            runs.request_handover(self._client, self._run, f"{self._host} (process {os.getpid()})")
+        if holder != self.holder:
+            if not self.holder:
+                warm_up(runs.config(self.client, self.run), runs.spaces(self.client, self.run))
+            verb = "requests" if self.take_over else "waits for"
+            log.info("%s is held by the learner on %s; %s it", self.run, holder, verb)
+            self.holder = holder
+        if self.take_over and not self._requested_at:
+            requester = f"{socket.gethostname()} (process {os.getpid()})"
+            runs.request_handover(self.client, self.run, requester)
             self._requested_at = time.monotonic()
 
 
@@ -325,27 +326,22 @@ class _Attempt:
             raise
 
     def _wire(self) -> None:
-        config, run, client = self._config, self._run, self._client
+        config, run, client, token = self._config, self._run, self._client, self._token
         device = choose_device(config.learner.device)
         torch.set_num_threads(config.learner.num_threads)
-        feed_client = connection.connect_blocking()
-        self._resources.callback(feed_client.close)
+        reader_client = connection.connect_blocking()
+        self._resources.callback(reader_client.close)
         self._local = local_checkpoints.BackgroundWriter(self._folder)
         self._resources.callback(self._local.close)
-        resolved = base.resolve(config, runs.spaces(client, run))
-        held, save = (run, self._token), self._save_locally
+        resolved, save = base.resolve(config, runs.spaces(client, run)), self._save_locally
         self._learner = Learner(
-            client, feed_client, *held, config, resolved, device=device, on_checkpoint=save
+            client, reader_client, run, token, config, resolved, device=device, on_checkpoint=save
         )
         self._resources.callback(self._learner.close)
-        self._dispatcher = Dispatcher(client, *held, config.rollout, send=celery.send_rollout)
+        self._dispatcher = Dispatcher(client, run, token, config.rollout, send=celery.send_rollout)
         queue = runs.state(client, run).evaluation_queue
         self._evaluations = EvaluationScheduler(
-            client,
-            *held,
-            config.evaluation,
-            config.stop,
-            send=lambda message: celery.send_evaluation(run, message, queue),
+            client, run, token, config, send=lambda message: celery.send_evaluation(run, message, queue)
         )
         log.info("learns %s on %s", run, device)
 
@@ -416,27 +412,27 @@ class _Attempt:
         self._tick_at = now + TICK_S
         if now >= self._signals_at:
             self._signals_at = now + SIGNALS_S
-            self._read_signals()
+            self._apply_signals()
         if self._status == "active" and now >= self._dispatch_at:
             self._dispatch_at = now + DISPATCH_S
             self._dispatcher.tick()
         shared = learner.shared
         returns = list(shared.returns)
+        return_mean = sum(returns) / len(returns) if len(returns) == shared.returns.maxlen else None
         self._evaluations.tick(
-            Progress(
-                version=shared.version,
-                return_mean=sum(returns) / len(returns) if len(returns) == shared.returns.maxlen else None,
-                env_steps=shared.env_steps,
-                updates=shared.updates,
-            )
+            shared.version, return_mean, env_steps=shared.env_steps, updates=shared.updates
         )
         if self._reached() or self._interrupted.is_set():
             learner.stopping.set()
 
-    def _read_signals(self) -> None:
-        """Read what others want of the run (pause, end, other settings, the run itself), and whether data were lost."""
+    def _apply_signals(self) -> None:
+        """Apply what others want of the run: pause, end, changed settings (`ddrl set`), handover.
+
+        Raises:
+            RunGoneError: the server came back without the run, or older.
+        """
         learner, run = self._learner, self._run
-        fragments = learner.shared.fragments  # read first, for it grows
+        fragments = learner.shared.fragments  # read before the server's count, since both grow
         signals = leases.signals(self._client, run)
         if signals.status is None:
             raise leases.RunGoneError(f"run {run}: the server does not know it any more")
@@ -454,7 +450,7 @@ class _Attempt:
             self._config_version = signals.config_version
             self._record = local_checkpoints.record(self._client, run)
             learner.apply(self._config)
-            self._evaluations.adopt(self._config.evaluation, self._config.stop)
+            self._evaluations.apply(self._config)
 
     def _reached(self) -> tuple[str, str] | None:
         """Return status and reason if a condition of `stop` holds."""

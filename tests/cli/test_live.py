@@ -241,10 +241,8 @@ def test_hints_name_refusals_crashes_and_quarantine(client: Any) -> None:
     figures = follower.poll()
     assert figures.hint == f"far: {refusal}"
     notices = [notice.partition(":")[0] for notice in figures.notices]
-    assert notices == [
-        *("refused", "a process could not play it", "lost a process that played it"),
-        *["lost fragments"] * 2,
-    ], "each once"
+    crashed, lost = "a process could not play it", "lost a process that played it"
+    assert notices == ["refused", crashed, lost, "lost fragments"], "each once"
     assert "crashed" in shown(figures) and "2 processes, 1 lost" in shown(figures)
     client.delete(keys.refusals(run))
     again = poll(client, run)

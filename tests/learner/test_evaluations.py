@@ -9,7 +9,7 @@ import pytest
 from redis import Redis
 from support.runs import start, target_config
 
-from ddrl.learner.evaluations import EvaluationScheduler, Progress
+from ddrl.learner.evaluations import EvaluationScheduler
 from ddrl.store import evaluations, keys, leases, runs, weights
 from ddrl.store.evaluations import Evaluation
 from ddrl.types import EvaluationResult
@@ -27,13 +27,11 @@ class Match:
         for version in range(6 if token else 0):
             weights.publish(client, run, self.token, version=version, blob=b"w", allowance=0, updates=0)
         self.sent: list[str] = []
-        self.scheduler = EvaluationScheduler(
-            client, run, self.token, config.evaluation, config.stop, send=self.sent.append
-        )
+        self.scheduler = EvaluationScheduler(client, run, self.token, config, send=self.sent.append)
 
     def tick(self, return_mean: float | None = 0.0) -> None:
         time.sleep(0.01)  # `near_every_s` passes
-        self.scheduler.tick(Progress(self.version, return_mean, env_steps=100, updates=10))
+        self.scheduler.tick(self.version, return_mean, env_steps=100, updates=10)
 
     def play(self, results: list[tuple[int, float]]) -> None:
         """Evaluate versions, with these mean returns."""
@@ -138,7 +136,7 @@ def test_an_evaluation_whose_weights_are_gone_is_dropped_and_the_next_is_opened(
 
 def test_changed_settings_are_applied_to_the_next_evaluation(match: Match) -> None:
     config = target_config(evaluation={"num_episodes": 7, "near_every_s": 0.01})
-    match.scheduler.adopt(config.evaluation, config.stop)
+    match.scheduler.apply(config)
     match.tick()
     assert match.sent == ["1:1000000:7"]
 
