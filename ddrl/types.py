@@ -112,6 +112,12 @@ class Fragment:
     extras: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     @property
+    def ended(self) -> np.ndarray:
+        """[C+T, N] bool, an episode ended with the step."""
+        ended: np.ndarray = self.terminated | self.truncated
+        return ended
+
+    @property
     def num_steps(self) -> int:
         """T, without the context."""
         return len(self.reward) - self.context

@@ -331,6 +331,7 @@ GOOD = compressed(FRAGMENT.reward)
         (GOOD + b"x", "reward: chunk of 84 bytes"),
         (compressed(np.zeros(22, "f4")), "reward: chunk of 88 bytes"),
         (compressed(np.zeros(2**22, "f4")), "reward: chunk of 16777216 bytes"),
+        (GOOD[:4] + b"\xff\xff\xff\x7f" + GOOD[8:], "reward: .*chunk"),  # claims 2 GiB
         (patched(GOOD, 31, 4 << 4), "reward: chunk asks for a filter or kind"),  # uninitialized memory
         (patched(GOOD, 31, 8), "reward: chunk asks for a filter or kind"),  # lazy
         (patched(GOOD, 16, 160), "reward: chunk asks for a filter or kind"),  # a plugin

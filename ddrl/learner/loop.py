@@ -11,7 +11,6 @@ Checkpoints fall between rounds, so a given stream, config and seed always give 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import threading
@@ -27,7 +26,7 @@ from ddrl.config import RunConfig
 from ddrl.learner.ledger_rows import LedgerRows
 from ddrl.learner.publisher import OnCheckpoint, Publisher, Shared, Tensors, decode_tensors
 from ddrl.networks.device import to_device, to_host
-from ddrl.replay.experience import longest_fragment_steps, make_experience, steps_to_refill
+from ddrl.replay.experience import longest_fragment_steps, make_experience
 from ddrl.replay.reader import FragmentLimits, Reader, decode, decode_range
 from ddrl.store import runs, stream, weights
 from ddrl.store.checkpoints import Counters
@@ -139,8 +138,7 @@ class Learner:
         rows = LedgerRows()  # so that what was refused before is refused again
         for entry in decode_range(self._client, self._run, oldest, cursor, self._decode):
             if entry.fragment is not None and not rows.objection(entry):
-                with contextlib.suppress(ValueError):  # refused before
-                    self.replay.admit(entry.packed, entry.entry_id, version=version)
+                self.replay.admit(entry.packed, entry.entry_id, version=version)
             rows.count(entry, consumed=True)
             shared.add_entry(entry)
         shared.updates, shared.env_steps = counters.updates, counters.env_steps
@@ -152,8 +150,13 @@ class Learner:
         )
         # Fragments that waited then and have left the stream count as dropped.
         self.replay.num_dropped = counters.dropped + counters.waiting - self.replay.num_waiting
-        missing = steps_to_refill(counters.held, len(self.replay), self._config.replay.warmup_steps)
-        shared.refilled = counters.refilled + missing
+        # Where the stream has lost experience, updates go on after a new warm-up.
+        missing = min(self._config.replay.warmup_steps, counters.held) - len(self.replay)
+        if missing > 0:
+            log.warning(
+                "the stream has lost experience of the checkpoint; updates go on after %d more steps", missing
+            )
+        shared.refilled = counters.refilled + max(0, missing)
 
     def close(self) -> None:
         """Stop the reader and the replay's threads; call it when `train` has returned."""
@@ -204,10 +207,7 @@ class Learner:
         for entry in reader.take(0.0 if self._config.learner.lockstep else ADMIT_S):
             reason = entry.reason or ledger.objection(entry)
             if not reason:
-                try:
-                    self.replay.admit(entry.packed, entry.entry_id, version=shared.version)
-                except ValueError as error:
-                    reason = str(error)
+                self.replay.admit(entry.packed, entry.entry_id, version=shared.version)
             gap = ledger.count(entry, consumed=not reason)
             if gap:
                 log.warning("%s", gap)

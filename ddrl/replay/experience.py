@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from typing import Any
-
-import numpy as np
 
 from ddrl.config import ReplayConfig, RolloutConfig, RunConfig
 from ddrl.replay.fifo import Fifo
@@ -17,8 +14,6 @@ from ddrl.replay.sequences import SequenceItems, expected_sequence_rows
 from ddrl.replay.storage import is_image
 from ddrl.replay.transitions import TransitionItems, expected_rows
 from ddrl.types import EnvSpec, SequenceShape
-
-log = logging.getLogger(__name__)
 
 _TRANSITION_BYTES = 8 + 4 + 4 + 4 + 8  # row, ahead, n_step_return, bootstrap_discount, discrete action
 
@@ -102,39 +97,17 @@ def longest_fragment_steps(rollout: RolloutConfig, sequences: SequenceShape | No
 
 
 def is_compressed(replay: ReplayConfig, spec: EnvSpec, sequences: SequenceShape | None) -> bool:
-    """Return whether a replay holds its observations compressed; with `auto`, large images only."""
+    """Return whether a replay holds its observations compressed.
+
+    With `auto`, images are where dense ones would need more than `memory_bytes`. What a replay of sequences holds
+    beside its images is about a hundredth of them.
+    """
     if replay.observations != "auto":
         return replay.observations == "compressed"
-    needed = dense_bytes(spec, sequences, capacity=replay.capacity)
-    return is_image(spec.observation_dtype, spec.observation_shape) and needed > int(replay.memory_bytes)
-
-
-def dense_bytes(spec: EnvSpec, sequences: SequenceShape | None, *, capacity: int) -> int:
-    """Return the memory of a full replay with dense observations, estimated.
-
-    What a replay of sequences holds beside its images is about a hundredth of them.
-    """
-    num_rows = (
-        expected_rows(capacity)
-        if sequences is None
-        else expected_sequence_rows(capacity, sequences, spec.frame_stack)
-    )
-    row = math.prod(spec.observation_shape) * np.dtype(spec.observation_dtype).itemsize
-    row += 4 * (spec.frame_stack > 1)
-    return num_rows * row + capacity * _TRANSITION_BYTES
-
-
-def steps_to_refill(held: int, rebuilt: int, warmup_steps: int) -> int:
-    """Return the steps to be played before updates go on with a replay whose stream was lost: a new warm-up.
-
-    Args:
-        held: transitions held when the checkpoint was taken.
-        rebuilt: of these, found in the stream.
-        warmup_steps: transitions before the first update.
-    """
-    missing = min(warmup_steps, held) - rebuilt
-    if missing > 0:
-        log.warning(
-            "the stream has lost experience of the checkpoint; updates go on after %d more steps", missing
-        )
-    return max(0, missing)
+    if not is_image(spec.observation_dtype, spec.observation_shape):
+        return False
+    num_rows = expected_rows(replay.capacity)
+    if sequences is not None:
+        num_rows = expected_sequence_rows(replay.capacity, sequences, spec.frame_stack)
+    row = math.prod(spec.observation_shape) + 4 * (spec.frame_stack > 1)
+    return num_rows * row + replay.capacity * _TRANSITION_BYTES > int(replay.memory_bytes)

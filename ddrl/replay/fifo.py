@@ -24,7 +24,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ddrl.replay.storage import final_observations, observation_block
+from ddrl.replay.storage import Columns, observation_block
 from ddrl.types import Fragment, Trajectories
 
 
@@ -228,9 +228,6 @@ def trajectories(fragments: Sequence[Fragment], *, gamma: float, frame_stack: in
         fragments: at least one, in the order of the stream, each one having passed `check_trajectory`.
         gamma: discount of one agent step, in [0, 1].
         frame_stack: K observations that a network sees at once.
-
-    Raises:
-        ValueError: final observations do not match the truncated steps; nothing else is checked here.
     """
     chains: dict[tuple[int, int, int], list[list[Fragment]]] = {}
     for fragment in fragments:
@@ -242,51 +239,41 @@ def trajectories(fragments: Sequence[Fragment], *, gamma: float, frame_stack: in
     lanes = [chain for known in chains.values() for chain in known]
     num_steps = max(sum(fragment.num_steps for fragment in chain) for chain in lanes)
     shape = (num_steps, sum(chain[0].num_envs for chain in lanes))
-    first = _drawn(fragments[0])
-    row, next_row = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-    valid, continues = np.zeros(shape, np.bool_), np.zeros(shape, np.bool_)
-    reward, discount, log_prob = (np.zeros(shape, np.float32) for _ in range(3))
-    action = np.zeros((*shape, *first.shape[2:]), first.dtype)
+    columns: Columns = {}  # [T, B, ...]
     observations: list[NDArray[Any]] = []
     num_rows = lane = 0
     for chain in lanes:
         step, here = 0, slice(lane, lane + chain[0].num_envs)
         for fragment in chain:
-            context, is_last = fragment.context, fragment is chain[-1]
-            rows, start, after = _stacked(fragment, frame_stack)
-            at = slice(step, step + fragment.num_steps)
-            row[at, here] = num_rows + start
-            next_row[at, here] = num_rows + after
-            valid[at, here] = True
-            action[at, here] = _drawn(fragment)[context:]
-            reward[at, here] = fragment.reward[context:]
-            discount[at, here] = np.where(fragment.terminated[context:], 0.0, gamma)
-            continues[at, here] = ~(fragment.terminated | fragment.truncated)[context:]
-            continues[at.stop - 1, here] &= not is_last  # the end of a chain is a cut: it bootstraps
-            log_prob[at, here] = fragment.extras["behavior_log_prob"][context:]
-            observations.append(rows)
-            num_rows += len(rows)
+            inputs, row, next_row = _stacked(fragment, frame_stack)
+            at, new = slice(step, step + fragment.num_steps), slice(fragment.context, None)
+            part: Columns = {
+                "row": num_rows + row,
+                "next_row": num_rows + next_row,
+                "valid": np.ones(row.shape, np.bool_),
+                "action": _drawn(fragment)[new],
+                "reward": fragment.reward[new],
+                "discount": np.where(fragment.terminated[new], np.float32(0), np.float32(gamma)),
+                "continues": ~fragment.ended[new],
+                "behavior_log_prob": fragment.extras["behavior_log_prob"][new],
+            }
+            part["continues"][-1] &= fragment is not chain[-1]  # the end of a chain is a cut: it bootstraps
+            for name, values in part.items():
+                if name not in columns:
+                    columns[name] = np.zeros((*shape, *values.shape[2:]), values.dtype)
+                columns[name][at, here] = values
+            observations.append(inputs)
+            num_rows += len(inputs)
             step = at.stop
         lane = here.stop
-    return Trajectories(
-        observation=np.concatenate(observations),
-        row=row,
-        next_row=next_row,
-        valid=valid,
-        action=action,
-        reward=reward,
-        discount=discount,
-        continues=continues,
-        behavior_log_prob=log_prob,
-    )
+    return Trajectories(observation=np.concatenate(observations), **columns)
 
 
 def check_trajectory(fragment: Fragment) -> None:
     """Refuse a fragment that cannot be learned from on-policy.
 
     Raises:
-        ValueError: it has no step, no log probabilities of its actions, columns of another shape, or final
-            observations that do not match its truncated steps.
+        ValueError: it has no log probabilities of its actions, or columns of another shape.
     """
     log_prob = fragment.extras.get("behavior_log_prob")
     if log_prob is None or log_prob.shape != fragment.reward.shape or log_prob.dtype != np.float32:
@@ -298,7 +285,6 @@ def check_trajectory(fragment: Fragment) -> None:
         raise ValueError(
             "fragment: raw_action differs in shape or dtype from action; its worker plays another algorithm"
         )
-    final_observations(fragment, fragment.context)
 
 
 def _drawn(fragment: Fragment) -> NDArray[Any]:
@@ -309,11 +295,7 @@ def _drawn(fragment: Fragment) -> NDArray[Any]:
 def _stacked(
     fragment: Fragment, frame_stack: int
 ) -> tuple[NDArray[Any], NDArray[np.int64], NDArray[np.int64]]:
-    """Return the network inputs [R, *I], and for each step the row [T, N] of its observation and of its true next one.
-
-    Raises:
-        ValueError: there is no step, or the final observations do not match the truncated steps.
-    """
+    """Return network inputs [R, *I], and for each step the row [T, N] of its observation and of its true next one."""
     block = observation_block(fragment, frame_stack, context=frame_stack - 1)
     if frame_stack == 1:
         return block.observation, block.row[:-1], block.next_row

@@ -8,7 +8,6 @@ Source: Schaul et al. 2016, arXiv:1511.05952, sections 3.3 and 3.4.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 from ddrl.replay.sum_tree import SumTree
 
 _EPSILON = 1e-6  # an item whose error is 0 can still be drawn
-_LEAST_ROOM = 1024
+_LEAST_CAPACITY = 1024
 
 
 class _Philox(threading.local):
@@ -56,13 +55,8 @@ def uniform(num: int, size: int, *, seed: int, draw: int) -> NDArray[np.int64]:
 
     Returns:
         [size] int64 in 0..num-1.
-
-    Raises:
-        ValueError: an argument is out of range.
     """
-    if not 1 <= num <= 2**53:
-        raise ValueError(f"num: {num} positions to draw from; needs 1..2^53, so wait for data")
-    word = _words(size, seed=seed, draw=draw)
+    word = _philox.raw(size, seed=seed, draw=draw)
     # 53 bits are exact in float64, and (1 - 2^-53) * num rounds to less than num.
     return ((word >> np.uint64(11)) * (2.0**-53 * num)).astype(np.int64)
 
@@ -82,22 +76,9 @@ def stratified(total: float, size: int, *, seed: int, draw: int) -> NDArray[np.f
 
     Returns:
         [size] float64, ascending; rounding may give the last one `total` itself.
-
-    Raises:
-        ValueError: an argument is out of range.
     """
-    if not 0 < total < math.inf:
-        raise ValueError(f"total: {total} cannot be divided; needs a finite number above 0, so wait for data")
-    word = _words(size, seed=seed, draw=draw)
+    word = _philox.raw(size, seed=seed, draw=draw)
     return (np.arange(size) + (word >> np.uint64(11)) * 2.0**-53) * (total / max(size, 1))
-
-
-def _words(size: int, *, seed: int, draw: int) -> NDArray[np.uint64]:
-    if size < 0:
-        raise ValueError(f"size: {size} is no batch size; use at least 0")
-    if not (0 <= seed < 2**64 and 0 <= draw < 2**64):
-        raise ValueError(f"seed, draw: {seed}, {draw}; both must be in 0..2^64-1")
-    return _philox.raw(size, seed=seed, draw=draw)
 
 
 class Priorities:
@@ -106,7 +87,7 @@ class Priorities:
     They are float32 numbers summed in float64: what a checkpoint holds is exactly what is drawn from.
 
     Args:
-        capacity_hint: items expected; more are taken too, at the cost of moving all now and then.
+        capacity: most items held.
         exponent: 0..1, how far priorities go: 0 draws uniformly, 1 in proportion to |td|. Usual: 0.5 to 0.9.
         importance_exponent: 0..1, beta at update 0. Usual: 0.4.
         final_importance_exponent: 0..1, beta from update `anneal_updates` on. Usual: 1.
@@ -115,7 +96,7 @@ class Priorities:
 
     def __init__(
         self,
-        capacity_hint: int = _LEAST_ROOM,
+        capacity: int = _LEAST_CAPACITY,
         *,
         exponent: float,
         importance_exponent: float,
@@ -124,11 +105,9 @@ class Priorities:
     ) -> None:
         self._exponent = exponent
         self.anneal(importance_exponent, final_importance_exponent, anneal_updates)
-        self._tree = SumTree(max(capacity_hint, _LEAST_ROOM))  # of item number n: slot n modulo the capacity
+        self._tree = SumTree(max(capacity, _LEAST_CAPACITY))  # of item number n: slot n modulo the capacity
         self._first = self._next = 0
         self._largest = 1.0  # |td|
-        self.num_late = 0
-        """Updates of items that had been evicted before."""
 
     @property
     def first(self) -> int:
@@ -161,26 +140,16 @@ class Priorities:
                 as long as none was larger, so that each is likely drawn soon.
 
         Raises:
-            ValueError: a wrong number of errors, or one that is negative or not finite; nothing was appended.
+            ValueError: an error is negative or not finite; nothing was appended.
         """
+        assert len(self) + num_items <= self._tree.capacity, "no more items than the capacity"
         if td_error is None:
-            p: NDArray[np.float64] = np.full(num_items, self._to_priority(np.float64(self._largest)))
-        else:
-            errors = self._checked(td_error, num_items)
-            p = self._to_priority(errors)
-            self._largest = max(self._largest, float(errors.max(initial=0.0)))
-        self._make_room(len(self) + num_items)
-        self._write(self._next, p)
+            td_error = np.full(num_items, self._largest)
+        self._write(self._next, self._priorities(td_error))
         self._next += num_items
 
     def drop(self, first_new: int) -> None:
-        """Drop the items below a number.
-
-        Raises:
-            ValueError: it is below `first`, or above all items held.
-        """
-        if not self._first <= first_new <= self._next:
-            raise ValueError(f"drop: item {first_new} is not among {self._first}..{self._next}")
+        """Drop the items below a number."""
         self._write(self._first, np.zeros(first_new - self._first))
         self._first = first_new
 
@@ -198,10 +167,8 @@ class Priorities:
             [B] positions, 0 the oldest item held; [B] numbers; [B] float32 weights in (0, 1], the largest 1.
 
         Raises:
-            ValueError: nothing is held, or an argument is out of range.
+            ValueError: nothing is held.
         """
-        if not len(self):
-            raise ValueError("draw: no items; append some first")
         slot = self._tree.sample(stratified(self._tree.total, size, seed=seed, draw=draw))
         position = (slot - self._first) % self._tree.capacity
         p = self._tree.get(slot)
@@ -211,24 +178,17 @@ class Priorities:
         return position, position + self._first, np.maximum(weight, tiny).astype(np.float32)
 
     def update(self, number: NDArray[np.int64], td_error: Any) -> None:
-        """Give items new errors; those evicted meanwhile are left out and counted.
+        """Give items new errors; those evicted meanwhile are left out.
 
         Args:
             number: [B] of the items, as drawn; where one comes twice, the last error stays.
             td_error: [B], at least 0.
 
         Raises:
-            ValueError: errors that are negative, not finite or of another number; or an item not yet appended.
+            ValueError: an error is negative or not finite; nothing has changed.
         """
-        errors = self._checked(td_error, len(number))
-        if len(number) and int(number.max()) >= self._next:
-            raise ValueError(
-                f"number: item {int(number.max())} is not appended yet; the next is {self._next}"
-            )
-        held = number >= self._first
-        self.num_late += len(number) - int(np.count_nonzero(held))
-        self._tree.set(number[held] % self._tree.capacity, self._to_priority(errors[held]))
-        self._largest = max(self._largest, float(errors.max(initial=0.0)))
+        p, is_held = self._priorities(td_error), number >= self._first
+        self._tree.set(number[is_held] % self._tree.capacity, p[is_held])
 
     def state(self) -> dict[str, NDArray[Any]]:
         """Return `priority` [len] float32, the oldest item's first, the `largest` error, and the `next` number."""
@@ -278,19 +238,15 @@ class Priorities:
     def _slots(self) -> NDArray[np.int64]:
         return np.arange(self._first, self._next) % self._tree.capacity
 
-    def _to_priority(self, td_error: Any) -> Any:
-        """Return p, rounded to float32."""
-        return ((td_error + _EPSILON) ** self._exponent).astype(np.float32).astype(np.float64)
-
-    def _checked(self, td_error: Any, num: int) -> NDArray[np.float64]:
+    def _priorities(self, td_error: Any) -> NDArray[np.float64]:
+        """Return p of TD errors, rounded to float32, and note the largest one."""
         errors = np.asarray(td_error, np.float64)
-        if errors.shape != (num,):
-            raise ValueError(f"td_error: shape {errors.shape} for {num} items; give one each")
-        limit = float(np.finfo(np.float32).max) / 2
-        if not ((errors >= 0) & (errors < limit)).all():  # NaN fails both
-            wrong = errors[~((errors >= 0) & (errors < limit))][0]
+        is_usable = (errors >= 0) & (errors < float(np.finfo(np.float32).max) / 2)  # NaN is neither
+        if not is_usable.all():
+            wrong = errors[~is_usable][0]
             raise ValueError(f"td_error: {wrong:g} is no size of an error; give finite numbers of at least 0")
-        return errors
+        self._largest = max(self._largest, float(errors.max(initial=0.0)))
+        return ((errors + _EPSILON) ** self._exponent).astype(np.float32).astype(np.float64)
 
     def _write(self, number: int, p: NDArray[np.float64]) -> None:
         """Set the priorities of items from `number` on, in two pieces where they pass the end of the slots."""
@@ -298,9 +254,3 @@ class Priorities:
         there = min(len(p), self._tree.capacity - start)
         self._tree.set_range(start, start + there, p[:there])
         self._tree.set_range(0, len(p) - there, p[there:])
-
-    def _make_room(self, num_items: int) -> None:
-        if num_items > self._tree.capacity:
-            p = self._tree.get(self._slots())
-            self._tree = SumTree(max(num_items, 2 * self._tree.capacity))
-            self._write(self._first, p)

@@ -64,7 +64,7 @@ class Decoded:
 
     Attributes:
         entry_id: in the stream.
-        cumulative_fragments, cumulative_steps, cumulative_bytes: counts of the stream up to and with it.
+        cumulative_fragments, cumulative_steps: counts of the stream up to and with it.
         num_bytes: of the entry.
         producer, incarnation, seq: its sender and its number; -1 where no append wrote it.
         memory_bytes: while it waits for the learner.
@@ -76,7 +76,6 @@ class Decoded:
     entry_id: bytes
     cumulative_fragments: int
     cumulative_steps: int
-    cumulative_bytes: int
     num_bytes: int
     producer: int
     incarnation: int
@@ -93,8 +92,8 @@ def decode(
     run: str,
     spaces: EnvSpec,
     *,
-    limits: FragmentLimits | None = None,
-    pack: Callable[[Fragment], Any] | None = None,
+    limits: FragmentLimits,
+    pack: Callable[[Fragment], Any],
 ) -> Decoded:
     """Decode an entry; a bad one, or one outside the run's spaces and limits, gets a reason instead of a fragment.
 
@@ -102,16 +101,14 @@ def decode(
         entry: of the stream.
         run: whose it must be.
         spaces: of the run's environment.
-        limits: of its fragments; None: the codec's alone.
+        limits: of its fragments.
         pack: prepares admission as far as any thread can; a ValueError becomes the reason.
     """
     fragment, packed, reason, head = None, None, "", b""
     try:
-        max_bytes = codec.MAX_BYTES if limits is None else limits.num_bytes(spaces)
-        fragment = codec.decode(entry.fields, max_bytes=max_bytes)
+        fragment = codec.decode(entry.fields, max_bytes=limits.num_bytes(spaces))
         _check(fragment, run, spaces, limits)
-        if pack is not None:
-            packed = pack(fragment)
+        packed = pack(fragment)
     except ValueError as error:  # CodecError is one
         fragment, reason, head = None, str(error), entry.fields.get(b"h", b"")[:1024]
     memory_bytes = _ENTRY_BYTES
@@ -122,7 +119,6 @@ def decode(
         entry.entry_id,
         cumulative_fragments=entry.count(b"f"),
         cumulative_steps=entry.count(b"n"),
-        cumulative_bytes=entry.count(b"b"),
         num_bytes=entry.num_bytes,
         producer=entry.producer,
         incarnation=entry.count(b"i", -1),
@@ -135,7 +131,7 @@ def decode(
     )
 
 
-def _check(fragment: Fragment, run: str, spaces: EnvSpec, limits: FragmentLimits | None) -> None:
+def _check(fragment: Fragment, run: str, spaces: EnvSpec, limits: FragmentLimits) -> None:
     """Refuse a fragment of another run, of other spaces or above the limits; CodecError."""
     if fragment.run != run:
         raise codec.CodecError(f"run: {fragment.run!r} does not belong into the stream of {run!r}")
@@ -148,11 +144,10 @@ def _check(fragment: Fragment, run: str, spaces: EnvSpec, limits: FragmentLimits
         raise codec.CodecError(f"action: {acted.dtype}, but actions of the run are {spaces.action_kind}")
     if spaces.action_sizes and not ((acted >= 0) & (acted < spaces.action_sizes)).all():
         raise codec.CodecError(f"action: outside the choices of the run, {spaces.action_sizes}")
-    if limits is not None:
-        size = (fragment.num_steps, fragment.num_envs, fragment.context)
-        most = (limits.num_steps, limits.num_envs, limits.context)
-        if any(one > bound for one, bound in zip(size, most, strict=True)):
-            raise codec.CodecError(f"T, N, C: {size}, those of the run are at most {most}")
+    size = (fragment.num_steps, fragment.num_envs, fragment.context)
+    most = (limits.num_steps, limits.num_envs, limits.context)
+    if any(one > bound for one, bound in zip(size, most, strict=True)):
+        raise codec.CodecError(f"T, N, C: {size}, those of the run are at most {most}")
 
 
 def decode_range(
@@ -219,10 +214,6 @@ class Reader:
             self._taken_bytes += decoded.memory_bytes
             if time.monotonic() >= until:
                 return
-
-    def __len__(self) -> int:
-        """Return the number of entries that are decoded and not taken."""
-        return len(self._decoded)
 
     @property
     def ready(self) -> bool:

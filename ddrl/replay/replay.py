@@ -69,9 +69,6 @@ class Replay:
         threads: that gather ahead of the learner; 0: it gathers itself.
         lockstep: draws depend on the order of fragments and updates alone, not on when they come.
         budget_increment: steps by which the step budget grows before it is published.
-
-    Raises:
-        ValueError: the capacity holds no item.
     """
 
     def __init__(
@@ -88,11 +85,6 @@ class Replay:
         lockstep: bool = False,
         budget_increment: int = 1,
     ) -> None:
-        if capacity < items.min_capacity:
-            raise ValueError(
-                f"capacity: {capacity} transitions hold no item of {items.min_capacity} steps; "
-                f"use at least {items.min_capacity}"
-            )
         self._kind = items
         self._rate_limiter = rate_limiter
         self.capacity = capacity
@@ -106,7 +98,6 @@ class Replay:
         self._items, self._steps = Ring(num_items), Ring(num_steps)
         self._entries: deque[_Entry] = deque()
         self._num_transitions = 0
-        self._spaces: tuple[tuple[str, str], ...] = ()  # dtype and shape of observation and action
         self._pool = ThreadPoolExecutor(threads, "gather") if threads else None
         self._depth = threads + 1 if threads else 0
         self._ahead: deque[tuple[int, Callable[[], Any], Columns]] = deque()  # (number, gather, its weights)
@@ -168,12 +159,8 @@ class Replay:
             packed: the fragment; copied.
             entry_id: its id in the stream.
             version: latest published.
-
-        Raises:
-            ValueError: its shapes or dtypes differ from the first one's; nothing has changed.
         """
         fragment, cut = packed.fragment, packed.cut
-        self._check_spaces(fragment)
         while self._num_transitions + fragment.num_transitions > self.capacity:
             self._evict()
         first = {"row": self.rows.append(packed.rows)}
@@ -197,17 +184,6 @@ class Replay:
             self.priorities.drop(self.first_item)
         self._staleness.append(version - fragment.policy_version)
         self._seen.add(fragment.producer)
-
-    def _check_spaces(self, fragment: Fragment) -> None:
-        """Refuse shapes and dtypes other than those held."""
-        arrays = {"observation": fragment.observation, "action": fragment.action}
-        spaces = tuple((str(array.dtype), str(list(array.shape[2:]))) for array in arrays.values())
-        for name, found, held in zip(arrays, spaces, self._spaces or spaces, strict=True):
-            if found != held:
-                raise ValueError(
-                    f"fragment: {name} is {''.join(found)}, but the replay holds {''.join(held)}; one run has one space"
-                )
-        self._spaces = spaces
 
     def _evict(self) -> None:
         """Drop the oldest fragment."""
@@ -259,24 +235,12 @@ class Replay:
         """Look up the items at `position`; the result gathers them, in any thread and whatever is admitted meanwhile.
 
         Args:
-            position: [B] int64 in 0..num_items-1, 0 the oldest; repetitions are fine.
+            position: [B] int64 in 0..num_items-1, 0 the oldest; not checked; repetitions are fine.
 
         Returns:
             A function that returns the B items in that order, in arrays that nobody else writes to as long as they are
             referred to.
-
-        Raises:
-            IndexError: a position is negative or not below the number of items.
         """
-        num_items = len(self._items)
-        if not num_items:
-            raise IndexError("position: the replay is empty; admit a fragment first")
-        position = np.ascontiguousarray(position, np.int64)
-        # Seen as unsigned, a negative position is huge: one pass checks both bounds.
-        if position.size and int(position.view(np.uint64).max()) >= num_items:
-            raise IndexError(
-                f"position: {position.min()}..{position.max()} outside 0..{num_items - 1}, the items held"
-            )
         slot = self._items.slots(position + self._items.first)
         items = {name: column.take(slot, axis=0) for name, column in self._items.columns.items()}
         return self._kind.plan(items, self._steps, self.rows)

@@ -70,46 +70,28 @@ class Cuts:
         return self.start + self.length - 1
 
 
-def cut_fragment(fragment: Fragment, shape: SequenceShape, frame_stack: int) -> Cuts:
-    """Return the sequences of `fragment`, whose observations are stacked by `frame_stack`.
+def cut(ended: NDArray[np.bool_], context: int, shape: SequenceShape, frame_stack: int = 1) -> Cuts:
+    """Return the sequences of a fragment, by the rules above; the same arguments give the same cut everywhere.
 
     A producer sends all the history that is needed as soon as it has it. A fragment with less begins where its producer
     did, with the first steps of episodes. Once there is enough, the first step counts as unknown, even where it happens
-    to be the producer's first.
-
-    Raises:
-        ValueError: as `cut`.
-    """
-    begins = fragment.context < shape.context + frame_stack - 1
-    return cut(fragment.terminated | fragment.truncated, context=fragment.context, shape=shape, begins=begins)
-
-
-def cut(ended: NDArray[np.bool_], *, context: int, shape: SequenceShape, begins: bool) -> Cuts:
-    """Return the sequences of a fragment, by the rules above; the same arguments give the same cut everywhere.
+    to be the producer's first: only its action and reward are used, as inputs of the second.
 
     Args:
         ended: [C+T, N] bool, the step terminated or was truncated.
         context: C, leading steps that an earlier fragment trained.
         shape: of the sequences.
-        begins: the first step of each environment is an episode's first. Otherwise the context must be enough for all
-            sequences, and of that step only action and reward are used, as inputs of the second.
-
-    Raises:
-        ValueError: no new step, an impossible shape, or too little context for a fragment that does not begin.
+        frame_stack: K observations that a network sees at once.
     """
-    if shape.burn_in < 0 or not 0 <= shape.overlap < shape.length:
-        raise ValueError(
-            f"sequences: burn-in {shape.burn_in}, length {shape.length}, overlap {shape.overlap}; burn-in and overlap "
-            "must be at least 0, and overlap below length"
-        )
-    if ended.ndim != 2 or not ended.shape[1] or not 0 <= context < len(ended):
-        raise ValueError(f"ended: shape {ended.shape} with {context} steps of context has no new step")
-    if not begins and context < shape.context:
-        raise ValueError(
-            f"context: {context} steps amid an episode, but sequences need {shape.context}; send more history"
-        )
-    lane, first, end, known = _parts(ended, begins)
-    is_new = (end > context) & (end > first)  # part
+    num_steps, num_envs = ended.shape
+    begins = context < shape.context + frame_stack - 1
+    # Parts, environment by environment: first step, end (exclusive), whether the first is known to be the episode's.
+    border = np.ones((1, num_envs), np.bool_)  # the fragment's end, which closes the last part
+    lane, step = np.nonzero(np.concatenate([ended, border]).T)
+    end = np.minimum(step + 1, num_steps)
+    is_first = np.append(True, lane[1:] != lane[:-1])  # part of its environment
+    first, known = np.where(is_first, 0, np.roll(end, 1)), begins | ~is_first
+    is_new = (end > context) & (end > first)  # part; the last one of an environment may be empty
     lane, first, end, known = lane[is_new], first[is_new], end[is_new], known[is_new]
 
     grid = np.maximum(first, context - shape.overlap)  # start of each part's first sequence
@@ -125,21 +107,6 @@ def cut(ended: NDArray[np.bool_], *, context: int, shape: SequenceShape, begins:
         burn_in=burn_in,
         fresh=known[part] & (start - burn_in == first[part]),
     )
-
-
-def _parts(
-    ended: NDArray[np.bool_], begins: bool
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-    """Return each episode's part in order of environment, then time: environment, first step, end (exclusive), known.
-
-    `known`: the first step is known to be the episode's. The last part of an environment may be empty.
-    """
-    num_steps, num_envs = ended.shape
-    border = np.ones((1, num_envs), np.bool_)  # the fragment's end, which closes the last part
-    lane, step = np.nonzero(np.concatenate([ended, border]).T)
-    end = np.minimum(step + 1, num_steps)
-    is_first = np.append(True, lane[1:] != lane[:-1])  # part of its environment
-    return lane, np.where(is_first, 0, np.roll(end, 1)), end, begins | ~is_first
 
 
 def recurrent_state_index(cuts: Cuts) -> NDArray[np.int32]:
@@ -235,7 +202,7 @@ def td_errors(
         reward[step, lane], cuts.length, fragment.terminated[cuts.last, lane], gamma=gamma, n=n
     )
     summed = cuts.start + bootstrap - 1  # [L, S] the last step of each sum
-    is_seen = ~(fragment.terminated | fragment.truncated)[summed, lane] & (summed + 1 < len(reward))
+    is_seen = ~fragment.ended[summed, lane] & (summed + 1 < len(reward))
     value = state_value[summed + is_seen, lane].astype(np.float64)
     target = return_.astype(np.float64) + discount * (unrescale(value) if rescaled else value)
     td = np.abs((rescale(target) if rescaled else target) - action_value[step, lane]) * valid
@@ -272,9 +239,7 @@ class SequenceItems:
         self._shape, self._state_size = shape, state_size
         self._gamma, self._n_step = gamma, n_step
         self._mix, self._rescaled = priority_mix, rescaled
-        self._context = shape.context + frame_stack - 1
         self.frame_stack = frame_stack
-        self.min_capacity = shape.length
 
     def room(self, capacity: int) -> tuple[int, int, int]:
         """Return the expected numbers of rows, items and steps for `capacity` transitions."""
@@ -290,21 +255,11 @@ class SequenceItems:
             environment, with row, action, reward.
 
         Raises:
-            ValueError: the fragment has no discrete actions, or other context or recurrent states than its sequences
-                need, its returns need not be finite, or it cannot be cut.
+            ValueError: the fragment has other recurrent states than its sequences need, its returns need not be finite,
+                or its values are no float32 columns [C+T, N].
         """
-        if fragment.context > self._context:  # the capacity does not count it
-            raise ValueError(
-                f"fragment: {fragment.context} steps of context, but its sequences need {self._context}; its worker "
-                "plays with other settings"
-            )
-        if fragment.action.ndim != 2 or fragment.action.dtype != np.int64:
-            raise ValueError(
-                f"fragment: action is {fragment.action.dtype}{list(fragment.action.shape[2:])}; sequences are of "
-                "discrete actions, int64"
-            )
-        cuts = cut_fragment(fragment, self._shape, self.frame_stack)
         check_rewards(fragment, self._n_step)
+        cuts = cut(fragment.ended, fragment.context, self._shape, self.frame_stack)
         block = observation_block(fragment, self.frame_stack)
         items = {
             "step": cuts.lane * len(fragment.reward) + cuts.first,

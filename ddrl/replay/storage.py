@@ -92,18 +92,14 @@ def observation_block(fragment: Fragment, frame_stack: int, *, context: int | No
     """Return the observations of `fragment`.
 
     Args:
-        fragment: T >= 1 steps; every truncated step that is kept must have its final observation.
-        frame_stack: K, at least 1.
+        fragment: every truncated step that is kept must have its final observation.
+        frame_stack: K.
         context: most leading context steps kept, None for all. The stack of a row is right from K - 1 rows after the
             first one kept, or at once where the environment's first episode begins there.
-
-    Raises:
-        ValueError: there is no step, or the final observations do not match the truncated steps.
     """
-    if frame_stack < 1:
-        raise ValueError(f"frame_stack: {frame_stack} stacks nothing; use at least 1")
     skipped = 0 if context is None else max(fragment.context - context, 0)
-    step, lane, final = final_observations(fragment, skipped)
+    is_kept = fragment.final_index[:, 0] >= skipped
+    step, lane = (fragment.final_index[is_kept].astype(np.int64) - (skipped, 0)).T
     observation = fragment.observation[skipped:]
     num_rows, num_envs = observation.shape[:2]  # rows per environment
     if is_image(observation.dtype, observation.shape[2:]):
@@ -118,39 +114,11 @@ def observation_block(fragment: Fragment, frame_stack: int, *, context: int | No
     back = None
     if frame_stack > 1:
         back = np.zeros(len(rows) + len(step), np.int32)
-        ended = fragment.truncated[skipped:] | fragment.terminated[skipped:]
-        back[row[1:]] = np.where(ended, 0, row[1:] - row[:-1])
+        back[row[1:]] = np.where(fragment.ended[skipped:], 0, row[1:] - row[:-1])
         back[final_row] = final_row - row[step, lane]
-    if len(final):
-        rows = np.concatenate([rows, final])
+    if len(step):
+        rows = np.concatenate([rows, fragment.final_observation[is_kept]])
     return Block(rows, row, next_row, back)
-
-
-def final_observations(
-    fragment: Fragment, skipped: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[Any]]:
-    """Return step and environment of each truncation behind the first `skipped` steps, and its final observation.
-
-    Raises:
-        ValueError: there is no step, or they do not match the truncated steps.
-    """
-    if fragment.num_steps < 1 or fragment.num_envs < 1:
-        raise ValueError(
-            f"fragment: T = {fragment.num_steps}, N = {fragment.num_envs}; at least one step of one environment is "
-            "needed"
-        )
-    truncated = fragment.truncated[skipped:]
-    num_truncated = np.count_nonzero(truncated)
-    in_use = fragment.final_index[:, 0] >= skipped
-    step, lane = (fragment.final_index[in_use].astype(np.int64) - (skipped, 0)).T
-    num_envs = truncated.shape[1]
-    matches = len(step) == num_truncated and bool(np.all((lane >= 0) & (lane < num_envs)))
-    if not matches or not np.array_equal(np.sort(step * num_envs + lane), np.flatnonzero(truncated)):
-        raise ValueError(
-            f"fragment: {len(step)} final observations for {num_truncated} truncated steps; each truncated step needs "
-            "exactly its own"
-        )
-    return step, lane, fragment.final_observation[in_use]
 
 
 def is_image(dtype: DTypeLike, shape: Sequence[int]) -> bool:
@@ -172,8 +140,6 @@ class Ring:
     """
 
     def __init__(self, num_slots: int) -> None:
-        if num_slots < 1:
-            raise ValueError(f"num_slots: {num_slots} holds no row; use at least 1")
         self.columns: Columns = {}
         """[slots, ...] by name; none before the first append. Only `slots` of rows held have a meaning."""
         self.num_slots = num_slots
@@ -198,8 +164,6 @@ class Ring:
                 name: np.empty((self.num_slots, *array.shape[1:]), array.dtype)
                 for name, array in values.items()
             }
-        if values.keys() != self.columns.keys() or len({len(array) for array in values.values()}) != 1:
-            raise ValueError("columns: not those of the ring, or of different lengths")
         num_rows = len(next(iter(values.values())))
         if self._len + num_rows > self.num_slots:
             self._grow(self._len + num_rows)

@@ -22,14 +22,9 @@ class SumTree:
 
     Args:
         capacity: slots, at least 1. It holds a value of 8 bytes a slot, and a fifteenth of that in sums.
-
-    Raises:
-        ValueError: no capacity.
     """
 
     def __init__(self, capacity: int) -> None:
-        if capacity < 1:
-            raise ValueError(f"capacity: {capacity} holds nothing; use at least 1")
         self.capacity = capacity
         size, depth = capacity, 0
         while size > _MAX_TOP:

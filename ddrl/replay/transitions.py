@@ -32,7 +32,6 @@ class TransitionItems:
     def __init__(self, *, gamma: float, n_step: int, frame_stack: int = 1) -> None:
         self._gamma, self._n_step = gamma, n_step
         self.frame_stack = frame_stack
-        self.min_capacity = 1
 
     def room(self, capacity: int) -> tuple[int, int, int]:
         """Return the expected numbers of rows, items and steps for `capacity` transitions."""
@@ -48,8 +47,7 @@ class TransitionItems:
             observations and a fragment's last row; the value of the step before stands in.
 
         Raises:
-            ValueError: the fragment has no step to train on, its final observations do not match its truncated steps,
-                its values are no float32 columns [C+T, N], or its returns need not be finite.
+            ValueError: the fragment's values are no float32 columns [C+T, N], or its returns need not be finite.
         """
         check_rewards(fragment, self._n_step)
         num_steps, new = fragment.num_steps, slice(fragment.context, None)

@@ -16,7 +16,7 @@ import numpy as np
 from ddrl import envs
 from ddrl.algorithms.base import RecurrentState, Resolved
 from ddrl.config import EnvConfig
-from ddrl.replay.sequences import cut_fragment, recurrent_state_index
+from ddrl.replay.sequences import cut, recurrent_state_index
 from ddrl.types import Fragment
 
 
@@ -196,6 +196,7 @@ class Recorder:
         """Return the fragment with the rows of `hidden` [C+T, N, H] at which its sequences begin inside an episode."""
         sequences = self._resolved.sequences
         assert sequences is not None, "recurrent policies come with the shape of their sequences"
-        index = recurrent_state_index(cut_fragment(fragment, sequences, self._resolved.spec.frame_stack))
+        cuts = cut(fragment.ended, fragment.context, sequences, self._resolved.spec.frame_stack)
+        index = recurrent_state_index(cuts)
         recurrent = {"memory_index": index, "memory": hidden[index[:, 0], index[:, 1]]}
         return replace(fragment, extras={**fragment.extras, **recurrent})

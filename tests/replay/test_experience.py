@@ -8,7 +8,7 @@ from support.reference_items import STATE_SIZE, Player
 from ddrl import config, envs
 from ddrl.algorithms import base
 from ddrl.config import ReplayConfig, RolloutConfig
-from ddrl.replay.experience import dense_bytes, is_compressed, longest_fragment_steps, make_experience
+from ddrl.replay.experience import is_compressed, longest_fragment_steps, make_experience
 from ddrl.types import EnvSpec, SequenceShape
 
 GAME = EnvSpec("game", (84, 84), "uint8", "discrete", (), (6,), frame_stack=4)
@@ -16,14 +16,11 @@ SHAPE = SequenceShape(burn_in=40, length=80, overlap=40)
 R2D2 = {"name": "r2d2", "hidden_sizes": [16], "recurrent_size": 8, "sequence_length": 20, "overlap": 10}
 
 
-def test_context_of_sequences_counts_for_auto() -> None:
-    """A thousand transitions are 1,125 rows of 7,060 bytes; as sequences, by 40 with 84 of context, 3,125 rows."""
-    for memory_bytes, shape, expected in [
-        (16 * 1024**2, None, False),
-        (16 * 1024**2, SHAPE, True),
-        (3125 * 7060 + 28_000, SHAPE, False),
-        (3125 * 7060 + 27_999, SHAPE, True),
-    ]:
+@pytest.mark.parametrize(("shape", "num_rows"), [(None, 1125), (SHAPE, 3125)])
+def test_auto_compresses_what_needs_more_than_the_memory(shape: SequenceShape | None, num_rows: int) -> None:
+    """1000 transitions of 28 bytes and their rows of 84 x 84 + 4; as sequences, by 40 with 84 of context, more rows."""
+    needed = num_rows * 7060 + 28_000
+    for memory_bytes, expected in ((needed, False), (needed - 1, True)):
         replay = ReplayConfig.model_validate({"capacity": 1000, "memory_bytes": memory_bytes})
         assert is_compressed(replay, GAME, shape) is expected
 
@@ -50,8 +47,3 @@ def test_recurrent_states_are_as_wide_as_the_players(recurrent: str, size: int) 
     with pytest.raises(ValueError, match=message):
         held.pack(Player(shape=resolved.sequences).fragment(10))
     held.close()
-
-
-def test_memory_of_a_million_frames() -> None:
-    """84 x 84 bytes of 1,125,000 rows, each with 4 bytes for its stack, and 28 bytes a transition."""
-    assert dense_bytes(GAME, None, capacity=1_000_000) == 1_125_000 * (84 * 84 + 4) + 28_000_000

@@ -36,9 +36,7 @@ def test_known_words_of_philox() -> None:
     fresh = np.random.Philox(key=np.array([5, 9], np.uint64)).random_raw(6)
     expected = [int(word) * 1000 >> 64 for word in fresh]
     assert uniform(1000, 6, seed=5, draw=9).tolist() == expected == PINNED
-    assert uniform(1000, 4, seed=5, draw=9).tolist() == PINNED[:4], (
-        "a shorter draw is the beginning of a longer one"
-    )
+    assert uniform(1000, 4, seed=5, draw=9).tolist() == PINNED[:4], "a shorter draw begins the longer one"
 
 
 def test_draws_are_independent_of_order_history_and_threads() -> None:
@@ -58,25 +56,6 @@ def test_range_and_dtype(num: int) -> None:
     assert index.dtype == np.int64 and index.shape == (2000,)
     assert index.min() >= 0 and index.max() < num
     assert uniform(num, 0, seed=0, draw=0).shape == (0,)
-
-
-@pytest.mark.parametrize(
-    ("function", "first", "size", "seed", "draw", "match"),
-    [
-        (uniform, 0, 1, 0, 0, "num"),
-        (uniform, 1, -1, 0, 0, "size"),
-        (uniform, 1, 1, -1, 0, "seed"),
-        (uniform, 1, 1, 0, 2**64, "draw"),
-        *((stratified, total, 1, 0, 0, "total") for total in (0.0, np.nan, np.inf)),
-        (stratified, 1.0, -1, 0, 0, "size"),
-        (stratified, 1.0, 1, 2**64, 0, "seed"),
-    ],
-)
-def test_arguments_out_of_range_are_refused(
-    function: Any, first: float, size: int, seed: int, draw: int, match: str
-) -> None:
-    with pytest.raises(ValueError, match=match):
-        function(first, size, seed=seed, draw=draw)
 
 
 def test_stratified_takes_one_mass_of_each_part() -> None:
@@ -100,9 +79,10 @@ def test_stratified_uses_the_same_words_as_uniform_and_nothing_else() -> None:
 ALPHA = 0.6
 
 
-def make(capacity: int = 100, **options: Any) -> Priorities:
+def make(**options: Any) -> Priorities:
+    """Priorities of at most 1024 items."""
     betas = {"importance_exponent": 0.4, "final_importance_exponent": 1.0, "anneal_updates": 100}
-    return Priorities(capacity, **{"exponent": ALPHA} | betas | options)
+    return Priorities(**{"exponent": ALPHA} | betas | options)
 
 
 def p_of(td_error: float) -> float:
@@ -114,7 +94,7 @@ class Slow:
 
     def __init__(self) -> None:
         self.p: dict[int, float] = {}
-        self.first = self.next = self.late = 0
+        self.first = self.next = 0
         self.largest = 1.0
 
     def append(self, num: int, errors: np.ndarray | None) -> None:
@@ -133,39 +113,33 @@ class Slow:
             self.largest = max(self.largest, error)
             if number in self.p:
                 self.p[int(number)] = p_of(error)
-            else:
-                self.late += 1
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_random_histories_against_the_slow_twin(seed: int) -> None:
-    """Appended, dropped, updated late and twice, grown and restored, in any order."""
+    """Appended, dropped, updated late and twice, and restored, in any order."""
     generator = np.random.default_rng(seed)
-    fast, slow = make(1), Slow()
-    most = 0
+    fast, slow = make(), Slow()
     for _ in range(150):
         what = generator.integers(6)
         if what <= 1:
-            num = int(generator.integers(0, 300))
+            num = min(int(generator.integers(0, 300)), 1024 - len(fast))
             errors = generator.random(num) * 3 if what and num else None
             fast.append(num, errors), slow.append(num, errors)
         elif what == 2:
             first = int(generator.integers(fast.first, fast.first + len(fast) + 1))
             fast.drop(first), slow.drop(first)
         elif what == 3:
-            saved = fast.state()
-            fast = make(1)
-            fast.append(slow.next, None)  # numbers are kept, so that the twin goes on
-            fast.drop(slow.first)
-            slow.late = 0
+            saved, fast = fast.state(), make()
+            fast.append(len(slow.p), None)
+            fast.renumber(slow.first)
             fast.load_state(saved)
         elif slow.next:
             numbers = generator.integers(max(slow.first - 50, 0), slow.next, size=64)
             errors = generator.random(64) * 5
             fast.update(numbers, errors), slow.update(numbers, errors)
         fast.check_valid()
-        most = max(most, len(fast))
-        assert (fast.first, len(fast), fast.num_late) == (slow.first, len(slow.p), slow.late)
+        assert (fast.first, len(fast)) == (slow.first, len(slow.p))
         found = fast.state()
         assert found["priority"].tolist() == list(slow.p.values()) and found["largest"] == slow.largest
         if slow.p:
@@ -174,7 +148,7 @@ def test_random_histories_against_the_slow_twin(seed: int) -> None:
             p = np.array([slow.p[int(n)] for n in number])
             raw = (len(slow.p) * p / sum(slow.p.values())) ** -fast.beta(30)
             np.testing.assert_allclose(weight, raw / raw.max(), rtol=1e-5)
-    assert most > 1024  # it has grown
+    assert slow.next > 1024  # items go round the end of the slots
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0])
@@ -255,35 +229,18 @@ def test_errors_that_are_none_are_refused_and_change_nothing(bad: float) -> None
         priorities.append(2, [1.0, bad])
     with pytest.raises(ValueError, match="td_error"):
         priorities.update(np.array([0, 1]), [bad, 1.0])
-    with pytest.raises(ValueError, match="shape"):
-        priorities.append(2, [1.0])
     assert all(np.array_equal(before[name], value) for name, value in priorities.state().items())
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        {"priority": np.array([1.0, np.nan])},
-        {"priority": np.array([1.0, -1.0])},
-        {"priority": np.array([[1.0]])},
-        {"largest": np.array(np.inf)},
-        {"priority": None},
-    ],
-)
-def test_a_checkpoint_with_other_things_is_refused(change: dict[str, Any]) -> None:
+    ("name", "value"),
+    [("priority", [1, np.nan]), ("priority", [1, -1]), ("priority", [[1]]), ("priority", None), ("largest", np.inf)],
+)  # fmt: skip
+def test_a_checkpoint_with_other_things_is_refused(name: str, value: Any) -> None:
     priorities = make()
     priorities.append(2)
-    saved = {name: value for name, value in {**priorities.state(), **change}.items() if value is not None}
+    saved = priorities.state() | {name: value}
+    if value is None:
+        del saved[name]
     with pytest.raises(ValueError, match="another checkpoint"):
         priorities.load_state(saved)
-
-
-def test_items_not_held_are_refused() -> None:
-    priorities = make()
-    with pytest.raises(ValueError, match="no items"):
-        priorities.draw(1, seed=0, draw=0)
-    priorities.append(3)
-    with pytest.raises(ValueError, match="item 4 is not among 0..3"):
-        priorities.drop(4)
-    with pytest.raises(ValueError, match="item 3 is not appended"):
-        priorities.update(np.array([3]), [1.0])

@@ -25,18 +25,19 @@ RUN = "reader"
 SPACES = EnvSpec("test", (4,), "float32", "discrete", (), (6,))
 MIB = 1024**2
 LIMITS = FragmentLimits(num_steps=8, num_envs=3, context=2)
+DECODE = functools.partial(decode, run=RUN, spaces=SPACES, limits=LIMITS, pack=lambda made: None)
 
 
 def fragment(
-    seq: int, *, num_steps: int = 8, num_envs: int = 3, context: int = 2, **options: Any
+    seq: int = 0, *, num_steps: int = 8, num_envs: int = 3, context: int = 2, **options: Any
 ) -> Fragment:
     player = Player(seq, num_envs=num_envs, **options)
     player.fragment(context)
     return replace(player.fragment(num_steps, context), run=RUN, seq=seq)
 
 
-def entry(made: Fragment) -> stream.Entry:
-    return stream.Entry(b"1-0", codec.encode(made))
+def decoded(made: Fragment, **options: Any) -> Decoded:
+    return DECODE(stream.Entry(b"1-0", codec.encode(made)), **options)
 
 
 def append(client: Redis, *fragments: Fragment, **further: bytes) -> None:
@@ -45,15 +46,10 @@ def append(client: Redis, *fragments: Fragment, **further: bytes) -> None:
         client.xadd(keys.experience(RUN), fields)
 
 
-@pytest.fixture
-def client(server) -> Redis:
-    return server.client
-
-
 @contextlib.contextmanager
-def reading(client: Redis, *, spaces: EnvSpec = SPACES, **options: Any) -> Iterator[Reader]:
+def reading(client: Redis, **options: Any) -> Iterator[Reader]:
     """A reader that runs inside the block."""
-    reader = Reader(client, RUN, b"0-0", functools.partial(decode, run=RUN, spaces=spaces, **options))
+    reader = Reader(client, RUN, b"0-0", functools.partial(DECODE, **options))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reader_module, "BLOCK_MS", 200)
         reader.start()
@@ -63,21 +59,46 @@ def reading(client: Redis, *, spaces: EnvSpec = SPACES, **options: Any) -> Itera
             reader.stop()
 
 
-def seqs(decoded: Iterator[Decoded]) -> list[int]:
-    return [one.fragment.seq for one in decoded if one.fragment is not None]
+def seqs(entries: Iterator[Decoded]) -> list[int]:
+    return [one.fragment.seq for one in entries if one.fragment is not None]
 
 
-def test_the_largest_fragment_of_the_run_passes_and_a_larger_one_does_not() -> None:
-    assert decode(entry(fragment(0)), RUN, SPACES, limits=LIMITS).reason == ""
-    for larger in ({"num_steps": 9}, {"num_envs": 4}, {"context": 3}):
-        decoded = decode(entry(fragment(0, **larger)), RUN, SPACES, limits=LIMITS)
-        assert decoded.fragment is None
-        assert decoded.reason.startswith("T, N, C: (") and decoded.reason.endswith("at most (8, 3, 2)")
+def test_a_fragment_of_the_run_passes() -> None:
+    found = decoded(fragment(), pack=lambda made: made.seq + 5)
+    assert (found.reason, found.packed) == ("", 5) and found.fragment is not None
+
+
+FRAGMENT = fragment()
+
+
+@pytest.mark.parametrize(
+    ("made", "reason"),
+    [
+        (fragment(num_steps=9), "T, N, C: (9, 3, 2), those of the run are at most (8, 3, 2)"),
+        (fragment(num_envs=4), "T, N, C: (8, 4, 2), those of the run are at most (8, 3, 2)"),
+        (fragment(context=3), "T, N, C: (8, 3, 3), those of the run are at most (8, 3, 2)"),
+        (replace(FRAGMENT, run="other"), "run: 'other' does not belong into the stream of 'reader'"),
+        (fragment(observation=(3,)), "spaces: observation and action are ('float32', (3,), ())"),
+        (fragment(dtype="uint8"), "spaces: observation and action are ('uint8', (4,), ())"),
+        (fragment(continuous=True), "spaces: observation and action are ('float32', (4,), (2,))"),
+        (
+            replace(FRAGMENT, action=FRAGMENT.action.astype("f4")),
+            "action: float32, but actions of the run are",
+        ),
+        (replace(FRAGMENT, action=FRAGMENT.action + 6), "action: outside the choices of the run, (6,)"),
+        (replace(FRAGMENT, action=FRAGMENT.action - 6), "action: outside the choices of the run, (6,)"),
+        (replace(FRAGMENT, truncated=FRAGMENT.truncated ^ ~FRAGMENT.terminated), "final_index: not the"),
+    ],
+)
+def test_a_fragment_outside_the_run_is_refused(made: Fragment, reason: str) -> None:
+    """What gets past here is not checked again: the replay relies on it."""
+    found = decoded(made, pack=lambda made: pytest.fail("packed"))
+    assert found.fragment is None and found.reason.startswith(reason) and found.memory_bytes < 4096
 
 
 def test_every_step_may_be_truncated_and_extras_have_room() -> None:
     """Bytes are bounded so that no fragment that a collector can make is refused."""
-    made = fragment(0, observation=(5000,))
+    made = fragment(observation=(5000,))
     everywhere = np.ones_like(made.truncated)
     index = np.argwhere(everywhere).astype(np.int32)
     extras = {
@@ -95,19 +116,9 @@ def test_every_step_may_be_truncated_and_extras_have_room() -> None:
         episode_length=np.ones(len(index), np.int32),
         extras=extras,
     )
-    decode_widest = functools.partial(decode, entry(widest), RUN, replace(SPACES, observation_shape=(5000,)))
-    assert decode_widest(limits=replace(LIMITS, state_size=9000)).reason == ""
-    assert "uncompressed, at most" in decode_widest(limits=LIMITS).reason
-
-
-def test_an_entry_that_is_too_large_is_refused_before_it_is_decompressed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    large = entry(fragment(0, num_steps=2500))
-    monkeypatch.setattr(codec.blosc2, "decompress2", lambda *a, **k: pytest.fail("decompressed"))
-    decoded = decode(large, RUN, SPACES, limits=replace(LIMITS, num_steps=1))
-    assert "bytes uncompressed, at most" in decoded.reason
-    assert decoded.memory_bytes < 4096
+    spaces = replace(SPACES, observation_shape=(5000,))
+    assert decoded(widest, spaces=spaces, limits=replace(LIMITS, state_size=9000)).reason == ""
+    assert "uncompressed, at most" in decoded(widest, spaces=spaces).reason
 
 
 def test_decoding_ahead_is_bounded_whatever_size_entries_claim(
@@ -117,7 +128,7 @@ def test_decoding_ahead_is_bounded_whatever_size_entries_claim(
     monkeypatch.setattr(reader_module, "MAX_DECODED_BYTES", 3 * MIB)
     monkeypatch.setattr(reader_module.stream, "read_count", lambda *a: 100)
     image = {"observation": (128, 1024), "dtype": "uint8", "end_probability": 0.0}
-    blank = fragment(0, num_steps=7, num_envs=1, context=0, **image)
+    blank = fragment(num_steps=7, num_envs=1, context=0, **image)
     append(client, *(replace(blank, seq=seq) for seq in range(12)), s=b"0")
     found: list[int] = []
     ahead: list[int] = []  # entries decoded and not taken, after each
@@ -165,7 +176,7 @@ def test_fragments_are_packed_in_the_readers_thread_and_a_value_error_refuses_th
     with reading(client, pack=pack) as reader:
         wait_until(lambda: found.extend(reader.take(60.0)) or len(found) == 3)
     assert threads == ["reader"] * 3
-    assert [(decoded.packed, decoded.reason) for decoded in found] == [(0, ""), (None, "odd"), (20, "")]
+    assert [(one.packed, one.reason) for one in found] == [(0, ""), (None, "odd"), (20, "")]
     assert found[1].fragment is None and found[1].head.startswith(b"{")
 
 
@@ -173,8 +184,7 @@ def test_a_range_is_decoded_once_from_first_to_last(client: Redis, monkeypatch: 
     append(client, *map(fragment, range(9)))
     ids = [one.entry_id for one in stream.read(client, RUN, b"0-0", count=9)]
     monkeypatch.setattr(stream, "read_count", lambda *a: 2)
-    found = decode_range(client, RUN, ids[2], ids[7], functools.partial(decode, run=RUN, spaces=SPACES))
-    assert seqs(found) == [2, 3, 4, 5, 6, 7]
+    assert seqs(decode_range(client, RUN, ids[2], ids[7], DECODE)) == [2, 3, 4, 5, 6, 7]
 
 
 def test_the_error_that_ended_the_reader_is_raised_after_all_before_it(client: Redis) -> None:

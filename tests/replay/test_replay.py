@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from support.reference_items import Player
-from support.replays import admit, gather, make_replay
+from support.replays import admit, assert_transitions, gather, make_replay
 
 from ddrl.replay.prioritized import Priorities, uniform
 from ddrl.replay.replay import COUNT_DRAWS, Replay
@@ -41,13 +40,6 @@ def fragments(num: int) -> list[Fragment]:
     return [player.fragment(20) for _ in range(num)]
 
 
-def with_values(fragment: Fragment, error: float) -> Fragment:
-    """With values by which each of its transitions has this TD error; its rewards are 0."""
-    reward = np.zeros_like(fragment.reward)
-    values = {"state_value": reward, "action_value": np.full_like(reward, error)}
-    return replace(fragment, reward=reward, extras=values)
-
-
 def fill(replay: Replay, played: list[Fragment]) -> None:
     for fragment in played:
         admit(replay, fragment, version=2)
@@ -57,11 +49,6 @@ def drawn(replay: Replay, number: int) -> Any:
     batch = replay.draw(num_updates=number, **ALWAYS)
     assert batch is not None
     return batch
-
-
-def of_size(error: float) -> Callable[[], np.ndarray]:
-    """TD errors of a batch."""
-    return lambda: np.full(B, error, np.float32)
 
 
 def assert_same(one: Any, two: Any) -> None:
@@ -101,27 +88,13 @@ def test_threads_ahead_give_the_same_batches_as_none(threads: int) -> None:
 
 
 @pytest.mark.parametrize("threads", [0, 2])
-def test_each_batch_is_begun_once_and_with_threads_ahead_of_its_update(
-    threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    replay = make(threads=threads)
-    fill(replay, fragments(2))
-    begun, plan = [], replay.plan
-    monkeypatch.setattr(replay, "plan", lambda position: begun.append(len(begun)) or plan(position))
-    for number in range(10):
-        drawn(replay, number)
-        assert len(begun) == number + 1 + (threads + 1 if threads else 0)
-    replay.close()
-
-
-@pytest.mark.parametrize("threads", [0, 2])
 @pytest.mark.parametrize("prioritized", [False, True])
 def test_batches_hold_transitions_as_played_whatever_is_evicted_meanwhile(
     threads: int, prioritized: bool
 ) -> None:
     """Each row is checked against the transition it says it is, or for uniform draws against the one of its stack."""
     replay = make(threads=threads, prioritized=prioritized, capacity=150)
-    player, everything, number = make_player(), [], 0
+    player, everything = make_player(), []
     places: dict[bytes, int] = {}
     for seq in range(25):
         fragment = player.fragment(6 + seq % 7)
@@ -133,15 +106,11 @@ def test_batches_hold_transitions_as_played_whatever_is_evicted_meanwhile(
         for number in range(3 * seq, 3 * seq + 3):
             batch = drawn(replay, number)
             found = [places[stack.tobytes()] for stack in batch.observation]
-            assert not prioritized or batch.number.tolist() == found
-            for row, wanted in enumerate(everything[place] for place in found):
-                assert (batch.action[row], batch.n_step_return[row]) == (wanted.action, wanted.n_step_return)
-                assert batch.bootstrap_discount[row] == wanted.bootstrap_discount
-                if wanted.next_observation is not None:
-                    np.testing.assert_array_equal(batch.next_observation[row], wanted.next_observation)
+            assert_transitions(batch, [everything[place] for place in found])
             if prioritized:
+                assert batch.number.tolist() == found
                 assert batch.weight.dtype == np.float32 and batch.weight.max() == 1
-                replay.update_priorities(batch, of_size(number + 1))
+                replay.update_priorities(batch, lambda size=number + 1: np.full(B, size, np.float32))
     replay.close()
     assert len(places) == len(everything) == replay.first_item + replay.num_items
 
@@ -149,24 +118,22 @@ def test_batches_hold_transitions_as_played_whatever_is_evicted_meanwhile(
 def test_td_errors_are_read_one_draw_later_and_then_decide_the_draws() -> None:
     replay = make(prioritized=True)
     fill(replay, fragments(4))
-    waited: list[int] = []
+    read: list[int] = []  # numbers of the updates whose errors were asked for
 
-    def later(number: int, error: float) -> Callable[[], np.ndarray]:
-        return lambda: waited.append(number) or np.full(B, error, np.float32)
+    def draw_on(number: int, error: float) -> Any:
+        batch = drawn(replay, number)
+        replay.update_priorities(batch, lambda: read.append(number) or np.full(B, error, np.float32))
+        return batch
 
-    first = drawn(replay, 0)
-    replay.update_priorities(first, later(0, 1e-3))
-    second = drawn(replay, 1)
-    assert waited == []  # as a device would still be at it
-    replay.update_priorities(second, later(1, 1e6))
-    drawn(replay, 2)
-    assert waited == [0]
-    replay.update_priorities(drawn(replay, 3), later(3, 1e6))
-    fourth = drawn(replay, 4)
-    assert waited == [0, 1]
-    assert set(fourth.number) <= set(second.number)  # a million times as likely
+    draw_on(0, 1e-3)
+    second = draw_on(1, 1e6)
+    assert read == []  # as a device would still be at it
+    draw_on(2, 1e-3)
+    assert read == [0]
+    assert set(draw_on(3, 1e-3).number) <= set(second.number)  # a million times as likely
+    assert read == [0, 1]
     replay.state()
-    assert waited == [0, 1, 3]  # a checkpoint waits for all
+    assert read == [0, 1, 2, 3]  # a checkpoint waits for all
 
 
 @pytest.mark.parametrize("threads", [0, 2])
@@ -209,41 +176,26 @@ def test_uniform_replay_has_no_state_and_ignores_one() -> None:
 
 def test_without_values_or_with_an_infinite_difference_new_items_get_the_largest_error_seen() -> None:
     """Finite columns pass the codec, but their difference may overflow."""
-    replay, played = make(prioritized=True), fragments(3)
-    huge = np.full(played[1].reward.shape, 3e38, np.float32)
-    wild = replace(played[1], extras={"action_value": -huge, "state_value": huge})
+    replay, (first, second, third) = make(prioritized=True), fragments(3)
+    zero, huge = first.reward * 0, second.reward * 0 + 3e38
+    known = replace(first, reward=zero, extras={"state_value": zero, "action_value": zero + 5})
+    wild = replace(second, extras={"action_value": -huge, "state_value": huge})
     with np.errstate(over="ignore"):
-        fill(replay, [with_values(played[0], 5.0), wild, played[2]])
+        fill(replay, [known, wild, third])
     np.testing.assert_allclose(replay.state()["priority"], np.full(180, 5.0), rtol=1e-5)
     replay.check_valid()
     assert all(np.isfinite(drawn(replay, number).weight).all() for number in range(5))
 
 
 def test_collectors_are_the_producers_of_the_last_two_counts() -> None:
-    """One may take all that is left of the allowance; of several each a share."""
+    """One that is silent for one count only may play a long fragment; if nobody at all plays, one may."""
     replay, (played, *_) = make(), fragments(1)
-    number = 0
-
-    def draw_on() -> int:
-        nonlocal number
-        for _ in range(COUNT_DRAWS):
-            drawn(replay, number)
-            number += 1
-        return replay.num_collectors
-
-    def send(*producers: int) -> None:
+    for producers, expected in [([5, 5, 5], 1), ([5, 6, 7], 3), ([5], 3), ([], 1), ([], 1)]:
         for producer in producers:
             admit(replay, replace(played, producer=producer))
-
-    assert replay.num_collectors == 1
-    send(5, 5, 5)
-    assert draw_on() == 1
-    send(5, 6, 7)
-    assert draw_on() == 3
-    send(5)
-    assert draw_on() == 3  # two were silent for one count only: theirs may be long fragments
-    assert draw_on() == 1
-    assert draw_on() == 1  # nobody at all plays
+        for number in range(COUNT_DRAWS):
+            drawn(replay, number)
+        assert replay.num_collectors == expected
 
 
 def test_figures_have_the_staleness_since_the_last_ones() -> None:

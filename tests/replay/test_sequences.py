@@ -12,24 +12,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.reference_items import STATE_SIZE, Player, SlowSequence
-from support.replays import admit, changed, gather, gather_all, make_replay
+from support.replays import CheckedReplay, admit, changed, make_replay
 
 from ddrl.replay.replay import Replay
 from ddrl.replay.sequences import (
     Cuts,
     SequenceItems,
     cut,
-    cut_fragment,
     expected_sequence_rows,
     recurrent_state_index,
     targets,
     td_errors,
 )
-from ddrl.types import Fragment, Sequences, SequenceShape
+from ddrl.types import Sequences, SequenceShape
 
-CUT_SHAPE = SequenceShape(burn_in=2, length=4, overlap=2)  # stride 2, context 5
-CUT_SHAPES = (
-    CUT_SHAPE,
+SHAPE = SequenceShape(burn_in=2, length=4, overlap=2)  # stride 2, context 5
+SHAPES = (
+    SHAPE,
     SequenceShape(burn_in=0, length=1, overlap=0),
     SequenceShape(burn_in=3, length=5, overlap=0),
     SequenceShape(burn_in=0, length=3, overlap=2),
@@ -72,7 +71,7 @@ TWO = np.hstack([endings(3, 2), endings(3, 0)])
     ],
 )  # fmt: skip
 def test_cuts_by_hand(ended: np.ndarray, context: int, expected: list[Any], states: list[list[int]]) -> None:
-    cuts = cut(ended, context=context, shape=CUT_SHAPE, begins=context == 0)
+    cuts = cut(ended, context, SHAPE)
     assert tuples(cuts) == expected
     assert cuts.first.tolist() == [start - burn_in for _, start, _, burn_in, _ in expected]
     assert cuts.last.tolist() == [start + length - 1 for _, start, length, _, _ in expected]
@@ -91,7 +90,7 @@ def plays(draw: st.DrawFn) -> tuple[np.ndarray, list[int], int]:
 
 
 @settings(max_examples=150, deadline=None)
-@given(play=plays(), shape=st.sampled_from(CUT_SHAPES))
+@given(play=plays(), shape=st.sampled_from(SHAPES))
 def test_each_new_step_is_trained_and_few_times_whatever_the_fragments(
     play: tuple[np.ndarray, list[int], int], shape: SequenceShape
 ) -> None:
@@ -100,10 +99,9 @@ def test_each_new_step_is_trained_and_few_times_whatever_the_fragments(
     times, limit = np.zeros(ended.shape, np.int64), np.zeros(ended.shape, np.int64)
     border = 0
     for length in lengths:
-        end, enough = border + length, shape.context + frame_stack - 1
-        context = min(border, enough)
+        end, context = border + length, min(border, shape.context + frame_stack - 1)
         origin = border - context
-        cuts = cut(ended[origin:end], context=context, shape=shape, begins=context < enough)
+        cuts = cut(ended[origin:end], context, shape, frame_stack)
         new = np.zeros_like(times)
         for lane, start, size, burn_in, _ in tuples(cuts):
             assert start + size > context, "never in the context alone"
@@ -117,27 +115,6 @@ def test_each_new_step_is_trained_and_few_times_whatever_the_fragments(
         limit[max(border - shape.overlap, 0) : border] += math.ceil(shape.overlap / shape.stride)
         border = end
     assert (times <= limit).all(), "few times"
-
-
-@pytest.mark.parametrize(
-    ("ended", "context", "shape", "begins", "message"),
-    [
-        (endings(5), 4, CUT_SHAPE, False, "context: 4 steps amid an episode, but sequences need 5"),
-        (endings(5), 5, CUT_SHAPE, True, "has no new step"),
-        (endings(5), -1, CUT_SHAPE, True, "has no new step"),
-        (np.zeros((5, 0), np.bool_), 0, CUT_SHAPE, True, "has no new step"),
-        (np.zeros(5, np.bool_), 0, CUT_SHAPE, True, "has no new step"),
-        (endings(5), 0, SequenceShape(0, 4, 4), True, "overlap below length"),
-        (endings(5), 0, SequenceShape(-1, 4, 2), True, "must be at least 0"),
-        (endings(5), 0, SequenceShape(0, 4, -1), True, "must be at least 0"),
-    ],
-)
-def test_cuts_that_are_impossible_are_refused(
-    ended: np.ndarray, context: int, shape: SequenceShape, begins: bool, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message) as caught:
-        cut(ended, context=context, shape=shape, begins=begins)
-    assert "\n" not in str(caught.value)
 
 
 def test_targets_by_hand() -> None:
@@ -155,11 +132,8 @@ def test_targets_by_hand() -> None:
 @pytest.mark.parametrize(
     ("truncated", "terminated", "expected"),
     [
-        (
-            [],
-            [],
-            [0.75 * 8 + 0.25 * 5],
-        ),  # targets 1 + 2, 2 + 3, 3 + 3: the last by the value of the state before
+        # Targets 1 + 2, 2 + 3, 3 + 3: the last by the value of the state before.
+        ([], [], [0.75 * 8 + 0.25 * 5]),
         ([1], [], [0.75 * 4 + 0.25 * 3, 8]),  # 2 + 2 by the truncated step's own state: errors 2, 4; and 8
         ([], [1], [0.75 * 2 + 0.25 * 2, 8]),
     ],
@@ -174,7 +148,7 @@ def test_td_errors_by_hand(truncated: list[int], terminated: list[int], expected
         extras={name: np.array(column, np.float32)[:, None] for name, column in values.items()},
     )
     errors = functools.partial(td_errors, gamma=0.5, n=1, rescaled=False, mix=0.75)
-    cuts = cut_fragment(fragment, CUT_SHAPE, 1)
+    cuts = cut(fragment.ended, 0, SHAPE)
     found = errors(fragment, cuts)
     assert found is not None and found.dtype == np.float32 and found.tolist() == expected
     assert errors(changed(fragment, action_value=None, state_value=None), cuts) is None
@@ -184,21 +158,11 @@ def test_td_errors_by_hand(truncated: list[int], terminated: list[int], expected
 
 # --- a replay of sequences --------------------------------------------------------------------------------------------
 
-SHAPE = SequenceShape(burn_in=3, length=4, overlap=2)
-SHAPES = (
-    SHAPE,
-    SequenceShape(burn_in=0, length=3, overlap=0),
-    SequenceShape(burn_in=1, length=5, overlap=4),
-    SequenceShape(burn_in=6, length=2, overlap=1),
-)
 GAMMA, N_STEP = 0.5, 2  # dyadic: all sums are exact
 FIELDS = [field.name for field in dataclasses.fields(Sequences) if field.name not in ("number", "weight")]
-DTYPES = {
-    **dict.fromkeys(("previous_action", "burn_in", "action", "bootstrap"), np.int64),
-    **dict.fromkeys(
-        ("previous_reward", "recurrent_state", "n_step_return", "bootstrap_discount"), np.float32
-    ),
-}
+INTEGERS = ("previous_action", "burn_in", "action", "bootstrap")
+FLOATS = ("previous_reward", "recurrent_state", "n_step_return", "bootstrap_discount")
+DTYPES = dict.fromkeys(INTEGERS, np.int64) | dict.fromkeys(FLOATS, np.float32)
 TIME_MAJOR = set(FIELDS) - {"recurrent_state", "burn_in"}
 
 
@@ -214,13 +178,7 @@ def make_player(seed: int = 0, **options: Any) -> Player:
     return Player(seed, **{"shape": SHAPE, "values": True} | options)
 
 
-def play_into(replay: Replay, player: Player, num_steps: int) -> list[SlowSequence]:
-    """Admit a fragment; its sequences."""
-    admit(replay, player.fragment(num_steps))
-    return player.sequences(gamma=GAMMA, n=N_STEP)
-
-
-def assert_equal(found: Sequences, twin: list[SlowSequence]) -> None:
+def assert_sequences(found: Sequences, twin: list[SlowSequence]) -> None:
     """Every field of every sequence, exactly, and of the dtype that `Sequences` promises."""
     assert found.number is None and found.weight is None
     for name in FIELDS:
@@ -255,67 +213,21 @@ def test_equals_a_list_of_sequences_after_each_admission(
         )
         for number in range(data.draw(st.integers(1, 2)))
     ]  # fmt: skip
-    replay = make(players[0], capacity=capacity, compressed=compressed, n_step=n)
-    replay.check_valid()
-    held: list[tuple[int, list[SlowSequence]]] = []
-    admitted = 0
+    checked = CheckedReplay(make(players[0], capacity=capacity, compressed=compressed, n_step=n))
     turns = st.lists(st.tuples(st.sampled_from(players), st.integers(1, 16)), min_size=1, max_size=14)
-    for serial, (player, num_steps) in enumerate(data.draw(turns)):
+    for player, num_steps in data.draw(turns):
         fragment = player.fragment(min(num_steps, capacity // len(player.lanes)))
-        slow = player.sequences(gamma=GAMMA, n=n)
-        held.append((fragment.num_transitions, slow))
-        admitted += len(slow)
-        while sum(steps for steps, _ in held) > capacity:
-            held.pop(0)
-
-        packed = replay.pack(fragment)
-        replay.admit(packed, b"%d-0" % serial, version=0)
-
-        replay.check_valid()
-        twin = [one for _, slow in held for one in slow]
-        assert (replay.num_items, replay.first_item) == (len(twin), admitted - len(twin))
-        assert len(replay) == sum(steps for steps, _ in held)
-        assert replay.oldest_entry_id == b"%d-0" % (serial + 1 - len(held))
-        td_error = packed.cut.td_error
+        items = player.sequences(gamma=GAMMA, n=n)
+        td_error = checked.admit(fragment, items)
         assert (td_error is None) == (not values)
         if values:
-            np.testing.assert_allclose(td_error, [one.td_error for one in slow], rtol=1e-5, atol=1e-6)
-        order = np.random.default_rng(serial).permutation(len(twin))
-        assert_equal(gather(replay, order), [twin[i] for i in order])
+            np.testing.assert_allclose(td_error, [one.td_error for one in items], rtol=1e-5, atol=1e-6)
+    checked.check(assert_sequences)
 
 
-@pytest.mark.parametrize("compressed", [False, True])
-def test_a_plan_outlives_its_items(compressed: bool) -> None:
-    player = make_player(observation=(2, 2), dtype="uint8", frame_stack=2)
-    replay = make(player, capacity=24, compressed=compressed)
-    slow = play_into(replay, player, 12)
-    read = replay.plan(np.arange(len(slow)))
-    for _ in range(3):
-        play_into(replay, player, 12)
-    assert replay.first_item >= len(slow)
-    assert_equal(read(), slow)
-
-
-def test_admission_and_gathering_copy() -> None:
-    player = make_player()
-    replay = make(player, capacity=24)
-    fragment = player.fragment(9)
-    slow = player.sequences(gamma=GAMMA, n=N_STEP)
-    admit(replay, fragment)
-    for column in (fragment.observation, fragment.action, fragment.reward, fragment.extras["memory"]):
-        column[:] = 77
-    for name in FIELDS:
-        getattr(gather_all(replay), name)[:] = 1
-    assert_equal(gather_all(replay), slow)
-
-
-def three_fragments() -> tuple[Player, list[Fragment]]:
-    player = make_player(end_probability=0.0)
-    return player, [player.fragment(num_steps) for num_steps in (9, 9, 12)]
-
-
-THIRD = three_fragments()[1][2]
-INDEX, STATES = THIRD.extras["memory_index"], THIRD.extras["memory"]
+PLAYER = make_player(end_probability=0.0)
+FRAGMENT = [PLAYER.fragment(num_steps) for num_steps in (9, 9, 12)][2]
+INDEX, STATES = FRAGMENT.extras["memory_index"], FRAGMENT.extras["memory"]
 
 
 @pytest.mark.parametrize(
@@ -330,38 +242,17 @@ INDEX, STATES = THIRD.extras["memory_index"], THIRD.extras["memory"]
         ({"memory": STATES.astype("f4")}, r"memory is float32\[12, 3\], expected float16 \[S, 3\]"),
         ({"memory": STATES[:, :2]}, r"memory is float16\[12, 2\], expected"),
         ({"memory": np.broadcast_to(np.float16(1), (12, 2**26))}, r"float16\[12, 67108864\], expected"),
-        (
-            {"reward": np.full_like(THIRD.reward, 3e38)},
-            r"rewards of up to 3e\+38 have no finite sum of n_step 2",
-        ),
-        ({"reward": np.full_like(THIRD.reward, -2e38)}, r"rewards of up to 2e\+38 have no finite sum"),
-        ({"context": 7}, "7 steps of context, but its sequences need 6"),
+        ({"reward": FRAGMENT.reward * 0 - 2e38}, r"rewards of up to 2e\+38 have no finite sum of n_step 2"),
         ({"state_value": np.zeros((3, 2), np.float32)}, "action_value and state_value"),
-        ({"action": THIRD.action.astype(np.float32)}, "discrete actions"),
-        ({"action": THIRD.action[:, :, None]}, "discrete actions"),
-        ({"observation": THIRD.observation[..., :3]}, "observation"),
-        ({"truncated": ~THIRD.truncated}, "final"),
         (vars(make_player(num_envs=5).fragment(9)), "45 transitions exceed the capacity of 40"),
     ],
 )
-def test_refused_fragments_change_nothing(columns: dict[str, Any], message: str) -> None:
-    player, fragments = three_fragments()
-    replay, untouched = make(player, capacity=40), make(player, capacity=40)
-    for one in (replay, untouched):
-        admit(one, fragments[0])
-        admit(one, fragments[1])
+def test_fragments_that_cannot_be_learned_from_are_refused(columns: dict[str, Any], message: str) -> None:
+    replay = make(PLAYER, capacity=40)
+    replay.pack(FRAGMENT)
     with pytest.raises(ValueError, match=message) as caught:
-        admit(replay, changed(fragments[2], **columns))
+        replay.pack(changed(FRAGMENT, **columns))
     assert "\n" not in str(caught.value)
-    for _ in range(2):
-        replay.check_valid()
-        assert (len(replay), replay.first_item) == (len(untouched), untouched.first_item)
-        for name in FIELDS:
-            np.testing.assert_array_equal(
-                getattr(gather_all(replay), name), getattr(gather_all(untouched), name)
-            )
-        admit(replay, fragments[2])
-        admit(untouched, fragments[2])
 
 
 @pytest.mark.parametrize("shape", [SHAPE, SequenceShape(burn_in=6, length=40, overlap=10)])
@@ -375,8 +266,3 @@ def test_expected_rows_are_room_for_a_full_replay(shape: SequenceShape) -> None:
         admit(replay, player.fragment(num_steps))
         sizes.add(replay.num_bytes)
     assert len(sizes) == 1 and 0.85 * room < len(replay.rows.ring) <= room
-
-
-def test_a_capacity_below_one_sequence_is_refused() -> None:
-    with pytest.raises(ValueError, match="capacity: 3 transitions hold no item of 4 steps; use at least 4"):
-        make(make_player(), capacity=3)

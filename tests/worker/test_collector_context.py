@@ -15,6 +15,7 @@ from support.recordings import (
     Explored,
     RandomPolicy,
     Recording,
+    assert_rebuilt,
     assert_recorded,
     begins_of,
     collect,
@@ -96,7 +97,7 @@ def test_a_fragment_is_a_piece_of_history_with_its_context(context: int, kwargs:
 
 @pytest.mark.parametrize("kwargs", [LIVES, IMAGES | LIVES])
 @pytest.mark.parametrize("version", [0, 1])
-def test_the_policy_sees_the_newest_frames_of_its_episode(kwargs: dict[str, Any], version: int) -> None:
+def test_policy_and_replay_see_the_newest_frames_of_the_episode(kwargs: dict[str, Any], version: int) -> None:
     """Also after a fragment of random play, which does not call the policy but stacks frames."""
     policy = RandomPolicy()
     with pytest.MonkeyPatch.context() as patch:
@@ -112,6 +113,7 @@ def test_the_policy_sees_the_newest_frames_of_its_episode(kwargs: dict[str, Any]
         for lane in range(3):
             expected = recordings[0].stack(step, lane, 4).reshape(seen.shape[1:])
             np.testing.assert_array_equal(seen[lane], expected)
+    assert_rebuilt(fragments, recordings[0], 4)
     if not version:
         assert fragments[0].extras == fragments[1].extras == {}
         context, serial = fragments[2].context, fragments[2].extras["serial"]
