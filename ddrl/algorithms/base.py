@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -172,6 +172,22 @@ def advance(state: RecurrentState, action: np.ndarray, reward: np.ndarray, ended
         state["hidden"][ended] = 0.0
         state["previous_action"][:] = np.where(ended, -1, action)
         state["previous_reward"][:] = np.where(ended, 0.0, reward)
+
+
+def check_shapes(given: Mapping[str, Any], expected: Mapping[str, Sequence[int]], *, source: str) -> None:
+    """Compare arrays or tensors with the shapes that are expected by name.
+
+    Raises:
+        ValueError: one is missing, unknown or of another shape in the source, such as "weights".
+    """
+    for name in sorted(expected.keys() | given.keys()):
+        found = tuple(given[name].shape) if name in given else None
+        wanted = tuple(expected[name]) if name in expected else None
+        if found != wanted:
+            raise ValueError(
+                f"{name}: shape {found} in the {source}, {wanted} here; use the configuration and the environment "
+                "that wrote it"
+            )
 
 
 def names() -> list[str]:

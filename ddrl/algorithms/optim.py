@@ -7,26 +7,26 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ddrl.algorithms.base import check_shapes
+
 
 def adam(parameter: Tensor, *, learning_rate: float, eps: float = 1e-8) -> torch.optim.Adam:
     """Return Adam for one tensor with its state allocated: torch does so at the first step, too late to restore."""
     optimizer = torch.optim.Adam([parameter], lr=learning_rate, eps=eps, fused=True)
-    optimizer.state[parameter] = {
-        "step": torch.zeros((), device=parameter.device),
-        "exp_avg": torch.zeros_like(parameter.detach()),
-        "exp_avg_sq": torch.zeros_like(parameter.detach()),
-    }
+    _allocate(optimizer, parameter, "exp_avg", "exp_avg_sq")
     return optimizer
 
 
 def rmsprop(parameter: Tensor, *, learning_rate: float, eps: float, decay: float) -> torch.optim.RMSprop:
     """Return RMSProp for one tensor with its state allocated."""
     optimizer = torch.optim.RMSprop([parameter], lr=learning_rate, eps=eps, alpha=decay)
-    optimizer.state[parameter] = {
-        "step": torch.zeros((), device=parameter.device),
-        "square_avg": torch.zeros_like(parameter.detach()),
-    }
+    _allocate(optimizer, parameter, "square_avg")
     return optimizer
+
+
+def _allocate(optimizer: torch.optim.Optimizer, parameter: Tensor, *names: str) -> None:
+    moments = {name: torch.zeros_like(parameter.detach()) for name in names}
+    optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
 
 
 def set_options(optimizer: torch.optim.Optimizer, **options: float) -> None:
@@ -56,15 +56,7 @@ def restore(tensors: Mapping[str, Tensor], state: Mapping[str, Tensor], **others
     Raises:
         ValueError: an entry is missing, unknown or of another shape; nothing has changed then.
     """
-    expected = {name: tensor.shape for name, tensor in tensors.items()} | others
-    for name in sorted(expected.keys() | state.keys()):
-        found = tuple(state[name].shape) if name in state else None
-        wanted = tuple(expected[name]) if name in expected else None
-        if found != wanted:
-            raise ValueError(
-                f"{name}: shape {found} in the state, {wanted} here; use the configuration and the "
-                f"environment that wrote it"
-            )
+    check_shapes(state, {name: tensor.shape for name, tensor in tensors.items()} | others, source="state")
     with torch.no_grad():
         for name, tensor in tensors.items():
             tensor.copy_(state[name])

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
 from copy import copy
 from typing import Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
 from ddrl.config import LIVE, live_options
 from ddrl.types import EnvSpec, SequenceShape
 
 AnyConfig = TypeVar("AnyConfig", bound="AlgorithmConfig")
+AnyNetworkConfig = TypeVar("AnyNetworkConfig", bound="NetworkConfig")
 
 
 class AlgorithmConfig(BaseModel):
@@ -62,13 +62,13 @@ class AlgorithmConfig(BaseModel):
             ValueError: one line naming the thing, its value and the remedy.
         """
 
-    def refuse_changed(self, names: Iterable[str], when: str, *remedies: str) -> None:
+    def refuse_changed(self, when: str, *names: str, remedy: str = "remove it") -> None:
         """Refuse options that have no effect, unless they have their default values.
 
         Args:
-            names: of the options.
             when: why they have no effect.
-            remedies: other than to remove them, each beginning with "or".
+            names: of the options.
+            remedy: ends the message.
 
         Raises:
             ValueError: one has another value.
@@ -76,13 +76,11 @@ class AlgorithmConfig(BaseModel):
         for name in names:
             value = getattr(self, name)
             if value != type(self).model_fields[name].default:
-                raise ValueError(" ".join((f"{name}={value}: has no effect {when}; remove it", *remedies)))
+                raise ValueError(f"{name}={value}: has no effect {when}; {remedy}")
 
 
-class Common(BaseModel):
-    """Options that some algorithms have; they take them from here by `option`, with their own defaults."""
-
-    model_config = AlgorithmConfig.model_config
+class NetworkConfig(AlgorithmConfig):
+    """Options of the algorithms whose network can be chosen."""
 
     network: str = "mlp"
     """From observation to features: `mlp` for vectors; for images `conv` (small ones), `nature` (DQN of 2015), `impala`
@@ -90,6 +88,31 @@ class Common(BaseModel):
     "module:callable", called with the observation shape and returning a torch module."""
     network_kwargs: dict[str, Any] = {}
     """Keyword arguments of your own network."""
+
+    @model_validator(mode="after")
+    def _refuse_unused_network_kwargs(self: AnyNetworkConfig) -> AnyNetworkConfig:
+        if self.network_kwargs and ":" not in self.network:
+            raise ValueError(f"network_kwargs: are for your own network; {self.network} takes none")
+        return self
+
+    def refuse_images_on_mlp(self, spec: EnvSpec) -> None:
+        """Refuse images for `mlp`, without importing torch: `ddrl submit` would wait for it.
+
+        Raises:
+            ValueError: observations are not a vector.
+        """
+        if self.network == "mlp" and len(spec.input_shape) != 1:
+            raise ValueError(
+                f"algorithm.network: mlp needs a vector, but {spec.env_id} has observations {spec.input_shape}; use "
+                "nature or conv, or gymnasium.wrappers.FlattenObservation"
+            )
+
+
+class Common(BaseModel):
+    """Options that some algorithms have; they take them from here by `option`, with their own defaults."""
+
+    model_config = AlgorithmConfig.model_config
+
     hidden_sizes: tuple[PositiveInt, ...] = Field((128, 128), min_length=1)
     """Widths of the dense layers. Wider fits more and costs time per update in proportion to the square. Usual:
     (64, 64) to (400, 300) for vectors, (256,) to (512,) after convolutions."""

@@ -35,7 +35,7 @@ class ActorCritic(nn.Module):
         shared: the critic's head sits on the actor's trunk; otherwise each has a trunk of its own.
         log_std_dims: dimensions of a log standard deviation that is the same for all states; 0 for none.
         initial_log_std: initial value of each of them.
-        kwargs: keyword arguments of a custom network.
+        network_kwargs: keyword arguments of a custom network.
         generator: CPU generator of the initial weights; torch's global one when None.
 
     Raises:
@@ -55,7 +55,7 @@ class ActorCritic(nn.Module):
         shared: bool,
         log_std_dims: int = 0,
         initial_log_std: float = 0.0,
-        kwargs: Mapping[str, Any] | None = None,
+        network_kwargs: Mapping[str, Any] | None = None,
         generator: Generator | None = None,
     ) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class ActorCritic(nn.Module):
                 observation_shape,
                 hidden_sizes=hidden_sizes,
                 activation=activation,
-                kwargs=kwargs,
+                kwargs=network_kwargs,
                 generator=generator,
             )
 

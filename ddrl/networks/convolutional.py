@@ -39,15 +39,6 @@ def image_axes(shape: Sequence[int]) -> Axes:
     return Axes.FIRST if is_first else Axes.LAST
 
 
-def channels_and_sides(shape: Sequence[int], axes: Axes) -> tuple[int, list[int]]:
-    """Return C, and [H, W], of an image of this shape."""
-    if axes is Axes.NONE:
-        return 1, [*shape]
-    if axes is Axes.FIRST:
-        return shape[0], [*shape[1:]]
-    return shape[2], [*shape[:2]]
-
-
 def channels_first(x: Tensor, axes: Axes) -> Tensor:
     """Return a view [B, C, H, W] of [B, *O]."""
     if axes is Axes.NONE:

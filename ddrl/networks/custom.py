@@ -46,9 +46,12 @@ def custom_trunk(
         make = load_callable(network)  # not seeded: importing may draw numbers, and happens only once
     except ModuleError as error:
         raise NetworkError(f"network {error}") from None
-    with _seeded(generator):
-        module = _make(network, make, observation_shape, kwargs)
-        return module, _check(network, module, observation_shape)
+    try:
+        with _seeded(generator):
+            module = _make(make, observation_shape, kwargs)
+            return module, _check(module, observation_shape)
+    except NetworkError as error:
+        refuse(network, str(error))
 
 
 @contextmanager
@@ -63,100 +66,95 @@ def _seeded(generator: Generator | None) -> Iterator[None]:
         yield
 
 
-def _make(
-    network: str, make: Callable[..., Any], shape: tuple[int, ...], kwargs: Mapping[str, Any]
-) -> nn.Module:
-    """Return the user's module, not yet checked."""
+def _make(make: Callable[..., Any], shape: tuple[int, ...], kwargs: Mapping[str, Any]) -> nn.Module:
+    """Return the user's module, not yet checked.
+
+    Raises:
+        NetworkError: it cannot be built; `custom_trunk` adds the network's name to the message.
+    """
     try:
         module = make(shape, **kwargs)
     except TypeError as error:
-        refuse(
-            network,
-            f"observation shape {shape} and keyword arguments {dict(kwargs)} refused ({first_line(error)}); "
-            "it is called as make(observation_shape, **kwargs)",
-        )
+        raise NetworkError(
+            f"observation shape {shape} and keyword arguments {dict(kwargs)} refused ({first_line(error)}); it is "
+            "called as make(observation_shape, **kwargs)"
+        ) from None
     except Exception as error:
-        refuse(
-            network,
-            f"making it raised {type(error).__name__} ({first_line(error)}); fix it for shape {shape}",
-        )
+        raised = f"{type(error).__name__} ({first_line(error)})"
+        raise NetworkError(f"making it raised {raised}; fix it for shape {shape}") from None
     if not isinstance(module, nn.Module):
-        refuse(network, f"returned {type(module).__name__}; return a torch.nn.Module")
+        raise NetworkError(f"returned {type(module).__name__}; return a torch.nn.Module")
     return module
 
 
-def _check(network: str, module: nn.Module, shape: tuple[int, ...]) -> int:
-    """Run the user's module on zeros and on noise, with batches of 2 and 1; return its F.
-
-    Raises:
-        NetworkError: it does not meet the requirements.
-    """
+def _check(module: nn.Module, shape: tuple[int, ...]) -> int:
+    """Run the user's module on zeros and on noise, with batches of 2 and 1; return its F."""
     noise = torch.rand((2, *shape), generator=Generator().manual_seed(0))
-    evaluated = _features(network, module.eval(), noise)
-    module.train()
-    features = _features(network, module, noise)
+    evaluated = _features(module.eval(), noise)
+    features = _features(module.train(), noise)
     with torch.no_grad():
-        alone = _features(network, module, noise[:1])
-        _features(network, module, torch.zeros(2, *shape))
+        alone = _features(module, noise[:1])
+        _features(module, torch.zeros(2, *shape))
     width = features.shape[1]
     for found, difference in (
-        (alone, f"for batch 1 and {width} for batch 2"),
-        (evaluated, f"in evaluation mode and {width} in training"),
+        (alone.shape[1], f"for batch 1 and {width} for batch 2"),
+        (evaluated.shape[1], f"in evaluation mode and {width} in training"),
     ):
-        if found.shape[1] != width:
-            refuse(network, f"returned {found.shape[1]} features {difference}; return the same number always")
-    for found in (alone, evaluated):
-        if not torch.allclose(found[0], features[0], rtol=1e-3, atol=1e-4):
-            refuse(
-                network,
-                "the features of one observation change with its batch, by chance or in evaluation mode; "
-                "use LayerNorm or GroupNorm instead of BatchNorm, and no Dropout",
-            )
-    _check_parameters(network, module, features)
+        if found != width:
+            raise NetworkError(f"returned {found} features {difference}; return the same number always")
+    if not all(torch.allclose(found[0], features[0], rtol=1e-3, atol=1e-4) for found in (alone, evaluated)):
+        raise NetworkError(
+            "the features of one observation change with its batch, by chance or in evaluation mode; "
+            "use LayerNorm or GroupNorm instead of BatchNorm, and no Dropout"
+        )
+    _check_parameters(module, features)
     return width
 
 
-def _features(network: str, module: nn.Module, observation: Tensor) -> Tensor:
+def _features(module: nn.Module, observation: Tensor) -> Tensor:
     """Return the module's output for [B, *O]; refuse one of another form."""
     wanted = f"return float32 features [B, F] for observations {list(observation.shape)}"
     try:
         output = module(observation)
     except Exception as error:
-        refuse(
-            network,
+        raise NetworkError(
             f"forward raised {type(error).__name__} ({first_line(error)}) on float32 {list(observation.shape)}; "
-            "make it take [B, *observation_shape] of any B",
-        )
+            "make it take [B, *observation_shape] of any B"
+        ) from None
     if not isinstance(output, Tensor):
-        refuse(network, f"forward returned {type(output).__name__}, not a tensor; {wanted}")
+        raise NetworkError(f"forward returned {type(output).__name__}, not a tensor; {wanted}")
     if output.ndim != 2 or output.shape[0] != observation.shape[0] or output.shape[1] < 1:
-        refuse(network, f"forward returned shape {list(output.shape)}; {wanted}")
+        raise NetworkError(f"forward returned shape {list(output.shape)}; {wanted}")
     if output.dtype != torch.float32:
-        refuse(network, f"forward returned {str(output.dtype).removeprefix('torch.')}; {wanted}")
+        raise NetworkError(f"forward returned {_name(output.dtype)}; {wanted}")
     if not bool(output.isfinite().all()):
         given = "noise in [0, 1]" if bool(observation.any()) else "zeros"
-        refuse(
-            network, f"forward returned NaN or infinity on {given}; check its initial weights and divisions"
-        )
+        remedy = "check its initial weights and divisions"
+        raise NetworkError(f"forward returned NaN or infinity on {given}; {remedy}")
     return output
 
 
-def _check_parameters(network: str, module: nn.Module, features: Tensor) -> None:
+def _check_parameters(module: nn.Module, features: Tensor) -> None:
     """Refuse parameters that cannot be trained as one vector of float32 with one gradient."""
     named = dict(module.named_parameters())
     if not named:
-        refuse(network, "has no trainable parameters; return a module with layers, or use mlp")
+        raise NetworkError("has no trainable parameters; return a module with layers, or use mlp")
     for name, parameter in named.items():
         if not parameter.requires_grad:
-            refuse(network, f"parameter {name} is not trainable; make it a buffer (register_buffer)")
+            raise NetworkError(f"parameter {name} is not trainable; make it a buffer (register_buffer)")
         if parameter.dtype != torch.float32:
-            dtype = str(parameter.dtype).removeprefix("torch.")
-            refuse(network, f"parameter {name} is {dtype}; make it float32")
+            raise NetworkError(f"parameter {name} is {_name(parameter.dtype)}; make it float32")
     if not features.requires_grad:
-        refuse(
-            network, "no gradient passes through forward; compute with torch and without detach or no_grad"
-        )
-    gradients = torch.autograd.grad(features.sum(), list(named.values()), allow_unused=True)
+        remedy = "compute with torch and without detach or no_grad"
+        raise NetworkError(f"no gradient passes through forward; {remedy}")
+    gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
+        features.sum(), list(named.values()), allow_unused=True
+    )
     for name, gradient in zip(named, gradients, strict=True):
         if gradient is None:
-            refuse(network, f"parameter {name} has no effect on the features; use it in forward or remove it")
+            remedy = "use it in forward or remove it"
+            raise NetworkError(f"parameter {name} has no effect on the features; {remedy}")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

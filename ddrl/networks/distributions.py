@@ -65,11 +65,10 @@ def categorical(logits: Tensor, action: Tensor, sizes: Sequence[int]) -> tuple[T
     """
     choices = action.reshape(len(logits), len(sizes))
     log_prob = entropy = None
-    for dimension, part in enumerate(
-        logits.split_with_sizes(list(sizes), dim=1) if len(sizes) > 1 else (logits,)
-    ):
+    parts = logits.split_with_sizes(list(sizes), dim=1) if len(sizes) > 1 else (logits,)
+    for part, choice in zip(parts, choices.T, strict=True):
         log_probs = torch.log_softmax(part, dim=1)
-        chosen = log_probs.gather(1, choices[:, dimension : dimension + 1]).squeeze(1)
+        chosen = log_probs.gather(1, choice.unsqueeze(1)).squeeze(1)
         spread = -(log_probs.exp() * log_probs).sum(dim=1)
         log_prob = chosen if log_prob is None else log_prob + chosen
         entropy = spread if entropy is None else entropy + spread

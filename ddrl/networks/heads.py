@@ -83,16 +83,15 @@ class Head(nn.Module):
             return NoisyLinear(num_inputs, num_outputs, noise_scale=noise_scale, generator=generator)
 
         self.hidden: nn.Module | None = None
-        width = num_features if hidden_size is None else hidden_size
+        width = num_features
         if hidden_size is not None:
-            count = 2 if is_dueling else 1
+            num_streams, width = 2 if is_dueling else 1, hidden_size
             if noise_scale is None:
-                gain = math.sqrt(2)
                 self.hidden = orthogonal_linear(
-                    num_features, count * hidden_size, gain, generator, num_parts=count
+                    num_features, num_streams * width, math.sqrt(2), generator, num_parts=num_streams
                 )
             else:
-                self.hidden = linear(num_features, count * hidden_size)
+                self.hidden = linear(num_features, num_streams * width)
         # The larger output layer first, so that its weights stay aligned in the vector of `FlatParameters`.
         self.advantage = linear(width, num_actions * num_atoms)
         self.value = linear(width, num_atoms) if is_dueling else None

@@ -1,7 +1,10 @@
-"""All parameters of a module as one vector."""
+"""All parameters of a module as one vector, or loaded from arrays."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -43,3 +46,15 @@ class FlatParameters:
         sections = vector.split_with_sizes([parameter.numel() for parameter in self.parameters])
         parts = zip(self.parameters, sections, strict=True)
         return dict(zip(self._names, (part.view(own.shape) for own, part in parts), strict=True))
+
+
+def load_arrays(module: nn.Module, arrays: Mapping[str, np.ndarray]) -> None:
+    """Load all parameters and buffers of a module by name.
+
+    Raises:
+        ValueError: a name is missing or unknown, or a shape differs.
+    """
+    try:
+        module.load_state_dict({name: torch.from_numpy(array) for name, array in arrays.items()})
+    except RuntimeError as error:
+        raise ValueError(" ".join(str(error).split())[:300]) from None

@@ -39,7 +39,7 @@ class QNetwork(nn.Module):
         noise_scale: sigma_0 of that.
         recurrent: the core between trunk and head.
         recurrent_size: units of the core.
-        kwargs: keyword arguments of a custom network.
+        network_kwargs: keyword arguments of a custom network.
         generator: CPU generator of the initial weights; torch's global one when None.
 
     Raises:
@@ -66,7 +66,7 @@ class QNetwork(nn.Module):
         noise_scale: float = 0.5,
         recurrent: Literal["none", "lstm", "gru"] = "none",
         recurrent_size: int = 512,
-        kwargs: Mapping[str, Any] | None = None,
+        network_kwargs: Mapping[str, Any] | None = None,
         generator: Generator | None = None,
     ) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class QNetwork(nn.Module):
             hidden_sizes=in_trunk,
             activation=activation,
             norm=norm,
-            kwargs=kwargs,
+            kwargs=network_kwargs,
             generator=generator,
         )
         self.core: RecurrentCore | None = None

@@ -13,7 +13,8 @@ Their parameters are named `convolutions.i.weight` [out, in, k, k], `convolution
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,6 @@ from ddrl.networks.convolutional import (
     NORMS,
     Axes,
     Convolution,
-    channels_and_sides,
     channels_first,
     fewest_zeros,
     image_axes,
@@ -68,12 +68,12 @@ def make_trunk(
     """Return a trunk for observations of one shape, on the CPU, and the number F of its features.
 
     Args:
-        network: "mlp", "conv", "nature", "data_efficient" (all `Trunk`), "impala" (`ResidualTrunk`), or
-            "module:callable" of an allowed module. The callable is called as `make(observation_shape, **kwargs)` and
-            returns a `torch.nn.Module` that maps float32 [B, *O], as `to_input` gives them, to float32 features
-            [B, F] of any F. Each row's features depend on this row only, and are the same in training as in evaluation
-            mode: no BatchNorm, no Dropout. All its parameters are float32, trained and used by `forward`. What does
-            not fit is refused.
+        network: "mlp", "conv", "nature", "data_efficient" or "impala" (see `Trunk`), or "module:callable" of an
+            allowed module. The callable is called as `make(observation_shape, **kwargs)` and returns a
+            `torch.nn.Module` that maps float32 [B, *O], as `to_input` gives them, to float32 features [B, F] of any F.
+            Each row's features depend on this row only, and are the same in training as in evaluation mode: no
+            BatchNorm, no Dropout. All its parameters are float32, trained and used by `forward`. What does not fit is
+            refused.
         observation_shape: `*O`.
         hidden_sizes: widths of the dense layers of a built-in trunk.
         activation: "tanh" or "relu", of a built-in trunk.
@@ -100,11 +100,7 @@ def make_trunk(
         refuse(network, f"takes no keyword arguments, but got {dict(kwargs)}; they are for your own network")
     if activation not in ACTIVATIONS:
         refuse(network, f"activation {activation!r} is unknown; use {' or '.join(ACTIVATIONS)}")
-    trunk: Trunk | ResidualTrunk
-    if network == "impala":
-        trunk = ResidualTrunk(shape, hidden_sizes, ACTIVATIONS[activation], norm=norm, generator=generator)
-    else:
-        trunk = Trunk(network, shape, hidden_sizes, ACTIVATIONS[activation], norm=norm, generator=generator)
+    trunk = Trunk(network, shape, hidden_sizes, ACTIVATIONS[activation], norm=norm, generator=generator)
     return trunk, trunk.num_features
 
 
@@ -126,7 +122,12 @@ class Trunk(nn.Module):
     as few as let every pixel be seen.
     "nature": 32 of 8x8, stride 4, 64 of 4x4, stride 2, 64 of 3x3, without padding; usual hidden sizes (512,).
     "data_efficient": 32 of 5x5, stride 5, 64 of 5x5, stride 5, without padding; usual hidden sizes (256,).
-    The last two also take images [H, W] of one channel.
+    "impala": residual, from 8 pixels; usual hidden sizes (256,). Three sections of 16, 32 and 32 channels, each a
+    convolution, a max pool of 3x3 with stride 2, and two residual blocks of activation, convolution, activation,
+    convolution; all convolutions 3x3. Without norm their weights are orthogonal with gain 1, so that the sums of the
+    blocks stay of the size of their inputs. `convolutions` has five in each section: the first one, then two for each
+    block. Source: Espeholt et al. 2018, arXiv:1802.01561, figure 3 (right), without its LSTM.
+    The last three also take images [H, W] of one channel.
 
     Args:
         network: of these.
@@ -147,12 +148,12 @@ class Trunk(nn.Module):
         hidden_sizes: Sequence[int],
         activation: Activation,
         *,
-        norm: str = "none",
-        generator: Generator | None = None,
+        norm: str,
+        generator: Generator | None,
     ) -> None:
         super().__init__()
+        self._network = network
         self._axes: Axes | None = None
-        self._is_conv = network == "conv"
         if network == "mlp":
             if len(observation_shape) != 1:
                 others = "conv for images, or " if len(observation_shape) == 3 else ""
@@ -161,99 +162,71 @@ class Trunk(nn.Module):
             num_inputs = observation_shape[0]
         else:
             self._axes, channels, sides = _image(network, observation_shape)
-            self.convolutions = nn.ModuleList()
-            layers = {"nature": _NATURE, "data_efficient": _DATA_EFFICIENT}.get(network) or next(
-                layers for least_side, layers in _CONV if min(sides) >= least_side
-            )
-            for width, kernel, stride in layers:
-                padding = tuple(fewest_zeros(side, kernel, stride) if self._is_conv else 0 for side in sides)
-                sizes = (channels, width, kernel, stride)
-                self.convolutions.append(
-                    Convolution(sizes, (padding[0], padding[1]), norm=norm, generator=generator)
-                )
-                sides = [
-                    (side + 2 * pad - kernel) // stride + 1 for side, pad in zip(sides, padding, strict=True)
-                ]
-                channels = width
-            num_inputs = channels * math.prod(sides)
-            self._stages = tuple(self.convolutions)  # a ModuleList is slow to walk
+            make = partial(Convolution, norm=norm, generator=generator)
+            if network == "impala":
+                convolutions, num_inputs = _residual_convolutions(channels, sides, make)
+            else:
+                convolutions, num_inputs = _plain_convolutions(network, channels, sides, make)
+            self.convolutions = nn.ModuleList(convolutions)
+            self._stages = tuple(convolutions)  # a ModuleList is slow to walk
         self.layers = dense(num_inputs, hidden_sizes, generator, is_xavier=norm != "none")
         self.num_features = hidden_sizes[-1] if hidden_sizes else num_inputs
-        self._activate = activation
-        self._dense = _pairs(self.layers)
+        self._activate, self._copying = activation, _COPYING[activation]
+        # To find a parameter through its module costs as much as a small operation.
+        self._dense: list[tuple[Any, Any]] = [(layer.weight, layer.bias) for layer in self.layers]
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, *O] -> [B, F]."""
         activate = self._activate
         if self._axes is not None:
             x = channels_first(x, self._axes)
-            x = x if self._is_conv else _to_channels_last(x)
-            for convolution in self._stages:
-                x = activate(convolution(x))
+            x = x if self._network == "conv" else _to_channels_last(x)
+            if self._network == "impala":
+                x = activate(self._residual_sums(x))
+            else:
+                for convolution in self._stages:
+                    x = activate(convolution(x))
             x = x.flatten(1)
         for weight, bias in self._dense:
             x = activate(F.linear(x, weight, bias))
         return x
 
-
-class ResidualTrunk(nn.Module):
-    """IMPALA's residual network, then dense layers; for images from 8 pixels; usual hidden sizes (256,).
-
-    Three sections of 16, 32 and 32 channels, each a convolution, a max pool of 3x3 with stride 2, and two residual
-    blocks of activation, convolution, activation, convolution; all convolutions 3x3. Without norm their weights are
-    orthogonal with gain 1, so that the sums of the blocks stay of the size of their inputs.
-    Source: Espeholt et al. 2018, arXiv:1802.01561, figure 3 (right), without its LSTM.
-
-    `convolutions` has five in each section: the first one, then two for each block.
-
-    Args: as of `Trunk`; images [H, W], [C, H, W] or [H, W, C].
-
-    Raises:
-        NetworkError: unsuitable observations.
-    """
-
-    def __init__(
-        self,
-        observation_shape: tuple[int, ...],
-        hidden_sizes: Sequence[int],
-        activation: Activation,
-        *,
-        norm: str = "none",
-        generator: Generator | None = None,
-    ) -> None:
-        super().__init__()
-        self._axes, channels, sides = _image("impala", observation_shape)
-        self.convolutions = nn.ModuleList()
-        for width in _RESIDUAL_CHANNELS:
-            for num_inputs in (channels, width, width, width, width):
-                sizes = (num_inputs, width, 3, 1)
-                self.convolutions.append(Convolution(sizes, 1, norm=norm, gain=1.0, generator=generator))
-            channels, sides = width, [(side + 1) // 2 for side in sides]
-        num_inputs = channels * math.prod(sides)
-        self.layers = dense(num_inputs, hidden_sizes, generator, is_xavier=norm != "none")
-        self.num_features = hidden_sizes[-1] if hidden_sizes else num_inputs
-        self._activate, self._copying = activation, _COPYING[activation]
-        stages = tuple(self.convolutions)  # a ModuleList is slow to walk
-        self._sections = tuple(stages[i : i + 5] for i in range(0, len(stages), 5))
-        self._dense = _pairs(self.layers)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, *O] -> [B, F]."""
-        activate, copying = self._activate, self._copying
-        x = _to_channels_last(channels_first(x, self._axes))
-        for first, *blocks in self._sections:
+    def _residual_sums(self, x: Tensor) -> Tensor:
+        """[B, C, H, W] -> [B, 32, H', W'], by the convolutions of "impala"."""
+        for start in range(0, len(self._stages), 5):
+            first, *blocks = self._stages[start : start + 5]
             x = F.max_pool2d(first(x), 3, stride=2, padding=1)
             for i in (0, 2):
-                x = x + blocks[i + 1](activate(blocks[i](copying(x))))
-        x = activate(x).flatten(1)
-        for weight, bias in self._dense:
-            x = activate(F.linear(x, weight, bias))
+                x = x + blocks[i + 1](self._activate(blocks[i](self._copying(x))))
         return x
 
 
-def _pairs(layers: nn.ModuleList) -> list[tuple[Any, Any]]:
-    """Return weights and biases: to find a parameter through its module costs as much as a small operation."""
-    return [(layer.weight, layer.bias) for layer in layers]
+def _plain_convolutions(
+    network: str, channels: int, sides: Sequence[int], make: Callable[..., Convolution]
+) -> tuple[list[Convolution], int]:
+    """Return the convolutions of "conv", "nature" or "data_efficient", and the number of their outputs."""
+    layers = {"nature": _NATURE, "data_efficient": _DATA_EFFICIENT}.get(network) or next(
+        layers for least_side, layers in _CONV if min(sides) >= least_side
+    )
+    convolutions = []
+    for width, kernel, stride in layers:
+        padding = tuple(fewest_zeros(side, kernel, stride) if network == "conv" else 0 for side in sides)
+        convolutions.append(make((channels, width, kernel, stride), padding))
+        sides = [(side + 2 * pad - kernel) // stride + 1 for side, pad in zip(sides, padding, strict=True)]
+        channels = width
+    return convolutions, channels * math.prod(sides)
+
+
+def _residual_convolutions(
+    channels: int, sides: Sequence[int], make: Callable[..., Convolution]
+) -> tuple[list[Convolution], int]:
+    """Return the convolutions of "impala", and the number of their outputs."""
+    convolutions = []
+    for width in _RESIDUAL_CHANNELS:
+        for num_inputs in (channels, width, width, width, width):
+            convolutions.append(make((num_inputs, width, 3, 1), 1, gain=1.0))
+        channels, sides = width, [(side + 1) // 2 for side in sides]
+    return convolutions, channels * math.prod(sides)
 
 
 def _to_channels_last(x: Tensor) -> Tensor:
@@ -279,7 +252,7 @@ def _image(network: str, shape: tuple[int, ...]) -> tuple[Axes, int, list[int]]:
         needed = "images [H, W], [C, H, W] or [H, W, C]"
         refuse(network, f"needs {needed}, but observations are {shape}; use {other}")
     axes = image_axes(shape)
-    channels, sides = channels_and_sides(shape, axes)
+    _, channels, *sides = channels_first(torch.empty(1, *shape, device="meta"), axes).shape
     least_side, remedy = _LEAST_SIDES[network]
     if min(sides) < least_side:
         pixels = f"{least_side}x{least_side} pixels or more"

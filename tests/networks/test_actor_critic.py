@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,40 +67,6 @@ def test_outputs_by_hand(shared: bool, value: list[float]) -> None:
     torch.testing.assert_close(found, torch.tensor(value))
 
 
-def reached(net: ActorCritic, loss: torch.Tensor) -> set[str]:
-    """First words of the names of parameters that a loss reaches."""
-    named = dict(net.named_parameters())
-    found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-    pairs = zip(named, found, strict=True)
-    return {name.split(".")[0] for name, each in pairs if each is not None and bool(each.abs().max() > 0)}
-
-
-@each_sharing
-@pytest.mark.parametrize(("network", "shape"), [("mlp", (3,)), ("conv", (10, 10, 4)), ("conv", (5, 5, 3))])
-def test_which_parameters_a_loss_reaches(network: str, shape: tuple[int, ...], shared: bool) -> None:
-    net = made(network, shape, shared=shared)
-    for num in (1, 7):
-        parameters, value = net(observations(num, shape))
-        assert (parameters.shape, value.shape) == ((num, 4), (num,))
-    assert value.std() > 0
-    assert reached(net, value.square().sum()) == {"actor" if shared else "critic", "value_head"}
-    assert reached(net, net(observations(7, shape))[0].square().sum()) == {"actor", "policy_head"}
-
-
-@each_sharing
-def test_gradient_equals_that_of_plain_layers(shared: bool) -> None:
-    net, x = made(shared=shared), observations()
-    actor, critic = (
-        torch.tanh(trunk.layers[1](torch.tanh(trunk.layers[0](x))))
-        for trunk in (net.actor, net.actor if shared else net.critic)
-    )
-    plain = net.policy_head(actor).square().sum() + net.value_head(critic).square().sum()
-    loss = sum(output.square().sum() for output in net(x))
-    expected, found = (torch.autograd.grad(each, list(net.parameters())) for each in (plain, loss))
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other)
-
-
 @each_sharing
 @pytest.mark.parametrize(("network", "shape"), [("mlp", (3,)), ("conv", (10, 10, 4))])
 def test_forward_follows_its_parameters(network: str, shape: tuple[int, ...], shared: bool) -> None:
@@ -123,45 +87,17 @@ def test_forward_follows_its_parameters(network: str, shape: tuple[int, ...], sh
     assert any(bool(section.any()) for section in sections)
 
 
-def test_a_policy_needs_only_the_policy_state() -> None:
-    learner, policy = made(log_std_dims=4), made(seed=1, log_std_dims=4)
-    state = learner.policy_state()
-    assert not any(value.requires_grad for value in state.values())
-    missing, unexpected = policy.load_state_dict(state, strict=False)
-    assert not unexpected and {name.split(".")[0] for name in missing} == {"critic", "value_head"}
-    x = observations()
-    assert torch.equal(policy(x)[0], learner(x)[0])
-    assert not torch.equal(policy(x)[1], learner(x)[1])
-
-
-OWN = """
-from torch import nn
-
-def make(observation_shape, width=5):
-    module = nn.Sequential(nn.Linear(observation_shape[0], width), nn.Tanh())
-    module.register_buffer("scale", module[0].weight.detach()[0].clone())
-    return module
-
-kept = make((3,))
-one_for_all = lambda observation_shape: kept
-"""
-
-
-def test_a_custom_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "own_actor_critic.py").write_text(OWN)
-    monkeypatch.delitem(sys.modules, "own_actor_critic", raising=False)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("DDRL_ALLOW_MODULES", "own_actor_critic")
+def test_a_custom_network_is_made_for_actor_and_critic(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DDRL_ALLOW_MODULES", "own_networks")
     parts = {"actor.0.weight", "actor.0.bias", "actor.scale", "policy_head.weight", "policy_head.bias"}
     for shared in (False, True):
-        one, two = (made("own_actor_critic:make", shared=shared, kwargs={"width": 8}) for _ in range(2))
-        assert all(torch.equal(one.state_dict()[name], value) for name, value in two.state_dict().items())
-        assert one.policy_head.weight.shape == (4, 8) and set(one.policy_state()) == parts
-        assert [output.shape for output in one(observations())] == [(7, 4), (7,)]
-    net = made("own_actor_critic:make")
+        net = made("own_networks:scaled", shared=shared, network_kwargs={"width": 8})
+        assert net.policy_head.weight.shape == (4, 8) and set(net.policy_state()) == parts
+        assert [output.shape for output in net(observations())] == [(7, 4), (7,)]
+    net = made("own_networks:scaled")
     assert not torch.equal(net.critic[0].weight, net.actor[0].weight)
-    made("own_actor_critic:one_for_all", shared=True)
+    made("own_networks:one_for_all", shared=True)
     with pytest.raises(
         NetworkError, match="one_for_all: returned the same parameters twice; make new ones at"
     ):
-        made("own_actor_critic:one_for_all")
+        made("own_networks:one_for_all")

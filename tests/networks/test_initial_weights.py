@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.networks import same, seeded, trunk
+from support.networks import same, seeded
 from torch import nn
 
 from ddrl.networks.actor_critic import ActorCritic
-from ddrl.networks.heads import NoisyLinear
 from ddrl.networks.mlp import MLP
 from ddrl.networks.q_network import QNetwork
-from ddrl.networks.recurrent import RecurrentCore
 
 Make = Callable[[int | None], nn.Module]
 
@@ -23,36 +21,29 @@ def generator(seed: int | None) -> torch.Generator | None:
     return None if seed is None else seeded(seed)
 
 
-def actor_critic(**options: Any) -> Make:
-    given = {"num_outputs": 4, "hidden_sizes": (6, 5), "activation": "tanh", **options}
+def actor_critic(shared: bool) -> Make:
+    given: dict[str, Any] = {"num_outputs": 4, "hidden_sizes": (6, 5), "activation": "tanh", "shared": shared}
     return lambda seed: ActorCritic("mlp", (3,), generator=generator(seed), **given)
 
 
-def q_network(network: str, shape: tuple[int, ...], **options: Any) -> Make:
+def q_network(network: str, shape: tuple[int, ...] = (4, 40, 40), **options: Any) -> Make:
     given = {"num_actions": 3, "hidden_sizes": (8, 6), **options}
     return lambda seed: QNetwork(network, shape, generator=generator(seed), **given)
-
-
-def a_trunk(network: str, norm: str = "none") -> Make:
-    shape = (4,) if network == "mlp" else (3, 40, 40)
-    return lambda seed: trunk(network, shape, seed=seed, norm=norm)
 
 
 LSTM, GRU = ({"recurrent": kind, "recurrent_size": 7} for kind in ("lstm", "gru"))
 NETWORKS: dict[str, Make] = {
     "MLP": lambda seed: MLP((3, 5, 2), num_members=2, generator=generator(seed)),
-    "LSTM": lambda seed: RecurrentCore("lstm", 3, 2, 5, generator=generator(seed)),
-    "GRU": lambda seed: RecurrentCore("gru", 3, 2, 5, generator=generator(seed)),
-    "noisy": lambda seed: NoisyLinear(5, 3, generator=generator(seed)),
     "actor-critic": actor_critic(shared=False),
     "shared actor-critic": actor_critic(shared=True),
-    "q": q_network("mlp", (4,)),
-    "q, noisy": q_network("nature", (4, 40, 40), norm="batch", dueling=True, noisy=True),
-    "q, lstm": q_network("impala", (16, 16), norm="group", **LSTM),
-    "q, gru": q_network("data_efficient", (30, 30, 3), distribution="quantile", num_atoms=5, **GRU),
-    **{f"trunk {name}": a_trunk(name) for name in ("mlp", "conv", "nature", "impala", "data_efficient")},
-    **{f"trunk {name}, {norm}": a_trunk(name, norm) for name in ("nature", "impala") for norm in ("group", "batch")},
-}  # fmt: skip
+    "mlp": q_network("mlp", (4,)),
+    "mlp, noisy": q_network("mlp", (4,), noisy=True),
+    "conv": q_network("conv"),
+    "nature, batch": q_network("nature", norm="batch", dueling=True, noisy=True),
+    "impala": q_network("impala"),
+    "impala, group": q_network("impala", norm="group", **LSTM),
+    "data_efficient": q_network("data_efficient", distribution="quantile", num_atoms=5, **GRU),
+}
 
 
 @pytest.mark.parametrize("make", NETWORKS.values(), ids=NETWORKS)

@@ -9,7 +9,6 @@ import torch
 from support.networks import seeded
 from torch import Tensor
 
-from ddrl.networks.parameters import FlatParameters
 from ddrl.networks.recurrent import RecurrentCore
 
 T, B, F, A, S = 6, 4, 3, 2, 5
@@ -77,23 +76,3 @@ def test_each_row_has_the_state_of_its_own_length(kind: Kind) -> None:
     longer = [column.clone() for column in columns]
     longer[0][3:, 0], longer[2][1:, 2] = 1e6, 1e6
     torch.testing.assert_close(module(*longer, state, lengths)[1], after)
-
-
-@each_kind
-def test_gradients_through_time_and_flat_parameters(kind: Kind) -> None:
-    module, twin = core(kind), core(kind)
-    columns = inputs(module)
-
-    def loss(one: RecurrentCore) -> Tensor:
-        output, after = one(*columns)
-        return output.square().sum() + after.sum()
-
-    expected = torch.autograd.grad(loss(module), list(module.parameters()))
-    assert all(bool(gradient.abs().max() > 0) for gradient in expected)
-    assert all(p.detach().abs().max() <= S**-0.5 for p in module.parameters())
-    flat = FlatParameters(twin)
-    flat.differentiate(loss(twin))
-    torch.testing.assert_close(flat.vector.grad, torch.cat([gradient.flatten() for gradient in expected]))
-    with torch.no_grad():
-        flat.vector.mul_(0.5)
-    assert not torch.allclose(twin(*columns)[0], module(*columns)[0]), "the layer reads the vector's memory"

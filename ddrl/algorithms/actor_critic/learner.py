@@ -25,6 +25,7 @@ from ddrl.networks.trunks import to_input
 from ddrl.types import EnvSpec, Trajectories
 
 AnyOptions = TypeVar("AnyOptions", bound=Options)
+Steps = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 _INITIAL_COUNT = 100_000.0  # observations that published statistics count as; their number is not published
 _RETURN_RATE = 0.1  # share of an iteration's returns in the running statistics of returns
@@ -68,31 +69,31 @@ class Prepared:
 
 
 def targets(
-    estimator: str,
-    *,
-    reward: Tensor,
-    discount: Tensor,
-    value: Tensor,
-    next_value: Tensor,
-    continues: Tensor,
-    log_rho: Tensor,
-    lambda_: float,
-    rho_bar: float = 1.0,
+    estimator: str, steps: Steps, log_rho: Tensor, *, lambda_: float, rho_bar: float
 ) -> tuple[Tensor, Tensor]:
-    """Return advantages and returns [T, B] by the name of an estimator; arguments as of `ddrl.returns`."""
-    steps = (reward, discount)
+    """Return advantages and returns by the name of an estimator.
+
+    Args:
+        estimator: see `ppo.config.Config`.
+        steps: reward, discount, value, next_value and continues, each [T, B] as `ddrl.returns` describes them.
+        log_rho: [T, B], used by V-trace and UPGO.
+        lambda_: used by all but Monte Carlo.
+        rho_bar: used by V-trace and UPGO.
+    """
+    reward, discount, value, next_value, continues = steps
     if estimator == "gae":
-        return returns.gae(*steps, value, next_value, continues, lambda_=lambda_)
+        return returns.gae(*steps, lambda_=lambda_)
     if estimator in ("vtrace", "upgo"):
-        corrected = (*steps, value, next_value, continues, log_rho)
-        advantage, return_ = returns.vtrace(*corrected, lambda_=lambda_, rho_bar=rho_bar, pg_rho_bar=rho_bar)
+        advantage, return_ = returns.vtrace(
+            *steps, log_rho, lambda_=lambda_, rho_bar=rho_bar, pg_rho_bar=rho_bar
+        )
         if estimator == "upgo":  # its values are AlphaStar's TD(lambda), which V-trace's equal on fresh data
-            advantage = returns.upgo(*corrected)[0]
+            advantage = returns.upgo(*steps, log_rho)[0]
         return advantage, return_
     if estimator == "monte_carlo":
-        return_ = returns.monte_carlo(*steps, next_value, continues)
+        return_ = returns.monte_carlo(reward, discount, next_value, continues)
     else:
-        return_ = returns.td_lambda(*steps, next_value, continues, lambda_=lambda_)
+        return_ = returns.td_lambda(reward, discount, next_value, continues, lambda_=lambda_)
     return return_ - value, return_
 
 
@@ -141,7 +142,7 @@ class ActorCriticLearner(Generic[AnyOptions]):
             shared=config.shared,
             log_std_dims=num_outputs if self._is_continuous else 0,
             initial_log_std=config.initial_log_std,
-            kwargs=config.network_kwargs,
+            network_kwargs=config.network_kwargs,
             generator=torch.Generator().manual_seed(seed),
         ).to(device)
         self.parameters = FlatParameters(self.network)
@@ -187,25 +188,15 @@ class ActorCriticLearner(Generic[AnyOptions]):
         observation = self.normalized(batch.observation)
         parameters, value = self.network(to_input(observation))  # [R, P], [R]
         mean, std = self.return_scale
-        steps = batch.row.shape  # [T, B]
-        row = batch.row.reshape(-1)
-        log_prob, _ = self.log_prob(
-            parameters[row], batch.action.reshape(row.numel(), *batch.action.shape[2:])
-        )
+        row, action = batch.row.reshape(-1), batch.action.reshape(-1, *batch.action.shape[2:])  # [T * B]
+        log_prob, _ = self.log_prob(parameters[row], action)
         is_first = config.normalize_returns and self._statistics["return_count"] == 0
         # Before the first returns the critic's outputs have no unit and count as 0.
         true_value = torch.zeros_like(value) if is_first else value * std + mean
-        advantage, return_ = targets(
-            estimator,
-            reward=batch.reward if reward_clip is None else batch.reward.clamp(-reward_clip, reward_clip),
-            discount=batch.discount,
-            value=true_value[batch.row],
-            next_value=true_value[batch.next_row],
-            continues=batch.continues,
-            log_rho=log_prob.view(steps) - batch.behavior_log_prob,
-            lambda_=config.lambda_,
-            rho_bar=rho_bar,
-        )
+        reward = batch.reward if reward_clip is None else batch.reward.clamp(-reward_clip, reward_clip)
+        steps = (reward, batch.discount, true_value[batch.row], true_value[batch.next_row], batch.continues)
+        log_rho = log_prob.view(batch.row.shape) - batch.behavior_log_prob
+        advantage, return_ = targets(estimator, steps, log_rho, lambda_=config.lambda_, rho_bar=rho_bar)
         played = batch.valid.reshape(-1).nonzero().squeeze(1)  # [M]
         row, return_ = row[played], return_.reshape(-1)[played]
         if config.normalize_returns:
@@ -214,7 +205,7 @@ class ActorCriticLearner(Generic[AnyOptions]):
             value = value if is_first else (true_value - mean) / std
         return Prepared(
             observation=observation[row],
-            action=batch.action.reshape(-1, *batch.action.shape[2:])[played],
+            action=action[played],
             behavior_log_prob=batch.behavior_log_prob.reshape(-1)[played],
             log_prob=log_prob[played],
             value=value[row],

@@ -9,26 +9,27 @@ Source: Schulman et al. 2017, arXiv:1707.06347; Huang et al. 2022, "The 37 imple
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from ddrl.algorithms.options import AlgorithmConfig, Common, option, refuse_empty_ranges
+from ddrl.algorithms.options import Common, NetworkConfig, option, refuse_empty_ranges
 from ddrl.config import LIVE
 from ddrl.types import EnvSpec
+
+if TYPE_CHECKING:
+    from torch import nn
 
 OBSERVATION_CLIP = 10.0  # of normalized observations, in standard deviations
 
 
-class Options(AlgorithmConfig):
+class Options(NetworkConfig):
     """Options of every on-policy actor-critic; rewards are as scaled for training."""
 
     on_policy: ClassVar[bool] = True
     name: ClassVar[str]
     """Name of the algorithm, for messages."""
 
-    network: str = option(Common, "network", "mlp")
-    network_kwargs: dict[str, Any] = option(Common, "network_kwargs", {})
     hidden_sizes: tuple[PositiveInt, ...] = option(Common, "hidden_sizes", (64, 64))
     activation: Literal["tanh", "relu"] = "tanh"
     """Activation of the hidden layers. tanh is steadier on small problems, relu is faster."""
@@ -38,7 +39,7 @@ class Options(AlgorithmConfig):
     initial_log_std: float = Field(0.0, ge=-5, le=2)
     """Log of the standard deviation that continuous actions start with; a deviation of 1 means half the action range.
     More explores more. Usual: -1 to 0."""
-    learning_rate: float = option(AlgorithmConfig, "learning_rate", 3e-4)
+    learning_rate: float = option(NetworkConfig, "learning_rate", 3e-4)
     final_learning_rate: float | None = Field(None, ge=0, json_schema_extra=LIVE)
     """Final learning_rate, reached linearly within anneal_steps. null: it stays constant. Usual: 0."""
     entropy_coefficient: float = Field(0.0, ge=0, json_schema_extra=LIVE)
@@ -66,65 +67,54 @@ class Options(AlgorithmConfig):
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> Options:
-        finals = [
-            name
-            for name in type(self).model_fields
-            if name.startswith("final_") and getattr(self, name) is not None
-        ]
+        finals = [name for name, value in self if name.startswith("final_") and value is not None]
         if finals and self.anneal_steps is None:
-            raise ValueError(
-                f"{finals[0]}: needs anneal_steps, the transitions within which it is reached; set it"
-            )
-        if self.anneal_steps is not None and not finals:
-            raise ValueError(
-                f"anneal_steps={self.anneal_steps}: has no effect without a final_... value; set one"
-            )
+            raise ValueError(f"{finals[0]}: needs anneal_steps, the transitions until it is reached; set it")
+        if not finals:
+            self.refuse_changed("without a final_... value", "anneal_steps", remedy="set one")
         if ":" in self.network:
-            for name in ("hidden_sizes", "activation"):
-                if getattr(self, name) != type(self).model_fields[name].default:
-                    raise ValueError(f"{name}: has no effect on {self.network}; pass it in network_kwargs")
-        elif self.network_kwargs:
-            raise ValueError(f"network_kwargs: are for your own network; {self.network} takes none")
+            remedy = "pass it in network_kwargs"
+            self.refuse_changed(f"on {self.network}", "hidden_sizes", "activation", remedy=remedy)
         return self
 
     def check(self, spec: EnvSpec) -> None:
         """Refuse unbounded actions, and a network that cannot take the observations."""
-        is_vector = len(spec.input_shape) == 1
-        if self.network == "mlp" and not is_vector:
-            others = "conv, or " if len(spec.input_shape) == 3 else ""
-            raise ValueError(
-                f"algorithm.network: mlp needs a vector, but {spec.env_id} has observations {spec.input_shape}; use "
-                f"{others}gymnasium.wrappers.FlattenObservation"
-            )
-        if self.normalize_observations and not is_vector:
+        self.refuse_images_on_mlp(spec)
+        if self.normalize_observations and len(spec.input_shape) != 1:
             raise ValueError(
                 f"algorithm.normalize_observations: {spec.env_id} has observations {spec.input_shape}, not a "
                 "vector; set it to false"
             )
-        if spec.action_kind == "continuous" and not all(
-            map(math.isfinite, (*spec.action_low, *spec.action_high))
-        ):
-            raise ValueError(
-                f"{spec.env_id}: actions have no bounds, but {self.name} needs finite ones; wrap the environment in "
-                "gymnasium.wrappers.ClipAction"
-            )
         if spec.action_kind == "continuous":
+            if not all(map(math.isfinite, (*spec.action_low, *spec.action_high))):
+                raise ValueError(
+                    f"{spec.env_id}: actions have no bounds, but {self.name} needs finite ones; wrap the environment "
+                    "in gymnasium.wrappers.ClipAction"
+                )
             refuse_empty_ranges(spec)
-        if spec.action_kind != "continuous" and self.initial_log_std != 0.0:
+        elif self.initial_log_std != 0.0:
             raise ValueError(
                 f"algorithm.initial_log_std: {self.initial_log_std} has no effect on {spec.env_id}, whose actions are "
                 f"{spec.action_kind}; remove it"
             )
         if self.network != "mlp":
-            from ddrl.networks.trunks import make_trunk
+            self.make_trunk(spec)
 
-            make_trunk(
-                self.network,
-                spec.input_shape,
-                hidden_sizes=self.hidden_sizes,
-                activation=self.activation,
-                kwargs=self.network_kwargs,
-            )
+    def make_trunk(self, spec: EnvSpec) -> tuple[nn.Module, int]:
+        """Return an actor's trunk and the number of its features; see `ddrl.networks.trunks.make_trunk`.
+
+        Raises:
+            ValueError: it cannot take these observations.
+        """
+        from ddrl.networks.trunks import make_trunk
+
+        return make_trunk(
+            self.network,
+            spec.input_shape,
+            hidden_sizes=self.hidden_sizes,
+            activation=self.activation,
+            kwargs=self.network_kwargs,
+        )
 
 
 def num_policy_parameters(spec: EnvSpec) -> int:

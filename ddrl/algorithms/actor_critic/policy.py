@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ddrl.algorithms.actor_critic.options import OBSERVATION_CLIP, Options, num_policy_parameters
-from ddrl.algorithms.base import NO_STATE, RecurrentState
+from ddrl.algorithms.base import NO_STATE, RecurrentState, check_shapes
 from ddrl.networks.numpy_mlp import ACTIVATIONS, Layer, forward
 from ddrl.types import EnvSpec
 
@@ -26,10 +26,8 @@ class Policy:
     def __init__(self, config: Options, spec: EnvSpec, *, producer: int = 0) -> None:
         self._spec = spec
         self._is_continuous = spec.action_kind == "continuous"
-        self._low, self._high = (
-            np.asarray(spec.action_low, np.float32),
-            np.asarray(spec.action_high, np.float32),
-        )
+        bounds = spec.action_low, spec.action_high
+        self._low, self._high = (np.asarray(bound, np.float32) for bound in bounds)
         self._scale, self._center = (self._high - self._low) / 2, (self._high + self._low) / 2
         self._sections = np.cumsum(spec.action_sizes)[:-1]  # where the logits of each dimension begin
         self._network = (_NumpyActor if config.network == "mlp" else _TorchActor)(config, spec)
@@ -46,7 +44,7 @@ class Policy:
         """
         arrays = {name: np.asarray(value, np.float32).copy() for name, value in weights.items()}
         actor = {name: arrays.pop(name) for name in weights if name.startswith(("actor.", "policy_head."))}
-        _check_shapes(self._shapes, arrays)
+        check_shapes(arrays, self._shapes, source="weights")
         self._network.load(actor)
         self._log_std = arrays.get("log_std", self._log_std)
         self._mean = arrays.get("observation_mean", self._mean)
@@ -131,7 +129,7 @@ class _NumpyActor:
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Load the entries actor.* and policy_head.* of published weights; ValueError if they do not fit."""
-        _check_shapes(self._shapes, arrays)
+        check_shapes(arrays, self._shapes, source="weights")
         self._layers = [
             (np.ascontiguousarray(arrays[f"{name}.weight"].T), arrays[f"{name}.bias"]) for name in self._names
         ]
@@ -148,25 +146,14 @@ class _TorchActor:
     def __init__(self, config: Options, spec: EnvSpec) -> None:
         from torch import nn
 
-        from ddrl.networks.trunks import make_trunk
-
-        trunk, width = make_trunk(
-            config.network,
-            spec.input_shape,
-            hidden_sizes=config.hidden_sizes,
-            activation=config.activation,
-            kwargs=config.network_kwargs,
-        )
+        trunk, width = config.make_trunk(spec)
         head = nn.Linear(width, num_policy_parameters(spec))
         self._module = nn.ModuleDict({"actor": trunk, "policy_head": head}).eval()
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        import torch
+        from ddrl.networks.parameters import load_arrays
 
-        try:
-            self._module.load_state_dict({name: torch.from_numpy(array) for name, array in arrays.items()})
-        except RuntimeError as error:
-            raise ValueError(" ".join(str(error).split())[:300]) from None
+        load_arrays(self._module, arrays)
 
     def forward(self, x: np.ndarray, *, by_row: bool) -> np.ndarray:
         import torch
@@ -180,10 +167,3 @@ class _TorchActor:
             parts = [row[None].clone(memory_format=layout) for row in rows] if by_row else [rows]
             outputs = [self._module["policy_head"](self._module["actor"](part)) for part in parts]
             return torch.cat(outputs).numpy()
-
-
-def _check_shapes(expected: Mapping[str, tuple[int, ...]], arrays: Mapping[str, np.ndarray]) -> None:
-    for name in sorted(expected.keys() | arrays.keys()):
-        found, wanted = arrays[name].shape if name in arrays else None, expected.get(name)
-        if found != wanted:
-            raise ValueError(f"{name}: shape {found} in the weights, {wanted} here")

@@ -20,6 +20,10 @@ class Config(Options):
     """Options of DQN; an update is one minibatch of n-step transitions."""
 
     name: ClassVar[str] = "dqn"
+    network_options: ClassVar[tuple[str, ...]] = (
+        *Options.network_options,
+        *("distribution", "num_atoms", "v_min", "v_max", "noisy", "noise_scale"),
+    )
 
     distribution: Literal["none", "categorical", "quantile"] = "none"
     """Learn the distribution of returns instead of their mean: its probabilities on fixed values (`categorical`, C51;
@@ -54,40 +58,29 @@ class Config(Options):
     @model_validator(mode="after")
     def _refuse_more_contradictions(self) -> Config:
         if self.distribution == "none":
-            self.refuse_changed(["num_atoms"], "without a distribution")
+            self.refuse_changed("without a distribution", "num_atoms")
         if self.distribution == "categorical":
             if not -math.inf < self.v_min < self.v_max < math.inf:
                 raise ValueError(
                     f"v_min={self.v_min}, v_max={self.v_max}: no returns between them; v_min must be less than v_max"
                 )
-            self.refuse_changed(["loss", "huber_delta"], "with distribution=categorical")
+            self.refuse_changed("with distribution=categorical", "loss", "huber_delta")
         else:
-            self.refuse_changed(["v_min", "v_max"], "without distribution=categorical")
+            self.refuse_changed("without distribution=categorical", "v_min", "v_max")
         if self.distribution == "quantile":
-            self.refuse_changed(["loss"], "with distribution=quantile, which is always huber")
+            self.refuse_changed("with distribution=quantile, which is always huber", "loss")
         if self.loss == "mse":
-            self.refuse_changed(["huber_delta"], "with loss=mse")
+            self.refuse_changed("with loss=mse", "huber_delta")
         if not self.noisy:
-            self.refuse_changed(["noise_scale"], "without noisy=true")
+            self.refuse_changed("without noisy=true", "noise_scale")
         if self.dueling or self.noisy:
             self.refuse_unused_layers()
         elif ":" in self.network:
             when = f"on {self.network}, which one linear layer follows"
-            self.refuse_changed(["hidden_sizes", "activation"], when)
+            self.refuse_changed(when, "hidden_sizes", "activation")
         return self
 
     @property
     def reports_values(self) -> bool:
         """Not of a categorical distribution: its errors are in nats, and new items get the largest priority seen."""
         return self.prioritized and self.distribution != "categorical"
-
-    def network_arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments of `QNetwork` that the options decide."""
-        return super().network_arguments() | {
-            "distribution": self.distribution,
-            "num_atoms": 1 if self.distribution == "none" else self.num_atoms,
-            "v_min": self.v_min,
-            "v_max": self.v_max,
-            "noisy": self.noisy,
-            "noise_scale": self.noise_scale,
-        }

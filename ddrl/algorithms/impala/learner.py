@@ -5,9 +5,6 @@ Source: Espeholt et al. 2018, arXiv:1802.01561.
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -33,11 +30,12 @@ def make_learner(
     config: Config, spec: EnvSpec, *, device: torch.device, seed: int
 ) -> ActorCriticLearner[Config]:
     """Return a learner with a fresh network."""
-    make_optimizer: partial[Any]
-    if config.optimizer == "adam":
-        make_optimizer = partial(adam, learning_rate=config.learning_rate, eps=1e-5)
-    else:
-        make_optimizer = partial(rmsprop, learning_rate=config.learning_rate, eps=0.1, decay=0.99)
+
+    def make_optimizer(parameter: Tensor) -> torch.optim.Optimizer:
+        if config.optimizer == "adam":
+            return adam(parameter, learning_rate=config.learning_rate, eps=1e-5)
+        return rmsprop(parameter, learning_rate=config.learning_rate, eps=0.1, decay=0.99)
+
     return ActorCriticLearner(
         config, spec, device=device, seed=seed, make_optimizer=make_optimizer, update=update
     )

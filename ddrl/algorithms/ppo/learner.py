@@ -71,44 +71,40 @@ def update(learner: ActorCriticLearner[Config], batch: Trajectories) -> dict[str
     """
     config = learner.config
     prepared = learner.prepare(batch, estimator=config.estimator)
-    old_log_prob = prepared.log_prob if config.corrects_staleness else prepared.behavior_log_prob
     clip, learning_rate = learner.scheduled("clip"), learner.scheduled("learning_rate")
     entropy_coefficient = learner.scheduled("entropy_coefficient")
     num_minibatches = max(1, round(len(prepared) / config.minibatch_size))
     num_epochs, metrics = 0, {}
     while num_epochs < config.num_epochs:
         order = torch.randperm(len(prepared), generator=learner.generator).to(learner.device)
-        shuffled, old = prepared.select(order), old_log_prob[order].tensor_split(num_minibatches)
-        for part, part_old in zip(shuffled.split(num_minibatches), old, strict=True):
-            loss = _minibatch_loss(
-                learner, part, part_old, clip=clip, entropy_coefficient=entropy_coefficient
-            )
+        for part in prepared.select(order).split(num_minibatches):
+            loss = _minibatch_loss(learner, part, clip=clip, entropy_coefficient=entropy_coefficient)
             learner.step(loss, learning_rate=learning_rate)
         num_epochs += 1
         if config.target_kl is not None:
-            metrics = _metrics(learner, prepared, old_log_prob, clip=clip)
+            metrics = _metrics(learner, prepared, clip=clip)
             if metrics["kl"] > config.target_kl:
                 break
-    metrics = metrics or _metrics(learner, prepared, old_log_prob, clip=clip)
+    metrics = metrics or _metrics(learner, prepared, clip=clip)
     learner.finish(batch, len(prepared))
     settings = {"learning_rate": learning_rate, "epochs": float(num_epochs)}
     return metrics | {name: torch.tensor(value) for name, value in settings.items()}
 
 
+def _old_log_prob(config: Config, prepared: Prepared) -> Tensor:
+    """Return the denominator of the ratio; see `update`."""
+    return prepared.log_prob if config.corrects_staleness else prepared.behavior_log_prob
+
+
 def _minibatch_loss(
-    learner: ActorCriticLearner[Config],
-    part: Prepared,
-    old_log_prob: Tensor,
-    *,
-    clip: float,
-    entropy_coefficient: float,
+    learner: ActorCriticLearner[Config], part: Prepared, *, clip: float, entropy_coefficient: float
 ) -> Tensor:
     config = learner.config
     log_prob, entropy, value = learner.evaluate(part)
     advantage = part.advantage
     if config.normalize_advantages and len(advantage) > 1:
         advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
-    loss = clipped_surrogate(log_prob, old_log_prob, advantage, clip=clip)
+    loss = clipped_surrogate(log_prob, _old_log_prob(config, part), advantage, clip=clip)
     value_clip = config.value_clip
     if value_clip is not None and config.normalize_returns:
         value_clip /= learner.return_scale[1]
@@ -119,13 +115,11 @@ def _minibatch_loss(
 
 
 @torch.no_grad()
-def _metrics(
-    learner: ActorCriticLearner[Config], prepared: Prepared, old_log_prob: Tensor, *, clip: float
-) -> dict[str, Tensor]:
+def _metrics(learner: ActorCriticLearner[Config], prepared: Prepared, *, clip: float) -> dict[str, Tensor]:
     """Return how far the policy has moved, and how well the critic predicted, over the whole batch."""
     log_prob, entropy, value = learner.evaluate(prepared)
     moved = log_prob - prepared.log_prob  # within this iteration
-    ratio = (log_prob - old_log_prob).exp()
+    ratio = (log_prob - _old_log_prob(learner.config, prepared)).exp()
     unexplained = (prepared.return_ - prepared.value).var(correction=0)
     return {
         "kl": (moved.exp() - 1 - moved).mean(),  # Schulman 2020, "Approximating KL divergence"

@@ -6,7 +6,7 @@ are those of its appendix, except for the network, which depends on the observat
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
@@ -19,6 +19,7 @@ class Config(Options):
     """Options of R2D2; an update is one minibatch of sequences."""
 
     name: ClassVar[str] = "r2d2"
+    network_options: ClassVar[tuple[str, ...]] = (*Options.network_options, "recurrent", "recurrent_size")
 
     recurrent: Literal["lstm", "gru"] = "lstm"
     """The recurrent core. gru has three quarters of the weights and half the state."""
@@ -80,7 +81,7 @@ class Config(Options):
                 "norm=batch: its statistics would include padding rows of sequences; use group or none"
             )
         if not self.prioritized:
-            self.refuse_changed(["priority_mix"], "without prioritized=true")
+            self.refuse_changed("without prioritized=true", "priority_mix")
         self.refuse_unused_layers()
         return self
 
@@ -98,10 +99,3 @@ class Config(Options):
     def transitions_per_update(self) -> int:
         """Training steps of the sequences of one update, if all are full."""
         return self.batch_size * self.sequence_length
-
-    def network_arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments of `QNetwork` that the options decide."""
-        return super().network_arguments() | {
-            "recurrent": self.recurrent,
-            "recurrent_size": self.recurrent_size,
-        }

@@ -53,8 +53,8 @@ class Config(AlgorithmConfig):
             return self
         if not 0 <= float(self.temperature) < math.inf:
             raise ValueError(f"temperature={self.temperature}: must be finite and >= 0, or 'auto'")
-        fixed = f"with temperature={self.temperature}"
-        self.refuse_changed(["target_entropy", "initial_temperature"], fixed, "or set temperature='auto'")
+        fixed, remedy = f"with temperature={self.temperature}", "remove it or set temperature='auto'"
+        self.refuse_changed(fixed, "target_entropy", "initial_temperature", remedy=remedy)
         return self
 
     def check(self, spec: EnvSpec) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,16 +105,15 @@ class SAC:
 
         generator = torch.Generator().manual_seed(seed)
 
-        def critics() -> MLP:
-            sizes = (num_inputs + num_dims, *config.hidden_sizes, 1)
-            return MLP(
-                sizes, num_members=config.num_critics, layer_norm=config.layer_norm, generator=generator
-            ).to(device)
+        def network(num_inputs: int, num_outputs: int, **options: Any) -> MLP:
+            return MLP((num_inputs, *config.hidden_sizes, num_outputs), generator=generator, **options).to(
+                device
+            )
 
-        sizes = (num_inputs, *config.hidden_sizes, 2 * num_dims)
-        self.actor = MLP(sizes, generator=generator).to(device)
-        self.critics = critics()
-        self.target_critics = critics().requires_grad_(False)
+        ensemble = {"num_members": config.num_critics, "layer_norm": config.layer_norm}
+        self.actor = network(num_inputs, 2 * num_dims)
+        self.critics = network(num_inputs + num_dims, 1, **ensemble)
+        self.target_critics = network(num_inputs + num_dims, 1, **ensemble).requires_grad_(False)
         self.actor_parameters = FlatParameters(self.actor)
         self.critic_parameters = FlatParameters(self.critics)
         self._target = FlatParameters(self.target_critics).vector.requires_grad_(False)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from ddrl.algorithms.base import NO_STATE, RecurrentState
+from ddrl.algorithms.base import NO_STATE, RecurrentState, check_shapes
 from ddrl.algorithms.sac.config import LOG_STD_MAX, LOG_STD_MIN, Config
 from ddrl.networks.numpy_mlp import ACTIVATIONS, Layer, forward
 from ddrl.types import EnvSpec
@@ -19,25 +20,26 @@ class Policy:
     evaluation_epsilon = 0.0
 
     def __init__(self, config: Config, spec: EnvSpec, *, producer: int = 0) -> None:
-        self._low, self._high = (
-            np.asarray(spec.action_low, np.float32),
-            np.asarray(spec.action_high, np.float32),
-        )
+        bounds = spec.action_low, spec.action_high
+        self._low, self._high = (np.asarray(bound, np.float32) for bound in bounds)
         self._scale, self._center = (self._high - self._low) / 2, (self._high + self._low) / 2
         self._action_shape = spec.action_shape
         self._num_inputs = spec.input_shape[0]
-        self._num_layers = len(config.hidden_sizes) + 1
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        sizes = (self._num_inputs, *config.hidden_sizes, 2 * len(self._low))
+        for i, (inputs, outputs) in enumerate(pairwise(sizes)):
+            self._shapes |= {f"weights.{i}": (inputs, outputs), f"biases.{i}": (outputs,)}
         self._layers: list[Layer] = []
 
     def load(self, weights: Mapping[str, Any]) -> None:
-        """Load published weights: CPU tensors or arrays."""
-        self._layers = [
-            (
-                np.asarray(weights[f"weights.{i}"], np.float32).copy(),
-                np.asarray(weights[f"biases.{i}"], np.float32).copy(),
-            )
-            for i in range(self._num_layers)
-        ]
+        """Load published weights: CPU tensors or arrays.
+
+        Raises:
+            ValueError: they are those of another configuration or environment.
+        """
+        arrays = {name: np.asarray(value, np.float32).copy() for name, value in weights.items()}
+        check_shapes(arrays, self._shapes, source="weights")
+        self._layers = [(arrays[f"weights.{i}"], arrays[f"biases.{i}"]) for i in range(len(arrays) // 2)]
 
     def initial_state(self, num_envs: int) -> RecurrentState:
         """Return {}: there is no recurrent state."""

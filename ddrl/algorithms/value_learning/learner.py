@@ -50,10 +50,11 @@ class ValueLearner(Generic[AnyOptions]):
         self.parameters = FlatParameters(self.network)
         self.buffers = _buffers(self.network)
         self._loss = loss
-        self._target = FlatParameters(self.target_network).vector.requires_grad_(False)
-        self._target_buffers = _buffers(self.target_network)
-        self._move_target(1.0)
         vector, rate = self.parameters.vector, config.learning_rate
+        target = FlatParameters(self.target_network).vector.requires_grad_(False)
+        self._online = {"value": vector, **self.buffers}
+        self._target = {"value": target, **_buffers(self.target_network)}
+        self._move_target(1.0)
         self._optimizer: torch.optim.Optimizer
         if config.optimizer == "adam":
             self._optimizer = adam(vector, learning_rate=rate, eps=config.adam_eps)
@@ -94,9 +95,8 @@ class ValueLearner(Generic[AnyOptions]):
     @torch.no_grad()
     def _move_target(self, share: float) -> None:
         """Move the target and its buffers by a share, above 0, of their way to the network; copy counts."""
-        pairs: list[tuple[Tensor, Tensor]] = [(self._target, self.parameters.vector)]
-        pairs += [(self._target_buffers[name], buffer) for name, buffer in self.buffers.items()]
-        for target, value in pairs:
+        for name, value in self._online.items():
+            target = self._target[name]
             if share < 1.0 and target.is_floating_point():
                 target.lerp_(value, share)
             else:
@@ -137,10 +137,9 @@ class ValueLearner(Generic[AnyOptions]):
 
     def _tensors(self) -> dict[str, Tensor]:
         """Return the tensors that updates change, by name; not copied."""
-        named = {"network.value": self.parameters.vector, "target_network.value": self._target}
-        named |= optimizer_state("network", self._optimizer, self.parameters.vector)
-        named |= {f"network.{name}": buffer for name, buffer in self.buffers.items()}
-        return named | {f"target_network.{name}": buffer for name, buffer in self._target_buffers.items()}
+        named = optimizer_state("network", self._optimizer, self.parameters.vector)
+        named |= {f"network.{name}": tensor for name, tensor in self._online.items()}
+        return named | {f"target_network.{name}": tensor for name, tensor in self._target.items()}
 
 
 def _buffers(network: nn.Module) -> dict[str, Tensor]:

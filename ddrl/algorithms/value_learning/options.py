@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, PositiveInt, model_validator
 
-from ddrl.algorithms.options import AlgorithmConfig, Common, option
+from ddrl.algorithms.options import Common, NetworkConfig, option
 from ddrl.config import LIVE
 from ddrl.types import EnvSpec
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 AnyOptions = TypeVar("AnyOptions", bound="Options")
 
 
-class Options(AlgorithmConfig):
+class Options(NetworkConfig):
     """Options of every learner of action values; rewards are as scaled for training."""
 
     name: ClassVar[str]
     """Name of the algorithm, for messages."""
+    network_options: ClassVar[tuple[str, ...]] = ("hidden_sizes", "activation", "norm", "dueling")
+    """Options that are arguments of `QNetwork` by the same name."""
 
-    network: str = option(Common, "network", "mlp")
-    network_kwargs: dict[str, Any] = option(Common, "network_kwargs", {})
     hidden_sizes: tuple[PositiveInt, ...] = Field((128, 128), min_length=1)
     """Widths of the dense layers before the output. With dueling, the last width is per stream. With a recurrent core,
     these layers come after it. Wider fits more and costs time. Usual: (64, 64) to (256, 256) for vectors, (512,) after
@@ -46,7 +46,7 @@ class Options(AlgorithmConfig):
     double: bool = False
     """The online network picks the next action, the target network values it: less overestimation, one more forward
     pass per update. Usual: yes."""
-    learning_rate: float = option(AlgorithmConfig, "learning_rate", 5e-4)
+    learning_rate: float = option(NetworkConfig, "learning_rate", 5e-4)
     optimizer: Literal["adam", "rmsprop"] = "adam"
     """adam, or rmsprop (decay 0.95, eps 3e-3 outside the root, not centered), close to the 2015 DQN's; then set
     learning_rate near 2.5e-4."""
@@ -55,7 +55,7 @@ class Options(AlgorithmConfig):
     steadies sparse rewards. Usual: 1e-8 to 1e-5 for vectors, 1.5e-4 to 1e-3 for images."""
     max_grad_norm: float | None = option(Common, "max_grad_norm", 10.0)
     n_step: PositiveInt = option(Common, "n_step", 1)
-    batch_size: PositiveInt = option(AlgorithmConfig, "batch_size", 64)
+    batch_size: PositiveInt = option(NetworkConfig, "batch_size", 64)
     prioritized: bool = False
     """Replay items with large errors more often, instead of all alike; costs some time per update."""
     priority_exponent: float = Field(0.6, ge=0, le=1)
@@ -105,26 +105,22 @@ class Options(AlgorithmConfig):
                 f"target_period={self.target_period}, target_rate={self.target_rate}: the target follows in one of two "
                 "ways; set one and leave the other None"
             )
+        importance = ("importance_exponent", "final_importance_exponent", "importance_anneal_updates")
         if not self.prioritized:
-            options = ("priority_exponent", "importance_exponent", "final_importance_exponent")
-            self.refuse_changed((*options, "importance_anneal_updates"), "without prioritized=true")
+            self.refuse_changed("without prioritized=true", "priority_exponent", *importance)
         elif self.importance_exponent == self.final_importance_exponent:
-            self.refuse_changed(
-                ["importance_anneal_updates"], "where importance_exponent is final from the start"
-            )
+            self.refuse_changed("where importance_exponent is final from the start", importance[-1])
         if self.epsilon_ladder:
             schedule = ("epsilon", "final_epsilon", "epsilon_anneal_updates")
-            self.refuse_changed(schedule, "with epsilon_ladder=true")
+            self.refuse_changed("with epsilon_ladder=true", *schedule)
         else:
-            self.refuse_changed(["ladder_base", "ladder_exponent"], "without epsilon_ladder=true")
+            self.refuse_changed("without epsilon_ladder=true", "ladder_base", "ladder_exponent")
             if self.epsilon == self.final_epsilon:
-                self.refuse_changed(["epsilon_anneal_updates"], "where epsilon is final from the start")
+                self.refuse_changed("where epsilon is final from the start", "epsilon_anneal_updates")
         if self.optimizer != "adam":
-            self.refuse_changed(["adam_eps"], f"with optimizer={self.optimizer}")
-        if ":" not in self.network and self.network_kwargs:
-            raise ValueError(f"network_kwargs: are for your own network; {self.network} takes none")
+            self.refuse_changed(f"with optimizer={self.optimizer}", "adam_eps")
         if self.network == "mlp":
-            self.refuse_changed(["norm"], "on mlp, which has no convolutions")
+            self.refuse_changed("on mlp, which has no convolutions", "norm")
         return self
 
     def refuse_unused_layers(self) -> None:
@@ -151,16 +147,6 @@ class Options(AlgorithmConfig):
         reached = min(1.0, num_updates / self.epsilon_anneal_updates)
         return self.epsilon + (self.final_epsilon - self.epsilon) * reached
 
-    def network_arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments of `QNetwork` that the options decide."""
-        return {
-            "hidden_sizes": self.hidden_sizes,
-            "activation": self.activation,
-            "norm": self.norm,
-            "dueling": self.dueling,
-            "kwargs": self.network_kwargs,
-        }
-
     def make_network(self, spec: EnvSpec, *, generator: Generator | None = None) -> QNetwork:
         """Return the network that the options describe, on the CPU.
 
@@ -173,9 +159,13 @@ class Options(AlgorithmConfig):
         """
         from ddrl.networks.q_network import QNetwork
 
-        num_actions, arguments = spec.action_sizes[0], self.network_arguments()
         return QNetwork(
-            self.network, spec.input_shape, num_actions=num_actions, generator=generator, **arguments
+            self.network,
+            spec.input_shape,
+            num_actions=spec.action_sizes[0],
+            network_kwargs=self.network_kwargs,
+            generator=generator,
+            **{name: getattr(self, name) for name in self.network_options},
         )
 
     def check(self, spec: EnvSpec) -> None:
@@ -186,10 +176,6 @@ class Options(AlgorithmConfig):
                 f"an environment with a Discrete space of actions, or algorithm.name "
                 f"{'ppo' if spec.action_kind == 'multi_discrete' else 'sac or ppo'}"
             )
+        self.refuse_images_on_mlp(spec)
         if self.network != "mlp":
             self.make_network(spec)
-        elif len(spec.input_shape) != 1:  # checked without torch, which `ddrl submit` would have to import
-            raise ValueError(
-                f"algorithm.network: mlp needs a vector, but {spec.env_id} has observations {spec.input_shape}; use "
-                f"nature or conv, or gymnasium.wrappers.FlattenObservation"
-            )

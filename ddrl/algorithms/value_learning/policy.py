@@ -10,6 +10,7 @@ import torch
 
 from ddrl.algorithms.base import NO_STATE, RecurrentState, initial_state
 from ddrl.algorithms.value_learning.options import Options
+from ddrl.networks.parameters import load_arrays
 from ddrl.networks.trunks import to_input
 from ddrl.types import EnvSpec
 
@@ -45,10 +46,7 @@ class Policy:
         if epsilon is None or epsilon.shape != ():
             found = "missing in" if epsilon is None else f"shape {epsilon.shape} in"
             raise ValueError(f"epsilon: {found} the weights, () here")
-        try:
-            self._network.load_state_dict({name: torch.from_numpy(array) for name, array in arrays.items()})
-        except RuntimeError as error:
-            raise ValueError(" ".join(str(error).split())[:300]) from None
+        load_arrays(self._network, arrays)
         self._epsilon = float(epsilon)
 
     def initial_state(self, num_envs: int) -> RecurrentState:
