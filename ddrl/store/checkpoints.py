@@ -110,14 +110,8 @@ def store_parts(
     for part, data in enumerate(parts):
         key = keys.checkpoint_part(run, token, number, part)
         call(client, "store_part", [keys.state(run), key], [fence, data])
-    return {
-        "token": token,
-        "number": number,
-        "parts": len(parts),
-        "bytes": len(blob),
-        "crc32": zlib.crc32(blob),
-        "meta": dict(meta),
-    }
+    size = {"parts": len(parts), "bytes": len(blob), "crc32": zlib.crc32(blob)}
+    return {"token": token, "number": number, **size, "meta": dict(meta)}
 
 
 def drop_parts(client: Redis, run: str, pointer: dict[str, Any]) -> None:

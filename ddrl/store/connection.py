@@ -40,7 +40,6 @@ T = TypeVar("T")
 URL_VARIABLE = "DDRL_REDIS_URL"
 CA_VARIABLE = "DDRL_REDIS_CA"
 OLDEST_VERSION = (6, 2)
-SCHEMES = ("redis", "rediss", "unix")
 TLS_FILES = {  # option of the URL -> what it names
     "ssl_ca_certs": "certificates of CAs to trust besides the system's (PEM)",
     "ssl_certfile": "the client's certificate (PEM)",
@@ -112,12 +111,9 @@ def password() -> str:
             draft = path.with_name(f"password.{os.getpid()}.{secrets.token_hex(4)}")
             draft.touch(mode=0o600, exist_ok=False)
             draft.write_text(secrets.token_hex(24))
-            try:
-                os.link(draft, path)  # unlike a rename this never replaces the one another process just made
-            except FileExistsError:
-                pass
-            finally:
-                draft.unlink()
+            with contextlib.suppress(FileExistsError):  # another process has just made one, which stays
+                os.link(draft, path)
+            draft.unlink()
         text = path.read_text().strip()
     except OSError as error:
         raise StoreError(f"{path}: cannot be used ({error.strerror}); make it yours (mode 600)") from error
@@ -193,10 +189,9 @@ def _checked(server_url: str) -> str:
     Raises:
         StoreError: the scheme or a TLS option cannot be used; never with a secret.
     """
-    scheme = server_url.partition("://")[0]
-    if scheme not in SCHEMES or "://" not in server_url:
-        expected = ", ".join(f"{name}://" for name in SCHEMES)
-        raise StoreError(f"{mask(server_url)}: unknown scheme of a server URL; use one of {expected}")
+    if not server_url.startswith(("redis://", "rediss://", "unix://")):
+        schemes = "redis://, rediss://, unix://"
+        raise StoreError(f"{mask(server_url)}: unknown scheme of a server URL; use one of {schemes}")
     try:
         return _with_tls_options(server_url)
     except ValueError as error:

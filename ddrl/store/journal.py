@@ -21,11 +21,8 @@ def read(client: Redis, key: str, after: bytes = b"0-0") -> tuple[list[dict[str,
     Each entry has `time_s` (server's clock) and its fields as text.
     """
     raw = cast("list[Any]", client.xrange(key, min=b"(" + after))
-    rows = [
-        {
-            "time_s": int(entry_id.split(b"-")[0]) / 1e3,
-            **{name.decode(): value.decode(errors="replace") for name, value in fields.items()},
-        }
-        for entry_id, fields in raw
-    ]
+    rows = []
+    for entry_id, fields in raw:
+        texts = {name.decode(): value.decode(errors="replace") for name, value in fields.items()}
+        rows.append({"time_s": int(entry_id.split(b"-")[0]) / 1e3, **texts})
     return rows, raw[-1][0] if raw else after

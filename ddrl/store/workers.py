@@ -61,10 +61,8 @@ _HEARTBEAT = TypeAdapter(Heartbeat)
 
 def beat(client: Redis, heartbeat: Heartbeat) -> None:
     """Write the heartbeat."""
-    with client.pipeline(transaction=False) as pipe:
-        pipe.set(keys.worker(_name(heartbeat)), json.dumps(asdict(heartbeat)), ex=TTL_S)
-        pipe.sadd(keys.WORKERS, _name(heartbeat))
-        pipe.execute()
+    client.set(keys.worker(_name(heartbeat)), json.dumps(asdict(heartbeat)), ex=TTL_S)
+    client.sadd(keys.WORKERS, _name(heartbeat))
 
 
 def leave(client: Redis, heartbeat: Heartbeat) -> None:

@@ -149,7 +149,7 @@ def test_a_changed_weight_or_priority_holds_from_the_next_choice_on(client: Redi
     assert fleet.shares(50, {first: 3, second: 1})
     client.hset(keys.state(second), "priority", "high")
     fleet.play(2)
-    assert fleet.shares(1000, {second: 4})
+    assert fleet.shares(500, {second: 4})
     client.hset(keys.state(second), "priority", "normal")
     fleet.play(200)  # it gives back a bounded part of what it had as a run of high priority
     assert fleet.shares(50, {first: 3, second: 1})

@@ -72,14 +72,6 @@ def test_passwords_are_masked(url: str, masked: str):
     assert connection.mask(url) == masked
 
 
-def test_timeouts_are_explicit():
-    options = connection.connect("redis://h").connection_pool.connection_kwargs
-    assert (options["socket_timeout"], options["socket_connect_timeout"]) == (10.0, 3.0)
-    assert options["health_check_interval"] == 30 and options["socket_keepalive"] is True
-    blocking = connection.connect_blocking("redis://h", block_ms=1500)
-    assert blocking.connection_pool.connection_kwargs["socket_timeout"] == 6.5
-
-
 def test_kombu_reaches_the_same_database_with_the_password(make_server):
     private = make_server(password="a:b@c")
     for database in (0, 3):

@@ -95,7 +95,7 @@ def test_the_first_user_starts_it_all_share_it_and_the_last_stops_it(new_user: N
 
 
 def test_a_new_user_waits_for_a_server_that_is_stopping(new_user: NewUser) -> None:
-    for number in range(3):
+    for number in range(2):
         leaving = new_user()
         leaving.stdin.close()
         with embedded.use(), connection.connect() as client:

@@ -12,6 +12,7 @@ import pytest
 from redis import Redis
 from support.learners import crashing, in_threads, playing, restored, training, until
 from support.learners import pick_config as on_policy_config
+from support.processes import EXACT
 from support.runs import play_steps, start, target_config
 from support.store import append, take
 
@@ -101,7 +102,7 @@ def test_the_ledger_balances_while_learners_die(client: Redis, server, monkeypat
         monkeypatch.setattr("ddrl.learner.publisher.FOLD_EVERY_S", 0.02)
         monkeypatch.setattr("ddrl.store.ledger.QUIET_S", 0.1)
     with audited(client, run) as audits, playing(server.url, run, num=2, segments=1 if churns else None):
-        for _ in range(5):
+        for _ in range(5 if EXACT else 3):
             learner = restored(client, run, server.url)
             with crashing(learner, learner.shared.updates + draw.randrange(1, 200 if churns else 60)) as dead:
                 until(dead.is_set)

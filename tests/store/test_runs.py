@@ -1,13 +1,12 @@
-"""Runs: creation, names, status, settings, deletion, and their need of memory."""
+"""Runs: creation, names, status, and the memory that they need. Settings: tests/cli; deletion: tests/runs."""
 
 from __future__ import annotations
 
 import pytest
 from redis import Redis
-from support.store import SPACES, append, make_config, make_run, take
+from support.store import SPACES, make_config, make_run, take
 
-from ddrl.config import live_options
-from ddrl.store import checkpoints, keys, runs
+from ddrl.store import checkpoints, runs
 from ddrl.store.connection import StoreError
 
 
@@ -47,32 +46,6 @@ def test_a_stopped_run_goes_on_with_more_time(client: Redis, run: str, token: in
     runs.set_status(client, run, "time", "limit of 500 updates")
     with pytest.raises(StoreError, match="reached its limit of 500 updates; start another one"):
         runs.reactivate(client, run, more_time_s=60.0)
-
-
-def test_delete_removes_every_key_of_an_ended_run_only(client: Redis, run: str) -> None:
-    other = make_run(client)
-    append(client, run, 0)
-    with pytest.raises(StoreError, match="is active; stop it first"):
-        runs.delete(client, run)
-    runs.set_status(client, run, "stopped", "")
-    assert runs.delete(client, run) >= 5
-    assert runs.names(client) == [other] and runs.state(client, other).status == "active"
-    assert not list(client.scan_iter(match=keys.run_pattern(run)))
-
-
-def test_settings_change_whole_or_not_at_all(client: Redis, run: str) -> None:
-    new = make_config().model_copy(update={"weight": 2.5, "priority": "high"})
-    changes = {"weight": (1.0, 2.5), "priority": ("normal", "high")}
-    assert runs.change(client, run, new, changes, version=0) == 1 == runs.config_version(client, run)
-    state = runs.state(client, run)
-    assert (state.weight, state.priority) == (2.5, "high")
-    rows = [row for row in runs.journal(client, run) if row["event"] == "set"]
-    found = [(row["option"], row["from"], row["to"]) for row in rows]
-    assert found == [("weight", "1.0", "2.5"), ("priority", '"normal"', '"high"')]
-    with pytest.raises(StoreError, match="changed meanwhile"):
-        runs.change(client, run, make_config(), {}, version=0)
-    assert runs.config(client, run) == new
-    assert "weight" in live_options(type(new)) and "seed" not in live_options(type(new))
 
 
 def test_the_memory_that_other_active_runs_need_is_summed(client: Redis, run: str, token: int) -> None:

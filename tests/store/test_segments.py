@@ -5,28 +5,12 @@ from __future__ import annotations
 import time
 
 from redis import Redis
-from support.fleet import note_playing, want_processes
+from support.fleet import note_playing
 from support.store import SPACES, append, make_config, take
 
 from ddrl.store import keys, runs, segments, stream
 from ddrl.store.segments import Process
 from ddrl.store.stream import Answer
-
-
-def test_messages_wait_in_the_list_of_their_queue(client: Redis) -> None:
-    client.lpush(keys.queue("ddrl.rollout"), "a", "b")
-    assert [segments.waiting(client, queue) for queue in ("ddrl.rollout", "ddrl.rollout.box2d")] == [2, 0]
-
-
-def test_the_time_of_processes_is_added_up(client: Redis, run: str) -> None:
-    want_processes(client, run)
-    process = Process("a", 12)
-    assert segments.choose(client, process, ["ddrl.rollout"]) == run
-    append(client, run, 0, played_ms=200, process_ms=300, allowance_wait_ms=40, room_wait_ms=30)
-    segments.end(client, run, process, process_ms=1000, allowance_wait_ms=500, room_wait_ms=0)
-    state = runs.state(client, run)
-    times = (state.process_s, state.played_s, state.allowance_wait_s, state.room_wait_s)
-    assert times == (1.3, 0.2, 0.54, 0.03)
 
 
 def test_nothing_is_noted_of_a_run_that_is_gone(client: Redis) -> None:
