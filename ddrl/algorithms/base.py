@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 RecurrentState = dict[str, np.ndarray]
 """The recurrent state of a policy, a row for each of N environments; {} for policies without one.
 
-`hidden` [N, H] float32 belongs to the policy. `previous_action` [N] int64 (-1 at an episode's start) and
-`previous_reward` [N] float32, as scaled for training, are inputs of the next step.
+`hidden` [N, H] float32 is the policy's; `advance` zeros it at an episode's end. `previous_action` [N] int64 (-1 at an
+episode's start) and `previous_reward` [N] float32, in training units, are inputs of the next step.
 """
 
 NO_STATE: RecurrentState = {}
@@ -38,7 +38,7 @@ class Policy(Protocol):
         """Load published weights: CPU tensors or arrays.
 
         Raises:
-            ValueError: they are those of another configuration or environment.
+            ValueError: they are of another configuration or environment.
         """
 
     def initial_state(self, num_envs: int) -> RecurrentState:
@@ -54,7 +54,10 @@ class Policy(Protocol):
     def explore(
         self, observation: np.ndarray, generator: np.random.Generator, state: RecurrentState = NO_STATE
     ) -> tuple[np.ndarray, Mapping[str, np.ndarray]]:
-        """Return exploring actions [N, *A] within the bounds, and the columns [N, ...] that the learner needs."""
+        """Return exploring actions [N, *A] within the bounds, and the extras [N, ...] that the learner needs.
+
+        A recurrent policy updates `state["hidden"]` in place.
+        """
 
 
 class Learner(Protocol):
@@ -69,7 +72,7 @@ class Learner(Protocol):
 
         Returns:
             Detached scalars by name; reading one waits for the device. With prioritized replay also `priority` [B],
-            the sizes of the TD errors or losses.
+            the absolute TD errors, or the losses.
         """
 
     def weights(self) -> Mapping[str, torch.Tensor]:
@@ -79,27 +82,27 @@ class Learner(Protocol):
         """Return everything needed to continue bit for bit, as CPU copies."""
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Continue from what `state` returned; this learner's live options win over those it was saved under.
+        """Continue from what `state` returned. The current options apply; a state holds none.
 
         Raises:
-            ValueError: it is that of another configuration; nothing has changed then.
+            ValueError: the state is from another configuration; nothing is changed.
         """
 
     def apply_options(self, options: Any) -> None:
         """Apply changed live options from the next update on.
 
         Raises:
-            ValueError: an option differs that is not live; nothing has changed then.
+            ValueError: an option differs that is not live; nothing is changed.
         """
 
     def load_initial_weights(self, weights: Mapping[str, torch.Tensor]) -> str:
-        """Start, before the first update, from published weights.
+        """Load published weights; call before the first update.
 
         Returns:
-            What such weights do not hold and so starts fresh, as one clause for the run's journal.
+            What starts fresh because such weights do not hold it, as one clause for the run's journal.
 
         Raises:
-            ValueError: they are those of another configuration; nothing has changed then.
+            ValueError: the weights are of another configuration; nothing is changed.
         """
 
 
@@ -130,12 +133,12 @@ class Resolved:
 
     @property
     def can_start_at_random(self) -> bool:
-        """Actions that no policy chose can be learned from."""
+        """Whether the run may begin with random actions."""
         return not self.on_policy and self.sequences is None
 
     @property
     def context(self) -> int:
-        """Steps of history that each fragment includes."""
+        """Most steps of history that a fragment includes."""
         return self.spec.frame_stack - 1 + (self.sequences.context if self.sequences else 0)
 
     def policy(self, *, producer: int = 0) -> Policy:
@@ -144,7 +147,7 @@ class Resolved:
         return policy
 
     def learner(self, *, device: torch.device, seed: int) -> Learner:
-        """Return fresh networks and optimizers; the same seed gives the same initial weights on every device."""
+        """Return a fresh learner; the same seed gives the same initial weights on every device."""
         make_learner = _module(self.name, "learner").make_learner
         learner: Learner = make_learner(self.config, self.spec, device=device, seed=seed)
         return learner
@@ -165,7 +168,7 @@ def advance(state: RecurrentState, action: np.ndarray, reward: np.ndarray, ended
     Args:
         state: of N environments.
         action: [N] taken.
-        reward: [N], as scaled for training.
+        reward: [N], in training units.
         ended: [N] bool.
     """
     if state:
@@ -208,7 +211,7 @@ def config_class(name: str) -> type[AlgorithmConfig]:
 
 
 def resolve(config: RunConfig, spec: EnvSpec) -> Resolved:
-    """Validate the algorithm's part of a config against its environment.
+    """Validate the algorithm's part of a config against its environment, and return the configured algorithm.
 
     Raises:
         ConfigError: an unknown algorithm or option, a value that cannot be used, or an unsuitable environment.

@@ -178,7 +178,7 @@ class ActorCriticLearner(Generic[AnyOptions]):
         Args:
             batch: tensors on the device.
             estimator: see `targets`.
-            rho_bar: cap of the importance weights of V-trace.
+            rho_bar: cap of V-trace's rho in targets and advantages; with upgo, in the value targets only.
             reward_clip: rewards are clipped to +- this; None: not at all.
         """
         config = self.config

@@ -20,7 +20,7 @@ def policy_gradient_loss(log_prob: Tensor, advantage: Tensor) -> Tensor:
     Source: arXiv:1802.01561, section 4.2; the clipped importance weight is already in the advantage.
 
     Args:
-        log_prob: [B] log pi(a | s), the only argument through which a gradient is taken, in nats.
+        log_prob: [B] log pi(a | s), in nats; the only argument with a gradient.
         advantage: [B] min(rho_bar, rho) (r + discount vs' - V), in reward units.
     """
     return -(advantage * log_prob).mean()

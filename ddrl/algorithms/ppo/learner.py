@@ -22,7 +22,7 @@ def clipped_surrogate(log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor,
     Source: arXiv:1707.06347, equation 7.
 
     Args:
-        log_prob: [B] log pi(a | s), the only argument through which a gradient is taken, in nats.
+        log_prob: [B] log pi(a | s), in nats; the only argument with a gradient.
         old_log_prob: [B] of the policy in the ratio's denominator.
         advantage: [B] in any unit.
         clip: distance of the ratio from 1 beyond which it gains nothing.
@@ -32,12 +32,12 @@ def clipped_surrogate(log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor,
 
 
 def value_loss(value: Tensor, old_value: Tensor, return_: Tensor, *, clip: float | None) -> Tensor:
-    """Return half the mean squared error of the critic, which gains nothing by moving further than `clip`.
+    """Return half the mean squared error of the critic; moving a prediction more than `clip` brings no gain.
 
     Source: "The 37 implementation details of PPO", detail 9.
 
     Args:
-        value: [B] predictions, the only argument through which a gradient is taken.
+        value: [B] predictions; the only argument with a gradient.
         old_value: [B] predictions before the iteration.
         return_: [B] targets, in the same unit.
         clip: distance from `old_value` beyond which a prediction gains nothing; None: no limit.
@@ -62,32 +62,32 @@ def make_learner(
 def update(learner: ActorCriticLearner[Config], batch: Trajectories) -> dict[str, Tensor]:
     """Do one iteration: several epochs over the batch in shuffled minibatches.
 
-    The ratio starts from the policy that acted. Estimators that correct by importance weights (V-trace, UPGO) have
-    min(1, pi / mu) in their advantages instead, and start it from the policy before the iteration.
+    The ratio's denominator is the policy that acted. With V-trace and UPGO, whose advantages already have the factor
+    min(1, pi / mu) (learning policy over acting policy), it is the policy before the iteration.
     Source of that split: Hilton et al. 2021, arXiv:2110.00641, section 3 (the decoupled objective).
 
     Returns:
-        Metrics of the whole batch after the last epoch.
+        Metrics of the whole batch after the last epoch; explained_variance is the critic's before the iteration.
     """
     config = learner.config
     prepared = learner.prepare(batch, estimator=config.estimator)
     clip, learning_rate = learner.scheduled("clip"), learner.scheduled("learning_rate")
     entropy_coefficient = learner.scheduled("entropy_coefficient")
     num_minibatches = max(1, round(len(prepared) / config.minibatch_size))
-    num_epochs, metrics = 0, {}
-    while num_epochs < config.num_epochs:
+    epochs_done, metrics = 0, {}
+    while epochs_done < config.num_epochs:
         order = torch.randperm(len(prepared), generator=learner.generator).to(learner.device)
         for part in prepared.select(order).split(num_minibatches):
             loss = _minibatch_loss(learner, part, clip=clip, entropy_coefficient=entropy_coefficient)
             learner.step(loss, learning_rate=learning_rate)
-        num_epochs += 1
+        epochs_done += 1
         if config.target_kl is not None:
             metrics = _metrics(learner, prepared, clip=clip)
             if metrics["kl"] > config.target_kl:
                 break
     metrics = metrics or _metrics(learner, prepared, clip=clip)
     learner.finish(batch, len(prepared))
-    settings = {"learning_rate": learning_rate, "epochs": float(num_epochs)}
+    settings = {"learning_rate": learning_rate, "epochs": float(epochs_done)}
     return metrics | {name: torch.tensor(value) for name, value in settings.items()}
 
 
@@ -99,6 +99,7 @@ def _old_log_prob(config: Config, prepared: Prepared) -> Tensor:
 def _minibatch_loss(
     learner: ActorCriticLearner[Config], part: Prepared, *, clip: float, entropy_coefficient: float
 ) -> Tensor:
+    """Return the loss of one minibatch."""
     config = learner.config
     log_prob, entropy, value = learner.evaluate(part)
     advantage = part.advantage
@@ -107,7 +108,7 @@ def _minibatch_loss(
     loss = clipped_surrogate(log_prob, _old_log_prob(config, part), advantage, clip=clip)
     value_clip = config.value_clip
     if value_clip is not None and config.normalize_returns:
-        value_clip /= learner.return_scale[1]
+        value_clip /= learner.return_scale[1]  # it is in reward units, the critic is not
     loss = loss + config.value_coefficient * value_loss(value, part.value, part.return_, clip=value_clip)
     if entropy_coefficient:
         loss = loss - entropy_coefficient * entropy.mean()
