@@ -173,12 +173,12 @@ def refuse(client: Redis, run: str, token: int, entry_id: bytes, head: bytes, re
 
 
 def allow(client: Redis, run: str, token: int, allowance: int, *, updates: int, players: int = 1) -> None:
-    """Raise the allowance, and wake the collectors that wait for it.
+    """Set the allowance, and wake the collectors that wait for it.
 
     Args:
         allowance: steps that may have been appended in all.
         updates: of the learner, for the run's state.
-        players: producers among which the remaining steps are divided; 1: each may take all of them.
+        players: collectors that share the remaining steps; 1: each may take all of them.
 
     Raises:
         LeaseLostError: another learner took over.

@@ -96,7 +96,9 @@ def publish(
     players: int = 1,
     drop: tuple[int, ...] = (),
 ) -> None:
-    """Store a version, move the pointer, raise the allowance and drop old versions, all or nothing.
+    """Store a version, make it the latest, set the allowance and drop old versions, all or nothing.
+
+    `players` is the number of collectors that share the allowance.
 
     Raises:
         LeaseLostError: another learner took over.
