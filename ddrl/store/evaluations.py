@@ -1,10 +1,11 @@
 """Evaluations: opened by a learner or a command, played by any worker, each result stored once.
 
-A run's learner and every `ddrl evaluate` keep their open evaluations in a hash of their own and find the results in a
-stream of their own, so that theirs never mix. Those of a command expire unless the command goes on polling.
+Each requester (the run's learner, or one `ddrl evaluate`) has its own hash of open evaluations and its own stream of
+results. Those of a command expire unless the command goes on polling.
 
+A task's argument names an evaluation as `[<requester>/]<id>`, where <id> is `<version>:<first_seed>:<num_episodes>`.
 Fields of the hash, for each evaluation:
-    <id>         the evaluation, JSON; it goes when the result is stored
+    <id>         the evaluation, JSON; deleted when the evaluation closes
     <id>:player  who plays it
     <id>:beats   how often its players have confirmed that they play
     <id>:error   why a worker could not play it
@@ -32,8 +33,8 @@ from ddrl.types import EvaluationResult
 
 log = logging.getLogger(__name__)
 
-TTL_S = 300  # of a command's keys since its last poll
-MAX_LOSSES = 3  # after which a command plays an evaluation itself
+TTL_S = 300  # a command's keys expire this long after its last poll
+MAX_LOSSES = 3  # losses after which a command's evaluation is given up
 ERROR_LENGTH = 300
 _PARTS = ("player", "beats", "error")
 
@@ -67,7 +68,7 @@ class Evaluation:
 
     @property
     def id(self) -> str:
-        """Version and seeds, so that the same evaluation opened twice is one."""
+        """The version, the first seed and the number of episodes: opened twice, these are one evaluation."""
         return f"{self.version}:{self.first_seed}:{self.num_episodes}"
 
     @property
@@ -77,7 +78,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Row(Evaluation):
+class _Scored(Evaluation):
     """An evaluation with its result, in the order of the seeds."""
 
     returns: list[float]
@@ -87,18 +88,18 @@ class _Row(Evaluation):
 
     @property
     def is_complete(self) -> bool:
-        """One finite return an episode."""
+        """All episodes have a return and a length, and every figure is finite."""
         figures = (*self.returns, self.return_mean, self.return_std)
         return len(self.returns) == len(self.lengths) == self.num_episodes > 0 and all(
             map(math.isfinite, figures)
         )
 
 
-_EVALUATION, _ROW = TypeAdapter(Evaluation), TypeAdapter(_Row)
+_EVALUATION, _SCORED = TypeAdapter(Evaluation), TypeAdapter(_Scored)
 
 
 def is_of_run(message: str) -> bool:
-    """Return whether a task's argument names an evaluation of the run itself, not of a command."""
+    """Return whether a task's argument names an evaluation of the run itself: it has no requester."""
     return "/" not in message
 
 
@@ -106,16 +107,16 @@ def is_of_run(message: str) -> bool:
 
 
 def take(client: Redis, run: str, message: str, player: str) -> Evaluation | None:
-    """Begin to play an evaluation, or confirm that it is still being played; call it every few seconds.
+    """Claim an evaluation, or confirm the claim; call it every few seconds while playing.
 
     Args:
         client: connection to the server.
         run: its id.
         message: the task's argument.
-        player: unique for each time that an evaluation is played.
+        player: random id of this attempt to play it.
 
     Returns:
-        None if it has a result, was withdrawn, or is played by another.
+        None if it has a result, was withdrawn, is played by another, or `message` is malformed.
 
     Raises:
         ValueError: the stored evaluation cannot be read.
@@ -129,7 +130,7 @@ def take(client: Redis, run: str, message: str, player: str) -> Evaluation | Non
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         reason = " ".join(": ".join((*map(str, problem["loc"]), problem["msg"])).split())
-        raise ValueError(f"evaluation {evaluation_id} cannot be read ({reason}); send it again") from None
+        raise ValueError(f"evaluation {evaluation_id} cannot be read ({reason}); open it again") from None
 
 
 def finish(client: Redis, run: str, message: str, evaluation: Evaluation, result: EvaluationResult) -> bool:
@@ -148,7 +149,7 @@ def finish(client: Redis, run: str, message: str, evaluation: Evaluation, result
 
 
 def fail(client: Redis, run: str, message: str, reason: str) -> None:
-    """Note why an evaluation could not be played; it stays open, for another worker."""
+    """Store why an evaluation could not be played; it stays open, for another worker."""
     requester, _, evaluation_id = message.rpartition("/")
     args = [evaluation_id, reason[:ERROR_LENGTH]]
     call(client, "fail_evaluation", [keys.evaluating(run, requester)], args)
@@ -163,22 +164,22 @@ class _Pending:
 
     evaluation: Evaluation
     is_sent: bool = False
-    sign: tuple[str | None, str | None] = (None, None)  # player and beats, as read last
-    active_at: float = 0.0  # when it was sent or the sign changed
+    heartbeat: tuple[str | None, str | None] = (None, None)  # player and beats, as read last
+    active_at: float = 0.0  # when it was sent or the heartbeat changed
     losses: int = 0
 
 
 class OpenEvaluations:
-    """The open evaluations of a run or of a command: sent, and sent again when lost, until each has a result.
+    """The open evaluations of a run or of a command: sent until each has a result or is given up.
 
-    An evaluation is lost if no player has confirmed for `timeout_s` that it plays. A run's is then sent again, any
-    number of times. A command's is given up after MAX_LOSSES losses, or when a worker could not play it.
+    An evaluation is lost when no player has confirmed it for `timeout_s`. It is then sent again, or given up if its
+    weights are gone. A command's is also given up after MAX_LOSSES losses, or when a worker could not play it.
 
     Args:
         client: connection to the server.
         run: its id.
         send: sends a task, given its argument.
-        timeout_s: may be changed at any time.
+        timeout_s: seconds without a confirmation after which an evaluation is lost; assignable.
         token: fencing token of the run's learner; None: the evaluations are those of a command.
 
     Attributes:
@@ -210,7 +211,7 @@ class OpenEvaluations:
         return [item.evaluation for item in self._pending.values()]
 
     def open(self, evaluations: Sequence[Evaluation]) -> None:
-        """Open evaluations and send them; `poll` sends those that cannot be sent now.
+        """Open evaluations and send them. If sending raises, the next `poll` sends the rest.
 
         Raises:
             LeaseLostError: another learner took over.
@@ -227,7 +228,7 @@ class OpenEvaluations:
         Raises:
             LeaseLostError: another learner took over.
         """
-        states = self._states()  # read first: what is no longer open then has a result to be read
+        states = self._states()  # read before the results, so that a result stored in between is not missed
         rows, self._cursor = results(self._client, self._run, self._cursor, requester=self._requester)
         for row in rows:
             self._pending.pop(f"{row['version']}:{row['first_seed']}:{row['num_episodes']}", None)
@@ -238,7 +239,7 @@ class OpenEvaluations:
         return rows
 
     def store(self, evaluation: Evaluation, result: EvaluationResult) -> None:
-        """Store the result of an evaluation that was played on this machine.
+        """Store the result of a run's evaluation that was played here. It is opened first, which checks the token.
 
         Raises:
             LeaseLostError: another learner took over.
@@ -247,16 +248,16 @@ class OpenEvaluations:
         finish(self._client, self._run, evaluation.id, evaluation, result)
 
     def withdraw(self) -> None:
-        """Delete a command's evaluations and results; their players stop within seconds."""
+        """Delete a command's evaluations and results (never a run's); their players stop within seconds."""
         self._client.delete(self._open_key, self._results_key)
 
-    def _check(self, item: _Pending, sign: tuple[str | None, str | None], error: str) -> None:
-        """Give an evaluation up, note a sign of its player, or open a lost one again."""
+    def _check(self, item: _Pending, heartbeat: tuple[str | None, str | None], error: str) -> None:
+        """Give an evaluation up, note a heartbeat of its player, or open a lost one again."""
         now = time.monotonic()
         if self._requester and error and item.is_sent:
             self._give_up(item, error)
-        elif sign != item.sign:
-            item.sign, item.active_at = sign, now
+        elif heartbeat != item.heartbeat:
+            item.heartbeat, item.active_at = heartbeat, now
         elif item.is_sent and now - item.active_at >= self.timeout_s:
             item.losses += 1
             if item.evaluation.version not in weights.index(self._client, self._run).sizes:
@@ -264,7 +265,7 @@ class OpenEvaluations:
             elif self._requester and item.losses >= MAX_LOSSES:
                 self._give_up(item, f"it was lost {item.losses} times")
             else:
-                reason = error or f"no sign of a player for {self.timeout_s:g} s"
+                reason = error or f"no heartbeat of a player for {self.timeout_s:g} s"
                 log.info("evaluation %s is sent again: %s", item.evaluation.id, reason)
                 self._write([item.evaluation])
                 item.is_sent = False
@@ -332,7 +333,7 @@ def results(
     rows = []
     for entry_id, fields in raw:
         try:
-            row = _ROW.validate_json(fields[b"result"])
+            row = _SCORED.validate_json(fields[b"result"])
         except (KeyError, ValidationError):
             row = None
         if row is None or not row.is_complete:

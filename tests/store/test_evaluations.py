@@ -201,7 +201,7 @@ def test_a_message_that_names_no_evaluation_does_nothing(command: Waiting, messa
 def test_an_evaluation_that_cannot_be_read_is_named(command: Waiting, text: bytes) -> None:
     requester, _, evaluation_id = command.sent[0].rpartition("/")
     command.client.hset(keys.evaluating(command.run, requester), evaluation_id, text)
-    with pytest.raises(ValueError, match=r"^evaluation 7:100:2 cannot be read \([^\n]+\); send it again$"):
+    with pytest.raises(ValueError, match=r"^evaluation 7:100:2 cannot be read \([^\n]+\); open it again$"):
         command.take(0, "a")
 
 
