@@ -112,14 +112,13 @@ class AtariVector:
         self._steps += 1
         truncated = (self._steps >= self._max_steps) & ~terminated
         ended = terminated | truncated
-        if truncated.any():
-            final = observation
-            if terminated.any():
-                final = np.where(terminated[:, None, None, None], info["final_obs"], observation)
+        if terminated.any():
+            final = np.where(terminated[:, None, None, None], info["final_obs"], observation)
             further["final_obs"] = final[:, 0]
+        elif truncated.any():
+            further["final_obs"] = observation[:, 0]
+        if truncated.any():
             observation, info = self._games.reset(options={"reset_mask": truncated})
-        elif terminated.any():
-            further["final_obs"] = info["final_obs"][:, 0]
         lives = info["lives"]
         if self._episodic_life:
             # Some games go on for a moment with 0 lives: the last life ends with the game.
@@ -177,7 +176,7 @@ class AtariEnv(gymnasium.Env[np.ndarray, np.int64]):
         return self._frame, float(reward[0]), ended, self._steps >= self._max_steps and not ended, {}
 
     def render(self) -> np.ndarray:
-        """The newest observation, enlarged, [4H, 4W, 3] uint8."""
+        """Return the newest observation, enlarged, [4H, 4W, 3] uint8."""
         enlarged = self._frame.repeat(_ENLARGED, axis=0).repeat(_ENLARGED, axis=1)
         return np.repeat(enlarged[:, :, None], 3, axis=2)
 
@@ -212,7 +211,7 @@ def _screen(atari: AtariConfig) -> Box:
 
 
 def _max_steps(atari: AtariConfig) -> int:
-    """Steps after which `max_frames` are reached."""
+    """Return the number of steps after which `max_frames` are reached."""
     return -(-atari.max_frames // atari.frame_skip)
 
 

@@ -30,7 +30,7 @@ class Vector(Protocol):
     single_action_space: Any
 
     def reset(self, *, seed: Any) -> tuple[np.ndarray, dict[str, Any]]:
-        """Begin an episode in every lane, each from its own seed."""
+        """Begin an episode in each environment, from its own seed."""
 
     def step(
         self, actions: np.ndarray, /
@@ -61,22 +61,22 @@ def make_one(env: EnvConfig) -> gymnasium.Env[Any, Any]:
     return made
 
 
-def make_vector(env: EnvConfig, *, num_envs: int | None = None) -> Vector:
-    """Return `num_envs` (default `env.num_envs`) environments stepped in turn, with autoreset in the same step.
+def make_vector(env: EnvConfig) -> Vector:
+    """Return `env.num_envs` environments stepped in turn, with autoreset in the same step.
 
     The observation array it returns may be its own buffer, overwritten by the next step: copy what you keep.
 
     Raises:
         EnvError: as `make_one`.
     """
-    lanes = env.num_envs if num_envs is None else num_envs
     if _is_game(env):
         from ddrl.envs.atari import AtariVector
 
-        return AtariVector(env.id, env.atari, lanes)
+        return AtariVector(env.id, env.atari, env.num_envs)
     from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-    return SyncVectorEnv([partial(make_one, env)] * lanes, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
+    makers = [partial(make_one, env)] * env.num_envs
+    return SyncVectorEnv(makers, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
 
 
 def training_reward(env: EnvConfig, reward: np.ndarray) -> np.ndarray:
@@ -121,7 +121,7 @@ def check_spaces(made: gymnasium.Env[Any, Any] | Vector, known: EnvSpec) -> None
 
 
 def _spec(env_id: str, observed: Any, acted: Any) -> EnvSpec:
-    """The spaces of one environment, unstacked. Float observations of any width are float32 in ddrl."""
+    """Return the spaces of one environment, unstacked. Float observations of any width are float32 in ddrl."""
     from gymnasium.spaces import Box, Discrete, MultiDiscrete
 
     if not isinstance(observed, Box):

@@ -17,12 +17,9 @@ from collections.abc import Mapping
 import ddrl
 from ddrl.config import ModuleError, RunConfig, allowed_modules, load_callable
 
-PACKAGES = {"box2d": "Box2D", "atari": "ale_py", "mujoco": "mujoco"}  # extra -> module that it installs
-_DISTRIBUTIONS = {
-    "box2d": "box2d",
-    "atari": "ale-py",
-    "mujoco": "mujoco",
-}  # extra -> package that it installs
+# By extra: the module, and the package, that it installs.
+PACKAGES = {"box2d": "Box2D", "atari": "ale_py", "mujoco": "mujoco"}
+_DISTRIBUTIONS = {"box2d": "box2d", "atari": "ale-py", "mujoco": "mujoco"}
 
 _BOX2D = {"LunarLander", "LunarLanderContinuous", "BipedalWalker", "BipedalWalkerHardcore", "CarRacing"}
 _MUJOCO = {
@@ -140,8 +137,7 @@ def machine_versions() -> dict[str, str]:
 def version_mismatch(versions: Mapping[str, str], host: str) -> str | None:
     """Return one line on the first version here that differs from a run's, with the remedy; None if none does."""
     for package, wanted in versions.items():
-        here = ddrl.__version__ if package == "ddrl" else installed_version(package)
-        if here != wanted:
+        if (here := installed_version(package)) != wanted:
             return (
                 f"host {host}: {package} is {here or 'not installed'}, the run was submitted with {wanted}; "
                 f"run pip install '{package}=={wanted}' there and restart the worker, "
@@ -153,6 +149,8 @@ def version_mismatch(versions: Mapping[str, str], host: str) -> str | None:
 @functools.cache
 def installed_version(package: str) -> str | None:
     """Return the version of a package here, None if it is not installed."""
+    if package == "ddrl":  # a checkout may be newer than its installation
+        return ddrl.__version__
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -174,12 +172,12 @@ def prepare(env_id: str | None = None) -> None:
 
 
 def _callables(config: RunConfig) -> list[str]:
-    """Each "module:callable" of the run."""
+    """Return each "module:callable" of the run."""
     return [name for name in (config.env.id, custom_network(config)) if name is not None and ":" in name]
 
 
 def _package(name: str) -> str:
-    """The top-level package of a module or a "module:callable"."""
+    """Return the top-level package of a module or a "module:callable"."""
     return name.partition(":")[0].partition(".")[0]
 
 
@@ -188,13 +186,13 @@ def _queue(kind: str, need: str | None, network: str | None) -> str:
 
 
 def _installed(packages: list[str]) -> dict[str, str]:
-    """The versions of ddrl and of those packages that are installed."""
-    found = {package: installed_version(package) for package in packages}
-    return {"ddrl": ddrl.__version__, **{package: version for package, version in found.items() if version}}
+    """Return the versions of ddrl and of those packages that are installed."""
+    found = {package: installed_version(package) for package in ("ddrl", *packages)}
+    return {package: version for package, version in found.items() if version}
 
 
 @functools.cache
 def _distributions_of(package: str) -> tuple[str, ...]:
-    """The installed packages that brought a top-level package; none for files on the path."""
+    """Return the installed packages that a top-level package came with; none for files on the path."""
     found = importlib.metadata.packages_distributions().get(package, [])
     return tuple(sorted(set(found) - {"ddrl"}))

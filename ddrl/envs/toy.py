@@ -13,22 +13,15 @@ import gymnasium
 import numpy as np
 from gymnasium.spaces import Box, Discrete, MultiDiscrete, Space
 
-_ENTRY_POINTS = {
-    "ddrl/Endless-v0": "Endless",
-    "ddrl/Sleep-v0": "Sleep",
-    "ddrl/Target-v0": "target",
-    "ddrl/Pick-v0": "pick",
-    "ddrl/Pairs-v0": "pairs",
-    "ddrl/Spot-v0": "spot",
-    "ddrl/Catch-v0": "Catch",
-    "ddrl/Recall-v0": "Recall",
-}
+# Classes and functions below.
+_TOYS = ("Endless", "Sleep", "target", "pick", "pairs", "spot", "Catch", "Recall")
 _NUM_QUESTIONS = 10  # in an episode of `Questions`
 
 
 def register_toys() -> None:
-    """Register the toys with Gymnasium, once."""
-    for env_id, name in _ENTRY_POINTS.items():
+    """Register the toys with Gymnasium, once, as ddrl/Endless-v0 and so on."""
+    for name in _TOYS:
+        env_id = f"ddrl/{name.capitalize()}-v0"
         if env_id not in gymnasium.registry:
             gymnasium.register(env_id, entry_point=f"{__name__}:{name}")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ _EVALUATIONS = (
 _JOURNAL = ("time_s", "event", "reason", "option", "from", "to", "env_steps")
 
 
-def write(client: Redis, run: str, folder: Path) -> list[Path]:
+def write(client: Redis, run: str, folder: Path) -> None:
     """Write policy, settings, CSV files, TensorBoard events, curves and summary; replace older versions of them.
 
     Args:
@@ -40,46 +40,35 @@ def write(client: Redis, run: str, folder: Path) -> list[Path]:
         run: its id.
         folder: made if absent. Other files in it stay.
 
-    Returns:
-        The files and folders written.
-
     Raises:
         UnknownRunError: there is no such run.
     """
     records, totals = read(client, run), summary(client, run)
     folder.mkdir(parents=True, exist_ok=True)
-    config_file, summary_file = folder / "config.yaml", folder / "summary.json"
     tree = records.config.model_dump(mode="json", by_alias=True)
-    config_file.write_text(f"# run {run}\n" + yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
-    summary_file.write_text(json.dumps(totals, indent=2) + "\n", encoding="utf-8")
+    settings = f"# run {run}\n" + yaml.safe_dump(tree, sort_keys=False)
+    (folder / "config.yaml").write_text(settings, encoding="utf-8")
+    (folder / "summary.json").write_text(json.dumps(totals, indent=2) + "\n", encoding="utf-8")
+    if (version := totals["policy_version"]) >= 0:  # -1: none is published
+        policy.save(client, run, version, folder / "policy.safetensors")
     metric_names = dict.fromkeys([*_COUNTERS, *(name for row in records.figures for name in row)])
-    tables: list[tuple[str, Sequence[str], list[dict[str, Any]]]] = [
-        ("metrics", [*metric_names], records.figures),
+    tables: list[tuple[str, Iterable[str], list[dict[str, Any]]]] = [
+        ("metrics", metric_names, records.figures),
         ("episodes", ("time_s", "env_steps", "return"), records.episodes),
         ("evaluations", _EVALUATIONS, records.evaluated),
         ("journal", _JOURNAL, records.journal),
     ]
-    written = [
-        config_file,
-        *(_write_csv(folder / f"{name}.csv", columns, rows) for name, columns, rows in tables),
-    ]
-    if (version := totals["policy_version"]) >= 0:  # -1: none is published
-        written.append(policy.save(client, run, version, folder / "policy.safetensors"))
-    if (events := _write_events(folder / "tensorboard", records)) is not None:
-        written.append(events)
-    return [*written, plot_run(records, folder / "curve.png"), summary_file]
+    for name, columns, rows in tables:
+        with (folder / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, [*columns], restval="", extrasaction="ignore", lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+    plot_run(records, folder / "curve.png")
+    _write_events(folder / "tensorboard", records)
 
 
-def _write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> Path:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, columns, restval="", extrasaction="ignore", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    return path
-
-
-def _write_events(folder: Path, records: Records) -> Path | None:
-    """Write TensorBoard events with env steps as the step axis. Return None if `ddrl[tensorboard]` is not installed.
+def _write_events(folder: Path, records: Records) -> None:
+    """Write TensorBoard events with env steps as the step axis, if `ddrl[tensorboard]` is installed.
 
     Uses the `tensorboard` package directly, because `torch.utils.tensorboard` would import torch.
     """
@@ -91,7 +80,7 @@ def _write_events(folder: Path, records: Records) -> Path | None:
         from tensorboard.util.tensor_util import make_tensor_proto
     except ImportError:
         log.info("no TensorBoard events: pip install 'ddrl[tensorboard]'")
-        return None
+        return
     for old in folder.glob("events.out.tfevents.*"):
         old.unlink()
     start_s = records.state.first_step_s or records.state.created_s  # `time_s` counts from here
@@ -120,4 +109,3 @@ def _write_events(folder: Path, records: Records) -> Path | None:
             add(row, Summary.Value(tag="settings", metadata=metadata, tensor=make_tensor_proto([text])))
     finally:
         writer.close()
-    return folder

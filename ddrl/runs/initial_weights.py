@@ -6,9 +6,6 @@ learner's state starts fresh, and the run's journal says so.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 
 from ddrl.algorithms import base
@@ -29,7 +26,7 @@ _DECIDING = (
 
 
 def initial_weights(source: LoadedPolicy, config: RunConfig, spaces: EnvSpec) -> tuple[str, bytes]:
-    """Return the source of a new run's initial weights, and the weights as safetensors, for `store.runs.create`.
+    """Return the name of the source of a new run's initial weights, and the weights as safetensors.
 
     Args:
         source: the policy.
@@ -46,32 +43,24 @@ def initial_weights(source: LoadedPolicy, config: RunConfig, spaces: EnvSpec) ->
             f"--from {name}: is a policy of {theirs.name}, with which {ours.name} cannot begin; set algorithm.name="
             f"{theirs.name}, or leave --from out"
         )
-    fresh = ours.learner(device=torch.device("cpu"), seed=config.seed).weights()
     if config.rollout.random_until_learned:
         raise ConfigError(
             f"rollout.random_until_learned: true would play at random instead of by --from {name}; remove it"
         )
-    different = _first_difference(source.weights, {name: tuple(value.shape) for name, value in fresh.items()})
     remedy = _remedy(theirs, ours)
-    if different is not None:
-        tensor, there, here = different
-        remedy = remedy or "choose a policy of the same network, or leave --from out"
-        raise ConfigError(f"--from {name}: tensor {tensor} is {there} there and {here} here; {remedy}")
+    fresh = ours.learner(device=torch.device("cpu"), seed=config.seed).weights()
+    there = {tensor: list(value.shape) for tensor, value in source.weights.items()}
+    here = {tensor: list(value.shape) for tensor, value in fresh.items()}
+    for tensor in (*here, *there):
+        if there.get(tensor) != here.get(tensor):
+            found, expected = there.get(tensor, "missing"), here.get(tensor, "unknown")
+            remedy = remedy or "choose a policy of the same network, or leave --from out"
+            raise ConfigError(
+                f"--from {name}: tensor {tensor} is {found} there and {expected} here; {remedy}"
+            )
     if remedy is not None:
         raise ConfigError(f"--from {name}: the same weights would be another policy here; {remedy}")
     return name, weights.encode_weights(source.weights)
-
-
-def _first_difference(
-    found: Mapping[str, Any], expected: Mapping[str, tuple[int, ...]]
-) -> tuple[str, str, str] | None:
-    """Return the name of the first tensor whose shape differs, and both shapes."""
-    for name in (*expected, *(name for name in found if name not in expected)):
-        there = str(list(found[name].shape)) if name in found else "missing"
-        here = str(list(expected[name])) if name in expected else "unknown"
-        if there != here:
-            return name, there, here
-    return None
 
 
 def _remedy(theirs: base.Resolved, ours: base.Resolved) -> str | None:
@@ -80,7 +69,7 @@ def _remedy(theirs: base.Resolved, ours: base.Resolved) -> str | None:
     for name in there:
         if there[name] != here[name]:
             return (
-                f"{theirs.spec.env_id} has {name} {_words(there[name])}, {ours.spec.env_id} {_words(here[name])}: "
+                f"{theirs.spec.env_id} has {name} {there[name]}, {ours.spec.env_id} {here[name]}: "
                 "choose a policy of an environment with the same spaces, or leave --from out"
             )
     for name in _DECIDING:
@@ -91,13 +80,9 @@ def _remedy(theirs: base.Resolved, ours: base.Resolved) -> str | None:
     return None
 
 
-def _spaces(spec: EnvSpec) -> dict[str, tuple[Any, ...]]:
+def _spaces(spec: EnvSpec) -> dict[str, str]:
     """Return what must be the same; the bounds of actions may differ, as policies act relative to them."""
     return {
-        "observations": (spec.observation_dtype, spec.input_shape),
-        "actions": (spec.action_kind, spec.action_shape, spec.action_sizes),
+        "observations": f"{spec.observation_dtype} {list(spec.input_shape)}",
+        "actions": f"{spec.action_kind} {list(spec.action_shape)} {list(spec.action_sizes)}",
     }
-
-
-def _words(parts: tuple[Any, ...]) -> str:
-    return " ".join(str(list(part) if isinstance(part, tuple) else part) for part in parts)

@@ -25,44 +25,27 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 VARIABLE = "DDRL_METRICS"
-LOOPBACK = "127.0.0.1"
 
-
-@dataclass(frozen=True)
-class Series:
-    """One metric of a run.
-
-    Attributes:
-        name: as Prometheus knows it; one that ends in `_total` is a counter.
-        help: what it counts, in one line.
-        value: of the run's state.
-    """
-
-    name: str
-    help: str
-    value: Callable[[runs.RunState], float]
-
-
-SERIES = (
-    Series("ddrl_env_steps_total", "Environment steps appended.", lambda now: now.appended_steps),
-    Series("ddrl_updates_total", "Updates of the learner.", lambda now: now.updates),
-    Series("ddrl_fragments_total", "Fragments appended.", lambda now: now.appended_fragments),
-    Series("ddrl_stream_written_bytes_total", "Bytes appended.", lambda now: now.appended_bytes),
-    Series("ddrl_stream_bytes", "Bytes of the stream, without trimmed entries.", lambda now: now.live_bytes),
-    Series("ddrl_policy_version", "Latest version of the weights.", lambda now: now.version),
-    Series("ddrl_allowance_steps", "Steps that may have been appended in all.", lambda now: now.allowance),
-    Series("ddrl_weight", "Share of the fleet, relative to other runs.", lambda now: now.weight),
-    Series("ddrl_leased", "1 if a learner holds the run.", lambda now: now.leased),
-    Series("ddrl_duplicates_total", "Repeated appends, ignored.", lambda now: now.duplicates),
-    Series("ddrl_dead_entries_total", "Entries that the learner rejected.", lambda now: now.dead),
-    Series("ddrl_full_appends_total", "Appends that found the stream full.", lambda now: now.full),
-    Series("ddrl_crashes_total", "Processes that could not play the run.", lambda now: now.crashes_total),
-    Series("ddrl_lost_producers_total", "Producers whose process was lost.", lambda now: now.lost_producers),
-    Series("ddrl_process_seconds_total", "Process time spent on the run.", lambda now: now.process_s),
-    Series("ddrl_played_seconds_total", "Of that, stepping environments.", lambda now: now.played_s),
-    Series("ddrl_allowance_wait_seconds_total", "Of that, waiting for the learner.", lambda now: now.allowance_wait_s),
-    Series("ddrl_room_wait_seconds_total", "Of that, waiting for room in the stream.", lambda now: now.room_wait_s),
-)  # fmt: skip
+SERIES: dict[str, tuple[str, Callable[[runs.RunState], float]]] = {  # metric -> (help, value of the state)
+    "ddrl_env_steps_total": ("Environment steps appended.", lambda now: now.appended_steps),
+    "ddrl_updates_total": ("Updates of the learner.", lambda now: now.updates),
+    "ddrl_fragments_total": ("Fragments appended.", lambda now: now.appended_fragments),
+    "ddrl_stream_written_bytes_total": ("Bytes appended.", lambda now: now.appended_bytes),
+    "ddrl_stream_bytes": ("Bytes of the stream, without trimmed entries.", lambda now: now.live_bytes),
+    "ddrl_policy_version": ("Latest version of the weights.", lambda now: now.version),
+    "ddrl_allowance_steps": ("Steps that may have been appended in all.", lambda now: now.allowance),
+    "ddrl_weight": ("Share of the fleet, relative to other runs.", lambda now: now.weight),
+    "ddrl_leased": ("1 if a learner holds the run.", lambda now: now.leased),
+    "ddrl_duplicates_total": ("Repeated appends, ignored.", lambda now: now.duplicates),
+    "ddrl_dead_entries_total": ("Entries that the learner rejected.", lambda now: now.dead),
+    "ddrl_full_appends_total": ("Appends that found the stream full.", lambda now: now.full),
+    "ddrl_crashes_total": ("Processes that could not play the run.", lambda now: now.crashes_total),
+    "ddrl_lost_producers_total": ("Producers whose process was lost.", lambda now: now.lost_producers),
+    "ddrl_process_seconds_total": ("Process time spent on the run.", lambda now: now.process_s),
+    "ddrl_played_seconds_total": ("Of that, stepping environments.", lambda now: now.played_s),
+    "ddrl_allowance_wait_seconds_total": ("Of that, waiting for the learner.", lambda now: now.allowance_wait_s),
+    "ddrl_room_wait_seconds_total": ("Of that, waiting for room in the stream.", lambda now: now.room_wait_s),
+}  # fmt: skip
 
 ROW = {  # figure of the learner's metrics row -> (metric, help)
     "env_steps_per_s": ("ddrl_env_steps_per_second", "Environment steps per second, as counted by the learner."),
@@ -76,7 +59,7 @@ ROW = {  # figure of the learner's metrics row -> (metric, help)
     "server_wait_s": ("ddrl_server_wait_seconds", "Of the last row, waiting for the server."),
 }  # fmt: skip
 FIGURE = "ddrl_learner_figure"  # any other figure of the row, by name
-_NO_FIGURES = {"env_steps", "updates", "elapsed_s", "version", "dead"}  # in SERIES, or not a figure
+_NO_FIGURES = {"env_steps", "updates", "elapsed_s", "version", "dead"}  # in SERIES, or of no use
 
 _run: str | None = None  # that this process learns
 
@@ -101,14 +84,14 @@ def address(text: str) -> tuple[str, int]:
     match = re.fullmatch(r"(?:(?:\[([^\]]+)\]|([^:\[\]]*)):)?(\d{1,5})", text.strip())
     if match is None or not 0 < int(match[3]) < 65536:
         raise ValueError(f"{VARIABLE}={text}: expected HOST:PORT with a port from 1 to 65535, or PORT alone")
-    return match[1] or match[2] or LOOPBACK, int(match[3])
+    return match[1] or match[2] or "127.0.0.1", int(match[3])
 
 
-def serve(metrics_of: LearnerMetrics | WorkerMetrics) -> bool:
-    """Serve metrics at the address in DDRL_METRICS; log one line if that fails. Return True if they are served."""
+def serve(metrics_of: LearnerMetrics | WorkerMetrics) -> None:
+    """Serve metrics at the address in DDRL_METRICS, if any; log one line if that fails."""
     text = os.environ.get(VARIABLE)
     if not text:
-        return False
+        return
     try:
         host, port = address(text)
         from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
@@ -123,8 +106,6 @@ def serve(metrics_of: LearnerMetrics | WorkerMetrics) -> bool:
         log.warning("%s=%s: %s; no metrics are served", VARIABLE, text, error.strerror or error)
     else:
         log.info("metrics for Prometheus at http://%s:%d/metrics", host, port)
-        return True
-    return False
 
 
 class LearnerMetrics:
@@ -151,8 +132,8 @@ class LearnerMetrics:
         from prometheus_client.core import GaugeMetricFamily
 
         state, row, labels = runs.state(self._client, run), metrics.last(self._client, run), {"run": run}
-        for series in SERIES:
-            yield _family(series.name, series.help, labels, series.value(state))
+        for name, (text, value) in SERIES.items():
+            yield _family(name, text, labels, value(state))
         waiting = segments.waiting(self._client, state.queue)
         yield _family("ddrl_messages_waiting", "Rollout messages in the queue of the run.", labels, waiting)
         budget = int(runs.config(self._client, run).replay.max_bytes)
@@ -164,7 +145,7 @@ class LearnerMetrics:
         for name, (metric, text) in ROW.items():
             if name in row:
                 yield _family(metric, text, labels, row[name])
-        others = GaugeMetricFamily(FIGURE, "Any other figure of the learner's row.", labels=["run", "figure"])
+        others = GaugeMetricFamily(FIGURE, "Another figure of the learner.", labels=["run", "figure"])
         for name in sorted(row.keys() - ROW.keys() - _NO_FIGURES):
             others.add_metric([run, name], _number(row[name]))
         yield others

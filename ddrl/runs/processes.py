@@ -34,7 +34,7 @@ STOP_S = 15.0  # for children to end, before they are killed
 
 
 class ProcessError(RuntimeError):
-    """A child process cannot be kept running; one line that names its log.
+    """A child process keeps dying; the message is one line that names its log.
 
     Attributes:
         run: whose learner it is; None for workers.
@@ -47,7 +47,7 @@ class ProcessError(RuntimeError):
 
 @dataclass
 class _Child:
-    """One child process and its successors.
+    """One child process, and those that replace it when it dies.
 
     Attributes:
         name: of its log.
@@ -129,22 +129,15 @@ class Processes:
 
     def wait_for_learners(self, timeout_s: float) -> None:
         """Wait at most `timeout_s` until the learners have ended by themselves."""
-        deadline = time.monotonic() + timeout_s
-        for child in self._children:
-            if child.run is not None:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    child.process.wait(max(0.0, deadline - time.monotonic()))
+        self._wait([child for child in self._children if child.run is not None], timeout_s)
 
     def stop(self) -> None:
         """Send SIGTERM to all children, and kill those that still run after STOP_S or at a KeyboardInterrupt."""
         for child in self._children:
             if child.process.poll() is None:
                 child.process.terminate()
-        deadline = time.monotonic() + STOP_S
         try:
-            for child in self._children:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    child.process.wait(max(0.1, deadline - time.monotonic()))
+            self._wait(self._children, STOP_S)
         finally:
             self.kill()
 
@@ -156,6 +149,12 @@ class Processes:
                     os.killpg(child.process.pid, signal.SIGKILL)
                 child.process.wait()
         self._children.clear()
+
+    def _wait(self, children: Sequence[_Child], timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        for child in children:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.process.wait(max(0.0, deadline - time.monotonic()))
 
     def _start(self, name: str, arguments: list[str], folder: Path, run: str | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)

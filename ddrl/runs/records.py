@@ -1,4 +1,4 @@
-"""A run's history as the server keeps it (figures, episodes, evaluations, journal), and its summary."""
+"""A run's history as the server keeps it (metrics, episodes, evaluations, journal), and its summary."""
 
 from __future__ import annotations
 
@@ -59,9 +59,8 @@ def summary(client: Redis, run: str, *, wall_s: float | None = None) -> dict[str
         "env_steps": state.appended_steps,
         "updates": state.updates,
         "policy_version": evaluated["version"] if evaluated else state.version,
-        "evaluation": {name: evaluated[name] for name in ("return_mean", "return_std", "episodes")}
-        if evaluated
-        else None,
+        "evaluation": evaluated
+        and {name: evaluated[name] for name in ("return_mean", "return_std", "episodes")},
         "artifacts": state.folder,
     }
 
@@ -83,22 +82,19 @@ def read(client: Redis, run: str) -> Records:
         for row in map(since_start, stream.episodes(client, run)[0])
         for value in row["returns"]
     ]
+    journal = [since_start(row) for row in runs.journal(client, run)]
+    for row in journal:
+        if row["event"] == "set":
+            values = {name: json.loads(row[name]) for name in ("from", "to")}
+            row |= {**values, "env_steps": int(row["env_steps"])}
     return Records(
         config=runs.config(client, run),
         state=state,
         figures=[since_start(row) for row in metrics.read(client, run)[0]],
         episodes=episodes,
         evaluated=[since_start(row) for row in evaluations.results(client, run)[0]],
-        journal=[_decoded(since_start(row)) for row in runs.journal(client, run)],
+        journal=journal,
     )
-
-
-def _decoded(row: dict[str, Any]) -> dict[str, Any]:
-    """Decode the values of a changed setting."""
-    if row["event"] != "set":
-        return row
-    values = {name: json.loads(row[name]) for name in ("from", "to")}
-    return {**row, **values, "env_steps": int(row["env_steps"])}
 
 
 def shown(value: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -92,9 +93,7 @@ def _environment_bytes(resolved: base.Resolved, steps: int) -> int:
     # The raw and the scaled action, float32 (or one int64); a reward; a log probability or two values; flags.
     transition = row + 8 * math.prod(spec.action_shape) + 16
     states = 0
-    if (
-        sequences is not None
-    ):  # float16 states before sequences that begin inside an episode, and their indices
+    if sequences is not None:  # float16 states where sequences begin inside an episode, and their indices
         states = -(-steps // sequences.stride) * (2 * resolved.config.recurrent_state_size + 8)
     return row + (resolved.context + steps) * transition + states
 
@@ -226,12 +225,12 @@ def create(
         ConfigError: the server's memory cannot hold what the run may need.
     """
     check_memory(client, config)
-    network = requirements.custom_network(config)
-    rollout, evaluate = (
-        envs.queue_for(kind, config.env.id, network) for kind in ("ddrl.rollout", "ddrl.evaluate")
+    queue_for = partial(envs.queue_for, env_id=config.env.id, network=requirements.custom_network(config))
+    queues, versions = (
+        (queue_for("ddrl.rollout"), queue_for("ddrl.evaluate")),
+        requirements.run_versions(config),
     )
-    versions = requirements.run_versions(config)
-    return runs.create(client, config, spaces, queues=(rollout, evaluate), versions=versions, initial=initial)
+    return runs.create(client, config, spaces, queues=queues, versions=versions, initial=initial)
 
 
 def check_memory(client: Redis, config: RunConfig, *, run: str | None = None) -> None:

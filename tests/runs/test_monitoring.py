@@ -73,13 +73,13 @@ def test_a_learner_and_a_worker_serve_what_the_dashboard_shows(
 
     exported = set(learned) | set(worked)
     assert len(shown(DASHBOARD)) > 30 and shown(DASHBOARD) - exported == set()
-    assert {series.name for series in monitoring.SERIES} <= set(learned)
+    assert set(monitoring.SERIES) <= set(learned)
     assert {name for name, _ in monitoring.ROW.values()} <= set(learned)
     assert not re.search(r"warning|WARNING", learner.text().split("metrics for Prometheus")[0])
 
     # Another process on the same port logs one line, and continues.
     monkeypatch.setenv(monitoring.VARIABLE, str(workers))
-    assert not monitoring.serve(monitoring.WorkerMetrics("another", tuple, busy=int, tasks=dict))
+    monitoring.serve(monitoring.WorkerMetrics("another", tuple, busy=int, tasks=dict))
     assert caplog.messages == [
         f"{monitoring.VARIABLE}={workers}: Address already in use; no metrics are served"
     ]
@@ -118,9 +118,10 @@ def test_without_a_usable_address_nothing_is_served(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv(monitoring.VARIABLE, raising=False)
-    assert not monitoring.serve(monitoring.LearnerMetrics()) and caplog.text == ""
+    monitoring.serve(monitoring.LearnerMetrics())
+    assert caplog.text == ""
     monkeypatch.setenv(monitoring.VARIABLE, "127.0.0.1:0")
-    assert not monitoring.serve(monitoring.LearnerMetrics())
+    monitoring.serve(monitoring.LearnerMetrics())
     assert caplog.text.count("\n") == 1 and "DDRL_METRICS=127.0.0.1:0: expected HOST:PORT" in caplog.text
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import socket
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -18,12 +19,9 @@ from support.private_server import wait_until
 from support.runs import play_steps, start, stream_steps, target_config
 from support.store import take
 
-import ddrl
 from ddrl import codec
 from ddrl.algorithms.actor_critic import policy as actor_critic_policy
 from ddrl.algorithms.sac import policy as sac
-from ddrl.envs import requirements
-from ddrl.envs.requirements import UnfitError
 from ddrl.store import keys, runs, segments, stream
 from ddrl.store.segments import Process
 from ddrl.store.stream import Answer
@@ -87,29 +85,20 @@ def test_a_segment_waits_at_the_allowance_with_at_most_one_fragment_too_much(cli
     assert before + 50 <= stream_steps(client, run) <= before + 50 + 8 * 4
 
 
-@pytest.mark.parametrize(("most", "steps"), [(20, 12), (5, 5)])
+@pytest.mark.parametrize(("name", "most", "steps"), [("sac", 20, 12), ("sac", 5, 5), ("ppo", 20, 1)])
 def test_a_fragment_has_a_few_times_n_steps_however_small_the_allowance(
-    client: Redis, most: int, steps: int
+    client: Redis, name: str, most: int, steps: int
 ) -> None:
-    """With n_step 3 that is 12 steps, or those of the largest fragment; the allowance is exceeded by no more."""
+    """With n_step 3 that is 12 steps, or those of the largest fragment; on-policy fragments end with the allowance."""
+    algorithm = {"name": name} if name == "ppo" else {"n_step": 3}
     rollout = {"segment_s": 0.3, "max_fragment_steps": most, "fragment_s": 0.3}
-    run, token = begin(client, algorithm={"n_step": 3}, rollout=rollout)
+    run, token = begin(client, algorithm=algorithm, rollout=rollout)
     players = play_steps(client, run, token, 100)
     before = stream_steps(client, run)
     stream.allow(client, run, token, before + 1, updates=0)
     play(client, client, players, run)
     assert stream_steps(client, run) == before + 4 * steps  # of four environments
-    last = codec.decode(client.xrevrange(keys.experience(run), count=1)[0][1])
-    assert last.num_steps == steps
-
-
-def test_on_policy_fragments_are_as_short_as_what_is_left(client: Redis) -> None:
-    run, token = begin(client, algorithm={"name": "ppo"}, rollout={"segment_s": 0.3, "fragment_s": 0.3})
-    players = play_steps(client, run, token, 20)
-    before = stream_steps(client, run)
-    stream.allow(client, run, token, before + 1, updates=0)
-    play(client, client, players, run)
-    assert stream_steps(client, run) == before + 4
+    assert fragments(client, run)[-1].num_steps == steps
 
 
 def test_a_paused_run_accepts_what_is_in_flight_and_a_stopped_one_drops_the_player(client: Redis) -> None:
@@ -123,56 +112,6 @@ def test_a_paused_run_accepts_what_is_in_flight_and_a_stopped_one_drops_the_play
     runs.set_status(client, run, "active", "test"), runs.set_status(client, run, "stopped", "test")
     assert play(client, client, players, run) == 0
     assert players.get(client, run) is not player
-
-
-def test_a_fragment_that_finds_the_stream_full_is_kept_and_appended_once_later(client: Redis) -> None:
-    run, token = begin(client, replay={"max_bytes": 65536})
-    players = play_steps(client, run, token, 20)
-    client.hset(keys.state(run), "appended_bytes", 10**7)  # as if the budget were used up
-    stream.allow(client, run, token, 10**6, updates=0)
-    before = runs.state(client, run).appended_fragments
-    assert play(client, client, players, run) == 0  # waits, writes nothing, drops nothing
-    assert runs.state(client, run).appended_fragments == before
-    assert players.get(client, run).has_unsent
-    client.hset(keys.state(run), "appended_bytes", 0)
-    assert play(client, client, players, run) > 0
-    assert_without_gap(client, run)
-
-
-@pytest.mark.parametrize("reason", ["the run is paused", "the node drains"])
-def test_a_segment_that_waits_for_room_ends_when_it_is_to(client: Redis, reason: str) -> None:
-    run, token = begin_long(client)
-    stream.allow(client, run, token, 10**9, updates=0)
-    client.hset(keys.state(run), "appended_bytes", 10**12)  # as if the budget were used up
-    players = Players()
-    thread = threading.Thread(target=choose_and_play, args=(client, players, run, "w"))
-    thread.start()
-    wait_until(lambda: runs.state(client, run).full)
-    if reason == "the run is paused":
-        runs.set_status(client, run, "paused", "test")
-    else:
-        segments.drain(client, "w")
-    thread.join(2)
-    assert not thread.is_alive() and players.get(client, run).has_unsent
-
-
-def test_a_segment_that_waits_for_room_goes_on_when_there_is_some_though_the_allowance_is_used_up(
-    client: Redis,
-) -> None:
-    """The learner may need the fragment before it allows more."""
-    run, token = begin_long(client)
-    stream.allow(client, run, token, stream_steps(client, run) + 1, updates=0)
-    client.hset(keys.state(run), "appended_bytes", 10**12)
-    before = runs.state(client, run).appended_fragments
-    thread = threading.Thread(target=choose_and_play, args=(client, Players(), run, "w"))
-    thread.start()
-    wait_until(lambda: runs.state(client, run).full)
-    stream.allow(client, run, token, 0, updates=0)
-    client.hset(keys.state(run), "appended_bytes", 0)
-    wait_until(lambda: runs.state(client, run).appended_fragments == before + 1)
-    segments.drain(client, "w")
-    thread.join(20)
-    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize(("wants", "is_served"), [(True, True), (False, True), (True, False)])
@@ -208,16 +147,12 @@ def test_collectors_woken_at_once_ask_the_server_in_turn(client: Redis) -> None:
 def test_a_segment_is_noted_while_it_plays_and_its_time_reported(client: Redis) -> None:
     run, token = begin(client, rollout={"segment_s": 1.5})
     players = play_steps(client, run, token, 10)
-    begun, seen = runs.state(client, run), {}
-    thread = threading.Thread(target=choose_and_play, args=(client, players, run, "w@here"))
-    thread.start()
-    wait_until(lambda: seen.update(segments.playing(client, run)) or seen)
-    (playing,) = seen.values()
-    assert (playing.node, playing.pid) == ("w@here", os.getpid())
-    stream.allow(
-        client, run, token, stream_steps(client, run) + 200, updates=0
-    )  # plays a little, waits again
-    thread.join()
+    begun = runs.state(client, run)
+    with playing(client, run, players, "w@here"):
+        (process,) = segments.playing(client, run).values()
+        assert process.pid == os.getpid()
+        allowance = stream_steps(client, run) + 200  # plays a little, waits again
+        stream.allow(client, run, token, allowance, updates=0)
     assert segments.playing(client, run) == {}
     now = runs.state(client, run)
     spent, waited = now.process_s - begun.process_s, now.allowance_wait_s - begun.allowance_wait_s
@@ -226,35 +161,71 @@ def test_a_segment_is_noted_while_it_plays_and_its_time_reported(client: Redis) 
     assert now.room_wait_s == begun.room_wait_s == 0
 
 
+@contextmanager
+def playing(client: Redis, run: str, players: Players, node: str = "leaves") -> Iterator[threading.Thread]:
+    """Play a segment in a thread; the block makes it end."""
+    thread = threading.Thread(target=choose_and_play, args=(client, players, run, node))
+    thread.start()
+    wait_until(lambda: node in {one.node for one in segments.playing(client, run).values()})
+    yield thread
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+def fill(client: Redis, run: str, *, is_full: bool = True) -> None:
+    """Use up the stream's budget, or free it again."""
+    client.hset(keys.state(run), "appended_bytes", 10**12 if is_full else 0)
+
+
 def test_a_segment_on_a_node_that_drains_ends_at_its_next_append(client: Redis) -> None:
     run, token = begin_long(client)
     stream.allow(client, run, token, 10**9, updates=0)
-    threads = [
-        threading.Thread(target=choose_and_play, args=(client, Players(), run, node))
-        for node in ("leaves", "stays")
-    ]
-    for thread in threads:
-        thread.start()
-    wait_until(lambda: len(segments.playing(client, run)) == 2)
-    segments.drain(client, "leaves")
-    threads[0].join(20)
-    assert not threads[0].is_alive() and threads[1].is_alive()
-    assert [playing.node for playing in segments.playing(client, run).values()] == ["stays"]
-    segments.stay(client, "leaves")  # begun again under the same name
-    assert stream.remaining(client, run, node="leaves").answer is Answer.GO
-    stream.claim(client, run, 1, for_ms=60_000)  # for another run's sake
-    threads[1].join(20)
-    assert not threads[1].is_alive()
+    with playing(client, run, Players(), "stays") as stays:
+        with playing(client, run, Players()):
+            segments.drain(client, "leaves")
+        assert stays.is_alive()
+        assert [one.node for one in segments.playing(client, run).values()] == ["stays"]
+        segments.stay(client, "leaves")  # begun again under the same name
+        assert stream.remaining(client, run, node="leaves").answer is Answer.GO
+        stream.claim(client, run, 1, for_ms=60_000)  # for another run's sake
 
 
-def test_a_draining_node_that_waits_for_its_learner_ends_too(client: Redis) -> None:
-    run, _ = begin_long(client)  # the allowance is used up
-    thread = threading.Thread(target=choose_and_play, args=(client, Players(), run, "leaves"))
-    thread.start()
-    wait_until(lambda: segments.playing(client, run))
-    segments.drain(client, "leaves")
-    thread.join(20)
-    assert not thread.is_alive()
+@pytest.mark.parametrize("waits_for", ["the learner", "room"])
+@pytest.mark.parametrize("reason", ["paused", "draining"])
+def test_a_segment_that_waits_ends_when_its_run_is_paused_or_its_node_drains(
+    client: Redis, waits_for: str, reason: str
+) -> None:
+    run, token = begin_long(client)  # the allowance is used up
+    players = Players()
+    if waits_for == "room":
+        fill(client, run)
+        stream.allow(client, run, token, 10**9, updates=0)
+    with playing(client, run, players):
+        if waits_for == "room":
+            wait_until(lambda: runs.state(client, run).full)
+        if reason == "paused":
+            runs.set_status(client, run, "paused", "test")
+        else:
+            segments.drain(client, "leaves")
+    assert players.get(client, run).has_unsent == (waits_for == "room")
+
+
+def test_a_fragment_that_waited_for_room_is_appended_once_even_if_the_allowance_is_used_up(
+    client: Redis,
+) -> None:
+    """The learner may need it before it allows more."""
+    run, token = begin_long(client)
+    fill(client, run)
+    stream.allow(client, run, token, 10**9, updates=0)
+    before = runs.state(client, run).appended_fragments
+    with playing(client, run, Players()):
+        wait_until(lambda: runs.state(client, run).full)
+        assert runs.state(client, run).appended_fragments == before
+        stream.allow(client, run, token, 0, updates=0)
+        fill(client, run, is_full=False)
+        wait_until(lambda: runs.state(client, run).appended_fragments > before)
+        segments.drain(client, "leaves")
+    assert runs.state(client, run).appended_fragments == before + 1
 
 
 def test_an_outage_loses_neither_the_fragment_nor_the_end_of_the_segment(
@@ -292,45 +263,17 @@ def test_players_are_evicted_by_bytes_unless_they_have_an_unsent_fragment(
     players = play_steps(client, run, token, 20, players=Players(max_bytes=1))
     first = players.get(client, run)
     if is_unsent:
-        client.hset(keys.state(run), "appended_bytes", 10**12)  # as if the budget were used up
+        fill(client, run)
         assert first.append(client, 16, Clock())[0].answer is Answer.FULL
     players.get(client, begin(client)[0])
     again = players.get(client, run)
     assert (again is first) == (again.producer == first.producer) == is_unsent
 
 
-def test_a_machine_with_other_versions_is_refused_with_the_remedy(client: Redis) -> None:
-    run, token = begin(client)
-    client.hset(keys.state(run), "versions", json.dumps({"ddrl": ddrl.__version__, "gymnasium": "0.26.3"}))
-    with pytest.raises(UnfitError) as refused:
-        play(client, client, Players(), run)
-    assert str(refused.value) == (
-        f"host {socket.gethostname()}: gymnasium is {requirements.installed_version('gymnasium')}, "
-        "the run was submitted with 0.26.3; run pip install 'gymnasium==0.26.3' there and restart the worker, "
-        "or submit with env.same_versions=false"
-    )
-    assert runs.state(client, run).appended_fragments == 0
-    other, others_token = begin(client, env={"same_versions": False})
-    client.hset(keys.state(other), "versions", json.dumps({"gymnasium": "0.26.3"}))
-    play_steps(client, other, others_token, 20)
-
-
-def test_a_host_that_plays_the_run_no_longer_refuses_it(client: Redis) -> None:
-    run, token = begin(client)
-    for host in (socket.gethostname(), "another"):
-        segments.note_refusal(client, run, host, "lacks something")
+def test_a_machine_with_other_versions_plays_where_that_is_allowed(client: Redis) -> None:
+    run, token = begin(client, env={"same_versions": False})
+    client.hset(keys.state(run), "versions", json.dumps({"gymnasium": "0.26.3"}))
     play_steps(client, run, token, 20)
-    assert segments.refusals(client, run) == {"another": "lacks something"}
-
-
-def test_a_module_is_refused_where_it_is_not_allowed(client: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DDRL_ALLOW_MODULES", "bad_envs")
-    run, _ = begin(client, env={"id": "bad_envs:make", "kwargs": {"kind": "none"}})
-    monkeypatch.delenv("DDRL_ALLOW_MODULES")
-    with pytest.raises(
-        UnfitError, match=r"host \S+: bad_envs:make: .* set DDRL_ALLOW_MODULES=bad_envs on every"
-    ):
-        play(client, client, Players(), run)
 
 
 def test_nothing_is_played_before_the_first_version(client: Redis) -> None:

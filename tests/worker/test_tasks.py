@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+import socket
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from redis import Redis
+from support.runs import stream_steps
 from support.worker_runs import playable
 
 from ddrl import celery
@@ -50,13 +53,40 @@ def test_a_rollout_plays_the_run_that_the_server_chooses_whatever_its_message_na
     assert runs.state(client, run).appended_steps >= result["steps"]
 
 
-def test_a_run_that_a_process_cannot_play_is_left_out_for_a_while(client: Redis) -> None:
-    unfit, fits = (playable(client, rollout={"segment_s": 0.05}, priority=name) for name in ("high", "low"))
-    client.hset(keys.state(unfit), "versions", json.dumps({"gymnasium": "0.26.3"}))
+@pytest.mark.parametrize(
+    ("sections", "reason"),
+    [
+        ({}, "gymnasium is .* submitted with 0.26.3; run pip install 'gymnasium==0.26.3' there"),
+        (
+            {"env": {"id": "bad_envs:make", "kwargs": {"kind": "none"}}},
+            "bad_envs:make: .* set DDRL_ALLOW_MODULES=bad_envs on every machine",
+        ),
+        (
+            {"env": {"id": "ddrl/Pick-v0"}, "algorithm": {"name": "ppo", "network": "bad_networks:make"}},
+            "bad_networks:make: .* set DDRL_ALLOW_MODULES=bad_networks on every machine",
+        ),
+    ],
+    ids=["version", "environment", "network"],
+)
+def test_a_run_that_a_machine_cannot_play_is_refused_by_name_and_left_out_for_a_while(
+    client: Redis, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], reason: str
+) -> None:
+    monkeypatch.setenv("DDRL_ALLOW_MODULES", "bad_envs,bad_networks")
+    unfit = playable(client, rollout={"segment_s": 0.05}, priority="high", **sections)
+    fits = playable(client, rollout={"segment_s": 0.05}, priority="low")
+    if not sections:
+        client.hset(keys.state(unfit), "versions", json.dumps({"gymnasium": "0.26.3"}))
+    queues = [runs.state(client, run).queue for run in (unfit, fits)]
+    monkeypatch.setenv(celery.QUEUES_VARIABLE, ",".join(queues))
+    monkeypatch.delenv("DDRL_ALLOW_MODULES")
     assert [rollout()["run"] for _ in range(3)] == [unfit, fits, fits]
-    assert list(segments.refusals(client, unfit).values())[0].count("gymnasium is ") == 1
+    assert re.match(
+        f"host {socket.gethostname()}: {reason}", segments.refusals(client, unfit)[socket.gethostname()]
+    )
+    assert stream_steps(client, unfit) == runs.state(client, unfit).crashes_total == 0
     time.sleep(0.3)
     client.hset(keys.state(unfit), "versions", "{}")
+    monkeypatch.setenv("DDRL_ALLOW_MODULES", "bad_envs,bad_networks")
     result = rollout()
     assert result["run"] == unfit and result["steps"] > 0 and segments.refusals(client, unfit) == {}
 
@@ -68,3 +98,9 @@ def test_messages_wait_where_dispatchers_count_them_and_carry_a_time_limit(clien
     headers = json.loads(message)["headers"]
     assert (headers["task"], headers["argsrepr"]) == (celery.ROLLOUT, "()")
     assert headers["timelimit"] == [5.0 + celery.LIMIT_MARGIN_S, None]
+
+
+def test_a_memory_limit_that_is_no_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DDRL_PROCESS_MEMORY", "lots")
+    with pytest.raises(connection.StoreError, match="^DDRL_PROCESS_MEMORY=lots: .* write it like 4GiB"):
+        celery.process_memory_bytes()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -177,45 +176,3 @@ def test_a_process_above_its_memory_limit_is_replaced_between_two_segments(
         processes.celery(server.url, env={"DDRL_PROCESS_MEMORY": "60MiB"})
         processes.until(lambda: client.hlen(keys.producers(run)) >= 2)
     assert runs.state(client, run).crashes_total == 0
-
-
-def test_a_memory_limit_that_is_no_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DDRL_PROCESS_MEMORY", "lots")
-    with pytest.raises(
-        connection.StoreError, match="^DDRL_PROCESS_MEMORY=lots: not a memory size; write it like 4GiB"
-    ):
-        celery.process_memory_bytes()
-
-
-def test_a_machine_refuses_runs_that_it_does_not_fit_by_name_and_plays_others(
-    server: PrivateServer, client: Redis, processes: Processes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    older, fits = playable(client), playable(client)
-    client.hset(keys.state(older), "versions", json.dumps({"gymnasium": "0.26.3"}))
-    foreign = bad(client, "none", monkeypatch)
-    network = {"name": "ppo", "network": "bad_networks:make"}
-    custom = playable(client, env={"id": "ddrl/Pick-v0"}, algorithm=network)
-    queues = dict.fromkeys((older, fits), "ddrl.rollout")
-    queues |= {foreign: "ddrl.rollout.bad_envs", custom: "ddrl.rollout+bad_networks"}
-    assert {run: runs.state(client, run).queue for run in queues} == queues
-    # A worker that takes messages of these queues, and then may not import the modules.
-    names = ",".join(sorted(set(queues.values())))
-    script = (
-        "import os; os.environ['DDRL_ALLOW_MODULES'] = 'bad_envs,bad_networks'; from ddrl.celery import app; "
-        "del os.environ['DDRL_ALLOW_MODULES']; "
-        f"app.worker_main(['worker', '--pool', 'solo', '-l', 'info', '-Q', '{names}'])"
-    )
-    worker = processes.start("worker", server.url, "-c", script)
-    refused = (older, foreign, custom)
-    with dispatching(server, *queues):
-        processes.until(lambda: stream_steps(client, fits) > 0)
-        processes.until(lambda: all(segments.refusals(client, run) for run in refused))
-    refusals = {run: segments.refusals(client, run).get(socket.gethostname(), "") for run in queues}
-    assert refusals[fits] == "" and refusals[older].startswith(f"{HOST}gymnasium is ")
-    assert "pip install 'gymnasium==0.26.3'" in refusals[older]
-    for run, module in ((foreign, "bad_envs"), (custom, "bad_networks")):
-        assert refusals[run].startswith(f"{HOST}{module}:make: ")
-        assert f"set DDRL_ALLOW_MODULES={module} on every machine" in refusals[run]
-    assert [stream_steps(client, run) for run in refused] == [0, 0, 0]
-    assert "Traceback" not in worker.text()
-    assert all(runs.state(client, run).crashes_total == 0 for run in queues)
