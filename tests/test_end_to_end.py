@@ -83,22 +83,6 @@ def leftovers(home: Path) -> list[str]:
         time.sleep(0.2)
 
 
-def test_ctrl_c_stops_the_run_and_resume_continues_it(home: Path, processes: Processes) -> None:
-    config = processes.config(stop={"return": 10.0, "time": 600})  # out of reach
-    process = processes.submit(None, config, "--workers", "1")
-    processes.until(lambda: "updates" in process.text())
-    process.send(signal.SIGINT)
-    assert process.wait(60) == 130
-    assert "ddrl resume" in process.text() and "Traceback" not in process.text()
-    assert not leftovers(home)
-    before = json.loads(processes.ddrl(None, "status", "last", "--json").stdout)
-    assert before["status"] == "stopped" and before["updates"] > 0
-    resumed = processes.ddrl(None, "resume", "last", "--time", "3s", "--workers", "1", "--json")
-    summary = json.loads(resumed.stdout.splitlines()[-1])
-    assert summary["status"] == "time" and summary["updates"] > before["updates"]
-    assert summary["evaluation"] is not None  # what the limit left behind was evaluated
-
-
 def test_kill_9_of_the_command_leaves_no_orphan(home: Path, processes: Processes) -> None:
     process = processes.submit(None, processes.config(stop={"return": 10.0}))
     processes.until(lambda: "updates" in process.text())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 from matplotlib.figure import Figure
 from support import commands
 from support.commands import call, call_json, refused
-from support.processes import Processes
 from support.runs import SPACES, add_history, make_run
 
 from ddrl import config
@@ -21,7 +19,7 @@ from ddrl.cli import settings
 from ddrl.runs import artifacts, curves
 from ddrl.runs.records import Records, read
 from ddrl.store import leases as lease
-from ddrl.store import metrics, runs
+from ddrl.store import runs
 from ddrl.store.connection import StoreError
 from ddrl.types import EnvSpec
 
@@ -205,32 +203,3 @@ def _drawn(records: Records, over: str) -> tuple[list[float], list[tuple[str, st
     texts = [text for text in axes.texts if text.get_rotation() == 90]
     labels = [(text.get_text(), str(text.get_verticalalignment())) for text in texts]
     return [float(np.asarray(line.get_xdata())[0]) for line in lines], labels
-
-
-def test_a_learner_and_its_successor_use_a_new_setting(server: Any, processes: Processes) -> None:
-    """Real processes: a fixed temperature shows in the figures, survives `kill -9`, and a new limit ends the run."""
-    client, url = server.client, server.url
-    run = processes.detach(url, stop={"return": 10.0, "time": 3600}, learner={"checkpoint_every_s": 3600})
-    learner, _ = processes.learner(url, run), processes.worker(url)
-    processes.until(lambda: runs.state(client, run).updates > 50)
-    assert not _temperatures(client, run) & {0.125}
-    processes.ddrl(url, "set", run, "algorithm.temperature=0.125")
-    processes.until(lambda: _temperatures(client, run, last=2) == {0.125})
-    learner.send(signal.SIGKILL)  # it has stored no checkpoint: only the config has the setting
-    seen = len(metrics.read(client, run)[0])
-    learner = processes.learner(url, run)
-    processes.until(lambda: len(metrics.read(client, run)[0]) > seen + 3)
-    figures = [row for row in metrics.read(client, run)[0][seen:] if "temperature" in row]
-    assert {round(row["temperature"], 4) for row in figures} <= {0.125}
-    processes.ddrl(url, "set", run, f"stop.env_steps={runs.state(client, run).appended_steps + 1}")
-    processes.until(lambda: runs.state(client, run).status == "time")
-    assert "env steps" in runs.state(client, run).reason
-    learner.wait()
-    assert (
-        "algorithm.temperature,auto,0.125," in (processes.folder / "runs" / run / "journal.csv").read_text()
-    )
-
-
-def _temperatures(client: Any, run: str, *, last: int = 0) -> set[float]:
-    rows = [row for row in metrics.read(client, run)[0] if "temperature" in row]
-    return {round(row["temperature"], 4) for row in rows[-last:]}

@@ -9,17 +9,15 @@ from typing import Any
 
 import pytest
 import yaml
-from support.commands import call_json
-from support.processes import Processes
-from support.runs import target_config, target_tree
+from support.commands import call, call_json
+from support.processes import Processes, is_alive
+from support.runs import start, target_config, target_tree
 
 from ddrl import config as configs
 from ddrl.cli.submit import create_all, report
 from ddrl.runs import submit as submission
-from ddrl.store import connection, ledger, runs
+from ddrl.store import connection, ledger, metrics, runs
 from ddrl.store import server as embedded
-
-ENDLESS = {"stop": {"return": None, "time": 120}}
 
 
 def summary(seed: int, status: str, train_s: float, mean: float | None) -> dict[str, Any]:
@@ -79,29 +77,44 @@ def test_a_failed_submission_leaves_nothing_that_goes_on(
     assert [runs.status(client, run) for run in runs.names(client)] == ["stopped"]
 
 
-def test_ctrl_c_stops_all_and_resume_continues_them(home: Path, processes: Processes) -> None:
-    command = processes.submit(None, processes.config(**ENDLESS), "--seeds", "2", "--workers", "1")
-    for seed in (1, 2):
-        processes.until(lambda seed=seed: f"seed {seed}  " in command.text() and "updates" in command.text())
-    children = command.descendants()
-    command.send(signal.SIGINT)
-    assert command.wait() == 130
-    text = command.text()
-    names = [line.split()[1] for line in text.splitlines() if line.startswith("run ")]
-    assert "0 of 2 solved" in text and "Traceback" not in text
-    assert f"continue with `ddrl resume {' '.join(names)}`" in text
-    processes.until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children), 60)
-    done = processes.ddrl(None, "resume", *names, "--time", "2s", "--json", check=False)
-    assert done.returncode == 0, (done.stderr, processes.logs())
-    answer = json.loads(done.stdout)
-    assert [(row["run"], row["seed"], row["status"]) for row in answer["runs"]] == [
-        (names[0], 1, "time"),
-        (names[1], 2, "time"),
-    ]
-    times = [row["train_s"] for row in answer["runs"]]
-    assert answer["median_train_s"] == pytest.approx(sum(times) / 2, abs=1e-2)
-    assert all((Path(row["artifacts"]) / "curve.png").exists() for row in answer["runs"])
+def test_several_runs_are_resumed_at_once(client: Any) -> None:
+    names = [start(client, target_config()) for _ in range(2)]
+    for run in names:
+        call("pause", run)
+    rows = call_json("resume", *names, names[0], "--detach", "--no-learner", "--workers", "0")["runs"]
+    assert [row["run"] for row in rows] == names
+    assert [runs.status(client, run) for run in names] == ["active", "active"]
+
+
+def test_ctrl_c_stops_all_runs_and_a_resumed_one_obeys_its_changed_settings(
+    home: Path, processes: Processes
+) -> None:
+    config = processes.config(stop={"return": None}, evaluation={"every_s": 3600, "near_every_s": 3600})
     with embedded.use() as url, connection.connect(url) as client:
+        command = processes.submit(None, config, "--seeds", "2", "--workers", "1")
+        processes.until(lambda: len(runs.names(client)) == 2)
+        names = runs.names(client)
+        processes.until(lambda: all(runs.state(client, run).updates for run in names))
+        children = command.descendants()
+        command.send(signal.SIGINT)
+        assert command.wait() == 130
+        text = command.text()
+        assert "0 of 2 solved" in text and "Traceback" not in text
+        assert f"continue with `ddrl resume {' '.join(names)}`" in text
+        assert not any(map(is_alive, children))
+        assert [runs.status(client, run) for run in names] == ["stopped", "stopped"]
         assert all(ledger.audit(client, run).is_balanced for run in names)
-        events = [row["event"] for run in names for row in runs.journal(client, run)]
-        assert events.count("stopped") == 2, "by Ctrl-C"
+
+        run, before = names[1], runs.state(client, names[1]).updates
+        command = processes.start("resume", None, "-m", "ddrl", "resume", run, "--workers", "1", "--json")
+        processes.until(lambda: runs.state(client, run).updates > before)
+        limit = runs.state(client, run).updates + 50
+        call("set", run, "algorithm.temperature=0.125", f"stop.updates={limit}")
+        assert command.wait() == 0
+        assert metrics.last(client, run)["temperature"] == pytest.approx(0.125)
+        assert ledger.audit(client, run).is_balanced
+    summary = json.loads(command.text().splitlines()[-1])
+    assert (summary["run"], summary["status"]) == (run, "time") and summary["updates"] >= limit
+    assert summary["evaluation"] is not None, "what the limit left behind was evaluated"
+    journal = (Path(summary["artifacts"]) / "journal.csv").read_text()
+    assert "algorithm.temperature,auto,0.125," in journal
