@@ -7,6 +7,7 @@ import time
 
 import pytest
 from support.fault_fleet import TRACE, Fleet
+from support.private_server import PrivateServer
 from support.processes import EXACT, Process, Processes, bound, is_alive
 
 from ddrl.store import ledger, runs
@@ -26,33 +27,30 @@ def end(process: Process, signum: signal.Signals, times: int, within_s: float = 
     return process.wait(bound(within_s))
 
 
-def submit(processes: Processes, url: str) -> Process:
-    """Start `ddrl submit` of an endless run with a worker and a learner of its own, which has made updates."""
-    config = processes.config(stop={"return": 10.0})
-    command = processes.submit(url, config, "--workers", "1", "--learner")
-    processes.until(lambda: "updates" in command.text())
-    return command
+def submit(processes: Processes, server: PrivateServer) -> tuple[Process, str]:
+    """Start `ddrl submit` with a worker and a learner; return it and its endless run, once that has made updates."""
+    config, client = processes.config(stop={"return": 10.0}), server.client
+    command = processes.submit(server.url, config, "--workers", "1", "--learner")
+    processes.until(lambda: any(runs.state(client, run).updates for run in runs.names(client)))
+    return command, runs.names(client)[0]
 
 
 @pytest.mark.parametrize("signum", TWICE)
 def test_submit_twice_ends_at_once_and_can_be_resumed(signum, server, processes: Processes) -> None:
-    command = submit(processes, server.url)
+    command, run = submit(processes, server)
     children = command.descendants()
     assert end(command, signum, 2) in (130, 128 + signum)
     assert TRACE not in command.text()
     processes.until(lambda: not any(map(is_alive, children)), bound(3.0))
-    run = runs.names(server.client)[-1]
-    processes.until(lambda: not runs.state(server.client, run).leased, 30.0)
-    done = processes.ddrl(server.url, "resume", run, "--time", "1s", "--workers", "1", "--learner")
-    assert done.returncode == 0
+    processes.ddrl(server.url, "resume", run, "--time", "1s", "--workers", "0", "--learner")
+    assert runs.status(server.client, run) == "time"
     assert ledger.audit(server.client, run).is_balanced
 
 
 def test_submit_by_sigterm_once_stops_cleanly(server, processes: Processes) -> None:
-    command = submit(processes, server.url)
+    command, run = submit(processes, server)
     assert end(command, signal.SIGTERM, 1, within_s=15.0) == 130  # checkpoint, artifacts, then workers
     assert TRACE not in command.text() and "ddrl resume" in command.text()
-    run = runs.names(server.client)[-1]
     assert runs.state(server.client, run).status == "stopped"
     assert ledger.audit(server.client, run).is_balanced
 
