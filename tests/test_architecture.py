@@ -271,7 +271,7 @@ def loaded_by(module: str, libraries: set[str]) -> set[str]:
     return set(done.stdout.split())
 
 
-@pytest.mark.parametrize("module", ["ddrl", "ddrl.cli"])
+@pytest.mark.parametrize("module", ["ddrl", "ddrl.cli", "ddrl.envs"])
 def test_commands_start_light(module: str) -> None:
     assert loaded_by(module, {"torch", "gymnasium", "matplotlib"}) == set()
 

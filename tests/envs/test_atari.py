@@ -210,10 +210,10 @@ def test_returned_observations_are_not_overwritten() -> None:
 def test_description_follows_the_settings() -> None:
     expected = EnvSpec(ASTERIX, (84, 84), "uint8", "discrete", (), action_sizes=(9,), frame_stack=4)
     assert envs.describe(EnvConfig(id=ASTERIX, frame_stack=4)) == expected
-    other = EnvConfig(id="ALE/UpNDown-v5", atari={"screen_size": 42, "full_actions": True})
+    other = EnvConfig(id="ALE/UpNDown-v5", num_envs=2, atari={"screen_size": 42, "full_actions": True})
     spec = envs.describe(other)
     assert (spec.observation_shape, spec.action_sizes, spec.frame_stack) == ((42, 42), (18,), 1)
-    vector = envs.make_vector(other, num_envs=2)
+    vector = envs.make_vector(other)
     assert isinstance(vector, AtariVector) and vector.num_envs == 2
     envs.check_spaces(vector, spec)
     with pytest.raises(EnvError, match=r"action_sizes is \(18,\) here, but \(9,\) is expected"):

@@ -9,7 +9,6 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from gymnasium.spaces import Box, Discrete
 
 from ddrl import envs
 from ddrl.config import EnvConfig
@@ -19,24 +18,21 @@ def make(env_id: str, **kwargs: Any) -> gymnasium.Env[Any, Any]:
     return envs.make_one(EnvConfig(id=env_id, kwargs=kwargs))
 
 
-def test_endless_pays_until_the_time_limit() -> None:
-    for discrete in (False, True):
-        toy = make("ddrl/Endless-v0", max_steps=7, discrete=discrete)
-        assert isinstance(toy.action_space, Discrete if discrete else Box)
-        shown, _ = toy.reset(seed=0)
-        toy.action_space.seed(0)
-        for step in range(1, 8):
-            np.testing.assert_array_equal(shown, [1.0])
-            shown, *rest, _ = toy.step(toy.action_space.sample())
-            assert rest == [1.0, False, step == 7]
+@pytest.mark.parametrize("discrete", [False, True])
+def test_endless_pays_until_the_time_limit(discrete: bool) -> None:
+    toy = make("ddrl/Endless-v0", max_steps=7, discrete=discrete)
+    shown, _ = toy.reset(seed=0)
+    for step in range(1, 8):
+        np.testing.assert_array_equal(shown, [1.0])
+        shown, *rest, _ = toy.step(toy.action_space.sample())
+        assert rest == [1.0, False, step == 7]
 
 
 def test_sleep_takes_step_s() -> None:
     toy = make("ddrl/Sleep-v0", step_s=0.02)
     toy.reset(seed=0)
     begun = time.monotonic()
-    ends = [toy.step(action)[1:4] for action in (0, 1)]
-    assert ends == [(0.0, False, False), (1.0, False, False)]
+    assert [toy.step(action)[1:4] for action in (0, 1)] == [(0.0, False, False), (1.0, False, False)]
     assert time.monotonic() - begun >= 0.04
 
 
@@ -171,23 +167,3 @@ def test_recall_needs_more_than_the_newest_observations(delay: int, num_cues: in
     pairs = itertools.product(range(num_cues), repeat=2)  # any fixed answer gets the share of its cue
     assert returns == {(cue, answer): {float(cue == answer)} for cue, answer in pairs}
     np.testing.assert_allclose(np.bincount(cues) / len(cues), 1 / num_cues, atol=0.12)
-
-
-@pytest.mark.parametrize(
-    ("name", "kwargs", "message"),
-    [
-        *(
-            (
-                "Catch",
-                {"size": size, "pixels": pixels},
-                f"size {size}, pixels {pixels}: size must be 3 or more",
-            )
-            for size, pixels in [(2, 84), (5, 84), (12, 0), (12, 6)]
-        ),
-        ("Recall", {"delay": -1}, "delay must be 0 or more, num_cues 2 or more"),
-        ("Recall", {"num_cues": 1}, "delay must be 0 or more, num_cues 2 or more"),
-    ],
-)
-def test_impossible_settings_are_refused(name: str, kwargs: dict[str, int], message: str) -> None:
-    with pytest.raises(envs.EnvError, match=message):
-        make(f"ddrl/{name}-v0", **kwargs)
