@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.fault_fleet import Fleet
-from support.processes import EXACT, ROOT, bound
+from support.processes import EXACT, ROOT, Process, bound
 from support.runs import start, target_config
 
 from ddrl.celery import ROLLOUT
@@ -48,6 +48,11 @@ time.time_ns = lambda: true_time_ns() + int(shift_s * 1e9)
 '''
 
 
+def importing(folder: Path, **env: str) -> dict[str, str]:
+    """Variables of a process that finds the modules in a folder."""
+    return {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", **env}
+
+
 def producers(fleet: Fleet) -> int:
     return int(fleet.client.hlen(keys.producers(fleet.run)))
 
@@ -70,8 +75,7 @@ def test_a_process_killed_before_its_first_fragment(fleet: Fleet, tmp_path: Path
     run = start(fleet.client, target_config(env={"id": "slow_to_make:make"}, stop={"return": 10.0}))
     runs.set_status(fleet.client, fleet.run, "paused", "by the test")
     fleet.start_learner()
-    path = f"{folder}{os.pathsep}{ROOT}"
-    fleet.start_worker(concurrency=1, env={"PYTHONPATH": path, "MAKING_FOLDER": str(tmp_path)})
+    fleet.start_worker(concurrency=1, env=importing(folder, MAKING_FOLDER=str(tmp_path)))
     fleet.processes.until(lambda: os.listdir(tmp_path))
     assert runs.state(fleet.client, run).appended_fragments == 0
     os.kill(int(os.listdir(tmp_path)[0]), signal.SIGKILL)
@@ -121,10 +125,10 @@ def test_machines_that_join_and_leave_every_few_seconds(fleet: Fleet) -> None:
     fleet.processes.until(lambda: len(fleet.nodes()) == 1, bound(8.0))
 
 
-def deliveries(*logs: Path) -> Counter[str]:
-    """How often each rollout task was received."""
-    text = "".join(log.read_text() for log in logs)
-    return Counter(re.findall(r"ddrl\.rollout\[([0-9a-f-]+)\] received", text))
+def deliveries(*workers: Process) -> int:
+    """How often the rollout task was received that was received most often."""
+    text = "".join(worker.text() for worker in workers)
+    return max(Counter(re.findall(r"ddrl\.rollout\[([0-9a-f-]+)\] received", text)).values(), default=0)
 
 
 def test_a_message_delivered_twice(fleet: Fleet) -> None:
@@ -135,8 +139,7 @@ def test_a_message_delivered_twice(fleet: Fleet) -> None:
         def double() -> bool:
             for message in fleet.client.lrange(queue, 0, 0):
                 fleet.client.lpush(queue, message)
-            logs = [process.log for process in (fleet.worker, other)]
-            return max(deliveries(*logs).values(), default=0) > 1
+            return deliveries(fleet.worker, other) > 1
 
         fleet.processes.until(double, 60.0)
     assert fleet.audit().total("duplicates") == 0  # two tasks played: two producers, nothing repeated
@@ -144,28 +147,22 @@ def test_a_message_delivered_twice(fleet: Fleet) -> None:
 
 def test_messages_delivered_again_as_they_are_acknowledged_late(fleet: Fleet) -> None:
     (fleet.processes.folder / "late.py").write_text(LATE)
-    path = {"PYTHONPATH": f"{fleet.processes.folder}{os.pathsep}{ROOT}"}
-    command = ("-m", "celery", "-A", "late", "worker", "-c", "1", "-l", "info")
-    late = [fleet.processes.start("late", fleet.server.url, *command, env=path) for _ in range(2)]
-    logs = [worker.log for worker in (*late, fleet.worker)]
+    command = ("late", fleet.server.url, *["-m", "celery", "-A", "late", "worker", "-c", "1", "-l", "info"])
+    late = [fleet.processes.start(*command, env=importing(fleet.processes.folder)) for _ in range(2)]
     with fleet.survives(5.0):
-        fleet.processes.until(lambda: max(deliveries(*logs).values(), default=0) > 1, 60.0)
+        fleet.processes.until(lambda: deliveries(*late, fleet.worker) > 1, 60.0)
 
 
 def test_clocks_that_are_an_hour_off(fleet: Fleet) -> None:
     folder = fleet.processes.folder / "shifted"
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(SHIFTED)
-
-    def shifted(hours: float) -> dict[str, str]:
-        return {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "CLOCK_SHIFT_S": str(hours * 3600)}
-
     with fleet.survives(5.0):
         before = fleet.nodes()
         fleet.worker.kill_group()
         fleet.learner.kill()
-        fleet.worker = fleet.start_worker(env=shifted(1))
-        fleet.learner = fleet.start_learner(env=shifted(-1))
+        fleet.worker = fleet.start_worker(env=importing(folder, CLOCK_SHIFT_S="3600"))
+        fleet.learner = fleet.start_learner(env=importing(folder, CLOCK_SHIFT_S="-3600"))
         fleet.processes.until(lambda: fleet.nodes() - before)
     hour_ahead = re.search(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)", fleet.worker.text())
     assert hour_ahead is not None

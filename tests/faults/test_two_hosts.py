@@ -46,15 +46,12 @@ class Host:
         ip("-n", self.name, "link", "set", self.cable, state)
 
 
-def ip(*arguments: str) -> None:
-    """Run iproute2; what it complains about is the error."""
+def ip(*arguments: str) -> str:
+    """Return the output of iproute2; OSError if it fails."""
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=30)
     if done.returncode:
         raise OSError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
-
-
-def namespaces() -> str:
-    return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    return done.stdout
 
 
 @pytest.fixture
@@ -66,25 +63,25 @@ def hosts() -> Iterator[tuple[Host, Host]]:
     if os.geteuid() != 0:
         pytest.skip("needs root to make network namespaces")
     tag = secrets.token_hex(3)
-    first = Host(f"ddrl-{tag}-a", "198.51.100.1", f"d{tag}a")
-    second = Host(f"ddrl-{tag}-b", "198.51.100.2", f"d{tag}b")
+    one = Host(f"ddrl-{tag}-a", "198.51.100.1", f"d{tag}a")
+    two = Host(f"ddrl-{tag}-b", "198.51.100.2", f"d{tag}b")
     try:
         try:
-            for host in (first, second):
-                ip("netns", "add", host.name)
-            ip(*f"link add {first.cable} netns {first.name} type veth peer name {second.cable}".split(),
-               "netns", second.name)  # fmt: skip
-            for host in (first, second):
+            ip("netns", "add", one.name)
+            ip("netns", "add", two.name)
+            cable = f"{one.cable} netns {one.name} type veth peer name {two.cable} netns {two.name}"
+            ip("link", "add", *cable.split())
+            for host in (one, two):
                 ip("-n", host.name, "addr", "add", f"{host.address}/30", "dev", host.cable)
                 ip("-n", host.name, "link", "set", "lo", "up")
                 host.link("up")
         except OSError as error:
             pytest.skip(f"network namespaces are not allowed here ({error})")
-        yield first, second
+        yield one, two
     finally:
-        for host in (first, second):
+        for host in (one, two):
             subprocess.run(["ip", "netns", "del", host.name], capture_output=True)
-        assert tag not in namespaces()
+        assert tag not in ip("netns", "list")
 
 
 @pytest.fixture
