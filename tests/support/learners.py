@@ -73,9 +73,9 @@ class Run:
         who = {"producer": producer, "incarnation": 1, "seq": seq, "num_transitions": num_transitions}
         stream.append(self.client, self.id, fields, **who)
 
-    def take(self) -> int:
+    def take(self, **options: Any) -> int:
         """Return the next fencing token, whoever holds the run."""
-        return take(self.client, self.id)
+        return take(self.client, self.id, **options)
 
     def learner(self, **options: Any) -> Learner:
         """Return the run's next learner, restored."""
@@ -267,12 +267,21 @@ class Learning:
         folder: of the runs' folders.
         patch: ends with the test.
         take_over: ask the learner that holds the run for it.
+        serves: learn every run that waits, with `serve`.
 
     Attributes:
         status, error: how `learn` ended.
     """
 
-    def __init__(self, run: Run, folder: Path, patch: pytest.MonkeyPatch, *, take_over: bool = False) -> None:
+    def __init__(
+        self,
+        run: Run,
+        folder: Path,
+        patch: pytest.MonkeyPatch,
+        *,
+        take_over: bool = False,
+        serves: bool = False,
+    ) -> None:
         patch.setenv(connection.URL_VARIABLE, run.url)
         patch.setattr(celery, "send_rollout", lambda *_: None)
         self.run = run
@@ -283,7 +292,12 @@ class Learning:
         def learn() -> None:
             client = connection.connect(run.url)
             try:
-                self.status = run_module.learn(client, run.id, folder, self.interrupt, take_over=take_over)
+                if serves:
+                    run_module.serve(client, folder, self.interrupt)
+                else:
+                    self.status = run_module.learn(
+                        client, run.id, folder, self.interrupt, take_over=take_over
+                    )
             except Exception as error:
                 self.error = error
 
@@ -305,6 +319,13 @@ class Learning:
 
 
 # --- configs ---------------------------------------------------------------------------------------------
+
+
+def endless_config(**sections: Any) -> RunConfig:
+    """A run of the toy that nothing ends, and that is not evaluated."""
+    return target_config(
+        **{"stop": {"return": None, "time": 3600}, "evaluation": {"every_s": 3600, "near": 0}, **sections}
+    )
 
 
 def pick_config(**sections: Any) -> RunConfig:

@@ -28,8 +28,8 @@ def append(client: Redis, run: str, seq: int, *, producer: int = 1, size: int = 
     return stream.append(client, run, {b"h": b"x" * size}, **who)
 
 
-def take(client: Redis, run: str) -> int:
+def take(client: Redis, run: str, *, host: str = "here", ttl_ms: int = 600_000) -> int:
     """The run's next fencing token, whoever holds the run."""
-    token = leases.acquire(client, run, host="here", folder="/tmp", ttl_ms=600_000, force=True)
+    token = leases.acquire(client, run, host=host, folder="/tmp", ttl_ms=ttl_ms, force=True)
     assert token is not None
     return token

@@ -1,0 +1,290 @@
+"""A run's life on a learner's machine: it changes hands, and it is refused, ended early or waited for."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from support.learners import Run, endless_config, fields_of, in_threads, playing, until
+from support.processes import EXACT, SLOW_S, Processes, bound
+from support.runs import target_config
+
+from ddrl.config import ConfigError
+from ddrl.learner import run as run_module
+from ddrl.learner.dispatcher import Dispatcher
+from ddrl.learner.loop import Learner
+from ddrl.store import checkpoints, connection, keys, leases, local_checkpoints, runs, weights
+
+
+@contextmanager
+def held(run: Run) -> Iterator[list[leases.LeaseLostError]]:
+    """Hold the run's lease as the learner on `elsewhere`, which then dies; yield the refusal if it loses the run."""
+    token, stop, refused = run.take(host="elsewhere", ttl_ms=leases.TTL_MS), threading.Event(), []
+
+    def hold() -> None:
+        while not refused and not stop.wait(0.2):
+            try:
+                leases.renew(run.client, run.id, token)
+            except leases.LeaseLostError as error:
+                refused.append(error)
+
+    with in_threads(hold, stop=stop.set):
+        yield refused
+
+
+def learns(run: Run, taken: int) -> float:
+    """Return the seconds until updates are made by the learner that was the `taken`-th to take the run."""
+    began = time.monotonic()
+    until(lambda: run.token >> 16 == taken, SLOW_S)
+    before = run.state.updates
+    until(lambda: run.state.updates > before, SLOW_S)
+    return time.monotonic() - began
+
+
+# --- a run changes hands ---------------------------------------------------------------------------------
+
+
+@pytest.mark.faults
+def test_a_standby_goes_on_in_seconds_after_a_death_and_hands_over_on_request(
+    server, learn, processes: Processes, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    run = Run(server, endless_config())
+    with held(run):
+        second = processes.learner(run.url, run.id)
+        processes.until(
+            lambda: f"{run.id} is held by the learner on elsewhere; waits for it" in second.text()
+        )
+    with playing(run.url, run.id):
+        took_s = learns(run, 2)
+        print(f"learner death -> next update with a standby waiting: {took_s:.1f} s")
+        assert took_s < bound(5.0)
+
+        third = learn(run, take_over=True)
+        until(lambda: run.state.handover or run.token >> 16 == 3)
+        took_s = learns(run, 3)
+        print(f"requested -> next update by the requester: {took_s:.1f} s")
+        assert took_s < bound(5.0) and second.wait() == 0
+    who = rf"\S+ \(process {os.getpid()}\)"
+    assert re.search(rf"hands {run.id} over to the learner on {who}, which requested it", second.text())
+    begun = re.search(r"starts at update (\d+)", caplog.text)
+    assert begun is not None and int(begun[1]) > 0  # where the second ended
+    assert run.state.handover == ""
+    third.end()
+    assert third.error is None and f"leaves {run.id} active for the next learner" in caplog.text
+    assert run.journal == ["created", "handover"]
+    audit = run.audit()
+    assert audit.total("consumed") > 0 and audit.total("refused") == 0
+
+
+@pytest.mark.faults
+def test_a_learner_that_does_not_hand_over_is_replaced_and_can_write_no_more(
+    server, learn, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    run = Run(server, endless_config())
+    with held(run) as refused:
+        token, second = run.token, learn(run, take_over=True)
+        until(lambda: run.state.handover)
+        began = time.monotonic()
+        until(lambda: second.holds_after(token))
+        assert 4.0 < time.monotonic() - began < bound(6.0)  # it waited for a handover
+        until(lambda: refused)
+    until(lambda: run.state.version >= 0)  # it learns
+    assert f"{run.id} is held by the learner on elsewhere; requests it" in caplog.text
+    assert f"takes {run.id} from the learner on elsewhere, which did not hand it over" in caplog.text
+
+
+@pytest.mark.faults
+def test_a_stalled_learner_wakes_to_find_its_run_taken_and_writes_nothing(
+    server, learn, processes: Processes
+) -> None:
+    run = Run(server, endless_config())
+    folder = processes.folder / "runs" / run.id
+    first = processes.learner(run.url, run.id)
+    with playing(run.url, run.id):
+        until(lambda: local_checkpoints.token(folder, run.id), SLOW_S)
+        first.send(signal.SIGSTOP)
+        while list(folder.rglob("*.part")):  # it is writing a checkpoint
+            first.send(signal.SIGCONT)
+            time.sleep(0.05)
+            first.send(signal.SIGSTOP)
+            time.sleep(0.05)
+        second = learn(run)
+        learns(run, 2)
+        second.end()
+
+    def files() -> set[tuple[Path, int]]:
+        return {(path, path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}
+
+    before, files_before = run.keys(), files()  # whatever changes now is the work of the first
+    first.send(signal.SIGCONT)
+    assert first.wait() == 1
+    assert run.keys() == before
+    assert files() <= files_before  # it may remove what it had begun itself
+    (error,) = (line for line in first.text().splitlines() if "error" in line.lower())
+    assert re.search(rf"run {run.id}: the learner on \S+ took it over", error)
+    run.audit()
+
+
+@pytest.mark.faults
+def test_a_service_that_loses_a_run_learns_another_and_takes_back_the_first(
+    server, learn, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    run = Run(server, endless_config())
+    service = learn(run, serves=True)
+    with playing(run.url, run.id):
+        learns(run, 1)
+        token = run.take()
+        until(lambda: re.search(f"run {run.id}: the learner on .* took it over", caplog.text))
+        other = Run(server, endless_config(name="other"))
+        with playing(run.url, other.id):
+            until(lambda: other.state.updates > 0)
+        assert run.token == token
+        runs.set_status(run.client, other.id, "stopped", "by the test")
+        until(lambda: f"{other.id}: stopped" in caplog.text)
+        leases.release(run.client, run.id, token)
+        learns(run, 3)
+    service.end()
+    run.audit()
+
+
+WRITER = """
+import sys
+from ddrl.store import checkpoints, connection, weights
+run, token = sys.argv[1], int(sys.argv[2])
+client = connection.connect()
+number = 0
+print("writes", flush=True)
+while True:
+    number += 1
+    version = weights.index(client, run).latest + 1
+    blob = bytes([version % 256]) * (1 << 20)
+    weights.publish(
+        client, run, token, version=version, blob=blob, allowance=version, updates=version, drop=(version - 2,)
+    )
+    checkpoints.save(client, run, token, blob * 9, {"number": number})
+"""
+
+
+@pytest.mark.faults
+def test_writers_killed_at_random_points_leave_whole_versions_and_checkpoints(
+    server, processes: Processes
+) -> None:
+    seed = random.randrange(10**6)
+    print(f"seed {seed}")
+    draw, run = random.Random(seed), Run(server)
+    latest, strays = -1, 0
+    for _ in range(20 if EXACT else 4):
+        writer = processes.start("writer", run.url, "-c", WRITER, run.id, str(run.take()))
+        processes.until(lambda one=writer: "writes" in one.text())
+        time.sleep(draw.uniform(0.05, 0.4))
+        writer.kill()
+        index = run.index
+        assert index.latest >= latest
+        latest = index.latest
+        assert latest < 0 or weights.get(run.client, run.id, latest) == bytes([latest % 256]) * (1 << 20)
+        stored = run.client.keys(keys.of_run(run.id, "weights:*"))
+        assert len(stored) == len(index.sizes) <= 2  # no blob without its pointer
+        assert run.state.version == latest
+        strays += checkpoints.sweep(run.client, run.id, run.take())
+        found = checkpoints.load(run.client, run.id)
+        assert found is None or (len(found[0]) == 9 << 20 and len(set(found[0])) == 1)
+        parts = run.client.keys(keys.checkpoint_pattern(run.id))
+        assert len(parts) == (0 if found is None else 3)
+    print(f"{strays} stray parts of checkpoints were swept")
+    assert latest > 0
+
+
+# --- attempts that are not the usual ones ------------------------------------------------------------------
+
+
+def test_a_run_that_the_servers_memory_cannot_hold_fails_before_it_begins(
+    server, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(connection.URL_VARIABLE, server.url)
+    run = Run(server)
+    run.client.config_set("maxmemory", 550 * 1024**2)  # replay.max_bytes alone is 512 MiB
+    message = "needs up to 6.. MiB of the server, but its maxmemory is 550 MiB"
+    try:
+        with pytest.raises(ConfigError, match=message):
+            run_module.learn(run.client, run.id, tmp_path, run_module.Interrupt())
+    finally:
+        run.client.config_set("maxmemory", 0)
+    config = target_config(replay={"max_bytes": "100MB"}, weights={"max_bytes": "1MB"})
+    kept = 100_000_000 + 2 * 20_000_000 + 13 * 1_000_000 + 1_000_000
+    needed = run_module.needed_bytes(config, checkpoint_bytes=20_000_000, weights_bytes=1_000_000)
+    assert needed == kept + run_module.OTHER_BYTES
+    assert run.state.status == "failed" and not run.state.leased
+    assert "lower replay.max_bytes, or raise maxmemory" in run.state.reason
+
+
+def test_a_learner_whose_service_thread_hangs_loses_its_run(
+    server, learn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_module, "HANG_S", 1.0)
+    run, freed = Run(server, endless_config()), threading.Event()
+    monkeypatch.setattr(Dispatcher, "tick", lambda _: freed.wait())
+    learning = learn(run)
+    try:
+        until(lambda: learning.holds_after(0))
+        until(lambda: not run.state.leased)
+        assert leases.acquire(run.client, run.id, host="there", folder="/tmp")
+    finally:
+        freed.set()
+    learning.thread.join(30.0)
+    assert isinstance(learning.error, leases.LeaseLostError)
+
+
+def test_a_run_that_ends_while_its_stream_fills_the_server_ends(
+    server, learn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(server, endless_config())
+    run.play(200)
+    fields = fields_of(run.entries[0])
+    for seq in range(60):
+        run.append({**fields, b"padding": bytes(10**5)}, 99, seq)
+    entries = run.entries
+    learning = learn(run)
+    until(lambda: run.meta.get("cursor") == entries[-1].entry_id.decode())
+    finish = Learner.finish
+    assert len(run.entries) == len(entries)
+
+    def finish_when_full(learner: Learner, **options: bool) -> None:
+        run.client.config_set("maxmemory", run.client.info("memory")["used_memory"] - 2_000_000)
+        monkeypatch.setattr(Learner, "finish", finish)
+        learner.finish(**options)
+
+    monkeypatch.setattr(Learner, "finish", finish_when_full)
+    runs.set_status(run.client, run.id, "stopped", "by the test")
+    learning.thread.join(30.0)
+    run.client.config_set("maxmemory", 0)
+    assert learning.status == "stopped" and not run.state.leased
+    assert 0 < len(run.entries) < len(entries)  # room was made, of no more than was needed
+    run.audit()
+
+
+def test_a_learner_that_waits_for_a_paused_run_waits_on_when_its_holder_dies(
+    server, learn, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    run = Run(server, endless_config())
+    token = run.take()
+    run.client.persist(keys.lease(run.id))
+    learning = learn(run)
+    until(lambda: "waits for it" in caplog.text)
+    runs.set_status(run.client, run.id, "paused", "by the test")
+    leases.release(run.client, run.id, token)
+    learning.thread.join(1.5)
+    assert learning.thread.is_alive() and learning.error is None
+    runs.reactivate(run.client, run.id)
+    until(lambda: learning.holds_after(token))
