@@ -64,36 +64,6 @@ def test_targets_of_a_critic_with_known_values(estimator: str, lambda_: float, e
     assert not any(column.requires_grad for column in vars(prepared).values())
 
 
-def test_rewards_are_clipped_for_learning() -> None:
-    learner = ppo(replace(DISCRETE, observation_shape=(1,)))
-    learner.network = lambda x: (torch.zeros(len(x), 4), 0 * x[:, 0])
-    reward = np.array([[-7], [0.5], [3], [1]], np.float32)
-    batch = tensors([by_hand(reward=reward)], gamma=0.0)
-    assert learner.prepare(batch, estimator="gae", reward_clip=1.0).return_.tolist() == [-1, 0.5, 1, 1]
-    assert learner.prepare(batch, estimator="gae").return_.tolist() == [-7, 0.5, 3, 1]
-
-
-def in_order(*parts: Prepared) -> dict[str, Tensor]:
-    """All transitions, sorted by their first observed number (no two are the same)."""
-    columns = {name: torch.cat([vars(part)[name] for part in parts]) for name in vars(parts[0])}
-    order = columns["observation"][:, 0].argsort()
-    return {name: column[order] for name, column in columns.items()}
-
-
-@pytest.mark.parametrize("spec", [DISCRETE, CONTINUOUS], ids=["discrete", "continuous"])
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_padding_has_no_influence(spec: EnvSpec, estimator: str) -> None:
-    """Fragments side by side, one of half the length, give what each gives alone."""
-    learner, fragments = ppo(spec, estimator=estimator), make_feed(spec, num_fragments=3)
-    batch = tensors(fragments)
-    assert not batch.valid.all()
-    together = in_order(learner.prepare(batch, estimator=estimator))
-    alone = in_order(*(learner.prepare(tensors([one]), estimator=estimator) for one in fragments))
-    assert len(together["value"]) == sum(one.num_transitions for one in fragments)
-    for name, column in alone.items():
-        torch.testing.assert_close(together[name], column, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_an_iteration_begins_where_it_was_prepared(spec: EnvSpec) -> None:
     options = {"network": "conv"} if spec is IMAGES else {"normalize_observations": True}
@@ -104,16 +74,6 @@ def test_an_iteration_begins_where_it_was_prepared(spec: EnvSpec) -> None:
     torch.testing.assert_close(log_prob.detach(), prepared.log_prob, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(value.detach(), prepared.value, rtol=1e-4, atol=1e-5)
     assert entropy.shape == (len(prepared),)
-
-
-def test_parts_hold_every_transition_once() -> None:
-    prepared = ppo().prepare(tensors(make_feed(DISCRETE, num_fragments=3)), estimator="gae")
-    parts = prepared.split(3)
-    assert [len(part) for part in parts] == [19, 19, 18]
-    together = in_order(prepared)
-    assert all(torch.equal(column, together[name]) for name, column in in_order(*parts).items())
-    chosen = prepared.select(torch.tensor([5, 2])).return_
-    assert chosen.tolist() == [float(prepared.return_[5]), float(prepared.return_[2])]
 
 
 @each_name

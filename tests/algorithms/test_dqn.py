@@ -6,8 +6,6 @@ import copy
 from dataclasses import replace
 from typing import Any
 
-import gymnasium
-import numpy as np
 import pytest
 import torch
 from support.algorithms import DISCRETE, batch_for, digest, make_learner, make_policy
@@ -15,14 +13,12 @@ from support.reference_q import (
     IMAGES,
     PIXELS,
     make_batch,
-    play,
     slow_categorical_loss,
     slow_q_loss,
     slow_quantile_loss,
 )
 from torch import Tensor
 
-from ddrl.envs.toy import register_toys
 from ddrl.types import Batch, EnvSpec
 
 QUANTILE = {"distribution": "quantile", "num_atoms": 5}
@@ -121,13 +117,6 @@ def test_pixels_stay_bytes_until_the_network() -> None:
     assert torch.equal(left.state()["network.value"], right.state()["network.value"])
 
 
-def test_noisy_layers_learn_their_noise() -> None:
-    dqn, start = (make(noisy=True, noise_scale=0.5) for _ in range(2))
-    dqn.update(make_batch())
-    names = [name for name in start.weights() if name.endswith("_scale")]
-    assert names and all(not torch.equal(start.weights()[name], dqn.weights()[name]) for name in names)
-
-
 ENDLESS = [{}, {"double": True, "n_step": 3}, CATEGORICAL | {"num_atoms": 51, "v_max": 20.0}, QUANTILE]
 
 
@@ -142,26 +131,3 @@ def test_endless_reward_is_worth_its_sum(options: dict[str, Any]) -> None:
     for _ in range(1000):
         metrics = dqn.update(Batch(ones, torch.arange(8) % 2, sums, torch.full((8,), 0.9**n), ones))
     assert float(metrics["q_mean"]) == pytest.approx(10.0, rel=0.03)
-
-
-PICK: dict[str, dict[str, Any]] = {
-    "dqn": {},
-    "double, dueling": {"double": True, "dueling": True},
-    "categorical": {"distribution": "categorical", "v_min": 0.0, "v_max": 12.0},
-    "quantile": {"distribution": "quantile", "num_atoms": 11},
-    "noisy": {"noisy": True},
-}
-
-
-@pytest.mark.learning
-@pytest.mark.parametrize("options", PICK.values(), ids=PICK)
-def test_solves_pick(options: dict[str, Any]) -> None:
-    """Its end is a truncation: the best policy is worth 1 / (1 - gamma) everywhere."""
-    spec = EnvSpec("ddrl/Pick-v0", (4,), "float32", "discrete", (), (4,))
-    options = options | {"hidden_sizes": (32,), "learning_rate": 3e-3, "gamma": 0.8, "batch_size": 32}
-    options |= {"target_period": 25} | ({} if "noisy" in options else {"epsilon_anneal_updates": 500})
-    dqn, policy = make(spec, seed=0, **options), make_policy("dqn", spec, **options)
-    register_toys()
-    assert play(lambda: gymnasium.make(spec.env_id), dqn, policy, num_steps=1500) == 10.0
-    value = policy.values(np.eye(4, dtype=np.float32), by_row=False).max(axis=1)
-    np.testing.assert_allclose(value, 5.0, rtol=0.1)

@@ -171,24 +171,6 @@ def test_each_option_has_an_effect(
     assert learned(name, spec, options | {option: other}) != learned(name, spec, options)
 
 
-def test_each_kind_of_norm_and_distribution_learns_otherwise() -> None:
-    assert len({learned("dqn", DISCRETE, kind) for kind in ({}, QUANTILE, CATEGORICAL)}) == 3
-    norms = [{"network": "nature", "norm": norm} for norm in ("none", "group", "batch")]
-    assert len({learned("dqn", PIXELS, options) for options in norms}) == 3
-
-
-def test_rho_bar_has_an_effect_with_upgo_too() -> None:
-    """UPGO's own ratio is cut at 1, but the values are V-trace's."""
-    upgo = {"estimator": "upgo"}
-    assert learned("impala", DISCRETE, upgo) != learned("impala", DISCRETE, upgo | {"rho_bar": 0.7})
-
-
-def test_one_line_switches_the_estimator() -> None:
-    """So a lambda does not contradict monte_carlo, which ignores it."""
-    options = [{"estimator": "monte_carlo", "lambda": decay} for decay in (0.5, 0.95)]
-    assert len({learned("ppo", DISCRETE, each) for each in options}) == 1
-
-
 CONTRADICTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("dqn", {"target_period": None}, "target_period=None, target_rate=None: .*set one"),
     ("dqn", {"target_period": 10, "target_rate": 0.1}, "target_period=10, target_rate=0.1: .*leave the other None"),
@@ -346,11 +328,6 @@ def test_estimators_with_importance_weights_correct_staleness() -> None:
     names = ("gae", "td_lambda", "vtrace", "upgo", "monte_carlo")
     assert [name for name in names if ppo(estimator=name).corrects_staleness] == ["vtrace", "upgo"]
     assert all(config_class("impala")(estimator=name).corrects_staleness for name in ("vtrace", "upgo"))
-
-
-def test_schedules_of_epsilon() -> None:
-    config: Any = config_class("dqn")(epsilon=0.9, final_epsilon=0.1, epsilon_anneal_updates=4)
-    assert [config.epsilon_at(n) for n in (0, 1, 4, 99)] == pytest.approx([0.9, 0.7, 0.1, 0.1])
 
 
 def test_options_and_numpy_policies_need_no_torch() -> None:

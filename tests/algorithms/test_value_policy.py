@@ -159,16 +159,6 @@ def test_step_by_step_it_is_the_network_over_a_sequence(
         np.testing.assert_allclose(found, value.amax(dim=2).numpy(), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("column", ["hidden", "previous_action", "previous_reward"])
-def test_each_part_of_the_recurrent_state_has_an_effect(column: str) -> None:
-    _, policy = made("r2d2")
-    state, seen = some_state(policy, 6), rows(DISCRETE, 6)
-    other = part(state) | {column: some_state(policy, 6, seed=7)[column]}
-    for each in (state, other):
-        policy.act(seen, each)
-    assert not np.array_equal(state["hidden"], other["hidden"])
-
-
 def test_rows_whose_episode_ended_start_anew() -> None:
     _, policy = made("r2d2")
     state, ended, seen = some_state(policy, 4), np.array([True, False, True, False]), rows(DISCRETE, 4)
@@ -225,12 +215,6 @@ def test_epsilon_is_the_share_of_random_actions(name: str, epsilon: float) -> No
         for seed in (1, 1, 2)
     )
     assert first == again and (first == other) == (epsilon == 0.0)
-
-
-def test_before_any_weights_epsilon_is_the_initial_one() -> None:
-    policy = make_policy("dqn", DISCRETE, epsilon=1.0)
-    action, _ = policy.explore(np.repeat(rows(DISCRETE, 1), 400, axis=0), np.random.default_rng(0))
-    assert np.bincount(action).min() > 60
 
 
 def test_ladder_hand_numbers() -> None:

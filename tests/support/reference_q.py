@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -155,34 +155,3 @@ def make_batch(
         number=None if weight is None else torch.from_numpy(row),
         weight=None if weight is None else torch.from_numpy(np.asarray(weight, np.float32)),
     )
-
-
-def play(make: Callable[[], Any], learner: Any, policy: Any, *, num_steps: int, seed: int = 0) -> float:
-    """Play one environment and learn after every step from all that was seen, uniformly, in memory.
-
-    Returns:
-        The return of one greedy episode at the end.
-    """
-    env, rng = make(), np.random.default_rng(seed)
-    config = learner.config
-    seen: list[tuple[np.ndarray, int, float, float, np.ndarray]] = []
-    observation, _ = env.reset(seed=seed)
-    for step in range(num_steps):
-        if step % 10 == 0:
-            policy.load(learner.weights())
-        action = int(policy.explore(observation[None], rng)[0][0])
-        following, reward, terminated, truncated, _ = env.step(action)
-        seen.append((observation, action, reward, 0.0 if terminated else config.gamma, following))
-        observation = env.reset()[0] if terminated or truncated else following
-        if len(seen) >= config.batch_size:
-            drawn = [seen[i] for i in rng.integers(len(seen), size=config.batch_size)]
-            columns = [torch.from_numpy(np.asarray(column)) for column in zip(*drawn, strict=True)]
-            s, a, r, discount, s_next = columns
-            learner.update(Batch(s, a, r.float(), discount.float(), s_next))
-    policy.load(learner.weights())
-    observation, _ = env.reset(seed=seed + 1)
-    total, is_over = 0.0, False
-    while not is_over:
-        observation, reward, terminated, truncated, _ = env.step(int(policy.act(observation[None])[0]))
-        total, is_over = total + reward, terminated or truncated
-    return total
