@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -154,58 +153,3 @@ def test_draws_follow_the_gaussian() -> None:
     assert np.all(np.abs(z.std(axis=0) - 1) < 4 / math.sqrt(2 * num))
     assert abs((z[:, 0] * z[:, 1]).mean()) < 4 / math.sqrt(num), "the dimensions are independent"
     assert abs((np.abs(z) < 1).mean() - 0.6827) < 0.005
-
-
-def test_weights_come_as_tensors_or_arrays_and_are_copied() -> None:
-    learner, policy = make(CONTINUOUS, **NORMALIZED)
-    rows = observations(CONTINUOUS, 4)
-    before = policy.act(rows)
-    arrays = {name: tensor.numpy().copy() for name, tensor in learner.weights().items()}
-    policy.load(arrays)
-    for array in arrays.values():
-        array += 1.0
-    assert policy.act(rows).tobytes() == before.tobytes()
-
-
-Change = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
-
-
-def without(name: str) -> Change:
-    return lambda weights: {key: value for key, value in weights.items() if key != name}
-
-
-def others(spec: EnvSpec, **options: Any) -> Change:
-    return lambda _: make_learner("ppo", spec, **options).weights()
-
-
-LARGER = replace(IMAGES, observation_shape=(7, 6, 2))
-
-
-@pytest.mark.parametrize(
-    ("case", "change", "name"),
-    [
-        ("continuous", without("log_std"), "log_std"),
-        ("continuous", without("actor.layers.1.weight"), "actor.layers.1.weight"),
-        ("continuous", others(DISCRETE), "log_std"),
-        ("continuous", others(CONTINUOUS, hidden_sizes=(6,)), "actor.layers.1.bias"),
-        ("continuous", others(CONTINUOUS, hidden_sizes=(6, 5, 5)), "actor.layers.2.bias"),
-        ("continuous", others(CONTINUOUS, hidden_sizes=(6, 4)), "actor.layers.1.bias"),
-        ("continuous", others(replace(CONTINUOUS, observation_shape=(4,))), "actor.layers.0.weight"),
-        ("continuous", others(CONTINUOUS, **NORMALIZED), "observation_mean"),
-        ("normalized", others(CONTINUOUS), "observation_mean"),
-        ("discrete", others(replace(DISCRETE, action_sizes=(5,))), "policy_head.bias"),
-        ("pairs", others(replace(PAIRS, action_sizes=(3, 3))), "policy_head.bias"),
-        ("images", others(LARGER, network="conv", hidden_sizes=(16,)), "layers.0.weight"),
-        ("images", without("actor.convolutions.0.bias"), "convolutions.0.bias"),
-        ("own", others(IMAGES, network=OWN, hidden_sizes=(64, 64)), r"actor\.1\.weight"),
-    ],
-)
-def test_weights_of_another_shape_are_refused(case: str, change: Change, name: str) -> None:
-    spec, options = CASES[case]
-    learner, policy = make(spec, **options)
-    rows = observations(spec, 3)
-    before = policy.act(rows)
-    with pytest.raises(ValueError, match=name):
-        policy.load(change(learner.weights()))
-    if case not in ("images", "own"):
-        assert policy.act(rows).tobytes() == before.tobytes(), "nothing was taken over"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -171,24 +172,19 @@ def test_rows_whose_episode_ended_start_anew() -> None:
 
 
 def test_a_recurrent_policy_refuses_a_missing_or_unsuitable_state() -> None:
-    (_, policy), (_, gru), seen, rng = (
-        made("r2d2"),
-        made("r2d2", **GRU),
-        rows(DISCRETE, 3),
-        np.random.default_rng(0),
-    )
-    with pytest.raises(
-        ValueError, match=r"state: a recurrent policy needs one; pass what initial_state\(num_envs\)"
-    ):
-        policy.act(seen)
-    with pytest.raises(ValueError, match="state: a recurrent policy needs one"):
-        policy.explore(seen, rng)
-    with pytest.raises(
-        ValueError, match=r"state: hidden has shape \(2, 14\), but 3 observations need \(3, 14\)"
-    ):
-        policy.act(seen, policy.initial_state(2))
+    (_, policy), (_, gru), seen = made("r2d2"), made("r2d2", **GRU), rows(DISCRETE, 3)
+    explore = partial(policy.explore, generator=np.random.default_rng(0))
+    for act in (policy.act, explore):
+        with pytest.raises(
+            ValueError, match=r"recurrent policy needs one; pass what initial_state\(num_envs\)"
+        ):
+            act(seen)
+        with pytest.raises(
+            ValueError, match=r"hidden has shape \(2, 14\), but 3 observations need \(3, 14\)"
+        ):
+            act(seen, state=policy.initial_state(2))
     with pytest.raises(ValueError, match=r"hidden has shape \(3, 14\), but 3 observations need \(3, 7\)"):
-        gru.explore(seen, rng, policy.initial_state(3))
+        gru.act(seen, policy.initial_state(3))
 
 
 @each_name
@@ -296,34 +292,3 @@ def test_evaluation_epsilon_is_reported_and_act_ignores_it() -> None:
     (_, policy), (_, other), seen = made("dqn", evaluation_epsilon=1.0), made("dqn"), rows(DISCRETE, 50)
     assert (policy.evaluation_epsilon, other.evaluation_epsilon) == (1.0, 0.0)
     assert policy.act(seen).tolist() == other.act(seen).tolist()
-
-
-@each_name
-def test_weights_may_be_read_only_arrays_and_are_copied(name: str) -> None:
-    learner, policy = made(name)
-    state, seen = some_state(policy, 50), rows(DISCRETE, 50)
-    action = policy.act(seen, part(state)).tolist()
-    arrays = {key: value.numpy().copy() for key, value in learner.weights().items()}
-    for array in arrays.values():
-        array.flags.writeable = False
-    policy.load(arrays)
-    for array in arrays.values():
-        array.flags.writeable = True
-        array[...] = 0.0
-    assert policy.act(seen, part(state)).tolist() == action
-
-
-def test_weights_that_do_not_fit_are_refused() -> None:
-    (learner, policy), (_, recurrent_policy) = made("dqn"), made("r2d2")
-    weights = learner.weights()
-    for changed, message in (
-        ({name: value for name, value in weights.items() if name != "epsilon"}, "epsilon: missing"),
-        (weights | {"epsilon": torch.zeros(2)}, r"epsilon: shape \(2,\)"),
-        (weights | {"extra": torch.zeros(2)}, "Error.* in loading"),
-        (make_learner("dqn", DISCRETE, hidden_sizes=(9, 7)).weights(), "size mismatch"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            policy.load(changed)
-    for other in (GRU, {"recurrent_size": 8}, {"dueling": False}):
-        with pytest.raises(ValueError, match="loading state_dict|size mismatch"):
-            recurrent_policy.load(make_learner("r2d2", DISCRETE, **other).weights())
