@@ -17,15 +17,8 @@ CARTPOLE, CATCH = {"id": "CartPole-v1", "num_envs": 4}, {"id": "ddrl/Catch-v0", 
 ENDLESS = {"id": "ddrl/Endless-v0", "kwargs": {"max_steps": 10_000, "discrete": True}}
 DQN = {"name": "dqn", "hidden_sizes": [16]}
 CATCH_DQN = {"name": "dqn", "network": "data_efficient", "hidden_sizes": [16]}
-R2D2 = {
-    "name": "r2d2",
-    "hidden_sizes": [16],
-    "recurrent_size": 8,
-    "sequence_length": 20,
-    "overlap": 10,
-    "burn_in": 5,
-    "batch_size": 16,
-}
+SEQUENCES = {"sequence_length": 20, "overlap": 10, "burn_in": 5}  # a stride of 10
+R2D2 = {"name": "r2d2", "hidden_sizes": [16], "recurrent_size": 8, "batch_size": 16, **SEQUENCES}
 PPO = {"name": "ppo"}
 SAC = {"name": "sac", "hidden_sizes": [16]}
 
@@ -66,62 +59,44 @@ def test_what_can_be_done_is_accepted(
     assert submit.prepare(tree(env, algorithm, **sections)).frame_stack == env.get("frame_stack", 1)
 
 
-def test_capacity_must_hold_a_sequence() -> None:
-    long = {**R2D2, "sequence_length": 80, "overlap": 70}
-    rollout = {"max_fragment_steps": 10}
-    message = refused(CARTPOLE, long, replay={"capacity": 60, "warmup_steps": 50}, rollout=rollout)
-    assert message.startswith("replay.capacity: 60 cannot hold one sequence of 80 steps; use at least ")
-    remedy = int(message.rsplit(" ", 1)[1])
-    submit.prepare(tree(CARTPOLE, long, replay={"capacity": remedy, "warmup_steps": 50}, rollout=rollout))
+LONG = {**R2D2, "sequence_length": 80, "overlap": 70}
+STRIDE_20 = {**R2D2, "sequence_length": 25, "overlap": 5}
 
 
-def test_capacity_must_hold_a_fragment() -> None:
-    message = refused(CARTPOLE, DQN, replay={"capacity": 1999})
-    assert message.startswith(
-        "rollout.max_fragment_steps: 512 steps of 4 environments exceed replay.capacity 1999"
-    )
-    remedy = int(message.rsplit(" ", 1)[1])
-    rollout = {"max_fragment_steps": remedy}
-    submit.prepare(tree(CARTPOLE, DQN, replay={"capacity": 1999}, rollout=rollout))
-    rollout = {"max_fragment_steps": remedy + 1}
-    assert "max_fragment_steps" in refused(CARTPOLE, DQN, replay={"capacity": 1999}, rollout=rollout)
+@pytest.mark.parametrize(
+    ("algorithm", "name", "too_tight", "fits", "others", "message"),
+    [
+        (LONG, "replay.capacity", 79, 80, {"rollout.max_fragment_steps": 10},
+         "replay.capacity: 79 cannot hold one sequence of 80 steps; use at least 80"),
+        (DQN, "rollout.max_fragment_steps", 500, 499, {"replay.capacity": 1999},
+         "rollout.max_fragment_steps: 500 steps of 4 environments exceed replay.capacity 1999; use at most 499"),
+        # Collectors of sequences round T up to their stride: all that may come must fit.
+        (STRIDE_20, "replay.capacity", 79, 80, {"rollout.max_fragment_steps": 20},
+         "in strides of 20, exceed replay.capacity 79; use replay.capacity 80"),
+        (STRIDE_20, "replay.capacity", 159, 160, {"rollout.max_fragment_steps": 39},
+         "in strides of 20, exceed replay.capacity 159; use at most 20"),
+        (STRIDE_20, "rollout.max_fragment_steps", 21, 20, {"replay.capacity": 159},
+         "in strides of 20, exceed replay.capacity 159; use at most 20"),
+        (R2D2, "rollout.max_fragment_steps", 9, 10, {},
+         "rollout.max_fragment_steps: 9 is less than the stride of 10 steps between sequences; use at least 10, or a "
+         "larger algorithm.overlap"),
+        (R2D2, "algorithm.overlap", 10, 11, {"rollout.max_fragment_steps": 9}, "or a larger algorithm.overlap"),
+        # 16 sequences of 20 steps an update, at 1 sample per insert: slack for 320 transitions.
+        (R2D2, "replay.slack_steps", 319, 320, {"replay.samples_per_insert": 1}, "use at least 320"),
+    ],
+)  # fmt: skip
+def test_lengths_and_sizes_that_do_not_fit_are_refused_and_the_remedy_is_accepted(
+    algorithm: dict[str, Any], name: str, too_tight: int, fits: int, others: dict[str, int], message: str
+) -> None:
+    def sections(value: int) -> dict[str, Any]:
+        made: dict[str, Any] = {"env": CARTPOLE, "algorithm": dict(algorithm), "replay": {"warmup_steps": 10}}
+        for dotted, number in {"replay.slack_steps": 320, **others, name: value}.items():
+            section, _, option = dotted.partition(".")
+            made.setdefault(section, {})[option] = number
+        return made
 
-
-@pytest.mark.parametrize("max_fragment_steps", [20, 21, 39])
-def test_capacity_must_hold_a_fragment_of_whole_strides(max_fragment_steps: int) -> None:
-    """Collectors of sequences round T up to their stride: what may come must fit, or all of it would be refused."""
-    algorithm = {**R2D2, "sequence_length": 25, "overlap": 5}  # stride 20
-    most = -(-max_fragment_steps // 20) * 20 * 4
-    rollout = {"max_fragment_steps": max_fragment_steps}
-    pace = {"warmup_steps": 10, "slack_steps": 100}
-    submit.prepare(tree(CARTPOLE, algorithm, replay={"capacity": most, **pace}, rollout=rollout))
-    message = refused(CARTPOLE, algorithm, replay={"capacity": most - 1, **pace}, rollout=rollout)
-    if max_fragment_steps == 20:
-        assert message.endswith(f"in strides of 20, exceed replay.capacity 79; use replay.capacity {most}")
-    else:
-        assert message.endswith("in strides of 20, exceed replay.capacity 159; use at most 20")
-        submit.prepare(
-            tree(
-                CARTPOLE, algorithm, replay={"capacity": most - 1, **pace}, rollout={"max_fragment_steps": 20}
-            )
-        )
-
-
-def test_fragments_hold_a_stride_at_least() -> None:
-    message = refused(CARTPOLE, R2D2, rollout={"max_fragment_steps": 9})
-    assert message == (
-        "rollout.max_fragment_steps: 9 is less than the stride of 10 steps between sequences; use at least 10, or a "
-        "larger algorithm.overlap"
-    )
-    submit.prepare(tree(CARTPOLE, R2D2, rollout={"max_fragment_steps": 10}))
-    submit.prepare(tree(CARTPOLE, {**R2D2, "overlap": 11}, rollout={"max_fragment_steps": 9}))
-
-
-def test_the_pace_of_sequences_counts_their_steps() -> None:
-    """16 sequences of 20 steps an update, at 1 sample per insert: slack for 320 transitions."""
-    replay = {"samples_per_insert": 1, "slack_steps": 319}
-    assert "use at least 320" in refused(CARTPOLE, R2D2, replay=replay)
-    submit.prepare(tree(CARTPOLE, R2D2, replay={**replay, "slack_steps": 320}))
+    assert refused(**sections(too_tight)).endswith(message)
+    submit.prepare(tree(**sections(fits)))
 
 
 def test_sequences_bring_their_context_into_memory() -> None:
