@@ -38,11 +38,7 @@ def change(algorithm: dict[str, Any], *texts: str) -> dict[str, tuple[Any, Any]]
     [
         ("sac", ["algorithm.learning_rate=1e-4"], {"algorithm.learning_rate": (1e-3, 1e-4)}),
         ("sac", ["algorithm.temperature=1e-2"], {"algorithm.temperature": ("auto", 0.01)}),
-        (
-            "sac",
-            ["stop.time=15m", "stop.return=200"],
-            {"stop.return": (None, 200.0), "stop.time": (None, 900.0)},
-        ),
+        ("sac", ["stop.time=15m", "stop.return=9"], {"stop.return": (None, 9.0), "stop.time": (None, 900.0)}),
         ("sac", ["weight=2", "priority=high"], {"weight": (1.0, 2.0), "priority": ("normal", "high")}),
         ("sac", ["evaluation.every_s=10s"], {"evaluation.every_s": (60.0, 10.0)}),
         ("sac", ["replay.max_bytes=1GB"], {"replay.max_bytes": (512 * 1024**2, 10**9)}),
@@ -159,43 +155,32 @@ def _texts(folder: Path) -> list[str]:
 
 
 def test_changes_are_drawn_on_both_panels(client: Any, tmp_path: Path) -> None:
-    run = make_run(client)
-    add_history(client, run)
-    records = read(client, run)
-    assert _drawn(records, "time_s") == ([], [])
-
-    def changed(seconds: float, option: str, to: Any) -> dict[str, Any]:
-        row = {"time_s": seconds, "env_steps": int(1000 * seconds), "event": "set", "option": option}
-        return row | {"from": None, "to": to}
-
-    # Returns rise over thirty seconds: labels are above them at first, below them in the end.
-    journal = [
-        {"time_s": 0.0, "event": "created"},
-        *(changed(3.0, "algorithm.learning_rate", 1e-4), changed(3.1, "stop.time", None)),
-        *(changed(29.9, "algorithm.temperature", "auto"),),
-    ]
-    records = replace(records, episodes=_rising(), journal=journal)
-    for over, scale in (("time_s", 1), ("env_steps", 1000)):
-        lines, labels = _drawn(records, over)
-        assert lines == pytest.approx([3.0 * scale, 3.1 * scale, 29.9 * scale])
-        assert labels == [("learning_rate 0.0001\nstop.time none", "top"), ("temperature auto", "bottom")]
-    many = [changed(3.0, "weight", number) for number in range(9)]
-    assert _drawn(replace(records, journal=many), "time_s")[1] == [
-        ("weight 0\nweight 1\nweight 2\nand 6 more", "top")
-    ]
-    many = [changed(1.5 * number, "weight", number) for number in range(20)]
-    lines, labels = _drawn(replace(records, journal=many), "time_s")
+    """Returns rise over thirty seconds: labels are above them at first, below them in the end."""
+    rising = [{"time_s": n / 10, "env_steps": n * 100, "return": float(n)} for n in range(300)]
+    records = replace(read(client, make_run(client)), episodes=rising)
+    assert _drawn(records) == ([], [])
+    created = {"time_s": 0.0, "event": "created"}
+    changes = (_change(3.0, "algorithm.learning_rate", 1e-4), _change(3.1, "stop.time", None))
+    last = _change(29.9, "algorithm.temperature", "auto")
+    records = replace(records, journal=[created, *changes, last])
+    labels = [("learning_rate 0.0001\nstop.time none", "top"), ("temperature auto", "bottom")]
+    assert _drawn(records) == ([3.0, 3.1, 29.9], labels)
+    assert _drawn(records, "env_steps") == ([3000, 3100, 29900], labels)
+    many = replace(records, journal=[_change(3.0, "weight", number) for number in range(9)])
+    assert _drawn(many)[1] == [("weight 0\nweight 1\nweight 2\nand 6 more", "top")]
+    many = replace(records, journal=[_change(1.5 * number, "weight", number) for number in range(20)])
+    lines, labels = _drawn(many)
     assert len(lines) == 20 and labels == []
-    assert curves.plot_run(replace(records, journal=many), tmp_path / "curve.png").stat().st_size > 10_000
+    assert curves.plot_run(many, tmp_path / "curve.png").stat().st_size > 10_000
 
 
-def _rising() -> list[dict[str, Any]]:
-    return [
-        {"time_s": second / 10, "env_steps": second * 100, "return": float(second)} for second in range(300)
-    ]
+def _change(seconds: float, option: str, to: Any) -> dict[str, Any]:
+    """Return an entry of the journal."""
+    row = {"time_s": seconds, "env_steps": int(1000 * seconds), "event": "set", "option": option}
+    return row | {"from": None, "to": to}
 
 
-def _drawn(records: Records, over: str) -> tuple[list[float], list[tuple[str, str]]]:
+def _drawn(records: Records, over: str = "time_s") -> tuple[list[float], list[tuple[str, str]]]:
     """Return where a panel has lines of changes, and the labels with the side they are on."""
     axes = Figure().subplots()
     curves.draw_run(axes, records, over)
