@@ -44,7 +44,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "prune": ("Maintenance", "maintenance", "Delete ended runs by age or size, oldest first."),
     "schema": ("Maintenance", "maintenance", "Print the JSON schema of the configuration."),
 }
-_HIDDEN = {"detached": "submit"}  # started by `ddrl submit --detach`
+HIDDEN = "detached"  # command that `ddrl submit --detach` starts
 
 # Errors whose message is enough for the user, most specific first. They are named, not imported, so that `ddrl --help`
 # does not import blosc2 or gymnasium: an error whose module was never imported cannot have been raised.
@@ -69,7 +69,7 @@ class _Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the command that the arguments name, loaded, and its arguments."""
         name, _, rest = super().resolve_command(ctx, args)
-        module = COMMANDS[name][1] if name in COMMANDS else _HIDDEN[str(name)]
+        module = "submit" if name == HIDDEN else COMMANDS[str(name)][1]
         functions = importlib.import_module(f"ddrl.cli.{module}")
         function = getattr(functions, "set_" if name == "set" else str(name))
         info = CommandInfo(name=name, callback=function)
@@ -88,8 +88,7 @@ app = typer.Typer(
 )
 for _name, (_group, _, _help) in COMMANDS.items():
     app.command(_name, help=_help, rich_help_panel=_group)(lambda: None)
-for _name in _HIDDEN:
-    app.command(_name, hidden=True)(lambda: None)
+app.command(HIDDEN, hidden=True)(lambda: None)
 
 
 @app.callback(invoke_without_command=True)

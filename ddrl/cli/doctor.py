@@ -45,9 +45,7 @@ def doctor(json_output: Json = False) -> None:
     if json_output:
         emit([asdict(finding) for finding in findings])
     else:
-        remedies = [f"; {finding.remedy}" if finding.remedy else "" for finding in findings]
-        lines = zip(findings, remedies, strict=True)
-        aligned([(_MARKS[found.level], found.name, found.detail + remedy) for found, remedy in lines])
+        aligned([(_MARKS[f.level], f.name, "; ".join(filter(None, (f.detail, f.remedy)))) for f in findings])
     failed = {finding.name for finding in findings if finding.level == FAIL}
     if failed:
         raise typer.Exit(3 if "server" in failed else 1)

@@ -40,17 +40,15 @@ def evaluate(
     episodes: Annotated[int, typer.Option("--episodes", "-n", min=1, help="Episodes to play.")] = 100,
     version: Version = None,
     seed: Annotated[
-        int | None,
-        typer.Option(min=0, help="Seed of the first episode. Default: that of the run's confirmations."),
+        int | None, typer.Option(min=0, help="Seed of the first episode. Default: that of confirmations.")
     ] = None,
     num_envs: Annotated[int, typer.Option(min=1, max=4096, help="Episodes side by side.")] = 20,
     noop: Annotated[
         int | None,
-        typer.Option(min=0, max=1000, help="Most idle frames at the start of ALE games. Default: the run's."),
+        typer.Option(min=0, max=1000, help="No-ops before ALE games, at most. Default: the run's."),
     ] = None,
     epsilon: Annotated[
-        float | None,
-        typer.Option(min=0, max=1, help="Share of random actions. Default: the algorithm's, usually 0."),
+        float | None, typer.Option(min=0, max=1, help="Share of random actions. Default: the algorithm's.")
     ] = None,
     video: Annotated[Path | None, typer.Option(help="File (.mp4) for a video of the first episode.")] = None,
     local: Annotated[bool, typer.Option("--local", help="Play here, even if there is a fleet.")] = False,

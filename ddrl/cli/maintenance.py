@@ -8,19 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
+from ddrl.cli import output
 from ddrl.cli.format import counted, duration, size
-from ddrl.cli.output import (
-    InputError,
-    Json,
-    Yes,
-    confirm,
-    emit,
-    note,
-    num_bytes,
-    seconds,
-    server,
-    table,
-)
+from ddrl.cli.output import InputError, Json, Yes, num_bytes, seconds
 
 
 def prune(
@@ -42,7 +32,7 @@ def prune(
     if older_than is None and max_bytes is None:
         raise InputError("prune: give --older-than or --max-bytes, such as --older-than 30d")
     limits = seconds(older_than, "--older-than"), num_bytes(max_bytes, "--max-bytes")
-    with server() as client:
+    with output.server() as client:
         rows = pruning.prune(client, *limits, dry_run=True)
         number = counted(len(rows), "run")
         if rows and not json_output:
@@ -51,16 +41,16 @@ def prune(
             for row in rows:
                 age = f"{duration(now_s - row.ended_s)} ago"
                 cells.append((row.run, row.status, age, size(row.bytes), row.reason))
-            table(("run", "status", "ended", "size", "why"), cells, left=("run", "status", "why"))
+            output.table(("run", "status", "ended", "size", "why"), cells, left=("run", "status", "why"))
         if rows and not dry_run:
-            confirm(f"prune: {number}", f"Delete {number} for good?", yes)
+            output.confirm(f"prune: {number}", f"Delete {number} for good?", yes)
             rows = pruning.prune(client, *limits)
     freed = sum(row.bytes for row in rows)
     if json_output:
-        emit({"dry_run": dry_run, "bytes": freed, "runs": [asdict(row) for row in rows]})
+        output.emit({"dry_run": dry_run, "bytes": freed, "runs": [asdict(row) for row in rows]})
     elif rows:
         print(f"{'would free' if dry_run else 'freed'} {size(freed)} of {counted(len(rows), 'run')}")
-        note("their folders stay; `ddrl delete RUN --files` deletes a folder with its run")
+        output.note("their folders stay; `ddrl delete RUN --files` deletes a folder with its run")
     else:
         print("nothing to prune")
 

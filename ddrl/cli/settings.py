@@ -24,8 +24,7 @@ Changes = dict[str, tuple[Any, Any]]  # option -> (from, to)
 def set_(
     run: Run,
     settings: Annotated[
-        list[str],
-        typer.Argument(metavar="NAME=VALUE...", help="Such as algorithm.gamma=0.98 or stop.time=30m."),
+        list[str], typer.Argument(metavar="NAME=VALUE...", help="Such as weight=2 or stop.time=30m.")
     ],
     json_output: Json = False,
 ) -> None:

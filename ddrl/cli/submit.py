@@ -41,18 +41,11 @@ def submit(
     time_: Time = None,
     workers: Workers = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the run.")] = None,
-    seeds: Annotated[
-        int, typer.Option(min=1, max=100, help="Start so many runs together, with consecutive seeds.")
-    ] = 1,
-    weight: Annotated[
-        float | None, typer.Option(help="Share of the fleet, relative to other runs' weights.")
-    ] = None,
-    priority: Annotated[
-        str | None, typer.Option(help="low, normal or high: higher priorities play first.")
-    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, max=100, help="Runs to start, with consecutive seeds.")] = 1,
+    weight: Annotated[float | None, typer.Option(help="Share of the fleet, relative to others.")] = None,
+    priority: Annotated[str | None, typer.Option(help="low, normal or high; high plays first.")] = None,
     initial: Annotated[
-        str | None,
-        typer.Option("--from", metavar="POLICY|RUN@VERSION", help="Start from another policy's weights."),
+        str | None, typer.Option("--from", metavar="POLICY|RUN@VERSION", help="Initial weights.")
     ] = None,
     with_learner: WithLearner = None,
     detach: Detach = False,
