@@ -38,13 +38,7 @@ class EvaluationScheduler:
     """
 
     def __init__(
-        self,
-        client: Redis,
-        run: str,
-        token: int,
-        config: RunConfig,
-        *,
-        send: Callable[[str], None],
+        self, client: Redis, run: str, token: int, config: RunConfig, *, send: Callable[[str], None]
     ) -> None:
         self._client, self._run, self._token = client, run, token
         self._config, self._target = config.evaluation, config.stop.return_

@@ -112,15 +112,6 @@ def test_the_best_version_has_the_highest_mean_and_unconfirmed_ones_do_not_solve
     assert match.sent[-1] == "4:1000000:20"  # the next version is tried
 
 
-def test_a_lost_evaluation_is_sent_again_and_counts_once(match: Match) -> None:
-    match.tick()
-    time.sleep(0.1)
-    match.tick(), match.tick()
-    assert match.sent == ["1:1000000:20"] * 2
-    match.answer(-2.0)
-    assert evaluations.take(match.client, match.run, match.sent[0], "other") is None
-
-
 def test_an_evaluation_whose_weights_are_gone_is_dropped_and_the_next_is_opened(match: Match) -> None:
     match.tick()
     weights.publish(
@@ -142,15 +133,6 @@ def test_changed_settings_are_applied_to_the_next_evaluation(match: Match) -> No
 
 
 # --- a new learner ---------------------------------------------------------------------------------------
-
-
-def test_a_new_learner_takes_over_the_open_evaluation(match: Match) -> None:
-    match.tick()
-    other = successor(match)
-    assert other.scheduler.pinned == {1} and other.sent == match.sent
-    other.answer(-0.1)
-    other.tick()
-    assert other.sent[-1] == "1:1000020:100"  # the confirmation
 
 
 def test_a_confirmation_that_came_while_no_learner_ran_still_solves(match: Match) -> None:

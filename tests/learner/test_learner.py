@@ -6,7 +6,6 @@ import gc
 import json
 import math
 import resource
-import threading
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -32,7 +31,6 @@ from ddrl import codec
 from ddrl.learner import loop
 from ddrl.learner.loop import Learner
 from ddrl.policy import LoadedPolicy
-from ddrl.replay.replay import Replay
 from ddrl.runs import evaluation
 from ddrl.store import keys, leases, stream, weights
 from ddrl.types import Fragment
@@ -108,23 +106,6 @@ def test_updates_go_on_while_a_backlog_is_admitted(server, monkeypatch: pytest.M
         until(lambda: learner.shared.ledger.consumed == backlog and len(at_update) > 5)
     learner.close()
     assert at_update[0] < backlog - 5  # the warm-up is a fifth of the backlog
-
-
-def test_frames_are_compressed_by_the_readers_thread(server, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(server, catch_config())
-    run.play(400)
-    threads, pack = set(), Replay.pack
-
-    def noted(replay: Replay, fragment: Fragment) -> object:
-        threads.add(threading.current_thread().name)
-        return pack(replay, fragment)
-
-    monkeypatch.setattr(Replay, "pack", noted)
-    learner = run.learner()
-    with training(learner):
-        run.catch_up(learner)
-    learner.close()
-    assert threads == {"reader"} and contents(learner)
 
 
 def test_dqn_learns_from_compressed_prioritized_replay(server) -> None:
@@ -216,12 +197,11 @@ def test_a_full_stream_forces_a_checkpoint_and_a_trim_and_play_goes_on(server, f
     run = Run(server, target_config(replay=replay, rollout=rollout, learner=late, stop=endless))
     learner = run.learner()
     with training(learner):
-        for _ in range(30):
+        while run.state.appended_bytes <= 2 * 65536:  # the budget is used several times over
             run.play(400)
             assert run.state.live_bytes <= 65536
         run.catch_up(learner)
     learner.finish()
-    assert run.state.appended_bytes > 2 * 65536, "the budget was used several times over"
     assert learner.counters.admitted == run.state.appended_fragments
 
 
@@ -315,7 +295,7 @@ def test_a_flood_of_bad_entries_waits_until_it_is_reported_and_updates_go_on(
     server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop, "MAX_REFUSED", 100)
-    run, num = Run(server), 5_000
+    run, num = Run(server), 2_000
     run.play(300)
     with run.client.pipeline() as pipe:
         for _ in range(num):

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pydantic import BaseModel
 from safetensors.torch import load, save
 from support.algorithms import digest
 from support.subjects import SPECS, Subject, continued, trained
@@ -127,14 +126,6 @@ def test_other_options_are_refused_and_nothing_changes(
     with pytest.raises(ValueError, match=message):
         subject.adopt(**change)
     assert subject.update(0) == twin.update(0)
-
-
-def test_an_option_of_several_algorithms_is_live_in_all() -> None:
-    classes: list[type[BaseModel]] = [base.config_class(name) for name in base.names()]
-    for left, right in combinations(classes, 2):
-        both = left.model_fields.keys() & right.model_fields.keys()
-        names = {left.model_fields[name].alias or name for name in both}
-        assert names & live_options(left) == names & live_options(right)
 
 
 @pytest.mark.parametrize(("name", "option", "needed", "other"), CASES)

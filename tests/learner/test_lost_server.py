@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from redis import Redis
-from support.learners import Run, pick_config, playing, training, until
+from support.learners import Run, endless_config, pick_config, playing, training, until
 from support.processes import Processes, bound
 from support.runs import target_config
 
@@ -22,15 +22,13 @@ from ddrl.learner.loop import Learner
 from ddrl.store import checkpoints, connection, keys, leases, local_checkpoints, runs
 from ddrl.store.local_checkpoints import Snapshot
 
-ENDLESS: dict[str, Any] = {"stop": {"return": None, "time": 3600}, "evaluation": {"every_s": 3600, "near": 0}}
-
 
 def endless(**sections: Any) -> RunConfig:
-    return target_config(**{**ENDLESS, "replay": {"samples_per_insert": 4}, **sections})
+    return endless_config(**{"replay": {"samples_per_insert": 4}, **sections})
 
 
 def endless_on_policy() -> RunConfig:
-    return pick_config(**ENDLESS)
+    return pick_config(stop={"time": 3600}, evaluation={"every_s": 3600, "near": 0})
 
 
 def go_on(run: Run, after: runs.RunState) -> None:
@@ -46,10 +44,14 @@ def go_on(run: Run, after: runs.RunState) -> None:
     until(has_gone_on, 60.0)
 
 
-def snapshot_of(run: Run) -> Snapshot:
-    """Return a run with its newest checkpoint."""
+def saved(learner: Learner, run: Run, runs_folder: Path) -> Snapshot:
+    """Return the snapshot of a learner that has finished, which is in the run's folder too; release the run."""
+    learner.finish()
     blob, meta = checkpoints.load(run.client, run.id)
-    return Snapshot(run.id, run.token, local_checkpoints.record(run.client, run.id), meta, blob)
+    snapshot = Snapshot(run.id, run.token, local_checkpoints.record(run.client, run.id), meta, blob)
+    local_checkpoints.write(runs_folder / run.id, snapshot)
+    leases.release(run.client, run.id, run.token)
+    return snapshot
 
 
 def beginnings(text: str) -> list[str]:
@@ -173,11 +175,7 @@ def test_a_run_that_is_lost_while_its_attempt_begins_is_restored(
     server, learn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Run(server, endless())
-    run.learner().finish()
-    snapshot = snapshot_of(run)
-    local_checkpoints.write(tmp_path / "runs" / run.id, snapshot)
-    leases.release(run.client, run.id, snapshot.token)
-    acquire = leases.acquire
+    snapshot, acquire = saved(run.learner(), run, tmp_path / "runs"), leases.acquire
 
     def lost_at_once(*arguments: Any, **options: Any) -> int | None:
         token = acquire(*arguments, **options)
@@ -191,15 +189,13 @@ def test_a_run_that_is_lost_while_its_attempt_begins_is_restored(
 
 
 def test_a_learner_that_cannot_save_its_state_goes_on_from_the_checkpoint_before(
-    server, learn, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    server, learn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     run = Run(server, endless(learner={"checkpoint_every_s": 3600}))
-    for attempt in (1, 2):
-        learning = learn(run)
-        until(lambda n=attempt: len(beginnings(caplog.text)) == n)
-        if attempt == 1:
-            learning.end()
+    saved(run.learner(), run, tmp_path / "runs")
+    learning = learn(run)
+    until(lambda: len(beginnings(caplog.text)) == 2)
     token = run.token
 
     def fail(_: Learner) -> None:
@@ -212,14 +208,13 @@ def test_a_learner_that_cannot_save_its_state_goes_on_from_the_checkpoint_before
     assert "state cannot be saved" in caplog.text
 
 
-def test_a_lost_replay_is_warmed_up_again_before_updates_go_on(server) -> None:
+def test_a_lost_replay_is_warmed_up_again_before_updates_go_on(server, tmp_path: Path) -> None:
     run = Run(server, endless(replay={"warmup_steps": 200, "samples_per_insert": 8, "slack_steps": 100}))
     run.play(600)
     first, most = run.learner(), (run.state.appended_steps - 200) * 8 // 32
     with training(first):
         until(lambda: first.shared.updates == most)
-    first.finish()
-    snapshot = snapshot_of(run)
+    snapshot = saved(first, run, tmp_path)
     run.client.flushall()
     assert local_checkpoints.restore(run.client, snapshot)
     second = run.learner()
@@ -239,10 +234,9 @@ def test_a_lost_replay_is_warmed_up_again_before_updates_go_on(server) -> None:
     third.close()
 
 
-def test_a_run_lost_before_its_first_update_publishes_again(server) -> None:
+def test_a_run_lost_before_its_first_update_publishes_again(server, tmp_path: Path) -> None:
     run = Run(server, endless())
-    run.learner().finish()
-    snapshot = snapshot_of(run)
+    snapshot = saved(run.learner(), run, tmp_path)
     run.client.flushall()
     assert local_checkpoints.restore(run.client, snapshot)
     learner = run.learner()
