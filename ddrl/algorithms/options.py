@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from copy import copy
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
@@ -12,7 +12,6 @@ from ddrl.config import LIVE, live_options
 from ddrl.types import EnvSpec, SequenceShape
 
 AnyConfig = TypeVar("AnyConfig", bound="AlgorithmConfig")
-AnyNetworkConfig = TypeVar("AnyNetworkConfig", bound="NetworkConfig")
 
 
 class AlgorithmConfig(BaseModel):
@@ -90,7 +89,7 @@ class NetworkConfig(AlgorithmConfig):
     """Keyword arguments of your own network."""
 
     @model_validator(mode="after")
-    def _refuse_unused_network_kwargs(self: AnyNetworkConfig) -> AnyNetworkConfig:
+    def _refuse_unused_network_kwargs(self) -> Self:
         if self.network_kwargs and ":" not in self.network:
             raise ValueError(f"network_kwargs: are for your own network; {self.network} takes none")
         return self

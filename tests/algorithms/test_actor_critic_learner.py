@@ -15,7 +15,6 @@ from torch import Tensor
 from ddrl.algorithms.actor_critic.learner import Prepared
 from ddrl.types import EnvSpec, Fragment
 
-ESTIMATORS = ("gae", "td_lambda", "vtrace", "upgo", "monte_carlo")
 each_name = pytest.mark.parametrize("name", ["ppo", "impala"])
 
 
@@ -23,21 +22,19 @@ def ppo(spec: EnvSpec = DISCRETE, **options: Any) -> Any:
     return make_learner("ppo", spec, **options)
 
 
-def by_hand(**changes: Any) -> Fragment:
+def by_hand() -> Fragment:
     """One lane: observations 1 to 5, truncated at 50 after the second step, terminated after the third."""
-    shape = (4, 1)
-    made = make_feed(DISCRETE, num_fragments=1)[0]
-    fields: dict[str, Any] = {
-        "observation": np.arange(1, 6, dtype=np.float32).reshape(5, 1, 1),
-        "action": np.zeros(shape, np.int64),
-        "reward": np.array([[10], [20], [30], [40]], np.float32),
-        "terminated": np.arange(4).reshape(shape) == 2,
-        "truncated": np.arange(4).reshape(shape) == 1,
-        "final_index": np.array([[1, 0]], np.int32),
-        "final_observation": np.array([[50]], np.float32),
-        "extras": {"behavior_log_prob": np.full(shape, np.log(0.25), np.float32)},
-    }
-    return replace(made, **(fields | changes))
+    return replace(
+        make_feed(DISCRETE, num_fragments=1)[0],
+        observation=np.arange(1, 6, dtype=np.float32).reshape(5, 1, 1),
+        action=np.zeros((4, 1), np.int64),
+        reward=np.array([[10], [20], [30], [40]], np.float32),
+        terminated=np.arange(4)[:, None] == 2,
+        truncated=np.arange(4)[:, None] == 1,
+        final_index=np.array([[1, 0]], np.int32),
+        final_observation=np.array([[50]], np.float32),
+        extras={"behavior_log_prob": np.full((4, 1), np.log(0.25), np.float32)},
+    )
 
 
 @pytest.mark.parametrize(

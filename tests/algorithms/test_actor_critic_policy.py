@@ -74,10 +74,8 @@ def test_drawn_actions_have_the_learners_log_probability(spec: EnvSpec, options:
     action, columns = policy.explore(rows, np.random.default_rng(0))
     is_continuous = spec.action_kind == "continuous"
     assert columns.keys() == {"behavior_log_prob"} | ({"raw_action"} if is_continuous else set())
-    assert (action.shape, action.dtype) == (
-        (500, *spec.action_shape),
-        np.float32 if is_continuous else np.int64,
-    )
+    assert action.shape == (500, *spec.action_shape)
+    assert action.dtype == (np.float32 if is_continuous else np.int64)
     if is_continuous:
         raw = columns["raw_action"]
         assert (raw.shape, raw.dtype) == ((500, 2), np.float32)

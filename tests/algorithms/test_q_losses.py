@@ -134,13 +134,8 @@ def test_projection_keeps_mass_and_inside_the_support_the_mean() -> None:
 
 def test_categorical_loss_hand_numbers() -> None:
     logits = torch.zeros(1, 1, 3, requires_grad=True)  # uniform over -1, 0, 1
-    rest = (
-        torch.zeros(1, 1),
-        torch.zeros(1, 1, 3),
-        torch.zeros(1, dtype=torch.int64),
-        tensor([0.5]),
-        tensor([0.0]),
-    )
+    next_q, next_logits, action = torch.zeros(1, 1), torch.zeros(1, 1, 3), tensor([0])
+    rest = next_q, next_logits, action, tensor([0.5]), tensor([0.0])
     loss, divergence = categorical_loss(logits, *rest, None, v_min=-1.0, v_max=1.0)
     # the target is (0, 1/2, 1/2), so the divergence from uniform is log 3 - log 2
     assert float(loss.detach()) == pytest.approx(math.log(3) - math.log(2))

@@ -191,10 +191,8 @@ def test_solves_recall_from_given_sequences(recurrent: str) -> None:
     learner, rng = make(RECALL, **options), np.random.default_rng(0)
     for _ in range(700):
         learner.update(recall_sequences(rng, learner.config, 64, learner.network.state_size))
-    policy, cue = (
-        make_policy("r2d2", RECALL, weights=learner.weights(), **options),
-        np.arange(NUM_CUES).repeat(4),
-    )
+    policy = make_policy("r2d2", RECALL, weights=learner.weights(), **options)
+    cue = np.arange(NUM_CUES).repeat(4)
     assert play_recall(policy, cue) >= 0.9
     # Without memory the last step looks alike whatever the cue was, so its action is one and the same.
     assert play_recall(policy, cue, forgets=True) == pytest.approx(1 / NUM_CUES)

@@ -87,17 +87,11 @@ def test_one_update_equals_the_slow_twin(options: dict[str, Any], num_members: i
     actor = actor_layers(sac.actor)
     critics, targets = critic_layers(sac.critics), critic_layers(sac.target_critics)
     unit_action = (batch.action - tensor(MIDDLE)).div(tensor(HALF)).float()
-    columns = (
-        batch.observation,
-        unit_action,
-        batch.n_step_return,
-        batch.bootstrap_discount,
-        batch.next_observation,
-    )
+    unit = replace(batch, action=unit_action)
+    rows = list(zip(*(column for column in vars(unit).values() if column is not None), strict=True))
     metrics = sac.update(batch)
 
     parameters = [leaves(critic) for critic in critics]
-    rows = list(zip(*columns, strict=True))
     loss = sac_critic_loss(actor, critics, targets, rows, next_noise, temperature)
     torch.testing.assert_close(metrics["critic_loss"], loss.detach())
     gradients = [torch.autograd.grad(loss, member, retain_graph=True) for member in parameters]

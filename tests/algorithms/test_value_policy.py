@@ -107,12 +107,8 @@ def test_greedy_is_the_largest_value_of_the_network(
     with torch.no_grad():
         output = learner.network.eval()(pixels(seen))
     if "distribution" in options:
-        chances = (
-            output.softmax(dim=2) * torch.arange(5.0)
-            if options["distribution"] == "categorical"
-            else output / 5
-        )
-        output = chances.sum(dim=2)
+        is_categorical = options["distribution"] == "categorical"  # over 0, 1, 2, 3, 4
+        output = output.softmax(dim=2) @ torch.arange(5.0) if is_categorical else output.mean(dim=2)
     np.testing.assert_allclose(policy.values(seen, by_row=False), output.numpy(), rtol=1e-5, atol=1e-6)
     assert policy.act(seen).tolist() == output.argmax(dim=1).tolist()
     assert policy.initial_state(3) == {}
@@ -134,10 +130,11 @@ def test_step_by_step_it_is_the_network_over_a_sequence(
     actions, inputs, columns = [], [], []
     for step in range(num_steps):
         inputs.append(part(state))
-        action, extras = (
-            policy.explore(seen[step], rng, state) if explores else (policy.act(seen[step], state), {})
-        )
-        columns.append(extras)
+        if explores:
+            action, extras = policy.explore(seen[step], rng, state)
+            columns.append(extras)
+        else:
+            action = policy.act(seen[step], state)
         last_state = state["hidden"].copy()
         assert (action.dtype, action.shape) == (np.int64, (size,))
         for column in ("previous_action", "previous_reward"):  # only `advance` changes them

@@ -7,7 +7,7 @@ sequences, divides by sequence_length too.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import Field, PositiveInt, model_validator
 
@@ -99,7 +99,7 @@ class Options(NetworkConfig):
         return values
 
     @model_validator(mode="after")
-    def _refuse_contradictions(self: AnyOptions) -> AnyOptions:
+    def _refuse_contradictions(self) -> Self:
         if (self.target_period is None) == (self.target_rate is None):
             raise ValueError(
                 f"target_period={self.target_period}, target_rate={self.target_rate}: the target follows in one of two "
