@@ -1,8 +1,7 @@
 """A run's life on this machine: claim it, restore it, train to the end or until it is handed over.
 
-One path leads back from every loss: a learner starts from the newest checkpoint that a learner saved, on the server or
-in the run's folder. When the server comes back empty or older, the learner saves a checkpoint to the folder and makes
-another attempt, which restores it.
+Recovery is always the same: start from the newest checkpoint, on the server or in the run's folder. When the server
+comes back empty or older, the learner saves a checkpoint to the folder and makes another attempt, which restores it.
 """
 
 from __future__ import annotations
@@ -40,13 +39,15 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.25
 RETRY_S = 1.0
-HANDOVER_S = 5.0  # in which a learner may hand over a run that was requested, before it is taken
-RETURN_S = 15.0  # in which the learner that held a lost run may restore it, before another one does
-SKIP_S = 10.0  # in which a service skips a run that another learner requested, or that cannot be learned here
+HANDOVER_S = 5.0  # a requested run is taken by force after this time
+RETURN_S = 15.0  # after a run is lost, other learners wait this long for its holder to restore it
+SKIP_S = 10.0  # `serve` skips a run this long that another learner requested, or that cannot be learned here
 TICK_S = 0.05
 DISPATCH_S = 0.1
 SIGNALS_S = 0.25
-HANG_S = 120.0  # after which a service thread without a round hangs; longer than redis-py tries a command
+HANG_S = (
+    120.0  # a service thread without a round for this long counts as hung; longer than redis-py's retries
+)
 OTHER_BYTES = 80 * 1024**2  # metrics (45 MiB at their cap), logs, journal, episodes and the like, of one run
 EXTRA_VERSIONS = 3  # kept besides the newest: the best one, the one being evaluated, the one being published
 LOST = (leases.RunGoneError, runs.UnknownRunError)  # the server came back empty or older
@@ -75,30 +76,29 @@ def serve(client: Redis, folder: Path, interrupt: Interrupt, *, retention: Reten
     Args:
         client: connection to the server.
         folder: of the runs' folders.
-        interrupt: ends it, when a signal requests that.
-        retention: which ended runs to delete from the server meanwhile; None: none.
+        interrupt: stops the loop.
+        retention: deletes ended runs from the server in each round; None deletes nothing.
     """
     log.info("waits for runs")
-    skipped_until: dict[str, float] = {}  # by run
+    skipped_until: dict[tuple[str, str], float] = {}  # by run and the learner that requested it, if any
     outage = connection.Outage(client)
     while not interrupt.event.is_set():
         try:
             if retention is not None:
                 retention.apply(client)
-            now = time.monotonic()
             for run, requester in leases.free(client, runs.active_names(client)):
-                if requester:  # it takes the run in a moment, unless it has died
-                    skipped_until.setdefault(run, now + SKIP_S)
-                if skipped_until.get(run, 0.0) > time.monotonic() or interrupt.event.is_set():
+                if requester:  # it takes the run soon, unless it died
+                    skipped_until.setdefault((run, requester), time.monotonic() + SKIP_S)
+                if skipped_until.get((run, requester), 0.0) > time.monotonic() or interrupt.event.is_set():
                     continue
-                skipped_until.pop(run, None)
+                skipped_until.pop((run, requester), None)
                 try:
                     learn(client, run, folder, interrupt, waits=False)
                 except leases.LeaseLostError as error:
                     log.error("%s", error)
                 except Exception as error:  # the other runs still need a learner
                     log.error("%s: %s", run, error, exc_info=not isinstance(error, (StoreError, ConfigError)))
-                    skipped_until[run] = time.monotonic() + SKIP_S
+                    skipped_until[run, ""] = time.monotonic() + SKIP_S
             outage.over()
         except connection.OUTAGES as error:
             outage.note(error)
@@ -114,22 +114,23 @@ def learn(
     waits: bool = True,
     take_over: bool = False,
 ) -> str | None:
-    """Learn one run until it ends, is handed over, or this process is to end; restore it if the server has lost it.
+    """Learn one run until it ends, is handed over, or the process must stop; restore it if the server has lost it.
 
     Args:
         client: connection of the service thread.
         run: its id.
         folder: of the runs' folders.
-        interrupt: ends it, when a signal requests that.
-        waits: for the lease, as long as the run is active.
+        interrupt: stops the loop.
+        waits: wait for the lease instead of returning at once.
         take_over: request the run from the learner that holds it; take it if that learner does not hand it over.
 
     Returns:
         The status with which the run ended; None when it goes on without this learner.
 
     Raises:
-        StoreError: the run is not active.
+        StoreError: the run is not active, or is unknown and has no local checkpoint.
         LeaseLostError: another learner took over.
+        ConfigError, ValueError: the run cannot be learned here; it has failed.
     """
     claim = _Claim(client, run, folder / run, waits=waits, take_over=take_over)
     outage = connection.Outage(client)
@@ -146,9 +147,9 @@ def learn(
             outage.note(error)
             interrupt.event.wait(RETRY_S)
         except LOST as error:
-            if token is None:  # there is nothing to restore it from
+            if token is None:  # no lease was taken: the run is unknown here and has no local checkpoint
                 raise
-            log.warning("%s; the run is restored", error)
+            log.warning("%s; restoring the run", error)
             claim = _Claim(client, run, folder / run, waits=waits, take_over=False, is_again=True)
         finally:
             if token is not None:
@@ -165,7 +166,7 @@ class _Claim:
         client: connection to the server.
         run: its id.
         folder: the run's.
-        waits: until the run is free, as long as it is active.
+        waits: wait for the lease instead of returning at once.
         take_over: request it from its holder, then take it.
         is_again: this learner held the run before, so it also waits while the run is paused.
         holder: host of the learner that was logged as the holder.
@@ -183,7 +184,7 @@ class _Claim:
     _requested_at: float = 0.0
 
     def take(self, interrupted: threading.Event) -> int | None:
-        """Return the lease's token; None if others learn the run, or the process is to end.
+        """Return the lease's token; None if others learn the run, it has ended meanwhile, or the process must stop.
 
         Raises:
             StoreError: the run is not active.
@@ -192,7 +193,7 @@ class _Claim:
             now = self._state()
             if now is not None:
                 if now.ended and self.holder:
-                    log.info("%s: %s, by the learner on %s", self.run, now.status, now.host)
+                    log.info("%s ended: %s", self.run, now.status)
                     return None
                 if now.status == "active" or now.leased:
                     token = self._acquire()
@@ -200,9 +201,8 @@ class _Claim:
                         return token
                     self._request_or_wait(now.host)
                 elif now.status != "paused" or not (self.holder or self.is_again):
-                    raise StoreError(
-                        f"run {self.run}: is {now.status}, not active; continue it with `ddrl resume {self.run}`"
-                    )
+                    what = f"has ended ({now.status})" if now.ended else f"is {now.status}"
+                    raise StoreError(f"run {self.run}: {what}; continue it with `ddrl resume {self.run}`")
             interrupted.wait(POLL_S)
         return None
 
@@ -234,7 +234,7 @@ class _Claim:
         return token
 
     def _request_or_wait(self, holder: str) -> None:
-        """Log each holder once; request the run from it if this learner is to take over."""
+        """Log a new holder, warm up once, and request the run if this learner takes over."""
         if holder != self.holder:
             if not self.holder:
                 warm_up(runs.config(self.client, self.run), runs.spaces(self.client, self.run))
@@ -248,14 +248,14 @@ class _Claim:
 
 
 class _Attempt:
-    """One attempt to learn a run, from the lease to the end of the run, or to the loss of lease or run.
+    """One attempt to learn a run, until it ends or the lease or the run is lost.
 
     Args:
         client: connection of the service thread.
         run: its id.
         token: fencing token of the lease.
         folder: the run's.
-        interrupted: the process is to end; the run stays active for the next learner.
+        interrupted: the process must stop; the run stays active for the next learner.
     """
 
     def __init__(
@@ -304,7 +304,7 @@ class _Attempt:
                 raise
 
     def _is_alive(self) -> bool:
-        """Return whether the service thread makes rounds; before and after it, things may take long."""
+        """Return whether the service thread makes rounds; True while none runs: start and end may be slow."""
         round_at = self._round_at
         return round_at is None or time.monotonic() - round_at < HANG_S
 
@@ -354,7 +354,7 @@ class _Attempt:
         learner = self._learner
         parameters = _num_bytes(learner.algorithm.weights())
         checkpoint = _num_bytes(learner.algorithm.state())
-        if learner.replay.state():  # priorities, of items yet to come
+        if learner.replay.state():  # a full replay adds 4 bytes of priority per item
             checkpoint += 4 * self._config.replay.capacity
         needed = needed_bytes(self._config, checkpoint_bytes=checkpoint, weights_bytes=parameters)
         taken = runs.reserve(self._client, self._run, self._token, needed)
@@ -432,18 +432,19 @@ class _Attempt:
             RunGoneError: the server came back without the run, or older.
         """
         learner, run = self._learner, self._run
-        fragments = learner.shared.fragments  # read before the server's count, since both grow
+        fragments = learner.shared.fragments  # read first, or a fragment admitted meanwhile looks like a loss
         signals = leases.signals(self._client, run)
         if signals.status is None:
             raise leases.RunGoneError(f"run {run}: the server does not know it any more")
         if signals.version < learner.shared.version or signals.fragments < fragments:
-            raise leases.RunGoneError(f"run {run}: the server came back older, at version {signals.version}")
+            found = f"version {signals.version} and {signals.fragments} fragments"
+            raise leases.RunGoneError(f"run {run}: the server came back older, with {found}")
         self._status, self._requester = signals.status, signals.requester
         if self._status == "paused":
-            learner.shared.add_elapsed(-SIGNALS_S)
+            learner.shared.add_elapsed(-SIGNALS_S)  # since the call before this one
         elif self._status != "active" or self._requester:
             learner.stopping.set()
-        if fragments and "first_step_ms" not in self._record.state:
+        if fragments and "first_step_ms" not in self._record.state:  # snapshots should have it
             self._record = local_checkpoints.record(self._client, run)
         if signals.config_version != self._config_version:
             self._config = runs.config(self._client, run)
@@ -502,7 +503,9 @@ class _Attempt:
             self._evaluations.evaluate_last(
                 env_steps=learner.shared.env_steps, updates=learner.shared.updates
             )
-        leases.renew(self._client, self._run, self._token)  # the folder belongs to the run's holder
+        leases.renew(
+            self._client, self._run, self._token
+        )  # or raise: only the run's holder writes the folder
         artifacts.write(self._client, self._run, self._folder)
         log.info("%s: %s", self._run, status)
         return status
@@ -557,7 +560,7 @@ def needed_bytes(config: RunConfig, *, checkpoint_bytes: int, weights_bytes: int
 
 
 def warm_up(config: RunConfig, spaces: EnvSpec) -> None:
-    """Load the libraries that a learner's first seconds need, so that it takes over quickly."""
+    """Build and discard a learner, so that libraries are loaded before the takeover."""
     device = choose_device(config.learner.device)
     base.resolve(config, spaces).learner(device=device, seed=config.seed).weights()
 

@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support.learners import Run, endless_config, fields_of, in_threads, playing, until
@@ -174,6 +176,29 @@ while True:
     )
     checkpoints.save(client, run, token, blob * 9, {"number": number})
 """
+
+
+def test_a_service_leaves_a_run_to_each_learner_that_requests_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # Seconds of a service's rounds, and the learner that requests the free run; None: a learner holds it.
+    rounds = iter([(0.0, "a"), (5.0, None), (100.0, "b"), (109.0, "b"), (111.0, "b")])
+    interrupt, learned, now_s = run_module.Interrupt(), [], 0.0
+
+    def free(*_: Any) -> list[tuple[str, str]]:
+        nonlocal now_s
+        now_s, requester = next(rounds, (200.0, None))
+        if now_s == 200.0:
+            interrupt.event.set()
+        return [("x-1", requester)] if requester else []
+
+    monkeypatch.setattr(run_module, "POLL_S", 0.0)
+    monkeypatch.setattr(run_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(runs, "active_names", lambda _: ["x-1"])
+    monkeypatch.setattr(leases, "free", free)
+    monkeypatch.setattr(run_module, "learn", lambda *_, **__: learned.append(now_s))
+    run_module.serve(None, tmp_path, interrupt)
+    assert learned == [111.0], "b did not come"
 
 
 @pytest.mark.faults
