@@ -214,12 +214,10 @@ def test_logs_merge_the_server_s_lines_with_files_and_journal(
     assert "| ERROR: played badly\n" in text and " journal" in text and "stopped enough\n" in text
 
 
-def test_watch_ends_with_the_summary(client: Any) -> None:
-    run = make_run(client)
-    add_history(client, run)
-    runs.set_status(client, run, "solved", "return 200 confirmed")
+def test_watch_ends_with_the_summary(client: Any, lander: str) -> None:
+    runs.set_status(client, lander, "solved", "return 200 confirmed")
     assert call_json("watch")["status"] == "solved"
-    assert f"{run}: solved after" in call("watch")
+    assert f"{lander}: solved after" in call("watch")
     runs.set_status(client, make_run(client), "failed", "out of luck")
     printed = commands.run("watch", "--json")
     assert printed.code == 1 and json.loads(printed.out)["status"] == "failed"
@@ -235,21 +233,18 @@ def test_versions(client: Any) -> None:
         policies.choose(client, run, "17")
 
 
-def test_export_does_not_overwrite(client: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    run = make_run(client)
-    add_history(client, run)
-
+def test_export_does_not_overwrite(lander: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def save(_: Any, name: str, version: int, path: Path) -> Path:
         path.write_text(f"{name} {version}")
         return path
 
     monkeypatch.setattr(policy, "save", save)
     written = call_json("export")
-    assert written["version"] == 31 and Path(written["path"]).read_text() == f"{run} 31"
-    assert "add --force" in refused("export", run)
-    call("export", run, "--force")
-    call("export", f"{run}@0", "--output", str(tmp_path / "first.safetensors"))
-    assert (tmp_path / "first.safetensors").read_text() == f"{run} 0"
+    assert written["version"] == 31 and Path(written["path"]).read_text() == f"{lander} 31"
+    assert "add --force" in refused("export", lander)
+    call("export", lander, "--force")
+    call("export", f"{lander}@0", "--output", str(tmp_path / "first.safetensors"))
+    assert (tmp_path / "first.safetensors").read_text() == f"{lander} 0"
     assert "cannot be written" in refused("export", "--output", str(tmp_path / "no" / "such" / "folder"))
 
 

@@ -23,7 +23,6 @@ from ddrl.envs import describe
 from ddrl.policy import LoadedPolicy
 from ddrl.runs import evaluation
 from ddrl.store import evaluations, keys, leases, runs, weights, workers
-from ddrl.types import EvaluationResult
 from ddrl.worker import tasks
 
 QUEUE = "ddrl.evaluate"
@@ -130,15 +129,6 @@ def test_without_a_fleet_or_with_local_it_is_played_here(fleet: Fleet) -> None:
     assert "played    here" in commands.call("evaluate", f"{fleet.run}@0", *ASK)
 
 
-def test_a_task_that_arrives_twice_counts_once(fleet: Fleet) -> None:
-    def twice(run: str, message: str) -> None:
-        assert tasks.evaluate(run, message) and not tasks.evaluate(run, message)
-
-    fleet.play = twice
-    report, _ = fleet.score()
-    assert report["episodes"] == report["episodes_on_fleet"] == 10
-
-
 @pytest.mark.parametrize("dies", ["before it takes it", "while it plays"])
 def test_what_a_dead_worker_had_is_sent_again(
     client: Redis, fleet: Fleet, monkeypatch: pytest.MonkeyPatch, dies: str
@@ -208,18 +198,6 @@ def test_what_a_worker_cannot_play_is_played_here(
     assert report["episodes_on_fleet"] == 6
     assert "RuntimeError: no such library" in err and err.count("\n") == 1
     assert "RuntimeError" not in str(client.hgetall(keys.state(fleet.run)))  # it is not the run's fault
-
-
-def test_an_incomplete_result_is_not_counted(client: Redis, fleet: Fleet) -> None:
-    def play(run: str, message: str) -> None:
-        opened = evaluations.take(client, run, message, "p")
-        assert opened is not None
-        result = EvaluationResult(0, (opened.first_seed,), (1.0,), (1,))
-        assert evaluations.finish(client, run, message, opened, result)
-
-    fleet.play = play
-    report, err = fleet.score()
-    assert report["episodes_on_fleet"] == 0 and "cannot be read" in err
 
 
 @pytest.mark.parametrize("outage", [False, True])

@@ -26,42 +26,39 @@ def poll(client: Any, run: str, *, starting_s: float = 0.0) -> Figures:
     return Watcher(client, run, starting_s=starting_s).poll()
 
 
-def terminal(width: int = 100, height: int = 40) -> Console:
-    return Console(record=True, force_terminal=True, width=width, height=height, file=io.StringIO())
+def terminal(width: int = 100) -> Console:
+    return Console(record=True, force_terminal=True, width=width, height=40, file=io.StringIO())
 
 
-def text_of(shown: RenderableType) -> str:
-    console = terminal()
+def text_of(shown: RenderableType, width: int) -> str:
+    console = terminal(width)
     console.print(shown)
     return console.export_text()
 
 
 def shown(figures: Figures, width: int = 80, height: int = 40) -> str:
-    return text_of(view.one_run(figures, width=width, height=height))
+    return text_of(view.one_run(figures, width=width, height=height), width)
 
 
 # --- following ---------------------------------------------------------------------------------------
 
 
-def test_plain_line_has_the_figures(client: Any) -> None:
-    run = make_run(client)
-    add_history(client, run)
+def test_plain_line_has_the_figures(client: Any, lander: str) -> None:
     beat(client, QUEUE)
-    line = live.plain_line(poll(client, run))
+    line = live.plain_line(poll(client, lander))
     assert "env_steps 30000 (2930/s)  updates 7600 (310/s)  return 143.2  eval " in line
     assert line.startswith("30s  ") and line.endswith("@v31  staleness 0.8")
 
 
-def test_following_prints_lines_until_the_end(client: Any) -> None:
-    run, ticks = make_run(client), iter(range(100))
-    add_history(client, run)
+def test_following_prints_lines_until_the_end(client: Any, lander: str) -> None:
+    ticks = iter(range(100))
 
     def tick() -> None:
         if next(ticks) == 3:
-            runs.set_status(client, run, "solved", "return 200 confirmed")
+            runs.set_status(client, lander, "solved", "return 200 confirmed")
 
     console = Console(file=io.StringIO(), force_terminal=False)
-    (state,) = live.follow(client, [run], json_output=False, console=console, on_tick=tick)
+    (state,) = live.follow(client, [lander], json_output=False, console=console, on_tick=tick)
     assert state.status == "solved" and next(ticks) >= 4
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert len(lines) == 2 and "solved: return 200 confirmed" in lines[1] and "/s)" not in lines[1]
@@ -101,11 +98,10 @@ def test_following_waits_for_a_server_that_came_back_empty(
     assert state.ended and state.reason == "enough"
 
 
-def test_the_last_view_stays_on_the_terminal(client: Any) -> None:
-    run, console = make_run(client), terminal()
-    add_history(client, run)
-    runs.set_status(client, run, "solved", "return 200 confirmed")
-    assert live.follow(client, [run], json_output=False, console=console)[0].status == "solved"
+def test_the_last_view_stays_on_the_terminal(client: Any, lander: str) -> None:
+    console = terminal()
+    runs.set_status(client, lander, "solved", "return 200 confirmed")
+    assert live.follow(client, [lander], json_output=False, console=console)[0].status == "solved"
     text = console.export_text()
     assert "solved" in text and "return 200 confirmed" in text and "30,000" in text
 
@@ -139,17 +135,13 @@ def test_closing_lines_say_how_to_go_on(client: Any) -> None:
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_the_view_of_a_run_shows_everything(client: Any, width: int) -> None:
-    run = make_run(client)
-    add_history(client, run)
+def test_the_view_of_a_run_shows_everything(client: Any, lander: str, width: int) -> None:
     beat(client, QUEUE)
     for pid in (7, 8):
-        note_playing(client, run, node="ddrl-1@here", pid=pid)
-    console = terminal(width)
-    console.print(view.one_run(poll(client, run), width=width, height=40))
-    text = console.export_text()
+        note_playing(client, lander, node="ddrl-1@here", pid=pid)
+    text = shown(poll(client, lander), width)
     for words in (
-        *(run, "active", "30s, 14m", "30,000 (2930/s)", "7,600 (310/s)", "143.2", "31.9 of 32"),
+        *(lander, "active", "30s, 14m", "30,000 (2930/s)", "7,600 (310/s)", "143.2", "31.9 of 32"),
         *("0.8 versions", "1 (2 of 3 processes)", "12 %", "critic_loss", "evaluation v31", "20 episodes"),
         *("confirmation v31", "target 200", "LunarLanderContinuous-v3, sac, seed 1", "◆"),
     ):
@@ -175,7 +167,7 @@ def test_plain_lines_and_the_view_of_several_runs_name_each_seed(client: Any) ->
     one, two = file.getvalue().splitlines()
     assert one.startswith("seed 5  30s  solved: return 200 confirmed  env_steps 30000")
     assert two.startswith("seed 6  0s  waiting for a learner")
-    text = text_of(view.several_runs(figures, width=78))
+    text = text_of(view.several_runs(figures, width=78), 80)
     names = ("sac, 2 seeds", f"{first} and 1 more")
     for words in ("30,000", "205.0 v31", "seed 6: waiting for a learner", *names):
         assert words in text, words

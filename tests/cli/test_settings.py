@@ -67,9 +67,8 @@ def test_the_algorithm_can_refuse_a_change() -> None:
         change({"name": "ppo"}, "algorithm.final_clip=0.1")
 
 
-def test_a_change_is_stored_printed_and_kept_in_the_journal(client: Any) -> None:
-    run = make_run(client)
-    add_history(client, run)
+def test_a_change_is_stored_printed_and_kept_in_the_journal(client: Any, lander: str) -> None:
+    run = lander
     text = call("set", run, "algorithm.learning_rate=1e-4", "weight=2", "priority=normal")
     assert text.splitlines() == [
         "priority: already \"normal\"",
