@@ -154,5 +154,5 @@ class EvaluationScheduler:
         """Mark the version as the run's best, and these episodes as its score."""
         return_mean = mean(returns)
         weights.mark_best(self._client, self._run, self._token, version, return_mean)
-        score = {"version": version, "return_mean": return_mean, "return_std": pstdev(returns)}
-        runs.note_evaluation(self._client, self._run, self._token, {**score, "episodes": len(returns)})
+        best = {"version": version, "return_mean": return_mean, "return_std": pstdev(returns)}
+        runs.note_evaluation(self._client, self._run, self._token, {**best, "episodes": len(returns)})

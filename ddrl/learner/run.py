@@ -42,12 +42,10 @@ RETRY_S = 1.0
 HANDOVER_S = 5.0  # a requested run is taken by force after this time
 RETURN_S = 15.0  # after a run is lost, other learners wait this long for its holder to restore it
 SKIP_S = 10.0  # `serve` skips a run this long that another learner requested, or that cannot be learned here
-TICK_S = 0.05
-DISPATCH_S = 0.1
+ROUND_S = 0.05  # between two rounds of the publisher, unless it is woken
+TICK_S = 0.1  # between two looks at messages, evaluations and the end of the run
 SIGNALS_S = 0.25
-HANG_S = (
-    120.0  # a service thread without a round for this long counts as hung; longer than redis-py's retries
-)
+HANG_S = 120.0  # a service thread without a round for this long counts as hung; above redis-py's retries
 OTHER_BYTES = 80 * 1024**2  # metrics (45 MiB at their cap), logs, journal, episodes and the like, of one run
 EXTRA_VERSIONS = 3  # kept besides the newest: the best one, the one being evaluated, the one being published
 LOST = (leases.RunGoneError, runs.UnknownRunError)  # the server came back empty or older
@@ -270,7 +268,7 @@ class _Attempt:
         self._is_restored = False
         self._error: Exception | None = None  # of either thread
         self._outage = connection.Outage(client)
-        self._signals_at = self._dispatch_at = self._tick_at = 0.0
+        self._signals_at = self._tick_at = 0.0
         self._round_at: float | None = None  # last round of the service thread; None where there is none
         self._resources = contextlib.ExitStack()
 
@@ -387,7 +385,7 @@ class _Attempt:
         learner = self._learner
         try:
             while not learner.stopping.is_set():
-                learner.shared.wake.wait(TICK_S)
+                learner.shared.wake.wait(ROUND_S)
                 learner.shared.wake.clear()
                 self._round_at = time.monotonic()
                 try:
@@ -397,7 +395,7 @@ class _Attempt:
                     self._outage.note(error)
                     if self._interrupted.is_set():
                         return
-                    learner.stopping.wait(DISPATCH_S)
+                    learner.stopping.wait(TICK_S)
         except Exception as error:
             self._error = error
         finally:
@@ -407,14 +405,13 @@ class _Attempt:
         learner, now = self._learner, time.monotonic()
         learner.publisher.pinned = self._evaluations.pinned
         learner.publisher.round()
-        if now < self._tick_at:  # woken for a publication alone
+        if now < self._tick_at:
             return
         self._tick_at = now + TICK_S
         if now >= self._signals_at:
             self._signals_at = now + SIGNALS_S
             self._apply_signals()
-        if self._status == "active" and now >= self._dispatch_at:
-            self._dispatch_at = now + DISPATCH_S
+        if self._status == "active":
             self._dispatcher.tick()
         shared = learner.shared
         returns = list(shared.returns)

@@ -11,7 +11,7 @@ from support.fleet import QUEUE, dispatcher, heartbeat, note_playing, want_proce
 from support.runs import start, target_config
 
 from ddrl.learner import dispatcher as dispatcher_module
-from ddrl.store import keys, leases, runs, segments, workers
+from ddrl.store import keys, runs, segments, workers
 from ddrl.store.segments import Process
 
 
@@ -50,36 +50,24 @@ def test_messages_serve_all_runs_so_one_dispatcher_sends_for_all(client: Redis, 
     assert client.lrange(keys.queue(QUEUE), 0, -1) == [b'{"limit_s": %.1f}' % limit] * 2
 
 
-def test_a_waiting_run_of_higher_priority_claims_processes(
+def test_a_waiting_run_of_higher_priority_claims_processes_if_it_has_steps_left(
     client: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatcher_module, "CLAIM_AFTER_S", 0.05)
+    for name in ("CLAIM_AFTER_S", "CLAIM_EVERY_S"):
+        monkeypatch.setattr(dispatcher_module, name, 0.05)
     workers.beat(client, heartbeat("a@h", 2)), workers.beat(client, heartbeat("b@h", 2, "ddrl.rollout.box2d"))
     names = ("low", "low", "normal", "high")
-    low, elsewhere, normal, high = (start(client, target_config(priority=name)) for name in names)
-    tokens = {name: want_processes(client, name) for name in (low, elsewhere, normal, high)}
-    for name, node in ((low, "a@h"), (elsewhere, "b@h"), (normal, "a@h")):
-        note_playing(client, name, node=node, pid=len(name))
-    one = dispatcher(client, high, tokens[high])
+    all_runs = [start(client, target_config(priority=name)) for name in names]
+    tokens = [want_processes(client, run) for run in all_runs]
+    for run, node in zip(all_runs, ("a@h", "b@h", "a@h"), strict=False):
+        note_playing(client, run, node=node, pid=len(run))
+    one = dispatcher(client, all_runs[-1], tokens[-1])
     assert one.tick() == 2  # messages, which nobody takes
-    time.sleep(0.06)
-    one.tick()
-    claims = [client.hget(keys.state(name), "claim") for name in (low, elsewhere, normal, high)]
-    assert claims == [b"1", None, b"1", None]
-
-
-def test_a_run_without_steps_left_claims_no_process(client: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatcher_module, "CLAIM_AFTER_S", 0.0)
-    workers.beat(client, heartbeat("a@h", 2))
-    low, high = start(client, target_config(priority="low")), start(client, target_config())
-    want_processes(client, low)
-    one = dispatcher(client, high, want_processes(client, high))
-    client.hset(keys.state(high), "appended_steps", 10**9)
-    note_playing(client, low, node="a@h", pid=1)
-    for _ in range(3):
+    for steps, expected in ((10**9, [None] * 4), (0, [b"1", None, b"1", None])):
+        client.hset(keys.state(all_runs[-1]), "appended_steps", steps)
+        time.sleep(0.06)
         one.tick()
-        time.sleep(0.01)
-    assert client.hget(keys.state(low), "claim") is None
+        assert [client.hget(keys.state(run), "claim") for run in all_runs] == expected
 
 
 def test_it_reports_how_many_processes_played(client: Redis, run: str) -> None:
@@ -137,14 +125,4 @@ def test_a_run_that_only_crashes_is_paused_until_it_is_resumed(client: Redis, ru
     assert "host b: signal 11; fix" in now.reason and f"ddrl resume {run}" in now.reason
     runs.reactivate(client, run)
     one.tick()
-    assert runs.state(client, run).status == "active"
-
-
-def test_a_dispatcher_whose_learner_was_replaced_pauses_nothing(client: Redis, run: str) -> None:
-    one = dispatcher(client, run, want_processes(client, run))
-    for _ in range(runs.config(client, run).rollout.max_crashes):
-        segments.note_crash(client, run, "host b: signal 11")
-    assert leases.acquire(client, run, host="other", folder="f", force=True)
-    with pytest.raises(leases.LeaseLostError):
-        one.tick()
     assert runs.state(client, run).status == "active"

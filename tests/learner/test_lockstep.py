@@ -27,7 +27,7 @@ from ddrl.learner.loop import Learner
 from ddrl.store import checkpoints, stream, weights
 
 NUM_STEPS = 2200  # of the feed: more than the value learners' replays hold
-NUM_KILLS = 6
+NUM_KILLS = 6 if EXACT else 3
 Feed = list[tuple[dict[bytes, bytes], dict[str, int]]]
 """Fragments as they were appended: fields; producer, incarnation, seq, num_transitions."""
 
