@@ -52,11 +52,8 @@ def assert_without_gap(client: Redis, run: str) -> None:
 
 def begin_long(client: Redis) -> tuple[str, int]:
     """A run with weights whose segments last a minute."""
-    run, token = begin(client)
+    run, token = begin(client, rollout={"segment_s": 60})
     play_steps(client, run, token, 10)
-    spec = json.loads(client.get(keys.spec(run)))
-    spec["rollout"]["segment_s"] = 60
-    client.set(keys.spec(run), json.dumps(spec))
     return run, token
 
 

@@ -7,12 +7,13 @@ import re
 import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from redis import Redis
 from support.runs import stream_steps
-from support.worker_runs import playable
+from support.worker_runs import bad, playable
 
 from ddrl import celery
 from ddrl.store import connection, keys, runs, segments
@@ -89,6 +90,20 @@ def test_a_run_that_a_machine_cannot_play_is_refused_by_name_and_left_out_for_a_
     monkeypatch.setenv("DDRL_ALLOW_MODULES", "bad_envs,bad_networks")
     result = rollout()
     assert result["run"] == unfit and result["steps"] > 0 and segments.refusals(client, unfit) == {}
+
+
+def test_an_environment_that_raises_costs_a_player(
+    client: Redis, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    kwargs = {"marker": str(tmp_path / "marker")}  # raises once
+    run = bad(client, "raise", monkeypatch, kwargs=kwargs, rollout={"segment_s": 0.1})
+    assert rollout() == {"run": run, "steps": 0}
+    reason = f"host {socket.gethostname()}: RuntimeError: the simulator is out of order; "
+    state = runs.state(client, run)
+    assert state.error.startswith(reason) and (state.crashes, state.crashes_total) == (1, 1)
+    assert rollout()["steps"] > 0 and client.hlen(keys.producers(run)) == 2
+    state = runs.state(client, run)
+    assert (state.crashes, state.crashes_total) == (0, 1)
 
 
 def test_messages_wait_where_dispatchers_count_them_and_carry_a_time_limit(client: Redis) -> None:

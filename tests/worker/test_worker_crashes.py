@@ -13,7 +13,7 @@ import pytest
 from support.private_server import PrivateServer
 from support.processes import Process, Processes
 from support.runs import stream_steps
-from support.worker_runs import ALLOWED, bad, dispatching, open_evaluation, playable, send
+from support.worker_runs import ALLOWED, bad, open_evaluation, playable, send
 
 from ddrl.store import keys, runs, segments
 
@@ -89,18 +89,3 @@ def test_a_process_killed_in_a_rollout_or_an_evaluation_or_beyond_its_time_is_re
     open_evaluation(server, evaluated)
     processes.until(lambda: runs.state(client, evaluated).crashes_total == 1)
     assert "native code crashed" in runs.state(client, evaluated).error
-
-
-def test_an_environment_that_raises_costs_a_player_and_no_process(
-    server: PrivateServer, processes: Processes, worker: Process, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    client, marker = server.client, str(processes.folder / "marker")
-    processes.until(lambda: len(worker.pool()) == len(ENDS))
-    pool = worker.pool()
-    run = bad(client, "raise", monkeypatch, kwargs={"marker": marker})
-    with dispatching(server, run):
-        processes.until(lambda: client.hlen(keys.producers(run)) >= 2)  # another player
-    state = runs.state(client, run)
-    assert state.error.startswith(f"{HOST}RuntimeError: the simulator is out of order; ")
-    assert state.crashes == 0 and state.crashes_total == 1
-    assert worker.pool() == pool
