@@ -63,13 +63,30 @@ class AtariVector:
     """
 
     def __init__(self, env_id: str, atari: AtariConfig, num_envs: int) -> None:
-        self._games = _games(env_id, atari, num_envs, AutoresetMode.SAME_STEP)
+        self._games = AtariVectorEnv(
+            rom_of(env_id),
+            num_envs=num_envs,
+            num_threads=1,  # a rollout process has one core
+            autoreset_mode=AutoresetMode.SAME_STEP,
+            max_num_frames_per_episode=_NEVER,
+            repeat_action_probability=atari.sticky,
+            full_action_space=atari.full_actions,
+            img_height=atari.screen_size,
+            img_width=atari.screen_size,
+            stack_num=1,
+            frameskip=atari.frame_skip,
+            maxpool=True,
+            noop_max=atari.noop_max + 1,  # its own draw excludes the bound
+            use_fire_reset=atari.fire_reset,
+            episodic_life=False,
+            reward_clipping=False,
+        )
         self.num_envs = num_envs
-        self.single_observation_space = _screen(atari)
+        self.single_observation_space = Box(0, 255, (atari.screen_size, atari.screen_size), np.uint8)
         self.single_action_space = self._games.single_action_space
         self._num_actions = int(self.single_action_space.n)  # type: ignore[attr-defined]
         self._episodic_life = atari.episodic_life
-        self._max_steps = _max_steps(atari)
+        self._max_steps = -(-atari.max_frames // atari.frame_skip)
         self._steps = np.zeros(num_envs, np.int64)  # of the episode each lane is in
         self._lives = np.zeros(num_envs, np.int64)
 
@@ -82,7 +99,8 @@ class AtariVector:
         Returns:
             [N, H, W] uint8 first observations, and no info.
         """
-        observation, info = self._games.reset(seed=None if seed is None else _seeds(seed))
+        seeds = None if seed is None else np.array([one & _SEED_MASK for one in seed], np.int64)
+        observation, info = self._games.reset(seed=seeds)
         self._steps[:], self._lives = 0, info["lives"]
         return observation[:, 0], {}
 
@@ -132,7 +150,7 @@ class AtariVector:
 
 
 class AtariEnv(gymnasium.Env[np.ndarray, np.int64]):
-    """One game with the observations of a lane of `AtariVector`; an episode is a whole game despite `episodic_life`.
+    """A lane of `AtariVector` as an environment of its own; an episode is a whole game despite `episodic_life`.
 
     Args:
         env_id: such as "ALE/Asterix-v5".
@@ -143,14 +161,11 @@ class AtariEnv(gymnasium.Env[np.ndarray, np.int64]):
     """
 
     def __init__(self, env_id: str, atari: AtariConfig) -> None:
-        # Not SAME_STEP: the last frame is still to be rendered.
-        self._games = _games(env_id, atari, 1, AutoresetMode.NEXT_STEP)
-        self.observation_space = _screen(atari)
-        self.action_space = self._games.single_action_space
+        self._vector = AtariVector(env_id, atari, 1)
+        self.observation_space = self._vector.single_observation_space
+        self.action_space = self._vector.single_action_space
         self.metadata = {"render_modes": ["rgb_array"], "render_fps": max(1, 60 // atari.frame_skip)}
         self.render_mode = "rgb_array"
-        self._max_steps = _max_steps(atari)
-        self._steps = 0
         self._frame = np.zeros(self.observation_space.shape, np.uint8)
 
     def reset(
@@ -158,8 +173,8 @@ class AtariEnv(gymnasium.Env[np.ndarray, np.int64]):
     ) -> tuple[np.ndarray, dict[str, Any]]:
         """Begin a game, [H, W] uint8; a seed determines everything after it."""
         super().reset(seed=seed)
-        observation, _ = self._games.reset(seed=None if seed is None else _seeds([seed]))
-        self._steps, self._frame = 0, observation[0, 0]
+        observation, _ = self._vector.reset(seed=None if seed is None else [seed])
+        self._frame = observation[0]
         return self._frame, {}
 
     def step(self, action: np.int64) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
@@ -170,10 +185,9 @@ class AtariEnv(gymnasium.Env[np.ndarray, np.int64]):
         """
         if not self.action_space.contains(action):
             raise ValueError(f"action: {action}; expected one of {self.action_space}")
-        observation, reward, terminated, _, _ = self._games.step(np.array([action], np.int64))
-        self._steps, self._frame = self._steps + 1, observation[0, 0]
-        ended = bool(terminated[0])
-        return self._frame, float(reward[0]), ended, self._steps >= self._max_steps and not ended, {}
+        observation, reward, terminated, truncated, info = self._vector.step(np.array([action], np.int64))
+        self._frame = info.get("final_obs", observation)[0]
+        return self._frame, float(reward[0]), bool(terminated[0]), bool(truncated[0]), {}
 
     def render(self) -> np.ndarray:
         """Return the newest observation, enlarged, [4H, 4W, 3] uint8."""
@@ -182,38 +196,4 @@ class AtariEnv(gymnasium.Env[np.ndarray, np.int64]):
 
     def close(self) -> None:
         """Close the game."""
-        self._games.close()
-
-
-def _games(env_id: str, atari: AtariConfig, num_envs: int, autoreset: AutoresetMode) -> AtariVectorEnv:
-    return AtariVectorEnv(
-        rom_of(env_id),
-        num_envs=num_envs,
-        num_threads=1,  # a rollout process has one core
-        autoreset_mode=autoreset,
-        max_num_frames_per_episode=_NEVER,
-        repeat_action_probability=atari.sticky,
-        full_action_space=atari.full_actions,
-        img_height=atari.screen_size,
-        img_width=atari.screen_size,
-        stack_num=1,
-        frameskip=atari.frame_skip,
-        maxpool=True,
-        noop_max=atari.noop_max + 1,  # its own draw excludes the bound
-        use_fire_reset=atari.fire_reset,
-        episodic_life=False,
-        reward_clipping=False,
-    )
-
-
-def _screen(atari: AtariConfig) -> Box:
-    return Box(0, 255, (atari.screen_size, atari.screen_size), np.uint8)
-
-
-def _max_steps(atari: AtariConfig) -> int:
-    """Return the number of steps after which `max_frames` are reached."""
-    return -(-atari.max_frames // atari.frame_skip)
-
-
-def _seeds(seeds: Sequence[int]) -> np.ndarray:
-    return np.array([seed & _SEED_MASK for seed in seeds], np.int64)
+        self._vector.close()
