@@ -151,7 +151,7 @@ def targets(
     """Return n-step returns within sequences; towards a sequence's end they sum fewer rewards.
 
     Args:
-        reward: [L, B] as scaled for training; anything finite behind a sequence's length.
+        reward: [L, B] in training units; anything finite behind a sequence's length.
         length: [B] steps in use, 1..L.
         terminated: [B] bool, the last one of them terminated the episode.
         gamma, n: as for `returns.n_step_return`.

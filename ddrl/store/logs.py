@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from redis.exceptions import RedisError
 
-from ddrl.store import connection, journal, keys
+from ddrl.store import capped_streams, connection, keys
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -33,12 +33,12 @@ def add(client: Redis, run: str, source: str, level: str, text: str) -> None:
         text: cut at LINE_LENGTH.
     """
     row = {"source": source, "level": level, "text": text[:LINE_LENGTH]}
-    journal.add(client, run, keys.logs(run), length=LENGTH, **row)
+    capped_streams.add(client, run, keys.logs(run), length=LENGTH, **row)
 
 
 def read(client: Redis, run: str, after: bytes = b"0-0") -> tuple[list[dict[str, Any]], bytes]:
     """Return the lines after an entry, oldest first (time_s, source, level, text), and the last entry's id."""
-    return journal.read(client, keys.logs(run), after)
+    return capped_streams.read(client, keys.logs(run), after)
 
 
 class Handler(logging.Handler):

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from redis import Redis
 
-from ddrl.store import journal, keys
+from ddrl.store import capped_streams, keys
 from ddrl.store.connection import call
 
 LENGTH = 50_000
@@ -25,7 +25,7 @@ def add(client: Redis, run: str, token: int, row: Mapping[str, float]) -> None:
 
 def read(client: Redis, run: str, after: bytes = b"0-0") -> tuple[list[dict[str, Any]], bytes]:
     """Return the rows after an entry, oldest first, each with `time_s` (server's clock), and the last entry's id."""
-    rows, last_id = journal.read(client, keys.metrics(run), after)
+    rows, last_id = capped_streams.read(client, keys.metrics(run), after)
     return [{"time_s": row["time_s"], **json.loads(row["row"])} for row in rows], last_id
 
 

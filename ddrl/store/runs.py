@@ -16,8 +16,7 @@ from typing import Any, cast
 from redis import Redis
 
 from ddrl.config import ConfigError, RunConfig, validate
-from ddrl.store import journal as capped
-from ddrl.store import keys
+from ddrl.store import capped_streams, keys
 from ddrl.store.connection import StoreError, call
 from ddrl.types import EnvSpec
 
@@ -324,7 +323,7 @@ def journal(client: Redis, run: str) -> list[dict[str, Any]]:
 
 def journal_after(client: Redis, run: str, after: bytes = b"0-0") -> tuple[list[dict[str, Any]], bytes]:
     """Return the journal after an entry, and the last entry's id."""
-    return capped.read(client, keys.journal(run), after)
+    return capped_streams.read(client, keys.journal(run), after)
 
 
 def server_ms(client: Redis) -> int:
@@ -420,7 +419,7 @@ def mirror(client: Redis, run: str, token: int, config: RunConfig) -> None:
 
 def note(client: Redis, run: str, event: str, reason: str) -> None:
     """Add to the run's journal."""
-    capped.add(client, run, keys.journal(run), length=JOURNAL_LENGTH, event=event, reason=reason)
+    capped_streams.add(client, run, keys.journal(run), length=JOURNAL_LENGTH, event=event, reason=reason)
 
 
 def note_evaluation(client: Redis, run: str, token: int, evaluation: Mapping[str, Any]) -> None:

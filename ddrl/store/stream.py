@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from redis import Redis
 
-from ddrl.store import journal, keys
+from ddrl.store import capped_streams, keys
 from ddrl.store.connection import call
 
 ENTRY_OVERHEAD_BYTES = 128  # of an entry in the server: measured 75 to 83, counters and names besides
@@ -210,7 +210,7 @@ def remaining(client: Redis, run: str, *, node: str = "-") -> Appended:
 
 def episodes(client: Redis, run: str, after: bytes = b"0-0") -> tuple[list[dict[str, Any]], bytes]:
     """Return the finished episodes after an entry (time_s, env_steps, returns), and the last entry's id."""
-    rows, last_id = journal.read(client, keys.episodes(run), after)
+    rows, last_id = capped_streams.read(client, keys.episodes(run), after)
     parsed = [
         row | {"env_steps": int(row["env_steps"]), "returns": json.loads(row["returns"])} for row in rows
     ]

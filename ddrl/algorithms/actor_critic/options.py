@@ -24,7 +24,7 @@ OBSERVATION_CLIP = 10.0  # of normalized observations, in standard deviations
 
 
 class Options(NetworkConfig):
-    """Options of every on-policy actor-critic; rewards are as scaled for training."""
+    """Options of every on-policy actor-critic; rewards are in training units."""
 
     on_policy: ClassVar[bool] = True
     name: ClassVar[str]

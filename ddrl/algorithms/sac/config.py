@@ -18,7 +18,7 @@ LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0  # of the Gaussian before squashing, in nat
 
 
 class Config(AlgorithmConfig):
-    """Options of SAC; an update is one minibatch, rewards are as scaled for training."""
+    """Options of SAC; an update is one minibatch, rewards are in training units."""
 
     hidden_sizes: tuple[PositiveInt, ...] = option(Common, "hidden_sizes", (128, 128))
     n_step: PositiveInt = option(Common, "n_step", 1)

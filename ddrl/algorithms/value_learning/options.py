@@ -24,7 +24,7 @@ AnyOptions = TypeVar("AnyOptions", bound="Options")
 
 
 class Options(NetworkConfig):
-    """Options of every learner of action values; rewards are as scaled for training."""
+    """Options of every learner of action values; rewards are in training units."""
 
     name: ClassVar[str]
     """Name of the algorithm, for messages."""

@@ -1,4 +1,4 @@
-"""Capped streams that people read: a run's journal, log lines, metrics, finished episodes and evaluations."""
+"""Helpers for capped streams: append to a run's logs and journal, read any of them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ddrl.store.connection import call
 
 
 def add(client: Redis, run: str, key: str, *, length: int, **fields: Any) -> None:
-    """Append an entry to a stream of a run, which keeps about `length`; nothing if the run is gone."""
+    """Append an entry to a stream of a run, and trim it to about `length`; do nothing if the run is gone."""
     call(client, "add_line", [keys.state(run), key], [length, fields])
 
 
 def read(client: Redis, key: str, after: bytes = b"0-0") -> tuple[list[dict[str, Any]], bytes]:
-    """Return the entries after an id, oldest first, and the last id.
+    """Return the entries after an id, oldest first, and the last id: `after` if there is nothing new.
 
     Each entry has `time_s` (server's clock) and its fields as text.
     """
