@@ -279,10 +279,9 @@ class _Attempt:
             LeaseLostError: another learner took over.
             RunGoneError, UnknownRunError: the server came back empty or older; the next attempt restores the run.
         """
-        source = f"learner {socket.gethostname()}"
         with (
             leases.kept(self._run, self._token, is_alive=self._is_alive),
-            logs.sending(self._run, source),
+            logs.sending(self._run, f"learner {socket.gethostname()}"),
             self._resources,
         ):
             try:
@@ -477,19 +476,18 @@ class _Attempt:
 
     def _end(self) -> str | None:
         """Save everything, set the status, write the folder."""
-        learner, is_lockstep = self._learner, self._config.learner.lockstep
-        reached = None if self._error is not None else self._reached()
-        if isinstance(self._error, (leases.LeaseLostError, *LOST)):
-            raise self._error
-        if self._error is not None:
-            self._set_status("failed", f"{type(self._error).__name__}: {self._error}")
-        elif reached is not None:  # before anything slow, so that collectors stop at once
+        learner, error, is_lockstep = self._learner, self._error, self._config.learner.lockstep
+        if isinstance(error, (leases.LeaseLostError, *LOST)):
+            raise error
+        if error is not None:
+            self._set_status("failed", f"{type(error).__name__}: {error}")
+        elif reached := self._reached():  # before anything slow, so that collectors stop at once
             self._retry(lambda: self._set_status(*reached))
         # In lockstep, a round that failed half-way must not become a checkpoint.
-        self._retry(lambda: learner.finish(saves=self._error is None or not is_lockstep))
+        self._retry(lambda: learner.finish(saves=error is None or not is_lockstep))
         status = runs.status(self._client, self._run) or ""
-        if self._error is not None:
-            raise self._error
+        if error is not None:
+            raise error
         if status in ("", "active", "paused"):
             if self._requester:
                 log.info("hands %s over to the learner on %s, which requested it", self._run, self._requester)
@@ -497,12 +495,10 @@ class _Attempt:
                 log.info("leaves %s %s for the next learner", self._run, status)
             return None
         if status == "time":
-            self._evaluations.evaluate_last(
-                env_steps=learner.shared.env_steps, updates=learner.shared.updates
-            )
-        leases.renew(
-            self._client, self._run, self._token
-        )  # or raise: only the run's holder writes the folder
+            shared = learner.shared
+            self._evaluations.evaluate_last(env_steps=shared.env_steps, updates=shared.updates)
+        # Raises if the run was taken: only its holder writes the folder.
+        leases.renew(self._client, self._run, self._token)
         artifacts.write(self._client, self._run, self._folder)
         log.info("%s: %s", self._run, status)
         return status
@@ -518,9 +514,8 @@ class _Attempt:
         self._local.close()
         try:
             counters, state = self._learner.checkpoint()
-            local_checkpoints.write(
-                self._folder, self._snapshot(weights.encode_weights(state), asdict(counters))
-            )
+            snapshot = self._snapshot(weights.encode_weights(state), asdict(counters))
+            local_checkpoints.write(self._folder, snapshot)
         except Exception:
             log.exception("%s: the learner's state cannot be saved", self._run)
 
