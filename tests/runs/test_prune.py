@@ -44,21 +44,16 @@ def test_runs_are_pruned_by_age(client: Any) -> None:
 
 
 def test_the_oldest_runs_are_pruned_until_the_rest_fits(client: Any) -> None:
-    third, first, second = (ended(client, days, num_bytes=1_000_000) for days in (1, 3, 2))
+    """Those that are too old make room first."""
+    third, first, second, old = (ended(client, days, num_bytes=1_000_000) for days in (1, 3, 2, 50))
     busy = make_run(client)
     client.set(keys.weights_blob(busy, 0), b"x" * 5_000_000)  # not counted
-    assert pruning.prune(client, None, 4_000_000) == []
+    assert names(pruning.prune(client, 30 * DAY_S, 4_000_000)) == [old]
     rows = pruning.prune(client, None, 2_500_000)
     assert names(rows) == [first] and 1_000_000 < rows[0].bytes < 1_200_000
     assert "more than 2.4 MB" in rows[0].reason
     assert names(pruning.prune(client, None, 0)) == [second, third]
     assert runs.names(client) == [busy]
-
-
-def test_runs_that_are_too_old_make_room_first(client: Any) -> None:
-    old, young = ended(client, 50, num_bytes=1_000_000), ended(client, 1, num_bytes=1_000_000)
-    assert names(pruning.prune(client, 30 * DAY_S, 1_500_000)) == [old]
-    assert runs.names(client) == [young]
 
 
 def test_a_run_that_a_learner_holds_stays(client: Any) -> None:
