@@ -53,7 +53,7 @@ def worker_machine_gone(fleet: SoakFleet, draw: random.Random) -> str:
 def worker_asked_to_leave(fleet: SoakFleet, draw: random.Random) -> str:
     worker, signum = draw.choice(fleet.workers), draw.choice([signal.SIGTERM, signal.SIGINT])
     fleet.forget(worker)
-    worker.send(signum)
+    worker.send_signal(signum)
     fleet.start_worker()
     began = time.monotonic()
     try:
@@ -98,10 +98,10 @@ def learner_killed(fleet: SoakFleet, draw: random.Random) -> str:
 def learner_asked_to_leave(fleet: SoakFleet, draw: random.Random) -> str:
     learner, signum = draw.choice(fleet.learners), draw.choice([signal.SIGTERM, signal.SIGINT])
     fleet.forget(learner)
-    learner.send(signum)
+    learner.send_signal(signum)
     if draw.random() < 0.5:
         time.sleep(0.1)
-        learner.send(signum)
+        learner.send_signal(signum)
     try:
         learner.wait(60.0)
     except AssertionError:

@@ -19,7 +19,6 @@ from support.fault_fleet import ON_POLICY
 from support.private_server import WITH_FILE, PrivateServer
 from support.processes import Process, Processes
 from support.proxy import Proxy
-from support.runs import target_tree
 
 from ddrl.store import connection, ledger, runs, segments
 
@@ -33,8 +32,8 @@ _ENDLESS: dict[str, Any] = {
     "rollout": {"segment_s": 2},
 }
 RUNS = {
-    "off-policy": target_tree(**_ENDLESS, replay={"samples_per_insert": 1, "capacity": 5_000}),
-    "on-policy": target_tree(**(ON_POLICY | _ENDLESS)),
+    "off-policy": _ENDLESS | {"replay": {"samples_per_insert": 1, "capacity": 5_000}},
+    "on-policy": ON_POLICY | _ENDLESS,
 }
 
 
@@ -92,8 +91,8 @@ class SoakFleet:
             self.start_learner()
         for _ in range(NUM_WORKERS):
             self.start_worker()
-        for name, tree in RUNS.items():
-            self.runs.append(self.processes.detach(self.server.url, name=name, tree=tree))
+        for name, sections in RUNS.items():
+            self.runs.append(self.processes.detach(self.server.url, name=name, **sections))
         sampler = threading.Thread(target=self._sample, daemon=True)
         sampler.start()
         self._stack.callback(sampler.join)

@@ -16,7 +16,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
-from support.private_server import PrivateServer, free_port, refusal, wait_until
+from support.private_server import PrivateServer, free_port, refusal, until
 from support.processes import Processes, command_of, descendants
 
 from ddrl.cli import main
@@ -105,7 +105,7 @@ def test_no_password_is_shown(
         output += captured.out + captured.err
     server.kill()
     for worker in workers:
-        wait_until(lambda worker=worker: "does not answer" in worker.text(), 60.0)
+        until(lambda worker=worker: "does not answer" in worker.text(), 60.0)
     for url in urls:
         monkeypatch.setenv(connection.URL_VARIABLE, url)
         assert main(["status", run]) == 3

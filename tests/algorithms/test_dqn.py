@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.algorithms import DISCRETE, batch_for, digest, make_learner
+from support.algorithms import DISCRETE, digest, make_learner
 from support.reference_q import (
     PIXELS,
     make_batch,
@@ -15,6 +15,7 @@ from support.reference_q import (
     slow_q_loss,
     slow_quantile_loss,
 )
+from support.subjects import batch_for
 from torch import Tensor
 
 from ddrl.types import Batch, EnvSpec

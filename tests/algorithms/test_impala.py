@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from support.algorithms import CONTINUOUS, DISCRETE, PAIRS, make_learner
-from support.reference_ppo import leaves, make_feed, slow_impala_loss, slow_policy, slow_rows, tensors, train
+from support.learning import learn, toy
+from support.reference_ppo import leaves, make_feed, slow_impala_loss, slow_policy, slow_rows, tensors
 
 from ddrl.algorithms.impala.learner import policy_gradient_loss
 from ddrl.types import EnvSpec, Trajectories
@@ -85,6 +86,6 @@ ADAM = {"optimizer": "adam", "learning_rate": 5e-3, "estimator": "upgo", "normal
 @pytest.mark.parametrize(("options", "num_iterations"), [({}, 300), (ADAM, 80)], ids=str)
 def test_learns_a_toy(options: dict[str, Any], num_iterations: int) -> None:
     learning = {"name": "impala", "batch_size": 320, "gamma": 0.5, "hidden_sizes": [32]}
-    trained = train("ddrl/Pick-v0", num_iterations, **learning, **options)
-    assert trained.return_mean >= 9.9
-    assert trained.figures["entropy"] < 0.9, "the draws know it too, not only the mode"
+    outcome = learn(toy("ddrl/Pick-v0", learning | options), most_steps=320 * num_iterations)
+    assert outcome.return_mean >= 9.9
+    assert outcome.figures["entropy"] < 0.9, "the draws know it too, not only the mode"

@@ -9,19 +9,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load, save
-from support.algorithms import (
-    CONTINUOUS,
-    CPU,
-    DISCRETE,
-    PAIRS,
-    assert_same,
-    batch_for,
-    digest,
-    make_learner,
-    on_device,
-)
+from support.algorithms import CONTINUOUS, CPU, DISCRETE, PAIRS, assert_same, digest, make_learner
 from support.reference_q import PIXELS
 from support.reference_r2d2 import IMAGES
+from support.subjects import batch_for, on_device
 
 from ddrl.algorithms.optim import adam, optimizer_state, rmsprop
 from ddrl.networks.device import to_host

@@ -1,96 +1,20 @@
-"""Value learning that must work: what only a memory can solve, catch from pixels, and stacked frames on-policy.
-
-In one process and without a server: collector, codec, experience and learner in turns, paced as in a run. Weights are
-taken over every so many updates, and fragments have a fixed length, so that a seed decides all.
-"""
+"""Value learning that must work: what only a memory can solve, catch from pixels, and stacked frames on-policy."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
-from support.algorithms import CPU
+from support.learning import learn, toy
 
-from ddrl import codec, config, envs
-from ddrl.algorithms import base
+from ddrl import config
 from ddrl.config import RunConfig
-from ddrl.networks.device import to_device, to_host
-from ddrl.policy import LoadedPolicy
-from ddrl.replay.experience import make_experience
-from ddrl.runs.evaluation import score
-from ddrl.worker.collector import Collector
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 NUM_EPISODES = 200  # of an evaluation; the mean of scores 0 or 1 is then within 0.11 of chance, by 3 sigma
-PUBLISH_EVERY = 20  # updates between two versions of the weights; on-policy each iteration makes one
 FIXED_LENGTH = ("rollout.fragment_s=5", "rollout.max_fragment_steps=16")
-
-
-class Outcome(NamedTuple):
-    """What was reached at last."""
-
-    return_mean: float
-    steps: int
-    updates: int
-    policy: Any
-
-
-def learn(
-    run: RunConfig, *, target: float, most_steps: int, evaluate_every: int, num_episodes: int = NUM_EPISODES
-) -> Outcome:
-    """Play and learn in turns until the mean return of an evaluation is `target`, or `most_steps` were played.
-
-    Args:
-        evaluate_every: steps between two evaluations.
-        num_episodes: of each.
-    """
-    spec = envs.describe(run.env)
-    resolved = base.resolve(run, spec)
-    learner = resolved.learner(device=CPU, seed=run.seed)
-    held = make_experience(
-        run, resolved.config, spec, on_policy=resolved.on_policy, sequences=resolved.sequences
-    )
-    collector = Collector(
-        run="learning",
-        producer=1,
-        incarnation=7,
-        config=run,
-        resolved=resolved,
-        random_until_learned=resolved.can_start_at_random,
-    )
-    player = resolved.policy()
-    steps = version = num_fragments = evaluated = published = 0
-    collector.load(version, learner.weights())
-    while True:
-        budget = held.step_budget(num_steps=steps, num_updates=learner.num_updates, version=version)
-        while steps < budget:
-            wanted = -(-(budget - steps) // run.env.num_envs)
-            fragment = codec.decode(codec.encode(collector.collect(max_steps=wanted)))
-            steps, num_fragments = steps + fragment.num_transitions, num_fragments + 1
-            held.admit(held.pack(fragment), b"%d-0" % num_fragments, version=version)
-        while True:
-            batch: Any = held.draw(num_steps=steps, num_updates=learner.num_updates, version=version)
-            if batch is None:
-                break
-            figures = dict(learner.update(to_device(batch, CPU)))
-            if (priority := figures.pop("priority", None)) is not None:
-                held.update_priorities(batch, to_host(priority))
-            if resolved.on_policy or learner.num_updates >= published + PUBLISH_EVERY:
-                version, published = version + 1, learner.num_updates
-                collector.load(version, learner.weights())
-                break
-        if steps >= evaluated + evaluate_every and learner.num_updates:
-            evaluated = steps
-            player.load(learner.weights())
-            seeds = range(9000, 9000 + num_episodes)
-            found = score(LoadedPolicy(player, run, spec, "run", 0), seeds, num_envs=50, epsilon=0)
-            print(f"{run.name}: {steps} steps, {learner.num_updates} updates, return {found.return_mean:.2f}")
-            if found.return_mean >= target or steps >= most_steps:
-                held.close()
-                collector.close()
-                return Outcome(found.return_mean, steps, learner.num_updates, player)
 
 
 def recall(**overrides: Any) -> RunConfig:
@@ -110,18 +34,24 @@ def recall_by_dqn(frame_stack: int) -> RunConfig:
 
 
 @pytest.mark.learning
-def test_r2d2_solves_recall() -> None:
+@pytest.mark.parametrize("recurrent", ["lstm", "gru"])
+def test_r2d2_solves_recall(recurrent: str) -> None:
     """Within 24,000 steps; of seven seeds the slowest took 8,400. Chance is 0.5."""
-    outcome = learn(recall(), target=0.95, most_steps=24_000, evaluate_every=4_000)
+    run = recall(algorithm__recurrent=recurrent)
+    outcome = learn(run, target=0.95, most_steps=24_000, evaluate_every=4_000, num_episodes=NUM_EPISODES)
     assert outcome.return_mean >= 0.95, outcome
 
 
 @pytest.mark.learning
 def test_dqn_solves_recall_only_by_a_stack_that_reaches_back_to_the_cue() -> None:
     """The cue is 9 observations older than the question: a stack of 10 shows it, the usual one of 4 does not."""
-    reaches = learn(recall_by_dqn(10), target=0.95, most_steps=16_000, evaluate_every=2_000)
+    reaches = learn(
+        recall_by_dqn(10), target=0.95, most_steps=16_000, evaluate_every=2_000, num_episodes=NUM_EPISODES
+    )
     assert reaches.return_mean >= 0.95, reaches
-    forgets = learn(recall_by_dqn(4), target=0.95, most_steps=8_000, evaluate_every=4_000)
+    forgets = learn(
+        recall_by_dqn(4), target=0.95, most_steps=8_000, evaluate_every=4_000, num_episodes=NUM_EPISODES
+    )
     assert forgets.updates > 1_000 > reaches.updates, forgets  # it had its time
     assert forgets.return_mean < 0.65, forgets  # 0.5 and four sigma
 
@@ -149,11 +79,10 @@ def test_dqn_solves_pick_by_each_option_alone(options: dict[str, Any]) -> None:
     algorithm |= {"target_period": None if "target_rate" in options else 25} | options
     if not options.keys() & {"noisy", "epsilon_ladder"}:
         algorithm["epsilon_anneal_updates"] = 300
-    tree = {"name": "pick", "env": {"id": "ddrl/Pick-v0", "num_envs": 8}, "algorithm": algorithm}
-    tree |= {"rollout": {"fragment_s": 5, "max_fragment_steps": 16}, "replay": {"samples_per_insert": 8}}
-    outcome = learn(
-        config.validate(tree), target=10.0, most_steps=4_000, evaluate_every=4_000, num_episodes=10
-    )
+    rollout = {"fragment_s": 5, "max_fragment_steps": 16}
+    env = {"id": "ddrl/Pick-v0", "num_envs": 8}
+    run = toy(env["id"], algorithm, env=env, rollout=rollout, replay={"samples_per_insert": 8})
+    outcome = learn(run, most_steps=4_000)
     assert outcome.return_mean == 10.0, outcome
     if "n_step" not in options:  # several steps of old policies are worth less
         value = outcome.policy.values(np.eye(4, dtype=np.float32), by_row=False).max(axis=1)
@@ -183,7 +112,6 @@ def test_ppo_uses_its_stack(frame_stack: int) -> None:
         "name": "ppo", "batch_size": 256, "minibatch_size": 64, "num_epochs": 4, "hidden_sizes": [32],
         "learning_rate": 3e-3,
     }  # fmt: skip
-    rollout = {"fragment_s": 5, "max_fragment_steps": 16}
-    run = config.validate({"name": "ppo", "env": env, "algorithm": algorithm, "rollout": rollout})
-    outcome = learn(run, target=0.95, most_steps=12_000, evaluate_every=2_000)
+    run = toy("ddrl/Recall-v0", algorithm, env=env)
+    outcome = learn(run, target=0.95, most_steps=12_000, evaluate_every=2_000, num_episodes=NUM_EPISODES)
     assert outcome.return_mean >= 0.95 if frame_stack == 2 else outcome.return_mean < 0.65, outcome

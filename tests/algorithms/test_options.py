@@ -11,17 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.algorithms import (
-    CONTINUOUS,
-    DISCRETE,
-    OWN,
-    PAIRS,
-    SMALL,
-    continuous_batch,
-    digest,
-    make_learner,
-    make_policy,
-)
+from support.algorithms import CONTINUOUS, DISCRETE, OWN, PAIRS, SMALL, digest, make_learner, make_policy
 from support.reference_ppo import IMAGES, feed, make_feed
 from support.reference_q import IMAGES as STACKED
 from support.reference_q import PIXELS, make_batch
@@ -49,7 +39,7 @@ def learned(name: str, spec: EnvSpec, options: dict[str, Any]) -> str:
         assert len(feed(learner, learner.config, make_feed(spec))) in (2, 3)
     elif name == "sac":
         for i in range(3):
-            learner.update(continuous_batch(i, learner.config.batch_size))
+            learner.update(make_batch(i, spec=spec, rows=range(learner.config.batch_size)))
     elif name == "r2d2":
         for seed in range(4):
             size = learner.network.state_size

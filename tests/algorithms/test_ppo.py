@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.algorithms import CONTINUOUS, DISCRETE, PAIRS, digest, make_learner
+from support.learning import learn, toy
 from support.reference_ppo import (
     leaves,
     make_feed,
@@ -18,7 +19,6 @@ from support.reference_ppo import (
     slow_value,
     slow_value_loss,
     tensors,
-    train,
 )
 from torch import Tensor, tensor
 
@@ -180,12 +180,13 @@ TOYS: dict[str, tuple[dict[str, Any], int, float]] = {  # options, iterations, a
 @pytest.mark.parametrize("env_id", TOYS)
 def test_learns_a_toy(env_id: str) -> None:
     options, num_iterations, close = TOYS[env_id]
-    assert train(env_id, num_iterations, gamma=0.5, **LEARNING, **options).return_mean >= close
+    run = toy(env_id, LEARNING | {"gamma": 0.5} | options)
+    assert learn(run, most_steps=512 * num_iterations).return_mean >= close
 
 
 @pytest.mark.learning
 def test_truncation_bootstraps() -> None:
     """Reward 1 for ever: the value is 1 / (1 - gamma) = 10, though episodes are cut after 100 steps."""
-    trained = train("ddrl/Endless-v0", 30, gamma=0.9, **LEARNING)
-    value = trained.learner.network(torch.ones(1, 1))[1]
+    learner = learn(toy("ddrl/Endless-v0", LEARNING | {"gamma": 0.9}), most_steps=512 * 30).learner
+    value = learner.network(torch.ones(1, 1))[1]
     assert float(value.detach()) == pytest.approx(10.0, rel=0.05)

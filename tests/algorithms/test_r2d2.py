@@ -1,4 +1,4 @@
-"""R2D2's learner: hand numbers, the slow twin of an update, rows without influence, a memory task learned."""
+"""R2D2's learner: hand numbers, the slow twin of an update, rows without influence."""
 
 from __future__ import annotations
 
@@ -8,18 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.algorithms import DISCRETE, make_learner, make_policy
-from support.reference_r2d2 import (
-    IMAGES,
-    LAST,
-    NUM_CUES,
-    RECALL,
-    SHAPE,
-    make_sequences,
-    play_recall,
-    recall_sequences,
-    slow_r2d2,
-)
+from support.algorithms import DISCRETE, make_learner
+from support.reference_r2d2 import IMAGES, SHAPE, make_sequences, slow_r2d2
 from torch import Tensor, tensor
 
 from ddrl.algorithms.dqn.losses import q_loss
@@ -178,21 +168,3 @@ def test_unused_rows_have_no_influence(options: dict[str, Any]) -> None:
         for name, value in metrics.items():
             torch.testing.assert_close(value, results[0][0][name], rtol=1e-5, atol=1e-6, msg=name)
         torch.testing.assert_close(parameters, results[0][1], rtol=1e-4, atol=1e-5)
-
-
-WHOLE_EPISODES = {"sequence_length": LAST + 1, "overlap": 0, "burn_in": 0, "n_step": 3, "gamma": 0.997}
-SIZES = {"recurrent_size": 32, "hidden_sizes": (32,), "learning_rate": 3e-3, "target_period": 50}
-
-
-@pytest.mark.learning
-@pytest.mark.parametrize("recurrent", ["lstm", "gru"])
-def test_solves_recall_from_given_sequences(recurrent: str) -> None:
-    options = {"recurrent": recurrent, **WHOLE_EPISODES, **SIZES}
-    learner, rng = make(RECALL, **options), np.random.default_rng(0)
-    for _ in range(700):
-        learner.update(recall_sequences(rng, learner.config, 64, learner.network.state_size))
-    policy = make_policy("r2d2", RECALL, weights=learner.weights(), **options)
-    cue = np.arange(NUM_CUES).repeat(4)
-    assert play_recall(policy, cue) >= 0.9
-    # Without memory the last step looks alike whatever the cue was, so its action is one and the same.
-    assert play_recall(policy, cue, forgets=True) == pytest.approx(1 / NUM_CUES)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support import reference_q
 from support.algorithms import CONTINUOUS, make_learner, make_policy
-from support.algorithms import continuous_batch as make_batch
 from support.reference import Layers, sac_critic_loss, sac_policy_loss
 from torch import Tensor, tensor
 
@@ -19,6 +20,9 @@ from ddrl.networks.mlp import MLP
 
 ROWS = np.random.default_rng(0).standard_normal((64, 3)).astype(np.float32)
 HALF, MIDDLE = np.array([2.0, 0.5]), np.array([0.0, 0.5])  # of the range of actions
+
+
+make_batch = partial(reference_q.make_batch, spec=CONTINUOUS)
 
 
 def make(**options: Any) -> Any:
@@ -142,7 +146,7 @@ def test_learns_the_best_action_of_a_one_step_game() -> None:
     for i in range(600):
         action = torch.rand(64, 2, generator=generator) * span - tensor([2.0, 0.0])
         reward = -((action - best) / span * 4).square().sum(dim=1)
-        batch = replace(make_batch(i, 64), action=action, n_step_return=reward)
+        batch = replace(make_batch(i, rows=range(64)), action=action, n_step_return=reward)
         sac.update(replace(batch, bootstrap_discount=torch.zeros(64)))
     policy = make_policy("sac", CONTINUOUS, weights=sac.weights(), **options)
     error = (policy.act(ROWS).mean(axis=0) - best.numpy()) / HALF

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from redis import Redis
 from support.private_server import PrivateServer
-from support.runs import add_history, make_run
+from support.store import add_history, make_run
 
 from ddrl.store import connection
 

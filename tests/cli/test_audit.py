@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support import commands
 from support.commands import Printed
-from support.runs import make_run
+from support.store import make_run
 
 from ddrl.store import leases, ledger, runs, stream
 from ddrl.store.ledger import Row

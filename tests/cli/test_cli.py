@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from support import commands
 from support.commands import call, call_json, refused
-from support.runs import add_history, make_run
+from support.store import add_history, make_run
 
 import ddrl.cli
 from ddrl import config, policy

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from support.commands import call, call_json, refused, run
-from support.runs import add_history, make_run
+from support.store import add_history, make_run
 
 from ddrl.cli.compare import differences
 from ddrl.runs import curves

@@ -13,7 +13,8 @@ import redis
 from redis import Redis
 from support import commands
 from support.processes import Processes
-from support.runs import SPACES, initial_weights, start, target_config, toy_answers
+from support.runs import initial_weights, start, target_config, toy_answers
+from support.store import SPACES
 
 from ddrl import celery, policy
 from ddrl.algorithms.base import NO_STATE, RecurrentState

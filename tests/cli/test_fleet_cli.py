@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from support.commands import call, call_json, refused
-from support.fleet import heartbeat, note_playing, want_processes
 from support.runs import start, target_config
+from support.store import heartbeat, note_playing, want_processes
 
 from ddrl.store import keys, segments, workers
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console, RenderableType
-from support.fleet import note_playing
-from support.runs import add_history, make_run
+from support.store import add_history, make_run, note_playing
 
 from ddrl.cli import curve, hints, live, view
 from ddrl.cli.watcher import Figures, Watcher, entitled

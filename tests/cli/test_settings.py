@@ -12,7 +12,7 @@ import pytest
 from matplotlib.figure import Figure
 from support import commands
 from support.commands import call, call_json, refused
-from support.runs import SPACES, add_history, make_run
+from support.store import SPACES, add_history, make_run
 
 from ddrl import config
 from ddrl.cli import settings

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from support.commands import call, call_json
-from support.processes import Processes, is_alive
+from support.processes import Processes, descendants, is_alive
 from support.runs import start, target_config, target_tree
 
 from ddrl import config as configs
@@ -95,8 +95,8 @@ def test_ctrl_c_stops_all_runs_and_a_resumed_one_obeys_its_changed_settings(
         processes.until(lambda: len(runs.names(client)) == 2)
         names = runs.names(client)
         processes.until(lambda: all(runs.state(client, run).updates for run in names))
-        children = command.descendants()
-        command.send(signal.SIGINT)
+        children = descendants(command.pid)
+        command.send_signal(signal.SIGINT)
         assert command.wait() == 130
         text = command.text()
         assert "0 of 2 solved" in text and "Traceback" not in text

@@ -43,10 +43,10 @@ def test_learners_killed_at_random_points(fleet: Fleet) -> None:
 def test_a_slow_learner_keeps_players_waiting_which_is_counted_and_shown(fleet: Fleet) -> None:
     with fleet.survives(5.0):
         waited = fleet.state().allowance_wait_s
-        fleet.learner.send(signal.SIGSTOP)
+        fleet.learner.send_signal(signal.SIGSTOP)
         fleet.processes.until(lambda: (now := fleet.state()).appended_steps >= now.allowance > 0, bound(4.0))
         time.sleep(1.5)
-        fleet.learner.send(signal.SIGCONT)
+        fleet.learner.send_signal(signal.SIGCONT)
     fleet.processes.until(lambda: fleet.state().allowance_wait_s >= waited + 1.0, bound(5.0))
     shown = json.loads(fleet.processes.ddrl(fleet.server.url, "status", fleet.run, "--json").stdout)
     assert shown["sharing"]["allowance_wait"] > 0, shown
@@ -77,7 +77,8 @@ def test_the_server_at_its_limit_of_memory(fleet: Fleet) -> None:
 
 def test_the_servers_disk_is_full(fleet: Fleet) -> None:
     server = fleet.server
-    server.rewrite_file()  # the file that follows is the one that a server may spoil
+    server.client.bgrewriteaof()  # the file that follows is the one that a server may spoil
+    fleet.processes.until(lambda: not server.is_rewriting())
     file = server.file()
     with fleet.survives(5.0):
         with server.full_disk():

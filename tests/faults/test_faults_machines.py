@@ -117,9 +117,9 @@ def test_machines_that_join_and_leave_every_few_seconds(fleet: Fleet) -> None:
                 if len(fleet.processes.started) % 2:
                     leaving.kill_group()
                 else:
-                    leaving.send(signal.SIGTERM)
+                    leaving.send_signal(signal.SIGTERM)
         for process in joined:
-            process.send(signal.SIGTERM)
+            process.send_signal(signal.SIGTERM)
     codes = {process.wait() for process in joined}
     assert codes <= {0, -signal.SIGTERM, 128 + signal.SIGTERM}  # the last one may not have been up
     fleet.processes.until(lambda: len(fleet.nodes()) == 1, bound(8.0))

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import replace
 
 import pytest
 from redis import Redis
-from support.fleet import QUEUE, dispatcher, heartbeat, note_playing, want_processes
 from support.runs import start, target_config
+from support.store import heartbeat, note_playing, want_processes
 
 from ddrl.learner import dispatcher as dispatcher_module
+from ddrl.learner.dispatcher import Dispatcher
 from ddrl.store import keys, runs, segments, workers
 from ddrl.store.segments import Process
+
+QUEUE = "ddrl.rollout"
 
 
 @pytest.fixture
@@ -25,6 +29,15 @@ def client(server, monkeypatch: pytest.MonkeyPatch) -> Redis:
 @pytest.fixture
 def run(client: Redis) -> str:
     return start(client, target_config())
+
+
+def dispatcher(client: Redis, run: str, token: int) -> Dispatcher:
+    """A dispatcher whose messages go straight into the list from which workers take them."""
+
+    def send(queue: str, limit_s: float) -> None:
+        client.lpush(keys.queue(queue), json.dumps({"limit_s": limit_s}))
+
+    return Dispatcher(client, run, token, runs.config(client, run).rollout, send=send)
 
 
 @pytest.mark.parametrize(("processes", "messages"), [(0, 1), (1, 1), (2, 2), (8, 2), (40, 10)])

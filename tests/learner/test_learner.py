@@ -18,7 +18,6 @@ from support.learners import (
     assert_equal_arrays,
     catch_config,
     contents,
-    make_learner,
     recall_config,
     resolve,
     training,
@@ -152,7 +151,7 @@ def test_a_restored_learner_continues_bit_equal(name: str, server) -> None:
         until(lambda: first.publisher.round())
     if "priority" in before:
         assert len(np.unique(before["priority"])) > 20
-        as_played = make_learner(run.client, run.id, run.token, run.url).replay
+        as_played = run.learner(token=run.token, restores=False).replay
         oldest, cursor = first.counters.oldest.encode(), first.counters.cursor.encode()
         for entry in stream.read(run.client, run.id, stream.before(oldest), count=10_000, until=cursor):
             as_played.admit(as_played.pack(codec.decode(entry.fields)), entry.entry_id, version=0)

@@ -128,6 +128,6 @@ def test_a_real_process_killed_by_signals_ends_as_one_that_never_was(server, pro
     learner = processes.learner(killed.url, killed.id)
     processes.until(lambda: "starts at update" in learner.text())  # figures may be those of the one before
     processes.until(lambda: killed.meta.get("updates", 0) >= updates)
-    learner.send(signal.SIGTERM)
+    learner.send_signal(signal.SIGTERM)
     assert learner.wait() == 0, learner.text()
     assert_equal_ends(undisturbed, killed)

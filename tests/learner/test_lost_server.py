@@ -267,11 +267,11 @@ def test_worker_and_learner_go_on_after_a_restart_and_leave_a_deleted_run(
     assert took_s < bound(10.0)
     assert runs.names(run.client) == [run.id] and run.journal.count("restored") == 1 and learner.running
 
-    learner.send(signal.SIGSTOP)  # the run is deleted while its learner is stalled, and stays deleted
+    learner.send_signal(signal.SIGSTOP)  # the run is deleted while its learner is stalled, and stays deleted
     runs.set_status(run.client, run.id, "stopped", "by the test")
     until(lambda: not run.state.leased)
     runs.delete(run.client, run.id)
-    learner.send(signal.SIGCONT)
+    learner.send_signal(signal.SIGCONT)
     assert learner.wait() != 0
     assert f"run {run.id}: was deleted" in learner.text().splitlines()[-1]
     assert runs.names(run.client) == [] and not run.client.keys(keys.run_pattern(run.id))

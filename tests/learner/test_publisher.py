@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from redis import Redis
-from support.learners import Run, assert_equal_arrays, fields_of, make_learner, training, until
+from support.learners import Run, assert_equal_arrays, fields_of, training, until
 from support.private_server import PrivateServer
 from support.runs import target_config
 
@@ -120,8 +120,7 @@ def test_a_full_server_gets_memory_back_from_the_stream(server) -> None:
     learner.finish()
     token = run.take()
     limit_memory(server.client, -600_000)
-    second = make_learner(run.client, run.id, token, run.url)
-    second.restore()
+    second = run.learner(token=token)
     assert second.shared.version == learner.shared.version + 1
     assert second.counters.admitted == entries and len(run.entries) < trimmed
     server.client.config_set("maxmemory", 0)

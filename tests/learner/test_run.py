@@ -114,11 +114,11 @@ def test_a_stalled_learner_wakes_to_find_its_run_taken_and_writes_nothing(
     first = processes.learner(run.url, run.id)
     with playing(run.url, run.id):
         until(lambda: local_checkpoints.token(folder, run.id), SLOW_S)
-        first.send(signal.SIGSTOP)
+        first.send_signal(signal.SIGSTOP)
         while list(folder.rglob("*.part")):  # it is writing a checkpoint
-            first.send(signal.SIGCONT)
+            first.send_signal(signal.SIGCONT)
             time.sleep(0.05)
-            first.send(signal.SIGSTOP)
+            first.send_signal(signal.SIGSTOP)
             time.sleep(0.05)
         second = learn(run)
         learns(run, 2)
@@ -128,7 +128,7 @@ def test_a_stalled_learner_wakes_to_find_its_run_taken_and_writes_nothing(
         return {(path, path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}
 
     before, files_before = run.keys(), files()  # whatever changes now is the work of the first
-    first.send(signal.SIGCONT)
+    first.send_signal(signal.SIGCONT)
     assert first.wait() == 1
     assert run.keys() == before
     assert files() <= files_before  # it may remove what it had begun itself

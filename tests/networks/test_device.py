@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.algorithms import CPU, DISCRETE, batch_for, make_learner, on_device
+from support.algorithms import CPU, DISCRETE, make_learner
 from support.reference_r2d2 import SHAPE, make_sequences
+from support.subjects import batch_for, on_device
 
 from ddrl.networks.device import to_host
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from redis import Redis
-from support.private_server import wait_until
+from support.private_server import until
 from support.reference_items import Player
 
 from ddrl import codec
@@ -134,9 +134,9 @@ def test_decoding_ahead_is_bounded_whatever_size_entries_claim(
     ahead: list[int] = []  # entries decoded and not taken, after each
     spaces = replace(SPACES, observation_shape=(128, 1024), observation_dtype="uint8")
     with reading(client, spaces=spaces, pack=lambda one: ahead.append(one.seq + 1 - len(found))) as reader:
-        wait_until(lambda: len(ahead) == 3)  # 1 MiB and a little each: the third passes the bound
+        until(lambda: len(ahead) == 3)  # 1 MiB and a little each: the third passes the bound
         assert not threading.Event().wait(0.1) and len(ahead) == 3
-        wait_until(lambda: found.extend(seqs(reader.take(0.0))) or len(found) == 12)
+        until(lambda: found.extend(seqs(reader.take(0.0))) or len(found) == 12)
     assert found == list(range(12))
     assert max(ahead) <= 4  # one may be decoded between a take and its count here
 
@@ -145,7 +145,7 @@ def test_an_entry_counts_until_it_is_admitted(client: Redis, monkeypatch: pytest
     monkeypatch.setattr(reader_module, "MAX_DECODED_BYTES", 1)
     append(client, *map(fragment, range(3)))
     with reading(client) as reader:
-        wait_until(lambda: reader.ready)
+        until(lambda: reader.ready)
         taken = reader.take(60.0)
         assert next(taken).fragment.seq == 0
         assert not threading.Event().wait(0.1) and not reader.ready  # nothing is decoded meanwhile
@@ -156,10 +156,10 @@ def test_a_take_ends_in_time_and_gives_one_at_least(client: Redis) -> None:
     append(client, *map(fragment, range(6)))
     packed: list[int] = []
     with reading(client, pack=lambda one: packed.append(one.seq)) as reader:
-        wait_until(lambda: len(packed) == 6)  # of which five are surely there to take
+        until(lambda: len(packed) == 6)  # of which five are surely there to take
         assert seqs(reader.take(0.0)) == [0]
         assert seqs(reader.take(60.0))[:4] == [1, 2, 3, 4]
-        wait_until(lambda: list(reader.take(60.0)) == [])
+        until(lambda: list(reader.take(60.0)) == [])
 
 
 def test_fragments_are_packed_in_the_readers_thread_and_a_value_error_refuses_them(client: Redis) -> None:
@@ -174,7 +174,7 @@ def test_fragments_are_packed_in_the_readers_thread_and_a_value_error_refuses_th
     append(client, *map(fragment, range(3)))
     found: list[Decoded] = []
     with reading(client, pack=pack) as reader:
-        wait_until(lambda: found.extend(reader.take(60.0)) or len(found) == 3)
+        until(lambda: found.extend(reader.take(60.0)) or len(found) == 3)
     assert threads == ["reader"] * 3
     assert [(one.packed, one.reason) for one in found] == [(0, ""), (None, "odd"), (20, "")]
     assert found[1].fragment is None and found[1].head.startswith(b"{")
@@ -194,7 +194,7 @@ def test_the_error_that_ended_the_reader_is_raised_after_all_before_it(client: R
 
     append(client, *map(fragment, range(3)))
     with reading(client, pack=fail) as reader:
-        wait_until(lambda: reader.error is not None)
+        until(lambda: reader.error is not None)
         assert seqs(reader.take(60.0)) == [0]
         with pytest.raises(KeyError, match="broken"):
             list(reader.take(60.0))

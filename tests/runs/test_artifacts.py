@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.runs import add_history, make_run
+from support.store import add_history, make_run
 
 from ddrl import config
 from ddrl.runs import artifacts, records

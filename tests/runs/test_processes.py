@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.private_server import PrivateServer, wait_until
+from support.private_server import PrivateServer, until
 from support.processes import ROOT, is_alive
-from support.runs import make_run
+from support.store import make_run
 
 from ddrl.runs import processes as local
 from ddrl.runs.processes import ProcessError
@@ -86,7 +86,7 @@ def test_a_process_that_keeps_dying_is_given_up(
     else:
         children.start_workers(1)
     with pytest.raises(ProcessError, match="ended with code 3: no such module") as error:
-        wait_until(lambda: children.check(), 60)
+        until(lambda: children.check(), 60)
     assert error.value.run == ("x-1" if role == "learner" else None)
     assert len(starts()) >= 1 + local.MAX_RESTARTS
 
@@ -103,7 +103,7 @@ def test_workers_that_end_without_an_error_are_restarted_without_limit(
         children.check()
         return len(starts()) >= 10
 
-    wait_until(all_up, 120)
+    until(all_up, 120)
     assert sorted(path.name for path in Path("logs").iterdir()) == ["evaluation.log", "rollout.log"]
 
 
@@ -123,7 +123,7 @@ def test_leaving_stops_all_and_an_interrupt_kills_all(
     try:
         with local.Processes(tmp_path / "logs") as children:
             children.start_learner("x-1", tmp_path / "logs")
-            wait_until(Path("up").exists, 60)
+            until(Path("up").exists, 60)
             begun = time.monotonic()
             if error is not None:
                 raise error
@@ -131,7 +131,7 @@ def test_leaving_stops_all_and_an_interrupt_kills_all(
         pass
     assert time.monotonic() - begun < local.STOP_S
     for pid in (*starts(), int(Path("child").read_text())):
-        wait_until(lambda pid=pid: not is_alive(pid))
+        until(lambda pid=pid: not is_alive(pid))
     assert Path("asked").exists() == (error is None)
 
 

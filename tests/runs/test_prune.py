@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.private_server import wait_until
-from support.runs import add_history, make_run
+from support.private_server import until
+from support.store import add_history, make_run
 
 from ddrl.runs import prune as pruning
 from ddrl.store import connection, keys, runs
@@ -87,5 +87,5 @@ def test_retention_prunes_again_after_a_while(client: Any) -> None:
     assert names(retention.apply(client)) == [first]
     second = ended(client, 2)
     assert retention.apply(client) == [], "it is not time yet"
-    wait_until(lambda: names(retention.apply(client)) == [second])
+    until(lambda: names(retention.apply(client)) == [second])
     assert runs.names(client) == [young]

@@ -102,11 +102,12 @@ def test_the_roles_do_all_their_work_through_tls(
     operate("set", run, "learner.publish_every_s=0.2")
     roles.admin.xadd(keys.experience(run), {"h": "poison"})
     operate("pause", run)
+    processes.until(lambda: not segments.playing(roles.admin, run))
     operate("resume", run, "--detach")
     assert "return_mean" in operate("evaluate", run, "--episodes", "4", "--json")
     operate("stop", run)
     assert learner.wait() == 0
-    worker.send(signal.SIGTERM)
+    worker.send_signal(signal.SIGTERM)
     worker.wait()
     assert roles.denied() == []
     operate("export", run, "--output", "policy.safetensors")

@@ -9,9 +9,8 @@ from collections import Counter
 
 import pytest
 from redis import Redis
-from support.fleet import want_processes
 from support.runs import target_config
-from support.store import SPACES
+from support.store import SPACES, want_processes
 
 from ddrl.store import keys, runs, segments, stream
 from ddrl.store.segments import Process

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import redis
-from support.private_server import free_port, require_program, wait_until
+from support.private_server import free_port, require_program, until
 from support.processes import ROOT
 
 from ddrl.store import connection
@@ -67,7 +67,7 @@ def kill_server() -> None:
     """Kill the server and wait until one of its users has started another."""
     old = embedded.server_pid()
     os.kill(old, signal.SIGKILL)
-    wait_until(lambda: embedded.server_pid() not in (0, old) and answers())
+    until(lambda: embedded.server_pid() not in (0, old) and answers())
 
 
 def test_the_first_user_starts_it_all_share_it_and_the_last_stops_it(new_user: NewUser) -> None:
@@ -111,7 +111,7 @@ def test_concurrent_first_users_get_one_server(new_user: NewUser) -> None:
         assert client.info("server")["process_id"] == embedded.server_pid()
     for user in users:
         user.stdin.close()
-    wait_until(is_stopped)
+    until(is_stopped)
     assert "unexpectedly" not in embedded.log_path().read_text()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from redis import Redis
-from support.private_server import wait_until as until
+from support.private_server import until as until
 from support.runs import play_steps, start, target_config
 from support.store import append, take
 

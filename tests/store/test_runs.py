@@ -49,7 +49,7 @@ def test_a_stopped_run_goes_on_with_more_time(client: Redis, run: str, token: in
 
 
 def test_the_memory_that_other_active_runs_need_is_summed(client: Redis, run: str, token: int) -> None:
-    other = make_run(client, max_bytes=65_536)
+    other = make_run(client, replay={"max_bytes": 65_536})
     assert runs.reserve(client, run, token, 5) == 65_536  # it has not stated its need: its stream counts
     assert runs.reserve(client, other, take(client, other), 7) == 5
     assert runs.reserve(client, run, token, 6) == 7

@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 
 from redis import Redis
-from support.fleet import note_playing
-from support.store import SPACES, append, make_config, take
+from support.store import SPACES, append, make_config, note_playing, take
 
 from ddrl.store import keys, runs, segments, stream
 from ddrl.store.segments import Process

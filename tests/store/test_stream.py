@@ -50,7 +50,7 @@ def test_append_yields_when_paused_and_stops_when_ended_or_gone(client: Redis, r
 
 
 def test_append_is_refused_at_the_byte_budget_until_a_trim(client: Redis) -> None:
-    run = make_run(client, max_bytes=65536)
+    run = make_run(client, replay={"max_bytes": 65536})
     token = take(client, run)
     stream.allow(client, run, token, 10**6, updates=0)
     sent = 0

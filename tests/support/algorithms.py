@@ -1,11 +1,10 @@
-"""Learners and policies by the name of their algorithm, small options and fixed batches for each, and comparisons."""
+"""Learners and policies by the name of their algorithm, small options for each, and comparisons."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,7 @@ import torch
 from torch import nn
 
 from ddrl.algorithms.base import Resolved, config_class
-from ddrl.networks.device import to_device
-from ddrl.types import Batch, EnvSpec
+from ddrl.types import EnvSpec
 
 CPU = torch.device("cpu")
 DISCRETE = EnvSpec("Toy-v0", (3,), "float32", "discrete", (), (4,))
@@ -56,41 +54,6 @@ def own_network(shape: tuple[int, ...], width: int = 5) -> nn.Module:
 
 
 OWN = "support.algorithms:own_network"
-
-
-def continuous_batch(seed: int = 0, size: int = 6, *, spec: EnvSpec = CONTINUOUS) -> Batch:
-    """Transitions with actions in the environment's unit, some of which terminated."""
-    generator = torch.Generator().manual_seed(seed)
-    low, high = torch.tensor(spec.action_low), torch.tensor(spec.action_high)
-    return Batch(
-        observation=torch.randn(size, 3, generator=generator),
-        action=low + (high - low) * torch.rand(size, 2, generator=generator),
-        n_step_return=torch.randn(size, generator=generator),
-        bootstrap_discount=torch.rand(size, generator=generator).round() * 0.9,
-        next_observation=torch.randn(size, 3, generator=generator),
-    )
-
-
-def batch_for(name: str, learner: Any, spec: EnvSpec, seed: int) -> Any:
-    """Return a batch of tensors on the CPU for a learner of `make_learner`, with weights if it prioritizes."""
-    from support import reference_ppo, reference_q, reference_r2d2
-
-    if name == "sac":
-        return continuous_batch(seed, spec=spec)
-    if name in ("ppo", "impala"):
-        return reference_ppo.tensors(reference_ppo.make_feed(spec, seed=seed, num_fragments=4))
-    weight = np.linspace(0.2, 1.0, 6) if learner.config.prioritized else None
-    if name == "dqn":
-        return reference_q.make_batch(seed, spec=spec, weight=weight)
-    size, shape = learner.network.state_size, learner.config.sequences
-    made = reference_r2d2.make_sequences(spec, shape, memory_size=size, seed=seed)
-    return made if learner.config.prioritized else replace(made, weight=None)
-
-
-def on_device(batch: Any, device: torch.device) -> Any:
-    """Return a batch of tensors as a learner gets it from its replay: made of arrays, and sent to a device."""
-    given = {name: value.numpy() for name, value in vars(batch).items() if value is not None}
-    return to_device(type(batch)(**given), device)
 
 
 def digest(named: Mapping[str, Any]) -> str:

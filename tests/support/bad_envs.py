@@ -1,8 +1,9 @@
-"""Environments that go wrong, for tests of workers: the toy `ddrl/Target-v0` until a number of steps."""
+"""Environments that go wrong, for tests of workers, and a custom network that workers may not import."""
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import signal
 import time
@@ -15,7 +16,7 @@ from ddrl.envs.toy import target
 
 
 def make(kind: str, steps: int = 50, marker: str = "") -> gymnasium.Env[Any, Any]:
-    """An environment that goes wrong after `steps` steps.
+    """Return the toy `ddrl/Target-v0`, which goes wrong after `steps` steps.
 
     Args:
         kind: segfault; raise; hang, which lets other threads work; hold, which does not; eat, memory;
@@ -23,41 +24,34 @@ def make(kind: str, steps: int = 50, marker: str = "") -> gymnasium.Env[Any, Any
         steps: of this environment.
         marker: a file; once it is there nothing goes wrong any more, and going wrong makes it.
     """
-    return Bad(target(), kind, steps, marker)
+    env, taken, eaten = target(), itertools.count(), list[bytearray]()
+    play = env.step
 
-
-class Bad(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """See `make`."""
-
-    def __init__(self, env: gymnasium.Env[Any, Any], kind: str, steps: int, marker: str) -> None:
-        super().__init__(env)
-        self._kind, self._left, self._marker = kind, steps, marker
-        self._eaten: list[bytearray] = []
-
-    def step(self, action: Any) -> Any:
-        """Goes wrong once no steps are left."""
-        self._left -= 1
-        if self._kind == "sleep":
+    def step(action: Any) -> Any:
+        is_due = next(taken) >= steps and not (marker and Path(marker).exists())
+        if is_due and marker:
+            Path(marker).touch()
+        if kind == "sleep":
             time.sleep(0.01)
-        if (
-            self._left < 0
-            and self._kind not in ("none", "sleep")
-            and not (self._marker and Path(self._marker).exists())
-        ):
-            if self._marker:
-                Path(self._marker).touch()
-            self._go_wrong()
-        return super().step(action)
-
-    def _go_wrong(self) -> None:
-        if self._kind == "segfault":
+        elif is_due and kind == "segfault":
             os.kill(os.getpid(), signal.SIGSEGV)
-        elif self._kind == "raise":
+        elif is_due and kind == "raise":
             raise RuntimeError("the simulator is out of order")
-        elif self._kind == "hang":
+        elif is_due and kind == "hang":
             time.sleep(3600)
-        elif self._kind == "hold":
+        elif is_due and kind == "hold":
             ctypes.PyDLL(None).sleep(3600)  # keeps the interpreter's lock
-        elif self._kind == "eat":
-            self._eaten.append(bytearray(b"x") * 64 * 1024**2)
+        elif is_due and kind == "eat":
+            eaten.append(bytearray(b"x") * 64 * 1024**2)
             time.sleep(0.05)
+        return play(action)
+
+    env.step = step  # type: ignore[method-assign]
+    return env
+
+
+def network(observation_shape: tuple[int, ...], **_: Any) -> Any:
+    """Return features of a vector."""
+    from torch import nn  # players of the environments do without
+
+    return nn.Sequential(nn.Linear(observation_shape[0], 8), nn.Tanh())

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from support.private_server import WITH_FILE, PrivateServer, require_program, wait_until
+from support.private_server import WITH_FILE, PrivateServer, require_program, until
 from support.processes import Process, Processes, bound
 from support.proxy import Proxy
 from support.runs import start, target_config
@@ -21,20 +21,16 @@ from support.runs import start, target_config
 from ddrl.store import connection, ledger, runs, workers
 from ddrl.store.ledger import Audit
 
-ENDLESS: dict[str, Any] = {
-    "stop": {"return": 10.0, "time": 3600},  # out of reach
+OUT_OF_REACH: dict[str, Any] = {
+    "stop": {"return": 10.0, "time": 3600},
     "evaluation": {"every_s": 3600, "near_every_s": 3600, "near": 0},
-    "replay": {"samples_per_insert": 2},  # busy players, and a learner that leaves them the cores
 }
-ON_POLICY: dict[str, Any] = {
-    "stop": ENDLESS["stop"],
-    "evaluation": ENDLESS["evaluation"],
-    "env": {"id": "ddrl/Pick-v0"},
-    "algorithm": {
-        "name": "ppo", "hidden_sizes": [32, 32], "learning_rate": 3e-3, "gamma": 0.5,
-        "batch_size": 512, "minibatch_size": 128, "num_epochs": 4,
-    },
-}  # fmt: skip
+ENDLESS = OUT_OF_REACH | {
+    "replay": {"samples_per_insert": 2}
+}  # busy players; the learner leaves them the cores
+PPO = {"name": "ppo", "hidden_sizes": [32, 32], "learning_rate": 3e-3, "gamma": 0.5, "num_epochs": 4}
+PICK = {"env": {"id": "ddrl/Pick-v0"}, "algorithm": PPO | {"batch_size": 512, "minibatch_size": 128}}
+ON_POLICY = OUT_OF_REACH | PICK
 """A run without end whose versions count iterations."""
 TRACE = "Traceback (most recent call last)"
 
@@ -51,14 +47,9 @@ class Fleet:
     """
 
     def __init__(
-        self,
-        server: PrivateServer,
-        processes: Processes,
-        sections: Mapping[str, Any],
-        *,
-        concurrency: int = 1,
-        proxies: Sequence[Proxy] = (),
-    ) -> None:
+        self, server: PrivateServer, processes: Processes, sections: Mapping[str, Any],
+        *, concurrency: int = 1, proxies: Sequence[Proxy] = (),
+    ) -> None:  # fmt: skip
         self.server, self.processes, self.proxies = server, processes, proxies
         self.client = server.client
         self._worker_url, self._learner_url = [proxy.url for proxy in proxies] or [server.url] * 2
@@ -107,7 +98,7 @@ class Fleet:
 
     def goes_on(self, within_s: float) -> float:
         """Return the seconds until new fragments are acknowledged and updates made; fail beyond `within_s`."""
-        wait_until(self.server.answers, within_s)
+        until(self.server.answers, within_s)
         before, began = self.state(), time.monotonic()
 
         def has_gone_on() -> bool:

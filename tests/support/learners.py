@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 from redis import Redis
-from support.private_server import PrivateServer
+from support.private_server import PrivateServer, until
 from support.runs import play_steps, start, target_config
 from support.store import take
 
 from ddrl import celery
 from ddrl.algorithms import base
-from ddrl.config import RunConfig, validate
+from ddrl.config import RunConfig
 from ddrl.learner import run as run_module
 from ddrl.learner.loop import Learner
 from ddrl.store import checkpoints, connection, keys, ledger, metrics, runs, stream, weights
@@ -28,18 +27,15 @@ from ddrl.store.connection import connect_blocking
 from ddrl.worker.segment import Players, play
 
 
-def make_learner(client: Redis, run: str, token: int, url: str, **options: Any) -> Learner:
-    """Return a learner that is not restored yet."""
-    config, resolved = runs.config(client, run), resolve(client, run)
-    return Learner(
-        client, connect_blocking(url), run, token, config, resolved, device=torch.device("cpu"), **options
-    )
-
-
-def restored(client: Redis, run: str, url: str, **options: Any) -> Learner:
-    """Return a run's next learner, restored."""
-    learner = make_learner(client, run, take(client, run), url, **options)
-    learner.restore()
+def restored(
+    client: Redis, run: str, url: str, *, token: int | None = None, restores: bool = True, **options: Any
+) -> Learner:
+    """Return a run's next learner, or the one of a token; restored unless that is not wanted."""
+    config, token = runs.config(client, run), token or take(client, run)
+    settings = {"device": torch.device("cpu")} | options
+    learner = Learner(client, connect_blocking(url), run, token, config, resolve(client, run), **settings)
+    if restores:
+        learner.restore()
     return learner
 
 
@@ -177,14 +173,6 @@ def training(learner: Learner, *, serves: bool = True) -> Iterator[list[str]]:
     service = in_threads(*[serve] * serves, stop=stop.set)
     with service, in_threads(learner.train, stop=learner.stopping.set):
         yield outages
-
-
-def until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
-    """Wait for a condition."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.01)
 
 
 def contents(learner: Learner) -> dict[str, np.ndarray]:
@@ -330,65 +318,37 @@ def endless_config(**sections: Any) -> RunConfig:
 
 def pick_config(**sections: Any) -> RunConfig:
     """PPO on a toy with discrete actions; iterations of 64 transitions."""
-    algorithm = {"name": "ppo", "batch_size": 64, "minibatch_size": 32, "num_epochs": 2, "hidden_sizes": [16]}
-    tree = target_config().model_dump(mode="json", by_alias=True)
-    tree["env"], tree["replay"] = {"id": "ddrl/Pick-v0", "num_envs": 4}, {}
-    tree["stop"]["return"], tree["learner"]["publish_every_s"] = None, 1.0
-    tree["algorithm"] = algorithm | sections.pop("algorithm", {})
-    return validate(
-        {**tree, **{name: {**tree.get(name, {}), **options} for name, options in sections.items()}}
-    )
+    ppo = {"name": "ppo", "batch_size": 64, "minibatch_size": 32, "num_epochs": 2, "hidden_sizes": [16]}
+    changed = {"env": {"id": "ddrl/Pick-v0"}, "algorithm": ppo, "stop": {"return": None}}
+    merged = {name: {**changed.get(name, {}), **section} for name, section in sections.items()}
+    return target_config(**changed | merged)
 
 
 def value_config(env: dict[str, Any], algorithm: dict[str, Any], **replay: Any) -> RunConfig:
-    return validate(
-        {
-            "name": "value",
-            "env": {"num_envs": 4, **env},
-            "algorithm": algorithm,
-            "rollout": {"segment_s": 0.5, "fragment_s": 0.05, "max_fragment_steps": 16},
-            "replay": {"capacity": 1500, "warmup_steps": 200, "slack_steps": 400, "samples_per_insert": 8}
-            | replay,
-            "learner": {
-                "publish_every_s": 0.05,
-                "checkpoint_every_s": 1,
-                "metrics_every_s": 0.2,
-                "device": "cpu",
-            },
-        }
+    """A run without end, whose replay is small enough for items to be evicted."""
+    return target_config(
+        env=env,
+        algorithm=algorithm,
+        rollout={"fragment_s": 0.05, "max_fragment_steps": 16},
+        replay={"capacity": 1500, "slack_steps": 400, "samples_per_insert": 8} | replay,
+        learner={"publish_every_s": 0.05},
+        evaluation={"every_s": 3600, "near_every_s": 3600},
+        stop={"return": None, "time": None},
     )
 
 
 def catch_config() -> RunConfig:
-    """DQN from stacked, compressed, prioritized images, gathered by threads; few enough to be evicted."""
-    return value_config(
-        {"id": "ddrl/Catch-v0", "kwargs": {"size": 5, "pixels": 10}, "frame_stack": 2},
-        {
-            "name": "dqn",
-            "network": "conv",
-            "hidden_sizes": [32],
-            "learning_rate": 2e-3,
-            "gamma": 0.9,
-            "n_step": 2,
-        }
-        | {"batch_size": 32, "prioritized": True, "importance_anneal_updates": 500, "target_period": 20}
-        | {"epsilon_anneal_updates": 200},
-        observations="compressed",
-        threads=2,
-    )
+    """DQN from stacked, compressed, prioritized images, gathered by threads."""
+    env = {"id": "ddrl/Catch-v0", "kwargs": {"size": 5, "pixels": 10}, "frame_stack": 2}
+    network = {"name": "dqn", "network": "conv", "hidden_sizes": [32], "learning_rate": 2e-3, "gamma": 0.9}
+    replay = {"n_step": 2, "prioritized": True, "importance_anneal_updates": 500, "target_period": 20}
+    algorithm = network | replay | {"epsilon_anneal_updates": 200}
+    return value_config(env, algorithm, observations="compressed", threads=2)
 
 
 def recall_config() -> RunConfig:
     """R2D2 on vectors: overlapping sequences with burn-in."""
-    return value_config(
-        {"id": "ddrl/Recall-v0", "kwargs": {"delay": 6}, "frame_stack": 2},
-        {
-            "name": "r2d2",
-            "hidden_sizes": [16],
-            "recurrent_size": 8,
-            "sequence_length": 4,
-            "overlap": 2,
-            "burn_in": 2,
-        }
-        | {"n_step": 2, "batch_size": 16, "target_period": 50},
-    )
+    env = {"id": "ddrl/Recall-v0", "kwargs": {"delay": 6}, "frame_stack": 2}
+    network = {"name": "r2d2", "hidden_sizes": [16], "recurrent_size": 8, "batch_size": 16}
+    sequences = {"sequence_length": 4, "overlap": 2, "burn_in": 2, "n_step": 2, "target_period": 50}
+    return value_config(env, network | sequences)

@@ -28,12 +28,13 @@ WITH_FILE = ("--appendonly", "yes", "--appendfsync", "everysec")
 FOREIGN = "foreign:"  # prefix of keys that are not ddrl's
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
-    """Return once `condition()` holds; fail after `timeout_s`, which is generous: the machine may be busy."""
-    deadline = time.monotonic() + timeout_s
+def until(condition: Callable[[], object], timeout_s: float = 30.0) -> float:
+    """Return the seconds until `condition()` holds; fail after `timeout_s`, generous as the machine may be busy."""
+    began = time.monotonic()
     while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout_s:.0f} s"
-        time.sleep(0.02)
+        assert time.monotonic() - began < timeout_s, f"not within {timeout_s:.0f} s"
+        time.sleep(0.01)
+    return time.monotonic() - began
 
 
 _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
@@ -77,9 +78,10 @@ class PrivateServer:
     def __init__(self, *options: str, password: str = "") -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="ddrl-t", dir="/tmp"))  # short: socket paths are limited
         self.socket = self.folder / "s"
-        credentials = f":{quote(password, safe='')}@" if password else ""
-        self.url = f"unix://{credentials}{self.socket}"
-        self.options = [*options, *(("--requirepass", password) if password else ())]
+        self.url = (
+            f"unix://:{quote(password, safe='')}@{self.socket}" if password else f"unix://{self.socket}"
+        )
+        self.options = [*options, "--requirepass", password] if password else options
         self.client: redis.Redis = connection.connect(self.url)
         self.process: subprocess.Popen[bytes] | None = None
         try:
@@ -91,22 +93,21 @@ class PrivateServer:
     def start(self) -> None:
         """Start it, also again after it has ended, and wait until it answers."""
         fixed = ["--port", "0", "--unixsocket", str(self.socket), "--dir", str(self.folder)]
-        defaults = ["--save", "", "--appendonly", "no"]
-        with (self.folder / "log").open("ab") as log:
-            self.process = subprocess.Popen(
-                [server_binary(), *fixed, *defaults, *self.options], stdout=log, preexec_fn=self._prepare
-            )
-        deadline = time.monotonic() + 20.0
-        while not self.answers():
-            log_lines = (self.folder / "log").read_text(errors="replace").splitlines()
-            assert self.process.poll() is None, f"ended with {self.process.poll()}: {log_lines[-5:]}"
-            assert time.monotonic() < deadline, f"does not answer: {log_lines[-5:]}"
-            time.sleep(0.02)
+        command = [server_binary(), *fixed, "--save", "", "--appendonly", "no", *self.options]
+        log_file = self.folder / "log"
 
-    @staticmethod
-    def _prepare() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a limit of file size is then a full disk
-        end_with_parent()
+        def prepare() -> None:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a limit of file size is then a full disk
+            end_with_parent()
+
+        with log_file.open("ab") as log:
+            process = self.process = subprocess.Popen(command, stdout=log, preexec_fn=prepare)
+
+        def is_up() -> bool:
+            assert process.poll() is None, log_file.read_text(errors="replace")[-1000:]
+            return self.answers()
+
+        until(is_up)
 
     def answers(self) -> bool:
         try:
@@ -114,17 +115,10 @@ class PrivateServer:
         except redis.RedisError:
             return False
 
-    def stop(self) -> None:
-        """End it in order."""
-        self._end(signal.SIGTERM)
-
     def kill(self) -> None:
         """End it as a crash does."""
-        self._end(signal.SIGKILL)
-
-    def _end(self, how: signal.Signals) -> None:
         if self.process is not None and self.process.poll() is None:
-            self.process.send_signal(how)
+            self.process.kill()
             self.process.wait(20.0)
 
     def close(self) -> None:
@@ -149,9 +143,9 @@ class PrivateServer:
     def fill_memory(self, for_s: float) -> None:
         """Fill its memory with other keys for `for_s`, also what is freed meanwhile; then delete them."""
         self.client.config_set("maxmemory", self.client.info("memory")["used_memory"] + 2 * 1024**2)
-        until, number = time.monotonic() + for_s, 0
+        end, number = time.monotonic() + for_s, 0
         try:
-            while time.monotonic() < until:
+            while time.monotonic() < end:
                 try:
                     self.client.set(f"{FOREIGN}{number}", bytes(65536 if number < 30 else 1024))
                     number += 1
@@ -164,9 +158,8 @@ class PrivateServer:
 
     def file(self) -> Path:
         """Return its append-only file."""
-        return max(
-            (self.folder / "appendonlydir").glob("*.incr.aof"), key=lambda path: path.stat().st_mtime_ns
-        )
+        files = (self.folder / "appendonlydir").glob("*.incr.aof")
+        return max(files, key=lambda path: path.stat().st_mtime_ns)
 
     @contextlib.contextmanager
     def full_disk(self) -> Iterator[None]:
@@ -178,11 +171,6 @@ class PrivateServer:
             yield
         finally:
             resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (soft, hard))
-
-    def rewrite_file(self) -> None:
-        """Rewrite its append-only file."""
-        self.client.bgrewriteaof()
-        wait_until(lambda: not self.is_rewriting())
 
     def is_rewriting(self) -> bool:
         """Return whether it rewrites its append-only file, or is about to."""

@@ -7,24 +7,20 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
-from support.private_server import end_with_parent
-from support.runs import start, target_tree
+from support.private_server import end_with_parent, until
+from support.runs import start, target_config, target_tree
 
-from ddrl.config import validate
 from ddrl.store import connection
 
 Env = Mapping[str, str] | None
-Tree = Mapping[str, Any] | None
 ROOT = Path(__file__).resolve().parents[2]
 SLOW_S = 120.0  # generous: the machine may be busy
-BOUNDS_VARIABLE = "DDRL_FAULT_BOUNDS"
-EXACT = os.environ.get(BOUNDS_VARIABLE) == "exact"
+EXACT = os.environ.get("DDRL_FAULT_BOUNDS") == "exact"
 """Whether faults must end within their bounds (`make faults`), not ten times their bounds (`make test`)."""
 
 
@@ -59,8 +55,8 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-class Process:
-    """One started process, its log, and its signals.
+class Process(subprocess.Popen[bytes]):
+    """A started process with a log.
 
     Args:
         name: its role.
@@ -80,59 +76,43 @@ class Process:
             end_with_parent()
 
         with log.open("w") as output:
-            self._process = subprocess.Popen(
-                command, cwd=folder, env=dict(environment), stdin=subprocess.DEVNULL, stdout=output,
+            super().__init__(
+                command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=output,
                 stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=prepare,
             )  # fmt: skip
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def returncode(self) -> int | None:
-        return self._process.poll()
-
-    @property
     def running(self) -> bool:
-        return self._process.poll() is None
-
-    def send(self, number: signal.Signals) -> None:
-        """Send it a signal, unless it has ended."""
-        self._process.send_signal(number)
+        return self.poll() is None
 
     def kill(self) -> None:
         """Kill it, but not its children."""
-        self._process.kill()
-        self._process.wait()
+        super().kill()
+        self.wait()
 
     def kill_group(self) -> None:
         """Kill it and its process group, as a machine that fails does."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-        self._process.wait()
+        self.wait()
 
-    def wait(self, timeout_s: float = SLOW_S) -> int:
+    def wait(self, timeout: float | None = SLOW_S) -> int:
         """Return its exit code; fail with its log if it does not end."""
         try:
-            return self._process.wait(timeout_s)
+            return super().wait(timeout)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"{self.name} runs on after {timeout_s} s:\n{self.text()[-3000:]}") from None
+            raise AssertionError(f"{self.name} runs on after {timeout} s:\n{self.text()[-3000:]}") from None
 
     def text(self) -> str:
         """Return its log."""
         return self.log.read_text(errors="replace")
-
-    def descendants(self) -> list[int]:
-        """Return the ids of its children, and of theirs."""
-        return descendants(self.pid)
 
     def pool(self) -> list[int]:
         """Return the ids of a worker's pool processes."""
         return [pid for pid in descendants(self.pid) if "spawn_main" in command_of(pid)]
 
 
-class Processes:
+class Processes(contextlib.AbstractContextManager["Processes"]):
     """Starts processes in a folder, and ends them.
 
     Args:
@@ -142,9 +122,6 @@ class Processes:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.started: list[Process] = []
-
-    def __enter__(self) -> Processes:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -162,17 +139,12 @@ class Processes:
         return self.start("celery", url, *command, env=env)
 
     def learner(
-        self,
-        url: str | None,
-        run: str | None = None,
-        *arguments: str,
-        folder: Path | str = "runs",
-        env: Env = None,
+        self, url: str | None, *arguments: str, folder: Path | str = "runs", env: Env = None
     ) -> Process:
-        """Start `ddrl learner` for one run, or for every run that waits."""
-        run_argument = () if run is None else (run,)
-        command = ["-m", "ddrl", "learner", *run_argument, "--folder", str(folder), *arguments]
-        return self.start("learner", url, *command, env=env)
+        """Start `ddrl learner`, for every run that waits unless the first argument is a run."""
+        return self.start(
+            "learner", url, "-m", "ddrl", "learner", *arguments, "--folder", str(folder), env=env
+        )
 
     def submit(self, url: str | None, config: Path, *arguments: str, env: Env = None) -> Process:
         """Start `ddrl submit`."""
@@ -196,15 +168,15 @@ class Processes:
         assert not check or done.returncode == 0, (done.returncode, done.stdout, done.stderr)
         return done
 
-    def detach(self, url: str | None, *, name: str = "target", tree: Tree = None, **sections: Any) -> str:
-        """Submit a small run (see `config`) that has neither learner nor workers; return its id."""
+    def detach(self, url: str | None, **sections: Any) -> str:
+        """Submit a run of `target_config(**sections)` that has neither learner nor workers; return its id."""
         with connection.connect(url) as client:
-            return start(client, validate({**(tree or target_tree(**sections)), "name": name}))
+            return start(client, target_config(**sections))
 
-    def config(self, *, name: str = "target", tree: Tree = None, **sections: Any) -> Path:
-        """Write the config of `tree`, or of `target_tree(**sections)`; return its path."""
-        path = self.folder / f"{name}.yaml"
-        path.write_text(yaml.safe_dump({**(tree or target_tree(**sections)), "name": name}))
+    def config(self, **sections: Any) -> Path:
+        """Write the config `target_tree(**sections)`; return its path."""
+        path = self.folder / "target.yaml"
+        path.write_text(yaml.safe_dump(target_tree(**sections)))
         return path
 
     def environment(self, url: str | None, env: Env = None) -> dict[str, str]:
@@ -215,11 +187,10 @@ class Processes:
 
     def until(self, condition: Callable[[], object], timeout_s: float = SLOW_S) -> float:
         """Return the seconds until `condition()` holds; fail with all logs after `timeout_s`."""
-        began = time.monotonic()
-        while not condition():
-            assert time.monotonic() - began < timeout_s, f"not within {timeout_s:.0f} s\n{self.logs()}"
-            time.sleep(0.02)
-        return time.monotonic() - began
+        try:
+            return until(condition, timeout_s)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.logs()}") from error
 
     def logs(self, last_chars: int = 3000) -> str:
         """Return the ends of all logs in the folder."""
@@ -234,16 +205,13 @@ class Processes:
 
     def close(self) -> None:
         """Kill the workers and learners that still run, and end commands in order, with the children they started."""
-        commands = []
-        for process in self.started:
-            if process.running and process.name in ("worker", "celery", "learner"):
+        running = [process for process in self.started if process.running]
+        for process in running:
+            if process.name in ("worker", "celery", "learner"):
                 process.kill_group()
-            elif process.running:
-                process.send(signal.SIGCONT)
-                process.send(signal.SIGTERM)
-                commands.append(process)
-        deadline = time.monotonic() + 10.0
-        for process in commands:
-            with contextlib.suppress(AssertionError):
-                process.wait(max(0.1, deadline - time.monotonic()))
+            else:
+                process.send_signal(signal.SIGCONT)
+                process.terminate()
+        with contextlib.suppress(AssertionError):
+            until(lambda: not any(process.running for process in running), 10.0)
         self.kill()

@@ -6,6 +6,7 @@ The twins need no context, and so show whether a fragment's context was enough.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -72,24 +73,15 @@ class Transition(NamedTuple):
     td_error: float
 
 
-@dataclass
-class SlowSequence:
-    """One sequence as `Sequences` has it, without the axis of the batch."""
+SlowSequence = SimpleNamespace
+"""The fields of one sequence of `Sequences`, without the axis of the batch; its first row, lane and TD error."""
 
-    first: int
-    lane: int
-    is_fresh: bool
-    observation: np.ndarray
-    previous_action: list[int]
-    previous_reward: list[float]
-    recurrent_state: np.ndarray
-    burn_in: int
-    action: list[int]
-    n_step_return: list[float]
-    bootstrap_discount: list[float]
-    bootstrap: list[int]
-    valid: list[bool]
-    td_error: float
+
+def make_fragment(producer: int, seq: int, **columns: Any) -> Fragment:
+    """Return a fragment in which no episode ended."""
+    origin = {"run": "run", "producer": producer, "incarnation": 7, "seq": seq, "policy_version": 0}
+    episodes = {"episode_return": np.zeros(0, np.float32), "episode_length": np.zeros(0, np.int32)}
+    return Fragment(**origin, **episodes, **columns)
 
 
 class Player:
@@ -136,12 +128,9 @@ class Player:
             values = self._column("values", origin, np.float32)  # [C+T, N, 2]
             extras |= {"action_value": values[..., 0], "state_value": values[..., 1]}
         self.seq += 1
-        return Fragment(
-            run="run",
-            producer=self.player,
-            incarnation=7,
-            seq=self.seq,
-            policy_version=0,
+        return make_fragment(
+            self.player,
+            self.seq,
             context=context,
             observation=self._column("frame", origin, self._dtype),
             action=self._column("action", origin, np.float32 if self._continuous else np.int64),
@@ -150,8 +139,6 @@ class Player:
             truncated=self._column("truncated", origin, np.bool_),
             final_index=np.array(list(finals), np.int32).reshape(-1, 2),
             final_observation=np.array(list(finals.values()), self._dtype).reshape(-1, *self._observation),
-            episode_return=np.zeros(0, np.float32),
-            episode_length=np.zeros(0, np.int32),
             extras=extras,
         )
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from support.algorithms import CONTINUOUS, CPU, DISCRETE, PAIRS
+from support.reference_items import make_fragment
 from support.reference_returns import (
     Steps,
     slow_gae,
@@ -19,15 +20,9 @@ from support.reference_returns import (
 )
 from torch import Tensor
 
-from ddrl import envs
-from ddrl.algorithms import base
-from ddrl.config import validate
 from ddrl.networks.device import to_device
-from ddrl.policy import LoadedPolicy
 from ddrl.replay.fifo import Fifo, trajectories
-from ddrl.runs.evaluation import score
 from ddrl.types import EnvSpec, Fragment, Trajectories
-from ddrl.worker.collector import Collector
 
 IMAGES = EnvSpec("Toy-v0", (6, 6, 2), "uint8", "discrete", (), (4,))
 SPECS = {"discrete": DISCRETE, "pairs": PAIRS, "continuous": CONTINUOUS, "images": IMAGES}
@@ -46,7 +41,7 @@ class Row(NamedTuple):
     return_: float
 
 
-def make_feed(spec: EnvSpec, *, seed: int = 0, num_fragments: int = 12, num_steps: int = 8) -> list[Fragment]:
+def make_feed(spec: EnvSpec, *, seed: int = 0, num_fragments: int = 12) -> list[Fragment]:
     """Fragments of three producers in turn, of 2, 3 and 4 lanes, that follow each other but for one that is lost.
 
     They have all endings, and behavior log probabilities that are not those of any policy that learns from them.
@@ -56,44 +51,33 @@ def make_feed(spec: EnvSpec, *, seed: int = 0, num_fragments: int = 12, num_step
     made: list[Fragment] = []
     for number in range(num_fragments):
         turn, producer = divmod(number, 3)
-        shape = (num_steps - (producer == 2) * num_steps // 2, 2 + producer)
+        shape = (4 if producer == 2 else 8, 2 + producer)
         kind = rng.choice(3, shape, p=(0.7, 0.15, 0.15))
         final_index = np.argwhere(kind == 2).astype(np.int32)
         observation = _observations(rng, spec, (shape[0] + 1, shape[1]))
         if turn:  # it begins where the producer's last one ended
             observation[0] = made[-3].observation[-1]
-        log_prob = rng.normal(-1.3, 0.5, shape)
-        extras = {"behavior_log_prob": log_prob.astype(np.float32)}
+        extras = {"behavior_log_prob": rng.normal(-1.3, 0.5, shape).astype(np.float32)}
         if spec.action_kind == "continuous":
             raw = rng.normal(0.2, 1.0, (*shape, *spec.action_shape)).astype(np.float32)
-            extras["behavior_log_prob"] = extras["behavior_log_prob"] - 1.5
-            extras["raw_action"] = raw
+            extras = {"behavior_log_prob": extras["behavior_log_prob"] - 1.5, "raw_action": raw}
             action = np.clip(raw, spec.action_low, spec.action_high).astype(np.float32)
             score = raw.sum(axis=2)
         else:
             action = rng.integers(np.array(spec.action_sizes), size=(*shape, len(spec.action_sizes)))
             score = action.sum(axis=2)
             action = action.reshape(*shape, *spec.action_shape)
-        made.append(
-            Fragment(
-                run="run",
-                producer=producer,
-                incarnation=7,
-                seq=turn + (turn > 1),  # number 2 of each is lost
-                policy_version=0,
-                context=0,
-                observation=observation,
-                action=action,
-                reward=(rng.normal(size=shape) + 0.5 * score).astype(np.float32),
-                terminated=kind == 1,
-                truncated=kind == 2,
-                final_index=final_index,
-                final_observation=_observations(rng, spec, (len(final_index),)),
-                episode_return=np.zeros(0, np.float32),
-                episode_length=np.zeros(0, np.int32),
-                extras=extras,
-            )
-        )
+        columns = {
+            "observation": observation,
+            "action": action,
+            "terminated": kind == 1,
+            "truncated": kind == 2,
+        }
+        columns["reward"] = (rng.normal(size=shape) + 0.5 * score).astype(np.float32)
+        columns["final_index"] = final_index
+        columns["final_observation"] = _observations(rng, spec, (len(final_index),))
+        seq = turn + (turn > 1)  # number 2 of each is lost
+        made.append(make_fragment(producer, seq, context=0, extras=extras, **columns))
     return made
 
 
@@ -105,58 +89,20 @@ def _observations(rng: np.random.Generator, spec: EnvSpec, shape: tuple[int, ...
 
 
 def tensors(fragments: Sequence[Fragment], gamma: float = 0.9) -> Trajectories:
-    """A batch on the CPU."""
-    batch = to_device(trajectories(fragments, gamma=gamma), CPU)
-    assert isinstance(batch, Trajectories)
-    return batch
+    """Return a batch on the CPU."""
+    return to_device(trajectories(fragments, gamma=gamma), CPU)
 
 
 def feed(learner: Any, config: Any, fragments: Sequence[Fragment]) -> list[dict[str, Tensor]]:
-    """Learn from fragments as a learner does, iteration by iteration, each one version behind; the figures."""
-    fifo = Fifo(
-        batch_size=config.batch_size, gamma=config.gamma, collect="async", max_staleness=len(fragments)
-    )
+    """Learn from fragments as a learner does, iteration by iteration, each one version behind; return the figures."""
+    pace = {"collect": "async", "max_staleness": len(fragments)}
+    fifo = Fifo(batch_size=config.batch_size, gamma=config.gamma, **pace)
     for number, fragment in enumerate(fragments):
         fifo.admit(fragment, str(number).encode(), version=0)
     figures: list[dict[str, Tensor]] = []
     while (drawn := fifo.draw(num_steps=0, num_updates=0, version=len(figures))) is not None:
         figures.append(learner.update(to_device(drawn, CPU)))
     return figures
-
-
-class Trained(NamedTuple):
-    """What `train` leaves."""
-
-    learner: Any
-    spec: EnvSpec
-    return_mean: float  # of 20 episodes with deterministic actions
-    figures: dict[str, float]  # of the last iteration
-
-
-def train(env_id: str, num_iterations: int, *, num_envs: int = 16, **algorithm: Any) -> Trained:
-    """Collect, then learn, so many times, in this process; reward_scale is of the environment."""
-    env = {"id": env_id, "num_envs": num_envs, "reward_scale": algorithm.pop("reward_scale", 1.0)}
-    config = validate({"env": env, "algorithm": algorithm})
-    spec = envs.describe(config.env)
-    resolved = base.resolve(config, spec)
-    figures: Mapping[str, Tensor] = {}
-    learner, policy = resolved.learner(device=CPU, seed=1), resolved.policy()
-    collector = Collector(
-        run="run", producer=1, incarnation=1, config=config, resolved=resolved, random_until_learned=False
-    )
-    try:
-        for version in range(num_iterations):
-            collector.load(version, learner.weights())
-            fragments, missing = [], resolved.config.batch_size
-            while missing > 0:
-                fragments.append(collector.collect(max_steps=math.ceil(missing / num_envs)))
-                missing -= fragments[-1].num_transitions
-            figures = learner.update(tensors(fragments, gamma=resolved.config.gamma))
-    finally:
-        collector.close()
-    policy.load(learner.weights())
-    result = score(LoadedPolicy(policy, config, spec, "run", num_iterations), range(20), num_envs=20)
-    return Trained(learner, spec, result.return_mean, {name: float(value) for name, value in figures.items()})
 
 
 def leaves(named: Mapping[str, Tensor]) -> dict[str, Tensor]:

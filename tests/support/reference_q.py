@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -40,20 +41,35 @@ def slow_huber(difference: Tensor, delta: float) -> Tensor:
     return 0.5 * difference**2 if float(size.detach()) <= delta else delta * (size - 0.5 * delta)
 
 
-def slow_q_loss(
-    q: Tensor, next_q: Tensor, next_target_q: Tensor, action: Tensor, return_: Tensor, discount: Tensor,
-    weight: Tensor | None, *, loss: str, huber_delta: float,
+def slow_loss(
+    of_one: Callable[..., tuple[Tensor, float]], output: Tensor, next_q: Tensor, next_target: Tensor, action: Tensor,
+    return_: Tensor, discount: Tensor, weight: Tensor | None, **options: Any,
 ) -> tuple[Tensor, list[float]]:  # fmt: skip
-    """Mnih et al. 2015, algorithm 1, with the action of arXiv:1509.06461, one transition at a time."""
-    total, errors = torch.zeros((), dtype=q.dtype), []
-    for b in range(len(q)):
-        choice = largest(next_q[b].tolist())
-        target = float(return_[b]) + float(discount[b]) * float(next_target_q[b, choice].detach())
-        difference = target - q[b, action[b]]
-        each = slow_huber(difference, huber_delta) if loss == "huber" else 0.5 * difference**2
-        total = total + each * (1.0 if weight is None else float(weight[b]))
-        errors.append(float(difference.detach()))
-    return total / len(q), errors
+    """Return the mean loss and the TD errors of a batch, one transition at a time.
+
+    The action is that of arXiv:1509.06461: the best one by `next_q`, whose output `next_target` values.
+
+    Args:
+        of_one: the loss and the TD error, given one transition's output, its target output, return and discount.
+    """
+    losses, errors = [], []
+    for b in range(len(output)):
+        following = next_target[b, largest(next_q[b].tolist())].detach()
+        loss, error = of_one(
+            output[b, action[b]], following, float(return_[b]), float(discount[b]), **options
+        )
+        losses.append(loss if weight is None else loss * float(weight[b]))
+        errors.append(error)
+    return torch.stack(losses).mean(), errors
+
+
+def _slow_q(
+    q: Tensor, following: Tensor, return_: float, discount: float, *, loss: str, huber_delta: float
+) -> tuple[Tensor, float]:
+    """Mnih et al. 2015, algorithm 1."""
+    difference = return_ + discount * float(following) - q
+    each = slow_huber(difference, huber_delta) if loss == "huber" else 0.5 * difference**2
+    return each, float(difference.detach())
 
 
 def slow_projection(
@@ -75,45 +91,37 @@ def slow_projection(
     return mass
 
 
-def slow_categorical_loss(
-    logits: Tensor, next_q: Tensor, next_target_logits: Tensor, action: Tensor, return_: Tensor, discount: Tensor,
-    weight: Tensor | None, *, v_min: float, v_max: float,
-) -> tuple[Tensor, list[float]]:  # fmt: skip
-    """The divergence of arXiv:1707.06887, section 4.1, one transition at a time."""
-    total, priorities = torch.zeros((), dtype=logits.dtype), []
-    for b in range(len(logits)):
-        next_prob = [float(p) for p in softmax(next_target_logits[b, largest(next_q[b].tolist())].tolist())]
-        target = slow_projection(next_prob, float(return_[b]), float(discount[b]), v_min, v_max)
-        each = torch.zeros((), dtype=logits.dtype)
-        for m, p in zip(target, softmax(list(logits[b, action[b]])), strict=True):
-            if m > 0:
-                each = each + m * (math.log(m) - torch.log(p))
-        total = total + each * (1.0 if weight is None else float(weight[b]))
-        priorities.append(float(each.detach()))
-    return total / len(logits), priorities
+def _slow_categorical(
+    logits: Tensor, following: Tensor, return_: float, discount: float, *, v_min: float, v_max: float
+) -> tuple[Tensor, float]:
+    """The divergence of arXiv:1707.06887, section 4.1."""
+    next_prob = [float(p) for p in softmax(following.tolist())]
+    each = torch.zeros((), dtype=logits.dtype)
+    for m, p in zip(
+        slow_projection(next_prob, return_, discount, v_min, v_max), softmax(list(logits)), strict=True
+    ):
+        if m > 0:
+            each = each + m * (math.log(m) - torch.log(p))
+    return each, float(each.detach())
 
 
-def slow_quantile_loss(
-    quantiles: Tensor, next_q: Tensor, next_target: Tensor, action: Tensor, return_: Tensor, discount: Tensor,
-    weight: Tensor | None, *, huber_delta: float,
-) -> tuple[Tensor, list[float]]:  # fmt: skip
+def _slow_quantile(
+    quantiles: Tensor, following: Tensor, return_: float, discount: float, *, huber_delta: float
+) -> tuple[Tensor, float]:
     """arXiv:1710.10044, algorithm 1, one pair of quantiles at a time."""
-    total, errors = torch.zeros((), dtype=quantiles.dtype), []
-    for b in range(len(quantiles)):
-        choice = largest(next_q[b].tolist())
-        targets = [float(return_[b]) + float(discount[b]) * float(v) for v in next_target[b, choice].detach()]
-        predicted = list(quantiles[b, action[b]])
-        each = torch.zeros((), dtype=quantiles.dtype)
-        for i, theta in enumerate(predicted):
-            tau = (2 * i + 1) / (2 * len(predicted))
-            for target in targets:
-                u = target - theta
-                each = each + abs(tau - (1.0 if u < 0 else 0.0)) * slow_huber(u, huber_delta) / len(targets)
-        total = total + each * (1.0 if weight is None else float(weight[b]))
-        errors.append(
-            sum(targets) / len(targets) - sum(float(p.detach()) for p in predicted) / len(predicted)
-        )
-    return total / len(quantiles), errors
+    targets, num = [return_ + discount * float(value) for value in following], len(quantiles)
+    each = torch.zeros((), dtype=quantiles.dtype)
+    for i, theta in enumerate(quantiles):
+        tau = (2 * i + 1) / (2 * num)
+        for target in targets:
+            u = target - theta
+            each = each + abs(tau - (1.0 if u < 0 else 0.0)) * slow_huber(u, huber_delta) / num
+    return each, sum(targets) / num - sum(float(theta.detach()) for theta in quantiles) / num
+
+
+slow_q_loss = partial(slow_loss, _slow_q)
+slow_categorical_loss = partial(slow_loss, _slow_categorical)
+slow_quantile_loss = partial(slow_loss, _slow_quantile)
 
 
 def slow_ladder(producer: int, num_envs: int, base: float, exponent: float) -> list[float]:
@@ -126,32 +134,21 @@ def slow_ladder(producer: int, num_envs: int, base: float, exponent: float) -> l
 
 
 def make_batch(
-    seed: int = 0,
-    *,
-    spec: EnvSpec = DISCRETE,
-    rows: Sequence[int] | np.ndarray = range(6),
-    gamma: float = 0.9,
-    n_step: int = 1,
+    seed: int = 0, *, spec: EnvSpec = DISCRETE, rows: Any = range(6), gamma: float = 0.9, n_step: int = 1,
     weight: np.ndarray | None = None,
-) -> Batch:
-    """Some rows of 64 transitions of random play on one lane, with all endings, as tensors."""
-    rng = np.random.default_rng(seed)
+) -> Batch:  # fmt: skip
+    """Return some rows of 64 transitions of random play on one lane, with all endings, as tensors."""
+    rng, row = np.random.default_rng(seed), np.asarray(rows)
     if spec.observation_dtype == "uint8":
         observation = rng.integers(0, 256, (65, *spec.input_shape), np.uint8)
     else:
         observation = rng.standard_normal((65, *spec.input_shape)).astype(np.float32)
-    ending = rng.random((64, 1))
-    return_, discount, k = n_step_return(
-        rng.standard_normal((64, 1)).astype(np.float32), ending < 0.2, ending > 0.9, gamma=gamma, n=n_step
-    )
-    action = rng.integers(0, spec.action_sizes[0], 64)
-    row = np.asarray(rows)
-    return Batch(
-        observation=torch.from_numpy(observation[row]),
-        action=torch.from_numpy(action[row]),
-        n_step_return=torch.from_numpy(return_[row, 0]),
-        bootstrap_discount=torch.from_numpy(discount[row, 0]),
-        next_observation=torch.from_numpy(observation[row + k[row, 0]]),
-        number=None if weight is None else torch.from_numpy(row),
-        weight=None if weight is None else torch.from_numpy(np.asarray(weight, np.float32)),
-    )
+    ending, reward = rng.random((64, 1)), rng.standard_normal((64, 1)).astype(np.float32)
+    return_, discount, k = n_step_return(reward, ending < 0.2, ending > 0.9, gamma=gamma, n=n_step)
+    if spec.action_kind == "continuous":
+        action = rng.uniform(spec.action_low, spec.action_high, (64, *spec.action_shape)).astype(np.float32)
+    else:
+        action = rng.integers(0, spec.action_sizes[0], 64)
+    columns = [observation[row], action[row], return_[row, 0], discount[row, 0], observation[row + k[row, 0]]]
+    drawn = [] if weight is None else [row, np.asarray(weight, np.float32)]
+    return Batch(*map(torch.from_numpy, columns + drawn))

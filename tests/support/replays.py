@@ -18,18 +18,12 @@ from ddrl.types import Batch, Fragment
 
 
 def make_replay(
-    items: TransitionItems | SequenceItems,
-    *,
-    capacity: int,
-    batch_size: int = 16,
-    warmup_steps: int = 1,
-    slack_steps: int = 100,
-    **options: Any,
-) -> Replay:
-    """An empty replay that samples 32 transitions per insert."""
-    limiter = RateLimiter(
-        samples_per_insert=32.0, warmup_steps=warmup_steps, slack_steps=slack_steps, batch_size=batch_size
-    )
+    items: TransitionItems | SequenceItems, *, capacity: int, batch_size: int = 16, warmup_steps: int = 1,
+    slack_steps: int = 100, **options: Any,
+) -> Replay:  # fmt: skip
+    """Return an empty replay that samples 32 transitions per insert."""
+    pace = {"samples_per_insert": 32.0, "warmup_steps": warmup_steps, "slack_steps": slack_steps}
+    limiter = RateLimiter(**pace, batch_size=batch_size)
     return Replay(items, limiter, capacity=capacity, batch_size=batch_size, **{"seed": 9} | options)
 
 
@@ -39,7 +33,7 @@ def admit(replay: Replay, fragment: Fragment, *, version: int = 0) -> None:
 
 
 def changed(fragment: Fragment, **columns: Any) -> Fragment:
-    """A fragment with other columns; those it has no field for are extras, and None removes one of these."""
+    """Return a fragment with other columns; those it has no field for are extras, and None removes one of these."""
     fields = {name: value for name, value in columns.items() if hasattr(fragment, name)}
     extras = dict(fragment.extras) | {name: value for name, value in columns.items() if name not in fields}
     kept = {name: value for name, value in extras.items() if value is not None}
@@ -47,12 +41,12 @@ def changed(fragment: Fragment, **columns: Any) -> Fragment:
 
 
 def gather(replay: Replay, position: Any) -> Any:
-    """The items at these positions, 0 the oldest."""
+    """Return the items at these positions, 0 the oldest."""
     return replay.plan(np.asarray(position, np.int64))()
 
 
 def gather_all(replay: Replay) -> Any:
-    """All items held."""
+    """Return all items held."""
     return gather(replay, np.arange(replay.num_items))
 
 

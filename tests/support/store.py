@@ -1,25 +1,35 @@
-"""A run in a store without learner or worker, and appends by hand."""
+"""A server without learner and workers: records like those of a lander's run, written by hand."""
 
 from __future__ import annotations
 
+import json
+import math
+import random
 from typing import Any
 
+import numpy as np
 from redis import Redis
 
 from ddrl.config import RunConfig, validate
-from ddrl.store import leases, runs, stream
+from ddrl.store import keys, leases, metrics, runs, stream, weights, workers
+from ddrl.store.evaluations import Evaluation, OpenEvaluations
+from ddrl.store.segments import Process
 from ddrl.store.stream import Appended
-from ddrl.types import EnvSpec
+from ddrl.types import EnvSpec, EvaluationResult
 
-SPACES = EnvSpec("Pendulum-v1", (3,), "float32", "continuous", (1,), action_low=(-2.0,), action_high=(2.0,))
-
-
-def make_config(**replay: object) -> RunConfig:
-    return validate({"env": {"id": "Pendulum-v1"}, "algorithm": {"name": "sac"}, "replay": replay})
+LANDER = "LunarLanderContinuous-v3"
+SPACES = EnvSpec(LANDER, (8,), "float32", "continuous", (2,), action_low=(-1.0,) * 2, action_high=(1.0,) * 2)
+QUEUES = ("ddrl.rollout.box2d", "ddrl.evaluate.box2d")
 
 
-def make_run(client: Redis, **replay: object) -> str:
-    return runs.create(client, make_config(**replay), SPACES)
+def make_config(**sections: Any) -> RunConfig:
+    tree = {"name": "lunar", "env": {"id": LANDER}, "algorithm": {"name": "sac"}}
+    return validate(tree | {"stop": {"return": 200, "time": 900}} | sections)
+
+
+def make_run(client: Redis, **sections: Any) -> str:
+    """Return an active run without any history."""
+    return runs.create(client, make_config(**sections), SPACES, queues=QUEUES)
 
 
 def append(client: Redis, run: str, seq: int, *, producer: int = 1, size: int = 10, **more: Any) -> Appended:
@@ -28,8 +38,56 @@ def append(client: Redis, run: str, seq: int, *, producer: int = 1, size: int = 
     return stream.append(client, run, {b"h": b"x" * size}, **who)
 
 
-def take(client: Redis, run: str, *, host: str = "here", ttl_ms: int = 600_000) -> int:
-    """The run's next fencing token, whoever holds the run."""
-    token = leases.acquire(client, run, host=host, folder="/tmp", ttl_ms=ttl_ms, force=True)
+def take(client: Redis, run: str, *, host: str = "here", folder: str = "/tmp", ttl_ms: int = 600_000) -> int:
+    """Return the run's next fencing token, whoever holds the run."""
+    token = leases.acquire(client, run, host=host, folder=folder, ttl_ms=ttl_ms, force=True)
     assert token is not None
+    return token
+
+
+def want_processes(client: Redis, run: str) -> int:
+    """Give a run a learner, weights and an allowance; return the learner's token."""
+    token = take(client, run)
+    weights.publish(client, run, token, version=0, blob=b"w", allowance=10**9, updates=0)
+    return token
+
+
+def heartbeat(
+    node: str, processes: int, queue: str = "ddrl.rollout", *, pids: tuple[int, ...] = ()
+) -> workers.Heartbeat:
+    """Return what a worker on host "h" reports."""
+    return workers.Heartbeat(node, "h", 1, processes, (queue,), {}, pids=pids)
+
+
+def note_playing(client: Redis, run: str, *, node: str, pid: int) -> str:
+    """Note that a process plays a run, though no choice led to it; return its name."""
+    name = str(Process(node, pid))
+    row = {"node": node, "pid": pid, "task": f"task-{pid}", "since_ms": runs.server_ms(client)}
+    client.hset(keys.playing(run), name, json.dumps(row | {"charge_ms": 0, "weight": 1}))
+    return name
+
+
+def add_history(client: Redis, run: str, *, folder: str = "") -> int:
+    """Add 30 fragments with rising returns, figures, weights and evaluations; return the fencing token."""
+    token, draw = take(client, run, folder=folder), random.Random(1)
+    weights.publish(client, run, token, version=0, blob=b"w", allowance=10**6, updates=0)
+    for seq in range(30):
+        returns = [-200 + 13 * seq + draw.gauss(0, 40) for _ in range(4)]
+        played = {"num_transitions": 1000, "episode_returns": returns, "played_ms": 0 if seq else 30_000}
+        append(client, run, seq, **played)
+    metrics.add(client, run, token, {"env_steps": 15_000, "updates": 3_000, "env_steps_per_s": 2_000.0})
+    row = {"env_steps": 30_000, "updates": 7_600, "env_steps_per_s": 2_930.0, "updates_per_s": 310.0}
+    row |= {"samples_per_insert": 31.9, "staleness": 0.8, "return_mean": 143.2, "replay_size": 30_000}
+    metrics.add(client, run, token, row | {"learner_wait": 0.12, "critic_loss": 0.0123, "temperature": 0.05})
+    blob = weights.encode_weights({"layer": np.zeros(3, np.float32)})
+    weights.publish(client, run, token, version=31, blob=blob, allowance=10**6, updates=7_600)
+    open_evaluations = OpenEvaluations(client, run, send=lambda _: None, timeout_s=60, token=token)
+    wanted = {"version": 31, "first_seed": 1000, "num_episodes": 20, "env_steps": 31_024, "updates": 7_600}
+    for purpose, mean in (("watch", 201.3), ("confirm", 205.0)):
+        done = Evaluation(**wanted, purpose=purpose)
+        returns = tuple(mean + 10.0 * math.sin(seed) for seed in range(20))
+        open_evaluations.store(done, EvaluationResult(31, tuple(done.seeds), returns, (200,) * 20))
+    weights.mark_best(client, run, token, 31, 205.0)
+    figures = {"version": 31, "return_mean": 205.0, "return_std": 7.0, "episodes": 100}
+    runs.note_evaluation(client, run, token, figures)
     return token

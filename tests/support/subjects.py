@@ -1,4 +1,4 @@
-"""One algorithm of each kind with its draws, as a learner has them, on batches by number."""
+"""Batches by number for a learner of any algorithm, and learners with the draws of their replay."""
 
 from __future__ import annotations
 
@@ -9,83 +9,82 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load, save
-from support.algorithms import CONTINUOUS, CPU, DISCRETE, continuous_batch, digest
-from support.algorithms import SMALL as SMALL_OPTIONS
-from support.reference_ppo import make_feed
-from support.reference_ppo import tensors as trajectories
-from support.reference_q import make_batch
-from support.reference_r2d2 import SHAPE, make_sequences
-from support.replays import make_replay
+from support import reference_ppo, reference_q, reference_r2d2
+from support.algorithms import CONTINUOUS, DISCRETE, digest, make_learner
 
-from ddrl.algorithms import base
-from ddrl.replay.prioritized import Priorities
-from ddrl.replay.replay import Replay
-from ddrl.replay.transitions import TransitionItems
+from ddrl.config import validate
+from ddrl.networks.device import to_device
+from ddrl.replay.experience import make_experience
+from ddrl.types import EnvSpec
 
-SMALL = SMALL_OPTIONS | {
-    "r2d2": SMALL_OPTIONS["r2d2"] | {"target_period": 2, "batch_size": 6, "epsilon_ladder": False}
-}
 SPECS = {"sac": CONTINUOUS, "dqn": DISCRETE, "r2d2": DISCRETE, "ppo": DISCRETE, "impala": DISCRETE}
+RUN = validate(
+    {
+        "env": {"id": "CartPole-v1"},
+        "algorithm": {"name": "dqn"},
+        "replay": {"capacity": 2000, "warmup_steps": 100},
+    }
+)
+
+
+def batch_for(name: str, learner: Any, spec: EnvSpec, seed: int) -> Any:
+    """Return a batch of tensors on the CPU for a learner of `make_learner`, with weights if it prioritizes."""
+    if name in ("ppo", "impala"):
+        return reference_ppo.tensors(reference_ppo.make_feed(spec, seed=seed, num_fragments=4))
+    is_prioritized = getattr(learner.config, "prioritized", False)
+    if name != "r2d2":
+        weight = np.linspace(0.2, 1.0, 6) if is_prioritized else None
+        return reference_q.make_batch(seed, spec=spec, weight=weight)
+    size, shape = learner.network.state_size, learner.config.sequences
+    made = reference_r2d2.make_sequences(spec, shape, memory_size=size, seed=seed)
+    return made if is_prioritized else replace(made, weight=None)
+
+
+def on_device(batch: Any, device: torch.device) -> Any:
+    """Return a batch of tensors as a learner gets it from its replay: made of arrays, and sent to a device."""
+    given = {name: value.numpy() for name, value in vars(batch).items() if value is not None}
+    return to_device(type(batch)(**given), device)
 
 
 class Subject:
-    """An algorithm with its draws, as a learner has them, and batches by number."""
+    """A learner with the draws of its replay, and batches by number."""
 
     def __init__(self, name: str, options: Mapping[str, Any]) -> None:
-        config: Any = base.config_class(name).model_validate(SMALL[name] | dict(options))
-        self.config = config
-        self.learner = base.Resolved(name, self.config, SPECS[name]).learner(device=CPU, seed=1)
+        small = {"target_period": 2, "batch_size": 6, "epsilon_ladder": False} if name == "r2d2" else {}
         self._name = name
-        self._replay: Replay | None = None
-        if getattr(config, "prioritized", False):
-            self._priorities = Priorities(
-                exponent=config.priority_exponent,
-                importance_exponent=config.importance_exponent,
-                final_importance_exponent=config.final_importance_exponent,
-                anneal_updates=config.importance_anneal_updates,
-            )
+        self.learner = make_learner(name, SPECS[name], **small | options)
+        self._experience = make_experience(
+            RUN, self.config, SPECS[name], on_policy=name in ("ppo", "impala"),
+            sequences=self.config.sequences if name == "r2d2" else None,
+        )  # fmt: skip
+        self._priorities = getattr(self._experience, "priorities", None)
+        if self._priorities is not None:
             self._priorities.append(6, np.linspace(0.1, 3.0, 6))
-            items = TransitionItems(gamma=0.9, n_step=1)
-            self._replay = make_replay(
-                items, capacity=10, batch_size=6, slack_steps=10, seed=1, priorities=self._priorities
-            )
+
+    @property
+    def config(self) -> Any:
+        """The options of the algorithm."""
+        return self.learner.config
 
     def adopt(self, **options: Any) -> None:
-        """What a learner does when its run's config has changed."""
-        config = type(self.config).model_validate(self.config.model_dump(by_alias=True) | options)
-        self.learner.apply_options(config)
-        if self._replay is not None:
-            self._replay.apply_options(config)
-        self.config = config
+        """Do what a learner does when its run's config has changed."""
+        self.learner.apply_options(
+            type(self.config).model_validate(self.config.model_dump(by_alias=True) | options)
+        )
+        self._experience.apply_options(self.config)
 
     def update(self, number: int) -> str:
-        """A hash of all that an update on the batch of that number gives and leaves."""
-        figures = self.learner.update(self._batch(number))
-        parts = {"figures": figures, "state": self.learner.state(), "weights": self.learner.weights()}
-        return digest(
-            {f"{part}.{name}": value for part, named in parts.items() for name, value in named.items()}
-        )
-
-    def _batch(self, number: int) -> Any:
-        spec = SPECS[self._name]
-        if self._name == "sac":
-            return continuous_batch(number)
-        if self._name in ("ppo", "impala"):
-            return trajectories(make_feed(spec, seed=number))
-        weight: np.ndarray | None = None
-        if self._replay is not None:
+        """Return a hash of all that an update on the batch of that number gives and leaves."""
+        batch = batch_for(self._name, self.learner, SPECS[self._name], number)
+        if self._priorities is not None:
             weight = self._priorities.draw(6, seed=0, draw=number)[2]
-        if self._name == "dqn":
-            return make_batch(number, weight=weight)
-        memory_size = self.config.recurrent_state_size
-        batch = make_sequences(DISCRETE, SHAPE, memory_size=memory_size, seed=number)
-        if weight is None:
-            return batch
-        return replace(batch, weight=torch.from_numpy(weight), number=torch.arange(6))
+            batch = replace(batch, weight=torch.from_numpy(weight.astype(np.float32)))
+        figures = self.learner.update(batch)
+        return digest(figures) + digest(self.learner.state()) + digest(self.learner.weights())
 
 
 def trained(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """A checkpoint after three updates."""
+    """Return a checkpoint after three updates."""
     subject = Subject(name, options)
     for number in range(3):
         subject.update(number)
@@ -93,7 +92,7 @@ def trained(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def continued(name: str, options: Mapping[str, Any], state: Mapping[str, Any]) -> Subject:
-    """Another learner that goes on from a checkpoint."""
+    """Return another learner that goes on from a checkpoint."""
     subject = Subject(name, options)
     subject.learner.load_state(state)
     return subject

@@ -2,41 +2,42 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from redis import Redis
+from support.learners import Run, in_threads
 from support.private_server import PrivateServer
 from support.runs import initial_weights, start, target_config
 from support.store import take
 
 from ddrl import celery
-from ddrl.store import connection, evaluations, keys, runs, segments, weights
+from ddrl.learner.dispatcher import Dispatcher
+from ddrl.store import connection, evaluations, keys, runs, weights
 
-HERE = str(Path(__file__).parent)
-ALLOWED = {"DDRL_ALLOW_MODULES": "bad_envs", "PYTHONPATH": f"{HERE}:{Path(HERE).parents[1]}"}
+HERE = Path(__file__).parent
+ALLOWED = {"DDRL_ALLOW_MODULES": "bad_envs", "PYTHONPATH": f"{HERE}:{HERE.parents[1]}"}
 """Environment of a worker that may play `bad_envs`."""
 
 
-def playable(client: Redis, **sections: dict[str, Any]) -> str:
-    """A run that can be played without end, by the test's messages."""
+def playable(client: Redis, *, allowance: int = 10**9, **sections: Any) -> str:
+    """Return a run that can be played, by the test's messages."""
     rollout = {"segment_s": 2, "fragment_s": 0.05, **sections.pop("rollout", {})}
     config = target_config(rollout=rollout, **sections)
     run = start(client, config)
     token, blob = take(client, run), initial_weights(config, runs.spaces(client, run))
-    weights.publish(client, run, token, version=0, blob=blob, allowance=10**9, updates=0)
+    weights.publish(client, run, token, version=0, blob=blob, allowance=allowance, updates=0)
     return run
 
 
-def bad(client: Redis, kind: str, monkeypatch: Any, **sections: dict[str, Any]) -> str:
-    """A playable run of `bad_envs`."""
-    monkeypatch.setenv("DDRL_ALLOW_MODULES", "bad_envs,bad_networks")
-    env = {"id": "bad_envs:make", "num_envs": 2, "kwargs": {"kind": kind}}
-    env["kwargs"] |= sections.pop("kwargs", {})
-    return playable(client, env=env, **sections)
+def bad(client: Redis, kind: str, monkeypatch: Any, **sections: Any) -> str:
+    """Return a playable run of `bad_envs`."""
+    monkeypatch.setenv("DDRL_ALLOW_MODULES", "bad_envs")
+    kwargs = {"kind": kind, **sections.pop("kwargs", {})}
+    return playable(client, env={"id": "bad_envs:make", "num_envs": 2, "kwargs": kwargs}, **sections)
 
 
 def send_task(server: PrivateServer, name: str, queue: str, **options: Any) -> None:
@@ -52,31 +53,34 @@ def send(server: PrivateServer, run: str, num: int = 1, *, limit_s: float = 3600
         send_task(server, celery.ROLLOUT, queue, priority=keys.LATER, time_limit=limit_s)
 
 
-@contextlib.contextmanager
-def dispatching(server: PrivateServer, *chosen: str) -> Iterator[None]:
-    """Keep a message of each run waiting."""
-    leaving = threading.Event()
+@contextmanager
+def dispatching(server: PrivateServer) -> Iterator[None]:
+    """Dispatch for all active runs that were taken, as their learners do."""
+    leaving, dispatchers = threading.Event(), dict[str, Dispatcher]()
 
-    def work() -> None:
+    def send_rollout(queue: str, limit_s: float) -> None:
+        send_task(server, celery.ROLLOUT, queue, priority=keys.LATER, time_limit=limit_s)
+
+    def dispatch() -> None:
         while not leaving.wait(0.1):
-            for run in chosen:
-                if not segments.waiting(server.client, runs.state(server.client, run).queue):
-                    send(server, run)
+            for run in runs.active_names(server.client):
+                if run not in dispatchers and (token := Run(server, run=run).token):
+                    rollout = runs.config(server.client, run).rollout
+                    dispatchers[run] = Dispatcher(server.client, run, token, rollout, send=send_rollout)
+                if run in dispatchers:
+                    dispatchers[run].tick()
 
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    yield
-    leaving.set()
-    thread.join()
+    with in_threads(dispatch, stop=leaving.set):
+        yield
 
 
 def open_evaluation(server: PrivateServer, run: str) -> None:
     """Open an evaluation of version 0 and send it."""
-    client = server.client
-    token, queue = int(client.hget(keys.state(run), "fence") or 0), runs.state(client, run).evaluation_queue
+    queue, token = runs.state(server.client, run).evaluation_queue, Run(server, run=run).token
 
-    def send(message: str) -> None:
+    def send_evaluation(message: str) -> None:
         send_task(server, celery.EVALUATE, queue, args=[run, message], priority=keys.FIRST)
 
     wanted = evaluations.Evaluation(version=0, first_seed=1, num_episodes=10, purpose="watch")
-    evaluations.OpenEvaluations(client, run, send=send, timeout_s=60, token=token).open([wanted])
+    opened = evaluations.OpenEvaluations(server.client, run, send=send_evaluation, timeout_s=60, token=token)
+    opened.open([wanted])

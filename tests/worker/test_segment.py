@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from redis import Redis
 from redis.exceptions import OutOfMemoryError
-from support.private_server import wait_until
+from support.private_server import until
 from support.runs import play_steps, start, stream_steps, target_config
 from support.store import take
 
@@ -163,7 +163,7 @@ def playing(client: Redis, run: str, players: Players, node: str = "leaves") -> 
     """Play a segment in a thread; the block makes it end."""
     thread = threading.Thread(target=choose_and_play, args=(client, players, run, node))
     thread.start()
-    wait_until(lambda: node in {one.node for one in segments.playing(client, run).values()})
+    until(lambda: node in {one.node for one in segments.playing(client, run).values()})
     yield thread
     thread.join(5)
     assert not thread.is_alive()
@@ -199,7 +199,7 @@ def test_a_segment_that_waits_ends_when_its_run_is_paused_or_its_node_drains(
         stream.allow(client, run, token, 10**9, updates=0)
     with playing(client, run, players):
         if waits_for == "room":
-            wait_until(lambda: runs.state(client, run).full)
+            until(lambda: runs.state(client, run).full)
         if reason == "paused":
             runs.set_status(client, run, "paused", "test")
         else:
@@ -216,11 +216,11 @@ def test_a_fragment_that_waited_for_room_is_appended_once_even_if_the_allowance_
     stream.allow(client, run, token, 10**9, updates=0)
     before = runs.state(client, run).appended_fragments
     with playing(client, run, Players()):
-        wait_until(lambda: runs.state(client, run).full)
+        until(lambda: runs.state(client, run).full)
         assert runs.state(client, run).appended_fragments == before
         stream.allow(client, run, token, 0, updates=0)
         fill(client, run, is_full=False)
-        wait_until(lambda: runs.state(client, run).appended_fragments > before)
+        until(lambda: runs.state(client, run).appended_fragments > before)
         segments.drain(client, "leaves")
     assert runs.state(client, run).appended_fragments == before + 1
 

@@ -1,4 +1,4 @@
-"""Several runs share the processes of a real Celery worker; each has a real dispatcher (support/dispatching.py)."""
+"""Several runs share the processes of a real Celery worker; each has a real dispatcher."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 from redis import Redis
 from support.private_server import PrivateServer
-from support.processes import ROOT, Processes, bound
-from support.runs import initial_weights, start, target_config
+from support.processes import Processes, bound
+from support.worker_runs import dispatching, playable
 
-from ddrl.config import RunConfig
 from ddrl.store import runs, segments
 
 PROCESSES = 2
@@ -21,29 +20,25 @@ Until = Callable[..., float]
 pytestmark = pytest.mark.faults
 
 
-def config(*, segment_s: float = 0.25, **sections: Any) -> RunConfig:
-    """A run whose processes sleep, and hardly use the machine."""
-    sections = {"replay": {"capacity": 10**7, "warmup_steps": 10**7}, **sections}
-    return target_config(
+def begin(client: Redis, *, segment_s: float = 0.25, **options: Any) -> str:
+    """Begin a run whose processes sleep, and hardly use the machine."""
+    return playable(
+        client,
         env={"id": "ddrl/Sleep-v0", "kwargs": {"step_s": 0.01}, "num_envs": 1},
         algorithm={"name": "dqn", "hidden_sizes": [8]},
-        rollout={"segment_s": segment_s, "fragment_s": 0.05, "random_until_learned": True},
-        stop={},
-        **sections,
+        rollout={"segment_s": segment_s, "random_until_learned": True},
+        **options,
     )
 
 
 @pytest.fixture(scope="module")
 def site(module_server, tmp_path_factory) -> Iterator[tuple[Redis, Processes]]:
-    """A worker of two processes, both warm, and stand-ins for learners."""
+    """A worker of two processes, both warm, and dispatchers."""
     client, folder = module_server.client, tmp_path_factory.mktemp("sharing")
     client.flushall()
-    warm_up = start(client, config())
-    (folder / "weights").write_bytes(initial_weights(config(), runs.spaces(client, warm_up)))
-    with Processes(folder) as processes:
-        url, stand_in = module_server.url, str(ROOT / "tests" / "support" / "dispatching.py")
-        processes.worker(url, concurrency=PROCESSES)
-        processes.start("stand-in", url, stand_in, str(folder / "weights"))
+    with Processes(folder) as processes, dispatching(module_server):
+        warm_up = begin(client)
+        processes.worker(module_server.url, concurrency=PROCESSES)
         processes.until(lambda: len(segments.playing(client, warm_up)) == PROCESSES)
         yield client, processes
 
@@ -85,7 +80,7 @@ def settle(client: Redis, until: Until, weights: dict[str, float], *, least_s: f
 def test_three_runs_share_two_processes_by_weight_until_one_pauses_or_changes(
     client: Redis, until: Until, site: tuple[Redis, Processes], module_server: PrivateServer
 ) -> None:
-    light, middle, heavy = (start(client, config(weight=weight)) for weight in (1.0, 2.0, 4.0))
+    light, middle, heavy = (begin(client, weight=weight) for weight in (1.0, 2.0, 4.0))
     until(lambda: min(process_s(client, light, middle, heavy)) > 0)
     settle(client, until, {light: 1, middle: 2, heavy: 4}, least_s=10.0)
     report = json.loads(site[1].ddrl(module_server.url, "fleet", "--json").stdout)
@@ -107,10 +102,10 @@ def test_three_runs_share_two_processes_by_weight_until_one_pauses_or_changes(
 
 
 def test_a_run_of_high_priority_gets_a_process_at_once_and_then_all(client: Redis, until: Until) -> None:
-    others = [start(client, config(priority=priority, segment_s=60.0)) for priority in ("low", "normal")]
+    others = [begin(client, priority=priority, segment_s=60.0) for priority in ("low", "normal")]
     until(lambda: len(segments.playing(client, others[1])) == PROCESSES)  # normal before low
     began = time.monotonic()
-    high = start(client, config(priority="high"))
+    high = begin(client, priority="high")
     until(lambda: segments.playing(client, high), bound(2.0))
     print(f"first process after {time.monotonic() - began:.2f} s")
     until(lambda: len(segments.playing(client, high)) == PROCESSES)
@@ -120,9 +115,9 @@ def test_a_run_of_high_priority_gets_a_process_at_once_and_then_all(client: Redi
 
 
 def test_processes_that_wait_for_an_allowance_serve_other_runs(client: Redis, until: Until) -> None:
-    satisfied = start(client, config(weight=10.0, replay={"warmup_steps": 200, "capacity": 20_000}))
+    satisfied = begin(client, weight=10.0, allowance=200)
     until(lambda: runs.state(client, satisfied).appended_steps >= 200)
-    hungry = start(client, config())
+    hungry = begin(client)
     until(lambda: len(segments.playing(client, hungry)) == PROCESSES)
     for _ in range(
         2

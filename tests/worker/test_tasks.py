@@ -63,8 +63,8 @@ def test_a_rollout_plays_the_run_that_the_server_chooses_whatever_its_message_na
             "bad_envs:make: .* set DDRL_ALLOW_MODULES=bad_envs on every machine",
         ),
         (
-            {"env": {"id": "ddrl/Pick-v0"}, "algorithm": {"name": "ppo", "network": "bad_networks:make"}},
-            "bad_networks:make: .* set DDRL_ALLOW_MODULES=bad_networks on every machine",
+            {"env": {"id": "ddrl/Pick-v0"}, "algorithm": {"name": "ppo", "network": "bad_envs:network"}},
+            "bad_envs:network: .* set DDRL_ALLOW_MODULES=bad_envs on every machine",
         ),
     ],
     ids=["version", "environment", "network"],
@@ -72,7 +72,7 @@ def test_a_rollout_plays_the_run_that_the_server_chooses_whatever_its_message_na
 def test_a_run_that_a_machine_cannot_play_is_refused_by_name_and_left_out_for_a_while(
     client: Redis, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], reason: str
 ) -> None:
-    monkeypatch.setenv("DDRL_ALLOW_MODULES", "bad_envs,bad_networks")
+    monkeypatch.setenv("DDRL_ALLOW_MODULES", "bad_envs")
     unfit = playable(client, rollout={"segment_s": 0.05}, priority="high", **sections)
     fits = playable(client, rollout={"segment_s": 0.05}, priority="low")
     if not sections:
@@ -87,7 +87,7 @@ def test_a_run_that_a_machine_cannot_play_is_refused_by_name_and_left_out_for_a_
     assert stream_steps(client, unfit) == runs.state(client, unfit).crashes_total == 0
     time.sleep(0.3)
     client.hset(keys.state(unfit), "versions", "{}")
-    monkeypatch.setenv("DDRL_ALLOW_MODULES", "bad_envs,bad_networks")
+    monkeypatch.setenv("DDRL_ALLOW_MODULES", "bad_envs")
     result = rollout()
     assert result["run"] == unfit and result["steps"] > 0 and segments.refusals(client, unfit) == {}
 

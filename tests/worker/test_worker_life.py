@@ -95,7 +95,7 @@ def test_sigterm_ends_segments_at_their_next_append(
     processes.until(lambda: stream_steps(client, late) > 0)
     playing = [*segments.playing(client, run).values(), *segments.playing(client, late).values()]
     assert {one.pid for one in playing} == set(worker.pool())
-    worker.send(signal.SIGTERM)
+    worker.send_signal(signal.SIGTERM)
     ended = processes.until(lambda: not segments.playing(client, run), 60)
     ended += processes.until(lambda: not segments.playing(client, late), 60)
     assert ended < bound(2.0)
@@ -116,10 +116,10 @@ def test_a_second_signal_ends_a_worker_at_once_in_order(
     processes.until(lambda: stream_steps(client, run) > 0 and workers.alive(client))
     children = worker.pool()
     os.kill(children[0], signal.SIGSTOP)  # so it cannot end in order
-    worker.send(signal.SIGINT)
+    worker.send_signal(signal.SIGINT)
     processes.until(lambda: the_worker(client).draining, 30)
     assert worker.running
-    worker.send(signal.SIGINT)
+    worker.send_signal(signal.SIGINT)
     os.kill(children[0], signal.SIGCONT)
     began = time.monotonic()
     assert worker.wait(60) == 1 and time.monotonic() - began < bound(2.0)
@@ -143,7 +143,7 @@ def test_workers_wait_for_a_full_server_and_log_that_once(
         client.config_set("maxmemory", 0)
     until_ready(processes, starting)
     before = stream_steps(client, run)
-    with dispatching(server, run):
+    with dispatching(server):
         processes.until(lambda: stream_steps(client, run) > before)
     assert worker.running and "Traceback" not in worker.text() + starting.text()
     assert worker.text().count(sentence) == 1
@@ -161,7 +161,7 @@ def test_a_pool_of_threads_plays_and_drains(
     assert {playing.pid for playing in segments.playing(client, run).values()} == {worker.pid}
     processes.until(lambda: workers.alive(client))
     assert the_worker(client).pids == (worker.pid,)
-    worker.send(signal.SIGTERM)
+    worker.send_signal(signal.SIGTERM)
     assert processes.until(lambda: not segments.playing(client, run), 60) < bound(2.0)
     assert worker.wait(60) == 0 and "Traceback" not in worker.text()
 
@@ -171,7 +171,7 @@ def test_a_process_above_its_memory_limit_is_replaced_between_two_segments(
 ) -> None:
     """A process that plays the toy holds about 90 MiB: more than the limit, less than twice as much."""
     run = playable(client, rollout={"segment_s": 0.5})
-    with dispatching(server, run):
+    with dispatching(server):
         processes.celery(server.url, env={"DDRL_PROCESS_MEMORY": "60MiB"})
         processes.until(lambda: client.hlen(keys.producers(run)) >= 2)
     assert runs.state(client, run).crashes_total == 0
