@@ -106,9 +106,8 @@ class SAC:
         generator = torch.Generator().manual_seed(seed)
 
         def network(num_inputs: int, num_outputs: int, **options: Any) -> MLP:
-            return MLP((num_inputs, *config.hidden_sizes, num_outputs), generator=generator, **options).to(
-                device
-            )
+            sizes = (num_inputs, *config.hidden_sizes, num_outputs)
+            return MLP(sizes, generator=generator, **options).to(device)
 
         ensemble = {"num_members": config.num_critics, "layer_norm": config.layer_norm}
         self.actor = network(num_inputs, 2 * num_dims)
@@ -136,10 +135,8 @@ class SAC:
 
     def _use_options(self) -> None:
         """Apply the live options. A learned temperature continues from its value."""
-        config = self.config
-        self._target_entropy = (
-            -float(self._num_dims) if config.target_entropy is None else config.target_entropy
-        )
+        config, entropy = self.config, self.config.target_entropy
+        self._target_entropy = -float(self._num_dims) if entropy is None else entropy
         for optimizer in self._optimizers.values():
             set_options(optimizer, lr=config.learning_rate)
         with torch.no_grad():
