@@ -141,9 +141,8 @@ class Publisher:
         self._reader: Reader | None = None  # set by `begin`
         self._checkpoint: Counters | None = None  # the newest on the server; without one nothing is trimmed
         self._trimmed_bytes = 0  # of `Shared.taken_bytes`
-        self._ledger_cursor = (
-            b"0-0"  # last entry that the server's ledger includes; later ones are not trimmed
-        )
+        # The last entry that the server's ledger includes; later ones are not trimmed.
+        self._ledger_cursor = b"0-0"
         self._published_updates, self._allowed = 0, -1
         now = time.monotonic()
         self._checkpoint_at = now + config.learner.checkpoint_every_s

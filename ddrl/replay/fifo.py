@@ -30,13 +30,17 @@ from ddrl.types import Fragment, Trajectories
 
 @dataclass(frozen=True)
 class _Content:
-    """The content at one moment; replaced as a whole, because another thread reads it."""
+    """The content at one moment; replaced as a whole, because another thread reads it.
+
+    Attributes:
+        queued_steps: transitions that wait.
+        learned_steps: transitions of the newest iteration; they count as open until its version is published.
+        version: version published when that iteration began.
+    """
 
     queued_steps: int = 0
-    learned_steps: int = (
-        0  # transitions of the newest iteration; they count as open until its version is published
-    )
-    version: int = -1  # version published when that iteration began
+    learned_steps: int = 0
+    version: int = -1
 
 
 class Fifo:

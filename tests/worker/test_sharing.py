@@ -92,9 +92,9 @@ def test_three_runs_share_two_processes_by_weight_until_one_pauses_or_changes(
     until(lambda: not segments.playing(client, heavy))
     before = process_s(client, heavy)
     settle(client, until, {light: 1, middle: 2}, least_s=4.0)
-    assert process_s(client, heavy) == pytest.approx(
-        before, abs=0.1
-    )  # what waited was taken, and ended at once
+    assert process_s(client, heavy) == pytest.approx(before, abs=0.1), (
+        "what waited was taken, and ended at once"
+    )
     state, now = runs.state(client, light), runs.config(client, light)
     changed = now.model_copy(update={"weight": 6.0})
     runs.change(client, light, changed, {"weight": (1.0, 6.0)}, version=state.config_version)
@@ -119,9 +119,8 @@ def test_processes_that_wait_for_an_allowance_serve_other_runs(client: Redis, un
     until(lambda: runs.state(client, satisfied).appended_steps >= 200)
     hungry = begin(client)
     until(lambda: len(segments.playing(client, hungry)) == PROCESSES)
-    for _ in range(
-        2
-    ):  # what it sent while it was alone is taken; who has just taken one begins within a second
+    # Twice: what it sent while it was alone is taken; a process that has just taken one begins within a second.
+    for _ in range(2):
         until(lambda: not segments.playing(client, satisfied))
         time.sleep(1.0)
     before = process_s(client, satisfied, hungry)
