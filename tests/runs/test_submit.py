@@ -41,11 +41,7 @@ def refused(env: dict[str, Any], algorithm: dict[str, Any], **sections: Any) -> 
     [
         (CARTPOLE, DQN, {}),
         ({**CARTPOLE, "frame_stack": 4}, DQN, {}),
-        (
-            {**CATCH, "frame_stack": 4, "reward_sign": True},
-            CATCH_DQN,
-            {"replay": {"observations": "compressed"}},
-        ),
+        ({**CATCH, "frame_stack": 4}, CATCH_DQN, {"replay": {"observations": "compressed"}}),
         (CATCH, CATCH_DQN, {"replay": {"observations": "compressed", "threads": 3}}),
         (CATCH, CATCH_DQN, {"replay": {"memory_bytes": "1MiB", "threads": 0}}),
         (CARTPOLE, R2D2, {"rollout": {"random_until_learned": False}}),

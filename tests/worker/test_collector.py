@@ -8,17 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.recordings import Explored, make_collector
+from support.recordings import Explored, RandomPolicy, make_collector
 
 from ddrl import codec, envs
-from ddrl.algorithms.base import RecurrentState
 from ddrl.config import EnvConfig, RolloutConfig
 from ddrl.types import Fragment
 from ddrl.worker import collector
 from ddrl.worker.collector import Collector
 
 
-class Echo:
+class Echo(RandomPolicy):
     """Repeats the observation, the best action in `ddrl/Target-v0`; its extras are those of `extras`, in turn."""
 
     def __init__(self, *extras: Mapping[str, np.ndarray]) -> None:
@@ -28,12 +27,7 @@ class Echo:
     def load(self, weights: Mapping[str, Any]) -> None:
         self.loaded.append(weights)
 
-    def initial_state(self, num_envs: int) -> RecurrentState:
-        return {}
-
-    def explore(
-        self, observation: np.ndarray, generator: np.random.Generator, state: RecurrentState
-    ) -> Explored:
+    def explore(self, observation: np.ndarray, generator: np.random.Generator, state: Any) -> Explored:
         return observation.copy(), self.extras.pop(0) if self.extras else {}
 
 
