@@ -108,10 +108,11 @@ def test_ctrl_c_stops_all_runs_and_a_resumed_one_obeys_its_changed_settings(
         run, before = names[1], runs.state(client, names[1]).updates
         command = processes.start("resume", None, "-m", "ddrl", "resume", run, "--workers", "1", "--json")
         processes.until(lambda: runs.state(client, run).updates > before)
+        call("set", run, "algorithm.temperature=0.125")
+        processes.until(lambda: metrics.last(client, run).get("temperature") == pytest.approx(0.125))
         limit = runs.state(client, run).updates + 50
-        call("set", run, "algorithm.temperature=0.125", f"stop.updates={limit}")
+        call("set", run, f"stop.updates={limit}")
         assert command.wait() == 0
-        assert metrics.last(client, run)["temperature"] == pytest.approx(0.125)
         assert ledger.audit(client, run).is_balanced
     summary = json.loads(command.text().splitlines()[-1])
     assert (summary["run"], summary["status"]) == (run, "time") and summary["updates"] >= limit

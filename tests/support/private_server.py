@@ -28,7 +28,7 @@ WITH_FILE = ("--appendonly", "yes", "--appendfsync", "everysec")
 FOREIGN = "foreign:"  # prefix of keys that are not ddrl's
 
 
-def until(condition: Callable[[], object], timeout_s: float = 30.0) -> float:
+def until(condition: Callable[[], object], timeout_s: float = 120.0) -> float:
     """Return the seconds until `condition()` holds; fail after `timeout_s`, generous as the machine may be busy."""
     began = time.monotonic()
     while not condition():
