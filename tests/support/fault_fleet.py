@@ -47,9 +47,14 @@ class Fleet:
     """
 
     def __init__(
-        self, server: PrivateServer, processes: Processes, sections: Mapping[str, Any],
-        *, concurrency: int = 1, proxies: Sequence[Proxy] = (),
-    ) -> None:  # fmt: skip
+        self,
+        server: PrivateServer,
+        processes: Processes,
+        sections: Mapping[str, Any],
+        *,
+        concurrency: int = 1,
+        proxies: Sequence[Proxy] = (),
+    ) -> None:
         self.server, self.processes, self.proxies = server, processes, proxies
         self.client = server.client
         self._worker_url, self._learner_url = [proxy.url for proxy in proxies] or [server.url] * 2

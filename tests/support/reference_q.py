@@ -134,9 +134,14 @@ def slow_ladder(producer: int, num_envs: int, base: float, exponent: float) -> l
 
 
 def make_batch(
-    seed: int = 0, *, spec: EnvSpec = DISCRETE, rows: Any = range(6), gamma: float = 0.9, n_step: int = 1,
+    seed: int = 0,
+    *,
+    spec: EnvSpec = DISCRETE,
+    rows: Any = range(6),
+    gamma: float = 0.9,
+    n_step: int = 1,
     weight: np.ndarray | None = None,
-) -> Batch:  # fmt: skip
+) -> Batch:
     """Return some rows of 64 transitions of random play on one lane, with all endings, as tensors."""
     rng, row = np.random.default_rng(seed), np.asarray(rows)
     if spec.observation_dtype == "uint8":

@@ -18,9 +18,14 @@ from ddrl.types import Batch, Fragment
 
 
 def make_replay(
-    items: TransitionItems | SequenceItems, *, capacity: int, batch_size: int = 16, warmup_steps: int = 1,
-    slack_steps: int = 100, **options: Any,
-) -> Replay:  # fmt: skip
+    items: TransitionItems | SequenceItems,
+    *,
+    capacity: int,
+    batch_size: int = 16,
+    warmup_steps: int = 1,
+    slack_steps: int = 100,
+    **options: Any,
+) -> Replay:
     """Return an empty replay that samples 32 transitions per insert."""
     pace = {"samples_per_insert": 32.0, "warmup_steps": warmup_steps, "slack_steps": slack_steps}
     limiter = RateLimiter(**pace, batch_size=batch_size)

@@ -54,9 +54,12 @@ class Subject:
         self._name = name
         self.learner = make_learner(name, SPECS[name], **small | options)
         self._experience = make_experience(
-            RUN, self.config, SPECS[name], on_policy=name in ("ppo", "impala"),
+            RUN,
+            self.config,
+            SPECS[name],
+            on_policy=name in ("ppo", "impala"),
             sequences=self.config.sequences if name == "r2d2" else None,
-        )  # fmt: skip
+        )
         self._priorities = getattr(self._experience, "priorities", None)
         if self._priorities is not None:
             self._priorities.append(6, np.linspace(0.1, 3.0, 6))
