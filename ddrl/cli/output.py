@@ -193,26 +193,22 @@ def table(
     from rich.cells import cell_len
     from rich.table import Table
 
-    console = _console(sys.stdout)
+    console, texts = _console(sys.stdout), [header, *([cell(value) for value in row] for row in rows)]
+    wrapped = len(header) - 1 if header[-1] in left else None
+    widths = [max(map(cell_len, column)) for column in zip(*texts, strict=True)]
+    if wrapped is not None:
+        widths[wrapped] = MIN_TEXT
     shown = list(range(len(header)))
-    texts = [header, *([cell(value) for value in row] for row in rows)]
-
-    def make() -> Table:
-        grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-        for column in shown:
-            name = header[column]
-            wraps = column == len(header) - 1 and name in left
-            justify: Any = "left" if name in left else "right"
-            width = MIN_TEXT if wraps else max(cell_len(row[column]) for row in texts)
-            grid.add_column(name, justify=justify, no_wrap=not wraps, min_width=width)
-        for row in texts[1:]:
-            grid.add_row(*(row[column] for column in shown))
-        return grid
-
     for name in optional:
-        if name in header and _min_width(console, make()) > console.width:
+        if name in header and sum(widths[column] + 2 for column in shown) - 2 > console.width:
             shown.remove(header.index(name))
-    _print(console, make())
+    grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for column in shown:
+        justify: Any = "left" if header[column] in left else "right"
+        grid.add_column(header[column], justify, no_wrap=column != wrapped, min_width=widths[column])
+    for row in texts[1:]:
+        grid.add_row(*(row[column] for column in shown))
+    _print(console, grid)
 
 
 def pairs(values: Mapping[str, Any]) -> None:
@@ -241,13 +237,10 @@ def _console(file: TextIO) -> Console:
     return Console(file=file, width=width, highlight=False, markup=False, emoji=False)
 
 
-def _min_width(console: Console, grid: Table) -> int:
-    return console.measure(grid, options=console.options.update(max_width=UNBOUNDED)).minimum
-
-
 def _print(console: Console, grid: Table) -> None:
     """Print a table without spaces at the ends of lines, on as many columns as its cells need."""
-    console.width = max(console.width, _min_width(console, grid))
+    unbounded = console.options.update(max_width=UNBOUNDED)
+    console.width = max(console.width, console.measure(grid, options=unbounded).minimum)
     with console.capture() as captured:
         console.print(grid, crop=False)
     for line in captured.get().splitlines():

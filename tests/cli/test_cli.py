@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import re
 import signal
@@ -20,7 +21,7 @@ from support.store import add_history, make_run
 
 import ddrl.cli
 from ddrl import config, policy
-from ddrl.cli import main, policies
+from ddrl.cli import main, output, policies
 from ddrl.codec import CodecError
 from ddrl.envs import EnvError
 from ddrl.learner import run as runner
@@ -106,6 +107,29 @@ def test_a_run_of_another_version_is_noted_and_the_others_are_listed(client: Any
     assert f"run {foreign}: was stored by another version" in refused("status", foreign)
     notes = {row["run"]: row["note"] for row in call_json("fleet")["runs"]}
     assert "another version of ddrl" in notes[foreign] and "waiting for a learner" in notes[first]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("columns", "header", "width"), [(41, "run memory note", 41), (38, "run note", 38), (9, "run note", 32)]
+)
+def test_a_narrow_terminal_leaves_out_columns_and_cuts_no_cell(
+    monkeypatch: pytest.MonkeyPatch, columns: int, header: str, width: int
+) -> None:
+    terminal, words = Terminal(), "waits for a learner: start `ddrl learner`"
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(sys, "stdout", terminal)
+    output.table(
+        ("run", "memory", "note"), [("x-1122", "16.0 GB", words)], left=("run", "note"), optional=("memory",)
+    )
+    first, *rest = [line.split() for line in re.sub(r"\x1b\[\d*m", "", terminal.getvalue()).splitlines()]
+    assert first == header.split() and max(map(len, terminal.getvalue().splitlines()[1:])) <= width
+    cells = ["x-1122", *(["16.0", "GB"] if "memory" in header else []), *words.split()]
+    assert [word for line in rest for word in line] == cells
 
 
 def test_status(client: Any) -> None:

@@ -92,9 +92,8 @@ def test_ctrl_c_stops_all_runs_and_a_resumed_one_obeys_its_changed_settings(
     config = processes.config(stop={"return": None}, evaluation={"every_s": 3600, "near_every_s": 3600})
     with embedded.use() as url, connection.connect(url) as client:
         command = processes.submit(None, config, "--seeds", "2", "--workers", "1")
-        processes.until(lambda: len(runs.names(client)) == 2)
-        names = runs.names(client)
-        processes.until(lambda: all(runs.state(client, run).updates for run in names))
+        processes.until(lambda: sum(runs.state(client, run).updates > 0 for run in runs.names(client)) == 2)
+        names = [line.split()[1] for line in command.text().splitlines() if line.startswith("run ")]
         children = descendants(command.pid)
         command.send_signal(signal.SIGINT)
         assert command.wait() == 130
