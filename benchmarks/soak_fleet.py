@@ -79,9 +79,8 @@ class SoakFleet:
         self.learners: list[Process] = []
         self.workers: list[Process] = []
         self.runs: list[str] = []
-        self.restarted: list[
-            str
-        ] = []  # what ended while it began, as service managers know it: they begin it again
+        # What ended during its start and is started again, as a service manager does.
+        self.restarted: list[str] = []
         self._seen: dict[str, dict[int, int]] = {}  # run -> producer -> fragments that were acknowledged
         self._began = time.monotonic()
         self._ended = threading.Event()
@@ -178,14 +177,15 @@ class SoakFleet:
                 self.findings.add(f"{run}: producer {producer} does not balance: {account}")
         if found.total("trimmed"):
             self.findings.add(f"{run}: {found.total('trimmed')} fragments went before they were read")
-        seen = self._seen.setdefault(run, {})
-        for producer, appended in seen.items():
-            now = found.accounts[producer].appended if producer in found.accounts else 0
-            if now < appended:
+        before, now = self._seen.get(run, {}), {key: one.appended for key, one in found.accounts.items()}
+        folded = sum(appended for producer, appended in before.items() if producer not in now)
+        due = before | {ledger.ENDED: before.get(ledger.ENDED, 0) + folded}  # ended producers are one account
+        for producer, appended in due.items():
+            if now.get(producer, 0 if producer == ledger.ENDED else appended) < appended:
                 self.findings.add(
                     f"{run}: producer {producer} had {appended} acknowledged fragments, now {now}"
                 )
-        seen.update({producer: account.appended for producer, account in found.accounts.items()})
+        self._seen[run] = now
         return found
 
     def playing(self) -> int:
