@@ -22,14 +22,13 @@ from ddrl import codec
 from ddrl.codec import CodecError
 from ddrl.types import Fragment
 
-ARRAYS = [field.name for field in dataclasses.fields(Fragment)][6:-1]
-
 
 def make_fragment(
     seed: int = 0, *, steps: int = 7, num_envs: int = 3, context: int = 0, shape: tuple[int, ...] = (4,),
     dtype: str = "float32", action: tuple[str, tuple[int, ...]] = ("f4", (2,)), end_rate: float = 0.3,
     extras: bool = False,
 ) -> Fragment:  # fmt: skip
+    """Return a fragment of random numbers, some of whose steps end episodes."""
     rng, axes = np.random.default_rng(seed), (context + steps, num_envs)
 
     def column(dtype: str, *shape: int) -> np.ndarray:
@@ -38,13 +37,11 @@ def make_fragment(
     ended = rng.random(axes) < end_rate
     truncated = ended & (rng.random(axes) < 0.5)
     index = np.argwhere(truncated).astype(np.int32)
+    counts = {"producer": 7, "incarnation": 2**60 + 1, "seq": 3, "policy_version": 11, "context": context}
+    log_prob = {"behavior_log_prob": column("f4", *axes), "raw_action": column("f4", *axes, 2)}
     return Fragment(
         run="run-1",
-        producer=7,
-        incarnation=2**60 + 1,
-        seq=3,
-        policy_version=11,
-        context=context,
+        **counts,
         observation=column(dtype, context + steps + 1, num_envs, *shape),
         action=column(action[0], *axes, *action[1]),
         reward=column("f4", *axes),
@@ -54,19 +51,15 @@ def make_fragment(
         final_observation=column(dtype, len(index), *shape),
         episode_return=column("f4", ended.sum()),
         episode_length=rng.integers(1, 99, ended.sum()).astype("i4"),
-        extras={"behavior_log_prob": column("f4", *axes), "raw_action": column("f4", *axes, 2)}
-        if extras
-        else {},
+        extras=log_prob if extras else {},
     )
 
 
 def assert_same(actual: Fragment, expected: Fragment) -> None:
-    for field in dataclasses.fields(Fragment)[:6]:
-        assert getattr(actual, field.name) == getattr(expected, field.name)
-    pairs = [(getattr(actual, name), getattr(expected, name)) for name in ARRAYS]
-    assert set(actual.extras) == set(expected.extras)
-    for a, b in [*pairs, *((actual.extras[name], expected.extras[name]) for name in expected.extras)]:
-        np.testing.assert_array_equal(a, b, strict=True)
+    found, wanted = ({**vars(fragment), **fragment.extras, "extras": None} for fragment in (actual, expected))
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        np.testing.assert_array_equal(found[name], value, name, strict=True)
 
 
 @settings(max_examples=60, deadline=None)
@@ -114,10 +107,8 @@ def test_a_lane_of_images_is_a_block() -> None:
         fragment = make_fragment(steps=steps, num_envs=num_envs, shape=shape, dtype="uint8", end_rate=0.0)
         fields = codec.encode(fragment)
         assert blosc2.get_cbuffer_sizes(fields[b"observation"])[2] == block
-    lanes = np.ascontiguousarray(fragment.observation.swapaxes(0, 1))
-    old = blosc2.compress2(
-        lanes.reshape(-1), typesize=1, codec=blosc2.Codec.ZSTD, clevel=5, filters=[blosc2.Filter.NOFILTER]
-    )
+    options = {"typesize": 1, "codec": blosc2.Codec.ZSTD, "clevel": 5, "filters": [blosc2.Filter.NOFILTER]}
+    old = compressed(fragment.observation.swapaxes(0, 1), **options)
     assert_same(codec.decode(with_chunk("observation", old, fragment)), fragment)
 
 
@@ -180,33 +171,27 @@ def set_column(name: str, /, **values: Any) -> Callable[[dict[str, Any]], None]:
     return lambda header: column(header, name).update(values)
 
 
-def drop(name: str) -> Callable[[dict[str, Any]], None]:
-    return lambda header: header["columns"].remove(column(header, name))
+def set_header(**values: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda header: header.update(values)
 
 
+BAD_VALUES: list[tuple[str, Any]] = [
+    *(("format", 2), ("format", True), ("format", None), ("run", ""), ("run", 5), ("producer", "7")),
+    *(("seq", -1), ("seq", True), ("policy_version", 1.0), ("incarnation", 2**63)),
+]
+BAD_SHAPES = ["7,3", [7, -3], [7, 3.0], [7, True]]
 FORGED: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
-    (lambda h: h.update(format=2), "format: 2"),
-    (lambda h: h.update(format=True), "format: True"),
-    (lambda h: h.pop("format"), "format: None"),
-    (lambda h: h.update(run=""), "run: ''"),
-    (lambda h: h.update(run=5), "run: 5"),
-    (lambda h: h.update(producer="7"), "producer: '7'"),
-    (lambda h: h.update(seq=-1), "seq: -1"),
-    (lambda h: h.update(seq=True), "seq: True"),
-    (lambda h: h.update(policy_version=1.0), "policy_version: 1.0"),
-    (lambda h: h.update(incarnation=2**63), "incarnation: 9223372036854775808"),
-    (lambda h: h.update(T=0), "T, N: 0 steps"),
-    (lambda h: h.update(N=0), "T, N: 7 steps of 0"),
-    (lambda h: h.update(T=8), "shape"),
-    (lambda h: h.update(N=4), "shape"),
-    (lambda h: h.update(C=1), "shape"),
-    (lambda h: h.update(checksum=1), "checksum: "),
-    (lambda h: h.update(columns={}), "columns: no list"),
-    (lambda h: h.update(columns=[]), "observation: the column is missing"),
+    *((set_header(**{name: value}), f"{name}: {value!r}") for name, value in BAD_VALUES),
+    (set_header(T=0), "T, N: 0 steps"),
+    (set_header(N=0), "T, N: 7 steps of 0"),
+    *((set_header(**size), "shape") for size in ({"T": 8}, {"N": 4}, {"C": 1})),
+    (set_header(checksum=1), "checksum: "),
+    (set_header(columns={}), "columns: no list"),
+    (set_header(columns=[]), "observation: the column is missing"),
     (lambda h: h.update(columns=h["columns"] * 9), "columns: no list of at most 64"),
     (lambda h: h["columns"].append(h["columns"][0]), "columns: a name occurs twice"),
     (lambda h: h["columns"].append("reward"), "columns: 'reward' is not"),
-    (drop("reward"), "reward: the column is missing"),
+    (lambda h: h["columns"].remove(column(h, "reward")), "reward: the column is missing"),
     (set_column("reward", name="h"), "columns: 'h' is no column name"),
     (set_column("reward", name=["x"]), "no column name"),
     (set_column("reward", extra=1), "is not {name"),
@@ -215,13 +200,10 @@ FORGED: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (set_column("reward", dtype="int32"), "reward: dtype 'int32', expected float32"),
     (set_column("terminated", dtype="uint8"), "terminated: dtype 'uint8', expected bool"),
     (set_column("final_observation", dtype="int32"), "final_observation: dtype differs"),
-    (set_column("reward", shape="7,3"), "'reward': shape"),
-    (set_column("reward", shape=[1] * 9), "reward: shape"),
-    (set_column("reward", shape=[7, -3]), "'reward': shape"),
-    (set_column("reward", shape=[7, 3.0]), "'reward': shape"),
-    (set_column("reward", shape=[7, True]), "'reward': shape"),
+    *((set_column("reward", shape=shape), "'reward': shape") for shape in BAD_SHAPES),
     (set_column("reward", shape=[3, 7]), "reward: shape [3, 7], expected [7, 3]"),
     (set_column("reward", shape=[21]), "reward: shape [21], expected [7, 3]"),
+    (set_column("reward", shape=[1] * 9), "reward: shape"),
     (set_column("reward", bytes=83), "reward: claims 83 bytes"),
     (set_column("observation", shape=[96]), "observation: shape"),
     (set_column("final_index", shape=[0], bytes=0), "final_index: shape [0], expected [0, 2]"),
@@ -303,9 +285,8 @@ def with_chunk(name: str, chunk: bytes, fragment: Fragment | None = None) -> dic
     return fields | {b"h": json.dumps(header).encode()}
 
 
-def compressed(array: np.ndarray) -> bytes:
-    chunk: bytes = blosc2.compress2(np.ascontiguousarray(array).reshape(-1).view(np.uint8), nthreads=1)
-    return chunk
+def compressed(array: np.ndarray, **options: Any) -> bytes:
+    return blosc2.compress2(np.ascontiguousarray(array).reshape(-1).view(np.uint8), nthreads=1, **options)
 
 
 def patched(chunk: bytes, offset: int, value: int) -> bytes:
