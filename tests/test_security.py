@@ -3,48 +3,43 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import http.client
 import json
 import os
 import re
 import socket
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import quote
 
 import pytest
+from support import commands
 from support.private_server import PrivateServer, free_port, refusal, until
 from support.processes import Processes, command_of, descendants
 
-from ddrl.cli import main
 from ddrl.cli.doctor import is_loopback, security
 from ddrl.store import connection, runs
 from ddrl.store import server as embedded
 
+MakeServer = Callable[..., PrivateServer]
 SECRET = "open/se:same@17"  # in a URL it is quoted
 SPELLINGS = (SECRET, quote(SECRET, safe=""))
 REFRESH = "/api/workers?refresh=1"
 USER, FLOWER_SECRET = "admin", "flower-secret"
 
 
-class Page:
-    """A page of Flower: its status, 0 without an answer, and its text."""
-
-    def __init__(self, port: int, path: str, login: str | None = f"{USER}:{FLOWER_SECRET}") -> None:
-        request = urllib.request.Request(f"http://127.0.0.1:{port}{path}")
-        if login is not None:
-            request.add_header("Authorization", "Basic " + base64.b64encode(login.encode()).decode())
-        try:
-            with urllib.request.urlopen(request, timeout=60) as reply:
-                self.status, self.text = int(reply.status), reply.read().decode()
-        except urllib.error.HTTPError as error:
-            with error:
-                self.status, self.text = error.code, error.read().decode()
-        except OSError:
-            self.status, self.text = 0, ""
+def get(port: int, path: str, login: str | None = f"{USER}:{FLOWER_SECRET}") -> tuple[int, str]:
+    """Return a page of Flower: its status, 0 without an answer, and its text."""
+    flower = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    header = {"Authorization": f"Basic {base64.b64encode(login.encode()).decode()}"} if login else {}
+    with contextlib.closing(flower), contextlib.suppress(OSError):
+        flower.request("GET", path, headers=header)
+        reply = flower.getresponse()
+        return reply.status, reply.read().decode()
+    return 0, ""
 
 
 def start_flower(processes: Processes, url: str) -> int:
@@ -61,10 +56,7 @@ def shown(text: str) -> list[str]:
 
 
 def test_no_password_is_shown(
-    make_server: Callable[..., PrivateServer],
-    processes: Processes,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    make_server: MakeServer, processes: Processes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server is reached by its unix socket and by TCP, where libraries write its URL differently."""
     server = make_server(password=SECRET)
@@ -78,41 +70,35 @@ def test_no_password_is_shown(
     processes.until(lambda: runs.state(server.client, run).appended_steps > 200)
 
     for flower in flowers:  # it requires a login, and shows workers, tasks and queues, but no password
-        processes.until(lambda flower=flower: Page(flower, "/").status == 200)
+        processes.until(lambda flower=flower: get(flower, "/")[0] == 200)
         for path in ("/", "/api/workers", "/broker", "/workers"):
             for login in (None, f"{USER}:wrong"):
-                assert Page(flower, path, login).status == 401, path
-        processes.until(lambda flower=flower: len(json.loads(Page(flower, REFRESH).text or "{}")) == 2)
-        found = json.loads(Page(flower, REFRESH).text)
+                assert get(flower, path, login)[0] == 401, path
+        processes.until(lambda flower=flower: len(json.loads(get(flower, REFRESH)[1] or "{}")) == 2)
+        found = json.loads(get(flower, REFRESH)[1])
         assert {about["stats"]["broker"]["transport"] for about in found.values()} == {"redis"}
         assert "ddrl.rollout" in str([about["active_queues"] for about in found.values()])
         paths = ["/", "/api/workers", "/tasks", *(f"/worker/{quote(name)}" for name in found), "/broker"]
-        pages = [Page(flower, path) for path in paths]
-        assert {page.status for page in pages} == {200}
-        assert "ddrl.rollout" in pages[-1].text  # the queues' lengths were read, so the password is right
-        assert shown("".join(page.text for page in pages)) == []
+        statuses, pages = zip(*(get(flower, path) for path in paths), strict=True)
+        assert set(statuses) == {200} and shown("".join(pages)) == []
+        assert "ddrl.rollout" in pages[-1]  # the queues' lengths were read, so the password is right
 
     for process in processes.started:  # process lists show none either, not even for Flower
-        commands = [command_of(pid) for pid in (process.pid, *descendants(process.pid))]
-        assert commands and shown("".join(commands)) == []
+        lines = [command_of(pid) for pid in (process.pid, *descendants(process.pid))]
+        assert lines and shown("".join(lines)) == []
 
-    output = ""  # nor does any log or message, also when the server goes away
-    for url in urls:
+    for url in urls:  # nor does any log or message, also when the server goes away
         monkeypatch.setenv(connection.URL_VARIABLE, url)
-        assert [main(words) for words in (["doctor"], ["status", run], ["fleet"])] == [0, 0, 0]
-        captured = capsys.readouterr()
-        assert "***" in captured.out and re.search(r"^ok +security ", captured.out, re.MULTILINE)
-        output += captured.out + captured.err
+        done = [commands.run(*words) for words in (["doctor"], ["status", run], ["fleet"])]
+        assert [printed.code for printed in done] == [0, 0, 0] and shown(str(done)) == []
+        assert "***" in str(done) and re.search(r"^ok +security ", done[0].out, re.MULTILINE)
     server.kill()
     for worker in workers:
         until(lambda worker=worker: "does not answer" in worker.text(), 60.0)
     for url in urls:
         monkeypatch.setenv(connection.URL_VARIABLE, url)
-        assert main(["status", run]) == 3
-        captured = capsys.readouterr()
-        assert captured.err.count("\n") == 1 and "no server reachable" in captured.err
-        output += captured.out + captured.err
-    assert shown(output) == []
+        error = commands.refused("status", run, code=3)
+        assert "no server reachable" in error and shown(error) == []
     assert processes.started[-1].running and shown(processes.logs(last_chars=1_000_000)) == []
     processes.kill()  # else they wait for the server
 
@@ -175,9 +161,15 @@ def test_a_server_without_a_password_never_listens(hold: embedded.Hold) -> None:
     refusal(f"redis://127.0.0.1:{port}/0")
 
 
-def test_a_server_that_is_open_to_all_is_reported(make_server: Callable[..., PrivateServer]) -> None:
+def test_a_server_that_is_open_to_all_is_reported(make_server: MakeServer) -> None:
     port, server = free_port(), make_server("--bind", "0.0.0.0", "--protected-mode", "no")
-    remote, local = f"redis://{own_address()}:{port}/0", f"redis://127.0.0.1:{port}/0"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # nothing is sent; it gets an address that is not the loopback
+        except OSError as error:
+            pytest.skip(f"this machine has no address but its loopback ({error})")
+        address = probe.getsockname()[0]
+    remote, local = f"redis://{address}:{port}/0", f"redis://127.0.0.1:{port}/0"
     with_password = [url.replace("//", f"//:{SPELLINGS[1]}@") for url in (local, remote)]
     openly, unencrypted = "warn: no password required, .* requirepass", "warn: .* unencrypted; .*rediss://"
     for setting, value, findings in (
@@ -192,16 +184,6 @@ def test_a_server_that_is_open_to_all_is_reported(make_server: Callable[..., Pri
             with connection.connect(url) as client:
                 found = security(client, url)
             assert re.match(expected, f"{found.level}: {found.detail}; {found.remedy}")
-
-
-def own_address() -> str:
-    """Return an address of this machine that is not its loopback."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # nothing is sent
-        except OSError as error:
-            pytest.skip(f"this machine has no address but its loopback ({error})")
-        return str(probe.getsockname()[0])
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.3.2.1", "::1", "0.0.0.0", "*", "db"])
