@@ -1,4 +1,4 @@
-"""IMPALA: hand numbers, the slow twin of an update, its optimizers, a toy learned."""
+"""IMPALA: hand numbers, the slow twin of an update, its optimizers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from support.algorithms import CONTINUOUS, DISCRETE, PAIRS, make_learner
-from support.learning import learn, toy
 from support.reference_ppo import leaves, make_feed, slow_impala_loss, slow_policy, slow_rows, tensors
 
 from ddrl.algorithms.impala.learner import policy_gradient_loss
@@ -77,15 +76,3 @@ def test_steps_of_the_optimizers(optimizer: str) -> None:
     size = gradient.abs()
     expected = gradient / (0.1 * size + 0.1) if optimizer == "rmsprop" else gradient / (size + 1e-5)
     torch.testing.assert_close(moved, -1e-2 * expected, rtol=1e-3, atol=1e-6)
-
-
-ADAM = {"optimizer": "adam", "learning_rate": 5e-3, "estimator": "upgo", "normalize_returns": True}
-
-
-@pytest.mark.learning
-@pytest.mark.parametrize(("options", "num_iterations"), [({}, 300), (ADAM, 80)], ids=str)
-def test_learns_a_toy(options: dict[str, Any], num_iterations: int) -> None:
-    learning = {"name": "impala", "batch_size": 320, "gamma": 0.5, "hidden_sizes": [32]}
-    outcome = learn(toy("ddrl/Pick-v0", learning | options), most_steps=320 * num_iterations)
-    assert outcome.return_mean >= 9.9
-    assert outcome.figures["entropy"] < 0.9, "the draws know it too, not only the mode"

@@ -1,4 +1,4 @@
-"""PPO: hand numbers, the slow twin of an update, epochs and minibatches, schedules, toys learned."""
+"""PPO: hand numbers, the slow twin of an update, epochs and minibatches, schedules."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from support.algorithms import CONTINUOUS, DISCRETE, PAIRS, digest, make_learner
-from support.learning import learn, toy
 from support.reference_ppo import (
     leaves,
     make_feed,
@@ -159,34 +158,3 @@ def test_schedules_reach_their_final_values() -> None:
         before = digest(ppo.weights())
         assert float(ppo.update(batch)["learning_rate"]) == pytest.approx(expected[0])
         assert (digest(ppo.weights()) == before) == (expected[0] == 0.0)
-
-
-LEARNING = {
-    "name": "ppo",
-    "batch_size": 512,
-    "minibatch_size": 128,
-    "learning_rate": 3e-3,
-    "hidden_sizes": [32],
-}
-TOYS: dict[str, tuple[dict[str, Any], int, float]] = {  # options, iterations, a return close to the best
-    "ddrl/Pick-v0": ({}, 15, 9.9),
-    "ddrl/Pairs-v0": ({"shared": True}, 20, 9.9),
-    "ddrl/Spot-v0": ({"network": "conv", "num_epochs": 5}, 15, 9.5),
-    "ddrl/Target-v0": ({"normalize_observations": True, "normalize_returns": True}, 30, -0.1),
-}
-
-
-@pytest.mark.learning
-@pytest.mark.parametrize("env_id", TOYS)
-def test_learns_a_toy(env_id: str) -> None:
-    options, num_iterations, close = TOYS[env_id]
-    run = toy(env_id, LEARNING | {"gamma": 0.5} | options)
-    assert learn(run, most_steps=512 * num_iterations).return_mean >= close
-
-
-@pytest.mark.learning
-def test_truncation_bootstraps() -> None:
-    """Reward 1 for ever: the value is 1 / (1 - gamma) = 10, though episodes are cut after 100 steps."""
-    learner = learn(toy("ddrl/Endless-v0", LEARNING | {"gamma": 0.9}), most_steps=512 * 30).learner
-    value = learner.network(torch.ones(1, 1))[1]
-    assert float(value.detach()) == pytest.approx(10.0, rel=0.05)

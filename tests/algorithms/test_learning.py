@@ -1,0 +1,136 @@
+"""Learning that must work: toys, a value known beforehand, what only a memory can solve, and catch from pixels."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.learning import learn, toy
+
+from ddrl import config
+from ddrl.config import RunConfig
+
+pytestmark = pytest.mark.learning
+CONFIGS = Path(__file__).parents[2] / "configs"
+FIXED_LENGTH = ("rollout.fragment_s=5", "rollout.max_fragment_steps=16")
+# Of 200 episodes with scores 0 or 1: the mean is within 0.11 of chance, by 3 sigma.
+solve = partial(learn, target=0.95, num_episodes=200)
+
+PPO = {"name": "ppo", "batch_size": 512, "minibatch_size": 128, "learning_rate": 3e-3, "hidden_sizes": [32]}
+IMPALA = {"name": "impala", "batch_size": 320, "hidden_sizes": [32]}
+ADAM = {"optimizer": "adam", "learning_rate": 5e-3, "estimator": "upgo", "normalize_returns": True}
+NORMALIZED = {"normalize_observations": True, "normalize_returns": True}
+
+
+@pytest.mark.parametrize(
+    ("env_id", "algorithm", "num_iterations", "close"),  # the last: a return close to the best
+    [
+        ("ddrl/Pick-v0", PPO, 15, 9.9),
+        ("ddrl/Pairs-v0", PPO | {"shared": True}, 20, 9.9),
+        ("ddrl/Spot-v0", PPO | {"network": "conv", "num_epochs": 5}, 15, 9.5),
+        ("ddrl/Target-v0", PPO | NORMALIZED, 30, -0.1),
+        ("ddrl/Pick-v0", IMPALA, 300, 9.9),
+        ("ddrl/Pick-v0", IMPALA | ADAM, 80, 9.9),
+    ],
+)
+def test_on_policy_toys(env_id: str, algorithm: dict[str, Any], num_iterations: int, close: float) -> None:
+    run = toy(env_id, algorithm | {"gamma": 0.5})
+    outcome = learn(run, most_steps=algorithm["batch_size"] * num_iterations)
+    assert outcome.return_mean >= close
+    if algorithm["name"] == "impala":
+        assert outcome.figures["entropy"] < 0.9, "the draws know it too, not only the mode"
+
+
+def test_truncation_bootstraps() -> None:
+    """Reward 1 for ever: the value is 1 / (1 - gamma) = 10, though episodes are cut after 100 steps."""
+    learner = learn(toy("ddrl/Endless-v0", PPO | {"gamma": 0.9}), most_steps=512 * 30).learner
+    value = learner.network(torch.ones(1, 1))[1]
+    assert float(value.detach()) == pytest.approx(10.0, rel=0.05)
+
+
+@pytest.mark.parametrize("frame_stack", [1, 2])
+def test_ppo_uses_its_stack(frame_stack: int) -> None:
+    """Recall without delay: the cue is in the observation before the question, so two frames solve it, one does not."""
+    env = {"id": "ddrl/Recall-v0", "kwargs": {"delay": 0}, "num_envs": 8, "frame_stack": frame_stack}
+    run = toy("ddrl/Recall-v0", PPO | {"batch_size": 256, "minibatch_size": 64, "num_epochs": 4}, env=env)
+    outcome = solve(run, most_steps=12_000, evaluate_every=2_000)
+    assert outcome.return_mean >= 0.95 if frame_stack == 2 else outcome.return_mean < 0.65, outcome
+
+
+PICK: dict[str, dict[str, Any]] = {
+    "none": {},
+    "double": {"double": True},
+    "dueling": {"dueling": True},
+    "n_step": {"n_step": 3},
+    "prioritized": {"prioritized": True},
+    "categorical": {"distribution": "categorical", "v_min": 0.0, "v_max": 12.0},
+    "quantile": {"distribution": "quantile", "num_atoms": 11},
+    "noisy": {"noisy": True},
+    "epsilon_ladder": {"epsilon_ladder": True},
+    "target_rate": {"target_rate": 0.05},
+    "rmsprop": {"optimizer": "rmsprop"},
+}
+
+
+@pytest.mark.parametrize("options", PICK.values(), ids=PICK)
+def test_dqn_solves_pick_by_each_option_alone(options: dict[str, Any]) -> None:
+    """Its end is a truncation: the best policy is worth 1 / (1 - gamma) everywhere."""
+    algorithm = {"name": "dqn", "hidden_sizes": [32], "learning_rate": 3e-3, "gamma": 0.8, "batch_size": 32}
+    algorithm |= {"target_period": None if "target_rate" in options else 25} | options
+    if not options.keys() & {"noisy", "epsilon_ladder"}:
+        algorithm["epsilon_anneal_updates"] = 300
+    rollout = {"fragment_s": 5, "max_fragment_steps": 16}
+    env = {"id": "ddrl/Pick-v0", "num_envs": 8}
+    run = toy(env["id"], algorithm, env=env, rollout=rollout, replay={"samples_per_insert": 8})
+    outcome = learn(run, most_steps=4_000)
+    assert outcome.return_mean == 10.0, outcome
+    if "n_step" not in options:  # several steps of old policies are worth less
+        value = outcome.policy.values(np.eye(4, dtype=np.float32), by_row=False).max(axis=1)
+        np.testing.assert_allclose(value, 5.0, rtol=0.1)
+
+
+@pytest.mark.parametrize("options", [(), ("double=true", "dueling=true", "prioritized=true", "n_step=3")])
+def test_dqn_solves_catch_from_pixels(options: tuple[str, ...]) -> None:
+    """84x84 pixels, within 12,000 steps; at random -0.71."""
+    settings = [
+        *FIXED_LENGTH,
+        "replay.observations=compressed",
+        *(f"algorithm.{option}" for option in options),
+    ]
+    run = config.load(CONFIGS / "catch.yaml", settings)
+    outcome = learn(run, target=0.95, most_steps=12_000, evaluate_every=500, num_episodes=50)
+    assert outcome.return_mean >= 0.95, outcome
+
+
+def recall(*settings: str) -> RunConfig:
+    return config.load(CONFIGS / "recall.yaml", [*FIXED_LENGTH, *settings])
+
+
+@pytest.mark.parametrize("recurrent", ["lstm", "gru"])
+def test_r2d2_solves_recall(recurrent: str) -> None:
+    """Within 24,000 steps; of seven seeds the slowest took 8,400. Chance is 0.5."""
+    outcome = solve(recall(f"algorithm.recurrent={recurrent}"), most_steps=24_000, evaluate_every=4_000)
+    assert outcome.return_mean >= 0.95, outcome
+
+
+def recall_by_dqn(frame_stack: int) -> RunConfig:
+    """The same task and pace for a network without memory."""
+    tree = recall(f"env.frame_stack={frame_stack}").model_dump(mode="json", by_alias=True)
+    tree["algorithm"] = {
+        "name": "dqn", "hidden_sizes": [64, 64], "learning_rate": 2e-3, "batch_size": 32, "n_step": 5,
+        "target_period": 50, "prioritized": True, "epsilon_anneal_updates": 500,
+    }  # fmt: skip
+    return config.validate(tree)
+
+
+def test_dqn_solves_recall_only_by_a_stack_that_reaches_back_to_the_cue() -> None:
+    """The cue is 9 observations older than the question: a stack of 10 shows it, the usual one of 4 does not."""
+    reaches = solve(recall_by_dqn(10), most_steps=16_000, evaluate_every=2_000)
+    assert reaches.return_mean >= 0.95, reaches
+    forgets = solve(recall_by_dqn(4), most_steps=8_000, evaluate_every=4_000)
+    assert forgets.updates > 1_000 > reaches.updates, forgets  # it had its time
+    assert forgets.return_mean < 0.65, forgets  # 0.5 and four sigma
