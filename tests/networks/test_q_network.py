@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.networks import count, gradients, seeded
+from support.networks import GRU, LSTM, SHAPES, count, gradients, q_network, seeded
 from torch import Tensor
 
 from ddrl.networks.heads import dueling
@@ -16,19 +16,11 @@ from ddrl.networks.q_network import QNetwork
 from ddrl.networks.trunks import to_input
 
 A, Z = 3, 5
-INPUTS = {"mlp": (4,), "nature": (4, 40, 40), "impala": (16, 16), "data_efficient": (30, 30, 3)}
-LSTM, GRU = ({"recurrent": kind, "recurrent_size": 7} for kind in ("lstm", "gru"))
 HEADS = list(itertools.product((False, True), ("none", "categorical", "quantile"), (False, True)))
 
 
-def made(network: str = "mlp", *, seed: int = 0, **options: Any) -> QNetwork:
-    shape = options.pop("input_shape", INPUTS.get(network))
-    given = {"num_actions": A, "hidden_sizes": (8, 6), "generator": seeded(seed), **options}
-    return QNetwork(network, shape, **given)
-
-
 def observation(network: str, *leading: int) -> Tensor:
-    shape = (*leading, *INPUTS[network])
+    shape = (*leading, *SHAPES[network])
     if network == "mlp":
         return torch.randn(shape, generator=seeded(1))
     return to_input(torch.randint(0, 256, shape, generator=seeded(1), dtype=torch.uint8))
@@ -46,13 +38,13 @@ def sequence_inputs(network: QNetwork, kind: str, steps: int, rows: int) -> tupl
 @pytest.mark.parametrize(("is_dueling", "distribution", "noisy"), HEADS)
 def test_shapes(network: str, is_dueling: bool, distribution: str, noisy: bool) -> None:
     options = {"dueling": is_dueling, "distribution": distribution, "noisy": noisy, "num_atoms": Z}
-    net, expected = made(network, **options), (2, A) if distribution == "none" else (2, A, Z)
+    net, expected = q_network(network, **options), (2, A) if distribution == "none" else (2, A, Z)
     x = observation(network, 2)
     assert net(x).shape == expected and net.state_size == 0
     net.draw_noise(seeded())
     assert net(x).shape == expected
     for recurrent, size in ((LSTM, 14), (GRU, 7)):
-        net = made(network, **options, **recurrent)
+        net = q_network(network, **options, **recurrent)
         assert net.state_size == size
         columns = sequence_inputs(net, network, 3, 2)
         for lengths in (None, torch.tensor([1, 3])):
@@ -76,19 +68,21 @@ WIDTHS: list[tuple[dict[str, Any], list[int], int | None]] = [
 def test_where_the_dense_layers_are(
     options: dict[str, Any], of_trunk: list[int], of_head: int | None
 ) -> None:
-    net = made("nature", **options)
+    net = q_network("nature", **options)
     assert [len(layer.weight) for layer in net.trunk.layers] == of_trunk
     assert (None if net.head.hidden is None else len(net.head.hidden.weight)) == of_head
 
 
 def test_parameters_of_known_networks() -> None:
     screens = {"input_shape": (4, 84, 84), "num_actions": 18, "hidden_sizes": (512,)}
-    assert count(made("nature", **screens)) == 1_684_128 + 18 * 513
+    assert count(q_network("nature", **screens)) == 1_684_128 + 18 * 513
     convolutions = 1_684_128 - 3137 * 512
-    assert count(made("nature", dueling=True, **screens)) == convolutions + 2 * 3137 * 512 + 19 * 513
-    rainbow = made("nature", dueling=True, noisy=True, distribution="categorical", num_atoms=51, **screens)
+    assert count(q_network("nature", dueling=True, **screens)) == convolutions + 2 * 3137 * 512 + 19 * 513
+    rainbow = q_network(
+        "nature", dueling=True, noisy=True, distribution="categorical", num_atoms=51, **screens
+    )
     assert count(rainbow) == convolutions + 2 * (2 * 3137 * 512 + 51 * 19 * 513)
-    r2d2 = made("nature", dueling=True, recurrent="lstm", **screens | {"hidden_sizes": (512, 512)})
+    r2d2 = q_network("nature", dueling=True, recurrent="lstm", **screens | {"hidden_sizes": (512, 512)})
     lstm = 2048 * (512 + 18 + 1 + 512 + 2)
     assert count(r2d2) == 1_684_128 + lstm + 2 * 513 * 512 + 19 * 513
 
@@ -117,36 +111,39 @@ PLAIN_BY_HAND = {
 def test_networks_by_hand() -> None:
     """Dueling: (1, -2) -> (1, -1) -> relu (1, 0); streams 1.5 and 3; V = 2, A = (3, -8), mean -2.5."""
     sizes: dict[str, Any] = {"input_shape": (2,), "num_actions": 2}
-    net = made(dueling=True, hidden_sizes=(2, 1), **sizes)
+    net = q_network(dueling=True, hidden_sizes=(2, 1), **sizes)
     net.load_state_dict({name: torch.tensor(value) for name, value in DUELING_BY_HAND.items()})
     assert net(torch.tensor([[1.0, -2.0]])).tolist() == [[7.5, -3.5]]
-    net = made(hidden_sizes=(2,), distribution="quantile", num_atoms=2, **sizes)
+    net = q_network(hidden_sizes=(2,), distribution="quantile", num_atoms=2, **sizes)
     net.load_state_dict({name: torch.tensor(value) for name, value in PLAIN_BY_HAND.items()})
     assert net(torch.tensor([[3.0, -2.0]])).tolist() == [[[3.0, 2.0], [6.0, 1.0]]]
 
 
 def test_noise_of_each_layer_is_its_own() -> None:
-    net = made(noisy=True, dueling=True, hidden_sizes=(6, 6))
+    net = q_network(noisy=True, dueling=True, hidden_sizes=(6, 6))
     net.draw_noise(seeded())
     assert len({layer.input_noise[0].item() for layer in net.head.children()}) == 3
-    plain, x = made(), observation("mlp", 2)
+    plain, x = q_network(), observation("mlp", 2)
     before = plain(x)
     plain.draw_noise(seeded())
     assert torch.equal(plain(x), before)
-    scaled = made(noisy=True, noise_scale=0.1)
+    scaled = q_network(noisy=True, noise_scale=0.1)
     assert scaled.head.advantage.weight_scale.max().item() == pytest.approx(0.1 / 6**0.5)
 
 
-CATEGORICAL = {"dueling": True, "noisy": True, "distribution": "categorical", "num_atoms": Z}
-TRUNKS = [("mlp", "none"), ("nature", "none"), ("nature", "batch"), ("impala", "group")]
+OPTIONS: list[tuple[str, dict[str, Any]]] = [
+    ("mlp", {}),
+    ("nature", {"dueling": True, "noisy": True, "distribution": "categorical", "num_atoms": Z}),
+    ("nature", {"norm": "batch", "dueling": True, "noisy": True}),
+    ("impala", {"norm": "group", "dueling": True, **LSTM}),
+    ("data_efficient", {"distribution": "quantile", "num_atoms": Z, **GRU}),
+]
+each_network = pytest.mark.parametrize(("network", "options"), OPTIONS)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"dueling": True}, CATEGORICAL, LSTM | {"dueling": True}, GRU], ids=str
-)
-@pytest.mark.parametrize(("network", "norm"), TRUNKS)
-def test_gradients_reach_every_parameter(network: str, norm: str, options: dict[str, Any]) -> None:
-    net = made(network, norm=norm, hidden_sizes=(32, 32), activation="tanh", **options)
+@each_network
+def test_gradients_reach_every_parameter(network: str, options: dict[str, Any]) -> None:
+    net = q_network(network, hidden_sizes=(32, 32), activation="tanh", **options)
     net.draw_noise(seeded())
     flat = FlatParameters(net)
     if net.core is None:
@@ -154,21 +151,13 @@ def test_gradients_reach_every_parameter(network: str, norm: str, options: dict[
     else:
         output, _ = net.sequence(*sequence_inputs(net, network, 3, 4))
     sections = gradients(flat, (output * torch.randn(output.shape, generator=seeded(2))).sum())
-    for (name, parameter), section in zip(net.named_parameters(), sections, strict=True):
-        assert parameter.data_ptr() >= flat.vector.data_ptr() and bool(section.any()), name
+    for (name, _), section in zip(net.named_parameters(), sections, strict=True):
+        assert bool(section.any()), name
 
 
-OPTIONS: list[tuple[str, dict[str, Any]]] = [
-    ("mlp", {}),
-    ("nature", {"norm": "batch", "dueling": True, "noisy": True}),
-    ("impala", {"norm": "group", **LSTM}),
-    ("data_efficient", {"distribution": "quantile", "num_atoms": Z, **GRU}),
-]
-
-
-@pytest.mark.parametrize(("network", "options"), OPTIONS)
+@each_network
 def test_what_is_published_is_float32_without_noise(network: str, options: dict[str, Any]) -> None:
-    net = made(network, **options)
+    net = q_network(network, **options)
     state = net.state_dict()
     assert all(value.dtype == torch.float32 and not value.requires_grad for value in state.values())
     assert not any("noise" in name or "actions" in name or "atoms" in name for name in state)

@@ -60,7 +60,8 @@ def group_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 def slow_trunk(network: str, module: Any, image: Tensor, activation: str) -> Tensor:
     """The layers one after another as the papers give them, with a group norm where there is one."""
-    act, x, stages = getattr(torch, activation), channels_first(image), list(module.convolutions)
+    act, stages = getattr(torch, activation), list(getattr(module, "convolutions", ()))
+    x = channels_first(image) if stages else image
 
     def convolve(layer: Any, y: Tensor, **sizes: Any) -> Tensor:
         y = F.conv2d(y, layer.weight, layer.bias, **sizes)
@@ -92,7 +93,10 @@ def slow_trunk(network: str, module: Any, image: Tensor, activation: str) -> Ten
     [
         *(("conv", "none", shape) for shape in SMALL),
         *((network, "none", shape) for network in ("nature", "data_efficient") for shape in SCREENS),
-        *(("impala", "none", shape) for shape in [(20, 20), (3, 33, 30), (20, 17, 2)]),
+        *(("impala", "none", shape) for shape in [(20, 20), (3, 33, 30), (20, 17, 2), (8, 8)]),
+        ("nature", "none", (36, 36)),  # these three are the smallest images
+        ("data_efficient", "none", (25, 25)),
+        ("mlp", "none", (7,)),
         ("nature", "group", (4, 44, 44)),
         ("impala", "group", (4, 20, 20)),
     ],
@@ -103,31 +107,19 @@ def test_a_trunk_equals_its_layers(network: str, norm: str, shape: tuple[int, ..
         randomize(module)
     expected = slow_trunk(network, module, image, activation)
     torch.testing.assert_close(module(image), expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(image, images(shape)), "activations work in place only on what the trunk made"
 
 
-@pytest.mark.parametrize(("activation", "expected"), [("relu", [0.5, 0.0]), ("tanh", None)])
-def test_mlp_by_hand(activation: str, expected: list[float] | None) -> None:
-    module = trunk("mlp", (2,), (2, 2), activation)
-    values = ([[1.0, -1.0], [2.0, 0.0]], [0.5, -3.0], [[1.0, 1.0], [-1.0, 0.0]], [-1.0, 0.5])
-    names = ("layers.0.weight", "layers.0.bias", "layers.1.weight", "layers.1.bias")
-    module.load_state_dict(dict(zip(names, map(torch.tensor, values), strict=True)))
-    if expected is None:  # the first layer gives (1.5, -1) before its activation
-        first = (math.tanh(1.5), math.tanh(-1.0))
-        expected = [math.tanh(first[0] + first[1] - 1.0), math.tanh(-first[0] + 0.5)]
-    x = torch.tensor([[1.0, 0.0]])
-    torch.testing.assert_close(module(x), torch.tensor([expected]))
-    assert x.tolist() == [[1.0, 0.0]], "activations work in place only on what the trunk made"
+def test_without_hidden_layers_an_mlp_returns_its_observation() -> None:
     x = torch.randn(2, 3, generator=seeded())
-    assert torch.equal(trunk("mlp", (3,), ())(x), x), "no hidden layers is the observation"
+    assert torch.equal(trunk("mlp", (3,), ())(x), x)
 
 
 @pytest.mark.parametrize("shape", [(40, 40), (4, 40, 40), (40, 40, 3)])
 @pytest.mark.parametrize(("network", "norm"), KINDS)
 def test_features_are_the_same_without_a_gradient(network: str, norm: str, shape: tuple[int, ...]) -> None:
     module, image = trunk(network, shape, (9,), norm=norm), images(shape, 3)
-    kept = image.clone()
     module(image)
-    assert torch.equal(image, kept)
     with torch.no_grad():
         without_gradient = module.eval()(image)
     # Another layout of memory, and so other rounding, which norms over few pixels enlarge.
@@ -143,11 +135,8 @@ def test_numbers_of_parameters() -> None:
     assert count(trunk("data_efficient", screen, (256,))) == convolutions + 576 * 256 + 256
     sections = [9 * i * o + o + 4 * (9 * o * o + o) for i, o in ((4, 16), (16, 32), (32, 32))]
     assert count(trunk("impala", screen, (256,))) == sum(sections) + 32 * 11 * 11 * 256 + 256
-    for network, width in (("nature", 3136), ("impala", 32 * 11 * 11), ("data_efficient", 576)):
-        features = trunk(network, screen, ())(images(screen))
-        assert features.shape == (2, width)
-        if network == "impala":
-            assert 0.1 < features.square().mean().sqrt() < 3.0, "residual sums keep their size"
+    features = trunk("impala", screen, ())(images(screen))
+    assert 0.1 < features.square().mean().sqrt() < 3.0, "residual sums keep their size"
 
 
 @pytest.mark.parametrize("shape", CONVOLUTIONS)
@@ -226,7 +215,6 @@ def test_rows_depend_on_each_other_only_with_batch_norm_in_training(network: str
     assert not torch.allclose(other(image), together, atol=1e-3)
     other.load_state_dict(module.state_dict())
     assert torch.equal(other(image), together)
-    assert all(value.dtype == torch.float32 for value in module.state_dict().values())
 
 
 @pytest.mark.parametrize(("network", "norm"), [("mlp", "none"), ("conv", "none"), *KINDS])
@@ -296,8 +284,3 @@ def test_what_does_not_fit_is_refused(
     network: str, shape: tuple[int, ...], options: dict[str, Any], expected: str
 ) -> None:
     assert expected in refusal(network, shape, **options)
-
-
-def test_the_smallest_images() -> None:
-    for network, side in (("nature", 36), ("data_efficient", 25), ("impala", 8)):
-        trunk(network, (side, side))

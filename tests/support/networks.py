@@ -1,4 +1,4 @@
-"""Helpers of the tests of networks: generators, trunks, comparisons of parameters, refusals."""
+"""Helpers of the tests of networks: small networks of each kind, comparisons of parameters, refusals."""
 
 from __future__ import annotations
 
@@ -8,14 +8,36 @@ import pytest
 import torch
 from torch import Generator, Tensor, nn
 
+from ddrl.networks.actor_critic import ActorCritic
 from ddrl.networks.custom import NetworkError
 from ddrl.networks.parameters import FlatParameters
+from ddrl.networks.q_network import QNetwork
 from ddrl.networks.trunks import make_trunk
 
+SHAPES = {
+    "mlp": (4,), "conv": (10, 10, 4), "nature": (4, 40, 40), "impala": (16, 16), "data_efficient": (30, 30, 3),
+}  # fmt: skip
+LSTM, GRU = ({"recurrent": kind, "recurrent_size": 7} for kind in ("lstm", "gru"))
 
-def seeded(seed: int | None = 0) -> Generator:
-    """Return a generator; of None torch's global one."""
-    return torch.default_generator if seed is None else torch.Generator().manual_seed(seed)
+
+def seeded(seed: int | None = 0) -> Generator | None:
+    """Return a generator; for None, which stands for torch's global one, None."""
+    return None if seed is None else torch.Generator().manual_seed(seed)
+
+
+def actor_critic(
+    network: str = "mlp", shape: tuple[int, ...] = (3,), *, seed: int | None = 0, **options: Any
+) -> ActorCritic:
+    """Return a small actor-critic network with four outputs."""
+    given = {"num_outputs": 4, "hidden_sizes": (6, 5), "activation": "tanh", "shared": False, **options}
+    return ActorCritic(network, shape, generator=seeded(seed), **given)
+
+
+def q_network(network: str = "mlp", *, seed: int | None = 0, **options: Any) -> QNetwork:
+    """Return a small network of the values of three actions, of observations of the shape in `SHAPES`."""
+    shape = options.pop("input_shape", SHAPES[network])
+    given = {"num_actions": 3, "hidden_sizes": (8, 6), **options}
+    return QNetwork(network, shape, generator=seeded(seed), **given)
 
 
 def trunk(
@@ -23,8 +45,7 @@ def trunk(
     *, seed: int | None = 0, norm: str = "none", **kwargs: Any,
 ) -> Any:  # fmt: skip
     """Return a trunk, whose features `make_trunk` counted rightly."""
-    generator = None if seed is None else seeded(seed)
-    options = {"norm": norm, "kwargs": kwargs, "generator": generator}
+    options = {"norm": norm, "kwargs": kwargs, "generator": seeded(seed)}
     module, width = make_trunk(network, shape, hidden_sizes=hidden_sizes, activation=activation, **options)
     assert module(torch.rand(2, *shape, generator=seeded())).shape == (2, width)
     return module
