@@ -6,8 +6,9 @@ torch tensors, on whatever device they lie, for learning on-policy, and share th
 - reward: r_t, the reward of the step from s_t, in training units.
 - discount: d_t = gamma, or 0 where step t terminated its episode.
 - value: V(s_t), in units of the return.
-- next_value: V of the *true* s_{t+1}: after a truncation of the final observation, never of the reset one; at a
-  fragment's border the bootstrap. Without meaning where d_t = 0; equal to value[t + 1] where `continues`.
+- next_value: V of the *true* s_{t+1}: after a truncation of the final observation, never of the reset one
+  (`replay.storage.observation_block` picks the row); at a fragment's border the bootstrap. Without meaning where
+  d_t = 0; equal to value[t + 1] where `continues`.
 - continues: bool, row t + 1 is the next step of the same episode; the last row counts as False whatever it says.
 
 Truncation rule of all of them: where `continues` is False the trace is cut and the target is r_t + d_t * next_value_t,

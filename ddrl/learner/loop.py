@@ -267,7 +267,7 @@ class Learner:
     # --- for others ----------------------------------------------------------------------------------
 
     def apply(self, config: RunConfig) -> None:
-        """Apply changed settings: the publisher's at once, the training thread's from the next update on.
+        """Apply changed settings: the publisher's at once, those of algorithm and replay before the next update.
 
         Raises:
             ConfigError: unknown options or invalid values.

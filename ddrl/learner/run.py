@@ -422,7 +422,9 @@ class _Attempt:
             learner.stopping.set()
 
     def _apply_signals(self) -> None:
-        """Apply what others want of the run: pause, end, changed settings (`ddrl set`), handover.
+        """Apply what others want of the run: pause, end, handover, changed settings (`ddrl set`).
+
+        `Learner.apply` takes changed settings; the algorithm's `apply_options` sets a new learning rate.
 
         Raises:
             RunGoneError: the server came back without the run, or older.

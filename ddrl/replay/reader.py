@@ -12,7 +12,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,8 +23,6 @@ from ddrl.types import EnvSpec, Fragment
 
 if TYPE_CHECKING:
     from redis import Redis
-
-T = TypeVar("T")
 
 BLOCK_MS = 1_000
 COUNT_S = 5.0  # between two looks at the size of entries
@@ -231,20 +230,16 @@ class Reader:
         """End a `wait`."""
         self._arrived.set()
 
-    def _follow(self) -> list[stream.Entry]:
-        return stream.follow(self._client, self._run, self._cursor, count=self._count, block_ms=BLOCK_MS)
-
-    def _retry(self, action: Callable[[], T]) -> T:
-        # The learner's service thread sees each outage, too, and logs it.
-        return connection.retry(action, stop=self._stopping, is_logged=False)
-
     def _run_thread(self) -> None:
+        # The learner's service thread meets each outage, too, and logs it.
+        retry = partial(connection.retry, stop=self._stopping, is_logged=False)
         try:
             while not self._stopping.is_set():
                 if time.monotonic() >= self._count_at:
-                    self._count = self._retry(lambda: stream.read_count(self._client, self._run))
+                    self._count = retry(partial(stream.read_count, self._client, self._run))
                     self._count_at = time.monotonic() + COUNT_S
-                for entry in self._retry(self._follow):
+                options = {"count": self._count, "block_ms": BLOCK_MS}
+                for entry in retry(partial(stream.follow, self._client, self._run, self._cursor, **options)):
                     while self._decoded_bytes - self._taken_bytes > MAX_DECODED_BYTES:
                         if self._stopping.wait(0.01):
                             return

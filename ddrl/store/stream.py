@@ -192,7 +192,10 @@ def await_allowance(client: Redis, run: str, after: bytes, *, block_ms: int) -> 
 
 
 def remaining(client: Redis, run: str, *, node: str = "-") -> Appended:
-    """Return how an append of a node would be answered now, without appending; WAIT also before the first version."""
+    """Return how an append of a node would be answered now, without appending; WAIT also before the first version.
+
+    The rule is that of append.lua; claims, room in the stream and folded producers are left to the append.
+    """
     names = ["status", "version", "allowance_id", "allowance", "appended_steps", "players"]
     with client.pipeline(transaction=False) as pipe:
         pipe.hmget(keys.state(run), names)

@@ -1,4 +1,7 @@
-"""A worker's heartbeat, the other reports of its main process to the server, and what it says about its machine."""
+"""A worker's heartbeat, the other reports of its main process to the server, and what it says about its machine.
+
+It only reports: pauses and the like reach a worker by the answers to its appends (`segment`).
+"""
 
 from __future__ import annotations
 

@@ -323,7 +323,7 @@ class ActorCriticLearner(Generic[AnyOptions]):
         self.num_updates, self.num_steps = int(state["num_updates"]), int(state["num_steps"])
 
     def apply_options(self, options: AnyOptions) -> None:
-        """Apply changed live options from the next update on."""
+        """Apply changed live options from the next update on; each `step` sets the learning rate of its time."""
         self.config = changed(self.config, options)
 
     def load_initial_weights(self, weights: Mapping[str, Tensor]) -> str:

@@ -8,7 +8,7 @@
 --       then the fragment's fields and values
 -- Answer: {GO | WAIT | YIELD | FULL | STOPPED (see `stream.Answer`), newest version, id of the newest allowance entry,
 --         steps that this producer should append next (negative: overshoot)}. A repeated append writes no entry and
---         counts as a duplicate; its answer is that of the present state.
+--         counts as a duplicate; its answer is that of the present state. `stream.remaining` has the same rule.
 local state = redis.call('HMGET', KEYS[1], 'status', 'allowance', 'version', 'allowance_id', 'max_bytes',
   'appended_fragments', 'appended_steps', 'appended_bytes', 'trimmed_bytes', 'players', 'crashes', 'claim',
   'folded', 'played_ms', 'process_ms')
