@@ -185,7 +185,7 @@ BREAKING = [
     (dangerous, "ddrl/config.py", "__import__(name)"),
     (dangerous, "ddrl/codec.py", "blosc2.pack_array(a)"),
     (dangerous, "ddrl/codec.py", "from blosc2 import unpack_array2"),
-    (imported_tests, "tests/store/test_tls.py", "from test_acl import ROLES"),
+    (imported_tests, "tests/store/test_acl.py", "from test_stream import append"),
 ]
 HARMLESS = [
     (broken_layers, "ddrl/store/runs.py", "from ddrl.store.leases import fenced\nfrom ddrl import config"),

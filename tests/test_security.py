@@ -120,9 +120,8 @@ client.ping()
 
 
 @pytest.fixture
-def hold(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[embedded.Hold]:
+def hold(home: Path) -> Iterator[embedded.Hold]:
     """The embedded server of this test."""
-    monkeypatch.setattr(connection, "RETRIES", 0)
     hold = embedded.acquire()
     yield hold
     hold.release()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import json
 import re
 import shlex
 import signal
@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import redis
+from support.commands import call, call_json, refused
 from support.private_server import PrivateServer, refusal
 from support.processes import Processes
 from support.proxy import Authority, Proxy
 from support.runs import play_steps, start, target_config
 
-from ddrl.cli import main
 from ddrl.store import connection, keys, leases, ledger, runs, segments, stream
 from ddrl.store import local_checkpoints as local
 from ddrl.store.checkpoints import Counters
@@ -67,26 +67,18 @@ def roles(
     server.client.acl_load()
     authority = Authority(tmp_path / "ca.pem")
     monkeypatch.setenv(connection.CA_VARIABLE, str(authority.path))
-    proxy = Proxy(server.url, authority.server())
-    with redis.Redis(unix_socket_path=str(server.socket), username="admin", password="admin") as admin:
+    admin = redis.Redis(unix_socket_path=str(server.socket), username="admin", password="admin")
+    with contextlib.closing(Proxy(server.url, authority.server())) as proxy, admin:
         yield Roles(proxy, admin)
-    proxy.close()
 
 
 def test_the_roles_do_all_their_work_through_tls(
-    roles: Roles, processes: Processes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    roles: Roles, processes: Processes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(connection.URL_VARIABLE, roles.url("operator"))
     monkeypatch.chdir(processes.folder)
-
-    def operate(*words: str) -> str:
-        code = main([*words])
-        printed = capsys.readouterr()
-        assert code == 0, (words, printed.err, processes.logs())
-        return printed.out
-
     config = processes.config(stop={"return": None, "time": 600}, rollout={"segment_s": 1})
-    run = json.loads(operate("submit", str(config), "--detach", "--json"))["run"]
+    run = call_json("submit", str(config), "--detach")["run"]
     began = roles.proxy.num_connections
     learner = processes.learner(roles.url("learner"), run)
     worker = processes.worker(roles.url("worker"), role="all")
@@ -98,22 +90,22 @@ def test_the_roles_do_all_their_work_through_tls(
     processes.until(evaluated)
     assert roles.proxy.num_connections - began >= 6
     for words in (["status", run], ["runs"], ["fleet"], ["logs", run], ["journal", run], ["audit", run]):
-        operate(*words)
-    operate("set", run, "learner.publish_every_s=0.2")
+        call(*words)
+    call("set", run, "learner.publish_every_s=0.2")
     roles.admin.xadd(keys.experience(run), {"h": "poison"})
-    operate("pause", run)
+    call("pause", run)
     processes.until(lambda: not segments.playing(roles.admin, run))
-    operate("resume", run, "--detach")
-    assert "return_mean" in operate("evaluate", run, "--episodes", "4", "--json")
-    operate("stop", run)
+    call("resume", run, "--detach")
+    assert "return_mean" in call("evaluate", run, "--episodes", "4", "--json")
+    call("stop", run)
     assert learner.wait() == 0
     worker.send_signal(signal.SIGTERM)
     worker.wait()
     assert roles.denied() == []
-    operate("export", run, "--output", "policy.safetensors")
-    operate("delete", run, "--yes")
+    call("export", run, "--output", "policy.safetensors")
+    call("delete", run, "--yes")
     assert [key for key in roles.admin.scan_iter("ddrl:*") if run.encode() in key] == []
-    operate("doctor")
+    call("doctor")
     assert set(roles.denied()) <= {"ddrl-operator: command config|get (config|get)"}
     logged = learner.text() + worker.text()
     assert "rediss://" in worker.text() and "insecure" not in logged and "password-of" not in logged
@@ -208,13 +200,11 @@ def test_what_a_role_does_rarely_it_may_do_too(roles: Roles) -> None:
 
 
 def test_what_a_role_may_not_do_is_one_line(
-    roles: Roles, processes: Processes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    roles: Roles, processes: Processes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "it requires a password" in refusal(f"rediss://{roles.proxy.address}")
     monkeypatch.setenv(connection.URL_VARIABLE, roles.url("worker"))
-    assert main(["submit", str(processes.config()), "--detach"]) == 3
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "permission" in error
+    assert "permission" in refused("submit", str(processes.config()), "--detach", code=3)
 
 
 def test_the_examples_hold_no_password_and_no_key_that_is_not_ours() -> None:

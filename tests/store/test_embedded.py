@@ -55,19 +55,17 @@ def is_stopped() -> bool:
     return embedded.server_pid() == 0 and not connection.socket_path().exists()
 
 
-def answers() -> bool:
-    try:
-        with connection.connect() as client:
-            return bool(client.ping())
-    except redis.RedisError:
-        return False
-
-
-def kill_server() -> None:
+def kill_server(client: redis.Redis) -> None:
     """Kill the server and wait until one of its users has started another."""
     old = embedded.server_pid()
     os.kill(old, signal.SIGKILL)
-    until(lambda: embedded.server_pid() not in (0, old) and answers())
+    until(lambda: embedded.server_pid() not in (0, old))
+    assert connection.retry(client.ping)
+
+
+def kill(user: subprocess.Popen[bytes]) -> None:
+    user.kill()
+    user.wait()
 
 
 def test_the_first_user_starts_it_all_share_it_and_the_last_stops_it(new_user: NewUser) -> None:
@@ -79,13 +77,12 @@ def test_the_first_user_starts_it_all_share_it_and_the_last_stops_it(new_user: N
         assert client.info("server")["process_id"] == pid
         client.set("kept", "yes")
     second = new_user()
-    first.stdin.close()
-    first.wait()  # it had started the server
+    first.communicate()  # it ends, and had started the server
     hold = embedded.hold_if_running()
     assert hold is not None
-    second.kill()
-    second.wait()
-    assert embedded.server_pid() == pid and answers()
+    kill(second)
+    with connection.connect() as client:
+        assert client.info("server")["process_id"] == pid
     hold.release()
     assert is_stopped()
     hold.release()
@@ -120,11 +117,10 @@ def test_a_killed_server_is_restarted_with_its_data_by_any_of_its_users(new_user
     starter = new_user()
     with embedded.use(), connection.connect() as client:
         client.set("kept", "yes")
-        kill_server()
+        kill_server(client)
         assert client.get("kept") == b"yes"
-        starter.kill()
-        starter.wait()
-        kill_server()
+        kill(starter)
+        kill_server(client)
         assert client.get("kept") == b"yes"
     assert is_stopped()
 
@@ -132,10 +128,9 @@ def test_a_killed_server_is_restarted_with_its_data_by_any_of_its_users(new_user
 @pytest.mark.faults
 def test_a_server_whose_users_were_killed_serves_the_next_which_stops_it(new_user: NewUser) -> None:
     user, pid = new_user(), embedded.server_pid()
-    user.kill()
-    user.wait()
-    with embedded.use():
-        assert embedded.server_pid() == pid and answers()
+    kill(user)
+    with embedded.use(), connection.connect() as client:
+        assert client.info("server")["process_id"] == pid
     assert is_stopped()
 
 
@@ -221,7 +216,7 @@ def test_listening_requires_the_password_and_outlives_a_crash(home: Path):
         local.set("kept", "yes")
         with pytest.raises(StoreError, match=f"listens on 127.0.0.1 {port} already"):
             hold.listen("127.0.0.1", port)
-        kill_server()
+        kill_server(local)
         assert remote.get("kept") == b"yes"
     hold.release()
     assert is_stopped()

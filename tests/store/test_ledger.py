@@ -10,17 +10,16 @@ from dataclasses import asdict, astuple, replace
 
 import pytest
 from redis import Redis
-from support.learners import crashing, in_threads, playing, restored, training, until
+from support.learners import Run, crashing, in_threads, playing, training, until
 from support.learners import pick_config as on_policy_config
 from support.processes import EXACT
-from support.runs import play_steps, start, target_config
-from support.store import append, take
+from support.runs import target_config
+from support.store import append
 
 from ddrl.config import RunConfig
 from ddrl.learner.ledger_rows import LedgerRows
-from ddrl.learner.loop import Learner
 from ddrl.replay.reader import Decoded
-from ddrl.store import checkpoints, keys, ledger, local_checkpoints, runs, stream, workers
+from ddrl.store import keys, ledger, local_checkpoints, runs, stream, workers
 from ddrl.store.checkpoints import Counters
 from ddrl.store.ledger import ENDED, UNKNOWN, Row
 from ddrl.store.local_checkpoints import Snapshot
@@ -79,88 +78,83 @@ def test_a_repetition_is_known_by_its_number_also_after_a_restart() -> None:
 
 
 @contextmanager
-def audited(client: Redis, run: str) -> Iterator[list[ledger.Audit]]:
+def audited(run: Run) -> Iterator[list[ledger.Audit]]:
     """Audits of a run, one after another, while the context lasts: each must balance."""
     stop, audits = threading.Event(), []
 
     def audit() -> None:
         while not stop.wait(0.01):
-            audits.append(ledger.audit(client, run))
+            audits.append(run.audit())
 
     with in_threads(audit, stop=stop.set):
         yield audits
-    assert [audit for audit in audits if not audit.is_balanced][:1] == []
+
+
+def learned(run: Run) -> None:
+    """Let a learner read the whole stream, and finish."""
+    learner = run.learner()
+    with training(learner):
+        run.catch_up(learner)
+    learner.finish()
 
 
 @pytest.mark.parametrize("churns", [False, True])
-def test_the_ledger_balances_while_learners_die(client: Redis, server, monkeypatch, churns: bool) -> None:
+def test_the_ledger_balances_while_learners_die(server, monkeypatch, churns: bool) -> None:
     """Where it churns, every segment has a process of its own, and is folded soon after it."""
     seed = random.randrange(10**6)
     print(f"seed {seed}")
-    draw, run = random.Random(seed), start(client, config())
+    draw, run = random.Random(seed), Run(server, config())
     if churns:
         monkeypatch.setattr("ddrl.learner.publisher.FOLD_EVERY_S", 0.02)
         monkeypatch.setattr("ddrl.store.ledger.QUIET_S", 0.1)
-    with audited(client, run) as audits, playing(server.url, run, num=2, segments=1 if churns else None):
+    with audited(run) as audits, playing(run.url, run.id, num=2, segments=1 if churns else None):
         for _ in range(5 if EXACT else 3):
-            learner = restored(client, run, server.url)
+            learner = run.learner()
             with crashing(learner, learner.shared.updates + draw.randrange(1, 200 if churns else 60)) as dead:
                 until(dead.is_set)
-        learner = restored(client, run, server.url)
+        learner = run.learner()
         goal = learner.shared.updates + 50
         with training(learner):
             until(lambda: learner.shared.updates >= goal)
     learner.stopping.clear()
     with training(learner):
-        until(lambda: learner.shared.env_steps == runs.state(client, run).appended_steps)
+        run.catch_up(learner)
     learner.finish()
-    audit, appended = ledger.audit(client, run), runs.state(client, run).appended_fragments
+    audit, appended = run.audit(), run.state.appended_fragments
     assert len(audits) > 10 and audit.unknown == 0
     if churns:
         assert audit.accounts[ENDED].appended > 0
-        assert 2 < len(audit.accounts) < int(client.get(keys.PRODUCERS))
+        assert 2 < len(audit.accounts) < int(run.client.get(keys.PRODUCERS))
     else:
         assert len(audit.accounts) == 2
     assert audit.total("consumed") == audit.total("appended") == learner.counters.admitted == appended
     assert audit.total("waiting") == 0
-    assert client.xlen(keys.experience(run)) < appended, "it was trimmed on the way"
+    assert len(run.entries) < appended, "it was trimmed on the way"
 
 
-def test_on_policy_fragments_that_are_too_stale_are_consumed_too(client: Redis, server) -> None:
-    run = start(client, on_policy_config(on_policy={"collect": "sync", "max_staleness": 0}))
-    learner = restored(client, run, server.url)
-    with audited(client, run), playing(server.url, run, num=3), training(learner):
+def test_on_policy_fragments_that_are_too_stale_are_consumed_too(server) -> None:
+    run = Run(server, on_policy_config(on_policy={"collect": "sync", "max_staleness": 0}))
+    learner = run.learner()
+    with audited(run), playing(run.url, run.id, num=3), training(learner):
         until(lambda: learner.replay.num_dropped > 2)
     learner.finish()
-    audit = ledger.audit(client, run)
-    assert audit.is_balanced and audit.total("consumed") == learner.counters.admitted
+    assert run.audit().total("consumed") == learner.counters.admitted
 
 
-def learned(client: Redis, url: str, run: str) -> Learner:
-    """A learner that has read the whole stream, and finished."""
-    learner = restored(client, run, url)
-    last = client.xrevrange(keys.experience(run), count=1)[0][0]
-    with training(learner):
-        until(lambda: learner.shared.ledger.cursor == last)
-    learner.finish()
-    return learner
-
-
-def test_a_lost_fragment_is_found(client: Redis, server) -> None:
-    run = start(client, config())
-    token = take(client, run)
+def test_a_lost_fragment_is_found(server) -> None:
+    run = Run(server, config())
     for steps in (400, 100):  # of two producers
-        play_steps(client, run, token, steps)
-    entries = stream.read(client, run, b"0-0", count=1000)
+        run.play(steps, anew=True)
+    entries = run.entries
     (loser,) = {entry.producer for entry in entries[:3]}
-    client.xdel(keys.experience(run), entries[2].entry_id)
-    before = ledger.audit(client, run)
+    run.client.xdel(keys.experience(run.id), entries[2].entry_id)
+    before = ledger.audit(run.client, run.id)
     assert before.accounts[loser].difference == 1 and not before.is_balanced  # before any learner looks
-    learned(client, server.url, run)
-    found = ledger.audit(client, run)
+    learned(run)
+    found = run.audit()
     assert found.accounts[loser].trimmed == 1 and found.total("trimmed") == 1
-    assert found.is_balanced and found.total("consumed") == len(entries) - 1
-    lost = [row["reason"] for row in runs.journal(client, run) if row["event"] == "lost fragments"]
+    assert found.total("consumed") == len(entries) - 1
+    lost = [row["reason"] for row in runs.journal(run.client, run.id) if row["event"] == "lost fragments"]
     number = entries[3].count(b"q")
     assert lost == [f"1 fragment of producer {loser} before number {number} left the stream unread"]
 
@@ -210,59 +204,63 @@ def test_a_server_that_forgot_appends_counts_them_as_trimmed(client: Redis, run:
 # --- producers whose processes have ended ------------------------------------------------------------------
 
 
-def test_producers_that_ended_become_one_account_and_stay_gone(client: Redis, server) -> None:
-    run = start(client, config())
-    token = take(client, run)
-    players = [play_steps(client, run, token, 100) for _ in range(3)]
-    learned(client, server.url, run)
-    token, (_, meta) = take(client, run), checkpoints.load(client, run)
-    before = ledger.audit(client, run)
-    assert ledger.fold(client, run, token, meta["ledger"]) == 0  # they have appended just now
-    older = {**meta["ledger"], "2": (0, 0, 0, 7, 0)}  # a checkpoint from which 2 would be read again
-    assert [ledger.fold(client, run, token, older, quiet_s=0.0) for _ in range(2)] == [2, 0]
-    audit = ledger.audit(client, run)
-    assert audit.is_balanced and set(audit.accounts) == {2, ENDED}
-    assert audit.accounts[2] == before.accounts[2]
+def fold(client: Redis, run: str, token: int, checkpoint: dict[int, Row]) -> int:
+    """Fold what may be folded, after a checkpoint of these rows; return how many producers were."""
+    rows = {str(producer): astuple(row) for producer, row in checkpoint.items()}
+    return ledger.fold(client, run, token, rows, quiet_s=0.0)
+
+
+def test_producers_that_ended_become_one_account_and_stay_gone(server) -> None:
+    run = Run(server, config())
+    for _ in range(3):
+        run.play(100, anew=True)
+    learned(run)
+    client, token, rows, before = run.client, run.take(), run.meta["ledger"], run.audit()
+    assert ledger.fold(client, run.id, token, rows) == 0  # they have appended just now
+    older = {int(producer): Row(*row) for producer, row in rows.items()}
+    older[2] = Row(0, 0, 0, 7, 0)  # a checkpoint from which 2 would be read again
+    assert [fold(client, run.id, token, older) for _ in range(2)] == [2, 0]
+    audit = run.audit()
+    assert set(audit.accounts) == {2, ENDED} and audit.accounts[2] == before.accounts[2]
     assert all(audit.total(name) == before.total(name) for name in ("appended", "consumed", "duplicates"))
-    assert ledger.folded(client, run) == (3, {2})
+    assert ledger.folded(client, run.id) == (3, {2})
 
     # A folded producer that repeats its last fragment, whose reply was lost, is not counted again.
-    entry = stream.read(client, run, b"0-0", count=1000)[-1]
-    reply = append(client, run, entry.count(b"q"), producer=3, incarnation=entry.count(b"i"))
+    entry = run.entries[-1]
+    reply = append(client, run.id, entry.count(b"q"), producer=3, incarnation=entry.count(b"i"))
     assert entry.producer == 3 and reply.answer is Answer.STOPPED
-    assert ledger.audit(client, run) == audit
+    assert run.audit() == audit
 
-    again = restored(client, run, server.url)  # from the earlier checkpoint, which still has them
-    assert set(again.shared.ledger.rows) == {2, ENDED} and ledger.audit(client, run) == audit
+    again = run.learner()  # from the earlier checkpoint, which still has them
+    assert set(again.shared.ledger.rows) == {2, ENDED} and run.audit() == audit
     again.finish()
-    play_steps(client, run, take(client, run), 100, players=players[2])  # as a new producer
-    learned(client, server.url, run)
-    audit = ledger.audit(client, run)
-    assert audit.is_balanced and set(audit.accounts) == {2, 4, ENDED} and audit.unknown == 0
+    run.play(100)  # by the third one, as a new producer
+    learned(run)
+    audit = run.audit()
+    assert set(audit.accounts) == {2, 4, ENDED} and audit.unknown == 0
 
 
 def test_a_producer_whose_process_lives_is_not_folded(client: Redis, run: str, token: int) -> None:
     for producer, pid in ((1, 11), (2, 12)):
         append(client, run, 0, producer=producer, node="node", pid=pid)
-    row, last = Row(1, 0, 0, 7, 0), stream.read(client, run, b"0-0", count=2)[-1].entry_id
-    ledger.put(client, run, token, {1: row, 2: row}, last)
+    rows = dict.fromkeys((1, 2), Row(1, 0, 0, 7, 0))
+    ledger.put(client, run, token, rows, stream.read(client, run, b"0-0", count=2)[-1].entry_id)
     workers.beat(client, Heartbeat("node", "host", 1, 2, (), {}, pids=(12, 13)))
-    assert ledger.fold(client, run, token, {"1": astuple(row), "2": astuple(row)}, quiet_s=0.0) == 1
+    assert fold(client, run, token, rows) == 1
     audit = ledger.audit(client, run)
     assert set(audit.accounts) == {2, ENDED} and audit.is_balanced
 
 
 def test_a_producer_is_folded_once_a_checkpoint_covers_it(client: Redis, run: str, token: int) -> None:
-    rows = [Row(count, 0, 0, 7, count - 1) for count in (1, 2)]
-    checkpoint = [{"1": astuple(row)} for row in rows]
+    first, second = ({1: Row(count, 0, 0, 7, count - 1)} for count in (1, 2))
     append(client, run, 0)
-    ledger.put(client, run, token, {1: rows[0]}, b"0-1")
+    ledger.put(client, run, token, first, b"0-1")
     append(client, run, 1)
-    assert ledger.fold(client, run, token, checkpoint[0], quiet_s=0.0) == 0  # one waits to be read
+    assert fold(client, run, token, first) == 0  # one waits to be read
     last = stream.read(client, run, b"0-0", count=2)[-1].entry_id
-    ledger.put(client, run, token, {1: rows[1]}, last)
-    assert ledger.fold(client, run, token, checkpoint[0], quiet_s=0.0) == 0  # it was read after that
-    assert ledger.fold(client, run, token, checkpoint[1], quiet_s=0.0) == 1
+    ledger.put(client, run, token, second, last)
+    assert fold(client, run, token, first) == 0  # it was read after that
+    assert fold(client, run, token, second) == 1
     meta = asdict(Counters(cursor=last.decode(), ledger={str(ENDED): astuple(Row(2))}))
     snapshot = Snapshot(run, token, local_checkpoints.record(client, run), meta, b"tensors")
     client.flushall()

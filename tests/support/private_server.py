@@ -65,8 +65,10 @@ def free_port() -> int:
 
 def refusal(url: str, *kinds: type[StoreError]) -> str:
     """Return the one line with which the server at `url` is refused, by one of these errors if any are given."""
-    with pytest.raises(StoreError) as caught, connection.connect(url) as client:
-        connection.check(client)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(StoreError) as caught:
+        patch.setattr(connection, "RETRIES", 0)
+        with connection.connect(url) as client:
+            connection.check(client)
     text = str(caught.value)
     assert isinstance(caught.value, kinds or StoreError) and "\n" not in text and "secret" not in text
     return text
