@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.algorithms import DISCRETE, digest, make_learner
+from support.algorithms import DISCRETE, Options, digest, make_learner
 from support.reference_q import (
     PIXELS,
     make_batch,
@@ -29,7 +29,7 @@ def make(spec: EnvSpec = DISCRETE, **options: Any) -> Any:
     return make_learner("dqn", spec, **options)
 
 
-KINDS: dict[str, dict[str, Any]] = {
+KINDS: dict[str, Options] = {
     "plain": {},
     "double": {"double": True},
     "mse": {"loss": "mse", "double": True},
@@ -42,7 +42,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
-def test_one_update_equals_the_slow_twin(options: dict[str, Any]) -> None:
+def test_one_update_equals_the_slow_twin(options: Options) -> None:
     dqn = make(**options, max_grad_norm=None, prioritized=True)
     config = dqn.config
     with torch.no_grad():  # the target network prefers other actions than the network
@@ -77,7 +77,7 @@ def test_one_update_equals_the_slow_twin(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("options", [{"target_period": 2}, {"target_period": None, "target_rate": 0.5}])
-def test_statistics_of_batches_reach_target_and_weights(options: dict[str, Any]) -> None:
+def test_statistics_of_batches_reach_target_and_weights(options: Options) -> None:
     dqn = make(PIXELS, double=True, **BATCH_NORM, **options)
     assert len(dqn.buffers) == 6, "two for each convolution"
     for i in range(2):
@@ -106,7 +106,7 @@ ENDLESS = [{}, {"double": True, "n_step": 3}, CATEGORICAL | {"num_atoms": 51, "v
 
 @pytest.mark.learning
 @pytest.mark.parametrize("options", ENDLESS)
-def test_endless_reward_is_worth_its_sum(options: dict[str, Any]) -> None:
+def test_endless_reward_is_worth_its_sum(options: Options) -> None:
     """1 each step, for ever: 1 / (1 - gamma), whatever is done and however many steps are summed."""
     spec = EnvSpec("Toy-v0", (1,), "float32", "discrete", (), (2,))
     dqn = make(spec, **{"hidden_sizes": (16,), "gamma": 0.9, "target_period": 10} | options)

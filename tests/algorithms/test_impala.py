@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from support.algorithms import CONTINUOUS, DISCRETE, PAIRS, make_learner
+from support.algorithms import CONTINUOUS, DISCRETE, PAIRS, Options, make_learner
 from support.reference_ppo import leaves, make_feed, slow_impala_loss, slow_policy, slow_rows, tensors
 
 from ddrl.algorithms.impala.learner import policy_gradient_loss
@@ -31,7 +29,7 @@ def test_policy_gradient_loss_hand_numbers_and_gradient() -> None:
         (CONTINUOUS, {"reward_clip": 0.5, "estimator": "upgo", "rho_bar": 2.0}),
     ],
 )
-def test_an_update_equals_the_slow_twin(spec: EnvSpec, options: dict[str, Any]) -> None:
+def test_an_update_equals_the_slow_twin(spec: EnvSpec, options: Options) -> None:
     impala = make_learner("impala", spec, max_grad_norm=None, **options)
     impala.update(tensors(make_feed(spec, num_fragments=4, seed=1)))  # so that it is not where it started
     config, begin = impala.config, leaves(dict(impala.network.named_parameters()))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load, save
-from support.algorithms import CONTINUOUS, CPU, DISCRETE, PAIRS, assert_same, digest, make_learner
+from support.algorithms import CONTINUOUS, CPU, DISCRETE, PAIRS, Options, assert_same, digest, make_learner
 from support.reference_q import PIXELS
 from support.reference_r2d2 import IMAGES
 from support.subjects import batch_for, on_device
@@ -24,7 +24,7 @@ CATEGORICAL = {"distribution": "categorical", "num_atoms": 5, "v_min": -3.0, "v_
 SOFT = {"target_period": None, "target_rate": 0.1}
 OF_VALUES = ("network.exp_avg", "network.step", "num_updates")
 NATURE = {"network": "nature", "hidden_sizes": (16,)}
-CASES: dict[str, tuple[str, EnvSpec, dict[str, Any]]] = {
+CASES: dict[str, tuple[str, EnvSpec, Options]] = {
     "sac": ("sac", CONTINUOUS, {}),
     "sac fixed": ("sac", CONTINUOUS, {"temperature": 0.2}),
     "sac delayed": ("sac", CONTINUOUS, {"policy_delay": 2, "layer_norm": True}),
@@ -53,7 +53,7 @@ METRICS = {
 
 
 @each_case
-def test_continuation_is_bit_equal(name: str, spec: EnvSpec, options: dict[str, Any]) -> None:
+def test_continuation_is_bit_equal(name: str, spec: EnvSpec, options: Options) -> None:
     original, other = (make_learner(name, spec, seed=seed, **options) for seed in (1, 2))
     batches = [batch_for(name, original, spec, seed) for seed in range(6)]
     for batch in batches[:3]:
@@ -73,7 +73,7 @@ def test_continuation_is_bit_equal(name: str, spec: EnvSpec, options: dict[str, 
 
 
 @each_case
-def test_same_seed_same_run_other_seed_other_run(name: str, spec: EnvSpec, options: dict[str, Any]) -> None:
+def test_same_seed_same_run_other_seed_other_run(name: str, spec: EnvSpec, options: Options) -> None:
     found = []
     for seed in (1, 1, 2):
         learner = make_learner(name, spec, seed=seed, **options)
@@ -94,7 +94,7 @@ def test_same_seed_same_run_other_seed_other_run(name: str, spec: EnvSpec, optio
     ],
 )
 def test_metrics_are_detached_scalars_and_the_priority_a_row(
-    name: str, options: dict[str, Any], expected: set[str]
+    name: str, options: Options, expected: set[str]
 ) -> None:
     spec = CONTINUOUS if name == "sac" else DISCRETE
     learner = make_learner(name, spec, **options)
@@ -130,7 +130,7 @@ def test_epsilon_is_annealed_and_published_with_the_weights(name: str) -> None:
         assert published.dtype == torch.float32 and published.shape == ()
 
 
-FRESH: list[tuple[str, dict[str, Any], str, tuple[str, ...]]] = [
+FRESH: list[tuple[str, Options, str, tuple[str, ...]]] = [
     ("sac", {}, "critics, temperature and optimizers start fresh",
      ("critics.value", "target_critics.value", "temperature.value", "actor.exp_avg", "actor.step")),
     ("dqn", {}, "the optimizer starts fresh, and epsilon at 1 (algorithm.epsilon)", OF_VALUES),
@@ -148,7 +148,7 @@ FRESH: list[tuple[str, dict[str, Any], str, tuple[str, ...]]] = [
 
 @pytest.mark.parametrize(("name", "options", "fresh", "untouched"), FRESH)
 def test_initial_weights_are_the_policy_and_the_rest_starts_fresh(
-    name: str, options: dict[str, Any], fresh: str, untouched: tuple[str, ...]
+    name: str, options: Options, fresh: str, untouched: tuple[str, ...]
 ) -> None:
     spec = CONTINUOUS if name == "sac" else DISCRETE
     source, learner, other = (make_learner(name, spec, **options) for _ in range(3))
@@ -202,7 +202,7 @@ def test_initial_weights_of_another_network_change_nothing(name: str) -> None:
     ],
 )  # fmt: skip
 def test_states_of_another_configuration_are_refused(
-    name: str, options: dict[str, Any], others: dict[str, Any], words: str
+    name: str, options: Options, others: Options, words: str
 ) -> None:
     spec = CONTINUOUS if name == "sac" else DISCRETE
     learner, other = make_learner(name, spec, **options), make_learner(name, spec, seed=2, **others)
@@ -259,7 +259,7 @@ def test_gradients_are_scaled_down_to_the_norm(name: str, limit: float) -> None:
 
 
 PRIORITIZED = {"double": True, "dueling": True, "prioritized": True, "learning_rate": 1e-3}
-ON_GPU: dict[str, tuple[str, EnvSpec, dict[str, Any]]] = {
+ON_GPU: dict[str, tuple[str, EnvSpec, Options]] = {
     "dqn": ("dqn", PIXELS, PRIORITIZED | NATURE),
     "dqn, group": ("dqn", PIXELS, PRIORITIZED | NATURE | {"norm": "group"}),
     "categorical": ("dqn", DISCRETE, PRIORITIZED | {"distribution": "categorical"}),
@@ -284,7 +284,7 @@ class TestOnAGpu:
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
             yield
 
-    def test_an_update_is_that_of_the_cpu(self, name: str, spec: EnvSpec, options: dict[str, Any]) -> None:
+    def test_an_update_is_that_of_the_cpu(self, name: str, spec: EnvSpec, options: Options) -> None:
         here, there = (make_learner(name, spec, device=device, **options) for device in (CPU, self.GPU))
         assert_same(there.weights(), here.weights())
         for seed in range(3):  # the first steps of Adam are signs: so each starts where the CPU is
@@ -304,7 +304,7 @@ class TestOnAGpu:
                     torch.testing.assert_close(there.state()[key], value, rtol=1e-2, atol=1e-3)
         assert there.num_updates == here.num_updates >= 3
 
-    def test_an_update_waits_for_nothing(self, name: str, spec: EnvSpec, options: dict[str, Any]) -> None:
+    def test_an_update_waits_for_nothing(self, name: str, spec: EnvSpec, options: Options) -> None:
         if name in ("ppo", "impala"):
             pytest.skip("on-policy updates select their transitions on the device, and wait for their number")
         learner = make_learner(name, spec, device=self.GPU, **options)
@@ -317,7 +317,7 @@ class TestOnAGpu:
             torch.cuda.set_sync_debug_mode("default")
         assert torch.isfinite(metrics["loss"])
 
-    def test_a_checkpoint_changes_the_device(self, name: str, spec: EnvSpec, options: dict[str, Any]) -> None:
+    def test_a_checkpoint_changes_the_device(self, name: str, spec: EnvSpec, options: Options) -> None:
         there, here = (make_learner(name, spec, device=device, **options) for device in (self.GPU, CPU))
         there.update(on_device(batch_for(name, there, spec, 0), self.GPU))
         here.load_state(there.state())

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support.algorithms import Options
 from support.learning import learn, toy
 
 from ddrl import config
@@ -37,7 +37,7 @@ NORMALIZED = {"normalize_observations": True, "normalize_returns": True}
         ("ddrl/Pick-v0", IMPALA | ADAM, 80, 9.9),
     ],
 )
-def test_on_policy_toys(env_id: str, algorithm: dict[str, Any], num_iterations: int, close: float) -> None:
+def test_on_policy_toys(env_id: str, algorithm: Options, num_iterations: int, close: float) -> None:
     run = toy(env_id, algorithm | {"gamma": 0.5})
     outcome = learn(run, most_steps=algorithm["batch_size"] * num_iterations)
     assert outcome.return_mean >= close
@@ -61,7 +61,7 @@ def test_ppo_uses_its_stack(frame_stack: int) -> None:
     assert outcome.return_mean >= 0.95 if frame_stack == 2 else outcome.return_mean < 0.65, outcome
 
 
-PICK: dict[str, dict[str, Any]] = {
+PICK: dict[str, Options] = {
     "none": {},
     "double": {"double": True},
     "dueling": {"dueling": True},
@@ -77,7 +77,7 @@ PICK: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("options", PICK.values(), ids=PICK)
-def test_dqn_solves_pick_by_each_option_alone(options: dict[str, Any]) -> None:
+def test_dqn_solves_pick_by_each_option_alone(options: Options) -> None:
     """Its end is a truncation: the best policy is worth 1 / (1 - gamma) everywhere."""
     algorithm = {"name": "dqn", "hidden_sizes": [32], "learning_rate": 3e-3, "gamma": 0.8, "batch_size": 32}
     algorithm |= {"target_period": None if "target_rate" in options else 25} | options

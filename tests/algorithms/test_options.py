@@ -11,7 +11,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.algorithms import CONTINUOUS, DISCRETE, OWN, PAIRS, SMALL, digest, make_learner, make_policy
+from support.algorithms import (
+    CONTINUOUS,
+    DISCRETE,
+    OWN,
+    PAIRS,
+    SMALL,
+    Options,
+    digest,
+    make_learner,
+    make_policy,
+)
 from support.reference_ppo import IMAGES, feed, make_feed
 from support.reference_q import IMAGES as STACKED
 from support.reference_q import PIXELS, make_batch
@@ -32,7 +42,7 @@ ON_POLICY = {
 }  # fmt: skip
 
 
-def learned(name: str, spec: EnvSpec, options: dict[str, Any]) -> str:
+def learned(name: str, spec: EnvSpec, options: Options) -> str:
     """Return a hash of what a few updates, and for action values a few steps, result in."""
     learner = make_learner(name, spec, **options)
     if name in ("ppo", "impala"):
@@ -50,7 +60,7 @@ def learned(name: str, spec: EnvSpec, options: dict[str, Any]) -> str:
     return digest(learner.weights() | {part: state[part] for part in state if part.startswith("critics.v")})
 
 
-def played(spec: EnvSpec, dqn: Any, options: dict[str, Any]) -> dict[str, Any]:
+def played(spec: EnvSpec, dqn: Any, options: Options) -> Options:
     """Update from drawn rows; return what a policy then does."""
     config, rng = dqn.config, np.random.default_rng(0)
     for i in range(5):
@@ -65,7 +75,7 @@ def played(spec: EnvSpec, dqn: Any, options: dict[str, Any]) -> dict[str, Any]:
 
 
 # Of options that have an effect alone: another value.
-SIMPLE: dict[str, dict[str, Any]] = {
+SIMPLE: dict[str, Options] = {
     "dqn": {
         "hidden_sizes": (8, 6), "activation": "tanh", "dueling": True, "learning_rate": 2e-3, "optimizer": "rmsprop",
         "adam_eps": 1e-3, "max_grad_norm": 0.1, "gamma": 0.9, "n_step": 2, "batch_size": 7, "prioritized": True,
@@ -93,7 +103,7 @@ ANNEALED = {"final_learning_rate": 0.0, "anneal_steps": 150}
 ANNEALED_ENTROPY = {"final_entropy_coefficient": 0.0, "entropy_coefficient": 0.01, "anneal_steps": 150}
 SOFT = {"target_period": None, "target_rate": 0.1}
 # Of the others: the environment, what they need, another value.
-NEEDING: dict[str, dict[str, tuple[EnvSpec, dict[str, Any], Any]]] = {
+NEEDING: dict[str, dict[str, tuple[EnvSpec, Options, Any]]] = {
     "dqn": {
         "network": (STACKED, CONV, OWN),
         "network_kwargs": (STACKED, CONV | {"network": OWN}, {"width": 7}),
@@ -146,13 +156,13 @@ def test_each_option_is_flipped(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "option", "spec", "options", "other"), FLIPS)
 def test_each_option_has_an_effect(
-    name: str, option: str, spec: EnvSpec, options: dict[str, Any], other: Any
+    name: str, option: str, spec: EnvSpec, options: Options, other: Any
 ) -> None:
     assert getattr(config_class(name)(**SMALL[name] | options), option) != other
     assert learned(name, spec, options | {option: other}) != learned(name, spec, options)
 
 
-CONTRADICTIONS: list[tuple[str, dict[str, Any], str]] = [
+CONTRADICTIONS: list[tuple[str, Options, str]] = [
     ("dqn", {"target_period": None}, "target_period=None, target_rate=None: .*set one"),
     ("dqn", {"target_period": 10, "target_rate": 0.1}, "target_period=10, target_rate=0.1: .*leave the other None"),
     *(("dqn", {option: value}, f"{option}={value}: has no effect without {needed}") for option, value, needed in (
@@ -214,7 +224,7 @@ CONTRADICTIONS: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("name", "options", "words"), CONTRADICTIONS)
-def test_contradictions_are_refused(name: str, options: dict[str, Any], words: str) -> None:
+def test_contradictions_are_refused(name: str, options: Options, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         parse(config_class(name), options, prefix="algorithm.")
 
@@ -224,7 +234,7 @@ def bounded(low: float, high: float) -> EnvSpec:
 
 
 SQUARE = replace(DISCRETE, observation_shape=(8, 8))
-UNSUITABLE: list[tuple[str, EnvSpec, dict[str, Any], str]] = [
+UNSUITABLE: list[tuple[str, EnvSpec, Options, str]] = [
     ("ppo", DISCRETE, {"network": "cnn"}, "network cnn: is unknown; use mlp, conv, nature"),
     ("ppo", DISCRETE, {"network": OWN, "network_kwargs": {"depth": 3}}, "depth"),
     ("ppo", DISCRETE, {"initial_log_std": -1.0},
@@ -252,7 +262,7 @@ UNSUITABLE: list[tuple[str, EnvSpec, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("name", "spec", "options", "message"), UNSUITABLE)
 def test_environments_that_do_not_fit_are_refused(
-    name: str, spec: EnvSpec, options: dict[str, Any], message: str
+    name: str, spec: EnvSpec, options: Options, message: str
 ) -> None:
     config = validate({"env": {"id": "Toy-v0"}, "algorithm": {"name": name, **options}})
     with pytest.raises(ConfigError, match=message) as refused:
@@ -269,7 +279,7 @@ def test_environments_that_do_not_fit_are_refused(
         ("ppo", {"lambda": 0.5, "estimator": "monte_carlo"}),
     ],
 )  # fmt: skip
-def test_options_survive_json(name: str, options: dict[str, Any]) -> None:
+def test_options_survive_json(name: str, options: Options) -> None:
     config = config_class(name)(**options)
     assert type(config).model_validate_json(config.model_dump_json(by_alias=True)) == config
     assert type(config)(**config.model_dump()) == config

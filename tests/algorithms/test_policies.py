@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.algorithms import CONTINUOUS, DISCRETE, OWN, PAIRS, make_learner, make_policy
+from support.algorithms import CONTINUOUS, DISCRETE, OWN, PAIRS, Options, make_learner, make_policy
 from support.reference_ppo import IMAGES, make_feed, tensors
 from support.reference_q import PIXELS, slow_ladder
 from support.reference_r2d2 import IMAGES as STACKED
@@ -26,9 +26,9 @@ NORMALIZED, CONV = {"normalize_observations": True}, {"network": "conv", "hidden
 OWN_NETWORK = {"network": OWN, "hidden_sizes": (64, 64)}
 NATURE, GROUP, BATCH = ({"network": "nature", "norm": norm} for norm in ("none", "group", "batch"))
 CATEGORICAL, QUANTILE = ({"distribution": kind, "num_atoms": 5} for kind in ("categorical", "quantile"))
-GREEDY: dict[str, Any] = {"epsilon_ladder": False, "epsilon": 0.0, "final_epsilon": 0.0}
+GREEDY: Options = {"epsilon_ladder": False, "epsilon": 0.0, "final_epsilon": 0.0}
 GRU = {"recurrent": "gru"}
-Case = tuple[str, EnvSpec, dict[str, Any]]
+Case = tuple[str, EnvSpec, Options]
 ACTOR_CRITIC: dict[str, Case] = {
     "discrete": ("ppo", DISCRETE, {}),
     "pairs": ("ppo", PAIRS, {}),
@@ -66,7 +66,7 @@ SIZES: dict[str, Case] = {
 }
 
 
-def each(cases: dict[str, Case]) -> Any:
+def each_of(cases: dict[str, Case]) -> Any:
     return pytest.mark.parametrize(("name", "spec", "options"), cases.values(), ids=cases)
 
 
@@ -118,8 +118,8 @@ def outputs(policy: Any, seen: np.ndarray, state: RecurrentState) -> list[np.nda
     return [policy.act(seen, state), *values, *state.values()]
 
 
-@each(ACTOR_CRITIC | SIZES | FEED_FORWARD | RECURRENT)
-def test_greedy_rows_do_not_depend_on_each_other(name: str, spec: EnvSpec, options: dict[str, Any]) -> None:
+@each_of(ACTOR_CRITIC | SIZES | FEED_FORWARD | RECURRENT)
+def test_greedy_rows_do_not_depend_on_each_other(name: str, spec: EnvSpec, options: Options) -> None:
     """To the last bit, at every place of a block, in any layout."""
     _, policy = made(name, spec, **options)
     seen, state = rows(spec, 64), some_state(policy, 64)
@@ -169,7 +169,7 @@ def test_missing_and_unknown_weights_are_refused(name: str, spec: EnvSpec) -> No
 
 
 WIDER, LARGER = replace(CONTINUOUS, observation_shape=(4,)), replace(IMAGES, observation_shape=(7, 6, 2))
-OTHERS: list[tuple[str, EnvSpec, dict[str, Any], EnvSpec, dict[str, Any], str]] = [
+OTHERS: list[tuple[str, EnvSpec, Options, EnvSpec, Options, str]] = [
     ("sac", CONTINUOUS, {}, CONTINUOUS, {"hidden_sizes": (8,)}, r"biases\.1"),
     ("sac", CONTINUOUS, {}, CONTINUOUS, {"hidden_sizes": (8, 7, 7)}, r"biases\.2"),
     ("sac", CONTINUOUS, {}, WIDER, {}, r"weights\.0: shape \(4, 8\) in the weights, \(3, 8\) here"),
@@ -193,12 +193,7 @@ OTHERS: list[tuple[str, EnvSpec, dict[str, Any], EnvSpec, dict[str, Any], str]] 
 
 @pytest.mark.parametrize(("name", "spec", "options", "other_spec", "other_options", "words"), OTHERS)
 def test_weights_of_another_configuration_are_refused(
-    name: str,
-    spec: EnvSpec,
-    options: dict[str, Any],
-    other_spec: EnvSpec,
-    other_options: dict[str, Any],
-    words: str,
+    name: str, spec: EnvSpec, options: Options, other_spec: EnvSpec, other_options: Options, words: str
 ) -> None:
     policy = make_policy(name, spec, weights=make_learner(name, spec, **options).weights(), **options)
     before = None if spec is IMAGES else actions(policy, spec)
@@ -219,10 +214,8 @@ def learners_parameters(learner: Any, observation: np.ndarray) -> Tensor:
     return parameters
 
 
-@each(ACTOR_CRITIC)
-def test_drawn_actions_have_the_learners_log_probability(
-    name: str, spec: EnvSpec, options: dict[str, Any]
-) -> None:
+@each_of(ACTOR_CRITIC)
+def test_drawn_actions_have_the_learners_log_probability(name: str, spec: EnvSpec, options: Options) -> None:
     learner, policy = made(name, spec, **options)
     seen = rows(spec, 500)
     action, columns = policy.explore(seen, np.random.default_rng(0))
@@ -250,8 +243,8 @@ def test_drawn_actions_have_the_learners_log_probability(
     assert again.tobytes() == action.tobytes() != other.tobytes()
 
 
-@each(ACTOR_CRITIC)
-def test_act_is_the_learners_mode(name: str, spec: EnvSpec, options: dict[str, Any]) -> None:
+@each_of(ACTOR_CRITIC)
+def test_act_is_the_learners_mode(name: str, spec: EnvSpec, options: Options) -> None:
     learner, policy = made(name, spec, **options)
     seen = rows(spec, 100)
     action, parameters = policy.act(seen), learners_parameters(learner, seen).numpy()
@@ -304,10 +297,8 @@ def pixels(observation: np.ndarray) -> Tensor:
 each_name = pytest.mark.parametrize("name", ["dqn", "r2d2"])
 
 
-@each(FEED_FORWARD)
-def test_greedy_is_the_largest_value_of_the_network(
-    name: str, spec: EnvSpec, options: dict[str, Any]
-) -> None:
+@each_of(FEED_FORWARD)
+def test_greedy_is_the_largest_value_of_the_network(name: str, spec: EnvSpec, options: Options) -> None:
     """Of distributions the means."""
     learner, policy = made(name, spec, **options)
     seen = rows(spec, 50)
@@ -321,10 +312,10 @@ def test_greedy_is_the_largest_value_of_the_network(
     assert policy.initial_state(3) == {}
 
 
-@each(RECURRENT)
+@each_of(RECURRENT)
 @pytest.mark.parametrize("explores", [False, True])
 def test_step_by_step_it_is_the_network_over_a_sequence(
-    name: str, spec: EnvSpec, options: dict[str, Any], explores: bool
+    name: str, spec: EnvSpec, options: Options, explores: bool
 ) -> None:
     learner, policy = made(name, spec, **options, **GREEDY)
     num_steps, size, rng = 7, 5, np.random.default_rng(1)
@@ -378,16 +369,14 @@ def test_rows_whose_episode_ended_start_anew() -> None:
 def test_a_recurrent_policy_refuses_a_missing_or_unsuitable_state() -> None:
     (_, policy), (_, gru), seen = made("r2d2"), made("r2d2", **GRU), rows(DISCRETE, 3)
     explore = partial(policy.explore, generator=np.random.default_rng(0))
+    missing = r"recurrent policy needs one; pass what initial_state\(num_envs\)"
+    shape = r"hidden has shape \({}, 14\), but 3 observations need \(3, {}\)"
     for act in (policy.act, explore):
-        with pytest.raises(
-            ValueError, match=r"recurrent policy needs one; pass what initial_state\(num_envs\)"
-        ):
+        with pytest.raises(ValueError, match=missing):
             act(seen)
-        with pytest.raises(
-            ValueError, match=r"hidden has shape \(2, 14\), but 3 observations need \(3, 14\)"
-        ):
+        with pytest.raises(ValueError, match=shape.format(2, 14)):
             act(seen, state=policy.initial_state(2))
-    with pytest.raises(ValueError, match=r"hidden has shape \(3, 14\), but 3 observations need \(3, 7\)"):
+    with pytest.raises(ValueError, match=shape.format(3, 7)):
         gru.act(seen, policy.initial_state(3))
 
 
@@ -466,7 +455,7 @@ def test_environments_explore_by_their_rung(name: str) -> None:
     ],
 )
 def test_prioritized_replay_gets_the_values_of_the_network(
-    name: str, options: dict[str, Any], has_columns: bool
+    name: str, options: Options, has_columns: bool
 ) -> None:
     _, policy = made(name, epsilon=0.5, **options)
     seen = rows(DISCRETE, 100)

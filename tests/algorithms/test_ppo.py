@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.algorithms import CONTINUOUS, DISCRETE, PAIRS, digest, make_learner
+from support.algorithms import CONTINUOUS, DISCRETE, PAIRS, Options, digest, make_learner
 from support.reference_ppo import (
     leaves,
     make_feed,
@@ -73,7 +73,7 @@ def test_losses_equal_their_slow_twins_sample_by_sample() -> None:
         (CONTINUOUS, {"estimator": "upgo", "shared": True, "activation": "relu"}),
     ],
 )
-def test_updates_equal_the_slow_twin(spec: EnvSpec, options: dict[str, Any]) -> None:
+def test_updates_equal_the_slow_twin(spec: EnvSpec, options: Options) -> None:
     """One minibatch of all transitions, padding left out; the second epoch is no longer where the first began."""
     options = {
         "batch_size": 72, "minibatch_size": 72, "max_grad_norm": None, "entropy_coefficient": 0.02, "lambda_": 0.8,

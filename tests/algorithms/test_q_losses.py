@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.algorithms import Options
 from support.reference_q import slow_categorical_loss, slow_projection, slow_q_loss, slow_quantile_loss
 from torch import Tensor, tensor
 
@@ -19,7 +20,7 @@ V = {"v_min": -2.0, "v_max": 3.0}
 
 Loss = Callable[..., tuple[Tensor, Tensor]]
 Slow = Callable[..., tuple[Tensor, list[float]]]
-CASES: dict[str, tuple[Loss, Slow, tuple[int, ...], dict[str, Any]]] = {
+CASES: dict[str, tuple[Loss, Slow, tuple[int, ...], Options]] = {
     "huber": (q_loss, slow_q_loss, (), {"loss": "huber", "huber_delta": 0.7}),
     "mse": (q_loss, slow_q_loss, (), {"loss": "mse", "huber_delta": 1.0}),
     "categorical": (categorical_loss, slow_categorical_loss, (Z,), V),

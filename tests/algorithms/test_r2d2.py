@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.algorithms import DISCRETE, make_learner
+from support.algorithms import DISCRETE, Options, make_learner
 from support.reference_r2d2 import IMAGES, SHAPE, make_sequences, slow_r2d2
 from torch import Tensor, tensor
 
@@ -109,7 +109,7 @@ SHORT = {"hidden_sizes": (8,), "burn_in": 2, "sequence_length": 3, "overlap": 1}
     ],
     ids=str,
 )
-def test_one_update_equals_the_slow_twin(spec: EnvSpec, options: dict[str, Any]) -> None:
+def test_one_update_equals_the_slow_twin(spec: EnvSpec, options: Options) -> None:
     learner = make(spec, max_grad_norm=None, **options)
     with torch.no_grad():  # the target network has other parameters than the network
         for parameter in learner.target_network.parameters():
@@ -153,7 +153,7 @@ def test_burn_in_moves_the_state_and_gets_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"recurrent": "gru", "rescale_values": False}], ids=str)
-def test_unused_rows_have_no_influence(options: dict[str, Any]) -> None:
+def test_unused_rows_have_no_influence(options: Options) -> None:
     """Rows between burn-in and training slice, and rows and steps behind the last one, may hold anything finite."""
     results = []
     for garbage in (None, 1e6, -1e25):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support import reference_q
-from support.algorithms import CONTINUOUS, make_learner, make_policy
+from support.algorithms import CONTINUOUS, Options, make_learner, make_policy
 from support.reference import Layers, sac_critic_loss, sac_policy_loss
 from torch import Tensor, tensor
 
@@ -75,7 +75,7 @@ def test_temperature_loss_hand_numbers_and_own_gradient() -> None:
     ("options", "num_members"),
     [({"initial_temperature": 0.3}, 2), ({"form": "sac1", "temperature": 0.3}, 1)],
 )
-def test_one_update_equals_the_slow_twin(options: dict[str, Any], num_members: int) -> None:
+def test_one_update_equals_the_slow_twin(options: Options, num_members: int) -> None:
     sac, batch = make(**options), make_batch(3)
     for i in range(3):  # so that targets differ from critics and temperature from its start
         before = sac.state()
@@ -114,7 +114,7 @@ def test_one_update_equals_the_slow_twin(options: dict[str, Any], num_members: i
     "options",
     [{"target_entropy": 50.0}, {"target_entropy": -50.0}, {"temperature": 0.0}, {"temperature": 0.2}],
 )
-def test_temperature_is_fixed_or_moves_towards_the_target_entropy(options: dict[str, Any]) -> None:
+def test_temperature_is_fixed_or_moves_towards_the_target_entropy(options: Options) -> None:
     sac = make(**options)
     for i in range(5):
         sac.update(make_batch(i))

@@ -14,11 +14,12 @@ from torch import nn
 from ddrl.algorithms.base import Resolved, config_class
 from ddrl.types import EnvSpec
 
+Options = dict[str, Any]  # of an algorithm, by name
 CPU = torch.device("cpu")
 DISCRETE = EnvSpec("Toy-v0", (3,), "float32", "discrete", (), (4,))
 PAIRS = EnvSpec("Toy-v0", (3,), "float32", "multi_discrete", (2,), (3, 2))
 CONTINUOUS = EnvSpec("Toy-v0", (3,), "float32", "continuous", (2,), (), (-2.0, 0.0), (2.0, 1.0))
-SMALL: dict[str, dict[str, Any]] = {
+SMALL: dict[str, Options] = {
     "sac": {"hidden_sizes": (8, 7), "learning_rate": 1e-2, "target_rate": 0.1, "batch_size": 6},
     "dqn": {"hidden_sizes": (8, 7), "learning_rate": 1e-2, "target_period": 2, "batch_size": 6},
     "r2d2": {
