@@ -12,7 +12,7 @@ from safetensors.torch import load, save
 from support.algorithms import CONTINUOUS, CPU, DISCRETE, PAIRS, Options, assert_same, digest, make_learner
 from support.reference_q import PIXELS
 from support.reference_r2d2 import IMAGES
-from support.subjects import batch_for, on_device
+from support.subjects import SPECS, batch_for, on_device
 
 from ddrl.algorithms.optim import adam, optimizer_state, rmsprop
 from ddrl.networks.device import to_host
@@ -93,12 +93,9 @@ def test_same_seed_same_run_other_seed_other_run(name: str, spec: EnvSpec, optio
         ("r2d2", {"prioritized": False}, METRICS["r2d2"] - {"priority"}),
     ],
 )
-def test_metrics_are_detached_scalars_and_the_priority_a_row(
-    name: str, options: Options, expected: set[str]
-) -> None:
-    spec = CONTINUOUS if name == "sac" else DISCRETE
-    learner = make_learner(name, spec, **options)
-    metrics = learner.update(batch_for(name, learner, spec, 0))
+def test_metrics_are_detached_scalars(name: str, options: Options, expected: set[str]) -> None:
+    learner = make_learner(name, SPECS[name], **options)
+    metrics = learner.update(batch_for(name, learner, SPECS[name], 0))
     assert set(metrics) == expected
     assert not any(value.requires_grad for value in metrics.values())
     priority = metrics.pop("priority", torch.zeros(6))
@@ -150,7 +147,7 @@ FRESH: list[tuple[str, Options, str, tuple[str, ...]]] = [
 def test_initial_weights_are_the_policy_and_the_rest_starts_fresh(
     name: str, options: Options, fresh: str, untouched: tuple[str, ...]
 ) -> None:
-    spec = CONTINUOUS if name == "sac" else DISCRETE
+    spec = SPECS[name]
     source, learner, other = (make_learner(name, spec, **options) for _ in range(3))
     for seed in range(3):
         source.update(batch_for(name, source, spec, seed))
@@ -178,8 +175,7 @@ def test_initial_weights_are_the_policy_and_the_rest_starts_fresh(
 
 @pytest.mark.parametrize("name", sorted(METRICS))
 def test_initial_weights_of_another_network_change_nothing(name: str) -> None:
-    spec = CONTINUOUS if name == "sac" else DISCRETE
-    learner, other = make_learner(name, spec), make_learner(name, spec, hidden_sizes=(9, 9))
+    learner, other = make_learner(name, SPECS[name]), make_learner(name, SPECS[name], hidden_sizes=(9, 9))
     before = learner.state()
     with pytest.raises(ValueError, match=r"shape \(.*\) in the state, \(.*\) here"):
         learner.load_initial_weights(other.weights())
@@ -201,11 +197,9 @@ def test_initial_weights_of_another_network_change_nothing(name: str) -> None:
         ("r2d2", {}, {"recurrent_size": 8}, r"network\.exp_avg: shape"),
     ],
 )  # fmt: skip
-def test_states_of_another_configuration_are_refused(
-    name: str, options: Options, others: Options, words: str
-) -> None:
-    spec = CONTINUOUS if name == "sac" else DISCRETE
-    learner, other = make_learner(name, spec, **options), make_learner(name, spec, seed=2, **others)
+def test_other_states_are_refused(name: str, options: Options, others: Options, words: str) -> None:
+    learner = make_learner(name, SPECS[name], **options)
+    other = make_learner(name, SPECS[name], seed=2, **others)
     before = learner.state()
     with pytest.raises(ValueError, match=words):
         learner.load_state(other.state())

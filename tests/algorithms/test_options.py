@@ -11,21 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.algorithms import (
-    CONTINUOUS,
-    DISCRETE,
-    OWN,
-    PAIRS,
-    SMALL,
-    Options,
-    digest,
-    make_learner,
-    make_policy,
-)
+from support import algorithms
+from support.algorithms import CONTINUOUS, DISCRETE, OWN, PAIRS, Options, digest, make_learner, make_policy
 from support.reference_ppo import IMAGES, feed, make_feed
 from support.reference_q import IMAGES as STACKED
 from support.reference_q import PIXELS, make_batch
-from support.reference_r2d2 import make_sequences
+from support.subjects import SPECS, batch_for
 
 from ddrl.algorithms import base
 from ddrl.algorithms.base import config_class
@@ -43,35 +34,18 @@ ON_POLICY = {
 
 
 def learned(name: str, spec: EnvSpec, options: Options) -> str:
-    """Return a hash of what a few updates, and for action values a few steps, result in."""
+    """Return a hash of what a few updates result in: the weights, and what a policy does by them."""
     learner = make_learner(name, spec, **options)
     if name in ("ppo", "impala"):
         assert len(feed(learner, learner.config, make_feed(spec))) in (2, 3)
-    elif name == "sac":
-        for i in range(3):
-            learner.update(make_batch(i, spec=spec, rows=range(learner.config.batch_size)))
-    elif name == "r2d2":
-        for seed in range(4):
-            size = learner.network.state_size
-            learner.update(make_sequences(spec, learner.config.sequences, memory_size=size, seed=seed))
     else:
-        return digest(played(spec, learner, options) | learner.weights())
-    state = learner.state() if name == "sac" else {}
-    return digest(learner.weights() | {part: state[part] for part in state if part.startswith("critics.v")})
-
-
-def played(spec: EnvSpec, dqn: Any, options: Options) -> Options:
-    """Update from drawn rows; return what a policy then does."""
-    config, rng = dqn.config, np.random.default_rng(0)
-    for i in range(5):
-        rows = rng.choice(64, config.batch_size)
-        weight = np.linspace(0.2, 1.0, len(rows)) if config.prioritized else None
-        dqn.update(
-            make_batch(i, spec=spec, rows=rows, gamma=config.gamma, n_step=config.n_step, weight=weight)
-        )
-    policy = make_policy("dqn", spec, weights=dqn.weights(), producer=3, **options)
-    action, columns = policy.explore(make_batch(spec=spec, rows=range(64)).observation.numpy(), rng)
-    return {"action": action, "evaluation_epsilon": policy.evaluation_epsilon, **columns}
+        for seed in range(5):
+            learner.update(batch_for(name, learner, spec, seed))
+    policy = make_policy(name, spec, weights=learner.weights(), producer=3, **options)
+    seen = make_batch(spec=spec, rows=range(64)).observation.numpy()
+    action, columns = policy.explore(seen, np.random.default_rng(0), policy.initial_state(64))
+    played = {"action": action, "evaluation_epsilon": policy.evaluation_epsilon, **columns}
+    return digest(learner.weights() | played)
 
 
 # Of options that have an effect alone: another value.
@@ -138,7 +112,7 @@ NEEDING["ppo"]["final_clip"] = (DISCRETE, ANNEALED, 0.1)
 FLIPS = [
     *((name, option, *flip) for name, flips in NEEDING.items() for option, flip in flips.items()),
     *(
-        (name, option, CONTINUOUS if name == "sac" else DISCRETE, {}, other)
+        (name, option, SPECS[name], {}, other)
         for name, others in SIMPLE.items()
         for option, other in others.items()
     ),
@@ -158,7 +132,7 @@ def test_each_option_is_flipped(name: str) -> None:
 def test_each_option_has_an_effect(
     name: str, option: str, spec: EnvSpec, options: Options, other: Any
 ) -> None:
-    assert getattr(config_class(name)(**SMALL[name] | options), option) != other
+    assert getattr(config_class(name)(**algorithms.SMALL[name] | options), option) != other
     assert learned(name, spec, options | {option: other}) != learned(name, spec, options)
 
 
@@ -261,7 +235,7 @@ UNSUITABLE: list[tuple[str, EnvSpec, Options, str]] = [
 
 
 @pytest.mark.parametrize(("name", "spec", "options", "message"), UNSUITABLE)
-def test_environments_that_do_not_fit_are_refused(
+def test_unsuitable_environments_are_refused(
     name: str, spec: EnvSpec, options: Options, message: str
 ) -> None:
     config = validate({"env": {"id": "Toy-v0"}, "algorithm": {"name": name, **options}})

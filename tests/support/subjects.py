@@ -31,11 +31,14 @@ def batch_for(name: str, learner: Any, spec: EnvSpec, seed: int) -> Any:
     """Return a batch of tensors on the CPU for a learner of `make_learner`, with weights if it prioritizes."""
     if name in ("ppo", "impala"):
         return reference_ppo.tensors(reference_ppo.make_feed(spec, seed=seed, num_fragments=4))
-    is_prioritized = getattr(learner.config, "prioritized", False)
+    config = learner.config
+    is_prioritized = getattr(config, "prioritized", False)
     if name != "r2d2":
-        weight = np.linspace(0.2, 1.0, 6) if is_prioritized else None
-        return reference_q.make_batch(seed, spec=spec, weight=weight)
-    size, shape = learner.network.state_size, learner.config.sequences
+        rows = np.random.default_rng(seed).choice(64, config.batch_size)
+        weight = np.linspace(0.2, 1.0, len(rows)) if is_prioritized else None
+        options = {"gamma": config.gamma, "n_step": getattr(config, "n_step", 1)}
+        return reference_q.make_batch(seed, spec=spec, rows=rows, weight=weight, **options)
+    size, shape = learner.network.state_size, config.sequences
     made = reference_r2d2.make_sequences(spec, shape, memory_size=size, seed=seed)
     return made if is_prioritized else replace(made, weight=None)
 
