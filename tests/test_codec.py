@@ -99,11 +99,9 @@ def test_frames_of_a_lane_lie_together() -> None:
 
 def test_a_lane_of_images_is_a_block() -> None:
     """Up to a megabyte; longer lanes are divided evenly. Other block sizes are read too."""
-    for steps, num_envs, shape, block in [
-        (19, 3, (84, 84), 20 * 7056),
-        (149, 1, (84, 84), 75 * 7056),
-        (3, 2, (1024, 1025), 1024 * 1025),
-    ]:
+    frame, large = (84, 84), (1024, 1025)
+    sizes = [(19, 3, frame, 20 * 84**2), (149, 1, frame, 75 * 84**2), (3, 2, large, 1024 * 1025)]
+    for steps, num_envs, shape, block in sizes:
         fragment = make_fragment(steps=steps, num_envs=num_envs, shape=shape, dtype="uint8", end_rate=0.0)
         fields = codec.encode(fragment)
         assert blosc2.get_cbuffer_sizes(fields[b"observation"])[2] == block

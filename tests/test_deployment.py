@@ -25,6 +25,7 @@ OTHERS = {"redis", "prometheus", "grafana"}
 OWN_SERVICES = {name: service for name, service in SERVICES.items() if name not in OTHERS}  # run ddrl's image
 ELSEWHERE = {"HOME", "REDISCLI_AUTH", "MAXMEMORY", "FLOWER_BASIC_AUTH"}  # read by other programs
 BARE = {"PATH": os.environ["PATH"]}  # without the variables that `make test` sets
+README = (ROOT / "workers" / "README.md").read_text("utf-8")
 PINNED = re.compile(r"[a-z0-9./-]+:v?\d+\.\d+\.\d+[a-z0-9.-]*")
 SCRIPTS = "|".join(script.name for script in ROOT.glob("workers/*.py"))
 START = rf"(python workers/({SCRIPTS})|celery -A ddrl (worker|flower)|ddrl ({'|'.join(COMMANDS)}))"
@@ -38,11 +39,8 @@ def run(command: str, *, cwd: Path = ROOT, env: Mapping[str, str] = BARE) -> sub
 def command_of(service: dict[str, Any]) -> str:
     """Return the command line that a service runs in the end."""
     command = [*service.get("entrypoint", []), *service.get("command", [])]
-    if command[0] == "sh":
-        command = [
-            line.removeprefix("exec ") for line in command[-1].splitlines() if line.startswith("exec ")
-        ]
-    return " ".join(command)
+    line = re.search(r"^exec (.+)$", command[-1], re.MULTILINE)
+    return line[1] if line else " ".join(command)
 
 
 def is_start(command: str) -> bool:
@@ -66,9 +64,7 @@ def test_these_checks_can_fail() -> None:
 def test_commands_exist() -> None:
     commands = [command_of(service) for service in OWN_SERVICES.values()]
     commands += [options_of(unit)["ExecStart"] for unit in UNITS]
-    commands += [
-        " ".join(yaml.safe_load(line)) for line in re.findall(r"^CMD (.+)$", DOCKERFILE, re.MULTILINE)
-    ]
+    commands += [" ".join(yaml.safe_load(line)) for line in re.findall(r"\nCMD (.+)\n", DOCKERFILE)]
     assert len(commands) >= 9
     assert [command for command in commands if not is_start(command)] == []
 
@@ -77,19 +73,18 @@ def test_every_role_has_a_service_a_unit_and_a_line_in_the_readme() -> None:
     started = {command_of(service).split()[1] for service in OWN_SERVICES.values()}
     assert {"workers/rollout.py", "workers/evaluation.py", "workers/learner.py"} <= started
     assert set(UNITS) == {"ddrl-rollout@", "ddrl-evaluation", "ddrl-learner"}
-    table = (ROOT / "workers" / "README.md").read_text("utf-8")
-    assert all(f"`python workers/{role}.py" in table for role in ("rollout", "evaluation", "learner"))
+    assert all(f"`python workers/{role}.py" in README for role in ("rollout", "evaluation", "learner"))
 
 
 def test_variables_that_are_set_are_read_by_the_code() -> None:
     given = {name for service in SERVICES.values() for name in service.get("environment", {})}
-    given = {name for name in given if not name.startswith("GF_")}
-    given |= set(re.findall(r"^Environment=(\w+)=", "\n".join(UNITS.values()), re.MULTILINE))
-    given |= set(re.findall(r"`(DDRL_\w+)`", (ROOT / "workers" / "README.md").read_text("utf-8")))
+    given |= set(re.findall(r"\nEnvironment=(\w+)=", "".join(UNITS.values())))
+    given |= set(re.findall(r"`(DDRL_\w+)`", README))
     files = [*ROOT.glob("ddrl/**/*.py"), *ROOT.glob("workers/*.py")]
     code = "\n".join(file.read_text("utf-8") for file in files)
     assert "DDRL_REDIS_URL" in given
-    assert {name for name in given - ELSEWHERE if f'"{name}"' not in code} == set()
+    given = {name for name in given - ELSEWHERE if not name.startswith("GF_")}
+    assert [name for name in given if f'"{name}"' not in code] == []
 
 
 def test_files_hold_no_secret() -> None:
@@ -163,9 +158,8 @@ def test_services_wait_for_the_server_and_end_in_order() -> None:
 
 def test_images_are_pinned_and_ours_does_not_run_as_root_and_copies_files_that_exist() -> None:
     (base,) = re.findall(r"^FROM (\S+)", DOCKERFILE, re.MULTILINE)
-    assert all(
-        PINNED.fullmatch(image) for image in (base, *(service["image"] for service in SERVICES.values()))
-    )
+    images = [base, *(service["image"] for service in SERVICES.values())]
+    assert all(map(PINNED.fullmatch, images))
     copied = " ".join(re.findall(r"^COPY (.+) \S+$", DOCKERFILE, re.MULTILINE)).split()
     ignored = (ROOT / ".dockerignore").read_text("utf-8").splitlines()
     kept = {line[1:] for line in ignored if line.startswith("!")}

@@ -25,6 +25,7 @@ from ddrl.store import local_checkpoints as local
 from ddrl.store.checkpoints import Counters
 from ddrl.store.segments import Process
 
+MakeServer, Patch = Callable[..., PrivateServer], pytest.MonkeyPatch
 ACL = Path(__file__).parents[2] / "workers" / "acl"
 ROLES = ("worker", "learner", "operator")
 
@@ -53,9 +54,7 @@ class Roles:
 
 
 @pytest.fixture
-def roles(
-    make_server: Callable[..., PrivateServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Roles]:
+def roles(make_server: MakeServer, tmp_path: Path, monkeypatch: Patch) -> Iterator[Roles]:
     path, users = tmp_path / "users.acl", ""
     path.touch()
     server = make_server("--aclfile", str(path))
@@ -73,7 +72,7 @@ def roles(
 
 
 def test_the_roles_do_all_their_work_through_tls(
-    roles: Roles, processes: Processes, monkeypatch: pytest.MonkeyPatch
+    roles: Roles, processes: Processes, monkeypatch: Patch
 ) -> None:
     monkeypatch.setenv(connection.URL_VARIABLE, roles.url("operator"))
     monkeypatch.chdir(processes.folder)
@@ -199,9 +198,7 @@ def test_what_a_role_does_rarely_it_may_do_too(roles: Roles) -> None:
     assert roles.denied() == []
 
 
-def test_what_a_role_may_not_do_is_one_line(
-    roles: Roles, processes: Processes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_role_may_not_do_is_one_line(roles: Roles, processes: Processes, monkeypatch: Patch) -> None:
     assert "it requires a password" in refusal(f"rediss://{roles.proxy.address}")
     monkeypatch.setenv(connection.URL_VARIABLE, roles.url("worker"))
     assert "permission" in refused("submit", str(processes.config()), "--detach", code=3)

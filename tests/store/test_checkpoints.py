@@ -13,7 +13,7 @@ import pytest
 from redis import Redis
 from support.private_server import until
 from support.runs import play_steps, start, target_config
-from support.store import append, take
+from support.store import append, events, take
 
 from ddrl.store import checkpoints, keys, leases, ledger, local_checkpoints, runs, stream, weights
 from ddrl.store.checkpoints import Counters
@@ -85,10 +85,6 @@ def later(snapshot: Snapshot, **meta: Any) -> Snapshot:
     return replace(snapshot, meta={**snapshot.meta, **meta})
 
 
-def events(client: Redis, run: str) -> list[str]:
-    return [row["event"] for row in runs.journal(client, run)]
-
-
 def test_a_restored_run_continues_where_its_snapshot_ends(client: Redis, snapshot: Snapshot) -> None:
     run, before = snapshot.run, runs.state(client, snapshot.run)
     (producer,) = snapshot.record.producers
@@ -152,9 +148,7 @@ def test_a_run_that_is_there_is_left_alone(client: Redis, snapshot: Snapshot, mo
     assert len(client.keys(keys.checkpoint_pattern(snapshot.run))) == 1
 
 
-def test_a_checkpoint_that_is_lost_meanwhile_is_not_restored(
-    client: Redis, snapshot: Snapshot, monkeypatch: Patch
-) -> None:
+def test_a_checkpoint_lost_meanwhile_is_not_restored(client: Redis, snapshot: Snapshot, monkeypatch) -> None:
     store_parts = checkpoints.store_parts
 
     def emptied(*arguments: Any) -> dict[str, Any]:

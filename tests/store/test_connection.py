@@ -22,6 +22,9 @@ from support.proxy import Authority, Proxy
 from ddrl.store import connection
 from ddrl.store.connection import NotThereError, StoreError
 
+MakeServer, Patch = Callable[..., PrivateServer], pytest.MonkeyPatch
+Start = Callable[[ssl.SSLContext], Proxy]
+
 
 def test_a_server_that_is_not_there_is_named_without_its_password(home: Path):
     text = refusal(f"unix://:hunter2@{home}/nothing")
@@ -38,7 +41,7 @@ def test_a_password_that_is_missing_or_wrong_is_refused(make_server):
     assert "password" in text and "wrong" not in text
 
 
-def test_a_server_that_evicts_or_is_too_old_is_refused(make_server, monkeypatch: pytest.MonkeyPatch):
+def test_a_server_that_evicts_or_is_too_old_is_refused(make_server, monkeypatch: Patch):
     text = refusal(make_server("--maxmemory-policy", "allkeys-lru").url)
     assert "allkeys-lru" in text and "CONFIG SET maxmemory-policy noeviction" in text
     monkeypatch.setattr(connection, "OLDEST_VERSION", (99, 0))
@@ -72,7 +75,7 @@ def test_kombu_reaches_the_same_database_with_the_password(make_server):
     assert connection.broker_url("rediss://h") == "rediss://h?ssl_cert_reqs=required"
 
 
-def test_the_variable_names_the_server(home: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_variable_names_the_server(home: Path, monkeypatch: Patch):
     assert connection.is_embedded() and connection.url().startswith("unix://:")
     assert connection.password() in connection.broker_url()
     assert connection.broker_url().startswith("redis+socket://:")
@@ -92,7 +95,7 @@ def test_the_password_is_made_once_and_kept_from_others(home: Path):
         connection.password()
 
 
-def test_a_long_path_falls_back_to_a_short_one(home: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_long_path_falls_back_to_a_short_one(home: Path, monkeypatch: Patch):
     folders = []
     for name in ("x" * 120, "x" * 120, "x" * 119 + "y"):
         monkeypatch.setenv("XDG_RUNTIME_DIR", str(home / name))
@@ -104,14 +107,14 @@ def test_a_long_path_falls_back_to_a_short_one(home: Path, monkeypatch: pytest.M
     assert folders[0] == folders[1] != folders[2]
 
 
-def test_without_a_runtime_folder_the_temp_folder_serves(home: Path, monkeypatch: pytest.MonkeyPatch):
+def test_without_a_runtime_folder_the_temp_folder_serves(home: Path, monkeypatch: Patch):
     monkeypatch.setattr("tempfile.tempdir", str(home))
     for value in ("", "relative/path"):
         monkeypatch.setenv("XDG_RUNTIME_DIR", value)
         assert connection.runtime_dir().parent == home
 
 
-def test_folders_that_are_open_to_others_or_anothers_are_refused(home: Path, monkeypatch: pytest.MonkeyPatch):
+def test_folders_that_are_open_to_others_or_anothers_are_refused(home: Path, monkeypatch: Patch):
     folder = connection.runtime_dir()
     folder.chmod(0o755)
     with pytest.raises(StoreError, match="mode 755 lets others in; run chmod 700"):
@@ -216,26 +219,23 @@ def test_every_script_says_what_it_takes_and_answers() -> None:
 # --- TLS; test_acl.py plays a run through it -----------------------------------------------------------
 
 
-Start = Callable[[ssl.SSLContext], Proxy]
-
-
 @pytest.fixture
 def authority(tmp_path: Path) -> Authority:
     return Authority(tmp_path / "ca.pem")
 
 
 @pytest.fixture
-def start(make_server: Callable[..., PrivateServer]) -> Iterator[Start]:
+def start(make_server: MakeServer) -> Iterator[Start]:
     """Puts TLS before a server."""
     server = make_server(password="secret")
     with contextlib.ExitStack() as stack:
         yield lambda context: stack.enter_context(contextlib.closing(Proxy(server.url, context)))
 
 
-def test_a_worker_that_cannot_trust_the_server_ends_with_one_line(
+def test_a_worker_ends_where_it_cannot_trust(
     authority: Authority, start: Start, processes: Processes
 ) -> None:
-    """Celery alone would try for ever."""
+    """With one line; Celery alone would try for ever."""
     other = Authority(processes.folder / "other.pem")
     worker = processes.worker(start(authority.server()).url, env={connection.CA_VARIABLE: str(other.path)})
     assert worker.wait() == 1
@@ -253,7 +253,7 @@ def test_kombu_verifies_as_redis_py_does(authority: Authority, start: Start) -> 
 
 
 def test_certificates_that_do_not_verify_are_refused(
-    authority: Authority, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    authority: Authority, start: Start, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     good = start(authority.server())
     text = refusal(f"{good.url}?ssl_ca_certs={Authority(tmp_path / 'other.pem').path}")
@@ -267,7 +267,7 @@ def test_certificates_that_do_not_verify_are_refused(
 
 
 def test_tls_to_a_plain_port_and_plain_to_a_tls_port_name_the_remedy(
-    authority: Authority, start: Start, make_server: Callable[..., PrivateServer]
+    authority: Authority, start: Start, make_server: MakeServer
 ) -> None:
     wrong = refusal(f"redis://{start(authority.server()).address}", NotThereError)
     assert "no server reachable" in wrong and wrong.endswith("write rediss:// into DDRL_REDIS_URL")
@@ -312,7 +312,7 @@ def test_schemes_and_options_that_weaken_or_confuse_are_refused(url: str, words:
             connection.broker_url(url)
 
 
-def test_the_variable_names_the_ca(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variable_names_the_ca(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setenv(connection.CA_VARIABLE, str(tmp_path / "none.pem"))
     assert f"{connection.CA_VARIABLE}={tmp_path}/none.pem: no file" in refusal("rediss://:secret@h")
     path = str(Authority(tmp_path / "a b.pem").path)

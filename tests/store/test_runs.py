@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import pytest
 from redis import Redis
-from support.store import SPACES, make_config, make_run, take
+from support.store import SPACES, events, make_config, make_run, take
 
 from ddrl.store import checkpoints, keys, leases, runs, stream, weights
 from ddrl.store.connection import StoreError
-
-
-def events(client: Redis, run: str) -> list[str]:
-    return [row["event"] for row in runs.journal(client, run)]
 
 
 def test_a_run_is_created_active_and_found_by_prefix(client: Redis, run: str) -> None:

@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 from redis import Redis
 from support.runs import target_config
-from support.store import SPACES, append, make_config, note_playing, take, want_processes
+from support.store import SPACES, append, events, make_config, make_run, note_playing, take, want_processes
 
 from ddrl.store import keys, runs, segments, stream
 from ddrl.store.segments import Process
@@ -66,12 +66,12 @@ def test_refusals_name_the_host_and_are_journalled_once(client: Redis, run: str)
     for _ in range(3):
         segments.note_refusal(client, run, "b", "b: ddrl 0.1, the run needs 0.2; upgrade b")
     assert segments.refusals(client, run) == {"b": "b: ddrl 0.1, the run needs 0.2; upgrade b"}
-    assert [row["event"] for row in runs.journal(client, run)].count("refused") == 1
+    assert events(client, run).count("refused") == 1
 
 
 def test_active_runs_want_what_they_may_play(client: Redis, run: str) -> None:
     time.sleep(0.002)  # runs are ordered by the millisecond
-    other = runs.create(client, make_config(), SPACES, queues=("ddrl.rollout.box2d", "ddrl.evaluate.box2d"))
+    other = make_run(client)
     runs.set_status(client, runs.create(client, make_config(), SPACES), "paused", "")
     assert [load.run for load in segments.active(client)] == [run, other] == runs.active_names(client)
     assert not any(load.wants for load in segments.active(client))  # none has a learner
@@ -100,32 +100,25 @@ def add_run(client: Redis, *, queue: str = PLAIN, segment_ms: int = SEGMENT_MS, 
 
 
 class Fleet:
-    """Processes that take one segment after the other, in simulated milliseconds.
+    """Processes that take one segment after the other, in simulated milliseconds; each serves some queues."""
 
-    Args:
-        client: connection to the server.
-        processes: how many serve which queues.
-    """
-
-    def __init__(self, client: Redis, processes: dict[tuple[str, ...], int]) -> None:
-        self._client = client
-        self._chance = random.Random(1)
-        self._served = [queues for queues, num in processes.items() for _ in range(num)]
+    def __init__(self, client: Redis, served: list[tuple[str, ...]]) -> None:
+        self._client, self._served = client, served
+        self._chance, self._now_ms = random.Random(1), 0.0
         self._busy: list[tuple[float, int, str, int]] = []  # until, process, run, spent ms
-        self._idle = list(range(len(self._served)))
-        self.now_ms = 0.0
+        self._idle = list(range(len(served)))
         self.lengths: dict[str, tuple[float, float]] = {}
         """By run, the shortest and longest segment as a part of SEGMENT_MS, where not nearly all of it."""
 
     def play(self, segments_long: float) -> Counter[str]:
         """Let the processes play that many SEGMENT_MS; the time of the segments that ended meanwhile, by run."""
-        spent, until = Counter[str](), self.now_ms + segments_long * SEGMENT_MS
-        while self.now_ms < until:
+        spent, until = Counter[str](), self._now_ms + segments_long * SEGMENT_MS
+        while self._now_ms < until:
             for number in self._idle:
                 run = segments.choose(self._client, Process("node", number), self._served[number])
                 length = round(SEGMENT_MS * self._chance.uniform(*self.lengths.get(run or "", (0.97, 1.0))))
-                heapq.heappush(self._busy, (self.now_ms + length, number, run or "", length))
-            self.now_ms, number, run, length = heapq.heappop(self._busy)
+                heapq.heappush(self._busy, (self._now_ms + length, number, run or "", length))
+            self._now_ms, number, run, length = heapq.heappop(self._busy)
             if run:
                 segments.end(self._client, run, Process("node", number), spent_ms=length, process_ms=length)
             spent[run] += length
@@ -141,12 +134,11 @@ class Fleet:
 
 @pytest.mark.parametrize(("num", "length"), [(2, 1), (10, 1), (100, 1), (2, 300)])
 def test_runs_share_process_time_by_weight(client: Redis, num: int, length: int) -> None:
-    options = ((1.0, PLAIN), (2.0, BOX2D), (4.0, PLAIN))
-    expected = {
-        add_run(client, weight=weight, queue=queue, segment_ms=length * SEGMENT_MS): num * weight / 7
-        for weight, queue in options
-    }
-    fleet = Fleet(client, {(PLAIN, BOX2D): num})
+    expected = {}
+    for weight, queue in ((1.0, PLAIN), (2.0, BOX2D), (4.0, PLAIN)):
+        run = add_run(client, weight=weight, queue=queue, segment_ms=length * SEGMENT_MS)
+        expected[run] = num * weight / 7
+    fleet = Fleet(client, [(PLAIN, BOX2D)] * num)
     fleet.lengths = dict.fromkeys(expected, (0.97 * length, length))
     fleet.play(5 * length)
     assert fleet.shares((2000 / num + 20) * length, expected, rel=0.03)
@@ -160,7 +152,7 @@ def test_processes_that_choose_at_once_spread_by_weight(client: Redis) -> None:
 
 def test_process_time_is_shared_not_segments(client: Redis) -> None:
     long, cut, short = (add_run(client) for _ in range(3))
-    fleet = Fleet(client, {(PLAIN,): 9})
+    fleet = Fleet(client, [(PLAIN,)] * 9)
     fleet.lengths = {cut: (0.1, 1.0), short: (0.1, 0.1)}
     fleet.play(20)
     assert fleet.shares(100, {long: 3, cut: 3, short: 3}, rel=0.05)
@@ -168,7 +160,7 @@ def test_process_time_is_shared_not_segments(client: Redis) -> None:
 
 def test_a_run_that_starts_or_comes_back_gets_its_share_and_no_more(client: Redis) -> None:
     first, second = add_run(client), add_run(client)
-    fleet = Fleet(client, {(PLAIN,): 8})
+    fleet = Fleet(client, [(PLAIN,)] * 8)
     assert fleet.shares(50, {first: 4, second: 4})
     expected = {first: 2, second: 2, add_run(client, weight=2.0): 4}
     fleet.play(2)
@@ -182,7 +174,7 @@ def test_a_run_that_starts_or_comes_back_gets_its_share_and_no_more(client: Redi
 
 def test_a_run_without_allowance_gives_way_and_claims_nothing_later(client: Redis) -> None:
     steady, other = add_run(client), add_run(client)
-    fleet = Fleet(client, {(PLAIN,): 8})
+    fleet = Fleet(client, [(PLAIN,)] * 8)
     client.hset(keys.state(other), "appended_steps", 10**9)
     assert fleet.shares(50, {steady: 8})
     time.sleep(2.1 * SEGMENT_MS / 1e3)  # less counts as if it had wanted processes all along
@@ -193,7 +185,7 @@ def test_a_run_without_allowance_gives_way_and_claims_nothing_later(client: Redi
 
 def test_a_run_that_has_allowance_now_and_then_shares_all_along(client: Redis) -> None:
     flickers, _ = add_run(client), add_run(client)
-    fleet = Fleet(client, {(PLAIN,): 8})
+    fleet = Fleet(client, [(PLAIN,)] * 8)
     spent = Counter[str]()
     for turn in range(1000):
         client.hset(keys.state(flickers), "appended_steps", 0 if turn % 10 < 3 else 10**9)
@@ -203,7 +195,7 @@ def test_a_run_that_has_allowance_now_and_then_shares_all_along(client: Redis) -
 
 def test_capabilities_that_only_some_workers_have(client: Redis) -> None:
     plain, box2d = add_run(client), add_run(client, queue=BOX2D)
-    few = Fleet(client, {(PLAIN,): 8, (PLAIN, BOX2D): 2})
+    few = Fleet(client, [(PLAIN,)] * 8 + [(PLAIN, BOX2D)] * 2)
     few.play(20)
     assert few.shares(50, {plain: 8, box2d: 2}, rel=0.05)
     late = add_run(client, weight=2.0)
@@ -213,7 +205,7 @@ def test_capabilities_that_only_some_workers_have(client: Redis) -> None:
 
 def test_a_changed_weight_or_priority_holds_from_the_next_choice_on(client: Redis) -> None:
     first, second = add_run(client), add_run(client, weight=3.0)
-    fleet = Fleet(client, {(PLAIN,): 4})
+    fleet = Fleet(client, [(PLAIN,)] * 4)
     fleet.play(50)
     client.hset(keys.state(first), "weight", 9)
     fleet.play(5)

@@ -39,10 +39,8 @@ def test_weights_of_objects_are_refused() -> None:
 
 def test_publishing_moves_the_pointer_and_drops_old_versions(client: Redis, run: str, token: int) -> None:
     for version in range(4):
-        blob, drop = b"w%d" % version, (0,) if version == 3 else ()
-        weights.publish(
-            client, run, token, version=version, blob=blob, allowance=version, updates=9, drop=drop
-        )
+        options = {"blob": b"w%d" % version, "drop": (0,) if version == 3 else ()}
+        weights.publish(client, run, token, version=version, allowance=version, updates=9, **options)
     index = weights.index(client, run)
     assert index.latest == 3 and sorted(index.sizes) == [1, 2, 3]
     assert weights.get(client, run, 0) is None and weights.get(client, run, 3) == b"w3"
@@ -53,11 +51,7 @@ def test_publishing_moves_the_pointer_and_drops_old_versions(client: Redis, run:
 
 def test_superseded_keeps_newest_spaced_best_and_pinned_versions() -> None:
     stored = weights.WeightsIndex(latest=30, best=7, best_return=1.0, sizes={v: 10 for v in range(31)})
-    for max_bytes, spaced in (
-        (1000, {20, 10, 0}),
-        (20, {20, 10}),
-    ):  # the oldest of the spaced ones goes first
-        drop = weights.superseded(
-            stored, keep_last=3, keep_every=10, max_bytes=max_bytes, pinned=frozenset({13})
-        )
+    kept = {"keep_last": 3, "keep_every": 10, "pinned": frozenset({13})}
+    for max_bytes, spaced in ((1000, {20, 10, 0}), (20, {20, 10})):  # the oldest spaced one goes first
+        drop = weights.superseded(stored, max_bytes=max_bytes, **kept)
         assert set(stored.sizes) - set(drop) == {30, 29, 28, 7, 13} | spaced

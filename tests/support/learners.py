@@ -15,7 +15,7 @@ import torch
 from redis import Redis
 from support.private_server import PrivateServer, until
 from support.runs import play_steps, start, target_config
-from support.store import take
+from support.store import events, take
 
 from ddrl import celery
 from ddrl.algorithms import base
@@ -111,7 +111,7 @@ class Run:
 
     @property
     def journal(self) -> list[str]:
-        return [row["event"] for row in runs.journal(self.client, self.id)]
+        return events(self.client, self.id)
 
     @property
     def meta(self) -> dict[str, Any]:

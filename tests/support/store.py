@@ -67,6 +67,11 @@ def note_playing(client: Redis, run: str, *, node: str, pid: int) -> str:
     return name
 
 
+def events(client: Redis, run: str) -> list[str]:
+    """Return what the run's journal lists, the oldest first."""
+    return [row["event"] for row in runs.journal(client, run)]
+
+
 def add_history(client: Redis, run: str, *, folder: str = "") -> int:
     """Add 30 fragments with rising returns, figures, weights and evaluations; return the fencing token."""
     token, draw = take(client, run, folder=folder), random.Random(1)
