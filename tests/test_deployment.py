@@ -147,10 +147,9 @@ def test_docker_accepts_the_compose_file() -> None:
 
 
 def test_services_wait_for_the_server_and_end_in_order() -> None:
-    for name, service in SERVICES.items():
-        assert "stop_grace_period" in service and "restart" in service, name
-    for service in OWN_SERVICES.values():
-        assert service["depends_on"] == {"redis": {"condition": "service_healthy"}}
+    assert all({"stop_grace_period", "restart"} <= service.keys() for service in SERVICES.values())
+    needs = {"redis": {"condition": "service_healthy"}}
+    assert all(service["depends_on"] == needs for service in OWN_SERVICES.values())
     assert SERVICES["learner-gpu"]["profiles"] == ["gpu"]
     (device,) = SERVICES["learner-gpu"]["deploy"]["resources"]["reservations"]["devices"]
     assert device["capabilities"] == ["gpu"] and "deploy" not in SERVICES["learner"]

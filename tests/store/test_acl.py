@@ -71,9 +71,7 @@ def roles(make_server: MakeServer, tmp_path: Path, monkeypatch: Patch) -> Iterat
         yield Roles(proxy, admin)
 
 
-def test_the_roles_do_all_their_work_through_tls(
-    roles: Roles, processes: Processes, monkeypatch: Patch
-) -> None:
+def test_the_roles_do_all_their_work(roles: Roles, processes: Processes, monkeypatch: Patch) -> None:
     monkeypatch.setenv(connection.URL_VARIABLE, roles.url("operator"))
     monkeypatch.chdir(processes.folder)
     config = processes.config(stop={"return": None, "time": 600}, rollout={"segment_s": 1})

@@ -42,11 +42,11 @@ class Waiting(OpenEvaluations):
     def fail(self, number: int) -> None:
         evaluations.fail(self.client, self.run, self.sent[number], "no library")
 
-    def own_keys(self) -> list[bytes]:
-        """Keys of these evaluations and of their results."""
+    @property
+    def own_keys(self) -> tuple[str, str]:
+        """The key of these evaluations and that of their results."""
         requester = self.sent[0].rpartition("/")[0]
-        own = {keys.evaluating(self.run, requester).encode(), keys.evaluations(self.run, requester).encode()}
-        return [key for key in self.client.scan_iter() if key in own]
+        return keys.evaluating(self.run, requester), keys.evaluations(self.run, requester)
 
 
 def result(evaluation: Evaluation) -> EvaluationResult:
@@ -176,16 +176,17 @@ def test_only_the_newest_learner_opens_evaluations(client: Redis, run: str, toke
 def test_keys_of_a_command_expire_unless_it_polls_and_go_when_it_withdraws(command: Waiting) -> None:
     client = command.client
     assert command.take(0, "a") and command.finish(1, WANTED[1])
-    assert len(command.own_keys()) == 2
-    for key in command.own_keys():
+    own = command.own_keys
+    assert client.exists(*own) == 2
+    for key in own:
         assert 0 < client.ttl(key) <= evaluations.TTL_S
         client.expire(key, 5)
     command.poll()
-    assert all(client.ttl(key) > 5 for key in command.own_keys())
+    assert all(client.ttl(key) > 5 for key in own)
     command.withdraw()
-    assert command.own_keys() == [] and command.take(0, "a") is None and not command.finish(0, WANTED[0])
+    assert client.exists(*own) == 0 and command.take(0, "a") is None and not command.finish(0, WANTED[0])
     command.fail(0)
-    assert command.own_keys() == []
+    assert client.exists(*own) == 0
 
 
 @pytest.mark.parametrize(
@@ -199,8 +200,7 @@ def test_a_message_that_names_no_evaluation_does_nothing(command: Waiting, messa
 
 @pytest.mark.parametrize("text", [b"{", b"[]", b"\xff", b"{}", b'{"version": "x"}', b"null"])
 def test_an_evaluation_that_cannot_be_read_is_named(command: Waiting, text: bytes) -> None:
-    requester, _, evaluation_id = command.sent[0].rpartition("/")
-    command.client.hset(keys.evaluating(command.run, requester), evaluation_id, text)
+    command.client.hset(command.own_keys[0], WANTED[0].id, text)
     with pytest.raises(ValueError, match=r"^evaluation 7:100:2 cannot be read \([^\n]+\); open it again$"):
         command.take(0, "a")
 
@@ -220,11 +220,11 @@ def test_an_incomplete_result_is_left_out(client: Redis, run: str, token: int, t
     command, learner = Waiting(client, run), Waiting(client, run, token=token, timeout_s=0.0)
     for waiting in (command, learner):
         waiting.open(WANTED[:2])
-        requester = waiting.sent[0].rpartition("/")[0]
-        client.hdel(keys.evaluating(run, requester), WANTED[0].id)
+        evaluating, results = waiting.own_keys
+        client.hdel(evaluating, WANTED[0].id)
         row = text if isinstance(text, bytes) else json.dumps({**FIGURES, **vars(WANTED[0]), **text})
         for fields in ({"result": row}, {"other": b""}):
-            client.xadd(keys.evaluations(run, requester), fields)
+            client.xadd(results, fields)
         waiting.finish(1, WANTED[1])
         assert [row["first_seed"] for row in waiting.poll()] == [102]
     assert command.given_up == {WANTED[0].id: "its result is missing or cannot be read"}

@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 from redis import Redis
 from support.runs import target_config
-from support.store import SPACES, append, events, make_config, make_run, note_playing, take, want_processes
+from support.store import SPACES, append, events, make_config, make_run, take, want_processes
 
 from ddrl.store import keys, runs, segments, stream
 from ddrl.store.segments import Process
@@ -33,13 +33,6 @@ def test_crashes_count_until_the_next_fragment(client: Redis, run: str) -> None:
     assert (state.crashes, state.crashes_total) == (0, 2)
     assert segments.note_crash(client, run, "signal 9") == 1
     assert [row["reason"] for row in runs.journal(client, run) if row["event"] == "crashed"][-1] == "signal 9"
-
-
-def test_lost_processes_are_counted_once(client: Redis, run: str) -> None:
-    lost, other = (note_playing(client, run, node="a", pid=pid) for pid in (1, 2))
-    assert [segments.note_lost(client, run, lost, "a is gone") for _ in range(2)] == [True, False]
-    assert list(segments.playing(client, run)) == [other]
-    assert runs.state(client, run).lost_producers == 1
 
 
 def test_a_node_that_leaves_yields_and_others_play_on(client: Redis, run: str, token: int) -> None:
