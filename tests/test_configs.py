@@ -45,8 +45,7 @@ def test_overrides_are_yaml_and_sections_stay_sections() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [("", "holds no settings"), ("- 1", "holds no settings"), ("a: [", "not valid YAML")],
+    ("text", "message"), [("", "holds no settings"), ("- 1", "holds no settings"), ("a: [", "not valid YAML")]
 )
 def test_a_file_that_is_no_config_is_one_line(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "x.yaml"

@@ -83,7 +83,8 @@ def leftovers(home: Path) -> list[str]:
 
 
 def test_kill_9_of_the_command_leaves_no_orphan(home: Path, processes: Processes) -> None:
-    process = processes.submit(None, processes.config(stop={"return": 10.0}))
+    config = str(processes.config(stop={"return": 10.0}))
+    process = processes.start("submit", None, "-m", "ddrl", "submit", config)
     processes.until(lambda: "updates" in process.text())
     process.kill()
     assert not leftovers(home)
@@ -109,7 +110,7 @@ def test_a_run_is_solved_by_another_learner_after_kill_9_of_the_first(server, pr
     evaluate_soon(client, run)
     folder = processes.folder / "elsewhere"
     folder.mkdir()
-    processes.learner(server.url, folder=folder)
+    processes.learner(server.url, "--folder", str(folder))
     processes.until(lambda: runs.state(client, run).ended)
     assert runs.state(client, run).status == "solved" and worker.running, processes.logs()
     processes.until(lambda: (folder / run / "summary.json").exists())

@@ -62,7 +62,7 @@ def test_no_password_is_shown(make_server: MakeServer, processes: Processes, mon
     urls = [server.url, f"redis://:{SPELLINGS[1]}@127.0.0.1:{port}/0"]
     run = processes.detach(urls[0], stop={"return": None, "time": 600})
     roles = zip(urls, ("rollout", "evaluate"), strict=True)
-    workers = [processes.worker(url, role=role) for url, role in roles]
+    workers = [processes.worker(url, "--role", role) for url, role in roles]
     processes.learner(urls[1], run)
     flowers = [start_flower(processes, url) for url in urls]
     processes.until(lambda: runs.state(server.client, run).appended_steps > 200)

@@ -1,17 +1,60 @@
-"""Bad input is refused in one line; refusals.json holds the messages, beside those of commit d5b9061 ("was")."""
+"""Bad input of every kind: refusals.json holds command lines that must be refused, and what they print in one line.
+
+`PYTHONPATH=tests python tests/cli/test_refusals.py` writes the messages of this version into it, "now"; "was" stays.
+A new case is a row {"line": ...}: RUN is an active run, ENDED a stopped one, NAME.yaml a config of `CONFIGS`.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.refusals import outcomes
+from support import commands
 
-from ddrl.store import connection, runs
+from ddrl.store import connection
+from ddrl.store import runs as stored
 
-GOLDEN = json.loads(Path(__file__).with_name("refusals.json").read_text("utf-8"))
+GOLDEN = Path(__file__).resolve().with_name("refusals.json")
+ROWS = json.loads(GOLDEN.read_text("utf-8"))
+CONFIGS: dict[str, tuple[str, str, str | None]] = {  # name -> environment, algorithm, network
+    "sac": ("LunarLanderContinuous-v3", "sac", None),
+    "ppo": ("CartPole-v1", "ppo", None),
+    "dqn": ("CartPole-v1", "dqn", None),
+    "r2d2": ("CartPole-v1", "r2d2", None),
+    "catch": ("ddrl/Catch-v0", "dqn", "nature"),
+    "spot": ("ddrl/Spot-v0", "dqn", "conv"),
+    "asterix": ("ALE/Asterix-v5", "dqn", "nature"),
+    "target": ("ddrl/Target-v0", "sac", None),
+    "pairs": ("ddrl/Pairs-v0", "ppo", None),
+}
+BAD_FILES = {"empty": "", "broken": "env: {id: [", "list": "- a\n- b\n"}
+
+
+def outcomes() -> Iterator[tuple[int, str]]:
+    """Yield the exit code and stderr, without ids, paths and times, of each row, on the server at hand.
+
+    The current folder gets the files that the lines name.
+    """
+    for name, (env, algorithm, network) in CONFIGS.items():
+        options = {"name": algorithm} | ({"network": network} if network else {})
+        Path(f"{name}.yaml").write_text(json.dumps({"env": {"id": env}, "algorithm": options}))
+    for name, text in BAD_FILES.items():
+        Path(f"{name}.yaml").write_text(text)
+    bare = ["--detach", "--no-learner", "--workers", "0", "--json"]
+    runs = [json.loads(commands.run("submit", "sac.yaml", *bare).out)["run"] for _ in range(2)]
+    commands.run("stop", runs[1])
+    for row in ROWS:
+        words, _, override = row["line"].partition(" -s ")
+        given = words.replace("RUN", runs[0]).replace("ENDED", runs[1]).split()
+        code, _, error = commands.run(*given, *(["-s", override, *bare] if override else []))
+        error = error.replace(runs[0], "RUN").replace(runs[1], "ENDED")
+        yield code, re.sub(r"(unix|redis)://\S+", "URL", error).strip()
 
 
 def test_bad_input_is_refused_in_one_line(
@@ -19,7 +62,14 @@ def test_bad_input_is_refused_in_one_line(
 ) -> None:
     monkeypatch.setenv(connection.URL_VARIABLE, server.url)
     monkeypatch.chdir(tmp_path)
-    for row, (code, error) in zip(GOLDEN, outcomes([row["line"] for row in GOLDEN]), strict=True):
+    for row, (code, error) in zip(ROWS, outcomes(), strict=True):
         assert (code, error) == (row["code"], row["now"]), row["line"]
         assert code != 0 and error.startswith("ddrl: error: ") and "\n" not in error
-    assert len(runs.names(server.client)) == 2 and not Path("runs").exists()  # none made a third run
+    assert len(stored.names(server.client)) == 2 and not Path("runs").exists()  # none made a third run
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        for row, (code, error) in zip(ROWS, outcomes(), strict=True):
+            row |= {"code": code, "was": row.get("was", error), "now": error}
+    GOLDEN.write_text(json.dumps(ROWS, indent=1) + "\n", "utf-8")

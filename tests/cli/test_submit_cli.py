@@ -91,7 +91,8 @@ def test_ctrl_c_stops_all_runs_and_a_resumed_one_obeys_its_changed_settings(
 ) -> None:
     config = processes.config(stop={"return": None}, evaluation={"every_s": 3600, "near_every_s": 3600})
     with embedded.use() as url, connection.connect(url) as client:
-        command = processes.submit(None, config, "--seeds", "2", "--workers", "1")
+        submit = ("-m", "ddrl", "submit", str(config), "--seeds", "2", "--workers", "1")
+        command = processes.start("submit", None, *submit)
         processes.until(lambda: sum(runs.state(client, run).updates > 0 for run in runs.names(client)) == 2)
         names = [line.split()[1] for line in command.text().splitlines() if line.startswith("run ")]
         children = descendants(command.pid)

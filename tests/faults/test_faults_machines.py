@@ -75,7 +75,7 @@ def test_a_process_killed_before_its_first_fragment(fleet: Fleet, tmp_path: Path
     run = start(fleet.client, target_config(env={"id": "slow_to_make:make"}, stop={"return": 10.0}))
     runs.set_status(fleet.client, fleet.run, "paused", "by the test")
     fleet.start_learner()
-    fleet.start_worker(concurrency=1, env=importing(folder, MAKING_FOLDER=str(tmp_path)))
+    fleet.start_worker("-c", "1", env=importing(folder, MAKING_FOLDER=str(tmp_path)))
     fleet.processes.until(lambda: os.listdir(tmp_path))
     assert runs.state(fleet.client, run).appended_fragments == 0
     os.kill(int(os.listdir(tmp_path)[0]), signal.SIGKILL)
@@ -85,7 +85,7 @@ def test_a_process_killed_before_its_first_fragment(fleet: Fleet, tmp_path: Path
 
 
 def test_a_machine_gone_while_another_is_there(fleet: Fleet) -> None:
-    other = fleet.start_worker(concurrency=1)
+    other = fleet.start_worker("-c", "1")
     fleet.processes.until(lambda: len(fleet.nodes()) == 2)
     with fleet.survives(2.0):
         other.kill_group()
@@ -110,7 +110,7 @@ def test_machines_that_join_and_leave_every_few_seconds(fleet: Fleet) -> None:
     with fleet.survives(5.0):
         joined, until = [], time.monotonic() + (120.0 if EXACT else 8.0)
         while time.monotonic() < until:
-            joined.append(fleet.start_worker(concurrency=1))
+            joined.append(fleet.start_worker("-c", "1"))
             time.sleep(3.0)
             if len(joined) > 1:
                 leaving = joined.pop(0)

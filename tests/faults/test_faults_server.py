@@ -50,7 +50,7 @@ def test_the_servers_port_refuses(fleet: Fleet) -> None:
             proxy.refuse()
         time.sleep(3.0)
         for proxy in fleet.proxies:
-            proxy.thaw()
+            proxy.accept()
     assert fleet.worker.running and fleet.learner.running
     assert fleet.learner.text().count("the server serves again") == ends + 1  # its threads log an outage once
 

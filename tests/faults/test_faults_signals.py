@@ -29,8 +29,9 @@ def end(process: Process, signum: signal.Signals, times: int, within_s: float = 
 
 def submit(processes: Processes, server: PrivateServer) -> tuple[Process, str]:
     """Start `ddrl submit` with a worker and a learner; return it and its endless run, once that has made updates."""
-    config, client = processes.config(stop={"return": 10.0}), server.client
-    command = processes.submit(server.url, config, "--workers", "1", "--learner")
+    config, client = str(processes.config(stop={"return": 10.0})), server.client
+    words = ("-m", "ddrl", "submit", config, "--workers", "1", "--learner")
+    command = processes.start("submit", server.url, *words)
     processes.until(lambda: any(runs.state(client, run).updates for run in runs.names(client)))
     return command, runs.names(client)[0]
 

@@ -13,9 +13,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from support.algorithms import assert_same
 from support.learners import (
     Run,
-    assert_equal_arrays,
     catch_config,
     contents,
     recall_config,
@@ -142,8 +142,8 @@ def test_a_restored_learner_continues_bit_equal(name: str, server) -> None:
     second, before = run.learner(), contents(first)
     assert replace(second.counters, elapsed_s=0) == replace(first.counters, elapsed_s=0)
     assert second.counters.elapsed_s == pytest.approx(first.counters.elapsed_s, abs=1.0)
-    assert_equal_arrays(before, contents(second))
-    assert_equal_arrays(dict(first.algorithm.state()), dict(second.algorithm.state()))
+    assert_same(before, contents(second))
+    assert_same(first.algorithm.state(), second.algorithm.state())
     assert second.shared.version == first.shared.version + 1  # the restored weights are published again
     second.publisher.round()
     assert run.rows[-1]["updates_per_s"] == 0  # rates do not count what was restored
@@ -261,7 +261,7 @@ def test_bad_entries_are_put_aside_with_the_reason_and_memory_stays_flat(name: s
     bad = [(words.encode(), forge(good)) for forge, words in forged.values()]
     for seq in range(3):  # the first ones come before any good one
         for producer, (_, fields) in enumerate(bad, start=10**6):
-            run.append(fields, producer, seq)
+            run.append(fields, producer=producer, seq=seq)
         run.play(200)
     run.client.xadd(keys.experience(run.id), good)  # not by the append
     learner = run.learner()
@@ -285,7 +285,7 @@ def test_bad_entries_are_put_aside_with_the_reason_and_memory_stays_flat(name: s
         assert words in reason and b"\n" not in reason
     assert learner.counters.admitted == run.state.appended_fragments - 3 * len(bad)
     again = run.learner()  # the refused ones are neither admitted nor counted twice
-    assert_equal_arrays(contents(learner), contents(again))
+    assert_same(contents(learner), contents(again))
     assert again.counters.dead == learner.counters.dead
     again.close()
 

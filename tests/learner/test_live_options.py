@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load, save
-from support.algorithms import digest
-from support.subjects import SPECS, Subject, continued, trained
+from support.algorithms import digest, make_learner
+from support.subjects import SPECS, batch_for
 
 from ddrl.algorithms import base
-from ddrl.config import live_options
+from ddrl.config import live_options, validate
+from ddrl.replay.experience import make_experience
 
 Table = dict[str, tuple[dict[str, Any], Any]]  # option -> (what it needs, other value)
 DRAWN = {"prioritized": True, "importance_exponent": 0.4, "final_importance_exponent": 0.5}
@@ -62,7 +65,69 @@ LIVE: dict[str, Table] = {
     },
     "impala": ON_POLICY | {"rho_bar": ({}, 0.7), "reward_clip": ({}, 0.5)},
 }
+RUN = validate(
+    {
+        "env": {"id": "CartPole-v1"},
+        "algorithm": {"name": "dqn"},
+        "replay": {"capacity": 2000, "warmup_steps": 100},
+    }
+)
 CASES = [(name, option, *LIVE[name][option]) for name in LIVE for option in LIVE[name]]
+
+
+class Subject:
+    """A learner with the draws of its replay, and batches by number."""
+
+    def __init__(self, name: str, options: Mapping[str, Any]) -> None:
+        small = {"target_period": 2, "batch_size": 6, "epsilon_ladder": False} if name == "r2d2" else {}
+        self._name = name
+        self.learner = make_learner(name, SPECS[name], **small | options)
+        self._experience = make_experience(
+            RUN,
+            self.config,
+            SPECS[name],
+            on_policy=name in ("ppo", "impala"),
+            sequences=self.config.sequences if name == "r2d2" else None,
+        )
+        self._priorities = getattr(self._experience, "priorities", None)
+        if self._priorities is not None:
+            self._priorities.append(6, np.linspace(0.1, 3.0, 6))
+
+    @property
+    def config(self) -> Any:
+        """The options of the algorithm."""
+        return self.learner.config
+
+    def adopt(self, **options: Any) -> None:
+        """Do what a learner does when its run's config has changed."""
+        self.learner.apply_options(
+            type(self.config).model_validate(self.config.model_dump(by_alias=True) | options)
+        )
+        self._experience.apply_options(self.config)
+
+    def update(self, number: int) -> str:
+        """Return a hash of all that an update on the batch of that number gives and leaves."""
+        batch = batch_for(self._name, self.learner, SPECS[self._name], number)
+        if self._priorities is not None:
+            weight = self._priorities.draw(6, seed=0, draw=number)[2]
+            batch = replace(batch, weight=torch.from_numpy(weight.astype(np.float32)))
+        figures = self.learner.update(batch)
+        return digest(figures) + digest(self.learner.state()) + digest(self.learner.weights())
+
+
+def trained(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint after three updates."""
+    subject = Subject(name, options)
+    for number in range(3):
+        subject.update(number)
+    return load(save(dict(subject.learner.state())))
+
+
+def continued(name: str, options: Mapping[str, Any], state: Mapping[str, Any]) -> Subject:
+    """Return another learner that goes on from a checkpoint."""
+    subject = Subject(name, options)
+    subject.learner.load_state(state)
+    return subject
 
 
 def test_every_live_option_is_in_the_table() -> None:

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from support.algorithms import assert_same
 from support.learners import (
     Run,
-    assert_equal_arrays,
     catch_config,
     contents,
     crashing,
@@ -84,7 +84,7 @@ def learn(run: Run, crashes: list[int]) -> Learner:
 def assert_equal_ends(one: Run, two: Run) -> None:
     """Assert that the newest checkpoints hold the same tensors bit by bit, and the same counts."""
     blobs = [checkpoints.load(run.client, run.id)[0] for run in (one, two)]
-    assert_equal_arrays(*map(weights.decode_weights, blobs))
+    assert_same(*map(weights.decode_weights, blobs))
     for name in ("updates", "env_steps", "admitted", "dead", "fragments", "ledger"):
         assert one.meta[name] == two.meta[name], name
 
@@ -103,10 +103,10 @@ def test_learners_killed_at_random_updates_end_as_one_that_never_was(name: str, 
     assert name == "sac" or len(whole.replay) < steps, "some were evicted"
     last = learn(killed, sorted(draw.randrange(updates) for _ in range(NUM_KILLS)))
     assert_equal_ends(undisturbed, killed)
-    assert_equal_arrays(contents(whole), contents(last))
+    assert_same(contents(whole), contents(last))
     for number in range(updates, updates + 3):  # they would draw the same next
         draws = (one.replay.draw(num_steps=10**9, num_updates=number, version=0) for one in (whole, last))
-        assert_equal_arrays(*map(vars, draws))
+        assert_same(*map(vars, draws))
     assert killed.audit().total("consumed") == len(feed)
 
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.learners import Run, assert_equal_arrays, pick_config, playing, training, until
+from support.algorithms import assert_same
+from support.learners import Run, pick_config, playing, training, until
 
 from ddrl import codec
 from ddrl.learner.loop import Learner
@@ -119,7 +120,7 @@ def test_a_restored_learner_goes_on_from_its_checkpoint_and_learns_nothing_twice
     assert second.shared.version == first.shared.version, "its weights are the published ones"
     assert len(second.replay) == queued, "what waited waits again"
     assert second.counters.admitted == first.counters.admitted
-    assert_equal_arrays(dict(first.algorithm.state()), dict(second.algorithm.state()))
+    assert_same(first.algorithm.state(), second.algorithm.state())
     with training(second):
         play_until(run, lambda: second.shared.version >= first.shared.version + 5)
     second.finish()

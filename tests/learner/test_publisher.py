@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 from redis import Redis
-from support.learners import Run, assert_equal_arrays, fields_of, training, until
+from support.algorithms import assert_same
+from support.learners import Run, fields_of, training, until
 from support.private_server import PrivateServer
 from support.runs import target_config
 
@@ -233,7 +234,7 @@ def test_a_checkpoint_is_whole_whenever_it_is_taken_and_passed_on_once_stored(se
     learner.finish()
     ((blob, meta),) = passed
     assert (blob, json.loads(json.dumps(meta))) == checkpoints.load(run.client, run.id)
-    assert_equal_arrays(weights.decode_weights(blob), dict(learner.checkpoint()[1]))
+    assert_same(weights.decode_weights(blob), learner.checkpoint()[1])
 
 
 def test_changed_settings_apply_while_it_learns(server) -> None:

@@ -277,7 +277,7 @@ def test_a_run_that_ends_while_its_stream_fills_the_server_ends(
     run.play(200)
     fields = fields_of(run.entries[0])
     for seq in range(60):
-        run.append({**fields, b"padding": bytes(10**5)}, 99, seq)
+        run.append({**fields, b"padding": bytes(10**5)}, producer=99, seq=seq)
     entries = run.entries
     learning = learn(run)
     until(lambda: run.meta.get("cursor") == entries[-1].entry_id.decode())

@@ -53,7 +53,7 @@ def test_a_learner_and_a_worker_serve_what_the_dashboard_shows(
     run = processes.detach(server.url, stop={"return": None, "time": 600})
     env = {monitoring.VARIABLE: f"127.0.0.1:{learners}"}
     learner = processes.learner(server.url, run, env=env)
-    worker = processes.worker(server.url, role="all", env={monitoring.VARIABLE: str(workers)})
+    worker = processes.worker(server.url, "--role", "all", env={monitoring.VARIABLE: str(workers)})
     label = (run,)
     processes.until(lambda: scrape(learners).get("ddrl_evaluation_return_mean"))
     processes.until(lambda: scrape(learners).get("ddrl_staleness_versions"))

@@ -78,7 +78,7 @@ def test_the_roles_do_all_their_work(roles: Roles, processes: Processes, monkeyp
     run = call_json("submit", str(config), "--detach")["run"]
     began = roles.proxy.num_connections
     learner = processes.learner(roles.url("learner"), run)
-    worker = processes.worker(roles.url("worker"), role="all")
+    worker = processes.worker(roles.url("worker"), "--role", "all")
 
     def evaluated() -> bool:
         assert roles.denied() == [], processes.logs()

@@ -67,7 +67,7 @@ def digest(named: Mapping[str, Any]) -> str:
 
 
 def assert_same(left: Mapping[str, Any], right: Mapping[str, Any]) -> None:
-    """Names, types and values of tensors are equal, to the last bit."""
+    """Names, types, shapes and values of tensors or arrays are equal, to the last bit."""
     assert left.keys() == right.keys()
-    for name, tensor in left.items():
-        assert tensor.dtype == right[name].dtype and torch.equal(tensor, right[name]), name
+    for name, value in left.items():
+        np.testing.assert_array_equal(value, right[name], name, strict=True)

@@ -9,25 +9,24 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from support.private_server import WITH_FILE, PrivateServer, require_program, until
-from support.processes import Process, Processes, bound
+from support.processes import Env, Process, Processes, bound
 from support.proxy import Proxy
 from support.runs import start, target_config
 
 from ddrl.store import connection, ledger, runs, workers
 from ddrl.store.ledger import Audit
 
+Sections = Mapping[str, Any]
 OUT_OF_REACH: dict[str, Any] = {
     "stop": {"return": 10.0, "time": 3600},
     "evaluation": {"every_s": 3600, "near_every_s": 3600, "near": 0},
 }
-ENDLESS = OUT_OF_REACH | {
-    "replay": {"samples_per_insert": 2}
-}  # busy players; the learner leaves them the cores
+ENDLESS = OUT_OF_REACH | {"replay": {"samples_per_insert": 2}}  # the learner leaves the cores to players
 PPO = {"name": "ppo", "hidden_sizes": [32, 32], "learning_rate": 3e-3, "gamma": 0.5, "num_epochs": 4}
 PICK = {"env": {"id": "ddrl/Pick-v0"}, "algorithm": PPO | {"batch_size": 512, "minibatch_size": 128}}
 ON_POLICY = OUT_OF_REACH | PICK
@@ -42,35 +41,34 @@ class Fleet:
         server: it must keep its data over a kill.
         processes: where learner and workers run.
         sections: of the run's config.
-        concurrency: processes of the worker.
         proxies: through which worker and learner reach the server; without them they do so directly.
+        concurrency: processes of the worker.
     """
 
     def __init__(
         self,
         server: PrivateServer,
         processes: Processes,
-        sections: Mapping[str, Any],
-        *,
-        concurrency: int = 1,
-        proxies: Sequence[Proxy] = (),
+        sections: Sections,
+        proxies: list[Proxy],
+        concurrency: int,
     ) -> None:
         self.server, self.processes, self.proxies = server, processes, proxies
         self.client = server.client
         self._worker_url, self._learner_url = [proxy.url for proxy in proxies] or [server.url] * 2
-        self._concurrency = concurrency
+        self._concurrency = str(concurrency)
         self.worker = self.start_worker()
         self.learner = self.start_learner()
         self.run = start(self.client, target_config(**sections))
         self.ready()
 
-    def start_worker(self, **options: Any) -> Process:
+    def start_worker(self, *options: str, env: Env = None) -> Process:
         """Start one more worker."""
-        return self.processes.worker(self._worker_url, **{"concurrency": self._concurrency, **options})
+        return self.processes.worker(self._worker_url, "-c", self._concurrency, *options, env=env)
 
-    def start_learner(self, **options: Any) -> Process:
+    def start_learner(self, env: Env = None) -> Process:
         """Start one more learner: of the run when there is none, else on standby."""
-        return self.processes.learner(self._learner_url, **options)
+        return self.processes.learner(self._learner_url, env=env)
 
     def state(self) -> runs.RunState:
         """Return the state of the run."""
@@ -146,7 +144,7 @@ class Fleet:
 
 @contextlib.contextmanager
 def fleet_of(
-    folder: Path, sections: Mapping[str, Any] = ENDLESS, *, is_proxied: bool = False, **options: Any
+    folder: Path, sections: Sections = ENDLESS, *, is_proxied: bool = False, concurrency: int = 1
 ) -> Iterator[Fleet]:
     """Run a fleet with a server of its own while the context lasts."""
     require_program()
@@ -158,4 +156,4 @@ def fleet_of(
             stack.callback(proxy.close)
         processes = stack.enter_context(Processes(folder))
         stack.callback(processes.kill)
-        yield Fleet(server, processes, sections, proxies=proxies, **options)
+        yield Fleet(server, processes, sections, proxies, concurrency)

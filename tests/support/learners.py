@@ -62,12 +62,9 @@ class Run:
         self._players = None if anew else self._players
         self._players = play_steps(self.client, self.id, 0, steps, players=self._players)
 
-    def append(
-        self, fields: dict[bytes, bytes], producer: int, seq: int = 0, *, num_transitions: int = 8
-    ) -> None:
-        """Append a fragment by another producer."""
-        who = {"producer": producer, "incarnation": 1, "seq": seq, "num_transitions": num_transitions}
-        stream.append(self.client, self.id, fields, **who)
+    def append(self, fields: dict[bytes, bytes], **options: Any) -> None:
+        """Append a fragment of 8 transitions by another producer."""
+        stream.append(self.client, self.id, fields, **{"incarnation": 1, "num_transitions": 8} | options)
 
     def take(self, **options: Any) -> int:
         """Return the next fencing token, whoever holds the run."""
@@ -183,13 +180,6 @@ def contents(learner: Learner) -> dict[str, np.ndarray]:
     return {name: value for name, value in items.items() if value is not None} | dict(replay.state())
 
 
-def assert_equal_arrays(one: dict[str, Any], two: dict[str, Any]) -> None:
-    """Assert that arrays are equal bit by bit."""
-    assert one.keys() == two.keys()
-    for name, array in one.items():
-        np.testing.assert_array_equal(array, two[name], err_msg=name)
-
-
 class Crash(BaseException):
     """Ends a training thread as abruptly as a signal, between two operations."""
 
@@ -210,11 +200,10 @@ def crashing(learner: Learner, crash_at: int | None) -> Iterator[threading.Event
     def train() -> None:
         try:
             learner.train()
-        except Crash:
+        except BaseException as error:
             crashed.set()
-        except BaseException:
-            crashed.set()
-            raise
+            if not isinstance(error, Crash):
+                raise
 
     def serve() -> None:
         while not crashed.wait(0.003) and not learner.stopping.is_set():
@@ -254,26 +243,19 @@ class Learning:
         run: to learn.
         folder: of the runs' folders.
         patch: ends with the test.
-        take_over: ask the learner that holds the run for it.
         serves: learn every run that waits, with `serve`.
+        options: of `learn`.
 
     Attributes:
         status, error: how `learn` ended.
     """
 
     def __init__(
-        self,
-        run: Run,
-        folder: Path,
-        patch: pytest.MonkeyPatch,
-        *,
-        take_over: bool = False,
-        serves: bool = False,
+        self, run: Run, folder: Path, patch: pytest.MonkeyPatch, *, serves: bool = False, **options: bool
     ) -> None:
         patch.setenv(connection.URL_VARIABLE, run.url)
         patch.setattr(celery, "send_rollout", lambda *_: None)
-        self.run = run
-        self.interrupt = run_module.Interrupt()
+        self.run, self.interrupt = run, run_module.Interrupt()
         self.error: Exception | None = None
         self.status: str | None = None
 
@@ -283,9 +265,7 @@ class Learning:
                 if serves:
                     run_module.serve(client, folder, self.interrupt)
                 else:
-                    self.status = run_module.learn(
-                        client, run.id, folder, self.interrupt, take_over=take_over
-                    )
+                    self.status = run_module.learn(client, run.id, folder, self.interrupt, **options)
             except Exception as error:
                 self.error = error
 
@@ -311,9 +291,8 @@ class Learning:
 
 def endless_config(**sections: Any) -> RunConfig:
     """A run of the toy that nothing ends, and that is not evaluated."""
-    return target_config(
-        **{"stop": {"return": None, "time": 3600}, "evaluation": {"every_s": 3600, "near": 0}, **sections}
-    )
+    endless = {"stop": {"return": None, "time": 3600}, "evaluation": {"every_s": 3600, "near": 0}}
+    return target_config(**endless | sections)
 
 
 def pick_config(**sections: Any) -> RunConfig:

@@ -26,7 +26,6 @@ class Outcome(NamedTuple):
     """What was reached at last, and by whom."""
 
     return_mean: float
-    steps: int
     updates: int
     figures: Mapping[str, Any]
     learner: Any
@@ -43,12 +42,7 @@ def toy(env_id: str, algorithm: dict[str, Any], **sections: Any) -> RunConfig:
 
 
 def learn(
-    run: RunConfig,
-    *,
-    most_steps: int,
-    target: float = float("inf"),
-    evaluate_every: int = 0,
-    num_episodes: int = 20,
+    run: RunConfig, *, most_steps: int, target: float = 1e9, evaluate_every: int = 0, num_episodes: int = 20
 ) -> Outcome:
     """Play and learn in turns until the mean return of an evaluation is `target`, or `most_steps` were played.
 
@@ -63,14 +57,9 @@ def learn(
     held = make_experience(
         run, resolved.config, spec, on_policy=resolved.on_policy, sequences=resolved.sequences
     )
-    collector = Collector(
-        run="learning",
-        producer=1,
-        incarnation=7,
-        config=run,
-        resolved=resolved,
-        random_until_learned=resolved.can_start_at_random,
-    )
+    identity = {"run": "learning", "producer": 1, "incarnation": 7}
+    is_random = resolved.can_start_at_random
+    collector = Collector(**identity, config=run, resolved=resolved, random_until_learned=is_random)
     player = resolved.policy()
     steps = version = num_fragments = evaluated = published = 0
     figures: dict[str, Any] = {}
@@ -102,4 +91,4 @@ def learn(
             if found.return_mean >= target or steps >= most_steps:
                 held.close()
                 collector.close()
-                return Outcome(found.return_mean, steps, learner.num_updates, figures, learner, player)
+                return Outcome(found.return_mean, learner.num_updates, figures, learner, player)

@@ -56,7 +56,12 @@ def changed(name: bytes, change: Callable[[bytes], bytes]) -> Callable[[Fields],
 
 
 def with_reward(value: float) -> Callable[[Fields], Fields]:
-    return encoded(lambda fragment: replace(fragment, reward=np.full_like(fragment.reward, value)))
+    return encoded(lambda one: replace(one, reward=np.full_like(one.reward, value)))
+
+
+def of_wider_observations(fragment: Fragment) -> Fragment:
+    columns = {name: getattr(fragment, name) for name in ("observation", "final_observation")}
+    return replace(fragment, **{name: np.repeat(column, 2, axis=-1) for name, column in columns.items()})
 
 
 POISON: dict[str, tuple[Callable[[Fields], Mapping[bytes, bytes]], str]] = {
@@ -72,20 +77,8 @@ POISON: dict[str, tuple[Callable[[Fields], Mapping[bytes, bytes]], str]] = {
     "checksum": (with_header(checksum=1), "checksum"),
     "NaN rewards": (with_reward(float("nan")), "NaN"),
     "infinite rewards": (with_reward(float("inf")), "infinity"),
-    "another observation space": (
-        encoded(
-            lambda fragment: replace(
-                fragment,
-                observation=np.repeat(fragment.observation, 2, axis=-1),
-                final_observation=np.repeat(fragment.final_observation, 2, axis=-1),
-            )
-        ),
-        "spaces",
-    ),
-    "another dtype of actions": (
-        encoded(lambda fragment: replace(fragment, action=fragment.action.astype(np.int64))),
-        "action",
-    ),
+    "another observation space": (encoded(of_wider_observations), "spaces"),
+    "another dtype of actions": (encoded(lambda one: replace(one, action=np.int64(one.action))), "action"),
 }
 COUNTERS: list[Mapping[bytes, bytes]] = [
     {b"f": b"999999999999", b"n": b"999999999999999", b"b": b"999999999999999", b"s": b"1"},

@@ -123,32 +123,19 @@ class Processes(contextlib.AbstractContextManager["Processes"]):
         self.folder = folder
         self.started: list[Process] = []
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def worker(self, url: str, *options: str, env: Env = None) -> Process:
+        """Start `ddrl worker` with one process for rollouts, unless the options say otherwise."""
+        command = ("-m", "ddrl", "worker", "--role", "rollout", "-c", "1")
+        return self.start("worker", url, *command, *options, env=env)
 
-    def worker(
-        self, url: str | None, *arguments: str, concurrency: int = 1, role: str = "rollout", env: Env = None
-    ) -> Process:
-        """Start `ddrl worker` with the queues of a role."""
-        command = ["-m", "ddrl", "worker", "--role", role, "-c", str(concurrency), *arguments]
-        return self.start("worker", url, *command, env=env)
+    def celery(self, url: str, *options: str, env: Env = None) -> Process:
+        """Start `celery -A ddrl worker` with one process and all queues, unless the options say otherwise."""
+        command = ("-m", "celery", "-A", "ddrl", "worker", "-c", "1", "-l", "info")
+        return self.start("celery", url, *command, *options, env=env)
 
-    def celery(self, url: str | None, *arguments: str, concurrency: int = 1, env: Env = None) -> Process:
-        """Start `celery -A ddrl worker` with all queues that this machine can serve."""
-        command = ["-m", "celery", "-A", "ddrl", "worker", "-c", str(concurrency), "-l", "info", *arguments]
-        return self.start("celery", url, *command, env=env)
-
-    def learner(
-        self, url: str | None, *arguments: str, folder: Path | str = "runs", env: Env = None
-    ) -> Process:
-        """Start `ddrl learner`, for every run that waits unless the first argument is a run."""
-        return self.start(
-            "learner", url, "-m", "ddrl", "learner", *arguments, "--folder", str(folder), env=env
-        )
-
-    def submit(self, url: str | None, config: Path, *arguments: str, env: Env = None) -> Process:
-        """Start `ddrl submit`."""
-        return self.start("submit", url, "-m", "ddrl", "submit", str(config), *arguments, env=env)
+    def learner(self, url: str, *options: str, env: Env = None) -> Process:
+        """Start `ddrl learner`, for every run that waits unless the options name one."""
+        return self.start("learner", url, "-m", "ddrl", "learner", "--folder", "runs", *options, env=env)
 
     def start(self, name: str, url: str | None, *arguments: str, env: Env = None) -> Process:
         """Start Python with any arguments, such as `start("up", None, "-m", "ddrl", "up")`."""
@@ -203,7 +190,7 @@ class Processes(contextlib.AbstractContextManager["Processes"]):
             if process.running:
                 process.kill_group()
 
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """Kill the workers and learners that still run, and end commands in order, with the children they started."""
         running = [process for process in self.started if process.running]
         for process in running:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import datetime
-import select
 import socket
 import ssl
 import threading
-import time
+from asyncio import StreamReader, StreamWriter
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import trustme
@@ -19,131 +21,87 @@ class Proxy:
     """Carries connections to a server, and breaks them on request.
 
     Args:
-        server_url: `unix://...` or `redis://...` of the server behind it.
+        server_url: `unix://...` of the server behind it.
         context: the server's side of TLS; None: plain TCP.
     """
 
     def __init__(self, server_url: str, context: ssl.SSLContext | None = None) -> None:
-        parts = urlsplit(server_url)
-        self._target: str | tuple[str, int] = (
-            parts.path if parts.scheme == "unix" else (parts.hostname or "127.0.0.1", parts.port or 6379)
-        )
-        self._context = context
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
-        port: int = self._listener.getsockname()[1]
-        credentials, at, _ = parts.netloc.rpartition("@")
-        self.address = f"{credentials}{at}{'localhost' if context else '127.0.0.1'}:{port}/0"
-        self.url = f"{'rediss' if context else 'redis'}://{self.address}"
+        server = urlsplit(server_url)
+        self._path, self._context, self._port = server.path, context, 0
+        self._clients, self._cut = set[StreamWriter](), set[StreamWriter]()
         self.num_connections = 0
         """All that reached the server."""
-        self._pairs: list[_Pair] = []
-        self._flowing = threading.Event()
-        self._flowing.set()
-        self._refusing = self._closed = False
-        self._thread = threading.Thread(target=self._accept_all, name="proxy", daemon=True)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
         self._thread.start()
+        self.accept()
+        self.address = f"{server.netloc}localhost:{self._port}/0"
+        self.url = f"{'rediss' if context else 'redis'}://{self.address}"
 
-    def freeze(self) -> None:
-        """Carry nothing, on old and new connections, until `thaw`; what was sent arrives then."""
-        self._flowing.clear()
+    def _run(self, action: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(action, self._loop).result()
 
-    def thaw(self) -> None:
-        """Carry on after `freeze`, accept again after `refuse`."""
-        self._refusing = False
-        self._flowing.set()
+    def accept(self) -> None:
+        """Accept connections, again after `refuse`."""
+        listening = asyncio.start_server(self._carry, "127.0.0.1", self._port, ssl=self._context)
+        self._listener = self._run(listening)
+        self._port = self._listener.sockets[0].getsockname()[1]
 
     def cut(self) -> int:
         """Make the present connections half-open, and return their number; new ones work.
 
         Neither FIN nor RST is sent, and nothing arrives any more.
         """
-        open_pairs = [pair for pair in self._pairs if pair.is_open and not pair.is_cut]
-        for pair in open_pairs:
-            pair.is_cut = True
-        return len(open_pairs)
+
+        async def cut() -> int:
+            before = len(self._cut)
+            self._cut |= self._clients
+            return len(self._cut) - before
+
+        return self._run(cut())
 
     def refuse(self) -> None:
-        """Reset the present connections and refuse new ones until `thaw`."""
-        self._refusing = True
-        for pair in self._pairs:
-            pair.close()
+        """Reset the present connections and refuse new ones until `accept`."""
+
+        async def refuse() -> None:
+            self._listener.close()
+            for client in self._clients:
+                client.transport.abort()
+            await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
+
+        self._run(refuse())
 
     def close(self) -> None:
         """End the proxy and its connections."""
-        self._closed = True
-        self._flowing.set()
+        self.refuse()
+        self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        self._listener.close()
-        for pair in self._pairs:
-            pair.close()
+        self._loop.close()
 
-    def _accept_all(self) -> None:
-        address = self._listener.getsockname()
-        while not self._closed:
-            if self._refusing:
-                self._listener.close()
-                while self._refusing and not self._closed:
-                    time.sleep(0.02)
-                self._listener = socket.create_server(address, backlog=128)
-            if select.select([self._listener], [], [], 0.05)[0]:
-                client, _ = self._listener.accept()
-                threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+    async def _carry(self, reader: StreamReader, client: StreamWriter) -> None:
+        """Carry data both ways until one side ends, then reset both."""
+        self._clients.add(client)
+        linger = b"\1\0\0\0\0\0\0\0"  # the end is a reset
+        client.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        with contextlib.suppress(OSError):  # the server is away: so is the port
+            server_reader, server = await asyncio.open_unix_connection(self._path)
+            self.num_connections += 1
+            sent = asyncio.create_task(self._copy(reader, server, client))
+            received = asyncio.create_task(self._copy(server_reader, client, client))
+            await asyncio.wait((sent, received), return_when=asyncio.FIRST_COMPLETED)
+            if client in self._cut:
+                await sent  # the client of a half-open connection notices nothing
+            server.transport.abort()
+        client.transport.abort()
+        self._clients.discard(client)
+        self._cut.discard(client)
 
-    def _serve(self, client: socket.socket) -> None:
-        server = socket.socket(socket.AF_UNIX if isinstance(self._target, str) else socket.AF_INET)
-        try:
-            if self._context is not None:
-                client = self._context.wrap_socket(client, server_side=True)
-            server.connect(self._target)
-        except OSError:  # no TLS, or the server is away: so is the port
-            client.close()
-            server.close()
-            return
-        self.num_connections += 1
-        pair = _Pair(client, server, self._flowing)
-        self._pairs = [*(pair for pair in self._pairs if pair.is_open), pair]
-        if self._refusing:
-            pair.close()
-        pair.carry()
-
-
-class _Pair:
-    """A client's connection and the proxy's connection to the server."""
-
-    def __init__(self, client: socket.socket, server: socket.socket, flowing: threading.Event) -> None:
-        self._client, self._server, self._flowing = client, server, flowing
-        self.is_open, self.is_cut = True, False
-
-    def carry(self) -> None:
-        """Carry data both ways until one side ends or `close` is called, then close both sides."""
-        back = threading.Thread(target=self._copy, args=(self._server, self._client), daemon=True)
-        back.start()
-        self._copy(self._client, self._server)
-        self.close()
-        back.join()
-        for side in (self._client, self._server):
-            with contextlib.suppress(OSError):  # a reset, not an orderly end
-                side.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-            side.close()
-
-    def close(self) -> None:
-        """End both directions; nothing is sent to either side."""
-        self.is_open = False
-        for side in (self._client, self._server):
-            with contextlib.suppress(OSError):
-                socket.socket.shutdown(side, socket.SHUT_RD)
-
-    def _copy(self, source: socket.socket, target: socket.socket) -> None:
+    async def _copy(self, source: StreamReader, target: StreamWriter, client: StreamWriter) -> None:
         with contextlib.suppress(OSError):
-            while True:
-                data = source.recv(1 << 16)
-                self._flowing.wait()
-                if not data or not self.is_open:
-                    break
-                if not self.is_cut:
-                    target.sendall(data)
-        if source is self._server and not self.is_cut:  # the client of a half-open connection notices nothing
-            self.close()
+            while data := await source.read(1 << 16):
+                if client not in self._cut:
+                    target.write(data)
+                    await target.drain()
 
 
 class Authority:

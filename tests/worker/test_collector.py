@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.recordings import Explored, RandomPolicy, make_collector
+from support.collectors import Explored, RandomPolicy, make_collector
 
 from ddrl import codec, envs
-from ddrl.config import EnvConfig, RolloutConfig
+from ddrl.config import EnvConfig
 from ddrl.types import Fragment
 from ddrl.worker import collector
 from ddrl.worker.collector import Collector
@@ -48,10 +48,9 @@ class Upright(Echo):
         return np.ones(len(observation), np.int64), {}
 
 
-def make(*, env: Any = None, rollout: Any = None, **options: Any) -> Collector:
+def make(*, env: Any = None, **options: Any) -> Collector:
     config = EnvConfig(**{"id": "ddrl/Target-v0", "num_envs": 2} | (env or {}))
-    options = {"policy": Echo(), "rollout": RolloutConfig(**{"fragment_s": 5} | (rollout or {}))} | options
-    return make_collector(config, **options)
+    return make_collector(config, **{"policy": Echo()} | options)
 
 
 def play(played: Collector, num_fragments: int = 12) -> list[Fragment]:

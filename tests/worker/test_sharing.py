@@ -38,7 +38,7 @@ def site(module_server, tmp_path_factory) -> Iterator[tuple[Redis, Processes]]:
     client.flushall()
     with Processes(folder) as processes, dispatching(module_server):
         warm_up = begin(client)
-        processes.worker(module_server.url, concurrency=PROCESSES)
+        processes.worker(module_server.url, "-c", str(PROCESSES))
         processes.until(lambda: len(segments.playing(client, warm_up)) == PROCESSES)
         yield client, processes
 

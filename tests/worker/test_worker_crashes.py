@@ -31,7 +31,7 @@ def worker(module_server: PrivateServer, tmp_path_factory: pytest.TempPathFactor
     """One worker for all tests whose environments fail; its pool replaces the processes that end."""
     with Processes(tmp_path_factory.mktemp("worker")) as processes:
         environment = {**ALLOWED, "DDRL_PROCESS_MEMORY": "400MiB"}
-        worker = processes.celery(module_server.url, concurrency=len(ENDS), env=environment)
+        worker = processes.celery(module_server.url, "-c", str(len(ENDS)), env=environment)
         processes.until(lambda: " ready." in worker.text())
         yield worker
 

@@ -42,7 +42,7 @@ def worker(module_server: PrivateServer, tmp_path_factory: pytest.TempPathFactor
     with Processes(tmp_path_factory.mktemp("worker")) as processes:
         run = playable(client, rollout=LONG)
         send(module_server, run, 2)
-        worker = until_ready(processes, processes.celery(module_server.url, concurrency=2))
+        worker = until_ready(processes, processes.celery(module_server.url, "-c", "2"))
         assert processes.until(lambda: stream_steps(client, run) > 0) < bound(1.5)
         # No bookkeeping of unacknowledged messages: a full server can neither lose nor repeat one.
         assert not client.keys(f"{keys.BROKER_PREFIX}unacked*")
@@ -156,7 +156,7 @@ def test_a_pool_of_threads_plays_and_drains(
 ) -> None:
     run = bad(client, "sleep", monkeypatch, rollout=LONG)
     send(server, run, 20)
-    worker = processes.celery(server.url, "--pool", "threads", concurrency=20, env=ALLOWED)
+    worker = processes.celery(server.url, "--pool", "threads", "-c", "20", env=ALLOWED)
     processes.until(lambda: len(segments.playing(client, run)) == client.hlen(keys.producers(run)) == 20)
     assert {playing.pid for playing in segments.playing(client, run).values()} == {worker.pid}
     processes.until(lambda: workers.alive(client))
