@@ -15,14 +15,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 from redis import Redis
+from support.commands import call, call_json
 from support.learners import Learning, Run, playing, until
 from support.private_server import PrivateServer
-from typer.testing import CliRunner
 
 from ddrl import celery, policy
-from ddrl.cli import app
 from ddrl.runs.evaluation import score
 from ddrl.store import (
     checkpoints,
@@ -66,42 +64,28 @@ def former(client: Redis) -> Redis:
     return client
 
 
-def command(*arguments: str) -> str:
-    """The output of a command that succeeds."""
-    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.stdout
-
-
 def learns_on(server: PrivateServer, run: str, folder: Path, patch: pytest.MonkeyPatch) -> None:
     """A learner and a player go on with a run, which gets updates, env steps and versions; its ledger balances."""
     (_, meta), latest = checkpoints.load(server.client, run), weights.index(server.client, run).latest
     patch.setattr(celery, "send_evaluation", lambda *_: None)
-    learning = Learning(Run(server, run=run), folder, patch)
+    played = Run(server, run=run)
+    learning = Learning(played, folder, patch)
+
+    def has_learned() -> bool:
+        now = played.state
+        assert learning.error is None and now.status == "active", (learning.error, now)
+        found = {"updates": now.updates, "env_steps": now.appended_steps}
+        return now.version > latest and all(value > meta[name] for name, value in found.items())
+
     try:
         with playing(server.url, run):
-
-            def has_learned() -> bool:
-                now = runs.state(server.client, run)
-                assert learning.error is None and now.status == "active", (learning.error, now)
-                return (
-                    now.updates > meta["updates"]
-                    and now.appended_steps > meta["env_steps"]
-                    and now.version > latest
-                )
-
             until(has_learned)
     finally:
         learning.end()
-    audit = ledger.audit(server.client, run)
-    assert audit.is_balanced and audit.unknown == 0
-    assert all(
-        account.appended >= account.consumed > 0
-        for producer, account in audit.accounts.items()
-        if producer < 0
-    )
-    _, saved = checkpoints.load(server.client, run)
-    assert saved["updates"] > meta["updates"]
+    audit = played.audit()
+    folded = [account for producer, account in audit.accounts.items() if producer < 0]
+    assert audit.unknown == 0 and all(one.appended >= one.consumed > 0 for one in folded)
+    assert played.meta["updates"] > meta["updates"]
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -115,10 +99,8 @@ def test_an_exported_policy_plays_as_it_did(name: str) -> None:
 def test_a_run_begins_with_an_exported_policy(client: Redis, name: str, tmp_path: Path) -> None:
     file = HERE / "policies" / f"{name}.safetensors"
     loaded, config = policy.load(file), tmp_path / "new.yaml"
-    config.write_text(
-        yaml.safe_dump(loaded.config.model_dump(mode="json", by_alias=True, exclude_unset=True))
-    )
-    command("submit", str(config), "--from", str(file), "--workers", "0", "--no-learner", "--detach")
+    config.write_text(loaded.config.model_dump_json(by_alias=True, exclude_unset=True))
+    call("submit", str(config), "--from", str(file), "--workers", "0", "--no-learner", "--detach")
     [run] = runs.names(client)
     initial = weights.decode_weights(runs.initial(client, run) or b"")
     for tensor, value in loaded.weights.items():
@@ -127,18 +109,18 @@ def test_a_run_begins_with_an_exported_policy(client: Redis, name: str, tmp_path
 
 def test_commands_show_runs(former: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    listed = {row["run"]: row for row in json.loads(command("runs", "--json"))}
+    listed = {row["run"]: row for row in call_json("runs")}
     assert [row["algorithm"] for row in listed.values()] == list(ALGORITHMS)
     assert [row["status"] for row in listed.values()] == ["active", "paused", "active", "active", "stopped"]
     for run, row in listed.items():
-        assert re.search(rf"updates +{row['updates']}\b", command("status", run))
-        assert "created" in command("journal", run) and "created" in command("logs", run)
-        assert "balanced:" in command("audit", run)
-        exported = json.loads(command("export", run, "--json"))
+        assert re.search(rf"updates +{row['updates']}\b", call("status", run))
+        assert "created" in call("journal", run) and "created" in call("logs", run)
+        assert "balanced:" in call("audit", run)
+        exported = call_json("export", run)
         assert policy.load(exported["path"]).version == row["version"]
-        assert json.loads(command("evaluate", run, "-n", "2", "--json"))["episodes"] == 2
-    command("compare", *listed)
-    command("fleet")
+        assert call_json("evaluate", run, "-n", "2")["episodes"] == 2
+    call("compare", *listed)
+    call("fleet")
 
 
 def test_what_is_open_on_a_server_is_read(former: Redis) -> None:
@@ -155,9 +137,8 @@ def test_settings_that_are_unknown_here_are_refused_by_name(former: Redis, tmp_p
     spec = json.loads(former.get(keys.spec(run)))
     spec["replay"]["forgotten"] = 1
     former.set(keys.spec(run), json.dumps(spec))
-    with pytest.raises(
-        StoreError, match=f"^run {run}: .*another version of ddrl .*replay.forgotten.*; finish it"
-    ):
+    message = "another version of ddrl .*replay.forgotten.*; finish it"
+    with pytest.raises(StoreError, match=f"^run {run}: .*{message}"):
         runs.config(former, run)
     data = (HERE / "policies" / "sac.safetensors").read_bytes()
     metadata = weights.weights_metadata(data) | {"config": json.dumps(spec)}
