@@ -78,65 +78,45 @@ def test_an_iteration_begins_where_it_was_prepared(spec: EnvSpec) -> None:
 
 
 @each_name
-def test_observation_statistics_are_those_of_all_rows_seen(name: str) -> None:
+def test_observations_are_normalized_by_all_rows_before(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first batch is normalized by itself. Within an iteration the statistics are constant."""
     learner, fragments = make_learner(name, DISCRETE, normalize_observations=True), make_feed(DISCRETE)
     for one in fragments:
         one.observation[..., 2] = one.final_observation[..., 2] = 5.0  # a sensor that is stuck
-    seen: list[np.ndarray] = []
-    start = learner.weights()
-    assert start["observation_mean"].tolist() == [0.0] * 3 and start["observation_std"].tolist() == [1.0] * 3
-    for i in range(0, 12, 4):
-        batch = tensors(fragments[i : i + 4])
-        learner.update(batch)
-        seen.append(batch.observation.double().numpy())
-        rows, state, weights = np.concatenate(seen), learner.state(), learner.weights()
-        assert int(state["observation_count"]) == len(rows)
-        np.testing.assert_allclose(state["observation_mean"].numpy(), rows.mean(axis=0), rtol=1e-9)
-        variance, std = state["observation_variance"].numpy(), np.maximum(rows.std(axis=0), 1e-4)
-        np.testing.assert_allclose(variance, rows.var(axis=0), rtol=1e-9, atol=1e-12)
-        assert std[2] == 1e-4
-        for part, expected in (("mean", rows.mean(axis=0)), ("std", std)):
-            np.testing.assert_allclose(weights[f"observation_{part}"].numpy(), expected, rtol=1e-5)
-            assert weights[f"observation_{part}"].dtype == torch.float32
-
-
-def published(learner: Any) -> tuple[np.ndarray, np.ndarray]:
-    weights = learner.weights()
-    return weights["observation_mean"].numpy(), weights["observation_std"].numpy()
-
-
-@each_name
-def test_statistics_are_constant_within_an_iteration(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is published with weights is what the next batch is normalized by, in all its epochs."""
-    learner, fragments = make_learner(name, DISCRETE, normalize_observations=True), make_feed(DISCRETE)
-    learner.update(tensors(fragments[:4]))
-    fragments[4].observation[0, 0] = (1e6, -1e6, 0.0)  # far out: clipped
-    batch, (mean, std) = tensors(fragments[4:8]), published(learner)
-    used: list[Prepared] = []
-    held: list[float] = []
+    fragments[8].observation[0, 0, :2] = (1e6, -1e6)  # far out: clipped
+    used: list[np.ndarray] = []
+    means: list[list[float]] = []
     evaluate = learner.evaluate
 
     def spy(part: Prepared) -> Any:
-        used.append(part)
-        held.append(float(learner.state()["observation_mean"].sum()))
+        used.append(part.observation.numpy())
+        means.append(learner.state()["observation_mean"].tolist())
         return evaluate(part)
 
     monkeypatch.setattr(learner, "evaluate", spy)
-    learner.update(batch)
-    assert len(set(held)) == 1
-    assert not np.array_equal(published(learner)[0], mean), "it moves at the end"
-    expected = np.clip((batch.observation.numpy() - mean) / std, -10, 10)[batch.row[batch.valid].numpy()]
-    assert np.abs(expected).max() == 10.0
-    whole = used[-1].observation.numpy()
-    np.testing.assert_allclose(whole, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_the_first_batch_is_normalized_by_itself() -> None:
-    """Nothing was seen before it, and an untrained policy is nearly uniform however it sees."""
-    learner, batch = make_ppo(normalize_observations=True), tensors(make_feed(DISCRETE))
-    prepared, rows = learner.prepare(batch, estimator="gae"), batch.observation.numpy()
-    expected = ((rows - rows.mean(axis=0)) / rows.std(axis=0))[batch.row[batch.valid].numpy()]
-    np.testing.assert_allclose(prepared.observation.numpy(), expected, rtol=1e-4, atol=1e-4)
+    start, seen = learner.weights(), np.zeros((0, 3))
+    assert start["observation_mean"].tolist() == [0.0] * 3 and start["observation_std"].tolist() == [1.0] * 3
+    for i in range(0, 12, 4):
+        batch = tensors(fragments[i : i + 4])
+        rows = batch.observation.double().numpy()
+        before, seen = seen if i else rows, np.concatenate([seen, rows])
+        learner.update(batch)
+        expected = np.clip((rows - before.mean(axis=0)) / np.maximum(before.std(axis=0), 1e-4), -10, 10)
+        np.testing.assert_allclose(used[-1], expected[batch.row[batch.valid]], rtol=1e-4, atol=1e-4)
+        assert means == means[:1] * len(means), "they move at the end of an iteration"
+        means.clear()
+        state, weights = learner.state(), learner.weights()
+        assert int(state["observation_count"]) == len(seen)
+        np.testing.assert_allclose(state["observation_mean"].numpy(), seen.mean(axis=0), rtol=1e-9)
+        np.testing.assert_allclose(
+            state["observation_variance"].numpy(), seen.var(axis=0), rtol=1e-9, atol=1e-12
+        )
+        std = np.maximum(seen.std(axis=0), 1e-4)
+        assert std[2] == 1e-4
+        for part, published in (("mean", seen.mean(axis=0)), ("std", std)):
+            np.testing.assert_allclose(weights[f"observation_{part}"].numpy(), published, rtol=1e-5)
+            assert weights[f"observation_{part}"].dtype == torch.float32
+    assert np.abs(used[-1]).max() == 10.0
 
 
 def test_statistics_of_returns() -> None:
