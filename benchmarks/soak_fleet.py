@@ -26,6 +26,8 @@ SAMPLE_S = 2.0
 NUM_LEARNERS, NUM_WORKERS = 3, 2
 MIB = 1024**2
 BEGUN = re.compile(r" ready\.|waits for runs")
+# Celery finds only after "ready" that the only process of a worker was killed before that.
+NOT_BEGUN = "Could not start worker processes"
 _ENDLESS: dict[str, Any] = {
     "stop": {"return": 100.0, "time": "10h"},  # out of reach
     "evaluation": {"every_s": 20, "near_every_s": 20, "num_episodes": 10},
@@ -134,7 +136,7 @@ class SoakFleet:
                 words = (
                     f"{process.log.name} ended by itself with code {process.returncode}: {last_line(process)}"
                 )
-                if BEGUN.search(process.text()):
+                if BEGUN.search(process.text()) and NOT_BEGUN not in words:
                     self.findings.add(words)
                 else:
                     self.restarted.append(words)
