@@ -106,7 +106,9 @@ def test_a_full_server_gets_memory_back_from_the_stream(server) -> None:
     run.play(300)
     fields, producer = fields_of(run.entries[0]), stream.new_producer(run.client)
     for seq in range(60):  # 3 MB that only the replay needs
-        run.append({**fields, b"padding": random.randbytes(50_000)}, producer, seq, num_transitions=1)
+        run.append(
+            {**fields, b"padding": random.randbytes(50_000)}, producer=producer, seq=seq, num_transitions=1
+        )
     learner = run.learner()
     with training(learner) as outages:
         run.catch_up(learner)
