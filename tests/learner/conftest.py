@@ -7,7 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.learners import Learning, Run
+from support.learners import Learning, Run, endless_config
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """The log lines of the test, from level INFO on."""
+    caplog.set_level("INFO")
+    return caplog
+
+
+@pytest.fixture
+def run(server) -> Run:
+    """A run of the toy that nothing ends."""
+    return Run(server, endless_config())
 
 
 @pytest.fixture

@@ -31,12 +31,13 @@ def run(client: Redis) -> str:
     return start(client, target_config())
 
 
-def dispatcher(client: Redis, run: str, token: int) -> Dispatcher:
-    """A dispatcher whose messages go straight into the list from which workers take them."""
+def dispatcher(client: Redis, run: str) -> Dispatcher:
+    """The dispatcher of a run's next learner; messages go straight into the list from which workers take them."""
 
     def send(queue: str, limit_s: float) -> None:
         client.lpush(keys.queue(queue), json.dumps({"limit_s": limit_s}))
 
+    token = want_processes(client, run)
     return Dispatcher(client, run, token, runs.config(client, run).rollout, send=send)
 
 
@@ -44,7 +45,7 @@ def dispatcher(client: Redis, run: str, token: int) -> Dispatcher:
 def test_it_keeps_messages_waiting_for_the_workers_of_its_queue(
     client: Redis, run: str, processes: int, messages: int
 ) -> None:
-    one = dispatcher(client, run, want_processes(client, run))
+    one = dispatcher(client, run)
     if processes:
         workers.beat(client, heartbeat("a@h", processes))
     workers.beat(client, heartbeat("b@h", 40, "ddrl.evaluate"))
@@ -57,7 +58,7 @@ def test_it_keeps_messages_waiting_for_the_workers_of_its_queue(
 def test_messages_serve_all_runs_so_one_dispatcher_sends_for_all(client: Redis, run: str) -> None:
     workers.beat(client, heartbeat("a@h", 8))
     other = start(client, target_config(rollout={"segment_s": 600}))
-    first, second = (dispatcher(client, name, want_processes(client, name)) for name in (run, other))
+    first, second = (dispatcher(client, name) for name in (run, other))
     assert [first.tick(), second.tick(), first.tick()] == [2, 0, 0]
     limit = 600 + 2 * 60  # of the run that takes longest
     assert client.lrange(keys.queue(QUEUE), 0, -1) == [b'{"limit_s": %.1f}' % limit] * 2
@@ -71,10 +72,9 @@ def test_a_waiting_run_of_higher_priority_claims_processes_if_it_has_steps_left(
     workers.beat(client, heartbeat("a@h", 2)), workers.beat(client, heartbeat("b@h", 2, "ddrl.rollout.box2d"))
     names = ("low", "low", "normal", "high")
     all_runs = [start(client, target_config(priority=name)) for name in names]
-    tokens = [want_processes(client, run) for run in all_runs]
+    *_, one = (dispatcher(client, run) for run in all_runs)
     for run, node in zip(all_runs, ("a@h", "b@h", "a@h"), strict=False):
         note_playing(client, run, node=node, pid=len(run))
-    one = dispatcher(client, all_runs[-1], tokens[-1])
     assert one.tick() == 2  # messages, which nobody takes
     for steps, expected in ((10**9, [None] * 4), (0, [b"1", None, b"1", None])):
         client.hset(keys.state(all_runs[-1]), "appended_steps", steps)
@@ -84,7 +84,7 @@ def test_a_waiting_run_of_higher_priority_claims_processes_if_it_has_steps_left(
 
 
 def test_it_reports_how_many_processes_played(client: Redis, run: str) -> None:
-    one = dispatcher(client, run, want_processes(client, run))
+    one = dispatcher(client, run)
     began = time.monotonic()
     one.tick()
     for _ in range(20):
@@ -101,7 +101,7 @@ def test_processes_that_are_gone_are_noted_once(client: Redis, run: str) -> None
         note_playing(client, run, node=node, pid=pid)
         for node, pid in (("a@h", 10), ("a@h", 12), ("gone@h", 10))
     )
-    one = dispatcher(client, run, want_processes(client, run))
+    one = dispatcher(client, run)
     for _ in range(3):
         one.tick()
     assert set(segments.playing(client, run)) == {alive}
@@ -111,7 +111,7 @@ def test_processes_that_are_gone_are_noted_once(client: Redis, run: str) -> None
 
 
 def test_workers_of_the_same_name_do_not_lose_each_others_processes(client: Redis, run: str) -> None:
-    one = dispatcher(client, run, want_processes(client, run))
+    one = dispatcher(client, run)
     for pid in (10, 20, 30):
         note_playing(client, run, node="a@h", pid=pid)
     for _ in range(4):
@@ -126,7 +126,7 @@ def test_workers_of_the_same_name_do_not_lose_each_others_processes(client: Redi
 
 
 def test_a_run_that_only_crashes_is_paused_until_it_is_resumed(client: Redis, run: str) -> None:
-    one = dispatcher(client, run, want_processes(client, run))
+    one = dispatcher(client, run)
     for _ in range(runs.config(client, run).rollout.max_crashes):
         one.tick()
         assert runs.state(client, run).status == "active"

@@ -16,7 +16,7 @@ from ddrl.types import EvaluationResult
 
 
 class Match:
-    """A scheduler with its run, and the worker that plays its evaluations."""
+    """The scheduler of a run's next learner, and the worker that plays its evaluations."""
 
     def __init__(self, client: Redis, run: str, **evaluation: Any) -> None:
         self.client, self.run = client, run
@@ -51,11 +51,6 @@ class Match:
 def match(server: Any) -> Match:
     run = start(server.client, target_config())
     return Match(server.client, run, every_s=3600, near_every_s=0.01, near=5)
-
-
-def successor(match: Match) -> Match:
-    """The same run with a new learner."""
-    return Match(match.client, match.run)
 
 
 def test_it_evaluates_when_training_returns_are_near_the_target_only(match: Match) -> None:
@@ -137,12 +132,12 @@ def test_changed_settings_are_applied_to_the_next_evaluation(match: Match) -> No
 
 def test_a_confirmation_that_came_while_no_learner_ran_still_solves(match: Match) -> None:
     match.tick(), match.answer(-0.4), match.tick(), match.answer(-0.4)
-    assert successor(match).scheduler.solved
+    assert Match(match.client, match.run).scheduler.solved
 
 
 def test_a_new_learner_knows_the_results_of_before(match: Match) -> None:
     match.tick(), match.answer(-2.0), match.tick()
-    other = successor(match)
+    other = Match(match.client, match.run)
     other.version = 2
     time.sleep(0.2)  # its `near_every_s`
     other.tick(), other.answer(-3.0), other.tick()

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import random
 import signal
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from support.algorithms import assert_same
 from support.learners import (
+    OFF_POLICY,
     Run,
-    catch_config,
     contents,
     crashing,
     fields_of,
@@ -20,35 +19,37 @@ from support.learners import (
     until,
 )
 from support.processes import EXACT, Processes
-from support.runs import target_config
 
 from ddrl.config import RunConfig, validate
 from ddrl.learner.loop import Learner
 from ddrl.store import checkpoints, stream, weights
 
-NUM_STEPS = 2200  # of the feed: more than the value learners' replays hold
+NUM_STEPS = 2200  # of the feed: more than the replays hold
 NUM_KILLS = 6 if EXACT else 3
 Feed = list[tuple[dict[bytes, bytes], dict[str, int]]]
 """Fragments as they were appended: fields; producer, incarnation, seq, num_transitions."""
 
 
-def sac_config() -> RunConfig:
-    return target_config(stop={"return": None}, replay={"capacity": 1500, "samples_per_insert": 8})
+@pytest.fixture
+def draw() -> random.Random:
+    """Another one each time; its seed is printed."""
+    seed = random.randrange(10**6)
+    print(f"seed {seed}")
+    return random.Random(seed)
 
 
-CONFIGS: dict[str, Callable[[], RunConfig]] = {"sac": sac_config, "dqn": catch_config, "r2d2": recall_config}
-
-
-def in_lockstep(config: RunConfig, **replay: Any) -> RunConfig:
+def in_lockstep(server, config: RunConfig, num_steps: int, **replay: Any) -> tuple[Run, Run]:
+    """Return two runs that hold the same feed: so many steps of two real players."""
     tree = config.model_dump(by_alias=True, mode="json")
     tree["learner"] |= {"lockstep": True, "checkpoint_every_s": 1.0}
     tree["replay"] |= {"slack_steps": 4000, **replay}
-    return validate(tree)
+    config = validate(tree)
+    feed = recorded(Run(server, config), num_steps)
+    return fed(Run(server, config), feed), fed(Run(server, config), feed)
 
 
-def recorded(server, config: RunConfig, num_steps: int) -> Feed:
+def recorded(run: Run, num_steps: int) -> Feed:
     """Return what two real players append to a run that nobody learns."""
-    run = Run(server, config)
     for _ in range(2):
         run.play(num_steps // 2, anew=True)
     feed, steps = [], 0
@@ -59,9 +60,8 @@ def recorded(server, config: RunConfig, num_steps: int) -> Feed:
     return feed
 
 
-def fed(server, config: RunConfig, feed: Feed) -> Run:
-    """Return a new run with these fragments in this order, as its own."""
-    run = Run(server, config)
+def fed(run: Run, feed: Feed) -> Run:
+    """Append these fragments to a new run in this order, as its own."""
     for fields, who in feed:
         header = json.loads(fields[b"h"]) | {"run": run.id}
         reply = stream.append(run.client, run.id, {**fields, b"h": json.dumps(header).encode()}, **who)
@@ -89,35 +89,29 @@ def assert_equal_ends(one: Run, two: Run) -> None:
         assert one.meta[name] == two.meta[name], name
 
 
-@pytest.mark.parametrize("name", list(CONFIGS))
-def test_learners_killed_at_random_updates_end_as_one_that_never_was(name: str, server) -> None:
-    seed = random.randrange(10**6)
-    print(f"seed {seed}")
-    draw = random.Random(seed)
-    config = in_lockstep(CONFIGS[name]())
-    feed = recorded(server, config, NUM_STEPS)
-    undisturbed, killed = fed(server, config, feed), fed(server, config, feed)
+@pytest.mark.parametrize("name", OFF_POLICY)
+def test_learners_killed_at_random_updates_end_as_one_that_never_was(
+    name: str, server, draw: random.Random
+) -> None:
+    undisturbed, killed = in_lockstep(server, OFF_POLICY[name](), NUM_STEPS)
     whole = learn(undisturbed, [])
     updates, steps = whole.shared.updates, whole.shared.env_steps
     assert updates > 200 and whole.counters.dead == 0
-    assert name == "sac" or len(whole.replay) < steps, "some were evicted"
+    assert len(whole.replay) < steps, "some were evicted"
     last = learn(killed, sorted(draw.randrange(updates) for _ in range(NUM_KILLS)))
     assert_equal_ends(undisturbed, killed)
     assert_same(contents(whole), contents(last))
     for number in range(updates, updates + 3):  # they would draw the same next
         draws = (one.replay.draw(num_steps=10**9, num_updates=number, version=0) for one in (whole, last))
         assert_same(*map(vars, draws))
-    assert killed.audit().total("consumed") == len(feed)
+    assert killed.audit().total("consumed") == killed.state.appended_fragments
 
 
-def test_a_real_process_killed_by_signals_ends_as_one_that_never_was(server, processes: Processes) -> None:
+def test_a_real_process_killed_by_signals_ends_as_one_that_never_was(
+    server, processes: Processes, draw: random.Random
+) -> None:
     """Recurrent, prioritized replay, whose state is the largest."""
-    seed = random.randrange(10**6)
-    print(f"seed {seed}")
-    draw = random.Random(seed)
-    config = in_lockstep(recall_config(), samples_per_insert=32)
-    feed = recorded(server, config, 1000)
-    undisturbed, killed = fed(server, config, feed), fed(server, config, feed)
+    undisturbed, killed = in_lockstep(server, recall_config(), 1000, samples_per_insert=32)
     updates = learn(undisturbed, []).shared.updates
     num_kills = 2 if EXACT else 1
     for part in range(num_kills):

@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from redis import Redis
-from support.learners import Run, endless_config, pick_config, playing, training, until
-from support.processes import Processes, bound
+from support.learners import Run, endless_config, pick_config, playing, training, until, within
+from support.processes import Processes
 from support.runs import target_config
 
 from ddrl.config import RunConfig
@@ -23,11 +22,7 @@ from ddrl.store import checkpoints, connection, keys, leases, local_checkpoints,
 from ddrl.store.local_checkpoints import Snapshot
 
 
-def endless(**sections: Any) -> RunConfig:
-    return endless_config(**{"replay": {"samples_per_insert": 4}, **sections})
-
-
-def endless_on_policy() -> RunConfig:
+def on_policy_config() -> RunConfig:
     return pick_config(stop={"time": 3600}, evaluation={"every_s": 3600, "near": 0})
 
 
@@ -83,15 +78,10 @@ def older(client: Redis) -> Callable[[], object]:
 
 @pytest.mark.faults
 @pytest.mark.parametrize("lose", [empty, older])
-@pytest.mark.parametrize("make_config", [endless, endless_on_policy])
+@pytest.mark.parametrize("make_config", [endless_config, on_policy_config])
 def test_a_learner_restores_its_run_on_a_server_that_lost_data(
-    server,
-    learn,
-    caplog: pytest.LogCaptureFixture,
-    lose: Callable[[Redis], Callable[[], object]],
-    make_config: Callable[[], RunConfig],
+    server, learn, log, lose: Callable[..., Any], make_config: Callable[..., RunConfig]
 ) -> None:
-    caplog.set_level("INFO")
     run = Run(server, make_config())
     learning, submitted = learn(run), run.state
     with playing(run.url, run.id):
@@ -100,43 +90,34 @@ def test_a_learner_restores_its_run_on_a_server_that_lost_data(
         until(lambda: run.state.version > version + 3 and run.meta)
         before = run.state
         lose_now()
-        began = time.monotonic()
-        go_on(run, before)
-        took_s = time.monotonic() - began
-    print(f"server lost data -> play and updates beyond those of before: {took_s:.1f} s")
-    assert took_s < bound(10.0)
+        with within(10.0, "server lost data -> play and updates beyond those of before"):
+            go_on(run, before)
     assert (run.state.created_s, run.state.first_step_s) == (before.created_s, before.first_step_s)
     assert run.state.status == "active" and runs.config(run.client, run.id) == make_config()
-    assert run.journal.count("restored") == 1 and "restored" in caplog.text and learning.thread.is_alive()
+    assert run.journal.count("restored") == 1 and "restored" in log.text and learning.thread.is_alive()
     learning.end()
     lost = range(version + 1, before.version + 1)
     assert not {*lost} & run.index.sizes.keys()  # no version names two weights
     if lose is empty:
         audit = run.audit()
         assert audit.total("consumed") > 0 and audit.total("refused") == 0
-        assert "holding 0 transitions" in beginnings(caplog.text)[-1]  # the replay is lost
+        assert "holding 0 transitions" in beginnings(log.text)[-1]  # the replay is lost
 
 
-def test_a_standby_leaves_the_restoring_to_the_holder(
-    server, learn, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    run = Run(server, endless())
+def test_a_standby_leaves_the_restoring_to_the_holder(run, learn, log) -> None:
     holder = learn(run)
     until(lambda: holder.holds_after(0) and run.index.sizes)
     standby, token = learn(run), run.token
-    until(lambda: "waits for it" in caplog.text)
+    until(lambda: "waits for it" in log.text)
     run.client.flushall()
     until(lambda: holder.holds_after(token))
-    threads = [record.threadName for record in caplog.records if "restored from" in record.message]
+    threads = [record.threadName for record in log.records if "restored from" in record.message]
     assert threads == [holder.thread.name] and standby.thread.is_alive()
 
 
 def test_a_new_learner_or_resume_restores_a_run_from_its_folder(
-    server, learn, processes: Processes, caplog: pytest.LogCaptureFixture
+    run, learn, processes: Processes, log
 ) -> None:
-    caplog.set_level("INFO")
-    run = Run(server, endless())
     before = run.state
     for restored_by in ("nobody", "learner", "resume"):
         if restored_by == "resume":
@@ -148,17 +129,16 @@ def test_a_new_learner_or_resume_restores_a_run_from_its_folder(
         with playing(run.url, run.id):
             go_on(run, before)
         learning.end()
-        begin = beginnings(caplog.text)[-1]
+        begin = beginnings(log.text)[-1]
         assert begin.startswith(f"update {before.updates},") and "holding 0" in begin
         before = run.state
         run.client.flushall()
-    assert caplog.text.count("restored from") == 1
+    assert log.text.count("restored from") == 1
     warmup = target_config().replay.warmup_steps
-    assert f"updates go on after {warmup} more steps" in caplog.text
+    assert f"updates go on after {warmup} more steps" in log.text
 
 
-def test_a_paused_run_is_restored_paused_and_waited_for(server, learn, tmp_path: Path) -> None:
-    run = Run(server, endless())
+def test_a_paused_run_is_restored_paused_and_waited_for(run, learn, tmp_path: Path) -> None:
     learning = learn(run)
     until(lambda: local_checkpoints.token(tmp_path / "runs" / run.id, run.id))
     runs.set_status(run.client, run.id, "paused", "by the test")
@@ -172,9 +152,8 @@ def test_a_paused_run_is_restored_paused_and_waited_for(server, learn, tmp_path:
 
 
 def test_a_run_that_is_lost_while_its_attempt_begins_is_restored(
-    server, learn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run, learn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = Run(server, endless())
     snapshot, acquire = saved(run.learner(), run, tmp_path / "runs"), leases.acquire
 
     def lost_at_once(*arguments: Any, **options: Any) -> int | None:
@@ -189,13 +168,12 @@ def test_a_run_that_is_lost_while_its_attempt_begins_is_restored(
 
 
 def test_a_learner_that_cannot_save_its_state_goes_on_from_the_checkpoint_before(
-    server, learn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    server, learn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log
 ) -> None:
-    caplog.set_level("INFO")
-    run = Run(server, endless(learner={"checkpoint_every_s": 3600}))
+    run = Run(server, endless_config(learner={"checkpoint_every_s": 3600}))
     saved(run.learner(), run, tmp_path / "runs")
     learning = learn(run)
-    until(lambda: len(beginnings(caplog.text)) == 2)
+    until(lambda: len(beginnings(log.text)) == 2)
     token = run.token
 
     def fail(_: Learner) -> None:
@@ -205,11 +183,13 @@ def test_a_learner_that_cannot_save_its_state_goes_on_from_the_checkpoint_before
         patch.setattr(Learner, "checkpoint", fail)
         run.client.flushall()
         until(lambda: learning.holds_after(token))
-    assert "state cannot be saved" in caplog.text
+    assert "state cannot be saved" in log.text
 
 
 def test_a_lost_replay_is_warmed_up_again_before_updates_go_on(server, tmp_path: Path) -> None:
-    run = Run(server, endless(replay={"warmup_steps": 200, "samples_per_insert": 8, "slack_steps": 100}))
+    run = Run(
+        server, endless_config(replay={"warmup_steps": 200, "samples_per_insert": 8, "slack_steps": 100})
+    )
     run.play(600)
     first, most = run.learner(), (run.state.appended_steps - 200) * 8 // 32
     with training(first):
@@ -234,8 +214,7 @@ def test_a_lost_replay_is_warmed_up_again_before_updates_go_on(server, tmp_path:
     third.close()
 
 
-def test_a_run_lost_before_its_first_update_publishes_again(server, tmp_path: Path) -> None:
-    run = Run(server, endless())
+def test_a_run_lost_before_its_first_update_publishes_again(run, tmp_path: Path) -> None:
     snapshot = saved(run.learner(), run, tmp_path)
     run.client.flushall()
     assert local_checkpoints.restore(run.client, snapshot)
@@ -249,10 +228,9 @@ def test_a_run_lost_before_its_first_update_publishes_again(server, tmp_path: Pa
 
 @pytest.mark.faults
 def test_worker_and_learner_go_on_after_a_restart_and_leave_a_deleted_run(
-    server, processes: Processes
+    server, run, processes: Processes
 ) -> None:
-    run, folder = Run(server, endless()), processes.folder / "runs"
-    submitted = run.state
+    folder, submitted = processes.folder / "runs", run.state
     processes.worker(run.url)
     learner = processes.learner(run.url, run.id)
     go_on(run, submitted)
@@ -260,11 +238,8 @@ def test_worker_and_learner_go_on_after_a_restart_and_leave_a_deleted_run(
     before = run.state
     server.kill()
     server.start()
-    began = time.monotonic()
-    go_on(run, before)
-    took_s = time.monotonic() - began
-    print(f"server restarted empty -> play and updates beyond those of before: {took_s:.1f} s")
-    assert took_s < bound(10.0)
+    with within(10.0, "server restarted empty -> play and updates beyond those of before"):
+        go_on(run, before)
     assert runs.names(run.client) == [run.id] and run.journal.count("restored") == 1 and learner.running
 
     learner.send_signal(signal.SIGSTOP)  # the run is deleted while its learner is stalled, and stays deleted

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 from support.algorithms import assert_same
-from support.learners import Run, pick_config, playing, training, until
+from support.learners import Run, finished, pick_config, playing, training, until
 
 from ddrl import codec
 from ddrl.learner.loop import Learner
 from ddrl.store import keys, stream
-from ddrl.types import Fragment
 from ddrl.worker.segment import Player
 
 
@@ -32,15 +31,6 @@ def most_stale(run: Run) -> float:
     return max(row.get("max_staleness", 0.0) for row in run.rows)
 
 
-def append_as(run: Run, player: Player, change: Callable[[Fragment], Fragment]) -> None:
-    """Append a changed fragment of a player's."""
-    player.load(run.client, run.index.latest)
-    fragment = change(player.collector.collect(max_steps=8))
-    who = {"producer": player.producer, "incarnation": fragment.incarnation, "seq": fragment.seq}
-    num_transitions = fragment.num_transitions
-    stream.append(run.client, run.id, codec.encode(fragment), **who, num_transitions=num_transitions)
-
-
 @pytest.mark.parametrize(
     ("pace", "least", "most"),
     [
@@ -54,12 +44,10 @@ def test_staleness_stays_within_the_bound_and_versions_count_iterations(
     server, pace: dict[str, object], least: int, most: int
 ) -> None:
     run = pick_run(server, on_policy=pace)
-    learner = run.learner()
-    shared = learner.shared
-    with training(learner), playing(run.url, run.id, num=2):
+    with finished(run) as learner, playing(run.url, run.id, num=2):
+        shared = learner.shared
         until(lambda: shared.version >= 30)
         until(lambda: sum("staleness" in row for row in run.rows) >= 3)
-    learner.finish()
     assert most_stale(run) <= most
     assert [row for row in run.rows if "staleness" in row][-1]["staleness"] >= least
     state = run.state
@@ -84,19 +72,21 @@ def test_an_iteration_waits_for_the_publication_of_the_last_one(server) -> None:
         until(lambda: learner.shared.updates > done)
 
 
-@pytest.mark.parametrize("stale", ["drop", "correct"])
-def test_stale_fragments_are_dropped_and_given_back_or_corrected(server, stale: str) -> None:
+@pytest.mark.parametrize(("stale", "num_dropped"), [("drop", 4), ("correct", 0)])
+def test_stale_fragments_are_dropped_and_given_back_or_corrected(
+    server, stale: str, num_dropped: int
+) -> None:
     run = pick_run(server, on_policy={"collect": "sync", "stale": stale}, algorithm={"estimator": "vtrace"})
-    learner, player = run.learner(), Player(run.client, run.id)
-    is_corrected = stale == "correct"
-    with training(learner):
+    player, is_corrected = Player(run.client, run.id), num_dropped == 0
+    with finished(run) as learner:
         play_until(run, lambda: learner.shared.version >= 8)
         for _ in range(4):  # uses up the allowance of an iteration, and more
-            append_as(run, player, lambda fragment: replace(fragment, policy_version=0))
+            player.load(run.client, run.index.latest)
+            old = replace(player.collector.collect(max_steps=8), policy_version=0)
+            run.append(codec.encode(old), player.producer, old.seq, num_transitions=old.num_transitions)
         goal = learner.shared.version + 5
         play_until(run, lambda: learner.shared.version >= goal and (most_stale(run) >= 7) == is_corrected)
-    learner.finish()
-    assert learner.counters.dropped == (0 if is_corrected else 4)
+    assert learner.counters.dropped == num_dropped
     assert is_corrected or most_stale(run) <= 1
 
 

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.learners import Run, endless_config, fields_of, in_threads, playing, until
+from support.learners import Run, endless_config, fields_of, in_threads, playing, until, within
 from support.processes import EXACT, SLOW_S, Processes, bound
 from support.runs import target_config
 
@@ -42,13 +42,11 @@ def held(run: Run) -> Iterator[list[leases.LeaseLostError]]:
         yield refused
 
 
-def learns(run: Run, taken: int) -> float:
-    """Return the seconds until updates are made by the learner that was the `taken`-th to take the run."""
-    began = time.monotonic()
+def learns(run: Run, taken: int) -> None:
+    """Wait for updates by the learner that was the `taken`-th to take the run."""
     until(lambda: run.token >> 16 == taken, SLOW_S)
     before = run.state.updates
     until(lambda: run.state.updates > before, SLOW_S)
-    return time.monotonic() - began
 
 
 # --- a run changes hands ---------------------------------------------------------------------------------
@@ -56,43 +54,35 @@ def learns(run: Run, taken: int) -> float:
 
 @pytest.mark.faults
 def test_a_standby_goes_on_in_seconds_after_a_death_and_hands_over_on_request(
-    server, learn, processes: Processes, caplog: pytest.LogCaptureFixture
+    run, learn, processes: Processes, log
 ) -> None:
-    caplog.set_level("INFO")
-    run = Run(server, endless_config())
     with held(run):
         second = processes.learner(run.url, run.id)
         processes.until(
             lambda: f"{run.id} is held by the learner on elsewhere; waits for it" in second.text()
         )
     with playing(run.url, run.id):
-        took_s = learns(run, 2)
-        print(f"learner death -> next update with a standby waiting: {took_s:.1f} s")
-        assert took_s < bound(5.0)
-
+        with within(5.0, "learner death -> next update with a standby waiting"):
+            learns(run, 2)
         third = learn(run, take_over=True)
         until(lambda: run.state.handover or run.token >> 16 == 3)
-        took_s = learns(run, 3)
-        print(f"requested -> next update by the requester: {took_s:.1f} s")
-        assert took_s < bound(5.0) and second.wait() == 0
+        with within(5.0, "requested -> next update by the requester"):
+            learns(run, 3)
+        assert second.wait() == 0
     who = rf"\S+ \(process {os.getpid()}\)"
     assert re.search(rf"hands {run.id} over to the learner on {who}, which requested it", second.text())
-    begun = re.search(r"starts at update (\d+)", caplog.text)
+    begun = re.search(r"starts at update (\d+)", log.text)
     assert begun is not None and int(begun[1]) > 0  # where the second ended
     assert run.state.handover == ""
     third.end()
-    assert third.error is None and f"leaves {run.id} active for the next learner" in caplog.text
+    assert third.error is None and f"leaves {run.id} active for the next learner" in log.text
     assert run.journal == ["created", "handover"]
     audit = run.audit()
     assert audit.total("consumed") > 0 and audit.total("refused") == 0
 
 
 @pytest.mark.faults
-def test_a_learner_that_does_not_hand_over_is_replaced_and_can_write_no_more(
-    server, learn, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    run = Run(server, endless_config())
+def test_a_learner_that_does_not_hand_over_is_replaced_and_can_write_no_more(run, learn, log) -> None:
     with held(run) as refused:
         token, second = run.token, learn(run, take_over=True)
         until(lambda: run.state.handover)
@@ -101,15 +91,14 @@ def test_a_learner_that_does_not_hand_over_is_replaced_and_can_write_no_more(
         assert 4.0 < time.monotonic() - began < bound(6.0)  # it waited for a handover
         until(lambda: refused)
     until(lambda: run.state.version >= 0)  # it learns
-    assert f"{run.id} is held by the learner on elsewhere; requests it" in caplog.text
-    assert f"takes {run.id} from the learner on elsewhere, which did not hand it over" in caplog.text
+    assert f"{run.id} is held by the learner on elsewhere; requests it" in log.text
+    assert f"takes {run.id} from the learner on elsewhere, which did not hand it over" in log.text
 
 
 @pytest.mark.faults
 def test_a_stalled_learner_wakes_to_find_its_run_taken_and_writes_nothing(
-    server, learn, processes: Processes
+    run, learn, processes: Processes
 ) -> None:
-    run = Run(server, endless_config())
     folder = processes.folder / "runs" / run.id
     first = processes.learner(run.url, run.id)
     with playing(run.url, run.id):
@@ -138,22 +127,18 @@ def test_a_stalled_learner_wakes_to_find_its_run_taken_and_writes_nothing(
 
 
 @pytest.mark.faults
-def test_a_service_that_loses_a_run_learns_another_and_takes_back_the_first(
-    server, learn, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    run = Run(server, endless_config())
+def test_a_service_that_loses_a_run_learns_another_and_takes_back_the_first(server, run, learn, log) -> None:
     service = learn(run, serves=True)
     with playing(run.url, run.id):
         learns(run, 1)
         token = run.take()
-        until(lambda: re.search(f"run {run.id}: the learner on .* took it over", caplog.text))
+        until(lambda: re.search(f"run {run.id}: the learner on .* took it over", log.text))
         other = Run(server, endless_config(name="other"))
         with playing(run.url, other.id):
             until(lambda: other.state.updates > 0)
         assert run.token == token
         runs.set_status(run.client, other.id, "stopped", "by the test")
-        until(lambda: f"{other.id}: stopped" in caplog.text)
+        until(lambda: f"{other.id}: stopped" in log.text)
         leases.release(run.client, run.id, token)
         learns(run, 3)
     service.end()
@@ -203,11 +188,11 @@ def test_a_service_leaves_a_run_to_each_learner_that_requests_it(
 
 @pytest.mark.faults
 def test_writers_killed_at_random_points_leave_whole_versions_and_checkpoints(
-    server, processes: Processes
+    run, processes: Processes
 ) -> None:
     seed = random.randrange(10**6)
     print(f"seed {seed}")
-    draw, run = random.Random(seed), Run(server)
+    draw = random.Random(seed)
     latest, strays = -1, 0
     for _ in range(20 if EXACT else 4):
         writer = processes.start("writer", run.url, "-c", WRITER, run.id, str(run.take()))
@@ -234,10 +219,9 @@ def test_writers_killed_at_random_points_leave_whole_versions_and_checkpoints(
 
 
 def test_a_run_that_the_servers_memory_cannot_hold_fails_before_it_begins(
-    server, tmp_path, monkeypatch: pytest.MonkeyPatch
+    run, tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(connection.URL_VARIABLE, server.url)
-    run = Run(server)
+    monkeypatch.setenv(connection.URL_VARIABLE, run.url)
     run.client.config_set("maxmemory", 550 * 1024**2)  # replay.max_bytes alone is 512 MiB
     message = "needs up to 6.. MiB of the server, but its maxmemory is 550 MiB"
     try:
@@ -254,10 +238,10 @@ def test_a_run_that_the_servers_memory_cannot_hold_fails_before_it_begins(
 
 
 def test_a_learner_whose_service_thread_hangs_loses_its_run(
-    server, learn, monkeypatch: pytest.MonkeyPatch
+    run, learn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_module, "HANG_S", 1.0)
-    run, freed = Run(server, endless_config()), threading.Event()
+    freed = threading.Event()
     monkeypatch.setattr(Dispatcher, "tick", lambda _: freed.wait())
     learning = learn(run)
     try:
@@ -271,9 +255,8 @@ def test_a_learner_whose_service_thread_hangs_loses_its_run(
 
 
 def test_a_run_that_ends_while_its_stream_fills_the_server_ends(
-    server, learn, monkeypatch: pytest.MonkeyPatch
+    run, learn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = Run(server, endless_config())
     run.play(200)
     fields = fields_of(run.entries[0])
     for seq in range(60):
@@ -298,15 +281,11 @@ def test_a_run_that_ends_while_its_stream_fills_the_server_ends(
     run.audit()
 
 
-def test_a_learner_that_waits_for_a_paused_run_waits_on_when_its_holder_dies(
-    server, learn, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    run = Run(server, endless_config())
+def test_a_learner_that_waits_for_a_paused_run_waits_on_when_its_holder_dies(run, learn, log) -> None:
     token = run.take()
     run.client.persist(keys.lease(run.id))
     learning = learn(run)
-    until(lambda: "waits for it" in caplog.text)
+    until(lambda: "waits for it" in log.text)
     runs.set_status(run.client, run.id, "paused", "by the test")
     leases.release(run.client, run.id, token)
     learning.thread.join(1.5)

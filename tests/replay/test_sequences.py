@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -147,13 +146,9 @@ def test_td_errors_by_hand(truncated: list[int], terminated: list[int], expected
         terminated=endings(3, *terminated),
         extras={name: np.array(column, np.float32)[:, None] for name, column in values.items()},
     )
-    errors = functools.partial(td_errors, gamma=0.5, n=1, rescaled=False, mix=0.75)
     cuts = cut(fragment.ended, 0, SHAPE)
-    found = errors(fragment, cuts)
+    found = td_errors(fragment, cuts, gamma=0.5, n=1, rescaled=False, mix=0.75)
     assert found is not None and found.dtype == np.float32 and found.tolist() == expected
-    assert errors(changed(fragment, action_value=None, state_value=None), cuts) is None
-    with pytest.raises(ValueError, match="action_value and state_value are not both"):
-        errors(changed(fragment, state_value=np.zeros((2, 1), np.float32)), cuts)
 
 
 # --- a replay of sequences --------------------------------------------------------------------------------------------
@@ -243,8 +238,11 @@ INDEX, STATES = FRAGMENT.extras["memory_index"], FRAGMENT.extras["memory"]
         ({"memory": STATES[:, :2]}, r"memory is float16\[12, 2\], expected"),
         ({"memory": np.broadcast_to(np.float16(1), (12, 2**26))}, r"float16\[12, 67108864\], expected"),
         ({"reward": FRAGMENT.reward * 0 - 2e38}, r"rewards of up to 2e\+38 have no finite sum of n_step 2"),
-        ({"state_value": np.zeros((3, 2), np.float32)}, "action_value and state_value"),
-        (vars(make_player(num_envs=5).fragment(9)), "45 transitions exceed the capacity of 40"),
+        ({"state_value": np.zeros((3, 2), np.float32)}, "action_value and state_value are not both"),
+        (
+            vars(make_player(num_envs=5).fragment(9)),
+            r"45 transitions .* capacity of 40; raise replay\.capacity",
+        ),
     ],
 )
 def test_fragments_that_cannot_be_learned_from_are_refused(columns: dict[str, Any], message: str) -> None:

@@ -130,11 +130,6 @@ def test_values_of_another_form_are_refused(action_value: Any, state_value: Any)
         of_one(changed(plain(), action_value=action_value, state_value=state_value))
 
 
-def test_a_fragment_beyond_the_capacity_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"9 transitions .* capacity of 8; raise replay\.capacity"):
-        make(capacity=8).pack(plain(3, 3))
-
-
 @pytest.mark.parametrize(
     ("context", "steps", "rows"), [(0, 8, 1125), (3, 32, 1125), (84, 40, 3125), (0, 7, 1143)]
 )

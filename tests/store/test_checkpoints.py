@@ -42,6 +42,27 @@ def test_parts_of_an_unfinished_checkpoint_are_removed(client: Redis, run: str, 
     assert checkpoints.load(client, run) == (b"whole", {"updates": 1})
 
 
+def test_a_learner_replaced_while_it_saves_a_checkpoint_leaves_no_part(
+    client: Redis, run: str, token: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good, call, calls = (b"whole", {"updates": 1}), checkpoints.call, []
+    checkpoints.save(client, run, token, *good)
+    parts = set(client.scan_iter(match=keys.checkpoint_pattern(run)))
+
+    def replaced(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 4:
+            take(client, run)
+        return call(*arguments)
+
+    monkeypatch.setattr(checkpoints, "PART_BYTES", 4)
+    monkeypatch.setattr(checkpoints, "call", replaced)
+    with pytest.raises(leases.LeaseLostError):
+        checkpoints.save(client, run, token, bytes(5 * 4 + 1), {"updates": 2})
+    assert set(client.scan_iter(match=keys.checkpoint_pattern(run))) == parts
+    assert checkpoints.load(client, run) == good
+
+
 def test_a_stalled_sweep_leaves_later_checkpoints(client: Redis, run: str, token: int, monkeypatch) -> None:
     client.set(keys.checkpoint_part(run, token - 1, 7, 0), b"half")
     scan, successor = client.scan_iter, []

@@ -6,7 +6,7 @@ import pytest
 from redis import Redis
 from support.store import SPACES, events, make_config, make_run, take
 
-from ddrl.store import checkpoints, keys, leases, runs, stream, weights
+from ddrl.store import checkpoints, keys, leases, ledger, metrics, runs, stream, weights
 from ddrl.store.connection import StoreError
 
 
@@ -88,6 +88,8 @@ def test_only_one_learner_holds_a_run_and_a_replaced_one_writes_nothing(client: 
         lambda: weights.publish(client, run, old, version=0, blob=b"x", allowance=1, updates=0),
         lambda: weights.mark_best(client, run, old, 0, 1.0),
         lambda: checkpoints.save(client, run, old, b"x", {}),
+        lambda: ledger.put(client, run, old, {}, b"1-0"),
+        lambda: metrics.add(client, run, old, {"late": 1.0}),
         lambda: runs.note_evaluation(client, run, old, {}),
         lambda: runs.set_status(client, run, "time", "too late", token=old),
     ]

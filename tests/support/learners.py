@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 from redis import Redis
 from support.private_server import PrivateServer, until
+from support.processes import bound
 from support.runs import play_steps, start, target_config
 from support.store import events, take
 
@@ -172,12 +174,31 @@ def training(learner: Learner, *, serves: bool = True) -> Iterator[list[str]]:
         yield outages
 
 
+@contextmanager
+def finished(run: Run) -> Iterator[Learner]:
+    """Let the run's next learner learn while the context lasts, and then finish."""
+    learner = run.learner()
+    with training(learner):
+        yield learner
+    learner.finish()
+
+
 def contents(learner: Learner) -> dict[str, np.ndarray]:
     """Return all items of a replay in order, which is valid, with their priorities if it has any."""
     replay = learner.replay
     replay.check_valid()
     items = vars(replay.plan(np.arange(replay.num_items))())
     return {name: value for name, value in items.items() if value is not None} | dict(replay.state())
+
+
+@contextmanager
+def within(seconds: float, what: str) -> Iterator[None]:
+    """Print how long the block takes, and fail if that is longer than `bound(seconds)`."""
+    began = time.monotonic()
+    yield
+    took_s = time.monotonic() - began
+    print(f"{what}: {took_s:.1f} s")
+    assert took_s < bound(seconds)
 
 
 class Crash(BaseException):
@@ -290,9 +311,9 @@ class Learning:
 
 
 def endless_config(**sections: Any) -> RunConfig:
-    """A run of the toy that nothing ends, and that is not evaluated."""
+    """A run of the toy that nothing ends, that is not evaluated, and that leaves players most of the time."""
     endless = {"stop": {"return": None, "time": 3600}, "evaluation": {"every_s": 3600, "near": 0}}
-    return target_config(**endless | sections)
+    return target_config(**endless | {"replay": {"samples_per_insert": 4}} | sections)
 
 
 def pick_config(**sections: Any) -> RunConfig:
@@ -331,3 +352,11 @@ def recall_config() -> RunConfig:
     network = {"name": "r2d2", "hidden_sizes": [16], "recurrent_size": 8, "batch_size": 16}
     sequences = {"sequence_length": 4, "overlap": 2, "burn_in": 2, "n_step": 2, "target_period": 50}
     return value_config(env, network | sequences)
+
+
+def sac_config() -> RunConfig:
+    """SAC on vectors, drawn uniformly."""
+    return target_config(stop={"return": None}, replay={"capacity": 1500, "samples_per_insert": 8})
+
+
+OFF_POLICY = {"sac": sac_config, "dqn": catch_config, "r2d2": recall_config}

@@ -40,7 +40,7 @@ def enlarged(steps: int, *, bomb: bool) -> Callable[[Fields], Fields]:
         before, made = header["T"], dict(fields)
         for column in header["columns"]:
             shape = column["shape"]
-            if shape[0] in (before, before + 1):
+            if shape[0] - header["C"] in (before, before + 1):
                 column["shape"] = [shape[0] - before + steps, *shape[1:]]
                 column["bytes"] = column["bytes"] // shape[0] * column["shape"][0]
                 if bomb and column["bytes"] < 600 * MIB:
