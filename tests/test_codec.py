@@ -140,8 +140,7 @@ FRAGMENT = make_fragment()
         (with_memory(memory=MEMORY[:4]), "memory: shape [4, 4], expected [5, 4]"),
         (with_memory(memory_index=INDEX[:4]), "memory: shape [5, 4], expected [4, 4]"),
         (with_memory(28), "memory_index: 28 rows, more than 9 x 3 steps"),
-        (changed(with_memory(), memory_index=None), "together or not at all"),
-        (changed(with_memory(), memory=None), "together or not at all"),
+        *((changed(with_memory(), **{name: None}), "together or not at all") for name in WITH_MEMORY),
         (changed(FRAGMENT, reward=FRAGMENT.reward.astype("f8")), "reward: dtype 'float64'"),
         (changed(FRAGMENT, action=FRAGMENT.action[1:]), "action: shape"),
         (changed(FRAGMENT, extras={"reward": FRAGMENT.reward}), "extras: a name repeats"),
@@ -292,6 +291,7 @@ def patched(chunk: bytes, offset: int, value: int) -> bytes:
 
 
 GOOD = compressed(FRAGMENT.reward)
+UNSAFE = ((31, 4 << 4), (31, 8), (16, 160))  # bytes that ask for uninitialized memory, a lazy chunk, a plugin
 
 
 @pytest.mark.parametrize(
@@ -304,9 +304,7 @@ GOOD = compressed(FRAGMENT.reward)
         (compressed(np.zeros(22, "f4")), "reward: chunk of 88 bytes"),
         (compressed(np.zeros(2**22, "f4")), "reward: chunk of 16777216 bytes"),
         (GOOD[:4] + b"\xff\xff\xff\x7f" + GOOD[8:], "reward: .*chunk"),  # claims 2 GiB
-        (patched(GOOD, 31, 4 << 4), "reward: chunk asks for a filter or kind"),  # uninitialized memory
-        (patched(GOOD, 31, 8), "reward: chunk asks for a filter or kind"),  # lazy
-        (patched(GOOD, 16, 160), "reward: chunk asks for a filter or kind"),  # a plugin
+        *((patched(GOOD, *byte), "reward: chunk asks for a filter or kind") for byte in UNSAFE),
     ],
 )
 def test_forged_chunks_are_refused(chunk: bytes, message: str) -> None:

@@ -30,10 +30,6 @@ ACL = Path(__file__).parents[2] / "workers" / "acl"
 ROLES = ("worker", "learner", "operator")
 
 
-def password(role: str) -> str:
-    return f"password-of-{role}"
-
-
 @dataclass(frozen=True)
 class Roles:
     """A server with the example users, behind TLS, and an administrator of it."""
@@ -43,7 +39,7 @@ class Roles:
 
     def url(self, role: str) -> str:
         """How a role reaches the server."""
-        return f"rediss://ddrl-{role}:{password(role)}@{self.proxy.address}"
+        return f"rediss://ddrl-{role}:password-of-{role}@{self.proxy.address}"
 
     def denied(self) -> list[str]:
         """What was denied since the last look: user, reason, command or key."""
@@ -59,7 +55,7 @@ def roles(make_server: MakeServer, tmp_path: Path, monkeypatch: Patch) -> Iterat
     path.touch()
     server = make_server("--aclfile", str(path))
     for role in ("default", *ROLES):
-        digest = hashlib.sha256(password(role).encode()).hexdigest()
+        digest = hashlib.sha256(f"password-of-{role}".encode()).hexdigest()
         line = (ACL / f"{role}.acl").read_text("utf-8")
         users += line.replace(f"#SHA256_OF_THE_PASSWORD_OF_{role.upper()}", f"#{digest}")
     path.write_text(f"{users}user admin on >admin ~* &* +@all\n")
