@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -72,31 +73,31 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _empty_home() -> Iterator[None]:
-    """Hide the embedded server, data and password of the user who runs the tests."""
-    folder = tempfile.mkdtemp(prefix="ddrl-h", dir="/tmp")
+@contextlib.contextmanager
+def empty_home() -> Iterator[Path]:
+    """Empty XDG folders, which hide the embedded server, data and password of the user who runs the tests."""
+    folder = Path(tempfile.mkdtemp(prefix="ddrl-h", dir="/tmp"))
     with pytest.MonkeyPatch.context() as patch:
-        _move_home(patch, Path(folder))
-        yield
+        for variable, name in (("XDG_STATE_HOME", "state"), ("XDG_RUNTIME_DIR", "run")):
+            (folder / name).mkdir(mode=0o700)
+            patch.setenv(variable, str(folder / name))
+        patch.delenv(connection.URL_VARIABLE, raising=False)
+        yield folder
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _session_home() -> Iterator[None]:
+    with empty_home():
+        yield
 
 
 @pytest.fixture
-def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Empty XDG folders, hence an embedded server of the test's own, which ends with it."""
-    folder = Path(tempfile.mkdtemp(prefix="ddrl-h", dir="/tmp"))
-    _move_home(monkeypatch, folder)
-    yield folder
-    _end_embedded()
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def _move_home(patch: pytest.MonkeyPatch, folder: Path) -> None:
-    for variable, name in (("XDG_STATE_HOME", "state"), ("XDG_RUNTIME_DIR", "run")):
-        (folder / name).mkdir(mode=0o700)
-        patch.setenv(variable, str(folder / name))
-    patch.delenv(connection.URL_VARIABLE, raising=False)
+def home() -> Iterator[Path]:
+    """An empty home, hence an embedded server of the test's own, which ends with it."""
+    with empty_home() as folder:
+        yield folder
+        _end_embedded()
 
 
 def _end_embedded() -> None:

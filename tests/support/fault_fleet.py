@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from support.private_server import WITH_FILE, PrivateServer, require_program, until
+from support.private_server import PrivateServer, require_program, until
 from support.processes import Env, Process, Processes, bound
 from support.proxy import Proxy
 from support.runs import start, target_config
@@ -149,7 +149,7 @@ def fleet_of(
     """Run a fleet with a server of its own while the context lasts."""
     require_program()
     with contextlib.ExitStack() as stack:
-        server = PrivateServer(*WITH_FILE)
+        server = PrivateServer("--appendonly", "yes", "--appendfsync", "everysec")
         stack.callback(server.close)
         proxies = [Proxy(server.url) for _ in range(2 * is_proxied)]
         for proxy in proxies:

@@ -83,10 +83,6 @@ def flatten(shape: tuple[int, ...]) -> nn.Module:
     return nn.Flatten()
 
 
-def double(shape: tuple[int, ...]) -> nn.Module:
-    return Good(shape).double()
-
-
 def lazy(shape: tuple[int, ...]) -> nn.Module:
     return nn.LazyLinear(6)
 
@@ -107,8 +103,9 @@ centers = changed(lambda self, x: self.layer(x) - self.layer(x).mean(0))
 twice_in_training = changed(lambda self, x: self.layer(x) * (2 if self.training else 1))
 less_in_evaluation = changed(lambda self, x: self.layer(x)[:, : None if self.training else 2])
 detached = changed(lambda self, x: self.layer(x).detach())
-frozen = changed(lambda self, x: self.layer(x), lambda module: module.layer.bias.requires_grad_(False))
-unused = changed(lambda self, x: self.layer(x), lambda module: module.add_module("other", nn.Linear(2, 2)))
+double = changed(Good.forward, Good.double)
+frozen = changed(Good.forward, lambda module: module.layer.bias.requires_grad_(False))
+unused = changed(Good.forward, lambda module: module.add_module("other", nn.Linear(2, 2)))
 mixed = changed(
     lambda self, x: self.layer(x) * self.scale.float(),
     lambda module: module.register_parameter("scale", scale),

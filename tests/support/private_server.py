@@ -24,7 +24,6 @@ from ddrl.store import connection
 from ddrl.store.connection import StoreError
 from ddrl.store.server import server_binary
 
-WITH_FILE = ("--appendonly", "yes", "--appendfsync", "everysec")
 FOREIGN = "foreign:"  # prefix of keys that are not ddrl's
 
 
