@@ -83,7 +83,8 @@ def test_stale_fragments_are_dropped_and_given_back_or_corrected(
         for _ in range(4):  # uses up the allowance of an iteration, and more
             player.load(run.client, run.index.latest)
             old = replace(player.collector.collect(max_steps=8), policy_version=0)
-            run.append(codec.encode(old), player.producer, old.seq, num_transitions=old.num_transitions)
+            who = {"producer": player.producer, "seq": old.seq, "num_transitions": old.num_transitions}
+            run.append(codec.encode(old), **who)
         goal = learner.shared.version + 5
         play_until(run, lambda: learner.shared.version >= goal and (most_stale(run) >= 7) == is_corrected)
     assert learner.counters.dropped == num_dropped
