@@ -83,9 +83,8 @@ def test_lost_lives_are_reported_only_if_configured_and_where_there_are_lives(
     vector = make(game, episodic_life=episodic_life, max_frames=200)
     vector.reset(seed=[1])
     infos = [vector.step(np.array([1]))[4] for _ in range(100)]
-    assert [info["life_lost"].tolist() for info in infos if "life_lost" in info] == [
-        [False]
-    ] * 100 * episodic_life
+    reported = [info["life_lost"].tolist() for info in infos if "life_lost" in info]
+    assert reported == [[False]] * 100 * episodic_life
 
 
 def test_a_lane_depends_on_its_seed_alone() -> None:
@@ -206,8 +205,6 @@ def test_description_follows_the_settings() -> None:
     vector = envs.make_vector(other)
     assert isinstance(vector, AtariVector) and vector.num_envs == 2
     envs.check_spaces(vector, spec)
-    with pytest.raises(EnvError, match=r"action_sizes is \(18,\) here, but \(9,\) is expected"):
-        envs.check_spaces(vector, EnvSpec(ASTERIX, (42, 42), "uint8", "discrete", (), (9,)))
     assert vector.reset(seed=[1, 2])[0].shape == (2, 42, 42)
 
 

@@ -103,9 +103,7 @@ def test_environments_that_cannot_be_made_are_refused(
 @pytest.mark.parametrize(
     "spec",
     [
-        EnvSpec(
-            "ddrl/Target-v0", (1,), "float32", "continuous", (1,), action_low=(-2.0,), action_high=(2.0,)
-        ),
+        EnvSpec("ddrl/Target-v0", (1,), "float32", "continuous", (1,), (), (-2.0,), (2.0,)),
         EnvSpec("CartPole-v1", (4,), "float32", "discrete", (), (2,)),
         EnvSpec("ddrl/Pick-v0", (4,), "float32", "discrete", (), (4,)),
         EnvSpec("ddrl/Pairs-v0", (7,), "float32", "multi_discrete", (2,), (3, 4)),

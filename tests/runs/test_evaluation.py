@@ -60,15 +60,15 @@ def alone(seed: int, choose: Callable[[list[np.ndarray]], int]) -> tuple[float, 
     return total, len(seen) - 1
 
 
+@pytest.mark.parametrize("frame_stack", [1, 3])
 @pytest.mark.parametrize("num_envs", [1, 3, 20, 50])
-def test_the_result_does_not_depend_on_num_envs(num_envs: int) -> None:
+def test_the_result_does_not_depend_on_num_envs(num_envs: int, frame_stack: int) -> None:
     policy, episodes = Acts(lean), []
-    result = play(
-        policy, CARTPOLE, num_envs=num_envs, version=4, on_episode=lambda *row: episodes.append(row)
-    )
+    env = CARTPOLE.model_copy(update={"frame_stack": frame_stack})
+    result = play(policy, env, num_envs=num_envs, version=4, on_episode=lambda *row: episodes.append(row))
     assert result.policy_version == 4 and result.seeds == tuple(SEEDS)
-    expected = [alone(seed, lambda seen: int(seen[-1][2] > 0)) for seed in SEEDS]
-    assert list(zip(result.returns, result.lengths, strict=True)) == expected
+    oldest = [alone(seed, lambda seen: int(seen[-frame_stack:][0][2] > 0)) for seed in SEEDS]
+    assert list(zip(result.returns, result.lengths, strict=True)) == oldest
     assert len(set(result.lengths)) > 5  # the seeds do matter
     assert max(policy.sizes) == min(num_envs, 20)
     assert sum(policy.sizes) == sum(result.lengths)  # no action is computed for an ended episode
@@ -96,25 +96,20 @@ def test_refusals(options: dict[str, Any], error: type[Exception], message: str)
         play(lean, CARTPOLE, **options)
 
 
-def test_continuous_actions_and_known_answer() -> None:
-    result = play(lambda observation: observation + np.float32(0.5), TARGET, [1, 2, 3], num_envs=2)
-    np.testing.assert_allclose(result.returns, [-2.5] * 3, rtol=1e-5)
-    assert result.lengths == (10, 10, 10)
+def near(observation: np.ndarray) -> np.ndarray:
+    """An action 0.5 beside the target."""
+    return observation + np.float32(0.5)
 
 
-@pytest.mark.parametrize("env_id", ["ddrl/Pick-v0", "ddrl/Pairs-v0", "ddrl/Spot-v0"])
-def test_the_answer_of_each_toy_gives_its_best_return(env_id: str) -> None:
-    result = play(toy_answers, EnvConfig(id=env_id), range(20), num_envs=3)
-    assert set(result.returns) == {10.0} and set(result.lengths) == {10}
-
-
-@pytest.mark.parametrize("num_envs", [1, 4, 20])
-def test_frames_are_stacked_within_each_episode(num_envs: int) -> None:
-    stacked = CARTPOLE.model_copy(update={"frame_stack": 3})
-    result = play(lean, stacked, num_envs=num_envs)
-    oldest = [alone(seed, lambda seen: int(seen[max(len(seen) - 3, 0)][2] > 0))[1] for seed in SEEDS]
-    assert list(result.lengths) == oldest
-    assert result.lengths != play(lean, CARTPOLE).lengths
+@pytest.mark.parametrize(
+    ("env_id", "policy", "total"),
+    [(f"ddrl/{name}-v0", toy_answers, 10.0) for name in ("Pick", "Pairs", "Spot")]
+    + [(TARGET.id, near, -2.5)],
+)
+def test_the_answer_of_each_toy_gives_its_best_return(env_id: str, policy: Any, total: float) -> None:
+    result = play(policy, EnvConfig(id=env_id), range(20), num_envs=3)
+    np.testing.assert_allclose(result.returns, [total] * 20, rtol=1e-5)
+    assert set(result.lengths) == {10}
 
 
 class Counts:

@@ -17,8 +17,8 @@ from support.processes import Processes
 from ddrl.runs import monitoring
 from ddrl.store import runs
 
-ROOT = Path(__file__).parents[2]
-DASHBOARD = json.loads((ROOT / "workers" / "grafana" / "ddrl.json").read_text("utf-8"))
+WORKERS = Path(__file__).parents[2] / "workers"
+DASHBOARD = json.loads((WORKERS / "grafana" / "ddrl.json").read_text("utf-8"))
 
 
 def scrape(port: int) -> dict[str, dict[tuple[str, ...], float]]:
@@ -132,20 +132,16 @@ def test_a_process_that_has_ended_has_no_memory() -> None:
 def test_the_dashboard_has_no_overlaps_and_known_sources() -> None:
     ids = [panel["id"] for panel in DASHBOARD["panels"]]
     assert len(set(ids)) == len(ids)
-    source = yaml.safe_load((ROOT / "workers" / "grafana" / "datasource.yml").read_text("utf-8"))[
-        "datasources"
-    ][0]
+    sources = yaml.safe_load((WORKERS / "grafana" / "datasource.yml").read_text("utf-8"))["datasources"]
     uids = {panel["datasource"]["uid"] for panel in DASHBOARD["panels"] if "datasource" in panel}
-    assert uids == {source["uid"]}
+    assert uids == {sources[0]["uid"]}
     cells: set[tuple[int, int]] = set()
     for panel in DASHBOARD["panels"]:
         at = panel["gridPos"]
         covered = {(at["x"] + x, at["y"] + y) for x in range(at["w"]) for y in range(at["h"])}
         assert not covered & cells and max(x for x, _ in covered) < 24, panel["title"]
         cells |= covered
-    jobs = {
-        job["job_name"]
-        for job in yaml.safe_load((ROOT / "workers" / "prometheus.yml").read_text())["scrape_configs"]
-    }
+    scraped = yaml.safe_load((WORKERS / "prometheus.yml").read_text("utf-8"))["scrape_configs"]
+    jobs = {job["job_name"] for job in scraped}
     named = set(re.findall(r'job="([^"]+)"', json.dumps(DASHBOARD).replace("\\", "")))
     assert named <= jobs == {"ddrl-learner", "ddrl-worker"}

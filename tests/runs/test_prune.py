@@ -39,7 +39,6 @@ def test_runs_are_pruned_by_age(client: Any) -> None:
     assert would[0].reason == "ended more than 30 days ago" and would[0].status == "solved"
     assert names(pruning.prune(client, 30 * DAY_S, None)) == [older, old]
     assert {*runs.names(client)} == {young, active, paused}
-    assert not [*client.scan_iter(keys.run_pattern(old))]
     assert pruning.prune(client, 30 * DAY_S, None) == []
 
 
@@ -56,28 +55,19 @@ def test_the_oldest_runs_are_pruned_until_the_rest_fits(client: Any) -> None:
     assert runs.names(client) == [busy]
 
 
-def test_a_run_that_a_learner_holds_stays(client: Any) -> None:
-    run = make_run(client)
-    token = add_history(client, run)
-    runs.set_status(client, run, "solved", "return 200 confirmed")
-    assert pruning.prune(client, 0, 0) == []
-    lease.release(client, run, token)
-    assert names(pruning.prune(client, 0, 0)) == [run]
-    assert not [*client.scan_iter(keys.run_pattern(run))] and runs.names(client) == []
-
-
-def test_delete_leaves_no_key_behind(client: Any) -> None:
+def test_a_run_that_a_learner_holds_stays_and_then_leaves_no_key_behind(client: Any) -> None:
     run = make_run(client)
     token = add_history(client, run)
     for name in (*("initial", "ledger", "playing", "draining", "refusals", "logs"), "checkpoint:1:1:1"):
         client.set(keys.of_run(run, name), "x")
     client.set(keys.of_run(run + "x", "spec"), "another run's")
-    runs.set_status(client, run, "stopped", "")
+    runs.set_status(client, run, "solved", "return 200 confirmed")
+    assert pruning.prune(client, 0, 0) == []
     with pytest.raises(connection.StoreError, match="still"):
         runs.delete(client, run)
     lease.release(client, run, token)
-    runs.delete(client, run)
-    assert [*client.scan_iter(keys.run_pattern(run))] == []
+    assert names(pruning.prune(client, 0, 0)) == [run]
+    assert not [*client.scan_iter(keys.run_pattern(run))] and runs.names(client) == []
     assert client.exists(keys.of_run(run + "x", "spec"))
 
 

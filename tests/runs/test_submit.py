@@ -125,27 +125,15 @@ def test_the_stream_holds_some_of_the_largest_fragments(
     assert f"at least {least}, or" in refused(env, algorithm, **sections, replay={"max_bytes": least - 1})
 
     resolved = base.resolve(run, spec)
-    collector = Collector(
-        run="run",
-        producer=1,
-        incarnation=1,
-        config=run,
-        resolved=resolved,
-        random_until_learned=False,
-    )
+    identity = {"run": "run", "producer": 1, "incarnation": 1}
+    collector = Collector(config=run, resolved=resolved, random_until_learned=False, **identity)
     collector.load(1, resolved.learner(device=torch.device("cpu"), seed=1).weights())
     most = 60 if not resolved.on_policy else 800 // 16 + 1
     fragments = [collector.collect(max_steps=most) for _ in range(4)]
     collector.close()
     assert fragments[-1].num_steps == most and fragments[-1].context == resolved.context
-    largest = max(
-        sum(
-            column.nbytes
-            for column in [*vars(one).values(), *one.extras.values()]
-            if hasattr(column, "nbytes")
-        )
-        for one in fragments
-    )
+    columns = ((*vars(one).values(), *one.extras.values()) for one in fragments)
+    largest = max(sum(getattr(column, "nbytes", 0) for column in one) for one in columns)
     assert 0.5 * least < 8 * largest <= least
 
     half = {"max_bytes": least // 2}

@@ -43,6 +43,8 @@ def test_a_node_that_leaves_yields_and_others_play_on(client: Redis, run: str, t
         assert append(client, run, 0, producer=ord(node), node=node).answer is answer
         assert stream.remaining(client, run, node=node).answer is answer
     assert 0 < client.ttl(keys.draining(run)) <= segments.DRAIN_S
+    segments.stay(client, "a")  # begun again under the same name
+    assert stream.remaining(client, run, node="a").answer is Answer.GO
 
 
 def test_a_claim_takes_as_many_processes_as_it_names_and_lapses(client: Redis, run: str, token: int) -> None:

@@ -57,12 +57,12 @@ class Run:
     def __init__(self, server: PrivateServer, config: RunConfig | None = None, *, run: str = "") -> None:
         self.server, self.client, self.url = server, server.client, server.url
         self.id = run or start(server.client, config or target_config())
-        self._players: Players | None = None
+        self.players = Players()
 
     def play(self, steps: int, *, anew: bool = False) -> None:
         """Append at least so many more transitions, whatever the pace allows, by the former producer or a new one."""
-        self._players = None if anew else self._players
-        self._players = play_steps(self.client, self.id, 0, steps, players=self._players)
+        self.players = Players() if anew else self.players
+        play_steps(self.client, self.id, 0, steps, players=self.players)
 
     def append(self, fields: dict[bytes, bytes], **options: Any) -> None:
         """Append a fragment of 8 transitions by another producer."""

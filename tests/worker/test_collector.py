@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,40 +17,28 @@ from ddrl.worker import collector
 from ddrl.worker.collector import Collector
 
 
-class Echo(RandomPolicy):
-    """Repeats the observation, the best action in `ddrl/Target-v0`; its extras are those of `extras`, in turn."""
+class Plays(RandomPolicy):
+    """Acts by a function of the observations; by default it repeats them, the best action in `ddrl/Target-v0`."""
 
-    def __init__(self, *extras: Mapping[str, np.ndarray]) -> None:
-        self.loaded: list[Any] = []
-        self.extras = list(extras)
+    def __init__(self, explore: Callable[[np.ndarray], Explored] = lambda seen: (seen.copy(), {})) -> None:
+        super().__init__()
+        self.function, self.loaded = explore, list[Any]()
 
     def load(self, weights: Mapping[str, Any]) -> None:
         self.loaded.append(weights)
 
     def explore(self, observation: np.ndarray, generator: np.random.Generator, state: Any) -> Explored:
-        return observation.copy(), self.extras.pop(0) if self.extras else {}
+        return self.function(observation)
 
 
-class Marked(Echo):
-    """Extras computed from the observation; one buffer is written again at each step."""
-
-    buffer = np.zeros((2, 1), np.float32)
-
-    def explore(self, observation: np.ndarray, generator: np.random.Generator, state: Any) -> Explored:
-        self.buffer[:] = observation + np.float32(0.25)
-        return observation.copy(), {"behavior_log_prob": -observation[:, 0], "raw_action": self.buffer}
-
-
-class Upright(Echo):
+def upright(seen: np.ndarray) -> Explored:
     """Action 1 in any environment."""
-
-    def explore(self, observation: np.ndarray, generator: np.random.Generator, state: Any) -> Explored:
-        return np.ones(len(observation), np.int64), {}
+    return np.ones(len(seen), np.int64), {}
 
 
 def make(*, env: Any = None, **options: Any) -> Collector:
     config = EnvConfig(**{"id": "ddrl/Target-v0", "num_envs": 2} | (env or {}))
-    return make_collector(config, **{"policy": Echo()} | options)
+    return make_collector(config, **{"policy": Plays()} | options)
 
 
 def play(played: Collector, num_fragments: int = 12) -> list[Fragment]:
@@ -58,7 +46,7 @@ def play(played: Collector, num_fragments: int = 12) -> list[Fragment]:
 
 
 def test_nothing_is_played_without_weights() -> None:
-    policy, weights = Echo(), {"w": np.ones(1)}
+    policy, weights = Plays(), {"w": np.ones(1)}
     played = make(policy=policy, version=None)
     assert played.version == -1
     with pytest.raises(RuntimeError, match="no weights loaded"):
@@ -84,7 +72,7 @@ def test_version_0_is_random_until_learned() -> None:
     ("env_id", "sizes"), [("ddrl/Pairs-v0", (3, 4)), ("ddrl/Pick-v0", (4,)), ("CartPole-v1", (2,))]
 )
 def test_random_choices_are_uniform(env_id: str, sizes: tuple[int, ...]) -> None:
-    played = make(env={"id": env_id, "num_envs": 16}, policy=Upright(), version=0)
+    played = make(env={"id": env_id, "num_envs": 16}, policy=Plays(upright), version=0)
     action = np.concatenate([fragment.action for fragment in play(played)])
     assert action.dtype == np.int64 and action.shape[1:] == ((16, 2) if len(sizes) > 1 else (16,))
     rows = action.reshape(-1, len(sizes))
@@ -106,8 +94,14 @@ def test_noise_is_in_half_ranges_and_clipped() -> None:
 
 
 def test_extras_land_row_for_row() -> None:
-    """Noise changes actions only."""
-    played = make(policy=Marked(), rollout={"action_noise": 2.0})
+    """Noise changes actions only; one buffer is written again at each step."""
+    buffer = np.zeros((2, 1), np.float32)
+
+    def marked(seen: np.ndarray) -> Explored:
+        buffer[:] = seen + np.float32(0.25)
+        return seen.copy(), {"behavior_log_prob": -seen[:, 0], "raw_action": buffer}
+
+    played = make(policy=Plays(marked), rollout={"action_noise": 2.0})
     for fragment in (*(played.collect(max_steps=n) for n in (1, 5, 16)), played.collect(stop_at=0.0)):
         seen, extras = fragment.observation[:-1], codec.decode(codec.encode(fragment)).extras  # [T, N, 1]
         assert list(extras) == ["behavior_log_prob", "raw_action"]
@@ -134,17 +128,18 @@ A = np.zeros(2)
 def test_extras_of_a_wrong_shape_are_refused(first: Any, second: Any, message: str) -> None:
     extras = ({} if column is None else {"a": column} for column in (first, second))
     with pytest.raises(ValueError, match=f"^policy: {message}") as refused:
-        make(policy=Echo(*extras)).collect()
+        make(policy=Plays(lambda seen: (seen.copy(), next(extras)))).collect()
     assert "\n" not in str(refused.value)
 
 
 def test_actions_of_a_wrong_shape_are_refused() -> None:
     with pytest.raises(ValueError, match=r"policy: actions of shape \(2,\), expected \(2, 1\)"):
-        make(policy=Upright()).collect()
+        make(policy=Plays(upright)).collect()
 
 
 def test_an_extra_cannot_replace_a_column() -> None:
-    fragment = make(policy=Echo({"reward": np.ones(2, np.float32)})).collect(max_steps=1)
+    policy = Plays(lambda seen: (seen.copy(), {"reward": np.ones(2, np.float32)}))
+    fragment = make(policy=policy).collect(max_steps=1)
     np.testing.assert_array_equal(fragment.reward, np.zeros((1, 2)))
 
 
@@ -178,20 +173,18 @@ def test_stop_at_ends_early_but_not_empty() -> None:
 
 
 def test_length_follows_the_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Slow(Echo):
-        """Takes `step_s` for each step by a clock of its own."""
+    now, step_s = 0.0, 0.0
 
-        clock, step_s = 0.0, 0.0
+    def slow(seen: np.ndarray) -> Explored:
+        nonlocal now
+        now += step_s
+        return seen.copy(), {}
 
-        def explore(self, observation: np.ndarray, generator: np.random.Generator, state: Any) -> Explored:
-            self.clock += self.step_s
-            return super().explore(observation, generator, state)
-
-    policy = Slow()
-    monkeypatch.setattr(collector.time, "perf_counter", lambda: policy.clock)
-    played = make(rollout={"fragment_s": 0.125, "max_fragment_steps": 200}, policy=policy)
+    monkeypatch.setattr(collector.time, "perf_counter", lambda: now)
+    played = make(rollout={"fragment_s": 0.125, "max_fragment_steps": 200}, policy=Plays(slow))
     lengths = []
-    for policy.step_s in (2**-20, 2**-20, 2**-20, 2**-10, 1.0, 1.0, 1.0, 1.0, 1.0):
+    for seconds in (2**-20, 2**-20, 2**-20, 2**-10, 1.0, 1.0, 1.0, 1.0, 1.0):
+        step_s = seconds
         lengths.append(played.collect().num_steps)
     assert lengths == [16, 64, 200, 200, 128, 32, 8, 2, 1]
     assert make(rollout={"max_fragment_steps": 3}).collect().num_steps == 3

@@ -215,11 +215,14 @@ def play(
     env: Any = None,
     **options: Any,
 ) -> tuple[list[Fragment], Recording]:
-    """Fragments as they come over the wire, and what was recorded meanwhile."""
+    """Fragments as they come over the wire, the third and later ones of version 1, and what was recorded meanwhile."""
     with pytest.MonkeyPatch.context() as patch:
         recordings = record(patch)
         config = EnvConfig(**{"id": EPISODES, "kwargs": kwargs, "num_envs": 3} | (env or {}))
-        fragments = collect(make_collector(config, policy=policy, **options), lengths)
+        collector = make_collector(config, policy=policy, **options)
+        fragments = collect(collector, lengths[:2])
+        collector.load(1, {})
+        fragments += collect(collector, lengths[2:])
     return fragments, recordings[-1]
 
 
@@ -252,20 +255,14 @@ def test_a_fragment_is_a_piece_of_history_with_its_context(context: int, kwargs:
 def test_policy_and_replay_see_the_newest_frames_of_the_episode(kwargs: dict[str, Any], version: int) -> None:
     """Also after a fragment of random play, which does not call the policy but stacks frames."""
     policy = RandomPolicy()
-    with pytest.MonkeyPatch.context() as patch:
-        recordings = record(patch)
-        config = EnvConfig(id=EPISODES, kwargs=kwargs, num_envs=3, frame_stack=4)
-        collector = make_collector(config, policy=policy, context=3, version=version)
-    fragments = collect(collector, LENGTHS[:2])
-    collector.load(1, {})
-    fragments += collect(collector, LENGTHS[2:])
+    fragments, given = play(policy, kwargs, env={"frame_stack": 4}, context=3, version=version)
     unseen = 0 if version else sum(LENGTHS[:2])
     assert len(policy.seen) == sum(LENGTHS) - unseen
     for step, seen in enumerate(policy.seen, start=unseen):
         for lane in range(3):
-            expected = recordings[0].stack(step, lane, 4).reshape(seen.shape[1:])
+            expected = given.stack(step, lane, 4).reshape(seen.shape[1:])
             np.testing.assert_array_equal(seen[lane], expected)
-    assert_rebuilt(fragments, recordings[0], 4)
+    assert_rebuilt(fragments, given, 4)
     if not version:
         assert fragments[0].extras == fragments[1].extras == {}
         context, serial = fragments[2].context, fragments[2].extras["serial"]
@@ -315,14 +312,12 @@ def test_a_replay_of_sequences_rebuilds_inputs_and_recurrent_states(
             carried = policy.carried[step]
             assert batch.previous_action[row, item] == carried["previous_action"][lane]
             assert batch.previous_reward[row, item] == carried["previous_reward"][lane]
-        assert batch.action[:length, item].tolist() == [
-            given.actions[t][lane] for t in range(start, last + 1)
-        ]
+        actions = [given.actions[step][lane] for step in range(start, last + 1)]
+        assert batch.action[:length, item].tolist() == actions
         if not given.ends[last][0][lane]:
             after = batch.observation[SHAPE.burn_in + length, item]
-            np.testing.assert_array_equal(
-                after, given.stack_after(last, lane, frame_stack).reshape(after.shape)
-            )
+            expected = given.stack_after(last, lane, frame_stack).reshape(after.shape)
+            np.testing.assert_array_equal(after, expected)
         trained |= {(step, lane) for step in range(start, last + 1)}
     assert trained == {(step, lane) for step in range(len(policy.seen)) for lane in range(3)}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +16,6 @@ from support.worker_runs import dispatching, playable
 from ddrl.store import runs, segments
 
 PROCESSES = 2
-Until = Callable[..., float]
 pytestmark = pytest.mark.faults
 
 
@@ -32,7 +31,7 @@ def begin(client: Redis, *, segment_s: float = 0.25, **options: Any) -> str:
 
 
 @pytest.fixture(scope="module")
-def site(module_server, tmp_path_factory) -> Iterator[tuple[Redis, Processes]]:
+def processes(module_server, tmp_path_factory) -> Iterator[Processes]:
     """A worker of two processes, both warm, and dispatchers."""
     client, folder = module_server.client, tmp_path_factory.mktemp("sharing")
     client.flushall()
@@ -40,29 +39,24 @@ def site(module_server, tmp_path_factory) -> Iterator[tuple[Redis, Processes]]:
         warm_up = begin(client)
         processes.worker(module_server.url, "-c", str(PROCESSES))
         processes.until(lambda: len(segments.playing(client, warm_up)) == PROCESSES)
-        yield client, processes
+        yield processes
 
 
 @pytest.fixture
-def client(site: tuple[Redis, Processes]) -> Redis:
+def client(module_server: PrivateServer, processes: Processes) -> Redis:
     """A server whose processes are free: runs of earlier tests are stopped."""
-    client, processes = site
+    client = module_server.client
     for run in runs.active_names(client):
         runs.set_status(client, run, "stopped", "")
         processes.until(lambda run=run: not segments.playing(client, run))
     return client
 
 
-@pytest.fixture
-def until(site: tuple[Redis, Processes]) -> Until:
-    return site[1].until
-
-
 def process_s(client: Redis, *names: str) -> list[float]:
     return [runs.state(client, run).process_s for run in names]
 
 
-def settle(client: Redis, until: Until, weights: dict[str, float], *, least_s: float) -> None:
+def settle(client: Redis, processes: Processes, weights: dict[str, float], *, least_s: float) -> None:
     """Wait until runs have shared a time of at least `least_s` within 10 % by weight."""
     before, began = process_s(client, *weights), time.monotonic()
 
@@ -73,55 +67,56 @@ def settle(client: Redis, until: Until, weights: dict[str, float], *, least_s: f
         return [one / unit / weight for one, weight in zip(got, weights.values(), strict=True)]
 
     time.sleep(least_s)
-    until(lambda: max(abs(share - 1) for share in shared()) <= 0.1)
+    processes.until(lambda: max(abs(share - 1) for share in shared()) <= 0.1)
     print(f"shared after {time.monotonic() - began:.1f} s: {shared()} of what is deserved")
 
 
 def test_three_runs_share_two_processes_by_weight_until_one_pauses_or_changes(
-    client: Redis, until: Until, site: tuple[Redis, Processes], module_server: PrivateServer
+    client: Redis, processes: Processes, module_server: PrivateServer
 ) -> None:
     light, middle, heavy = (begin(client, weight=weight) for weight in (1.0, 2.0, 4.0))
-    until(lambda: min(process_s(client, light, middle, heavy)) > 0)
-    settle(client, until, {light: 1, middle: 2, heavy: 4}, least_s=10.0)
-    report = json.loads(site[1].ddrl(module_server.url, "fleet", "--json").stdout)
+    processes.until(lambda: min(process_s(client, light, middle, heavy)) > 0)
+    settle(client, processes, {light: 1, middle: 2, heavy: 4}, least_s=10.0)
+    report = json.loads(processes.ddrl(module_server.url, "fleet", "--json").stdout)
     assert [worker["processes"] for worker in report["workers"]] == [PROCESSES]
     entitled = {run["run"]: run["entitled"] for run in report["runs"]}
     assert entitled == pytest.approx({light: 1 / 7, middle: 2 / 7, heavy: 4 / 7})
     assert sum(run["share"] for run in report["runs"]) == pytest.approx(1, abs=0.05)  # each as its own says
     runs.set_status(client, heavy, "paused", "")
-    until(lambda: not segments.playing(client, heavy))
+    processes.until(lambda: not segments.playing(client, heavy))
     before = process_s(client, heavy)
-    settle(client, until, {light: 1, middle: 2}, least_s=4.0)
+    settle(client, processes, {light: 1, middle: 2}, least_s=4.0)
     assert process_s(client, heavy) == pytest.approx(before, abs=0.1), (
         "what waited was taken, and ended at once"
     )
     state, now = runs.state(client, light), runs.config(client, light)
     changed = now.model_copy(update={"weight": 6.0})
     runs.change(client, light, changed, {"weight": (1.0, 6.0)}, version=state.config_version)
-    settle(client, until, {light: 6, middle: 2}, least_s=4.0)
+    settle(client, processes, {light: 6, middle: 2}, least_s=4.0)
 
 
-def test_a_run_of_high_priority_gets_a_process_at_once_and_then_all(client: Redis, until: Until) -> None:
+def test_a_run_of_high_priority_gets_a_process_at_once_and_then_all(
+    client: Redis, processes: Processes
+) -> None:
     others = [begin(client, priority=priority, segment_s=60.0) for priority in ("low", "normal")]
-    until(lambda: len(segments.playing(client, others[1])) == PROCESSES)  # normal before low
-    began = time.monotonic()
+    processes.until(lambda: len(segments.playing(client, others[1])) == PROCESSES)  # normal before low
     high = begin(client, priority="high")
-    until(lambda: segments.playing(client, high), bound(2.0))
-    print(f"first process after {time.monotonic() - began:.2f} s")
-    until(lambda: len(segments.playing(client, high)) == PROCESSES)
+    took_s = processes.until(lambda: segments.playing(client, high), bound(2.0))
+    print(f"first process after {took_s:.2f} s")
+    processes.until(lambda: len(segments.playing(client, high)) == PROCESSES)
     before = sum(process_s(client, *others))
     time.sleep(2.0)
     assert sum(process_s(client, *others)) - before < 0.5  # between two segments at most
 
 
-def test_processes_that_wait_for_an_allowance_serve_other_runs(client: Redis, until: Until) -> None:
+def test_processes_that_wait_for_an_allowance_serve_other_runs(client: Redis, processes: Processes) -> None:
     satisfied = begin(client, weight=10.0, allowance=200)
-    until(lambda: runs.state(client, satisfied).appended_steps >= 200)
+    processes.until(lambda: runs.state(client, satisfied).appended_steps >= 200)
     hungry = begin(client)
-    until(lambda: len(segments.playing(client, hungry)) == PROCESSES)
+    processes.until(lambda: len(segments.playing(client, hungry)) == PROCESSES)
     # Twice: what it sent while it was alone is taken; a process that has just taken one begins within a second.
     for _ in range(2):
-        until(lambda: not segments.playing(client, satisfied))
+        processes.until(lambda: not segments.playing(client, satisfied))
         time.sleep(1.0)
     before = process_s(client, satisfied, hungry)
     time.sleep(3.0)

@@ -21,7 +21,6 @@ from ddrl import celery, envs
 from ddrl.store import connection, keys, runs, segments, workers
 from ddrl.store.workers import Heartbeat
 
-HOST = f"host {socket.gethostname()}: "
 LONG = {"segment_s": 600}
 
 
