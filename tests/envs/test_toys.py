@@ -123,10 +123,9 @@ def test_catch_is_won_only_where_the_paddle_ends_which_never_leaves_the_board(ac
     for episode in range(60):
         image, _ = toy.reset(seed=episode)
         (column,) = np.flatnonzero(slow_board(image, 12)[0])
-        ended = False
-        while not ended:
+        for _ in range(11):
             image, reward, ended, *_ = toy.step(np.int64(action))
-        assert reward == (1.0 if column == end else -1.0) and slow_board(image, 12)[-1, end]
+        assert ended and reward == (1.0 if column == end else -1.0) and slow_board(image, 12)[-1, end]
         returns.add(reward)
     assert returns == {1.0, -1.0}
 

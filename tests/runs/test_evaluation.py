@@ -18,7 +18,7 @@ from ddrl.types import EvaluationResult
 
 CARTPOLE = EnvConfig(id="CartPole-v1", max_episode_steps=60, reward_scale=0.01)
 TARGET, SPOT = EnvConfig(id="ddrl/Target-v0"), EnvConfig(id="ddrl/Spot-v0")
-SEEDS = [1_000_000 + 7 * i for i in range(20)]
+SEEDS = [1_000_000 + 7 * i for i in (*range(19), 3)]  # one of them twice
 
 
 class Acts:
@@ -73,11 +73,6 @@ def test_the_result_does_not_depend_on_num_envs(num_envs: int, frame_stack: int)
     assert max(policy.sizes) == min(num_envs, 20)
     assert sum(policy.sizes) == sum(result.lengths)  # no action is computed for an ended episode
     assert sorted(episodes) == sorted(zip(SEEDS, result.returns, result.lengths, strict=True))
-
-
-def test_results_are_in_the_order_of_the_seeds() -> None:
-    one, two = (play(lean, CARTPOLE, [SEEDS[i]]).lengths[0] for i in (1, 3))
-    assert play(lean, CARTPOLE, [SEEDS[3], SEEDS[1], SEEDS[3]], num_envs=2).lengths == (two, one, two)
 
 
 @pytest.mark.parametrize(
@@ -208,9 +203,8 @@ def test_a_game_is_played_whole_with_no_ops_and_filmed() -> None:
             seen.append(observation[0].copy())
             return np.full(len(observation), 3, np.int64)
 
-        result = play(
-            still, with_noops(env, noops), [5, 6], num_envs=num_envs, on_frame=lambda *frame: pictures.append(frame)
-        )  # fmt: skip
+        options = {"num_envs": num_envs, "on_frame": lambda *frame: pictures.append(frame)}
+        result = play(still, with_noops(env, noops), [5, 6], **options)
         assert result.lengths == (60, 60)
         return seen[:60]
 
