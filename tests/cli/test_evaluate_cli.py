@@ -14,7 +14,7 @@ from redis import Redis
 from support import commands
 from support.processes import Processes
 from support.runs import initial_weights, start, target_config, toy_answers
-from support.store import SPACES
+from support.store import SPACES, take
 
 from ddrl import celery, policy
 from ddrl.algorithms.base import NO_STATE, RecurrentState
@@ -23,7 +23,7 @@ from ddrl.config import RunConfig, validate
 from ddrl.envs import describe
 from ddrl.policy import LoadedPolicy
 from ddrl.runs import evaluation
-from ddrl.store import evaluations, keys, leases, runs, weights, workers
+from ddrl.store import evaluations, keys, runs, weights, workers
 from ddrl.worker import tasks
 
 QUEUE = "ddrl.evaluate"
@@ -46,10 +46,8 @@ def client(client: Redis, monkeypatch: pytest.MonkeyPatch) -> Redis:
 def published(client: Redis, config: RunConfig) -> str:
     """A run with a first version of real weights."""
     run = start(client, config)
-    token = leases.acquire(client, run, host="here", folder="/tmp")
-    assert token is not None
     blob = initial_weights(config, runs.spaces(client, run))
-    weights.publish(client, run, token, version=0, blob=blob, allowance=0, updates=0)
+    weights.publish(client, run, take(client, run), version=0, blob=blob, allowance=0, updates=0)
     return run
 
 
@@ -294,16 +292,10 @@ def test_the_epsilon_of_the_algorithm_is_the_default(spot: str) -> None:
 
 
 def test_bad_input(spot: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def refused(*arguments: str) -> str:
-        return commands.refused("evaluate", spot, *arguments)
-
-    assert refused("--noop", "30") == "--noop 30: ddrl/Spot-v0 is not an ALE game; leave the option out"
-    for option, value in (("--epsilon", "1.5"), ("--epsilon", "nan"), ("--noop", "-1"), ("--num-envs", "0")):
-        assert option in refused(option, value)
-    assert refused("--video", "out.avi").endswith("use one that ends in .mp4")
-    assert "cannot be written" in refused("--video", "nowhere/out.mp4")
+    line = commands.refused("evaluate", spot, "--noop", "30")
+    assert line == "--noop 30: ddrl/Spot-v0 is not an ALE game; leave the option out"
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
-    line = refused("--video", "out.mp4")
+    line = commands.refused("evaluate", spot, "--video", "out.mp4")
     assert line == "--video out.mp4: needs imageio with ffmpeg; run pip install 'ddrl[video]'"
     assert list(tmp_path.iterdir()) == []
 
@@ -340,8 +332,6 @@ def test_the_report_has_the_median_and_the_range(run: str) -> None:
     assert report["return_mean"] == pytest.approx(np.mean(returns))
     text = commands.call("evaluate", run, "-n", "3", "--seed", "7")
     assert "seeds 7 to 9" in text and f"{run}@0" in text
-    assert "give one of them" in commands.refused("evaluate", f"{run}@31", "--version", "0")
-    assert "holds one version" in commands.refused("evaluate", "policy.safetensors", "--version", "3")
 
 
 def test_a_real_worker_plays_it(server: Any, run: str, processes: Processes) -> None:

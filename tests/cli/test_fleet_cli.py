@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.commands import call, call_json, refused
+from support.commands import call, call_json
 from support.runs import start, target_config
 from support.store import heartbeat, note_playing, want_processes
 
@@ -72,7 +72,3 @@ def test_versions_that_differ_and_machines_that_leave_are_shown(client: Any) -> 
     text = call("fleet")
     assert "versions of numpy differ: 2.3 on one, three; 2.4 on two" in text
     assert "H100" in text and "16.0 GB" in text and "leaves" in text and "up 1m0" in text
-
-
-def test_watching_needs_a_terminal(client: Any) -> None:
-    assert "--watch: needs a terminal" in refused("fleet", "--watch")

@@ -176,8 +176,6 @@ def test_the_command_refuses_in_one_line_and_creates_nothing(client: Redis) -> N
     submit()
     before = determined(client)
     known = runs.names(client)
-    assert "is not a policy" in refused(*BARE, "--from", "target.yaml")
-    assert "version 9 is not kept; kept are 0, 1" in refused(*BARE, "--from", f"{before}@9")
     message = refused(*BARE, "--from", before, "-s", "algorithm.hidden_sizes=[16, 16]")
     assert "tensor weights.0 is [" in message and "set algorithm.hidden_sizes=[32, 32] as there" in message
     message = refused(*BARE, "--from", before, "-s", "rollout.random_until_learned=true")

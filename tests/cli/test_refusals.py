@@ -1,7 +1,8 @@
 """Bad input of every kind: refusals.json holds command lines that must be refused, and what they print in one line.
 
 `PYTHONPATH=tests python tests/cli/test_refusals.py` writes the messages of this version into it, "now"; "was" stays.
-A new case is a row {"line": ...}: RUN is an active run, ENDED a stopped one, NAME.yaml a config of `CONFIGS`.
+A new case is a row {"line": ...}: RUN is an active run of SAC, PPO one of PPO, ENDED a stopped one, NAME.yaml a config
+of `CONFIGS`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 from support import commands
+from support.store import events
 
 from ddrl.store import connection
 from ddrl.store import runs as stored
@@ -47,13 +49,18 @@ def outcomes() -> Iterator[tuple[int, str]]:
     for name, text in BAD_FILES.items():
         Path(f"{name}.yaml").write_text(text)
     bare = ["--detach", "--no-learner", "--workers", "0", "--json"]
-    runs = [json.loads(commands.run("submit", "sac.yaml", *bare).out)["run"] for _ in range(2)]
-    commands.run("stop", runs[1])
+    algorithms = {"PPO": "ppo", "RUN": "sac", "ENDED": "sac"}
+    runs = {
+        word: json.loads(commands.run("submit", f"{name}.yaml", *bare).out)["run"]
+        for word, name in algorithms.items()
+    }
+    commands.run("stop", runs["ENDED"])
     for row in ROWS:
         words, _, override = row["line"].partition(" -s ")
-        given = words.replace("RUN", runs[0]).replace("ENDED", runs[1]).split()
+        given = re.sub("|".join(runs), lambda word: runs[word[0]], words).split()
         code, _, error = commands.run(*given, *(["-s", override, *bare] if override else []))
-        error = error.replace(runs[0], "RUN").replace(runs[1], "ENDED")
+        for word, run in runs.items():
+            error = error.replace(run, word)
         yield code, re.sub(r"(unix|redis)://\S+", "URL", error).strip()
 
 
@@ -65,7 +72,9 @@ def test_bad_input_is_refused_in_one_line(
     for row, (code, error) in zip(ROWS, outcomes(), strict=True):
         assert (code, error) == (row["code"], row["now"]), row["line"]
         assert code != 0 and error.startswith("ddrl: error: ") and "\n" not in error
-    assert len(stored.names(server.client)) == 2 and not Path("runs").exists()  # none made a third run
+    names = stored.names(server.client)
+    assert len(names) == 3 and not Path("runs").exists()  # none made a fourth run, or changed one
+    assert [events(server.client, name) for name in names] == [["created"]] * 2 + [["created", "stopped"]]
 
 
 if __name__ == "__main__":
