@@ -27,8 +27,6 @@ from ddrl.envs import EnvError
 from ddrl.learner import run as runner
 from ddrl.store import connection, keys, leases, logs, runs, weights, workers
 
-DAY_MS = 86_400_000
-
 
 def test_help_lists_every_command_and_the_exit_codes() -> None:
     text = call("--help")
@@ -40,15 +38,6 @@ def test_help_lists_every_command_and_the_exit_codes() -> None:
     assert "Exit codes: 0 done, 1 the run failed, 2 bad input" in text
     assert call("--version") == f"ddrl {ddrl.__version__}\n"
     assert call() == text
-
-
-def test_help_imports_nothing_heavy() -> None:
-    heavy = ("torch", "gymnasium", "matplotlib", "celery", "blosc2", "tensorboard", "rich.live")
-    code = f"import sys, ddrl.cli; print([name for name in {heavy} if name in sys.modules])"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert done.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize(
@@ -87,10 +76,9 @@ def test_runs(client: Any) -> None:
     rows = call_json("runs")
     assert [row["run"] for row in rows] == [first, second]
     assert rows[1]["env_steps"] == 30_000 and rows[1]["return_mean"] == 205.0
-    lines = call("runs").splitlines()
-    assert lines[0].split()[:2] == ["run", "status"] and lines[2].startswith(second) and "30,000" in lines[2]
+    header, _, line = call("runs").splitlines()
+    assert header.split()[:2] == ["run", "status"] and line.startswith(second) and "30,000" in line
     assert [row["run"] for row in call_json("runs", "-n", "1")] == [second]
-    assert second in refused("status", "nothing")
 
 
 def test_a_run_of_another_version_is_noted_and_the_others_are_listed(client: Any) -> None:
@@ -147,12 +135,10 @@ def test_status(client: Any) -> None:
     assert report["stream"]["max_bytes"] == 512 * 1024**2 and report["stream"]["fragments"] == 30
     assert report["workers"][0]["plays"] and not report["workers"][0]["evaluates"]
     assert [row["purpose"] for row in report["evaluations"]] == ["watch", "confirm"]
-    text = call("status")
-    for shown in (
-        *("30,000 (2930/s)", "latest v31, best v31 (205.0), 2 kept", "2 entries refused", "512.0 MB"),
-        "1 (0 of 3 processes) on ddrl.rollout.box2d",
-    ):
+    text, budget = call("status"), "512.0 MB"
+    for shown in ("30,000 (2930/s)", "latest v31, best v31 (205.0), 2 kept", "2 entries refused", budget):
         assert shown in text, shown
+    assert "1 (0 of 3 processes) on ddrl.rollout.box2d" in text
 
 
 def test_stop_and_pause(client: Any) -> None:
@@ -175,27 +161,26 @@ def test_delete_keeps_the_folder_without_files(client: Any, tmp_path: Path) -> N
     assert runs.names(client) == [] and [path.name for path in (tmp_path / "runs").iterdir()] == [kept]
 
 
-def ended(client: Any, days: float, *, num_bytes: int = 0) -> str:
-    """Create a run that ended so many days ago and holds so many bytes."""
+def ended(client: Any, days: int) -> str:
+    """Create a run that ended so many days ago and holds two megabytes."""
     run = make_run(client)
     runs.set_status(client, run, "stopped", "enough")
-    client.hset(keys.state(run), "ended_ms", runs.server_ms(client) - int(days * DAY_MS))
-    client.set(keys.weights_blob(run, 0), b"x" * num_bytes)
+    client.hset(keys.state(run), "ended_ms", runs.server_ms(client) - days * 86_400_000)
+    client.set(keys.weights_blob(run, 0), b"x" * 2_000_000)
     return run
 
 
 def test_prune_confirms_and_reports(client: Any, tmp_path: Path) -> None:
-    old, young = ended(client, 31, num_bytes=2_000_000), ended(client, 1)
+    old, young = ended(client, 31), ended(client, 1)
     (tmp_path / "runs" / old).mkdir(parents=True)
     assert call("prune", "--older-than", "60d", "--yes") == "nothing to prune\n"
-    text = call("prune", "--older-than", "30d", "--dry-run")
+    month = ("prune", "--older-than", "30d")
+    text, report = call(*month, "--dry-run"), call_json(*month, "--dry-run")
     assert old in text and "would free 1.9 MB of 1 run" in text
-    assert "add --yes" in commands.run("prune", "--older-than", "30d").err
-    assert {*runs.names(client)} == {old, young}
-    report = call_json("prune", "--older-than", "30d", "--dry-run")
     assert report["dry_run"] and [row["run"] for row in report["runs"]] == [old]
     assert report["bytes"] == report["runs"][0]["bytes"] > 2_000_000
-    assert "freed 1.9 MB of 1 run\n" in call("prune", "--older-than", "30d", "--yes")
+    assert "add --yes" in commands.run(*month).err and {*runs.names(client)} == {old, young}
+    assert "freed 1.9 MB of 1 run\n" in call(*month, "--yes")
     assert runs.names(client) == [young] and (tmp_path / "runs" / old).is_dir()
     assert call_json("prune", "--max-bytes", "0", "--yes")["runs"][0]["run"] == young
 
@@ -227,13 +212,11 @@ def test_logs_merge_the_server_s_lines_with_files_and_journal(
     rows = call_json("logs")
     lines = [(row["source"], row["level"], row["line"]) for row in rows]
     assert lines.count(("learner gpu1", "INFO", f"learns {run}")) == 1, "the file's twin is left out"
-    assert [line for source, *line in lines if source == f"learner {here}"] == [
-        *(["WARNING", "slow"], ["", "Traceback"], ["", "  of it"])
-    ]
+    file = [line for source, *line in lines if source == f"learner {here}"]
+    assert file == [["WARNING", "slow"], ["", "Traceback"], ["", "  of it"]]
     assert (f"rollout {here}", "ERROR", "played badly") in lines and ("journal", "", "created") in lines
     assert lines[-2:] == [("worker far", "ERROR", "two"), ("worker far", "ERROR", "lines")]
-    times = [row["time_s"] for row in rows]
-    assert times == sorted(times)
+    assert rows == sorted(rows, key=lambda row: row["time_s"])
     assert [row["line"] for row in call_json("logs", "--last", "1")] == ["lines"]
     assert call_json("logs", "-n", "0") == []
     runs.set_status(client, run, "stopped", "enough")

@@ -14,7 +14,7 @@ from redis import Redis
 from support import commands
 from support.processes import Processes
 from support.runs import initial_weights, start, target_config, toy_answers
-from support.store import SPACES, take
+from support.store import SPACES, heartbeat, take
 
 from ddrl import celery, policy
 from ddrl.algorithms.base import NO_STATE, RecurrentState
@@ -75,7 +75,7 @@ class Fleet:
         self.sent: list[str] = []
         self.play: Callable[[str, str], object] = tasks.evaluate
         for node, processes, queue in (("one", 1, QUEUE), ("two", 2, QUEUE), ("players", 8, "ddrl.rollout")):
-            workers.beat(client, workers.Heartbeat(node, "h", 1, processes, (queue,), {}))
+            workers.beat(client, heartbeat(node, processes, queue))
 
     def send(self, run: str, message: str, queue: str) -> None:
         assert queue == QUEUE
@@ -84,7 +84,7 @@ class Fleet:
 
     def leave(self) -> None:
         for node in ("one", "two"):
-            workers.leave(self.client, workers.Heartbeat(node, "h", 1, 0, (), {}))
+            workers.leave(self.client, heartbeat(node, 0))
 
     def score(self, *options: str) -> tuple[Any, str]:
         """Run the command; return its report, whose score is that of the same episodes played here, and its stderr."""
@@ -97,7 +97,7 @@ class Fleet:
     def is_clean(self) -> bool:
         """Return whether no open evaluation and no result is left on the server."""
         kinds = (keys.evaluating(self.run, "*"), keys.evaluations(self.run, "*"))
-        return not [key for kind in kinds for key in self.client.scan_iter(kind)]
+        return not any(self.client.keys(kind) for kind in kinds)
 
 
 @pytest.fixture
@@ -206,8 +206,9 @@ def test_a_worker_stops_a_withdrawn_evaluation_but_not_for_an_outage(
     monkeypatch.setattr(tasks, "BEAT_S", 0.0)
     sent: list[str] = []
     waiting = evaluations.OpenEvaluations(client, run, send=sent.append, timeout_s=60)
-    wanted = evaluations.Evaluation(version=0, first_seed=1, num_episodes=3, purpose="request", num_envs=1)
-    waiting.open([wanted])
+    waiting.open(
+        [evaluations.Evaluation(version=0, first_seed=1, num_episodes=3, purpose="request", num_envs=1)]
+    )
     beats: list[int] = []
     take = evaluations.take
 
@@ -308,9 +309,8 @@ def test_an_environment_that_cannot_be_filmed_is_refused(run: str) -> None:
 
 
 def test_no_op_starts_of_a_game(monkeypatch: pytest.MonkeyPatch) -> None:
-    env: dict[str, Any] = {"id": "ALE/Asterix-v5"}
     played: list[int | None] = []
-    config = validate({"name": "game", "env": env, "algorithm": {"name": "ppo", "network": "conv"}})
+    config = SPOT.model_copy(update={"env": SPOT.env.model_copy(update={"id": "ALE/Asterix-v5"})})
 
     def score(loaded: LoadedPolicy, seeds: range, *, noop_max: int | None, on_episode: Any, **_: Any) -> None:
         played.append(noop_max)

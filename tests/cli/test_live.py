@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console, RenderableType
+from support.commands import call
 from support.store import add_history, make_run, note_playing
 
 from ddrl.cli import curve, hints, live, view
@@ -108,14 +109,12 @@ def test_the_last_view_stays_on_the_terminal(client: Any, lander: str) -> None:
 def test_notices_are_printed_once(client: Any) -> None:
     run, file = make_run(client), io.StringIO()
     follower, lines = Watcher(client, run), live.Lines(file)
-    for value in (1, 2, 2):
-        changed = runs.config(client, run).model_copy(update={"weight": float(value)})
-        version = runs.config_version(client, run)
-        runs.change(client, run, changed, {"weight": (1.0, value)}, version=version)
+    for weight in ("3", "2", "2"):
+        call("set", run, f"weight={weight}")
         lines.show([follower.poll()])
     assert follower.poll().config.weight == 2.0
     printed = [line.split("  ")[1] for line in file.getvalue().splitlines() if "set" in line]
-    assert printed == ["set weight: 1.0 -> 1", "set weight: 1.0 -> 2"]
+    assert printed == ["set weight: 1.0 -> 3.0", "set weight: 3.0 -> 2.0"]
 
 
 def test_closing_lines_say_how_to_go_on(client: Any) -> None:
@@ -196,9 +195,7 @@ def test_hints_say_what_is_missing(client: Any) -> None:
     assert poll(client, run).hint == missing
     beat(client, "ddrl.rollout", "ddrl.rollout.atari", capabilities=("atari",))
     beat(client, "ddrl.evaluate", "ddrl.evaluate.box2d", host="judge", capabilities=("box2d",))
-    beat(client, QUEUE, host="old", draining=True)
     there = "there: here lacks box2d (pip install 'ddrl[box2d]' there), judge only evaluates"
-    workers.leave(client, workers.Heartbeat("ddrl-1@old", "old", 1, 3, (), {}))
     assert poll(client, run).hint == f"{missing}; {there}"
     beat(client, QUEUE)
     assert poll(client, run).hint == "waiting for the first steps"
@@ -262,9 +259,8 @@ def test_shares_and_waits_are_those_of_the_last_minute(client: Any, monkeypatch:
     assert (three.recent.share, entitled(three.state, three.loads)) == (0.75, 0.75)
     assert (one.recent.allowance_wait, one.recent.room_wait) == (0.25, 0.1) and three.recent.room_wait == 0.0
     assert one.hint == "the stream is full (512.0 MB): play waits for the learner; raise replay.max_bytes"
-    assert "share 25%  10% of the time waiting for room" in live.plain_line(
-        one
-    ) and "waiting" not in live.plain_line(three)
+    assert "share 25%  10% of the time waiting for room" in live.plain_line(one)
+    assert "waiting" not in live.plain_line(three)
     assert "25 % of 25 %, normal" in shown(one) and "25 %, 10 % for room" in shown(one)
 
 

@@ -11,19 +11,16 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from support import commands
+from support.algorithms import CONTINUOUS, DISCRETE
 from support.commands import call, call_json, refused
-from support.store import SPACES, add_history, events, make_run
+from support.store import events, make_run
 
 from ddrl import config
 from ddrl.cli import settings
 from ddrl.runs import artifacts, curves
 from ddrl.runs.records import Records, read
-from ddrl.store import leases as lease
 from ddrl.store import runs
 from ddrl.store.connection import StoreError
-from ddrl.types import EnvSpec
-
-DISCRETE = EnvSpec("Toy-v0", (8,), "float32", "discrete", (), (4,))
 
 
 @pytest.mark.parametrize(
@@ -51,28 +48,24 @@ DISCRETE = EnvSpec("Toy-v0", (8,), "float32", "discrete", (), (4,))
 )
 def test_what_changes(name: str, texts: list[str], changes: dict[str, Any]) -> None:
     before = config.validate({"env": {"id": "Toy-v0"}, "algorithm": {"name": name}})
-    assert settings.change(before, SPACES if name == "sac" else DISCRETE, settings.parse(texts))[1] == changes
+    spaces = CONTINUOUS if name == "sac" else DISCRETE
+    assert settings.change(before, spaces, settings.parse(texts))[1] == changes
 
 
 def test_a_change_is_stored_printed_and_kept_in_the_journal(client: Any, lander: str) -> None:
-    run = lander
-    text = call("set", run, "algorithm.learning_rate=1e-4", "weight=2", "priority=normal")
-    assert text.splitlines() == [
-        "priority: already \"normal\"",
-        "weight: 1.0 -> 2.0",
-        "algorithm.learning_rate: 0.001 -> 0.0001",
-    ]  # fmt: skip
+    run, learning_rate = lander, "algorithm.learning_rate: 0.001 -> 0.0001"
+    lines = call("set", run, "algorithm.learning_rate=1e-4", "weight=2", "priority=normal").splitlines()
+    assert lines == ['priority: already "normal"', "weight: 1.0 -> 2.0", learning_rate]
     after, state = runs.config(client, run), runs.state(client, run)
     assert after.algorithm == {"name": "sac", "learning_rate": 1e-4} and after.weight == 2.0
     assert state.weight == 2.0 and state.config_version == 1
-    assert "algorithm.learning_rate: 0.001 -> 0.0001 at 30,000 env steps" in call("journal", run)
+    assert f"{learning_rate} at 30,000 env steps" in call("journal", run)
     printed = call_json("set", "last", "weight=2", "stop.time=20m")
     rows = [{"option": "stop.time", "from": 900.0, "to": 1200.0}]
     assert printed == {"run": run, "config_version": 2, "changes": rows, "unchanged": {"weight": 2.0}}
     assert call_json("set", run, "weight=2.0")["config_version"] == 2  # nothing changed, nothing written
-    assert [row["option"] for row in runs.journal(client, run) if row["event"] == "set"] == [
-        *("weight", "algorithm.learning_rate", "stop.time")
-    ]
+    changed = [row["option"] for row in runs.journal(client, run) if row["event"] == "set"]
+    assert changed == ["weight", "algorithm.learning_rate", "stop.time"]
 
 
 def test_what_the_server_has_no_room_for_is_refused_as_a_whole(client: Any) -> None:
@@ -103,34 +96,24 @@ def test_two_operators_do_not_undo_each_other(client: Any) -> None:
     assert runs.config(client, run).weight == 2.0
 
 
-def test_changes_are_in_the_folder(client: Any, tmp_path: Path) -> None:
-    run = make_run(client)
-    token = add_history(client, run)
-    call("set", run, "algorithm.temperature=0.1", "stop.return=null")
-    runs.set_status(client, run, "stopped", "enough", token=token)
-    lease.release(client, run, token)
-    artifacts.write(client, run, tmp_path)
+def test_changes_are_in_the_folder(client: Any, lander: str, tmp_path: Path) -> None:
+    call("set", lander, "algorithm.temperature=0.1", "stop.return=null")
+    runs.set_status(client, lander, "stopped", "enough")
+    artifacts.write(client, lander, tmp_path)
     with (tmp_path / "journal.csv").open(encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["event"] for row in rows] == ["created", "set", "set", "stopped"]
-    assert rows[-1]["reason"] == "enough" and rows[0]["option"] == ""
-    changed = {row["option"]: (row["from"], row["to"], row["env_steps"]) for row in rows[1:3]}
-    assert changed == {
-        "algorithm.temperature": ("auto", "0.1", "30000"),
-        "stop.return": ("200.0", "", "30000"),
-    }
-    texts = _texts(tmp_path / "tensorboard")
-    assert texts == ["algorithm.temperature: auto -> 0.1", "stop.return: 200 -> none"]
-    assert "algorithm:\n  name: sac\n  temperature: 0.1\n" in (tmp_path / "config.yaml").read_text()
-
-
-def _texts(folder: Path) -> list[str]:
-    """Return the changed settings in the events."""
+        created, *changes, ended = csv.DictReader(file)
+    assert (created["event"], created["option"]) == ("created", "") and ended["reason"] == "enough"
+    assert [[row[name] for name in ("event", "option", "from", "to", "env_steps")] for row in changes] == [
+        ["set", "algorithm.temperature", "auto", "0.1", "30000"],
+        ["set", "stop.return", "200.0", "", "30000"],
+    ]
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-    (path,) = folder.glob("events.out.tfevents.*")
-    values = (value for event in EventFileLoader(str(path)).Load() for value in event.summary.value)
-    return [value.tensor.string_val[0].decode() for value in values if value.tag == "settings"]
+    (events_file,) = (tmp_path / "tensorboard").iterdir()
+    values = (value for event in EventFileLoader(str(events_file)).Load() for value in event.summary.value)
+    texts = [value.tensor.string_val[0].decode() for value in values if value.tag == "settings"]
+    assert texts == ["algorithm.temperature: auto -> 0.1", "stop.return: 200 -> none"]
+    assert "algorithm:\n  name: sac\n  temperature: 0.1\n" in (tmp_path / "config.yaml").read_text()
 
 
 def test_changes_are_drawn_on_both_panels(client: Any, tmp_path: Path) -> None:
