@@ -114,9 +114,7 @@ def determined(client: Redis) -> str:
 
 
 def published(client: Redis, run: str, version: int) -> dict[str, np.ndarray]:
-    blob = weights.get(client, run, version)
-    assert blob is not None
-    return dict(weights.decode_weights(blob))
+    return dict(weights.decode_weights(weights.get(client, run, version) or b""))
 
 
 BARE = ("submit", "target.yaml", "--detach", "--no-learner", "--workers", "0")
