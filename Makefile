@@ -5,7 +5,7 @@ TIME ?=
 WORKERS ?=
 SEED ?=
 ARGS ?=
-JOBS ?= 4
+JOBS ?= 5
 MINUTES ?= 15
 PIP_ARGS ?=
 EXTRAS ?= box2d,atari,video,tensorboard,flower,dev
@@ -59,9 +59,9 @@ run: $(STAMP)
 	  $(if $(TIME),--time $(if $(filter %s %m %h,$(TIME)),$(TIME),$(TIME)m)) \
 	  $(if $(WORKERS),--workers $(WORKERS)) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
-# Tests mostly wait, so files run side by side; JOBS=0 runs them one after another.
+# Tests mostly wait, so more of them than cores run side by side; JOBS=0 runs them one after another.
 test: $(STAMP)
-	@$(VENV)/bin/python -m pytest --numprocesses $(JOBS) --dist loadfile $(ARGS)
+	@$(VENV)/bin/python -m pytest --numprocesses $(JOBS) --dist worksteal $(ARGS)
 
 faults: $(STAMP)
 	@DDRL_FAULT_BOUNDS=exact $(VENV)/bin/python -m pytest -m faults $(ARGS)
@@ -73,7 +73,7 @@ check: $(STAMP)
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/mypy
-	$(VENV)/bin/python -m pytest --numprocesses $(JOBS) --dist loadfile $(ARGS)
+	$(VENV)/bin/python -m pytest --numprocesses $(JOBS) --dist worksteal $(ARGS)
 
 size:
 	@python3 benchmarks/size.py

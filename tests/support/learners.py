@@ -118,8 +118,9 @@ class Run:
         return (checkpoints.newest_pointer(self.client, self.id) or {"meta": {}})["meta"]
 
     def keys(self) -> dict[bytes, bytes]:
-        """All keys of the run but the lease."""
-        found = set(self.client.scan_iter(match=keys.run_pattern(self.id))) - {keys.lease(self.id).encode()}
+        """All keys of the run but the lease and the log lines, which need no lease."""
+        others = {keys.lease(self.id).encode(), keys.logs(self.id).encode()}
+        found = set(self.client.scan_iter(match=keys.run_pattern(self.id))) - others
         return {key: self.client.dump(key) for key in found}
 
     def audit(self) -> ledger.Audit:
