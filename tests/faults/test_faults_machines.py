@@ -74,14 +74,16 @@ def test_a_process_killed_before_its_first_fragment(fleet: Fleet, tmp_path: Path
     monkeypatch.syspath_prepend(folder)
     run = start(fleet.client, target_config(env={"id": "slow_to_make:make"}, stop={"return": 10.0}))
     runs.set_status(fleet.client, fleet.run, "paused", "by the test")
-    fleet.start_learner()
-    fleet.start_worker("-c", "1", env=importing(folder, MAKING_FOLDER=str(tmp_path)))
-    fleet.processes.until(lambda: os.listdir(tmp_path))
-    assert runs.state(fleet.client, run).appended_fragments == 0
-    os.kill(int(os.listdir(tmp_path)[0]), signal.SIGKILL)
-    fleet.processes.until(lambda: runs.state(fleet.client, run).appended_fragments > 0, bound(2.0))
-    runs.set_status(fleet.client, run, "stopped", "by the test")
-    runs.reactivate(fleet.client, fleet.run)
+    try:
+        fleet.start_learner()
+        fleet.start_worker("-c", "1", env=importing(folder, MAKING_FOLDER=str(tmp_path)))
+        fleet.processes.until(lambda: os.listdir(tmp_path))
+        assert runs.state(fleet.client, run).appended_fragments == 0
+        os.kill(int(os.listdir(tmp_path)[0]), signal.SIGKILL)
+        fleet.processes.until(lambda: runs.state(fleet.client, run).appended_fragments > 0, bound(2.0))
+    finally:  # the other tests share the fleet
+        runs.set_status(fleet.client, run, "stopped", "by the test")
+        runs.reactivate(fleet.client, fleet.run)
 
 
 def test_a_machine_gone_while_another_is_there(fleet: Fleet) -> None:
