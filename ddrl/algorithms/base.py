@@ -133,7 +133,7 @@ class Resolved:
 
     @property
     def can_start_at_random(self) -> bool:
-        """Whether the run may begin with random actions."""
+        """True if the run may begin with random actions."""
         return not self.on_policy and self.sequences is None
 
     @property

@@ -150,7 +150,7 @@ class Learner:
         )
         # Fragments that waited then and have left the stream count as dropped.
         self.replay.num_dropped = counters.dropped + counters.waiting - self.replay.num_waiting
-        # Where the stream has lost experience, updates go on after a new warm-up.
+        # After a loss of experience in the stream the replay warms up again before the next update.
         missing = min(self._config.replay.warmup_steps, counters.held) - len(self.replay)
         if missing > 0:
             log.warning(

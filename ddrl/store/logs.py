@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import logging.handlers
 import queue
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from redis.exceptions import RedisError
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 LENGTH = 5_000
 LINE_LENGTH = 2_000
 MOST_WAITING = 1_000  # lines, while the server does not answer; further ones are dropped
-PARTING_S = 1.0  # until the server has room for the last lines, and again until it has taken them
+PARTING_S = 2.0  # at most, for the last lines
 
 
 def add(client: Redis, run: str, source: str, level: str, text: str) -> None:
@@ -42,9 +43,7 @@ def read(client: Redis, run: str, after: bytes = b"0-0") -> tuple[list[dict[str,
 
 
 class Handler(logging.Handler):
-    """Sends log records of this process to a run's log, from a thread of its own.
-
-    Records that the server does not take are dropped.
+    """Sends log records of this process to a run's log; records that the server does not take are dropped.
 
     Args:
         client: a connection of its own.
@@ -55,45 +54,51 @@ class Handler(logging.Handler):
     def __init__(self, client: Redis, run: str, source: str) -> None:
         super().__init__(logging.INFO)
         self._client, self._run, self._source = client, run, source
-        self._waiting: queue.Queue[tuple[str, str] | None] = queue.Queue(MOST_WAITING)  # level and text
-        self._thread = threading.Thread(target=self._send_all, name="logs", daemon=True)
-        self._thread.start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Have a record sent; never raises, never waits."""
+        """Send a record; never raises."""
         try:
-            self._waiting.put_nowait((record.levelname, record.getMessage()))
-        except queue.Full:
+            add(self._client, self._run, self._source, record.levelname, record.getMessage())
+        except (RedisError, OSError):
             pass
         except Exception:  # of a malformed record
             self.handleError(record)
 
-    def close(self) -> None:
-        """Wait for the last lines, but not long."""
-        with contextlib.suppress(queue.Full):
-            self._waiting.put(None, timeout=PARTING_S)
-            self._thread.join(PARTING_S)
-        super().close()
 
-    def _send_all(self) -> None:
-        while (line := self._waiting.get()) is not None:
-            with contextlib.suppress(RedisError, OSError):
-                add(self._client, self._run, self._source, *line)
-        self._client.close()
+class _QueueHandler(logging.handlers.QueueHandler):
+    def enqueue(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(queue.Full):
+            super().enqueue(record)
+
+
+class _QueueListener(logging.handlers.QueueListener):
+    def enqueue_sentinel(self) -> None:
+        cast("queue.Queue[Any]", self.queue).put(None)  # waits while the queue is full
 
 
 @contextlib.contextmanager
 def sending(run: str, source: str) -> Iterator[None]:
-    """Send the log of ddrl to a run's log while the context lasts.
+    """Send the log of ddrl to a run's log while the context lasts, from a thread of its own.
 
     Args:
         run: whose log.
         source: of the lines.
     """
-    handler = Handler(connection.connect(), run, source)
+    client = connection.connect()
+    lines: queue.Queue[logging.LogRecord | None] = queue.Queue(MOST_WAITING)
+    listener, handler = _QueueListener(lines, Handler(client, run, source)), _QueueHandler(lines)
+    handler.setLevel(logging.INFO)
+    listener.start()
     logging.getLogger("ddrl").addHandler(handler)
     try:
         yield
     finally:
         logging.getLogger("ddrl").removeHandler(handler)
-        handler.close()
+
+        def stop() -> None:
+            listener.stop()
+            client.close()
+
+        stopping = threading.Thread(target=stop, name="logs", daemon=True)
+        stopping.start()
+        stopping.join(PARTING_S)

@@ -48,7 +48,7 @@ watchdog = Watchdog(_note_end, memory_bytes=process_memory_bytes())
 
 
 class Kept:
-    """What a thread keeps from task to task.
+    """Connections and players that a thread keeps from task to task.
 
     Args:
         client, blocking: connections for commands, and for blocking reads.

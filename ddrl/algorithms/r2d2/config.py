@@ -40,8 +40,9 @@ class Config(Options):
     """Networks learn h(Q), roughly the signed square root of Q, so that rewards need no clipping. Usual: yes, with
     unclipped rewards."""
     loss_reduction: Literal["mean", "sum"] = "sum"
-    """How the loss is combined over a sequence's steps. `sum`, as in SEED RL and Acme, gives gradients sequence_length
-    times as large, for which adam_eps=1e-3 and max_grad_norm=40 were chosen; `mean` needs a smaller adam_eps."""
+    """The sum or the mean of the loss over a sequence's steps. `sum`, as in SEED RL and Acme, gives gradients
+    sequence_length times as large, for which adam_eps=1e-3 and max_grad_norm=40 were chosen; `mean` needs a smaller
+    adam_eps."""
     priority_mix: float = Field(0.9, ge=0, le=1)
     """A sequence's priority is this share of its largest error plus the rest of its mean error. More favors single
     large errors. Usual: 0.9."""
