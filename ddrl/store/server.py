@@ -133,19 +133,19 @@ class Hold:
         if lock is None:
             taken = _file("listen").read_text()
             raise StoreError(f"{host}:{port}: the server listens on {taken} already; end that `ddrl up`")
-        try:
-            with _connect() as client:
-                settings: Any = client.config_get("requirepass")
-                if not any(settings.values()):
-                    raise StoreError(f"{host}:{port}: the server has no password; restart it to listen")
-                client.config_set("bind", host)
-                client.config_set("port", port)
-        except BaseException as error:
-            unlock(lock)
-            if not isinstance(error, (RedisError, OSError)):
-                raise
-            text = f"{host}:{port}: cannot listen ({error}); choose another address or port"
-            raise StoreError(text) from error
+        with contextlib.ExitStack() as stack:
+            stack.callback(unlock, lock)
+            try:
+                with _connect() as client:
+                    settings: Any = client.config_get("requirepass")
+                    if not any(settings.values()):
+                        raise StoreError(f"{host}:{port}: the server has no password; restart it to listen")
+                    client.config_set("bind", host)
+                    client.config_set("port", port)
+            except (RedisError, OSError) as error:
+                text = f"{host}:{port}: cannot listen ({error}); choose another address or port"
+                raise StoreError(text) from error
+            stack.pop_all()
         _write(lock, f"{host} {port}")
         self._listen_lock = lock
         name = _name_for_others(host)
