@@ -125,9 +125,10 @@ class Learner:
         # another policy, whose data cannot be used.
         if not self._on_policy and not shared.updates and latest in index.sizes:
             is_published, version = True, latest
-        self._reader = Reader(self._reader_client, self._run, shared.ledger.cursor, self._decode)
-        self.publisher.begin(self._reader, version, None if is_published else self.algorithm.weights())
-        self._reader.start()
+        reader = Reader(self._reader_client, self._run, shared.ledger.cursor, self._decode)
+        self.publisher.begin(reader, version, None if is_published else self.algorithm.weights())
+        reader.start()
+        self._reader = reader
 
     def _load(self, state: Tensors, counters: Counters, version: int) -> None:
         """Load a checkpoint; admit the fragments that its replay held as if `version` were published."""

@@ -7,6 +7,7 @@ import json
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from support.processes import Processes
 from support.runs import target_config
 
 from ddrl.config import RunConfig
+from ddrl.learner import loop
 from ddrl.learner import run as run_module
 from ddrl.learner.loop import Learner
 from ddrl.store import checkpoints, connection, keys, leases, local_checkpoints, runs
@@ -151,20 +153,21 @@ def test_a_paused_run_is_restored_paused_and_waited_for(run, learn, tmp_path: Pa
     until(lambda: learning.holds_after(token))
 
 
+@pytest.mark.parametrize(("module", "name"), [(leases, "acquire"), (loop, "Reader")])
 def test_a_run_that_is_lost_while_its_attempt_begins_is_restored(
-    run, learn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run, learn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str
 ) -> None:
-    snapshot, acquire = saved(run.learner(), run, tmp_path / "runs"), leases.acquire
+    snapshot, call = saved(run.learner(), run, tmp_path / "runs"), getattr(module, name)
 
-    def lost_at_once(*arguments: Any, **options: Any) -> int | None:
-        token = acquire(*arguments, **options)
-        monkeypatch.setattr(leases, "acquire", acquire)
+    def lost_after(*arguments: Any, **options: Any) -> Any:
+        answer = call(*arguments, **options)
         run.client.flushall()
-        return token
+        monkeypatch.setattr(module, name, call)
+        return answer
 
-    monkeypatch.setattr(leases, "acquire", lost_at_once)
+    monkeypatch.setattr(module, name, lost_after)
     learning = learn(run)
-    until(lambda: learning.holds_after(snapshot.token + 1))
+    until(lambda: getattr(module, name) is call and learning.holds_after(snapshot.token + 1))
 
 
 def test_a_learner_that_cannot_save_its_state_goes_on_from_the_checkpoint_before(
@@ -173,7 +176,7 @@ def test_a_learner_that_cannot_save_its_state_goes_on_from_the_checkpoint_before
     run = Run(server, endless_config(learner={"checkpoint_every_s": 3600}))
     saved(run.learner(), run, tmp_path / "runs")
     learning = learn(run)
-    until(lambda: len(beginnings(log.text)) == 2)
+    until(lambda: run.client.hexists(keys.state(run.id), "needed_bytes"))  # written once it is restored
     token = run.token
 
     def fail(_: Learner) -> None:
