@@ -1,4 +1,4 @@
-"""Atari through ddrl: memory of a million observations in Redis, and what a rollout process keeps of plain play.
+"""Atari: memory of a million observations in Redis, and the speed of a rollout process against plain play.
 
     python benchmarks/atari.py memory          # used_memory after less before, one process a game
     python benchmarks/atari.py rollout         # alone on the machine
@@ -51,7 +51,7 @@ print(steps / elapsed)
 
 
 def main() -> None:
-    """Print the asked table."""
+    """Print the table that the command line names."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -95,7 +95,7 @@ def memory(num_observations: int, processes: int) -> None:
 
 
 def fill(game: str, num_observations: int) -> tuple[int, int, int, float]:
-    """Play so many observations into a server of its own; bytes used, observations, bytes of a frame, seconds."""
+    """Append observations to a server of its own; return bytes used, observations, bytes of a frame, seconds."""
     import torch
 
     from ddrl import config

@@ -14,7 +14,7 @@ from machine import heading
 from submitted import Outcome, count, evaluated, parser, run
 
 CONFIG_NAME = "cartpole"
-ESTIMATOR = "algorithm.estimator={}"  # the line that differs
+ESTIMATOR = "algorithm.estimator={}"  # the line that changes
 ESTIMATORS = ("gae", "td_lambda", "vtrace", "upgo", "monte_carlo")
 MOST = 3.0  # times the environment steps of the first
 

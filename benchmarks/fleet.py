@@ -3,8 +3,8 @@
     python benchmarks/fleet.py [--workers 200] [--seconds 30]
 
 Workers are threads of a few `celery worker --pool threads`, hence share a core; each plays `ddrl/Sleep-v0`, which
-sleeps: real tasks, real policies, real appends, real learner, no simulation to speak of. All their work is done by this
-machine, so more than 200 of them want it to be less: `--workers 1000 --step 0.5 --fragment 5 --segment 20`.
+sleeps: tasks, policies, appends and learner are real. This machine does the work of all of them, so with more than 200
+each must do less: `--workers 1000 --step 0.5 --fragment 5 --segment 20`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from machine import child, fresh_home, heading, server
 
 
 def settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The run."""
+    """Return the sections of the run's config."""
     return {
         "name": "fleet",
         "env": {"id": "ddrl/Sleep-v0", "kwargs": {"step_s": arguments.step}, "num_envs": 1},
@@ -38,7 +38,7 @@ def settings(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def learn(run: str) -> None:
-    """Be the run's learner, and print what its dispatcher cost."""
+    """Learn the run in this process, and print what its dispatcher cost."""
     from ddrl.learner import dispatcher as fleet
     from ddrl.learner import run as runner
     from ddrl.store import connection
@@ -71,7 +71,7 @@ def learn(run: str) -> None:
 
 
 def measure(arguments: argparse.Namespace, url: str, environment: dict[str, str]) -> dict[str, Any]:
-    """Let the fleet play; the figures."""
+    """Let the fleet play; return the rows of the table."""
     from ddrl import config
     from ddrl.runs import submit
     from ddrl.store import connection, ledger, metrics, runs, segments

@@ -1,10 +1,10 @@
-"""What feeding through Redis costs the learner: updates/s of `ddrl learner` against the same loop in memory.
+"""Cost of feeding the learner through Redis: updates/s of `ddrl learner` against the same loop in memory.
 
     python benchmarks/learner.py
 
 `configs/lunar.yaml`, without the target: learner on one core; server, rollout and evaluation worker on the other.
-The fed learner ingests, publishes, dispatches and checkpoints as ever. The other loop draws from a replay
-that was filled once. Both in turns; medians and their ratio.
+The fed learner admits, publishes, dispatches and checkpoints as usual. The other loop draws from a replay
+that was filled once. Both run in turns; the table shows medians and their ratio.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def fed_rate(environment: dict[str, str], core: int, other: int, seconds: float) -> tuple[float, float, int]:
-    """Updates/s of a real learner with real workers, its share of waiting, and the size of its view."""
+    """Return updates/s of a real learner with real workers, its share of waiting, and the size of its replay."""
     os.environ.update({name: environment[name] for name in ("XDG_STATE_HOME", "XDG_RUNTIME_DIR")})
     os.environ.pop("DDRL_REDIS_URL", None)
     os.sched_setaffinity(0, {other})  # the embedded server, too, is started from here

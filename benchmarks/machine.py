@@ -1,4 +1,4 @@
-"""What every benchmark prints first: commit, machine, versions; and what they share to run real parts."""
+"""The heading of every benchmark (commit, machine, versions), and the processes that benchmarks share."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ CONFIG = ROOT / "configs" / "lunar.yaml"
 
 
 def heading(title: str) -> str:
-    """One line a fact, Markdown."""
+    """Return the title and the facts as Markdown."""
     return f"# {title}\n{facts()}"
 
 
 def facts() -> str:
-    """Commit, machine and versions, in one line."""
+    """Return commit, machine and versions in one line."""
     import numpy
     import torch
 
     commit = _output("git", "rev-parse", "--short", "HEAD") or "no commit"
-    results = (":!benchmarks/results", ":!docs/*.png")  # what is being written is no change to the program
+    results = (":!benchmarks/results", ":!docs/*.png")  # output of benchmarks is no change of the program
     if _output("git", "status", "--porcelain", "--untracked-files=no", "--", ".", *results):
         commit += " with changes"
     cpu = next(
@@ -42,7 +42,7 @@ def facts() -> str:
 
 @contextmanager
 def fresh_home() -> Iterator[dict[str, str]]:
-    """An environment in which the embedded server, its data and the runs are new and temporary."""
+    """Yield environment variables under which the embedded server, its data and the runs are new and temporary."""
     with tempfile.TemporaryDirectory(prefix="ddrl-bench-") as folder:
         for name in ("state", "run", "work"):
             Path(folder, name).mkdir(mode=0o700)
@@ -59,7 +59,7 @@ def fresh_home() -> Iterator[dict[str, str]]:
 def child(
     arguments: list[str], environment: dict[str, str], core: int | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A `python -m ...` process, on one core if given, ended with the context."""
+    """Run a `python -m ...` process while the context lasts, on one core if given."""
     process = subprocess.Popen(
         [sys.executable, *arguments],
         cwd=environment["DDRL_BENCH_FOLDER"],
@@ -81,7 +81,7 @@ def child(
 
 @contextmanager
 def server() -> Iterator[str]:
-    """A private server without persistence, ended with the context; its URL."""
+    """Run a private server without persistence while the context lasts; yield its URL."""
     from ddrl.store.server import server_binary
 
     with tempfile.TemporaryDirectory(prefix="ddrl-bench-") as folder:
@@ -98,7 +98,7 @@ def server() -> Iterator[str]:
 
 
 def figure(code: str, *arguments: object, environment: dict[str, str], core: int) -> float:
-    """What a Python program prints, run by itself on one core."""
+    """Return the number that a Python program prints, run by itself on one core."""
     done = subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)],
         env=environment,
@@ -111,7 +111,7 @@ def figure(code: str, *arguments: object, environment: dict[str, str], core: int
 
 
 def cores() -> tuple[int, int]:
-    """Two cores to keep learner and players apart (the same one twice where there is one only)."""
+    """Return two cores for learner and players; twice the same one if there is only one."""
     usable = sorted(os.sched_getaffinity(0))
     return usable[0], usable[min(1, len(usable) - 1)]
 

@@ -1,4 +1,4 @@
-"""Memory over a long run: the learner's stays flat, the stream's within `replay.max_bytes`.
+"""Memory over a long run: the learner's is flat, the stream's within `replay.max_bytes`.
 
     python benchmarks/memory.py --minutes 10
 
@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def resident_mb(pid: int) -> float:
-    """Resident memory of a process, in MiB (Linux)."""
+    """Return the resident memory of a process in MiB (Linux)."""
     line = next(
         line for line in Path("/proc", str(pid), "status").read_text().splitlines() if "VmRSS" in line
     )

@@ -1,12 +1,12 @@
-"""What being watched costs: a run with Flower, task events and Prometheus' scrapes on, against off.
+"""Cost of monitoring: a run with Flower, task events and Prometheus' scrapes on, against off.
 
     python benchmarks/monitoring.py
 
 `configs/lunar.yaml` as shipped, without its evaluations: a learner on one core and a rollout process on another,
-as the pace of the run binds them. In the rounds that are watched, task events are on, Flower (on the learner's core)
-follows them, and the figures of learner and worker are read every 5 s, as `workers/prometheus.yml` has it; in the
-others Flower is stopped and nothing is sent or read. Rounds alternate; the loss is the median over pairs of
-neighbours, of environment steps and of updates.
+at the pace of the run. In monitored rounds task events are on, Flower (on the learner's core) follows them, and the
+metrics of learner and worker are read every 5 s, as in `workers/prometheus.yml`; in the others Flower is stopped and
+nothing is sent or read. Rounds alternate; the loss of environment steps and of updates is the median over pairs of
+adjacent rounds.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ WITHOUT_END = [
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """Return a free port."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])
 
 
 def answers(url: str) -> bool:
-    """Whether somebody serves there, be it that he asks for a password."""
+    """Return whether a server answers there, if only with a request for a password."""
     try:
         with urllib.request.urlopen(url, timeout=30) as reply:
             return bool(reply.read())
@@ -53,8 +53,8 @@ def answers(url: str) -> bool:
 
 
 @contextmanager
-def watched(flower: subprocess.Popen[bytes], ports: list[int]) -> Iterator[None]:
-    """Flower, events and scrapes, while it lasts."""
+def monitored(flower: subprocess.Popen[bytes], ports: list[int]) -> Iterator[None]:
+    """Run Flower, events and scrapes while the context lasts."""
     from ddrl import celery
 
     flower.send_signal(signal.SIGCONT)
@@ -79,7 +79,7 @@ def watched(flower: subprocess.Popen[bytes], ports: list[int]) -> Iterator[None]
 
 
 def measure(rounds: int, seconds: float) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-    """(env steps/s, updates/s) of the rounds that were watched, and of those that were not."""
+    """Return (env steps/s, updates/s) of the monitored rounds, and of the others."""
     with fresh_home() as environment, ExitStack() as stack:
         os.environ.update({name: environment[name] for name in ("XDG_STATE_HOME", "XDG_RUNTIME_DIR")})
         os.environ.pop("DDRL_REDIS_URL", None)
@@ -101,7 +101,7 @@ def measure(rounds: int, seconds: float) -> tuple[list[tuple[float, float]], lis
         flower = stack.enter_context(
             child(arguments, {**environment, "FLOWER_BASIC_AUTH": "user:password"}, learning)
         )
-        stack.callback(flower.send_signal, signal.SIGCONT)  # one that is stopped does not end
+        stack.callback(flower.send_signal, signal.SIGCONT)  # a stopped process does not end
         while not all(answers(f"http://127.0.0.1:{port}/metrics") for port in ports):
             time.sleep(0.2)
         while metrics.last(client, run).get("updates", 0) < 1000:  # past the warm-up
@@ -118,10 +118,10 @@ def measure(rounds: int, seconds: float) -> tuple[list[tuple[float, float]], lis
 
         on, off = [], []
         for number in range(2 * rounds):
-            if number % 4 in (0, 3):  # off, on, on, off: what drifts with training falls on both alike
+            if number % 4 in (0, 3):  # off, on, on, off: both have the same share of drift
                 off.append(throughput())
             else:
-                with watched(flower, ports[:2]):
+                with monitored(flower, ports[:2]):
                     on.append(throughput())
         client.close()
         return on, off
@@ -135,7 +135,7 @@ def main() -> None:
     arguments = parser.parse_args()
     print(heading("Loss by Flower, task events and Prometheus") + "\n")
     on, off = measure(arguments.rounds, arguments.seconds)
-    print("| what | watched (median) | not watched | loss | of single rounds |\n|---|---|---|---|---|")
+    print("| what | monitored (median) | not monitored | loss | of single rounds |\n|---|---|---|---|---|")
     for column, name in enumerate(("env steps/s", "updates/s")):
         ours, bare = [row[column] for row in on], [row[column] for row in off]
         losses = [100 * (1 - one / two) for one, two in zip(ours, bare, strict=True)]

@@ -19,7 +19,7 @@ from submitted import Outcome, count, evaluated, parser, run
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be reached: `figure` is that of the projects ddrl is measured against, on their machines."""
+    """A task and its target; `figure`: the time of other projects, on their machines."""
 
     config: str
     env: str
@@ -58,7 +58,7 @@ def main() -> None:
         for task in tasks:
             for seed in range(1, arguments.seeds + 1):
                 outcomes[task.config].append(measure(task, seed, arguments.overrides))
-    finally:  # the table of what there is, whatever ended the rest
+    finally:  # a table of finished runs, even if a run failed
         print(
             "\n| task | target | floor s | goal s | median train_s | spread | solved | median env steps "
             "| the seed projects |"
@@ -74,7 +74,7 @@ def measure(task: Task, seed: int, overrides: list[str]) -> Outcome:
     outcome = run(task.config, seed, overrides)
     asked, played = (task.env, task.target), (outcome.status["env"], outcome.status["target_return"])
     if asked != played and not any(text.startswith(("env.", "stop.")) for text in overrides):
-        raise SystemExit(f"configs/{task.config}.yaml: plays {played}, the table is about {asked}")
+        raise SystemExit(f"configs/{task.config}.yaml: plays {played}, the table expects {asked}")
     row = outcome.summary
     best = max((found["return_mean"] for found in outcome.watched), default=None)
     print(
@@ -87,7 +87,7 @@ def measure(task: Task, seed: int, overrides: list[str]) -> Outcome:
 
 
 def total(task: Task, outcomes: list[Outcome]) -> str:
-    """The row of a task."""
+    """Return the row of a task."""
     times = [outcome.train_s for outcome in outcomes]
     steps = statistics.median(outcome.env_steps for outcome in outcomes)
     return (

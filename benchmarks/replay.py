@@ -4,9 +4,9 @@
 
 A row fills a replay of `--capacity` transitions, then draws batches of 256: uniform positions as a learner draws them,
 3 steps, for Atari 4 stacked frames of s_t and of s_{t+3}. Atari's frames are real, 84x84 after the standard protocol,
-played by the random policy: `--steps` of each game, admitted again and again, compressed anew each time, under other
-ids until the replay is full. What the learner takes for them is its anonymous memory after less before, the
-interpreter and all of the replay included but not the frames, which are mapped from a file.
+played by the random policy: `--steps` of each game, admitted again and again under other ids, compressed anew each
+time, until the replay is full. The learner's memory is the anonymous memory after less before; it includes the
+interpreter and all of the replay, but not the frames, which are mapped from a file.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def main() -> None:
 
 
 def measure(row: str, frames: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """What a row's function gives in a process of its own, on one core."""
+    """Return the result of a row's function, run in a process of its own on one core."""
     done = subprocess.run(
         [
             *(sys.executable, __file__, "--row", row, "--frames", str(frames)),
@@ -138,12 +138,12 @@ def record(game: str, folder: Path, num_steps: int) -> Path:
 
 
 def dense(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Stacks from dense rows."""
+    """Measure stacks from dense rows."""
     return atari(arguments, compressed=False)
 
 
 def compressed(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Stacks from compressed rows."""
+    """Measure stacks from compressed rows."""
     return atari(arguments, compressed=True)
 
 
@@ -173,7 +173,7 @@ def atari(arguments: argparse.Namespace, *, compressed: bool) -> dict[str, Any]:
 
 
 def vectors(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Vectors of 8 numbers from dense rows."""
+    """Measure vectors of 8 numbers from dense rows."""
     rng = np.random.default_rng(0)
     capacity = arguments.capacity
     replay = empty_replay(capacity)
@@ -187,7 +187,7 @@ def vectors(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def tree(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds of a draw from the sum tree and an update of what was drawn."""
+    """Measure the milliseconds of a draw from the sum tree and an update of the drawn items."""
     made, rng = SumTree(2**20), np.random.default_rng(0)
     made.set(np.arange(2**20), rng.random(2**20))
     priority = rng.random(BATCH)
@@ -206,14 +206,14 @@ ROWS = {"dense": dense, "compressed": compressed, "vectors": vectors, "tree": tr
 
 
 def empty_replay(capacity: int, *, frame_stack: int = 1, compressed: bool = False) -> Replay:
-    """A replay that nothing holds back."""
+    """Return a replay without a pace."""
     limiter = RateLimiter(samples_per_insert=1.0, warmup_steps=0, slack_steps=BATCH, batch_size=BATCH)
     items = TransitionItems(gamma=0.99, n_step=N_STEP, frame_stack=frame_stack)
     return Replay(items, limiter, capacity=capacity, batch_size=BATCH, seed=1, compressed=compressed)
 
 
 def rates(replay: Replay, seconds: float) -> list[float]:
-    """Batches a second, three times."""
+    """Return batches per second, measured three times."""
     draw, figures = 0, []
     for _ in range(3):
         first, started = draw, time.perf_counter()
@@ -225,7 +225,7 @@ def rates(replay: Replay, seconds: float) -> list[float]:
 
 
 def fragment(seq: int, observation: np.ndarray, terminated: np.ndarray, *, context: int = 0) -> Fragment:
-    """A fragment without truncations; actions and rewards are of no account here."""
+    """Return a fragment without truncations; its actions and rewards do not matter here."""
     shape = terminated.shape
     return Fragment(
         run="run",
@@ -247,7 +247,7 @@ def fragment(seq: int, observation: np.ndarray, terminated: np.ndarray, *, conte
 
 
 def anonymous_bytes() -> int:
-    """Resident memory of this process that is backed by no file (Linux)."""
+    """Return the resident memory of this process that is backed by no file (Linux)."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if "RssAnon" in line)
     return int(line.split()[1]) * 1024
 

@@ -1,10 +1,10 @@
-"""What a rollout process keeps of pure simulation: Celery, policy, encoding and append against a random loop.
+"""Speed of a rollout process (Celery, policy, encoding, append) against a loop of random actions.
 
     python benchmarks/rollout.py
 
-`configs/lunar.yaml` as shipped but for the pace: one Celery rollout process, on one core, plays with an
+`configs/lunar.yaml` as shipped except for the pace: one Celery rollout process, on one core, plays with an
 allowance that is never used up; then, on the same core, a loop of random actions over the same vector of
-environments. Both in turns; medians and their ratio.
+environments. Both run in turns; the table shows medians and their ratio.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ print(steps / elapsed)
 def in_turns(
     path: Path, loop: str, *, rounds: int, seconds: float, overrides: Sequence[str] = ()
 ) -> tuple[list[float], list[float]]:
-    """Env steps/s of a rollout process of a config, and those of a loop on the same core, in turns.
+    """Return env steps/s of a rollout process of a config, and of a loop on the same core, measured in turns.
 
     Args:
         path: of the config.

@@ -2,9 +2,9 @@
 
 make soak MINUTES=15      PYTHONPATH=tests python benchmarks/soak.py --minutes 15 --report docs/soak.md
 
-Every fault is said with its time and how long play and learning of all runs then took to go on. Ledgers are audited
-after each and at the end. Exit code 1 when a fragment was lost or counted twice, when a run did not go on, when a
-process ended that nobody had ended, or when memory or open files grew.
+Prints each fault with its time, and the seconds until all runs played and learned again. Ledgers are audited after
+each fault and at the end. Exit code 1 if a fragment was lost or counted twice, a run did not go on, a process ended by
+itself, or memory or open files grew.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from soak_fleet import MIB, NUM_LEARNERS, NUM_WORKERS, RUNS, SoakFleet, is_flat
 
 from ddrl.store import ledger
 
-LIMIT_S = 180.0  # for going on
+LIMIT_S = 180.0  # for all runs to go on
 QUIET_S = (0.5, 4.0)  # between going on and the next fault
-MOST_EVENTS = 20  # told of one by one in the report
+MOST_EVENTS = 20  # listed in the report
 AT_ONCE = 0.2  # probability that the next fault does not wait for recovery
 _COLUMNS = ("appended", "consumed", "waiting", "trimmed", "refused", "difference", "duplicates")
 TRACE = "Traceback (most recent call last)"
@@ -35,7 +35,7 @@ TRACE = "Traceback (most recent call last)"
 
 @dataclass(frozen=True)
 class Event:
-    """One fault; `recovery_s` is None where the next one came before anything was awaited."""
+    """One fault; `recovery_s` is None where the next fault came at once."""
 
     at_s: float
     name: str
@@ -44,7 +44,7 @@ class Event:
 
 
 def soak(fleet: SoakFleet, seed: int, until_s: float) -> list[Event]:
-    """Faults until the time is up; each kind once before any comes again."""
+    """Inject faults until the time is up, each kind once before any comes again; return them."""
     draw, events, deck = random.Random(seed), [], []
     if fleet.recover(LIMIT_S) is None:
         fleet.findings.add("the fleet did not begin to play")
@@ -72,12 +72,12 @@ def soak(fleet: SoakFleet, seed: int, until_s: float) -> list[Event]:
 
 
 def too_much(fleet: SoakFleet) -> bool:
-    """Whether going on would only add to what was found."""
+    """Return whether there are so many findings that more would not help."""
     return len(fleet.findings.words) >= 20
 
 
 def report(fleet: SoakFleet, seed: int, events: list[Event], audits: dict[str, ledger.Audit]) -> str:
-    """The soak as Markdown."""
+    """Return the soak as Markdown."""
     lines = [
         f"# Soak: {fleet.elapsed_s / 60:.0f} minutes of random faults, seed {seed}",
         "",
@@ -87,7 +87,7 @@ def report(fleet: SoakFleet, seed: int, events: list[Event], audits: dict[str, l
         "",
         f"**{len(events)} faults; {'no findings' if not fleet.findings.words else 'FINDINGS'}.**",
         *(f"- {words}" for words in fleet.findings.words),
-        *(f"- begun again, as by a service manager: {words}" for words in fleet.restarted),
+        *(f"- started again, as by a service manager: {words}" for words in fleet.restarted),
         "",
         "## The ledger",
         "",
@@ -99,8 +99,8 @@ def report(fleet: SoakFleet, seed: int, events: list[Event], audits: dict[str, l
         lines.append(f"| {run} | {len(audit.accounts)} | {totals} | {audit.unknown} |")
     lines += [
         "",
-        "In fragments; `difference` is what is not accounted for, duplicates are appends repeated and refused,"
-        " unknown are entries that no append wrote.",
+        "In fragments; `difference`: not accounted for; `duplicates`: repeated appends, refused; `unknown`: entries"
+        " that no append wrote.",
         "",
         "## Recovery",
         "",
@@ -146,7 +146,7 @@ def report(fleet: SoakFleet, seed: int, events: list[Event], audits: dict[str, l
 
 
 def main() -> int:
-    """Parse, soak, judge."""
+    """Parse the options, inject the faults, report; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--minutes", type=float, default=15.0)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))

@@ -1,4 +1,4 @@
-"""The faults of the soak: each does one thing to a live fleet, for a while drawn at random, and says what it did."""
+"""The faults of the soak: each does one thing to a live fleet, for a random time, and returns a description."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def learner_stopped(fleet: SoakFleet, draw: random.Random) -> str:
     with paused([learner.pid]):
         time.sleep(for_s)
     time.sleep(0.5)
-    if not learner.running:  # another took over meanwhile, and it said so: that is how it should be
+    if not learner.running:  # another took over meanwhile: it ends, as it should
         fleet.forget(learner)
         fleet.start_learner()
     return f"{for_s:.1f} s"
@@ -208,7 +208,7 @@ def run_paused(fleet: SoakFleet, draw: random.Random) -> str:
 
 @contextlib.contextmanager
 def paused(pids: list[int]) -> Iterator[None]:
-    """Processes stopped inside."""
+    """Stop processes while the context lasts."""
     alive = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
     for pid in alive:
         os.kill(pid, signal.SIGSTOP)

@@ -1,6 +1,6 @@
 """The live fleet of the soak: two endless runs, their learners with one on standby, workers, a server with a file.
 
-Every process is watched: what ends without having been ended, and what grows, is a finding.
+Every process is watched: one that ends by itself, or that grows, is a finding.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ RUNS = {
 
 @dataclass
 class Sample:
-    """What one process held at one moment."""
+    """Memory and open files of one process at one moment."""
 
     at_s: float
     role: str
@@ -51,18 +51,18 @@ class Sample:
 
 @dataclass
 class Findings:
-    """What should not have been; any of them fails the soak."""
+    """Observed faults of ddrl; any of them fails the soak."""
 
     words: list[str] = field(default_factory=list)
 
     def add(self, words: str) -> None:
-        """Note and say it."""
+        """Record and print one."""
         self.words.append(words)
         print(f"  FINDING: {words}", flush=True)
 
 
 class SoakFleet:
-    """See the module's docstring; a context manager.
+    """The live fleet; a context manager.
 
     Args:
         folder: of logs and artifacts.
@@ -81,7 +81,7 @@ class SoakFleet:
         self.learners: list[Process] = []
         self.workers: list[Process] = []
         self.runs: list[str] = []
-        # What ended during its start and is started again, as a service manager does.
+        # Processes that ended during their start and were started again, as a service manager does.
         self.restarted: list[str] = []
         self._seen: dict[str, dict[int, int]] = {}  # run -> producer -> fragments that were acknowledged
         self._began = time.monotonic()
@@ -105,18 +105,18 @@ class SoakFleet:
 
     @property
     def elapsed_s(self) -> float:
-        """Since the beginning."""
+        """Seconds since the fleet was started."""
         return time.monotonic() - self._began
 
-    # --- who is there --------------------------------------------------------------------------------
+    # --- processes -----------------------------------------------------------------------------------
 
     def start_worker(self, **options: Any) -> Process:
-        """One more worker; every other one reaches the server through the proxy."""
+        """Start one more worker; every second process reaches the server through the proxy."""
         self.workers.append(self.processes.celery(self._url(), **options))
         return self.workers[-1]
 
     def start_learner(self, **options: Any) -> Process:
-        """One more learner; every other one reaches the server through the proxy."""
+        """Start one more learner; every second process reaches the server through the proxy."""
         self.learners.append(self.processes.learner(self._url(), **options))
         return self.learners[-1]
 
@@ -124,13 +124,13 @@ class SoakFleet:
         return self.proxy.url if len(self.processes.started) % 2 else self.server.url
 
     def forget(self, process: Process) -> None:
-        """It is being ended, on purpose."""
+        """Stop watching a process, which is about to be ended."""
         for known in (self.workers, self.learners):
             with contextlib.suppress(ValueError):
                 known.remove(process)
 
     def tend(self) -> None:
-        """Notice who ended by itself, and have as many as there should be."""
+        """Report processes that ended by themselves, and start others in their place."""
         for process in [*self.workers, *self.learners]:
             if not process.running:
                 words = (
@@ -146,15 +146,15 @@ class SoakFleet:
         while len(self.learners) < NUM_LEARNERS:
             self.start_learner()
 
-    # --- what they do --------------------------------------------------------------------------------
+    # --- progress ------------------------------------------------------------------------------------
 
     def progress(self) -> list[tuple[int, int]]:
-        """Fragments and updates of each run."""
+        """Return fragments and updates of each run."""
         states = [runs.state(self.client, run) for run in self.runs]
         return [(state.appended_fragments, state.updates) for state in states]
 
     def recover(self, limit_s: float) -> float | None:
-        """Seconds until each run plays and learns on; None beyond the limit."""
+        """Return the seconds until each run plays and learns on; None beyond the limit."""
         began = time.monotonic()
         before: list[tuple[int, int]] | None = None
         while time.monotonic() - began < limit_s:
@@ -168,7 +168,7 @@ class SoakFleet:
         return None
 
     def audit(self, run: str, within_s: float = 30.0) -> ledger.Audit:
-        """A run's ledger, once it balances; findings where it does not, or where acknowledged play is gone."""
+        """Return a run's audit once it balances; report it if it does not, or if acknowledged fragments are gone."""
         deadline = time.monotonic() + within_s
         found = ledger.audit(self.client, run)
         while not found.is_balanced and time.monotonic() < deadline:
@@ -191,10 +191,10 @@ class SoakFleet:
         return found
 
     def playing(self) -> int:
-        """Producers that play now."""
+        """Return the number of producers that play now."""
         return sum(len(segments.playing(self.client, run)) for run in self.runs)
 
-    # --- what they hold ------------------------------------------------------------------------------
+    # --- memory and files ----------------------------------------------------------------------------
 
     def _sample(self) -> None:
         while not self._ended.wait(SAMPLE_S):
@@ -213,7 +213,7 @@ class SoakFleet:
             yield from (("playing process", pid) for pid in process.pool())
 
     def growth(self) -> dict[str, tuple[Sample, Sample]]:
-        """By role, the ninth deciles of memory and files in the second and in the last quarter of the time."""
+        """Return the ninth deciles of memory and files by role, in the second and in the last quarter of the time."""
         found = {}
         for role in sorted({sample.role for sample in self.samples}):
             of_role = [sample for sample in self.samples if sample.role == role]
@@ -228,18 +228,18 @@ class SoakFleet:
 
 
 def is_flat(early: Sample, late: Sample) -> bool:
-    """Whether a role holds no more than it did, but for what a moment may add."""
+    """Return whether a role holds no more late than early, with 20 % and a little for noise."""
     return late.memory_bytes <= 1.2 * early.memory_bytes + 16 * MIB and late.files <= 1.2 * early.files + 8
 
 
 def last_line(process: Process) -> str:
-    """What a process said last."""
+    """Return the last line of a process's log."""
     lines = process.text().strip().splitlines()
     return lines[-1] if lines else "(nothing)"
 
 
 def _decile(samples: list[Sample]) -> Sample:
-    """The ninth deciles of memory and files."""
+    """Return the ninth deciles of memory and files."""
     memory = quantiles([sample.memory_bytes for sample in samples], n=10)[-1]
     files = quantiles([sample.files for sample in samples], n=10)[-1]
     return Sample(samples[-1].at_s, samples[0].role, round(memory), round(files))

@@ -1,14 +1,14 @@
-"""What V-trace's correction is worth on old data: learning curves under a forced lag of so many versions.
+"""Effect of V-trace's correction on old data: learning curves under a forced lag of some versions.
 
     python benchmarks/staleness.py --seeds 10 --lag 8 | tee benchmarks/results/staleness.txt
     python benchmarks/staleness.py --redraw          # report and plot again, from the curves that were kept
 
 CartPole by PPO, every fragment learned from the same number of versions late: with V-trace's importance weights,
-and with GAE, which takes old data for its own. All runs have the same number of environment steps and no target.
+and with GAE, which treats old data as its own. All runs have the same number of environment steps and no target.
 A run's curve is the mean of its last 20 training episodes (of the policy that explores), against environment
 steps. Curves are interpolated on a common grid, averaged over seeds, and given a 95 % band by resampling seeds
-(percentile bootstrap, which is somewhat narrow for few: of ten normal draws it covers the mean nine times in
-ten). Differences resample both sides independently: runs of equal seed share nothing but it.
+(percentile bootstrap, which is somewhat narrow for few seeds: of ten normal draws it covers the mean nine times in
+ten). Differences resample both sides independently: runs of equal seed share only the seed.
 Progress goes to stderr, the Markdown report to stdout.
 """
 
@@ -26,10 +26,10 @@ from machine import ROOT, facts
 from submitted import Outcome, parser, run
 
 CONFIG_NAME = "cartpole"
-LAG = ("on_policy.forced_lag={lag}", "on_policy.max_staleness={lag}")  # what forces it
+LAG = ("on_policy.forced_lag={lag}", "on_policy.max_staleness={lag}")  # forces the lag
 ESTIMATOR = "algorithm.estimator={estimator}"
 LENGTH = ("stop.env_steps={env_steps}", "stop.return=null", "stop.time=1h", "rollout.max_fragment_steps=8")
-# Short fragments, because a batch is made of whole ones: what it has too much shortens the lag.
+# Short fragments, because a batch holds whole ones: those beyond its size shorten the lag.
 STALENESS = (
     "staleness",
     "max_staleness",
@@ -48,7 +48,7 @@ Record = dict[str, Any]
 
 
 def main() -> None:
-    """Run, or read what was run; report and draw."""
+    """Run, or read the results of former runs; report and draw."""
     options = parser(__doc__, seeds=10)
     options.add_argument("--lag", type=int, default=8, help="versions (default 8)")
     options.add_argument("--env-steps", type=int, default=100_000, help="of each run (default 100000)")
@@ -76,7 +76,7 @@ def measure(arguments: argparse.Namespace) -> None:
     arms += [(UNCORRECTED, 0)] if arguments.reference else []
     arguments.results.parent.mkdir(parents=True, exist_ok=True)
     with arguments.results.open("w", encoding="utf-8") as file:
-        for seed in range(1, arguments.seeds + 1):  # in turn, so that a busy hour of the machine strikes all
+        for seed in range(1, arguments.seeds + 1):  # in turn, so that a busy hour of the machine affects all
             for estimator, lag in arms:
                 settings = [ESTIMATOR, *(LAG if lag else ()), *LENGTH]
                 overrides = list(arguments.overrides)
@@ -102,7 +102,7 @@ def measure(arguments: argparse.Namespace) -> None:
 
 
 def record(outcome: Outcome) -> Record:
-    """What is kept of a run: its course, and what it was."""
+    """Return the line of results of a run: its settings and its curve."""
     mean, most, dropped = ([row[column] for row in outcome.figures if column in row] for column in STALENESS)
     episodes: dict[int, list[float]] = {}
     for row in outcome.episodes:
@@ -124,7 +124,7 @@ def record(outcome: Outcome) -> Record:
 
 
 def name(row: Record) -> str:
-    """An arm's."""
+    """Return the name of an arm."""
     return f"{row['estimator']}, lag {row['lag']}"
 
 
@@ -154,13 +154,13 @@ class Arm:
 
     @property
     def final(self) -> tuple[float, np.ndarray]:
-        """The mean curve's level over the last part of the run, and that of each resample."""
+        """Mean of the mean curve over the last part of the run, and that of each resample."""
         tail = max(1, round(TAIL * len(self.grid)))
         return float(self.curves[:, -tail:].mean()), self.resampled[:, -tail:].mean(axis=1)
 
 
 def summarize(records: list[Record]) -> dict[str, Arm]:
-    """Arms by name, in the order of the records; resampling starts from a fixed seed."""
+    """Return the arms by name, in the order of the records; resampling starts from a fixed seed."""
     grouped: dict[str, list[Record]] = {}
     for row in records:
         grouped.setdefault(name(row), []).append(row)
@@ -176,7 +176,7 @@ def summarize(records: list[Record]) -> dict[str, Arm]:
 
 
 def curve(episodes: list[tuple[int, list[float]]], grid: np.ndarray) -> np.ndarray:
-    """Mean return of the last WINDOW episodes at each point of the grid, linear in between.
+    """Return the mean return of the last WINDOW episodes at each point of the grid, linear in between.
 
     Args:
         episodes: env steps, ascending, and the returns of the episodes that ended there.
@@ -193,13 +193,13 @@ def curve(episodes: list[tuple[int, list[float]]], grid: np.ndarray) -> np.ndarr
 
 
 def interval(resampled: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The 95 % percentile interval along the first axis."""
+    """Return the 95 % percentile interval along the first axis."""
     low, high = np.percentile(resampled, [2.5, 97.5], axis=0)
     return low, high
 
 
 def stated(value: float, resampled: np.ndarray) -> str:
-    """A figure with its interval."""
+    """Return a figure with its interval as text."""
     low, high = interval(resampled)
     return f"{value:.1f} [{low:.1f}, {high:.1f}]"
 
@@ -208,7 +208,7 @@ def stated(value: float, resampled: np.ndarray) -> str:
 
 
 def report(records: list[Record], arms: dict[str, Arm]) -> str:
-    """Markdown."""
+    """Return the report as Markdown."""
     first = records[0]
     own = [text for text in first["overrides"] if text != ESTIMATOR.format(**first)]
     lines = [
@@ -239,7 +239,7 @@ def report(records: list[Record], arms: dict[str, Arm]) -> str:
 
 
 def differences(arms: dict[str, Arm]) -> list[str]:
-    """The corrected arm less the uncorrected one of the same lag, in sentences."""
+    """Return sentences about the corrected arm less the uncorrected one of the same lag."""
     lines = []
     for label, arm in arms.items():
         lag = arm.records[0]["lag"]
@@ -265,7 +265,7 @@ STYLES = ("-", "--", ":")
 
 
 def draw(records: list[Record], arms: dict[str, Arm], path: Path) -> None:
-    """Mean curves with their bands, single seeds behind them, as PNG."""
+    """Draw mean curves with their bands, and the curves of single seeds behind them, as PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -18,11 +18,11 @@ from machine import ROOT, fresh_home
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run leaves to read.
+    """The results of a run.
 
     Attributes:
         summary: the last line of `ddrl submit --json`.
-        status: what `ddrl status --json` says afterwards.
+        status: the output of `ddrl status --json` afterwards.
         start_up_s: from the command to the first environment step; NaN if none was made.
         episodes: rows of `episodes.csv`.
         figures: rows of `metrics.csv`; a cell without value is absent.
@@ -36,7 +36,7 @@ class Outcome:
 
     @property
     def solved(self) -> bool:
-        """Whether the target was confirmed."""
+        """True if the target was confirmed."""
         return bool(self.summary["status"] == "solved")
 
     @property
@@ -56,7 +56,7 @@ class Outcome:
 
 
 def run(name: str, seed: int, overrides: list[str]) -> Outcome:
-    """Submit `configs/<name>.yaml` and wait for its end; what it leaves is read, then deleted."""
+    """Submit `configs/<name>.yaml` and wait for its end; return its results, and delete its folder."""
     with fresh_home() as environment:
         command = [sys.executable, "-m", "ddrl"]
         started = time.time()
@@ -92,7 +92,7 @@ def _rows(path: Path) -> list[dict[str, float]]:
 
 
 def parser(description: str | None, *, seeds: int) -> argparse.ArgumentParser:
-    """The options that all share: `--seeds` and `-s`."""
+    """Return a parser with the options that all share: `--seeds` and `-s`."""
     options = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -104,12 +104,12 @@ def parser(description: str | None, *, seeds: int) -> argparse.ArgumentParser:
 
 
 def count(value: float) -> str:
-    """A number of steps; one may be infinite."""
+    """Return a number of steps, which may be infinite, as text."""
     return f"{value:.0f}"
 
 
 def evaluated(outcome: Outcome) -> str:
-    """The evaluation that describes the run, with the number of its episodes."""
+    """Return the evaluation that describes the run, with the number of its episodes."""
     score = outcome.summary["evaluation"]
     if score is None:
         return "none"

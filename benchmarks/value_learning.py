@@ -1,9 +1,9 @@
-"""Each option of DQN by itself on CartPole and on pixels, and what only a memory can solve: runs within a budget.
+"""Each option of DQN by itself on CartPole and on pixels, and R2D2 on a task that needs memory: runs within a budget.
 
     python benchmarks/value_learning.py --seeds 1 | tee benchmarks/results/value_learning.txt
 
-A run is `ddrl submit` of the config with the one line that differs, and with a budget of environment steps after which
-it has failed. For Recall, DQN gets R2D2's budget and is meant to fail: no policy without memory can do better than
+A run is `ddrl submit` of the config with one line changed; it fails if it is not solved within a budget of environment
+steps. For Recall, DQN gets R2D2's budget and is meant to fail: no policy without memory can do better than
 chance there (a return of 0.5).
 """
 
@@ -21,7 +21,7 @@ VARIANTS = {
     "prioritized": ["algorithm.prioritized=true"],
     "n_step 3": ["algorithm.n_step=3"],
 }
-# Recall by DQN: the same environment and pace, without what only R2D2 has.
+# Recall by DQN: the same environment and pace, without the options of R2D2.
 WITHOUT_MEMORY = ["algorithm={name: dqn, hidden_sizes: [32, 32], learning_rate: 1.0e-3}", "evaluation.near=0"]
 TASKS = {  # config -> (budget of env steps, variants)
     "cartpole-dqn": (300_000, VARIANTS),

@@ -76,7 +76,7 @@ def test_a_process_killed_before_its_first_fragment(fleet: Fleet, tmp_path: Path
     runs.set_status(fleet.client, fleet.run, "paused", "by the test")
     try:
         fleet.start_learner()
-        fleet.start_worker("-c", "1", env=importing(folder, MAKING_FOLDER=str(tmp_path)))
+        fleet.start_worker(env=importing(folder, MAKING_FOLDER=str(tmp_path)))
         fleet.processes.until(lambda: os.listdir(tmp_path))
         assert runs.state(fleet.client, run).appended_fragments == 0
         os.kill(int(os.listdir(tmp_path)[0]), signal.SIGKILL)
@@ -128,7 +128,7 @@ def test_machines_that_join_and_leave_every_few_seconds(fleet: Fleet) -> None:
 
 
 def deliveries(*workers: Process) -> int:
-    """How often the rollout task was received that was received most often."""
+    """Return how often any one rollout task was received, at most."""
     text = "".join(worker.text() for worker in workers)
     return max(Counter(re.findall(r"ddrl\.rollout\[([0-9a-f-]+)\] received", text)).values(), default=0)
 
