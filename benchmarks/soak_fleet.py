@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
-from support.fault_fleet import ON_POLICY
+from support.fault_fleet import ON_POLICY, lost_fragments
 from support.private_server import WITH_FILE, PrivateServer
 from support.processes import Process, Processes
 from support.proxy import Proxy
@@ -83,7 +83,7 @@ class SoakFleet:
         self.runs: list[str] = []
         # Processes that ended during their start and were started again, as a service manager does.
         self.restarted: list[str] = []
-        self._seen: dict[str, dict[int, int]] = {}  # run -> producer -> fragments that were acknowledged
+        self._seen: dict[str, ledger.Audit] = {}  # by run, the newest audit
         self._began = time.monotonic()
         self._ended = threading.Event()
 
@@ -179,15 +179,9 @@ class SoakFleet:
                 self.findings.add(f"{run}: producer {producer} does not balance: {account}")
         if found.total("trimmed"):
             self.findings.add(f"{run}: {found.total('trimmed')} fragments went before they were read")
-        before, now = self._seen.get(run, {}), {key: one.appended for key, one in found.accounts.items()}
-        folded = sum(appended for producer, appended in before.items() if producer not in now)
-        due = before | {ledger.ENDED: before.get(ledger.ENDED, 0) + folded}  # ended producers are one account
-        for producer, appended in due.items():
-            if now.get(producer, 0 if producer == ledger.ENDED else appended) < appended:
-                self.findings.add(
-                    f"{run}: producer {producer} had {appended} acknowledged fragments, now {now}"
-                )
-        self._seen[run] = now
+        for producer, num in lost_fragments(self._seen.get(run, found), found).items():
+            self.findings.add(f"{run}: producer {producer} has {num} acknowledged fragments less than before")
+        self._seen[run] = found
         return found
 
     def playing(self) -> int:

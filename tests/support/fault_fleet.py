@@ -131,8 +131,7 @@ class Fleet:
         """Check that the ledger balances, and no producer has fewer acknowledged fragments than it had."""
         self.processes.until(lambda: self.audit().is_balanced, bound(5.0))
         now = self.audit()
-        for producer, account in before.accounts.items():
-            assert now.accounts[producer].appended >= account.appended, (producer, account, now)
+        assert not (lost := lost_fragments(before, now)), (lost, before, now)
         assert now.total("trimmed") == 0, now
         return now
 
@@ -140,6 +139,20 @@ class Fleet:
         """Return the line of a process's log with `words`, once it is there."""
         self.processes.until(lambda: words in process.text(), within_s)
         return next(line for line in process.text().splitlines() if words in line)
+
+
+def lost_fragments(before: Audit, now: Audit) -> dict[int, int]:
+    """Return the producers that have fewer acknowledged fragments than before, and how many fewer.
+
+    Producers that have ended share one account.
+    """
+    expected = {ledger.ENDED: 0}
+    for producer, account in before.accounts.items():
+        key = producer if producer in now.accounts else ledger.ENDED
+        expected[key] = expected.get(key, 0) + account.appended
+    acknowledged = {producer: account.appended for producer, account in now.accounts.items()}
+    missing = {key: number - acknowledged.get(key, 0) for key, number in expected.items()}
+    return {key: number for key, number in missing.items() if number > 0}
 
 
 @contextlib.contextmanager
