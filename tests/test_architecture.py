@@ -237,7 +237,7 @@ def test_units_without_torch_import_none_by_way_of_others_either() -> None:
 
 
 def test_no_circle_within_a_folder() -> None:
-    """Return the modules that are imported when a module is loaded: not for types only, not inside functions."""
+    """Only imports when a module is loaded count: not those for types, not those inside functions."""
     names = {module_of(path): path for path in ROOT.glob("ddrl/**/*.py")}
     graph = {}
     for name, path in names.items():

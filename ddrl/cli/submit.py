@@ -121,7 +121,6 @@ def create_all(
     from ddrl import envs
     from ddrl.envs import requirements
     from ddrl.runs import submit as submission
-    from ddrl.runs.initial_weights import initial_weights
     from ddrl.store import workers
 
     queue = envs.queue_for("ddrl.rollout", config.env.id, requirements.custom_network(config))
@@ -129,6 +128,8 @@ def create_all(
     spaces = submission.prepare(config, processes=max(1, num_workers + num_in_fleet))
     weights: tuple[str, bytes] | None = None  # and their source
     if initial is not None:
+        from ddrl.runs.initial_weights import initial_weights  # loads torch
+
         with policies.opened(initial, None) as (source, _):
             weights = initial_weights(source, config, spaces)
     created: list[str] = []

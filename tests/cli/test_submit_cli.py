@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from support.commands import call, call_json
-from support.processes import Processes, descendants, is_alive
+from support.processes import ROOT, Processes, descendants, is_alive
 from support.runs import start, target_config, target_tree
 
 from ddrl import config as configs
@@ -39,6 +40,14 @@ def test_the_table_and_its_median(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed.count("\n") == 1 and json.loads(printed) == {"runs": rows, "median_train_s": 35.0}
     report([summary(1, "failed", 1.0, None)], json_output=True)
     assert json.loads(capsys.readouterr().out)["median_train_s"] is None
+
+
+def test_a_run_is_submitted_without_torch(server, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('loading torch takes seconds')")
+    with Processes(tmp_path) as processes:
+        without_torch = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+        options = ("--detach", "--no-learner", "--workers", "0")
+        processes.ddrl(server.url, "submit", str(processes.config()), *options, env=without_torch)
 
 
 def test_options_reach_every_run(client: Any, tmp_path: Path) -> None:
