@@ -12,7 +12,7 @@ import torch
 from support import reference_q as twin
 from support.algorithms import DISCRETE, Options, digest, make_learner
 from support.reference_q import PIXELS, make_batch
-from support.subjects import batch_for
+from support.subjects import CATEGORICAL, QUANTILE, batch_for
 from torch import Tensor, tensor
 
 from ddrl.algorithms.dqn.losses import categorical_loss, project, q_loss, quantile_loss
@@ -192,8 +192,6 @@ def test_expected_values_hand_numbers() -> None:
 
 # --- updates ---------------------------------------------------------------------------------------------
 
-QUANTILE = {"distribution": "quantile", "num_atoms": 5}
-CATEGORICAL = {"distribution": "categorical", "num_atoms": 5, "v_min": -3.0, "v_max": 4.0}
 BATCH_NORM = {"network": "nature", "norm": "batch"}
 
 

@@ -10,12 +10,11 @@ import pytest
 import torch
 from support.algorithms import CPU, DISCRETE, make_learner
 from support.reference_r2d2 import SHAPE, make_sequences
-from support.subjects import batch_for, on_device
+from support.subjects import SOFT, batch_for, on_device
 
 from ddrl.networks.device import to_host
 
 META = torch.device("meta")  # has shapes only: reading a value fails
-SOFT = {"target_period": None, "target_rate": 0.1}
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Batches by number for a learner of any algorithm, and learners with the draws of their replay."""
+"""What learners of any algorithm are tried with: spaces, batches by number, and options of DQN."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from support.algorithms import CONTINUOUS, DISCRETE
 from ddrl.networks.device import to_device
 from ddrl.types import EnvSpec
 
+CATEGORICAL = {"distribution": "categorical", "num_atoms": 5, "v_min": -3.0, "v_max": 4.0}
+QUANTILE = {"distribution": "quantile", "num_atoms": 5}
+SOFT = {"target_period": None, "target_rate": 0.1}
 SPECS = {"sac": CONTINUOUS, "dqn": DISCRETE, "r2d2": DISCRETE, "ppo": DISCRETE, "impala": DISCRETE}
 
 
