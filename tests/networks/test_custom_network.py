@@ -43,8 +43,6 @@ def test_it_draws_from_the_seeded_generator() -> None:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("missing", "module own_networks has no 'missing'; name a callable of it"),
-        ("number", "is int, which cannot be called"),
         ("gives_list", "returned list; return a torch.nn.Module"),
         ("raises", "making it raised RuntimeError (too small); fix it for shape (4,)"),
         ("type_error_within", "refused (object of type 'int' has no len()); it is called as make(observation_shape"),

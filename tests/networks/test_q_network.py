@@ -53,26 +53,6 @@ def test_shapes(network: str, is_dueling: bool, distribution: str, noisy: bool) 
             assert output.dtype == state.dtype == torch.float32
 
 
-WIDTHS: list[tuple[dict[str, Any], list[int], int | None]] = [
-    ({}, [8, 6], None),
-    ({"dueling": True}, [8], 12),  # 6 of each stream
-    ({"noisy": True}, [8], 6),
-    ({"recurrent": "lstm", "recurrent_size": 5}, [8], 6),
-    ({"recurrent": "lstm", "recurrent_size": 5, "dueling": True}, [8], 12),
-    ({"dueling": True, "hidden_sizes": ()}, [], None),
-    ({"dueling": True, "hidden_sizes": (6,)}, [], 12),
-]
-
-
-@pytest.mark.parametrize(("options", "of_trunk", "of_head"), WIDTHS, ids=str)
-def test_where_the_dense_layers_are(
-    options: dict[str, Any], of_trunk: list[int], of_head: int | None
-) -> None:
-    net = q_network("nature", **options)
-    assert [len(layer.weight) for layer in net.trunk.layers] == of_trunk
-    assert (None if net.head.hidden is None else len(net.head.hidden.weight)) == of_head
-
-
 def test_parameters_of_known_networks() -> None:
     screens = {"input_shape": (4, 84, 84), "num_actions": 18, "hidden_sizes": (512,)}
     assert count(q_network("nature", **screens)) == 1_684_128 + 18 * 513
@@ -82,9 +62,11 @@ def test_parameters_of_known_networks() -> None:
         "nature", dueling=True, noisy=True, distribution="categorical", num_atoms=51, **screens
     )
     assert count(rainbow) == convolutions + 2 * (2 * 3137 * 512 + 51 * 19 * 513)
-    r2d2 = q_network("nature", dueling=True, recurrent="lstm", **screens | {"hidden_sizes": (512, 512)})
-    lstm = 2048 * (512 + 18 + 1 + 512 + 2)
-    assert count(r2d2) == 1_684_128 + lstm + 2 * 513 * 512 + 19 * 513
+    assert count(q_network("nature", noisy=True, **screens)) == convolutions + 2 * (3137 * 512 + 18 * 513)
+    two_layers, lstm = screens | {"hidden_sizes": (512, 512)}, 2048 * (512 + 18 + 1 + 512 + 2)
+    for is_dueling, head in ((False, 513 * 512 + 18 * 513), (True, 2 * 513 * 512 + 19 * 513)):
+        r2d2 = q_network("nature", dueling=is_dueling, recurrent="lstm", **two_layers)
+        assert count(r2d2) == 1_684_128 + lstm + head
 
 
 def test_dueling_by_hand() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.networks import assert_orthogonal, count, gradients, refusal, seeded, trunk
+from support.networks import assert_orthogonal, count, gradients, refusal, same, seeded, trunk
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -25,9 +25,11 @@ CONVOLUTIONS = {  # shape -> (channels, kernel, stride) of each of "conv", and t
     (5, 5, 3): ([(16, 3, 1), (32, 3, 1)], 32),
     (3, 15, 20): ([(16, 3, 1), (32, 3, 1)], 32 * 11 * 16),
     (16, 35, 3): ([(16, 3, 2), (32, 3, 2)], 32 * 4 * 8),
+    (17, 17, 3): ([(16, 3, 2), (32, 3, 2)], 32 * 4 * 4),
     (1, 36, 84): (NATURE, 64 * 1 * 7),
     (4, 84, 84): (NATURE, 64 * 7 * 7),
     (84, 84, 1): (NATURE, 64 * 7 * 7),
+    (85, 87, 1): (NATURE, 64 * 8 * 8),
 }
 
 
@@ -151,7 +153,10 @@ def test_layers_of_conv_follow_the_size_of_images(shape: tuple[int, ...]) -> Non
 
 @pytest.mark.parametrize(("network", "norm"), [("mlp", "none"), ("conv", "none"), *KINDS])
 def test_initial_weights(network: str, norm: str) -> None:
-    module = trunk(network, (3,) if network == "mlp" else (3, 40, 40), (8, 5), norm=norm)
+    shape, before = (3,) if network == "mlp" else (3, 40, 40), torch.get_rng_state()
+    module, again, other = (trunk(network, shape, (8, 5), norm=norm, seed=seed) for seed in (0, 0, 1))
+    assert same(module, again) and not same(module, other)
+    assert torch.equal(torch.get_rng_state(), before), "the global generator is left alone"
     for layer in getattr(module, "convolutions", ()):
         if norm == "none":
             assert_orthogonal(layer, 1.0 if network == "impala" else math.sqrt(2))
@@ -175,15 +180,6 @@ def test_every_pixel_is_seen(side: int) -> None:
     image = torch.full((1, side, side + 1, 1), 0.1, requires_grad=True)
     module(image).sum().backward()
     assert image.grad is not None and bool((image.grad > 0).all())
-
-
-PADDINGS = {5: (0, 0), 16: (1, 1), 17: (0, 1), 35: (0, 0), 84: (0, 0, 0), 85: (2, 1, 0), 87: (1, 1, 0)}
-
-
-@pytest.mark.parametrize(("side", "paddings"), PADDINGS.items())
-def test_padding_is_the_least(side: int, paddings: tuple[int, ...]) -> None:
-    module = trunk("conv", (side, side, 1), ())
-    assert tuple(layer.padding[0] for layer in module.convolutions) == paddings
 
 
 def test_batch_norm_equals_torchs() -> None:

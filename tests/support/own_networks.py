@@ -60,7 +60,6 @@ def scaled(shape: tuple[int, ...], width: int = 5) -> nn.Module:
 
 kept = scaled((3,))
 scale = nn.Parameter(torch.ones((), dtype=torch.float64))
-number = 3
 
 
 def one_for_all(shape: tuple[int, ...]) -> nn.Module:
