@@ -202,14 +202,11 @@ def test_description_follows_the_settings() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"id": "ALE/Asterx-v5"}, "^ALE/Asterx-v5: no such game; did you mean ALE/Asterix-v5"),
-        ({"id": "ALE/WizardofWor-v5"}, "did you mean ALE/WizardOfWor-v5"),
+        ({"id": "ALE/WizardofWor-v5"}, "^ALE/WizardofWor-v5: no such game; did you mean ALE/WizardOfWor-v5"),
         ({"id": "ALE/ms_pacman-v5"}, "did you mean ALE/MsPacman-v5"),
-        ({"id": "ALE/Qqqqqqqqqqqq"}, "no such game; games are named as in ALE/Asterix-v5$"),
         ({"id": "PongNoFrameskip-v4"}, "^PongNoFrameskip-v4: is an older id of ALE/Pong-v5; use that one"),
         ({"id": "WizardOfWorDeterministic-v0"}, "is an older id of ALE/WizardOfWor-v5"),
         ({"id": "Pong-v4"}, "is an older id of ALE/Pong-v5"),  # known, once ale_py is imported
-        ({"action_repeat": 4}, "env.action_repeat is 4, .* set env.atari.frame_skip instead$"),
         ({"max_episode_steps": 9}, "env.max_episode_steps is 9, .* set env.atari.max_frames instead$"),
         ({"kwargs": {"mode": 1}}, r"env.kwargs is \{'mode': 1\}, .* set what env.atari offers instead$"),
     ],

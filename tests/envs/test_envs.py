@@ -44,7 +44,7 @@ RAMP = f"{__name__}:Ramp"
 
 @pytest.fixture(autouse=True)
 def _allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DDRL_ALLOW_MODULES", f"xml, {__name__}")
+    monkeypatch.setenv("DDRL_ALLOW_MODULES", __name__)
 
 
 def ramp(**settings: Any) -> EnvConfig:
@@ -73,16 +73,10 @@ def test_episodes_follow_the_settings(settings: dict[str, Any], rows: list[Any])
     ("env_id", "settings", "message"),
     [
         ("os:nothing", {}, "module os may not be imported here; set DDRL_ALLOW_MODULES="),
-        (f"{__name__[:-1]}:Ramp", {}, "may not be imported"),  # a prefix of an allowed name
-        ("xml.sax:nothing", {}, "xml.sax has no 'nothing'"),  # the parent package allows it
-        ("xml.nothing:make", {}, "No module named 'xml.nothing'"),
         (RAMP, {"kwargs": {"endd": 3}}, r"env.kwargs \{'endd': 3\} refused .*'endd'"),
         (f"{__name__}:not_an_environment", {}, "returned int; expected a gymnasium.Env"),
-        ("LunarLnder-v3", {}, r"^LunarLnder-v3: .*did you mean .*LunarLander-v3"),
         ("ddrl/Endles-v0", {}, "did you mean .*ddrl/Endless-v0"),
         ("qqqqqqqq", {}, r'name a Gymnasium id or "module:callable"'),
-        ("ddrl/Endless-v0", {"kwargs": {"stepz": 1}}, r"env.kwargs \{'stepz': 1\} refused"),
-        ("CartPole-v1", {"atari": {"noop_max": 0}}, "^CartPole-v1: env.atari is set, .* remove it$"),
         *(
             ("ddrl/Catch-v0", {"kwargs": {"size": size, "pixels": pixels}},
              f"size {size}, pixels {pixels}: size must be 3 or more, and pixels a multiple of it")
@@ -153,14 +147,10 @@ def test_other_spaces_than_known_are_refused(make: Any, changes: dict[str, Any],
     made.close()
 
 
-def test_frames_are_stacked_of_vectors_and_grey_images_only() -> None:
+def test_frames_of_vectors_and_grey_images_are_stacked() -> None:
     assert envs.describe(EnvConfig(id="CartPole-v1", frame_stack=3)).input_shape == (12,)
     grey = {"observations": Box(0, 255, (6, 5), np.uint8)}
     assert envs.describe(ramp(kwargs=grey, frame_stack=4)).input_shape == (4, 6, 5)
-    assert envs.describe(EnvConfig(id="ddrl/Spot-v0")).frame_stack == 1
-    message = r"env.frame_stack is 2, but observations \[8, 8, 1\] are neither .* set it to 1"
-    with pytest.raises(EnvError, match=message):
-        envs.describe(EnvConfig(id="ddrl/Spot-v0", frame_stack=2))
 
 
 @pytest.mark.parametrize(

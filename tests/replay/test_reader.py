@@ -63,11 +63,6 @@ def seqs(entries: Iterator[Decoded]) -> list[int]:
     return [one.fragment.seq for one in entries if one.fragment is not None]
 
 
-def test_a_fragment_of_the_run_passes() -> None:
-    found = decoded(fragment(), pack=lambda made: made.seq + 5)
-    assert (found.reason, found.packed) == ("", 5) and found.fragment is not None
-
-
 FRAGMENT = fragment()
 
 

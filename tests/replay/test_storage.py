@@ -173,17 +173,6 @@ def test_stacks_of_every_block_held_can_be_read(
         rows.check_valid()
 
 
-def test_chunks_are_of_even_length() -> None:
-    """61 rows of an environment make three chunks of 20 or 21; a final observation its own."""
-    rows = CompressedRows(frame_stack=4)
-    block = played(Player(2, frame_stack=4, **IMAGE), 60)
-    packed = rows.pack(block)
-    finals = len(block.observation) - 122
-    assert finals > 0
-    assert np.bincount(packed.columns["chunk"]).tolist() == [21, 20, 20] * 2 + [1] * finals
-    assert (len(packed.chunks), packed.longest) == (6 + finals, 21)
-
-
 def test_a_chunk_is_decompressed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, made = stored(CompressedRows, Player(3, frame_stack=4, **IMAGE), 15)
     calls, real = [], storage.blosc2.decompress2

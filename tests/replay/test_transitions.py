@@ -14,7 +14,7 @@ from support.replays import CheckedReplay, admit, assert_transitions, changed, g
 
 from ddrl import codec
 from ddrl.replay.replay import Replay
-from ddrl.replay.transitions import TransitionItems, expected_rows
+from ddrl.replay.transitions import TransitionItems
 from ddrl.types import Batch, Fragment
 
 GAMMA, N_STEP = 0.5, 3  # dyadic: all sums are exact
@@ -128,10 +128,3 @@ COLUMN = np.zeros((3, 2), np.float32)
 def test_values_of_another_form_are_refused(action_value: Any, state_value: Any) -> None:
     with pytest.raises(ValueError, match="action_value and state_value"):
         of_one(changed(plain(), action_value=action_value, state_value=state_value))
-
-
-@pytest.mark.parametrize(
-    ("context", "steps", "rows"), [(0, 8, 1125), (3, 32, 1125), (84, 40, 3125), (0, 7, 1143)]
-)
-def test_rows_of_a_thousand_transitions(context: int, steps: int, rows: int) -> None:
-    assert expected_rows(1000, context=context, steps=steps) == rows
