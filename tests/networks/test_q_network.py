@@ -63,8 +63,8 @@ def test_parameters_of_known_networks() -> None:
     )
     assert count(rainbow) == convolutions + 2 * (2 * 3137 * 512 + 51 * 19 * 513)
     assert count(q_network("nature", noisy=True, **screens)) == convolutions + 2 * (3137 * 512 + 18 * 513)
-    two_layers, lstm = screens | {"hidden_sizes": (512, 512)}, 2048 * (512 + 18 + 1 + 512 + 2)
-    for is_dueling, head in ((False, 513 * 512 + 18 * 513), (True, 2 * 513 * 512 + 19 * 513)):
+    two_layers, lstm = screens | {"hidden_sizes": (512, 256)}, 2048 * (512 + 18 + 1 + 512 + 2)
+    for is_dueling, head in ((False, 513 * 256 + 18 * 257), (True, 2 * 513 * 256 + 19 * 257)):
         r2d2 = q_network("nature", dueling=is_dueling, recurrent="lstm", **two_layers)
         assert count(r2d2) == 1_684_128 + lstm + head
 
