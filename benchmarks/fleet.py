@@ -51,10 +51,15 @@ def learn(run: str) -> None:
         ticks.append((time.perf_counter() - wall, time.thread_time() - processor, sent))
         return sent
 
-    original, fleet.Dispatcher.tick = fleet.Dispatcher.tick, tick  # type: ignore[method-assign]
+    def interrupt_at_end_of_input() -> None:
+        sys.stdin.read()
+        interrupt.event.set()
+
+    original = fleet.Dispatcher.tick
+    fleet.Dispatcher.tick = tick  # type: ignore[assignment, method-assign]
     interrupt, begun = runner.Interrupt(), time.perf_counter()
     interrupt.install()
-    threading.Thread(target=lambda: (sys.stdin.read(), interrupt.event.set()), daemon=True).start()
+    threading.Thread(target=interrupt_at_end_of_input, daemon=True).start()
     runner.learn(connection.connect(), run, Path(os.environ["DDRL_BENCH_FOLDER"]), interrupt)
     walls = sorted(wall for wall, _, _ in ticks)
     print(

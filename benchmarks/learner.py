@@ -59,7 +59,8 @@ def main() -> None:
     for _ in range(arguments.rounds):
         with fresh_home() as environment:
             rate, wait, size = fed_rate(environment, core, other, arguments.seconds)
-        fed.append(rate), waits.append(wait)
+        fed.append(rate)
+        waits.append(wait)
         loop = figure(IN_MEMORY, CONFIG, arguments.seconds, size, environment=environment, core=core)
         memory.append(loop)
     ratios = [one / two for one, two in zip(fed, memory, strict=True)]

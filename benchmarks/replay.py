@@ -122,13 +122,11 @@ def record(game: str, folder: Path, num_steps: int) -> Path:
         reward_clipping=False,
         autoreset_mode=AutoresetMode.SAME_STEP,
     )
-    rng = np.random.default_rng(0)
+    env.action_space.seed(0)
     observation, _ = env.reset(seed=1)
     frames, ended = [observation[:, 0].copy()], []
     for _ in range(num_steps // NUM_ENVS):
-        observation, _, terminated, truncated, _ = env.step(
-            rng.integers(env.single_action_space.n, size=NUM_ENVS)
-        )
+        observation, _, terminated, truncated, _ = env.step(env.action_space.sample())
         frames.append(observation[:, 0].copy())
         ended.append(terminated | truncated)
     env.close()

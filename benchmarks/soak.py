@@ -45,12 +45,14 @@ class Event:
 
 def soak(fleet: SoakFleet, seed: int, until_s: float) -> list[Event]:
     """Inject faults until the time is up, each kind once before any comes again; return them."""
-    draw, events, deck = random.Random(seed), [], []
+    draw = random.Random(seed)
+    events: list[Event] = []
+    deck: list[Fault] = []
     if fleet.recover(LIMIT_S) is None:
         fleet.findings.add("the fleet did not begin to play")
     while fleet.elapsed_s < until_s and not too_much(fleet):
         deck = deck or draw.sample(FAULTS, len(FAULTS))
-        fault: Fault = deck.pop()
+        fault = deck.pop()
         at_s, name = fleet.elapsed_s, fault.__name__.replace("_", " ")
         print(f"{at_s:7.1f} s  {name}", end="", flush=True)
         words = fault(fleet, draw)

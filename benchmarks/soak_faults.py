@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, cast
 
 from soak_fleet import SoakFleet
 from support.poison import COUNTERS, POISON, UNKNOWN_PRODUCER
@@ -143,9 +144,8 @@ def connections_cut(fleet: SoakFleet, draw: random.Random) -> str:
 
 def connections_frozen(fleet: SoakFleet, draw: random.Random) -> str:
     for_s = draw.uniform(1.0, 8.0)
-    fleet.proxy.freeze()
+    fleet.proxy.freeze(for_s)
     time.sleep(for_s)
-    fleet.proxy.thaw()
     return f"{for_s:.1f} s"
 
 
@@ -153,7 +153,7 @@ def connections_refused(fleet: SoakFleet, draw: random.Random) -> str:
     for_s = draw.uniform(1.0, 5.0)
     fleet.proxy.refuse()
     time.sleep(for_s)
-    fleet.proxy.thaw()
+    fleet.proxy.accept()
     return f"{for_s:.1f} s"
 
 
@@ -176,17 +176,16 @@ def entries_poisoned(fleet: SoakFleet, draw: random.Random) -> str:
     run, kind = draw.choice(fleet.runs), draw.choice(sorted(POISON))
     if kind == "another dtype of actions" and "on-policy" in run:
         kind = "checksum"  # actions of that run are integers already
-    newest = fleet.client.xrevrange(keys.experience(run), count=1)
-    if newest:
-        forged = {**POISON[kind][0](dict(newest[0][1])), **UNKNOWN_PRODUCER, **draw.choice([{}, *COUNTERS])}
-        fleet.client.xadd(keys.experience(run), forged)
+    for fields in newest_entry(fleet, run):
+        forged = {**POISON[kind][0](fields), **UNKNOWN_PRODUCER, **draw.choice([{}, *COUNTERS])}
+        fleet.client.xadd(keys.experience(run), cast("Any", forged))
     return kind
 
 
 def entry_repeated(fleet: SoakFleet, draw: random.Random) -> str:
     run = draw.choice(fleet.runs)
-    for _, fields in fleet.client.xrevrange(keys.experience(run), count=1):
-        fleet.client.xadd(keys.experience(run), fields)
+    for fields in newest_entry(fleet, run):
+        fleet.client.xadd(keys.experience(run), cast("Any", fields))
     return run
 
 
@@ -204,6 +203,14 @@ def run_paused(fleet: SoakFleet, draw: random.Random) -> str:
     time.sleep(for_s)
     runs.set_status(fleet.client, run, "active", "")
     return f"{run}, {for_s:.1f} s"
+
+
+def newest_entry(fleet: SoakFleet, run: str) -> list[dict[bytes, bytes]]:
+    """Return the fields of a stream's newest entry, in a list that is empty if there is none."""
+    entries = cast(
+        "list[tuple[bytes, dict[bytes, bytes]]]", fleet.client.xrevrange(keys.experience(run), count=1)
+    )
+    return [fields for _, fields in entries]
 
 
 @contextlib.contextmanager

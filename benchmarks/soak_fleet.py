@@ -16,7 +16,7 @@ from statistics import quantiles
 from typing import Any
 
 from support.fault_fleet import ON_POLICY, lost_fragments
-from support.private_server import WITH_FILE, PrivateServer
+from support.private_server import PrivateServer
 from support.processes import Process, Processes
 from support.proxy import Proxy
 
@@ -72,7 +72,7 @@ class SoakFleet:
         self.findings = Findings()
         self.samples: list[Sample] = []
         self._stack = contextlib.ExitStack()
-        self.server = PrivateServer(*WITH_FILE)
+        self.server = PrivateServer("--appendonly", "yes", "--appendfsync", "everysec")
         self._stack.callback(self.server.close)
         self.proxy = Proxy(self.server.url)
         self._stack.callback(self.proxy.close)

@@ -189,7 +189,7 @@ def curve(episodes: list[tuple[int, list[float]]], grid: np.ndarray) -> np.ndarr
     sums = np.concatenate([[0.0], np.cumsum([value for _, returns in episodes for value in returns])])
     begun = np.maximum(ended - WINDOW, 0)
     means = (sums[ended] - sums[begun]) / (ended - begun)
-    return np.interp(grid, [steps for steps, _ in episodes], means)
+    return np.asarray(np.interp(grid, [steps for steps, _ in episodes], means))
 
 
 def interval(resampled: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

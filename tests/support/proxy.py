@@ -8,6 +8,7 @@ import datetime
 import socket
 import ssl
 import threading
+import time
 from asyncio import StreamReader, StreamWriter
 from collections.abc import Coroutine
 from pathlib import Path
@@ -59,6 +60,10 @@ class Proxy:
             return len(self._cut) - before
 
         return self._run(cut())
+
+    def freeze(self, for_s: float) -> None:
+        """Carry nothing for a time; connections stay open, and new ones are accepted."""
+        self._loop.call_soon_threadsafe(time.sleep, for_s)
 
     def refuse(self) -> None:
         """Reset the present connections and refuse new ones until `accept`."""
