@@ -6,9 +6,9 @@ import csv
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+from redis import Redis
 from support.store import add_history, make_run
 
 from ddrl import config
@@ -24,8 +24,7 @@ def rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_the_summary_has_exactly_the_promised_keys(server: Any) -> None:
-    client = server.client
+def test_the_summary_has_exactly_the_promised_keys(client: Redis) -> None:
     run = make_run(client)
     add_history(client, run, folder="/somewhere/x")
     runs.set_status(client, run, "solved", "return 200 confirmed")
@@ -41,15 +40,14 @@ def test_the_summary_has_exactly_the_promised_keys(server: Any) -> None:
     assert records.summary(client, run)["wall_s"] == pytest.approx(state.ended_s - state.created_s, abs=1e-3)
 
 
-def test_everything_is_written(server: Any, tmp_path: Path) -> None:
-    run = make_run(server.client)
-    add_history(server.client, run)
-    folder = tmp_path / run
-    artifacts.write(server.client, run, folder)
+def test_everything_is_written(client: Redis, tmp_path: Path) -> None:
+    run, folder = make_run(client), tmp_path / "run"
+    add_history(client, run)
+    artifacts.write(client, run, folder)
     assert {path.name for path in folder.iterdir()} == TABLES | {
         *("config.yaml", "policy.safetensors", "tensorboard", "curve.png", "summary.json")
     }  # fmt: skip
-    assert config.load(folder / "config.yaml") == runs.config(server.client, run)
+    assert config.load(folder / "config.yaml") == runs.config(client, run)
     figures, episodes = rows(folder / "metrics.csv"), rows(folder / "episodes.csv")
     assert [row["env_steps"] for row in figures] == ["15000", "30000"]
     assert figures[0]["staleness"] == "" and float(figures[1]["critic_loss"]) == 0.0123
@@ -61,11 +59,11 @@ def test_everything_is_written(server: Any, tmp_path: Path) -> None:
     assert png.startswith(b"\x89PNG") and len(png) > 10_000
 
 
-def test_tensorboard_can_read_the_events(server: Any, tmp_path: Path) -> None:
-    run = make_run(server.client)
-    add_history(server.client, run)
+def test_tensorboard_can_read_the_events(client: Redis, tmp_path: Path) -> None:
+    run = make_run(client)
+    add_history(client, run)
     for _ in range(2):  # the second one replaces the first
-        artifacts.write(server.client, run, tmp_path)
+        artifacts.write(client, run, tmp_path)
     (file,) = (tmp_path / "tensorboard").iterdir()
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
@@ -77,13 +75,12 @@ def test_tensorboard_can_read_the_events(server: Any, tmp_path: Path) -> None:
     assert len(found["return/training"]) == 120 and "return/confirmation" in found
 
 
-def test_a_run_without_history_is_written_and_without_tensorboard_a_line_says_what_to_install(
-    server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_without_history_is_written(client: Redis, tmp_path: Path, monkeypatch, caplog) -> None:
+    """Here without tensorboard, which a line says how to install."""
     monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.event_file_writer", None)
-    run, folder = make_run(server.client, stop={}), tmp_path / "deep" / "run"
+    run, folder = make_run(client, stop={}), tmp_path / "deep" / "run"
     with caplog.at_level("INFO"):
-        artifacts.write(server.client, run, folder)
+        artifacts.write(client, run, folder)
     assert {path.name for path in folder.iterdir()} == TABLES | {"config.yaml", "curve.png", "summary.json"}
     assert "pip install 'ddrl[tensorboard]'" in caplog.text
     summary = json.loads((folder / "summary.json").read_text())

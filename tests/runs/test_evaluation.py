@@ -91,22 +91,6 @@ def test_refusals(options: dict[str, Any], error: type[Exception], message: str)
         play(lean, CARTPOLE, **options)
 
 
-def near(observation: np.ndarray) -> np.ndarray:
-    """An action 0.5 beside the target."""
-    return observation + np.float32(0.5)
-
-
-@pytest.mark.parametrize(
-    ("env_id", "policy", "total"),
-    [(f"ddrl/{name}-v0", toy_answers, 10.0) for name in ("Pick", "Pairs", "Spot")]
-    + [(TARGET.id, near, -2.5)],
-)
-def test_the_answer_of_each_toy_gives_its_best_return(env_id: str, policy: Any, total: float) -> None:
-    result = play(policy, EnvConfig(id=env_id), range(20), num_envs=3)
-    np.testing.assert_allclose(result.returns, [total] * 20, rtol=1e-5)
-    assert set(result.lengths) == {10}
-
-
 class Counts:
     """A recurrent policy that counts the steps of an episode and pushes each side twice in turn; checks its inputs."""
 
@@ -174,12 +158,6 @@ def test_observed_images_are_filmed_and_what_has_no_picture_is_refused() -> None
     assert all(picture.max() == 255 for picture in pictures)
     with pytest.raises(EnvError, match="ddrl/Target-v0: cannot be filmed.*leave the video out"):
         play(toy_answers, TARGET, [1], on_frame=lambda *_: None)
-
-
-def test_an_exception_of_on_step_ends_the_evaluation() -> None:
-    steps = iter(range(5))
-    with pytest.raises(StopIteration):
-        play(lean, CARTPOLE, on_step=lambda: next(steps))
 
 
 def test_no_op_starts_are_for_games() -> None:

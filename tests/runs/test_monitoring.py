@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
-from support.private_server import PrivateServer, free_port
+from support.private_server import free_port
 from support.processes import Processes
 
 from ddrl.runs import monitoring
@@ -43,12 +43,7 @@ def shown(dashboard: dict[str, Any]) -> set[str]:
     return set(re.findall(r"\b(?:ddrl|process)_[a-z_]+", " ".join(targets + queries)))
 
 
-def test_a_learner_and_a_worker_serve_what_the_dashboard_shows(
-    server: PrivateServer,
-    processes: Processes,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_processes_serve_what_the_dashboard_shows(server, processes: Processes, monkeypatch, caplog) -> None:
     learners, workers = free_port(), free_port()
     run = processes.detach(server.url, stop={"return": None, "time": 600})
     env = {monitoring.VARIABLE: f"127.0.0.1:{learners}"}
@@ -80,9 +75,8 @@ def test_a_learner_and_a_worker_serve_what_the_dashboard_shows(
     # Another process on the same port logs one line, and continues.
     monkeypatch.setenv(monitoring.VARIABLE, str(workers))
     monitoring.serve(monitoring.WorkerMetrics("another", tuple, busy=int, tasks=dict))
-    assert caplog.messages == [
-        f"{monitoring.VARIABLE}={workers}: Address already in use; no metrics are served"
-    ]
+    line = f"{monitoring.VARIABLE}={workers}: Address already in use; no metrics are served"
+    assert caplog.messages == [line]
 
     # A server that is down is one metric.
     server.kill()
@@ -114,9 +108,7 @@ def test_an_address_is_refused(text: str) -> None:
         monitoring.address(text)
 
 
-def test_without_a_usable_address_nothing_is_served(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_a_usable_address_nothing_is_served(monkeypatch, caplog) -> None:
     monkeypatch.delenv(monitoring.VARIABLE, raising=False)
     monitoring.serve(monitoring.LearnerMetrics())
     assert caplog.text == ""

@@ -10,10 +10,10 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from support.private_server import PrivateServer, until
+from redis import Redis
+from support.private_server import until
 from support.processes import ROOT, is_alive
 from support.store import make_run
 
@@ -26,9 +26,10 @@ Script = Callable[[str], None]
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Script:
-    """Replaces `python -m ddrl` by a script, as the current folder comes first on the path."""
+    """Replaces `python -m ddrl` by a script, as the current folder comes first on the path; two restarts at most."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(local, "PAUSES_S", (0.0,))
+    monkeypatch.setattr(local, "MAX_RESTARTS", 2)
     (tmp_path / "ddrl").mkdir()
     (tmp_path / "ddrl" / "__init__.py").touch()
     head = "import os, signal, subprocess, sys, time\nopen('starts', 'a').write(f'{os.getpid()}\\n')\n"
@@ -64,15 +65,10 @@ def test_a_learner_that_has_finished_is_not_restarted(script: Script, children: 
 @pytest.mark.parametrize(
     ("role", "code", "num_starts"), [("learner", 2, 1), ("learner", 3, 3), ("workers", 3, 3)]
 )
-def test_a_learner_that_refuses_its_run_or_a_process_that_keeps_dying_is_given_up_with_its_last_line(
-    script: Script,
-    children: local.Processes,
-    monkeypatch: pytest.MonkeyPatch,
-    role: str,
-    code: int,
-    num_starts: int,
+def test_a_process_that_keeps_dying_is_given_up_with_its_last_line(
+    script: Script, children: local.Processes, role: str, code: int, num_starts: int
 ) -> None:
-    monkeypatch.setattr(local, "MAX_RESTARTS", 2)
+    """A learner that ends with code 2 refuses its run."""
     script(f"print('ddrl: error: no such option', file=sys.stderr); sys.exit({code})")
     if role == "learner":
         children.start_learner("x-1", Path("logs"))
@@ -88,11 +84,8 @@ def test_a_learner_that_refuses_its_run_or_a_process_that_keeps_dying_is_given_u
     assert len(starts()) >= num_starts
 
 
-def test_workers_that_end_without_an_error_are_restarted_without_limit(
-    script: Script, children: local.Processes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As while the server is full: Celery then ends with code 0."""
-    monkeypatch.setattr(local, "MAX_RESTARTS", 2)
+def test_workers_that_end_with_code_0_are_always_restarted(script: Script, children: local.Processes) -> None:
+    """As while the server is full."""
     script("if len(open('starts').read().splitlines()) >= 9:\n    time.sleep(600)")
     children.start_workers(1)
 
@@ -134,11 +127,9 @@ def test_leaving_stops_all_and_an_interrupt_kills_all(
 
 def test_a_child_ends_with_its_parent() -> None:
     reader, writer = os.pipe()
-    code = (
-        "import signal, time; from ddrl.runs.processes import follow_parent; follow_parent(signal.SIGTERM); "
-    )
+    code = "import signal, time; from ddrl.runs.processes import follow_parent; follow_parent(signal.SIGTERM)"
     child = subprocess.Popen(
-        [sys.executable, "-c", code + "print('up', flush=True); time.sleep(600)"],
+        [sys.executable, "-c", f"{code}; print('up', flush=True); time.sleep(600)"],
         env={**os.environ, "PYTHONPATH": str(ROOT), local.PARENT_VARIABLE: str(reader)},
         pass_fds=[reader],
         stdout=subprocess.PIPE,
@@ -158,10 +149,7 @@ def test_pipes_are_closed_on_leaving(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_run_whose_learner_keeps_dying_fails_unless_another_learner_holds_it(
-    server: PrivateServer, script: Script, children: local.Processes
-) -> None:
-    client: Any = server.client
+def test_a_run_whose_learner_keeps_dying_fails_unless_held(client: Redis, script: Script, children) -> None:
     lost, held = make_run(client), make_run(client)
     assert leases.acquire(client, held, host="test", folder="/tmp") is not None
     script("sys.exit(2)")

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.algorithms import Options
 
 from ddrl import config, envs
 from ddrl.algorithms import base
@@ -23,11 +24,11 @@ PPO = {"name": "ppo"}
 SAC = {"name": "sac", "hidden_sizes": [16]}
 
 
-def tree(env: dict[str, Any], algorithm: dict[str, Any], **sections: Any) -> RunConfig:
+def tree(env: Options, algorithm: Options, **sections: Any) -> RunConfig:
     return config.validate({"env": env, "algorithm": algorithm, **sections})
 
 
-def refused(env: dict[str, Any], algorithm: dict[str, Any], **sections: Any) -> str:
+def refused(env: Options, algorithm: Options, **sections: Any) -> str:
     """The message of the refusal."""
     with pytest.raises((ConfigError, envs.EnvError)) as caught:
         submit.prepare(tree(env, algorithm, **sections))
@@ -49,9 +50,7 @@ def refused(env: dict[str, Any], algorithm: dict[str, Any], **sections: Any) -> 
         ({**CARTPOLE, "frame_stack": 2}, PPO, {}),
     ],
 )
-def test_what_can_be_done_is_accepted(
-    env: dict[str, Any], algorithm: dict[str, Any], sections: dict[str, Any]
-) -> None:
+def test_what_can_be_done_is_accepted(env: Options, algorithm: Options, sections: Options) -> None:
     assert submit.prepare(tree(env, algorithm, **sections)).frame_stack == env.get("frame_stack", 1)
 
 
@@ -82,10 +81,10 @@ STRIDE_20 = {**R2D2, "sequence_length": 25, "overlap": 5}
     ],
 )  # fmt: skip
 def test_lengths_and_sizes_that_do_not_fit_are_refused_and_the_remedy_is_accepted(
-    algorithm: dict[str, Any], name: str, too_tight: int, fits: int, others: dict[str, int], message: str
+    algorithm: Options, name: str, too_tight: int, fits: int, others: dict[str, int], message: str
 ) -> None:
-    def sections(value: int) -> dict[str, Any]:
-        made: dict[str, Any] = {"env": CARTPOLE, "algorithm": dict(algorithm), "replay": {"warmup_steps": 10}}
+    def sections(value: int) -> Options:
+        made: Options = {"env": CARTPOLE, "algorithm": dict(algorithm), "replay": {"warmup_steps": 10}}
         for dotted, number in {"replay.slack_steps": 320, **others, name: value}.items():
             section, _, option = dotted.partition(".")
             made.setdefault(section, {})[option] = number
@@ -112,12 +111,10 @@ def test_sequences_bring_their_context_into_memory() -> None:
     ],
     ids=["dqn", "r2d2", "ppo", "sac"],
 )
-def test_the_stream_holds_some_of_the_largest_fragments(
-    env: dict[str, Any], algorithm: dict[str, Any]
-) -> None:
+def test_the_stream_holds_some_of_the_largest_fragments(env: Options, algorithm: Options) -> None:
     """Eight as they are played, uncompressed, with all their columns and context; and the remedies work."""
     env = {**env, "num_envs": 16, "frame_stack": 3}
-    sections: dict[str, Any] = {"rollout": {"max_fragment_steps": 60, "fragment_s": 5}}
+    sections: Options = {"rollout": {"max_fragment_steps": 60, "fragment_s": 5}}
     message = refused(env, algorithm, **sections, replay={"max_bytes": 65536})
     least = int(message.split("use at least ")[1].split(",")[0])
     run = tree(env, algorithm, **sections, replay={"max_bytes": least})
