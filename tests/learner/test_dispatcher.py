@@ -42,9 +42,7 @@ def dispatcher(client: Redis, run: str) -> Dispatcher:
 
 
 @pytest.mark.parametrize(("processes", "messages"), [(0, 1), (1, 1), (2, 2), (8, 2), (40, 10)])
-def test_it_keeps_messages_waiting_for_the_workers_of_its_queue(
-    client: Redis, run: str, processes: int, messages: int
-) -> None:
+def test_messages_wait_for_the_queues_workers(client: Redis, run: str, processes: int, messages: int) -> None:
     one = dispatcher(client, run)
     if processes:
         workers.beat(client, heartbeat("a@h", processes))
@@ -64,9 +62,7 @@ def test_messages_serve_all_runs_so_one_dispatcher_sends_for_all(client: Redis, 
     assert client.lrange(keys.queue(QUEUE), 0, -1) == [b'{"limit_s": %.1f}' % limit] * 2
 
 
-def test_a_waiting_run_of_higher_priority_claims_processes_if_it_has_steps_left(
-    client: Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_of_higher_priority_with_steps_left_claims_processes(client: Redis, monkeypatch) -> None:
     for name in ("CLAIM_AFTER_S", "CLAIM_EVERY_S"):
         monkeypatch.setattr(dispatcher_module, name, 0.05)
     workers.beat(client, heartbeat("a@h", 2)), workers.beat(client, heartbeat("b@h", 2, "ddrl.rollout.box2d"))
@@ -97,10 +93,8 @@ def test_it_reports_how_many_processes_played(client: Redis, run: str) -> None:
 
 def test_processes_that_are_gone_are_noted_once(client: Redis, run: str) -> None:
     workers.beat(client, heartbeat("a@h", 2, pids=(10, 11)))
-    alive, *_ = (
-        note_playing(client, run, node=node, pid=pid)
-        for node, pid in (("a@h", 10), ("a@h", 12), ("gone@h", 10))
-    )
+    processes = (("a@h", 10), ("a@h", 12), ("gone@h", 10))
+    alive, *_ = (note_playing(client, run, node=node, pid=pid) for node, pid in processes)
     one = dispatcher(client, run)
     for _ in range(3):
         one.tick()

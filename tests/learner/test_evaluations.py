@@ -95,9 +95,8 @@ def test_without_a_confirmation_wanted_one_evaluation_solves(server: Any) -> Non
         ([(1, -1.0), (2, -0.4), (2, -9.0)], 1),  # likewise: version 2 was lucky
     ],
 )
-def test_the_best_version_has_the_highest_mean_and_unconfirmed_ones_do_not_solve(
-    match: Match, results: list[tuple[int, float]], best: int
-) -> None:
+def test_the_highest_mean_return_is_best(match: Match, results: list[tuple[int, float]], best: int) -> None:
+    """None of these is confirmed, so none solves the run."""
     match.play(results)
     assert not match.scheduler.solved
     assert weights.index(match.client, match.run).best == best
@@ -107,15 +106,15 @@ def test_the_best_version_has_the_highest_mean_and_unconfirmed_ones_do_not_solve
     assert match.sent[-1] == "4:1000000:20"  # the next version is tried
 
 
-def test_an_evaluation_whose_weights_are_gone_is_dropped_and_the_next_is_opened(match: Match) -> None:
+def test_an_evaluation_whose_weights_are_gone_is_given_up(match: Match, caplog) -> None:
+    client, run = match.client, match.run
     match.tick()
-    weights.publish(
-        match.client, match.run, match.token, version=6, blob=b"w", allowance=0, updates=0, drop=(1,)
-    )
+    weights.publish(client, run, match.token, version=6, blob=b"w", allowance=0, updates=0, drop=(1,))
     match.version = 6
     time.sleep(0.1)
     match.tick()
-    assert evaluations.opened(match.client, match.run) == {} and match.scheduler.pinned == frozenset()
+    assert caplog.messages == ["evaluation 1:1000000:20 is given up: its weights are gone"]
+    assert evaluations.opened(client, run) == {} and match.scheduler.pinned == frozenset()
     match.tick()
     assert match.sent[-1] == "6:1000000:20"
 

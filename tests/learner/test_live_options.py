@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load, save
-from support.algorithms import digest, make_learner
+from support.algorithms import Options, digest, make_learner
 from support.subjects import SPECS, batch_for
 
 from ddrl.algorithms import base
 from ddrl.config import live_options, validate
 from ddrl.replay.experience import make_experience
 
-Table = dict[str, tuple[dict[str, Any], Any]]  # option -> (what it needs, other value)
+Table = dict[str, tuple[Options, Any]]  # option -> (what it needs, other value)
 DRAWN = {"prioritized": True, "importance_exponent": 0.4, "final_importance_exponent": 0.5}
 ANNEALED = {"final_learning_rate": 0.0, "anneal_steps": 2000}
 ON_POLICY: Table = {
@@ -65,13 +65,8 @@ LIVE: dict[str, Table] = {
     },
     "impala": ON_POLICY | {"rho_bar": ({}, 0.7), "reward_clip": ({}, 0.5)},
 }
-RUN = validate(
-    {
-        "env": {"id": "CartPole-v1"},
-        "algorithm": {"name": "dqn"},
-        "replay": {"capacity": 2000, "warmup_steps": 100},
-    }
-)
+REPLAY = {"capacity": 2000, "warmup_steps": 100}
+RUN = validate({"env": {"id": "CartPole-v1"}, "algorithm": {"name": "dqn"}, "replay": REPLAY})
 CASES = [(name, option, *LIVE[name][option]) for name in LIVE for option in LIVE[name]]
 
 
@@ -82,13 +77,8 @@ class Subject:
         small = {"target_period": 2, "batch_size": 6, "epsilon_ladder": False} if name == "r2d2" else {}
         self._name = name
         self.learner = make_learner(name, SPECS[name], **small | options)
-        self._experience = make_experience(
-            RUN,
-            self.config,
-            SPECS[name],
-            on_policy=name in ("ppo", "impala"),
-            sequences=self.config.sequences if name == "r2d2" else None,
-        )
+        shape = {"on_policy": name in ("ppo", "impala"), "sequences": self.config.sequences}
+        self._experience = make_experience(RUN, self.config, SPECS[name], **shape)
         self._priorities = getattr(self._experience, "priorities", None)
         if self._priorities is not None:
             self._priorities.append(6, np.linspace(0.1, 3.0, 6))
@@ -100,9 +90,8 @@ class Subject:
 
     def adopt(self, **options: Any) -> None:
         """Do what a learner does when its run's config has changed."""
-        self.learner.apply_options(
-            type(self.config).model_validate(self.config.model_dump(by_alias=True) | options)
-        )
+        changed = self.config.model_dump(by_alias=True) | options
+        self.learner.apply_options(type(self.config).model_validate(changed))
         self._experience.apply_options(self.config)
 
     def update(self, number: int) -> str:
@@ -137,9 +126,7 @@ def test_every_live_option_is_in_the_table() -> None:
 
 
 @pytest.mark.parametrize(("name", "option", "needed", "other"), CASES)
-def test_a_live_option_applies_from_the_next_update(
-    name: str, option: str, needed: dict[str, Any], other: Any
-) -> None:
+def test_live_options_apply_from_the_next_update(name: str, option: str, needed: Options, other: Any) -> None:
     """The learner then equals one that was built with the option from the same state."""
     state = trained(name, needed)
     unchanged, adopting = continued(name, needed, state), continued(name, needed, state)
@@ -184,9 +171,7 @@ def test_a_temperature_becomes_fixed_or_automatic(before: Any, after: Any) -> No
         ("r2d2", {"burn_in": 1}, r"algorithm\.burn_in: 4 cannot become 1"),
     ],
 )
-def test_other_options_are_refused_and_nothing_changes(
-    name: str, change: dict[str, Any], message: str
-) -> None:
+def test_other_options_are_refused_and_nothing_changes(name: str, change: Options, message: str) -> None:
     subject, twin = Subject(name, {}), Subject(name, {})
     with pytest.raises(ValueError, match=message):
         subject.adopt(**change)
@@ -194,9 +179,7 @@ def test_other_options_are_refused_and_nothing_changes(
 
 
 @pytest.mark.parametrize(("name", "option", "needed", "other"), CASES)
-def test_policies_do_not_need_live_options(
-    name: str, option: str, needed: dict[str, Any], other: Any
-) -> None:
+def test_policies_do_not_need_live_options(name: str, option: str, needed: Options, other: Any) -> None:
     """A player with the old options plays the same weights in the same way."""
     learner = Subject(name, needed | {option: other}).learner
     played = [

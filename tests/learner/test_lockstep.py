@@ -9,15 +9,7 @@ from typing import Any
 
 import pytest
 from support.algorithms import assert_same
-from support.learners import (
-    OFF_POLICY,
-    Run,
-    contents,
-    crashing,
-    fields_of,
-    recall_config,
-    until,
-)
+from support.learners import OFF_POLICY, Run, contents, crashing, fields_of, recall_config, until
 from support.processes import EXACT, Processes
 
 from ddrl.config import RunConfig, validate
@@ -90,9 +82,7 @@ def assert_equal_ends(one: Run, two: Run) -> None:
 
 
 @pytest.mark.parametrize("name", OFF_POLICY)
-def test_learners_killed_at_random_updates_end_as_one_that_never_was(
-    name: str, server, draw: random.Random
-) -> None:
+def test_learners_killed_at_random_end_as_one_never_killed(name: str, server, draw: random.Random) -> None:
     undisturbed, killed = in_lockstep(server, OFF_POLICY[name](), NUM_STEPS)
     whole = learn(undisturbed, [])
     updates, steps = whole.shared.updates, whole.shared.env_steps
@@ -107,9 +97,7 @@ def test_learners_killed_at_random_updates_end_as_one_that_never_was(
     assert killed.audit().total("consumed") == killed.state.appended_fragments
 
 
-def test_a_real_process_killed_by_signals_ends_as_one_that_never_was(
-    server, processes: Processes, draw: random.Random
-) -> None:
+def test_a_killed_process_ends_as_one_never_killed(server, processes: Processes, draw: random.Random) -> None:
     """Recurrent, prioritized replay, whose state is the largest."""
     undisturbed, killed = in_lockstep(server, recall_config(), 1000, samples_per_insert=32)
     updates = learn(undisturbed, []).shared.updates

@@ -53,14 +53,11 @@ def learns(run: Run, taken: int) -> None:
 
 
 @pytest.mark.faults
-def test_a_standby_goes_on_in_seconds_after_a_death_and_hands_over_on_request(
-    run, learn, processes: Processes, log
-) -> None:
+def test_a_standby_takes_over_soon_and_hands_over_on_request(run, learn, processes: Processes, log) -> None:
     with held(run):
         second = processes.learner(run.url, run.id)
-        processes.until(
-            lambda: f"{run.id} is held by the learner on elsewhere; waits for it" in second.text()
-        )
+        held_by = f"{run.id} is held by the learner on elsewhere; waits for it"
+        processes.until(lambda: held_by in second.text())
     with playing(run.url, run.id):
         with within(5.0, "learner death -> next update with a standby waiting"):
             learns(run, 2)
@@ -96,9 +93,7 @@ def test_a_learner_that_does_not_hand_over_is_replaced_and_can_write_no_more(run
 
 
 @pytest.mark.faults
-def test_a_stalled_learner_wakes_to_find_its_run_taken_and_writes_nothing(
-    run, learn, processes: Processes
-) -> None:
+def test_a_stalled_learner_whose_run_was_taken_writes_nothing(run, learn, processes: Processes) -> None:
     folder = processes.folder / "runs" / run.id
     first = processes.learner(run.url, run.id)
     with playing(run.url, run.id):
@@ -163,9 +158,7 @@ while True:
 """
 
 
-def test_a_service_leaves_a_run_to_each_learner_that_requests_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_service_leaves_a_run_to_each_learner_that_requests_it(monkeypatch, tmp_path: Path) -> None:
     # Seconds of a service's rounds, and the learner that requests the free run; None: a learner holds it.
     rounds = iter([(0.0, "a"), (5.0, None), (100.0, "b"), (109.0, "b"), (111.0, "b")])
     interrupt, learned, now_s = run_module.Interrupt(), [], 0.0
@@ -187,9 +180,7 @@ def test_a_service_leaves_a_run_to_each_learner_that_requests_it(
 
 
 @pytest.mark.faults
-def test_writers_killed_at_random_points_leave_whole_versions_and_checkpoints(
-    run, processes: Processes
-) -> None:
+def test_writers_killed_at_random_leave_whole_versions_and_checkpoints(run, processes: Processes) -> None:
     seed = random.randrange(10**6)
     print(f"seed {seed}")
     draw = random.Random(seed)
@@ -218,9 +209,7 @@ def test_writers_killed_at_random_points_leave_whole_versions_and_checkpoints(
 # --- attempts that are not the usual ones ------------------------------------------------------------------
 
 
-def test_a_run_that_the_servers_memory_cannot_hold_fails_before_it_begins(
-    run, tmp_path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_the_servers_memory_cannot_hold_fails_at_once(run, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv(connection.URL_VARIABLE, run.url)
     run.client.config_set("maxmemory", 550 * 1024**2)  # replay.max_bytes alone is 512 MiB
     message = "needs up to 6.. MiB of the server, but its maxmemory is 550 MiB"
@@ -237,9 +226,7 @@ def test_a_run_that_the_servers_memory_cannot_hold_fails_before_it_begins(
     assert "lower replay.max_bytes, or raise maxmemory" in run.state.reason
 
 
-def test_a_learner_whose_service_thread_hangs_loses_its_run(
-    run, learn, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_learner_whose_service_thread_hangs_loses_its_run(run, learn, monkeypatch) -> None:
     monkeypatch.setattr(run_module, "HANG_S", 1.0)
     freed = threading.Event()
     monkeypatch.setattr(Dispatcher, "tick", lambda _: freed.wait())
@@ -254,9 +241,7 @@ def test_a_learner_whose_service_thread_hangs_loses_its_run(
     assert isinstance(learning.error, leases.LeaseLostError)
 
 
-def test_a_run_that_ends_while_its_stream_fills_the_server_ends(
-    run, learn, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_ends_while_its_stream_fills_the_server_ends(run, learn, monkeypatch) -> None:
     run.play(200)
     fields = fields_of(run.entries[0])
     for seq in range(60):

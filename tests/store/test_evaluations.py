@@ -142,15 +142,6 @@ def test_a_command_gives_up_what_fails_once_or_is_lost_three_times(command: Wait
     assert command.take(0, "a") is None
 
 
-def test_an_evaluation_whose_weights_are_gone_is_given_up(client: Redis, run: str, token: int) -> None:
-    waiting = Waiting(client, run, token=token, timeout_s=0.0)
-    waiting.open(WANTED)
-    weights.publish(client, run, token, version=8, blob=b"w", allowance=0, updates=0, drop=(7,))
-    waiting.poll()
-    assert set(waiting.given_up.values()) == {"its weights are gone"} and waiting.pending == []
-    assert evaluations.opened(client, run) == {}
-
-
 def test_a_new_learner_takes_over_open_evaluations(client: Redis, run: str, token: int) -> None:
     first = Waiting(client, run, token=token)
     first.is_cut_off = True

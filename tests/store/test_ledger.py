@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, astuple, replace
 
 import pytest
 from redis import Redis
 from support.learners import Run, crashing, in_threads, playing, training, until
-from support.learners import pick_config as on_policy_config
 from support.processes import EXACT
 from support.runs import target_config
 from support.store import append
@@ -78,19 +75,6 @@ def test_a_repetition_is_known_by_its_number_also_after_a_restart() -> None:
 # --- on a real server ------------------------------------------------------------------------------------
 
 
-@contextmanager
-def audited(run: Run) -> Iterator[list[ledger.Audit]]:
-    """Audits of a run, one after another, while the context lasts: each must balance."""
-    stop, audits = threading.Event(), []
-
-    def audit() -> None:
-        while not stop.wait(0.01):
-            audits.append(run.audit())
-
-    with in_threads(audit, stop=stop.set):
-        yield audits
-
-
 def finish(run: Run, learner: Learner) -> None:
     """Let a learner read the whole stream, and finish."""
     with training(learner):
@@ -107,7 +91,14 @@ def test_the_ledger_balances_while_learners_die(server, monkeypatch, churns: boo
     if churns:
         monkeypatch.setattr("ddrl.learner.publisher.FOLD_EVERY_S", 0.02)
         monkeypatch.setattr("ddrl.store.ledger.QUIET_S", 0.1)
-    with audited(run) as audits, playing(run.url, run.id, num=2, segments=1 if churns else None):
+    stop, audits = threading.Event(), []
+
+    def audit_all_along() -> None:
+        while not stop.wait(0.01):
+            audits.append(run.audit())
+
+    segments = 1 if churns else None
+    with in_threads(audit_all_along, stop=stop.set), playing(run.url, run.id, num=2, segments=segments):
         for _ in range(5 if EXACT else 3):
             learner = run.learner()
             with crashing(learner, learner.shared.updates + draw.randrange(1, 200 if churns else 60)) as dead:
@@ -128,15 +119,6 @@ def test_the_ledger_balances_while_learners_die(server, monkeypatch, churns: boo
     assert audit.total("consumed") == audit.total("appended") == learner.counters.admitted == appended
     assert audit.total("waiting") == 0
     assert len(run.entries) < appended, "it was trimmed on the way"
-
-
-def test_on_policy_fragments_that_are_too_stale_are_consumed_too(server) -> None:
-    run = Run(server, on_policy_config(on_policy={"collect": "sync", "max_staleness": 0}))
-    learner = run.learner()
-    with audited(run), playing(run.url, run.id, num=3), training(learner):
-        until(lambda: learner.replay.num_dropped > 2)
-    learner.finish()
-    assert run.audit().total("consumed") == learner.counters.admitted
 
 
 def test_a_lost_fragment_is_found(server) -> None:

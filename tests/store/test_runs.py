@@ -94,7 +94,7 @@ def test_only_one_learner_holds_a_run_and_a_replaced_one_writes_nothing(client: 
         lambda: runs.set_status(client, run, "time", "too late", token=old),
     ]
     for attempt in attempts:
-        with pytest.raises(leases.LeaseLostError):
+        with pytest.raises(leases.LeaseLostError, match=f"run {run}: another learner took it over"):
             attempt()
     assert weights.index(client, run).latest == -1 and checkpoints.load(client, run) is None
     leases.release(client, run, old)  # must not free the other's
@@ -103,3 +103,5 @@ def test_only_one_learner_holds_a_run_and_a_replaced_one_writes_nothing(client: 
     assert runs.set_status(client, run, "active", "by the operator")  # who needs no lease
     leases.release(client, run, new)
     assert not client.exists(keys.lease(run))
+    with pytest.raises(leases.LeaseLostError):
+        leases.renew(client, run, old)  # also while nobody holds the run
