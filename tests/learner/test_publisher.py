@@ -15,10 +15,9 @@ from support.learners import Run, fields_of, finished, training, until
 from support.private_server import PrivateServer
 from support.runs import target_config
 
-from ddrl.config import RunConfig, validate
+from ddrl.config import RunConfig
 from ddrl.learner import publisher
-from ddrl.store import checkpoints, keys, leases, runs, stream, weights
-
+from ddrl.store import checkpoints, stream, weights
 
 SELDOM = {"publish_every_s": 3600, "checkpoint_every_s": 3600, "metrics_every_s": 3600}
 
