@@ -38,8 +38,9 @@ def server(module_server: PrivateServer) -> Iterator[PrivateServer]:
 
 
 @pytest.fixture
-def client(server: PrivateServer) -> Redis:
-    """A connection to the private server."""
+def client(server: PrivateServer, monkeypatch: pytest.MonkeyPatch) -> Redis:
+    """A connection to the private server, which commands and tasks find, too."""
+    monkeypatch.setenv(connection.URL_VARIABLE, server.url)
     return server.client
 
 

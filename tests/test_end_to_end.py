@@ -22,18 +22,11 @@ def test_one_command_leaves_a_folder_and_no_process(home: Path, processes: Proce
     done = processes.ddrl(None, "submit", str(processes.config()), "--json", "--seed", "3")
     summary = json.loads(done.stdout.splitlines()[-1])
     assert len(done.stdout.splitlines()) == 1 and "env_steps" in done.stderr  # progress goes elsewhere
-    assert set(summary) == {
-        *("run", "status", "wall_s", "train_s", "env_steps", "updates", "policy_version", "evaluation", "artifacts"),
-    }  # fmt: skip
     assert summary["status"] == "solved", processes.logs()
     assert summary["evaluation"]["return_mean"] >= -0.5 and summary["evaluation"]["episodes"] == 100
     assert 0 < summary["train_s"] < summary["wall_s"]
     folder = Path(summary["artifacts"])
     assert folder == processes.folder / "runs" / summary["run"]
-    names = {path.name for path in folder.iterdir()}
-    assert {
-        *("config.yaml", "metrics.csv", "evaluations.csv", "episodes.csv", "curve.png", "policy.safetensors")
-    } <= names
     assert json.loads((folder / "summary.json").read_text())["status"] == "solved"
     # Finished runs stay readable: the server comes back for each command.
     listed = json.loads(processes.ddrl(None, "runs", "--json").stdout)

@@ -5,18 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 from redis import Redis
-from support.private_server import PrivateServer
+from support.runs import target_tree
 from support.store import add_history, make_run
-
-from ddrl.store import connection
 
 
 @pytest.fixture
-def client(server: PrivateServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Redis:
-    monkeypatch.setenv(connection.URL_VARIABLE, server.url)
+def client(client: Redis, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Redis:
     monkeypatch.chdir(tmp_path)
-    return server.client
+    return client
+
+
+@pytest.fixture
+def target_file(client: Redis) -> str:
+    """The name of a config file in the current folder."""
+    Path("target.yaml").write_text(yaml.safe_dump(target_tree()), encoding="utf-8")
+    return "target.yaml"
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import redis
 from redis import Redis
 from support import commands
 from support.processes import Processes
-from support.runs import initial_weights, start, target_config, toy_answers
+from support.runs import publish_initial, start, target_config, toy_answers
 from support.store import SPACES, heartbeat, take
 
 from ddrl import celery, policy
@@ -46,8 +46,7 @@ def client(client: Redis, monkeypatch: pytest.MonkeyPatch) -> Redis:
 def published(client: Redis, config: RunConfig) -> str:
     """A run with a first version of real weights."""
     run = start(client, config)
-    blob = initial_weights(config, runs.spaces(client, run))
-    weights.publish(client, run, take(client, run), version=0, blob=blob, allowance=0, updates=0)
+    publish_initial(client, run, take(client, run))
     return run
 
 

@@ -13,13 +13,11 @@ import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import pytest
+from redis import Redis
 from support import commands
 from support.store import events
 
-from ddrl.store import connection
 from ddrl.store import runs as stored
 
 GOLDEN = Path(__file__).resolve().with_name("refusals.json")
@@ -64,17 +62,13 @@ def outcomes() -> Iterator[tuple[int, str]]:
         yield code, re.sub(r"(unix|redis)://\S+", "URL", error).strip()
 
 
-def test_bad_input_is_refused_in_one_line(
-    server: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv(connection.URL_VARIABLE, server.url)
-    monkeypatch.chdir(tmp_path)
+def test_bad_input_is_refused_in_one_line(client: Redis) -> None:
     for row, (code, error) in zip(ROWS, outcomes(), strict=True):
         assert (code, error) == (row["code"], row["now"]), row["line"]
         assert code != 0 and error.startswith("ddrl: error: ") and "\n" not in error
-    names = stored.names(server.client)
+    names = stored.names(client)
     assert len(names) == 3 and not Path("runs").exists()  # none made a fourth run, or changed one
-    assert [events(server.client, name) for name in names] == [["created"]] * 2 + [["created", "stopped"]]
+    assert [events(client, name) for name in names] == [["created"]] * 2 + [["created", "stopped"]]
 
 
 if __name__ == "__main__":

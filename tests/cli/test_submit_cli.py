@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from support.commands import call, call_json
 from support.processes import ROOT, Processes, descendants, is_alive
-from support.runs import start, target_config, target_tree
+from support.runs import start, target_config
 
 from ddrl import config as configs
 from ddrl.cli.submit import create_all, report
@@ -42,18 +41,17 @@ def test_the_table_and_its_median(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out)["median_train_s"] is None
 
 
-def test_a_run_is_submitted_without_torch(server, tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text("raise ImportError('loading torch takes seconds')")
-    with Processes(tmp_path) as processes:
-        without_torch = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-        options = ("--detach", "--no-learner", "--workers", "0")
-        processes.ddrl(server.url, "submit", str(processes.config()), *options, env=without_torch)
+def test_a_run_is_submitted_without_torch(server, processes: Processes) -> None:
+    folder = processes.folder
+    (folder / "torch.py").write_text("raise ImportError('loading torch takes seconds')")
+    without_torch = {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
+    options = ("--detach", "--no-learner", "--workers", "0")
+    processes.ddrl(server.url, "submit", str(processes.config()), *options, env=without_torch)
 
 
-def test_options_reach_every_run(client: Any, tmp_path: Path) -> None:
-    (tmp_path / "target.yaml").write_text(yaml.safe_dump(target_tree()), encoding="utf-8")
+def test_options_reach_every_run(client: Any, target_file: str) -> None:
     options = ("--seeds", "3", "--seed", "7", "--weight", "2.5", "--priority", "high", "--detach")
-    names = [row["run"] for row in call_json("submit", "target.yaml", *options)["runs"]]
+    names = [row["run"] for row in call_json("submit", target_file, *options)["runs"]]
     assert sorted(names) == sorted(runs.names(client)) and len(names) == 3
     for seed, run in enumerate(names, 7):
         config, state = runs.config(client, run), runs.state(client, run)

@@ -22,29 +22,13 @@ from support.private_server import PrivateServer
 
 from ddrl import celery, policy
 from ddrl.runs.evaluation import score
-from ddrl.store import (
-    checkpoints,
-    connection,
-    evaluations,
-    keys,
-    ledger,
-    local_checkpoints,
-    runs,
-    segments,
-    weights,
-)
+from ddrl.store import checkpoints, evaluations, keys, ledger, local_checkpoints, runs, segments, weights
 from ddrl.store.connection import StoreError
 
 HERE = Path(__file__).parent
 ALGORITHMS = ("sac", "dqn", "r2d2", "ppo", "impala")
 RETURNS = json.loads((HERE / "policies" / "returns.json").read_text())
 FIRST_SEED = 1_000_020
-
-
-@pytest.fixture
-def client(server: PrivateServer, monkeypatch: pytest.MonkeyPatch) -> Redis:
-    monkeypatch.setenv(connection.URL_VARIABLE, server.url)
-    return server.client
 
 
 @pytest.fixture

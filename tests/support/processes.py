@@ -144,15 +144,13 @@ class Processes(contextlib.AbstractContextManager["Processes"]):
         self.started.append(Process(name, command, self.folder, self.environment(url, env), log))
         return self.started[-1]
 
-    def ddrl(
-        self, url: str | None, *arguments: str, check: bool = True, env: Env = None
-    ) -> subprocess.CompletedProcess[str]:
-        """Run a command of the CLI to its end."""
+    def ddrl(self, url: str | None, *arguments: str, env: Env = None) -> subprocess.CompletedProcess[str]:
+        """Run a command of the CLI that must succeed."""
         done = subprocess.run(
             [sys.executable, "-m", "ddrl", *arguments], cwd=self.folder, env=self.environment(url, env),
             stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SLOW_S,
         )  # fmt: skip
-        assert not check or done.returncode == 0, (done.returncode, done.stdout, done.stderr)
+        assert done.returncode == 0, (done.returncode, done.stdout, done.stderr)
         return done
 
     def detach(self, url: str | None, **sections: Any) -> str:

@@ -36,9 +36,9 @@ def sac_act(actor: Layers, observation: Tensor, noise: Tensor) -> tuple[Tensor, 
     return torch.stack(action), log_prob
 
 
-def soft_q(critic: Layers, observation: Tensor, action: Tensor, *, layer_norm: bool = False) -> Tensor:
+def soft_q(critic: Layers, observation: Tensor, action: Tensor) -> Tensor:
     """Q(s, a) of one critic for one state and an action in [-1, 1]."""
-    return mlp(critic, torch.cat((observation, action)), layer_norm=layer_norm)[0]
+    return mlp(critic, torch.cat((observation, action)))[0]
 
 
 def sac_critic_loss(

@@ -19,15 +19,6 @@ IMAGES = EnvSpec("Toy-v0", (12, 10), "uint8", "discrete", (), (3,), frame_stack=
 PIXELS = EnvSpec("Toy-v0", (36, 40), "uint8", "discrete", (), (3,), frame_stack=4)
 
 
-def largest(values: Sequence[float]) -> int:
-    """The first index of the largest value."""
-    best = 0
-    for index, value in enumerate(values):
-        if value > values[best]:
-            best = index
-    return best
-
-
 def softmax(logits: Sequence[Any]) -> list[Any]:
     """Probabilities of logits, numbers or tensors."""
     powers = [torch.exp(torch.as_tensor(logit)) for logit in logits]
@@ -54,7 +45,8 @@ def slow_loss(
     """
     losses, errors = [], []
     for b in range(len(output)):
-        following = next_target[b, largest(next_q[b].tolist())].detach()
+        values = next_q[b].tolist()
+        following = next_target[b, values.index(max(values))].detach()
         loss, error = of_one(
             output[b, action[b]], following, float(return_[b]), float(discount[b]), **options
         )

@@ -13,7 +13,6 @@ from ddrl.algorithms import base
 from ddrl.config import RunConfig, validate
 from ddrl.runs import submit
 from ddrl.store import runs, stream, weights
-from ddrl.types import EnvSpec
 from ddrl.worker.segment import Players, play
 
 
@@ -48,18 +47,19 @@ def start(client: Redis, config: RunConfig) -> str:
     return submit.create(client, config, submit.prepare(config))
 
 
-def initial_weights(config: RunConfig, spaces: EnvSpec) -> bytes:
-    """Return the weights that a learner starts from."""
-    learner = base.resolve(config, spaces).learner(device=torch.device("cpu"), seed=1)
-    return weights.encode_weights({name: value.numpy() for name, value in learner.weights().items()})
+def publish_initial(client: Redis, run: str, token: int, *, allowance: int = 0) -> None:
+    """Publish version 0: weights that a learner starts from."""
+    resolved = base.resolve(runs.config(client, run), runs.spaces(client, run))
+    learner = resolved.learner(device=torch.device("cpu"), seed=1)
+    blob = weights.encode_weights({name: value.numpy() for name, value in learner.weights().items()})
+    weights.publish(client, run, token, version=0, blob=blob, allowance=allowance, updates=0)
 
 
 def play_steps(client: Redis, run: str, token: int, steps: int, *, players: Players | None = None) -> Players:
     """Append at least `steps` more transitions by really playing, whatever the pace allows."""
     players = players or Players()
     if weights.index(client, run).latest < 0:
-        blob = initial_weights(runs.config(client, run), runs.spaces(client, run))
-        weights.publish(client, run, token, version=0, blob=blob, allowance=0, updates=0)
+        publish_initial(client, run, token)
     goal = stream_steps(client, run) + steps
     deadline = time.monotonic() + 60
     while stream_steps(client, run) < goal:

@@ -11,12 +11,12 @@ from typing import Any
 from redis import Redis
 from support.learners import Run, in_threads
 from support.private_server import PrivateServer
-from support.runs import initial_weights, start, target_config
+from support.runs import publish_initial, start, target_config
 from support.store import take
 
 from ddrl import celery
 from ddrl.learner.dispatcher import Dispatcher
-from ddrl.store import connection, evaluations, keys, runs, weights
+from ddrl.store import connection, evaluations, keys, runs
 
 HERE = Path(__file__).parent
 ALLOWED = {"DDRL_ALLOW_MODULES": "bad_envs", "PYTHONPATH": f"{HERE}:{HERE.parents[1]}"}
@@ -26,10 +26,8 @@ ALLOWED = {"DDRL_ALLOW_MODULES": "bad_envs", "PYTHONPATH": f"{HERE}:{HERE.parent
 def playable(client: Redis, *, allowance: int = 10**9, **sections: Any) -> str:
     """Return a run that can be played, by the test's messages."""
     rollout = {"segment_s": 2, "fragment_s": 0.05, **sections.pop("rollout", {})}
-    config = target_config(rollout=rollout, **sections)
-    run = start(client, config)
-    token, blob = take(client, run), initial_weights(config, runs.spaces(client, run))
-    weights.publish(client, run, token, version=0, blob=blob, allowance=allowance, updates=0)
+    run = start(client, target_config(rollout=rollout, **sections))
+    publish_initial(client, run, take(client, run), allowance=allowance)
     return run
 
 

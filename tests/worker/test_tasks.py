@@ -21,16 +21,15 @@ from ddrl.worker import tasks
 
 
 @pytest.fixture
-def client(server: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Redis]:
+def client(client: Redis, monkeypatch: pytest.MonkeyPatch) -> Iterator[Redis]:
     """The server that the tasks of this process use."""
-    monkeypatch.setenv(connection.URL_VARIABLE, server.url)
-    kept = tasks.Kept(server.client, server.client)
+    kept = tasks.Kept(client, client)
     monkeypatch.setattr(tasks, "kept", lambda: kept)
     monkeypatch.setattr(tasks, "REFUSED_S", 0.3)
     monkeypatch.setattr(tasks, "PAUSE_S", 0.0)
-    monkeypatch.setattr(celery.app.conf, "broker_url", connection.broker_url(server.url))
+    monkeypatch.setattr(celery.app.conf, "broker_url", connection.broker_url())
     forget_connections()
-    yield server.client
+    yield client
     forget_connections()
 
 
