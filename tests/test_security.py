@@ -150,8 +150,7 @@ def test_a_server_without_a_password_never_listens(hold: embedded.Hold) -> None:
             hold.listen("0.0.0.0", port)
         assert client.config_get("port") == {"port": "0"}
         client.config_set("requirepass", connection.password())
-    remote, join = hold.listen("0.0.0.0", port)
-    assert connection.password() in remote and remote in join
+    hold.listen("0.0.0.0", port)
     refusal(f"redis://127.0.0.1:{port}/0")
 
 

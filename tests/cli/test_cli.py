@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from support import commands
 from support.commands import call, call_json, refused
-from support.store import add_history, make_run
+from support.store import add_history, ended, make_run
 
 import ddrl.cli
 from ddrl import config, policy
@@ -50,16 +50,6 @@ def test_errors_have_exit_codes() -> None:
     }
     for code, errors in codes.items():
         assert {ddrl.cli.exit_code(error("what went wrong")) for error in errors} == {code}
-
-
-def test_addresses_that_lead_to_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(connection.URL_VARIABLE, "redis://:secret@localhost:1/0")
-    line = refused("runs", code=3)
-    assert "no server reachable" in line and "secret" not in line
-    monkeypatch.setenv(connection.URL_VARIABLE, "http://localhost")
-    assert "unknown scheme" in refused("status", code=3)
-    monkeypatch.delenv(connection.URL_VARIABLE)
-    assert "expected HOST:PORT" in refused("up", "--listen", "6379")
 
 
 def test_runs(client: Any) -> None:
@@ -155,17 +145,8 @@ def test_delete_keeps_the_folder_without_files(client: Any, tmp_path: Path) -> N
     assert runs.names(client) == [] and [path.name for path in (tmp_path / "runs").iterdir()] == [kept]
 
 
-def ended(client: Any, days: int) -> str:
-    """Create a run that ended so many days ago and holds two megabytes."""
-    run = make_run(client)
-    runs.set_status(client, run, "stopped", "enough")
-    client.hset(keys.state(run), "ended_ms", runs.server_ms(client) - days * 86_400_000)
-    client.set(keys.weights_blob(run, 0), b"x" * 2_000_000)
-    return run
-
-
 def test_prune_confirms_and_reports(client: Any, tmp_path: Path) -> None:
-    old, young = ended(client, 31), ended(client, 1)
+    old, young = (ended(client, days, num_bytes=2_000_000) for days in (31, 1))
     (tmp_path / "runs" / old).mkdir(parents=True)
     assert call("prune", "--older-than", "60d", "--yes") == "nothing to prune\n"
     month = ("prune", "--older-than", "30d")
@@ -270,6 +251,7 @@ def test_doctor(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_up_serves_until_interrupted(home: Path) -> None:
+    assert "expected HOST:PORT" in refused("up", "--listen", "6379")
     command = [sys.executable, "-m", "ddrl", "up"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         try:

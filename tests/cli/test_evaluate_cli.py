@@ -297,12 +297,6 @@ def test_bad_input(spot: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_environment_that_cannot_be_filmed_is_refused(run: str) -> None:
-    pytest.importorskip("imageio_ffmpeg")
-    printed = commands.run("evaluate", f"{run}@0", "-n", "2", "--video", "out.mp4")
-    assert printed.code == 2 and "cannot be filmed" in printed.err and not Path("out.mp4").exists()
-
-
 def test_no_op_starts_of_a_game(monkeypatch: pytest.MonkeyPatch) -> None:
     played: list[int | None] = []
     config = SPOT.model_copy(update={"env": SPOT.env.model_copy(update={"id": "ALE/Asterix-v5"})})

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 from support.commands import call
-from support.store import add_history, make_run, note_playing
+from support.store import add_history, append, make_run, note_playing, take, want_processes
 
 from ddrl.cli import curve, hints, live, view
 from ddrl.cli.watcher import Figures, Watcher, entitled
-from ddrl.store import keys, leases, runs, segments, stream, weights, workers
+from ddrl.store import keys, runs, segments, workers
 
 QUEUE = "ddrl.rollout.box2d"
 
@@ -189,8 +189,7 @@ def test_the_curve_goes_where_the_returns_go() -> None:
 
 def test_hints_say_what_is_missing(client: Any) -> None:
     run = make_run(client)
-    assert "waiting for a learner: start `ddrl learner`" in poll(client, run).hint
-    token = leases.acquire(client, run, host="here", folder="")
+    take(client, run)
     missing = f"no worker plays {QUEUE}: start `celery -A ddrl worker`"
     assert poll(client, run).hint == missing
     beat(client, "ddrl.rollout", "ddrl.rollout.atari", capabilities=("atari",))
@@ -199,23 +198,14 @@ def test_hints_say_what_is_missing(client: Any) -> None:
     assert poll(client, run).hint == f"{missing}; {there}"
     beat(client, QUEUE)
     assert poll(client, run).hint == "waiting for the first steps"
-    segments.note_crash(client, run, "EnvError: no such thing")
-    assert "EnvError: no such thing" in poll(client, run).hint
     assert poll(client, run, starting_s=9).hint == "starting"
-    leases.release(client, run, token or 0)
     runs.set_status(client, run, "paused", "paused by the operator")
     assert f"`ddrl resume {run}`" in poll(client, run).hint
 
 
-def play(client: Any, run: str, seq: int, **times: int) -> None:
-    """Append a fragment of one producer."""
-    ids = {"producer": 1, "incarnation": 7, "seq": seq}
-    stream.append(client, run, {b"h": b"{}"}, num_transitions=100, host="here", **ids, **times)
-
-
 def test_hints_name_refusals_crashes_and_quarantine(client: Any) -> None:
     run = make_run(client)
-    leases.acquire(client, run, host="here", folder="")
+    take(client, run)
     beat(client, QUEUE)
     follower = Watcher(client, run)
     refusal = "ale-py 0.9 is not the 0.10 of the submitter; pip install ale-py==0.10"
@@ -235,7 +225,7 @@ def test_hints_name_refusals_crashes_and_quarantine(client: Any) -> None:
     client.delete(keys.refusals(run))
     again = poll(client, run)
     assert again.hint == "workers cannot play it (2 times since the last fragment): Signal 11 in my_env"
-    play(client, run, 0)
+    append(client, run, 0)
     assert poll(client, run).hint == "", "it plays again"
     reason = "quarantined: 5 processes ended without a fragment: Signal 11; mend it and `ddrl resume x`"
     runs.set_status(client, run, "paused", reason)
@@ -246,14 +236,13 @@ def test_shares_and_waits_are_those_of_the_last_minute(client: Any, monkeypatch:
     monkeypatch.setattr("ddrl.cli.watcher.FLEET_S", 0.0)
     light, heavy = make_run(client), make_run(client, weight=3.0)
     for run in (light, heavy):
-        token = leases.acquire(client, run, host="here", folder="")
-        weights.publish(client, run, token, version=0, blob=b"w", allowance=10**6, updates=0)
-        play(client, run, 0, process_ms=50_000)
+        want_processes(client, run)
+        append(client, run, 0, process_ms=50_000)
     beat(client, QUEUE)
     followers = [Watcher(client, run) for run in (light, heavy)]
     assert [follower.poll().recent.share for follower in followers] == [None, None]
-    play(client, light, 1, process_ms=1_000, allowance_wait_ms=250, room_wait_ms=100)
-    play(client, heavy, 1, process_ms=3_000)
+    append(client, light, 1, process_ms=1_000, allowance_wait_ms=250, room_wait_ms=100)
+    append(client, heavy, 1, process_ms=3_000)
     one, three = (follower.poll() for follower in followers)
     assert (one.recent.share, entitled(one.state, one.loads)) == (0.25, 0.25)
     assert (three.recent.share, entitled(three.state, three.loads)) == (0.75, 0.75)
@@ -279,7 +268,6 @@ def test_a_full_server_is_a_hint(client: Any) -> None:
     [
         ("ddrl.rollout.atari", ("ddrl.rollout",), (), "lacks atari (pip install 'ddrl[atari]' there)"),
         ("ddrl.rollout.mine", ("ddrl.rollout",), (), "does not allow mine (DDRL_ALLOW_MODULES=mine there"),
-        ("ddrl.rollout.atari", ("ddrl.evaluate.atari",), ("atari",), "only evaluates"),
         ("ddrl.evaluate", ("ddrl.rollout",), (), "only plays"),
         ("ddrl.rollout", ("ddrl.rollout.box2d",), ("box2d",), "does not serve that queue"),
         ("ddrl.rollout", ("ddrl.rollout",), (), ""),

@@ -6,24 +6,13 @@ from typing import Any
 
 import pytest
 from support.private_server import until
-from support.store import add_history, make_run
+from support.store import add_history, ended, make_run
 
 from ddrl.runs import prune as pruning
 from ddrl.store import connection, keys, runs
 from ddrl.store import leases as lease
 
 DAY_S = 86_400.0
-
-
-def ended(client: Any, days: float, *, status: str = "stopped", num_bytes: int = 0) -> str:
-    """Create a run that ended so many days ago and holds so many bytes."""
-    run = make_run(client)
-    runs.set_status(client, run, status, "enough")
-    when = runs.server_ms(client) - int(days * DAY_S * 1e3)
-    client.hset(keys.state(run), "ended_ms", when)
-    if num_bytes:
-        client.set(keys.weights_blob(run, 0), b"x" * num_bytes)
-    return run
 
 
 def names(rows: list[pruning.Pruned]) -> list[str]:

@@ -32,6 +32,15 @@ def make_run(client: Redis, **sections: Any) -> str:
     return runs.create(client, make_config(**sections), SPACES, queues=QUEUES)
 
 
+def ended(client: Redis, days: float, *, status: str = "stopped", num_bytes: int = 0) -> str:
+    """Return a run that ended so many days ago and holds so many bytes of weights."""
+    run = make_run(client)
+    runs.set_status(client, run, status, "enough")
+    client.hset(keys.state(run), "ended_ms", runs.server_ms(client) - int(days * 86_400_000))
+    client.set(keys.weights_blob(run, 0), b"x" * num_bytes)
+    return run
+
+
 def append(client: Redis, run: str, seq: int, *, producer: int = 1, size: int = 10, **more: Any) -> Appended:
     """Append 10 transitions of incarnation 7 in `size` bytes."""
     who = {"producer": producer, "incarnation": 7, "seq": seq, "num_transitions": 10} | more

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -72,16 +71,11 @@ def settle(client: Redis, processes: Processes, weights: dict[str, float], *, le
 
 
 def test_three_runs_share_two_processes_by_weight_until_one_pauses_or_changes(
-    client: Redis, processes: Processes, module_server: PrivateServer
+    client: Redis, processes: Processes
 ) -> None:
     light, middle, heavy = (begin(client, weight=weight) for weight in (1.0, 2.0, 4.0))
     processes.until(lambda: min(process_s(client, light, middle, heavy)) > 0)
     settle(client, processes, {light: 1, middle: 2, heavy: 4}, least_s=10.0)
-    report = json.loads(processes.ddrl(module_server.url, "fleet", "--json").stdout)
-    assert [worker["processes"] for worker in report["workers"]] == [PROCESSES]
-    entitled = {run["run"]: run["entitled"] for run in report["runs"]}
-    assert entitled == pytest.approx({light: 1 / 7, middle: 2 / 7, heavy: 4 / 7})
-    assert sum(run["share"] for run in report["runs"]) == pytest.approx(1, abs=0.05)  # each as its own says
     runs.set_status(client, heavy, "paused", "")
     processes.until(lambda: not segments.playing(client, heavy))
     before = process_s(client, heavy)
