@@ -83,11 +83,14 @@ def test_kill_9_of_the_command_leaves_no_orphan(home: Path, processes: Processes
     assert not leftovers(home)
 
 
-def evaluate_soon(client: Redis, run: str) -> None:
-    """Let the run's next learner evaluate often, so that a run that waited for this is solved."""
+def solve(client: Redis, run: str, processes: Processes, url: str, *options: str) -> None:
+    """Wait until the run's next learner has solved it, by evaluating often, which the run has waited for."""
     spec = json.loads(client.get(keys.spec(run)))
     spec["evaluation"] |= {"every_s": 1.0, "near_every_s": 0.2, "near": 5.0}
     client.set(keys.spec(run), json.dumps(spec))
+    processes.learner(url, *options)
+    processes.until(lambda: runs.state(client, run).ended)
+    assert runs.state(client, run).status == "solved", processes.logs()
 
 
 def test_a_run_is_solved_by_another_learner_after_kill_9_of_the_first(server, processes: Processes) -> None:
@@ -100,12 +103,10 @@ def test_a_run_is_solved_by_another_learner_after_kill_9_of_the_first(server, pr
     processes.until(lambda: client.hexists(keys.state(run), "checkpoint"))
     learner.kill()  # restarted below, in another folder: the replay comes from the stream
     assert runs.state(client, run).status == "active"
-    evaluate_soon(client, run)
     folder = processes.folder / "elsewhere"
     folder.mkdir()
-    processes.learner(server.url, "--folder", str(folder))
-    processes.until(lambda: runs.state(client, run).ended)
-    assert runs.state(client, run).status == "solved" and worker.running, processes.logs()
+    solve(client, run, processes, server.url, "--folder", str(folder))
+    assert worker.running
     processes.until(lambda: (folder / run / "summary.json").exists())
     counts = ledger.audit(client, run)
     assert counts.is_balanced and counts.total("consumed") > 0, counts
@@ -148,9 +149,6 @@ def test_on_policy_drops_what_a_suspended_process_played_and_is_solved(server, p
     assert dropped()
     learner.send_signal(signal.SIGTERM)
     learner.wait()
-    evaluate_soon(client, run)
-    processes.learner(server.url)
-    processes.until(lambda: runs.state(client, run).ended)
-    assert runs.state(client, run).status == "solved", processes.logs()
+    solve(client, run, processes, server.url)
     seen = [row["max_staleness"] for row in metrics.read(client, run)[0] if "max_staleness" in row]
     assert seen and max(seen) <= 1

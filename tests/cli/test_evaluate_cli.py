@@ -13,11 +13,10 @@ import redis
 from redis import Redis
 from support import commands
 from support.processes import Processes
-from support.runs import publish_initial, start, target_config, toy_answers
+from support.runs import Acts, publish_initial, start, target_config, toy_answers
 from support.store import SPACES, heartbeat, take
 
 from ddrl import celery, policy
-from ddrl.algorithms.base import NO_STATE, RecurrentState
 from ddrl.cli import evaluate as command
 from ddrl.config import RunConfig, validate
 from ddrl.envs import describe
@@ -223,22 +222,10 @@ def test_a_worker_stops_a_withdrawn_evaluation_but_not_for_an_outage(
     assert len(waiting.poll()) == outage
 
 
-class Solved:
-    """The answers of a toy."""
-
-    evaluation_epsilon = 0.5
-
-    def initial_state(self, num_envs: int) -> RecurrentState:
-        return {}
-
-    def act(self, observation: np.ndarray, state: RecurrentState = NO_STATE) -> np.ndarray:
-        return toy_answers(observation)
-
-
 @pytest.fixture
 def spot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     """A file that holds a policy for an environment of images."""
-    loaded = LoadedPolicy(Solved(), SPOT, describe(SPOT.env), "spot-1", 3)
+    loaded = LoadedPolicy(Acts(toy_answers), SPOT, describe(SPOT.env), "spot-1", 3)
     monkeypatch.setattr(policy, "load", lambda path: loaded)
     monkeypatch.chdir(tmp_path)
     return "spot.safetensors"
@@ -306,7 +293,7 @@ def test_no_op_starts_of_a_game(monkeypatch: pytest.MonkeyPatch) -> None:
         for seed in seeds:
             on_episode(seed, 1.0, 2)
 
-    monkeypatch.setattr(policy, "load", lambda path: LoadedPolicy(Solved(), config, SPACES, "game-1", 3))
+    monkeypatch.setattr(policy, "load", lambda path: LoadedPolicy(Acts(toy_answers), config, SPACES, "game-1", 3))
     monkeypatch.setattr(evaluation, "score", score)
     assert call("game.safetensors", "-n", "2")[0]["noop"] == 30
     text = commands.call("evaluate", "game.safetensors", "-n", "1", "--noop", "7")

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.runs import toy_answers
+from support.runs import Acts, toy_answers
 
 from ddrl.algorithms.base import NO_STATE, RecurrentState, initial_state
 from ddrl.config import EnvConfig, RunConfig
@@ -19,20 +19,6 @@ from ddrl.types import EvaluationResult
 CARTPOLE = EnvConfig(id="CartPole-v1", max_episode_steps=60, reward_scale=0.01)
 TARGET, SPOT = EnvConfig(id="ddrl/Target-v0"), EnvConfig(id="ddrl/Spot-v0")
 SEEDS = [1_000_000 + 7 * i for i in (*range(19), 3)]  # one of them twice
-
-
-class Acts:
-    """A policy without recurrent state: a function of the observations; notes how many rows it gets."""
-
-    def __init__(self, act: Callable[[np.ndarray], np.ndarray]) -> None:
-        self.function, self.sizes = act, []
-
-    def initial_state(self, num_envs: int) -> RecurrentState:
-        return {}
-
-    def act(self, observation: np.ndarray, state: RecurrentState = NO_STATE) -> np.ndarray:
-        self.sizes.append(len(observation))
-        return self.function(observation)
 
 
 def lean(observation: np.ndarray) -> np.ndarray:

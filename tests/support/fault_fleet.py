@@ -135,9 +135,9 @@ class Fleet:
         assert now.total("trimmed") == 0, now
         return now
 
-    def says(self, process: Process, words: str, within_s: float = 20.0) -> str:
+    def says(self, process: Process, words: str) -> str:
         """Return the line of a process's log with `words`, once it is there."""
-        self.processes.until(lambda: words in process.text(), within_s)
+        self.processes.until(lambda: words in process.text(), 20.0)
         return next(line for line in process.text().splitlines() if words in line)
 
 

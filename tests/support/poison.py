@@ -55,10 +55,6 @@ def changed(name: bytes, change: Callable[[bytes], bytes]) -> Callable[[Fields],
     return lambda fields: {**fields, name: change(fields[name])}
 
 
-def with_reward(value: float) -> Callable[[Fields], Fields]:
-    return encoded(lambda one: replace(one, reward=np.full_like(one.reward, value)))
-
-
 def of_wider_observations(fragment: Fragment) -> Fragment:
     columns = {name: getattr(fragment, name) for name in ("observation", "final_observation")}
     return replace(fragment, **{name: np.repeat(column, 2, axis=-1) for name, column in columns.items()})
@@ -75,8 +71,8 @@ POISON: dict[str, tuple[Callable[[Fields], Mapping[bytes, bytes]], str]] = {
     "truncated column": (changed(b"observation", lambda chunk: chunk[: len(chunk) // 2]), "observation"),
     "empty column": (changed(b"reward", lambda chunk: b""), "reward"),
     "checksum": (with_header(checksum=1), "checksum"),
-    "NaN rewards": (with_reward(float("nan")), "NaN"),
-    "infinite rewards": (with_reward(float("inf")), "infinity"),
+    "NaN rewards": (encoded(lambda one: replace(one, reward=one.reward + np.float32("nan"))), "NaN"),
+    "infinite rewards": (encoded(lambda one: replace(one, reward=one.reward + np.float32("inf"))), "infinity"),
     "another observation space": (encoded(of_wider_observations), "spaces"),
     "another dtype of actions": (encoded(lambda one: replace(one, action=np.int64(one.action))), "action"),
 }

@@ -90,10 +90,8 @@ def make_sequences(
     """
     rng, junk = np.random.default_rng(seed), np.random.default_rng([seed, garbage is not None])
     rows, num, actions = shape.burn_in + shape.length + 1, num_sequences, spec.action_sizes[0]
-    burn_in, num_steps = (
-        rng.integers(shape.burn_in + 1, size=num),
-        rng.integers(1, shape.length + 1, size=num),
-    )
+    burn_in = rng.integers(shape.burn_in + 1, size=num)
+    num_steps = rng.integers(1, shape.length + 1, size=num)
     burn_in[[0, -1]], num_steps[[0, -1]] = (0, shape.burn_in), (shape.length, 1)  # the first and the last one
     row, step = np.arange(rows)[:, None], np.arange(shape.length)[:, None]
     is_seen = (row < burn_in) | (row >= shape.burn_in) & (row <= shape.burn_in + num_steps)  # [rows, num]

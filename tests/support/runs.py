@@ -1,8 +1,9 @@
-"""Real runs of the toy `ddrl/Target-v0`, which are learned in seconds."""
+"""Real runs of the toy `ddrl/Target-v0`, which are learned in seconds; and policies that are functions."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from redis import Redis
 
 from ddrl.algorithms import base
+from ddrl.algorithms.base import NO_STATE, RecurrentState
 from ddrl.config import RunConfig, validate
 from ddrl.runs import submit
 from ddrl.store import runs, stream, weights
@@ -82,3 +84,19 @@ def toy_answers(observation: np.ndarray) -> np.ndarray:
     if observation.shape[1:] == (4,):  # Pick
         return observation.argmax(axis=1)
     return np.stack([observation[:, :3].argmax(axis=1), observation[:, 3:].argmax(axis=1)], axis=1)  # Pairs
+
+
+class Acts:
+    """A policy without recurrent state: a function of the observations; notes how many rows it gets."""
+
+    evaluation_epsilon = 0.5
+
+    def __init__(self, act: Callable[[np.ndarray], np.ndarray]) -> None:
+        self.function, self.sizes = act, list[int]()
+
+    def initial_state(self, num_envs: int) -> RecurrentState:
+        return {}
+
+    def act(self, observation: np.ndarray, state: RecurrentState = NO_STATE) -> np.ndarray:
+        self.sizes.append(len(observation))
+        return self.function(observation)
