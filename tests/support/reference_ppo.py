@@ -8,16 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from support import reference_returns as twin
 from support.algorithms import CONTINUOUS, CPU, DISCRETE, PAIRS
 from support.reference_items import make_fragment
-from support.reference_returns import (
-    Steps,
-    slow_gae,
-    slow_monte_carlo,
-    slow_td_lambda,
-    slow_upgo,
-    slow_vtrace,
-)
 from torch import Tensor
 
 from ddrl.networks.device import to_device
@@ -184,7 +177,7 @@ def slow_rows(
                 float(slow_policy(parameters, row, batch.action[t, b], spec, activation)[0])
                 for t, row in zip(played, here, strict=True)
             ]
-        lane = Steps(
+        lane = twin.Steps(
             reward=[float(batch.reward[t, b]) for t in played],
             discount=[float(batch.discount[t, b]) for t in played],
             value=[value[int(batch.row[t, b])] for t in played],
@@ -200,16 +193,16 @@ def slow_rows(
 
 
 def slow_targets(
-    estimator: str, lane: Steps, start: int, *, lambda_: float, rho_bar: float = 1.0
+    estimator: str, lane: twin.Steps, start: int, *, lambda_: float, rho_bar: float = 1.0
 ) -> tuple[float, float]:
     """Advantage and the critic's target for one start of one lane."""
     if estimator == "monte_carlo":
-        return_ = slow_monte_carlo(lane, start)
+        return_ = twin.slow_monte_carlo(lane, start)
         return return_ - lane.value[start], return_
     if estimator in ("gae", "td_lambda"):
-        return slow_gae(lane, start, lambda_=lambda_), slow_td_lambda(lane, start, lambda_=lambda_)
-    advantage, return_ = slow_vtrace(lane, start, lambda_=lambda_, rho_bar=rho_bar, pg_rho_bar=rho_bar)
-    return (slow_upgo(lane, start)[0] if estimator == "upgo" else advantage), return_
+        return twin.slow_gae(lane, start, lambda_=lambda_), twin.slow_td_lambda(lane, start, lambda_=lambda_)
+    advantage, return_ = twin.slow_vtrace(lane, start, lambda_=lambda_, rho_bar=rho_bar, pg_rho_bar=rho_bar)
+    return (twin.slow_upgo(lane, start)[0] if estimator == "upgo" else advantage), return_
 
 
 def slow_surrogate(log_prob: Tensor, old_log_prob: float, advantage: float, *, clip: float) -> Tensor:
