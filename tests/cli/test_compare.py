@@ -17,26 +17,24 @@ from ddrl.store import runs
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def test_table_and_drawing(client: Any, tmp_path: Path) -> None:
-    first = make_run(client, name="first")
+def test_table_and_drawing(client: Any, lander: str, tmp_path: Path) -> None:
     changed = {"algorithm": {"name": "sac", "gamma": 0.98}, "replay": {"capacity": 5_000}}
     second = make_run(client, name="second", seed=2, **changed)
-    add_history(client, first)
-    runs.set_status(client, first, "solved", "return 200 confirmed")
-    printed = run("compare", "first", second, first)
+    runs.set_status(client, lander, "solved", "return 200 confirmed")
+    printed = run("compare", "lunar", second, lander)
     lines = printed.out.splitlines()
     assert lines[0] == "env LunarLanderContinuous-v3, algorithm sac"
     assert lines[2].split() == ["run", "seed", "status", "train", "env", "steps", "updates", "best", "return"]
     cells = lines[3].split()
-    assert cells[:4] == ["1", first, "1", "solved"] and "30,000" in cells and lines[3].endswith("205.0 ± 7.0")
+    assert cells[:4] == ["1", lander, "1", "solved"] and "30,000" in cells and lines[3].endswith("205.0 ± 7.0")
     assert lines[4].split() == ["2", second, "2", "active", "-", "0", "0", "-"]
     table = {line.split()[0]: line.split()[1:] for line in lines[7:]}
     assert table == {"algorithm.gamma": ["-", "0.98"], "replay.capacity": ["1000000", "5000"]}
     assert printed.err == "curves in compare.png\n" and (tmp_path / "compare.png").read_bytes()[:8] == PNG
-    report = call_json("compare", first, second, "-o", "of.png")
+    report = call_json("compare", lander, second, "-o", "of.png")
     assert report["plot"] == str(tmp_path / "of.png") and (tmp_path / "of.png").read_bytes()[:8] == PNG
     one, two = report["runs"]
-    assert (one["run"], one["best_return"], one["best_return_std"]) == (first, 205.0, 7.0)
+    assert (one["run"], one["best_return"], one["best_return_std"]) == (lander, 205.0, 7.0)
     assert two["differs"] == {"algorithm.gamma": 0.98, "replay.capacity": 5_000}
 
 

@@ -293,7 +293,8 @@ def test_no_op_starts_of_a_game(monkeypatch: pytest.MonkeyPatch) -> None:
         for seed in seeds:
             on_episode(seed, 1.0, 2)
 
-    monkeypatch.setattr(policy, "load", lambda path: LoadedPolicy(Acts(toy_answers), config, SPACES, "game-1", 3))
+    loaded = LoadedPolicy(Acts(toy_answers), config, SPACES, "game-1", 3)
+    monkeypatch.setattr(policy, "load", lambda path: loaded)
     monkeypatch.setattr(evaluation, "score", score)
     assert call("game.safetensors", "-n", "2")[0]["noop"] == 30
     text = commands.call("evaluate", "game.safetensors", "-n", "1", "--noop", "7")

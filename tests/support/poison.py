@@ -71,8 +71,8 @@ POISON: dict[str, tuple[Callable[[Fields], Mapping[bytes, bytes]], str]] = {
     "truncated column": (changed(b"observation", lambda chunk: chunk[: len(chunk) // 2]), "observation"),
     "empty column": (changed(b"reward", lambda chunk: b""), "reward"),
     "checksum": (with_header(checksum=1), "checksum"),
-    "NaN rewards": (encoded(lambda one: replace(one, reward=one.reward + np.float32("nan"))), "NaN"),
-    "infinite rewards": (encoded(lambda one: replace(one, reward=one.reward + np.float32("inf"))), "infinity"),
+    "NaN rewards": (encoded(lambda one: replace(one, reward=one.reward * np.nan)), "NaN"),
+    "infinite rewards": (encoded(lambda one: replace(one, reward=one.reward + np.inf)), "infinity"),
     "another observation space": (encoded(of_wider_observations), "spaces"),
     "another dtype of actions": (encoded(lambda one: replace(one, action=np.int64(one.action))), "action"),
 }
