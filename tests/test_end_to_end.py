@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from redis import Redis
+from support.fault_fleet import PPO
 from support.processes import Processes, command_of
 
 from ddrl.store import keys, ledger, metrics, runs, weights, workers
@@ -120,11 +121,10 @@ def test_on_policy_drops_what_a_suspended_process_played_and_is_solved(server, p
     stopped = processes.celery(server.url)
     processes.until(lambda: len(workers.alive(client)) == 2)
     learner = processes.learner(server.url)
-    algorithm = {"name": "ppo", "hidden_sizes": [32, 32], "batch_size": 512, "num_epochs": 1}  # busy players
     run = processes.detach(
         server.url,
         env={"id": "ddrl/Pick-v0"},
-        algorithm={**algorithm, "gamma": 0.5, "learning_rate": 3e-3},
+        algorithm=PPO | {"batch_size": 512, "num_epochs": 1},  # busy players
         stop={"return": 9.5},
         evaluation={"every_s": 3600, "near_every_s": 3600},  # not before the second learner
     )

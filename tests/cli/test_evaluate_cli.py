@@ -22,7 +22,7 @@ from ddrl.config import RunConfig, validate
 from ddrl.envs import describe
 from ddrl.policy import LoadedPolicy
 from ddrl.runs import evaluation
-from ddrl.store import evaluations, keys, runs, weights, workers
+from ddrl.store import evaluations, keys, weights, workers
 from ddrl.worker import tasks
 
 QUEUE = "ddrl.evaluate"
