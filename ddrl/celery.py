@@ -76,6 +76,7 @@ app.conf.update(
     worker_hijack_root_logger=True,
     broker_connection_retry_on_startup=True,
     broker_connection_max_retries=None,  # wait for the server for as long as it takes
+    task_publish_retry=False,  # the sender tries again; Kombu would go on with a channel that its own retry closed
     broker_channel_error_retry=True,  # a full disk or memory has room again some time
     worker_consumer="ddrl.worker.lifecycle:Consumer",  # waits while the server takes no writes
     worker_cancel_long_running_tasks_on_connection_loss=True,  # without effect here; unset, Celery warns

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kombu.transport.redis import Channel
 from redis import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
 from support.runs import stream_steps
 from support.worker_runs import bad, playable
 
@@ -112,6 +114,21 @@ def test_messages_wait_where_dispatchers_count_them_and_carry_a_time_limit(clien
     headers = json.loads(message)["headers"]
     assert (headers["task"], headers["argsrepr"]) == (celery.ROLLOUT, "()")
     assert headers["timelimit"] == [5.0 + celery.LIMIT_MARGIN_S, None]
+
+
+def test_an_outage_while_a_queue_is_declared_is_reported_and_the_next_message_is_sent(
+    client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut(*_: object) -> None:
+        monkeypatch.setattr(Channel, "_queue_bind", bind)
+        raise RedisConnectionError("cut off")
+
+    bind = Channel._queue_bind
+    monkeypatch.setattr(Channel, "_queue_bind", cut)
+    with pytest.raises(connection.UnreachableError, match="cut off"):
+        celery.send_rollout("undeclared")
+    celery.send_rollout("undeclared")
+    assert segments.waiting(client, "undeclared") == 1
 
 
 def test_a_memory_limit_that_is_no_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
