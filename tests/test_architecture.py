@@ -214,7 +214,7 @@ def module_of(path: Path) -> str:
 
 
 def loaded_by(module: str, libraries: set[str]) -> set[str]:
-    """Which of `libraries` a fresh interpreter has loaded after importing `module`."""
+    """Return those of `libraries` that a fresh interpreter has loaded after importing `module`."""
     code = f"import sys, {module}; print(*(name for name in {sorted(libraries)!r} if name in sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     return set(done.stdout.split())

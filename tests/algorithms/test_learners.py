@@ -1,4 +1,4 @@
-"""What every learner promises: continuation bit for bit, copies, refusal of other states, seeds, metrics, devices."""
+"""The promises of every learner: exact continuation, copies, refusal of other states, seeds, metrics, devices."""
 
 from __future__ import annotations
 

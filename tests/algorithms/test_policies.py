@@ -99,7 +99,7 @@ def rows(spec: EnvSpec, *shape: int) -> np.ndarray:
 
 
 def some_state(policy: Any, size: int) -> RecurrentState:
-    """That of episodes in progress; of a feed-forward network none."""
+    """Return a recurrent state in mid-episode; none for a feed-forward network."""
     rng, state = np.random.default_rng(0), policy.initial_state(size)
     if state:
         state["hidden"][:] = rng.normal(0, 0.5, state["hidden"].shape)
@@ -294,7 +294,7 @@ each_name = pytest.mark.parametrize("name", ["dqn", "r2d2"])
 
 @each_of(FEED_FORWARD)
 def test_greedy_is_the_largest_value_of_the_network(name: str, spec: EnvSpec, options: Options) -> None:
-    """Of distributions the means."""
+    """Distributions are compared by their means."""
     learner, policy = made(name, spec, **options)
     seen = rows(spec, 50)
     with torch.no_grad():

@@ -67,7 +67,7 @@ def test_priority_hand_numbers() -> None:
 
 
 def test_full_sequences_of_a_feed_forward_network_are_transitions() -> None:
-    """Where nothing is rescaled and a network gives each row's values by itself, the loss is that of DQN."""
+    """Without value rescaling and memory the loss equals that of DQN."""
     length, num, actions = 5, 4, 3
     q = torch.randn(length + 1, num, actions, generator=torch.Generator().manual_seed(0), requires_grad=True)
     target_q = torch.randn(length + 1, num, actions, generator=torch.Generator().manual_seed(1))

@@ -1,4 +1,4 @@
-"""What a run needs of a machine: extras, modules, versions, and the queue named after them."""
+"""Requirements of a run on a machine: extras, modules, versions, and the queue named after them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a run evaluates, which version is best, and when the run is solved."""
+"""Evaluations of a run: their times, its best version, and its end when it is solved."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def test_categorical_equals_torch_and_the_slow_twin(sizes: tuple[int, ...]) -> N
 
 
 def test_categorical_gradient() -> None:
-    """Of log p_a by logit i: [i = a] - p_i; of the entropy H: -p_i (log p_i + H); finite far out."""
+    """The derivative of log p_a by logit i is [i = a] - p_i; of the entropy H, -p_i (log p_i + H). Both stay finite."""
     logits = random_numbers(1, 4).requires_grad_()
     log_prob, entropy = categorical(logits, torch.tensor([2]), (4,))
     p = torch.softmax(logits.detach()[0], dim=0)

@@ -46,7 +46,7 @@ def draw(fifo: Fifo, version: int) -> Trajectories | None:
 
 
 def versions(batch: Trajectories) -> set[int]:
-    """Of the fragments in a batch."""
+    """Return the versions of the fragments in a batch."""
     return {int(reward) // 1000 for reward in batch.reward[batch.valid]}
 
 

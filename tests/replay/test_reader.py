@@ -86,7 +86,7 @@ FRAGMENT = fragment()
     ],
 )
 def test_a_fragment_outside_the_run_is_refused(made: Fragment, reason: str) -> None:
-    """What gets past here is not checked again: the replay relies on it."""
+    """The replay relies on this check and makes none of its own."""
     found = decoded(made, pack=lambda made: pytest.fail("packed"))
     assert found.fragment is None and found.reason.startswith(reason) and found.memory_bytes < 4096
 

@@ -36,7 +36,7 @@ def make_player() -> Player:
 
 
 def fragments(num: int) -> list[Fragment]:
-    """Of 60 transitions each."""
+    """Return fragments of 60 transitions each."""
     player = make_player()
     return [player.fragment(20) for _ in range(num)]
 

@@ -93,7 +93,7 @@ def plays(draw: st.DrawFn) -> tuple[np.ndarray, list[int], int]:
 def test_each_new_step_is_trained_and_few_times_whatever_the_fragments(
     play: tuple[np.ndarray, list[int], int], shape: SequenceShape
 ) -> None:
-    """That cuts are the wanted ones is shown below, by the slow twin."""
+    """Counts the trained steps only; the slow twin below checks the cuts."""
     ended, lengths, frame_stack = play
     times, limit = np.zeros(ended.shape, np.int64), np.zeros(ended.shape, np.int64)
     border = 0
@@ -255,7 +255,7 @@ def test_fragments_that_cannot_be_learned_from_are_refused(columns: dict[str, An
 
 @pytest.mark.parametrize("shape", [SHAPE, SequenceShape(burn_in=6, length=40, overlap=10)])
 def test_expected_rows_are_room_for_a_full_replay(shape: SequenceShape) -> None:
-    """Of fragments of about 32 steps, whole strides of sequences; nothing grows, and little is left over."""
+    """Fragments have about 32 steps, a whole number of strides; no array grows, and little room is left over."""
     capacity, num_steps = 600, -(-32 // shape.stride) * shape.stride
     player = make_player(shape=shape, frame_stack=2, end_probability=0.0)
     room = expected_sequence_rows(capacity, shape, 2)

@@ -38,11 +38,11 @@ class Roles:
     admin: redis.Redis
 
     def url(self, role: str) -> str:
-        """How a role reaches the server."""
+        """Return the URL by which a role reaches the server."""
         return f"rediss://ddrl-{role}:password-of-{role}@{self.proxy.address}"
 
     def denied(self) -> list[str]:
-        """What was denied since the last look: user, reason, command or key."""
+        """Return what was denied since the last call: user, reason, command or key."""
         rows: Any = self.admin.acl_log(count=100)
         self.admin.acl_log_reset()
         said = "{username}: {reason} {object} ({client-info[cmd]})"

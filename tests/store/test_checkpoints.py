@@ -80,7 +80,7 @@ Log, Patch = pytest.LogCaptureFixture, pytest.MonkeyPatch
 
 @pytest.fixture
 def snapshot(client: Redis) -> Snapshot:
-    """Of a run whose learner has consumed all but the last fragment, and has not read one."""
+    """The snapshot of a run with one fragment that its learner has not read; it has consumed the others."""
     run = start(client, target_config())
     token = take(client, run)
     play_steps(client, run, token, 300)

@@ -84,7 +84,7 @@ def finish(run: Run, learner: Learner) -> None:
 
 @pytest.mark.parametrize("churns", [False, True])
 def test_the_ledger_balances_while_learners_die(server, monkeypatch, churns: bool) -> None:
-    """Where it churns, every segment has a process of its own, and is folded soon after it."""
+    """With `churns` every segment has a producer of its own, which is folded soon afterwards."""
     seed = random.randrange(10**6)
     print(f"seed {seed}")
     draw, run = random.Random(seed), Run(server, config())

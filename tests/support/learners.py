@@ -105,7 +105,7 @@ class Run:
 
     @property
     def dead(self) -> list[bytes]:
-        """Why entries were refused."""
+        """The reasons for which entries were refused."""
         return [fields[b"reason"] for _, fields in self.client.xrange(keys.dead(self.id))]
 
     @property
@@ -114,7 +114,7 @@ class Run:
 
     @property
     def meta(self) -> dict[str, Any]:
-        """Of the newest checkpoint; empty if there is none."""
+        """The counters of the newest checkpoint; empty if there is none."""
         return (checkpoints.newest_pointer(self.client, self.id) or {"meta": {}})["meta"]
 
     def keys(self) -> dict[bytes, bytes]:

@@ -23,7 +23,7 @@ PUBLISH_EVERY = 20  # updates between two versions of the weights; on-policy eac
 
 
 class Outcome(NamedTuple):
-    """What was reached at last, and by whom."""
+    """The results of a training, with its learner and policy."""
 
     return_mean: float
     updates: int

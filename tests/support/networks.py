@@ -67,7 +67,7 @@ def count(module: nn.Module) -> int:
 
 
 def same(one: nn.Module, other: nn.Module) -> bool:
-    """Whether all parameters and buffers are equal to the last bit."""
+    """Return whether all parameters and buffers are equal to the last bit."""
     pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
     return all(torch.equal(left, right) for left, right in pairs)
 

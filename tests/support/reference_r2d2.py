@@ -20,7 +20,7 @@ Network = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class SlowResult(NamedTuple):
-    """What one update looks at: the loss with its gradient, TD errors of each sequence's steps, priorities."""
+    """The results of one update: loss with gradient, TD errors of each sequence's steps, priorities."""
 
     loss: Tensor
     td: list[list[float]]

@@ -83,7 +83,7 @@ def make_steps(
 
 
 def steps_to_cut(lane: Steps, start: int) -> int:
-    """How many steps from `start` belong together, the one before the cut included."""
+    """Return the number of steps from `start` to the next cut, the step before the cut included."""
     num = 1
     while lane.continues[start + num - 1] and start + num < len(lane.reward):
         num += 1

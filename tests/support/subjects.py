@@ -1,4 +1,4 @@
-"""What learners of any algorithm are tried with: spaces, batches by number, and options of DQN."""
+"""Inputs for the tests of all learners: spaces, batches by number, and options of DQN."""
 
 from __future__ import annotations
 
