@@ -299,11 +299,11 @@ def check(client: redis.Redis) -> None:
         raise StoreError(f"{where}: the server is too old; use Redis >= 6.2 or Valkey") from error
     except redis.AuthenticationError as error:
         raise StoreError(_auth_message(where, client)) from error
-    except redis.BusyLoadingError as error:
-        raise NotThereError(f"{where}: still loading its data; wait and try again") from error
     except NoPermissionError as error:
         raise StoreError(f"{where}: {error}; give the user the rights of its role (workers/acl)") from error
-    except redis.ResponseError as error:
+    except (redis.BusyLoadingError, redis.ResponseError) as error:
+        if (reason := outage(error)) is not None:
+            raise NotThereError(f"{where}: {reason}; try again afterwards") from error
         raise StoreError(f"{where}: PING or INFO refused ({error}); use Redis >= 6.2 or Valkey") from error
     except (redis.RedisError, OSError) as error:
         if (trouble := _tls_problem(error)) is not None:

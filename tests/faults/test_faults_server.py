@@ -81,7 +81,7 @@ def test_a_server_that_comes_back_older(tmp_path: Path, sections: dict[str, Any]
         fleet.server.kill()
         os.truncate(file, size)
         fleet.server.start()
-        fleet.goes_on(bound(5.0))
         assert "older" in fleet.says(fleet.learner, "older")
-        assert fleet.state().version > newest  # versions never go back
+        fleet.processes.until(lambda: fleet.state().version > newest, bound(5.0))  # versions never go back
+        fleet.goes_on(bound(5.0))
         assert TRACE not in fleet.learner.text() + fleet.worker.text()

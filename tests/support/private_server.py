@@ -158,9 +158,9 @@ class PrivateServer:
                 self.client.delete(*(f"{FOREIGN}{n}" for n in range(first, min(first + 1000, number))))
 
     def file(self) -> Path:
-        """Return its append-only file."""
+        """Return its append-only file: `appendonly.aof.N.incr.aof` with the highest N."""
         files = (self.folder / "appendonlydir").glob("*.incr.aof")
-        return max(files, key=lambda path: path.stat().st_mtime_ns)
+        return max(files, key=lambda path: int(path.name.split(".")[2]))
 
     @contextlib.contextmanager
     def full_disk(self) -> Iterator[None]:
