@@ -83,6 +83,21 @@ def test_flower_shows_the_run_that_was_chosen(server: PrivateServer, worker: Pro
     assert task.result.startswith("{'run': '" + run)
 
 
+@pytest.mark.faults
+def test_a_worker_that_is_stopped_as_a_message_arrives_leaves_soon(
+    server: PrivateServer, processes: Processes
+) -> None:
+    playable(server.client, rollout={"segment_s": 0.2})
+    with dispatching(server):
+        for worker in [processes.worker(server.url) for _ in range(3)]:
+            processes.until(lambda worker=worker: "succeeded" in worker.text())
+            received = worker.text().count("received")
+            while worker.text().count("received") == received:
+                time.sleep(0.001)
+            worker.send_signal(signal.SIGTERM)
+            processes.until(lambda worker=worker: not worker.running, bound(2.9))
+
+
 def test_sigterm_ends_segments_at_their_next_append(
     server: PrivateServer, client: Redis, processes: Processes, worker: Process
 ) -> None:
