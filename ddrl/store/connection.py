@@ -54,7 +54,7 @@ class StoreError(RuntimeError):
 
 
 class NotThereError(StoreError):
-    """The server is not reachable now, or is loading its data."""
+    """The server is not reachable, or cannot serve for now: waiting helps."""
 
 
 class LeaseLostError(StoreError):
