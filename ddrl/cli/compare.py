@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,6 +11,7 @@ import typer
 
 from ddrl.cli.format import duration, flat, picked, score, train_s
 from ddrl.cli.output import InputError, Json, emit, note, server, table
+from ddrl.cli.settings import values_of
 from ddrl.store import runs as store
 
 if TYPE_CHECKING:
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
 PLOT = Path("compare.png")
 OWN = ("name", "seed", "env.id", "algorithm.name")  # shown as columns, so not among the differences
+LACKING = "-"  # value of an option that a run's algorithm does not have
 
 
 def compare(
@@ -38,8 +41,10 @@ def compare(
             given = " ".join(runs)
             raise InputError(f"compare {given}: only one run; give two or more, `ddrl runs` lists them")
         records = [read(client, run) for run in names]
+        settings = [values_of(each.config, store.spaces(client, each.state.run)) for each in records]
         now_s = store.server_ms(client) / 1e3
-    options = differences([flat(each.config.model_dump(mode="json", by_alias=True)) for each in records])
+    stored = {name for each in records for name in flat(each.config.model_dump(by_alias=True))}
+    options = differences(settings, stored)
     rows = [_row(each, now_s, place, options) for place, each in enumerate(records)]
     try:
         plot_runs({_label(each, place, options): each for place, each in enumerate(records)}, output)
@@ -55,10 +60,13 @@ def compare(
     note(f"curves in {output}")
 
 
-def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return {dotted name: values} of the options that differ between configs; None where a config lacks one."""
-    names = sorted({name for config in configs for name in config} - set(OWN))
-    found = {name: [config.get(name) for config in configs] for name in names}
+def differences(configs: Sequence[Mapping[str, Any]], given: Iterable[str]) -> dict[str, list[Any]]:
+    """Return {dotted name: values} of the options that differ between configs; LACKING where a config has no such one.
+
+    An option that only some of the configs have counts if it is `given`: another algorithm has many at their defaults.
+    """
+    names = sorted((set.intersection(*map(set, configs)) | set(given)) - set(OWN))
+    found = {name: [config.get(name, LACKING) for config in configs] for name in names}
     return {name: values for name, values in found.items() if any(value != values[0] for value in values)}
 
 
@@ -76,7 +84,7 @@ def _row(records: Records, now_s: float, place: int, options: Mapping[str, Seque
         "best_return": best.get("return_mean"),
         "best_return_std": best.get("return_std"),
         "best_version": best.get("version"),
-        "differs": {name: values[place] for name, values in options.items()},
+        "differs": {name: values[place] for name, values in options.items() if values[place] != LACKING},
     }
 
 
@@ -103,9 +111,7 @@ def _show(rows: Sequence[Mapping[str, Any]], options: Mapping[str, Sequence[Any]
 
 def _value(value: Any) -> str:
     """Return a setting as YAML text on one line."""
-    if value is None:
-        return "-"
-    return str(value).lower() if isinstance(value, bool) else f"{value}"
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _label(records: Records, place: int, options: Mapping[str, Sequence[Any]]) -> str:

@@ -80,7 +80,7 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the settings of a tree by their dotted names."""
     found: dict[str, Any] = {}
     for name, value in tree.items():
-        if isinstance(value, Mapping) and value:
+        if isinstance(value, Mapping):
             found |= flat(value, f"{prefix}{name}.")
         else:
             found[prefix + name] = value

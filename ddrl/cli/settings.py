@@ -43,7 +43,7 @@ def set_(
 
             submit.check_memory(client, after, run=run)
             version = store.change(client, run, after, changes, version=version)
-        values = _values(after, spaces)
+        values = values_of(after, spaces)
         unchanged = {name: values[name] for name in wanted if name not in changes}
     if json_output:
         rows = [{"option": name, "from": old, "to": new} for name, (old, new) in changes.items()]
@@ -84,7 +84,7 @@ def change(before: RunConfig, spaces: EnvSpec, wanted: Mapping[str, Any]) -> tup
         functools.reduce(dict.__getitem__, sections, tree)[option] = value
     after = validate(tree)
     submit.check(after, spaces)
-    old, new = _values(before, spaces), _values(after, spaces)
+    old, new = values_of(before, spaces), values_of(after, spaces)
     # The algorithm's section is stored as given; YAML reads 1e-4 as text, so the validated number is stored.
     given = {name: new[f"algorithm.{name}"] for name in after.algorithm if f"algorithm.{name}" in wanted}
     after = after.model_copy(update={"algorithm": after.algorithm | given})
@@ -136,7 +136,7 @@ def _in_words(names: Iterable[str]) -> str:
     return ", ".join(words)
 
 
-def _values(config: RunConfig, spaces: EnvSpec) -> dict[str, Any]:
+def values_of(config: RunConfig, spaces: EnvSpec) -> dict[str, Any]:
     """Return the JSON value of every option by its dotted name, with the algorithm's defaults."""
     from ddrl.algorithms import base
 

@@ -18,7 +18,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def test_table_and_drawing(client: Any, lander: str, tmp_path: Path) -> None:
-    changed = {"algorithm": {"name": "sac", "gamma": 0.98}, "replay": {"capacity": 5_000}}
+    changed = {"algorithm": {"name": "sac", "gamma": 0.98}, "replay": {"capacity": 5_000}, "stop": {}}
     second = make_run(client, name="second", seed=2, **changed)
     runs.set_status(client, lander, "solved", "return 200 confirmed")
     printed = run("compare", "lunar", second, lander)
@@ -30,28 +30,41 @@ def test_table_and_drawing(client: Any, lander: str, tmp_path: Path) -> None:
     assert lines[3].endswith("205.0 ± 7.0")
     assert lines[4].split() == ["2", second, "2", "active", "-", "0", "0", "-"]
     table = {line.split()[0]: line.split()[1:] for line in lines[7:]}
-    assert table == {"algorithm.gamma": ["-", "0.98"], "replay.capacity": ["1000000", "5000"]}
+    assert table == {
+        "algorithm.gamma": ["0.99", "0.98"],
+        "replay.capacity": ["1000000", "5000"],
+        "stop.return": ["200.0", "null"],
+        "stop.time": ["900.0", "null"],
+    }
     assert printed.err == "curves in compare.png\n" and (tmp_path / "compare.png").read_bytes()[:8] == PNG
     report = call_json("compare", lander, second, "-o", "of.png")
     assert report["plot"] == str(tmp_path / "of.png") and (tmp_path / "of.png").read_bytes()[:8] == PNG
     one, two = report["runs"]
     assert (one["run"], one["best_return"], one["best_return_std"]) == (lander, 205.0, 7.0)
-    assert two["differs"] == {"algorithm.gamma": 0.98, "replay.capacity": 5_000}
+    both_none = {"stop.return": None, "stop.time": None}
+    assert two["differs"] == {"algorithm.gamma": 0.98, "replay.capacity": 5_000} | both_none
+    assert one["differs"]["algorithm.gamma"] == 0.99
 
 
 def test_the_same_settings_and_other_environments(client: Any) -> None:
     first, second = make_run(client, seed=1), make_run(client, seed=2)
     assert "the same except for the seed" in call("compare", first, second)
-    third = make_run(client, env={"id": "Pendulum-v1"}, algorithm={"name": "ppo"})
+    third = make_run(
+        client, env={"id": "Pendulum-v1", "kwargs": {"g": 9.8}}, algorithm={"name": "ppo", "clip": 0.3}
+    )
     printed = run("compare", first, third)
+    cells = [line.split() for line in printed.out.splitlines()]
+    assert ["algorithm.clip", "-", "0.3"] in cells and ["env.kwargs.g", "-", "9.8"] in cells
+    assert ["algorithm.learning_rate", "0.001", "0.0003"] in cells
+    assert "algorithm.target_rate" not in printed.out, "only one of them has it, at its default"
     assert printed.out.splitlines()[0].split()[:4] == ["run", "env", "algorithm", "seed"]
     assert "Pendulum-v1" in printed.out and "cannot be compared" in printed.err
 
 
 def test_differences_leave_out_what_has_a_column_of_its_own() -> None:
     one = {"seed": 1, "env.id": "A", "algorithm.gamma": 0.9, "stop.time": None}
-    two = {"seed": 2, "env.id": "B", "algorithm.gamma": 0.9, "stop.time": 60.0, "env.kwargs.x": 3}
-    assert differences([one, two]) == {"env.kwargs.x": [None, 3], "stop.time": [None, 60.0]}
+    two = {"seed": 2, "env.id": "B", "algorithm.gamma": 0.9, "stop.time": 60.0, "algorithm.x": 3}
+    assert differences([one, two], ["algorithm.x"]) == {"algorithm.x": ["-", 3], "stop.time": [None, 60.0]}
 
 
 def test_a_trailing_mean_is_of_the_last_values() -> None:
