@@ -10,16 +10,24 @@ from torch import Tensor
 from ddrl.algorithms.base import check_shapes
 
 
-def adam(parameter: Tensor, *, learning_rate: float, eps: float = 1e-8) -> torch.optim.Adam:
+def adam(
+    parameter: Tensor, *, learning_rate: float, eps: float = 1e-8, weight_decay: float = 0.0
+) -> torch.optim.Adam:
     """Return Adam for one tensor with its state allocated: torch does so at the first step, too late to restore."""
-    optimizer = torch.optim.Adam([parameter], lr=learning_rate, eps=eps, fused=True)
+    optimizer = torch.optim.Adam(
+        [parameter], lr=learning_rate, eps=eps, weight_decay=weight_decay, fused=True
+    )
     _allocate(optimizer, parameter, "exp_avg", "exp_avg_sq")
     return optimizer
 
 
-def rmsprop(parameter: Tensor, *, learning_rate: float, eps: float, decay: float) -> torch.optim.RMSprop:
+def rmsprop(
+    parameter: Tensor, *, learning_rate: float, eps: float, decay: float, weight_decay: float = 0.0
+) -> torch.optim.RMSprop:
     """Return RMSProp for one tensor with its state allocated."""
-    optimizer = torch.optim.RMSprop([parameter], lr=learning_rate, eps=eps, alpha=decay)
+    optimizer = torch.optim.RMSprop(
+        [parameter], lr=learning_rate, eps=eps, alpha=decay, weight_decay=weight_decay
+    )
     _allocate(optimizer, parameter, "square_avg")
     return optimizer
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -245,6 +246,19 @@ def test_one_update_equals_the_slow_twin(options: Options) -> None:
     torch.testing.assert_close(metrics["priority"], torch.tensor(td_error).abs(), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(metrics["q_mean"], values(output.detach()).max(dim=1).values.mean())
     torch.testing.assert_close(dqn.parameters.vector.grad, expected, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "rmsprop"])
+def test_weight_decay_is_a_share_of_the_parameters_in_their_gradient(optimizer: str) -> None:
+    dqn = make(optimizer=optimizer, weight_decay=0.01, learning_rate=1e-2)
+    before = dqn.parameters.vector.detach().clone()
+    dqn.update(batch_for("dqn", dqn, DISCRETE, 7))
+    gradient = dqn.parameters.vector.grad + 0.01 * before
+    if optimizer == "adam":  # its first step: both moments are those of this gradient
+        step = gradient / (gradient.abs() + 1e-8)
+    else:
+        step = gradient / (math.sqrt(0.05) * gradient.abs() + 3e-3)
+    torch.testing.assert_close(dqn.parameters.vector.detach(), before - 1e-2 * step, atol=1e-6, rtol=1e-4)
 
 
 @pytest.mark.parametrize("options", [{"target_period": 2}, {"target_period": None, "target_rate": 0.5}])

@@ -34,6 +34,7 @@ ON_POLICY: Table = {
 VALUES: Table = {
     "learning_rate": ({}, 2e-3),
     "adam_eps": ({}, 1e-2),
+    "weight_decay": ({}, 0.5),
     "max_grad_norm": ({}, 0.01),
     "importance_exponent": (DRAWN, 0.9),
     "final_importance_exponent": (DRAWN | {"importance_anneal_updates": 4}, 1.0),

@@ -50,16 +50,17 @@ class ValueLearner(Generic[AnyOptions]):
         self.parameters = FlatParameters(self.network)
         self.buffers = _buffers(self.network)
         self._loss = loss
-        vector, rate = self.parameters.vector, config.learning_rate
+        vector = self.parameters.vector
         target = FlatParameters(self.target_network).vector.requires_grad_(False)
         self._online = {"value": vector, **self.buffers}
         self._target = {"value": target, **_buffers(self.target_network)}
         self._move_target(1.0)
         self._optimizer: torch.optim.Optimizer
+        common = {"learning_rate": config.learning_rate, "weight_decay": config.weight_decay}
         if config.optimizer == "adam":
-            self._optimizer = adam(vector, learning_rate=rate, eps=config.adam_eps)
+            self._optimizer = adam(vector, eps=config.adam_eps, **common)
         else:
-            self._optimizer = rmsprop(vector, learning_rate=rate, eps=3e-3, decay=0.95)
+            self._optimizer = rmsprop(vector, eps=3e-3, decay=0.95, **common)
         self._noise = torch.Generator(device).manual_seed(seed) if self.network.is_noisy else None
 
     def update(self, batch: Any) -> dict[str, Tensor]:
@@ -123,7 +124,7 @@ class ValueLearner(Generic[AnyOptions]):
     def apply_options(self, options: AnyOptions) -> None:
         """Apply changed live options from the next update on."""
         self.config = changed(self.config, options)
-        set_options(self._optimizer, lr=options.learning_rate)
+        set_options(self._optimizer, lr=options.learning_rate, weight_decay=options.weight_decay)
         if options.optimizer == "adam":
             set_options(self._optimizer, eps=options.adam_eps)
 

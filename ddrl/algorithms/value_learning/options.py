@@ -53,6 +53,9 @@ class Options(NetworkConfig):
     adam_eps: float = Field(1e-8, gt=0, json_schema_extra=LIVE)
     """Added to the root of Adam's second moment. More damps the steps of parameters with small gradients, which
     steadies sparse rewards. Usual: 1e-8 to 1e-5 for vectors, 1.5e-4 to 1e-3 for images."""
+    weight_decay: float = Field(0.0, ge=0, lt=1, json_schema_extra=LIVE)
+    """Times the parameters, added to their gradient after max_grad_norm (L2 regularization). More keeps weights
+    smaller. Usual: 0; rainbow-with-ray 5e-5."""
     max_grad_norm: float | None = option(Common, "max_grad_norm", 10.0)
     n_step: PositiveInt = option(Common, "n_step", 1)
     batch_size: PositiveInt = option(NetworkConfig, "batch_size", 64)
