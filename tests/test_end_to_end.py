@@ -29,6 +29,10 @@ def test_one_command_leaves_a_folder_and_no_process(home: Path, processes: Proce
     folder = Path(summary["artifacts"])
     assert folder == processes.folder / "runs" / summary["run"]
     assert json.loads((folder / "summary.json").read_text())["status"] == "solved"
+    for role in ("rollout", "evaluation"):  # no banner
+        first, *others = (folder / f"{role}.log").read_text().splitlines()
+        assert "calling self.run()" in first
+        assert sum(" ready" in line for line in others) == 1 and "[queues]" not in "".join(others)
     # Finished runs stay readable: the server comes back for each command.
     listed = json.loads(processes.ddrl(None, "runs", "--json").stdout)
     assert [row["run"] for row in listed] == [summary["run"]]

@@ -22,7 +22,11 @@ POLL_S = 0.3
 SAME_S = 5.0  # a line in a file and the same text on the server are one line if they are this close in time
 MAX_SINGLE = 20_000  # lines remembered for that comparison
 # "2030-01-31 12:00:00,123 INFO text" of a learner, "[2030-01-31 12:00:00,123: INFO/MainProcess] text" of Celery.
-_ROUTINE = re.compile(r"Task ddrl\.\w+\[[^\]]*\] (received|succeeded)")  # logged by Celery twice a segment
+# What Celery logs where all is well: twice a segment, and as a worker begins and ends.
+_ROUTINE = re.compile(
+    r"Task ddrl\.\w+\[[^\]]*\] (received|succeeded)|Connected to redis|child process \d+ calling|mingle: "
+    r"|worker: Warm shutdown"
+)
 _STAMPED = re.compile(r"\[?(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}):? ([A-Z]+)(?:/[^\]]*\])? (.*)")
 
 
@@ -42,7 +46,7 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Continue until the run ends.")] = False,
     last: Annotated[int, typer.Option("--last", "-n", min=0, help="Start with the newest, so many.")] = 100,
     all_: Annotated[
-        bool, typer.Option("--all", help="Include Celery's lines about each task received and done.")
+        bool, typer.Option("--all", help="Include Celery's lines about tasks and connections.")
     ] = False,
     json_output: Json = False,
 ) -> None:

@@ -71,7 +71,7 @@ def worker(
         raise typer.BadParameter(f"{role!r} is unknown; use rollout, evaluate or all", param_hint="--role")
     from ddrl.celery import app, queues
 
-    arguments = ["worker", "--queues", ",".join(queues(role)), "--concurrency", str(concurrency)]
+    arguments = ["--quiet", "worker", "--queues", ",".join(queues(role)), "--concurrency", str(concurrency)]
     app.worker_main([*arguments, "--loglevel", loglevel, "--without-gossip", "--without-mingle"])
 
 

@@ -16,6 +16,7 @@ import socket
 import tempfile
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ from typing import Any
 
 from billiard import pool as billiard_pool
 from celery import bootsteps, signals
-from celery.exceptions import TimeLimitExceeded, WorkerLostError
+from celery.exceptions import SecurityWarning, TimeLimitExceeded, WorkerLostError
 from celery.worker import consumer
 from celery.worker import state as worker_state
 from celery.worker.control import inspect_command
@@ -57,6 +58,7 @@ _reported: deque[str] = deque(maxlen=100)  # tasks whose lost processes have bee
 def _begin(instance: Any, **_: Any) -> None:
     """Give the worker a unique node name, unless the operator gave one, and refuse a server that will not do."""
     global _hold
+    warnings.simplefilter("ignore", SecurityWarning)  # of a root user's worker: none here unpickles
     host = socket.gethostname()
     if instance.hostname == f"celery@{host}":
         instance.hostname = f"ddrl-{os.getpid()}-{secrets.token_hex(2)}@{host}"
@@ -173,6 +175,13 @@ def _start_heartbeat(sender: Any, **_: Any) -> None:
     )
     _sender = HeartbeatSender(worker, pids)
     _sender.start()
+    logging.getLogger("celery.apps.worker").setLevel(logging.WARNING)  # its "ready" names neither server nor queues
+    log.setLevel(logging.INFO)  # also where the log level is Celery's default, WARNING
+    roles = ", ".join(sorted({queue.partition(".")[2].partition(".")[0] for queue in worker.queues}))
+    able = ", ".join(["Gymnasium's own", *worker.capabilities])
+    place = connection.mask(connection.url())
+    text = "%s ready: server %s; processes: %d; roles: %s; environments: %s"
+    log.info(text, worker.node, place, worker.processes, roles, able)
     signal.signal(signal.SIGQUIT, _end_at_once)  # Celery's own handler waits for running tasks
     busy, tasks = lambda: len(worker_state.active_requests), lambda: dict(worker_state.total_count)
     monitoring.serve(monitoring.WorkerMetrics(sender.hostname, pids, busy, tasks))

@@ -181,7 +181,11 @@ def test_logs_merge_the_server_s_lines_with_files_and_journal(
     (folder / "learner.log").write_text(
         f"{now},123 INFO learns {run}\n{now},200 WARNING slow\nTraceback\n  of it\nunfinished"
     )
-    (folder / "rollout.log").write_text(f"[{now},250: ERROR/SpawnPoolWorker-1] played badly\n")
+    (folder / "rollout.log").write_text(
+        f"[{now},240: INFO/SpawnPoolWorker-1] child process 7 calling self.run()\n"
+        f"[{now},245: INFO/MainProcess] Connected to redis+socket://:**@/r.sock\n"
+        f"[{now},250: ERROR/SpawnPoolWorker-1] played badly\n"
+    )
     logs.add(client, run, "learner gpu1", "INFO", f"learns {run}")
     logs.add(client, run, "worker far", "ERROR", "two\nlines")
     rows = call_json("logs")
@@ -189,7 +193,8 @@ def test_logs_merge_the_server_s_lines_with_files_and_journal(
     assert lines.count(("learner gpu1", "INFO", f"learns {run}")) == 1, "the file's twin is left out"
     file = [line for source, *line in lines if source == f"learner {here}"]
     assert file == [["WARNING", "slow"], ["", "Traceback"], ["", "  of it"]]
-    assert (f"rollout {here}", "ERROR", "played badly") in lines and ("journal", "", "created") in lines
+    assert [line for line in lines if line[0] == f"rollout {here}"] == [(f"rollout {here}", "ERROR", "played badly")]
+    assert len(call_json("logs", "--all")) == len(lines) + 2 and ("journal", "", "created") in lines
     assert lines[-2:] == [("worker far", "ERROR", "two"), ("worker far", "ERROR", "lines")]
     assert rows == sorted(rows, key=lambda row: row["time_s"])
     assert [row["line"] for row in call_json("logs", "--last", "1")] == ["lines"]

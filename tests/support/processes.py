@@ -130,7 +130,7 @@ class Processes(contextlib.AbstractContextManager["Processes"]):
 
     def celery(self, url: str, *options: str, env: Env = None) -> Process:
         """Start `celery -A ddrl worker` with one process and all queues, unless the options say otherwise."""
-        command = ("-m", "celery", "-A", "ddrl", "worker", "-c", "1", "-l", "info")
+        command = ("-m", "celery", "-A", "ddrl", "worker", "-c", "1")
         return self.start("celery", url, *command, *options, env=env)
 
     def learner(self, url: str, *options: str, env: Env = None) -> Process:

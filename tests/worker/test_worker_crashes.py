@@ -32,7 +32,7 @@ def worker(module_server: PrivateServer, tmp_path_factory: pytest.TempPathFactor
     with Processes(tmp_path_factory.mktemp("worker")) as processes:
         environment = {**ALLOWED, "DDRL_PROCESS_MEMORY": "400MiB"}
         worker = processes.celery(module_server.url, "-c", str(len(ENDS)), env=environment)
-        processes.until(lambda: " ready." in worker.text())
+        processes.until(lambda: " ready: " in worker.text())
         yield worker
 
 

@@ -30,7 +30,7 @@ def the_worker(client: Redis) -> Heartbeat:
 
 
 def until_ready(processes: Processes, worker: Process) -> Process:
-    processes.until(lambda: " ready." in worker.text())
+    processes.until(lambda: " ready: " in worker.text())
     return worker
 
 
@@ -48,6 +48,16 @@ def worker(module_server: PrivateServer, tmp_path_factory: pytest.TempPathFactor
         runs.set_status(client, run, "stopped", "")
         processes.until(lambda: not segments.playing(client, run))
         yield worker
+
+
+def test_a_worker_says_once_what_it_is_ready_for_whatever_the_log_level(
+    module_server: PrivateServer, worker: Process
+) -> None:
+    (line,) = [line for line in worker.text().splitlines() if " ready" in line]
+    able = ", ".join(["Gymnasium's own", *envs.capabilities()])
+    what = f"processes: 2; roles: evaluate, rollout; environments: {able}"
+    assert line.endswith(f" ready: server {connection.mask(module_server.url)}; {what}")
+    assert "SecurityWarning" not in worker.text()
 
 
 def test_a_heartbeat_describes_the_worker_also_after_a_process_was_replaced(
