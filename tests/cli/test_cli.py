@@ -193,7 +193,9 @@ def test_logs_merge_the_server_s_lines_with_files_and_journal(
     assert lines.count(("learner gpu1", "INFO", f"learns {run}")) == 1, "the file's twin is left out"
     file = [line for source, *line in lines if source == f"learner {here}"]
     assert file == [["WARNING", "slow"], ["", "Traceback"], ["", "  of it"]]
-    assert [line for line in lines if line[0] == f"rollout {here}"] == [(f"rollout {here}", "ERROR", "played badly")]
+    assert [line for line in lines if line[0] == f"rollout {here}"] == [
+        (f"rollout {here}", "ERROR", "played badly")
+    ]
     assert len(call_json("logs", "--all")) == len(lines) + 2 and ("journal", "", "created") in lines
     assert lines[-2:] == [("worker far", "ERROR", "two"), ("worker far", "ERROR", "lines")]
     assert rows == sorted(rows, key=lambda row: row["time_s"])
