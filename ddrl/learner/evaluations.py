@@ -100,15 +100,19 @@ class EvaluationScheduler:
         self._open.given_up.clear()
         return rows
 
-    def evaluate_last(self, *, env_steps: int, updates: int) -> None:
-        """Evaluate the latest version on this machine, once a limit has ended the run; only if it has no result.
+    def finish(self, evaluates: bool, *, env_steps: int, updates: int) -> None:
+        """Note the last results, once the run has ended.
+
+        Args:
+            evaluates: evaluate the latest version on this machine if it has no result.
+            env_steps, updates: of the learner, noted with the result.
 
         Raises:
             LeaseLostError: another learner took over.
         """
         self._poll()
         version = weights.index(self._client, self._run).latest
-        if version < 1 or version in self._returns:
+        if not evaluates or version < 1 or version in self._returns:
             return
         evaluation = self._evaluation(version, "watch", env_steps, updates)
         try:
@@ -121,7 +125,7 @@ class EvaluationScheduler:
         self._poll()
 
     def _is_due(self, version: int, return_mean: float | None) -> bool:
-        if version < 1 or self.solved:
+        if version < 1 or version in self._returns or self.solved:
             return False
         target, config = self._target, self._config
         is_near = target is not None and return_mean is not None and return_mean >= target - config.near

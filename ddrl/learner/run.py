@@ -368,7 +368,7 @@ class _Attempt:
     def _train(self) -> None:
         """Run the training loop here and the service thread beside it, until either ends."""
         service = threading.Thread(target=self._serve, name="service", daemon=True)
-        self._round_at = time.monotonic()
+        self._round_at = self._signals_at = time.monotonic()
         service.start()
         try:
             self._learner.train()
@@ -408,23 +408,26 @@ class _Attempt:
             return
         self._tick_at = now + TICK_S
         if now >= self._signals_at:
-            self._signals_at = now + SIGNALS_S
-            self._apply_signals()
+            since_s, self._signals_at = now - self._signals_at + SIGNALS_S, now + SIGNALS_S
+            self._apply_signals(since_s)
         if self._status == "active":
             self._dispatcher.tick()
-        shared = learner.shared
-        returns = list(shared.returns)
-        return_mean = sum(returns) / len(returns) if len(returns) == shared.returns.maxlen else None
-        self._evaluations.tick(
-            shared.version, return_mean, env_steps=shared.env_steps, updates=shared.updates
-        )
+            shared = learner.shared
+            returns = list(shared.returns)
+            return_mean = sum(returns) / len(returns) if len(returns) == shared.returns.maxlen else None
+            self._evaluations.tick(
+                shared.version, return_mean, env_steps=shared.env_steps, updates=shared.updates
+            )
         if self._reached() or self._interrupted.is_set():
             learner.stopping.set()
 
-    def _apply_signals(self) -> None:
+    def _apply_signals(self, since_s: float) -> None:
         """Apply what others want of the run: pause, end, handover, changed settings (`ddrl set`).
 
         `Learner.apply` takes changed settings; the algorithm's `apply_options` sets a new learning rate.
+
+        Args:
+            since_s: time since the call before this one.
 
         Raises:
             RunGoneError: the server came back without the run, or older.
@@ -439,7 +442,7 @@ class _Attempt:
             raise leases.RunGoneError(f"run {run}: the server came back older, with {found}")
         self._status, self._requester = signals.status, signals.requester
         if self._status == "paused":
-            learner.shared.add_elapsed(-SIGNALS_S)  # since the call before this one
+            learner.shared.add_elapsed(-since_s)
         elif self._status != "active" or self._requester:
             learner.stopping.set()
         if fragments and "first_step_ms" not in self._record.state:  # snapshots should have it
@@ -496,9 +499,8 @@ class _Attempt:
             else:
                 log.info("leaves %s %s for the next learner", self._run, status)
             return None
-        if status == "time":
-            shared = learner.shared
-            self._evaluations.evaluate_last(env_steps=shared.env_steps, updates=shared.updates)
+        shared = learner.shared
+        self._evaluations.finish(status == "time", env_steps=shared.env_steps, updates=shared.updates)
         # Raises if the run was taken: only its holder writes the folder.
         leases.renew(self._client, self._run, self._token)
         artifacts.write(self._client, self._run, self._folder)

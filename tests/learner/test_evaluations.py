@@ -63,6 +63,15 @@ def test_it_evaluates_when_training_returns_are_near_the_target_only(match: Matc
     assert len(match.sent) == 1  # one at a time
 
 
+def test_a_version_is_evaluated_once(match: Match) -> None:
+    match.play([(1, -3.0)])
+    match.tick()
+    assert len(match.sent) == 1
+    match.version = 2
+    match.tick()
+    assert len(match.sent) == 2
+
+
 def test_solved_needs_confirmation_of_the_same_version_on_other_seeds(match: Match) -> None:
     match.tick()
     watched = match.answer(-0.4)

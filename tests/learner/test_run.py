@@ -19,11 +19,12 @@ from support.learners import Run, endless_config, fields_of, in_threads, playing
 from support.processes import EXACT, SLOW_S, Processes, bound
 from support.runs import target_config
 
+from ddrl import celery
 from ddrl.config import ConfigError
 from ddrl.learner import run as run_module
 from ddrl.learner.dispatcher import Dispatcher
 from ddrl.learner.loop import Learner
-from ddrl.store import checkpoints, connection, keys, leases, local_checkpoints, runs, weights
+from ddrl.store import checkpoints, connection, evaluations, keys, leases, local_checkpoints, runs, weights
 
 
 @contextmanager
@@ -264,6 +265,24 @@ def test_a_run_that_ends_while_its_stream_fills_the_server_ends(run, learn, monk
     assert learning.status == "stopped" and not run.state.leased
     assert 0 < len(run.entries) < len(entries)  # room was made, of no more than was needed
     run.audit()
+
+
+def test_a_paused_run_is_not_evaluated_and_its_time_stands_still(server, learn, monkeypatch) -> None:
+    monkeypatch.setattr(run_module, "SIGNALS_S", 0.01)
+    monkeypatch.setattr(celery, "send_evaluation", lambda *_: None)
+    run = Run(server, endless_config())
+    run.play(400)
+    learn(run)
+    until(lambda: run.index.latest >= 1 and run.rows)
+    runs.set_status(run.client, run.id, "paused", "by the test")
+    due = endless_config(evaluation={"every_s": 0.1})
+    runs.change(run.client, run.id, due, {"evaluation.every_s": (3600, 0.1)}, version=0)
+    before_s = run.rows[-1]["elapsed_s"]
+    time.sleep(1.0)
+    assert run.rows[-1]["elapsed_s"] - before_s < 0.3
+    assert evaluations.opened(run.client, run.id) == {}
+    runs.reactivate(run.client, run.id)
+    until(lambda: evaluations.opened(run.client, run.id))
 
 
 def test_a_learner_that_waits_for_a_paused_run_waits_on_when_its_holder_dies(run, learn, log) -> None:
