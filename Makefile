@@ -2,7 +2,7 @@
 
 CONFIG ?= lunar
 TIME ?=
-WORKERS ?=
+WORKERS ?= $(NWORKERS)
 SEED ?=
 ARGS ?=
 JOBS ?= 5
@@ -13,15 +13,17 @@ EXTRAS ?= box2d,atari,video,tensorboard,flower,dev
 VENV = .venv
 STAMP = $(VENV)/.set-up
 DDRL = $(VENV)/bin/ddrl
+PRESETS = $(basename $(notdir $(wildcard configs/*.yaml)))
 NEW_ENOUGH = import sys; sys.exit(sys.version_info < (3, 11))
 
 .DEFAULT_GOAL = help
-.PHONY: help setup lunar run test faults soak check size docs clean clean-runs
+.PHONY: help setup lunar run $(PRESETS:%=run_%) test faults soak check size docs clean clean-runs
 
 help:
 	@echo 'make lunar       train a LunarLander; sets everything up first'
-	@echo 'make run         train configs/$$CONFIG.yaml; CONFIG=lunar'
-	@echo '                 both take TIME=15 (minutes), WORKERS=3, SEED=1'
+	@echo 'make run_lunar   the same; run_cartpole, run_acrobot, run_mountaincar, ...: any preset of `ddrl presets`'
+	@echo 'make run         train a preset or a file of your own: CONFIG=my.yaml'
+	@echo '                 all take TIME=15 (minutes), WORKERS=3 (or NWORKERS=3), SEED=1'
 	@echo 'make test        set up and run the tests; ARGS="-k codec -x" goes to pytest'
 	@echo 'make faults      only the tests that kill, freeze, cut and fill up, held to their exact time bounds'
 	@echo 'make soak        random faults on a live fleet; MINUTES=15, SEED=1'
@@ -51,11 +53,10 @@ $(STAMP): pyproject.toml constraints.txt
 	  -c constraints.txt -e '.[$(EXTRAS)]'; \
 	touch $@
 
-lunar: override CONFIG = lunar
-lunar: run
+lunar: run_lunar
 
-run: $(STAMP)
-	@$(DDRL) submit configs/$(CONFIG).yaml \
+run $(PRESETS:%=run_%): $(STAMP)
+	@$(DDRL) submit $(if $(filter run,$@),$(CONFIG),$(@:run_%=%)) \
 	  $(if $(TIME),--time $(if $(filter %s %m %h,$(TIME)),$(TIME),$(TIME)m)) \
 	  $(if $(WORKERS),--workers $(WORKERS)) $(if $(SEED),--seed $(SEED)) $(ARGS)
 

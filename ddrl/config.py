@@ -288,6 +288,30 @@ def duration(text: str, option: str) -> float:
     return value
 
 
+def presets() -> dict[str, Path]:
+    """Return the YAML files that ddrl ships, by name."""
+    here = Path(__file__).parent  # a wheel holds configs/ in the package; in a checkout it is beside it
+    folder = here / "configs" if (here / "configs").is_dir() else here.parent / "configs"
+    return dict(sorted((path.stem, path) for path in folder.glob("*.yaml")))
+
+
+def find(name: str) -> Path:
+    """Return the local file `name` or `name`.yaml, else the preset of that name.
+
+    Raises:
+        ConfigError: there is neither.
+    """
+    for local in (name, f"{name}.yaml"):
+        if os.path.exists(local) and not os.path.isdir(local):
+            return Path(local)
+    shipped, stem = presets(), name.removesuffix(".yaml")
+    if stem not in shipped:
+        near = difflib.get_close_matches(Path(stem).name.lower(), shipped, cutoff=0.5)
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        raise ConfigError(f"{name}: no such file or preset; {hint}`ddrl presets` lists the presets")
+    return shipped[stem]
+
+
 def load(source: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a YAML file and apply `a.b=c` overrides (values are YAML).
 

@@ -210,7 +210,21 @@ def test_make_refuses_an_old_python(tmp_path: Path) -> None:
     assert not (tmp_path / ".venv").exists()
 
 
-def test_make_passes_its_variables_on() -> None:
-    done = run("make --dry-run --old-file=.venv/.set-up lunar TIME=15 WORKERS=3 SEED=2")
+@pytest.mark.parametrize(
+    ("target", "variables", "submitted"),
+    [
+        ("lunar", {"TIME": "15", "WORKERS": "3", "SEED": "2"}, "lunar --time 15m --workers 3 --seed 2"),
+        ("run_lunar", {"TIME": "15", "NWORKERS": "3"}, "lunar --time 15m --workers 3"),
+        ("run_cartpole", {"TIME": "90s"}, "cartpole --time 90s"),
+        ("run_acrobot run_mountaincar", {}, "acrobot .venv/bin/ddrl submit mountaincar"),
+        ("run", {"CONFIG": "own.yaml"}, "own.yaml"),
+    ],
+)
+def test_make_starts_presets_and_passes_its_variables_on(
+    target: str, variables: dict[str, str], submitted: str
+) -> None:
+    done = run(f"make --dry-run --old-file=.venv/.set-up {target}", env={**BARE, **variables})
     line = " ".join(done.stdout.replace("\\\n", " ").split())
-    assert line.endswith("submit configs/lunar.yaml --time 15m --workers 3 --seed 2")
+    assert line == f".venv/bin/ddrl submit {submitted}"
+    help_ = run("make help").stdout
+    assert all(f"run_{name}" in help_ for name in ("lunar", "cartpole", "acrobot", "mountaincar"))

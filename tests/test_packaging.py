@@ -1,10 +1,15 @@
-"""The constraints pin what pyproject.toml names, and the wheel holds `ddrl` only."""
+"""The constraints pin what pyproject.toml names; the wheel holds `ddrl` only, with the presets."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import json
+import os
 import re
+import subprocess
+import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -74,12 +79,21 @@ def test_each_indirect_dependency_has_a_pin() -> None:
     assert unpinned(needed, pins()) == set()
 
 
-def test_the_wheel_holds_ddrl_only() -> None:
+def test_the_wheel_holds_ddrl_with_its_scripts_and_presets(tmp_path: Path) -> None:
     wheel = pytest.importorskip("hatchling.builders.wheel")
     builder = wheel.WheelBuilder(str(ROOT))
-    paths = {file.distribution_path for file in builder.recurse_included_files()}
+    with zipfile.ZipFile(next(builder.build(directory=str(tmp_path)))) as archive:
+        archive.extractall(tmp_path / "installed")
+    paths = {str(path.relative_to(tmp_path / "installed")) for path in tmp_path.glob("installed/**/*.*")}
     assert "ddrl/cli/__init__.py" in paths and "ddrl/store/runs.py" in paths
     scripts = ROOT / "ddrl" / "store" / "scripts"
     assert {f"ddrl/store/scripts/{path.name}" for path in scripts.glob("*.lua")} <= paths
-    assert {path.split("/")[0] for path in paths} == {"ddrl"}
-    assert builder.metadata.version == ddrl.__version__
+    version = builder.metadata.version
+    assert {path.split("/")[0] for path in paths} == {"ddrl", f"ddrl-{version}.dist-info"}
+    assert version == ddrl.__version__
+
+    own_path = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
+    command = [sys.executable, "-m", "ddrl", "presets", "--json"]
+    listed = json.loads(subprocess.check_output(command, env=own_path, cwd=tmp_path, text=True))
+    assert [row["preset"] for row in listed] == sorted(path.stem for path in ROOT.glob("configs/*.yaml"))
+    assert {str(Path(row["file"]).parent) for row in listed} == {str(tmp_path / "installed/ddrl/configs")}

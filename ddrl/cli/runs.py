@@ -29,7 +29,7 @@ def runs(
         output.emit(rows)
         return
     if not rows:
-        print("no runs yet; start one with `ddrl submit configs/lunar.yaml`")
+        print("no runs yet; start one with `ddrl submit lunar`")
         return
     names = ("run", "status", "env", "env_steps", "updates", "return_mean")
     cells = []

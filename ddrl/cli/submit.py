@@ -36,7 +36,9 @@ Detach = Annotated[bool, typer.Option("--detach", help="Return at once; `ddrl wa
 
 
 def submit(
-    config: Annotated[Path, typer.Argument(help="YAML file of the run.", show_default=False)],
+    config: Annotated[
+        str, typer.Argument(help="YAML file of the run, or a preset of `ddrl presets`.", show_default=False)
+    ],
     set_: Overrides = None,
     time_: Time = None,
     workers: Workers = None,
@@ -56,11 +58,14 @@ def submit(
     limit_s = seconds(time_, "--time")
     given = {"stop.time": limit_s, "seed": seed, "weight": weight, "priority": priority}
     options = [f"{name}={value}" for name, value in given.items() if value is not None]
-    resolved = configs.load(config, [*(set_ or []), *options])
+    path, preset = configs.find(config), configs.presets().get(config.removesuffix(".yaml"))
+    resolved = configs.load(path, [*(set_ or []), *options])
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     with server() as client:
         num_workers = _num_workers(workers)
         runs = create_all(client, resolved, seeds, initial, num_workers)
+        if preset is not None and path.resolve() != preset.resolve():
+            note(f"{path}: the file in this folder, not the preset {preset.stem} that ddrl ships")
         _attend(client, runs, num_workers, with_learner, detach, json_output, started)
 
 
