@@ -35,7 +35,7 @@ class RunState:
 
     Attributes:
         status: see the module's docstring.
-        reason: why it has this status, in one line.
+        reason: why it has this status, in one line; of an active run, that it waits for a learner if it does.
         created_s, first_step_s, ended_s: creation, first environment step, end.
         updates: of the learner, as last reported.
         version: latest published, -1 before the first.
@@ -145,7 +145,6 @@ def create(
     fields = {
         **_mirrored(config),
         "status": "active",
-        "reason": "waiting for a learner",
         "spaces": json.dumps(asdict(spaces)),
         "created_ms": server_ms(client),
         "queue": queues[0],
@@ -231,6 +230,8 @@ def state(client: Redis, run: str) -> RunState:
             found[name] = int(text or 0) / 1e3
         elif text is not None:
             found[name] = {"int": int, "float": float, "str": str}.get(kind, json.loads)(text)
+    if found["status"] == "active":
+        found["reason"] = "" if leased else "waiting for a learner"
     return RunState(run=run, leased=bool(leased), **found)
 
 
@@ -376,7 +377,7 @@ def reactivate(client: Redis, run: str, *, more_time_s: float | None = None) -> 
         changes = {"stop.time": (before.stop.time, limit.time)}
         change(client, run, before.model_copy(update={"stop": limit}), changes, version=now.config_version)
     if now.status != "active":
-        set_status(client, run, "active", "waiting for a learner")
+        set_status(client, run, "active", "resumed")
 
 
 def change(

@@ -44,6 +44,17 @@ def test_a_stopped_run_goes_on_with_more_time(client: Redis, run: str, token: in
         runs.reactivate(client, run, more_time_s=60.0)
 
 
+def test_an_active_run_waits_for_a_learner_exactly_while_none_holds_it(client: Redis, run: str) -> None:
+    assert runs.state(client, run).reason == "waiting for a learner"
+    token = take(client, run)
+    runs.set_status(client, run, "paused", "by the test")
+    assert runs.state(client, run).reason == "by the test"
+    runs.reactivate(client, run)
+    assert runs.state(client, run).reason == ""
+    leases.release(client, run, token)
+    assert runs.state(client, run).reason == "waiting for a learner"
+
+
 def test_the_memory_that_other_active_runs_need_is_summed(client: Redis, run: str, token: int) -> None:
     other = make_run(client, replay={"max_bytes": 65_536})
     assert runs.reserve(client, run, token, 5) == 65_536  # it has not stated its need: its stream counts

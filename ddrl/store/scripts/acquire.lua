@@ -10,6 +10,6 @@ local last = math.max(tonumber(redis.call('HGET', KEYS[1], 'fence') or 0), tonum
 local turn = math.floor(last / 65536) + 1
 local token = turn * 65536 + redis.call('TIME')[2] % 65536
 local text = string.format('%.0f', token)
-redis.call('HSET', KEYS[1], 'fence', text, 'host', ARGV[2], 'folder', ARGV[3], 'reason', '')
+redis.call('HSET', KEYS[1], 'fence', text, 'host', ARGV[2], 'folder', ARGV[3])
 redis.call('SET', KEYS[2], text, 'PX', ARGV[1])
 return token
