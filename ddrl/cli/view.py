@@ -9,6 +9,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from ddrl.algorithms import base
 from ddrl.cli import curve
 from ddrl.cli.format import counted, duration, number, percent, score, size
 from ddrl.cli.watcher import Figures, entitled
@@ -35,11 +36,11 @@ def cells(figures: Figures) -> dict[str, str]:
         "return": number(row.get("return_mean")),
     }
     staleness = number(row.get("staleness"))
-    if "queued_steps" in row:  # on-policy
+    if base.config_class(config.algorithm["name"]).on_policy:
         most, bound = number(row.get("max_staleness")), config.on_policy.max_staleness
-        shown["queued"] = f"{int(row['queued_steps']):,} steps"
+        shown["queued"] = f"{int(row.get('queued_steps', 0)):,} steps"
         shown["staleness"] = f"{staleness} (max {most} of {bound})"
-        shown["too stale"] = f"{int(row['dropped']):,} dropped"
+        shown["too stale"] = f"{int(row.get('dropped', 0)):,} dropped"
     else:
         samples, goal = number(row.get("samples_per_insert")), config.replay.samples_per_insert
         shown["samples/insert"] = f"{samples} of {goal:g}"
@@ -89,11 +90,11 @@ def one_run(figures: Figures, *, width: int, height: int) -> RenderableType:
     inner = max(40, min(width, 140) - 4)
     shown = cells(figures) | _live_cells(figures) | (other_metrics(figures) if roomy else {})
     items = [*shown.items()]
-    columns = 3 if inner >= 100 else 2
+    columns = 1 + (inner > 70) + (inner > 110)
     grid = Table.grid(padding=(0, 1), expand=True)
     for _ in range(columns):
         grid.add_column(style="dim", no_wrap=True)
-        grid.add_column(no_wrap=True)
+        grid.add_column()
     for start in range(0, len(items), columns):
         grid.add_row(*(Text(part) for item in items[start : start + columns] for part in item))
 
@@ -132,7 +133,7 @@ def several_runs(runs: Sequence[Figures], *, width: int) -> RenderableType:
     """Return a table with a row for each run."""
     grid = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     for name in ("seed", "status", "time", "env steps", "/s", "updates", "return", "evaluation"):
-        grid.add_column(name, justify="left" if name == "status" else "right", no_wrap=True)
+        grid.add_column(name, justify="left" if name == "status" else "right")
     messages: list[Text] = []
     for figures in runs:
         state, row, seed = figures.state, figures.row, figures.config.seed

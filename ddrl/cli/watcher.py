@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ddrl.cli import hints
+from ddrl.cli.format import train_s
 from ddrl.cli.output import Client
 from ddrl.config import RunConfig
 from ddrl.store import evaluations, metrics, runs, segments, stream, workers
@@ -112,8 +113,8 @@ class Figures:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds from `start_s` to now or to the end of the run."""
-        return max(0.0, (self.state.ended_s or self.now_s) - self.start_s)
+        """Seconds from the first environment step to now or to the end of the run; 0 before it."""
+        return max(0.0, train_s(self.state, self.now_s) or 0.0)
 
     @property
     def left_s(self) -> float | None:
@@ -164,13 +165,13 @@ class Watcher:
     def poll(self) -> Figures:
         """Poll the run and return its state; the same object each time."""
         client, run, figures, now = self._client, self._run, self._figures, time.monotonic()
+        figures.now_s = runs.server_ms(client) / 1e3  # before the state, whose end may not be earlier
         before, figures.state = figures.state, runs.state(client, run)
         if figures.state.config_version != before.config_version:
             figures.config = runs.config(client, run)
         if figures.state.appended_steps != before.appended_steps or not self._grown_at:
             self._grown_at = now
         figures.quiet_s = now - self._grown_at
-        figures.now_s = runs.server_ms(client) / 1e3
         figures.row = metrics.last(client, run)
         rows, self._episodes_cursor = stream.episodes(client, run, self._episodes_cursor)
         for row in rows:

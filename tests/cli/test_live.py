@@ -13,7 +13,7 @@ from support.store import add_history, append, make_run, note_playing, take, wan
 
 from ddrl.cli import curve, hints, live, view
 from ddrl.cli.watcher import Figures, Watcher, entitled
-from ddrl.store import keys, runs, segments, workers
+from ddrl.store import keys, metrics, runs, segments, workers
 
 QUEUE = "ddrl.rollout.box2d"
 
@@ -117,6 +117,20 @@ def test_notices_are_printed_once(client: Any) -> None:
     assert printed == ["set weight: 1.0 -> 3.0", "set weight: 3.0 -> 2.0"]
 
 
+def test_the_clock_starts_with_the_first_step_and_never_goes_back(client: Any) -> None:
+    run = make_run(client)
+    client.hset(keys.state(run), "created_ms", runs.server_ms(client) - 60_000)
+    follower = Watcher(client, run)
+    waiting = follower.poll()
+    assert live.plain_line(waiting).startswith("0s  waiting for a learner")
+    assert "0s, 15m00s left" in shown(waiting)
+    append(client, run, 0, played_ms=5_000)
+    assert follower.poll().elapsed_s == pytest.approx(5, abs=2)
+    before = follower.poll().elapsed_s
+    runs.set_status(client, run, "stopped", "enough")
+    assert follower.poll().elapsed_s >= before
+
+
 def test_closing_lines_say_how_to_go_on(client: Any) -> None:
     state = replace(runs.state(client, make_run(client)), host="far", reason="time limit of 60 s")
     summary: dict[str, Any] = {"run": "x-1", "status": "time", "train_s": 61.0, "env_steps": 1000}
@@ -148,8 +162,36 @@ def test_the_view_of_a_run_shows_everything(client: Any, lander: str, width: int
     assert max(map(len, text.splitlines())) <= width
 
 
+@pytest.mark.parametrize("algorithm", ["sac", "ppo"])
+def test_no_cell_of_a_view_is_cut(client: Any, algorithm: str) -> None:
+    run, other = (make_run(client, algorithm={"name": algorithm}) for _ in range(2))
+    token, size = take(client, run), 512 * 1024**2
+    counts = {"appended_steps": 123_456_789, "appended_bytes": size, "version": 12_345}
+    client.hset(keys.state(run), mapping=counts | {"crashes_total": 1_234, "lost_producers": 1_234})
+    row = {
+        "env_steps_per_s": 12_345.0,
+        "updates": 1_234_567,
+        "updates_per_s": 1_234.0,
+        "return_mean": -1_234.5,
+    }
+    row |= {"staleness": 123.4, "max_staleness": 200, "queued_steps": 1_234_567, "dropped": 1_234_567}
+    row |= {"samples_per_insert": 31.9, "replay_size": 1_000_000, "replay_bytes": size, "learner_wait": 1.0}
+    metrics.add(client, run, token, row | {"explained_variance": -0.0001234, "learning_rate": 0.0001234})
+    for number in range(100):
+        beat(client, QUEUE, host=f"h{number}")
+    figures = [poll(client, run), poll(client, other)]
+    cells = view.cells(figures[0]) | view.other_metrics(figures[0])
+    for width in (60, 80, 100, 110, 120, 200):
+        text = shown(figures[0], width)
+        assert {word for item in cells.items() for part in item for word in part.split()} <= {*text.split()}
+        assert max(map(len, text.splitlines())) <= width and "…" not in text
+        several = text_of(view.several_runs(figures, width=max(80, width)), max(80, width))
+        assert {"123,456,789", "12345", "1,234,567", "-1,234.5"} <= {*several.split()}, several
+
+
 def test_the_view_of_a_fresh_run(client: Any) -> None:
-    text = shown(poll(client, make_run(client)), height=24)
+    text = shown(poll(client, make_run(client, algorithm={"name": "ppo"})), height=24)
+    assert "queued" in text and "too stale" in text and "replay" not in text, "PPO has no replay"
     assert "waiting for a learner: start `ddrl learner`" in text and "no episode has ended yet" in text
     assert len(text.splitlines()) <= 24
 
