@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from statistics import mean, pstdev
@@ -20,11 +21,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+FIRST_S = 10.0  # longest wait of play for the result of the policy that the run begins with
+
 
 class EvaluationScheduler:
     """Chooses versions to evaluate, marks the best one, and decides when the run is solved.
 
-    One evaluation is open at a time. A mean of at least `stop.return` must be confirmed on other seeds.
+    One evaluation is open at a time. A mean of at least `stop.return` must be confirmed on other seeds. A policy
+    that the run begins with (`--from`) is evaluated at once, as version 0.
 
     Args:
         client: connection to the server.
@@ -44,13 +48,21 @@ class EvaluationScheduler:
         self._config, self._target = config.evaluation, config.stop.return_
         self._open = OpenEvaluations(client, run, send=send, timeout_s=self._config.timeout_s, token=token)
         self._returns: dict[int, list[float]] = {}  # of all evaluation episodes, by version
-        self._last_at = time.monotonic()
         self.solved = False
         rows = self._open.poll()
         for row in rows:
             self._returns.setdefault(row["version"], []).extend(row["returns"])
         if rows and not self._open.pending:  # the last learner may have died before it decided
             self._decide(rows[-1])
+        self._first_version = 0 if runs.state(client, run).warm else 1  # random weights have no score
+        now, is_first = time.monotonic(), self._first_version == 0 and not self._returns
+        self._last_at = -math.inf if is_first else now
+        self._hold_until = now + FIRST_S if is_first and self._target is not None else now
+
+    @property
+    def holds_play(self) -> bool:
+        """Play waits, as the policy that the run begins with may solve it; for FIRST_S at most."""
+        return self.pinned == {0} and time.monotonic() < self._hold_until
 
     @property
     def pinned(self) -> frozenset[int]:
@@ -112,7 +124,7 @@ class EvaluationScheduler:
         """
         self._poll()
         version = weights.index(self._client, self._run).latest
-        if not evaluates or version < 1 or version in self._returns:
+        if not evaluates or version < self._first_version or version in self._returns:
             return
         evaluation = self._evaluation(version, "watch", env_steps, updates)
         try:
@@ -125,7 +137,7 @@ class EvaluationScheduler:
         self._poll()
 
     def _is_due(self, version: int, return_mean: float | None) -> bool:
-        if version < 1 or version in self._returns or self.solved:
+        if version < self._first_version or version in self._returns or self.solved:
             return False
         target, config = self._target, self._config
         is_near = target is not None and return_mean is not None and return_mean >= target - config.near

@@ -411,13 +411,14 @@ class _Attempt:
             since_s, self._signals_at = now - self._signals_at + SIGNALS_S, now + SIGNALS_S
             self._apply_signals(since_s)
         if self._status == "active":
-            self._dispatcher.tick()
             shared = learner.shared
             returns = list(shared.returns)
             return_mean = sum(returns) / len(returns) if len(returns) == shared.returns.maxlen else None
             self._evaluations.tick(
                 shared.version, return_mean, env_steps=shared.env_steps, updates=shared.updates
             )
+            if not self._evaluations.holds_play:
+                self._dispatcher.tick()
         if self._reached() or self._interrupted.is_set():
             learner.stopping.set()
 

@@ -10,6 +10,7 @@ from redis import Redis
 from support.runs import start, target_config
 
 from ddrl.learner.evaluations import EvaluationScheduler
+from ddrl.runs import submit
 from ddrl.store import evaluations, keys, leases, runs, weights
 from ddrl.store.evaluations import Evaluation
 from ddrl.types import EvaluationResult
@@ -133,6 +134,25 @@ def test_changed_settings_are_applied_to_the_next_evaluation(match: Match) -> No
     match.scheduler.apply(config)
     match.tick()
     assert match.sent == ["1:1000000:7"]
+
+
+@pytest.mark.parametrize("value", [-0.4, -3.0])
+def test_the_policy_that_a_run_begins_with_is_evaluated_first_and_once(server: Any, value: float) -> None:
+    config = target_config()
+    run = submit.create(server.client, config, submit.prepare(config), initial=("other@3", b"w"))
+    match = Match(server.client, run, every_s=3600, near_every_s=3600)
+    match.version = 0
+    match.tick(None)
+    assert match.sent == ["0:1000000:20"] and match.scheduler.holds_play
+    match.version = 3  # play waits for some seconds only
+    match.answer(value), match.tick(None)
+    if value > -0.5:
+        assert match.scheduler.holds_play and match.answer(value).version == 0
+        match.tick(None)
+    assert match.scheduler.solved == (value > -0.5) and not match.scheduler.holds_play
+    other = Match(server.client, run, every_s=3600, near_every_s=3600)
+    other.tick(None)
+    assert other.sent == []
 
 
 # --- a new learner ---------------------------------------------------------------------------------------

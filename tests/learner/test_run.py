@@ -15,16 +15,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.algorithms import CPU
 from support.learners import Run, endless_config, fields_of, in_threads, playing, until, within
 from support.processes import EXACT, SLOW_S, Processes, bound
 from support.runs import target_config
 
 from ddrl import celery
+from ddrl.algorithms import base
 from ddrl.config import ConfigError
 from ddrl.learner import run as run_module
 from ddrl.learner.dispatcher import Dispatcher
 from ddrl.learner.loop import Learner
+from ddrl.runs import submit
 from ddrl.store import checkpoints, connection, evaluations, keys, leases, local_checkpoints, runs, weights
+from ddrl.worker.tasks import play_evaluation
 
 
 @contextmanager
@@ -283,6 +287,25 @@ def test_a_paused_run_is_not_evaluated_and_its_time_stands_still(server, learn, 
     assert evaluations.opened(run.client, run.id) == {}
     runs.reactivate(run.client, run.id)
     until(lambda: evaluations.opened(run.client, run.id))
+
+
+def test_a_run_whose_first_policy_reaches_the_target_is_solved_without_a_step(
+    server, learn, monkeypatch, tmp_path
+) -> None:
+    def send(run: str, message: str, queue: str) -> None:
+        play_evaluation(server.client, run, message)
+
+    monkeypatch.setattr(celery, "send_evaluation", send)
+    config = target_config(stop={"return": -100})
+    spaces = submit.prepare(config)
+    policy = weights.encode_weights(base.resolve(config, spaces).learner(device=CPU, seed=9).weights())
+    run = Run(server, run=submit.create(server.client, config, spaces, initial=("other@3", policy)))
+    with playing(run.url, run.id):
+        learn(run).thread.join(SLOW_S)
+    state, folder = run.state, Path(run.state.folder)
+    assert (state.status, state.evaluation["version"], state.updates) == ("solved", 0, 0)
+    assert weights.decode_weights((folder / "policy.safetensors").read_bytes()).keys()
+    assert (folder / "curve.png").exists()
 
 
 def test_a_learner_that_waits_for_a_paused_run_waits_on_when_its_holder_dies(run, learn, log) -> None:
