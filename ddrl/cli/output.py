@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
@@ -71,7 +72,14 @@ def server_of(name: str) -> Iterator[tuple[Client, str]]:
     from ddrl.store import runs
 
     with server() as client:
-        yield client, runs.resolve(client, name)
+        try:
+            run = runs.resolve(client, name)
+        except runs.UnknownRunError as error:
+            if not (policy := Path("runs", name, "policy.safetensors")).is_file():
+                raise
+            remedy = f"play {policy}, or continue the run with `ddrl resume {name}`"
+            raise runs.UnknownRunError(f"{error}; {remedy}") from None
+        yield client, run
 
 
 # --- input -------------------------------------------------------------------------------------------

@@ -14,9 +14,10 @@ import typer
 
 from ddrl import config as configs
 from ddrl.cli import live, policies
-from ddrl.cli.format import score
+from ddrl.cli.format import counted, score
 from ddrl.cli.output import Client, Json, answer, emit, note, say, seconds, server, table
 from ddrl.runs import processes as local
+from ddrl.runs.prune import prune_embedded
 from ddrl.runs.records import summary
 from ddrl.store import connection
 from ddrl.store import runs as store
@@ -66,6 +67,8 @@ def submit(
         runs = create_all(client, resolved, seeds, initial, num_workers)
         if preset is not None and path.resolve() != preset.resolve():
             note(f"{path}: the file in this folder, not the preset {preset.stem} that ddrl ships")
+        if pruned := prune_embedded(client):
+            note(f"deleted {counted(len(pruned), 'run')} from the server ({pruned[0].reason}); the folders stay")
         _attend(client, runs, num_workers, with_learner, detach, json_output, started)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from ddrl.store import keys, runs
+from ddrl.store import connection, keys, runs, server
 from ddrl.store.connection import StoreError
 
 if TYPE_CHECKING:
@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 
 EVERY_S = 600.0
 BATCH = 500  # keys in one request for their sizes
+EMBEDDED_AGE_S, EMBEDDED_BYTES = 30 * 86_400.0, 1024**3  # of ended runs on the embedded server
+EMBEDDED_SHARE = 0.25  # of its memory, if that is less
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,14 @@ class Retention:
             return []
         self._next = now + self._every_s
         return prune(client, self._older_than_s, self._max_bytes)
+
+
+def prune_embedded(client: Redis) -> list[Pruned]:
+    """Prune the embedded server by age and size; a server that `DDRL_REDIS_URL` names is left alone."""
+    if not connection.is_embedded():
+        return []
+    share = int(EMBEDDED_SHARE * server.memory_limit())
+    return prune(client, EMBEDDED_AGE_S, min(EMBEDDED_BYTES, share or EMBEDDED_BYTES))
 
 
 def prune(

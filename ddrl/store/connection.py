@@ -272,7 +272,12 @@ def connect_blocking(server_url: str | None = None, *, block_ms: int = 2000) -> 
 
 
 def maxmemory(client: redis.Redis) -> int:
-    """Return the server's limit in bytes; 0 if there is none, or if the user may not ask."""
+    """Return the bytes that all runs must fit in; 0 if there is no limit, or if the user may not ask.
+
+    The embedded server's own limit refuses no run: its learners trim the oldest experience when it is full.
+    """
+    if client.connection_pool.connection_kwargs.get("path") == str(socket_path()):
+        return 0
     try:
         info: Any = client.info("memory")
     except redis.RedisError:

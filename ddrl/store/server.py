@@ -10,6 +10,8 @@ dies, so neither is ever stale:
   one. Every user tries every 0.1 s, so one of them restarts a server that was killed, with all it had acknowledged.
 
 If the last user is killed, the server keeps running: the next user finds it and stops it when it leaves.
+
+It takes at most MEMORY_SHARE of the machine's memory; then it is full, as any server at its maxmemory.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ STOP_TIMEOUT_S = 10.0  # for the server to end, before it is killed
 WATCH_EVERY_S = 0.1  # how often a user checks that the server runs
 MAX_RESTARTS = 5  # in a row, each within a minute of the one before
 MAX_LOG_BYTES = 10_000_000
+MEMORY_SHARE = 0.5  # of the machine's memory; the rest is for learners and workers
 
 
 # --- using the server --------------------------------------------------------------------------------
@@ -293,6 +296,7 @@ def _server_config() -> str:
         "appendonly": "yes",
         "appendfsync": "everysec",
         "save": "",
+        "maxmemory": str(memory_limit()),
         "maxmemory-policy": "noeviction",
         "daemonize": "no",
     }
@@ -303,6 +307,34 @@ def _server_config() -> str:
         unlock(lock)
     quoted = ((name, value.replace("\\", "\\\\").replace('"', '\\"')) for name, value in settings.items())
     return "".join(f'{name} "{value}"\n' for name, value in quoted)
+
+
+def memory_limit() -> int:
+    """Return the most bytes that the server may take; 0: no limit, as the system does not say what there is."""
+    return int(MEMORY_SHARE * memory_bytes())
+
+
+def memory_bytes(root: Path = Path("/")) -> int:
+    """Return the memory of this machine, or the least limit of its containers (cgroups); 0 if the system does not say.
+
+    Args:
+        root: where /proc and /sys are.
+    """
+    try:
+        limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    except (OSError, ValueError):
+        return 0
+    groups = root / "sys/fs/cgroup"
+    files = [groups / "memory/memory.limit_in_bytes"]  # of version 1; a container sees its own there
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            if line.startswith("0::/"):  # version 2: the limit of a group holds for those in it
+                group = groups / line.removeprefix("0::/")
+                files += [folder / "memory.max" for folder in (group, *group.parents)]
+    for file in files:
+        with contextlib.suppress(OSError, ValueError):  # "max": no limit
+            limits.append(int(file.read_text()))
+    return min(limits)
 
 
 # --- asking it ---------------------------------------------------------------------------------------

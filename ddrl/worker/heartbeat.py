@@ -113,16 +113,6 @@ def gpus() -> tuple[str, ...]:
     return tuple(line.strip() for line in done.stdout.splitlines() if line.strip())
 
 
-def memory_bytes() -> int:
-    """Return the memory of this machine, or of its container; 0 if the system does not say."""
-    try:
-        physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError):
-        return 0
-    limit = _lines(Path("/sys/fs/cgroup/memory.max"))
-    return min(physical, int(limit[0])) if limit and limit[0].isdigit() else physical
-
-
 def cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -169,7 +169,7 @@ def _start_heartbeat(sender: Any, **_: Any) -> None:
         pids=pids(),
         cores=heartbeat.cores(),
         gpus=heartbeat.gpus(),
-        memory_bytes=heartbeat.memory_bytes(),
+        memory_bytes=server.memory_bytes(),
         capabilities=tuple(envs.capabilities()),
         started_s=time.time(),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -9,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from redis import Redis
+from support import commands
 from support.commands import call, call_json
 from support.processes import ROOT, Processes, descendants, is_alive
 from support.runs import start, target_config
+from support.store import ended
 
 from ddrl import config as configs
 from ddrl.cli.submit import create_all, report
@@ -57,6 +61,28 @@ def test_options_reach_every_run(client: Any, target_file: str) -> None:
         config, state = runs.config(client, run), runs.state(client, run)
         assert (config.seed, config.weight, config.priority) == (seed, 2.5, "high")
         assert (state.weight, state.priority, state.status) == (2.5, "high", "active")
+
+
+@pytest.mark.parametrize("is_embedded", [True, False])
+def test_a_submission_prunes_the_embedded_server_and_no_other(
+    home: Path, client: Redis, target_file: str, is_embedded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with contextlib.ExitStack() as stack:
+        if is_embedded:
+            monkeypatch.delenv(connection.URL_VARIABLE)
+            client = stack.enter_context(connection.connect(stack.enter_context(embedded.use())))
+            assert int(client.config_get("maxmemory")["maxmemory"]) == embedded.memory_limit() > 0
+            assert connection.maxmemory(client) == 0, "no run is refused for it"
+        old, young = ended(client, 31), ended(client, 29)
+        printed = commands.run("submit", target_file, "--detach", "--no-learner", "--workers", "0")
+        said = "deleted 1 run from the server (ended more than 30 days ago); the folders stay\n"
+        assert (printed.code, printed.err) == (0, said if is_embedded else "")
+        assert {old, young} - {*runs.names(client)} == ({old} if is_embedded else set())
+        if is_embedded:
+            (policy := Path("runs", old, "policy.safetensors")).parent.mkdir(parents=True)
+            policy.touch()
+            remedy = f"; play {policy}, or continue the run with `ddrl resume {old}`"
+            assert commands.refused("status", old).endswith(remedy)
 
 
 def test_a_failed_submission_leaves_nothing_that_goes_on(
