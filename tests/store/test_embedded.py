@@ -157,7 +157,10 @@ def test_a_server_that_does_not_stop_is_killed(home: Path, monkeypatch: pytest.M
 def test_the_memory_of_a_machine_is_the_least_limit_of_its_containers(
     tmp_path: Path, groups: str, limits: dict[str, str], least: int | None
 ) -> None:
-    for name, text in {"proc/self/cgroup": groups, **{f"sys/fs/cgroup/{k}": v for k, v in limits.items()}}.items():
+    for name, text in {
+        "proc/self/cgroup": groups,
+        **{f"sys/fs/cgroup/{k}": v for k, v in limits.items()},
+    }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     physical = embedded.memory_bytes(tmp_path / "nothing")
