@@ -48,9 +48,10 @@ def fleet(
 
 def collect(client: Client) -> dict[str, Any]:
     """Return what `ddrl fleet --json` prints."""
-    present, loads = workers.alive(client), segments.active(client)
+    present, loads = workers.alive(client), {load.run: load for load in segments.active(client)}
     playing = {
-        load.run: Counter(p.node for p in segments.playing(client, load.run).values()) for load in loads
+        run: Counter(p.node for p in segments.playing(client, run).values())
+        for run in runs.open_names(client)
     }
     report: dict[str, Any] = {"workers": [], "versions_differ": differences(present), "runs": []}
     for worker in present:
@@ -58,18 +59,24 @@ def collect(client: Client) -> dict[str, Any]:
         up_s = max(0.0, time.time() - worker.started_s) if worker.started_s else None
         fields = picked(worker, *_WORKER_FIELDS, *_MACHINE_FIELDS)
         report["workers"].append({**fields, "playing": played, "up_s": up_s})
-    total, trouble = sum(load.mean_processes for load in loads) or 1.0, hints.server_trouble(client)
-    for load in loads:
-        state, num_playing = runs.state(client, load.run), playing[load.run].total()
-        note = _note(client, state, load, trouble, present=present, loads=loads, num_playing=num_playing)
+    total, trouble = sum(load.mean_processes for load in loads.values()) or 1.0, hints.server_trouble(client)
+    seen = {"present": present, "loads": [*loads.values()]}
+    for run, nodes in playing.items():
+        state, load, num_playing = (
+            runs.state(client, run),
+            loads.get(run),
+            nodes.total(),
+        )  # no load: not active
+        note = _note(client, state, load, trouble, **seen, num_playing=num_playing)
         report["runs"].append(
             {
-                **picked(load, "run", "priority", "weight", "queue", "wants"),
+                **picked(state, "run", "status", "priority", "weight", "queue"),
+                "wants": load is not None and load.wants,
                 "learner": state.host if state.leased else None,
-                "entitled": entitled(load, loads),
-                "share": load.mean_processes / total if state.leased else 0.0,
+                "entitled": load and entitled(load, loads.values()),
+                "share": load.mean_processes / total if load and state.leased else 0.0,
                 "playing": num_playing,
-                "waiting_messages": segments.waiting(client, load.queue),
+                "waiting_messages": segments.waiting(client, state.queue),
                 "process_s": state.process_s,
                 "note": note,
             }
@@ -77,15 +84,15 @@ def collect(client: Client) -> dict[str, Any]:
     return report
 
 
-def _note(client: Client, state: RunState, load: RunLoad, trouble: str, **seen: Any) -> str:
+def _note(client: Client, state: RunState, load: RunLoad | None, trouble: str, **seen: Any) -> str:
     """Return why the run does not play or learn; empty while all is well."""
     try:
-        config = runs.config(client, load.run)
+        config = runs.config(client, state.run)
     except StoreError as error:  # stored by another version of ddrl; the other runs are shown as ever
         return str(error)
-    figures = Figures(state, config, refusals=segments.refusals(client, load.run), **seen)
+    figures = Figures(state, config, refusals=segments.refusals(client, state.run), **seen)
     hint = hints.hint(figures, server=trouble, starting=False)
-    return hint or ("" if figures.num_playing else _why_not_played(load, figures.loads))
+    return hint or ("" if figures.num_playing or load is None else _why_not_played(load, figures.loads))
 
 
 def _why_not_played(load: RunLoad, loads: Sequence[RunLoad]) -> str:
@@ -147,10 +154,11 @@ def _summary(report: Mapping[str, Any]) -> str:
     if not present:
         return "no workers; start `celery -A ddrl worker` on every machine that is to play"
     processes, hosts = sum(worker["processes"] for worker in present), {worker["host"] for worker in present}
+    active = sum(run["status"] == "active" for run in report["runs"])
     playing = sum(sum(worker["playing"].values()) for worker in present)
     lines = [
         f"{counted(len(hosts), 'machine')}, {counted(len(present), 'worker')}, {counted(processes, 'process', 'es')}, "
-        f"{playing} of them playing {counted(len(report['runs']), 'run')}"
+        f"{playing} of them playing {counted(active, 'run')}"
     ]
     for package, versions in report["versions_differ"].items():
         parts = (f"{version} on {', '.join(hosts_of)}" for version, hosts_of in versions.items())

@@ -34,7 +34,7 @@ def hint(figures: Figures, *, server: str, starting: bool) -> str:
         return ""
     if state.status == "paused":
         is_complete = "ddrl resume" in state.reason  # it names the remedy
-        return state.reason if is_complete else f"paused: {state.reason}; `ddrl resume {state.run}` goes on"
+        return state.reason if is_complete else f"{state.reason}; `ddrl resume {state.run}` goes on"
     if server:
         return server
     if starting and not (state.appended_steps and state.leased and figures.serving):

@@ -90,7 +90,7 @@ def _report(client: Client, figures: Figures) -> dict[str, Any]:
 def _show(figures: Figures, report: dict[str, Any]) -> None:
     state, shown, kept, sharing = figures.state, cells(figures), report["weights"], report["sharing"]
     # `hints.hint` repeats the reason; the line "status" shows it already.
-    hint = report["hint"].removeprefix(f"paused: {state.reason}; ")
+    hint = report["hint"].removeprefix(f"{state.reason}; ")
     limit = "" if report["time_limit_s"] is None else f" of {duration(report['time_limit_s'])}"
     learner = "none" if not state.leased else state.host
     if state.handover:

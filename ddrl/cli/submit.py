@@ -71,7 +71,7 @@ def submit(
             note(
                 f"deleted {counted(len(pruned), 'run')} from the server ({pruned[0].reason}); the folders stay"
             )
-        _attend(client, runs, num_workers, with_learner, detach, json_output, started)
+        _attend(client, runs, num_workers, with_learner, detach, json_output, started, "submitted")
 
 
 def resume(
@@ -99,7 +99,7 @@ def resume(
             with_learner, workers = with_learner or False, workers or 0
         for run in names:
             store.reactivate(client, run, more_time_s=more_time_s)
-        _attend(client, names, _num_workers(workers), with_learner, detach, json_output, started)
+        _attend(client, names, _num_workers(workers), with_learner, detach, json_output, started, "resumed")
 
 
 def detached(
@@ -169,6 +169,7 @@ def _attend(
     detach: bool,
     json_output: bool,
     started: float,
+    what_happened: str,
 ) -> None:
     """Start the processes that are missing, follow the runs to their end, print their results."""
     if with_learner is None:
@@ -177,7 +178,7 @@ def _attend(
         if num_workers or with_learner:
             local.start_detached(runs, num_workers, with_learner)
         rows = [{"run": run, "status": "active"} for run in runs]
-        text = "\n".join(f"{run}: submitted; watch it with `ddrl watch {run}`" for run in runs)
+        text = "\n".join(f"{run}: {what_happened}; watch it with `ddrl watch {run}`" for run in runs)
         answer(rows[0] if len(rows) == 1 else {"runs": rows}, text, json_output=json_output)
         return
     note("\n".join(f"run {run}" for run in runs))

@@ -38,6 +38,20 @@ def test_workers_what_they_play_and_the_shares_of_runs(client: Any) -> None:
     assert text.endswith("2 machines, 2 workers, 4 processes, 3 of them playing 2 runs\n")
 
 
+def test_a_paused_run_is_listed_and_entitled_to_nothing(client: Any) -> None:
+    paused, active = start(client, target_config()), start(client, target_config())
+    for run in (paused, active):
+        want_processes(client, run)
+    workers.beat(client, heartbeat("a@one", 3))
+    call("pause", paused)
+    rows = {row["run"]: row for row in call_json("fleet")["runs"]}
+    assert [rows[run]["status"] for run in (paused, active)] == ["paused", "active"]
+    assert [rows[run]["entitled"] for run in (paused, active)] == [None, 1.0]
+    assert not rows[paused]["wants"] and f"`ddrl resume {paused}`" in rows[paused]["note"]
+    text = call("fleet")
+    assert paused in text and text.endswith("0 of them playing 1 run\n")
+
+
 def test_why_a_run_is_not_played(client: Any) -> None:
     run = start(client, target_config())
 

@@ -108,6 +108,9 @@ def test_several_runs_are_resumed_at_once(client: Any) -> None:
     rows = call_json("resume", *names, names[0], "--detach", "--no-learner", "--workers", "0")["runs"]
     assert [row["run"] for row in rows] == names
     assert [runs.status(client, run) for run in names] == ["active", "active"]
+    call("pause", names[0])
+    text = call("resume", names[0], "--detach", "--no-learner", "--workers", "0")
+    assert text == f"{names[0]}: resumed; watch it with `ddrl watch {names[0]}`\n"
 
 
 def test_ctrl_c_stops_all_runs_and_a_resumed_one_obeys_its_changed_settings(
