@@ -9,20 +9,21 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ddrl import envs
 from ddrl.algorithms import base
 from ddrl.algorithms.base import RecurrentState, advance
 from ddrl.config import EnvConfig, RunConfig, validate
-from ddrl.envs import training_reward
 from ddrl.envs.frame_stack import FrameStack
 from ddrl.store import runs, weights
 from ddrl.store.connection import StoreError
 from ddrl.types import EnvSpec
 
 if TYPE_CHECKING:
+    import gymnasium
     from redis import Redis
 
 FORMAT = "ddrl-policy-2"
@@ -66,8 +67,25 @@ class LoadedPolicy:
         """The environment of the run."""
         return self.config.env
 
+    def make_env(self, render_mode: str | None = None) -> gymnasium.Env[Any, Any]:
+        """Return a Gymnasium environment as the policy plays it.
+
+        It has the run's arguments, time limit, action repeat and Atari protocol. Observations are single frames, which
+        `action` stacks. Rewards are the environment's own, and an episode of an ALE game is a whole game.
+
+        Args:
+            render_mode: of Gymnasium. ALE games have only "rgb_array".
+
+        Raises:
+            EnvError: it cannot be made here: a package is missing, a module is not in DDRL_ALLOW_MODULES, or its spaces
+                are not those that the policy knows.
+        """
+        made = envs.make_one(self.env, render_mode)
+        envs.check_spaces(made, self.spaces)
+        return made
+
     def begin(self) -> None:
-        """Start an episode; only policies that stack frames or are recurrent need it."""
+        """Start an episode: forget the frames and the recurrent state of the last one. Call it after each reset."""
         self._episode = _Episode(FrameStack(1, self.spaces), self.policy.initial_state(1))
 
     def action(self, observation: np.ndarray, reward: float = 0.0) -> np.ndarray:
@@ -83,7 +101,9 @@ class LoadedPolicy:
         assert episode is not None
         is_first = np.array([episode.action is None])
         if episode.state and episode.action is not None:
-            advance(episode.state, episode.action, training_reward(self.env, np.array([reward])), is_first)
+            advance(
+                episode.state, episode.action, envs.training_reward(self.env, np.array([reward])), is_first
+            )
         seen = episode.stack.push(np.asarray(observation)[None], is_first)
         episode.action = self.policy.act(seen, episode.state)
         action: np.ndarray = episode.action[0]

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support.algorithms import DISCRETE, make_learner
+from support import commands
+from support.algorithms import CPU, DISCRETE, make_learner
 
 from ddrl import config, envs, policy
+from ddrl.algorithms import base
 from ddrl.algorithms.base import NO_STATE, RecurrentState, initial_state
 from ddrl.runs.evaluation import score
 from ddrl.store import weights
+
+CONFIGS = Path("configs").resolve()
+GUIDE = re.findall(r"```python\n(from ddrl.policy .*?)```", Path("docs/guide.md").read_text(), re.DOTALL)[0]
 
 
 class Sensitive:
@@ -60,14 +67,85 @@ def test_episodes_by_hand_are_those_evaluated(size: int, frame_stack: int) -> No
     assert len(set(lengths)) > 3, "else a constant action would pass"
 
 
+def write(path: Path, tree: Mapping[str, Any], spaces: envs.EnvSpec, arrays: Mapping[str, Any]) -> None:
+    """Write a policy file as `ddrl export` does."""
+    metadata = {"format": policy.FORMAT, "run": "run", "version": "3", "config": json.dumps(tree)}
+    path.write_bytes(weights.encode_weights(arrays, metadata | {"spaces": json.dumps(asdict(spaces))}))
+
+
+def export(preset: str, *overrides: str, seed: int = 1) -> None:
+    """Write a policy of a preset with its first weights to lunar.safetensors."""
+    settings = config.load(f"{CONFIGS}/{preset}.yaml", list(overrides))
+    spaces = envs.describe(settings.env)
+    learner = base.resolve(settings, spaces).learner(device=CPU, seed=seed)
+    arrays = {name: np.asarray(tensor) for name, tensor in learner.weights().items()}
+    if "observation_std" in arrays:  # small velocities count: this car climbs the hill
+        arrays["observation_std"] = np.array([10.0, 0.001], np.float32)
+    tree = settings.model_dump(mode="json", by_alias=True)
+    write(Path("lunar.safetensors"), tree, spaces, arrays)
+
+
+@pytest.mark.parametrize(
+    ("preset", "overrides", "seed"),
+    [
+        ("lunar", [], 1),
+        ("mountaincar", [], 13),  # returns -118, without the action repeat -165
+        ("mountaincar", ["env.max_episode_steps=100"], 1),
+        ("catch", [], 1),
+        ("recall", [], 1),
+        ("asterix", ["env.atari.max_frames=240", "env.atari.sticky=0.25"], 1),
+    ],
+)
+def test_the_lines_of_the_guide_play_what_evaluate_plays(
+    preset: str, overrides: list[str], seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    if preset == "asterix":
+        pytest.importorskip("ale_py")
+    monkeypatch.chdir(tmp_path)
+    export(preset, *overrides, seed=seed)
+    exec(GUIDE, {})
+    total = float(capsys.readouterr().out)
+    report = commands.call_json("evaluate", "lunar.safetensors", "-n", "1", "--epsilon", "0")
+    assert total == report["returns"][0]
+    if "mountaincar" in preset:
+        assert total == (-100 if overrides else -118)
+
+
+def test_an_environment_of_ones_own_is_made_where_its_module_is_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DDRL_ALLOW_MODULES", "ddrl.envs.toy")
+    export(
+        "cartpole",
+        "env.id=ddrl.envs.toy:spot",
+        "algorithm.network=conv",
+        "algorithm.normalize_observations=false",
+    )
+    player = policy.load("lunar.safetensors")
+    monkeypatch.delenv("DDRL_ALLOW_MODULES")
+    with pytest.raises(envs.EnvError, match="set DDRL_ALLOW_MODULES=ddrl on every machine"):
+        player.make_env()
+
+
+def test_the_environment_renders_on_request() -> None:
+    settings = config.load(f"{CONFIGS}/cartpole.yaml")
+    loaded = policy.LoadedPolicy(Sensitive(0), settings, envs.describe(settings.env), "run", 1)
+    env = loaded.make_env(render_mode="rgb_array")
+    env.reset(seed=1)
+    assert np.shape(env.render()) == (400, 600, 3)
+    env.close()
+    assert loaded.make_env().render_mode is None
+
+
 def test_a_policy_file_of_another_shape_is_refused(tmp_path: Path) -> None:
     learner = make_learner("ppo", DISCRETE, hidden_sizes=(8,))
     arrays = {name: tensor.numpy() for name, tensor in learner.weights().items()}
     path = tmp_path / "a.policy"
     for size in (8, 9):
         tree = {"env": {"id": "Toy-v0"}, "algorithm": {"name": "ppo", "hidden_sizes": [size]}}
-        metadata = {"format": policy.FORMAT, "run": "run", "version": "3", "config": json.dumps(tree)}
-        path.write_bytes(weights.encode_weights(arrays, metadata | {"spaces": json.dumps(asdict(DISCRETE))}))
+        write(path, tree, DISCRETE, arrays)
         if size == 8:
             assert policy.load(path).action(np.zeros(3, np.float32)).shape == ()
     with pytest.raises(policy.PolicyFileError, match=r"do not fit .* \(actor\.layers\.0\.bias: shape \(8,\)"):

@@ -15,6 +15,7 @@ Imports gymnasium and ale_py: import this inside functions only.
 from __future__ import annotations
 
 import difflib
+import secrets
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ from ddrl.envs.requirements import EnvError
 
 _NEVER = 2**30  # frames; ale-py's own limit, which does not show the true last frame
 _SEED_MASK = 2**31 - 1  # ale-py takes seeds in [0, 2^31); a negative one is none
-_ENLARGED = 4  # rendered pixels along a side for one that the agent sees
+_SCREEN = (210, 160)  # height and width of rendered pictures: the console's
 
 
 def rom_of(env_id: str) -> str:
@@ -57,12 +58,14 @@ class AtariVector:
         env_id: such as "ALE/Asterix-v5".
         atari: the protocol.
         num_envs: N.
+        in_color: observe the screen as people see it, [210, 160, 3], instead of the gray square.
 
     Raises:
         EnvError: no such game.
     """
 
-    def __init__(self, env_id: str, atari: AtariConfig, num_envs: int) -> None:
+    def __init__(self, env_id: str, atari: AtariConfig, num_envs: int, *, in_color: bool = False) -> None:
+        height, width = _SCREEN if in_color else (atari.screen_size, atari.screen_size)
         self._games = AtariVectorEnv(
             rom_of(env_id),
             num_envs=num_envs,
@@ -71,8 +74,9 @@ class AtariVector:
             max_num_frames_per_episode=_NEVER,
             repeat_action_probability=atari.sticky,
             full_action_space=atari.full_actions,
-            img_height=atari.screen_size,
-            img_width=atari.screen_size,
+            img_height=height,
+            img_width=width,
+            grayscale=not in_color,
             stack_num=1,
             frameskip=atari.frame_skip,
             maxpool=True,
@@ -82,7 +86,7 @@ class AtariVector:
             reward_clipping=False,
         )
         self.num_envs = num_envs
-        self.single_observation_space = Box(0, 255, (atari.screen_size, atari.screen_size), np.uint8)
+        self.single_observation_space = Box(0, 255, (height, width, 3)[: 2 + in_color], np.uint8)
         self.single_action_space = self._games.single_action_space
         self._num_actions = int(self.single_action_space.n)  # type: ignore[attr-defined]
         self._episodic_life = atari.episodic_life
@@ -131,8 +135,8 @@ class AtariVector:
         truncated = (self._steps >= self._max_steps) & ~terminated
         ended = terminated | truncated
         if terminated.any():
-            final = np.where(terminated[:, None, None, None], info["final_obs"], observation)
-            further["final_obs"] = final[:, 0]
+            further["final_obs"] = observation[:, 0].copy()
+            further["final_obs"][terminated] = info["final_obs"][terminated, 0]
         elif truncated.any():
             further["final_obs"] = observation[:, 0]
         if truncated.any():
@@ -155,27 +159,32 @@ class AtariEnv(gymnasium.Env[np.ndarray, np.int64]):
     Args:
         env_id: such as "ALE/Asterix-v5".
         atari: the protocol.
+        render_mode: "rgb_array" plays the same game in color beside it, for `render`.
 
     Raises:
-        EnvError: no such game.
+        EnvError: no such game, or another render mode.
     """
 
-    def __init__(self, env_id: str, atari: AtariConfig) -> None:
-        self._vector = AtariVector(env_id, atari, 1)
-        self.observation_space = self._vector.single_observation_space
-        self.action_space = self._vector.single_action_space
+    def __init__(self, env_id: str, atari: AtariConfig, render_mode: str | None = None) -> None:
+        if render_mode not in (None, "rgb_array"):
+            raise EnvError(f"{env_id}: render_mode is {render_mode}; ALE games have only rgb_array")
+        self._games = [AtariVector(env_id, atari, 1)]
+        self.observation_space = self._games[0].single_observation_space
+        self.action_space = self._games[0].single_action_space
         self.metadata = {"render_modes": ["rgb_array"], "render_fps": max(1, 60 // atari.frame_skip)}
-        self.render_mode = "rgb_array"
-        self._frame = np.zeros(self.observation_space.shape, np.uint8)
+        self.render_mode = render_mode
+        if render_mode is not None:
+            self._games.append(AtariVector(env_id, atari, 1, in_color=True))
+            self.reset(seed=secrets.randbits(31))  # the same random numbers in both from here on
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[np.ndarray, dict[str, Any]]:
         """Begin a game, [H, W] uint8; a seed determines everything after it."""
         super().reset(seed=seed)
-        observation, _ = self._vector.reset(seed=None if seed is None else [seed])
-        self._frame = observation[0]
-        return self._frame, {}
+        seeds = None if seed is None else [seed]
+        self._frames = [game.reset(seed=seeds)[0][0] for game in self._games]
+        return self._frames[0], {}
 
     def step(self, action: np.int64) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         """Take one agent step.
@@ -185,15 +194,16 @@ class AtariEnv(gymnasium.Env[np.ndarray, np.int64]):
         """
         if not self.action_space.contains(action):
             raise ValueError(f"action: {action}; expected one of {self.action_space}")
-        observation, reward, terminated, truncated, info = self._vector.step(np.array([action], np.int64))
-        self._frame = info.get("final_obs", observation)[0]
-        return self._frame, float(reward[0]), bool(terminated[0]), bool(truncated[0]), {}
+        steps = [game.step(np.array([action], np.int64)) for game in self._games]
+        self._frames = [info.get("final_obs", observation)[0] for observation, *_, info in steps]
+        _, reward, terminated, truncated, _ = steps[0]
+        return self._frames[0], float(reward[0]), bool(terminated[0]), bool(truncated[0]), {}
 
-    def render(self) -> np.ndarray:
-        """Return the newest observation, enlarged, [4H, 4W, 3] uint8."""
-        enlarged = self._frame.repeat(_ENLARGED, axis=0).repeat(_ENLARGED, axis=1)
-        return np.repeat(enlarged[:, :, None], 3, axis=2)
+    def render(self) -> np.ndarray | None:
+        """Return the screen in the game's colors, [210, 160, 3] uint8; None without a render mode."""
+        return None if self.render_mode is None else self._frames[1]
 
     def close(self) -> None:
         """Close the game."""
-        self._vector.close()
+        for game in self._games:
+            game.close()

@@ -41,10 +41,14 @@ class Vector(Protocol):
         """Close the environments."""
 
 
-def make_one(env: EnvConfig) -> gymnasium.Env[Any, Any]:
+def make_one(env: EnvConfig, render_mode: str | None = None) -> gymnasium.Env[Any, Any]:
     """Return one environment with `max_episode_steps` and `action_repeat` applied; an episode of ALE is a whole game.
 
     `max_episode_steps` counts the environment's own steps, before `action_repeat`, as its own limit does.
+
+    Args:
+        env: the settings.
+        render_mode: passed to the environment if given.
 
     Raises:
         EnvError: unknown id, package not installed, module not allowed, or settings refused.
@@ -52,7 +56,9 @@ def make_one(env: EnvConfig) -> gymnasium.Env[Any, Any]:
     if _is_game(env):
         from ddrl.envs.atari import AtariEnv
 
-        return AtariEnv(env.id, env.atari)
+        return AtariEnv(env.id, env.atari, render_mode)
+    if render_mode is not None:
+        env = env.model_copy(update={"kwargs": {**env.kwargs, "render_mode": render_mode}})
     made = _from_callable(env) if ":" in env.id else _from_registry(env)
     if env.action_repeat > 1:
         from ddrl.envs.wrappers import ActionRepeat

@@ -191,8 +191,7 @@ class _Film:
         self._renders = "rgb_array" in made.metadata.get("render_modes", ())
         if self._renders and made.render_mode != "rgb_array":
             made.close()
-            kwargs = {**self._env.kwargs, "render_mode": "rgb_array"}
-            made = envs.make_one(self._env.model_copy(update={"kwargs": kwargs}))
+            made = envs.make_one(self._env, "rgb_array")
         if self._renders:
             self._hz = float(made.metadata.get("render_fps") or _DEFAULT_HZ) / self._env.action_repeat
         elif not self._is_image:

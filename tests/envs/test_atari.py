@@ -139,9 +139,31 @@ def test_one_game_is_a_lane_of_a_vector() -> None:
         np.testing.assert_array_equal(observation, expected)
         assert num_lost >= 2
         kinds.add(tuple(end))
-        enlarged = observation.repeat(4, axis=0).repeat(4, axis=1)  # still the last frame, in gray
-        np.testing.assert_array_equal(one.render(), np.stack([enlarged] * 3, axis=2), strict=True)
     assert kinds == {(True, False), (False, True)}
+
+
+def test_a_filmed_game_is_the_same_game_in_color() -> None:
+    """Each picture has the rows that the agent sees, also the last one, with sticky actions, and before any seed."""
+    protocol = AtariConfig(sticky=0.25, max_frames=560, screen_size=210)
+    filmed, plain = AtariEnv(BREAKOUT, protocol, "rgb_array"), AtariEnv(BREAKOUT, protocol)
+    generator = np.random.default_rng(3)
+    for seed in (None, None, 4):
+        observation, expected, ended = filmed.reset(seed=seed)[0], plain.reset(seed=seed)[0], False
+        while True:
+            picture: Any = filmed.render()
+            assert picture.shape == (210, 160, 3) and picture.dtype == np.uint8
+            gray = picture @ [0.299, 0.587, 0.114]
+            assert np.abs(gray.mean(axis=1) - observation.mean(axis=1)).max() < 1.0
+            if seed is not None:
+                np.testing.assert_array_equal(observation, expected)
+            if ended:
+                break
+            action = generator.integers(4)
+            observation, _, terminated, truncated, _ = filmed.step(action)
+            expected, ended = plain.step(action)[0], terminated or truncated
+    assert np.ptp(picture, axis=2).max() > 100, "gray would have three equal channels"
+    with pytest.raises(EnvError, match="render_mode is human; ALE games have only rgb_array"):
+        AtariEnv(BREAKOUT, protocol, "human")
 
 
 @pytest.mark.parametrize(
@@ -191,7 +213,7 @@ def test_description_follows_the_settings() -> None:
     assert envs.describe(EnvConfig(id=ASTERIX, frame_stack=4)) == expected
     other = EnvConfig(id="ALE/UpNDown-v5", num_envs=2, atari={"screen_size": 42, "full_actions": True})
     spec, skipping = envs.describe(other), envs.make_one(EnvConfig(id=ASTERIX, atari={"frame_skip": 3}))
-    assert (skipping.render_mode, skipping.metadata["render_fps"]) == ("rgb_array", 20)
+    assert (skipping.render(), skipping.metadata["render_fps"]) == (None, 20)
     assert (spec.observation_shape, spec.action_sizes, spec.frame_stack) == ((42, 42), (18,), 1)
     vector = envs.make_vector(other)
     assert isinstance(vector, AtariVector) and vector.num_envs == 2

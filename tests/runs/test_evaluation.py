@@ -175,4 +175,4 @@ def test_a_game_is_played_whole_with_no_ops_and_filmed() -> None:
     none, some, again = observations(0, 2), observations(30, 2), observations(30, 1)
     assert all(np.array_equal(one, two) for one, two in zip(some, again, strict=True))
     assert any((one != two).any() for one, two in zip(none, some, strict=True))
-    assert len(pictures) == 3 * 61 and pictures[0][1] == 15.0 and pictures[0][0].shape == (336, 336, 3)
+    assert len(pictures) == 3 * 61 and pictures[0][1] == 15.0 and pictures[0][0].shape == (210, 160, 3)
