@@ -61,8 +61,8 @@ class EvaluationScheduler:
 
     @property
     def holds_play(self) -> bool:
-        """Play waits, as the policy that the run begins with may solve it; for FIRST_S at most."""
-        return self.pinned == {0} and time.monotonic() < self._hold_until
+        """The run is solved; or the policy that it begins with may solve it, for which play waits FIRST_S at most."""
+        return self.solved or (self.pinned == {0} and time.monotonic() < self._hold_until)
 
     @property
     def pinned(self) -> frozenset[int]:

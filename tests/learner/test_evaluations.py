@@ -149,7 +149,7 @@ def test_the_policy_that_a_run_begins_with_is_evaluated_first_and_once(server: A
     if value > -0.5:
         assert match.scheduler.holds_play and match.answer(value).version == 0
         match.tick(None)
-    assert match.scheduler.solved == (value > -0.5) and not match.scheduler.holds_play
+    assert match.scheduler.solved == match.scheduler.holds_play == (value > -0.5)
     other = Match(server.client, run, every_s=3600, near_every_s=3600)
     other.tick(None)
     assert other.sent == []

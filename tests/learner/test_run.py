@@ -23,6 +23,7 @@ from support.runs import target_config
 from ddrl import celery
 from ddrl.algorithms import base
 from ddrl.config import ConfigError
+from ddrl.learner import evaluations as scheduler
 from ddrl.learner import run as run_module
 from ddrl.learner.dispatcher import Dispatcher
 from ddrl.learner.loop import Learner
@@ -290,20 +291,22 @@ def test_a_paused_run_is_not_evaluated_and_its_time_stands_still(server, learn, 
 
 
 def test_a_run_whose_first_policy_reaches_the_target_is_solved_without_a_step(
-    server, learn, monkeypatch, tmp_path
+    server, learn, monkeypatch
 ) -> None:
     def send(run: str, message: str, queue: str) -> None:
         play_evaluation(server.client, run, message)
 
+    sent: list[Dispatcher] = []
     monkeypatch.setattr(celery, "send_evaluation", send)
+    monkeypatch.setattr(Dispatcher, "tick", lambda self: sent.append(self))
+    monkeypatch.setattr(scheduler, "FIRST_S", 1e9)
     config = target_config(stop={"return": -100})
     spaces = submit.prepare(config)
     policy = weights.encode_weights(base.resolve(config, spaces).learner(device=CPU, seed=9).weights())
     run = Run(server, run=submit.create(server.client, config, spaces, initial=("other@3", policy)))
-    with playing(run.url, run.id):
-        learn(run).thread.join(SLOW_S)
+    learn(run).thread.join(SLOW_S)
     state, folder = run.state, Path(run.state.folder)
-    assert (state.status, state.evaluation["version"], state.updates) == ("solved", 0, 0)
+    assert (state.status, state.evaluation["version"], sent) == ("solved", 0, [])
     assert weights.decode_weights((folder / "policy.safetensors").read_bytes()).keys()
     assert (folder / "curve.png").exists()
 
