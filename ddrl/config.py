@@ -13,7 +13,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -363,6 +363,22 @@ def live_options(model: type[BaseModel], prefix: str = "") -> set[str]:
     return {
         n for n, field in found if isinstance(extra := field.json_schema_extra, dict) and extra.get("live")
     }
+
+
+def allowed(annotation: Any, metadata: Iterable[Any] = ()) -> str:
+    """Return which values a field of this type takes, such as "number > 0" or "duration or null"."""
+    parts = typing.get_args(annotation)
+    if typing.get_origin(annotation) is Annotated:
+        return allowed(parts[0], [*metadata, *parts[1:]])
+    if parts:  # of a union, or a Literal
+        return " or ".join(part if isinstance(part, str) else allowed(part, metadata) for part in parts)
+    if annotation is types.NoneType:
+        return "null"
+    is_duration = any(isinstance(each, BeforeValidator) for each in metadata)
+    kind = "duration" if is_duration else {int: "integer", float: "number", ByteSize: "size"}[annotation]
+    signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+    bounds = [f"{s} {getattr(each, n)}" for each in metadata for n, s in signs.items() if hasattr(each, n)]
+    return f"{kind} {', '.join(bounds)}".strip()
 
 
 def parse(model: type[M], tree: Mapping[str, Any], prefix: str = "") -> M:

@@ -26,7 +26,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "resume": ("Train", "submit", "Continue paused, stopped or interrupted runs."),
     "stop": ("Train", "runs", "End a run: its learner saves everything, its workers play other runs."),
     "pause": ("Train", "runs", "Pause a run until `ddrl resume`; nothing is lost."),
-    "set": ("Train", "settings", "Change settings of a run while it goes on."),
+    "set": ("Train", "settings", "Change settings of a run while it goes on, or list them."),
     "runs": ("Watch", "runs", "List the runs on the server, the newest last."),
     "status": ("Watch", "status", "Show the state of a run."),
     "watch": ("Watch", "live", "Follow a run until it ends; exit code 1 if it failed."),

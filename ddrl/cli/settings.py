@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ddrl.cli.format import flat
-from ddrl.cli.output import InputError, Json, Run, emit, note, server_of
+from ddrl.cli.output import InputError, Json, Run, emit, note, server_of, table
 from ddrl.store import runs as store
 
 if TYPE_CHECKING:
@@ -24,18 +24,22 @@ Changes = dict[str, tuple[Any, Any]]  # option -> (from, to)
 def set_(
     run: Run,
     settings: Annotated[
-        list[str], typer.Argument(metavar="NAME=VALUE...", help="Such as weight=2 or stop.time=30m.")
-    ],
+        list[str] | None,
+        typer.Argument(metavar="NAME=VALUE", help="Such as weight=2 or stop.time=30m. None: list them."),
+    ] = None,
     json_output: Json = False,
 ) -> None:
-    """Change settings of a run while it goes on; either all of them change or none."""
-    wanted = parse(settings)
+    """Change settings of a run while it goes on, either all of them or none; or list those that can change."""
+    wanted = parse(settings or [])
     with server_of(run) as (client, run):
         state = store.state(client, run)
         if state.ended:
             remedy = "" if state.status == "solved" else f"; `ddrl resume {run}` continues it first"
             raise InputError(f"run {run}: has ended ({state.status}), its settings cannot change{remedy}")
         before, spaces = store.config(client, run), store.spaces(client, run)
+        if not wanted:
+            _list(run, before, spaces, json_output)
+            return
         after, changes = change(before, spaces, wanted)
         version = state.config_version
         if changes:
@@ -55,6 +59,30 @@ def set_(
         print(f"{name}: {json.dumps(old)} -> {json.dumps(new)}")
     if changes and not state.leased:
         note(f"{run}: has no learner now; the next one uses the new settings")
+
+
+def _list(run: str, config: RunConfig, spaces: EnvSpec, json_output: bool) -> None:
+    """Print the options that can change, with their values, and what they do."""
+    from ddrl.algorithms import base
+    from ddrl.config import RunConfig, allowed, live_options, options
+
+    own, values = base.config_class(config.algorithm["name"]), values_of(config, spaces)
+    fields = options(RunConfig) | options(own, "algorithm.")
+    rows = []
+    for name in sorted(live_options(RunConfig) | live_options(own, "algorithm.")):
+        field = fields[name]
+        row = {"option": name, "value": values[name], "default": field.default}
+        row["allowed"] = allowed(field.annotation, field.metadata)
+        rows.append({**row, "effect": " ".join((field.description or "").split())})
+    if json_output:
+        emit({"run": run, "options": rows})
+        return
+    header, cells = ("option", "value", "default", "allowed values, and effect"), []
+    for row in rows:
+        texts = (json.dumps(row["value"]), json.dumps(row["default"]), f"{row['allowed']}. {row['effect']}")
+        cells.append((row["option"], *texts))
+    table(header, cells, left=header, optional=("default",))
+    note(f"change them with `ddrl set {run} NAME=VALUE`; durations such as 90s or 15m, sizes such as 1GB")
 
 
 def change(before: RunConfig, spaces: EnvSpec, wanted: Mapping[str, Any]) -> tuple[RunConfig, Changes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from support.commands import call, call_json, refused
 from support.store import events, make_run
 
 from ddrl import config
+from ddrl.algorithms import base
 from ddrl.cli import settings
 from ddrl.runs import artifacts, curves
 from ddrl.runs.records import Records, read
@@ -66,6 +68,45 @@ def test_a_change_is_stored_printed_and_kept_in_the_journal(client: Any, lander:
     assert call_json("set", run, "weight=2.0")["config_version"] == 2  # nothing changed, nothing written
     changed = [row["option"] for row in runs.journal(client, run) if row["event"] == "set"]
     assert changed == ["weight", "algorithm.learning_rate", "stop.time"]
+
+
+def test_without_settings_those_that_can_change_are_listed(client: Any, lander: str) -> None:
+    call("set", lander, "algorithm.learning_rate=1e-4")
+    report = call_json("set", lander)
+    options = {row["option"]: row for row in report["options"]}
+    assert report["run"] == lander and list(options) == sorted(options) and "env.id" not in options
+    known = json.loads(call("schema"))["algorithms"]["sac"]["properties"]
+    assert {name for name in options if name.startswith("algorithm.")} == {
+        f"algorithm.{name}" for name, option in known.items() if option.get("live")
+    }
+    row = options["algorithm.learning_rate"]
+    assert (row["value"], row["default"], row["allowed"]) == (1e-4, 1e-3, "number > 0")
+    assert row["effect"].startswith(
+        "Step size of the optimizers. Larger learns faster until values or policy"
+    )
+    assert options["stop.return"]["value"] == 200.0 and options["stop.return"]["default"] is None
+    ranges = {
+        name: options[name]["allowed"] for name in ("weight", "priority", "replay.max_bytes", "stop.time")
+    }
+    assert ranges == {
+        "weight": "number > 0, <= 100",
+        "priority": "low or normal or high",
+        "replay.max_bytes": "size >= 65536",
+        "stop.time": "duration > 0 or null",
+    }
+    printed = commands.run("set", lander)
+    cells = [line.split() for line in printed.out.splitlines()]
+    assert ["weight", "1.0", "1.0", "number", ">", "0,", "<=", "100."] in [row[:8] for row in cells]
+    assert len(cells) == 1 + len(options) and f"`ddrl set {lander} NAME=VALUE`" in printed.err
+    assert events(client, lander) == ["created", "set"]
+
+
+@pytest.mark.parametrize("name", base.names())
+def test_every_live_option_has_allowed_values(name: str) -> None:
+    own = base.config_class(name)
+    for option, field in (config.options(config.RunConfig) | config.options(own)).items():
+        if option in config.live_options(config.RunConfig) | config.live_options(own):
+            assert config.allowed(field.annotation, field.metadata), option
 
 
 def test_what_the_server_has_no_room_for_is_refused_as_a_whole(client: Any) -> None:
