@@ -40,7 +40,9 @@ def hint(figures: Figures, *, server: str, starting: bool) -> str:
     if starting and not (state.appended_steps and state.leased and figures.serving):
         return "starting"
     if not state.leased:
-        return "waiting for a learner: start `ddrl learner`"
+        device = figures.config.learner.device
+        has = "" if device in ("auto", "cpu") else f" that has {device}"
+        return f"waiting for a learner{has}: start `ddrl learner`"
     if state.handover:
         return f"the learner on {state.host} hands over to {state.handover}"
     if not figures.serving:

@@ -62,6 +62,9 @@ def submit(
     path, preset = configs.find(config), configs.presets().get(config.removesuffix(".yaml"))
     resolved = configs.load(path, [*(set_ or []), *options])
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    with_learner = connection.is_embedded() if with_learner is None else with_learner
+    if with_learner:
+        _check_device(resolved)
     with server() as client:
         num_workers = _num_workers(workers)
         runs = create_all(client, resolved, seeds, initial, num_workers)
@@ -97,6 +100,9 @@ def resume(
         before = [store.state(client, run) for run in names]
         if all(state.leased and not state.ended for state in before):  # learners hold them: only follow
             with_learner, workers = with_learner or False, workers or 0
+        with_learner = connection.is_embedded() if with_learner is None else with_learner
+        for run in names if with_learner else ():
+            _check_device(store.config(client, run))
         for run in names:
             store.reactivate(client, run, more_time_s=more_time_s)
         _attend(client, names, _num_workers(workers), with_learner, detach, json_output, started, "resumed")
@@ -154,6 +160,18 @@ def create_all(
     return created
 
 
+def _check_device(config: configs.RunConfig) -> None:
+    """Refuse a run whose learner would not start on this machine.
+
+    Raises:
+        ConfigError: its device is missing here.
+    """
+    if config.learner.device not in ("auto", "cpu"):
+        from ddrl.networks.device import choose_device  # loads torch
+
+        choose_device(config.learner.device)
+
+
 def _num_workers(wanted: int | None) -> int:
     """Return the number of rollout processes to start; the default is for the embedded server only."""
     if wanted is not None:
@@ -165,15 +183,13 @@ def _attend(
     client: Client,
     runs: Sequence[str],
     num_workers: int,
-    with_learner: bool | None,
+    with_learner: bool,
     detach: bool,
     json_output: bool,
     started: float,
     what_happened: str,
 ) -> None:
     """Start the processes that are missing, follow the runs to their end, print their results."""
-    if with_learner is None:
-        with_learner = connection.is_embedded()
     if detach:
         if num_workers or with_learner:
             local.start_detached(runs, num_workers, with_learner)

@@ -26,6 +26,7 @@ from ddrl.config import ConfigError, RunConfig
 from ddrl.learner.dispatcher import Dispatcher
 from ddrl.learner.evaluations import EvaluationScheduler
 from ddrl.learner.loop import Learner
+from ddrl.networks.device import choose_device
 from ddrl.runs import artifacts, monitoring
 from ddrl.runs.prune import Retention
 from ddrl.store import connection, leases, local_checkpoints, logs, runs, weights
@@ -79,6 +80,7 @@ def serve(client: Redis, folder: Path, interrupt: Interrupt, *, retention: Reten
     """
     log.info("waits for runs")
     skipped_until: dict[tuple[str, str], float] = {}  # by run and the learner that requested it, if any
+    reported: dict[str, str] = {}  # run -> why it was not learned
     outage = connection.Outage(client)
     while not interrupt.event.is_set():
         try:
@@ -95,7 +97,12 @@ def serve(client: Redis, folder: Path, interrupt: Interrupt, *, retention: Reten
                 except leases.LeaseLostError as error:
                     log.error("%s", error)
                 except Exception as error:  # the other runs still need a learner
-                    log.error("%s: %s", run, error, exc_info=not isinstance(error, (StoreError, ConfigError)))
+                    if str(error) != reported.get(run):  # once, not in each round
+                        reported[run] = str(error)
+                        log.error(
+                            "%s: %s", run, error, exc_info=not isinstance(error, (StoreError, ConfigError))
+                        )
+                        logs.add(client, run, f"learner {socket.gethostname()}", "ERROR", str(error))
                     skipped_until[run, ""] = time.monotonic() + SKIP_S
             outage.over()
         except connection.OUTAGES as error:
@@ -128,7 +135,8 @@ def learn(
     Raises:
         StoreError: the run is not active, or is unknown and has no local checkpoint.
         LeaseLostError: another learner took over.
-        ConfigError, ValueError: the run cannot be learned here; it has failed.
+        ConfigError, ValueError: the run cannot be learned here; it has failed, unless only this machine's device is
+            missing.
     """
     claim = _Claim(client, run, folder / run, waits=waits, take_over=take_over)
     outage = connection.Outage(client)
@@ -186,6 +194,7 @@ class _Claim:
 
         Raises:
             StoreError: the run is not active.
+            ConfigError: this machine lacks its device.
         """
         while not interrupted.is_set():
             now = self._state()
@@ -212,6 +221,8 @@ class _Claim:
         """
         try:
             now = runs.state(self.client, self.run)
+            if not self._was_found and not now.ended:  # before the lease: another machine may have the device
+                choose_device(runs.config(self.client, self.run).learner.device)
         except runs.UnknownRunError:
             self._lost_at = self._lost_at or time.monotonic()
             if not self._was_found or time.monotonic() - self._lost_at >= RETURN_S:
@@ -526,22 +537,6 @@ class _Attempt:
 
 
 # --- before learning -------------------------------------------------------------------------------------
-
-
-def choose_device(name: str) -> torch.device:
-    """Return the torch device of a config's `learner.device`.
-
-    Raises:
-        ConfigError: it is not on this machine.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError):
-        raise ConfigError(f"learner.device: {name!r} is not on this machine; use auto or cpu") from None
-    return device
 
 
 def needed_bytes(config: RunConfig, *, checkpoint_bytes: int, weights_bytes: int) -> int:

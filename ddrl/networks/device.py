@@ -1,4 +1,4 @@
-"""Transfers between NumPy and the learner's device: arrays become tensors here only, and priorities arrays."""
+"""The learner's device, and transfers to it: arrays become tensors here only, and priorities arrays."""
 
 from __future__ import annotations
 
@@ -7,6 +7,28 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from ddrl.config import ConfigError
+
+
+def choose_device(name: str) -> torch.device:
+    """Return the torch device of a config's `learner.device`; takes no memory of it.
+
+    Raises:
+        ConfigError: it is not on this machine.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        is_here = (device.index or 0) < torch.get_device_module(device).device_count()
+    except RuntimeError:
+        is_here = False
+    if not is_here:
+        raise ConfigError(
+            f"learner.device: {name!r} is not on this machine; use auto or cpu, or a learner on a machine that has it"
+        )
+    return device
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

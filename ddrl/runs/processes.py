@@ -176,7 +176,7 @@ class Processes:
 
 def _last_line(log: Path) -> str:
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1].strip() if lines else "no output"
+    return lines[-1].strip().removeprefix("ddrl: error: ") if lines else "no output"
 
 
 def follow_parent(signum: signal.Signals) -> None:

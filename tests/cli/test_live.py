@@ -245,6 +245,11 @@ def test_hints_say_what_is_missing(client: Any) -> None:
     assert f"`ddrl resume {run}`" in poll(client, run).hint
 
 
+def test_a_run_that_waits_for_a_learner_names_its_device(client: Any) -> None:
+    run = make_run(client, learner={"device": "cuda"})
+    assert poll(client, run).hint == "waiting for a learner that has cuda: start `ddrl learner`"
+
+
 def test_hints_name_refusals_crashes_and_quarantine(client: Any) -> None:
     run = make_run(client)
     take(client, run)

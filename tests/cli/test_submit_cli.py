@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from redis import Redis
 from support import commands
-from support.commands import call, call_json
+from support.commands import call, call_json, refused
 from support.processes import ROOT, Processes, descendants, is_alive
 from support.runs import start, target_config
 from support.store import ended
@@ -99,6 +99,19 @@ def test_a_failed_submission_leaves_nothing_that_goes_on(
     with pytest.raises(configs.ConfigError, match="no more room"):
         create_all(client, target_config(), 2, None, 0)
     assert [runs.status(client, run) for run in runs.names(client)] == ["stopped"]
+
+
+def test_a_device_that_this_machines_learner_lacks_is_refused_before_anything_is_created(
+    client: Any, target_file: str
+) -> None:
+    bare, device = ("--detach", "--workers", "0"), ("-s", "learner.device=cuda:63")
+    message = "learner.device: 'cuda:63' is not on this machine; use auto or cpu, or a learner on a machine that has it"
+    assert refused("submit", target_file, *device, *bare, "--learner") == message
+    assert runs.names(client) == []
+    run = call_json("submit", target_file, *device, *bare)["run"]  # for another machine's learner
+    call("stop", run)
+    assert refused("resume", run, *bare, "--learner") == message
+    assert runs.status(client, run) == "stopped" and not Path("runs").exists()
 
 
 def test_several_runs_are_resumed_at_once(client: Any) -> None:

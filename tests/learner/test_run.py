@@ -6,6 +6,7 @@ import os
 import random
 import re
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -28,7 +29,17 @@ from ddrl.learner import run as run_module
 from ddrl.learner.dispatcher import Dispatcher
 from ddrl.learner.loop import Learner
 from ddrl.runs import submit
-from ddrl.store import checkpoints, connection, evaluations, keys, leases, local_checkpoints, runs, weights
+from ddrl.store import (
+    checkpoints,
+    connection,
+    evaluations,
+    keys,
+    leases,
+    local_checkpoints,
+    logs,
+    runs,
+    weights,
+)
 from ddrl.worker.tasks import play_evaluation
 
 
@@ -230,6 +241,28 @@ def test_a_run_that_the_servers_memory_cannot_hold_fails_at_once(run, tmp_path: 
     assert needed == kept + run_module.OTHER_BYTES
     assert run.state.status == "failed" and not run.state.leased
     assert "lower replay.max_bytes, or raise maxmemory" in run.state.reason
+
+
+def test_a_learner_leaves_a_run_whose_device_it_lacks_to_another_machine(
+    server, learn, log, monkeypatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(run_module, "SKIP_S", 0.05)
+    run, other = Run(server, endless_config(learner={"device": "cuda:63"})), Run(server, endless_config())
+    message = "learner.device: 'cuda:63' is not on this machine; use auto or cpu, or a learner on a machine"
+    service = learn(other, serves=True)
+    until(lambda: other.state.leased)
+    runs.set_status(other.client, other.id, "stopped", "by the test")
+    until(lambda: f"{other.id}: stopped" in log.text)
+    time.sleep(0.5)  # some rounds
+    assert log.text.count(f"{run.id}: {message}") == log.text.count(message) == 1
+    (line,) = logs.read(run.client, run.id)[0]
+    assert line["source"] == f"learner {socket.gethostname()}" and message in line["text"]
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        run_module.learn(run.client, run.id, tmp_path, run_module.Interrupt())
+    assert run.state.status == "active" and run.token == 0 and run.journal == ["created"]
+    monkeypatch.setattr(run_module, "choose_device", lambda _: CPU)  # a machine that has it
+    until(lambda: run.state.version >= 0)
+    service.end()
 
 
 def test_a_learner_whose_service_thread_hangs_loses_its_run(run, learn, monkeypatch) -> None:

@@ -74,7 +74,7 @@ def test_a_process_that_keeps_dying_is_given_up_with_its_last_line(
         children.start_learner("x-1", Path("logs"))
     else:
         children.start_workers(1)
-    last_line = rf" ended with code {code}: ddrl: error: no such option \(see "
+    last_line = rf" ended with code {code}: no such option \(see "
     with pytest.raises(ProcessError, match=last_line) as error:
         until(lambda: children.check(), 60)
     assert error.value.run == ("x-1" if role == "learner" else None)
