@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import math
 import os
 import statistics
 import time
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ddrl.cli.format import number, score
+from ddrl.cli.format import counted, number, score
 from ddrl.cli.output import Client, InputError, Json, emit, note, pairs, progress
 from ddrl.cli.policies import Version, opened
 from ddrl.store.evaluations import Evaluation, OpenEvaluations
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 POLL_S = 0.1  # between two looks for results
 SURVEY_S = 2.0  # between two looks at the fleet
 LOST_S = 60.0  # without a sign of life, after which an evaluation is sent again
-VIDEO_SUFFIX = ".mp4"
+VIDEO_SUFFIXES = (".mp4", ".gif")
+GIF_S, GIF_HZ = 15.0, 15.0  # longest GIF, and about the most pictures a second in one: some hundred kB
 MIN_VIDEO_SIZE = 320  # pixels; smaller pictures are enlarged, each pixel to a square
 
 
@@ -50,7 +52,10 @@ def evaluate(
     epsilon: Annotated[
         float | None, typer.Option(min=0, max=1, help="Share of random actions. Default: the algorithm's.")
     ] = None,
-    video: Annotated[Path | None, typer.Option(help="File (.mp4) for a video of the first episode.")] = None,
+    video: Annotated[
+        Path | None,
+        typer.Option(help="File (.mp4, or .gif of 15 s at most) for a video of the first episode."),
+    ] = None,
     local: Annotated[bool, typer.Option("--local", help="Play here, even if there is a fleet.")] = False,
     json_output: Json = False,
 ) -> None:
@@ -59,6 +64,7 @@ def evaluate(
 
     if video is not None:
         check_video(video)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as in a worker: torch splits no small batch over threads
     with opened(target, version) as (loaded, client), ExitStack() as stack:
         if noop is not None and not is_atari(loaded.env):
             raise InputError(f"--noop {noop}: {loaded.env.id} is not an ALE game; leave the option out")
@@ -74,7 +80,7 @@ def evaluate(
         )
         on_frame = None if video is None else stack.enter_context(video_writer(video))
         if not json_output:
-            note(f"playing {episodes} episodes")
+            note(f"playing {counted(episodes, 'episode')}")
         show_progress = stack.enter_context(progress("played {:,} of {:,} episodes", quiet=json_output))
         scoring = Scoring(loaded, wanted, show_progress)
         scoring.play(None if local else client, on_frame=on_frame)
@@ -253,8 +259,9 @@ def check_video(path: Path) -> None:
     Raises:
         InputError: another kind of file, a folder that is not there, or imageio is not installed.
     """
-    if path.suffix.lower() != VIDEO_SUFFIX:
-        raise InputError(f"--video {path}: is not the name of a video; use one that ends in {VIDEO_SUFFIX}")
+    if path.suffix.lower() not in VIDEO_SUFFIXES:
+        suffixes = " or ".join(VIDEO_SUFFIXES)
+        raise InputError(f"--video {path}: is not the name of a video; use one that ends in {suffixes}")
     if not path.parent.is_dir() or path.is_dir() or not os.access(path.parent, os.W_OK):
         raise InputError(f"--video {path}: cannot be written; name a file in an existing folder of yours")
     if any(importlib.util.find_spec(name) is None for name in ("imageio", "imageio_ffmpeg")):
@@ -265,21 +272,29 @@ def check_video(path: Path) -> None:
 def video_writer(path: Path) -> Iterator[OnFrame]:
     """Write pictures to a video; the file appears only when the context ends without an error.
 
+    A GIF holds the first GIF_S seconds, and leaves out pictures beyond about GIF_HZ a second.
+
     Yields:
         A function of a picture, uint8 [H, W] or [H, W, 3], all of one size, and of the pictures a second, of which
         only the value of the first call counts.
     """
-    partial = path.with_name(f"{path.stem}.partial{VIDEO_SUFFIX}")
+    suffix = path.suffix.lower()
+    partial = path.with_name(f"{path.stem}.partial{suffix}")
     writer: Any = None
+    num_shown = 0
 
     def add(picture: np.ndarray, hz: float) -> None:
-        nonlocal writer
-        if writer is None:
-            import imageio
+        nonlocal writer, num_shown
+        every, longest_s = (max(1, round(hz / GIF_HZ)), GIF_S) if suffix == ".gif" else (1, math.inf)
+        if num_shown % every == 0 and num_shown < longest_s * hz:
+            if writer is None:
+                import imageio
 
-            options: dict[str, Any] = {"mode": "I", "codec": "libx264", "macro_block_size": 2}
-            writer = imageio.get_writer(partial, "FFMPEG", fps=hz, **options)
-        writer.append_data(enlarge(picture))
+                video = {"format": "FFMPEG", "fps": hz, "codec": "libx264", "macro_block_size": 2}
+                gif = {"duration": 10 * round(100 * every / hz), "loop": 0}
+                writer = imageio.get_writer(partial, mode="I", **(gif if suffix == ".gif" else video))
+            writer.append_data(enlarge(picture))
+        num_shown += 1
 
     try:
         yield add

@@ -7,7 +7,8 @@ life, which is only reported.
 Source: Mnih et al. 2015; Machado et al. 2018, arXiv:1709.06009 (sticky actions).
 
 Two defects of ale-py 0.12 are corrected here: the last frame of an episode that it truncates is stale, and its
-`noop_max` excludes the bound.
+`noop_max` excludes the bound. A third one is not: a seed takes effect as the ROM is loaded, which takes 110 ms, 90 of
+them for tables of blended colors that nobody asked for. So a lane is seeded once, except by an evaluation.
 
 Imports gymnasium and ale_py: import this inside functions only.
 """

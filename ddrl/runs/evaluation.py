@@ -55,7 +55,8 @@ def score(
     Args:
         loaded: the policy and what it was trained for. Rewards are scaled only for a recurrent policy's input.
         seeds: one per episode, at least one.
-        num_envs: episodes side by side, at least 1; None: as the run's config says.
+        num_envs: episodes side by side, at least 1; None: as the run's config says. ALE games are played one by one,
+            as each environment, like each seeded reset, costs the loading of a ROM.
         epsilon: 0..1, probability that an action is replaced by a uniformly random one; None: the algorithm's.
         noop_max: idle frames at the start of ALE games, at most; None: the run's.
         on_episode: called with (seed, return, length in agent steps) when an episode ends.
@@ -81,7 +82,7 @@ def score(
     film = None if on_frame is None else _Film(env, spaces, on_frame)
     lanes: list[_Lane] = []
     try:
-        for number in range(min(num_envs, len(seeds))):
+        for number in range(1 if is_atari(env) else min(num_envs, len(seeds))):
             lanes.append(_Lane(film.make() if film and number == 0 else envs.make_one(env)))
         envs.check_spaces(lanes[0].env, spaces)
         observation = np.empty((len(lanes), *spaces.observation_shape), spaces.observation_dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -248,6 +249,18 @@ def test_a_video_of_the_first_episode(spot: str, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out.mp4"]
 
 
+def test_a_gif_holds_the_first_seconds(tmp_path: Path) -> None:
+    imageio = pytest.importorskip("imageio")
+    with command.video_writer(tmp_path / "a.gif") as add:
+        for number in range(1000):
+            add(np.full((210, 160, 3), number % 256, np.uint8), 50.0)
+    pictures = imageio.mimread(tmp_path / "a.gif", memtest=False)
+    assert len(pictures) == 250 and pictures[0].shape == (420, 320, 3), "every third of 15 s"
+    assert [int(picture[0, 0, 0]) for picture in pictures[:3]] == [0, 3, 6]
+    assert imageio.v3.immeta(tmp_path / "a.gif")["duration"] == 60
+    assert [path.name for path in tmp_path.iterdir()] == ["a.gif"]
+
+
 def test_the_filmed_episode_is_played_here_and_the_rest_by_the_fleet(client: Redis, fleet: Fleet) -> None:
     pytest.importorskip("imageio_ffmpeg")
     fleet.run = published(client, SPOT)
@@ -273,6 +286,12 @@ def test_the_epsilon_of_the_algorithm_is_the_default(spot: str) -> None:
     report, _ = call(spot, "-n", "40")
     assert report["epsilon"] == 0.5 and 5.0 < report["return_mean"] < 7.5
     assert call(spot, "-n", "4", "--epsilon", "0")[0]["return_mean"] == 10.0
+
+
+def test_torch_has_one_thread_as_in_a_worker(spot: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert "playing 1 episode\n" in commands.run("evaluate", spot, "-n", "1").err
+    assert os.environ["OMP_NUM_THREADS"] == "1"
 
 
 def test_bad_input(spot: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ def test_a_game_is_played_whole_with_no_ops_and_filmed() -> None:
         seen: list[np.ndarray] = []
 
         def still(observation: np.ndarray) -> np.ndarray:
-            assert observation.shape[1:] == (4, 84, 84)
+            assert observation.shape == (1, 4, 84, 84), "games are played one by one"
             seen.append(observation[0].copy())
             return np.full(len(observation), 3, np.int64)
 
