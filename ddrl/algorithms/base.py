@@ -64,6 +64,8 @@ class Learner(Protocol):
     """The learning side of an algorithm: networks and optimizers on the learner's device."""
 
     num_updates: int
+    from_policy: bool
+    """The run began with a given policy, which the first updates must not spoil; set before the first update."""
 
     def update(self, batch: Any) -> Mapping[str, torch.Tensor]:
         """Learn from tensors: a `Batch` or `Sequences` off-policy, `Trajectories` on-policy.

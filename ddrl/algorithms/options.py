@@ -124,6 +124,9 @@ class Common(BaseModel):
     target_rate: float = Field(0.005, gt=0, le=1, json_schema_extra=LIVE)
     """Share of the network mixed into its target at each update (tau; 1 - polyak). Larger tracks faster and is less
     stable. Usual: 0.002 to 0.05."""
+    critic_warmup_updates: int = Field(1_000, ge=0)
+    """In a run that begins with a given policy (`ddrl submit --from`): updates of the fresh critic before the first one
+    of the policy, which untrained values would spoil. More keeps the policy longer and learns later."""
 
 
 def option(source: type[BaseModel], name: str, default: Any) -> Any:

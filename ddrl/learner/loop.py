@@ -110,11 +110,12 @@ class Learner:
         is_published = self._on_policy and checkpoint is not None and counters.version == latest
         version = latest if is_published else max(latest, counters.version) + 1
         self.replay.first_version = 0 if is_published else version
+        source = runs.state(self._client, self._run).warm
+        self.algorithm.from_policy = bool(source)
         if checkpoint is not None:
             self._load(state, counters, version)
         elif (initial := runs.initial(self._client, self._run)) is not None:
             fresh = self.algorithm.load_initial_weights(decode_tensors(initial))
-            source = runs.state(self._client, self._run).warm
             self.publisher.note("warm start", f"begins with {source}; {fresh}")
         shared.oldest = self._oldest()
         size = len(self.replay)

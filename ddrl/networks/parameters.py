@@ -32,6 +32,15 @@ class FlatParameters:
         gradients = torch.autograd.grad(loss, self.parameters)
         torch.cat([gradient.reshape(-1) for gradient in gradients], out=self.vector.grad)
 
+    def keep_gradient(self, *prefixes: str) -> None:
+        """Set the gradient to 0 but for the parameters whose names in the module begin so."""
+        gradient = self.vector.grad
+        assert gradient is not None, "allocated at construction"
+        parts = gradient.split_with_sizes([parameter.numel() for parameter in self.parameters])
+        for name, part in zip(self._names, parts, strict=True):
+            if not name.startswith(prefixes):
+                part.zero_()
+
     def clip_gradient(self, max_norm: float) -> Tensor:
         """Scale `vector.grad` down to `max_norm` if it is longer; return its norm [] before."""
         gradient = self.vector.grad

@@ -1,7 +1,7 @@
 """The weights of another run's policy as the initial weights of a new run.
 
 Published weights hold the actor or the network of action values, and the statistics of its normalization. The rest of a
-learner's state starts fresh, and the run's journal says so.
+learner's state starts fresh, and the run's journal says so; critics warm up before the policy moves.
 """
 
 from __future__ import annotations
@@ -49,8 +49,10 @@ def initial_weights(source: LoadedPolicy, config: RunConfig, spaces: EnvSpec) ->
         )
     remedy = _remedy(theirs, ours)
     fresh = ours.learner(device=torch.device("cpu"), seed=config.seed).weights()
-    there = {tensor: list(value.shape) for tensor, value in source.weights.items()}
-    here = {tensor: list(value.shape) for tensor, value in fresh.items()}
+    there, here = (
+        {tensor: list(value.shape) for tensor, value in part.items() if tensor != "log_temperature"}
+        for part in (source.weights, fresh)
+    )
     for tensor in (*here, *there):
         if there.get(tensor) != here.get(tensor):
             found, expected = there.get(tensor, "missing"), here.get(tensor, "unknown")

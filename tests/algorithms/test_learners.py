@@ -127,14 +127,13 @@ def test_epsilon_is_annealed_and_published_with_the_weights(name: str) -> None:
 
 
 FRESH: list[tuple[str, Options, str, tuple[str, ...]]] = [
-    ("sac", {}, "critics, temperature and optimizers start fresh",
-     ("critics.value", "target_critics.value", "temperature.value", "actor.exp_avg", "actor.step")),
-    ("dqn", {}, "the optimizer starts fresh, and epsilon at 1 (algorithm.epsilon)", OF_VALUES),
-    ("dqn", {"noisy": True, "dueling": True}, "the optimizer starts fresh, and epsilon at 0 (algorithm.epsilon)",
-     OF_VALUES),
+    ("sac", {"temperature": 0.2}, "critics and optimizers start fresh, the temperature at 0.2",
+     ("critics.value", "target_critics.value", "actor.exp_avg", "actor.step")),
+    ("dqn", {}, "the optimizer starts fresh, and epsilon at 0.05", OF_VALUES),
+    ("dqn", {"noisy": True, "dueling": True}, "the optimizer starts fresh, and epsilon at 0", OF_VALUES),
     ("dqn", {"epsilon_ladder": True}, "the optimizer starts fresh", OF_VALUES),
     ("r2d2", {"epsilon_ladder": False, "epsilon": 0.1},
-     "the optimizer starts fresh, and epsilon at 0.1 (algorithm.epsilon)", OF_VALUES),
+     "the optimizer starts fresh, and epsilon at 0.1", OF_VALUES),
     ("ppo", {"normalize_observations": True}, "the critic and the optimizer start fresh",
      ("optimizer.exp_avg", "return_count", "num_steps")),
     ("impala", {"shared": True}, "the critic's head and the optimizer start fresh",
@@ -148,6 +147,7 @@ def test_initial_weights_are_the_policy_and_the_rest_starts_fresh(
 ) -> None:
     spec = SPECS[name]
     source, learner, other = (make_learner(name, spec, **options) for _ in range(3))
+    learner.from_policy = True
     for seed in range(3):
         source.update(batch_for(name, source, spec, seed))
     published = source.weights()
@@ -158,7 +158,8 @@ def test_initial_weights_are_the_policy_and_the_rest_starts_fresh(
     assert all(torch.equal(state[part], before[part]) for part in untouched)
     if name in ("dqn", "r2d2"):
         assert torch.equal(state["target_network.value"], state["network.value"])
-        assert float(found["epsilon"]) == pytest.approx(learner.config.epsilon)
+        rest = learner.config.epsilon if "epsilon" in options else learner.config.final_epsilon
+        assert float(found["epsilon"]) == pytest.approx(rest)
     elif name in ("ppo", "impala"):
         parts, others = learner.network.state_dict(), other.network.state_dict()
         critic = {part for part in parts if part.startswith(("critic.", "value_head."))}
@@ -170,6 +171,48 @@ def test_initial_weights_are_the_policy_and_the_rest_starts_fresh(
             after = learner.weights()[part]
             assert not torch.equal(after, published[part])
             torch.testing.assert_close(after, published[part], rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("sac", {}),
+        ("ppo", {"num_epochs": 1, "minibatch_size": 60, "normalize_returns": True}),
+        ("ppo", {"num_epochs": 1, "minibatch_size": 60, "shared": True, "entropy_coefficient": 0.1}),
+        ("impala", {}),
+        ("impala", {"optimizer": "adam"}),
+    ],
+)
+def test_the_critic_warms_up_before_a_given_policy_moves(name: str, options: Options) -> None:
+    """Also across a checkpoint; then the policy moves as slowly as at the start of an optimizer."""
+    spec, rate = CONTINUOUS, 1e-3
+    options = options | {"learning_rate": rate, "critic_warmup_updates": 12}
+    original, other = (make_learner(name, spec, seed=seed, **options) for seed in (1, 2))
+    original.from_policy = other.from_policy = True
+    original.load_initial_weights(make_learner(name, spec, seed=3, **options).weights())
+    given, critic = original.weights(), original.state()
+    for i in range(12):
+        original.update(batch_for(name, original, spec, i))
+        assert_same(original.weights(), given)
+        assert digest(original.state()) != digest(critic)
+        critic = original.state()
+        other.load_state(critic)
+        original, other = other, original
+    original.update(batch_for(name, original, spec, 12))
+    moved = [(value - given[part]).abs().max().item() for part, value in original.weights().items()]
+    assert any(moved)
+    if name != "impala" or "optimizer" in options:
+        assert max(moved) <= 1.01 * rate  # Adam's first step
+
+
+def test_a_learned_temperature_is_carried_over_unless_it_is_fixed_or_unknown() -> None:
+    source, learner = (make_learner("sac", CONTINUOUS, initial_temperature=value) for value in (0.02, 1.0))
+    fixed = make_learner("sac", CONTINUOUS, temperature=0.3)
+    given = source.weights()
+    assert learner.load_initial_weights(given).endswith("the temperature at 0.02")
+    assert fixed.load_initial_weights(given).endswith("the temperature at 0.3")
+    del given["log_temperature"]  # a policy of an earlier version
+    assert make_learner("sac", CONTINUOUS).load_initial_weights(given).endswith("the temperature at 1")
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,10 @@ def test_a_run_starts_from_initial_weights(client: Redis, server: PrivateServer,
         learner = restored(client, run, server.url)
         np.testing.assert_equal(published(client, run, 0), published(client, before, 1))
         (entry,) = (row for row in runs.journal(client, run) if row["event"] == "warm start")
-        assert entry["reason"] == f"begins with {before}@1; critics, temperature and optimizers start fresh"
+        assert (
+            entry["reason"]
+            == f"begins with {before}@1; critics and optimizers start fresh, the temperature at 1"
+        )
         if source != "policy.safetensors":
             learner.finish()
     try:

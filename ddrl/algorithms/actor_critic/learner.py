@@ -125,6 +125,7 @@ class ActorCriticLearner(Generic[AnyOptions]):
         update: Callable[[ActorCriticLearner[AnyOptions], Trajectories], dict[str, Tensor]],
     ) -> None:
         self.num_updates = 0
+        self.from_policy = False
         self.num_steps = 0
         self._is_observed = False  # `prepare` has added the batch to the statistics
         self.generator = torch.Generator().manual_seed(seed)
@@ -226,8 +227,16 @@ class ActorCriticLearner(Generic[AnyOptions]):
         return categorical(parameters, action, self._spec.action_sizes)
 
     def step(self, loss: Tensor, *, learning_rate: float) -> None:
-        """Take one optimizer step on a scalar loss."""
+        """Take one optimizer step on a scalar loss; of the critic only, while it warms up beside a given policy."""
         self.parameters.differentiate(loss)
+        warmup = self.config.critic_warmup_updates if self.from_policy else 0
+        if self.num_updates < warmup:
+            self.parameters.keep_gradient("critic.", "value_head.")
+        elif (
+            self.num_updates == warmup > 0
+        ):  # or Adam's count of steps would make the policy's first ones too long
+            for moment in self._optimizer.state[self.parameters.vector].values():
+                moment.zero_()
         if self.config.max_grad_norm is not None:
             self.parameters.clip_gradient(self.config.max_grad_norm)
         self._optimizer.param_groups[0]["lr"] = learning_rate

@@ -52,6 +52,7 @@ class Options(NetworkConfig):
     value_coefficient: float = Field(0.5, ge=0, json_schema_extra=LIVE)
     """Weight of the value loss; matters with a shared trunk or a clipped gradient. Usual: 0.5."""
     max_grad_norm: float | None = option(Common, "max_grad_norm", 0.5)
+    critic_warmup_updates: int = option(Common, "critic_warmup_updates", 300)
     lambda_: float = Field(0.95, ge=0, le=1, alias="lambda", json_schema_extra=LIVE)
     """Decay of the traces; with V-trace these are lambda * min(1, rho). 0: one-step targets; 1: rewards up to the cut,
     then the critic. Usual: 0.8 to 0.98; V-trace 0.9 to 1."""

@@ -23,6 +23,7 @@ class Config(AlgorithmConfig):
     hidden_sizes: tuple[PositiveInt, ...] = option(Common, "hidden_sizes", (128, 128))
     n_step: PositiveInt = option(Common, "n_step", 1)
     target_rate: float = option(Common, "target_rate", 0.005)
+    critic_warmup_updates: int = option(Common, "critic_warmup_updates", 1_000)
     temperature: Literal["auto"] | float = Field("auto", json_schema_extra=LIVE)
     """Weight of the entropy against the reward: a number >= 0, or `auto` to learn the one that keeps the entropy at
     target_entropy. More explores more. Usual: auto; fixed 0.01 to 0.2."""

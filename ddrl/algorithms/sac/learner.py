@@ -96,6 +96,7 @@ class SAC:
 
     def __init__(self, config: Config, spec: EnvSpec, *, device: torch.device, seed: int) -> None:
         self.num_updates = 0
+        self.from_policy = False
         self.config = config
         num_inputs, num_dims = spec.input_shape[0], math.prod(spec.action_shape)
         low, high = (torch.tensor(bound, device=device) for bound in (spec.action_low, spec.action_high))
@@ -173,7 +174,8 @@ class SAC:
         self.critic_parameters.differentiate(loss)
         self._optimizers["critics"].step()
         metrics = {"critic_loss": loss.detach(), "q_mean": q.detach().mean(), "temperature": temperature}
-        if self.num_updates % config.policy_delay == 0:
+        is_warm = not self.from_policy or self.num_updates >= config.critic_warmup_updates
+        if is_warm and self.num_updates % config.policy_delay == 0:
             metrics |= self._improve_policy(observation, temperature)
         self._target.lerp_(self.critic_parameters.vector.detach(), config.target_rate)
         self.num_updates += 1
@@ -206,8 +208,9 @@ class SAC:
         )
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the actor's parameters by name, as CPU copies."""
-        return self.actor_parameters.copies()
+        """Return the actor's parameters and the log of a learned temperature by name, as CPU copies."""
+        learned = {"log_temperature": self._log_temperature} if self.config.temperature == "auto" else {}
+        return self.actor_parameters.copies() | cpu_copies(learned)
 
     def state(self) -> dict[str, Tensor]:
         """Return everything needed to continue, as CPU copies."""
@@ -228,10 +231,16 @@ class SAC:
         self.config = changed(self.config, options)
         self._use_options()
 
+    @torch.no_grad()
     def load_initial_weights(self, weights: Mapping[str, Tensor]) -> str:
-        """Start from a published actor; return what starts fresh."""
-        restore(dict(self.actor.named_parameters()), weights)
-        return "critics, temperature and optimizers start fresh"
+        """Start from a published actor and its temperature, which earlier versions lack; return what starts fresh."""
+        given = dict(weights)
+        log_temperature = given.pop("log_temperature", self._log_temperature)
+        restore(dict(self.actor.named_parameters()), given)
+        self._log_temperature.copy_(log_temperature)
+        self._use_options()
+        temperature = float(self._log_temperature.exp())
+        return f"critics and optimizers start fresh, the temperature at {temperature:.3g}"
 
     def _tensors(self) -> dict[str, Tensor]:
         """Return the tensors that updates change, by name; not copied."""

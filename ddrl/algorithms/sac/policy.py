@@ -38,6 +38,7 @@ class Policy:
             ValueError: they are those of another configuration or environment.
         """
         arrays = {name: np.asarray(value, np.float32).copy() for name, value in weights.items()}
+        arrays.pop("log_temperature", None)  # for learners only; not in earlier versions' weights
         check_shapes(arrays, self._shapes, source="weights")
         self._layers = [(arrays[f"weights.{i}"], arrays[f"biases.{i}"]) for i in range(len(arrays) // 2)]
 

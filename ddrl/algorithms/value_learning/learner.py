@@ -44,6 +44,7 @@ class ValueLearner(Generic[AnyOptions]):
         loss: Callable[[ValueLearner[AnyOptions], Any], tuple[Tensor, dict[str, Tensor]]],
     ) -> None:
         self.num_updates = 0
+        self.from_policy = False
         self.config = config
         self.network = config.make_network(spec, generator=torch.Generator().manual_seed(seed)).to(device)
         self.target_network = config.make_network(spec).to(device).requires_grad_(False).eval()
@@ -85,7 +86,7 @@ class ValueLearner(Generic[AnyOptions]):
         elif config.target_period is not None and self.num_updates % config.target_period == 0:
             self._move_target(1.0)
         if not config.epsilon_ladder:
-            metrics["epsilon"] = torch.tensor(config.epsilon_at(self.num_updates))
+            metrics["epsilon"] = torch.tensor(self._epsilon)
         return metrics
 
     def draw_noise(self, network: Any) -> None:
@@ -103,9 +104,16 @@ class ValueLearner(Generic[AnyOptions]):
             else:
                 target.copy_(value)
 
+    @property
+    def _epsilon(self) -> float:
+        """The scheduled share of random actions; after a given policy the final one, unless `epsilon` is set."""
+        if self.from_policy and "epsilon" not in self.config.model_fields_set:
+            return self.config.final_epsilon
+        return self.config.epsilon_at(self.num_updates)
+
     def weights(self) -> dict[str, Tensor]:
         """Return the network's parameters and buffers by name, and epsilon, as CPU copies."""
-        epsilon = torch.tensor(self.config.epsilon_at(self.num_updates))
+        epsilon = torch.tensor(self._epsilon)
         return self.parameters.copies() | cpu_copies(self.buffers) | {"epsilon": epsilon}
 
     def state(self) -> dict[str, Tensor]:
@@ -134,7 +142,7 @@ class ValueLearner(Generic[AnyOptions]):
         self._move_target(1.0)
         if self.config.epsilon_ladder:
             return "the optimizer starts fresh"
-        return f"the optimizer starts fresh, and epsilon at {self.config.epsilon:g} (algorithm.epsilon)"
+        return f"the optimizer starts fresh, and epsilon at {self._epsilon:g}"
 
     def _tensors(self) -> dict[str, Tensor]:
         """Return the tensors that updates change, by name; not copied."""
