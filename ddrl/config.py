@@ -11,6 +11,7 @@ import difflib
 import importlib
 import os
 import re
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -85,7 +86,7 @@ class EnvConfig(Section):
     """The environment."""
 
     id: str
-    """Gymnasium id, or "module:callable" returning an environment."""
+    """Gymnasium id, "module:EnvId" for one that the module registers, or "module:callable" returning an environment."""
     kwargs: dict[str, Any] = {}
     """Keyword arguments of the environment."""
     num_envs: int = Field(16, ge=1, le=4096)
@@ -454,32 +455,45 @@ def is_allowed(module: str) -> bool:
     return any(module == name or module.startswith(name + ".") for name in allowed_modules())
 
 
-def load_callable(name: str) -> Callable[..., Any]:
-    """Import and return the callable named by "module:callable".
+def load_module(name: str) -> types.ModuleType:
+    """Import and return the module of "module:callable" or "module:EnvId"; the current folder comes last on the path.
 
     Raises:
-        ModuleError: `name` has another form, or its module is not allowed, cannot be imported or has no such callable.
+        ModuleError: `name` has another form, or its module is not allowed or cannot be imported.
     """
-    found = re.fullmatch(r"(\w+(?:\.\w+)*):(\w+)", name)
+    found = re.fullmatch(r"(\w+(?:\.\w+)*):[^:\s]+", name)
     if found is None:
         raise ModuleError(f'{name}: is not of the form "module:callable"; write it like my_pkg.module:make')
-    module_name, attribute = found.groups()
+    module_name = found[1]
     if not is_allowed(module_name):
         raise ModuleError(
             f"{name}: module {module_name} may not be imported here; "
             f"set {ALLOW_VARIABLE}={module_name.partition('.')[0]} on every machine that uses it"
         )
+    if "" not in sys.path:  # the command `ddrl` and Celery leave it out
+        sys.path.append("")
     try:
-        module = importlib.import_module(module_name)
+        return importlib.import_module(module_name)
     except ImportError as error:
         raise ModuleError(
-            f"{name}: {first_line(error)}; install what is missing on every machine that uses it"
+            f"{name}: {first_line(error)}; on every machine that uses it, start ddrl in its folder, add that "
+            "to PYTHONPATH or install it (pip install -e FOLDER)"
         ) from None
     except Exception as error:
         raise ModuleError(
             f"{name}: importing {module_name} raised {type(error).__name__} ({first_line(error)}); "
             "make the module importable"
         ) from None
+
+
+def load_callable(name: str) -> Callable[..., Any]:
+    """Import and return the callable named by "module:callable".
+
+    Raises:
+        ModuleError: as `load_module`, or the module has no such callable.
+    """
+    module = load_module(name)
+    module_name, _, attribute = name.partition(":")
     try:
         loaded = getattr(module, attribute)
     except AttributeError:

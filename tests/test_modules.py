@@ -48,6 +48,19 @@ def test_loads_from_a_package_and_its_modules(package: Path) -> None:
     assert load_callable("own_package.inner:Thing").__name__ == "Thing"
 
 
+def test_the_current_folder_comes_last_on_the_path(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The console script `ddrl` does not have it there."""
+    here = package.parent / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    monkeypatch.setenv("DDRL_ALLOW_MODULES", "own_package,only_here")
+    for name in ("own_package", "only_here"):
+        (here / f"{name}.py").write_text("def make(): return 8\n")
+    assert (load_callable("only_here:make")(), load_callable("own_package:make")()) == (8, 7)
+    del sys.modules["only_here"]
+
+
 def test_nothing_is_imported_that_is_not_allowed(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (package / "__init__.py").write_text("raise SystemExit('imported')")
     monkeypatch.setenv("DDRL_ALLOW_MODULES", "own_packag,own_package.inner")
@@ -71,14 +84,17 @@ def test_other_forms_are_refused(name: str, package: Path) -> None:
     [
         ("x = 1", "module own_package.inner has no 'make'; name a callable of it"),
         ("make = 3", "is int, which cannot be called; name a callable of it"),
-        ("import nowhere", "No module named 'nowhere'; install what is missing on every machine"),
+        (
+            "import nowhere",
+            "No module named 'nowhere'; on every machine that uses it, start ddrl",
+        ),
         ("from math import nothing", "cannot import name 'nothing' from 'math'"),
         ("1 / 0", "importing own_package.inner raised ZeroDivisionError (division by zero); make the module"),
         ("import math; math.nothing", "own_package.inner raised AttributeError (module 'math' has no"),
         ("raise ValueError('first\\nsecond')", "raised ValueError (first);"),
         ("def", "importing own_package.inner raised SyntaxError (invalid syntax"),
         ("raise KeyError", "raised KeyError (KeyError);"),
-        (None, "No module named 'own_package.inner'; install"),
+        (None, "No module named 'own_package.inner'; on every machine"),
     ],
 )
 def test_modules_that_cannot_be_used_are_refused(source: str | None, expected: str, package: Path) -> None:

@@ -15,7 +15,6 @@ Imports gymnasium and ale_py: import this inside functions only.
 
 from __future__ import annotations
 
-import difflib
 import secrets
 from collections.abc import Sequence
 from typing import Any
@@ -28,7 +27,7 @@ from gymnasium.spaces import Box
 from gymnasium.vector import AutoresetMode
 
 from ddrl.config import AtariConfig
-from ddrl.envs.requirements import EnvError
+from ddrl.envs.requirements import EnvError, unknown
 
 _NEVER = 2**30  # frames; ale-py's own limit, which does not show the true last frame
 _SEED_MASK = 2**31 - 1  # ale-py takes seeds in [0, 2^31); a negative one is none
@@ -45,9 +44,7 @@ def rom_of(env_id: str) -> str:
     games = {name: spec for name, spec in gymnasium.registry.items() if name.startswith("ALE/")}
     if env_id in games:
         return str(games[env_id].kwargs["game"])
-    near = difflib.get_close_matches(env_id, games, n=3, cutoff=0.75)
-    hint = f"did you mean {' or '.join(near)}?" if near else "games are named as in ALE/Asterix-v5"
-    raise EnvError(f"{env_id}: no such game; {hint}")
+    raise unknown(env_id)
 
 
 class AtariVector:

@@ -6,16 +6,16 @@ what is learned from. Observations stay single frames; `FrameStack` stacks them.
 
 from __future__ import annotations
 
-import difflib
 import re
+import warnings
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from ddrl.config import AtariConfig, EnvConfig, ModuleError, first_line, load_callable
-from ddrl.envs.requirements import EnvError, check_installed, requirement
+from ddrl.config import AtariConfig, EnvConfig, ModuleError, first_line
+from ddrl.envs.requirements import EnvError, check_installed, load, requirement, unknown
 from ddrl.types import EnvSpec
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def make_one(env: EnvConfig, render_mode: str | None = None) -> gymnasium.Env[An
         return AtariEnv(env.id, env.atari, render_mode)
     if render_mode is not None:
         env = env.model_copy(update={"kwargs": {**env.kwargs, "render_mode": render_mode}})
-    made = _from_callable(env) if ":" in env.id else _from_registry(env)
+    made = _from_callable(env) if ":" in env.id else _from_registry(env, env.id)
     if env.action_repeat > 1:
         from ddrl.envs.wrappers import ActionRepeat
 
@@ -193,26 +193,26 @@ def _refuse_older(env_id: str) -> None:
         )
 
 
-def _from_registry(env: EnvConfig) -> gymnasium.Env[Any, Any]:
+def _from_registry(env: EnvConfig, env_id: str) -> gymnasium.Env[Any, Any]:
     import gymnasium
 
     from ddrl.envs.toy import register_toys
 
     register_toys()
     check_installed(env.id)
-    known = gymnasium.registry.get(env.id)
-    if known is not None and str(known.entry_point).startswith("ale_py"):
-        _refuse_older(env.id)
+    known = gymnasium.registry.get(env_id)
+    if known is None:
+        raise unknown(env_id)
+    if str(known.entry_point).startswith("ale_py"):
+        _refuse_older(env_id)
+        raise EnvError(f"{env.id}: is a game; name it {env_id}")
     limit = {} if env.max_episode_steps is None else {"max_episode_steps": env.max_episode_steps}
     try:
-        # The checker's wrapper costs a call per step and checks only the first one.
-        return gymnasium.make(env.id, disable_env_checker=True, **limit, **env.kwargs)
-    except gymnasium.error.DependencyNotInstalled as error:
+        # The checker's wrapper costs a call per step and checks only the first one. Older ids are deprecated in color.
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+            return gymnasium.make(env_id, disable_env_checker=True, **limit, **env.kwargs)
+    except (gymnasium.error.Error, ImportError) as error:
         raise EnvError(f"{env.id}: {' '.join(str(error).split())}") from None
-    except gymnasium.error.Error as error:
-        near = difflib.get_close_matches(env.id, gymnasium.registry, n=3, cutoff=0.6)
-        hint = f"did you mean {' or '.join(near)}?" if near else 'name a Gymnasium id or "module:callable"'
-        raise EnvError(f"{env.id}: no such environment ({first_line(error)}); {hint}") from None
     except (TypeError, ValueError) as error:
         raise EnvError(f"{env.id}: env.kwargs {env.kwargs} refused ({first_line(error)})") from None
 
@@ -221,9 +221,11 @@ def _from_callable(env: EnvConfig) -> gymnasium.Env[Any, Any]:
     import gymnasium
 
     try:
-        make = load_callable(env.id)
+        make = load(env.id)
     except ModuleError as error:
         raise EnvError(str(error)) from None
+    if isinstance(make, str):
+        return _from_registry(env, make)
     try:
         made = make(**env.kwargs)
     except TypeError as error:

@@ -7,15 +7,17 @@ does a network of the user's. Nothing here builds an environment.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib.metadata
 import importlib.util
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import ddrl
-from ddrl.config import ModuleError, RunConfig, allowed_modules, load_callable
+from ddrl.config import ModuleError, RunConfig, allowed_modules, load_callable, load_module
 
 # By extra: the module, and the package, that it installs.
 PACKAGES = {"box2d": "Box2D", "atari": "ale_py", "mujoco": "mujoco"}
@@ -41,7 +43,7 @@ def requirement(env_id: str) -> str | None:
     """Return what a machine needs for `env_id`: "box2d", "atari", "mujoco", a top-level package, or None.
 
     It goes by the name alone. An id of a third-party package that registers itself gives None: submit it as
-    "module:callable" instead.
+    "module:EnvId" instead.
     """
     if ":" in env_id:
         return _package(env_id)
@@ -95,6 +97,38 @@ def check_installed(env_id: str) -> None:
         )
 
 
+def load(name: str) -> Callable[..., Any] | str:
+    """Import what "module:callable" or Gymnasium's "module:EnvId" names; return the callable, or the registered id.
+
+    Raises:
+        ModuleError: it cannot be loaded here.
+    """
+    if (env_id := name.partition(":")[2]).isidentifier():
+        return load_callable(name)
+    load_module(name)
+    return env_id
+
+
+def unknown(env_id: str) -> EnvError:
+    """Return the refusal of an id that is not registered; it names near ones, in their newest versions."""
+    if importlib.util.find_spec("ale_py") is not None:
+        importlib.import_module("ale_py")  # registers the games
+    newest = {
+        _unversioned(known): known
+        for known, spec in importlib.import_module("gymnasium").registry.items()
+        if known.startswith("ALE/")
+        == str(spec.entry_point).startswith("ale_py")  # else an older id of a game
+    }
+    name = _unversioned(env_id)
+    near = (
+        [name] if name in newest else [key for key in newest if key.endswith("/" + name.rpartition("/")[2])]
+    )
+    near = near or difflib.get_close_matches(name, newest)
+    hint = " or ".join(newest[key] for key in near)
+    remedy = f"did you mean {hint}?" if near else 'name a Gymnasium id, "module:EnvId" or "module:callable"'
+    return EnvError(f"{env_id}: no such environment; {remedy}")
+
+
 def check_machine(config: RunConfig, versions: Mapping[str, str]) -> None:
     """Refuse a run that this machine cannot play, or would play with other versions than its submitter has.
 
@@ -109,7 +143,7 @@ def check_machine(config: RunConfig, versions: Mapping[str, str]) -> None:
     try:
         check_installed(config.env.id)
         for name in _callables(config):
-            load_callable(name)
+            load(name)
     except (EnvError, ModuleError) as error:
         raise UnfitError(f"host {host}: {error}") from None
     if config.env.same_versions and (difference := version_mismatch(versions, host)) is not None:
@@ -179,6 +213,11 @@ def _callables(config: RunConfig) -> list[str]:
 def _package(name: str) -> str:
     """Return the top-level package of a module or a "module:callable"."""
     return name.partition(":")[0].partition(".")[0]
+
+
+def _unversioned(env_id: str) -> str:
+    """Return an id in lower case, without its version."""
+    return re.sub(r"-v\d+$", "", env_id).lower()
 
 
 def _queue(kind: str, need: str | None, network: str | None) -> str:

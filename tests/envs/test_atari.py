@@ -224,7 +224,10 @@ def test_description_follows_the_settings() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"id": "ALE/WizardofWor-v5"}, "^ALE/WizardofWor-v5: no such game; did you mean ALE/WizardOfWor-v5"),
+        (
+            {"id": "ALE/WizardofWor-v5"},
+            "^ALE/WizardofWor-v5: no such environment; did you mean ALE/WizardOfWor-v5",
+        ),
         ({"id": "ALE/ms_pacman-v5"}, "did you mean ALE/MsPacman-v5"),
         ({"id": "PongNoFrameskip-v4"}, "^PongNoFrameskip-v4: is an older id of ALE/Pong-v5; use that one"),
         ({"id": "WizardOfWorDeterministic-v0"}, "is an older id of ALE/WizardOfWor-v5"),

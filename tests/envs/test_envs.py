@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from typing import Any
 
 import gymnasium
 import numpy as np
 import pytest
+from gymnasium.envs import registration
 from gymnasium.spaces import Box, Discrete, MultiDiscrete
+from support.runs import target_config
 
 from ddrl import envs
 from ddrl.config import EnvConfig
-from ddrl.envs import EnvError
+from ddrl.envs import EnvError, requirements
 from ddrl.types import EnvSpec
 
 
@@ -76,7 +79,20 @@ def test_episodes_follow_the_settings(settings: dict[str, Any], rows: list[Any])
         (RAMP, {"kwargs": {"endd": 3}}, r"env.kwargs \{'endd': 3\} refused .*'endd'"),
         (f"{__name__}:not_an_environment", {}, "returned int; expected a gymnasium.Env"),
         ("ddrl/Endles-v0", {}, "did you mean .*ddrl/Endless-v0"),
-        ("qqqqqqqq", {}, r'name a Gymnasium id or "module:callable"'),
+        *(
+            (env_id, {}, rf"^{env_id}: no such environment; did you mean {near}\?$")
+            for env_id, near in [
+                ("Asterix", "ALE/Asterix-v5"), ("asterix-v4", "ALE/Asterix-v5"), ("PONG", "ALE/Pong-v5"),
+                ("ALE/asterix-v5", "ALE/Asterix-v5"), ("endless", "ddrl/Endless-v0"), ("CartPole", "CartPole-v1"),
+                ("LunarLander-v2", "LunarLander-v3"), ("lunarlander-v3", "LunarLander-v3"), ("Taxi-v9", "Taxi-v4"),
+            ]
+        ),
+        ("Astrix", {}, "did you mean .*ALE/Asterix-v5"),
+        ("qqqqqqqq", {}, r'name a Gymnasium id, "module:EnvId" or "module:callable"'),
+        ("GymV21Environment-v0", {}, "pip install .*shimmy"),
+        ("os:CartPole-v1", {}, "module os may not be imported here; set DDRL_ALLOW_MODULES=os "),
+        (f"{__name__}:Cartpole-v1", {}, r"^Cartpole-v1: no such environment; did you mean CartPole-v1\?$"),
+        (f"{__name__}:ALE/Pong-v5", {}, ":ALE/Pong-v5: is a game; name it ALE/Pong-v5"),
         *(
             ("ddrl/Catch-v0", {"kwargs": {"size": size, "pixels": pixels}},
              f"size {size}, pixels {pixels}: size must be 3 or more, and pixels a multiple of it")
@@ -92,6 +108,27 @@ def test_environments_that_cannot_be_made_are_refused(
     for build in (envs.make_one, envs.make_vector):
         with pytest.raises(EnvError, match=message):
             build(EnvConfig(id=env_id, **settings))
+
+
+def test_gymnasiums_own_form_is_an_id_that_the_module_registers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(
+        gymnasium.registry, "own/Ramp-v0", registration.EnvSpec("own/Ramp-v0", entry_point=Ramp)
+    )
+    settings = EnvConfig(id=f"{__name__}:own/Ramp-v0", kwargs={"end": 3}, max_episode_steps=2)
+    made = envs.make_one(settings)
+    assert isinstance(made.unwrapped, Ramp) and made.spec.max_episode_steps == 2
+    run = target_config(env=settings.model_dump())
+    requirements.check_machine(run, {})
+    monkeypatch.delenv("DDRL_ALLOW_MODULES")
+    with pytest.raises(requirements.UnfitError, match="may not be imported here; set DDRL_ALLOW_MODULES="):
+        requirements.check_machine(run, {})
+
+
+def test_an_older_id_is_played_without_colored_warnings(capfd: pytest.CaptureFixture[str]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        envs.make_one(EnvConfig(id="CartPole-v0")).close()
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
