@@ -8,8 +8,12 @@ A line of code holds a token; docstrings (those of attributes, too), comments an
 from __future__ import annotations
 
 import ast
+import contextlib
 import io
+import os
+import sys
 import tokenize
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,24 +40,26 @@ def lines_of_code(source: str) -> int:
     return len(code - documentation)
 
 
-def main() -> None:
+def report() -> Iterator[str]:
+    """Yield the lines to print."""
     for top in ("ddrl", "tests", "benchmarks", "workers"):
         sizes: dict[str, int] = {}
         for path in sorted((ROOT / top).rglob("*.py")):
             part = path.relative_to(ROOT).parts
             name = "/".join(part[:2]) + ("/" if len(part) > 2 else "")
             sizes[name] = sizes.get(name, 0) + lines_of_code(path.read_text("utf-8"))
-        print(f"{sum(sizes.values()):6,}  {top}/")
+        yield f"{sum(sizes.values()):6,}  {top}/"
         if top in ("ddrl", "tests"):
             for name, size in sizes.items():
-                print(f"        {size:6,}  {name}")
+                yield f"        {size:6,}  {name}"
     scripts = sorted((ROOT / "ddrl/store/scripts").glob("*.lua"))
     texts = [line for path in scripts for line in path.read_text("utf-8").splitlines()]
     lua = [line for line in texts if line.strip() and not line.strip().startswith("--")]
-    print(f"{len(lua):6,}  lines of Lua in {len(scripts)} scripts")
+    yield f"{len(lua):6,}  lines of Lua in {len(scripts)} scripts"
     entries = [path for path in (ROOT / "ddrl").iterdir() if path.name != "__pycache__"]
-    print(f"{len(entries):6,}  entries in ddrl/")
+    yield f"{len(entries):6,}  entries in ddrl/"
 
 
 if __name__ == "__main__":
-    main()
+    with contextlib.suppress(BrokenPipeError):  # of a reader that has ended, as `head` does
+        os.write(sys.stdout.fileno(), "".join(f"{line}\n" for line in report()).encode())

@@ -221,10 +221,17 @@ def loaded_by(module: str, libraries: set[str]) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("module", "loaded"), [("ddrl.cli", set()), ("ddrl.envs", set()), ("ddrl.networks.mlp", {"torch"})]
+    ("module", "loaded"),
+    [
+        ("ddrl.cli", set()),
+        ("ddrl.cli.runs", {"redis"}),
+        ("ddrl.envs", {"ddrl.config", "numpy"}),
+        ("ddrl.networks.mlp", {"torch", "numpy"}),
+    ],
 )
 def test_commands_start_light(module: str, loaded: set[str]) -> None:
     heavy = {"torch", "gymnasium", "matplotlib", "celery", "blosc2", "tensorboard", "rich.live"}
+    heavy |= {"ddrl.config", "numpy", "redis"}
     assert loaded_by(module, heavy) == loaded
 
 

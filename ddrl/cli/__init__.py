@@ -112,12 +112,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _end_in_order()
     try:
         code = app(sys.argv[1:] if arguments is None else list(arguments), "ddrl", standalone_mode=False)
+        sys.stdout.flush()
         return code if isinstance(code, int) else DONE
     except TyperException as error:
         return _refuse(getattr(error, "format_message", error.__str__)(), BAD_INPUT)
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of the pipe has ended, as `head` does
+    except (BrokenPipeError, SystemExit) as error:
+        if not any(isinstance(each, BrokenPipeError) for each in (error, error.__context__)):
+            raise
+        # The reader of the pipe has ended, as `head` does; typer makes that an exit with code 1.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
     except Exception as error:

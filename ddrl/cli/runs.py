@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+import ddrl
 from ddrl.cli import output
 from ddrl.cli.format import duration, picked, train_s
 from ddrl.cli.output import Client, InputError, Json, Run, Yes
@@ -82,8 +83,11 @@ def _describe(client: Client, run: str, now_s: float) -> dict[str, Any] | None:
     env = algorithm = None
     try:
         state = store.state(client, run)
-        config = store.config(client, run)
-        reason, env, algorithm = state.reason, config.env.id, config.algorithm["name"]
+        reason = state.reason
+        if state.versions.get("ddrl") != ddrl.__version__:
+            store.config(client, run)  # this version may not be able to read it
+        spec = store.spec(client, run)
+        env, algorithm = spec["env"]["id"], spec["algorithm"]["name"]
     except store.UnknownRunError:
         return None
     except StoreError as error:  # stored by another version of ddrl; the other runs are listed as ever

@@ -231,7 +231,7 @@ def _follow(
         try:
             local.start(processes, runs, num_workers, with_learner)
             live.follow(client, runs, json_output=json_output, on_tick=keep_running)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, BrokenPipeError):  # Ctrl-C, or a pipe whose reader has ended
             is_interrupted = True
             if not with_learner:
                 stops = "; ".join(f"`ddrl stop {run}`" for run in runs)

@@ -11,14 +11,16 @@ import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from redis import Redis
 
-from ddrl.config import ConfigError, RunConfig, validate
 from ddrl.store import capped_streams, keys
 from ddrl.store.connection import StoreError, call
 from ddrl.types import EnvSpec
+
+if TYPE_CHECKING:
+    from ddrl.config import RunConfig
 
 JOURNAL_LENGTH = 10_000
 DELETED_MS = 30 * 86_400_000  # for which a deleted run is remembered
@@ -241,6 +243,18 @@ def status(client: Redis, run: str) -> str | None:
     return value.decode() if value is not None else None
 
 
+def spec(client: Redis, run: str) -> dict[str, Any]:
+    """Return the resolved config of a run as it is stored, unchecked.
+
+    Raises:
+        UnknownRunError: there is no such run.
+    """
+    stored = client.get(keys.spec(run))
+    if stored is None:
+        raise UnknownRunError(f"run {run}: not on this server; `ddrl runs` lists those that are")
+    return cast("dict[str, Any]", json.loads(cast(bytes, stored)))
+
+
 def config(client: Redis, run: str) -> RunConfig:
     """Return the resolved config of a run.
 
@@ -248,11 +262,10 @@ def config(client: Redis, run: str) -> RunConfig:
         UnknownRunError: there is no such run.
         StoreError: this version of ddrl cannot read it.
     """
-    spec = client.get(keys.spec(run))
-    if spec is None:
-        raise UnknownRunError(f"run {run}: not on this server; `ddrl runs` lists those that are")
+    from ddrl.config import ConfigError, validate  # takes longer than a listing that needs no config
+
     try:
-        return validate(json.loads(cast(bytes, spec)))
+        return validate(spec(client, run))
     except ConfigError as error:
         raise StoreError(
             f"run {run}: was stored by another version of ddrl ({error}); finish it with that version, or end it with "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import io
 import json
+import os
 import re
 import signal
 import socket
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 from support import commands
 from support.commands import call, call_json, refused
-from support.store import add_history, ended, make_run
+from support.store import LANDER, SPACES, add_history, ended, make_config, make_run
 
 import ddrl.cli
 from ddrl import config, policy
@@ -63,6 +64,14 @@ def test_runs(client: Any) -> None:
     header, _, line = call("runs").splitlines()
     assert header.split()[:2] == ["run", "status"] and line.startswith(second) and "30,000" in line
     assert [row["run"] for row in call_json("runs", "-n", "1")] == [second]
+
+
+def test_runs_of_this_version_are_listed_without_validating_them(
+    client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = runs.create(client, make_config(), SPACES, versions={"ddrl": ddrl.__version__})
+    monkeypatch.setattr(config, "validate", None)  # loading `config` would double the command's time
+    assert [(row["run"], row["env"], row["algorithm"]) for row in call_json("runs")] == [(run, LANDER, "sac")]
 
 
 def test_a_run_of_another_version_is_noted_and_the_others_are_listed(client: Any) -> None:
@@ -255,6 +264,18 @@ def test_doctor(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(connection.URL_VARIABLE, "redis://localhost:1/0")
     printed = commands.run("doctor")
     assert printed.code == 3 and "FAIL  server" in printed.out and "start the server" in printed.out
+
+
+@pytest.mark.parametrize("argument", ["--version", "schema"])
+def test_a_pipe_without_reader_ends_a_command_quietly(argument: str) -> None:
+    """Little output is written when the command ends, much while it runs."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-m", "ddrl", argument]
+    with os.fdopen(writer) as pipe:
+        done = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, env=buffered, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_up_serves_until_interrupted(home: Path) -> None:
