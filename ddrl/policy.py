@@ -179,7 +179,8 @@ def _blob(client: Redis, run: str, version: int) -> bytes:
     blob = weights.get(client, run, version)
     if blob is None:
         kept = sorted(weights.index(client, run).sizes)
-        there = f"kept are {', '.join(map(str, kept[-12:]))}" if kept else "none is published yet"
+        start = f"the newest of {len(kept)} kept are" if len(kept) > 12 else "kept are"
+        there = f"{start} {', '.join(map(str, kept[-12:]))}" if kept else "none is published yet"
         raise StoreError(f"run {run}: no weights of version {version}; {there}")
     return blob
 

@@ -40,6 +40,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "compare": ("Results", "compare", "Compare runs: their results, times and different settings."),
     "evaluate": ("Results", "evaluate", "Play a policy, here or on the run's fleet, and print its score."),
     "export": ("Results", "policies", "Write a policy to one file that plays anywhere."),
+    "weights": ("Results", "weights", "List the versions that a run keeps, or write one to a file."),
     "audit": ("Maintenance", "audit", "Check for each producer that every fragment is accounted for."),
     "delete": ("Maintenance", "runs", "Delete an ended run from the server."),
     "prune": ("Maintenance", "maintenance", "Delete ended runs by age or size, oldest first."),

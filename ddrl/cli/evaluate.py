@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 POLL_S = 0.1  # between two looks for results
 SURVEY_S = 2.0  # between two looks at the fleet
 LOST_S = 60.0  # without a sign of life, after which an evaluation is sent again
-VIDEO_SUFFIXES = (".mp4", ".gif")
 GIF_S, GIF_HZ = 15.0, 15.0  # longest GIF, and about the most pictures a second in one: some hundred kB
 MIN_VIDEO_SIZE = 320  # pixels; smaller pictures are enlarged, each pixel to a square
 
@@ -259,9 +258,8 @@ def check_video(path: Path) -> None:
     Raises:
         InputError: another kind of file, a folder that is not there, or imageio is not installed.
     """
-    if path.suffix.lower() not in VIDEO_SUFFIXES:
-        suffixes = " or ".join(VIDEO_SUFFIXES)
-        raise InputError(f"--video {path}: is not the name of a video; use one that ends in {suffixes}")
+    if path.suffix.lower() not in (".mp4", ".gif"):
+        raise InputError(f"--video {path}: is not the name of a video; use one that ends in .mp4 or .gif")
     if not path.parent.is_dir() or path.is_dir() or not os.access(path.parent, os.W_OK):
         raise InputError(f"--video {path}: cannot be written; name a file in an existing folder of yours")
     if any(importlib.util.find_spec(name) is None for name in ("imageio", "imageio_ffmpeg")):
@@ -278,21 +276,20 @@ def video_writer(path: Path) -> Iterator[OnFrame]:
         A function of a picture, uint8 [H, W] or [H, W, 3], all of one size, and of the pictures a second, of which
         only the value of the first call counts.
     """
-    suffix = path.suffix.lower()
-    partial = path.with_name(f"{path.stem}.partial{suffix}")
+    partial, is_gif = path.with_name(f"{path.stem}.partial{path.suffix}"), path.suffix.lower() == ".gif"
     writer: Any = None
     num_shown = 0
 
     def add(picture: np.ndarray, hz: float) -> None:
         nonlocal writer, num_shown
-        every, longest_s = (max(1, round(hz / GIF_HZ)), GIF_S) if suffix == ".gif" else (1, math.inf)
+        every, longest_s = (max(1, round(hz / GIF_HZ)), GIF_S) if is_gif else (1, math.inf)
         if num_shown % every == 0 and num_shown < longest_s * hz:
             if writer is None:
                 import imageio
 
                 video = {"format": "FFMPEG", "fps": hz, "codec": "libx264", "macro_block_size": 2}
                 gif = {"duration": 10 * round(100 * every / hz), "loop": 0}
-                writer = imageio.get_writer(partial, mode="I", **(gif if suffix == ".gif" else video))
+                writer = imageio.get_writer(partial, mode="I", **(gif if is_gif else video))
             writer.append_data(enlarge(picture))
         num_shown += 1
 

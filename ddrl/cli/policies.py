@@ -20,33 +20,30 @@ SUFFIX = ".safetensors"
 Version = Annotated[
     str | None, typer.Option("--version", help="A number, best or latest.", show_default="best, else latest")
 ]
+Output = Annotated[
+    Path | None, typer.Option("--output", "-o", help=f"File to write. Default: RUN-vVERSION{SUFFIX}.")
+]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite the file.")]
 
 
 def choose(client: Client, run: str, version: str | None) -> int:
-    """Return the number of a version that the server keeps; None is the best, else the latest.
+    """Return the number of a version; None is the best, else the latest. A number may be of one that is not kept.
 
     Raises:
-        InputError: `version` is not a number, best or latest, or is not kept.
+        InputError: `version` is not a number, best or latest, or there is none yet.
     """
     index = weights.index(client, run)
     if index.latest < 0:
         raise InputError(f"run {run}: has published no weights yet; wait for its first version")
-    if version is None:
-        return index.best if index.best in index.sizes else index.latest
-    if version == "latest":
-        return index.latest
-    if version == "best":
-        if index.best < 0:
-            raise InputError(f"run {run}: no version has been evaluated yet; use --version latest")
-        return index.best
+    best = index.best if index.best in index.sizes else index.latest
+    named = {None: best, "latest": index.latest, "best": index.best}
+    if named.get(version, 0) < 0:
+        raise InputError(f"run {run}: no version has been evaluated yet; use {run}@latest")
+    if version is None or version in named:
+        return named[version]
     text = version.removeprefix("v")
     if not text.isdigit():
         raise InputError(f"--version {version}: is neither a number, nor best, nor latest")
-    if int(text) not in index.sizes:
-        kept = sorted(index.sizes)
-        start = f"the newest of {len(kept)} kept are" if len(kept) > 12 else "kept are"
-        shown = ", ".join(map(str, kept[-12:]))
-        raise InputError(f"run {run}: version {text} is not kept; {start} {shown}")
     return int(text)
 
 
@@ -83,10 +80,8 @@ def opened(target: str, version: str | None) -> Iterator[tuple[LoadedPolicy, Cli
 def export(
     target: Annotated[str, typer.Argument(metavar="TARGET", help="RUN or RUN@VERSION.")] = "last",
     version: Version = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help=f"File to write. Default: RUN-vVERSION{SUFFIX}.")
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
+    output: Output = None,
+    force: Force = False,
     json_output: Json = False,
 ) -> None:
     """Write a policy to one file that plays anywhere, without server or run folder."""

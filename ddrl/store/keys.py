@@ -23,7 +23,7 @@ Redis Cluster is not supported: some scripts touch the keys of several runs. `<r
 | ddrl:{run}:draining               | set    | worker               | collector                 | nodes whose processes should end their segments              | expires |
 | ddrl:{run}:refusals               | hash   | worker               | cli                       | host -> why it cannot play the run                           | the run's |
 | ddrl:{run}:ledger                 | hash   | learner              | learner, audit            | producer -> JSON list (see `ledger.Row`); `cursor`: the last entry covered | a field: until folded |
-| ddrl:{run}:weights                | hash   | learner              | all                       | latest and best version; version -> bytes of each kept one   | the run's |
+| ddrl:{run}:weights                | hash   | learner              | all                       | latest and best version; bytes, time, updates of each kept one | the run's |
 | ddrl:{run}:weights:<v>            | string | learner              | collector, cli            | weights of a version, safetensors                            | until pruned |
 | ddrl:{run}:evaluating             | hash   | learner, worker      | evaluation worker         | the run's open evaluations and who plays each                | a field: until its result |
 | ddrl:{run}:evaluating:<r>         | hash   | cli, worker          | evaluation worker         | the same of one `ddrl evaluate`                              | expires |

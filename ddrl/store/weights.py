@@ -1,13 +1,13 @@
 """Weights: named arrays as safetensors bytes (no pickle), and the published versions, one key each.
 
-The hash `weights` holds `latest`, `best`, `best_return` and a field per stored version with its bytes.
+The hash `weights` holds `latest`, `best`, `best_return` and, for each stored version, its bytes, time and updates.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
@@ -76,12 +76,17 @@ def _one_line(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class WeightsIndex:
-    """The versions that are stored; -1 if there is none yet; `sizes` in bytes by version."""
+    """The versions that are stored; -1 if there is none yet.
+
+    By version: `sizes` in bytes; `published`, the time (server's clock, ms) and the learner's updates, None where an
+    older version of ddrl stored it.
+    """
 
     latest: int
     best: int
     best_return: float
     sizes: dict[int, int]
+    published: dict[int, tuple[int | None, int | None]] = field(default_factory=dict)
 
 
 def publish(
@@ -122,12 +127,14 @@ def mark_best(client: Redis, run: str, token: int, version: int, return_mean: fl
 def index(client: Redis, run: str) -> WeightsIndex:
     """Return the versions that are stored."""
     raw = cast("dict[bytes, bytes]", client.hgetall(keys.weights(run)))
-    sizes = {int(name): int(value) for name, value in raw.items() if name.isdigit()}
+    numbers = {name.decode(): int(value) for name, value in raw.items() if name[:1].isdigit()}
+    sizes = {int(name): value for name, value in numbers.items() if name.isdigit()}
     return WeightsIndex(
         latest=int(raw.get(b"latest", -1)),
         best=int(raw.get(b"best", -1)),
         best_return=float(raw.get(b"best_return", "-inf")),
         sizes=sizes,
+        published={one: (numbers.get(f"{one}:ms"), numbers.get(f"{one}:updates")) for one in sizes},
     )
 
 

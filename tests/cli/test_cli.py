@@ -230,8 +230,32 @@ def test_versions(client: Any) -> None:
     assert policies.choose(client, run, None) == policies.choose(client, run, "best") == 31
     weights.publish(client, run, token, version=32, blob=b"w", allowance=1, updates=1)
     assert policies.choose(client, run, "latest") == policies.choose(client, run, "v32") == 32
-    with pytest.raises(ValueError, match="not kept; kept are 0, 31, 32"):
-        policies.choose(client, run, "17")
+    for command in (("export", f"{run}@17"), ("evaluate", f"{run}@17"), ("weights", "get", f"{run}@17")):
+        line = commands.refused(*command)
+        assert line == f"run {run}: no weights of version 17; kept are 0, 31, 32"
+
+
+def test_weights_are_listed_with_their_scores_and_written_to_files(client: Any) -> None:
+    run = make_run(client)
+    line = commands.refused("weights", "list")
+    assert line == f"run {run}: has published no weights yet; wait for its first version"
+    token = add_history(client, run)
+    weights.publish(client, run, token, version=32, blob=b"w", allowance=1, updates=7_700)
+    first, best, latest = call_json("weights", "list", run)
+    assert [row["version"] for row in (first, best, latest)] == [0, 31, 32]
+    assert (first["updates"], first["bytes"], first["episodes"], first["return_mean"]) == (0, 1, 0, None)
+    assert first["kept_as"] == ["newest 10", "every 100"]
+    assert (best["updates"], best["episodes"], best["kept_as"]) == (7_600, 40, ["best", "newest 10"])
+    assert best["return_mean"] == pytest.approx(203.2, abs=0.1) and 0 < best["return_std"] < 10
+    assert 0 <= latest["age_s"] < 60 and abs(latest["published_s"] - time.time()) < 60
+    assert call_json("weights", "best")["version"] == 31 and call_json("weights", "best")["episodes"] == 40
+    header, *rows = call("weights", "list").splitlines()
+    assert header.split() == ["version", "age", "updates", "size", "return", "episodes", "kept", "as"]
+    assert len(rows) == 3 and rows[1].split()[-3:] == ["best,", "newest", "10"] and "±" in rows[1]
+    written = call_json("weights", "get", f"{run}@31", "--output", "best.safetensors")
+    assert (written["version"], written["path"]) == (31, "best.safetensors")
+    metadata = weights.weights_metadata(Path("best.safetensors").read_bytes())
+    assert (metadata["format"], metadata["run"], metadata["version"]) == (policy.FORMAT, run, "31")
 
 
 def test_export_does_not_overwrite(lander: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -40,8 +40,14 @@ def test_weights_of_objects_are_refused() -> None:
 def test_publishing_moves_the_pointer_and_drops_old_versions(client: Redis, run: str, token: int) -> None:
     for version in range(4):
         options = {"blob": b"w%d" % version, "drop": (0,) if version == 3 else ()}
-        weights.publish(client, run, token, version=version, allowance=version, updates=9, **options)
+        weights.publish(
+            client, run, token, version=version, allowance=version, updates=6 + version, **options
+        )
     index = weights.index(client, run)
+    assert {version: updates for version, (_, updates) in index.published.items()} == {1: 7, 2: 8, 3: 9}
+    assert all(
+        abs(ms - runs.server_ms(client)) < 60_000 for ms, _ in index.published.values() if ms is not None
+    )
     assert index.latest == 3 and sorted(index.sizes) == [1, 2, 3]
     assert weights.get(client, run, 0) is None and weights.get(client, run, 3) == b"w3"
     assert append(client, run, 0).version == 3

@@ -5,10 +5,13 @@
 --       versions to drop in the order of their keys.
 -- Answer: 1.
 redis.call('SET', KEYS[4], ARGV[4])
-redis.call('HSET', KEYS[2], 'latest', ARGV[2], ARGV[2], ARGV[3])  -- `latest`, and field <version> = bytes
+-- `latest`, and the fields <version> = bytes, <version>:updates, and <version>:ms, the time by the server's clock.
+local now = redis.call('TIME')
+redis.call('HSET', KEYS[2], 'latest', ARGV[2], ARGV[2], ARGV[3], ARGV[2] .. ':updates', ARGV[6],
+  ARGV[2] .. ':ms', now[1] * 1000 + math.floor(now[2] / 1000))
 for i = 5, #KEYS do  -- KEYS[5] goes with ARGV[8]
   redis.call('DEL', KEYS[i])
-  redis.call('HDEL', KEYS[2], ARGV[i + 3])
+  redis.call('HDEL', KEYS[2], ARGV[i + 3], ARGV[i + 3] .. ':updates', ARGV[i + 3] .. ':ms')
 end
 local id = redis.call('XADD', KEYS[3], 'MAXLEN', 1, '*', 'allowance', ARGV[5], 'version', ARGV[2])
 redis.call('HSET', KEYS[1], 'version', ARGV[2], 'allowance', ARGV[5], 'allowance_id', id, 'updates', ARGV[6],
