@@ -29,7 +29,7 @@ TICK_S = 0.2
 LINE_S = 5.0
 OUTAGE_S = 300.0  # after this long without the server, the command fails with the connection error
 ECHO = 2  # columns left free: "^C", as the terminal echoes it, must not wrap a line
-STARTING_S = 10.0  # grace period for the processes that this command starts
+STARTING_S = 30.0  # grace period for the processes that this command starts
 
 
 def watch(run: Run = "last", json_output: Json = False) -> None:
@@ -138,7 +138,7 @@ class Lines:
             run = figures.state.run
             prefix = f"seed {figures.config.seed}  " if self._show_seed else ""
             new = figures.notices[self._num_notices[run] :]
-            lines = [f"{duration(figures.elapsed_s)}  {notice}" for notice in new]
+            lines = [f"{_clock(figures)}  {notice}" for notice in new]
             self._num_notices[run] += len(new)
             if run not in self._ended and (is_time or figures.state.ended):
                 lines.append(plain_line(figures))
@@ -148,10 +148,15 @@ class Lines:
                 print(prefix + line, file=self._file, flush=True)
 
 
+def _clock(figures: Figures) -> str:
+    """Return the time since the first step; "-" before it, as in `ddrl runs`."""
+    return duration(figures.elapsed_s or None)
+
+
 def plain_line(figures: Figures) -> str:
     """Return one line on the state of a run."""
     state, row, recent = figures.state, figures.row, figures.recent
-    parts = [duration(figures.elapsed_s)]
+    parts = [_clock(figures)]
     if state.ended:
         parts.append(f"{state.status}: {state.reason}" if state.reason else state.status)
     if state.appended_steps or figures.updates:

@@ -230,7 +230,8 @@ def _follow(
         is_interrupted = False
         try:
             local.start(processes, runs, num_workers, with_learner)
-            live.follow(client, runs, json_output=json_output, on_tick=keep_running)
+            on_tick = keep_running if num_workers or with_learner else None
+            live.follow(client, runs, json_output=json_output, on_tick=on_tick)
         except (KeyboardInterrupt, BrokenPipeError):  # Ctrl-C, or a pipe whose reader has ended
             is_interrupted = True
             if not with_learner:

@@ -472,7 +472,7 @@ class _Attempt:
         if self._evaluations.solved:
             return "solved", f"return {stop.return_:g} confirmed"
         if stop.time is not None and shared.elapsed_s >= stop.time:
-            return "time", f"time limit of {stop.time:g} s"
+            return "time", f"time limit of {round(stop.time, 1):g} s"
         if stop.env_steps is not None and shared.env_steps >= stop.env_steps:
             return "time", f"limit of {stop.env_steps} env steps"
         if stop.updates is not None and shared.updates >= stop.updates:

@@ -122,7 +122,7 @@ def test_the_clock_starts_with_the_first_step_and_never_goes_back(client: Any) -
     client.hset(keys.state(run), "created_ms", runs.server_ms(client) - 60_000)
     follower = Watcher(client, run)
     waiting = follower.poll()
-    assert live.plain_line(waiting).startswith("0s  waiting for a learner")
+    assert live.plain_line(waiting).startswith("-  waiting for a learner")
     assert "0s, 15m00s left" in shown(waiting)
     append(client, run, 0, played_ms=5_000)
     assert follower.poll().elapsed_s == pytest.approx(5, abs=2)
@@ -206,7 +206,7 @@ def test_plain_lines_and_the_view_of_several_runs_name_each_seed(client: Any) ->
         lines.show(figures)
     one, two = file.getvalue().splitlines()
     assert one.startswith("seed 5  30s  solved: return 200 confirmed  env_steps 30000")
-    assert two.startswith("seed 6  0s  waiting for a learner")
+    assert two.startswith("seed 6  -  waiting for a learner")
     text = text_of(view.several_runs(figures, width=78), 80)
     names = ("sac, 2 seeds", f"{first} and 1 more")
     for words in ("30,000", "205.0 v31", "seed 6: waiting for a learner", *names):
