@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -104,7 +105,8 @@ def test_the_lines_of_the_guide_play_what_evaluate_plays(
         pytest.importorskip("ale_py")
     monkeypatch.chdir(tmp_path)
     export(preset, *overrides, seed=seed)
-    exec(GUIDE, {})
+    Path("play.py").write_text(GUIDE)
+    runpy.run_path("play.py")
     total = float(capsys.readouterr().out)
     report = commands.call_json("evaluate", "lunar.safetensors", "-n", "1", "--epsilon", "0")
     assert total == report["returns"][0]
