@@ -133,7 +133,7 @@ def create(
     versions: Mapping[str, str] | None = None,
     initial: tuple[str, bytes] | None = None,
 ) -> str:
-    """Store a new active run and return its id: name, date and four random hex digits.
+    """Store a new active run and return its id: its name, time and seed, and four random hex digits.
 
     Args:
         client: connection to the server.
@@ -143,7 +143,7 @@ def create(
         versions: of the packages that its environment runs with here.
         initial: source of the initial weights, and the weights as safetensors.
     """
-    run = f"{config.name}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    run = f"{config.name}-{time.strftime('%m%d-%H%M%S')}-s{config.seed}-{secrets.token_hex(2)}"
     fields = {
         **_mirrored(config),
         "status": "active",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,7 @@ def test_options_reach_every_run(client: Any, target_file: str) -> None:
     for seed, run in enumerate(names, 7):
         config, state = runs.config(client, run), runs.state(client, run)
         assert (config.seed, config.weight, config.priority) == (seed, 2.5, "high")
+        assert re.fullmatch(rf"target-\d{{4}}-\d{{6}}-s{seed}-[0-9a-f]{{4}}", run)
         assert (state.weight, state.priority, state.status) == (2.5, "high", "active")
 
 
