@@ -29,11 +29,17 @@ help:
 	@echo 'make soak        random faults on a live fleet; MINUTES=15, SEED=1'
 	@echo 'make check       format, lint, types and tests: what a change must pass'
 	@echo 'make size        lines of code by folder; make docs: write docs/configuration.md anew'
-	@echo 'make setup       only set up $(VENV); PYTHON=python3.12 picks the interpreter, PIP_ARGS="..." goes to pip'
+	@echo 'make setup       only set up $(VENV); EXTRAS=box2d,mujoco adds these to it,'
+	@echo '                 PYTHON=python3.12 picks the interpreter, PIP_ARGS="..." goes to pip'
 	@echo 'make clean       remove $(VENV), caches and builds (never runs/)'
 	@echo 'make clean-runs  remove runs/, the results of all runs'
 
 setup: $(STAMP)
+
+ifneq ($(origin EXTRAS),file)  # named by the user: the last set-up may have had others
+$(STAMP): FORCE
+FORCE:
+endif
 
 # The stamp is written last: an interrupted set-up leaves none, and the next one starts afresh.
 $(STAMP): pyproject.toml constraints.txt

@@ -1,4 +1,4 @@
-"""Compose file, Dockerfile and units agree with the code; they are read, as no container engine is needed."""
+"""Compose file, Dockerfile and units agree with the code; no container engine is needed."""
 
 from __future__ import annotations
 
@@ -7,14 +7,20 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from support.private_server import free_port, require_program
+from support.processes import Process, Processes
+from support.processes import command_of as running_command
 
 from ddrl.cli import COMMANDS
+from ddrl.store import connection
+from ddrl.store.server import server_binary
 
 ROOT = Path(__file__).parents[1]
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text("utf-8"))
@@ -46,6 +52,15 @@ def command_of(service: dict[str, Any]) -> str:
 def is_start(command: str) -> bool:
     """Return whether a command line starts something that this project has."""
     return re.match(rf"(\S*/)?{START}( |$)", command) is not None
+
+
+def filled_in(text: str, variables: Mapping[str, str]) -> str:
+    """Return a value of the compose file as a container gets it: variables or their defaults, and `$$` as `$`."""
+
+    def value(match: re.Match[str]) -> str:
+        return variables[match[1]] if match[2] == "?" else variables.get(match[1]) or match[3]
+
+    return re.sub(r"\$\{(\w+):([?-])([^}]*)\}", value, text).replace("$$", "$")
 
 
 def options_of(unit: str) -> dict[str, str]:
@@ -106,6 +121,49 @@ def test_the_server_is_safe_and_durable() -> None:
     assert "ports" not in server and "healthcheck" in server and server["volumes"] == ["redis:/data"]
 
 
+def test_the_services_train_a_run_as_written(processes: Processes) -> None:
+    """With the containers' commands and variables, but the server's program and addresses of this machine."""
+    require_program()
+    given = {"DDRL_REDIS_PASSWORD": "aLongWord", "DDRL_PROCESSES": "1"}
+    with tempfile.TemporaryDirectory(prefix="ddrl-t", dir="/tmp") as name:  # a socket's path is short
+        programs, home = Path(name), processes.folder
+        url = f"unix://:aLongWord@{programs}/s"
+        (home / "workers").symlink_to(ROOT / "workers")
+        server = programs / "redis-server"
+        server.write_text(f'#!/bin/sh\nexec {server_binary()} "$@" --port 0 --unixsocket {programs}/s\n')
+        server.chmod(0o755)
+
+        def start(service: str, *arguments: str) -> Process:
+            words = [*SERVICES[service].get("entrypoint", []), *(arguments or SERVICES[service]["command"])]
+            command = [filled_in(word, given).replace("--dir /data", f"--dir {name}") for word in words]
+            variables = SERVICES[service]["environment"].items()
+            environment = {name: filled_in(text, given) for name, text in variables}
+            path = f"{programs}:{Path(sys.executable).parent}:{BARE['PATH']}"
+            environment |= {"PATH": path, "HOME": os.environ["HOME"]}
+            environment |= {"DDRL_REDIS_URL": url, "DDRL_METRICS": f"127.0.0.1:{free_port()}"}
+            log = home / f"{service}.log"
+            processes.started.append(Process(service, command, home, environment, log))
+            return processes.started[-1]
+
+        started = {"redis": start("redis")}
+        with connection.connect(url) as client:
+            processes.until((programs / "s").exists)
+            connection.check(client)
+            settings = client.config_get("maxmemory", "appendonly", "appendfsync")
+            assert settings == {"maxmemory": str(2 * 1024**3), "appendonly": "yes", "appendfsync": "everysec"}
+        with connection.connect(f"unix://{programs}/s") as client, pytest.raises(connection.StoreError):
+            connection.check(client)
+        assert "aLongWord" not in running_command(started["redis"].pid)
+        started |= {name: start(name) for name in ("learner", "rollout", "evaluation")}
+        submit = start("submit", str(processes.config()))
+        assert submit.wait() == 0 and "solved" in submit.text(), processes.logs()
+        (folder,) = (home / "runs").iterdir()
+        assert (folder / "policy.safetensors").exists()
+        for name, process in reversed(started.items()):
+            process.terminate()
+            assert process.wait(float(SERVICES[name]["stop_grace_period"].rstrip("s"))) == 0, processes.logs()
+
+
 def test_published_ports_are_on_the_loopback_and_require_a_login() -> None:
     ports = {name: service["ports"] for name, service in SERVICES.items() if "ports" in service}
     assert ports == {"flower": ["127.0.0.1:5555:5555"], "grafana": ["127.0.0.1:3000:3000"]}
@@ -155,6 +213,12 @@ def test_services_wait_for_the_server_and_end_in_order() -> None:
     assert device["capabilities"] == ["gpu"] and "deploy" not in SERVICES["learner"]
 
 
+def test_another_up_keeps_the_number_of_rollout_workers() -> None:
+    """`--scale` holds for one command: the next `up`, such as the one for monitoring, would undo it."""
+    assert SERVICES["rollout"]["deploy"] == {"replicas": "${DDRL_ROLLOUTS:-1}"}
+    assert not re.search(r"^#.*--scale", (ROOT / "docker-compose.yml").read_text("utf-8"), re.MULTILINE)
+
+
 def test_images_are_pinned_and_ours_does_not_run_as_root_and_copies_files_that_exist() -> None:
     (base,) = re.findall(r"^FROM (\S+)", DOCKERFILE, re.MULTILINE)
     images = [base, *(service["image"] for service in SERVICES.values())]
@@ -199,6 +263,16 @@ def test_role_scripts_start_no_worker_when_imported(role: str) -> None:
     """The processes of the pool import the main file again."""
     code = f"import runpy; runpy.run_path('workers/{role}.py', run_name='__mp_main__')"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make")
+def test_make_setup_adds_extras_to_a_set_up_clone(tmp_path: Path) -> None:
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy2(ROOT / name, tmp_path)
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv" / ".set-up").touch()
+    assert "Nothing to be done" in run("make --dry-run setup", cwd=tmp_path).stdout
+    assert "-e '.[mujoco]'" in run("make --dry-run setup EXTRAS=mujoco", cwd=tmp_path).stdout
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="no make")
