@@ -57,6 +57,7 @@ $(STAMP): pyproject.toml constraints.txt
 	rm -f $@; \
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
 	  -c constraints.txt -e '.[$(EXTRAS)]'; \
+	$(VENV)/bin/python -m compileall -q ddrl; \
 	touch $@
 
 lunar: run_lunar

@@ -209,7 +209,7 @@ class EvaluationConfig(Section):
     num_envs: int = Field(20, ge=1, le=4096)
     """Episodes played at the same time."""
     every_s: Duration = Field(60.0, gt=0, json_schema_extra=LIVE)
-    """Time between evaluations while the target is far."""
+    """Time between evaluations while the target is far. The first one is at once, of 5 episodes."""
     near_every_s: Duration = Field(2.0, gt=0, json_schema_extra=LIVE)
     """Time between evaluations when training returns are near the target."""
     near: float = Field(50.0, ge=0, json_schema_extra=LIVE)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -10,11 +12,23 @@ from torch import Tensor
 from ddrl.algorithms.base import check_shapes
 
 
+T = TypeVar("T", bound=torch.optim.Optimizer)
+
+
+def _eager(kind: type[T]) -> type[T]:
+    """Return a torch optimizer without the wrappers that import torch's compiler, which takes more than a second."""
+    step, add = torch.no_grad()(inspect.unwrap(kind.step)), inspect.unwrap(kind.add_param_group)
+    return type(kind.__name__, (kind,), {"step": step, "add_param_group": add})
+
+
+_Adam, _RMSprop = _eager(torch.optim.Adam), _eager(torch.optim.RMSprop)
+
+
 def adam(
     parameter: Tensor, *, learning_rate: float, eps: float = 1e-8, weight_decay: float = 0.0
 ) -> torch.optim.Adam:
     """Return Adam for one tensor with its state allocated: torch does so at the first step, too late to restore."""
-    optimizer = torch.optim.Adam(
+    optimizer = _Adam(
         [parameter], lr=learning_rate, eps=eps, weight_decay=weight_decay, fused=True
     )
     _allocate(optimizer, parameter, "exp_avg", "exp_avg_sq")
@@ -25,7 +39,7 @@ def rmsprop(
     parameter: Tensor, *, learning_rate: float, eps: float, decay: float, weight_decay: float = 0.0
 ) -> torch.optim.RMSprop:
     """Return RMSProp for one tensor with its state allocated."""
-    optimizer = torch.optim.RMSprop(
+    optimizer = _RMSprop(
         [parameter], lr=learning_rate, eps=eps, alpha=decay, weight_decay=weight_decay
     )
     _allocate(optimizer, parameter, "square_avg")

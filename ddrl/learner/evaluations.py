@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from statistics import mean, pstdev
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+FIRST_EPISODES = 5
 FIRST_S = 10.0  # longest wait of play for the result of the policy that the run begins with
 
 
@@ -28,7 +30,8 @@ class EvaluationScheduler:
     """Chooses versions to evaluate, marks the best one, and decides when the run is solved.
 
     One evaluation is open at a time. A mean of at least `stop.return` must be confirmed on other seeds. A policy
-    that the run begins with (`--from`) is evaluated at once, as version 0.
+    that the run begins with (`--from`) is evaluated at once, as version 0; else the first version that was learned is,
+    over FIRST_EPISODES, so that a score is there within seconds.
 
     Args:
         client: connection to the server.
@@ -55,9 +58,10 @@ class EvaluationScheduler:
         if rows and not self._open.pending:  # the last learner may have died before it decided
             self._decide(rows[-1])
         self._first_version = 0 if runs.state(client, run).warm else 1  # random weights have no score
-        now, is_first = time.monotonic(), self._first_version == 0 and not self._returns
+        now, is_first = time.monotonic(), not self._returns
         self._last_at = -math.inf if is_first else now
-        self._hold_until = now + FIRST_S if is_first and self._target is not None else now
+        is_held = is_first and self._first_version == 0 and self._target is not None
+        self._hold_until = now + FIRST_S if is_held else now
 
     @property
     def holds_play(self) -> bool:
@@ -91,7 +95,10 @@ class EvaluationScheduler:
                 self._last_at = time.monotonic()
                 self._decide(rows[-1])
         elif self._is_due(version, return_mean):
-            self._open.open([self._evaluation(version, "watch", env_steps, updates)])
+            due = self._evaluation(version, "watch", env_steps, updates)
+            if version and not self._returns and self._config.confirm_episodes:  # few cannot solve the run
+                due = replace(due, num_episodes=min(due.num_episodes, FIRST_EPISODES))
+            self._open.open([due])
 
     def _poll(self) -> list[dict[str, Any]]:
         """Return new results; mark the version with the highest mean over all its evaluation episodes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -250,4 +251,22 @@ for name, spec in {SPECS}.items():
 print("torch" in sys.modules)
 """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "False"
+
+
+def test_learners_do_not_load_torchs_compiler() -> None:
+    """Its import takes more than a second of a learner's start."""
+    code = """
+import sys
+from support.algorithms import DISCRETE, CONTINUOUS, make_learner
+from support.subjects import batch_for
+for name, spec in {"sac": CONTINUOUS, "dqn": DISCRETE, "r2d2": DISCRETE, "ppo": DISCRETE, "impala": DISCRETE}.items():
+    learner = make_learner(name, spec)
+    learner.update(batch_for(name, learner, spec, 0))
+print("torch._dynamo" in sys.modules)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
     assert ran.stdout.strip() == "False"

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from support.learners import Learning, Run, endless_config
 
+from ddrl import celery
+
 
 @pytest.fixture
 def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
@@ -27,6 +29,7 @@ def run(server) -> Run:
 def learn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Learning]]:
     """Starts what learns a run in this process, in the folder `tmp_path/runs`; ends it with the test."""
     begun: list[Learning] = []
+    monkeypatch.setattr(celery, "send_evaluation", lambda *_: None)
 
     def learn(run: Run, **options: Any) -> Learning:
         begun.append(Learning(run, tmp_path / "runs", monkeypatch, **options))

@@ -50,8 +50,28 @@ class Match:
 
 @pytest.fixture
 def match(server: Any) -> Match:
+    """One whose first evaluation is over."""
     run = start(server.client, target_config())
-    return Match(server.client, run, every_s=3600, near_every_s=0.01, near=5)
+    match = Match(server.client, run, every_s=3600, near_every_s=0.01, near=5)
+    match.play([(5, -99.0)])
+    match.version = 1
+    match.sent.clear()
+    return match
+
+
+def test_the_first_version_that_was_learned_is_evaluated_at_once_over_few_episodes(server: Any) -> None:
+    run = start(server.client, target_config())
+    match = Match(server.client, run, every_s=3600, near_every_s=3600)
+    match.version = 0
+    match.tick(None)
+    assert match.sent == []
+    match.version = 1
+    match.tick(None)
+    assert match.sent == ["1:1000000:5"]
+    match.answer(-3.0), match.tick(None)
+    match.version = 2
+    match.tick(None)
+    assert len(match.sent) == 1  # now at its intervals
 
 
 def test_it_evaluates_when_training_returns_are_near_the_target_only(match: Match) -> None:
@@ -94,7 +114,7 @@ def test_without_a_confirmation_wanted_one_evaluation_solves(server: Any) -> Non
     run = start(server.client, target_config())
     match = Match(server.client, run, near_every_s=0.01, near=5, confirm_episodes=0)
     match.play([(1, -0.4)])
-    assert match.scheduler.solved
+    assert match.scheduler.solved and match.sent == ["1:1000000:20"]
 
 
 @pytest.mark.parametrize(

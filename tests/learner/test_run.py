@@ -306,21 +306,25 @@ def test_a_run_that_ends_while_its_stream_fills_the_server_ends(run, learn, monk
 
 
 def test_a_paused_run_is_not_evaluated_and_its_time_stands_still(server, learn, monkeypatch) -> None:
+    def send(run: str, message: str, queue: str) -> None:
+        play_evaluation(server.client, run, message)
+
     monkeypatch.setattr(run_module, "SIGNALS_S", 0.01)
-    monkeypatch.setattr(celery, "send_evaluation", lambda *_: None)
+    monkeypatch.setattr(celery, "send_evaluation", send)
     run = Run(server, endless_config())
     run.play(400)
     learn(run)
-    until(lambda: run.index.latest >= 1 and run.rows)
+    until(lambda: run.rows and len(evaluations.results(run.client, run.id)[0]) == 1)
     runs.set_status(run.client, run.id, "paused", "by the test")
     due = endless_config(evaluation={"every_s": 0.1})
     runs.change(run.client, run.id, due, {"evaluation.every_s": (3600, 0.1)}, version=0)
     before_s = run.rows[-1]["elapsed_s"]
     time.sleep(1.0)
     assert run.rows[-1]["elapsed_s"] - before_s < 0.3
-    assert evaluations.opened(run.client, run.id) == {}
+    assert len(evaluations.results(run.client, run.id)[0]) == 1
     runs.reactivate(run.client, run.id)
-    until(lambda: evaluations.opened(run.client, run.id))
+    run.play(400)
+    until(lambda: len(evaluations.results(run.client, run.id)[0]) > 1)
 
 
 def test_a_run_whose_first_policy_reaches_the_target_is_solved_without_a_step(
