@@ -3,8 +3,8 @@
 make soak MINUTES=15      PYTHONPATH=tests python benchmarks/soak.py --minutes 15 --report docs/soak.md
 
 Prints each fault with its time, and the seconds until all runs played and learned again. Ledgers are audited after
-each fault and at the end. Exit code 1 if a fragment was lost or counted twice, a run did not go on, a process ended by
-itself, or memory or open files grew.
+each fault and at the end. Exit code 1 if a fragment was lost or counted twice, a run did not go on, a process that had
+begun ended by itself, a log holds a traceback, or memory or open files grew: each is a finding, which the report names.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,6 +79,20 @@ def too_much(fleet: SoakFleet) -> bool:
     return len(fleet.findings.words) >= 20
 
 
+def tracebacks(logs: Iterable[str]) -> Counter[str]:
+    """Return how often each exception, the line at the end of its traceback, stands in the logs."""
+    return Counter(
+        next((line for line in text.splitlines()[1:] if line[:1].strip()), "cut off")[:200]
+        for log in logs
+        for text in log.split(TRACE)[1:]
+    )
+
+
+def counted(findings: Sequence[str]) -> str:
+    """Return their number in words, for the headline."""
+    return {0: "no findings", 1: "1 finding"}.get(len(findings), f"{len(findings)} findings")
+
+
 def report(fleet: SoakFleet, seed: int, events: list[Event], audits: dict[str, ledger.Audit]) -> str:
     """Return the soak as Markdown."""
     lines = [
@@ -87,7 +102,8 @@ def report(fleet: SoakFleet, seed: int, events: list[Event], audits: dict[str, l
         f"{len(RUNS)} runs, {NUM_LEARNERS} learners (one on standby), {NUM_WORKERS} workers or one more, one server"
         " with an append-only file; every other process reaches it through a proxy. `make soak` runs it.",
         "",
-        f"**{len(events)} faults; {'no findings' if not fleet.findings.words else 'FINDINGS'}.**",
+        f"**{len(events)} faults; {counted(fleet.findings.words)}.**",
+        "",
         *(f"- {words}" for words in fleet.findings.words),
         *(f"- started again, as by a service manager: {words}" for words in fleet.restarted),
         "",
@@ -137,13 +153,6 @@ def report(fleet: SoakFleet, seed: int, events: list[Event], audits: dict[str, l
     ]
     for event in slowest[:MOST_EVENTS]:
         lines.append(f"| {event.at_s:.0f} s | {event.name} | {event.words} | {event.recovery_s:.1f} s |")
-    traces = Counter(
-        next((line for line in text.splitlines()[1:] if line[:1].strip()), "cut off")[:200]
-        for process in fleet.processes.started
-        for text in process.text().split(TRACE)[1:]
-    )
-    if traces:
-        lines += ["", "## Tracebacks in the logs", "", *(f"- {num} x {line}" for line, num in traces.items())]
     return "\n".join(lines) + "\n"
 
 
@@ -165,6 +174,8 @@ def main() -> int:
             for role, (early, late) in fleet.growth().items():
                 if not is_flat(early, late):
                     fleet.findings.add(f"{role}: grew from {early} to {late}")
+            for line, num in tracebacks(process.text() for process in fleet.processes.started).items():
+                fleet.findings.add(f"{num} x a traceback in a log: {line}")
             text = report(fleet, arguments.seed, events, audits)
         print(text)
         if arguments.report is not None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from support.fault_fleet import ON_POLICY, lost_fragments
 from support.private_server import PrivateServer
-from support.processes import Process, Processes
+from support.processes import READY, Process, Processes
 from support.proxy import Proxy
 
 from ddrl.store import connection, ledger, runs, segments
@@ -25,7 +25,7 @@ from ddrl.store import connection, ledger, runs, segments
 SAMPLE_S = 2.0
 NUM_LEARNERS, NUM_WORKERS = 3, 2
 MIB = 1024**2
-BEGUN = re.compile(r" ready\.|waits for runs")
+BEGUN = re.compile(f"{READY}|waits for runs")
 # Celery finds only after "ready" that the only process of a worker was killed before that.
 NOT_BEGUN = "Could not start worker processes"
 _ENDLESS: dict[str, Any] = {

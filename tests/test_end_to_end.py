@@ -88,10 +88,13 @@ def test_kill_9_of_the_command_leaves_no_orphan(home: Path, processes: Processes
     assert not leftovers(home)
 
 
-def solve(client: Redis, run: str, processes: Processes, url: str, *options: str) -> None:
-    """Wait until the run's next learner has solved it, by evaluating often, which the run has waited for."""
+OUT_OF_REACH = {"return": 100.0}  # until the run's next learner comes
+
+
+def solve(client: Redis, run: str, target: float, processes: Processes, url: str, *options: str) -> None:
+    """Wait until the run's next learner has solved it, with a target in reach."""
     spec = json.loads(client.get(keys.spec(run)))
-    spec["evaluation"] |= {"every_s": 1.0, "near_every_s": 0.2, "near": 5.0}
+    spec["stop"]["return"] = target
     client.set(keys.spec(run), json.dumps(spec))
     processes.learner(url, *options)
     processes.until(lambda: runs.state(client, run).ended)
@@ -102,15 +105,13 @@ def test_a_run_is_solved_by_another_learner_after_kill_9_of_the_first(server, pr
     """The kills of processes, workers and servers: tests/faults."""
     client, learner = server.client, processes.learner(server.url)
     worker = processes.celery(server.url)
-    # Not solvable before the kill is done: it is evaluated by the second learner's config.
-    evaluation = {"num_episodes": 20, "every_s": 3600, "near_every_s": 3600, "near": 0}
-    run = processes.detach(server.url, stop={"return": -0.5}, evaluation=evaluation)
+    run = processes.detach(server.url, stop=OUT_OF_REACH)
     processes.until(lambda: client.hexists(keys.state(run), "checkpoint"))
     learner.kill()  # restarted below, in another folder: the replay comes from the stream
     assert runs.state(client, run).status == "active"
     folder = processes.folder / "elsewhere"
     folder.mkdir()
-    solve(client, run, processes, server.url, "--folder", str(folder))
+    solve(client, run, -0.5, processes, server.url, "--folder", str(folder))
     assert worker.running
     processes.until(lambda: (folder / run / "summary.json").exists())
     counts = ledger.audit(client, run)
@@ -129,8 +130,7 @@ def test_on_policy_drops_what_a_suspended_process_played_and_is_solved(server, p
         server.url,
         env={"id": "ddrl/Pick-v0"},
         algorithm=PPO | {"batch_size": 512, "num_epochs": 1},  # busy players
-        stop={"return": 9.5},
-        evaluation={"every_s": 3600, "near_every_s": 3600},  # not before the second learner
+        stop=OUT_OF_REACH,
     )
     processes.until(lambda: client.hlen(keys.producers(run)) == 2)
     children = stopped.pool()
@@ -153,6 +153,6 @@ def test_on_policy_drops_what_a_suspended_process_played_and_is_solved(server, p
     assert dropped()
     learner.send_signal(signal.SIGTERM)
     learner.wait()
-    solve(client, run, processes, server.url)
+    solve(client, run, 9.5, processes, server.url)
     seen = [row["max_staleness"] for row in metrics.read(client, run)[0] if "max_staleness" in row]
     assert seen and max(seen) <= 1

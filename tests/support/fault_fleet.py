@@ -23,7 +23,7 @@ from ddrl.store.ledger import Audit
 
 Sections = Mapping[str, Any]
 OUT_OF_REACH: dict[str, Any] = {
-    "stop": {"return": 10.0, "time": 3600},
+    "stop": {"return": 100.0, "time": 3600},
     "evaluation": {"every_s": 3600, "near_every_s": 3600, "near": 0},
 }
 ENDLESS = OUT_OF_REACH | {"replay": {"samples_per_insert": 2}}  # the learner leaves the cores to players

@@ -18,6 +18,8 @@ from support.runs import start, target_config, target_tree
 from ddrl.store import connection
 
 Env = Mapping[str, str] | None
+READY = " ready: "
+"""In the log of a worker that takes messages."""
 ROOT = Path(__file__).resolve().parents[2]
 SLOW_S = 120.0  # generous: the machine may be busy
 EXACT = os.environ.get("DDRL_FAULT_BOUNDS") == "exact"

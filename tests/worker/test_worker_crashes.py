@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from support.private_server import PrivateServer
-from support.processes import Process, Processes
+from support.processes import READY, Process, Processes
 from support.runs import stream_steps
 from support.worker_runs import ALLOWED, bad, open_evaluation, playable, send
 
@@ -32,7 +32,7 @@ def worker(module_server: PrivateServer, tmp_path_factory: pytest.TempPathFactor
     with Processes(tmp_path_factory.mktemp("worker")) as processes:
         environment = {**ALLOWED, "DDRL_PROCESS_MEMORY": "400MiB"}
         worker = processes.celery(module_server.url, "-c", str(len(ENDS)), env=environment)
-        processes.until(lambda: " ready: " in worker.text())
+        processes.until(lambda: READY in worker.text())
         yield worker
 
 

@@ -13,7 +13,7 @@ import pytest
 from celery.events.state import State
 from redis import Redis
 from support.private_server import PrivateServer
-from support.processes import Process, Processes, bound, is_alive
+from support.processes import READY, Process, Processes, bound, is_alive
 from support.runs import stream_steps
 from support.worker_runs import ALLOWED, bad, dispatching, playable, send
 
@@ -30,7 +30,7 @@ def the_worker(client: Redis) -> Heartbeat:
 
 
 def until_ready(processes: Processes, worker: Process) -> Process:
-    processes.until(lambda: " ready: " in worker.text())
+    processes.until(lambda: READY in worker.text())
     return worker
 
 
