@@ -6,7 +6,7 @@ import os
 import signal
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,9 +37,7 @@ Detach = Annotated[bool, typer.Option("--detach", help="Return at once; `ddrl wa
 
 
 def submit(
-    config: Annotated[
-        str, typer.Argument(help="YAML file of the run, or a preset of `ddrl presets`.", show_default=False)
-    ],
+    config: Annotated[str, typer.Argument(help="YAML file, or name of a preset.", show_default=False)],
     set_: Overrides = None,
     time_: Time = None,
     workers: Workers = None,
@@ -62,9 +60,7 @@ def submit(
     path, preset = configs.find(config), configs.presets().get(config.removesuffix(".yaml"))
     resolved = configs.load(path, [*(set_ or []), *options])
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
-    with_learner = connection.is_embedded() if with_learner is None else with_learner
-    if with_learner:
-        _check_device(resolved)
+    with_learner = _starts_learner(with_learner, [resolved])
     with server() as client:
         num_workers = _num_workers(workers)
         runs = create_all(client, resolved, seeds, initial, num_workers)
@@ -100,9 +96,7 @@ def resume(
         before = [store.state(client, run) for run in names]
         if all(state.leased and not state.ended for state in before):  # learners hold them: only follow
             with_learner, workers = with_learner or False, workers or 0
-        with_learner = connection.is_embedded() if with_learner is None else with_learner
-        for run in names if with_learner else ():
-            _check_device(store.config(client, run))
+        with_learner = _starts_learner(with_learner, (store.config(client, run) for run in names))
         for run in names:
             store.reactivate(client, run, more_time_s=more_time_s)
         _attend(client, names, _num_workers(workers), with_learner, detach, json_output, started, "resumed")
@@ -160,16 +154,18 @@ def create_all(
     return created
 
 
-def _check_device(config: configs.RunConfig) -> None:
-    """Refuse a run whose learner would not start on this machine.
+def _starts_learner(wanted: bool | None, runs: Iterable[configs.RunConfig]) -> bool:
+    """Return whether to start learners here; the default is for the embedded server only.
 
     Raises:
-        ConfigError: its device is missing here.
+        ConfigError: the device of a run is missing here.
     """
-    if config.learner.device not in ("auto", "cpu"):
+    starts = connection.is_embedded() if wanted is None else wanted
+    for device in {run.learner.device for run in (runs if starts else ())} - {"auto", "cpu"}:
         from ddrl.networks.device import choose_device  # loads torch
 
-        choose_device(config.learner.device)
+        choose_device(device)
+    return starts
 
 
 def _num_workers(wanted: int | None) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -19,16 +20,13 @@ def choose_device(name: str) -> torch.device:
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
+    with contextlib.suppress(RuntimeError):  # no such kind of device
         device = torch.device(name)
-        is_here = (device.index or 0) < torch.get_device_module(device).device_count()
-    except RuntimeError:
-        is_here = False
-    if not is_here:
-        raise ConfigError(
-            f"learner.device: {name!r} is not on this machine; use auto or cpu, or a learner on a machine that has it"
-        )
-    return device
+        if (device.index or 0) < torch.get_device_module(device).device_count():
+            return device
+    raise ConfigError(
+        f"learner.device: {name!r} is not on this machine; use auto or cpu, or a learner on a machine that has it"
+    )
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
