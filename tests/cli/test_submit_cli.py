@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,16 @@ def test_the_table_and_its_median(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed.count("\n") == 1 and json.loads(printed) == {"runs": rows, "median_train_s": 35.0}
     report([summary(1, "failed", 1.0, None)], json_output=True)
     assert json.loads(capsys.readouterr().out)["median_train_s"] is None
+
+
+def test_a_narrow_terminal_breaks_no_run_id(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    run = "lunar-discrete-1122-124749-7402"
+    report([summary(1, "time", 619.8, -5.5) | {"run": run, "env_steps": 1_234_567, "updates": 123_456}], False)
+    assert run in capsys.readouterr().out.split()
 
 
 def test_a_run_is_submitted_without_torch(server, processes: Processes) -> None:
