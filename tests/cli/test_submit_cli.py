@@ -53,7 +53,9 @@ def test_a_narrow_terminal_breaks_no_run_id(
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     run = "lunar-discrete-1122-124749-7402"
-    report([summary(1, "time", 619.8, -5.5) | {"run": run, "env_steps": 1_234_567, "updates": 123_456}], False)
+    report(
+        [summary(1, "time", 619.8, -5.5) | {"run": run, "env_steps": 1_234_567, "updates": 123_456}], False
+    )
     assert run in capsys.readouterr().out.split()
 
 
