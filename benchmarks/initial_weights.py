@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import statistics
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,21 +115,20 @@ def main() -> None:
     print(heading(f"{task.config}: from a given policy to {task.target:g}"))
     print("\n| config | variant | seed | given | env steps to the target | lowest evaluation | evaluations |")
     print("|---|---|---|---|---|---|---|", flush=True)
-    totals, seeds = [], range(1, given.seeds + 1)
+    found: dict[str, list[tuple[float, float]]] = {variant: [] for variant in given.variants}
     with ProcessPoolExecutor(given.processes, multiprocessing.get_context("spawn")) as pool:
-        begun = {one: [pool.submit(train, task, one, seed) for seed in seeds] for one in given.variants}
-        for variant, trainings in begun.items():
-            rows = [
-                row(task, variant, seed, one.result()) for seed, one in zip(seeds, trainings, strict=True)
-            ]
-            steps, lowest = zip(*rows, strict=True)
-            totals.append(
-                f"| {task.config} | {task.target:g} | {variant} | {count(statistics.median(steps))} "
-                f"| {statistics.median(lowest):.0f} ({min(lowest):.0f}) |"
-            )
+        cases = [(variant, seed) for seed in range(1, given.seeds + 1) for variant in given.variants]
+        begun = {pool.submit(train, task, *case): case for case in cases}
+        for one in as_completed(begun):
+            found[begun[one][0]].append(row(task, *begun[one], one.result()))
     print("\n| config | target | variant | median env steps | lowest evaluation: median (least) |")
     print("|---|---|---|---|---|")
-    print("\n".join(totals))
+    for variant, rows in found.items():
+        steps, lowest = zip(*rows, strict=True)
+        print(
+            f"| {task.config} | {task.target:g} | {variant} | {count(statistics.median(steps))} "
+            f"| {statistics.median(lowest):.0f} ({min(lowest):.0f}) |"
+        )
 
 
 def row(task: Task, variant: str, seed: int, evaluations: list[tuple[int, float]]) -> tuple[float, float]:

@@ -56,6 +56,14 @@ def test_actor_critics_share_their_policies() -> None:
     learner.load_initial_weights({part: torch.from_numpy(array) for part, array in parts})
 
 
+def test_a_temperature_may_be_missing_or_unused() -> None:
+    source = loaded({"name": "sac"}, CONTINUOUS)
+    initial_weights(source, run_config({"name": "sac", "temperature": 0.2}), CONTINUOUS)
+    fixed = loaded({"name": "sac", "temperature": 0.2}, CONTINUOUS)  # as policies of earlier versions
+    assert source.weights.keys() - fixed.weights.keys() == {"log_temperature"}
+    initial_weights(fixed, run_config({"name": "sac"}), CONTINUOUS)
+
+
 SMALLER = replace(DISCRETE, env_id="Small-v0", observation_shape=(2,))
 FEWER = replace(DISCRETE, env_id="Few-v0", action_sizes=(3,))
 PIXELS = replace(DISCRETE, env_id="Bytes-v0", observation_dtype="uint8")
