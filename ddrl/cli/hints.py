@@ -43,6 +43,8 @@ def hint(figures: Figures, *, server: str, starting: bool) -> str:
         device = figures.config.learner.device
         has = "" if device in ("auto", "cpu") else f" that has {device}"
         return f"waiting for a learner{has}: start `ddrl learner`"
+    if state.outcome:
+        return f"{state.reason}: the learner on {state.host} completes the results"
     if state.handover:
         return f"the learner on {state.host} hands over to {state.handover}"
     if not figures.serving:

@@ -108,15 +108,26 @@ def _change(run: str, new: str, json_output: bool) -> None:
     reason = f"{new} by the operator"
     with output.server_of(run) as (client, run):
         old = store.state(client, run)
-        if old.ended:
-            remedy = "" if old.status in ("solved", "time") else f"; `ddrl resume {run}` continues it"
-            raise InputError(f"run {run}: has already ended ({old.status}){remedy}")
+        if old.ended or (old.outcome and new == "paused"):
+            remedy = "" if old.outcome in ("solved", "time") else f"; `ddrl resume {run}` continues it"
+            raise InputError(f"run {run}: has already ended ({old.outcome}){remedy}")
         if old.status == new:
             raise InputError(f"run {run}: is already {new}; `ddrl resume {run}` continues it")
-        if not store.set_status(client, run, new, reason):
+        if not old.outcome and not store.set_status(client, run, new, reason):
             raise InputError(f"run {run}: has ended meanwhile ({store.status(client, run)})")
-    text = f"{new} {run}; continue it with `ddrl resume {run}`"
-    output.answer({"run": run, "status": new, "reason": reason}, text, json_output=json_output)
+        if new == "paused":
+            text = f"paused {run}; continue it with `ddrl resume {run}`"
+            output.answer({"run": run, "status": new, "reason": reason}, text, json_output=json_output)
+            return
+        from ddrl.cli import live
+        from ddrl.runs import processes
+        from ddrl.runs.records import summary
+
+        if old.leased:
+            output.note(f"waiting for the learner on {old.host} to save the results")
+        state = processes.finish(client, run)
+        end = summary(client, run)
+    output.answer(end, live.closing_lines(end, state), json_output=json_output)
 
 
 def _own_folder(state: store.RunState) -> Path | None:

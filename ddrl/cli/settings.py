@@ -33,9 +33,9 @@ def set_(
     wanted = parse(settings or [])
     with server_of(run) as (client, run):
         state = store.state(client, run)
-        if state.ended:
-            remedy = "" if state.status == "solved" else f"; `ddrl resume {run}` continues it first"
-            raise InputError(f"run {run}: has ended ({state.status}), its settings cannot change{remedy}")
+        if state.outcome:
+            remedy = "" if state.outcome == "solved" else f"; `ddrl resume {run}` continues it first"
+            raise InputError(f"run {run}: has ended ({state.outcome}), its settings cannot change{remedy}")
         before, spaces = store.config(client, run), store.spaces(client, run)
         if not wanted:
             _list(run, before, spaces, json_output)

@@ -94,7 +94,7 @@ def resume(
         found = (local_checkpoints.find_or_restore(client, name, Path("runs")) for name in runs or ["last"])
         names = list(dict.fromkeys(found))
         before = [store.state(client, run) for run in names]
-        if all(state.leased and not state.ended for state in before):  # learners hold them: only follow
+        if all(state.leased and not state.outcome for state in before):  # learners hold them: only follow
             with_learner, workers = with_learner or False, workers or 0
         with_learner = _starts_learner(with_learner, (store.config(client, run) for run in names))
         for run in names:
@@ -117,7 +117,7 @@ def detached(
                 local.keep_running(client, processes, runs, note)
         except KeyboardInterrupt:
             _stop(client, runs)
-        processes.wait_for_learners(LEARNER_EXIT_S)
+        _finish(client, processes, runs)
 
 
 def create_all(
@@ -150,6 +150,7 @@ def create_all(
     except BaseException:
         for run in created:
             store.set_status(client, run, "stopped", "not started: another run of its submission was refused")
+            local.finish(client, run)
         raise
     return created
 
@@ -237,7 +238,7 @@ def _follow(
                 raise typer.Exit(130) from None
             note(f"stopping {', '.join(runs)}; press Ctrl-C again to end everything at once")
             _stop(client, runs)
-        processes.wait_for_learners(LEARNER_EXIT_S)
+        _finish(client, processes, runs)
     return is_interrupted
 
 
@@ -250,6 +251,13 @@ def _stop(client: Client, runs: Sequence[str]) -> None:
             if (text := connection.outage(error)) is None:
                 raise
             note(f"{run}: not marked as stopped: {text}")
+
+
+def _finish(client: Client, processes: local.Processes, runs: Sequence[str]) -> None:
+    """Let the learners end; write the results of stopped runs that no learner holds."""
+    processes.wait_for_learners(LEARNER_EXIT_S)
+    for run in runs:
+        local.finish(client, run)
 
 
 def report(rows: Sequence[Mapping[str, Any]], json_output: bool) -> None:

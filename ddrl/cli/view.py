@@ -123,7 +123,7 @@ def one_run(figures: Figures, *, width: int, height: int) -> RenderableType:
     parts += [Text(), *messages] if messages else []
     status = (state.status, COLORS.get(state.status, ""))
     title = Text.assemble((state.run, "bold"), "  ", status, "  ", duration(figures.elapsed_s))
-    if figures.left_s is not None and not state.ended:
+    if figures.left_s is not None and not state.outcome:
         title.append(f", {duration(figures.left_s)} left")
     subtitle = f"{config.env.id}, {config.algorithm['name']}, seed {config.seed}"
     return Panel(Group(*parts), title=title, subtitle=subtitle, width=inner + 4, border_style="dim")
@@ -143,7 +143,7 @@ def several_runs(runs: Sequence[Figures], *, width: int) -> RenderableType:
             Text(state.status, style=COLORS.get(state.status, "")),
             duration(figures.elapsed_s),
             f"{state.appended_steps:,}",
-            f"{row['env_steps_per_s']:.0f}" if "env_steps_per_s" in row and not state.ended else "",
+            f"{row['env_steps_per_s']:.0f}" if "env_steps_per_s" in row and not state.outcome else "",
             f"{figures.updates:,}",
             number(row.get("return_mean")),
             "-" if last is None else f"{last['return_mean']:.1f} v{last['version']}",

@@ -130,7 +130,7 @@ class Figures:
 
     def rate(self, name: str) -> str:
         """Return a rate of the metrics such as " (310/s)"; "" if it is unknown or the run has ended."""
-        return f" ({self.row[name]:.0f}/s)" if name in self.row and not self.state.ended else ""
+        return f" ({self.row[name]:.0f}/s)" if name in self.row and not self.state.outcome else ""
 
 
 def entitled(run: RunState | RunLoad, loads: Iterable[RunLoad]) -> float:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from ddrl import policy
 from ddrl.config import RunConfig
-from ddrl.envs import EnvError
 from ddrl.runs.evaluation import score
 from ddrl.store import runs, weights
 from ddrl.store.evaluations import Evaluation, OpenEvaluations
@@ -134,10 +133,10 @@ class EvaluationScheduler:
         if not evaluates or version < self._first_version or version in self._returns:
             return
         evaluation = self._evaluation(version, "watch", env_steps, updates)
+        loaded = policy.from_run(self._client, self._run, version)
         try:
-            loaded = policy.from_run(self._client, self._run, version)
             result = score(loaded, evaluation.seeds, num_envs=self._config.num_envs)
-        except EnvError as error:
+        except Exception as error:  # of the environment
             log.warning("the last version is not evaluated: %s", error)
             return
         self._open.store(evaluation, result)

@@ -86,7 +86,7 @@ def serve(client: Redis, folder: Path, interrupt: Interrupt, *, retention: Reten
         try:
             if retention is not None:
                 retention.apply(client)
-            for run, requester in leases.free(client, runs.active_names(client)):
+            for run, requester in leases.free(client, runs.active_names(client, *runs.ENDED)):
                 if requester:  # it takes the run soon, unless it died
                     skipped_until.setdefault((run, requester), time.monotonic() + SKIP_S)
                 if skipped_until.get((run, requester), 0.0) > time.monotonic() or interrupt.event.is_set():
@@ -202,7 +202,7 @@ class _Claim:
                 if now.ended and self.holder:
                     log.info("%s ended: %s", self.run, now.status)
                     return None
-                if now.status == "active" or now.leased:
+                if now.status in ("active", "ending") or now.leased:
                     token = self._acquire()
                     if token is not None or not self.waits:
                         return token
@@ -235,9 +235,7 @@ class _Claim:
 
     def _acquire(self) -> int | None:
         force = self._requested_at > 0 and time.monotonic() - self._requested_at >= HANDOVER_S
-        host, folder = socket.gethostname(), str(self.folder.resolve())
-        after = local_checkpoints.token(self.folder, self.run)
-        token = leases.acquire(self.client, self.run, host=host, folder=folder, force=force, after=after)
+        token = local_checkpoints.acquire(self.client, self.run, self.folder, force=force)
         if token is not None and force:
             log.warning("takes %s from the learner on %s, which did not hand it over", self.run, self.holder)
         return token
@@ -297,7 +295,8 @@ class _Attempt:
         ):
             try:
                 self._begin()
-                self._train()
+                if self._record.state["status"] not in runs.ENDED:  # else only the end is left
+                    self._train()
                 return self._end()
             except leases.LeaseLostError:
                 host = "another host"
@@ -331,6 +330,7 @@ class _Attempt:
             raise
         except (ConfigError, StoreError, ValueError) as error:
             self._set_status("failed", str(error))
+            artifacts.complete(self._client, self._run, self._token, self._folder)
             raise
 
     def _wire(self) -> None:
@@ -492,20 +492,18 @@ class _Attempt:
     # --- end -----------------------------------------------------------------------------------------
 
     def _end(self) -> str | None:
-        """Save everything, set the status, write the folder."""
+        """Set the status, which stops play, save everything, evaluate, write the folder."""
         learner, error, is_lockstep = self._learner, self._error, self._config.learner.lockstep
         if isinstance(error, (leases.LeaseLostError, *LOST)):
             raise error
         if error is not None:
             self._set_status("failed", f"{type(error).__name__}: {error}")
-        elif reached := self._reached():  # before anything slow, so that collectors stop at once
+        elif reached := self._reached():
             self._retry(lambda: self._set_status(*reached))
         # In lockstep, a round that failed half-way must not become a checkpoint.
         self._retry(lambda: learner.finish(saves=error is None or not is_lockstep))
         status = runs.status(self._client, self._run) or ""
-        if error is not None:
-            raise error
-        if status in ("", "active", "paused"):
+        if status not in runs.ENDED:
             if self._requester:
                 log.info("hands %s over to the learner on %s, which requested it", self._run, self._requester)
             else:
@@ -513,9 +511,9 @@ class _Attempt:
             return None
         shared = learner.shared
         self._evaluations.finish(status == "time", env_steps=shared.env_steps, updates=shared.updates)
-        # Raises if the run was taken: only its holder writes the folder.
-        leases.renew(self._client, self._run, self._token)
-        artifacts.write(self._client, self._run, self._folder)
+        artifacts.complete(self._client, self._run, self._token, self._folder)
+        if error is not None:
+            raise error
         log.info("%s: %s", self._run, status)
         return status
 

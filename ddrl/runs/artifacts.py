@@ -17,6 +17,8 @@ import yaml
 from ddrl import policy
 from ddrl.runs.curves import plot_run
 from ddrl.runs.records import Records, read, shown, summary
+from ddrl.store import leases, runs, weights
+from ddrl.store.connection import StoreError
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -30,6 +32,25 @@ _EVALUATIONS = (
     *("return_mean", "return_std"),
 )
 _JOURNAL = ("time_s", "event", "reason", "option", "from", "to", "env_steps")
+
+
+def complete(client: Redis, run: str, token: int, folder: Path) -> None:
+    """Write the folder of an ended run, and note that its results are complete.
+
+    Args:
+        token: of the caller, who holds the run: only the holder writes the folder.
+
+    Raises:
+        LeaseLostError: the run was taken.
+        StoreError: the folder cannot be written, which the run does not wait for.
+    """
+    leases.renew(client, run, token)
+    try:
+        write(client, run, folder)
+    except (OSError, StoreError) as error:
+        runs.complete(client, run, token)
+        raise StoreError(f"run {run}: the results cannot be written to {folder} ({error})") from error
+    runs.complete(client, run, token)
 
 
 def write(client: Redis, run: str, folder: Path) -> None:
@@ -49,7 +70,7 @@ def write(client: Redis, run: str, folder: Path) -> None:
     settings = f"# run {run}\n" + yaml.safe_dump(tree, sort_keys=False)
     (folder / "config.yaml").write_text(settings, encoding="utf-8")
     (folder / "summary.json").write_text(json.dumps(totals, indent=2) + "\n", encoding="utf-8")
-    if (version := totals["policy_version"]) >= 0:  # -1: none is published
+    if (version := totals["policy_version"]) in weights.index(client, run).sizes:  # else none is published
         policy.save(client, run, version, folder / "policy.safetensors")
     metric_names = dict.fromkeys([*_COUNTERS, *(name for row in records.figures for name in row)])
     tables: list[tuple[str, Iterable[str], list[dict[str, Any]]]] = [

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddrl.store import connection
+from ddrl.store import connection, leases, local_checkpoints
 from ddrl.store import runs as store
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ FOLLOW_S = 10.0  # for a child to end after its parent, before it is ended by fo
 MAX_RESTARTS = 5  # in a row
 QUICK_DEATH_S = 10.0  # a child that dies sooner counts as a failed start
 PAUSES_S = (0.0, 0.5, 1.0, 2.0, 4.0)  # before the restarts after quick deaths; the last for all later ones
+POLL_S = 0.1
 STOP_S = 15.0  # for children to end, before they are killed
 
 
@@ -241,13 +243,34 @@ def keep_running(
                 state = store.state(client, run)
                 if not state.leased and not state.ended:
                     store.set_status(client, run, "failed", str(error))
+                    finish(client, run)
         if error.run is None or len(runs) == 1:
             raise
         report(f"{error.run}: {error}")
 
 
 def any_active(client: Redis, runs: Sequence[str]) -> bool:
-    """Return whether a run has not ended; True also while the server does not answer."""
-    with contextlib.suppress(*connection.UNREACHABLE):
-        return any(store.status(client, run) not in store.ENDED for run in runs)
+    """Return whether a run has not ended; True also while the server does not answer or has lost a run."""
+    with contextlib.suppress(*connection.UNREACHABLE, store.UnknownRunError):
+        return not all(store.state(client, run).ended for run in runs)
     return True
+
+
+def finish(client: Redis, run: str) -> store.RunState:
+    """Return the run's state once its end, if it has one, is complete; complete it here if no learner holds it.
+
+    Raises:
+        StoreError: its folder cannot be written.
+    """
+    while (state := store.state(client, run)).status == "ending":
+        is_here = state.folder and state.host == socket.gethostname()
+        folder = Path(state.folder if is_here else f"runs/{run}")
+        if (token := local_checkpoints.acquire(client, run, folder)) is None:
+            time.sleep(POLL_S)
+            continue
+        from ddrl.runs import artifacts  # takes a second
+
+        with leases.kept(run, token):
+            artifacts.complete(client, run, token, folder)
+        leases.release(client, run, token)
+    return state

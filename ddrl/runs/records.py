@@ -40,7 +40,7 @@ class Records:
 
 
 def summary(client: Redis, run: str, *, wall_s: float | None = None) -> dict[str, Any]:
-    """Return the last line of `ddrl submit --json`.
+    """Return the last line of `ddrl submit --json`, which is in the run's folder, too.
 
     Args:
         wall_s: since the start of the command; None: since the run's creation.
@@ -53,7 +53,8 @@ def summary(client: Redis, run: str, *, wall_s: float | None = None) -> dict[str
     evaluated = state.evaluation
     return {
         "run": run,
-        "status": state.status,
+        "status": state.outcome or state.status,
+        "reason": state.reason,
         "wall_s": round(end_s - state.created_s if wall_s is None else wall_s, 3),
         "train_s": round(end_s - state.first_step_s, 3) if state.first_step_s else 0.0,
         "env_steps": state.appended_steps,

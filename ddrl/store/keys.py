@@ -6,7 +6,7 @@ Redis Cluster is not supported: some scripts touch the keys of several runs. `<r
 | key                               | type   | written by           | read by                   | content                                                      | lifetime |
 |-----------------------------------|--------|----------------------|---------------------------|--------------------------------------------------------------|----------|
 | ddrl:runs                         | zset   | submit               | all                       | ids of all runs, by creation time                            | a member: its run's |
-| ddrl:open                         | zset   | submit, learner, cli | all                       | ids of runs that have not ended, by creation time            | a member: until its run ends |
+| ddrl:open                         | zset   | submit, learner, cli | all                       | ids of runs whose results are not complete, by creation time | a member: until its run has ended, with its folder |
 | ddrl:producers                    | string | collector            | collector                 | counter of producer ids                                      | kept |
 | ddrl:deleted                      | zset   | cli                  | learner                   | ids of runs deleted on purpose, by time                      | a member: a month |
 | ddrl:workers                      | set    | worker               | cli, dispatcher           | names of the heartbeats                                      | a member: its worker's |

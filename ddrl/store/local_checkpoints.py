@@ -15,6 +15,7 @@ import logging
 import os
 import queue
 import secrets
+import socket
 import threading
 import zlib
 from collections.abc import Mapping
@@ -24,7 +25,7 @@ from typing import Any
 
 from redis import Redis
 
-from ddrl.store import checkpoints, keys, ledger, runs, weights
+from ddrl.store import checkpoints, keys, leases, ledger, runs, weights
 from ddrl.store.connection import StoreError, call
 from ddrl.store.leases import RunGoneError
 from ddrl.store.runs import JOURNAL_LENGTH, UnknownRunError
@@ -198,6 +199,12 @@ def _write_whole(path: Path, data: bytes) -> None:
         with contextlib.suppress(OSError):
             draft.unlink(missing_ok=True)
         raise
+
+
+def acquire(client: Redis, run: str, folder: Path, *, force: bool = False) -> int | None:
+    """Take the lease of a run for its folder on this machine; see `leases.acquire`."""
+    host, after = socket.gethostname(), token(folder, run)
+    return leases.acquire(client, run, host=host, folder=str(folder.resolve()), force=force, after=after)
 
 
 class BackgroundWriter:

@@ -1,7 +1,8 @@
 """Runs: created once, read by everybody, changed only through here.
 
-Status: `active` (wants players and a learner), `paused`, or an end: `solved`, `time`, `stopped`, `failed`.
-A run waits for a learner exactly when it is active and its lease is free; there is no queue of runs.
+Status: `active` (wants players and a learner), `paused`, or an end: `solved`, `time`, `stopped`, `failed`. An ended run
+is shown as `ending` while it is still in the set of open runs: until its last evaluation and its folder are complete.
+A run waits for a learner exactly when it is active or ending and its lease is free; there is no queue of runs.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class RunState:
 
     Attributes:
         status: see the module's docstring.
+        outcome: the end that the run has, or will have when it is complete; "" before.
         reason: why it has this status, in one line; of an active run, that it waits for a learner if it does.
         created_s, first_step_s, ended_s: creation, first environment step, end.
         updates: of the learner, as last reported.
@@ -67,6 +69,7 @@ class RunState:
     run: str
     status: str
     leased: bool
+    outcome: str = ""
     reason: str = ""
     created_s: float = 0.0
     first_step_s: float = 0.0
@@ -103,7 +106,7 @@ class RunState:
 
     @property
     def ended(self) -> bool:
-        """No more play or learning."""
+        """No more play or learning, and the results are complete."""
         return self.status in ENDED
 
     @property
@@ -120,7 +123,7 @@ class RunState:
 _STATE_FIELDS = {  # attribute -> field of the hash, where times are in ms
     name: f"{name[:-1]}ms" if name.endswith("_s") else name
     for name in RunState.__annotations__
-    if name not in ("run", "leased")
+    if name not in ("run", "leased", "outcome")
 }
 
 
@@ -183,17 +186,17 @@ def names(client: Redis) -> list[str]:
 
 
 def open_names(client: Redis) -> list[str]:
-    """Return the runs that have not ended, oldest first."""
+    """Return the runs that have not ended, or whose results are not complete, oldest first."""
     return [run.decode() for run in cast("list[bytes]", client.zrange(keys.OPEN, 0, -1))]
 
 
-def active_names(client: Redis) -> list[str]:
-    """Return the active runs, oldest first."""
-    known = open_names(client)
+def active_names(client: Redis, *others: str) -> list[str]:
+    """Return the active runs, oldest first; also the open ones with other statuses."""
+    statuses, known = {status.encode() for status in ("active", *others)}, open_names(client)
     with client.pipeline(transaction=False) as pipe:
         for run in known:
             pipe.hget(keys.state(run), "status")
-        return [run for run, value in zip(known, pipe.execute(), strict=True) if value == b"active"]
+        return [run for run, value in zip(known, pipe.execute(), strict=True) if value in statuses]
 
 
 def resolve(client: Redis, name: str) -> str:
@@ -221,7 +224,8 @@ def state(client: Redis, run: str) -> RunState:
     with client.pipeline(transaction=False) as pipe:
         pipe.hmget(keys.state(run), list(_STATE_FIELDS.values()))
         pipe.exists(keys.lease(run))
-        values, leased = cast("tuple[list[bytes | None], int]", pipe.execute())
+        pipe.zscore(keys.OPEN, run)
+        values, leased, opened = cast("tuple[list[bytes | None], int, float | None]", pipe.execute())
     raw = dict(zip(_STATE_FIELDS, values, strict=True))
     if raw["status"] is None:
         raise UnknownRunError(f"run {run}: not on this server; `ddrl runs` lists those that are")
@@ -234,6 +238,9 @@ def state(client: Redis, run: str) -> RunState:
             found[name] = {"int": int, "float": float, "str": str}.get(kind, json.loads)(text)
     if found["status"] == "active":
         found["reason"] = "" if leased else "waiting for a learner"
+    elif found["status"] in ENDED:
+        found["outcome"] = found["status"]
+        found["status"] = found["status"] if opened is None else "ending"
     return RunState(run=run, leased=bool(leased), **found)
 
 
@@ -355,6 +362,8 @@ def set_status(client: Redis, run: str, new: str, reason: str, *, token: int | N
     Args:
         token: of the learner; None is the operator, who needs no lease.
 
+    An end stops play at once; whoever holds the run's lease then writes its results and calls `complete`.
+
     Raises:
         LeaseLostError, RunGoneError: another learner took over; the run is gone.
     """
@@ -365,6 +374,15 @@ def set_status(client: Redis, run: str, new: str, reason: str, *, token: int | N
     keys_ = [keys.state(run), keys.journal(run), keys.OPEN]
     args = (new, reason, ended, run, JOURNAL_LENGTH, *allowed)
     return bool(call(client, "set_status", keys_, [token or 0, *args]))
+
+
+def complete(client: Redis, run: str, token: int) -> None:
+    """Note that the results of an ended run are complete; without effect on one that goes on again.
+
+    Raises:
+        LeaseLostError, RunGoneError: another learner took over; the run is gone.
+    """
+    call(client, "complete", [keys.state(run), keys.OPEN], [token, run, *ENDED])
 
 
 def reactivate(client: Redis, run: str, *, more_time_s: float | None = None) -> None:
@@ -378,11 +396,11 @@ def reactivate(client: Redis, run: str, *, more_time_s: float | None = None) -> 
         UnknownRunError: there is no such run.
     """
     now = state(client, run)
-    if now.status == "solved":
+    if now.outcome == "solved":
         raise StoreError(f"run {run}: is solved; start another one with `ddrl submit`")
-    if now.status == "time" and not now.reason.startswith("time limit"):
+    if now.outcome == "time" and not now.reason.startswith("time limit"):
         raise StoreError(f"run {run}: reached its {now.reason}; start another one with a larger limit")
-    if now.status == "time" and more_time_s is None:
+    if now.outcome == "time" and more_time_s is None:
         raise StoreError(f"run {run}: reached its {now.reason}; give it more, such as --time 10m")
     if more_time_s is not None:
         before = config(client, run)

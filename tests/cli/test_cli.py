@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from support import commands
 from support.commands import call, call_json, refused
-from support.store import LANDER, SPACES, add_history, ended, make_config, make_run
+from support.store import LANDER, SPACES, add_history, end, ended, make_config, make_run, take
 
 import ddrl.cli
 from ddrl import config, policy
@@ -144,11 +144,33 @@ def test_stop_and_pause(client: Any) -> None:
     assert events == ["created", "paused", "stopped"] and "stopped by the operator" in call("journal")
 
 
+def test_stop_writes_the_results_where_no_learner_does(client: Any, lander: str) -> None:
+    client.pexpire(keys.lease(lander), 300)  # its learner has died
+    summary, folder = call_json("stop", lander), Path("runs", lander)
+    assert (summary["status"], summary["reason"]) == ("stopped", "stopped by the operator")
+    assert summary["artifacts"] == str(folder.resolve()) and summary["evaluation"]["return_mean"] == 205.0
+    assert json.loads((folder / "summary.json").read_text()) == summary
+    assert (folder / "policy.safetensors").exists() and "already ended" in refused("stop", lander)
+
+
+def test_an_ended_run_is_ending_until_its_results_are_complete(client: Any) -> None:
+    run = make_run(client)
+    token = take(client, run, host="there")
+    runs.set_status(client, run, "time", "time limit of 9 s", token=token)
+    assert call_json("runs")[0]["status"] == "ending" and "already ended" in refused("pause")
+    text = "time limit of 9 s: the learner on there completes the results"
+    assert call_json("status")["hint"] == text and "ending: time limit of 9 s" in call("status")
+    assert "is ending; stop it first" in refused("delete", run, "--yes")
+    leases.release(client, run, token)
+    assert call_json("status")["hint"] == "waiting for a learner: start `ddrl learner`"
+    assert f"{run}: time after" in call("stop") and call_json("runs")[0]["status"] == "time"
+
+
 def test_delete_keeps_the_folder_without_files(client: Any, tmp_path: Path) -> None:
     kept, removed = make_run(client), make_run(client)
     for run in (kept, removed):
         (tmp_path / "runs" / run).mkdir(parents=True)
-        runs.set_status(client, run, "stopped", "")
+        end(client, run, "stopped", "")
     assert call_json("delete", kept, "--yes")["keys"] >= 2
     call("delete", removed, "--yes", "--files")
     assert runs.names(client) == [] and [path.name for path in (tmp_path / "runs").iterdir()] == [kept]
@@ -210,16 +232,16 @@ def test_logs_merge_the_server_s_lines_with_files_and_journal(
     assert rows == sorted(rows, key=lambda row: row["time_s"])
     assert [row["line"] for row in call_json("logs", "--last", "1")] == ["lines"]
     assert call_json("logs", "-n", "0") == []
-    runs.set_status(client, run, "stopped", "enough")
+    end(client, run, "stopped", "enough")
     text = call("logs", "--follow")
     assert "| ERROR: played badly\n" in text and " journal" in text and "stopped enough\n" in text
 
 
 def test_watch_ends_with_the_summary(client: Any, lander: str) -> None:
-    runs.set_status(client, lander, "solved", "return 200 confirmed")
+    end(client, lander, "solved", "return 200 confirmed")
     assert call_json("watch")["status"] == "solved"
     assert f"{lander}: solved after" in call("watch")
-    runs.set_status(client, make_run(client), "failed", "out of luck")
+    end(client, make_run(client), "failed", "out of luck")
     printed = commands.run("watch", "--json")
     assert printed.code == 1 and json.loads(printed.out)["status"] == "failed"
 

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from support.commands import call, call_json, run
-from support.store import add_history, make_run
+from support.store import add_history, end, make_run
 
 from ddrl.cli.compare import differences
 from ddrl.runs import curves
 from ddrl.runs.records import read
-from ddrl.store import runs
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -20,7 +19,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 def test_table_and_drawing(client: Any, lander: str, tmp_path: Path) -> None:
     changed = {"algorithm": {"name": "sac", "gamma": 0.98}, "replay": {"capacity": 5_000}, "stop": {}}
     second = make_run(client, name="second", seed=2, **changed)
-    runs.set_status(client, lander, "solved", "return 200 confirmed")
+    end(client, lander, "solved", "return 200 confirmed")
     printed = run("compare", "lunar", second, lander)
     lines = printed.out.splitlines()
     assert lines[0] == "env LunarLanderContinuous-v3, algorithm sac"

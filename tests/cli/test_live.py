@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 from support.commands import call
-from support.store import add_history, append, make_run, note_playing, take, want_processes
+from support.store import add_history, append, end, make_run, note_playing, take, want_processes
 
 from ddrl.cli import curve, hints, live, view
 from ddrl.cli.watcher import Figures, Watcher, entitled
@@ -54,12 +54,15 @@ def test_following_prints_lines_until_the_end(client: Any, lander: str) -> None:
     ticks = iter(range(100))
 
     def tick() -> None:
-        if next(ticks) == 3:
+        tick = next(ticks)
+        if tick == 3:
             runs.set_status(client, lander, "solved", "return 200 confirmed")
+        if tick == 12:
+            runs.complete(client, lander, 0)
 
     console = Console(file=io.StringIO(), force_terminal=False)
     (state,) = live.follow(client, [lander], json_output=False, console=console, on_tick=tick)
-    assert state.status == "solved" and next(ticks) >= 4
+    assert state.status == "solved" and next(ticks) > 12
     _, last = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert "solved: return 200 confirmed" in last and "/s)" not in last
 
@@ -73,7 +76,7 @@ def test_with_json_stdout_stays_empty_and_errors_of_the_tick_pass(
     run = make_run(client)
     with pytest.raises(RuntimeError, match="a child died"):
         live.follow(client, [run], json_output=True, on_tick=fail)
-    runs.set_status(client, run, "stopped", "stopped by the operator")
+    end(client, run, "stopped", "stopped by the operator")
     assert live.follow(client, [run], json_output=True)[0].ended
     printed = capsys.readouterr()
     assert printed.out == "" and "stopped by the operator" in printed.err
@@ -92,7 +95,7 @@ def test_following_waits_for_a_server_that_came_back_empty(
         if "not on the server" in printed:
             for key, value in kept.items():
                 client.restore(key, 0, value, replace=True)
-            runs.set_status(client, run, "stopped", "enough")
+            end(client, run, "stopped", "enough")
 
     (state,) = live.follow(client, [run], json_output=True, on_tick=tick)
     assert state.ended and state.reason == "enough"
@@ -100,7 +103,7 @@ def test_following_waits_for_a_server_that_came_back_empty(
 
 def test_the_last_view_stays_on_the_terminal(client: Any, lander: str) -> None:
     console = terminal()
-    runs.set_status(client, lander, "solved", "return 200 confirmed")
+    end(client, lander, "solved", "return 200 confirmed")
     assert live.follow(client, [lander], json_output=False, console=console)[0].status == "solved"
     text = console.export_text()
     assert "solved" in text and "return 200 confirmed" in text and "30,000" in text
@@ -199,7 +202,7 @@ def test_the_view_of_a_fresh_run(client: Any) -> None:
 def test_plain_lines_and_the_view_of_several_runs_name_each_seed(client: Any) -> None:
     first, second = make_run(client, seed=5), make_run(client, seed=6)
     add_history(client, first)
-    runs.set_status(client, first, "solved", "return 200 confirmed")
+    end(client, first, "solved", "return 200 confirmed")
     figures, file = [poll(client, run) for run in (first, second)], io.StringIO()
     lines = live.Lines(file, show_seed=True)
     for _ in range(3):

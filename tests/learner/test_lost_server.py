@@ -15,6 +15,7 @@ from redis import Redis
 from support.learners import Run, endless_config, pick_config, playing, training, until, within
 from support.processes import Processes
 from support.runs import target_config
+from support.store import end
 
 from ddrl.config import RunConfig
 from ddrl.learner import loop
@@ -231,7 +232,7 @@ def test_processes_go_on_after_a_restart_and_leave_a_deleted_run(server, run, pr
     assert runs.names(run.client) == [run.id] and run.journal.count("restored") == 1 and learner.running
 
     learner.send_signal(signal.SIGSTOP)  # the run is deleted while its learner is stalled, and stays deleted
-    runs.set_status(run.client, run.id, "stopped", "by the test")
+    end(run.client, run.id)
     until(lambda: not run.state.leased)
     runs.delete(run.client, run.id)
     learner.send_signal(signal.SIGCONT)

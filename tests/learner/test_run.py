@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -28,7 +29,7 @@ from ddrl.learner import evaluations as scheduler
 from ddrl.learner import run as run_module
 from ddrl.learner.dispatcher import Dispatcher
 from ddrl.learner.loop import Learner
-from ddrl.runs import submit
+from ddrl.runs import artifacts, records, submit
 from ddrl.store import (
     checkpoints,
     connection,
@@ -189,7 +190,7 @@ def test_a_service_leaves_a_run_to_each_learner_that_requests_it(monkeypatch, tm
 
     monkeypatch.setattr(run_module, "POLL_S", 0.0)
     monkeypatch.setattr(run_module, "time", SimpleNamespace(monotonic=lambda: now_s))
-    monkeypatch.setattr(runs, "active_names", lambda _: ["x-1"])
+    monkeypatch.setattr(runs, "active_names", lambda *_: ["x-1"])
     monkeypatch.setattr(leases, "free", free)
     monkeypatch.setattr(run_module, "learn", lambda *_, **__: learned.append(now_s))
     run_module.serve(None, tmp_path, interrupt)
@@ -241,6 +242,46 @@ def test_a_run_that_the_servers_memory_cannot_hold_fails_at_once(run, tmp_path: 
     assert needed == kept + run_module.OTHER_BYTES
     assert run.state.status == "failed" and not run.state.leased
     assert "lower replay.max_bytes, or raise maxmemory" in run.state.reason
+    assert json.loads((tmp_path / run.id / "summary.json").read_text())["reason"] == run.state.reason
+
+
+def test_a_run_that_fails_leaves_its_folder(run, learn, monkeypatch, tmp_path: Path) -> None:
+    def fail(_: Learner) -> None:
+        raise ValueError("bad luck")
+
+    monkeypatch.setattr(Learner, "train", fail)
+    learning = learn(run)
+    learning.thread.join(30.0)
+    assert str(learning.error) == "bad luck" and run.state.ended
+    folder = tmp_path / "runs" / run.id
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["status"], summary["reason"]) == ("failed", "ValueError: bad luck")
+    assert (folder / "policy.safetensors").exists()
+
+
+def test_a_run_is_ending_until_its_results_are_complete_and_any_learner_completes_them(
+    server, learn, monkeypatch, tmp_path: Path
+) -> None:
+    run, write, seen = Run(server, endless_config(stop={"updates": 20})), artifacts.write, []
+
+    def die(*_: Any) -> None:
+        seen.append(run.state)
+        raise RuntimeError("the learner dies here")
+
+    monkeypatch.setattr(artifacts, "write", die)
+    run.play(400)
+    learn(run).thread.join(60.0)
+    (state,) = seen
+    assert (state.status, state.outcome, state.reason) == ("ending", "time", "limit of 20 updates")
+    assert state.evaluation["version"] == state.version and state.updates >= 20
+    assert run.state.status == "ending"
+    monkeypatch.setattr(artifacts, "write", write)
+    service = learn(run, serves=True)
+    until(lambda: run.state.ended, SLOW_S)
+    service.end()
+    assert run.state.status == "time" and run.journal == ["created", "time"]
+    summary = json.loads((tmp_path / "runs" / run.id / "summary.json").read_text())
+    assert summary == records.summary(run.client, run.id) and summary["evaluation"] is not None
 
 
 def test_a_learner_leaves_a_run_whose_device_it_lacks_to_another_machine(

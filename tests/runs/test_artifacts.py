@@ -15,7 +15,7 @@ from ddrl import config
 from ddrl.runs import artifacts, records
 from ddrl.store import runs
 
-SUMMARY = "run status wall_s train_s env_steps updates policy_version evaluation artifacts"
+SUMMARY = "run status reason wall_s train_s env_steps updates policy_version evaluation artifacts"
 TABLES = {f"{name}.csv" for name in ("metrics", "episodes", "evaluations", "journal")}
 
 
@@ -32,7 +32,8 @@ def test_the_summary_has_exactly_the_promised_keys(client: Redis) -> None:
     state = runs.state(client, run)
     assert list(summary) == SUMMARY.split()
     assert summary | {"run": run, "train_s": 0} == {
-        "run": run, "status": "solved", "wall_s": 12.5, "train_s": 0, "env_steps": 30_000, "updates": 7_600,
+        "run": run, "status": "solved", "reason": "return 200 confirmed", "wall_s": 12.5, "train_s": 0,
+        "env_steps": 30_000, "updates": 7_600,
         "policy_version": 31, "evaluation": {"return_mean": 205.0, "return_std": 7.0, "episodes": 100},
         "artifacts": "/somewhere/x",
     }  # fmt: skip

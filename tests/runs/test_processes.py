@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -159,5 +160,6 @@ def test_a_run_whose_learner_keeps_dying_fails_unless_held(client: Redis, script
     for _ in range(2):
         local.keep_running(client, children, [lost, held], reports.append)
     assert [runs.status(client, run) for run in (lost, held)] == ["failed", "active"]
+    assert "learner ended with code 2" in json.loads(Path("runs", lost, "summary.json").read_text())["reason"]
     assert [report.partition(":")[0] for report in reports] == [lost, held]
     assert local.any_active(client, [lost, held]) and not local.any_active(client, [lost])

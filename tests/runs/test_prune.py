@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from support.private_server import until
-from support.store import add_history, ended, make_run
+from support.store import add_history, end, ended, make_run
 
 from ddrl.runs import prune as pruning
 from ddrl.store import connection, keys, runs
@@ -50,7 +50,7 @@ def test_a_run_that_a_learner_holds_stays_and_then_leaves_no_key_behind(client: 
     for name in (*("initial", "ledger", "playing", "draining", "refusals", "logs"), "checkpoint:1:1:1"):
         client.set(keys.of_run(run, name), "x")
     client.set(keys.of_run(run + "x", "spec"), "another run's")
-    runs.set_status(client, run, "solved", "return 200 confirmed")
+    end(client, run, "solved", "return 200 confirmed")
     assert pruning.prune(client, 0, 0) == []
     with pytest.raises(connection.StoreError, match="still"):
         runs.delete(client, run)

@@ -187,6 +187,9 @@ def test_what_a_role_does_rarely_it_may_do_too(roles: Roles) -> None:
         snapshot = local.Snapshot(run, token, local.record(learner, run), asdict(Counters()), b"tensors")
         leases.release(learner, run, token)
         runs.set_status(operator, run, "stopped", "by hand")
+        token = leases.acquire(operator, run, host="h", folder="f")
+        runs.complete(operator, run, token)
+        leases.release(operator, run, token)
         assert runs.delete(operator, run) > 5
         assert local.restore(learner, snapshot, even_deleted=True)
     assert roles.denied() == []

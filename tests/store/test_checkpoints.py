@@ -13,7 +13,7 @@ import pytest
 from redis import Redis
 from support.private_server import until
 from support.runs import play_steps, start, target_config
-from support.store import append, events, take
+from support.store import append, end, events, take
 
 from ddrl.store import checkpoints, keys, leases, ledger, local_checkpoints, runs, stream, weights
 from ddrl.store.checkpoints import Counters
@@ -177,7 +177,7 @@ def test_a_deleted_run_is_restored_on_purpose_only(client: Redis, snapshot: Snap
     run = snapshot.run
     local_checkpoints.write(tmp_path / run, snapshot)
     leases.release(client, run, snapshot.token)
-    runs.set_status(client, run, "stopped", "by the test")
+    end(client, run)
     runs.delete(client, run)
     with pytest.raises(StoreError, match=f"{run}: was deleted"):
         local_checkpoints.restore_from(client, run, tmp_path / run)

@@ -32,10 +32,16 @@ def make_run(client: Redis, **sections: Any) -> str:
     return runs.create(client, make_config(**sections), SPACES, queues=QUEUES)
 
 
+def end(client: Redis, run: str, status: str = "stopped", reason: str = "enough") -> None:
+    """End a run whose results nobody writes."""
+    assert runs.set_status(client, run, status, reason)
+    runs.complete(client, run, 0)
+
+
 def ended(client: Redis, days: float, *, status: str = "stopped", num_bytes: int = 0) -> str:
     """Return a run that ended so many days ago and holds so many bytes of weights."""
     run = make_run(client)
-    runs.set_status(client, run, status, "enough")
+    end(client, run, status)
     client.hset(keys.state(run), "ended_ms", runs.server_ms(client) - int(days * 86_400_000))
     client.set(keys.weights_blob(run, 0), b"x" * num_bytes)
     return run
