@@ -129,7 +129,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = exit_code(error)
         if code is None:
             raise
-        return _refuse(str(error), code)
+        message = str(error)
+        if type(error).__name__ == "NoPermissionError":
+            message += "; DDRL_REDIS_URL must name a user with the rights for this (workers/acl)"
+        return _refuse(message, code)
 
 
 def _end_in_order() -> None:

@@ -41,6 +41,15 @@ def test_help_lists_every_command_and_the_exit_codes() -> None:
     assert call() == text
 
 
+def test_a_user_without_the_rights_is_named_the_remedy(
+    client: Any, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client.acl_setuser("limited", enabled=True, passwords=["+x"], keys=["elsewhere"], commands=["+@all"])
+    monkeypatch.setenv(connection.URL_VARIABLE, f"unix://limited:x@{server.socket}")
+    assert "permission" in (line := refused("runs", code=3)) and line.endswith("(workers/acl)")
+    client.acl_deluser("limited")
+
+
 def test_errors_have_exit_codes() -> None:
     bad_input = (config.ConfigError, EnvError, CodecError, weights.WeightsError, policy.PolicyFileError)
     codes: dict[int | None, tuple[type[Exception], ...]] = {
