@@ -272,7 +272,7 @@ def report(rows: Sequence[Mapping[str, Any]], json_output: bool) -> None:
         counters = (f"{row['train_s']:,.1f} s", row["env_steps"], row["updates"])
         cells.append((str(row["seed"]), row["status"], *counters, score(row["evaluation"]), row["run"]))
     header = ("seed", "status", "train", "env steps", "updates", "return", "run")
-    table(header, cells, left=("status",), optional=("updates",))  # no id of a run is broken
+    table(header, cells, left=("status",), optional=("updates",))
     solved = sum(row["status"] == "solved" for row in rows)
     median = "" if median_s is None else f"median train time {median_s:.1f} s; "
     say(f"{median}{solved} of {len(rows)} solved")

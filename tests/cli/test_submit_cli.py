@@ -56,7 +56,8 @@ def test_a_narrow_terminal_breaks_no_run_id(
     report(
         [summary(1, "time", 619.8, -5.5) | {"run": run, "env_steps": 1_234_567, "updates": 123_456}], False
     )
-    assert run in capsys.readouterr().out.split()
+    row = capsys.readouterr().out.splitlines()[1]
+    assert row.endswith(run) and len(row) <= 80
 
 
 def test_a_run_is_submitted_without_torch(server, processes: Processes) -> None:
