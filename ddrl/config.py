@@ -207,7 +207,7 @@ class EvaluationConfig(Section):
     confirm_episodes: int = Field(100, ge=0, json_schema_extra=LIVE)
     """Episodes on other seeds that must confirm a solution; 0: none."""
     num_envs: int = Field(20, ge=1, le=4096)
-    """Episodes played at the same time."""
+    """Episodes played at the same time; ALE games are played one by one."""
     every_s: Duration = Field(60.0, gt=0, json_schema_extra=LIVE)
     """Time between evaluations while the target is far. The first one is at once, of 5 episodes."""
     near_every_s: Duration = Field(2.0, gt=0, json_schema_extra=LIVE)

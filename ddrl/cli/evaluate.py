@@ -43,7 +43,7 @@ def evaluate(
     seed: Annotated[
         int | None, typer.Option(min=0, help="Seed of the first episode. Default: that of confirmations.")
     ] = None,
-    num_envs: Annotated[int, typer.Option(min=1, max=4096, help="Episodes side by side.")] = 20,
+    num_envs: Annotated[int, typer.Option(min=1, max=4096, help="Episodes side by side; ALE games: 1.")] = 20,
     noop: Annotated[
         int | None,
         typer.Option(min=0, max=1000, help="No-ops before ALE games, at most. Default: the run's."),
