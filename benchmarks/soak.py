@@ -106,7 +106,7 @@ def report(fleet: SoakFleet, seed: int, events: list[Event], audits: dict[str, l
         "",
         *(f"- {words}" for words in fleet.findings.words),
         *(f"- started again, as by a service manager: {words}" for words in fleet.restarted),
-        "",
+        *[""] * bool(fleet.findings.words or fleet.restarted),
         "## The ledger",
         "",
         f"| run | producers | {' | '.join(_COLUMNS)} | unknown |",
