@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from ddrl.cli import main
+if __name__ == "__main__":  # the processes of a worker's pool import this file, too
+    from ddrl.cli import main
 
-if __name__ == "__main__":
     sys.exit(main())

@@ -235,6 +235,11 @@ def test_commands_start_light(module: str, loaded: set[str]) -> None:
     assert loaded_by(module, heavy) == loaded
 
 
+def test_the_processes_of_a_workers_pool_do_not_load_the_command_line() -> None:
+    """They import the main module, too."""
+    assert loaded_by("ddrl.__main__", {"typer"}) == set()
+
+
 def test_units_without_torch_import_none_by_way_of_others_either() -> None:
     units = [ROOT / "ddrl" / unit.replace(".", "/") for unit in WITHOUT_TORCH]
     files = [file for unit in units for file in (unit.with_suffix(".py"), *unit.glob("**/*.py"))]
