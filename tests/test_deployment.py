@@ -58,9 +58,12 @@ def filled_in(text: str, variables: Mapping[str, str]) -> str:
     """Return a value of the compose file as a container gets it: variables or their defaults, and `$$` as `$`."""
 
     def value(match: re.Match[str]) -> str:
-        return variables[match[1]] if match[2] == "?" else variables.get(match[1]) or match[3]
+        braced, mark, default, plain = match.groups()
+        if match[0] == "$$":
+            return "$"
+        return variables[braced or plain] if mark != "-" else variables.get(braced) or default
 
-    return re.sub(r"\$\{(\w+):([?-])([^}]*)\}", value, text).replace("$$", "$")
+    return re.sub(r"\$\$|\$\{(\w+):([?-])([^}]*)\}|\$(\w+)", value, text)
 
 
 def options_of(unit: str) -> dict[str, str]:
@@ -167,8 +170,13 @@ def test_the_services_train_a_run_as_written(processes: Processes) -> None:
 def test_published_ports_are_on_the_loopback_and_require_a_login() -> None:
     ports = {name: service["ports"] for name, service in SERVICES.items() if "ports" in service}
     assert ports == {"flower": ["127.0.0.1:5555:5555"], "grafana": ["127.0.0.1:3000:3000"]}
-    for start in (SERVICES["flower"]["command"], SERVICES["grafana"]["entrypoint"]):
-        assert re.search(r': "\$\$\{\w+:\?set \w+', start[-1])  # refuses to start without a password
+    for start, refusal in (
+        (SERVICES["flower"]["command"], "FLOWER_BASIC_AUTH: set it to user:password"),
+        (SERVICES["grafana"]["entrypoint"], "GF_SECURITY_ADMIN_PASSWORD: set GRAFANA_PASSWORD"),
+    ):
+        command = [filled_in(word, {}) for word in start]
+        done = subprocess.run(command, env=BARE, capture_output=True, text=True, timeout=60)
+        assert done.returncode != 0 and refusal in done.stderr
     assert SERVICES["grafana"]["environment"]["GF_AUTH_ANONYMOUS_ENABLED"] == "false"
     assert all(SERVICES[name]["profiles"] == ["monitoring"] for name in ("flower", "grafana", "prometheus"))
     assert "UNAUTHENTICATED" not in str(COMPOSE)

@@ -158,7 +158,7 @@ def _summary(report: Mapping[str, Any]) -> str:
     playing = sum(sum(worker["playing"].values()) for worker in present)
     lines = [
         f"{counted(len(hosts), 'machine')}, {counted(len(present), 'worker')}, {counted(processes, 'process', 'es')}, "
-        f"{playing} of them playing {counted(active, 'run')}"
+        f"{playing} of them playing; {counted(active, 'active run')}"
     ]
     for package, versions in report["versions_differ"].items():
         parts = (f"{version} on {', '.join(hosts_of)}" for version, hosts_of in versions.items())

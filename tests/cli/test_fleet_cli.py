@@ -35,7 +35,7 @@ def test_workers_what_they_play_and_the_shares_of_runs(client: Any) -> None:
     assert shares == {heavy: (pytest.approx(0.75), 0.75, 2), light: (pytest.approx(0.25), 0.25, 1)}
     text = call("fleet")
     assert f"{heavy} 2, {light} 1" in text and "75 %" in text
-    assert text.endswith("2 machines, 2 workers, 4 processes, 3 of them playing 2 runs\n")
+    assert text.endswith("2 machines, 2 workers, 4 processes, 3 of them playing; 2 active runs\n")
 
 
 def test_a_paused_run_is_listed_and_entitled_to_nothing(client: Any) -> None:
@@ -49,7 +49,7 @@ def test_a_paused_run_is_listed_and_entitled_to_nothing(client: Any) -> None:
     assert [rows[run]["entitled"] for run in (paused, active)] == [None, 1.0]
     assert not rows[paused]["wants"] and f"`ddrl resume {paused}`" in rows[paused]["note"]
     text = call("fleet")
-    assert paused in text and text.endswith("0 of them playing 1 run\n")
+    assert paused in text and text.endswith("0 of them playing; 1 active run\n")
 
 
 def test_why_a_run_is_not_played(client: Any) -> None:
