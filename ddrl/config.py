@@ -358,11 +358,11 @@ def options(model: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
     return found
 
 
-def live_options(model: type[BaseModel], prefix: str = "") -> set[str]:
-    """Return the dotted names of the options that can change while a run goes on."""
+def live_options(model: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
+    """Return the options that can change while a run goes on, by their dotted names."""
     found = options(model, prefix).items()
     return {
-        n for n, field in found if isinstance(extra := field.json_schema_extra, dict) and extra.get("live")
+        n: field for n, field in found if isinstance(e := field.json_schema_extra, dict) and e.get("live")
     }
 
 
@@ -372,14 +372,12 @@ def allowed(annotation: Any, metadata: Iterable[Any] = ()) -> str:
     if typing.get_origin(annotation) is Annotated:
         return allowed(parts[0], [*metadata, *parts[1:]])
     if parts:  # of a union, or a Literal
-        return " or ".join(part if isinstance(part, str) else allowed(part, metadata) for part in parts)
-    if annotation is types.NoneType:
-        return "null"
+        return " or ".join("null" if part is types.NoneType else allowed(part, metadata) for part in parts)
     is_duration = any(isinstance(each, BeforeValidator) for each in metadata)
-    kind = "duration" if is_duration else {int: "integer", float: "number", ByteSize: "size"}[annotation]
+    kinds = {int: "integer", float: "duration" if is_duration else "number", ByteSize: "size"}
     signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
     bounds = [f"{s} {getattr(each, n)}" for each in metadata for n, s in signs.items() if hasattr(each, n)]
-    return f"{kind} {', '.join(bounds)}".strip()
+    return f"{kinds.get(annotation, annotation)} {', '.join(bounds)}".strip()
 
 
 def parse(model: type[M], tree: Mapping[str, Any], prefix: str = "") -> M:

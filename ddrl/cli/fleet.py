@@ -48,11 +48,9 @@ def fleet(
 
 def collect(client: Client) -> dict[str, Any]:
     """Return what `ddrl fleet --json` prints."""
-    present, loads = workers.alive(client), {load.run: load for load in segments.active(client)}
-    playing = {
-        run: Counter(p.node for p in segments.playing(client, run).values())
-        for run in runs.open_names(client)
-    }
+    present, names = workers.alive(client), runs.open_names(client)
+    loads = {load.run: load for load in segments.active(client)}
+    playing = {run: Counter(p.node for p in segments.playing(client, run).values()) for run in names}
     report: dict[str, Any] = {"workers": [], "versions_differ": differences(present), "runs": []}
     for worker in present:
         played = {run: nodes[worker.node] for run, nodes in playing.items() if worker.node in nodes}
@@ -62,12 +60,8 @@ def collect(client: Client) -> dict[str, Any]:
     total, trouble = sum(load.mean_processes for load in loads.values()) or 1.0, hints.server_trouble(client)
     seen = {"present": present, "loads": [*loads.values()]}
     for run, nodes in playing.items():
-        state, load, num_playing = (
-            runs.state(client, run),
-            loads.get(run),
-            nodes.total(),
-        )  # no load: not active
-        note = _note(client, state, load, trouble, **seen, num_playing=num_playing)
+        state, load = runs.state(client, run), loads.get(run)  # only active runs have a load
+        note = _note(client, state, load, trouble, **seen, num_playing=nodes.total())
         report["runs"].append(
             {
                 **picked(state, "run", "status", "priority", "weight", "queue"),
@@ -75,7 +69,7 @@ def collect(client: Client) -> dict[str, Any]:
                 "learner": state.host if state.leased else None,
                 "entitled": load and entitled(load, loads.values()),
                 "share": load.mean_processes / total if load and state.leased else 0.0,
-                "playing": num_playing,
+                "playing": nodes.total(),
                 "waiting_messages": segments.waiting(client, state.queue),
                 "process_s": state.process_s,
                 "note": note,

@@ -138,7 +138,7 @@ class Lines:
             run = figures.state.run
             prefix = f"seed {figures.config.seed}  " if self._show_seed else ""
             new = figures.notices[self._num_notices[run] :]
-            lines = [f"{_clock(figures)}  {notice}" for notice in new]
+            lines = [f"{duration(figures.elapsed_s or None)}  {notice}" for notice in new]
             self._num_notices[run] += len(new)
             if run not in self._ended and (is_time or figures.state.ended):
                 lines.append(plain_line(figures))
@@ -148,15 +148,10 @@ class Lines:
                 print(prefix + line, file=self._file, flush=True)
 
 
-def _clock(figures: Figures) -> str:
-    """Return the time since the first step; "-" before it, as in `ddrl runs`."""
-    return duration(figures.elapsed_s or None)
-
-
 def plain_line(figures: Figures) -> str:
     """Return one line on the state of a run."""
     state, row, recent = figures.state, figures.row, figures.recent
-    parts = [_clock(figures)]
+    parts = [duration(figures.elapsed_s or None)]  # "-" before the first step
     if state.ended:
         parts.append(f"{state.status}: {state.reason}" if state.reason else state.status)
     if state.appended_steps or figures.updates:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ddrl.config import RunConfig
     from ddrl.types import EnvSpec
 
+LISTED = ("option", "value", "default", "allowed", "effect")
 Changes = dict[str, tuple[Any, Any]]  # option -> (from, to)
 
 
@@ -64,23 +65,17 @@ def set_(
 def _list(run: str, config: RunConfig, spaces: EnvSpec, json_output: bool) -> None:
     """Print the options that can change, with their values, and what they do."""
     from ddrl.algorithms import base
-    from ddrl.config import RunConfig, allowed, live_options, options
+    from ddrl.config import RunConfig, allowed, live_options
 
-    own, values = base.config_class(config.algorithm["name"]), values_of(config, spaces)
-    fields = options(RunConfig) | options(own, "algorithm.")
-    rows = []
-    for name in sorted(live_options(RunConfig) | live_options(own, "algorithm.")):
-        field = fields[name]
-        row = {"option": name, "value": values[name], "default": field.default}
-        row["allowed"] = allowed(field.annotation, field.metadata)
-        rows.append({**row, "effect": " ".join((field.description or "").split())})
+    values, own, rows = values_of(config, spaces), base.config_class(config.algorithm["name"]), []
+    for name, field in sorted((live_options(RunConfig) | live_options(own, "algorithm.")).items()):
+        may_be, effect = allowed(field.annotation, field.metadata), " ".join(str(field.description).split())
+        rows.append((name, values[name], field.default, may_be, effect))
     if json_output:
-        emit({"run": run, "options": rows})
+        emit({"run": run, "options": [dict(zip(LISTED, row, strict=True)) for row in rows]})
         return
-    header, cells = ("option", "value", "default", "allowed values, and effect"), []
-    for row in rows:
-        texts = (json.dumps(row["value"]), json.dumps(row["default"]), f"{row['allowed']}. {row['effect']}")
-        cells.append((row["option"], *texts))
+    cells = [(row[0], *map(json.dumps, row[1:3]), ". ".join(row[3:])) for row in rows]
+    header = (*LISTED[:3], "allowed values, and effect")
     table(header, cells, left=header, optional=("default",))
     note(f"change them with `ddrl set {run} NAME=VALUE`; durations such as 90s or 15m, sizes such as 1GB")
 
@@ -138,7 +133,7 @@ def parse(settings: Sequence[str]) -> dict[str, Any]:
     return wanted
 
 
-def _refusal(name: str, live: set[str], known: set[str]) -> str:
+def _refusal(name: str, live: Iterable[str], known: set[str]) -> str:
     """Return the message for an option that cannot be set."""
     parts = sorted(option for option in live if option.startswith(f"{name}."))
     if parts:

@@ -105,7 +105,7 @@ def test_without_settings_those_that_can_change_are_listed(client: Any, lander: 
 def test_every_live_option_has_allowed_values(name: str) -> None:
     own = base.config_class(name)
     for option, field in (config.options(config.RunConfig) | config.options(own)).items():
-        if option in config.live_options(config.RunConfig) | config.live_options(own):
+        if option in {*config.live_options(config.RunConfig), *config.live_options(own)}:
             assert config.allowed(field.annotation, field.metadata), option
 
 
