@@ -19,6 +19,7 @@ import typer
 from ddrl.cli.format import counted, number, score
 from ddrl.cli.output import Client, InputError, Json, emit, note, pairs, progress
 from ddrl.cli.policies import Version, opened
+from ddrl.store import connection
 from ddrl.store.evaluations import Evaluation, OpenEvaluations
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 POLL_S = 0.1  # between two looks for results
 SURVEY_S = 2.0  # between two looks at the fleet
+OUTAGE_S = 30.0  # of the server, after which the rest is played here
 LOST_S = 60.0  # without a sign of life, after which an evaluation is sent again
 GIF_S, GIF_HZ = 15.0, 15.0  # longest GIF, and about the most pictures a second in one: some hundred kB
 MIN_VIDEO_SIZE = 320  # pixels; smaller pictures are enlarged, each pixel to a square
@@ -198,7 +200,7 @@ class Scoring:
         """Send the seeds in chunks; leave out what the fleet cannot play, or has not played when it goes away."""
         from ddrl import celery, envs  # here: a policy file is played without a broker
         from ddrl.envs import requirements
-        from ddrl.store import connection, workers
+        from ddrl.store import workers
 
         run, wanted = self._loaded.run, self._wanted
         network = requirements.custom_network(self._loaded.config)
@@ -208,7 +210,7 @@ class Scoring:
             return sum(worker.processes for worker in workers.alive(client) if queue in worker.queues)
 
         def send(message: str) -> None:
-            celery.send_evaluation(run, message, queue)
+            connection.retry(lambda: celery.send_evaluation(run, message, queue), timeout_s=OUTAGE_S)
 
         try:
             self._num_processes = count_processes()
@@ -221,19 +223,19 @@ class Scoring:
             ]
             evaluations = OpenEvaluations(client, run, send=send, timeout_s=LOST_S)
             try:
-                evaluations.open(parts)
+                connection.retry(lambda: evaluations.open(parts), timeout_s=OUTAGE_S)
                 self._gather(evaluations, count_processes)
             finally:
-                with contextlib.suppress(*connection.UNREACHABLE):
+                with contextlib.suppress(*connection.OUTAGES):
                     evaluations.withdraw()
-        except connection.UNREACHABLE:
-            note("the server does not answer; playing the rest here")
+        except connection.OUTAGES as error:
+            note(f"{connection.outage(error) or error}; playing the rest here")
 
     def _gather(self, evaluations: OpenEvaluations, count_processes: Callable[[], int]) -> None:
         """Collect results until no evaluation is open or no worker is left."""
         survey_at = time.monotonic() + SURVEY_S
         while evaluations.pending:
-            for row in evaluations.poll():
+            for row in connection.retry(evaluations.poll, timeout_s=OUTAGE_S):
                 seeds = range(row["first_seed"], row["first_seed"] + row["num_episodes"])
                 self._num_on_fleet += len(seeds)
                 for episode in zip(seeds, row["returns"], row["lengths"], strict=True):

@@ -165,7 +165,24 @@ def test_the_rest_is_played_here_when_the_server_goes_away(
         raise redis.ConnectionError("no answer")
 
     monkeypatch.setattr(evaluations, "results", gone)
+    monkeypatch.setattr("ddrl.cli.evaluate.OUTAGE_S", 0.2)
     assert "server does not answer" in fleet.score()[1]
+
+
+def test_an_outage_is_waited_for(client: Redis, fleet: Fleet) -> None:
+    def play(run: str, message: str) -> None:
+        assert tasks.evaluate(run, message)
+        if len(fleet.sent) == 2:  # the next message is not taken
+            fleet.play = refuse
+
+    def refuse(*_: str) -> None:
+        fleet.sent.pop()
+        fleet.play = play
+        raise redis.ReadOnlyError("You can't write against a read only replica.")
+
+    fleet.play = play
+    report, _ = fleet.score()
+    assert report["episodes_on_fleet"] == 10 and len(fleet.sent) == 3 and fleet.is_clean()
 
 
 def test_an_interrupt_leaves_no_open_evaluation(fleet: Fleet) -> None:
