@@ -132,11 +132,10 @@ class AtariVector:
         self._steps += 1
         truncated = (self._steps >= self._max_steps) & ~terminated
         ended = terminated | truncated
-        if terminated.any():
+        if ended.any():
             further["final_obs"] = observation[:, 0].copy()
+        if terminated.any():
             further["final_obs"][terminated] = info["final_obs"][terminated, 0]
-        elif truncated.any():
-            further["final_obs"] = observation[:, 0]
         if truncated.any():
             observation, info = self._games.reset(options={"reset_mask": truncated})
         lives = info["lives"]
