@@ -235,6 +235,10 @@ def test_images_are_pinned_and_ours_does_not_run_as_root_and_copies_files_that_e
     ignored = (ROOT / ".dockerignore").read_text("utf-8").splitlines()
     kept = {line[1:] for line in ignored if line.startswith("!")}
     assert all((ROOT / name).exists() for name in copied) and set(copied) == kept
+    arguments = dict(re.findall(r"^ARG (\w+)=(.*)$", DOCKERFILE, re.MULTILINE))
+    for name, service in OWN_SERVICES.items():  # `up --build` builds for other environments, too
+        given = {argument: filled_in(value, {}) for argument, value in service["build"]["args"].items()}
+        assert given == arguments | ({"EXTRAS": "flower"} if name == "flower" else {})
     assert "-c constraints.txt" in DOCKERFILE and re.search(r"^USER ddrl$", DOCKERFILE, re.MULTILINE)
 
 
