@@ -109,10 +109,10 @@ class EvaluationScheduler:
             )  # fmt: skip
             self._returns.setdefault(row["version"], []).extend(row["returns"])
             kept = weights.index(self._client, self._run).sizes
-            means = {version: mean(values) for version, values in self._returns.items() if version in kept}
-            if means:
-                best = max(means, key=means.__getitem__)
-                self._mark_best(best, self._returns[best])
+            known = {version: values for version, values in self._returns.items() if version in kept}
+            if known:  # the first version has fewer episodes, and the best of few is luck
+                best = max(known, key=lambda v: (len(known[v]) >= self._config.num_episodes, mean(known[v])))
+                self._mark_best(best, known[best])
         for evaluation_id, reason in self._open.given_up.items():
             log.warning("evaluation %s is given up: %s", evaluation_id, reason)
         self._open.given_up.clear()

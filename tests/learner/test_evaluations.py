@@ -61,7 +61,7 @@ def match(server: Any) -> Match:
 
 def test_the_first_version_that_was_learned_is_evaluated_at_once_over_few_episodes(server: Any) -> None:
     run = start(server.client, target_config())
-    match = Match(server.client, run, every_s=3600, near_every_s=3600)
+    match = Match(server.client, run, every_s=3600, near_every_s=0.01)
     match.version = 0
     match.tick(None)
     assert match.sent == []
@@ -69,9 +69,12 @@ def test_the_first_version_that_was_learned_is_evaluated_at_once_over_few_episod
     match.tick(None)
     assert match.sent == ["1:1000000:5"]
     match.answer(-3.0), match.tick(None)
+    assert weights.index(match.client, match.run).best == 1
     match.version = 2
     match.tick(None)
     assert len(match.sent) == 1  # now at its intervals
+    match.play([(2, -4.0)])
+    assert weights.index(match.client, match.run).best == 2  # few episodes may be luck
 
 
 def test_it_evaluates_when_training_returns_are_near_the_target_only(match: Match) -> None:
