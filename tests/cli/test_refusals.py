@@ -67,7 +67,8 @@ def test_bad_input_is_refused_in_one_line(client: Redis) -> None:
         assert (code, error) == (row["code"], row["now"]), row["line"]
         assert code != 0 and error.startswith("ddrl: error: ") and "\n" not in error
     names = stored.names(client)
-    assert len(names) == 3 and not Path("runs").exists()  # none made a fourth run, or changed one
+    assert [folder.name for folder in Path("runs").iterdir()] == [names[2]]  # of the one that was stopped
+    assert len(names) == 3, "none made a fourth run, or changed one"
     assert [events(client, name) for name in names] == [["created"]] * 2 + [["created", "stopped"]]
 
 
