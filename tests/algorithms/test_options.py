@@ -103,7 +103,10 @@ def test_each_option_is_tried(name: str) -> None:
     """Live ones are tried in learner/test_live_options.py, the other two with the replay and with given policies."""
     config = config_class(name)
     tried = {flip[1] for flip in FLIPS if flip[0] == name}
-    assert tried == options_of(config).keys() - live_options(config) - {"priority_exponent", "critic_warmup_updates"}
+    assert tried == options_of(config).keys() - live_options(config) - {
+        "priority_exponent",
+        "critic_warmup_updates",
+    }
 
 
 @pytest.mark.parametrize(("name", "option", "spec", "options", "other"), FLIPS)
