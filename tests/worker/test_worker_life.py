@@ -85,7 +85,7 @@ def test_flower_shows_the_run_that_was_chosen(server: PrivateServer, worker: Pro
 
     with celery.app.connection_for_read(connection.broker_url(server.url)) as wire:
         receiver = celery.app.events.Receiver(wire, handlers={"*": note})
-        send(server, run, 3)
+        receiver.on_consume_ready = lambda *_, **__: send(server, run, 3)  # no event is missed
         receiver.capture(limit=60, timeout=30.0, wakeup=False)
     done = [task for _, task in state.tasks_by_time() if task.state == "SUCCESS"]
     task = done[0]  # the last, seen as a whole
