@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from ddrl.cli.format import duration, score, size
-from ddrl.cli.output import Client, Json, emit, server_of, table
+from ddrl.cli.output import Client, InputError, Json, emit, server_of, table
 from ddrl.cli.policies import Force, Output, choose, export
 from ddrl.store import evaluations, runs
 from ddrl.store import weights as store
@@ -27,9 +27,11 @@ def weights(
     if action == "get":
         export(target, None, output, force, json_output)
         return
+    if output or force:
+        raise InputError(f"--output and --force: are for `ddrl weights get`; remove them from {action}")
     with server_of(target) as (client, run):
-        best = choose(client, run, "best" if action == "best" else None)
-        rows = [row for row in _rows(client, run) if action == "list" or row["version"] == best]
+        best = choose(client, run, action) if action == "best" else None
+        rows = [row for row in _rows(client, run) if best in (None, row["version"])]
     if json_output:
         emit(rows if action == "list" else rows[0])
         return
@@ -42,12 +44,9 @@ def weights(
 
 def _rows(client: Client, run: str) -> list[dict[str, Any]]:
     """Return the versions that are kept, oldest first, each with its score over all episodes evaluated."""
-    stored, config, now_ms = (
-        store.index(client, run),
-        runs.config(client, run).weights,
-        runs.server_ms(client),
-    )
-    evaluated, rows = evaluations.results(client, run)[0], []
+    stored, config = store.index(client, run), runs.config(client, run).weights
+    now_ms, evaluated = runs.server_ms(client), evaluations.results(client, run)[0]
+    rows = []
     for place, version in enumerate(sorted(stored.sizes, reverse=True)):
         scores = [score for row in evaluated if row["version"] == version for score in row["returns"]]
         mean, std = (fmean(scores), pstdev(scores)) if scores else (None, None)

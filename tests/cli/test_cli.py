@@ -268,8 +268,11 @@ def test_versions(client: Any) -> None:
 
 def test_weights_are_listed_with_their_scores_and_written_to_files(client: Any) -> None:
     run = make_run(client)
-    line = commands.refused("weights", "list")
+    assert call_json("weights", "list") == []
+    line = commands.refused("weights", "best")
     assert line == f"run {run}: has published no weights yet; wait for its first version"
+    line = commands.refused("weights", "list", "--output", "all.safetensors")
+    assert line == "--output and --force: are for `ddrl weights get`; remove them from list"
     token = add_history(client, run)
     weights.publish(client, run, token, version=32, blob=b"w", allowance=1, updates=7_700)
     first, best, latest = call_json("weights", "list", run)

@@ -13,7 +13,7 @@ import pytest
 from support.private_server import PrivateServer
 from support.processes import READY, Process, Processes
 from support.runs import stream_steps
-from support.worker_runs import ALLOWED, bad, open_evaluation, playable, send
+from support.worker_runs import ALLOWED, bad, dispatching, open_evaluation, playable, send
 
 from ddrl.store import keys, runs, segments
 
@@ -50,11 +50,10 @@ def test_a_process_that_its_environment_ends_or_stops_is_reported_and_replaced(
         state = runs.state(client, run)
         assert state.error.startswith(HOST) and reason in state.error and ";" in state.error
         assert state.crashes == 1
-    del played["eat"]
+    runs.set_status(client, played.pop("eat"), "stopped", "would end every process that plays it")
     steps = {run: stream_steps(client, run) for run in played.values()}
-    for run in steps:
-        send(server, run)
-    processes.until(lambda: all(stream_steps(client, run) > steps[run] for run in steps))
+    with dispatching(server):
+        processes.until(lambda: all(stream_steps(client, run) > steps[run] for run in steps))
     processes.until(lambda: len(worker.pool()) == len(ENDS))
     assert set(worker.pool()) != before
     states = [runs.state(client, run) for run in steps]
