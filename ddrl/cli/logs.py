@@ -21,12 +21,12 @@ from ddrl.store import runs as store
 POLL_S = 0.3
 SAME_S = 5.0  # a line in a file and the same text on the server are one line if they are this close in time
 MAX_SINGLE = 20_000  # lines remembered for that comparison
-# "2030-01-31 12:00:00,123 INFO text" of a learner, "[2030-01-31 12:00:00,123: INFO/MainProcess] text" of Celery.
-# What Celery logs where all is well: twice a segment, and as a worker begins and ends.
+# Celery's routine lines: two for each task, and some when a worker starts or stops.
 _ROUTINE = re.compile(
     r"Task ddrl\.\w+\[[^\]]*\] (received|succeeded)|Connected to redis|child process \d+ calling|mingle: "
     r"|worker: Warm shutdown"
 )
+# "2030-01-31 12:00:00,123 INFO text" of a learner, "[2030-01-31 12:00:00,123: INFO/MainProcess] text" of Celery.
 _STAMPED = re.compile(r"\[?(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}):? ([A-Z]+)(?:/[^\]]*\])? (.*)")
 
 

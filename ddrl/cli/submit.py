@@ -67,9 +67,8 @@ def submit(
         if preset is not None and path.resolve() != preset.resolve():
             note(f"{path}: the file in this folder, not the preset {preset.stem} that ddrl ships")
         if pruned := prune_embedded(client):
-            note(
-                f"deleted {counted(len(pruned), 'run')} from the server ({pruned[0].reason}); the folders stay"
-            )
+            count = counted(len(pruned), "run")
+            note(f"deleted {count} from the server ({pruned[0].reason}); the folders stay")
         _attend(client, runs, num_workers, with_learner, detach, json_output, started, "submitted")
 
 

@@ -113,17 +113,16 @@ def unknown(env_id: str) -> EnvError:
     """Return the refusal of an id that is not registered; it names near ones, in their newest versions."""
     if importlib.util.find_spec("ale_py") is not None:
         importlib.import_module("ale_py")  # registers the games
+    registry = importlib.import_module("gymnasium").registry
+    # ale-py also registers games under older ids, which do not begin with "ALE/".
     newest = {
         _unversioned(known): known
-        for known, spec in importlib.import_module("gymnasium").registry.items()
-        if known.startswith("ALE/")
-        == str(spec.entry_point).startswith("ale_py")  # else an older id of a game
+        for known, spec in registry.items()
+        if known.startswith("ALE/") == str(spec.entry_point).startswith("ale_py")
     }
     name = _unversioned(env_id)
-    near = (
-        [name] if name in newest else [key for key in newest if key.endswith("/" + name.rpartition("/")[2])]
-    )
-    near = near or difflib.get_close_matches(name, newest)
+    in_namespaces = [key for key in newest if key.endswith("/" + name.rpartition("/")[2])]
+    near = [name] if name in newest else in_namespaces or difflib.get_close_matches(name, newest)
     hint = " or ".join(newest[key] for key in near)
     remedy = f"did you mean {hint}?" if near else 'name a Gymnasium id, "module:EnvId" or "module:callable"'
     return EnvError(f"{env_id}: no such environment; {remedy}")

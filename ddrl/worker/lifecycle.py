@@ -175,9 +175,8 @@ def _start_heartbeat(sender: Any, **_: Any) -> None:
     )
     _sender = HeartbeatSender(worker, pids)
     _sender.start()
-    logging.getLogger("celery.apps.worker").setLevel(
-        logging.WARNING
-    )  # its "ready" names neither server nor queues
+    # Celery's own "ready" names neither server nor queues.
+    logging.getLogger("celery.apps.worker").setLevel(logging.WARNING)
     log.setLevel(logging.INFO)  # also where the log level is Celery's default, WARNING
     roles = ", ".join(sorted({queue.partition(".")[2].partition(".")[0] for queue in worker.queues}))
     able = ", ".join(["Gymnasium's own", *worker.capabilities])

@@ -232,9 +232,8 @@ class ActorCriticLearner(Generic[AnyOptions]):
         warmup = self.config.critic_warmup_updates if self.from_policy else 0
         if self.num_updates < warmup:
             self.parameters.keep_gradient("critic.", "value_head.")
-        elif (
-            self.num_updates == warmup > 0
-        ):  # or Adam's count of steps would make the policy's first ones too long
+        elif self.num_updates == warmup > 0:
+            # Adam's count of steps would otherwise make the policy's first steps too long.
             for moment in self._optimizer.state[self.parameters.vector].values():
                 moment.zero_()
         if self.config.max_grad_norm is not None:
