@@ -7,10 +7,12 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
 from celery.events.state import State
+from kombu import Connection
 from redis import Redis
 from support.private_server import PrivateServer
 from support.processes import READY, Process, Processes, bound, is_alive
@@ -83,9 +85,14 @@ def test_flower_shows_the_run_that_was_chosen(server: PrivateServer, worker: Pro
         state.event(event)
         receiver.should_stop = types.count("task-succeeded") == 3
 
+    def ready(wire: Connection, *_: object, **__: object) -> None:
+        with suppress(TimeoutError):
+            wire.drain_events(timeout=0.1)  # subscribes, so that no event is missed
+        send(server, run, 3)
+
     with celery.app.connection_for_read(connection.broker_url(server.url)) as wire:
         receiver = celery.app.events.Receiver(wire, handlers={"*": note})
-        receiver.on_consume_ready = lambda *_, **__: send(server, run, 3)  # no event is missed
+        receiver.on_consume_ready = ready
         receiver.capture(limit=60, timeout=30.0, wakeup=False)
     done = [task for _, task in state.tasks_by_time() if task.state == "SUCCESS"]
     task = done[0]  # the last, seen as a whole
