@@ -40,6 +40,7 @@ REFUSALS_PER_ROUND = 100
 FOLD_EVERY_S = 60.0
 WAKES_PER_S = 2_000  # collectors that a raised allowance wakes, at most
 CHECKPOINT_BYTES_PER_S = 1e6  # average load of checkpoints on the server, at most
+RATES_S = 10.0  # over which rates are measured
 RETURNS_LENGTH = 20  # training episodes whose mean is a metric
 HIGH, LOW = 0.85, 0.7  # shares of `replay.max_bytes` at which making room begins and ends
 SHED_KEEPS = 0.9  # share of the stream that a full server keeps each time
@@ -150,7 +151,7 @@ class Publisher:
         self._renew_at = self._metrics_at = now
         self._allow_at = self._shed_at = self._outage_at = 0.0
         self._waited_s, self._written_bytes = 0.0, 0  # for the server; of weights and checkpoints
-        self._totals_before = self._totals()
+        self._totals_before = deque([self._totals()])  # of each row within RATES_S
 
     # --- begin and end ---------------------------------------------------------------------------------
 
@@ -195,7 +196,7 @@ class Publisher:
         else:
             shared.version = version - 1
             self._freeing(lambda: self._publish((shared.updates, parameters)))
-        self._totals_before = self._totals()  # rates are this learner's own
+        self._totals_before = deque([self._totals()])  # rates are this learner's own
         self._reader = reader
 
     def finish(self, checkpoint: tuple[Counters, Tensors] | None, parameters: Tensors) -> None:
@@ -297,11 +298,13 @@ class Publisher:
             refused.popleft()
 
     def _report_metrics(self) -> None:
-        now = time.monotonic()
+        now, before = time.monotonic(), self._totals_before
         if now >= self._metrics_at:
             totals = self._totals()
             metrics.add(*self._held, self._row(totals))
-            self._totals_before = totals
+            before.append(totals)
+            while len(before) > 1 and totals["time"] - before[0]["time"] > RATES_S:
+                before.popleft()
             self._metrics_at = now + self._config.learner.metrics_every_s
 
     def _totals(self) -> dict[str, float]:
@@ -315,9 +318,9 @@ class Publisher:
         }
 
     def _row(self, totals: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics since the last row."""
-        shared = self._shared
-        grown = {name: total - self._totals_before[name] for name, total in totals.items()}
+        """Return the metrics; an iteration may take seconds, so rates are those of several rows."""
+        shared, before = self._shared, self._totals_before
+        grown = {name: total - before[0][name] for name, total in totals.items()}
         elapsed_s = max(grown["time"], 1e-9)
         row = {
             "elapsed_s": shared.elapsed_s,
@@ -330,7 +333,7 @@ class Publisher:
             "dead": shared.ledger.refused,
             "version": shared.version,
             "learner_wait": min(1.0, grown["idle_s"] / elapsed_s),
-            "server_wait_s": grown["server_wait_s"],
+            "server_wait_s": totals["server_wait_s"] - before[-1]["server_wait_s"],
         }
         if shared.returns:
             row["return_mean"] = float(np.mean(list(shared.returns)))

@@ -139,6 +139,16 @@ def test_many_collectors_are_woken_less_often(server) -> None:
     learner.close()
 
 
+def test_rates_outlast_the_seconds_between_two_iterations(server) -> None:
+    run = Run(server, config(learner={**SELDOM, "metrics_every_s": 0.1}))
+    learner = run.learner()
+    learner.shared.updates += 1_000
+    while len(run.rows) < 5:
+        learner.publisher.round()
+    assert all(row["updates_per_s"] > 0 for row in run.rows[1:])
+    learner.close()
+
+
 def test_a_checkpoint_is_whole_whenever_it_is_taken_and_passed_on_once_stored(server) -> None:
     run = Run(server, config())
     run.play(300)
