@@ -85,7 +85,8 @@ def _note(client: Client, state: RunState, load: RunLoad | None, trouble: str, *
     except StoreError as error:  # stored by another version of ddrl; the other runs are shown as ever
         return str(error)
     figures = Figures(state, config, refusals=segments.refusals(client, state.run), **seen)
-    hint = hints.hint(figures, server=trouble, starting=False)
+    starting = hints.is_new(state, runs.server_ms(client) / 1e3)
+    hint = hints.hint(figures, server=trouble, starting=starting)
     return hint or ("" if figures.num_playing or load is None else _why_not_played(load, figures.loads))
 
 

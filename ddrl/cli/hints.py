@@ -13,12 +13,14 @@ from ddrl.store.segments import LEVELS
 
 if TYPE_CHECKING:
     from ddrl.cli.watcher import Figures
+    from ddrl.store.runs import RunState
     from ddrl.store.workers import Heartbeat
 
 ROOM_WAIT = 0.05  # share of the process time spent waiting for room, from which on it is reported
 QUIET_S = 20.0  # without a step though some are allowed
 BETWEEN_S = 2.0  # without a step, as happens between two segments
 SHOWN = 3  # workers named in one sentence
+STARTING_S = 30.0  # that the processes of a new run may take
 
 
 def hint(figures: Figures, *, server: str, starting: bool) -> str:
@@ -27,7 +29,7 @@ def hint(figures: Figures, *, server: str, starting: bool) -> str:
     Args:
         figures: all that is known of the run.
         server: what is wrong with the server, if anything is.
-        starting: the caller is starting a learner and workers, so that their absence says nothing yet.
+        starting: a learner and workers are being started, so that their absence says nothing yet.
     """
     state = figures.state
     if state.ended:
@@ -50,6 +52,11 @@ def hint(figures: Figures, *, server: str, starting: bool) -> str:
     if not figures.serving:
         return _nobody(figures)
     return _obstacle(figures)
+
+
+def is_new(state: RunState, now_s: float) -> bool:
+    """Return whether the command that created the run may still be starting its learner and workers."""
+    return connection.is_embedded() and now_s < state.created_s + STARTING_S
 
 
 def _nobody(figures: Figures) -> str:

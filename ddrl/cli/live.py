@@ -17,7 +17,7 @@ from rich.live import Live
 
 from ddrl.cli import view
 from ddrl.cli.format import duration, score
-from ddrl.cli.hints import ROOM_WAIT
+from ddrl.cli.hints import ROOM_WAIT, STARTING_S
 from ddrl.cli.output import Client, Json, Run, answer, server_of
 from ddrl.cli.watcher import Figures, Watcher
 from ddrl.runs.records import summary
@@ -29,7 +29,6 @@ TICK_S = 0.2
 LINE_S = 5.0
 OUTAGE_S = 300.0  # after this long without the server, the command fails with the connection error
 ECHO = 2  # columns left free: "^C", as the terminal echoes it, must not wrap a line
-STARTING_S = 30.0  # grace period for the processes that this command starts
 
 
 def watch(run: Run = "last", json_output: Json = False) -> None:

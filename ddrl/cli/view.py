@@ -39,7 +39,7 @@ def cells(figures: Figures) -> dict[str, str]:
     if base.config_class(config.algorithm["name"]).on_policy:
         most, bound = number(row.get("max_staleness")), config.on_policy.max_staleness
         shown["queued"] = f"{int(row.get('queued_steps', 0)):,} steps"
-        shown["staleness"] = f"{staleness} (max {most} of {bound})"
+        shown["staleness"] = f"{staleness} (max {most} of {bound})" if "staleness" in row else "-"
         shown["too stale"] = f"{int(row.get('dropped', 0)):,} dropped"
     else:
         samples, goal = number(row.get("samples_per_insert")), config.replay.samples_per_insert

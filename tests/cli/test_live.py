@@ -13,7 +13,7 @@ from support.store import add_history, append, end, make_run, note_playing, take
 
 from ddrl.cli import curve, hints, live, view
 from ddrl.cli.watcher import Figures, Watcher, entitled
-from ddrl.store import keys, metrics, runs, segments, workers
+from ddrl.store import connection, keys, metrics, runs, segments, workers
 
 QUEUE = "ddrl.rollout.box2d"
 
@@ -251,6 +251,16 @@ def test_hints_say_what_is_missing(client: Any) -> None:
 def test_a_run_that_waits_for_a_learner_names_its_device(client: Any) -> None:
     run = make_run(client, learner={"device": "cuda"})
     assert poll(client, run).hint == "waiting for a learner that has cuda: start `ddrl learner`"
+
+
+def test_who_submits_with_the_embedded_server_is_not_told_to_start_a_learner_at_once(
+    client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(client)
+    monkeypatch.delenv(connection.URL_VARIABLE)
+    assert poll(client, run).hint == "starting"
+    client.hset(keys.state(run), "created_ms", 1)
+    assert poll(client, run).hint == "waiting for a learner: start `ddrl learner`"
 
 
 def test_hints_name_refusals_crashes_and_quarantine(client: Any) -> None:
