@@ -38,7 +38,7 @@ def plot_run(records: Records, path: Path) -> Path:
     """Plot one run: training returns, their mean, evaluations, the target and changed settings."""
     state, config = records.state, records.config
     task = f"{config.env.id}, {str(config.algorithm['name']).upper()}, seed {config.seed}"
-    figure = _panels((11, 4.4), f"{task}    {state.run}: {state.status}", records, draw_run)
+    figure = _panels((11, 4.4), f"{task}    {state.run}: {state.outcome or state.status}", records, draw_run)
     handles, labels = figure.axes[0].get_legend_handles_labels()
     if handles:
         _legend_below(figure, handles, labels, columns=len(handles))

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 from redis import Redis
 from support.store import add_history, make_run
 
@@ -39,6 +40,17 @@ def test_the_summary_has_exactly_the_promised_keys(client: Redis) -> None:
     }  # fmt: skip
     assert state.train_s is not None and summary["train_s"] == pytest.approx(state.train_s, abs=1e-3)
     assert records.summary(client, run)["wall_s"] == pytest.approx(state.ended_s - state.created_s, abs=1e-3)
+
+
+def test_the_curve_names_how_the_run_ends(
+    client: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    titles: list[str] = []
+    monkeypatch.setattr(Figure, "suptitle", lambda _, text, **__: titles.append(text))
+    run = make_run(client)
+    runs.set_status(client, run, "solved", "return 200 confirmed")
+    artifacts.write(client, run, tmp_path)  # before the run's end is complete
+    assert titles[0].endswith(f"{run}: solved")
 
 
 def test_everything_is_written(client: Redis, tmp_path: Path) -> None:
