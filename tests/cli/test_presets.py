@@ -21,7 +21,7 @@ BARE = ("--detach", "--no-learner", "--workers", "0")
 def test_every_preset_is_listed_with_its_first_line() -> None:
     rows = call_json("presets")
     assert [(row["preset"], row["file"]) for row in rows] == [(path.stem, str(path)) for path in FILES]
-    assert {"env": "ALE/Pong-v5", "algorithm": "dqn"}.items() <= {row["preset"]: row for row in rows}[
+    assert {"env": "ALE/Pong-v5", "algorithm": "ppo"}.items() <= {row["preset"]: row for row in rows}[
         "pong"
     ].items()
     text = call("presets")
