@@ -85,10 +85,11 @@ def test_it_reports_how_many_processes_played(client: Redis, run: str) -> None:
     one.tick()
     for _ in range(20):
         time.sleep(0.02)
-        client.hset(keys.state(run), "process_ms", round(3e3 * (time.monotonic() - began)))
+        played_s = 3 * (time.monotonic() - began)
+        client.hset(keys.state(run), "process_ms", round(1e3 * played_s))
         one.tick()
     mean = segments.active(client)[0].mean_processes
-    assert mean == pytest.approx(3 * (time.monotonic() - began) / 30, rel=0.1)  # three, but for a moment only
+    assert mean == pytest.approx(played_s / 30, rel=0.1)  # three, but for a moment only
 
 
 def test_processes_that_are_gone_are_noted_once(client: Redis, run: str) -> None:
