@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 import pytest
 from support import commands
-from support.private_server import PrivateServer, free_port, refusal, until
+from support.private_server import PrivateServer, free_port, refusal
 from support.processes import Processes, command_of, descendants
 
 from ddrl.cli.doctor import is_loopback, security
@@ -92,7 +92,7 @@ def test_no_password_is_shown(make_server: MakeServer, processes: Processes, mon
         assert "***" in str(done) and re.search(r"^ok +security ", done[0].out, re.MULTILINE)
     server.kill()
     for worker in workers:
-        until(lambda worker=worker: "does not answer" in worker.text(), 60.0)
+        processes.until(lambda worker=worker: "broker lost" in worker.text())
     for url in urls:
         monkeypatch.setenv(connection.URL_VARIABLE, url)
         error = commands.refused("status", run, code=3)

@@ -355,7 +355,8 @@ def test_a_paused_run_is_not_evaluated_and_its_time_stands_still(server, learn, 
     run = Run(server, endless_config())
     run.play(400)
     learn(run)
-    until(lambda: run.rows and len(evaluations.results(run.client, run.id)[0]) == 1)
+    until(lambda: run.state.ended or run.rows and len(evaluations.results(run.client, run.id)[0]) == 1)
+    assert run.state.status == "active", run.state.reason
     runs.set_status(run.client, run.id, "paused", "by the test")
     due = endless_config(evaluation={"every_s": 0.1})
     runs.change(run.client, run.id, due, {"evaluation.every_s": (3600, 0.1)}, version=0)
