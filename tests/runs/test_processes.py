@@ -152,7 +152,7 @@ def test_pipes_are_closed_on_leaving(tmp_path: Path) -> None:
 
 def test_a_run_whose_learner_keeps_dying_fails_unless_held(client: Redis, script: Script, children) -> None:
     lost, held = make_run(client), make_run(client)
-    assert leases.acquire(client, held, host="test", folder="/tmp") is not None
+    assert leases.acquire(client, held, host="test", folder="/tmp", ttl_ms=60_000) is not None
     script("sys.exit(2)")
     reports: list[str] = []
     local.start(children, [lost, held], workers=0, with_learner=True)
