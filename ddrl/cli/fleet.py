@@ -58,7 +58,7 @@ def collect(client: Client) -> dict[str, Any]:
         fields = picked(worker, *_WORKER_FIELDS, *_MACHINE_FIELDS)
         report["workers"].append({**fields, "playing": played, "up_s": up_s})
     total, trouble = sum(load.mean_processes for load in loads.values()) or 1.0, hints.server_trouble(client)
-    seen = {"present": present, "loads": [*loads.values()]}
+    seen = {"present": present, "loads": [*loads.values()], "now_s": runs.server_ms(client) / 1e3}
     for run, nodes in playing.items():
         state, load = runs.state(client, run), loads.get(run)  # only active runs have a load
         note = _note(client, state, load, trouble, **seen, num_playing=nodes.total())
@@ -85,8 +85,7 @@ def _note(client: Client, state: RunState, load: RunLoad | None, trouble: str, *
     except StoreError as error:  # stored by another version of ddrl; the other runs are shown as ever
         return str(error)
     figures = Figures(state, config, refusals=segments.refusals(client, state.run), **seen)
-    starting = hints.is_new(state, runs.server_ms(client) / 1e3)
-    hint = hints.hint(figures, server=trouble, starting=starting)
+    hint = hints.hint(figures, server=trouble, starting=False)
     return hint or ("" if figures.num_playing or load is None else _why_not_played(load, figures.loads))
 
 

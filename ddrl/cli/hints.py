@@ -13,7 +13,6 @@ from ddrl.store.segments import LEVELS
 
 if TYPE_CHECKING:
     from ddrl.cli.watcher import Figures
-    from ddrl.store.runs import RunState
     from ddrl.store.workers import Heartbeat
 
 ROOM_WAIT = 0.05  # share of the process time spent waiting for room, from which on it is reported
@@ -29,7 +28,7 @@ def hint(figures: Figures, *, server: str, starting: bool) -> str:
     Args:
         figures: all that is known of the run.
         server: what is wrong with the server, if anything is.
-        starting: a learner and workers are being started, so that their absence says nothing yet.
+        starting: the caller is starting a learner and workers, so that their absence says nothing yet.
     """
     state = figures.state
     if state.ended:
@@ -39,7 +38,9 @@ def hint(figures: Figures, *, server: str, starting: bool) -> str:
         return state.reason if is_complete else f"{state.reason}; `ddrl resume {state.run}` goes on"
     if server:
         return server
-    if starting and not (state.appended_steps and state.leased and figures.serving):
+    # The command that created the run may still be starting its processes.
+    is_new = connection.is_embedded() and figures.now_s < state.created_s + STARTING_S
+    if (starting or is_new) and not (state.appended_steps and state.leased and figures.serving):
         return "starting"
     if not state.leased:
         device = figures.config.learner.device
@@ -52,11 +53,6 @@ def hint(figures: Figures, *, server: str, starting: bool) -> str:
     if not figures.serving:
         return _nobody(figures)
     return _obstacle(figures)
-
-
-def is_new(state: RunState, now_s: float) -> bool:
-    """Return whether the command that created the run may still be starting its learner and workers."""
-    return connection.is_embedded() and now_s < state.created_s + STARTING_S
 
 
 def _nobody(figures: Figures) -> str:

@@ -185,8 +185,7 @@ class Watcher:
         if now >= self._fleet_at and not figures.state.ended:
             self._fleet_at = now + FLEET_S
             self._poll_fleet()
-        starting = now < self._quiet_until or hints.is_new(figures.state, figures.now_s)
-        figures.hint = hints.hint(figures, server=self._server, starting=starting)
+        figures.hint = hints.hint(figures, server=self._server, starting=now < self._quiet_until)
         return figures
 
     def without_server(self, reason: str) -> Figures:
