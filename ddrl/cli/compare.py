@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ddrl.cli.format import duration, flat, picked, score, train_s
+from ddrl.cli.format import duration, flat, picked, score
 from ddrl.cli.output import InputError, Json, emit, note, server, table
 from ddrl.cli.settings import values_of
 from ddrl.store import runs as store
@@ -73,7 +73,7 @@ def differences(configs: Sequence[Mapping[str, Any]], given: Iterable[str]) -> d
 def _row(records: Records, now_s: float, place: int, options: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
     """Return the row of one run."""
     state, config = records.state, records.config
-    best, time_s = state.evaluation or {}, train_s(state, now_s)
+    best, time_s = state.evaluation or {}, state.train_s(now_s)
     return {
         **picked(state, "run", "status", "updates"),
         "env": config.env.id,

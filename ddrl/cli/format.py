@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from ddrl.store.runs import RunState
+from typing import Any
 
 
 def cell(value: Any) -> str:
@@ -69,11 +66,6 @@ def score(evaluation: Mapping[str, Any] | None) -> str:
 def picked(source: object, *names: str) -> dict[str, Any]:
     """Return some attributes by name, for JSON."""
     return {name: getattr(source, name) for name in names}
-
-
-def train_s(state: RunState, now_s: float) -> float | None:
-    """Return the seconds from a run's first step to its end or to now; None before the first step."""
-    return (state.ended_s or now_s) - state.first_step_s if state.first_step_s else None
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -11,7 +11,7 @@ import typer
 
 import ddrl
 from ddrl.cli import output
-from ddrl.cli.format import duration, picked, train_s
+from ddrl.cli.format import duration, picked
 from ddrl.cli.output import Client, InputError, Json, Run, Yes
 from ddrl.store import runs as store
 from ddrl.store.connection import StoreError
@@ -99,7 +99,7 @@ def _describe(client: Client, run: str, now_s: float) -> dict[str, Any] | None:
         "algorithm": algorithm,
         "env_steps": state.appended_steps,
         "return_mean": (state.evaluation or {}).get("return_mean"),
-        "train_s": train_s(state, now_s),
+        "train_s": state.train_s(now_s),
         "artifacts": state.folder,
     }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from ddrl.cli.format import counted, duration, number, percent, picked, size, train_s
+from ddrl.cli.format import counted, duration, number, percent, picked, size
 from ddrl.cli.output import Client, Json, Run, emit, pairs, server_of, table
 from ddrl.cli.view import cells, other_metrics
 from ddrl.cli.watcher import Figures, Usage, Watcher, entitled
@@ -44,7 +44,7 @@ def _report(client: Client, figures: Figures) -> dict[str, Any]:
         "from": state.warm or None,
         "first_step_s": state.first_step_s or None,
         "ended_s": state.ended_s or None,
-        "train_s": train_s(state, figures.now_s),
+        "train_s": state.train_s(figures.now_s),
         "time_limit_s": config.stop.time,
         "target_return": config.stop.return_,
         "learner": {**picked(state, "leased", "host", "folder"), "handover": state.handover or None},

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ddrl.cli import hints
-from ddrl.cli.format import train_s
 from ddrl.cli.output import Client
 from ddrl.config import RunConfig
 from ddrl.store import evaluations, metrics, runs, segments, stream, workers
@@ -114,7 +113,7 @@ class Figures:
     @property
     def elapsed_s(self) -> float:
         """Seconds from the first environment step to now or to the end of the run; 0 before it."""
-        return max(0.0, train_s(self.state, self.now_s) or 0.0)
+        return max(0.0, self.state.train_s(self.now_s) or 0.0)
 
     @property
     def left_s(self) -> float | None:

@@ -49,14 +49,14 @@ def summary(client: Redis, run: str, *, wall_s: float | None = None) -> dict[str
         UnknownRunError: there is no such run.
     """
     state = runs.state(client, run)
-    end_s = state.ended_s or runs.server_ms(client) / 1e3
+    now_s = runs.server_ms(client) / 1e3
     evaluated = state.evaluation
     return {
         "run": run,
         "status": state.outcome or state.status,
         "reason": state.reason,
-        "wall_s": round(end_s - state.created_s if wall_s is None else wall_s, 3),
-        "train_s": round(end_s - state.first_step_s, 3) if state.first_step_s else 0.0,
+        "wall_s": round((state.ended_s or now_s) - state.created_s if wall_s is None else wall_s, 3),
+        "train_s": round(state.train_s(now_s) or 0.0, 3),
         "env_steps": state.appended_steps,
         "updates": state.updates,
         "policy_version": evaluated["version"] if evaluated else state.version,

@@ -114,10 +114,9 @@ class RunState:
         """Size of the experience stream."""
         return self.appended_bytes - self.trimmed_bytes
 
-    @property
-    def train_s(self) -> float | None:
-        """Time from the first environment step to the end; None before the first, or while running."""
-        return self.ended_s - self.first_step_s if self.first_step_s and self.ended_s else None
+    def train_s(self, now_s: float) -> float | None:
+        """Return the time from the first environment step to the end or to now; None before the first step."""
+        return (self.ended_s or now_s) - self.first_step_s if self.first_step_s else None
 
 
 _STATE_FIELDS = {  # attribute -> field of the hash, where times are in ms

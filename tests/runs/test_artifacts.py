@@ -38,7 +38,8 @@ def test_the_summary_has_exactly_the_promised_keys(client: Redis) -> None:
         "policy_version": 31, "evaluation": {"return_mean": 205.0, "return_std": 7.0, "episodes": 100},
         "artifacts": "/somewhere/x",
     }  # fmt: skip
-    assert state.train_s is not None and summary["train_s"] == pytest.approx(state.train_s, abs=1e-3)
+    assert state.first_step_s
+    assert summary["train_s"] == pytest.approx(state.ended_s - state.first_step_s, abs=1e-3)
     assert records.summary(client, run)["wall_s"] == pytest.approx(state.ended_s - state.created_s, abs=1e-3)
 
 
