@@ -91,6 +91,7 @@ class Learner:
         self.publisher = Publisher(client, run, token, config, self.replay, self.shared, on_checkpoint)
         self.stopping = threading.Event()
         self._publish_at = time.monotonic() + config.learner.publish_every_s
+        self._published_updates = 0  # of the weights that were last left for the publisher
         self._changed: deque[tuple[RunConfig, Any]] = deque()
         """Config and options of the algorithm, queued by `apply`."""
 
@@ -128,6 +129,7 @@ class Learner:
             is_published, version = True, latest
         reader = Reader(self._reader_client, self._run, shared.ledger.cursor, self._decode)
         self.publisher.begin(reader, version, None if is_published else self.algorithm.weights())
+        self._published_updates = shared.updates
         reader.start()
         self._reader = reader
 
@@ -196,6 +198,7 @@ class Learner:
                 pass
             self._handle_requests()
             if not (is_admitted or is_updated):
+                self._publish()
                 reader.wait(WAIT_S)
 
     def _admit(self, reader: Reader) -> bool:
@@ -240,13 +243,18 @@ class Learner:
         if priority is not None:
             self.replay.update_priorities(batch, to_host(priority))
         shared.metrics, shared.updates = metrics, self.algorithm.num_updates
-        now = time.monotonic()
-        if self._on_policy or now >= self._publish_at:
+        self._publish()
+        return True
+
+    def _publish(self) -> None:
+        """Leave new weights for the publisher: on-policy at once, else publish_every_s after the last ones."""
+        shared, now = self.shared, time.monotonic()
+        if shared.updates > self._published_updates and (self._on_policy or now >= self._publish_at):
             self._publish_at = now + self._config.learner.publish_every_s
+            self._published_updates = shared.updates
             shared.weights = shared.updates, self.algorithm.weights()
             if self._on_policy:
                 shared.wake.set()
-        return True
 
     def _handle_requests(self) -> None:
         """Apply changed options, and take a checkpoint if the service thread wants one."""

@@ -346,6 +346,13 @@ def test_a_run_that_ends_while_its_stream_fills_the_server_ends(run, learn, monk
     run.audit()
 
 
+def test_weights_are_published_also_when_play_has_stopped(server, learn) -> None:
+    run = Run(server, endless_config(learner={"publish_every_s": 2.0}))
+    run.play(400)
+    learn(run)  # all updates that 400 steps allow are made before the 2 s are over
+    until(lambda: run.state.updates and run.state.version > 0)
+
+
 def test_a_paused_run_is_not_evaluated_and_its_time_stands_still(server, learn, monkeypatch) -> None:
     def send(run: str, message: str, queue: str) -> None:
         play_evaluation(server.client, run, message)
@@ -355,8 +362,9 @@ def test_a_paused_run_is_not_evaluated_and_its_time_stands_still(server, learn, 
     run = Run(server, endless_config())
     run.play(400)
     learn(run)
-    until(lambda: run.state.ended or run.rows and len(evaluations.results(run.client, run.id)[0]) == 1)
+    until(lambda: run.state.ended or run.rows and evaluations.results(run.client, run.id)[0])
     assert run.state.status == "active", run.state.reason
+    assert len(evaluations.results(run.client, run.id)[0]) == 1
     runs.set_status(run.client, run.id, "paused", "by the test")
     due = endless_config(evaluation={"every_s": 0.1})
     runs.change(run.client, run.id, due, {"evaluation.every_s": (3600, 0.1)}, version=0)
