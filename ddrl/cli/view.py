@@ -143,7 +143,7 @@ def several_runs(runs: Sequence[Figures], *, width: int) -> RenderableType:
             Text(state.status, style=COLORS.get(state.status, "")),
             duration(figures.elapsed_s),
             f"{state.appended_steps:,}",
-            f"{row['env_steps_per_s']:.0f}" if "env_steps_per_s" in row and not state.outcome else "",
+            f"{row['env_steps_per_s']:,.0f}" if "env_steps_per_s" in row and not state.outcome else "",
             f"{figures.updates:,}",
             number(row.get("return_mean")),
             "-" if last is None else f"{last['return_mean']:.1f} v{last['version']}",
