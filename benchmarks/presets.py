@@ -1,10 +1,10 @@
-"""ALE presets trained for a while, several seeds side by side, and their scores beside random play on the same seeds.
+"""Presets trained for a while, several seeds side by side, and their scores beside random play on the same seeds.
 
     python benchmarks/presets.py dqn ddqn --time 30m | tee -a benchmarks/results/presets.txt
 
 Runs `ddrl submit PRESET --seeds N --time T`, so all seeds share the cores. Each run's best version plays `--episodes`
-whole games from up to 30 no-ops, on seeds that no evaluation of the run had; so does its network with random actions
-only. `above` is the difference of the means in standard errors. The curves are left in PRESET.png, runs in `runs/`.
+whole episodes on seeds that no evaluation of the run had; so do random actions. `above` is the difference of the means
+in standard errors. The curves are left in PRESET.png, an episode of the best run in PRESET.gif, the runs in `runs/`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from machine import facts
 from submitted import parser
 
-HEADER = "| preset | seed | train_s | env steps | updates | score +- std (games) | random +- std | above |"
+HEADER = "| preset | seed | train_s | env steps | updates | score +- std (episodes) | random +- std | above |"
 
 
 def ddrl(*arguments: str) -> Any:
@@ -39,22 +39,25 @@ def main() -> None:
     options = parser(__doc__, seeds=3)
     options.add_argument("presets", nargs="+", help="names, or YAML files")
     options.add_argument("--time", default="30m", help="training time of each run (default 30m)")
-    options.add_argument("--episodes", type=int, default=30, help="games of each score (default 30)")
+    options.add_argument("--episodes", type=int, default=30, help="of each score (default 30)")
     given = options.parse_args()
     print(f"{facts()}\n\n{HEADER}\n|---|---|---|---|---|---|---|---|", flush=True)
     settings = [part for override in given.overrides for part in ("-s", override)]
-    games = ["--episodes", str(given.episodes), "--noop", "30"]
+    games = ["--episodes", str(given.episodes)]
     for preset in given.presets:
+        name = Path(preset).stem
         done = ddrl("submit", preset, "--seeds", str(given.seeds), "--time", given.time, *settings)
         rows = done.get("runs", [done])
         if len(rows) > 1:
-            ddrl("compare", *(row["run"] for row in rows), "--output", f"{Path(preset).stem}.png")
+            ddrl("compare", *(row["run"] for row in rows), "--output", f"{name}.png")
         policies = [str(Path(row["artifacts"], "policy.safetensors")) for row in rows]
         random = ddrl("evaluate", policies[0], *games, "--epsilon", "1")
-        for row, policy in zip(rows, policies, strict=True):
-            score = ddrl("evaluate", policy, *games)
+        scores = [ddrl("evaluate", policy, *games) for policy in policies]
+        best = max(zip(scores, policies, strict=True), key=lambda pair: float(pair[0]["return_mean"]))[1]
+        ddrl("evaluate", best, "--episodes", "1", "--video", f"{name}.gif")
+        for row, score in zip(rows, scores, strict=True):
             print(
-                f"| {preset} | {row.get('seed', 1)} | {row['train_s']:.0f} | {row['env_steps']} | {row['updates']} "
+                f"| {name} | {row.get('seed', 1)} | {row['train_s']:.0f} | {row['env_steps']} | {row['updates']} "
                 f"| {text(score)} ({score['episodes']}) | {text(random)} | {standard_errors(score, random):.1f} |",
                 flush=True,
             )
