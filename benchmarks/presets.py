@@ -43,7 +43,7 @@ def main() -> None:
     given = options.parse_args()
     print(f"{facts()}\n\n{HEADER}\n|---|---|---|---|---|---|---|---|", flush=True)
     settings = [part for override in given.overrides for part in ("-s", override)]
-    games = ["--episodes", str(given.episodes)]
+    games = ["--episodes", str(given.episodes), "--seed", "2000000"]
     for preset in given.presets:
         name = Path(preset).stem
         done = ddrl("submit", preset, "--seeds", str(given.seeds), "--time", given.time, *settings)

@@ -32,7 +32,7 @@ class Options(NetworkConfig):
 
     hidden_sizes: tuple[PositiveInt, ...] = option(Common, "hidden_sizes", (64, 64))
     activation: Literal["tanh", "relu"] = "tanh"
-    """Activation of the hidden layers. tanh is steadier on small problems, relu is faster."""
+    """Activation of the hidden layers. tanh is steadier; relu is faster, but its units die at large learning rates."""
     shared: bool = False
     """Actor and critic share one trunk: cheaper, but the value loss changes the policy's features. Usual: no for
     vectors, yes for images."""
