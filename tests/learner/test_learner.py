@@ -198,6 +198,7 @@ def test_bad_entries_are_put_aside_with_the_reason_and_memory_stays_flat(name: s
 
 def test_a_flood_of_bad_entries_waits_until_it_is_reported_and_updates_go_on(server, monkeypatch) -> None:
     monkeypatch.setattr(loop, "MAX_REFUSED", 100)
+    monkeypatch.setattr(loop, "ADMIT_S", 0.001)  # too short to take them all at once
     run, num = Run(server), 2_000
     run.play(300)
     with run.client.pipeline() as pipe:
