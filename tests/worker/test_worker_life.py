@@ -78,12 +78,15 @@ def test_a_heartbeat_describes_the_worker_also_after_a_process_was_replaced(
 
 
 def test_flower_shows_the_run_that_was_chosen(server: PrivateServer, worker: Process) -> None:
-    run, state, types = playable(server.client, rollout={"segment_s": 0.3}), State(), list[str]()
+    run, state = playable(server.client, rollout={"segment_s": 0.3}), State()
+
+    def whole() -> list[Any]:
+        """Return the tasks seen from their message to their result; of tasks before, only the end is seen."""
+        return [task for task in state.tasks.values() if task.name and task.state == "SUCCESS"]
 
     def note(event: dict[str, Any]) -> None:
-        types.append(event["type"])
         state.event(event)
-        receiver.should_stop = types.count("task-succeeded") == 3
+        receiver.should_stop = bool(whole())
 
     def ready(wire: Connection, *_: object, **__: object) -> None:
         with suppress(TimeoutError):
@@ -94,8 +97,7 @@ def test_flower_shows_the_run_that_was_chosen(server: PrivateServer, worker: Pro
         receiver = celery.app.events.Receiver(wire, handlers={"*": note})
         receiver.on_consume_ready = ready
         receiver.capture(limit=60, timeout=30.0, wakeup=False)
-    done = [task for _, task in state.tasks_by_time() if task.state == "SUCCESS"]
-    task = done[0]  # the last, seen as a whole
+    (task, *_) = whole()
     assert (task.name, task.args) == (celery.ROLLOUT, repr((run,)))
     assert task.result.startswith("{'run': '" + run)
 
