@@ -13,6 +13,7 @@ import json
 import math
 import subprocess
 import sys
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,10 @@ def main() -> None:
         if len(rows) > 1:
             ddrl("compare", *(row["run"] for row in rows), "--output", f"{name}.png")
         policies = [str(Path(row["artifacts"], "policy.safetensors")) for row in rows]
-        random = ddrl("evaluate", policies[0], *games, "--epsilon", "1")
-        scores = [ddrl("evaluate", policy, *games) for policy in policies]
+        calls = [("evaluate", policies[0], *games, "--epsilon", "1")]
+        calls += [("evaluate", policy, *games) for policy in policies]
+        with ThreadPool() as cores:
+            random, *scores = cores.starmap(ddrl, calls)
         best = max(zip(scores, policies, strict=True), key=lambda pair: float(pair[0]["return_mean"]))[1]
         ddrl("evaluate", best, "--episodes", "1", "--video", f"{name}.gif")
         for row, score in zip(rows, scores, strict=True):
