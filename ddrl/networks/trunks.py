@@ -77,9 +77,9 @@ def make_trunk(
         observation_shape: `*O`.
         hidden_sizes: widths of the dense layers of a built-in trunk.
         activation: "tanh" or "relu", of a built-in trunk.
-        norm: "none", "group" or "batch", after each convolution of "nature" and "impala"; "none" for all others. With
-            "batch" a row's features depend on the others in training mode, and on running statistics, which are
-            buffers, in evaluation mode.
+        norm: "none", "group" or "batch", after each convolution of "nature", "impala" and "data_efficient"; "none" for
+            all others. With "batch" a row's features depend on the others in training mode, and on running statistics,
+            which are buffers, in evaluation mode.
         kwargs: keyword arguments of your own callable.
         generator: CPU generator of the initial weights; torch's global one when None. Your own callable is called with
             the global one seeded from it, which is restored afterwards.
@@ -92,8 +92,8 @@ def make_trunk(
         refuse(network, f'is unknown; use {", ".join(BUILT_IN)} or your own "module:callable"')
     if norm not in NORMS:
         refuse(network, f"norm {norm!r} is unknown; use {', '.join(NORMS[:-1])} or {NORMS[-1]}")
-    if norm != "none" and network not in ("nature", "impala"):
-        refuse(network, f"norm {norm!r} is for nature and impala only; set norm to none")
+    if norm != "none" and network not in ("nature", "impala", "data_efficient"):
+        refuse(network, f"norm {norm!r} is for nature, impala and data_efficient only; set norm to none")
     if ":" in network:
         return custom_trunk(network, shape, kwargs or {}, generator=generator)
     if kwargs:

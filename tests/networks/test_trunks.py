@@ -17,8 +17,8 @@ from ddrl.networks.trunks import to_input
 
 SCREENS = [(40, 40), (4, 40, 40), (40, 40, 3), (6, 40, 40), (1, 36, 50), (40, 40, 1)]
 SMALL = [(10, 10, 4), (4, 84, 84), (84, 84, 1), (5, 5, 3), (8, 7, 8), (10, 10, 20)]
-KINDS = [(network, norm) for network in ("nature", "impala") for norm in ("none", "group", "batch")]
-KINDS.append(("data_efficient", "none"))
+NORMED = ("nature", "impala", "data_efficient")
+KINDS = [(network, norm) for network in NORMED for norm in ("none", "group", "batch")]
 NATURE = [(32, 8, 4), (64, 4, 2), (64, 3, 1)]
 CONVOLUTIONS = {  # shape -> (channels, kernel, stride) of each of "conv", and the inputs of the first dense layer
     (10, 10, 4): ([(16, 3, 1), (32, 3, 1)], 32 * 6 * 6),
@@ -101,6 +101,7 @@ def slow_trunk(network: str, module: Any, image: Tensor, activation: str) -> Ten
         ("mlp", "none", (7,)),
         ("nature", "group", (4, 44, 44)),
         ("impala", "group", (4, 20, 20)),
+        ("data_efficient", "group", (4, 50, 50)),
     ],
 )
 def test_a_trunk_equals_its_layers(network: str, norm: str, shape: tuple[int, ...], activation: str) -> None:
@@ -264,10 +265,9 @@ REFUSED: list[tuple[str, tuple[int, ...], dict[str, Any], str]] = [
     ("data_efficient", (24, 24, 3), {}, "of 25x25 pixels or more, but observations are (24, 24, 3); use"),
     ("impala", (7, 7), {}, "of 8x8 pixels or more, but observations are (7, 7); use conv, or mlp and gymn"),
     ("cnn", (4,), {}, 'is unknown; use mlp, conv, nature, impala, data_efficient or your own "module:callable"'),
-    ("conv", (84, 84, 4), {"norm": "group"}, "norm 'group' is for nature and impala only; set norm to none"),
-    ("mlp", (4,), {"norm": "batch"}, "norm 'batch' is for nature and impala only"),
-    ("data_efficient", (84, 84), {"norm": "group"}, "norm 'group' is for nature and impala only"),
-    ("own_networks:Good", (84, 84), {"norm": "group"}, "norm 'group' is for nature and impala only"),
+    ("conv", (84, 84, 4), {"norm": "group"}, "norm 'group' is for nature, impala and data_efficient only; set norm"),
+    ("mlp", (4,), {"norm": "batch"}, "norm 'batch' is for nature, impala and data_efficient only"),
+    ("own_networks:Good", (84, 84), {"norm": "group"}, "norm 'group' is for nature, impala and data_efficient only"),
     ("nature", (84, 84), {"norm": "layer"}, "norm 'layer' is unknown; use none, group or batch"),
     ("natur", (84, 84), {"norm": "group"}, "is unknown; use mlp, conv, nature"),
     ("nature", (84, 84), {"width": 3}, "takes no keyword arguments, but got {'width': 3}"),

@@ -38,8 +38,9 @@ class Options(NetworkConfig):
     activation: Literal["relu", "tanh"] = "relu"
     """Activation of the hidden layers. relu is usual and faster; tanh bounds the features."""
     norm: Literal["none", "group", "batch"] = "none"
-    """Normalization after each convolution of nature and impala. `group` steadies learning and needs less tuning, at
-    some time per update; `batch`, which R2D2 refuses, mixes the transitions of a batch. Usual: none or group."""
+    """Normalization after each convolution of nature, impala and data_efficient. `group` steadies learning and needs
+    less tuning, at some time per update; `batch`, which R2D2 refuses, mixes the transitions of a batch. Usual: none or
+    group."""
     dueling: bool = False
     """Two streams, Q = V + A - mean A: states are valued without trying every action. Usual: yes where there are many
     actions or few of them matter."""
