@@ -40,10 +40,12 @@ def main() -> None:
     options = parser(__doc__, seeds=3)
     options.add_argument("presets", nargs="+", help="names, or YAML files")
     options.add_argument("--time", default="30m", help="training time of each run (default 30m)")
+    options.add_argument("--workers", type=int, help="of each submission (default as of `ddrl submit`)")
     options.add_argument("--episodes", type=int, default=30, help="of each score (default 30)")
     given = options.parse_args()
     print(f"{facts()}\n\n{HEADER}\n|---|---|---|---|---|---|---|---|", flush=True)
     settings = [part for override in given.overrides for part in ("-s", override)]
+    settings += [] if given.workers is None else ["--workers", str(given.workers)]
     games = ["--episodes", str(given.episodes), "--seed", "2000000"]
     for preset in given.presets:
         name = Path(preset).stem
