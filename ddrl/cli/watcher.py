@@ -112,7 +112,7 @@ class Figures:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds from the first environment step to now or to the end of the run; 0 before it."""
+        """Seconds of training, see `RunState.train_s`; 0 before the first environment step."""
         return max(0.0, self.state.train_s(self.now_s) or 0.0)
 
     @property

@@ -66,7 +66,10 @@ def plot_runs(runs: Mapping[str, Records], path: Path) -> Path:
     _legend_below(figure, handles, list(runs), columns=columns)
     marks = [Line2D([], [], color=_GREY, linewidth=2.2), Line2D([], [], color=_GREY, marker="o", linewidth=0)]
     labels = ["training, smoothed", "evaluation (± std)"]
-    figure.axes[1].legend(marks, labels, loc="lower right", fontsize=8, framealpha=0.85, edgecolor="none")
+    # Above the panel, where it hides no points.
+    figure.axes[1].legend(
+        marks, labels, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, fontsize=8, frameon=False
+    )
     figure.savefig(path, dpi=130)
     return path
 

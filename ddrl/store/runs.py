@@ -41,6 +41,8 @@ class RunState:
         outcome: the end that the run has, or will have when it is complete; "" before.
         reason: why it has this status, in one line; of an active run, that it waits for a learner if it does.
         created_s, first_step_s, ended_s: creation, first environment step, end.
+        idle_since_s: when it was paused or ended, if it is and had a step before.
+        idle_s: time after the first step in which it was paused or ended, up to the last time that it went on.
         updates: of the learner, as last reported.
         version: latest published, -1 before the first.
         allowance: env steps that may have been appended in all.
@@ -74,6 +76,8 @@ class RunState:
     created_s: float = 0.0
     first_step_s: float = 0.0
     ended_s: float = 0.0
+    idle_since_s: float = 0.0
+    idle_s: float = 0.0
     updates: int = 0
     version: int = -1
     allowance: int = 0
@@ -115,8 +119,12 @@ class RunState:
         return self.appended_bytes - self.trimmed_bytes
 
     def train_s(self, now_s: float) -> float | None:
-        """Return the time from the first environment step to the end or to now; None before the first step."""
-        return (self.ended_s or now_s) - self.first_step_s if self.first_step_s else None
+        """Return the time from the first environment step to the end or to now, less that in which the run was paused
+        or had ended before it went on; None before the first step.
+        """
+        if not self.first_step_s:
+            return None
+        return (self.idle_since_s or self.ended_s or now_s) - self.first_step_s - self.idle_s
 
 
 _STATE_FIELDS = {  # attribute -> field of the hash, where times are in ms

@@ -44,6 +44,47 @@ def test_a_stopped_run_goes_on_with_more_time(client: Redis, run: str, token: in
         runs.reactivate(client, run, more_time_s=60.0)
 
 
+def test_the_training_time_leaves_out_pauses_and_the_time_after_an_end(client: Redis, run: str) -> None:
+    """Times are moved into the past instead of waiting."""
+
+    def trained() -> float:
+        found = runs.state(client, run).train_s(runs.server_ms(client) / 1e3)
+        assert found is not None
+        return found / 60
+
+    def pass_by(minutes: int) -> None:
+        times = ("created_ms", "first_step_ms", "ended_ms", "idle_since_ms")
+        for name in filter(lambda name: client.hexists(keys.state(run), name), times):
+            client.hincrby(keys.state(run), name, -60_000 * minutes)
+
+    def then(status: str) -> None:
+        assert runs.set_status(client, run, status, "by the test")
+
+    then("paused")
+    pass_by(1000)
+    then("active")
+    assert runs.state(client, run).train_s(runs.server_ms(client) / 1e3) is None
+    client.hset(keys.state(run), "first_step_ms", runs.server_ms(client))
+    pass_by(10)
+    then("paused")
+    pass_by(100)
+    assert trained() == pytest.approx(10, abs=5)
+    then("active")
+    pass_by(20)
+    assert trained() == pytest.approx(30, abs=5)
+    then("paused")
+    pass_by(200)
+    then("stopped")
+    pass_by(400)
+    assert trained() == pytest.approx(30, abs=5)
+    runs.reactivate(client, run)
+    pass_by(40)
+    assert trained() == pytest.approx(70, abs=5)
+    then("solved")
+    pass_by(800)
+    assert trained() == pytest.approx(70, abs=5)
+
+
 def test_an_active_run_waits_for_a_learner_exactly_while_none_holds_it(client: Redis, run: str) -> None:
     assert runs.state(client, run).reason == "waiting for a learner"
     token = take(client, run)

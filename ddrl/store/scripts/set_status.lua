@@ -8,12 +8,17 @@ local now = redis.call('HGET', KEYS[1], 'status')
 if now == ARGV[2] and redis.call('HGET', KEYS[1], 'reason') == ARGV[3] then return 1 end
 for i = 7, #ARGV do
   if now == ARGV[i] then
-    local time = redis.call('TIME')
+    local time, idle_since = redis.call('TIME'), redis.call('HGET', KEYS[1], 'idle_since_ms')
+    local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
     redis.call('HDEL', KEYS[1], 'ended_ms')  -- first, so that the script works at maxmemory
     redis.call('HSET', KEYS[1], 'status', ARGV[2], 'reason', ARGV[3])
-    if ARGV[2] == 'active' then redis.call('HSET', KEYS[1], 'crashes', 0, 'error', '') end
-    if ARGV[4] == '1' then
-      redis.call('HSET', KEYS[1], 'ended_ms', time[1] * 1000 + math.floor(time[2] / 1000))
+    if ARGV[4] == '1' then redis.call('HSET', KEYS[1], 'ended_ms', now_ms) end
+    if ARGV[2] == 'active' then
+      redis.call('HSET', KEYS[1], 'crashes', 0, 'error', '')
+      redis.call('HDEL', KEYS[1], 'idle_since_ms')
+      if idle_since then redis.call('HINCRBY', KEYS[1], 'idle_ms', now_ms - idle_since) end
+    elseif not idle_since and redis.call('HEXISTS', KEYS[1], 'first_step_ms') == 1 then
+      redis.call('HSET', KEYS[1], 'idle_since_ms', now_ms)
     end
     redis.call('ZADD', KEYS[3], redis.call('HGET', KEYS[1], 'created_ms') or 0, ARGV[5])
     redis.call('XADD', KEYS[2], 'MAXLEN', '~', ARGV[6], '*', 'event', ARGV[2], 'reason', ARGV[3])
