@@ -116,7 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code if isinstance(code, int) else DONE
     except TyperException as error:
-        return _refuse(getattr(error, "format_message", error.__str__)(), BAD_INPUT)
+        text = getattr(error, "format_message", error.__str__)()
+        return _refuse(text.replace("Value error, ", ""), BAD_INPUT)  # as typer begins some messages
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     except (BrokenPipeError, SystemExit) as error:

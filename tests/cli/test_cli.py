@@ -271,6 +271,8 @@ def test_weights_are_listed_with_their_scores_and_written_to_files(client: Any) 
     assert call_json("weights", "list") == []
     line = commands.refused("weights", "best")
     assert line == f"run {run}: has published no weights yet; wait for its first version"
+    line = commands.refused("weights", "last")
+    assert line == "Invalid value for 'action': 'last' is not one of 'list', 'get', 'best'."
     line = commands.refused("weights", "list", "--output", "all.safetensors")
     assert line == "--output and --force: are for `ddrl weights get`; remove them from list"
     token = add_history(client, run)
