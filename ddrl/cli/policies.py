@@ -53,7 +53,7 @@ def _chosen(target: str, version: str | None) -> Iterator[tuple[Client, str, int
     name, at, given = target.partition("@")
     if at and version is not None and version != given:
         raise InputError(f"{target}: names version {given}, and --version names {version}; give one of them")
-    with server_of(name or "last") as (client, run):
+    with server_of(name) as (client, run):
         yield client, run, choose(client, run, given if at else version)
 
 

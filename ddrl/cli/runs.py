@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import socket
 from pathlib import Path
@@ -15,6 +16,8 @@ from ddrl.cli.format import duration, picked
 from ddrl.cli.output import Client, InputError, Json, Run, Yes
 from ddrl.store import runs as store
 from ddrl.store.connection import StoreError
+
+CONFIG = "config.yaml"  # in the folder of every run that has ended; its first line names the run
 
 
 def runs(
@@ -131,14 +134,16 @@ def _change(run: str, new: str, json_output: bool) -> None:
 
 
 def _own_folder(state: store.RunState) -> Path | None:
-    """Return the run's folder if it exists on this machine; refuse a folder of another name."""
-    folder = Path(state.folder) if state.folder else Path("runs") / state.run
+    """Return the run's folder in `runs`, if it is on this machine; refuse any other that the server may name."""
+    folder, known = Path("runs") / state.run, Path(state.folder or "runs")
     if state.host and state.host != socket.gethostname():
-        raise InputError(
-            f"run {state.run}: its folder is on {state.host}; delete {folder} there, without --files here"
-        )
-    if not folder.is_dir():
+        remedy = f"delete {known} there, without --files here"
+        raise InputError(f"run {state.run}: its folder is on {state.host}; {remedy}")
+    if not folder.is_dir() and not known.joinpath(CONFIG).is_file():
         return None
-    if folder.name != state.run:
-        raise InputError(f"{folder}: not deleted: its name is not {state.run}; delete it by hand")
-    return folder.resolve()
+    with contextlib.suppress(OSError):
+        is_marked = folder.joinpath(CONFIG).read_text(errors="replace").startswith(f"# run {state.run}\n")
+        if is_marked and folder.parent.resolve() / state.run == folder.resolve():
+            return folder.resolve()
+    remedy = f"delete {known if state.folder else folder} by hand, and the run without --files"
+    raise InputError(f"{folder}: is not a folder with the {CONFIG} of run {state.run}; {remedy}")

@@ -298,7 +298,9 @@ def find(client: Redis, name: str, folder: Path) -> str:
         return runs.resolve(client, name)
     except UnknownRunError as error:
         found = [path.parent.parent.name for path in folder.glob(f"*/{FOLDER}/{POINTER}")]
-        matches = [run for run in found if run == name] or [run for run in found if run.startswith(name)]
+        matches = [run for run in found if run == name] or [
+            run for run in found if name and run.startswith(name)
+        ]
         if len(matches) != 1:
             raise UnknownRunError(f"{error}; no checkpoint of it is in {folder} either") from None
         return matches[0]

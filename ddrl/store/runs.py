@@ -207,19 +207,23 @@ def active_names(client: Redis, *others: str) -> list[str]:
 
 
 def resolve(client: Redis, name: str) -> str:
-    """Return the run of that id, or the newest whose id starts with `name`; "last" is the newest of all.
+    """Return the run of that id, or the only one whose id starts with `name`; "last" is the newest of all.
 
     Raises:
         UnknownRunError: there is none.
+        StoreError: `name` is the start of several.
     """
     known = names(client)
-    matches = [run for run in known if run == name or name == "last" or run.startswith(name)]
-    if name in matches:
+    if name in known:
         return name
+    matches = known[-1:] if name == "last" else [run for run in known if name and run.startswith(name)]
+    if len(matches) == 1:
+        return matches[0]
     if not matches:
         hint = f"the newest is {known[-1]}" if known else "there are none yet; start one with `ddrl submit`"
-        raise UnknownRunError(f"run {name}: not on this server; {hint}")
-    return matches[-1]
+        raise UnknownRunError(f"run {name or repr(name)}: not on this server; {hint}")
+    newest = ", ".join(matches[:-4:-1]) + (", ..." if len(matches) > 3 else "")
+    raise StoreError(f"run {name}: {len(matches)} begin so ({newest}); give more of the id, or: last")
 
 
 def state(client: Redis, run: str) -> RunState:

@@ -26,6 +26,7 @@ from ddrl.cli import main, output, policies
 from ddrl.codec import CodecError
 from ddrl.envs import EnvError
 from ddrl.learner import run as runner
+from ddrl.runs import artifacts
 from ddrl.store import connection, keys, leases, logs, runs, weights, workers
 
 
@@ -178,11 +179,32 @@ def test_an_ended_run_is_ending_until_its_results_are_complete(client: Any) -> N
 def test_delete_keeps_the_folder_without_files(client: Any, tmp_path: Path) -> None:
     kept, removed = make_run(client), make_run(client)
     for run in (kept, removed):
-        (tmp_path / "runs" / run).mkdir(parents=True)
         end(client, run, "stopped", "")
+        artifacts.write(client, run, tmp_path / "runs" / run)
     assert call_json("delete", kept, "--yes")["keys"] >= 2
     call("delete", removed, "--yes", "--files")
     assert runs.names(client) == [] and [path.name for path in (tmp_path / "runs").iterdir()] == [kept]
+
+
+@pytest.mark.parametrize("kind", ["link", "elsewhere", "unmarked"])
+def test_delete_keeps_a_folder_that_only_the_server_calls_the_run_s(
+    client: Any, tmp_path: Path, kind: str
+) -> None:
+    run, mine = make_run(client), tmp_path / "mine"
+    folder, other = tmp_path / "runs" / run, mine / run
+    end(client, run, "stopped", "")
+    artifacts.write(client, run, other)
+    if kind == "link":
+        folder.parent.mkdir()
+        folder.symlink_to(other)
+    elif kind == "elsewhere":
+        client.hset(keys.state(run), "folder", str(other))
+    else:
+        artifacts.write(client, run, folder)
+        (folder / "config.yaml").write_text("# run of mine\n")
+    assert "by hand, and the run without --files" in refused("delete", run, "--yes", "--files")
+    assert runs.names(client) == [run] and (other / "config.yaml").exists()
+    assert kind == "elsewhere" or (folder / "summary.json").exists()
 
 
 def test_prune_confirms_and_reports(client: Any, tmp_path: Path) -> None:

@@ -16,6 +16,14 @@ def test_a_run_is_created_active_and_found_by_prefix(client: Redis, run: str) ->
     assert runs.config(client, run) == make_config() and runs.spaces(client, run) == SPACES
     with pytest.raises(runs.UnknownRunError, match=f"run nope: not on this server; the newest is {run}"):
         runs.resolve(client, "nope")
+    with pytest.raises(runs.UnknownRunError, match="run '': not on this server"):
+        runs.resolve(client, "")
+    names = sorted([run, make_run(client)], key=runs.names(client).index, reverse=True)
+    with pytest.raises(
+        StoreError, match=f"run {run[:4]}: 2 begin so \\({', '.join(names)}\\); give more of the id"
+    ):
+        runs.resolve(client, run[:4])
+    assert runs.resolve(client, run) == run and runs.resolve(client, "last") == names[0]
 
 
 def test_only_some_changes_of_status_are_allowed(client: Redis, run: str) -> None:
