@@ -119,10 +119,6 @@ class Learner:
             fresh = self.algorithm.load_initial_weights(decode_tensors(initial))
             self.publisher.note("warm start", f"begins with {source}; {fresh}")
         shared.oldest = self._oldest()
-        size = len(self.replay)
-        log.info(
-            "starts at update %d, env step %d, holding %d transitions", shared.updates, shared.env_steps, size
-        )
         # Off-policy, weights that an earlier learner published play better than untrained ones. On-policy, they are
         # another policy, whose data cannot be used.
         if not self._on_policy and not shared.updates and latest in index.sizes:
@@ -132,6 +128,8 @@ class Learner:
         self._published_updates = shared.updates
         reader.start()
         self._reader = reader
+        where = shared.updates, shared.env_steps, len(self.replay)
+        log.info("starts at update %d, env step %d, holding %d transitions", *where)
 
     def _load(self, state: Tensors, counters: Counters, version: int) -> None:
         """Load a checkpoint; admit the fragments that its replay held as if `version` were published."""

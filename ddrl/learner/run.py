@@ -144,11 +144,10 @@ def learn(
         token = None
         try:
             token = claim.take(interrupt.event)
-            outage.over()
             if token is None:
                 return None
             with monitoring.learning(run):
-                return _Attempt(client, run, token, folder / run, interrupt.event).learn()
+                return _Attempt(client, run, token, folder / run, interrupt.event, outage).learn()
         except connection.OUTAGES as error:
             outage.note(error)
             interrupt.event.wait(RETRY_S)
@@ -263,20 +262,26 @@ class _Attempt:
         token: fencing token of the lease.
         folder: the run's.
         interrupted: the process must stop; the run stays active for the next learner.
+        outage: of the attempt before this one, too; it is over when the learner serves the run.
     """
 
     def __init__(
-        self, client: Redis, run: str, token: int, folder: Path, interrupted: threading.Event
+        self,
+        client: Redis,
+        run: str,
+        token: int,
+        folder: Path,
+        interrupted: threading.Event,
+        outage: connection.Outage,
     ) -> None:
         self._client, self._run, self._token = client, run, token
-        self._folder, self._interrupted = folder, interrupted
+        self._folder, self._interrupted, self._outage = folder, interrupted, outage
         self._record = local_checkpoints.record(client, run)
         self._config = runs.config(client, run)
         self._config_version = int(self._record.state.get("config_version", 0))
         self._status, self._requester = "active", ""  # and the host that requested the run
         self._is_restored = False
         self._error: Exception | None = None  # of either thread
-        self._outage = connection.Outage(client)
         self._signals_at = self._tick_at = 0.0
         self._round_at: float | None = None  # last round of the service thread; None where there is none
         self._resources = contextlib.ExitStack()
@@ -326,6 +331,7 @@ class _Attempt:
             self._learner.restore()
             self._is_restored = True
             self._check_memory()
+            log.info("learns %s on %s", self._run, choose_device(self._config.learner.device))
         except (leases.LeaseLostError, *LOST, *connection.OUTAGES):
             raise
         except (ConfigError, StoreError, ValueError) as error:
@@ -351,7 +357,6 @@ class _Attempt:
         self._evaluations = EvaluationScheduler(
             client, run, token, config, send=lambda message: celery.send_evaluation(run, message, queue)
         )
-        log.info("learns %s on %s", run, device)
 
     def _check_memory(self) -> None:
         """Refuse a run that the server's memory cannot hold to its end.

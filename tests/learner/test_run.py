@@ -245,6 +245,19 @@ def test_a_run_that_the_servers_memory_cannot_hold_fails_at_once(run, tmp_path: 
     assert json.loads((tmp_path / run.id / "summary.json").read_text())["reason"] == run.state.reason
 
 
+def test_a_learner_that_starts_on_a_full_server_says_so_once_and_waits(run, learn, log) -> None:
+    run.client.config_set("maxmemory", 1)
+    try:
+        learning = learn(run)
+        until(lambda: "memory is full" in log.text)
+        time.sleep(3 * run_module.RETRY_S)  # in which it tries again
+        assert log.text.count("memory is full") == 1 and "serves again" not in log.text
+    finally:
+        run.client.config_set("maxmemory", 0)
+    until(lambda: run.state.version >= 0)
+    assert log.text.count("starts at update") == 1 and learning.thread.is_alive()
+
+
 def test_a_run_that_fails_leaves_its_folder(run, learn, monkeypatch, tmp_path: Path) -> None:
     def fail(_: Learner) -> None:
         raise ValueError("bad luck")
