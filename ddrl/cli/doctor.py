@@ -14,7 +14,7 @@ from urllib.parse import parse_qs, urlsplit
 import typer
 
 import ddrl
-from ddrl.cli.format import size
+from ddrl.cli.format import counted, duration, size
 from ddrl.cli.output import Client, Json, ServerError, aligned, emit, server
 from ddrl.envs.requirements import PACKAGES
 
@@ -88,6 +88,7 @@ def _server() -> Iterator[Finding]:
             yield Finding("server", OK, f"{connection.mask(url)} ({source}), {version}, {policy}")
             yield _memory(int(info.get("maxmemory", 0)), int(info.get("used_memory", 0)))
             yield security(client, url)
+            yield from _broken(client)
     except ServerError as error:
         detail, _, remedy = str(error).rpartition("; ")
         yield Finding("server", FAIL, detail or remedy, remedy if detail else "")
@@ -100,6 +101,21 @@ def _memory(limit: int, used: int) -> Finding:
     if used > 0.9 * limit:
         return Finding("memory", WARN, detail, "delete old runs with `ddrl delete`, or raise maxmemory")
     return Finding("memory", OK, detail)
+
+
+def _broken(client: Client) -> Iterator[Finding]:
+    """Report items of the broker that workers could not read."""
+    from ddrl.store import capped_streams, keys, runs
+
+    if rows := capped_streams.read(client, keys.BROKEN)[0]:
+        age = duration(runs.server_ms(client) / 1e3 - rows[-1]["time_s"])
+        last = "the last one from queue {queue}, {age} ago ({reason}): {item!r:.100}".format(
+            age=age, **rows[-1]
+        )
+        remedy = f"find out who sends them; delete {keys.BROKEN} to forget them"
+        yield Finding(
+            "messages", WARN, f"{counted(len(rows), 'item')} put aside that are none, {last}", remedy
+        )
 
 
 def security(client: Client, url: str) -> Finding:

@@ -12,6 +12,7 @@ Redis Cluster is not supported: some scripts touch the keys of several runs. `<r
 | ddrl:workers                      | set    | worker               | cli, dispatcher           | names of the heartbeats                                      | a member: its worker's |
 | ddrl:worker:<node>:<host>:<pid>   | string | worker               | cli, dispatcher           | heartbeat                                                    | expires |
 | ddrl:broker:*                     |        | Celery               | Celery                    | messages waiting; Celery's own keys                          | Celery's |
+| ddrl:broken                       | stream | worker               | cli                       | items of the broker that are no messages, with reasons       | capped |
 | ddrl:{run}:spec                   | string | submit, cli          | all                       | resolved config, JSON                                        | the run's |
 | ddrl:{run}:state                  | hash   | all                  | all                       | status, reason, counters, allowance, process time, pointer to the checkpoint | the run's |
 | ddrl:{run}:initial                | string | submit               | learner                   | initial weights, safetensors                                 | the run's |
@@ -46,6 +47,7 @@ OPEN = "ddrl:open"
 PRODUCERS = "ddrl:producers"
 DELETED = "ddrl:deleted"
 WORKERS = "ddrl:workers"
+BROKEN = "ddrl:broken"
 BROKER_PREFIX = "ddrl:broker:"  # prefix of Celery's own keys; `celery.py` sets it
 
 

@@ -36,7 +36,7 @@ from ddrl.celery import EVALUATE, QUEUES_VARIABLE, UP_TIMEOUT_S, app
 from ddrl.envs import requirements
 from ddrl.runs import monitoring, processes
 from ddrl.store import connection, keys, runs, server, workers
-from ddrl.worker import heartbeat, watchdog
+from ddrl.worker import heartbeat, messages, watchdog
 from ddrl.worker.heartbeat import HeartbeatSender, without_spaces
 
 # Names a folder in which each process of the pool leaves a file once it can play.
@@ -58,6 +58,7 @@ _reported: deque[str] = deque(maxlen=100)  # tasks whose lost processes have bee
 def _begin(instance: Any, **_: Any) -> None:
     """Give the worker a unique node name, unless the operator gave one, and refuse a server that will not do."""
     global _hold
+    messages.install()
     warnings.simplefilter("ignore", SecurityWarning)  # of a root user's worker: none here unpickles
     host = socket.gethostname()
     if instance.hostname == f"celery@{host}":

@@ -1,0 +1,89 @@
+"""Messages from the broker: an item that is not one of ddrl's is put aside, and the worker goes on.
+
+Kombu takes any JSON value in a queue for a message, and Celery most messages for a task: one bad item would end a
+worker, or occupy a process for good.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import Any, Literal
+
+from kombu.transport import redis as transport
+from pydantic import Base64Bytes, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from ddrl.celery import EVALUATE, ROLLOUT
+from ddrl.store import connection, keys
+
+log = logging.getLogger(__name__)
+
+KEPT = 1_000  # items put aside, about
+KEPT_CHARACTERS = 1_000  # of each
+
+_loads, _deliver = transport.loads, transport.Transport._deliver
+_BODY = TypeAdapter(
+    tuple[list[str], dict[str, None], dict[str, None]]
+)  # arguments, and what to do afterwards
+
+
+class _Part(BaseModel):
+    """A part of a message; the fields that are not listed are those of a Celery version, and plain values."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    __pydantic_extra__: dict[str, str | int | float | None]
+
+
+class _Headers(_Part):
+    task: Literal["ddrl.rollout", "ddrl.evaluate"]
+    id: str
+    eta: None = None
+    expires: None = None
+    compression: None = None
+    timelimit: list[float | None] = Field(min_length=2, max_length=2)
+    stamps: dict[str, None] = {}
+    stamped_headers: list[str] | None = None
+
+
+class _Delivery(_Part):
+    exchange: str
+    routing_key: str
+
+
+class _Properties(_Part):
+    body_encoding: Literal["base64"]
+    delivery_tag: str
+    delivery_info: _Delivery
+
+
+class _Message(_Part):
+    body: Base64Bytes
+    content_type: Literal["application/json"] = Field(alias="content-type")
+    content_encoding: Literal["utf-8"] = Field(alias="content-encoding")
+    headers: _Headers
+    properties: _Properties
+
+
+def deliver(self: transport.Transport, item: str, queue: str) -> None:
+    """Give an item to its consumer, as Kombu's own method does, which takes it parsed."""
+    try:
+        if queue.startswith((ROLLOUT, EVALUATE)):  # else a command of `celery control`
+            _BODY.validate_json(_Message.model_validate_json(item).body)
+        _deliver(self, _loads(item), queue)
+    except (*self.connection_errors, *self.channel_errors):
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            reason = ": ".join([".".join(map(str, first["loc"])) or "message", first["msg"]])
+        log.warning("an item of queue %s is no message (%.200s): put aside, see `ddrl doctor`", queue, reason)
+        fields: dict[Any, Any] = {"queue": queue, "reason": reason, "item": item[:KEPT_CHARACTERS]}
+        with contextlib.suppress(*connection.OUTAGES), connection.connect() as client:
+            client.xadd(keys.BROKEN, fields, maxlen=KEPT)
+
+
+def install() -> None:
+    """Let Kombu leave the parsing of items to `deliver`."""
+    transport.loads = str
+    transport.Transport._deliver = deliver

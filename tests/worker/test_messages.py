@@ -1,0 +1,75 @@
+"""Bad items in the broker's queues, taken by a real worker: each is put aside, and the worker goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from redis import Redis
+from support.commands import call_json
+from support.private_server import PrivateServer
+from support.processes import Processes
+from support.runs import stream_steps
+from support.worker_runs import playable, send, send_task
+
+from ddrl import celery
+from ddrl.store import connection, keys
+
+QUEUE = keys.queue(celery.ROLLOUT)
+BAD: tuple[Any, ...] = (None, [], {}, "", 5, [1, 2], "\x00", {"__type__": "datetime", "__value__": "x"})
+
+
+def changed(message: Any, path: tuple[str, ...], value: Any) -> Any:
+    """Return a message with another value, or without one (`...`), at a path."""
+    name, *rest = path
+    copy = dict(message)
+    if rest:
+        copy[name] = changed(copy[name], tuple(rest), value)
+    elif value is ...:
+        del copy[name]
+    else:
+        copy[name] = value
+    return copy
+
+
+def bad_items(message: Any) -> Iterator[bytes]:
+    """Yield items that are no message, some by one value only."""
+    yield from (b"", b"[]", b"null", b"17", b'""', b"{", b"[" * 5000, bytes(range(256)))
+    for path in ("body", "headers", "properties", "content-type", "content-encoding"):
+        yield from (json.dumps(changed(message, (path,), value)).encode() for value in (*BAD, ...))
+    for path in ("body_encoding", "delivery_tag", "delivery_info"):
+        values = [value for value in (*BAD, ...) if path == "body_encoding" or not isinstance(value, str)]
+        yield from (json.dumps(changed(message, ("properties", path), value)).encode() for value in values)
+    for name in message["headers"]:
+        values = [{"a": {}}] if name == "stamped_headers" else [{"a": {}}, ["a", "b"]]
+        if name in ("task", "id", "timelimit"):
+            values += [None, 5, ...]
+        yield from (json.dumps(changed(message, ("headers", name), value)).encode() for value in values)
+
+
+@pytest.fixture
+def message(client: Redis, server: PrivateServer) -> Any:
+    """A message that a learner has sent."""
+    send_task(server, celery.ROLLOUT, celery.ROLLOUT, priority=keys.LATER)
+    return json.loads(client.lpop(QUEUE))  # type: ignore[arg-type]
+
+
+def test_a_bad_item_is_put_aside_with_its_reason_and_the_worker_goes_on(
+    client: Redis, server: PrivateServer, processes: Processes, message: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    items = list(bad_items(message))
+    client.rpush(QUEUE, *items)
+    worker = processes.celery(server.url)
+    processes.until(lambda: client.xlen(keys.BROKEN) == len(items))
+    client.publish(f"{keys.BROKER_PREFIX}/0.celery.pidbox", b"[]")
+    run = playable(client)
+    send(server, run, 1)
+    processes.until(lambda: stream_steps(client, run) > 0)
+    assert client.xlen(keys.BROKEN) == len(items) + 1 and "Traceback" not in worker.text()
+    rows = [fields for _, fields in client.xrange(keys.BROKEN)]
+    assert {row[b"item"] for row in rows} >= {b"[]", b"null"} and all(row[b"reason"] for row in rows)
+    monkeypatch.setenv(connection.URL_VARIABLE, server.url)
+    (finding,) = [row for row in call_json("doctor") if row["name"] == "messages"]
+    assert f"{len(items) + 1} items put aside" in finding["detail"] and "celery.pidbox" in finding["detail"]
