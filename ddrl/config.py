@@ -25,6 +25,7 @@ from pydantic.fields import FieldInfo
 
 LIVE: JsonDict = {"live": True}
 ALLOW_VARIABLE = "DDRL_ALLOW_MODULES"  # comma-separated modules whose code may be imported and run
+MAX_BYTES = 1_000_000  # of a YAML file
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -320,21 +321,43 @@ def load(source: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         ConfigError: the file is missing or no YAML mapping, or a setting cannot be used.
     """
     try:
-        text = Path(source).read_text(encoding="utf-8")
+        with open(source, "rb") as file:
+            text = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError(
             f"{source}: cannot be read ({error.strerror}); name an existing YAML file"
         ) from None
+    if len(text) > MAX_BYTES:
+        raise ConfigError(f"{source}: is larger than {MAX_BYTES:,} bytes; name a YAML file of settings")
     try:
-        tree = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{source}: not valid YAML ({' '.join(str(error).split())})") from None
+        tree = parse_yaml(text.decode())
+    except ValueError as error:
+        raise ConfigError(f"{source}: not valid YAML ({error})") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{source}: holds no settings; expected a mapping such as `env: {{id: ...}}`")
     tree.setdefault("name", re.sub(r"[^a-z0-9-]+", "-", Path(source).stem.lower()).strip("-") or "run")
     for override in overrides:
         _override(tree, override)
     return validate(tree)
+
+
+def parse_yaml(text: str) -> Any:
+    """Return the plain data of a YAML text without aliases: a short text of aliases fills any memory.
+
+    Raises:
+        ValueError: it is not such a text; the message is one line.
+    """
+    try:
+        return yaml.load(text, _Loader)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(" ".join(str(error).split())) from None
+
+
+class _Loader(yaml.SafeLoader):
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("aliases are not taken; write the values out")
+        return super().compose_node(parent, index)
 
 
 def validate(tree: Mapping[str, Any]) -> RunConfig:
@@ -403,8 +426,8 @@ def _override(tree: dict[str, Any], text: str) -> None:
         if not isinstance(node, dict):
             raise ConfigError(f"-s {text}: {'.'.join(names[: depth + 1])} is a value, not a section")
     try:
-        node[names[-1]] = yaml.safe_load(value)
-    except yaml.YAMLError:
+        node[names[-1]] = parse_yaml(value)
+    except ValueError:
         raise ConfigError(f"-s {text}: the value is not valid YAML") from None
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from ddrl import envs
 from ddrl.algorithms import base
 from ddrl.algorithms.base import RecurrentState, advance
-from ddrl.config import EnvConfig, RunConfig, validate
+from ddrl.config import ConfigError, EnvConfig, ModuleError, RunConfig, first_line, validate
 from ddrl.envs.frame_stack import FrameStack
 from ddrl.store import runs, weights
 from ddrl.store.connection import StoreError
@@ -133,7 +133,7 @@ def load(path: str | Path) -> LoadedPolicy:
         config = validate(json.loads(metadata["config"]))
         spaces = EnvSpec.from_json(json.loads(metadata["spaces"]))
         run, version = metadata["run"], int(metadata["version"])
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise PolicyFileError(
             f"{path}: was exported by another version of ddrl ({error}); export it again with this version"
         ) from None
@@ -194,12 +194,14 @@ def _build(
     *,
     source: str,
 ) -> LoadedPolicy:
-    policy = base.resolve(config, spaces).policy()
     try:
+        policy = base.resolve(config, spaces).policy()
         policy.load(arrays)
         policy.act(np.zeros((1, *spaces.input_shape), spaces.observation_dtype), policy.initial_state(1))
-    except (KeyError, ValueError) as error:
+    except (ConfigError, ModuleError):
+        raise
+    except Exception as error:  # whatever networks do with sizes and weights of others
         raise PolicyFileError(
-            f"{source}: weights do not fit the networks of its config ({error}); export the policy again"
+            f"{source}: weights do not fit the networks of its config ({first_line(error)}); export the policy again"
         ) from None
     return LoadedPolicy(policy, config, spaces, run, version, arrays)

@@ -9,6 +9,8 @@ Rewards "in training units" are those that `env.reward_scale` and `env.reward_si
 
 from __future__ import annotations
 
+import contextlib
+import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -55,11 +57,20 @@ class EnvSpec:
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any]) -> EnvSpec:
-        """Return the spec with these decoded JSON fields, where tuples are lists."""
-        fields: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in tree.items()
-        }
-        return cls(**fields)
+        """Return the spec with these decoded JSON fields, where tuples are lists.
+
+        Raises:
+            ValueError: they describe no spaces.
+        """
+        from pydantic import TypeAdapter  # here: listings of runs start without it
+
+        with contextlib.suppress(ValueError):
+            spec = TypeAdapter(cls).validate_python(tree)
+            sizes = (*spec.observation_shape, *spec.action_shape, *spec.action_sizes, spec.frame_stack)
+            num_bounds = math.prod(spec.action_shape) if spec.action_kind == "continuous" else 0
+            if min(sizes) > 0 and len(spec.action_low) == len(spec.action_high) == num_bounds:
+                return spec
+        raise ValueError(f"{tree}: describes no spaces")
 
 
 @dataclass(frozen=True)

@@ -57,3 +57,24 @@ def test_the_configuration_page_is_current() -> None:
     generate = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(generate)
     assert (ROOT / "docs" / "configuration.md").read_text("utf-8") == generate.page(), "run `make docs`"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"\xff\xfe\x00", "not valid YAML ('utf-8' codec can't decode"),
+        (b"[" * 20_000, "not valid YAML (maximum recursion depth exceeded"),
+        (b"a: " + b"{a: " * 3_000 + b"1" + b"}" * 3_000, "not valid YAML (maximum recursion depth exceeded"),
+        (b"a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]", "aliases are not taken; write the values out"),
+        (b"seed: " + b"9" * 5_000, "not valid YAML (Exceeds the limit"),
+        (b"#" * 1_000_001, "is larger than 1,000,000 bytes; name a YAML file"),
+    ],
+    ids=["binary", "lists", "mappings", "aliases", "digits", "size"],
+)
+def test_a_file_that_cannot_be_settings_is_refused_in_one_line(
+    text: bytes, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "run.yaml").write_bytes(text)
+    with pytest.raises(config.ConfigError) as caught:
+        config.load(tmp_path / "run.yaml")
+    assert message in str(caught.value) and "\n" not in str(caught.value)

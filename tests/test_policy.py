@@ -6,7 +6,7 @@ import json
 import re
 import runpy
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -152,3 +152,26 @@ def test_a_policy_file_of_another_shape_is_refused(tmp_path: Path) -> None:
             assert policy.load(path).action(np.zeros(3, np.float32)).shape == ()
     with pytest.raises(policy.PolicyFileError, match=r"do not fit .* \(actor\.layers\.0\.bias: shape \(8,\)"):
         policy.load(path)
+
+
+@pytest.mark.parametrize(
+    ("spaces", "message"),
+    [
+        ({"observation_shape": (3.5,)}, "describes no spaces"),
+        ({"observation_shape": (-1,)}, "describes no spaces"),
+        ({"action_sizes": 4}, "describes no spaces"),
+        ({"action_kind": "continuous", "action_shape": (2,)}, "describes no spaces"),
+        ({"action_sizes": ()}, "do not fit the networks"),
+        ({"observation_shape": (2**60,)}, "do not fit the networks"),
+        ({"observation_dtype": "float33"}, "do not fit the networks"),
+    ],
+)
+def test_a_policy_file_with_odd_spaces_is_refused(
+    spaces: Mapping[str, Any], message: str, tmp_path: Path
+) -> None:
+    learner = make_learner("ppo", DISCRETE, hidden_sizes=(8,))
+    arrays = {name: tensor.numpy() for name, tensor in learner.weights().items()}
+    tree = {"env": {"id": "Toy-v0"}, "algorithm": {"name": "ppo", "hidden_sizes": [8]}}
+    write(tmp_path / "a.policy", tree, replace(DISCRETE, **spaces), arrays)
+    with pytest.raises(policy.PolicyFileError, match=message):
+        policy.load(tmp_path / "a.policy")

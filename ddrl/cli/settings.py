@@ -116,7 +116,7 @@ def change(before: RunConfig, spaces: EnvSpec, wanted: Mapping[str, Any]) -> tup
 
 def parse(settings: Sequence[str]) -> dict[str, Any]:
     """Return {NAME: VALUE} of NAME=VALUE texts; values are YAML."""
-    import yaml
+    from ddrl.config import parse_yaml
 
     wanted: dict[str, Any] = {}
     for text in settings:
@@ -127,8 +127,8 @@ def parse(settings: Sequence[str]) -> dict[str, Any]:
         if name in wanted:
             raise InputError(f"{name}: given twice; give it once")
         try:
-            wanted[name] = yaml.safe_load(value)
-        except yaml.YAMLError:
+            wanted[name] = parse_yaml(value)
+        except ValueError:
             raise InputError(f"{text}: the value is not valid YAML") from None
     return wanted
 

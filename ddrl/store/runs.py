@@ -307,7 +307,7 @@ def spaces(client: Redis, run: str) -> EnvSpec:
         raise UnknownRunError(f"run {run}: not on this server; `ddrl runs` lists those that are")
     try:
         return EnvSpec.from_json(json.loads(cast(bytes, raw)))
-    except TypeError:
+    except ValueError:
         raise StoreError(f"run {run}: was stored by another version of ddrl; submit it again") from None
 
 
