@@ -10,16 +10,22 @@ import json
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
+from pydantic import Field, TypeAdapter
 from redis import Redis
 from redis.exceptions import ResponseError
+from typing_extensions import TypedDict
 
 from ddrl.store import keys
 from ddrl.store.connection import StoreError, call
 
 PART_BYTES = 4 * 1024**2
 DROPPED_AT_ONCE = 1_000  # parts, as a script's stack is limited
+
+EntryId = Annotated[str, Field(pattern=r"^\d+-\d+$")]
+Producer = Annotated[str, Field(pattern=r"^-?\d+$")]
+Row = Annotated[Sequence[int], Field(max_length=5)]
 
 
 @dataclass(frozen=True)
@@ -48,20 +54,40 @@ class Counters:
     admitted: int = 0
     dead: int = 0
     elapsed_s: float = 0.0
-    cursor: str = "0-0"
-    oldest: str = "0-0"
+    cursor: EntryId = "0-0"
+    oldest: EntryId = "0-0"
     dropped: int = 0
     waiting: int = 0
     version: int = -1
     fragments: int = -1
-    ledger: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    ledger: Mapping[Producer, Row] = field(default_factory=dict)
     held: int = 0
     refilled: int = 0
 
     @classmethod
     def decode(cls, meta: Mapping[str, Any]) -> Counters:
-        """Return what `asdict` made; fields of other versions of ddrl are left out."""
-        return cls(**{name: value for name, value in meta.items() if name in cls.__dataclass_fields__})
+        """Return what `asdict` made; fields of other versions of ddrl are left out.
+
+        Raises:
+            ValueError: a field has another type.
+        """
+        return TypeAdapter(cls).validate_python(meta)
+
+
+class Parts(TypedDict):
+    """What the names of a checkpoint's parts are made of."""
+
+    token: int
+    number: int
+    parts: Annotated[int, Field(ge=1, le=1_000_000)]
+
+
+class Pointer(Parts):
+    """Where the newest checkpoint is, in the run's state: its parts, their check, and `Counters` as plain data."""
+
+    bytes: int
+    crc32: int
+    meta: dict[str, Any]
 
 
 def save(client: Redis, run: str, token: int, blob: bytes, meta: Mapping[str, Any]) -> None:
@@ -84,7 +110,7 @@ def save(client: Redis, run: str, token: int, blob: bytes, meta: Mapping[str, An
         old = part_keys(run, previous) if previous else []
         call(client, "flip_checkpoint", [keys.state(run), *old], [token, json.dumps(pointer)])
     except (StoreError, ResponseError):
-        stray = {"token": token, "number": number, "parts": -(-len(blob) // PART_BYTES) or 1}
+        stray = Parts(token=token, number=number, parts=-(-len(blob) // PART_BYTES) or 1)
         found = newest_pointer(client, run)  # a flip that was sent twice may have been refused once
         if found is None or part_keys(run, found) != part_keys(run, stray):
             drop_parts(client, run, stray)
@@ -93,7 +119,7 @@ def save(client: Redis, run: str, token: int, blob: bytes, meta: Mapping[str, An
 
 def store_parts(
     client: Redis, run: str, token: int, number: int, blob: bytes, meta: Mapping[str, Any], *, fence: int = 0
-) -> dict[str, Any]:
+) -> Pointer:
     """Store the parts of a checkpoint and return the pointer that will name them.
 
     Args:
@@ -110,11 +136,11 @@ def store_parts(
     for part, data in enumerate(parts):
         key = keys.checkpoint_part(run, token, number, part)
         call(client, "store_part", [keys.state(run), key], [fence, data])
-    size = {"parts": len(parts), "bytes": len(blob), "crc32": zlib.crc32(blob)}
-    return {"token": token, "number": number, **size, "meta": dict(meta)}
+    names = Parts(token=token, number=number, parts=len(parts))
+    return Pointer(**names, bytes=len(blob), crc32=zlib.crc32(blob), meta=dict(meta))
 
 
-def drop_parts(client: Redis, run: str, pointer: dict[str, Any]) -> None:
+def drop_parts(client: Redis, run: str, pointer: Parts) -> None:
     """Remove the parts of a checkpoint."""
     client.unlink(*part_keys(run, pointer))
 
@@ -156,13 +182,27 @@ def sweep(client: Redis, run: str, token: int) -> int:
     return num
 
 
-def newest_pointer(client: Redis, run: str) -> dict[str, Any] | None:
-    """Return the newest checkpoint's pointer (token, number, parts, bytes, crc32, meta); None if there is none."""
+def newest_pointer(client: Redis, run: str) -> Pointer | None:
+    """Return the newest checkpoint's pointer; None if there is none.
+
+    Raises:
+        StoreError: it is damaged.
+    """
     raw = cast("bytes | None", client.hget(keys.state(run), "checkpoint"))
-    return json.loads(raw) if raw else None
+    if not raw:
+        return None
+    try:
+        pointer = TypeAdapter(Pointer).validate_json(raw)
+        Counters.decode(pointer["meta"])
+    except ValueError:
+        raise StoreError(
+            f"run {run}: the pointer to its checkpoint is damaged ({raw[:80]!r}); restore the server's data or start "
+            "the run anew"
+        ) from None
+    return pointer
 
 
-def part_keys(run: str, pointer: dict[str, Any]) -> list[str]:
+def part_keys(run: str, pointer: Parts) -> list[str]:
     """Return the keys of a checkpoint's parts."""
     token, number = pointer["token"], pointer["number"]
     return [keys.checkpoint_part(run, token, number, part) for part in range(pointer["parts"])]

@@ -21,18 +21,21 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from pydantic import Field, TypeAdapter
 from redis import Redis
+from typing_extensions import TypedDict
 
 from ddrl.store import checkpoints, keys, leases, ledger, runs, weights
+from ddrl.store.checkpoints import Counters
 from ddrl.store.connection import StoreError, call
 from ddrl.store.leases import RunGoneError
 from ddrl.store.runs import JOURNAL_LENGTH, UnknownRunError
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT: Literal[1] = 1
 FOLDER = "checkpoint"  # in the run's folder
 POINTER = "checkpoint.json"
 SPARE_PRODUCERS = 1_000  # ids not given again: the lost server may have given them after the snapshot
@@ -76,9 +79,14 @@ class Snapshot:
     blob: bytes
 
     @property
+    def counters(self) -> Counters:
+        """The learner's progress in it."""
+        return Counters.decode(self.meta)
+
+    @property
     def version(self) -> int:
         """The latest version of the weights that was published before the snapshot; -1: none."""
-        return max(int(self.record.state.get("version", -1)), int(self.meta.get("version", -1)))
+        return max(int(self.record.state.get("version", -1)), self.counters.version)
 
 
 def record(client: Redis, run: str) -> Record:
@@ -113,7 +121,7 @@ def write(folder: Path, snapshot: Snapshot) -> None:
     if token(folder, snapshot.run) > snapshot.token:
         return
     checksum = zlib.crc32(snapshot.blob)
-    tensors = place / f"{snapshot.token}-{snapshot.meta['updates']}-{checksum:08x}.safetensors"
+    tensors = place / f"{snapshot.token}-{snapshot.counters.updates}-{checksum:08x}.safetensors"
     pointer = {
         "format": FORMAT,
         "run": snapshot.run,
@@ -156,7 +164,7 @@ def read(folder: Path) -> Snapshot | None:
         raise StoreError(f"{path}: cannot be read ({error.strerror}); remove {folder / FOLDER}") from None
     if len(blob) != pointer["bytes"] or zlib.crc32(blob) != pointer["crc32"]:
         raise StoreError(f"{path}: damaged, {len(blob)} bytes; remove {folder / FOLDER}")
-    return Snapshot(pointer["run"], pointer["token"], Record(**pointer["known"]), pointer["meta"], blob)
+    return Snapshot(pointer["run"], pointer["token"], pointer["known"], pointer["meta"], blob)
 
 
 def token(folder: Path, run: str) -> int:
@@ -168,7 +176,20 @@ def token(folder: Path, run: str) -> int:
     return 0
 
 
-def _pointer(folder: Path) -> dict[str, Any] | None:
+class _Pointer(TypedDict):
+    """The content of `checkpoint.json`."""
+
+    format: Literal[1]
+    run: str
+    token: int
+    tensors: Annotated[str, Field(pattern=r"^[\w-]+\.safetensors$")]
+    bytes: int
+    crc32: int
+    meta: dict[str, Any]
+    known: Record
+
+
+def _pointer(folder: Path) -> _Pointer | None:
     """Read `checkpoint.json`; None if there is none.
 
     Raises:
@@ -176,14 +197,17 @@ def _pointer(folder: Path) -> dict[str, Any] | None:
     """
     path = folder / FOLDER / POINTER
     try:
-        raw = json.loads(path.read_bytes())
+        pointer = TypeAdapter(_Pointer).validate_json(path.read_bytes())
+        Counters.decode(pointer["meta"])
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise StoreError(f"{path}: cannot be read ({error}); remove the folder {path.parent}") from None
-    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
-        raise StoreError(f"{path}: not a checkpoint that this version of ddrl reads; remove {path.parent}")
-    return raw
+    except ValueError:
+        raise StoreError(
+            f"{path}: not a checkpoint that this version of ddrl reads; remove {path.parent}"
+        ) from None
+    return pointer
 
 
 def _write_whole(path: Path, data: bytes) -> None:
@@ -264,7 +288,9 @@ def restore_newer(client: Redis, run: str, lease_token: int, folder: Path) -> bo
         LeaseLostError: another learner took over.
     """
     pointer, latest = checkpoints.newest_pointer(client, run), weights.index(client, run).latest
-    stored = (-1, -1, -1) if pointer is None else (pointer["token"], pointer["meta"]["updates"], latest)
+    stored = (
+        (-1, -1, -1) if pointer is None else (pointer["token"], pointer["meta"].get("updates", 0), latest)
+    )
     if token(folder, run) < max(stored[0], 1):
         return False
     try:
@@ -272,12 +298,12 @@ def restore_newer(client: Redis, run: str, lease_token: int, folder: Path) -> bo
     except StoreError as error:
         log.warning("%s", error)
         return False
-    if snapshot is None or (snapshot.token, snapshot.meta["updates"], snapshot.version) <= stored:
+    if snapshot is None or (snapshot.token, snapshot.counters.updates, snapshot.version) <= stored:
         return False
     # A version that was published before must not be given to other weights.
     meta = {**snapshot.meta, "version": snapshot.version if snapshot.version > latest else -1}
     checkpoints.save(client, run, lease_token, snapshot.blob, meta)
-    reason = f"from the local checkpoint of update {meta['updates']}: the server's data were older"
+    reason = f"from the local checkpoint of update {snapshot.counters.updates}: the server's data were older"
     log.warning("%s: restored %s", run, reason)
     runs.note(client, run, "restored", reason)
     return True
@@ -338,7 +364,7 @@ def restore_from(client: Redis, run: str, folder: Path, *, even_deleted: bool = 
             "evaluations, metrics and the journal are lost",
             run,
             place,
-            snapshot.meta["updates"],
+            snapshot.counters.updates,
         )
     return is_restored
 
@@ -357,21 +383,21 @@ def restore(client: Redis, snapshot: Snapshot, *, even_deleted: bool = False) ->
     Raises:
         StoreError: the run was deleted.
     """
-    run, state, meta = snapshot.run, snapshot.record.state, snapshot.meta
+    run, state, counters = snapshot.run, snapshot.record.state, snapshot.counters
     # A token that neither a learner of the lost server nor another restore has.
     fence = snapshot.token + 1 + secrets.randbits(32)
-    rows = {int(producer): ledger.Row(*row) for producer, row in meta.get("ledger", {}).items()}
+    rows = {int(producer): ledger.Row(*row) for producer, row in counters.ledger.items()}
     num_fragments = sum(row.decided for row in rows.values())
     unlisted = [int(producer) for producer in snapshot.record.producers if int(producer) not in rows]
     num_bytes = state.get("appended_bytes", "0")
     # The weights are lost: the checkpoint's own are published as the next version.
-    pointer = checkpoints.store_parts(client, run, fence, 0, snapshot.blob, {**meta, "version": -1})
+    pointer = checkpoints.store_parts(client, run, fence, 0, snapshot.blob, {**snapshot.meta, "version": -1})
     fields = {
         **state,
-        "updates": meta["updates"],
+        "updates": counters.updates,
         "version": snapshot.version,
-        "appended_fragments": max(num_fragments, int(meta.get("fragments", -1))),
-        "appended_steps": meta["env_steps"],
+        "appended_fragments": max(num_fragments, counters.fragments),
+        "appended_steps": counters.env_steps,
         "appended_bytes": num_bytes,
         "trimmed_bytes": num_bytes,
         "allowance": 0,  # until the learner publishes
@@ -390,8 +416,8 @@ def restore(client: Redis, snapshot: Snapshot, *, even_deleted: bool = False) ->
     others = (keys.RUNS, keys.PRODUCERS, keys.DELETED, keys.OPEN, *checkpoints.part_keys(run, pointer))
     args = [
         *(run, json.dumps({name: str(value) for name, value in fields.items()}), snapshot.record.spec),
-        *(json.dumps(producers), json.dumps(ledger_fields | {"cursor": meta["cursor"]})),
-        *(fields["version"], meta["cursor"], f"from the local checkpoint of update {meta['updates']}"),
+        *(json.dumps(producers), json.dumps(ledger_fields | {"cursor": counters.cursor})),
+        *(fields["version"], counters.cursor, f"from the local checkpoint of update {counters.updates}"),
         *(state.get("created_ms", "0"), max([*unlisted, *rows], default=0) + SPARE_PRODUCERS),
         *(int(even_deleted), JOURNAL_LENGTH),
     ]

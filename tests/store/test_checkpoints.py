@@ -249,6 +249,42 @@ def test_a_damaged_checkpoint_is_named_and_the_servers_is_used(
         local_checkpoints.read(tmp_path)
 
 
+BAD_FIELDS: tuple[dict[str, Any], ...] = (
+    *({name: ...} for name in ("token", "bytes", "crc32", "meta")),
+    *({"token": "x"}, {"bytes": None}, {"meta": []}, {"meta": {"updates": "many"}}),
+    *({"meta": {"cursor": "a-b"}}, {"meta": {"ledger": {"x": []}}}, {"meta": {"ledger": {"1": "abc"}}}),
+)
+
+
+@pytest.mark.parametrize("bad", [*BAD_FIELDS, {"tensors": "../../secret"}, {"known": {}}], ids=str)
+def test_a_pointer_with_odd_fields_is_refused(
+    snapshot: Snapshot, tmp_path: Path, bad: dict[str, Any]
+) -> None:
+    local_checkpoints.write(tmp_path, snapshot)
+    file = tmp_path / "checkpoint" / "checkpoint.json"
+    file.write_text(json.dumps(changed(json.loads(file.read_text()), bad)))
+    with pytest.raises(
+        StoreError, match=r"not a checkpoint that this version of ddrl reads; remove .*checkpoint$"
+    ):
+        local_checkpoints.read(tmp_path)
+
+
+@pytest.mark.parametrize("bad", [*BAD_FIELDS, {"parts": 0}, {"parts": 10**12}], ids=str)
+def test_a_pointer_on_the_server_with_odd_fields_is_refused(
+    client: Redis, run: str, token: int, bad: dict[str, Any]
+) -> None:
+    checkpoints.save(client, run, token, b"tensors", {"updates": 1})
+    raw = json.loads(client.hget(keys.state(run), "checkpoint"))  # type: ignore[arg-type]
+    client.hset(keys.state(run), "checkpoint", json.dumps(changed(raw, bad)))
+    with pytest.raises(StoreError, match=f"run {run}: the pointer to its checkpoint is damaged"):
+        checkpoints.load(client, run)
+
+
+def changed(fields: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Return fields with other values, or without those that are `...`."""
+    return {name: value for name, value in (fields | other).items() if value is not ...}
+
+
 def test_what_cannot_be_written_is_one_warning(snapshot: Snapshot, tmp_path: Path, caplog: Log) -> None:
     caplog.set_level("INFO")
     caplog.clear()
