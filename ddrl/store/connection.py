@@ -426,7 +426,7 @@ _REFUSALS: tuple[tuple[str, type[Exception] | tuple[()], str], ...] = (
     ("LOADING", redis.BusyLoadingError, "the server still loads its data"),
     ("UNBLOCKED", (), "the server changes its role"),
     ("MASTERDOWN", MasterDownError, "the server is a replica that has lost its primary"),
-    ("BUSY", (), "the server is busy with a script"),
+    ("BUSY", (), "the server is busy with a script; SCRIPT KILL ends it"),
 )
 
 

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import redis
 from support.commands import call, call_json, refused
-from support.private_server import PrivateServer, refusal
+from support.learners import in_threads
+from support.private_server import PrivateServer, refusal, until
 from support.processes import Processes
 from support.proxy import Authority, Proxy
 from support.runs import play_steps, start, target_config
@@ -193,6 +194,29 @@ def test_what_a_role_does_rarely_it_may_do_too(roles: Roles) -> None:
         assert runs.delete(operator, run) > 5
         assert local.restore(learner, snapshot, even_deleted=True)
     assert roles.denied() == []
+
+
+def test_an_operator_ends_a_script_that_does_not_end(roles: Roles) -> None:
+    roles.admin.config_set("lua-time-limit", 50)
+    ended: list[str] = []
+
+    def occupy() -> None:
+        with connection.connect(roles.url("worker")) as worker, pytest.raises(redis.ResponseError) as caught:
+            worker.eval("while true do end", 0)
+        ended.append(str(caught.value))
+
+    with connection.connect(roles.url("operator")) as operator, in_threads(occupy, stop=roles.admin.close):
+        until(lambda: is_busy(operator))
+        assert operator.script_kill()
+        until(lambda: ended)
+        assert "killed" in ended[0] and operator.ping()
+
+
+def is_busy(client: redis.Redis) -> bool:
+    try:
+        return not client.ping()
+    except redis.ResponseError as error:
+        return connection.outage(error) == "the server is busy with a script; SCRIPT KILL ends it"
 
 
 def test_what_a_role_may_not_do_is_one_line(roles: Roles, processes: Processes, monkeypatch: Patch) -> None:
