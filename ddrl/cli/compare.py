@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 PLOT = Path("compare.png")
 OWN = ("name", "seed", "env.id", "algorithm.name")  # shown as columns, so not among the differences
-LACKING = "-"  # value of an option that a run's algorithm does not have
+LACKING = "-"  # value of an option that a run's algorithm does not have, and source of random initial weights
 
 
 def compare(
@@ -41,7 +41,13 @@ def compare(
             given = " ".join(runs)
             raise InputError(f"compare {given}: only one run; give two or more, `ddrl runs` lists them")
         records = [read(client, run) for run in names]
-        settings = [values_of(each.config, store.spaces(client, each.state.run)) for each in records]
+        settings = [
+            {
+                "from": each.state.warm or LACKING,
+                **values_of(each.config, store.spaces(client, each.state.run)),
+            }
+            for each in records
+        ]
         now_s = store.server_ms(client) / 1e3
     stored = {name for each in records for name in flat(each.config.model_dump(by_alias=True))}
     options = differences(settings, stored)
@@ -103,7 +109,8 @@ def _show(rows: Sequence[Mapping[str, Any]], options: Mapping[str, Sequence[Any]
     table(header, cells, left=("run", *apart, "status"), optional=("updates",))
     print()
     if not options:
-        print("their settings are the same except for the seed")
+        seeds = {row["seed"] for row in rows}
+        print(f"their settings are the same{' except for the seed' if len(seeds) > 1 else ''}")
         return
     differing = [(name, *map(_value, values)) for name, values in options.items()]
     table(("differs", *map(str, range(1, len(rows) + 1))), differing, left=("differs",))

@@ -12,6 +12,7 @@ from support.store import add_history, end, make_run
 from ddrl.cli.compare import differences
 from ddrl.runs import curves
 from ddrl.runs.records import read
+from ddrl.store import keys
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -48,6 +49,10 @@ def test_table_and_drawing(client: Any, lander: str, tmp_path: Path) -> None:
 def test_the_same_settings_and_other_environments(client: Any) -> None:
     first, second = make_run(client, seed=1), make_run(client, seed=2)
     assert "the same except for the seed" in call("compare", first, second)
+    assert "their settings are the same\n" in call("compare", first, make_run(client, seed=1))
+    client.hset(keys.state(second), "warm", f"{first}@3")
+    cells = [line.split() for line in call("compare", first, second).splitlines()]
+    assert ["from", "-", f"{first}@3"] in cells
     third = make_run(
         client, env={"id": "Pendulum-v1", "kwargs": {"g": 9.8}}, algorithm={"name": "ppo", "clip": 0.3}
     )
