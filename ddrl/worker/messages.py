@@ -13,7 +13,7 @@ from typing import Any, Literal
 from kombu.transport import redis as transport
 from pydantic import Base64Bytes, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from ddrl.celery import EVALUATE, ROLLOUT
+from ddrl.celery import app
 from ddrl.store import connection, keys
 
 log = logging.getLogger(__name__)
@@ -22,9 +22,8 @@ KEPT = 1_000  # items put aside, about
 KEPT_CHARACTERS = 1_000  # of each
 
 _loads, _deliver = transport.loads, transport.Transport._deliver
-_BODY = TypeAdapter(
-    tuple[list[str], dict[str, None], dict[str, None]]
-)  # arguments, and what to do afterwards
+# Arguments of a task, by place and by name (none), and what to do afterwards (nothing).
+_BODY = TypeAdapter(tuple[list[str], dict[str, None], dict[str, None]])
 
 
 class _Part(BaseModel):
@@ -67,7 +66,7 @@ class _Message(_Part):
 def deliver(self: transport.Transport, item: str, queue: str) -> None:
     """Give an item to its consumer, as Kombu's own method does, which takes it parsed."""
     try:
-        if queue.startswith((ROLLOUT, EVALUATE)):  # else a command of `celery control`
+        if queue in app.amqp.queues.consume_from:  # else a command of `celery control`
             _BODY.validate_json(_Message.model_validate_json(item).body)
         _deliver(self, _loads(item), queue)
     except (*self.connection_errors, *self.channel_errors):
