@@ -348,7 +348,7 @@ def parse_yaml(text: str) -> Any:
         ValueError: it is not such a text; the message is one line.
     """
     try:
-        return yaml.load(text, _Loader)
+        return _Loader(text).get_single_data()
     except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(" ".join(str(error).split())) from None
 

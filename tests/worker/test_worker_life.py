@@ -79,6 +79,7 @@ def test_a_heartbeat_describes_the_worker_also_after_a_process_was_replaced(
 
 def test_flower_shows_the_run_that_was_chosen(server: PrivateServer, worker: Process) -> None:
     run, state = playable(server.client, rollout={"segment_s": 0.3}), State()
+    heard: list[str] = []
 
     def whole() -> list[Any]:
         """Return the tasks seen from their message to their result; of tasks before, only the end is seen."""
@@ -86,6 +87,7 @@ def test_flower_shows_the_run_that_was_chosen(server: PrivateServer, worker: Pro
 
     def note(event: dict[str, Any]) -> None:
         state.event(event)
+        heard.append(event["type"])
         receiver.should_stop = bool(whole())
 
     def ready(wire: Connection, *_: object, **__: object) -> None:
@@ -100,7 +102,8 @@ def test_flower_shows_the_run_that_was_chosen(server: PrivateServer, worker: Pro
             if not whole():
                 with suppress(TimeoutError):
                     receiver.capture(limit=60, timeout=10.0, wakeup=False)
-    (task, *_) = whole()
+    assert whole(), (heard, worker.text()[-2000:])
+    task = whole()[0]
     assert (task.name, task.args) == (celery.ROLLOUT, repr((run,)))
     assert task.result.startswith("{'run': '" + run)
 
