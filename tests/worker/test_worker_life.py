@@ -77,7 +77,8 @@ def test_a_heartbeat_describes_the_worker_also_after_a_process_was_replaced(
     processes.until(lambda: set(the_worker(client).pids) == set(worker.pool()) and len(worker.pool()) == 2)
 
 
-def test_flower_shows_the_run_that_was_chosen(server: PrivateServer, worker: Process) -> None:
+def test_flower_shows_the_run_that_was_chosen(server: PrivateServer, processes: Processes) -> None:
+    worker = until_ready(processes, processes.celery(server.url))
     run, state = playable(server.client, rollout={"segment_s": 0.3}), State()
     heard: list[str] = []
 
