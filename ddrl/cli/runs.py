@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import socket
 from pathlib import Path
@@ -16,8 +15,6 @@ from ddrl.cli.format import duration, picked
 from ddrl.cli.output import Client, InputError, Json, Run, Yes
 from ddrl.store import runs as store
 from ddrl.store.connection import StoreError
-
-CONFIG = "config.yaml"  # in the folder of every run that has ended; its first line names the run
 
 
 def runs(
@@ -135,15 +132,16 @@ def _change(run: str, new: str, json_output: bool) -> None:
 
 def _own_folder(state: store.RunState) -> Path | None:
     """Return the run's folder in `runs`, if it is on this machine; refuse any other that the server may name."""
+    from ddrl.runs import artifacts
+
     folder, known = Path("runs") / state.run, Path(state.folder or "runs")
     if state.host and state.host != socket.gethostname():
         remedy = f"delete {known} there, without --files here"
         raise InputError(f"run {state.run}: its folder is on {state.host}; {remedy}")
-    if not folder.is_dir() and not known.joinpath(CONFIG).is_file():
+    if not folder.is_dir() and not artifacts.is_of(known, state.run):
         return None
-    with contextlib.suppress(OSError):
-        is_marked = folder.joinpath(CONFIG).read_text(errors="replace").startswith(f"# run {state.run}\n")
-        if is_marked and folder.parent.resolve() / state.run == folder.resolve():
-            return folder.resolve()
+    is_link = folder.parent.resolve() / state.run != folder.resolve()
+    if not is_link and artifacts.is_of(folder, state.run):
+        return folder.resolve()
     remedy = f"delete {known if state.folder else folder} by hand, and the run without --files"
-    raise InputError(f"{folder}: is not a folder with the {CONFIG} of run {state.run}; {remedy}")
+    raise InputError(f"{folder}: is not a folder with the {artifacts.CONFIG} of run {state.run}; {remedy}")

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+CONFIG = "config.yaml"  # its first line names the run
 _COUNTERS = ("time_s", "env_steps", "updates")
 _EVALUATIONS = (
     *("time_s", "version", "purpose", "env_steps", "updates", "num_episodes", "first_seed"),
@@ -67,8 +68,8 @@ def write(client: Redis, run: str, folder: Path) -> None:
     records, totals = read(client, run), summary(client, run)
     folder.mkdir(parents=True, exist_ok=True)
     tree = records.config.model_dump(mode="json", by_alias=True)
-    settings = f"# run {run}\n" + yaml.safe_dump(tree, sort_keys=False)
-    (folder / "config.yaml").write_text(settings, encoding="utf-8")
+    settings = _first_line(run) + yaml.safe_dump(tree, sort_keys=False)
+    (folder / CONFIG).write_text(settings, encoding="utf-8")
     (folder / "summary.json").write_text(json.dumps(totals, indent=2) + "\n", encoding="utf-8")
     if (version := totals["policy_version"]) in weights.index(client, run).sizes:  # else none is published
         policy.save(client, run, version, folder / "policy.safetensors")
@@ -86,6 +87,18 @@ def write(client: Redis, run: str, folder: Path) -> None:
             writer.writerows(rows)
     plot_run(records, folder / "curve.png")
     _write_events(folder / "tensorboard", records)
+
+
+def is_of(folder: Path, run: str) -> bool:
+    """Return whether `write` wrote this folder for the run."""
+    try:
+        return (folder / CONFIG).read_text("utf-8", errors="replace").startswith(_first_line(run))
+    except OSError:
+        return False
+
+
+def _first_line(run: str) -> str:
+    return f"# run {run}\n"
 
 
 def _write_events(folder: Path, records: Records) -> None:

@@ -75,7 +75,7 @@ class Counters:
 
 
 class Parts(TypedDict):
-    """What the names of a checkpoint's parts are made of."""
+    """The parts of a checkpoint: the writer's token and the checkpoint's number, which name them, and their count."""
 
     token: int
     number: int
@@ -83,7 +83,7 @@ class Parts(TypedDict):
 
 
 class Pointer(Parts):
-    """Where the newest checkpoint is, in the run's state: its parts, their check, and `Counters` as plain data."""
+    """The newest checkpoint, in the run's state: its parts, their length in bytes and checksum, and its `Counters`."""
 
     bytes: int
     crc32: int

@@ -27,7 +27,7 @@ _BODY = TypeAdapter(tuple[list[str], dict[str, None], dict[str, None]])
 
 
 class _Part(BaseModel):
-    """A part of a message; the fields that are not listed are those of a Celery version, and plain values."""
+    """A part of a message. Fields that are not listed differ between versions of Celery; they hold plain values."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     __pydantic_extra__: dict[str, str | int | float | None]

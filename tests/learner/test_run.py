@@ -254,8 +254,8 @@ def test_a_learner_that_starts_on_a_full_server_says_so_once_and_waits(run, lear
         assert log.text.count("memory is full") == 1 and "serves again" not in log.text
     finally:
         run.client.config_set("maxmemory", 0)
-    until(lambda: run.state.version >= 0)
-    assert log.text.count("starts at update") == 1 and learning.thread.is_alive()
+    until(lambda: "starts at update" in log.text)
+    assert run.state.version >= 0 and learning.thread.is_alive()
 
 
 def test_a_run_that_fails_leaves_its_folder(run, learn, monkeypatch, tmp_path: Path) -> None:

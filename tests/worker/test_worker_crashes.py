@@ -20,8 +20,8 @@ from ddrl.store import keys, runs, segments
 HOST = f"host {socket.gethostname()}: "
 ENDS: dict[str, tuple[dict[str, Any], str]] = {  # kind of environment -> the run's rollout section, what is reported
     "segfault": ({}, "native code crashed"),
-    "hang": ({"step_timeout_s": 1.5}, "bad_envs:make took longer than 1.5 s for a step (rollout.step_timeout_s)"),
-    "hold": ({"step_timeout_s": 2.0}, "held the interpreter for longer than rollout.step_timeout_s"),
+    "hang": ({"step_timeout_s": 6}, "bad_envs:make took longer than 6 s for a step (rollout.step_timeout_s)"),
+    "hold": ({"step_timeout_s": 6}, "held the interpreter for longer than rollout.step_timeout_s"),
     "eat": ({"segment_s": 600}, "more than 2 times DDRL_PROCESS_MEMORY"),
 }  # fmt: skip
 
@@ -57,8 +57,7 @@ def test_a_process_that_its_environment_ends_or_stops_is_reported_and_replaced(
     processes.until(lambda: len(worker.pool()) == len(ENDS))
     assert set(worker.pool()) != before
     states = [runs.state(client, run) for run in steps]
-    # On a busy machine a process may be lost once more while others are replaced.
-    assert all(state.crashes == 0 and state.crashes_total in (1, 2) for state in states)
+    assert {(state.crashes, state.crashes_total) for state in states} == {(0, 1)}
     assert worker.running and "Traceback" not in worker.text()
 
 
