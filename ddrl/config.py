@@ -228,7 +228,7 @@ class StopConfig(Section):
     return_: float | None = Field(None, alias="return", json_schema_extra=LIVE)
     """The run is solved when an evaluation's mean return reaches this, and that of the confirmation does too."""
     time: Duration | None = Field(None, gt=0, json_schema_extra=LIVE)
-    """Time that the learner trains, pauses excluded, such as 15m."""
+    """Time of training from the first environment step, pauses excluded, such as 15m."""
     env_steps: int | None = Field(None, ge=1, json_schema_extra=LIVE)
     """Agent steps appended to the stream."""
     updates: int | None = Field(None, ge=1, json_schema_extra=LIVE)

@@ -458,9 +458,10 @@ class _Attempt:
             found = f"version {signals.version} and {signals.fragments} fragments"
             raise leases.RunGoneError(f"run {run}: the server came back older, with {found}")
         self._status, self._requester = signals.status, signals.requester
-        if self._status == "paused":
+        is_paused = self._status == "paused"
+        if is_paused or not learner.shared.env_steps:  # `stop.time` is time of training
             learner.shared.add_elapsed(-since_s)
-        elif self._status != "active" or self._requester:
+        if not is_paused and (self._status != "active" or self._requester):
             learner.stopping.set()
         if fragments and "first_step_ms" not in self._record.state:  # snapshots should have it
             self._record = local_checkpoints.record(self._client, run)

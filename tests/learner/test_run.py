@@ -297,6 +297,19 @@ def test_a_run_is_ending_until_its_results_are_complete_and_any_learner_complete
     assert summary == records.summary(run.client, run.id) and summary["evaluation"] is not None
 
 
+def test_the_time_limit_counts_from_the_first_step(server, learn) -> None:
+    run = Run(server, endless_config(stop={"time": 1.5}))
+    learning = learn(run)
+    until(lambda: run.state.version >= 0)
+    time.sleep(3.0)  # in which no worker plays
+    assert run.state.status == "active"
+    with playing(run.url, run.id):
+        learning.thread.join(SLOW_S)
+    state = run.state
+    assert (state.status, state.reason) == ("time", "time limit of 1.5 s")
+    assert state.appended_steps and state.train_s(state.ended_s) >= 1.0
+
+
 def test_a_learner_leaves_a_run_whose_device_it_lacks_to_another_machine(
     server, learn, log, monkeypatch, tmp_path: Path
 ) -> None:
