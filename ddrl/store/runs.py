@@ -415,7 +415,7 @@ def reactivate(client: Redis, run: str, *, more_time_s: float | None = None) -> 
         raise StoreError(f"run {run}: reached its {now.reason}; give it more, such as --time 10m")
     if more_time_s is not None:
         before = config(client, run)
-        limit = before.stop.model_copy(update={"time": elapsed_s(client, run) + more_time_s})
+        limit = before.stop.model_copy(update={"time": round(elapsed_s(client, run) + more_time_s, 1)})
         changes = {"stop.time": (before.stop.time, limit.time)}
         change(client, run, before.model_copy(update={"stop": limit}), changes, version=now.config_version)
     if now.status != "active":

@@ -150,7 +150,7 @@ def in_threads(*actions: Callable[[], object], stop: Callable[[], object]) -> It
         stop()
         for thread in threads:
             thread.join()
-    assert not failed, failed
+        assert not failed, failed  # the cause, if the block has failed too
 
 
 @contextmanager
@@ -168,7 +168,9 @@ def training(learner: Learner, *, serves: bool = True) -> Iterator[list[str]]:
             try:
                 learner.publisher.round()
             except connection.OUTAGES as error:
-                outages.append(connection.outage(error) or "")
+                if (reason := connection.outage(error)) is None:
+                    raise
+                outages.append(reason)
 
     service = in_threads(*[serve] * serves, stop=stop.set)
     with service, in_threads(learner.train, stop=learner.stopping.set):

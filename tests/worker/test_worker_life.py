@@ -83,8 +83,8 @@ def test_flower_shows_the_run_that_was_chosen(server: PrivateServer, processes: 
     heard: list[str] = []
 
     def whole() -> list[Any]:
-        """Return the tasks seen from their message to their result; of tasks before, only the end is seen."""
-        return [task for task in state.tasks.values() if task.name and task.state == "SUCCESS"]
+        """Return the run's tasks seen from their message to their result; of tasks before, only the end is seen."""
+        return [task for task in state.tasks.values() if run in (task.args or "") and task.state == "SUCCESS"]
 
     def note(event: dict[str, Any]) -> None:
         state.event(event)
