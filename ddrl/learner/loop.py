@@ -7,17 +7,22 @@ weights of the one before are published, so that versions count iterations.
 
 In lockstep (`learner.lockstep`) a round admits one fragment and makes all updates that the rate limiter allows then.
 Checkpoints fall between rounds, so a given stream, config and seed always give the same result, even if learners die.
+
+Whatever leaves this thread, weights and checkpoints, is finite: see NotFiniteError.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import math
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from ddrl.algorithms import base
@@ -30,6 +35,7 @@ from ddrl.replay.experience import longest_fragment_steps, make_experience
 from ddrl.replay.reader import FragmentLimits, Reader, decode, decode_range
 from ddrl.store import runs, stream, weights
 from ddrl.store.checkpoints import Counters
+from ddrl.store.connection import RunGoneError
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -40,6 +46,10 @@ ADMIT_S = 0.05  # longest time to admit fragments between two updates, so that u
 WAIT_S = 0.05  # longest wait for fragments before the loop checks for other work
 MAX_REFUSED = 1_000  # refusals waiting to be reported; at this number the loop stops admitting
 REPLAY = "replay."  # prefix of the replay's tensors in a checkpoint
+
+
+class NotFiniteError(ValueError):
+    """Weights or state of the algorithm are no longer finite; they are neither published nor saved."""
 
 
 class Learner:
@@ -124,7 +134,7 @@ class Learner:
         if not self._on_policy and not shared.updates and latest in index.sizes:
             is_published, version = True, latest
         reader = Reader(self._reader_client, self._run, shared.ledger.cursor, self._decode)
-        self.publisher.begin(reader, version, None if is_published else self.algorithm.weights())
+        self.publisher.begin(reader, version, None if is_published else self._weights())
         self._published_updates = shared.updates
         reader.start()
         self._reader = reader
@@ -177,7 +187,13 @@ class Learner:
             redis.exceptions.RedisError: the server has an outage.
         """
         self.close()
-        self.publisher.finish(self.checkpoint() if saves else None, self.algorithm.weights())
+        checkpoint, parameters = None, None
+        try:
+            parameters = self._weights()
+            checkpoint = self.checkpoint() if saves else None
+        except NotFiniteError as error:
+            log.error("%s; the checkpoint before stays", error)
+        self.publisher.finish(checkpoint, parameters)
 
     # --- the training thread -------------------------------------------------------------------------
 
@@ -185,19 +201,25 @@ class Learner:
         """Learn until `stopping` is set.
 
         Raises:
+            NotFiniteError: an update was too large.
+            RunGoneError: the server came back older.
             BaseException: the error that stopped the reader.
         """
         reader, is_lockstep = self._reader, self._config.learner.lockstep
         assert reader is not None, "restore() comes first"
-        while not self.stopping.is_set():
-            is_admitted = self._admit(reader)
-            is_updated = (is_admitted or not is_lockstep) and self._update()
-            while is_lockstep and is_updated and self._update():
-                pass
-            self._handle_requests()
-            if not (is_admitted or is_updated):
-                self._publish()
-                reader.wait(WAIT_S)
+        try:
+            while not self.stopping.is_set():
+                is_admitted = self._admit(reader)
+                is_updated = (is_admitted or not is_lockstep) and self._update()
+                while is_lockstep and is_updated and self._update():
+                    pass
+                self._handle_requests()
+                if not (is_admitted or is_updated):
+                    self._publish()
+                    reader.wait(WAIT_S)
+        except ValueError:  # such as of a priority that is not a number
+            _check_finite(self.algorithm.state(), self.algorithm.num_updates)
+            raise
 
     def _admit(self, reader: Reader) -> bool:
         """Admit what has been read, for ADMIT_S or, in lockstep, one fragment; return whether any entry was taken.
@@ -220,6 +242,9 @@ class Learner:
                 log.warning("entry %s refused: %s", entry.entry_id.decode(), reason)
                 shared.refused.append((entry.entry_id, entry.head, reason))
                 continue  # its counts may be anything
+            if entry.cumulative_fragments <= shared.fragments:
+                count = f"fragment {entry.cumulative_fragments} came after {shared.fragments}"
+                raise RunGoneError(f"run {self._run}: the server came back older, {count}")
             shared.env_steps, shared.fragments = entry.cumulative_steps, entry.cumulative_fragments
             if entry.fragment is not None:
                 shared.returns.extend(entry.fragment.episode_return.tolist())
@@ -250,7 +275,7 @@ class Learner:
         if shared.updates > self._published_updates and (self._on_policy or now >= self._publish_at):
             self._publish_at = now + self._config.learner.publish_every_s
             self._published_updates = shared.updates
-            shared.weights = shared.updates, self.algorithm.weights()
+            shared.weights = shared.updates, self._weights()
             if self._on_policy:
                 shared.wake.set()
 
@@ -288,9 +313,30 @@ class Learner:
         """Return the state that continuing needs, as CPU copies.
 
         Call it from the training thread, or after it ended.
+
+        Raises:
+            NotFiniteError: it is not finite.
         """
+        state = _check_finite(self.algorithm.state(), self.algorithm.num_updates)
         replay = {REPLAY + name: torch.from_numpy(array) for name, array in self.replay.state().items()}
-        return self.counters, dict(self.algorithm.state()) | replay
+        return self.counters, dict(state) | replay
+
+    def largest_value(self) -> str:
+        """Return the value of the stream that is furthest from 0 and its entry, as a clause; decodes all of it."""
+        found = 0.0, "no experience is in the stream"
+        for entry in decode_range(self._client, self._run, b"0-1", self.shared.ledger.cursor, self._decode):
+            fragment = entry.fragment
+            if fragment is None:
+                continue
+            columns = {
+                name: getattr(fragment, name) for name in ("observation", "final_observation", "reward")
+            }
+            for name, values in (columns | dict(fragment.extras)).items():
+                size = float(np.abs(values, dtype=np.float64).max(initial=0.0))
+                if size > found[0]:
+                    where = f"entry {entry.entry_id.decode()} of producer {entry.producer}"
+                    found = size, f"the largest value of the stream is {size:.3g}, in {name} of {where}"
+        return found[1]
 
     @property
     def counters(self) -> Counters:
@@ -311,3 +357,17 @@ class Learner:
             fragments=shared.fragments,
             ledger=shared.ledger.state(),
         )
+
+    def _weights(self) -> Tensors:
+        """Return the algorithm's weights; NotFiniteError if they are not finite."""
+        return _check_finite(self.algorithm.weights(), self.algorithm.num_updates)
+
+
+def _check_finite(tensors: Mapping[str, torch.Tensor], updates: int) -> Tensors:
+    """Return CPU tensors as they are; NotFiniteError names the first that is not finite."""
+    for name, tensor in tensors.items():
+        # `aminmax` is ten times as fast as `isfinite`.
+        is_checked = tensor.is_floating_point() and tensor.numel()
+        if is_checked and not all(map(math.isfinite, tensor.aminmax())):
+            raise NotFiniteError(f"{name} is not finite after update {updates}")
+    return dict(tensors)

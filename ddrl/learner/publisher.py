@@ -181,8 +181,10 @@ class Publisher:
         """
         shared = self._shared
         shared.ledger.fold(*ledger.folded(self._client, self._run))
-        # Less than was read if the server came back older.
-        shared.fragments = min(shared.fragments, runs.state(self._client, self._run).appended_fragments)
+        # Less than was read if the server came back older; fragments may have been appended to it since.
+        unread = stream.read(self._client, self._run, shared.ledger.cursor, count=1)
+        appended = runs.state(self._client, self._run).appended_fragments
+        shared.fragments = min(shared.fragments, appended, *(entry.count(b"f") - 1 for entry in unread))
         rows, cursor = shared.ledger.rows, shared.ledger.cursor
         shared.ledger.changes()
         self._freeing(lambda: ledger.replace(*self._held, rows, cursor))
@@ -199,12 +201,12 @@ class Publisher:
         self._totals_before = deque([self._totals()])  # rates are this learner's own
         self._reader = reader
 
-    def finish(self, checkpoint: tuple[Counters, Tensors] | None, parameters: Tensors) -> None:
+    def finish(self, checkpoint: tuple[Counters, Tensors] | None, parameters: Tensors | None) -> None:
         """Write everything that is left; may be called again after an outage.
 
         Args:
             checkpoint: the last one; None: store none.
-            parameters: published if they are newer than the latest version.
+            parameters: published if they are newer than the latest version; None: publish nothing.
         """
 
         def write() -> None:
@@ -212,7 +214,7 @@ class Publisher:
             self._store_ledger()
             while self._shared.gaps or self._shared.refused:
                 self._report_entries()
-            if self._shared.updates > self._published_updates:
+            if parameters is not None and self._shared.updates > self._published_updates:
                 self._publish((self._shared.updates, parameters))
             if checkpoint is not None:
                 counters, state = checkpoint

@@ -2,6 +2,7 @@
 
 Recovery is always the same: start from the newest checkpoint, on the server or in the run's folder. When the server
 comes back empty or older, the learner saves a checkpoint to the folder and makes another attempt, which restores it.
+When an update leaves values that are not finite, the learner goes back to the newest checkpoint, once.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ddrl.algorithms import base
 from ddrl.config import ConfigError, RunConfig
 from ddrl.learner.dispatcher import Dispatcher
 from ddrl.learner.evaluations import EvaluationScheduler
-from ddrl.learner.loop import Learner
+from ddrl.learner.loop import Learner, NotFiniteError
 from ddrl.networks.device import choose_device
 from ddrl.runs import artifacts, monitoring
 from ddrl.runs.prune import Retention
@@ -50,6 +51,11 @@ HANG_S = 120.0  # a service thread without a round for this long counts as hung;
 OTHER_BYTES = 80 * 1024**2  # metrics (45 MiB at their cap), logs, journal, episodes and the like, of one run
 EXTRA_VERSIONS = 3  # kept besides the newest: the best one, the one being evaluated, the one being published
 LOST = (leases.RunGoneError, runs.UnknownRunError)  # the server came back empty or older
+WENT_BACK = "went back"  # in the journal
+
+
+class _WentBackError(Exception):
+    """The journal says why; the next attempt starts from the newest checkpoint."""
 
 
 class Interrupt:
@@ -155,6 +161,8 @@ def learn(
             if token is None:  # no lease was taken: the run is unknown here and has no local checkpoint
                 raise
             log.warning("%s; restoring the run", error)
+            claim = _Claim(client, run, folder / run, waits=waits, take_over=False, is_again=True)
+        except _WentBackError:
             claim = _Claim(client, run, folder / run, waits=waits, take_over=False, is_again=True)
         finally:
             if token is not None:
@@ -502,6 +510,8 @@ class _Attempt:
         learner, error, is_lockstep = self._learner, self._error, self._config.learner.lockstep
         if isinstance(error, (leases.LeaseLostError, *LOST)):
             raise error
+        if isinstance(error, NotFiniteError):
+            error = self._go_back(error)
         if error is not None:
             self._set_status("failed", f"{type(error).__name__}: {error}")
         elif reached := self._reached():
@@ -522,6 +532,19 @@ class _Attempt:
             raise error
         log.info("%s: %s", self._run, status)
         return status
+
+    def _go_back(self, error: NotFiniteError) -> NotFiniteError:
+        """Raise _WentBackError the first time since the run began or was resumed; later return why the run fails."""
+        largest = self._learner.largest_value()
+        remedy = f"{largest}; bound what the environment returns, or lower algorithm.learning_rate"
+        for line in reversed(runs.journal(self._client, self._run)):
+            if line["event"] == WENT_BACK:
+                return NotFiniteError(f"{error}, again; {remedy}")
+            if line["event"] == "active":
+                break
+        log.warning("%s; goes back to the newest checkpoint, once; %s", error, largest)
+        self._learner.publisher.note(WENT_BACK, f"to the newest checkpoint: {error}; {largest}")
+        raise _WentBackError
 
     def _set_status(self, status: str, reason: str) -> None:
         runs.set_status(self._client, self._run, status, reason, token=self._token)

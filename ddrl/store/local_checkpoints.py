@@ -303,10 +303,25 @@ def restore_newer(client: Redis, run: str, lease_token: int, folder: Path) -> bo
     # A version that was published before must not be given to other weights.
     meta = {**snapshot.meta, "version": snapshot.version if snapshot.version > latest else -1}
     checkpoints.save(client, run, lease_token, snapshot.blob, meta)
+    _recount(client, lease_token, snapshot)
     reason = f"from the local checkpoint of update {snapshot.counters.updates}: the server's data were older"
     log.warning("%s: restored %s", run, reason)
     runs.note(client, run, "restored", reason)
     return True
+
+
+def _recount(client: Redis, lease_token: int, snapshot: Snapshot) -> None:
+    """Raise the counts of an older server to those of the fragments that the snapshot's learner has read."""
+    counters, producers = snapshot.counters, []
+    for name, values in counters.ledger.items():
+        row = ledger.Row(*values)
+        if row.last_seq >= 0:
+            line = _producer_line(row, snapshot.record.producers.get(name, ""))
+            producers += [name, row.incarnation, row.last_seq, line]
+    last = max(map(int, counters.ledger), default=0) + SPARE_PRODUCERS
+    script_keys = [keys.state(snapshot.run), keys.producers(snapshot.run), keys.PRODUCERS]
+    args = [lease_token, max(counters.fragments, 0), counters.env_steps, last, *producers]
+    call(client, "recount", script_keys, args)
 
 
 def find(client: Redis, name: str, folder: Path) -> str:

@@ -6,13 +6,14 @@ import contextlib
 import json
 import signal
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 from redis import Redis
-from support.learners import Run, endless_config, pick_config, playing, training, until, within
+from support.learners import Run, endless_config, finished, pick_config, playing, training, until, within
 from support.processes import Processes
 from support.runs import target_config
 from support.store import end
@@ -21,7 +22,7 @@ from ddrl.config import RunConfig
 from ddrl.learner import loop
 from ddrl.learner import run as run_module
 from ddrl.learner.loop import Learner
-from ddrl.store import checkpoints, connection, keys, leases, local_checkpoints, runs
+from ddrl.store import checkpoints, connection, keys, leases, local_checkpoints, runs, weights
 from ddrl.store.local_checkpoints import Snapshot
 
 
@@ -102,10 +103,55 @@ def test_a_learner_restores_its_run_on_a_server_that_lost_data(
     learning.end()
     lost = range(version + 1, before.version + 1)
     assert not {*lost} & run.index.sizes.keys()  # no version names two weights
+    audit = run.audit()
+    assert audit.total("consumed") > 0 and audit.total("refused") == 0
     if lose is empty:
-        audit = run.audit()
-        assert audit.total("consumed") > 0 and audit.total("refused") == 0
         assert "holding 0 transitions" in beginnings(log.text)[-1]  # the replay is lost
+
+
+def test_a_server_that_came_back_older_is_noticed_however_much_is_appended_since(run) -> None:
+    learner = run.learner()
+    run.play(200)
+    come_back = older(run.client)
+    run.play(200)
+    with training(learner, serves=False):
+        run.catch_up(learner)
+    learner.stopping.clear()
+    lost = learner.shared.fragments
+    come_back()
+    run.play(800)
+    assert run.state.appended_fragments > lost
+    with pytest.raises(
+        leases.RunGoneError, match=f"the server came back older, fragment \\d+ came after {lost}"
+    ):
+        learner.train()
+    learner.close()
+
+
+@pytest.mark.parametrize("kept_steps", [0, 100])
+def test_the_audit_counts_what_was_read_of_a_producer_that_did_not_live_to_see_the_server_again(
+    run, tmp_path: Path, kept_steps: int
+) -> None:
+    learner = run.learner()
+    if kept_steps:
+        run.play(kept_steps)
+    come_back = older(run.client)
+    run.play(200)
+    with training(learner, serves=False):
+        run.catch_up(learner)
+    counters, state = learner.checkpoint()
+    learner.close()
+    record = local_checkpoints.record(run.client, run.id)
+    snapshot = Snapshot(run.id, run.token, record, asdict(counters), weights.encode_weights(state))
+    local_checkpoints.write(tmp_path, snapshot)
+    come_back()
+    assert local_checkpoints.restore_newer(run.client, run.id, run.take(after=snapshot.token), tmp_path)
+    assert run.state.appended_fragments == counters.fragments
+    with finished(run) as second:
+        run.play(100, anew=True)
+        run.catch_up(second)
+    audit = run.audit()
+    assert len(audit.accounts) == 2 and audit.total("consumed") == run.state.appended_fragments
 
 
 def test_a_standby_leaves_the_restoring_to_the_holder(run, learn, log) -> None:

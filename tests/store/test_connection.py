@@ -180,7 +180,7 @@ def test_retry_ends_with_the_outage_and_logs_it_once(caplog: pytest.LogCaptureFi
     assert connection.retry(failing(refused, refused)) == "done"
     begin, end = (record.message for record in caplog.records)
     assert begin == "the server does not answer (Connection refused); waiting for it"
-    assert end == "the server serves again after 0 s"
+    assert end.startswith("the server serves again after ")
     assert connection.retry(failing(refused), is_logged=False) == "done" and len(caplog.records) == 2
 
 

@@ -53,9 +53,10 @@ def append(client: Redis, run: str, seq: int, *, producer: int = 1, size: int = 
     return stream.append(client, run, {b"h": b"x" * size}, **who)
 
 
-def take(client: Redis, run: str, *, host: str = "here", folder: str = "/tmp", ttl_ms: int = 600_000) -> int:
+def take(client: Redis, run: str, **options: Any) -> int:
     """Return the run's next fencing token, whoever holds the run."""
-    token = leases.acquire(client, run, host=host, folder=folder, ttl_ms=ttl_ms, force=True)
+    held = {"host": "here", "folder": "/tmp", "ttl_ms": 600_000, "force": True} | options
+    token = leases.acquire(client, run, **held)
     assert token is not None
     return token
 

@@ -1,0 +1,76 @@
+"""An update that leaves values that are not finite: nothing of it leaves the learner, which goes back once."""
+
+from __future__ import annotations
+
+import re
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from support.learners import Run, endless_config, pick_config, playing, until
+from support.processes import SLOW_S
+
+from ddrl import codec
+from ddrl.learner.loop import NotFiniteError
+from ddrl.learner.publisher import decode_tensors
+from ddrl.store import checkpoints, weights
+from ddrl.types import Fragment
+
+HUGE = 3e38  # finite in float32, its square is not
+DQN = {"name": "dqn", "hidden_sizes": [16], "batch_size": 32}
+NEVER = {"stop": {"return": None}, "evaluation": {"every_s": 3600, "near": 0}}
+CONFIGS = {
+    "observation": lambda: endless_config(env={"id": "ddrl/Pick-v0"}, algorithm=DQN),
+    "reward": lambda: pick_config(**NEVER),
+}
+
+
+def assert_all_finite(run: Run) -> None:
+    """Every version that is kept, and the newest checkpoint, are finite."""
+    kept = [weights.get(run.client, run.id, version) for version in run.index.sizes]
+    newest = checkpoints.load(run.client, run.id)
+    assert kept and newest is not None
+    for blob in (*kept, newest[0]):
+        for name, tensor in decode_tensors(blob).items():
+            assert not tensor.is_floating_point() or tensor.isfinite().all(), name
+
+
+@pytest.mark.parametrize("column", CONFIGS)
+def test_a_huge_value_takes_the_run_back_once_then_fails_it_and_is_named(
+    server, learn, monkeypatch: pytest.MonkeyPatch, column: str
+) -> None:
+    run, encode, is_due = Run(server, CONFIGS[column]()), codec.encode, threading.Event()
+
+    def poison(fragment: Fragment) -> dict[bytes, bytes]:
+        if is_due.is_set():
+            is_due.clear()
+            fragment = replace(fragment, **{column: np.full_like(getattr(fragment, column), HUGE)})
+        return encode(fragment)
+
+    monkeypatch.setattr(codec, "encode", poison)
+    learning = learn(run)
+    with playing(run.url, run.id):
+        until(lambda: run.meta, SLOW_S)
+        is_due.set()
+        until(lambda: "went back" in run.journal, SLOW_S)
+        if column == "reward":  # on-policy, the fragment is too old for the next attempt
+            before = run.state
+            until(
+                lambda: run.state.version > before.version + 5 and run.meta["updates"] > before.updates,
+                SLOW_S,
+            )
+            assert_all_finite(run)
+            is_due.set()
+        learning.thread.join(SLOW_S)
+    assert isinstance(learning.error, NotFiniteError)
+    state = run.state
+    assert state.status == "failed" and run.journal.count("went back") == 1
+    assert "not finite" in state.reason and "again" in state.reason
+    found = re.search(
+        rf"the largest value of the stream is 3e\+38, in {column} of entry (\d+-\d+) of", state.reason
+    )
+    values = {entry.entry_id: getattr(codec.decode(entry.fields), column) for entry in run.entries}
+    assert found and values[found[1].encode()].max() > 1e38
+    assert_all_finite(run)
+    run.audit()
