@@ -72,7 +72,7 @@ class SoakFleet:
         self.findings = Findings()
         self.samples: list[Sample] = []
         self._stack = contextlib.ExitStack()
-        self.server = PrivateServer("--appendonly", "yes", "--appendfsync", "everysec")
+        self.server = PrivateServer("--appendonly", "yes", "--appendfsync", "no")
         self._stack.callback(self.server.close)
         self.proxy = Proxy(self.server.url)
         self._stack.callback(self.proxy.close)

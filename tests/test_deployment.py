@@ -153,7 +153,7 @@ def test_the_services_train_a_run_as_written(processes: Processes) -> None:
             processes.until((programs / "s").exists)
             connection.check(client)
             settings = client.config_get("maxmemory", "appendonly", "appendfsync")
-            assert settings == {"maxmemory": str(2 * 1024**3), "appendonly": "yes", "appendfsync": "everysec"}
+            assert settings == {"maxmemory": str(2 * 1024**3), "appendonly": "yes", "appendfsync": "no"}
         with connection.connect(f"unix://{programs}/s") as client, pytest.raises(connection.StoreError):
             connection.check(client)
         assert "aLongWord" not in running_command(started["redis"].pid)

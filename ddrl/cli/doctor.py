@@ -87,6 +87,7 @@ def _server() -> Iterator[Finding]:
             policy = info.get("maxmemory_policy", "policy unknown")
             yield Finding("server", OK, f"{connection.mask(url)} ({source}), {version}, {policy}")
             yield _memory(int(info.get("maxmemory", 0)), int(info.get("used_memory", 0)))
+            yield _durability(client)
             yield security(client, url)
             yield from _broken(client)
     except ServerError as error:
@@ -101,6 +102,23 @@ def _memory(limit: int, used: int) -> Finding:
     if used > 0.9 * limit:
         return Finding("memory", WARN, detail, "delete old runs with `ddrl delete`, or raise maxmemory")
     return Finding("memory", OK, detail)
+
+
+def _durability(client: Client) -> Finding:
+    """Tell what a killed server loses."""
+    from redis.exceptions import RedisError
+
+    try:
+        settings = {name: client.config_get(name)[name] for name in ("appendonly", "appendfsync")}
+    except (RedisError, KeyError):
+        return Finding("durability", OK, "unknown: this user may not read the server's settings")
+    if settings["appendonly"] != "yes":
+        detail = "no append-only file: all runs are lost when the server ends"
+        return Finding("durability", WARN, detail, "set appendonly yes and appendfsync no")
+    if settings["appendfsync"] == "everysec":
+        detail = "appendfsync everysec: a killed server may lose 2 s of what it has acknowledged"
+        return Finding("durability", WARN, detail, "set appendfsync to no or always, see docs/fleet.md")
+    return Finding("durability", OK, f"appendfsync {settings['appendfsync']}: a killed server loses nothing")
 
 
 def _broken(client: Client) -> Iterator[Finding]:

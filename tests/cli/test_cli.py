@@ -343,6 +343,18 @@ def test_doctor(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     found = {row["name"]: row for row in call_json("doctor")}
     assert found["server"]["level"] == "ok" and "noeviction" in found["server"]["detail"]
     assert {"python", "packages", "torch", "cores", "memory", "environment", "extra atari"} <= set(found)
+    assert found["durability"]["level"] == "warn" and "no append-only file" in found["durability"]["detail"]
+    client.config_set("appendonly", "yes")
+    client.config_set("appendfsync", "everysec")
+    found = {row["name"]: row for row in call_json("doctor")}
+    assert "may lose 2 s of what it has acknowledged" in found["durability"]["detail"]
+    client.config_set("appendfsync", "no")
+    found = {row["name"]: row for row in call_json("doctor")}
+    assert (
+        found["durability"]["level"] == "ok"
+        and "a killed server loses nothing" in found["durability"]["detail"]
+    )
+    client.config_set("appendonly", "no")
     monkeypatch.setenv(connection.URL_VARIABLE, "redis://localhost:1/0")
     printed = commands.run("doctor")
     assert printed.code == 3 and "FAIL  server" in printed.out and "start the server" in printed.out

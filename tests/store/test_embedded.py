@@ -125,6 +125,22 @@ def test_a_killed_server_is_restarted_with_its_data_by_any_of_its_users(new_user
     assert is_stopped()
 
 
+def test_one_user_has_its_file_synced(new_user: NewUser, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    monkeypatch.setattr(
+        embedded.os, "fsync", lambda file: synced.append(os.readlink(f"/proc/self/fd/{file}"))
+    )
+    with embedded.use(), connection.connect() as client:
+        assert client.config_get("appendfsync") == {"appendfsync": "no"}
+        until(lambda: len(synced) > 1)
+        assert {Path(name).parent.name for name in synced} == {"appendonlydir"}
+        lock = embedded.state_dir() / "sync"
+        assert embedded.try_lock(lock) is None
+    free = embedded.try_lock(lock)
+    assert free is not None
+    embedded.unlock(free)
+
+
 @pytest.mark.faults
 def test_a_server_whose_users_were_killed_serves_the_next_which_stops_it(new_user: NewUser) -> None:
     user, pid = new_user(), embedded.server_pid()

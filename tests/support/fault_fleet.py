@@ -162,7 +162,7 @@ def fleet_of(
     """Run a fleet with a server of its own while the context lasts."""
     require_program()
     with contextlib.ExitStack() as stack:
-        server = PrivateServer("--appendonly", "yes", "--appendfsync", "everysec")
+        server = PrivateServer("--appendonly", "yes", "--appendfsync", "no")
         stack.callback(server.close)
         proxies = [Proxy(server.url) for _ in range(2 * is_proxied)]
         for proxy in proxies:

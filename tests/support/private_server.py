@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from urllib.parse import quote
 
@@ -74,9 +74,18 @@ def refusal(url: str, *kinds: type[StoreError]) -> str:
 
 
 class PrivateServer:
-    """A real server on a unix socket of its own, without persistence unless the options say so."""
+    """A real server on a unix socket of its own, without persistence unless the options say so.
 
-    def __init__(self, *options: str, password: str = "") -> None:
+    Args:
+        options: of its command line.
+        password: that it requires.
+        environment: variables added to its own.
+    """
+
+    def __init__(
+        self, *options: str, password: str = "", environment: Mapping[str, str] | None = None
+    ) -> None:
+        self.environment = {**os.environ, **(environment or {})}
         self.folder = Path(tempfile.mkdtemp(prefix="ddrl-t", dir="/tmp"))  # short: socket paths are limited
         self.socket = self.folder / "s"
         self.url = (
@@ -102,7 +111,9 @@ class PrivateServer:
             end_with_parent()
 
         with log_file.open("ab") as log:
-            process = self.process = subprocess.Popen(command, stdout=log, preexec_fn=prepare)
+            process = self.process = subprocess.Popen(
+                command, stdout=log, preexec_fn=prepare, env=self.environment
+            )
 
         def is_up() -> bool:
             assert process.poll() is None, log_file.read_text(errors="replace")[-1000:]
