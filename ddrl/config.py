@@ -187,6 +187,8 @@ class LearnerConfig(Section):
     only."""
     metrics_every_s: Duration = Field(1.0, ge=0.1, json_schema_extra=LIVE)
     """Time between two rows of metrics."""
+    stall_s: Duration = Field(45.0, ge=5, json_schema_extra=LIVE)
+    """Training that makes no optimizer step for this long hangs: its process ends, and another learner takes over."""
 
 
 class WeightsConfig(Section):

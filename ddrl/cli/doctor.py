@@ -106,19 +106,18 @@ def _memory(limit: int, used: int) -> Finding:
 
 def _durability(client: Client) -> Finding:
     """Tell what a killed server loses."""
-    from redis.exceptions import RedisError
+    from ddrl.store import connection
 
-    try:
-        settings = {name: client.config_get(name)[name] for name in ("appendonly", "appendfsync")}
-    except (RedisError, KeyError):
+    policy = connection.appendfsync(client)
+    if policy is None:
         return Finding("durability", OK, "unknown: this user may not read the server's settings")
-    if settings["appendonly"] != "yes":
+    if not policy:
         detail = "no append-only file: all runs are lost when the server ends"
         return Finding("durability", WARN, detail, "set appendonly yes and appendfsync no")
-    if settings["appendfsync"] == "everysec":
+    if policy == "everysec":
         detail = "appendfsync everysec: a killed server may lose 2 s of what it has acknowledged"
         return Finding("durability", WARN, detail, "set appendfsync to no or always, see docs/fleet.md")
-    return Finding("durability", OK, f"appendfsync {settings['appendfsync']}: a killed server loses nothing")
+    return Finding("durability", OK, f"appendfsync {policy}: a killed server loses nothing")
 
 
 def _broken(client: Client) -> Iterator[Finding]:

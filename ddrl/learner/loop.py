@@ -104,6 +104,7 @@ class Learner:
         self._published_updates = 0  # of the weights that were last left for the publisher
         self._changed: deque[tuple[RunConfig, Any]] = deque()
         """Config and options of the algorithm, queued by `apply`."""
+        self._num_rounds = 0
 
     # --- begin and end -------------------------------------------------------------------------------
 
@@ -209,6 +210,7 @@ class Learner:
         assert reader is not None, "restore() comes first"
         try:
             while not self.stopping.is_set():
+                self._num_rounds += 1
                 is_admitted = self._admit(reader)
                 is_updated = (is_admitted or not is_lockstep) and self._update()
                 while is_lockstep and is_updated and self._update():
@@ -337,6 +339,11 @@ class Learner:
                     where = f"entry {entry.entry_id.decode()} of producer {entry.producer}"
                     found = size, f"the largest value of the stream is {size:.3g}, in {name} of {where}"
         return found[1]
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Numbers that change while the training thread does not hang: its rounds, and the optimizer's steps."""
+        return self._num_rounds, self.algorithm.num_updates
 
     @property
     def counters(self) -> Counters:

@@ -47,11 +47,13 @@ SKIP_S = 10.0  # `serve` skips a run this long that another learner requested, o
 ROUND_S = 0.05  # between two rounds of the publisher, unless it is woken
 TICK_S = 0.1  # between two looks at messages, evaluations and the end of the run
 SIGNALS_S = 0.25
+LAST_LINES_S = 0.5  # for the log to be sent
 HANG_S = 120.0  # a service thread without a round for this long counts as hung; above redis-py's retries
 OTHER_BYTES = 80 * 1024**2  # metrics (45 MiB at their cap), logs, journal, episodes and the like, of one run
 EXTRA_VERSIONS = 3  # kept besides the newest: the best one, the one being evaluated, the one being published
 LOST = (leases.RunGoneError, runs.UnknownRunError)  # the server came back empty or older
 WENT_BACK = "went back"  # in the journal
+_exit = os._exit
 
 
 class _WentBackError(Exception):
@@ -292,6 +294,7 @@ class _Attempt:
         self._error: Exception | None = None  # of either thread
         self._signals_at = self._tick_at = 0.0
         self._round_at: float | None = None  # last round of the service thread; None where there is none
+        self._progress, self._stalled_s = (0, 0), 0.0  # of the training thread, and how long it has made none
         self._resources = contextlib.ExitStack()
 
     def learn(self) -> str | None:
@@ -410,6 +413,7 @@ class _Attempt:
             while not learner.stopping.is_set():
                 learner.shared.wake.wait(ROUND_S)
                 learner.shared.wake.clear()
+                self._watch_training()
                 self._round_at = time.monotonic()
                 try:
                     self._tick()
@@ -423,6 +427,20 @@ class _Attempt:
             self._error = error
         finally:
             learner.stopping.set()
+
+    def _watch_training(self) -> None:
+        """End the process if the training thread hangs, which no thread can end; its supervisor starts another one."""
+        now, progress = time.monotonic(), self._learner.progress
+        since_s = min(
+            now - (self._round_at or now), 1.0
+        )  # a process that was stopped and goes on does not hang
+        self._stalled_s = self._stalled_s + since_s if progress == self._progress else 0.0
+        self._progress = progress
+        if self._stalled_s >= self._config.learner.stall_s:
+            text = "%s: training hangs, no step for %.0f s (learner.stall_s); this process ends, another may take over"
+            log.error(text, self._run, self._stalled_s)
+            time.sleep(LAST_LINES_S)
+            _exit(1)
 
     def _tick(self) -> None:
         learner, now = self._learner, time.monotonic()

@@ -285,6 +285,15 @@ def maxmemory(client: redis.Redis) -> int:
     return int(info.get("maxmemory", 0))
 
 
+def appendfsync(client: redis.Redis) -> str | None:
+    """Return the policy of the server's append-only file; "" if it keeps none, None if the user may not ask."""
+    try:
+        settings: Any = client.config_get("append*")
+        return str(settings["appendfsync"]) if settings["appendonly"] == "yes" else ""
+    except (redis.RedisError, KeyError):
+        return None
+
+
 # --- the check of a server ----------------------------------------------------------------------------
 
 

@@ -332,6 +332,38 @@ def test_a_learner_leaves_a_run_whose_device_it_lacks_to_another_machine(
     service.end()
 
 
+HANGS = """
+import logging, sys, threading
+from pathlib import Path
+from ddrl.learner import loop, run
+from ddrl.store import connection
+update = loop.Learner._update
+def hang(self):
+    return update(self) if not Path("hang").exists() else threading.Event().wait()
+loop.Learner._update = hang
+logging.basicConfig()
+run.learn(connection.connect(), sys.argv[1], Path("runs"), run.Interrupt())
+"""
+
+
+@pytest.mark.faults
+def test_a_learner_whose_training_hangs_ends_and_a_standby_goes_on(server, processes: Processes) -> None:
+    run = Run(server, endless_config(learner={"stall_s": 5}))
+    first = processes.start("first", run.url, "-c", HANGS, run.id)
+    with playing(run.url, run.id):
+        learns(run, 1)
+        second = processes.learner(run.url, run.id)
+        processes.until(lambda: "waits for it" in second.text())
+        with within(5.0 + 8.0, "training hangs -> next update elsewhere"):
+            (processes.folder / "hang").touch()
+            learns(run, 2)
+    processes.until(lambda: not first.running)
+    assert first.returncode == 1 and "training hangs, no step for 5 s (learner.stall_s)" in first.text()
+    text = " ".join(line["text"] for line in logs.read(run.client, run.id)[0])
+    assert "training hangs" in text
+    run.audit()
+
+
 def test_a_learner_whose_service_thread_hangs_loses_its_run(run, learn, monkeypatch) -> None:
     monkeypatch.setattr(run_module, "HANG_S", 1.0)
     freed = threading.Event()
