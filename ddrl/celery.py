@@ -85,7 +85,7 @@ app.conf.update(
         "global_keyprefix": keys.BROKER_PREFIX,
         "ack_emulation": False,  # it writes for every message, and loses the message where memory is full
         "priority_steps": [keys.FIRST, keys.LATER],
-        "socket_timeout": 8,
+        "socket_timeout": 3,
         "socket_connect_timeout": 3,
         "socket_keepalive": True,
         "health_check_interval": 3,  # a half-open connection is dropped after twice this

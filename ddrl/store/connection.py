@@ -239,7 +239,7 @@ def _with_tls_options(server_url: str) -> str:
 # --- clients ------------------------------------------------------------------------------------------
 
 
-def connect(server_url: str | None = None, *, reply_timeout_s: float = 10.0) -> redis.Redis:
+def connect(server_url: str | None = None, *, reply_timeout_s: float = 5.0) -> redis.Redis:
     """Return a client with explicit timeouts; it connects at its first command.
 
     It sends failed commands again a few times, so each script must be idempotent.
@@ -267,8 +267,8 @@ def connect(server_url: str | None = None, *, reply_timeout_s: float = 10.0) -> 
 
 
 def connect_blocking(server_url: str | None = None, *, block_ms: int = 2000) -> redis.Redis:
-    """Return a client for reads that block up to `block_ms`; its timeout is 5 s longer."""
-    return connect(server_url, reply_timeout_s=block_ms / 1000 + 5.0)
+    """Return a client for reads that block up to `block_ms`; its timeout is 3 s longer."""
+    return connect(server_url, reply_timeout_s=block_ms / 1000 + 3.0)
 
 
 def maxmemory(client: redis.Redis) -> int:

@@ -109,7 +109,14 @@ app.steps["worker"].add(PoolReady)
 
 
 class Consumer(consumer.Consumer):  # type: ignore[misc]
-    """Celery's consumer, which connects again only when the server takes writes; else Celery's start would fail."""
+    """Celery's consumer, which connects again only when the server takes writes; else Celery's start would fail.
+
+    It exchanges nothing with other workers: that is of no use here, and a minute may pass until it works again after
+    the connection was lost.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options, without_gossip=True, without_mingle=True)
 
     def on_connection_error_after_connected(self, exc: Exception) -> None:
         """Called when the connection, or a command on it, has failed."""

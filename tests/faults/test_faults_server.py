@@ -16,7 +16,7 @@ from support.processes import EXACT, bound
 
 pytestmark = pytest.mark.faults
 WORKER, LEARNER = 0, 1  # whose proxy
-CUT_S = 20.0  # until a half-open connection is given up: replies are awaited for 10 s
+CUT_S = 12.0  # until half-open connections are given up: replies are awaited for 5 s
 FLEET = {
     "sections": {**ENDLESS, "replay": {"samples_per_insert": 2, "slack_steps": 20_000}},
     "is_proxied": True,
