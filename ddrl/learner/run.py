@@ -53,7 +53,6 @@ OTHER_BYTES = 80 * 1024**2  # metrics (45 MiB at their cap), logs, journal, epis
 EXTRA_VERSIONS = 3  # kept besides the newest: the best one, the one being evaluated, the one being published
 LOST = (leases.RunGoneError, runs.UnknownRunError)  # the server came back empty or older
 WENT_BACK = "went back"  # in the journal
-_exit = os._exit
 
 
 class _WentBackError(Exception):
@@ -431,16 +430,15 @@ class _Attempt:
     def _watch_training(self) -> None:
         """End the process if the training thread hangs, which no thread can end; its supervisor starts another one."""
         now, progress = time.monotonic(), self._learner.progress
-        since_s = min(
-            now - (self._round_at or now), 1.0
-        )  # a process that was stopped and goes on does not hang
+        # At most 1 s: a process that was stopped and goes on does not hang.
+        since_s = min(now - (self._round_at or now), 1.0)
         self._stalled_s = self._stalled_s + since_s if progress == self._progress else 0.0
         self._progress = progress
         if self._stalled_s >= self._config.learner.stall_s:
             text = "%s: training hangs, no step for %.0f s (learner.stall_s); this process ends, another may take over"
             log.error(text, self._run, self._stalled_s)
             time.sleep(LAST_LINES_S)
-            _exit(1)
+            os._exit(1)
 
     def _tick(self) -> None:
         learner, now = self._learner, time.monotonic()
