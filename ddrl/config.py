@@ -187,7 +187,7 @@ class LearnerConfig(Section):
     only."""
     metrics_every_s: Duration = Field(1.0, ge=0.1, json_schema_extra=LIVE)
     """Time between two rows of metrics."""
-    stall_s: Duration = Field(45.0, ge=5, json_schema_extra=LIVE)
+    stall_s: Duration = Field(45.0, ge=5)
     """Training that makes no optimizer step for this long hangs: its process ends, and another learner takes over."""
 
 

@@ -30,7 +30,7 @@ class _Part(BaseModel):
     """A part of a message. Fields that are not listed differ between versions of Celery; they hold plain values."""
 
     model_config = ConfigDict(extra="allow", strict=True)
-    __pydantic_extra__: dict[str, str | int | float | None]
+    __pydantic_extra__: dict[str, str | bool | int | float | None]
 
 
 class _Headers(_Part):
@@ -63,7 +63,15 @@ class _Message(_Part):
     properties: _Properties
 
 
-def deliver(self: transport.Transport, item: str, queue: str) -> None:
+def parse(text: str) -> Any:
+    """Parse lists, in which Kombu keeps messages that it may send again; leave all else to `deliver`."""
+    with contextlib.suppress(ValueError, RecursionError):
+        if text.startswith("["):
+            return _loads(text)
+    return text
+
+
+def deliver(self: transport.Transport, item: Any, queue: str) -> None:
     """Give an item to its consumer, as Kombu's own method does, which takes it parsed."""
     try:
         if queue in app.amqp.queues.consume_from:  # else a command of `celery control`
@@ -77,12 +85,12 @@ def deliver(self: transport.Transport, item: str, queue: str) -> None:
             first = error.errors()[0]
             reason = ": ".join([".".join(map(str, first["loc"])) or "message", first["msg"]])
         log.warning("an item of queue %s is no message (%.200s): put aside, see `ddrl doctor`", queue, reason)
-        fields: dict[Any, Any] = {"queue": queue, "reason": reason, "item": item[:KEPT_CHARACTERS]}
+        fields: dict[Any, Any] = {"queue": queue, "reason": reason, "item": str(item)[:KEPT_CHARACTERS]}
         with contextlib.suppress(*connection.OUTAGES), connection.connect() as client:
             client.xadd(keys.BROKEN, fields, maxlen=KEPT)
 
 
 def install() -> None:
     """Let Kombu leave the parsing of items to `deliver`."""
-    transport.loads = str
+    transport.loads = parse
     transport.Transport._deliver = deliver

@@ -37,7 +37,8 @@ from kombu import Queue
 from ddrl.celery import app
 app.conf.task_acks_late = True
 app.conf.task_queues = [Queue(q.name, q.exchange, routing_key=q.routing_key) for q in app.conf.task_queues]
-app.conf.broker_transport_options |= {"ack_emulation": True, "visibility_timeout": 1}
+app.conf.broker_transport_options |= {"ack_emulation": True, "visibility_timeout": 0.2}
+app.conf.broker_transport_options |= {"unacked_restore_interval": 0.5, "unacked_restore_throttle": 1}
 """
 SHIFTED = '''
 """A clock that is off: imported by every Python process that finds this folder on its path."""
