@@ -188,7 +188,8 @@ class LearnerConfig(Section):
     metrics_every_s: Duration = Field(1.0, ge=0.1, json_schema_extra=LIVE)
     """Time between two rows of metrics."""
     stall_s: Duration = Field(45.0, ge=5)
-    """Training that makes no optimizer step for this long hangs: its process ends, and another learner takes over."""
+    """A training thread that neither learns nor looks for experience for this long hangs: its process ends, and
+    another learner takes over."""
 
 
 class WeightsConfig(Section):

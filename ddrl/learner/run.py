@@ -56,7 +56,7 @@ WENT_BACK = "went back"  # in the journal
 
 
 class _WentBackError(Exception):
-    """The journal says why; the next attempt starts from the newest checkpoint."""
+    """An update left values that are not finite; the next attempt starts from the newest checkpoint."""
 
 
 class Interrupt:
@@ -158,12 +158,10 @@ def learn(
         except connection.OUTAGES as error:
             outage.note(error)
             interrupt.event.wait(RETRY_S)
-        except LOST as error:
+        except (*LOST, _WentBackError) as error:
             if token is None:  # no lease was taken: the run is unknown here and has no local checkpoint
                 raise
             log.warning("%s; restoring the run", error)
-            claim = _Claim(client, run, folder / run, waits=waits, take_over=False, is_again=True)
-        except _WentBackError:
             claim = _Claim(client, run, folder / run, waits=waits, take_over=False, is_again=True)
         finally:
             if token is not None:
@@ -558,9 +556,8 @@ class _Attempt:
                 return NotFiniteError(f"{error}, again; {remedy}")
             if line["event"] == "active":
                 break
-        log.warning("%s; goes back to the newest checkpoint, once; %s", error, largest)
         self._learner.publisher.note(WENT_BACK, f"to the newest checkpoint: {error}; {largest}")
-        raise _WentBackError
+        raise _WentBackError(f"run {self._run}: {error}; {largest}")
 
     def _set_status(self, status: str, reason: str) -> None:
         runs.set_status(self._client, self._run, status, reason, token=self._token)

@@ -182,12 +182,15 @@ class Hold:
                 return
 
     def _sync(self) -> None:
-        """Have the system write the server's append-only file to the disk; one user does it for all."""
+        """Have the system write the server's append-only file to the disk; one user does it for all.
+
+        A file that the server has just replaced, or that the disk refuses, is left to the next call.
+        """
         if self._sync_lock is None:
             self._sync_lock = try_lock(_file("sync"))
         if self._sync_lock is not None:
             for path in (state_dir() / "redis").glob("appendonlydir/*.incr.aof"):
-                with path.open("rb") as file:
+                with contextlib.suppress(OSError), path.open("rb") as file:
                     os.fsync(file.fileno())
 
 

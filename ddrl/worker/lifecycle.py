@@ -111,8 +111,7 @@ app.steps["worker"].add(PoolReady)
 class Consumer(consumer.Consumer):  # type: ignore[misc]
     """Celery's consumer, which connects again only when the server takes writes; else Celery's start would fail.
 
-    It exchanges nothing with other workers: that is of no use here, and a minute may pass until it works again after
-    the connection was lost.
+    It exchanges nothing with other workers: that is of no use here, and takes a second at each connection.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:

@@ -127,12 +127,16 @@ def test_a_killed_server_is_restarted_with_its_data_by_any_of_its_users(new_user
 
 def test_one_user_has_its_file_synced(new_user: NewUser, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[str] = []
-    monkeypatch.setattr(
-        embedded.os, "fsync", lambda file: synced.append(os.readlink(f"/proc/self/fd/{file}"))
-    )
+
+    def refuse(file: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{file}"))
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(embedded.os, "fsync", refuse)
     with embedded.use(), connection.connect() as client:
         assert client.config_get("appendfsync") == {"appendfsync": "no"}
         until(lambda: len(synced) > 1)
+        kill_server(client)  # which is still watched
         assert {Path(name).parent.name for name in synced} == {"appendonlydir"}
         lock = embedded.state_dir() / "sync"
         assert embedded.try_lock(lock) is None
