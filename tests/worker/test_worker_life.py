@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -36,29 +35,27 @@ def until_ready(processes: Processes, worker: Process) -> Process:
     return worker
 
 
-@pytest.fixture(scope="module")
-def worker(module_server: PrivateServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+@pytest.fixture
+def worker(server: PrivateServer, client: Redis, processes: Processes) -> Process:
     """A worker of two processes, which a message awaited."""
-    client = module_server.client
-    with Processes(tmp_path_factory.mktemp("worker")) as processes:
-        run = playable(client, rollout=LONG)
-        send(module_server, run, 2)
-        worker = until_ready(processes, processes.celery(module_server.url, "-c", "2"))
-        assert processes.until(lambda: stream_steps(client, run) > 0) < bound(1.5)
-        # No bookkeeping of unacknowledged messages: a full server can neither lose nor repeat one.
-        assert not client.keys(f"{keys.BROKER_PREFIX}unacked*")
-        runs.set_status(client, run, "stopped", "")
-        processes.until(lambda: not segments.playing(client, run))
-        yield worker
+    run = playable(client, rollout=LONG)
+    send(server, run, 2)
+    worker = until_ready(processes, processes.celery(server.url, "-c", "2"))
+    assert processes.until(lambda: stream_steps(client, run) > 0) < bound(1.5)
+    # No bookkeeping of unacknowledged messages: a full server can neither lose nor repeat one.
+    assert not client.keys(f"{keys.BROKER_PREFIX}unacked*")
+    runs.set_status(client, run, "stopped", "")
+    processes.until(lambda: not segments.playing(client, run))
+    return worker
 
 
 def test_a_worker_says_once_what_it_is_ready_for_whatever_the_log_level(
-    module_server: PrivateServer, worker: Process
+    server: PrivateServer, worker: Process
 ) -> None:
     (line,) = [line for line in worker.text().splitlines() if " ready" in line]
     able = ", ".join(["Gymnasium's own", *envs.capabilities()])
     what = f"processes: 2; roles: evaluate, rollout; environments: {able}"
-    assert line.endswith(f" ready: server {connection.mask(module_server.url)}; {what}")
+    assert line.endswith(f" ready: server {connection.mask(server.url)}; {what}")
     assert "SecurityWarning" not in worker.text()
 
 
