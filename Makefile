@@ -7,6 +7,7 @@ SEED ?=
 ARGS ?=
 JOBS ?= 5
 MINUTES ?= 15
+FAILOVERS ?= 50
 PIP_ARGS ?=
 EXTRAS ?= box2d,atari,video,tensorboard,flower,dev
 
@@ -17,7 +18,7 @@ PRESETS = $(basename $(notdir $(wildcard configs/*.yaml)))
 NEW_ENOUGH = import sys; sys.exit(sys.version_info < (3, 11))
 
 .DEFAULT_GOAL = help
-.PHONY: help setup lunar run $(PRESETS:%=run_%) test faults soak check size docs clean clean-runs
+.PHONY: help setup lunar run $(PRESETS:%=run_%) test faults soak ha check size docs clean clean-runs
 
 help:
 	@echo 'make lunar       train a LunarLander; sets everything up first'
@@ -27,6 +28,7 @@ help:
 	@echo 'make test        set up and run the tests; ARGS="-k codec -x" goes to pytest'
 	@echo 'make faults      only the tests that kill, freeze, cut and fill up, held to their exact time bounds'
 	@echo 'make soak        random faults on a live fleet; MINUTES=15, SEED=1'
+	@echo 'make ha          lose the primary of a live fleet again and again; FAILOVERS=50'
 	@echo 'make check       format, lint, types and tests: what a change must pass'
 	@echo 'make size        lines of code by folder; make docs: write docs/configuration.md anew'
 	@echo 'make setup       only set up $(VENV); EXTRAS=box2d,mujoco adds these to it,'
@@ -76,6 +78,9 @@ faults: $(STAMP)
 
 soak: $(STAMP)
 	@PYTHONPATH=tests $(VENV)/bin/python benchmarks/soak.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+ha: $(STAMP)
+	@PYTHONPATH=tests $(VENV)/bin/python benchmarks/failover.py --failovers $(FAILOVERS) $(ARGS)
 
 check: $(STAMP)
 	$(VENV)/bin/ruff format --check

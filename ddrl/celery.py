@@ -89,6 +89,7 @@ app.conf.update(
         "socket_connect_timeout": 3,
         "socket_keepalive": True,
         "health_check_interval": 3,  # a half-open connection is dropped after twice this
+        **connection.broker_options(),
     },
 )
 

@@ -23,6 +23,8 @@ from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, Va
 from pydantic.config import JsonDict
 from pydantic.fields import FieldInfo
 
+from ddrl.types import Durability
+
 LIVE: JsonDict = {"live": True}
 ALLOW_VARIABLE = "DDRL_ALLOW_MODULES"  # comma-separated modules whose code may be imported and run
 MAX_BYTES = 1_000_000  # of a YAML file
@@ -250,6 +252,10 @@ class RunConfig(Section):
     priority: Literal["low", "normal", "high"] = Field("normal", json_schema_extra=LIVE)
     """Runs of a higher priority take processes first, also from running segments of lower ones; runs of equal
     priority share by weight."""
+    durability: Durability = "process"
+    """What a fragment or a version of the weights outlives once it is acknowledged. `process`: the end of the
+    server's process, if it keeps an append-only file; `disk`: that of its machine, as it is on the disk;
+    `replica`: the loss of the server, as a replica has it, too. Each costs more time per fragment."""
     env: EnvConfig
     algorithm: dict[str, Any]
     """The algorithm's `name`, and its own options."""

@@ -149,7 +149,7 @@ def security(client: Client, url: str) -> Finding:
         detail = "no password required, and other machines can connect: they can publish weights"
         remedy = "set requirepass (and protected-mode yes), or bind 127.0.0.1"
         return Finding("security", WARN, detail, remedy)
-    if is_remote and parts.scheme != "rediss":
+    if is_remote and parts.scheme not in ("rediss", "sentinels"):
         detail = "password and experience travel unencrypted"
         return Finding("security", WARN, detail, "use rediss://, or a VPN, or a network that you trust")
     return Finding("security", OK, "nothing unsafe found")

@@ -145,6 +145,7 @@ class Publisher:
         # The last entry that the server's ledger includes; later ones are not trimmed.
         self._ledger_cursor = b"0-0"
         self._published_updates, self._allowed = 0, -1
+        self._sent_version = -1
         now = time.monotonic()
         self._checkpoint_at = now + config.learner.checkpoint_every_s
         self._fold_at = now + FOLD_EVERY_S
@@ -356,7 +357,9 @@ class Publisher:
             raise leases.RunGoneError(
                 f"run {self._run}: the server came back empty or older, at version {index.latest}"
             )
-        version, blob = max(index.latest, shared.version) + 1, weights.encode_weights(parameters)
+        blob = weights.encode_weights(parameters)
+        # A version that was sent and not confirmed may have been read: it is never given to other weights.
+        self._sent_version = version = max(index.latest, shared.version, self._sent_version) + 1
         allowance = self._allowance(version)
         drop = weights.superseded(
             index,
@@ -373,6 +376,7 @@ class Publisher:
             players=self._replay.num_collectors,
             updates=shared.updates,
             drop=drop,
+            durability=self._config.durability,
         )
         self._written_bytes += len(blob)
         shared.version, self._allowed, self._published_updates = version, allowance, updates

@@ -222,9 +222,11 @@ def create(
         initial: name of the source of the initial weights, and the weights as safetensors; None: random weights.
 
     Raises:
-        ConfigError: the server's memory cannot hold what the run may need.
+        ConfigError: the server's memory cannot hold what the run may need, or it cannot give its durability.
     """
     check_memory(client, config)
+    if reason := connection.why_not_durable(client, config.durability):
+        raise ConfigError(f"durability: {config.durability}, but {reason}, or use durability process")
     queue_for = partial(envs.queue_for, env_id=config.env.id, network=requirements.custom_network(config))
     queues, versions = (
         (queue_for("ddrl.rollout"), queue_for("ddrl.evaluate")),

@@ -1,8 +1,10 @@
 """The connection to the server: its URL, clients, checks, outages, retry, and scripts.
 
-`DDRL_REDIS_URL` names a server. Without it every process of a user finds the same embedded one: a unix socket in
-`runtime_dir()`, data and password in `state_dir()`. The embedded server always requires its password, so that opening
-TCP later (`ddrl up --listen`) changes nothing for processes that are connected.
+`DDRL_REDIS_URL` names a server, or the sentinels that know which of several servers is the primary now:
+`sentinel://user:password@host:port,host:port/db?service=mymaster`, or `sentinels://` with TLS. Without it every process
+of a user finds the same embedded one: a unix socket in `runtime_dir()`, data and password in `state_dir()`. The
+embedded server always requires its password, so that opening TCP later (`ddrl up --listen`) changes nothing for
+processes that are connected.
 """
 
 from __future__ import annotations
@@ -30,8 +32,15 @@ from redis.backoff import ExponentialBackoff, NoBackoff
 from redis.client import Pipeline
 from redis.exceptions import MasterDownError, NoPermissionError, NoScriptError
 from redis.retry import Retry
+from redis.sentinel import (
+    MasterNotFoundError,
+    Sentinel,
+    SentinelConnectionPool,
+    SentinelManagedConnection,
+)
 
 from ddrl.store import keys
+from ddrl.types import Durability
 
 log = logging.getLogger(__name__)
 
@@ -40,11 +49,15 @@ T = TypeVar("T")
 URL_VARIABLE = "DDRL_REDIS_URL"
 CA_VARIABLE = "DDRL_REDIS_CA"
 OLDEST_VERSION = (6, 2)
+SCHEMES = ("redis", "rediss", "unix", "sentinel", "sentinels")
 TLS_FILES = {  # option of the URL -> what it names
     "ssl_ca_certs": "certificates of CAs to trust besides the system's (PEM)",
     "ssl_certfile": "the client's certificate (PEM)",
     "ssl_keyfile": "the client's private key (PEM)",
 }
+SENTINEL_OPTIONS = ("service", "sentinel_username", "sentinel_password")
+"""Options of the URL: the name of the primary, and who a client is for the sentinels; the rest is for the servers."""
+SENTINEL_PORT = 26379
 MAX_SOCKET_PATH_BYTES = 103  # macOS; Linux takes 107
 RETRIES = 4  # waiting 0.2, 0.4, 0.8 and 1 s: longer than a restart of the embedded server
 
@@ -67,6 +80,10 @@ class RunGoneError(StoreError):
 
 class UnreachableError(redis.ConnectionError):
     """A library above redis-py reports that the server does not answer."""
+
+
+class NotConfirmedError(redis.ConnectionError):
+    """The server has taken a write, but the run's `durability` is not reached: sending it again helps."""
 
 
 UNREACHABLE = (redis.ConnectionError, redis.TimeoutError)
@@ -158,19 +175,30 @@ def url() -> str:
 def broker_url(server_url: str | None = None) -> str:
     """Return the URL of the same server for Kombu: `redis+socket://` for a unix socket; TLS options spelled out."""
     server_url = _checked(server_url or url())
-    if not server_url.startswith("unix://"):
-        return server_url
     parts = urlsplit(server_url)
     credentials = parts.netloc.rpartition("@")[0]
+    if _has_sentinels(server_url):
+        who = f"{credentials}@" if credentials else ""
+        return ";".join(f"sentinel://{who}{host}:{port}{parts.path}" for host, port in _sentinels(server_url))
+    if not server_url.startswith("unix://"):
+        return server_url
     database = parse_qs(parts.query).get("db", ["0"])[0]
     query = "" if database == "0" else f"?virtual_host={quote(database)}"
     return f"redis+socket://{credentials + '@' if credentials else ''}{parts.path}{query}"
 
 
+def broker_options(server_url: str | None = None) -> dict[str, object]:
+    """Return what Kombu must know beside `broker_url`: of sentinels, the primary's name and how to reach them."""
+    server_url = _checked(server_url or url())
+    if not _has_sentinels(server_url):
+        return {}
+    return {"master_name": _service(server_url), "sentinel_kwargs": _sentinel_options(server_url)}
+
+
 def broker_ssl(server_url: str | None = None) -> dict[str, object]:
     """Return the TLS options of `broker_url` for programs that do not read them there, such as Flower."""
     server_url = _checked(server_url or url())
-    if not server_url.startswith("rediss://"):
+    if not server_url.startswith(("rediss://", "sentinels://")):
         return {}
     query = parse_qs(urlsplit(server_url).query)
     files: dict[str, object] = {name: query[name][0] for name in TLS_FILES if name in query}
@@ -180,7 +208,7 @@ def broker_ssl(server_url: str | None = None) -> dict[str, object]:
 def mask(server_url: str) -> str:
     """Return `server_url` with the password, wherever it stands, replaced by `***`."""
     hidden = re.sub(r"(://[^:/?]*:).*@", r"\1***@", server_url)
-    return re.sub(r"([?&]password=)[^&]*", r"\1***", hidden)
+    return re.sub(r"([?&]\w*password=)[^&]*", r"\1***", hidden)
 
 
 def _checked(server_url: str) -> str:
@@ -189,8 +217,8 @@ def _checked(server_url: str) -> str:
     Raises:
         StoreError: the scheme or a TLS option cannot be used; never with a secret.
     """
-    if not server_url.startswith(("redis://", "rediss://", "unix://")):
-        schemes = "redis://, rediss://, unix://"
+    if urlsplit(server_url).scheme not in SCHEMES:
+        schemes = ", ".join(f"{scheme}://" for scheme in SCHEMES)
         raise StoreError(f"{mask(server_url)}: unknown scheme of a server URL; use one of {schemes}")
     try:
         return _with_tls_options(server_url)
@@ -208,11 +236,14 @@ def _with_tls_options(server_url: str) -> str:
     options = {name: values[0] for name, values in parse_qs(parts.query, keep_blank_values=True).items()}
     given = {name: value for name, value in options.items() if name.startswith("ssl_")}
     ca = os.environ.get(CA_VARIABLE)
-    if parts.scheme != "rediss":
+    if parts.scheme not in ("rediss", "sentinels"):
+        secure = f"{parts.scheme}s://" if parts.scheme == "sentinel" else "rediss://"
         if given:
-            raise ValueError(f"{min(given)} is for TLS; write rediss:// or leave it out")
-        if ca and parts.scheme == "redis":
-            raise ValueError(f"{CA_VARIABLE} asks for TLS, redis:// has none; write rediss:// or unset it")
+            raise ValueError(f"{min(given)} is for TLS; write {secure} or leave it out")
+        if ca and parts.scheme != "unix":
+            raise ValueError(
+                f"{CA_VARIABLE} asks for TLS, {parts.scheme}:// has none; write {secure} or unset it"
+            )
         return server_url
     added = {}
     if given.pop("ssl_cert_reqs", "required") != "required" or "ssl_check_hostname" in given:
@@ -236,29 +267,63 @@ def _with_tls_options(server_url: str) -> str:
     return server_url + ("&" if parts.query else "?") * bool(query) + query
 
 
+def _has_sentinels(server_url: str) -> bool:
+    return server_url.startswith(("sentinel://", "sentinels://"))
+
+
+def _sentinels(server_url: str) -> list[tuple[str, int]]:
+    """Return host and port of each sentinel."""
+    hosts = urlsplit(server_url).netloc.rpartition("@")[2].split(",")
+    found = [urlsplit(f"//{host}") for host in hosts]
+    return [(part.hostname or "localhost", part.port or SENTINEL_PORT) for part in found]
+
+
+def _service(server_url: str) -> str:
+    """Return the name under which the sentinels know the primary."""
+    return parse_qs(urlsplit(server_url).query).get("service", ["mymaster"])[0]
+
+
+def _sentinel_options(server_url: str) -> dict[str, Any]:
+    """Return redis-py's options of a connection to a sentinel: one that does not answer is left for the next one."""
+    query = parse_qs(urlsplit(server_url).query)
+    names = {
+        name: query[f"sentinel_{name}"][0] for name in ("username", "password") if f"sentinel_{name}" in query
+    }
+    tls = broker_ssl(server_url)
+    options = {"socket_timeout": 1.0, "socket_connect_timeout": 1.0, "retry": Retry(NoBackoff(), 0)}
+    return {**options, **names, **({"ssl": True, **tls} if tls else {})}
+
+
 # --- clients ------------------------------------------------------------------------------------------
 
 
-def connect(server_url: str | None = None, *, reply_timeout_s: float = 5.0) -> redis.Redis:
+ASK_EVERY_S = 5.0  # how often a connection asks the sentinels whether its server still is the primary
+REPLY_TIMEOUT_S = 3.0  # also for sending: a server that takes longer is lost, or the connection is
+
+
+def connect(server_url: str | None = None, *, reply_timeout_s: float = REPLY_TIMEOUT_S) -> redis.Redis:
     """Return a client with explicit timeouts; it connects at its first command.
 
-    It sends failed commands again a few times, so each script must be idempotent.
+    It sends failed commands again a few times, so each script must be idempotent; a client of sentinels does not.
 
     Raises:
         StoreError: the URL has a scheme or an option that is unknown.
     """
     server_url = _checked(server_url or url())
-    keepalive = {} if server_url.startswith("unix://") else {"socket_keepalive": True}
+    options: dict[str, Any] = {
+        "socket_timeout": reply_timeout_s,
+        "socket_connect_timeout": 3.0,
+        "health_check_interval": 30,
+        "retry": Retry(ExponentialBackoff(cap=1.0, base=0.1), RETRIES),
+        "decode_responses": False,
+    }
+    if not server_url.startswith("unix://"):
+        options["socket_keepalive"] = True
     try:
-        client = redis.Redis.from_url(
-            server_url,
-            socket_timeout=reply_timeout_s,
-            socket_connect_timeout=3.0,
-            health_check_interval=30,
-            retry=Retry(ExponentialBackoff(cap=1.0, base=0.1), RETRIES),
-            decode_responses=False,
-            **keepalive,
-        )
+        if _has_sentinels(server_url):
+            client = _primary(server_url, options)
+        else:
+            client = redis.Redis.from_url(server_url, **options)
         pool = client.connection_pool
         pool.connection_class(**pool.connection_kwargs)  # not connected: it only has to know each option
         return client
@@ -266,9 +331,64 @@ def connect(server_url: str | None = None, *, reply_timeout_s: float = 5.0) -> r
         raise StoreError(f"{mask(server_url)}: {error}; correct {URL_VARIABLE}") from error
 
 
-def connect_blocking(server_url: str | None = None, *, block_ms: int = 2000) -> redis.Redis:
-    """Return a client for reads that block up to `block_ms`; its timeout is 3 s longer."""
-    return connect(server_url, reply_timeout_s=block_ms / 1000 + 3.0)
+class _Primary(SentinelManagedConnection):
+    """A connection that leaves a server when another has taken over, also if that one goes on answering.
+
+    A server that is cut off from its replicas and the sentinels still answers reads, and refuses writes (NOREPLICAS).
+    """
+
+    _ask_at = 0.0
+
+    def check_health(self) -> None:
+        """Called before each command."""
+        now = time.monotonic()
+        if now >= self._ask_at:
+            self._ask_at = now + ASK_EVERY_S
+            with contextlib.suppress(MasterNotFoundError):
+                if self.connection_pool.get_master_address() != (self.host, self.port):
+                    self.disconnect()  # type: ignore[no-untyped-call]
+                    self.connect()  # type: ignore[no-untyped-call]
+        super().check_health()  # type: ignore[no-untyped-call]
+
+    def read_response(self, *args: Any, **options: Any) -> Any:
+        """Read one reply."""
+        try:
+            return super().read_response(*args, **options)
+        except redis.ResponseError as error:
+            if str(error).startswith("NOREPLICAS"):
+                self.disconnect()  # type: ignore[no-untyped-call]
+            raise
+
+
+class _SecurePrimary(_Primary, redis.SSLConnection):
+    """The same with TLS."""
+
+
+def _primary(server_url: str, options: dict[str, Any]) -> redis.Redis:
+    """Return a client of the server that is the primary now: each new connection asks the sentinels for it.
+
+    It does not send failed commands again, as redis-py would do so to the server that failed (redis/redis-py#3874).
+    """
+    parts = urlsplit(server_url)
+    scheme = "rediss" if parts.scheme == "sentinels" else "redis"
+    one_server = parts._replace(scheme=scheme, netloc=parts.netloc.partition(",")[0]).geturl()
+    options = options | {"retry": Retry(NoBackoff(), 0)}
+    template = redis.ConnectionPool.from_url(one_server, **options)
+    ignored = (*SENTINEL_OPTIONS, "host", "port")
+    of_servers = {name: value for name, value in template.connection_kwargs.items() if name not in ignored}
+    sentinels = Sentinel(  # type: ignore[no-untyped-call]
+        _sentinels(server_url),
+        sentinel_kwargs=_sentinel_options(server_url),
+        connection_class=_SecurePrimary if scheme == "rediss" else _Primary,
+        **of_servers,
+    )
+    client: redis.Redis = sentinels.master_for(_service(server_url))  # type: ignore[no-untyped-call]
+    return client
+
+
+def connect_blocking(server_url: str | None = None, *, block_ms: int = 1000) -> redis.Redis:
+    """Return a client for reads that block up to `block_ms`; its timeout is as much longer."""
+    return connect(server_url, reply_timeout_s=block_ms / 1000 + REPLY_TIMEOUT_S)
 
 
 def maxmemory(client: redis.Redis) -> int:
@@ -292,6 +412,21 @@ def appendfsync(client: redis.Redis) -> str | None:
         return str(settings["appendfsync"]) if settings["appendonly"] == "yes" else ""
     except (redis.RedisError, KeyError):
         return None
+
+
+def why_not_durable(client: redis.Redis, durability: Durability) -> str:
+    """Return why the server cannot confirm writes in this way, and the remedy; "" if it can."""
+    if durability == "replica":
+        info: Any = client.info("replication")
+        return "" if info["connected_slaves"] else "the server has no replica; attach one"
+    if durability == "disk":
+        if appendfsync(client) in ("", "no"):
+            return "the server does not say when it has synced its file; set appendonly yes and appendfsync always"
+        try:
+            client.execute_command("WAITAOF", 0, 0, 1)  # type: ignore[no-untyped-call]
+        except redis.ResponseError as error:
+            return f"the server refuses WAITAOF ({error}); use Valkey, or Redis >= 7.2"
+    return ""
 
 
 # --- the check of a server ----------------------------------------------------------------------------
@@ -324,6 +459,8 @@ def check(client: redis.Redis) -> None:
             raise StoreError(f"{where}: {trouble[0]}; {trouble[1]}") from error
         if where.startswith("redis://") and _hung_up(error):
             remedy = f"if it wants TLS, write rediss:// into {URL_VARIABLE}"
+        elif isinstance(error, MasterNotFoundError):
+            remedy = f"start the sentinels, or correct their addresses, password or service in {URL_VARIABLE}"
         elif where.startswith("rediss://") and isinstance(error, redis.TimeoutError):
             remedy += ", or use the port that speaks TLS"
         elif where.startswith("rediss://") and _hung_up(error):
@@ -355,13 +492,23 @@ def _knock(client: redis.Redis) -> None:
 
 def _where(client: redis.Redis) -> str:
     """Return the client's server as people write it, never with its password."""
-    options = client.connection_pool.connection_kwargs
+    pool = client.connection_pool
+    options = pool.connection_kwargs
     if "path" in options:
         return f"unix://{options['path']}"
-    secure = issubclass(client.connection_pool.connection_class, redis.SSLConnection)
     user = f"{options.get('username') or ''}:***@" if options.get("password") else ""
-    address = f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"
-    return f"{'rediss' if secure else 'redis'}://{user}{address}/{options.get('db') or 0}"
+    if isinstance(pool, SentinelConnectionPool):
+        scheme, nodes = (
+            "sentinel",
+            [one.connection_pool.connection_kwargs for one in pool.sentinel_manager.sentinels],
+        )
+    else:
+        scheme, nodes = "redis", [options]
+    addresses = ",".join(
+        sorted(f"{node.get('host', 'localhost')}:{node.get('port', 6379)}" for node in nodes)
+    )
+    secure = "s" if issubclass(pool.connection_class, redis.SSLConnection) else ""
+    return f"{scheme}{secure}://{user}{addresses}/{options.get('db') or 0}"
 
 
 def _auth_message(where: str, client: redis.Redis) -> str:
@@ -375,6 +522,8 @@ def _auth_message(where: str, client: redis.Redis) -> str:
 
 def _reason(error: Exception) -> str:
     """Return the system's message in one line, without redis-py's own decoration."""
+    if isinstance(error, MasterNotFoundError):
+        return "no sentinel names a primary that is up"
     cause = error.__cause__ or error
     return (cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause)).splitlines()[0]
 
@@ -444,6 +593,8 @@ def outage(error: BaseException) -> str | None:
     for word, kind, meaning in _REFUSALS:
         if isinstance(error, kind) or (isinstance(error, redis.ResponseError) and f"{word} " in str(error)):
             return meaning
+    if isinstance(error, NotConfirmedError):
+        return str(error)
     if isinstance(error, UNREACHABLE) and not isinstance(error, redis.AuthenticationError):
         return f"the server does not answer ({_reason(error)})"
     return None
@@ -537,15 +688,22 @@ def retry(
 
 
 def call(
-    client: redis.Redis | Pipeline, name: str, script_keys: Sequence[Any] = (), args: Sequence[Any] = ()
+    client: redis.Redis | Pipeline,
+    name: str,
+    script_keys: Sequence[Any] = (),
+    args: Sequence[Any] = (),
+    *,
+    durability: Durability = "process",
 ) -> Any:
     """Run scripts/<name>.lua by its hash; its text is sent only to a server that does not know it.
 
     In a pipeline the text is always sent, since the hash may turn out to be unknown among other replies.
     A script whose first line is `-- fenced` gets a learner's fencing token as its first argument. A mapping among the
-    arguments stands for its names and values in turn.
+    arguments stands for its names and values in turn. With `durability` beyond "process" the call returns when
+    everything that the server has written until then is on its disk, or on a replica.
 
     Raises:
+        NotConfirmedError: it is not, within CONFIRM_MS; the script must be idempotent, as it is called again.
         LeaseLostError: the token is not the newest.
         RunGoneError: the run is not there, or is as it was before the token was given.
     """
@@ -557,8 +715,8 @@ def call(
         return client.eval(text, *parts)
     try:
         with contextlib.suppress(NoScriptError):
-            return client.evalsha(digest, *parts)
-        return client.eval(text, *parts)
+            return _confirmed(client, durability, "EVALSHA", digest, *parts)
+        return _confirmed(client, durability, "EVAL", text, *parts)
     except redis.ResponseError as error:
         kind = str(error).partition(" ")[0]
         if kind not in ("FENCED", "GONE"):
@@ -567,6 +725,31 @@ def call(
     if kind == "GONE":
         raise RunGoneError(f"run {run}: the server came back without it, or older")
     raise LeaseLostError(f"run {run}: another learner took it over; this one has stopped writing")
+
+
+CONFIRM_MS = 2_000
+_CONFIRM = {  # durability -> command that waits for the writes of its connection; what did not happen
+    "disk": (("WAITAOF", 1, 0, CONFIRM_MS), "the server does not write to its disk"),
+    "replica": (("WAIT", 1, CONFIRM_MS), "no replica of the server confirms what was written"),
+}
+
+
+def _confirmed(client: redis.Redis, durability: Durability, *command: Any) -> Any:
+    """Run a command and wait, on the same connection, until `durability` is reached."""
+    if durability == "process":
+        return client.execute_command(*command)  # type: ignore[no-untyped-call]
+    confirm, failure = _CONFIRM[durability]
+    with client.pipeline(transaction=False) as pipe:
+        pipe.execute_command(*command)  # type: ignore[no-untyped-call]
+        pipe.execute_command(*confirm)  # type: ignore[no-untyped-call]
+        reply, confirmed = pipe.execute(raise_on_error=False)
+    for answer in (reply, confirmed):
+        if isinstance(answer, Exception):
+            raise answer
+    if not (confirmed[0] if isinstance(confirmed, list) else confirmed):
+        client.connection_pool.disconnect(inuse_connections=False)  # see `_Primary`
+        raise NotConfirmedError(failure)
+    return reply
 
 
 @functools.cache

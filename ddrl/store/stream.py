@@ -16,6 +16,7 @@ from redis import Redis
 
 from ddrl.store import capped_streams, keys
 from ddrl.store.connection import call
+from ddrl.types import Durability
 
 ENTRY_OVERHEAD_BYTES = 128  # of an entry in the server: measured 75 to 83, counters and names besides
 REPLY_BYTES = 8 * 1024**2  # aim for one read
@@ -100,6 +101,7 @@ def append(
     host: str = "-",
     node: str = "-",
     pid: int = 0,
+    durability: Durability = "process",
 ) -> Appended:
     """Append a fragment once; a repeated call writes nothing and is answered by the present state.
 
@@ -112,13 +114,14 @@ def append(
         process_ms: of the process since its last append, waits included.
         allowance_wait_ms, room_wait_ms: of these, waited for the learner, and for room in the stream.
         host, node, pid: where it was played, by which worker and which of its processes.
+        durability: of the run.
     """
     size = sum(len(name) + len(value) for name, value in fields.items()) + ENTRY_OVERHEAD_BYTES
     of_run = (keys.state, keys.experience, keys.episodes, keys.draining, keys.producers)
     returns = json.dumps([round(value, 3) for value in episode_returns]) if episode_returns else ""
     who = (producer, incarnation, seq, num_transitions, size, played_ms, host, node, pid)
     args = [*who, returns, EPISODES_LENGTH, process_ms, allowance_wait_ms, room_wait_ms, fields]
-    reply = call(client, "append", [key(run) for key in of_run], args)
+    reply = call(client, "append", [key(run) for key in of_run], args, durability=durability)
     answer, version, allowance_id, remaining = cast("tuple[bytes, int, bytes, int]", reply)
     return Appended(Answer(answer.decode()), version, allowance_id, remaining)
 

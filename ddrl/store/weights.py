@@ -17,6 +17,7 @@ from safetensors import numpy as safetensors_numpy
 
 from ddrl.store import keys
 from ddrl.store.connection import call
+from ddrl.types import Durability
 
 # --- arrays and bytes ----------------------------------------------------------------------------------
 
@@ -100,10 +101,11 @@ def publish(
     updates: int,
     players: int = 1,
     drop: tuple[int, ...] = (),
+    durability: Durability = "process",
 ) -> None:
     """Store a version, make it the latest, set the allowance and drop old versions, all or nothing.
 
-    `players` is the number of collectors that share the allowance.
+    `players` is the number of collectors that share the allowance, `durability` that of the run.
 
     Raises:
         LeaseLostError: another learner took over.
@@ -111,7 +113,7 @@ def publish(
     script_keys = [keys.state(run), keys.weights(run), keys.allowance(run), keys.weights_blob(run, version)]
     script_keys += [keys.weights_blob(run, old) for old in drop]
     args = (version, len(blob), blob, allowance, updates, players, *drop)
-    call(client, "publish", script_keys, [token, *args])
+    call(client, "publish", script_keys, [token, *args], durability=durability)
 
 
 def mark_best(client: Redis, run: str, token: int, version: int, return_mean: float) -> None:

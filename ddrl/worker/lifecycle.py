@@ -216,11 +216,13 @@ def _report_lost_process(sender: Any, task_id: str, exception: BaseException, ar
 
 @inspect_command()  # type: ignore[untyped-decorator]
 def stats(state: Any, **_: Any) -> Any:
-    """Return Celery's statistics without the password in a unix socket's address, as Flower shows them to all."""
+    """Return Celery's statistics without passwords of the server or of sentinels, as Flower shows them to all."""
     found = state.consumer.controller.stats()
     broker = found.get("broker")
     if isinstance(broker, dict):
         broker["hostname"] = connection.mask(str(broker.get("hostname")))
+        broker.pop("transport_options", None)
+        broker.pop("alternates", None)
     return found
 
 

@@ -180,6 +180,7 @@ class Player:
             host=self._host,
             node=node,
             pid=os.getpid(),
+            durability=self.config.durability,
             **clock.unreported(),
         )
         if reply.answer is Answer.FULL:
