@@ -23,11 +23,11 @@ from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, Va
 from pydantic.config import JsonDict
 from pydantic.fields import FieldInfo
 
-from ddrl.types import Durability
-
 LIVE: JsonDict = {"live": True}
 ALLOW_VARIABLE = "DDRL_ALLOW_MODULES"  # comma-separated modules whose code may be imported and run
 MAX_BYTES = 1_000_000  # of a YAML file
+
+Durability = Literal["process", "disk", "replica"]
 
 M = TypeVar("M", bound=BaseModel)
 

@@ -19,9 +19,6 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     import numpy as np
 
-Durability = Literal["process", "disk", "replica"]
-"""What acknowledged experience outlives; see `RunConfig.durability`."""
-
 
 @dataclass(frozen=True)
 class EnvSpec:

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import parse_qs, quote, urlsplit
 
 import redis
@@ -40,7 +40,9 @@ from redis.sentinel import (
 )
 
 from ddrl.store import keys
-from ddrl.types import Durability
+
+if TYPE_CHECKING:
+    from ddrl.config import Durability
 
 log = logging.getLogger(__name__)
 

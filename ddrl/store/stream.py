@@ -10,13 +10,15 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from redis import Redis
 
 from ddrl.store import capped_streams, keys
 from ddrl.store.connection import call
-from ddrl.types import Durability
+
+if TYPE_CHECKING:
+    from ddrl.config import Durability
 
 ENTRY_OVERHEAD_BYTES = 128  # of an entry in the server: measured 75 to 83, counters and names besides
 REPLY_BYTES = 8 * 1024**2  # aim for one read

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from redis import Redis
@@ -17,7 +17,9 @@ from safetensors import numpy as safetensors_numpy
 
 from ddrl.store import keys
 from ddrl.store.connection import call
-from ddrl.types import Durability
+
+if TYPE_CHECKING:
+    from ddrl.config import Durability
 
 # --- arrays and bytes ----------------------------------------------------------------------------------
 

@@ -19,11 +19,10 @@ from support.private_server import PrivateServer, end_with_parent, free_port, re
 from support.proxy import Authority
 from support.runs import start, stream_steps, target_config
 
-from ddrl.config import ConfigError
+from ddrl.config import ConfigError, Durability
 from ddrl.runs import submit
 from ddrl.store import connection, runs, stream
 from ddrl.store.connection import NotConfirmedError
-from ddrl.types import Durability
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ from typing import Any, cast
 
 from support.runs import start, target_config
 
+from ddrl.config import Durability
 from ddrl.store import connection, keys, leases, stream, weights
-from ddrl.types import Durability
 
 NUM_CLIENTS = 4
 PAUSE_S = 0.005  # between two appends of a client
