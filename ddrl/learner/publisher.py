@@ -145,7 +145,9 @@ class Publisher:
         # The last entry that the server's ledger includes; later ones are not trimmed.
         self._ledger_cursor = b"0-0"
         self._published_updates, self._allowed = 0, -1
-        self._sent_version = -1
+        self._unconfirmed = (
+            -1
+        )  # a version that may have been read, though a failover lost it: not given to others
         now = time.monotonic()
         self._checkpoint_at = now + config.learner.checkpoint_every_s
         self._fold_at = now + FOLD_EVERY_S
@@ -358,8 +360,7 @@ class Publisher:
                 f"run {self._run}: the server came back empty or older, at version {index.latest}"
             )
         blob = weights.encode_weights(parameters)
-        # A version that was sent and not confirmed may have been read: it is never given to other weights.
-        self._sent_version = version = max(index.latest, shared.version, self._sent_version) + 1
+        version = max(index.latest, shared.version, self._unconfirmed) + 1
         allowance = self._allowance(version)
         drop = weights.superseded(
             index,
@@ -368,16 +369,20 @@ class Publisher:
             max_bytes=int(policy.max_bytes),
             pinned=self.pinned,
         )
-        weights.publish(
-            *self._held,
-            version=version,
-            blob=blob,
-            allowance=allowance,
-            players=self._replay.num_collectors,
-            updates=shared.updates,
-            drop=drop,
-            durability=self._config.durability,
-        )
+        try:
+            weights.publish(
+                *self._held,
+                version=version,
+                blob=blob,
+                allowance=allowance,
+                players=self._replay.num_collectors,
+                updates=shared.updates,
+                drop=drop,
+                durability=self._config.durability,
+            )
+        except connection.UNREACHABLE:
+            self._unconfirmed = version
+            raise
         self._written_bytes += len(blob)
         shared.version, self._allowed, self._published_updates = version, allowance, updates
         if shared.weights is finished:  # the training thread may have finished others meanwhile
