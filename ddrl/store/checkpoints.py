@@ -1,4 +1,4 @@
-"""Checkpoints: the learner's full state in parts of at most 2 MB, then one fenced flip of the pointer.
+"""Checkpoints: the learner's full state in parts of at most 4 MB, then one fenced flip of the pointer.
 
 A large SET stalls every other client of the server (100 MB: 0.8 s; 4 MB: 20 ms), hence the parts. Their names hold the
 writer's token, so that a learner that was replaced overwrites nothing.
@@ -20,7 +20,7 @@ from typing_extensions import TypedDict
 from ddrl.store import keys
 from ddrl.store.connection import StoreError, call
 
-PART_BYTES = 2 * 1024**2
+PART_BYTES = 4 * 1024**2
 DROPPED_AT_ONCE = 1_000  # parts, as a script's stack is limited
 
 EntryId = Annotated[str, Field(pattern=r"^\d+-\d+$")]
