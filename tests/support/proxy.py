@@ -5,17 +5,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime
+import random
 import socket
 import ssl
 import threading
 import time
 from asyncio import StreamReader, StreamWriter
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import trustme
+
+
+class Tap(Protocol):
+    """Sees what a connection carries."""
+
+    def sent(self, data: bytes) -> None:
+        """See what the client sends, before the server does."""
+
+    def received(self, data: bytes) -> bool:
+        """See what the server sends; return whether the client gets it, else the connection is reset."""
 
 
 class Proxy:
@@ -24,9 +35,16 @@ class Proxy:
     Args:
         server_url: `unix://...` of the server behind it.
         context: the server's side of TLS; None: plain TCP.
+        tap: makes the tap of each connection.
     """
 
-    def __init__(self, server_url: str, context: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self,
+        server_url: str,
+        context: ssl.SSLContext | None = None,
+        tap: Callable[[], Tap] | None = None,
+    ) -> None:
+        self._tap, self._delay_s, self._loss = tap, 0.0, 0.0
         server = urlsplit(server_url)
         self._path, self._context, self._port = server.path, context, 0
         self._clients, self._cut = set[StreamWriter](), set[StreamWriter]()
@@ -61,6 +79,10 @@ class Proxy:
 
         return self._run(cut())
 
+    def slow(self, delay_s: float, loss: float) -> None:
+        """Delay whatever is carried; a share `loss` of it by 0.2 s more, as a packet that TCP sends again."""
+        self._delay_s, self._loss = delay_s, loss
+
     def freeze(self, for_s: float) -> None:
         """Carry nothing for a time; connections stay open, and new ones are accepted."""
         self._loop.call_soon_threadsafe(time.sleep, for_s)
@@ -91,8 +113,9 @@ class Proxy:
         with contextlib.suppress(OSError):  # the server is away: so is the port
             server_reader, server = await asyncio.open_unix_connection(self._path)
             self.num_connections += 1
-            sent = asyncio.create_task(self._copy(reader, server, client))
-            received = asyncio.create_task(self._copy(server_reader, client, client))
+            tap = self._tap() if self._tap else None
+            sent = asyncio.create_task(self._copy(reader, server, client, tap and tap.sent))
+            received = asyncio.create_task(self._copy(server_reader, client, client, tap and tap.received))
             await asyncio.wait((sent, received), return_when=asyncio.FIRST_COMPLETED)
             if client in self._cut:
                 await sent  # the client of a half-open connection notices nothing
@@ -101,10 +124,21 @@ class Proxy:
         self._clients.discard(client)
         self._cut.discard(client)
 
-    async def _copy(self, source: StreamReader, target: StreamWriter, client: StreamWriter) -> None:
+    async def _copy(
+        self,
+        source: StreamReader,
+        target: StreamWriter,
+        client: StreamWriter,
+        see: Callable[[bytes], bool | None] | None,
+    ) -> None:
         with contextlib.suppress(OSError):
             while data := await source.read(1 << 16):
+                if self._delay_s:  # and sometimes as long as until a lost packet is sent again
+                    is_lost = random.random() < self._loss
+                    await asyncio.sleep(self._delay_s + 0.2 * is_lost)
                 if client not in self._cut:
+                    if see is not None and see(data) is False:
+                        return
                     target.write(data)
                     await target.drain()
 

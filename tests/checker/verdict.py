@@ -1,0 +1,278 @@
+"""The verdict over a history: what was acknowledged was learned from, or refused with a reason, or waits.
+
+It judges what clients were told (history.py), what the server and the run's folder hold (raw.py) and what was learned
+(the log of `tagged.network`), and shares no code with ddrl.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+from checker.history import ACCEPTED, REFUSED, Append, History, Name, Weights
+from checker.raw import Raw, order
+from checker.tagged import RECORD
+
+MOST = 5  # findings of one kind that are spelled out
+SURE = 40.0  # expected draws of a fragment: by chance none of it is drawn once in e^40
+
+
+# --- what was learned ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Session:
+    """Passes of one network that learned, in order.
+
+    Attributes:
+        began: monotonic time of the first one.
+        hashes: of the weights before each pass.
+        steps: of each pass, as `tagged.steps_of`.
+    """
+
+    began: float
+    hashes: list[bytes] = field(default_factory=list)
+    steps: list[Any] = field(default_factory=list)
+
+
+def sessions(folder: Path) -> list[Session]:
+    """Return the sessions that processes logged in a folder, by the time at which they began."""
+    found: dict[bytes, Session] = {}
+    for path in folder.glob("*.steps"):
+        data, at = np.memmap(path, np.uint8, "r"), 0
+        while at < len(data):
+            when, name, digest, num = RECORD.unpack_from(data, at)
+            at += RECORD.size
+            session = found.setdefault(name, Session(when))
+            session.hashes.append(digest)
+            session.steps.append(data[at : at + 8 * num])
+            at += 8 * num
+    return sorted(found.values(), key=lambda session: session.began)
+
+
+class Learned:
+    """How often each step was learned from.
+
+    Args:
+        passes: arrays of steps.
+    """
+
+    def __init__(self, passes: Iterable[Any]) -> None:
+        self._counts: dict[int, Any] = defaultdict(lambda: np.zeros(0, np.uint32))
+        for raw in passes:
+            steps = np.frombuffer(raw.tobytes(), np.uint64)
+            lanes, at = steps >> np.uint64(24), (steps & np.uint64(2**24 - 1)).astype(np.int64)
+            for lane in np.unique(lanes):
+                counts = np.bincount(at[lanes == lane])
+                known = self._counts[int(lane)]
+                size = max(len(known), len(counts))
+                if size > len(known):
+                    known = np.pad(known, (0, max(size, 2 * len(known)) - len(known)))
+                known[: len(counts)] += counts.astype(np.uint32)
+                self._counts[int(lane)] = known
+
+    def times(self, append: Append) -> Any:
+        """Return how often each step of a fragment was learned from: [N, T]."""
+        rows = []
+        for first in append.lanes:
+            counts, begin = self._counts[first >> 24], first & (2**24 - 1)
+            row = counts[begin : begin + append.num_steps]
+            rows.append(np.pad(row, (0, append.num_steps - len(row))))
+        return np.array(rows)
+
+
+def lineage(of_run: Iterable[Session]) -> list[Any]:
+    """Return the passes that led to the last network: a session continues where its first weights were before.
+
+    What a learner did after the checkpoint from which the next one started is undone by that.
+    """
+    hashes: list[bytes] = []
+    passes: list[Any] = []
+    for session in of_run:
+        if session.hashes[0] in hashes:
+            fork = hashes.index(session.hashes[0])
+            del hashes[fork:], passes[fork:]
+        hashes += session.hashes
+        passes += session.steps
+    return passes
+
+
+# --- the verdict -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a run promises to learn.
+
+    Attributes:
+        epochs: on-policy, how often each step is learned from, if no fragment is dropped; 0: off-policy.
+        samples_per_insert: off-policy, draws of a step.
+        capacity: off-policy, of the replay.
+        is_tagged: its environment and its network are those of `tagged`.
+        may_lose: fragments may be trimmed before they are learned from, as of a server whose memory was full.
+    """
+
+    epochs: int = 0
+    samples_per_insert: float = 1.0
+    capacity: int = 2**62
+    is_tagged: bool = True
+    may_lose: bool = False
+
+
+def verdict(history: History, raw: Raw, run: str, rules: Rules, logs: Path | None = None) -> list[str]:
+    """Return what is wrong with a run, one line a finding; nothing if all is as it should be.
+
+    Args:
+        history: of the clients.
+        raw: what is stored, once nothing moves any more.
+        run: its id.
+        rules: its own.
+        logs: folder of the passes of its network.
+    """
+    appends = [one for one in history.appends if one.run == run]
+    findings = [*history.errors[:MOST], *_appends(appends, raw), *_versions(appends)]
+    findings += _weights([one for one in history.weights if one.run == run], raw)
+    findings += _stored(raw)
+    if rules.is_tagged and logs is not None:
+        lanes = {first >> 24 for one in appends for first in one.lanes}
+        of_run = [one for one in sessions(logs) if _lane(one) in lanes]
+        findings += _continuity(appends)
+        findings += _on_policy(appends, raw, of_run, rules) if rules.epochs else []
+        findings += _off_policy(appends, raw, of_run, rules) if not rules.epochs else []
+    return findings
+
+
+def _lane(session: Session) -> int:
+    return int(np.frombuffer(session.steps[0][:8].tobytes(), np.uint64)[0]) >> 24
+
+
+def _some(what: str, found: Iterable[Any]) -> Iterator[str]:
+    found = list(found)
+    if found:
+        more = f" and {len(found) - MOST} more" if len(found) > MOST else ""
+        yield f"{what}: {', '.join(map(str, found[:MOST]))}{more}"
+
+
+def accepted(appends: Iterable[Append]) -> dict[Name, Append]:
+    """Return the fragments whose clients were told that the server has them, as told first."""
+    found: dict[Name, Append] = {}
+    for one in sorted((one for one in appends if one.answer in ACCEPTED), key=lambda one: one.ended):
+        found.setdefault(one.name, one)
+    return found
+
+
+def _appends(appends: list[Append], raw: Raw) -> Iterator[str]:
+    """Each fragment is written once, if it was acknowledged or if nobody knows, and not if it was refused."""
+    known = accepted(appends)
+    unclear = {one.name for one in appends if one.answer not in ACCEPTED | REFUSED}
+    times = Counter(name for name in raw.entries.values() if name is not None)
+    yield from _some("acknowledged, but never in the stream", (name for name in known if not times[name]))
+    yield from _some("in the stream more than once", (name for name, num in times.items() if num > 1))
+    sent = {one.name for one in appends}
+    wrong = (name for name in times if name in sent and name not in known and name not in unclear)
+    yield from _some("in the stream, although its client was told that it is not", wrong)
+    gone = (
+        name
+        for entry_id, name in raw.entries.items()
+        if name in known and raw.cursor and entry_id not in raw.stored and order(entry_id) > order(raw.cursor)
+    )
+    yield from _some("trimmed, although no checkpoint covers it", gone)
+
+
+def _versions(appends: list[Append]) -> Iterator[str]:
+    """Nobody is told of an older version than anybody was told of before."""
+    back = [one for one in appends if one.ended and one.version < one.known_version]
+    yield from _some("versions went back", (f"{one.known_version} to {one.version}" for one in back))
+
+
+def _weights(found: list[Weights], raw: Raw) -> Iterator[str]:
+    """The bytes of a version never change, and all of its numbers are finite."""
+    digests: dict[int, set[str]] = defaultdict(set)
+    for one in found:
+        if one.answer == "ok" or not one.is_publication:
+            digests[one.version].add(one.digest)
+    for version, digest in raw.weights.items():
+        digests[version].add(digest)
+    yield from _some("several weights of one version", (v for v, some in digests.items() if len(some) > 1))
+    infinite = {one.version for one in found if not one.is_finite} | set(raw.infinite)
+    yield from _some("weights are not finite, versions", sorted(infinite))
+
+
+def _stored(raw: Raw) -> Iterator[str]:
+    """Reasons are given, checkpoints are whole, and a solved run was evaluated."""
+    yield from _some("refused without a reason", (one for one, reason in raw.dead.items() if not reason))
+    if raw.damaged:
+        yield f"the local checkpoint is damaged: {raw.damaged}"
+    if raw.status == "solved":
+        means = [fmean(one["returns"]) for one in raw.evaluations if one["purpose"] == "confirm"]
+        if raw.target is None or not means or max(means) < raw.target:
+            yield f"solved at {raw.target}, but evaluations gave {means}"
+    wrong = (one["version"] for one in raw.evaluations if not all(map(math.isfinite, one["returns"])))
+    yield from _some("evaluations without a finite return, of versions", wrong)
+
+
+def _continuity(appends: list[Append]) -> Iterator[str]:
+    """The steps of a lane are sent without a gap, in the order of the fragments' numbers."""
+    ends: dict[int, tuple[Name, int]] = {}
+    for name, one in sorted(accepted(appends).items()):
+        for first in one.lanes:
+            before = ends.get(first >> 24)
+            if first < 0 or (before and before[0].seq + 1 == name.seq and before[1] != first):
+                yield f"{name}: its steps do not follow those of the fragment before"
+            ends[first >> 24] = name, first + one.num_steps
+
+
+def _entries(appends: list[Append], raw: Raw) -> Iterator[tuple[bytes, Append]]:
+    """Yield the fragments in the stream's order, without those that were refused."""
+    sent = {one.name: one for one in appends}
+    for entry_id in sorted(raw.entries, key=order):
+        name = raw.entries[entry_id]
+        if name in sent and entry_id not in raw.dead:
+            yield entry_id, sent[name]
+
+
+def _on_policy(appends: list[Append], raw: Raw, of_run: list[Session], rules: Rules) -> Iterator[str]:
+    """Each fragment is learned from in `epochs` passes, in the stream's order; those that wait come last."""
+    learned = Learned(lineage(of_run))
+    waiting: list[Name] = []
+    lost, odd, passed = [], [], []
+    for entry_id, one in _entries(appends, raw):
+        times = learned.times(one)
+        if not times.any():
+            waiting.append(one.name)
+            if entry_id not in raw.stored:
+                lost.append(one.name)
+            continue
+        passed += waiting
+        waiting = []
+        if (times != rules.epochs).any():
+            odd.append(f"{one.name} ({times.min()} to {times.max()} times)")
+    if not rules.may_lose:
+        yield from _some("trimmed before it was learned from", lost)
+        yield from _some("never learned from, while later ones were", passed)
+    yield from _some(f"not learned from {rules.epochs} times", odd)
+
+
+def _off_policy(appends: list[Append], raw: Raw, of_run: list[Session], rules: Rules) -> Iterator[str]:
+    """Each fragment that was in the replay for long enough is drawn."""
+    learned = Learned(steps for session in of_run for steps in session.steps)
+    entries = [one for _, one in _entries(appends, raw)]
+    sizes = np.array([one.num_steps * len(one.lanes) for one in entries])
+    inserted = np.cumsum(sizes)
+    total, never = inserted[-1] if len(inserted) else 0, []
+    for one, size, before in zip(entries, sizes, inserted, strict=True):
+        # Of each step inserted later, the replay draws samples_per_insert steps out of all that it holds.
+        until = min(total, before + rules.capacity)
+        held = (
+            np.log(max(min(until, rules.capacity), before) / before)
+            + max(0.0, until - max(before, rules.capacity)) / rules.capacity
+        )
+        if rules.samples_per_insert * size * held > SURE and not learned.times(one).any():
+            never.append(one.name)
+    yield from _some("never learned from", never)

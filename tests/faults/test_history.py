@@ -1,0 +1,126 @@
+"""A small fleet is played, learned, and killed part by part; then its history is judged by tests/checker."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checker.history import Recorder
+from checker.raw import Follower
+from checker.tagged import LOG_VARIABLE
+from checker.verdict import Rules, verdict
+from redis import Redis
+from support.private_server import PrivateServer, require_program
+from support.processes import ROOT, Processes
+from support.proxy import Proxy
+from support.runs import start, target_tree
+
+from ddrl.config import validate
+from ddrl.store import connection, runs
+
+pytestmark = pytest.mark.faults
+TAGGED = {"id": "checker.tagged:Tagged", "num_envs": 4}
+NETWORK = {"network": "checker.tagged:network"}
+ENDLESS: dict[str, Any] = {
+    "env": TAGGED,
+    "stop": {"return": 100.0, "time": 3600},
+    "evaluation": {"every_s": 2, "near": 0},
+    "rollout": {"max_fragment_steps": 10},
+}
+OFF_POLICY = ENDLESS | {
+    "algorithm": NETWORK | {"name": "dqn", "batch_size": 32},
+    "replay": {"samples_per_insert": 8, "warmup_steps": 200, "slack_steps": 500, "capacity": 20_000},
+}
+PPO = NETWORK | {"name": "ppo", "estimator": "vtrace", "shared": True, "num_epochs": 2, "batch_size": 128}
+ON_POLICY = ENDLESS | {
+    "algorithm": PPO | {"minibatch_size": 64},
+    "on_policy": {"stale": "correct"},
+}
+KINDS = {
+    "off-policy": (OFF_POLICY, Rules(samples_per_insert=8, capacity=20_000)),
+    "on-policy": (ON_POLICY, Rules(epochs=2)),
+}
+
+
+class Recorded:
+    """A fleet whose clients reach the server through a recording proxy."""
+
+    def __init__(self, folder: Path, stack: contextlib.ExitStack, sections: dict[str, Any]) -> None:
+        self.folder, self.recorder, self.logs = folder, Recorder(), folder / "steps"
+        self.logs.mkdir()
+        self.server = server = PrivateServer("--appendonly", "yes", "--appendfsync", "no")
+        stack.callback(server.close)
+        self.proxy = Proxy(server.url, tap=self.recorder.tap)
+        stack.callback(self.proxy.close)
+        self.processes = stack.enter_context(Processes(folder))
+        self.env = {
+            "PYTHONPATH": f"{ROOT / 'tests'}{os.pathsep}{ROOT}",
+            "DDRL_ALLOW_MODULES": "checker.tagged",
+        }
+        self.worker = self.processes.celery(self.proxy.url, "-c", "2", env=self.env)
+        self.learner = self.start_learner()
+        tree = target_tree(**sections) | {"algorithm": sections["algorithm"]}
+        self.run = start(server.client, validate(tree))
+        raw = stack.enter_context(Redis(unix_socket_path=str(server.socket)))
+        self.follower = stack.enter_context(Follower(raw, self.run))
+
+    def start_learner(self) -> Any:
+        return self.processes.learner(self.proxy.url, env={**self.env, LOG_VARIABLE: str(self.logs)})
+
+    def goes_on(self, fragments: int = 60) -> None:
+        """Wait until so many more fragments are acknowledged, and updates made."""
+        history, before = self.recorder.history, runs.state(self.server.client, self.run)
+        known = len(history.appends)
+
+        def has_gone_on() -> bool:
+            with contextlib.suppress(*connection.UNREACHABLE):
+                now = runs.state(self.server.client, self.run)
+                return now.updates > before.updates and now.version > before.version
+            return False
+
+        self.processes.until(lambda: len(history.appends) > known + fragments and has_gone_on(), 60.0)
+
+    def settle(self) -> None:
+        """End all processes in order."""
+        runs.set_status(self.server.client, self.run, "paused", "by the test")
+        self.worker.send_signal(signal.SIGTERM)
+        self.worker.wait()
+        self.learner.send_signal(signal.SIGTERM)
+        self.learner.wait()
+
+
+@pytest.fixture
+def recorded(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Recorded]:
+    require_program()
+    monkeypatch.setenv("DDRL_ALLOW_MODULES", "checker.tagged")
+    with contextlib.ExitStack() as stack:
+        yield Recorded(tmp_path, stack, KINDS[request.param][0])
+
+
+@pytest.mark.parametrize("recorded", KINDS, indirect=True)
+def test_what_was_acknowledged_is_learned_from_whatever_is_killed(
+    recorded: Recorded, request: pytest.FixtureRequest
+) -> None:
+    fleet, server = recorded, recorded.server
+    fleet.goes_on()
+    fleet.recorder.loses_reply = True
+    fleet.processes.until(lambda: fleet.recorder.num_lost == 1)
+    os.kill(fleet.worker.pool()[0], signal.SIGKILL)
+    fleet.goes_on()
+    fleet.learner.kill()
+    fleet.learner = fleet.start_learner()
+    server.kill()
+    server.start()
+    fleet.goes_on()
+    fleet.settle()
+    raw = fleet.follower.finish(fleet.folder / "runs" / fleet.run)
+    rules = KINDS[request.node.callspec.params["recorded"]][1]
+    assert verdict(fleet.recorder.history, raw, fleet.run, rules, fleet.logs) == []
+    assert raw.weights and raw.cursor and raw.evaluations
