@@ -50,6 +50,7 @@ class Append:
         num_steps: of each lane.
         began: when the server could have it; `ended`: when its client could have the answer. Both count events.
         known_version: the newest version that any client had been told of when it began.
+        published_version: the newest version whose publication had begun then.
         answer: its first word, also of an error, or NO_REPLY.
         version: the newest one, as told in the answer; -1: not told.
     """
@@ -60,6 +61,7 @@ class Append:
     lanes: tuple[int, ...]
     num_steps: int
     known_version: int
+    published_version: int
     began: int = field(default_factory=_now)
     ended: int = 0
     answer: str = NO_REPLY
@@ -94,6 +96,8 @@ class History:
     weights: list[Weights] = field(default_factory=list)
     told: dict[str, int] = field(default_factory=dict)
     """By run, the newest version that a client was told of."""
+    published: dict[str, int] = field(default_factory=dict)
+    """By run, the newest version whose publication began."""
     errors: list[str] = field(default_factory=list)
     """What the recorder could not follow."""
 
@@ -127,22 +131,23 @@ class Tap:
         """What is to be done with each reply that has not come yet; False: it is lost."""
         self._is_followed = True
 
-    def sent(self, data: bytes) -> None:
-        """Follow what the client sends."""
+    def sent(self, data: bytes) -> bool:
+        """Follow what the client sends, which the server always gets."""
         if not self._is_followed:
-            return
+            return True
         self._requests.feed(data)
         while (request := self._requests.gets()) is not _NOTHING:
             command = request[0].upper()
             if command.endswith(b"SUBSCRIBE"):  # from here on replies do not go with requests
                 self._is_followed = False
-                return
+                return True
             try:
                 note = self._note(command, request)
             except Exception as error:
                 note = None
                 self._history.errors.append(f"{request[:3]!r:.200}: {error!r}")
             self._waiting.append(note)
+        return True
 
     def received(self, data: bytes) -> bool:
         """Follow what the server sends; return whether the client gets it."""
@@ -153,6 +158,9 @@ class Tap:
         while (reply := self._replies.gets()) is not _NOTHING:
             if isinstance(reply, hiredis.PushNotification):
                 continue
+            if not self._waiting:
+                self._history.errors.append(f"a reply without a request: {reply!r:.200}")
+                return True
             note = self._waiting.popleft()
             is_passed &= note is None or note(reply)
         return is_passed
@@ -183,6 +191,7 @@ class Tap:
             _lanes(header, fields),
             header["T"],
             self._history.told.get(run, -1),
+            self._history.published.get(run, -1),
         )
         self._history.appends.append(append)
 
@@ -202,8 +211,9 @@ class Tap:
         return answered
 
     def _publish(self, match: re.Match[bytes], blob: bytes) -> Callable[[Any], bool]:
-        weights = _weights(match, blob, is_publication=True)
+        weights, published = _weights(match, blob, is_publication=True), self._history.published
         self._history.weights.append(weights)
+        published[weights.run] = max(published.get(weights.run, -1), weights.version)
 
         def answered(reply: Any) -> bool:
             weights.answer = str(reply) if isinstance(reply, Exception) else "ok"

@@ -6,6 +6,7 @@ It judges what clients were told (history.py), what the server and the run's fol
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
@@ -77,6 +78,11 @@ class Learned:
                 known[: len(counts)] += counts.astype(np.uint32)
                 self._counts[int(lane)] = known
 
+    def num_steps(self) -> Iterator[tuple[int, int]]:
+        """Yield each lane, and the number of its steps up to the last one that was learned from."""
+        for lane, counts in self._counts.items():
+            yield lane, int(counts.nonzero()[0].max(initial=-1)) + 1
+
     def times(self, append: Append) -> Any:
         """Return how often each step of a fragment was learned from: [N, T]."""
         rows = []
@@ -114,15 +120,29 @@ class Rules:
         epochs: on-policy, how often each step is learned from, if no fragment is dropped; 0: off-policy.
         samples_per_insert: off-policy, draws of a step.
         capacity: off-policy, of the replay.
-        is_tagged: its environment and its network are those of `tagged`.
         may_lose: fragments may be trimmed before they are learned from, as of a server whose memory was full.
+        may_refuse: clients may have sent fragments that the learner has to refuse.
+        warmup_steps, slack_steps: off-policy, steps before the first draw, and by which draws may be ahead.
     """
 
     epochs: int = 0
     samples_per_insert: float = 1.0
     capacity: int = 2**62
-    is_tagged: bool = True
     may_lose: bool = False
+    may_refuse: bool = False
+    warmup_steps: int = 0
+    slack_steps: int = 0
+
+    def draws_of_step(self, inserted: int, total: int) -> float:
+        """Return how often a step is drawn, as a mean: the replay held `inserted` with it, and `total` were sent.
+
+        With each step inserted later, `samples_per_insert` steps are drawn of all that are held.
+        """
+        full = max(inserted, self.capacity)
+        growing = math.log(min(total, full) / inserted)
+        return self.samples_per_insert * (
+            growing + max(0, min(total, inserted + self.capacity) - full) / self.capacity
+        )
 
 
 def verdict(history: History, raw: Raw, run: str, rules: Rules, logs: Path | None = None) -> list[str]:
@@ -133,18 +153,16 @@ def verdict(history: History, raw: Raw, run: str, rules: Rules, logs: Path | Non
         raw: what is stored, once nothing moves any more.
         run: its id.
         rules: its own.
-        logs: folder of the passes of its network.
+        logs: folder of the passes of its network, if its environment and its network are those of `tagged`.
     """
     appends = [one for one in history.appends if one.run == run]
-    findings = [*history.errors[:MOST], *_appends(appends, raw), *_versions(appends)]
+    findings = [*history.errors[:MOST], *_appends(appends, raw, rules), *_order(appends), *_versions(appends)]
     findings += _weights([one for one in history.weights if one.run == run], raw)
     findings += _stored(raw)
-    if rules.is_tagged and logs is not None:
+    if logs is not None:
         lanes = {first >> 24 for one in appends for first in one.lanes}
-        of_run = [one for one in sessions(logs) if _lane(one) in lanes]
-        findings += _continuity(appends)
-        findings += _on_policy(appends, raw, of_run, rules) if rules.epochs else []
-        findings += _off_policy(appends, raw, of_run, rules) if not rules.epochs else []
+        passes = lineage(one for one in sessions(logs) if _lane(one) in lanes)
+        findings += (_on_policy if rules.epochs else _off_policy)(appends, raw, passes, rules)
     return findings
 
 
@@ -167,7 +185,7 @@ def accepted(appends: Iterable[Append]) -> dict[Name, Append]:
     return found
 
 
-def _appends(appends: list[Append], raw: Raw) -> Iterator[str]:
+def _appends(appends: list[Append], raw: Raw, rules: Rules) -> Iterator[str]:
     """Each fragment is written once, if it was acknowledged or if nobody knows, and not if it was refused."""
     known = accepted(appends)
     unclear = {one.name for one in appends if one.answer not in ACCEPTED | REFUSED}
@@ -183,12 +201,19 @@ def _appends(appends: list[Append], raw: Raw) -> Iterator[str]:
         if name in known and raw.cursor and entry_id not in raw.stored and order(entry_id) > order(raw.cursor)
     )
     yield from _some("trimmed, although no checkpoint covers it", gone)
+    if not rules.may_refuse:
+        refused = (
+            f"{raw.entries[one]} ({raw.dead[one]})" for one in raw.dead if raw.entries.get(one) in known
+        )
+        yield from _some("refused, although its client did nothing wrong", refused)
 
 
 def _versions(appends: list[Append]) -> Iterator[str]:
     """Nobody is told of an older version than anybody was told of before."""
     back = [one for one in appends if one.ended and one.version < one.known_version]
     yield from _some("versions went back", (f"{one.known_version} to {one.version}" for one in back))
+    early = (one.name for one in appends if one.policy_version > one.published_version)
+    yield from _some("played by a version that was not published", early)
 
 
 def _weights(found: list[Weights], raw: Raw) -> Iterator[str]:
@@ -217,29 +242,37 @@ def _stored(raw: Raw) -> Iterator[str]:
     yield from _some("evaluations without a finite return, of versions", wrong)
 
 
-def _continuity(appends: list[Append]) -> Iterator[str]:
-    """The steps of a lane are sent without a gap, in the order of the fragments' numbers."""
-    ends: dict[int, tuple[Name, int]] = {}
-    for name, one in sorted(accepted(appends).items()):
-        for first in one.lanes:
-            before = ends.get(first >> 24)
-            if first < 0 or (before and before[0].seq + 1 == name.seq and before[1] != first):
-                yield f"{name}: its steps do not follow those of the fragment before"
-            ends[first >> 24] = name, first + one.num_steps
+def _order(appends: list[Append]) -> Iterator[str]:
+    """A collector sends one fragment after another, each until it is answered, and no step of a lane is left out."""
+    of_collector: dict[tuple[int, int], list[Append]] = defaultdict(list)
+    for one in appends:
+        of_collector[one.name[:2]].append(one)
+    for sent in of_collector.values():
+        for before, one in itertools.pairwise(sent):
+            if one.name == before.name:
+                if one.lanes != before.lanes:
+                    yield f"{one.name}: two fragments of this name"
+            elif before.answer not in ACCEPTED or one.name.seq != before.name.seq + 1:
+                yield f"{one.name}: sent after {before.name}, which was answered by {before.answer}"
+            elif any(
+                first < 0 or (last >> 24 == first >> 24 and first != last + before.num_steps)
+                for last, first in zip(before.lanes, one.lanes, strict=True)
+            ):
+                yield f"{one.name}: its steps do not follow those of the fragment before"
+            elif one.policy_version < before.version:
+                yield f"{one.name}: played by {one.policy_version}, when {before.version} was known"
 
 
-def _entries(appends: list[Append], raw: Raw) -> Iterator[tuple[bytes, Append]]:
-    """Yield the fragments in the stream's order, without those that were refused."""
+def _entries(appends: list[Append], raw: Raw) -> list[tuple[bytes, Append]]:
+    """Return the fragments in the stream's order, without those that were refused."""
     sent = {one.name: one for one in appends}
-    for entry_id in sorted(raw.entries, key=order):
-        name = raw.entries[entry_id]
-        if name in sent and entry_id not in raw.dead:
-            yield entry_id, sent[name]
+    ids = [one for one in sorted(raw.entries, key=order) if raw.entries[one] in sent and one not in raw.dead]
+    return [(entry_id, sent[raw.entries[entry_id]]) for entry_id in ids]
 
 
-def _on_policy(appends: list[Append], raw: Raw, of_run: list[Session], rules: Rules) -> Iterator[str]:
+def _on_policy(appends: list[Append], raw: Raw, passes: list[Any], rules: Rules) -> Iterator[str]:
     """Each fragment is learned from in `epochs` passes, in the stream's order; those that wait come last."""
-    learned = Learned(lineage(of_run))
+    learned = Learned(passes)
     waiting: list[Name] = []
     lost, odd, passed = [], [], []
     for entry_id, one in _entries(appends, raw):
@@ -257,22 +290,43 @@ def _on_policy(appends: list[Append], raw: Raw, of_run: list[Session], rules: Ru
         yield from _some("trimmed before it was learned from", lost)
         yield from _some("never learned from, while later ones were", passed)
     yield from _some(f"not learned from {rules.epochs} times", odd)
+    yield from _unknown(appends, raw, learned)
 
 
-def _off_policy(appends: list[Append], raw: Raw, of_run: list[Session], rules: Rules) -> Iterator[str]:
-    """Each fragment that was in the replay for long enough is drawn."""
-    learned = Learned(steps for session in of_run for steps in session.steps)
+def _off_policy(appends: list[Append], raw: Raw, passes: list[Any], rules: Rules) -> Iterator[str]:
+    """Each fragment that was in the replay for long enough is drawn, and so is each place in fragments."""
+    learned, drawn = Learned(passes), sum(len(one) // 8 for one in passes)
     entries = [one for _, one in _entries(appends, raw)]
-    sizes = np.array([one.num_steps * len(one.lanes) for one in entries])
-    inserted = np.cumsum(sizes)
-    total, never = inserted[-1] if len(inserted) else 0, []
-    for one, size, before in zip(entries, sizes, inserted, strict=True):
-        # Of each step inserted later, the replay draws samples_per_insert steps out of all that it holds.
-        until = min(total, before + rules.capacity)
-        held = (
-            np.log(max(min(until, rules.capacity), before) / before)
-            + max(0.0, until - max(before, rules.capacity)) / rules.capacity
-        )
-        if rules.samples_per_insert * size * held > SURE and not learned.times(one).any():
+    inserted, never = 0, []
+    total = sum(one.num_steps * len(one.lanes) for one in entries)
+    expected: Any = defaultdict(float)
+    found: Any = Counter()
+    for one in entries:
+        inserted += one.num_steps * len(one.lanes)
+        draws = rules.draws_of_step(inserted, total)
+        times = learned.times(one)
+        if draws * times.size > SURE and not times.any():
             never.append(one.name)
+        for place, num in np.ndenumerate(times):
+            expected[place] += draws
+            found[place] += int(num)
     yield from _some("never learned from", never)
+    places = (place for place in expected if expected[place] > SURE and not found[place])
+    yield from _some("never learned from, these lanes and steps of any fragment", places)
+    most = rules.samples_per_insert * (total - rules.warmup_steps + rules.slack_steps)
+    if drawn > most:
+        yield f"{drawn} draws of {total} steps, at most {most:.0f} are right"
+    yield from _unknown(appends, raw, learned)
+
+
+def _unknown(appends: list[Append], raw: Raw, learned: Learned) -> Iterator[str]:
+    """What is learned from was sent and not refused."""
+    ends: Counter[int] = Counter()
+    for one in appends:
+        for first in one.lanes:
+            ends[first >> 24] = max(ends[first >> 24], (first & (2**24 - 1)) + one.num_steps)
+    strange = (hex(lane) for lane, num in learned.num_steps() if num > ends[lane])
+    yield from _some("learned from steps that nobody sent, of lanes", strange)
+    refused = {raw.entries.get(one) for one in raw.dead}
+    wrong = (one.name for one in appends if one.name in refused and learned.times(one).any())
+    yield from _some("refused and learned from", wrong)

@@ -34,7 +34,7 @@ ENDLESS: dict[str, Any] = {
 }
 OFF_POLICY = ENDLESS | {
     "algorithm": NETWORK | {"name": "dqn", "batch_size": 32},
-    "replay": {"samples_per_insert": 8, "warmup_steps": 200, "slack_steps": 500, "capacity": 20_000},
+    "replay": {"samples_per_insert": 8, "warmup_steps": 200, "slack_steps": 500, "capacity": 2_000},
 }
 PPO = NETWORK | {"name": "ppo", "estimator": "vtrace", "shared": True, "num_epochs": 2, "batch_size": 128}
 ON_POLICY = ENDLESS | {
@@ -42,7 +42,10 @@ ON_POLICY = ENDLESS | {
     "on_policy": {"stale": "correct"},
 }
 KINDS = {
-    "off-policy": (OFF_POLICY, Rules(samples_per_insert=8, capacity=20_000)),
+    "off-policy": (
+        OFF_POLICY,
+        Rules(samples_per_insert=8, capacity=2_000, warmup_steps=200, slack_steps=500),
+    ),
     "on-policy": (ON_POLICY, Rules(epochs=2)),
 }
 

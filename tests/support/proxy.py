@@ -13,20 +13,22 @@ import time
 from asyncio import StreamReader, StreamWriter
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 import trustme
 
 
-class Tap(Protocol):
-    """Sees what a connection carries."""
+class Tap:
+    """Sees what a connection carries; this one does nothing with it."""
 
-    def sent(self, data: bytes) -> None:
-        """See what the client sends, before the server does."""
+    def sent(self, data: bytes) -> bool:
+        """See what the client sends; return whether the server gets it, else the connection is reset."""
+        return True
 
     def received(self, data: bytes) -> bool:
         """See what the server sends; return whether the client gets it, else the connection is reset."""
+        return True
 
 
 class Proxy:
@@ -42,7 +44,7 @@ class Proxy:
         self,
         server_url: str,
         context: ssl.SSLContext | None = None,
-        tap: Callable[[], Tap] | None = None,
+        tap: Callable[[], Tap] = Tap,
     ) -> None:
         self._tap, self._delay_s, self._loss = tap, 0.0, 0.0
         server = urlsplit(server_url)
@@ -113,9 +115,9 @@ class Proxy:
         with contextlib.suppress(OSError):  # the server is away: so is the port
             server_reader, server = await asyncio.open_unix_connection(self._path)
             self.num_connections += 1
-            tap = self._tap() if self._tap else None
-            sent = asyncio.create_task(self._copy(reader, server, client, tap and tap.sent))
-            received = asyncio.create_task(self._copy(server_reader, client, client, tap and tap.received))
+            tap = self._tap()
+            sent = asyncio.create_task(self._copy(reader, server, client, tap.sent))
+            received = asyncio.create_task(self._copy(server_reader, client, client, tap.received))
             await asyncio.wait((sent, received), return_when=asyncio.FIRST_COMPLETED)
             if client in self._cut:
                 await sent  # the client of a half-open connection notices nothing
@@ -129,7 +131,7 @@ class Proxy:
         source: StreamReader,
         target: StreamWriter,
         client: StreamWriter,
-        see: Callable[[bytes], bool | None] | None,
+        see: Callable[[bytes], bool],
     ) -> None:
         with contextlib.suppress(OSError):
             while data := await source.read(1 << 16):
@@ -137,7 +139,7 @@ class Proxy:
                     is_lost = random.random() < self._loss
                     await asyncio.sleep(self._delay_s + 0.2 * is_lost)
                 if client not in self._cut:
-                    if see is not None and see(data) is False:
+                    if not see(data):
                         return
                     target.write(data)
                     await target.drain()
