@@ -65,7 +65,7 @@ class Recorded:
             "PYTHONPATH": f"{ROOT / 'tests'}{os.pathsep}{ROOT}",
             "DDRL_ALLOW_MODULES": "checker.tagged",
         }
-        self.worker = self.processes.celery(self.proxy.url, "-c", "2", env=self.env)
+        self.worker = self.processes.celery(self.proxy.url, env=self.env)
         self.learner = self.start_learner()
         tree = target_tree(**sections) | {"algorithm": sections["algorithm"]}
         self.run = start(server.client, validate(tree))
@@ -108,19 +108,17 @@ def recorded(
 
 
 @pytest.mark.parametrize("recorded", KINDS, indirect=True)
-def test_what_was_acknowledged_is_learned_from_whatever_is_killed(
-    recorded: Recorded, request: pytest.FixtureRequest
-) -> None:
+def test_history(recorded: Recorded, request: pytest.FixtureRequest) -> None:
     fleet, server = recorded, recorded.server
     fleet.goes_on()
     fleet.recorder.loses_reply = True
     fleet.processes.until(lambda: fleet.recorder.num_lost == 1)
+    fleet.goes_on(2)  # the fragment is sent again before its sender is killed
     os.kill(fleet.worker.pool()[0], signal.SIGKILL)
-    fleet.goes_on()
     fleet.learner.kill()
-    fleet.learner = fleet.start_learner()
     server.kill()
     server.start()
+    fleet.learner = fleet.start_learner()
     fleet.goes_on()
     fleet.settle()
     raw = fleet.follower.finish(fleet.folder / "runs" / fleet.run)
