@@ -13,7 +13,7 @@ import json
 import re
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import blosc2
@@ -100,6 +100,11 @@ class History:
     """By run, the newest version whose publication began."""
     errors: list[str] = field(default_factory=list)
     """What the recorder could not follow."""
+
+    def copy(self) -> History:
+        """Return it as it is now; read the server after that, while clients go on."""
+        appends = [replace(one) for one in self.appends]
+        return History(appends, [replace(one) for one in self.weights], errors=list(self.errors))
 
 
 class Recorder:

@@ -87,6 +87,7 @@ class Follower:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
+        self._client.close()
 
     def _follow(self) -> None:
         while not self._ended.wait(FOLLOW_S):

@@ -110,7 +110,7 @@ def poison(fleet: Fleet, fields: Mapping[bytes, bytes]) -> str:
     """Add an entry to the stream; the reason for which it is refused."""
     dead = keys.dead(fleet.run)
     before = fleet.client.xlen(dead)
-    fleet.client.xadd(keys.experience(fleet.run), dict(fields))
+    fleet.follower.forged.add(fleet.client.xadd(keys.experience(fleet.run), dict(fields)))
     fleet.processes.until(lambda: fleet.client.xlen(dead) > before, bound(5.0))
     return fleet.client.xrange(dead)[before][1][b"reason"].decode()
 

@@ -97,7 +97,6 @@ def test_a_machine_gone_while_another_is_there(fleet: Fleet) -> None:
 
 def test_the_last_machine_gone_is_shown_and_a_new_one_takes_over(fleet: Fleet) -> None:
     fleet.ready()
-    before = fleet.audit()
     fleet.worker.kill_group()
     fleet.processes.until(lambda: not fleet.nodes(), bound(8.0))
     shown = fleet.processes.ddrl(fleet.server.url, "status", fleet.run).stdout
@@ -106,7 +105,7 @@ def test_the_last_machine_gone_is_shown_and_a_new_one_takes_over(fleet: Fleet) -
     fleet.worker = fleet.start_worker()
     fleet.processes.until(fleet.nodes)
     fleet.goes_on(bound(5.0))
-    fleet.accounts_for(before)
+    fleet.judge()
 
 
 def test_machines_that_join_and_leave_every_few_seconds(fleet: Fleet) -> None:

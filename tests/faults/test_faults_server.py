@@ -17,10 +17,7 @@ from support.processes import EXACT, bound
 pytestmark = pytest.mark.faults
 WORKER, LEARNER = 0, 1  # whose proxy
 CUT_S = 12.0  # until half-open connections are given up: replies are awaited for 5 s
-FLEET = {
-    "sections": {**ENDLESS, "replay": {"samples_per_insert": 2, "slack_steps": 20_000}},
-    "is_proxied": True,
-}
+FLEET = {"sections": {**ENDLESS, "replay": {"samples_per_insert": 2, "slack_steps": 20_000}}}
 
 
 def test_the_server_killed_and_started_again_with_its_file(fleet: Fleet) -> None:

@@ -69,7 +69,7 @@ class Recorded:
         self.learner = self.start_learner()
         tree = target_tree(**sections) | {"algorithm": sections["algorithm"]}
         self.run = start(server.client, validate(tree))
-        raw = stack.enter_context(Redis(unix_socket_path=str(server.socket)))
+        raw = Redis(unix_socket_path=str(server.socket))
         self.follower = stack.enter_context(Follower(raw, self.run))
 
     def start_learner(self) -> Any:

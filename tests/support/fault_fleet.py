@@ -1,8 +1,8 @@
 """A live fleet that faults happen to: server with an append-only file, learner, worker, and a run without end.
 
 `with fleet.survives(within_s): ...` is the frame of a fault's test: the run goes on within the bound after the block,
-the ledger balances, every fragment that had been acknowledged is still accounted for once, and no process has
-answered the fault with a traceback.
+the ledger balances, tests/checker finds nothing in what clients were told, and no process has answered the fault with a
+traceback.
 """
 
 from __future__ import annotations
@@ -13,6 +13,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from checker.history import Recorder
+from checker.raw import Follower
+from checker.verdict import Rules, verdict
+from redis import Redis
 from support.private_server import PrivateServer, require_program, until
 from support.processes import Env, Process, Processes, bound
 from support.proxy import Proxy
@@ -41,7 +45,8 @@ class Fleet:
         server: it must keep its data over a kill.
         processes: where learner and workers run.
         sections: of the run's config.
-        proxies: through which worker and learner reach the server; without them they do so directly.
+        recorder: of what clients are told.
+        proxies: through which worker and learner reach the server.
         concurrency: processes of the worker.
     """
 
@@ -50,16 +55,19 @@ class Fleet:
         server: PrivateServer,
         processes: Processes,
         sections: Sections,
+        recorder: Recorder,
         proxies: list[Proxy],
         concurrency: int,
     ) -> None:
         self.server, self.processes, self.proxies = server, processes, proxies
         self.client = server.client
-        self._worker_url, self._learner_url = [proxy.url for proxy in proxies] or [server.url] * 2
+        self.recorder = recorder
+        self._worker_url, self._learner_url = (proxy.url for proxy in proxies)
         self._concurrency = str(concurrency)
         self.worker = self.start_worker()
         self.learner = self.start_learner()
         self.run = start(self.client, target_config(**sections))
+        self.follower = Follower(Redis(unix_socket_path=str(server.socket)), self.run)
         self.ready()
 
     def start_worker(self, *options: str, env: Env = None) -> Process:
@@ -117,23 +125,21 @@ class Fleet:
     def survives(self, within_s: float) -> Iterator[None]:
         """Check that the run survives the block, see the module's docstring; `within_s` goes through `bound`."""
         self.ready()
-        before = self.audit()
         said = {process.log: len(process.text()) for process in self.processes.started}
         yield
         recovery_s = self.goes_on(bound(within_s))
         print(f"went on after {recovery_s:.1f} s")
-        self.accounts_for(before)
+        self.judge()
         for process in self.processes.started:
             new = process.text()[said.get(process.log, 0) :]
             assert TRACE not in new, (process.log.name, new[-4000:])
 
-    def accounts_for(self, before: Audit) -> Audit:
-        """Check that the ledger balances, and no producer has fewer acknowledged fragments than it had."""
+    def judge(self) -> None:
+        """Check that the ledger balances, and that the checker finds nothing."""
         self.processes.until(lambda: self.audit().is_balanced, bound(5.0))
-        now = self.audit()
-        assert not (lost := lost_fragments(before, now)), (lost, before, now)
-        assert now.total("trimmed") == 0, now
-        return now
+        assert (now := self.audit()).total("trimmed") == 0, now
+        history = self.recorder.history.copy()
+        assert not (found := verdict(history, self.follower.finish(), self.run, Rules())), found
 
     def says(self, process: Process, words: str) -> str:
         """Return the line of a process's log with `words`, once it is there."""
@@ -141,32 +147,19 @@ class Fleet:
         return next(line for line in process.text().splitlines() if words in line)
 
 
-def lost_fragments(before: Audit, now: Audit) -> dict[int, int]:
-    """Return the producers that have fewer acknowledged fragments than before, and how many fewer.
-
-    Producers that have ended share one account.
-    """
-    expected = {ledger.ENDED: 0}
-    for producer, account in before.accounts.items():
-        key = producer if producer in now.accounts else ledger.ENDED
-        expected[key] = expected.get(key, 0) + account.appended
-    acknowledged = {producer: account.appended for producer, account in now.accounts.items()}
-    missing = {key: number - acknowledged.get(key, 0) for key, number in expected.items()}
-    return {key: number for key, number in missing.items() if number > 0}
-
-
 @contextlib.contextmanager
-def fleet_of(
-    folder: Path, sections: Sections = ENDLESS, *, is_proxied: bool = False, concurrency: int = 1
-) -> Iterator[Fleet]:
+def fleet_of(folder: Path, sections: Sections = ENDLESS, *, concurrency: int = 1) -> Iterator[Fleet]:
     """Run a fleet with a server of its own while the context lasts."""
     require_program()
     with contextlib.ExitStack() as stack:
         server = PrivateServer("--appendonly", "yes", "--appendfsync", "no")
         stack.callback(server.close)
-        proxies = [Proxy(server.url) for _ in range(2 * is_proxied)]
+        recorder = Recorder()
+        proxies = [Proxy(server.url, tap=recorder.tap) for _ in range(2)]
         for proxy in proxies:
             stack.callback(proxy.close)
         processes = stack.enter_context(Processes(folder))
         stack.callback(processes.kill)
-        yield Fleet(server, processes, sections, proxies, concurrency)
+        fleet = Fleet(server, processes, sections, recorder, proxies, concurrency)
+        with fleet.follower:
+            yield fleet
