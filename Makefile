@@ -18,7 +18,7 @@ PRESETS = $(basename $(notdir $(wildcard configs/*.yaml)))
 NEW_ENOUGH = import sys; sys.exit(sys.version_info < (3, 11))
 
 .DEFAULT_GOAL = help
-.PHONY: help setup lunar run $(PRESETS:%=run_%) test faults soak ha check size docs clean clean-runs
+.PHONY: help setup lunar run $(PRESETS:%=run_%) test faults soak ha mutants check size docs clean clean-runs
 
 help:
 	@echo 'make lunar       train a LunarLander; sets everything up first'
@@ -29,6 +29,7 @@ help:
 	@echo 'make faults      only the tests that kill, freeze, cut and fill up, held to their exact time bounds'
 	@echo 'make soak        random faults on a live fleet; MINUTES=15, SEED=1'
 	@echo 'make ha          lose the primary of a live fleet again and again; FAILOVERS=50'
+	@echo 'make mutants     does a test catch each planted bug of tests/mutants? ARGS="append trim" tries only these'
 	@echo 'make check       format, lint, types and tests: what a change must pass'
 	@echo 'make size        lines of code by folder; make docs: write docs/configuration.md anew'
 	@echo 'make setup       only set up $(VENV); EXTRAS=box2d,mujoco adds these to it,'
@@ -81,6 +82,9 @@ soak: $(STAMP)
 
 ha: $(STAMP)
 	@PYTHONPATH=tests $(VENV)/bin/python benchmarks/failover.py --failovers $(FAILOVERS) $(ARGS)
+
+mutants: $(STAMP)
+	@$(VENV)/bin/python benchmarks/mutants.py $(ARGS)
 
 check: $(STAMP)
 	$(VENV)/bin/ruff format --check

@@ -2,8 +2,8 @@
 
 make mutants      python benchmarks/mutants.py --report docs/mutants.md      python benchmarks/mutants.py trim append
 
-A patch's first line says what it breaks, its second one which test catches it. Each is applied to a copy of the tree, in
-which that test must then fail; without any patch the same tests must pass. Exit code 1 otherwise.
+A patch's first line says what it breaks, its second one which test catches it. Each is applied to a copy of the tree,
+in which that test must then fail; without any patch the same tests must pass. Exit code 1 otherwise.
 """
 
 from __future__ import annotations

@@ -123,5 +123,6 @@ def test_history(recorded: Recorded, request: pytest.FixtureRequest) -> None:
     fleet.settle()
     raw = fleet.follower.finish(fleet.folder / "runs" / fleet.run)
     rules = KINDS[request.node.callspec.params["recorded"]][1]
-    assert verdict(fleet.recorder.history, raw, fleet.run, rules, fleet.logs) == []
+    findings = verdict(fleet.recorder.history, raw, fleet.run, rules, fleet.logs)
+    assert not findings, "\n".join(findings)
     assert raw.weights and raw.cursor and raw.evaluations

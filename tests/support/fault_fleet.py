@@ -139,7 +139,8 @@ class Fleet:
         self.processes.until(lambda: self.audit().is_balanced, bound(5.0))
         assert (now := self.audit()).total("trimmed") == 0, now
         history = self.recorder.history.copy()
-        assert not (found := verdict(history, self.follower.finish(), self.run, Rules())), found
+        findings = verdict(history, self.follower.finish(), self.run, Rules())
+        assert not findings, "\n".join(findings)
 
     def says(self, process: Process, words: str) -> str:
         """Return the line of a process's log with `words`, once it is there."""
