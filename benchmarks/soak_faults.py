@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -13,18 +14,11 @@ from typing import Any, cast
 
 from soak_fleet import SoakFleet
 from support.poison import COUNTERS, POISON, UNKNOWN_PRODUCER
-from support.processes import ROOT
 
 from ddrl.celery import ROLLOUT
 from ddrl.store import keys, runs
 
 Fault = Callable[[SoakFleet, random.Random], str]
-
-CLOCK = """
-import os, time
-shift_s, true_time = float(os.environ["CLOCK_SHIFT_S"]), time.time
-time.time = lambda: true_time() + shift_s
-"""
 
 
 def playing_process_killed(fleet: SoakFleet, draw: random.Random) -> str:
@@ -74,17 +68,37 @@ def worker_joins_for_a_while(fleet: SoakFleet, draw: random.Random) -> str:
     return f"{for_s:.1f} s"
 
 
-def worker_with_a_wrong_clock(fleet: SoakFleet, draw: random.Random) -> str:
-    folder = fleet.processes.folder / "clock"
-    folder.mkdir(exist_ok=True)
-    (folder / "sitecustomize.py").write_text(CLOCK)
-    hours = draw.choice([-1.0, 1.0])
-    path = {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "CLOCK_SHIFT_S": str(hours * 3600)}
-    worker = draw.choice(fleet.workers)
-    fleet.forget(worker)
-    worker.kill_group()
-    fleet.start_worker(env=path)
-    return f"{hours:+.0f} h"
+def clocks_jump(fleet: SoakFleet, draw: random.Random) -> str:
+    processes, hours, for_s = (
+        [*fleet.workers, *fleet.learners],
+        draw.choice([-1.0, 1.0]),
+        draw.uniform(2.0, 6.0),
+    )
+    for process in processes:
+        fleet.set_clock(process, draw.choice([0.0, hours * 3600]))
+    time.sleep(for_s)
+    for process in processes:
+        fleet.set_clock(process, 0.0)
+    return f"{hours:+.0f} h for {for_s:.1f} s, of some"
+
+
+def worker_without_memory(fleet: SoakFleet, draw: random.Random) -> str:
+    pool, for_s = draw.choice(fleet.workers).pool(), draw.uniform(1.0, 4.0)
+    for pid in pool[:1]:
+        with contextlib.suppress(ProcessLookupError, OSError):
+            size = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * 4096
+            resource.prlimit(pid, resource.RLIMIT_AS, (size, resource.RLIM_INFINITY))
+            time.sleep(for_s)
+            resource.prlimit(pid, resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return f"{for_s:.1f} s" if pool else "none was there"
+
+
+def reply_lost(fleet: SoakFleet, draw: random.Random) -> str:
+    before, deadline = fleet.recorder.num_lost, time.monotonic() + 10.0
+    fleet.recorder.loses_reply = True
+    while fleet.recorder.num_lost == before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return f"{fleet.recorder.num_lost - before} of an append"
 
 
 def learner_killed(fleet: SoakFleet, draw: random.Random) -> str:
@@ -138,6 +152,31 @@ def server_frozen(fleet: SoakFleet, draw: random.Random) -> str:
     return f"{for_s:.1f} s"
 
 
+def slow_fsync(fleet: SoakFleet, draw: random.Random) -> str:
+    ms, for_s = draw.choice([20, 300, 1500]), draw.uniform(2.0, 6.0)
+    with fleet.slow_disk(ms):
+        time.sleep(for_s)
+    return f"{ms} ms each for {for_s:.1f} s"
+
+
+def server_killed_during_fsync(fleet: SoakFleet, draw: random.Random) -> str:
+    ms, after_s = draw.choice([300, 1500]), draw.uniform(0.0, 2.0)
+    with fleet.slow_disk(ms):
+        time.sleep(draw.uniform(1.0, 2.0))
+        fleet.server.kill()
+    time.sleep(after_s)
+    fleet.server.start()
+    return f"{ms} ms each, back after {after_s:.1f} s"
+
+
+def slow_link(fleet: SoakFleet, draw: random.Random) -> str:
+    delay_s, loss, for_s = draw.uniform(0.005, 0.1), draw.uniform(0.0, 0.2), draw.uniform(3.0, 8.0)
+    fleet.proxy.slow(delay_s, loss)
+    time.sleep(for_s)
+    fleet.proxy.slow(0.0, 0.0)
+    return f"{1000 * delay_s:.0f} ms and {loss:.0%} lost for {for_s:.1f} s"
+
+
 def connections_cut(fleet: SoakFleet, draw: random.Random) -> str:
     return f"{fleet.proxy.cut()} half-open"
 
@@ -174,18 +213,22 @@ def server_disk_full(fleet: SoakFleet, draw: random.Random) -> str:
 
 def entries_poisoned(fleet: SoakFleet, draw: random.Random) -> str:
     run, kind = draw.choice(fleet.runs), draw.choice(sorted(POISON))
-    if kind == "another dtype of actions" and "on-policy" in run:
-        kind = "checksum"  # actions of that run are integers already
+    if kind == "another dtype of actions":
+        kind = "checksum"  # actions are integers already
     for fields in newest_entry(fleet, run):
         forged = {**POISON[kind][0](fields), **UNKNOWN_PRODUCER, **draw.choice([{}, *COUNTERS])}
-        fleet.client.xadd(keys.experience(run), cast("Any", forged))
+        fleet.followers[run].forged.add(
+            cast("bytes", fleet.client.xadd(keys.experience(run), cast("Any", forged)))
+        )
     return kind
 
 
 def entry_repeated(fleet: SoakFleet, draw: random.Random) -> str:
     run = draw.choice(fleet.runs)
     for fields in newest_entry(fleet, run):
-        fleet.client.xadd(keys.experience(run), cast("Any", fields))
+        fleet.followers[run].forged.add(
+            cast("bytes", fleet.client.xadd(keys.experience(run), cast("Any", fields)))
+        )
     return run
 
 
@@ -213,6 +256,11 @@ def newest_entry(fleet: SoakFleet, run: str) -> list[dict[bytes, bytes]]:
     return [fields for _, fields in entries]
 
 
+def calm(fleet: SoakFleet, draw: random.Random) -> str:
+    time.sleep(30.0)
+    return "nothing"
+
+
 @contextlib.contextmanager
 def paused(pids: list[int]) -> Iterator[None]:
     """Stop processes while the context lasts."""
@@ -229,14 +277,8 @@ def paused(pids: list[int]) -> Iterator[None]:
 
 FAULTS: tuple[Fault, ...] = (
     *(playing_process_killed, playing_process_stopped, worker_machine_gone, worker_asked_to_leave),
-    *(worker_joins_for_a_while, worker_with_a_wrong_clock, learner_killed, learner_asked_to_leave),
-    *(
-        learner_stopped,
-        server_killed,
-        server_frozen,
-        connections_cut,
-        connections_frozen,
-        connections_refused,
-    ),
+    *(worker_joins_for_a_while, worker_without_memory, clocks_jump, learner_killed, learner_asked_to_leave),
+    *(learner_stopped, server_killed, server_frozen, slow_fsync, server_killed_during_fsync, reply_lost),
+    *(connections_cut, connections_frozen, connections_refused, slow_link),
     *(server_out_of_memory, server_disk_full, entries_poisoned, entry_repeated, message_twice, run_paused),
 )

@@ -1,42 +1,75 @@
 """The live fleet of the soak: two endless runs, their learners with one on standby, workers, a server with a file.
 
+All clients reach the server through two proxies, which record what they are told; at the end tests/checker judges it.
 Every process is watched: one that ends by itself, or that grows, is a finding.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
+import mmap
+import os
 import re
+import signal
+import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import quantiles
 from typing import Any
 
-from support.fault_fleet import ON_POLICY, lost_fragments
+import numpy as np
+from checker.history import Recorder
+from checker.raw import Follower
+from checker.tagged import LOG_VARIABLE
+from checker.verdict import Rules, verdict
+from redis import Redis
 from support.private_server import PrivateServer
-from support.processes import READY, Process, Processes
+from support.processes import READY, ROOT, Process, Processes
 from support.proxy import Proxy
+from support.runs import start, target_tree
+from support.slow_disk import slow_disk
 
-from ddrl.store import connection, ledger, runs, segments
+from ddrl.config import validate
+from ddrl.store import connection, ledger, runs
 
 SAMPLE_S = 2.0
+WARM_UP_S, SLICE_S = 60.0, 30.0  # of a process's life; see `growth`
 NUM_LEARNERS, NUM_WORKERS = 3, 2
 MIB = 1024**2
 BEGUN = re.compile(f"{READY}|waits for runs")
-# Celery finds only after "ready" that the only process of a worker was killed before that.
-NOT_BEGUN = "Could not start worker processes"
+# Reasons for which a process may end while it starts; a service manager starts it again.
+RESTARTS = (
+    "Could not start worker processes",  # its only process was killed before it was up
+    "Errors writing to the AOF file",  # the server's disk is full
+    "OOM command not allowed",  # the server's memory is full
+    "no server reachable",
+    "Error 111 connecting",  # Celery's words for that
+)
 _ENDLESS: dict[str, Any] = {
+    "env": {"id": "checker.tagged:Tagged", "num_envs": 4},
     "stop": {"return": 100.0, "time": "10h"},  # out of reach
     "evaluation": {"every_s": 20, "near_every_s": 20, "num_episodes": 10},
     "rollout": {"segment_s": 2},
 }
+_OFF: dict[str, Any] = {"samples_per_insert": 4, "capacity": 5_000, "warmup_steps": 200, "slack_steps": 500}
+_NETWORK = {"network": "checker.tagged:network", "learning_rate": 1e-3}
+_PPO = _NETWORK | {"name": "ppo", "estimator": "vtrace", "shared": True, "num_epochs": 2}
 RUNS = {
-    "off-policy": _ENDLESS | {"replay": {"samples_per_insert": 1, "capacity": 5_000}},
-    "on-policy": ON_POLICY | _ENDLESS,
+    "off-policy": _ENDLESS | {"replay": _OFF, "algorithm": _NETWORK | {"name": "dqn", "batch_size": 64}},
+    "on-policy": _ENDLESS
+    | {"on_policy": {"stale": "correct"}, "algorithm": _PPO | {"batch_size": 512, "minibatch_size": 128}},
 }
+RULES = {"off-policy": Rules(**_OFF), "on-policy": Rules(epochs=2)}
+CLOCK = """
+import mmap, os, struct, time
+true_time, true_time_ns = time.time, time.time_ns
+shift_s = mmap.mmap(os.open(os.environ["CLOCK_FILE"], os.O_RDONLY), 8, prot=mmap.PROT_READ)
+time.time = lambda: true_time() + struct.unpack("d", shift_s)[0]
+time.time_ns = lambda: true_time_ns() + int(struct.unpack("d", shift_s)[0] * 1e9)
+"""
 
 
 @dataclass
@@ -45,6 +78,7 @@ class Sample:
 
     at_s: float
     role: str
+    pid: int
     memory_bytes: int
     files: int
 
@@ -72,18 +106,29 @@ class SoakFleet:
         self.findings = Findings()
         self.samples: list[Sample] = []
         self._stack = contextlib.ExitStack()
-        self.server = PrivateServer("--appendonly", "yes", "--appendfsync", "no")
+        self._disk = folder / "sync_ms"
+        self.server = PrivateServer(
+            "--appendonly", "yes", "--appendfsync", "no", environment=slow_disk(folder, 0)
+        )
         self._stack.callback(self.server.close)
-        self.proxy = Proxy(self.server.url)
-        self._stack.callback(self.proxy.close)
+        self.recorder = Recorder()
+        self.proxy, other = (Proxy(self.server.url, tap=self.recorder.tap) for _ in range(2))
+        self._urls = self.proxy.url, other.url
+        for proxy in (self.proxy, other):
+            self._stack.callback(proxy.close)
         self.processes = self._stack.enter_context(Processes(folder))
+        (folder / "steps").mkdir()
+        (folder / "sitecustomize.py").write_text(CLOCK)
+        path = os.pathsep.join(map(str, (folder, ROOT / "tests", ROOT)))
+        self._env = {"PYTHONPATH": path, "DDRL_ALLOW_MODULES": "checker.tagged"}
+        os.environ["DDRL_ALLOW_MODULES"] = "checker.tagged"  # of this process, which submits the runs
         self.client = self.server.client
         self.learners: list[Process] = []
         self.workers: list[Process] = []
         self.runs: list[str] = []
         # Processes that ended during their start and were started again, as a service manager does.
         self.restarted: list[str] = []
-        self._seen: dict[str, ledger.Audit] = {}  # by run, the newest audit
+        self.followers: dict[str, Follower] = {}
         self._began = time.monotonic()
         self._ended = threading.Event()
 
@@ -93,7 +138,11 @@ class SoakFleet:
         for _ in range(NUM_WORKERS):
             self.start_worker()
         for name, sections in RUNS.items():
-            self.runs.append(self.processes.detach(self.server.url, name=name, **sections))
+            config = validate(target_tree(name=name, **sections) | {"algorithm": sections["algorithm"]})
+            run = start(self.client, config)
+            raw = Redis(unix_socket_path=str(self.server.socket))
+            self.followers[run] = self._stack.enter_context(Follower(raw, run))
+            self.runs.append(run)
         sampler = threading.Thread(target=self._sample, daemon=True)
         sampler.start()
         self._stack.callback(sampler.join)
@@ -110,18 +159,43 @@ class SoakFleet:
 
     # --- processes -----------------------------------------------------------------------------------
 
-    def start_worker(self, **options: Any) -> Process:
-        """Start one more worker; every second process reaches the server through the proxy."""
-        self.workers.append(self.processes.celery(self._url(), **options))
+    def start_worker(self) -> Process:
+        """Start one more worker; every second process reaches the server through the proxy that breaks."""
+        self.workers.append(self.processes.celery(self._url(), env=self._environment()))
         return self.workers[-1]
 
-    def start_learner(self, **options: Any) -> Process:
-        """Start one more learner; every second process reaches the server through the proxy."""
-        self.learners.append(self.processes.learner(self._url(), **options))
+    def start_learner(self) -> Process:
+        """Start one more learner; every second process reaches the server through the proxy that breaks."""
+        log = {LOG_VARIABLE: str(self.processes.folder / "steps")}
+        self.learners.append(self.processes.learner(self._url(), env=self._environment() | log))
         return self.learners[-1]
 
     def _url(self) -> str:
-        return self.proxy.url if len(self.processes.started) % 2 else self.server.url
+        return self._urls[len(self.processes.started) % 2]
+
+    def _environment(self) -> dict[str, str]:
+        """Return the variables of the next process, which has a clock of its own."""
+        clock = self.processes.folder / f"clock-{len(self.processes.started)}"
+        clock.write_bytes(bytes(8))
+        return self._env | {"CLOCK_FILE": str(clock)}
+
+    def set_clock(self, process: Process, shift_s: float) -> None:
+        """Let the clock of a process jump to the true time and so much more."""
+        number = process.log.name.partition("-")[0]
+        with (self.processes.folder / f"clock-{number}").open("r+b") as file:
+            mmap.mmap(file.fileno(), 8)[:] = struct.pack("d", shift_s)
+
+    @contextlib.contextmanager
+    def slow_disk(self, sync_ms: int) -> Iterator[None]:
+        """Let the server wait for its disk at each write, for so long, while the context lasts."""
+        self._disk.write_text(str(sync_ms))
+        self.client.config_set("appendfsync", "always")
+        try:
+            yield
+        finally:
+            self._disk.write_text("0")
+            with contextlib.suppress(*connection.OUTAGES):  # it may have been killed
+                self.client.config_set("appendfsync", "no")
 
     def forget(self, process: Process) -> None:
         """Stop watching a process, which is about to be ended."""
@@ -136,10 +210,9 @@ class SoakFleet:
                 words = (
                     f"{process.log.name} ended by itself with code {process.returncode}: {last_line(process)}"
                 )
-                if BEGUN.search(process.text()) and NOT_BEGUN not in words:
-                    self.findings.add(words)
-                else:
-                    self.restarted.append(words)
+                is_known = any(reason in words for reason in RESTARTS)
+                is_start = not BEGUN.search(process.text()) or RESTARTS[0] in words
+                (self.restarted.append if is_known and is_start else self.findings.add)(words)
                 self.forget(process)
         while len(self.workers) < NUM_WORKERS:
             self.start_worker()
@@ -167,26 +240,30 @@ class SoakFleet:
             time.sleep(0.05)
         return None
 
-    def audit(self, run: str, within_s: float = 30.0) -> ledger.Audit:
-        """Return a run's audit once it balances; report it if it does not, or if acknowledged fragments are gone."""
-        deadline = time.monotonic() + within_s
-        found = ledger.audit(self.client, run)
-        while not found.is_balanced and time.monotonic() < deadline:
-            time.sleep(0.2)
-            found = ledger.audit(self.client, run)
-        for producer, account in found.accounts.items():
-            if account.difference:
-                self.findings.add(f"{run}: producer {producer} does not balance: {account}")
-        if found.total("trimmed"):
-            self.findings.add(f"{run}: {found.total('trimmed')} fragments went before they were read")
-        for producer, num in lost_fragments(self._seen.get(run, found), found).items():
-            self.findings.add(f"{run}: producer {producer} has {num} acknowledged fragments less than before")
-        self._seen[run] = found
-        return found
+    # --- the verdict ---------------------------------------------------------------------------------
 
-    def playing(self) -> int:
-        """Return the number of producers that play now."""
-        return sum(len(segments.playing(self.client, run)) for run in self.runs)
+    def settle(self) -> None:
+        """End all processes in order, so that nothing moves any more."""
+        for run in self.runs:
+            runs.set_status(self.client, run, "paused", "the end of the soak")
+        for process in [*self.workers, *self.learners]:
+            self.forget(process)
+            process.send_signal(signal.SIGTERM)
+        for process in self.processes.started:
+            if process.running:
+                process.wait(60.0)
+
+    def judge(self, run: str) -> ledger.Audit:
+        """Report what the checker finds in a run's history, and an audit that does not agree; return the audit."""
+        name = next(name for name in RUNS if run.startswith(name))
+        folder = self.processes.folder
+        raw = self.followers[run].finish(folder / "runs" / run)
+        for words in verdict(self.recorder.history, raw, run, RULES[name], folder / "steps"):
+            self.findings.add(f"{run}: {words}")
+        audit = ledger.audit(self.client, run)
+        if not audit.is_balanced:
+            self.findings.add(f"{run}: the audit does not balance: {audit}")
+        return audit
 
     # --- memory and files ----------------------------------------------------------------------------
 
@@ -196,7 +273,7 @@ class SoakFleet:
                 with contextlib.suppress(OSError, IndexError):
                     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
                     files = len(list(Path(f"/proc/{pid}/fd").iterdir()))
-                    self.samples.append(Sample(self.elapsed_s, role, pages * 4096, files))
+                    self.samples.append(Sample(self.elapsed_s, role, pid, pages * 4096, files))
 
     def _everybody(self) -> Iterator[tuple[str, int]]:
         yield "server", self.server.pid
@@ -206,34 +283,65 @@ class SoakFleet:
             yield "worker", process.pid
             yield from (("playing process", pid) for pid in process.pool())
 
-    def growth(self) -> dict[str, tuple[Sample, Sample]]:
-        """Return the ninth deciles of memory and files by role, in the second and in the last quarter of the time."""
-        found = {}
-        for role in sorted({sample.role for sample in self.samples}):
-            of_role = [sample for sample in self.samples if sample.role == role]
-            quarters = [
-                [s for s in of_role if first <= s.at_s / self.elapsed_s < last]
-                for first, last in ((0.25, 0.5), (0.75, 1.01))
-            ]
-            if all(len(quarter) > 2 for quarter in quarters):
-                early, late = (_decile(quarter) for quarter in quarters)
-                found[role] = early, late
-        return found
+    def growth(self) -> dict[str, tuple[Growth, Growth]]:
+        """Return by role how memory in MiB and open files grow."""
+        roles = sorted({sample.role for sample in self.samples})
+        of_role = {role: [sample for sample in self.samples if sample.role == role] for role in roles}
+        return {
+            role: (
+                growth(samples, lambda one: one.memory_bytes / MIB),
+                growth(samples, lambda one: one.files),
+            )
+            for role, samples in of_role.items()
+        }
 
 
-def is_flat(early: Sample, late: Sample) -> bool:
-    """Return whether a role holds no more late than early, with 20 % and a little for noise."""
-    return late.memory_bytes <= 1.2 * early.memory_bytes + 16 * MIB and late.files <= 1.2 * early.files + 8
+@dataclass(frozen=True)
+class Growth:
+    """How a figure of a role's processes grows within each of them.
+
+    Attributes:
+        mean: of the figure.
+        per_hour: slope, common to all processes.
+        error: half the width of its interval of 95 %; infinite where too little was seen.
+    """
+
+    mean: float
+    per_hour: float
+    error: float
+
+    @property
+    def is_leak(self) -> bool:
+        """The whole interval of the slope is above 5 % of the mean an hour."""
+        return self.per_hour - self.error > 0.05 * self.mean
+
+
+def growth(samples: list[Sample], figure: Callable[[Sample], float]) -> Growth:
+    """Fit a line to a figure over the age of processes: one slope, and a level for each process.
+
+    Means of SLICE_S are fitted, so that what follows one another closely does not count as many observations; the first
+    WARM_UP_S of each process, in which it loads libraries and fills its caches, are left out.
+    """
+    born: dict[int, float] = {}
+    slices: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for one in samples:
+        age_s = one.at_s - born.setdefault(one.pid, one.at_s)
+        if age_s >= WARM_UP_S:
+            slices.setdefault((one.pid, int(age_s / SLICE_S)), []).append((age_s / 3600, figure(one)))
+    mean = float(np.mean([figure(one) for one in samples]))
+    points = {key: np.mean(values, axis=0) for key, values in slices.items()}
+    pids = {pid for pid, _ in points}
+    groups = [np.array([point for (pid, _), point in points.items() if pid == one]) for one in pids]
+    hours, values = np.concatenate([np.zeros((0, 2)), *(group - group.mean(axis=0) for group in groups)]).T
+    freedom, spread = len(hours) - len(groups) - 1, float((hours**2).sum())
+    if freedom < 10 or spread == 0:
+        return Growth(mean, 0.0, math.inf)
+    slope = float((hours * values).sum()) / spread
+    residual = float(((values - slope * hours) ** 2).sum()) / freedom
+    return Growth(mean, slope, 2.2 * math.sqrt(residual / spread))  # Student's t for 10 degrees of freedom
 
 
 def last_line(process: Process) -> str:
     """Return the last line of a process's log."""
     lines = process.text().strip().splitlines()
     return lines[-1] if lines else "(nothing)"
-
-
-def _decile(samples: list[Sample]) -> Sample:
-    """Return the ninth deciles of memory and files."""
-    memory = quantiles([sample.memory_bytes for sample in samples], n=10)[-1]
-    files = quantiles([sample.files for sample in samples], n=10)[-1]
-    return Sample(samples[-1].at_s, samples[0].role, round(memory), round(files))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from checker.history import WEIGHTS, Name, is_finite
+from checker.history import Name, is_finite
 from redis import Redis, RedisError
 
 FOLLOW_S = 0.05
@@ -127,7 +127,7 @@ class Follower:
         for one in self.forged:
             raw.entries.pop(one, None)
         for key in client.scan_iter(match=_key(self.run, "weights:*"), count=1000):
-            version, blob = int(WEIGHTS.fullmatch(key)[2]), client.get(key)
+            version, blob = int(key.rpartition(b":")[2]), client.get(key)
             raw.weights[version] = hashlib.sha256(blob).hexdigest()
             raw.infinite += [] if is_finite(blob) else [version]
         raw.status = client.hget(_key(self.run, "state"), "status").decode()

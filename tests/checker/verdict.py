@@ -46,7 +46,8 @@ def sessions(folder: Path) -> list[Session]:
     """Return the sessions that processes logged in a folder, by the time at which they began."""
     found: dict[bytes, Session] = {}
     for path in folder.glob("*.steps"):
-        data, at = np.memmap(path, np.uint8, "r"), 0
+        data: Any = np.memmap(path, np.uint8, "r")
+        at = 0
         while at < len(data):
             when, name, digest, num = RECORD.unpack_from(data, at)
             at += RECORD.size
@@ -266,8 +267,8 @@ def _order(appends: list[Append]) -> Iterator[str]:
 def _entries(appends: list[Append], raw: Raw) -> list[tuple[bytes, Append]]:
     """Return the fragments in the stream's order, without those that were refused."""
     sent = {one.name: one for one in appends}
-    ids = [one for one in sorted(raw.entries, key=order) if raw.entries[one] in sent and one not in raw.dead]
-    return [(entry_id, sent[raw.entries[entry_id]]) for entry_id in ids]
+    names = ((one, raw.entries[one]) for one in sorted(raw.entries, key=order) if one not in raw.dead)
+    return [(entry_id, sent[name]) for entry_id, name in names if name in sent]
 
 
 def _on_policy(appends: list[Append], raw: Raw, passes: list[Any], rules: Rules) -> Iterator[str]:

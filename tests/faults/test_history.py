@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,17 +35,17 @@ ENDLESS: dict[str, Any] = {
 }
 OFF_POLICY = ENDLESS | {
     "algorithm": NETWORK | {"name": "dqn", "batch_size": 32},
-    "replay": {"samples_per_insert": 8, "warmup_steps": 200, "slack_steps": 500, "capacity": 2_000},
+    "replay": {"samples_per_insert": 4, "warmup_steps": 200, "slack_steps": 500, "capacity": 2_000},
 }
-PPO = NETWORK | {"name": "ppo", "estimator": "vtrace", "shared": True, "num_epochs": 2, "batch_size": 128}
+PPO = NETWORK | {"name": "ppo", "estimator": "vtrace", "shared": True, "num_epochs": 2, "batch_size": 512}
 ON_POLICY = ENDLESS | {
-    "algorithm": PPO | {"minibatch_size": 64},
+    "algorithm": PPO | {"minibatch_size": 256},
     "on_policy": {"stale": "correct"},
 }
 KINDS = {
     "off-policy": (
         OFF_POLICY,
-        Rules(samples_per_insert=8, capacity=2_000, warmup_steps=200, slack_steps=500),
+        Rules(samples_per_insert=4, capacity=2_000, warmup_steps=200, slack_steps=500),
     ),
     "on-policy": (ON_POLICY, Rules(epochs=2)),
 }
@@ -115,10 +116,14 @@ def test_history(recorded: Recorded, request: pytest.FixtureRequest) -> None:
     fleet.processes.until(lambda: fleet.recorder.num_lost == 1)
     fleet.goes_on(2)  # the fragment is sent again before its sender is killed
     os.kill(fleet.worker.pool()[0], signal.SIGKILL)
+    fleet.goes_on()
+    fleet.recorder.loses_reply = True
+    fleet.processes.until(lambda: fleet.recorder.num_lost == 2)
+    server.kill()  # before the fragment is sent again
     fleet.learner.kill()
-    server.kill()
-    server.start()
     fleet.learner = fleet.start_learner()
+    time.sleep(4.0)  # longer than a client tries one command
+    server.start()
     fleet.goes_on()
     fleet.settle()
     raw = fleet.follower.finish(fleet.folder / "runs" / fleet.run)

@@ -37,14 +37,14 @@ class Proxy:
     Args:
         server_url: `unix://...` of the server behind it.
         context: the server's side of TLS; None: plain TCP.
-        tap: makes the tap of each connection.
+        tap: makes the tap of each connection, an object with the methods of `Tap`.
     """
 
     def __init__(
         self,
         server_url: str,
         context: ssl.SSLContext | None = None,
-        tap: Callable[[], Tap] = Tap,
+        tap: Callable[[], Any] = Tap,
     ) -> None:
         self._tap, self._delay_s, self._loss = tap, 0.0, 0.0
         server = urlsplit(server_url)
