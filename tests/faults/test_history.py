@@ -32,6 +32,7 @@ ENDLESS: dict[str, Any] = {
     "stop": {"return": 100.0, "time": 3600},
     "evaluation": {"every_s": 2, "near": 0},
     "rollout": {"max_fragment_steps": 10},
+    "learner": {"checkpoint_every_s": 3},  # trims fall between a checkpoint and a kill
 }
 OFF_POLICY = ENDLESS | {
     "algorithm": NETWORK | {"name": "dqn", "batch_size": 32},
@@ -87,7 +88,7 @@ class Recorded:
                 return now.updates > before.updates and now.version > before.version
             return False
 
-        self.processes.until(lambda: len(history.appends) > known + fragments and has_gone_on(), 60.0)
+        self.processes.until(lambda: len(history.appends) > known + fragments and has_gone_on())
 
     def settle(self) -> None:
         """End all processes in order."""
