@@ -1,7 +1,8 @@
 -- Delete the state of an ended run; it is remembered as deleted, so that no learner brings it back.
 -- KEYS: 1 state (hash), 2 lease (string), 3 all runs (zset), 4 runs that have not ended (zset), 5 deleted runs (zset).
 -- ARGV: 1 run, 2 ms for which it is remembered as deleted, then the statuses that may be deleted.
--- Answer: 1, or 0 if it may not be deleted: it is leased, or was resumed since.
+-- Answer: 1, also if it is deleted; 0 if it may not be deleted: it is leased, or was resumed since.
+if redis.call('EXISTS', KEYS[1]) == 0 then return 1 end
 if redis.call('EXISTS', KEYS[2]) == 1 then return 0 end
 local status, may = redis.call('HGET', KEYS[1], 'status'), false
 for i = 3, #ARGV do may = may or status == ARGV[i] end
