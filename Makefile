@@ -8,6 +8,7 @@ ARGS ?=
 JOBS ?= 5
 MINUTES ?= 15
 FAILOVERS ?= 50
+COUNT ?= 100000
 PIP_ARGS ?=
 EXTRAS ?= box2d,atari,video,tensorboard,flower,dev
 
@@ -18,7 +19,7 @@ PRESETS = $(basename $(notdir $(wildcard configs/*.yaml)))
 NEW_ENOUGH = import sys; sys.exit(sys.version_info < (3, 11))
 
 .DEFAULT_GOAL = help
-.PHONY: help setup lunar run $(PRESETS:%=run_%) test faults soak ha mutants check size docs clean clean-runs
+.PHONY: help setup lunar run $(PRESETS:%=run_%) test faults soak ha mutants fuzz check size docs clean clean-runs
 
 help:
 	@echo 'make lunar       train a LunarLander; sets everything up first'
@@ -27,6 +28,7 @@ help:
 	@echo '                 all take TIME=15 (minutes), WORKERS=3 (or NWORKERS=3), SEED=1'
 	@echo 'make test        set up and run the tests; ARGS="-k codec -x" goes to pytest'
 	@echo 'make faults      only the tests that kill, freeze, cut and fill up, held to their exact time bounds'
+	@echo 'make fuzz        bad settings, files, entries, messages and words; COUNT=100000, SEED=1'
 	@echo 'make soak        random faults on a live fleet; MINUTES=15, SEED=1'
 	@echo 'make ha          lose the primary of a live fleet again and again; FAILOVERS=50'
 	@echo 'make mutants     does a test catch each planted bug of tests/mutants? ARGS="append trim" tries only these'
@@ -85,6 +87,9 @@ ha: $(STAMP)
 
 mutants: $(STAMP)
 	@$(VENV)/bin/python benchmarks/mutants.py $(ARGS)
+
+fuzz: $(STAMP)
+	@$(VENV)/bin/python tests/fuzz.py $(COUNT) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 check: $(STAMP)
 	$(VENV)/bin/ruff format --check

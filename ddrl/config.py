@@ -35,6 +35,9 @@ M = TypeVar("M", bound=BaseModel)
 class ConfigError(ValueError):
     """A setting that cannot be used; the message names it, its value and the remedy, in one line."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.splitlines()))
+
 
 class ModuleError(ValueError):
     """A "module:callable" that cannot be loaded; the message names it and the remedy in one line."""
@@ -421,7 +424,7 @@ def parse(model: type[M], tree: Mapping[str, Any], prefix: str = "") -> M:
     try:
         return model.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError("; ".join(_explain(model, item, prefix) for item in error.errors())) from None
+        raise ConfigError("; ".join(_explain(model, item, prefix) for item in error.errors()[:9])) from None
 
 
 def _override(tree: dict[str, Any], text: str) -> None:
@@ -453,7 +456,7 @@ def _explain(model: type[BaseModel], item: Any, prefix: str) -> str:
     message: str = item["msg"].removeprefix("Value error, ")
     if not location:
         return prefix + message
-    return f"{name}: {item['input']!r} cannot be used; {message[0].lower()}{message[1:]}"
+    return f"{name}: {item['input']!r:.200} cannot be used; {message[0].lower()}{message[1:]}"
 
 
 def _fields_at(model: type[BaseModel], path: Sequence[str]) -> list[str]:

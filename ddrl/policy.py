@@ -127,7 +127,7 @@ def load(path: str | Path) -> LoadedPolicy:
     except weights.WeightsError as error:
         raise PolicyFileError(f"{path}: is not a policy ({error}); export one with `ddrl export`") from None
     if metadata.get("format") != FORMAT:
-        found = metadata.get("format", "no format")
+        found = " ".join(metadata.get("format", "no format").split())[:80]
         raise PolicyFileError(f"{path}: is {found}, not {FORMAT}; export it again with this version of ddrl")
     try:
         config = validate(json.loads(metadata["config"]))

@@ -67,9 +67,10 @@ def test_the_configuration_page_is_current() -> None:
         (b"a: " + b"{a: " * 3_000 + b"1" + b"}" * 3_000, "not valid YAML (maximum recursion depth exceeded"),
         (b"a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]", "aliases are not taken; write the values out"),
         (b"seed: " + b"9" * 5_000, "not valid YAML (Exceeds the limit"),
+        (b'env: {id: x, "a\\nb": 1}', "env.a b: unknown option"),
         (b"#" * 1_000_001, "is larger than 1,000,000 bytes; name a YAML file"),
     ],
-    ids=["binary", "lists", "mappings", "aliases", "digits", "size"],
+    ids=["binary", "lists", "mappings", "aliases", "digits", "name", "size"],
 )
 def test_a_file_that_cannot_be_settings_is_refused_in_one_line(
     text: bytes, message: str, tmp_path: Path
@@ -78,3 +79,10 @@ def test_a_file_that_cannot_be_settings_is_refused_in_one_line(
     with pytest.raises(config.ConfigError) as caught:
         config.load(tmp_path / "run.yaml")
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_many_or_large_wrong_values_make_a_short_message() -> None:
+    tree = {"env": {"id": "x" * 10_000}, "algorithm": {"name": "sac"}, "stop": {"updates": "y" * 10_000}}
+    with pytest.raises(config.ConfigError) as caught:
+        config.validate(tree | {"learner": {str(number): 1 for number in range(1000)}})
+    assert len(str(caught.value)) < 5_000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -75,7 +76,7 @@ def server_of(name: str) -> Iterator[tuple[Client, str]]:
         try:
             run = runs.resolve(client, name)
         except runs.UnknownRunError as error:
-            if not (policy := Path("runs", name, "policy.safetensors")).is_file():
+            if not os.path.isfile(policy := Path("runs", name, "policy.safetensors")):
                 raise
             remedy = f"play {policy}, or continue the run with `ddrl resume {name}`"
             raise runs.UnknownRunError(f"{error}; {remedy}") from None

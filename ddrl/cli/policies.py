@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -67,7 +68,7 @@ def opened(target: str, version: str | None) -> Iterator[tuple[LoadedPolicy, Cli
     from ddrl import policy
 
     path = Path(target)
-    if path.is_file() or target.endswith(SUFFIX) or "/" in target:
+    if os.path.isfile(path) or target.endswith(SUFFIX) or "/" in target:
         if version is not None:
             reason = f"{target} is a file and holds one version; leave the option out"
             raise InputError(f"--version {version}: {reason}")
@@ -89,9 +90,9 @@ def export(
 
     with _chosen(target, version) as (client, run, number):
         path = output or Path()
-        if path.is_dir():
+        if os.path.isdir(path):
             path = path / f"{run}-v{number}{SUFFIX}"
-        if path.exists() and not force:
+        if os.path.exists(path) and not force:
             raise InputError(f"{path}: exists already; name another file with --output, or add --force")
         try:
             path = policy.save(client, run, number, path)

@@ -24,7 +24,7 @@ PART_BYTES = 4 * 1024**2
 DROPPED_AT_ONCE = 1_000  # parts, as a script's stack is limited
 
 EntryId = Annotated[str, Field(pattern=r"^\d+-\d+$")]
-Producer = Annotated[str, Field(pattern=r"^-?\d+$")]
+Producer = Annotated[str, Field(pattern=r"^-?[0-9]{1,18}$")]
 Row = Annotated[Sequence[int], Field(max_length=5)]
 
 

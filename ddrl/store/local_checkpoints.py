@@ -57,7 +57,7 @@ class Record:
 
     spec: str
     state: Mapping[str, str]
-    producers: Mapping[str, str]
+    producers: Mapping[checkpoints.Producer, str]
 
 
 @dataclass(frozen=True)
@@ -199,11 +199,15 @@ def _pointer(folder: Path) -> _Pointer | None:
     try:
         pointer = TypeAdapter(_Pointer).validate_json(path.read_bytes())
         Counters.decode(pointer["meta"])
+        known = pointer["known"]
+        TypeAdapter(dict[str, Any]).validate_json(known.spec)
+        [int(known.state.get(name, 0)) for name in ("version", "folded", "retired")]
+        [ledger.Producer.decode(line.encode()) for line in known.producers.values()]
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise StoreError(f"{path}: cannot be read ({error}); remove the folder {path.parent}") from None
-    except ValueError:
+    except (ValueError, TypeError, RecursionError):
         raise StoreError(
             f"{path}: not a checkpoint that this version of ddrl reads; remove {path.parent}"
         ) from None

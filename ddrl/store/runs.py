@@ -221,7 +221,9 @@ def resolve(client: Redis, name: str) -> str:
         return matches[0]
     if not matches:
         hint = f"the newest is {known[-1]}" if known else "there are none yet; start one with `ddrl submit`"
-        raise UnknownRunError(f"run {name or repr(name)}: not on this server; {hint}")
+        raise UnknownRunError(
+            f"run {name if name.isprintable() and name else repr(name)}: not on this server; {hint}"
+        )
     newest = ", ".join(matches[:-4:-1]) + (", ..." if len(matches) > 3 else "")
     raise StoreError(f"run {name}: {len(matches)} begin so ({newest}); give more of the id, or: last")
 

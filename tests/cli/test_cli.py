@@ -384,3 +384,8 @@ def test_up_serves_until_interrupted(home: Path) -> None:
             assert process.wait(60) == 0
         finally:
             process.kill()
+
+
+def test_a_name_that_is_too_long_for_a_file_is_refused(client: Any) -> None:
+    for command in ("status", "evaluate", "export"):
+        assert "not on this server" in commands.refused(command, "x" * 300)

@@ -253,10 +253,20 @@ BAD_FIELDS: tuple[dict[str, Any], ...] = (
     *({name: ...} for name in ("token", "bytes", "crc32", "meta")),
     *({"token": "x"}, {"bytes": None}, {"meta": []}, {"meta": {"updates": "many"}}),
     *({"meta": {"cursor": "a-b"}}, {"meta": {"ledger": {"x": []}}}, {"meta": {"ledger": {"1": "abc"}}}),
+    {"meta": {"ledger": {"9" * 5000: [0]}}},
+)
+BAD_RECORDS: tuple[dict[str, Any], ...] = tuple(
+    {"known": {"spec": "{}", "state": {"status": "active"}, "producers": {}} | odd}
+    for odd in (
+        *({"spec": "x"}, {"spec": "[]"}, {"state": {"version": "new"}}, {"state": {"folded": ""}}),
+        *({"producers": {"": "{}"}}, {"producers": {"1": "x"}}, {"producers": {"1": '{"x": 1}'}}),
+    )
 )
 
 
-@pytest.mark.parametrize("bad", [*BAD_FIELDS, {"tensors": "../../secret"}, {"known": {}}], ids=str)
+@pytest.mark.parametrize(
+    "bad", [*BAD_FIELDS, {"tensors": "../../secret"}, {"known": {}}, *BAD_RECORDS], ids=str
+)
 def test_a_pointer_with_odd_fields_is_refused(
     snapshot: Snapshot, tmp_path: Path, bad: dict[str, Any]
 ) -> None:

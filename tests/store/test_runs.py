@@ -18,6 +18,8 @@ def test_a_run_is_created_active_and_found_by_prefix(client: Redis, run: str) ->
         runs.resolve(client, "nope")
     with pytest.raises(runs.UnknownRunError, match="run '': not on this server"):
         runs.resolve(client, "")
+    with pytest.raises(runs.UnknownRunError, match=r"run 'a\\nb': not on this server"):
+        runs.resolve(client, "a\nb")
     names = sorted([run, make_run(client)], key=runs.names(client).index, reverse=True)
     with pytest.raises(
         StoreError, match=f"run {run[:4]}: 2 begin so \\({', '.join(names)}\\); give more of the id"

@@ -1,0 +1,14 @@
+"""Some of the bad inputs of `make fuzz`, in a process of their own, which must not crash."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from support.private_server import require_program
+
+
+def test_bad_inputs_are_taken_or_refused_in_one_line() -> None:
+    require_program()
+    done = subprocess.run([sys.executable, "tests/fuzz.py", "2000"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-1000:]
