@@ -315,15 +315,17 @@ class Wire:
             text = path.read_text("utf-8")
             text = fence + text if text.startswith("-- fenced\n") else text
             self._names |= {text: path.stem, hashlib.sha1(text.encode()).hexdigest(): path.stem}
-        for command in ("eval", "evalsha"):
-            setattr(client, command, functools.partial(self._send, getattr(client, command)))
+        self._execute = client.execute_command
+        client.execute_command = self._send  # type: ignore[method-assign]
 
-    def _send(self, command: Callable[..., Any], script: str, *arguments: Any) -> Any:
-        name = self._names[script]
+    def _send(self, command: str, *arguments: Any, **options: Any) -> Any:
+        if command not in ("EVAL", "EVALSHA"):
+            return self._execute(command, *arguments, **options)
+        name = self._names[arguments[0]]
         self.before.pop(name, lambda: None)()
-        reply = command(script, *arguments)
+        reply = self._execute(command, *arguments, **options)
         self.calls[name] += 1
-        return command(script, *arguments) if self.is_lost else reply
+        return self._execute(command, *arguments, **options) if self.is_lost else reply
 
 
 # --- the machine ---------------------------------------------------------------------------------------
