@@ -361,7 +361,7 @@ def parse_yaml(text: str) -> Any:
     """
     try:
         return _Loader(text).get_single_data()
-    except (yaml.YAMLError, RecursionError) as error:
+    except (yaml.YAMLError, RecursionError, AttributeError, LookupError) as error:
         raise ValueError(" ".join(str(error).split())) from None
 
 

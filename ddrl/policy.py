@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -135,7 +136,7 @@ def load(path: str | Path) -> LoadedPolicy:
         run, version = metadata["run"], int(metadata["version"])
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise PolicyFileError(
-            f"{path}: was exported by another version of ddrl ({error}); export it again with this version"
+            f"{path}: was exported by another version of ddrl ({first_line(error)}); export it again with this version"
         ) from None
     return _build(arrays, config, spaces, run, version, source=str(path))
 
@@ -195,7 +196,13 @@ def _build(
     source: str,
 ) -> LoadedPolicy:
     try:
-        policy = base.resolve(config, spaces).policy()
+        resolved = base.resolve(config, spaces)
+        most = max(
+            2**20, sum(array.size for array in arrays.values())
+        )  # of a layer: networks are made before they load
+        if any(one * other > most for one, other in pairwise((1, *resolved.config.hidden_sizes))):
+            raise ValueError("its layers are larger than the file")
+        policy = resolved.policy()
         policy.load(arrays)
         policy.act(np.zeros((1, *spaces.input_shape), spaces.observation_dtype), policy.initial_state(1))
     except (ConfigError, ModuleError):

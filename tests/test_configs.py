@@ -67,10 +67,12 @@ def test_the_configuration_page_is_current() -> None:
         (b"a: " + b"{a: " * 3_000 + b"1" + b"}" * 3_000, "not valid YAML (maximum recursion depth exceeded"),
         (b"a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]", "aliases are not taken; write the values out"),
         (b"seed: " + b"9" * 5_000, "not valid YAML (Exceeds the limit"),
+        (b"stop: !!timestamp x", "not valid YAML ("),
+        (b"stop: !!bool x", "not valid YAML ("),
         (b'env: {id: x, "a\\nb": 1}', "env.a b: unknown option"),
         (b"#" * 1_000_001, "is larger than 1,000,000 bytes; name a YAML file"),
     ],
-    ids=["binary", "lists", "mappings", "aliases", "digits", "name", "size"],
+    ids=["binary", "lists", "mappings", "aliases", "digits", "timestamp", "bool", "name", "size"],
 )
 def test_a_file_that_cannot_be_settings_is_refused_in_one_line(
     text: bytes, message: str, tmp_path: Path

@@ -152,6 +152,10 @@ def test_a_policy_file_of_another_shape_is_refused(tmp_path: Path) -> None:
             assert policy.load(path).action(np.zeros(3, np.float32)).shape == ()
     with pytest.raises(policy.PolicyFileError, match=r"do not fit .* \(actor\.layers\.0\.bias: shape \(8,\)"):
         policy.load(path)
+    for sizes in ([2**30], [50_000, 50_000]):  # that would fill the memory
+        write(path, tree | {"algorithm": {"name": "ppo", "hidden_sizes": sizes}}, DISCRETE, arrays)
+        with pytest.raises(policy.PolicyFileError, match="its layers are larger than the file"):
+            policy.load(path)
 
 
 @pytest.mark.parametrize(

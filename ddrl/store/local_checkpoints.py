@@ -201,7 +201,7 @@ def _pointer(folder: Path) -> _Pointer | None:
         Counters.decode(pointer["meta"])
         known = pointer["known"]
         TypeAdapter(dict[str, Any]).validate_json(known.spec)
-        [int(known.state.get(name, 0)) for name in ("version", "folded", "retired")]
+        runs.decode_state(known.state), [int(known.state.get(name, 0)) for name in ("folded", "retired")]
         [ledger.Producer.decode(line.encode()) for line in known.producers.values()]
     except (FileNotFoundError, NotADirectoryError):
         return None

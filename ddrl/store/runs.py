@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -239,22 +239,31 @@ def state(client: Redis, run: str) -> RunState:
         pipe.exists(keys.lease(run))
         pipe.zscore(keys.OPEN, run)
         values, leased, opened = cast("tuple[list[bytes | None], int, float | None]", pipe.execute())
-    raw = dict(zip(_STATE_FIELDS, values, strict=True))
-    if raw["status"] is None:
+    fields = zip(_STATE_FIELDS.values(), values, strict=True)
+    found = decode_state({name: value.decode() for name, value in fields if value is not None})
+    if "status" not in found:
         raise UnknownRunError(f"run {run}: not on this server; `ddrl runs` lists those that are")
-    found: dict[str, Any] = {}
-    for name, value in raw.items():
-        kind, text = RunState.__annotations__[name], None if value is None else value.decode()
-        if name.endswith("_s"):
-            found[name] = int(text or 0) / 1e3
-        elif text is not None:
-            found[name] = {"int": int, "float": float, "str": str}.get(kind, json.loads)(text)
     if found["status"] == "active":
         found["reason"] = "" if leased else "waiting for a learner"
     elif found["status"] in ENDED:
         found["outcome"] = found["status"]
         found["status"] = found["status"] if opened is None else "ending"
     return RunState(run=run, leased=bool(leased), **found)
+
+
+def decode_state(fields: Mapping[str, str]) -> dict[str, Any]:
+    """Return attributes of `RunState` from those fields of the hash that are there.
+
+    Raises:
+        ValueError, TypeError: a field has another type.
+    """
+    found: dict[str, Any] = {}
+    for name, field_name in _STATE_FIELDS.items():
+        if (text := fields.get(field_name)) is not None:
+            kinds: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str}
+            kind = kinds.get(RunState.__annotations__[name], lambda text: dict(json.loads(text)))
+            found[name] = int(text or 0) / 1e3 if name.endswith("_s") else kind(text)
+    return found
 
 
 def status(client: Redis, run: str) -> str | None:

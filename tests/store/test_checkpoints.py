@@ -258,7 +258,13 @@ BAD_FIELDS: tuple[dict[str, Any], ...] = (
 BAD_RECORDS: tuple[dict[str, Any], ...] = tuple(
     {"known": {"spec": "{}", "state": {"status": "active"}, "producers": {}} | odd}
     for odd in (
-        *({"spec": "x"}, {"spec": "[]"}, {"state": {"version": "new"}}, {"state": {"folded": ""}}),
+        *(
+            {"spec": "x"},
+            {"spec": "[]"},
+            {"state": {"version": "new"}},
+            {"state": {"versions": "2"}},
+            {"state": {"folded": ""}},
+        ),
         *({"producers": {"": "{}"}}, {"producers": {"1": "x"}}, {"producers": {"1": '{"x": 1}'}}),
     )
 )
