@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ddrl.config import RolloutConfig
-from ddrl.store import keys, runs, segments, stream, workers
+from ddrl.store import keys, ledger, runs, segments, stream, workers
 from ddrl.store.connection import call
 from ddrl.store.runs import RunState
 from ddrl.store.workers import Heartbeat
@@ -28,6 +28,8 @@ PROCESSES_PER_MESSAGE = 4  # a segment takes seconds, and ten times a second mis
 SURVEY_S = 2.0  # between two looks at the workers
 OUTAGE_S = 4.0  # between two surveys: after such a time, what the server knows of workers is old
 MEAN_S = 30.0  # over which the processes that play are counted
+MAX_PROCESSES = 20_000  # of the fleet that count; a worker may claim any number
+LOST_AT_ONCE = 100  # processes noted as lost by one survey
 CLAIM_AFTER_S = 0.3  # of waiting messages
 CLAIM_EVERY_S = 1.0
 
@@ -65,9 +67,13 @@ class Dispatcher:
         self._suspects: frozenset[str] = frozenset()
         self._process_s: float | None = None
         self._mean_processes = 0.0
+        self._admitted = 0  # fragments, at the last survey
 
-    def tick(self) -> int:
+    def tick(self, admitted: int = 0) -> int:
         """Send the messages that are missing; return their number. To be called ten times a second.
+
+        Args:
+            admitted: fragments that the learner has admitted so far.
 
         Raises:
             redis.exceptions.RedisError, UnreachableError: the server does not serve; call again.
@@ -75,7 +81,7 @@ class Dispatcher:
         """
         now = time.monotonic()
         if now >= self._survey_at:
-            self._survey(now)
+            self._survey(now, admitted)
         waiting = segments.waiting(self._client, self._queue)
         if not waiting:
             self._claim_at = now + CLAIM_AFTER_S
@@ -104,7 +110,7 @@ class Dispatcher:
 
     # --- every few seconds -------------------------------------------------------------------------------
 
-    def _survey(self, now: float) -> None:
+    def _survey(self, now: float, admitted: int) -> None:
         """Look at workers, settings and process time; note lost processes; pause a run that only crashes."""
         fleet = workers.alive(self._client)
         try:
@@ -114,20 +120,22 @@ class Dispatcher:
         self._queue = state.queue
         serving = [worker for worker in fleet if self._queue in worker.queues]
         self._nodes = frozenset(worker.node for worker in serving)
-        processes = sum(worker.processes for worker in serving if not worker.draining)
+        processes = min(sum(worker.processes for worker in serving if not worker.draining), MAX_PROCESSES)
         self._num_messages = max(1, min(processes, 2), math.ceil(processes / PROCESSES_PER_MESSAGE))
         self._limit_s = max((load.limit_s for load in segments.active(self._client)), default=0.0)
         elapsed_s = now - self._surveyed_at
         if elapsed_s > OUTAGE_S:
             self._trusted_at = now + 2 * workers.TTL_S
         self._survey_at, self._surveyed_at = now + SURVEY_S, now
-        self._report_processes(state.process_s, elapsed_s)
+        self._report_processes(state.process_s, elapsed_s, processes)
         if now >= self._trusted_at:
             self._find_lost(fleet)
-        self._quarantine(state)
+        if admitted == self._admitted:
+            self._quarantine(state)
+        self._admitted = admitted
 
-    def _report_processes(self, process_s: float, elapsed_s: float) -> None:
-        """Report how many processes played the run, as a mean over about MEAN_S."""
+    def _report_processes(self, process_s: float, elapsed_s: float, processes: int) -> None:
+        """Report how many processes played the run, as a mean over about MEAN_S, and how many producers it may have."""
         if self._process_s is not None and elapsed_s > 0:
             kept = math.exp(-elapsed_s / MEAN_S)
             self._mean_processes = kept * self._mean_processes + (1 - kept) * (
@@ -135,8 +143,9 @@ class Dispatcher:
             )
         self._process_s = process_s
         script_keys = [keys.state(self._run)] * 2
-        field = ("mean_processes", f"{self._mean_processes:.4f}")
-        call(self._client, "set_fields", script_keys, [self._token, *field])
+        most = min(ledger.MIN_PRODUCERS + 4 * processes, ledger.MAX_PRODUCERS)
+        fields = {"mean_processes": f"{self._mean_processes:.4f}", "max_producers": most}
+        call(self._client, "set_fields", script_keys, [self._token, fields])
 
     def _find_lost(self, fleet: Sequence[Heartbeat]) -> None:
         """Note processes that play and are gone, once two surveys in a row say so: heartbeats may be a little late."""
@@ -149,7 +158,7 @@ class Dispatcher:
                 gone[process] = f"worker {one.node} is gone"
             elif all(pids and one.pid not in pids for pids in same_name):
                 gone[process] = f"process {one.pid} of {one.node} is gone"
-        for process in self._suspects & gone.keys():
+        for process in list(self._suspects & gone.keys())[:LOST_AT_ONCE]:
             log.warning("%s: lost a process: %s", self._run, gone[process])
             segments.note_lost(self._client, self._run, process, gone.pop(process))
         self._suspects = frozenset(gone)

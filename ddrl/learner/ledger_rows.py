@@ -12,7 +12,7 @@ from dataclasses import astuple, replace
 
 from ddrl.replay.reader import Decoded
 from ddrl.store.checkpoints import Counters
-from ddrl.store.ledger import ENDED, UNKNOWN, Row, sum_rows
+from ddrl.store.ledger import ENDED, MAX_PRODUCERS, UNKNOWN, Row, sum_rows
 
 
 class LedgerRows:
@@ -43,6 +43,8 @@ class LedgerRows:
         newest = self._newest(entry)
         if entry.seq <= newest:
             return f"producer {entry.producer}: fragment {entry.seq} is repeated, its newest is {newest}"
+        if entry.producer not in self._rows and len(self._rows) > MAX_PRODUCERS:
+            return f"there are more than {MAX_PRODUCERS} producers"
         return ""
 
     def count(self, entry: Decoded, *, consumed: bool) -> str:

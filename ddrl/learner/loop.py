@@ -105,6 +105,8 @@ class Learner:
         self._changed: deque[tuple[RunConfig, Any]] = deque()
         """Config and options of the algorithm, queued by `apply`."""
         self._num_rounds = 0
+        self._fragments_before = 0  # count of the stream that the entry before had
+        self._lower_ids = functools.partial(stream.lower_ids, reader_client, run, token)
 
     # --- begin and end -------------------------------------------------------------------------------
 
@@ -134,7 +136,8 @@ class Learner:
         # another policy, whose data cannot be used.
         if not self._on_policy and not shared.updates and latest in index.sizes:
             is_published, version = True, latest
-        reader = Reader(self._reader_client, self._run, shared.ledger.cursor, self._decode)
+        cursor = shared.ledger.cursor
+        reader = Reader(self._reader_client, self._run, cursor, self._decode, lower_ids=self._lower_ids)
         self.publisher.begin(reader, version, None if is_published else self._weights())
         self._published_updates = shared.updates
         reader.start()
@@ -232,7 +235,8 @@ class Learner:
         if not reader.ready or len(shared.refused) >= MAX_REFUSED:
             return False
         for entry in reader.take(0.0 if self._config.learner.lockstep else ADMIT_S):
-            reason = entry.reason or ledger.objection(entry)
+            objection = ledger.objection(entry)
+            reason = entry.reason or objection
             if not reason:
                 self.replay.admit(entry.packed, entry.entry_id, version=shared.version)
             gap = ledger.count(entry, consumed=not reason)
@@ -242,16 +246,31 @@ class Learner:
             shared.add_entry(entry)
             if reason:
                 log.warning("entry %s refused: %s", entry.entry_id.decode(), reason)
-                shared.refused.append((entry.entry_id, entry.head, reason))
-                continue  # its counts may be anything
-            if entry.cumulative_fragments <= shared.fragments:
-                count = f"fragment {entry.cumulative_fragments} came after {shared.fragments}"
-                raise RunGoneError(f"run {self._run}: the server came back older, {count}")
-            shared.env_steps, shared.fragments = entry.cumulative_steps, entry.cumulative_fragments
-            if entry.fragment is not None:
+                shared.refused.append((entry.entry_id, entry.head, reason, not objection))
+            if not objection:
+                self._count_fragment(entry.cumulative_fragments)
+            if entry.fragment is not None and not reason:
+                shared.env_steps += entry.fragment.num_transitions
                 shared.returns.extend(entry.fragment.episode_return.tolist())
+            shared.counted = ledger.cursor, shared.fragments, shared.env_steps
         shared.oldest = self._oldest()
         return True
+
+    def _count_fragment(self, number: int) -> None:
+        """Count a fragment by the number that the append gave it.
+
+        Where numbers jump, two in a row must agree: workers may write one entry with any number.
+
+        Raises:
+            RunGoneError: the server came back older.
+        """
+        shared, follows = self.shared, number == self._fragments_before + 1
+        self._fragments_before = number
+        if follows and number <= shared.fragments:
+            count = f"fragment {number} came after {shared.fragments}"
+            raise RunGoneError(f"run {self._run}: the server came back older, {count}")
+        if follows or number == shared.fragments + 1:
+            shared.fragments = number
 
     def _update(self) -> bool:
         """Draw a batch and learn from it; return False while fragments or, on-policy, the publication are missing."""

@@ -56,14 +56,15 @@ class Shared:
 
     Written by the training thread:
         updates: of the algorithm.
-        env_steps, fragments: counts of the stream at the last entry admitted.
+        env_steps: transitions admitted; fragments: count of the stream.
+        counted: the last entry taken, fragments and env_steps with it; None before the first.
         refilled: steps played again after the stream was lost; the rate limiter leaves them out.
         oldest: first entry of the stream that the replay holds.
         entries: (entry_id, bytes taken up to and with it) of each entry taken; the publisher removes those it trims.
         taken_bytes, largest_bytes: of the entries taken so far; of the largest.
         ledger: its rows.
-        refused: (entry_id, head, reason) to report; gaps: warnings of fragments that left the stream unread, to report.
-            The publisher removes both.
+        refused: (entry_id, head, reason, an append wrote it) to report; gaps: warnings of fragments that left the
+            stream unread, to report. The publisher removes both.
         returns, metrics: of the newest training episodes; of the newest update.
         weights: (updates, parameters) to publish. checkpoint: (counters, tensors) to store. The publisher clears both.
 
@@ -80,7 +81,8 @@ class Shared:
         self.entries: deque[tuple[bytes, int]] = deque()
         self.taken_bytes = self.largest_bytes = 0
         self.ledger = LedgerRows()
-        self.refused: deque[tuple[bytes, bytes, str]] = deque()
+        self.refused: deque[tuple[bytes, bytes, str, bool]] = deque()
+        self.counted: tuple[bytes, int, int] | None = None
         self.gaps: deque[str] = deque()
         self.returns: deque[float] = deque(maxlen=RETURNS_LENGTH)
         self.metrics: Tensors = {}
@@ -250,6 +252,8 @@ class Publisher:
                 self._renew_at = time.monotonic() + RENEW_S
                 self._store_ledger()
                 self._fold()
+                if self._shared.counted is not None:
+                    stream.correct_counts(*self._held, self._shared.counted, self._stream_bytes)
             self._trim(is_due=is_due)
             self._report_entries()
             if self._shared.weights is not None:
@@ -299,7 +303,8 @@ class Publisher:
             self.note("lost fragments", gaps[0])
             gaps.popleft()
         for _ in range(min(len(refused), REFUSALS_PER_ROUND)):
-            stream.refuse(*self._held, *refused[0])
+            entry_id, head, reason, is_fragment = refused[0]
+            stream.refuse(*self._held, entry_id, head, reason, is_fragment=is_fragment)
             refused.popleft()
 
     def _report_metrics(self) -> None:

@@ -456,7 +456,7 @@ class _Attempt:
                 shared.version, return_mean, env_steps=shared.env_steps, updates=shared.updates
             )
             if not self._evaluations.holds_play:
-                self._dispatcher.tick()
+                self._dispatcher.tick(shared.ledger.consumed)
         if self._reached() or self._interrupted.is_set():
             learner.stopping.set()
 
@@ -472,20 +472,18 @@ class _Attempt:
             RunGoneError: the server came back without the run, or older.
         """
         learner, run = self._learner, self._run
-        fragments = learner.shared.fragments  # read first, or a fragment admitted meanwhile looks like a loss
         signals = leases.signals(self._client, run)
         if signals.status is None:
             raise leases.RunGoneError(f"run {run}: the server does not know it any more")
-        if signals.version < learner.shared.version or signals.fragments < fragments:
-            found = f"version {signals.version} and {signals.fragments} fragments"
-            raise leases.RunGoneError(f"run {run}: the server came back older, with {found}")
+        if signals.version < learner.shared.version:
+            raise leases.RunGoneError(f"run {run}: the server came back older, at version {signals.version}")
         self._status, self._requester = signals.status, signals.requester
         is_paused = self._status == "paused"
         if is_paused or not learner.shared.env_steps:  # `stop.time` is time of training
             learner.shared.add_elapsed(-since_s)
         if not is_paused and (self._status != "active" or self._requester):
             learner.stopping.set()
-        if fragments and "first_step_ms" not in self._record.state:  # snapshots should have it
+        if learner.shared.fragments and "first_step_ms" not in self._record.state:  # snapshots should have it
             self._record = local_checkpoints.record(self._client, run)
         if signals.config_version != self._config_version:
             self._config = runs.config(self._client, run)

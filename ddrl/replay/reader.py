@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ddrl import codec
-from ddrl.store import connection, stream
+from ddrl.store import connection, ledger, stream
 from ddrl.types import EnvSpec, Fragment
 
 if TYPE_CHECKING:
@@ -169,12 +169,21 @@ class Reader:
         run: whose stream.
         cursor: the last entry already admitted.
         decode: called with each entry in the reader's thread.
+        lower_ids: called with the cursor now and then, and where an entry's id is later than any clock says; gives such
+            entries other ids.
     """
 
     def __init__(
-        self, client: Redis, run: str, cursor: bytes, decode: Callable[[stream.Entry], Decoded]
+        self,
+        client: Redis,
+        run: str,
+        cursor: bytes,
+        decode: Callable[[stream.Entry], Decoded],
+        *,
+        lower_ids: Callable[[bytes], object] = lambda cursor: None,
     ) -> None:
         self._client = client
+        self._lower_ids = lower_ids
         self._run = run
         self._cursor = cursor
         self._decode = decode
@@ -230,16 +239,23 @@ class Reader:
         """End a `wait`."""
         self._arrived.set()
 
+    def _read(self) -> list[stream.Entry]:
+        found = stream.follow(self._client, self._run, self._cursor, count=self._count, block_ms=BLOCK_MS)
+        return ledger.checked(self._client, self._run, found)
+
     def _run_thread(self) -> None:
         # The learner's service thread meets each outage, too, and logs it.
         retry = partial(connection.retry, stop=self._stopping, is_logged=False)
         try:
             while not self._stopping.is_set():
                 if time.monotonic() >= self._count_at:
+                    retry(partial(self._lower_ids, self._cursor))
                     self._count = retry(partial(stream.read_count, self._client, self._run))
                     self._count_at = time.monotonic() + COUNT_S
-                options = {"count": self._count, "block_ms": BLOCK_MS}
-                for entry in retry(partial(stream.follow, self._client, self._run, self._cursor, **options)):
+                for entry in retry(self._read):
+                    if stream.order(entry.entry_id) > stream.order(stream.LAST):
+                        self._count_at = 0.0
+                        break
                     while self._decoded_bytes - self._taken_bytes > MAX_DECODED_BYTES:
                         if self._stopping.wait(0.01):
                             return

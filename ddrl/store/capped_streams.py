@@ -9,20 +9,27 @@ from redis import Redis
 from ddrl.store import keys
 from ddrl.store.connection import call
 
+LAST = b"9999999999999-0"
+"""The latest id that a clock gives, in the year 2286; a worker may write entries with any id."""
+
 
 def add(client: Redis, run: str, key: str, *, length: int, **fields: Any) -> None:
     """Append an entry to a stream of a run, and trim it to about `length`; do nothing if the run is gone."""
     call(client, "add_line", [keys.state(run), key], [length, fields])
 
 
-def read(client: Redis, key: str, after: bytes = b"0-0") -> tuple[list[dict[str, Any]], bytes]:
+def read(client: Redis, key: str, after: bytes = b"0-0", *needed: str) -> tuple[list[dict[str, Any]], bytes]:
     """Return the entries after an id, oldest first, and the last id: `after` if there is nothing new.
 
-    Each entry has `time_s` (server's clock) and its fields as text.
+    Each entry has `time_s` (server's clock) and its fields as text. Entries without the `needed` fields are left out.
     """
-    raw = cast("list[Any]", client.xrange(key, min=b"(" + after))
+    raw = cast("list[Any]", client.xrange(key, min=b"(" + after, max=LAST))
     rows = []
     for entry_id, fields in raw:
-        texts = {name.decode(): value.decode(errors="replace") for name, value in fields.items()}
-        rows.append({"time_s": int(entry_id.split(b"-")[0]) / 1e3, **texts})
+        texts = {
+            name.decode(errors="replace"): value.decode(errors="replace") for name, value in fields.items()
+        }
+        texts.pop("time_s", None)
+        if texts.keys() >= {*needed}:
+            rows.append({"time_s": int(entry_id.split(b"-")[0]) / 1e3, **texts})
     return rows, raw[-1][0] if raw else after

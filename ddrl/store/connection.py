@@ -700,9 +700,9 @@ def call(
     """Run scripts/<name>.lua by its hash; its text is sent only to a server that does not know it.
 
     In a pipeline the text is always sent, since the hash may turn out to be unknown among other replies.
-    A script whose first line is `-- fenced` gets a learner's fencing token as its first argument. A mapping among the
-    arguments stands for its names and values in turn. With `durability` beyond "process" the call returns when
-    everything that the server has written until then is on its disk, or on a replica.
+    scripts/common.lua runs before it. A script whose first line is `-- fenced` gets a learner's fencing token as its
+    first argument. A mapping among the arguments stands for its names and values in turn. With `durability` beyond
+    "process" the call returns when everything that the server has written until then is on its disk, or on a replica.
 
     Raises:
         NotConfirmedError: it is not, within CONFIRM_MS; the script must be idempotent, as it is called again.
@@ -759,6 +759,6 @@ def _script(name: str) -> tuple[str, str]:
     """Text and hash of a script; one whose first line is `-- fenced` runs scripts/fence.lua first."""
     folder = Path(__file__).parent / "scripts"
     text = (folder / f"{name}.lua").read_text("utf-8")
-    if text.startswith("-- fenced\n"):
-        text = (folder / "fence.lua").read_text("utf-8") + text
+    before = ["common", "fence"] if text.startswith("-- fenced\n") else ["common"]
+    text = "".join((folder / f"{one}.lua").read_text("utf-8") for one in before) + text
     return text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()

@@ -28,6 +28,7 @@ from pydantic import TypeAdapter, ValidationError
 from redis import Redis
 
 from ddrl.store import keys, weights
+from ddrl.store.capped_streams import LAST
 from ddrl.store.connection import call
 from ddrl.types import EvaluationResult
 
@@ -329,7 +330,7 @@ def results(
 
     Entries that are not a complete result are logged and left out.
     """
-    raw = cast("list[Any]", client.xrange(keys.evaluations(run, requester), min=b"(" + after))
+    raw = cast("list[Any]", client.xrange(keys.evaluations(run, requester), min=b"(" + after, max=LAST))
     rows = []
     for entry_id, fields in raw:
         try:

@@ -14,7 +14,8 @@ Redis Cluster is not supported: some scripts touch the keys of several runs. `<r
 | ddrl:broker:*                     |        | Celery               | Celery                    | messages waiting; Celery's own keys                          | Celery's |
 | ddrl:broken                       | stream | worker               | cli                       | items of the broker that are no messages, with reasons       | capped |
 | ddrl:{run}:spec                   | string | submit, cli          | all                       | resolved config, JSON                                        | the run's |
-| ddrl:{run}:state                  | hash   | all                  | all                       | status, reason, counters, allowance, process time, pointer to the checkpoint | the run's |
+| ddrl:{run}:state                  | hash   | submit, learner, cli | all                       | status, reason, settings that scripts read, allowance, version, pointer to the checkpoint | the run's |
+| ddrl:{run}:counts                 | hash   | all                  | all                       | what workers count: appends, process time, crashes, the last error (see COUNTS) | the run's |
 | ddrl:{run}:initial                | string | submit               | learner                   | initial weights, safetensors                                 | the run's |
 | ddrl:{run}:lease                  | string | learner              | all                       | fencing token of the learner that holds the run              | expires |
 | ddrl:{run}:allowance              | stream | learner              | collector                 | one entry: env steps that may be played, latest version      | the run's |
@@ -81,6 +82,7 @@ def run_of(key: str) -> str:
 # Each takes the run's id; the table above says what the key holds.
 spec = partial(of_run, name="spec")
 state = partial(of_run, name="state")
+counts = partial(of_run, name="counts")
 lease = partial(of_run, name="lease")
 allowance = partial(of_run, name="allowance")
 experience = partial(of_run, name="experience")
@@ -96,6 +98,21 @@ episodes = partial(of_run, name="episodes")
 metrics = partial(of_run, name="metrics")
 dead = partial(of_run, name="dead")
 journal = partial(of_run, name="journal")
+
+COUNTS = (
+    *(
+        "appended_fragments",
+        "appended_steps",
+        "appended_bytes",
+        "duplicates",
+        "full",
+        "first_step_ms",
+        "error",
+    ),
+    *("played_ms", "process_ms", "allowance_wait_ms", "room_wait_ms", "virtual_ms", "away_ms"),
+    *("crashes", "crashes_total", "lost_producers", "claim", "claim_until_ms"),
+)
+"""Fields of `counts`; earlier versions of ddrl kept them in `state`, from where the run's next learner moves them."""
 
 
 def weights_blob(run: str, version: int) -> str:

@@ -41,8 +41,8 @@ def acquire(
         force: take it even if another learner holds it, which then gets LeaseLostError.
         after: token of a local checkpoint; the new token is larger, even if the server came back older.
     """
-    script_keys = [keys.state(run), keys.lease(run)]
-    reply = call(client, "acquire", script_keys, [ttl_ms, host, folder, int(force), after])
+    script_keys = [keys.state(run), keys.lease(run), keys.counts(run)]
+    reply = call(client, "acquire", script_keys, [ttl_ms, host, folder, int(force), after, *keys.COUNTS])
     return cast(int, reply) or None
 
 
@@ -101,20 +101,18 @@ class RunSignals:
         config_version: of its settings.
         requester: the host that requests the run; "" if none does.
         version: latest of the weights, as the server knows; -1: none.
-        fragments: appended, as the server knows.
     """
 
     status: str | None
     config_version: int
     requester: str
     version: int
-    fragments: int
 
 
 def signals(client: Redis, run: str) -> RunSignals:
     """Return what others want of a run now: one cheap read."""
-    names = ["status", "config_version", "handover", "version", "appended_fragments"]
-    status, config_version, requester, version, fragments = cast(
+    names = ["status", "config_version", "handover", "version"]
+    status, config_version, requester, version = cast(
         "list[bytes | None]", client.hmget(keys.state(run), names)
     )
     return RunSignals(
@@ -122,7 +120,6 @@ def signals(client: Redis, run: str) -> RunSignals:
         int(config_version or 0),
         (requester or b"").decode(),
         int(version or -1),
-        int(fragments or 0),
     )
 
 

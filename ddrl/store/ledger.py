@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 from typing import Any, cast
 
+from pydantic import TypeAdapter, ValidationError
 from redis import Redis
 
 from ddrl.store import keys, stream, workers
@@ -32,7 +34,10 @@ ENDED = -2  # stands for all producers that were folded
 # A producer is folded only this long after its last append: a late heartbeat after an outage does not fold a live one.
 QUIET_S = 60.0
 FOLDED_AT_ONCE = 1_000  # producers, since a long script delays every other client
+MIN_PRODUCERS = 1_000  # that a run may have, however few processes play
+MAX_PRODUCERS = 20_000  # that are not folded, of a run; those of 1,000 workers with 16 processes each
 _CURSOR = b"cursor"
+_ID = re.compile(rb"[0-9]{1,15}")
 
 
 @dataclass(frozen=True)
@@ -95,11 +100,17 @@ class Producer:
 
     @classmethod
     def decode(cls, value: bytes) -> Producer:
-        """Return a stored producer; earlier versions of ddrl stored text."""
-        if value.startswith(b"{"):
-            return cls(**json.loads(value))
-        incarnation, seq, _, ms, host, fragments, duplicates, node = value.decode().split(" ")
-        return cls(incarnation, int(seq), int(ms), host, node, 0, int(fragments), int(duplicates))
+        """Return a stored producer, an empty one if it cannot be read; earlier versions of ddrl stored text."""
+        try:
+            if value.startswith(b"{"):
+                return _PRODUCER.validate_json(value)
+            incarnation, seq, _, ms, host, fragments, duplicates, node = value.decode().split(" ")
+            return cls(incarnation, int(seq), int(ms), host, node, 0, int(fragments), int(duplicates))
+        except (ValidationError, ValueError):
+            return cls()
+
+
+_PRODUCER = TypeAdapter(Producer)
 
 
 @dataclass(frozen=True)
@@ -189,6 +200,9 @@ def fold(
 ) -> int:
     """Fold producers that have ended and have no waiting fragments, at most FOLDED_AT_ONCE; return their number.
 
+    Where there are many (half of MIN_PRODUCERS), a producer counts as ended by its silence alone; so those go too that
+    workers have only written. What such a producer is said to have appended, and was never read, counts as unread.
+
     Args:
         client: connection to the server.
         run: its id.
@@ -205,27 +219,35 @@ def fold(
         pipe.hgetall(keys.ledger(run))
         pipe.time()
         producers, raw, (seconds, micros) = pipe.execute()
-    now_s, quiet_s = seconds + micros / 1e6, QUIET_S if quiet_s is None else quiet_s
+    quiet_ms = 1e3 * (QUIET_S if quiet_s is None else quiet_s)
+    now_ms, read_ms = 1e3 * seconds + micros / 1e3, stream.order(raw.get(_CURSOR, b"0-0"))[0]
     alive = {(worker.node, pid) for worker in workers.alive(client) for pid in worker.pids}
+    is_crowded = len(producers) > MIN_PRODUCERS // 2
     ended: list[tuple[bytes, Producer, Row]] = []
-    for name, values in checkpoint.items():
-        field, row = name.encode(), Row(*values)
-        if int(name) < 0 or field not in producers or raw.get(field) != row.encode().encode():
+    for field, value in producers.items():
+        producer, values = Producer.decode(value), checkpoint.get(field.decode(errors="replace"))
+        row = Row(unread=producer.fragments) if values is None else Row(*values)
+        if field == b"%d" % ENDED or raw.get(field) != (None if values is None else row.encode().encode()):
             continue
-        producer = Producer.decode(producers[field])
-        is_quiet = now_s - producer.last_ms / 1e3 >= quiet_s and (producer.node, producer.pid) not in alive
-        if is_quiet and producer.fragments == row.decided:
+        last_ms = producer.last_ms if producer.last_ms <= now_ms else 0
+        is_ended = is_crowded or (producer.node, producer.pid) not in alive
+        is_read = values is not None and producer.fragments == row.decided
+        if (
+            now_ms - last_ms >= quiet_ms
+            and is_ended
+            and (is_read or (is_crowded and last_ms + quiet_ms < read_ms))
+        ):
             ended.append((field, producer, row))
     one = Producer.decode(producers.get(b"%d" % ENDED, Producer().encode().encode()))
     total = Row.decode(raw.get(b"%d" % ENDED, Row().encode().encode()))
     parts: list[Any] = []
     for field, producer, row in ended[:FOLDED_AT_ONCE]:
-        parts += [field, producers[field], raw[field]]
+        parts += [field, producers[field], raw.get(field, b"")]
         one = dataclasses.replace(
             one, fragments=one.fragments + producer.fragments, duplicates=one.duplicates + producer.duplicates
         )
         total = sum_rows(total, row)
-    script_keys = [keys.state(run), keys.producers(run), keys.ledger(run)]
+    script_keys = [keys.state(run), keys.producers(run), keys.ledger(run), keys.PRODUCERS]
     args = (ENDED, one.encode(), total.encode(), *parts)
     return len(parts) // 3 if parts and call(client, "fold", script_keys, [token, *args]) else 0
 
@@ -240,8 +262,29 @@ def folded(client: Redis, run: str) -> tuple[int, set[int]]:
     names = ["folded", "retired"]  # `retired`: of earlier versions of ddrl
     # Read before the list: a producer that appears between the two reads is then not taken for a folded one.
     values: Any = client.hmget(keys.state(run), names)
-    listed = {int(name) for name in cast("list[bytes]", client.hkeys(keys.producers(run)))}
-    return max(int(value or 0) for value in values), {producer for producer in listed if producer >= 0}
+    listed = cast("list[bytes]", client.hkeys(keys.producers(run)))
+    return max(int(value or 0) for value in values), {int(name) for name in listed if _ID.fullmatch(name)}
+
+
+def checked(client: Redis, run: str, entries: Sequence[stream.Entry]) -> list[stream.Entry]:
+    """Return entries that wait, without a producer where no append wrote them: it has not noted as much for it.
+
+    A worker may write any entry. One that names a number which the producer has appended cannot be told from it.
+    """
+    names = list({b"%d" % entry.producer for entry in entries})
+    values = cast("list[bytes | None]", client.hmget(keys.producers(run), names)) if names else []
+    known = {
+        int(name): Producer.decode(value)
+        for name, value in zip(names, values, strict=True)
+        if value and _ID.fullmatch(name)
+    }
+
+    def is_written(entry: stream.Entry) -> bool:
+        producer = known.get(entry.producer)
+        is_same = producer is not None and entry.fields.get(b"i") == producer.incarnation.encode()
+        return producer is not None and is_same and entry.count(b"q", -1) <= producer.seq
+
+    return [entry if is_written(entry) else entry.without_producer() for entry in entries]
 
 
 def audit(client: Redis, run: str, *, on_entries: Callable[[int, int], None] | None = None) -> Audit:
@@ -272,12 +315,14 @@ def _audit(client: Redis, run: str, on_entries: Callable[[int, int], None] | Non
     if last:
         after, count = cursor, stream.read_count(client, run)
         while entries := stream.read(client, run, after, count=count, until=last[0][0]):
-            waiting.update(entry.producer for entry in entries)
+            waiting.update(entry.producer for entry in checked(client, run, entries))
             after = entries[-1].entry_id
             if on_entries is not None:
                 on_entries(waiting.total(), length)
     accounts = {}
     for name, value in producers.items():
+        if not _ID.fullmatch(name.removeprefix(b"-")):
+            continue
         producer, row = Producer.decode(value), rows.pop(int(name), Row())
         accounts[int(name)] = Account(
             host=producer.host,

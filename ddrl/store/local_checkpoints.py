@@ -51,7 +51,7 @@ class Record:
 
     Attributes:
         spec: the config as JSON.
-        state: fields of the run's state.
+        state: fields of the run's state and counts.
         producers: each producer's line, as the append keeps it.
     """
 
@@ -98,11 +98,16 @@ def record(client: Redis, run: str) -> Record:
     with client.pipeline(transaction=True) as pipe:
         pipe.get(keys.spec(run))
         pipe.hgetall(keys.state(run))
+        pipe.hgetall(keys.counts(run))
         pipe.hgetall(keys.producers(run))
         spec, *hashes = pipe.execute()
-    state, producers = ({name.decode(): value.decode() for name, value in raw.items()} for raw in hashes)
+    state, counts, producers = (
+        {name.decode(errors="replace"): value.decode(errors="replace") for name, value in raw.items()}
+        for raw in hashes
+    )
     if spec is None or "status" not in state:
         raise RunGoneError(f"run {run}: the server does not know it any more")
+    state |= {name: value for name, value in counts.items() if name in keys.COUNTS}
     kept = {name: value for name, value in state.items() if name not in _NOT_RESTORED}
     return Record(spec.decode(), kept, producers)
 
@@ -323,7 +328,8 @@ def _recount(client: Redis, lease_token: int, snapshot: Snapshot) -> None:
             line = _producer_line(row, snapshot.record.producers.get(name, ""))
             producers += [name, row.incarnation, row.last_seq, line]
     last = max(map(int, counters.ledger), default=0) + SPARE_PRODUCERS
-    script_keys = [keys.state(snapshot.run), keys.producers(snapshot.run), keys.PRODUCERS]
+    run = snapshot.run
+    script_keys = [keys.state(run), keys.producers(run), keys.PRODUCERS, keys.counts(run)]
     args = [lease_token, max(counters.fragments, 0), counters.env_steps, last, *producers]
     call(client, "recount", script_keys, args)
 
@@ -407,8 +413,8 @@ def restore(client: Redis, snapshot: Snapshot, *, even_deleted: bool = False) ->
     fence = snapshot.token + 1 + secrets.randbits(32)
     rows = {int(producer): ledger.Row(*row) for producer, row in counters.ledger.items()}
     num_fragments = sum(row.decided for row in rows.values())
-    unlisted = [int(producer) for producer in snapshot.record.producers if int(producer) not in rows]
-    num_bytes = state.get("appended_bytes", "0")
+    unlisted = [int(name) for name in snapshot.record.producers if name.isdecimal() and int(name) not in rows]
+    num_bytes = str(int(runs.number(state.get("appended_bytes", "").encode())))
     # The weights are lost: the checkpoint's own are published as the next version.
     pointer = checkpoints.store_parts(client, run, fence, 0, snapshot.blob, {**snapshot.meta, "version": -1})
     fields = {
@@ -432,15 +438,17 @@ def restore(client: Redis, snapshot: Snapshot, *, even_deleted: bool = False) ->
     }
     ledger_fields = {str(producer): row.encode() for producer, row in rows.items()}
     of_run = (keys.state, keys.spec, keys.producers, keys.ledger, keys.weights, keys.experience, keys.journal)
-    others = (keys.RUNS, keys.PRODUCERS, keys.DELETED, keys.OPEN, *checkpoints.part_keys(run, pointer))
+    others = (keys.RUNS, keys.PRODUCERS, keys.DELETED, keys.OPEN, keys.counts(run))
+    counts = {name: str(fields.pop(name)) for name in keys.COUNTS if name in fields}
     args = [
         *(run, json.dumps({name: str(value) for name, value in fields.items()}), snapshot.record.spec),
         *(json.dumps(producers), json.dumps(ledger_fields | {"cursor": counters.cursor})),
         *(fields["version"], counters.cursor, f"from the local checkpoint of update {counters.updates}"),
         *(state.get("created_ms", "0"), max([*unlisted, *rows], default=0) + SPARE_PRODUCERS),
-        *(int(even_deleted), JOURNAL_LENGTH),
+        *(int(even_deleted), JOURNAL_LENGTH, json.dumps(counts)),
     ]
-    reply = call(client, "restore_run", [*(key(run) for key in of_run), *others], args)
+    parts = checkpoints.part_keys(run, pointer)
+    reply = call(client, "restore_run", [*(key(run) for key in of_run), *others, *parts], args)
     if reply != 1:
         checkpoints.drop_parts(client, run, pointer)
     if reply == -1:

@@ -39,7 +39,7 @@ def add(client: Redis, run: str, source: str, level: str, text: str) -> None:
 
 def read(client: Redis, run: str, after: bytes = b"0-0") -> tuple[list[dict[str, Any]], bytes]:
     """Return the lines after an entry, oldest first (time_s, source, level, text), and the last entry's id."""
-    return capped_streams.read(client, keys.logs(run), after)
+    return capped_streams.read(client, keys.logs(run), after, "source", "level", "text")
 
 
 class Handler(logging.Handler):

@@ -7,7 +7,9 @@ A run waits for a learner exactly when it is active or ending and its lease is f
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -34,7 +36,7 @@ class UnknownRunError(StoreError):
 
 @dataclass(frozen=True)
 class RunState:
-    """The fields of a run's state hash; times by the server's clock in seconds, 0 for events to come.
+    """The fields of a run's hashes `state` and `counts`; times by the server's clock in seconds, 0 for events to come.
 
     Attributes:
         status: see the module's docstring.
@@ -236,11 +238,17 @@ def state(client: Redis, run: str) -> RunState:
     """
     with client.pipeline(transaction=False) as pipe:
         pipe.hmget(keys.state(run), list(_STATE_FIELDS.values()))
+        pipe.hmget(keys.counts(run), list(_STATE_FIELDS.values()))
         pipe.exists(keys.lease(run))
         pipe.zscore(keys.OPEN, run)
-        values, leased, opened = cast("tuple[list[bytes | None], int, float | None]", pipe.execute())
-    fields = zip(_STATE_FIELDS.values(), values, strict=True)
-    found = decode_state({name: value.decode() for name, value in fields if value is not None})
+        values, counts, leased, opened = cast("tuple[Any, Any, int, float | None]", pipe.execute())
+    texts: dict[str, str] = {}
+    for name, value, count in zip(_STATE_FIELDS.values(), values, counts, strict=True):
+        if count is not None and name in keys.COUNTS:
+            texts[name] = count.decode(errors="replace") if name == "error" else str(int(number(count)))
+        elif value is not None:
+            texts[name] = value.decode()
+    found = decode_state(texts)
     if "status" not in found:
         raise UnknownRunError(f"run {run}: not on this server; `ddrl runs` lists those that are")
     if found["status"] == "active":
@@ -264,6 +272,11 @@ def decode_state(fields: Mapping[str, str]) -> dict[str, Any]:
             kind = kinds.get(RunState.__annotations__[name], lambda text: dict(json.loads(text)))
             found[name] = int(text or 0) / 1e3 if name.endswith("_s") else kind(text)
     return found
+
+
+def number(value: bytes | None) -> float:
+    """Return a number of `counts`; 0 if it is missing or none, as workers may write anything there."""
+    return float(value) if value and re.fullmatch(rb"-?\d{1,16}(\.\d+)?", value) else 0.0
 
 
 def status(client: Redis, run: str) -> str | None:
@@ -365,8 +378,17 @@ def journal(client: Redis, run: str) -> list[dict[str, Any]]:
 
 
 def journal_after(client: Redis, run: str, after: bytes = b"0-0") -> tuple[list[dict[str, Any]], bytes]:
-    """Return the journal after an entry, and the last entry's id."""
-    return capped_streams.read(client, keys.journal(run), after)
+    """Return the journal after an entry, and the last entry's id; entries that cannot be read are left out."""
+    rows, last_id = capped_streams.read(client, keys.journal(run), after, "event")
+    return [row for row in rows if row["event"] != "set" or _is_change(row)], last_id
+
+
+def _is_change(row: Mapping[str, str]) -> bool:
+    """Return whether an entry tells of a setting that was changed."""
+    with contextlib.suppress(KeyError, ValueError, RecursionError):
+        json.loads(row["from"]), json.loads(row["to"])
+        return row["option"] != "" and re.fullmatch(r"[0-9]{1,16}", row["env_steps"]) is not None
+    return False
 
 
 def server_ms(client: Redis) -> int:
@@ -393,7 +415,7 @@ def set_status(client: Redis, run: str, new: str, reason: str, *, token: int | N
         new, ("active", "paused")
     )
     ended = "1" if new in ENDED else "0"
-    keys_ = [keys.state(run), keys.journal(run), keys.OPEN]
+    keys_ = [keys.state(run), keys.journal(run), keys.OPEN, keys.counts(run)]
     args = (new, reason, ended, run, JOURNAL_LENGTH, *allowed)
     return bool(call(client, "set_status", keys_, [token or 0, *args]))
 
@@ -453,7 +475,7 @@ def change(
     """
     fields = _mirrored(new)
     rows = [part for name, values in changes.items() for part in (name, *map(json.dumps, values))]
-    script_keys = [keys.spec(run), keys.state(run), keys.journal(run)]
+    script_keys = [keys.spec(run), keys.state(run), keys.journal(run), keys.counts(run)]
     spec = new.model_dump_json(by_alias=True)
     args = [version, spec, JOURNAL_LENGTH, len(fields), fields, *rows]
     reply = call(client, "change_config", script_keys, args)

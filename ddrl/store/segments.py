@@ -89,10 +89,8 @@ class RunLoad:
     limit_s: float
 
 
-_LOAD_FIELDS = (
-    *("status", "weight", "priority", "queue", "process_ms", "allowance", "appended_steps", "version"),
-    *("virtual_ms", "mean_processes", "limit_ms"),
-)
+_LOAD_FIELDS = ("status", "weight", "priority", "queue", "allowance", "version", "mean_processes", "limit_ms")
+_LOAD_COUNTS = ("process_ms", "appended_steps", "virtual_ms")
 
 
 def active(client: Redis) -> list[RunLoad]:
@@ -101,23 +99,25 @@ def active(client: Redis) -> list[RunLoad]:
     with client.pipeline(transaction=False) as pipe:
         for run in names:
             pipe.hmget(keys.state(run), _LOAD_FIELDS)
+            pipe.hmget(keys.counts(run), _LOAD_COUNTS)
             pipe.exists(keys.lease(run))
         replies = pipe.execute()
     found = []
-    for run, values, leased in zip(names, replies[::2], replies[1::2], strict=True):
+    for run, values, counts, leased in zip(names, replies[::3], replies[1::3], replies[2::3], strict=True):
         field = dict(zip(_LOAD_FIELDS, values, strict=True))
+        process_ms, steps, virtual_ms = map(runs.number, counts)
         if field["status"] != b"active":
             continue
-        has_steps = int(field["allowance"] or 0) > int(field["appended_steps"] or 0)
+        has_steps = int(field["allowance"] or 0) > steps
         found.append(
             RunLoad(
                 run=run,
                 weight=float(field["weight"] or 1.0),
                 priority=(field["priority"] or b"normal").decode(),
                 queue=(field["queue"] or b"").decode(),
-                process_ms=int(field["process_ms"] or 0),
+                process_ms=int(process_ms),
                 wants=bool(leased) and has_steps and int(field["version"] or -1) >= 0,
-                virtual_ms=float(field["virtual_ms"] or 0.0),
+                virtual_ms=virtual_ms,
                 mean_processes=float(field["mean_processes"] or 0.0),
                 limit_s=int(field["limit_ms"] or 0) / 1e3,
             )
@@ -149,7 +149,7 @@ def choose(
         limit_s: hard time limit of the task; runs that may need longer are left out.
         cannot_play: runs to leave out.
     """
-    of_run = [key("%s") for key in (keys.state, keys.lease, keys.playing, keys.draining)]
+    of_run = [key("%s") for key in (keys.state, keys.lease, keys.playing, keys.draining, keys.counts)]
     who = [str(process), process.node, process.pid, task]
     most_ms, served = 10**12 if limit_s is None else round(1e3 * limit_s), list(queues)
     args = [keys.OPEN, *of_run, *who, most_ms, len(served), *served, *cannot_play]
@@ -177,7 +177,7 @@ def end(
         process_ms, allowance_wait_ms, room_wait_ms: what no append has reported yet: of its time, and of its waits.
     """
     args = [str(process), spent_ms, process_ms, allowance_wait_ms, room_wait_ms]
-    call(client, "end_segment", [keys.state(run), keys.playing(run)], args)
+    call(client, "end_segment", [keys.state(run), keys.playing(run), keys.counts(run)], args)
 
 
 def playing(client: Redis, run: str) -> dict[str, Playing]:
@@ -188,13 +188,14 @@ def playing(client: Redis, run: str) -> dict[str, Playing]:
     raw = cast("dict[bytes, bytes]", client.hgetall(keys.playing(run)))
     found = {}
     for process, value in raw.items():
-        with contextlib.suppress(ValueError, KeyError, TypeError):
+        with contextlib.suppress(ValueError, KeyError, TypeError, ArithmeticError, RecursionError):
             if value.startswith(b"{"):
                 row: dict[str, Any] = json.loads(value)
             else:
                 row = dict(zip(("node", "pid", "since_ms"), value.decode().rsplit(" ", 2), strict=True))
             since_s = int(row["since_ms"]) / 1e3
-            found[process.decode()] = Playing(row["node"], int(row["pid"]), row.get("task", ""), since_s)
+            node, task = str(row["node"]), str(row.get("task", ""))
+            found[process.decode()] = Playing(node, int(row["pid"]), task, since_s)
     return found
 
 
@@ -208,14 +209,14 @@ def run_of_task(client: Redis, task: str) -> str | None:
 
 def note_lost(client: Redis, run: str, process: str, reason: str) -> bool:
     """Note a process that is gone without having ended its segment; False if it was not playing."""
-    script_keys = [keys.state(run), keys.playing(run), keys.journal(run)]
+    script_keys = [keys.counts(run), keys.playing(run), keys.journal(run)]
     args = [process, reason[:REASON_LENGTH], runs.JOURNAL_LENGTH]
     return bool(call(client, "note_lost", script_keys, args))
 
 
 def note_crash(client: Redis, run: str, reason: str) -> int:
     """Note that a process could not play the run or ended meanwhile; return such crashes since the last fragment."""
-    script_keys = [keys.state(run), keys.journal(run)]
+    script_keys = [keys.state(run), keys.journal(run), keys.counts(run)]
     return cast(int, call(client, "note_crash", script_keys, [reason[:REASON_LENGTH], runs.JOURNAL_LENGTH]))
 
 
@@ -250,4 +251,4 @@ def withdraw_refusal(client: Redis, run: str, host: str) -> None:
 def refusals(client: Redis, run: str) -> dict[str, str]:
     """Return, by host, why it does not play the run."""
     raw = cast("dict[bytes, bytes]", client.hgetall(keys.refusals(run)))
-    return {host.decode(): reason.decode() for host, reason in raw.items()}
+    return {host.decode(errors="replace"): reason.decode(errors="replace") for host, reason in raw.items()}

@@ -6,15 +6,18 @@ transitions and bytes, this entry included; `s`: this entry's bytes; `p`, `i`, `
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
+from pydantic import Field, FiniteFloat, Json, TypeAdapter, ValidationError
 from redis import Redis
+from typing_extensions import TypedDict
 
-from ddrl.store import capped_streams, keys
+from ddrl.store import capped_streams, keys, runs
 from ddrl.store.connection import call
 
 if TYPE_CHECKING:
@@ -24,6 +27,18 @@ ENTRY_OVERHEAD_BYTES = 128  # of an entry in the server: measured 75 to 83, coun
 REPLY_BYTES = 8 * 1024**2  # aim for one read
 EPISODES_LENGTH = 20_000
 DEAD_LENGTH = 1_000
+LAST = capped_streams.LAST
+
+
+class _Episodes(TypedDict):
+    """A row of the episodes stream."""
+
+    time_s: float
+    env_steps: Annotated[int, Field(ge=0, le=2**53)]
+    returns: Json[list[FiniteFloat]]
+
+
+_EPISODES = TypeAdapter(_Episodes)
 
 
 class Answer(Enum):
@@ -80,10 +95,14 @@ class Entry:
         """Id of the producer; -1 (`ledger.UNKNOWN`) if no append wrote the entry."""
         return self.count(b"p", -1)
 
+    def without_producer(self) -> Entry:
+        """Return the entry as one that no append wrote."""
+        return Entry(self.entry_id, {name: value for name, value in self.fields.items() if name != b"p"})
+
 
 def new_producer(client: Redis) -> int:
     """Return an id that no other collector has or had on this server."""
-    return client.incr(keys.PRODUCERS)
+    return cast(int, cast(Any, client).execute_command("INCR", keys.PRODUCERS))  # workers may not INCRBY
 
 
 def append(
@@ -119,7 +138,7 @@ def append(
         durability: of the run.
     """
     size = sum(len(name) + len(value) for name, value in fields.items()) + ENTRY_OVERHEAD_BYTES
-    of_run = (keys.state, keys.experience, keys.episodes, keys.draining, keys.producers)
+    of_run = (keys.state, keys.counts, keys.experience, keys.episodes, keys.draining, keys.producers)
     returns = json.dumps([round(value, 3) for value in episode_returns]) if episode_returns else ""
     who = (producer, incarnation, seq, num_transitions, size, played_ms, host, node, pid)
     args = [*who, returns, EPISODES_LENGTH, process_ms, allowance_wait_ms, room_wait_ms, fields]
@@ -135,7 +154,7 @@ def claim(client: Redis, run: str, processes: int, *, for_ms: int = 1000) -> Non
         processes: their number; replaces an earlier claim.
         for_ms: after which the claim lapses.
     """
-    call(client, "claim", [keys.state(run)], [processes, for_ms])
+    call(client, "claim", [keys.state(run), keys.counts(run)], [processes, for_ms])
 
 
 def read(client: Redis, run: str, cursor: bytes, *, count: int, until: bytes = b"+") -> list[Entry]:
@@ -153,8 +172,9 @@ def follow(client: Redis, run: str, cursor: bytes, *, count: int, block_ms: int)
 def read_count(client: Redis, run: str) -> int:
     """Return how many entries make a reply of about REPLY_BYTES."""
     length = client.xlen(keys.experience(run))
-    values = cast("list[bytes | None]", client.hmget(keys.state(run), ["appended_bytes", "trimmed_bytes"]))
-    live_bytes = int(values[0] or 0) - int(values[1] or 0)
+    appended = cast("bytes | None", client.hget(keys.counts(run), "appended_bytes"))
+    trimmed = cast("bytes | None", client.hget(keys.state(run), "trimmed_bytes"))
+    live_bytes = int(runs.number(appended) - runs.number(trimmed))
     return max(1, min(1024, REPLY_BYTES * length // max(live_bytes, 1))) if length else 64
 
 
@@ -164,17 +184,64 @@ def trim(client: Redis, run: str, token: int, first_kept: bytes) -> int:
     Raises:
         LeaseLostError: another learner took over.
     """
-    return cast(int, call(client, "trim", [keys.state(run), keys.experience(run)], [token, first_kept]))
+    script_keys = [keys.state(run), keys.experience(run), keys.counts(run)]
+    return cast(int, call(client, "trim", script_keys, [token, first_kept]))
 
 
-def refuse(client: Redis, run: str, token: int, entry_id: bytes, head: bytes, reason: str) -> None:
+def refuse(
+    client: Redis,
+    run: str,
+    token: int,
+    entry_id: bytes,
+    head: bytes,
+    reason: str,
+    *,
+    is_fragment: bool = True,
+) -> None:
     """Record an entry that cannot be used in `dead`, with the reason and the head of its header.
+
+    Args:
+        is_fragment: an append wrote it; else it is deleted, so that no later learner reads it again.
 
     Raises:
         LeaseLostError: another learner took over.
     """
-    script_keys = [keys.state(run), keys.dead(run)]
-    call(client, "refuse", script_keys, [token, DEAD_LENGTH, entry_id, reason[:500], head])
+    script_keys = [keys.state(run), keys.dead(run), keys.experience(run)]
+    call(
+        client,
+        "refuse",
+        script_keys,
+        [token, DEAD_LENGTH, entry_id, reason[:500], head, int(not is_fragment)],
+    )
+
+
+def lower_ids(client: Redis, run: str, token: int, cursor: bytes) -> int:
+    """Give new ids, after `cursor`, to entries with ids after LAST in the streams that workers write; return how many.
+
+    After the largest id a stream takes no entry.
+
+    Raises:
+        LeaseLostError: another learner took over.
+    """
+    streams = (keys.experience, keys.episodes, keys.evaluations, keys.journal, keys.logs)
+    script_keys = [keys.state(run), *(key(run) for key in streams)]
+    return cast(int, call(client, "lower_ids", script_keys, [token, LAST, cursor]))
+
+
+def correct_counts(
+    client: Redis, run: str, token: int, counted: tuple[bytes, int, int], num_bytes: int
+) -> bool:
+    """Set the counts of appends to the learner's, if it has read all of the stream; return whether they differed.
+
+    Args:
+        counted: the last entry read, the fragments and transitions up to it.
+        num_bytes: of the stream.
+
+    Raises:
+        LeaseLostError: another learner took over.
+    """
+    script_keys = [keys.state(run), keys.experience(run), keys.counts(run)]
+    return bool(call(client, "correct_counts", script_keys, [token, *counted, num_bytes]))
 
 
 def allow(client: Redis, run: str, token: int, allowance: int, *, updates: int, players: int = 1) -> None:
@@ -201,16 +268,17 @@ def remaining(client: Redis, run: str, *, node: str = "-") -> Appended:
 
     The rule is that of append.lua; claims, room in the stream and folded producers are left to the append.
     """
-    names = ["status", "version", "allowance_id", "allowance", "appended_steps", "players"]
+    names = ["status", "version", "allowance_id", "allowance", "players"]
     with client.pipeline(transaction=False) as pipe:
         pipe.hmget(keys.state(run), names)
+        pipe.hget(keys.counts(run), "appended_steps")
         pipe.sismember(keys.draining(run), node)
-        raw, is_draining = cast("tuple[list[bytes | None], int]", pipe.execute())
-    steps = int(raw[3] or 0) - int(raw[4] or 0)
+        raw, appended, is_draining = cast("tuple[list[bytes | None], bytes | None, int]", pipe.execute())
+    steps = int(raw[3] or 0) - int(runs.number(appended))
     version = int(raw[1] or -1)
     going = Answer.YIELD if is_draining else Answer.GO if steps > 0 and version >= 0 else Answer.WAIT
     answers = {b"active": going, b"paused": Answer.YIELD}
-    players = int(raw[5] or 1)
+    players = int(raw[4] or 1)
     share = -(-steps // (2 * players)) if steps > 0 and players > 1 else steps
     answer = answers.get(raw[0] or b"", Answer.STOPPED)
     return Appended(answer, version, raw[2] or b"0-0", share, players)
@@ -219,9 +287,10 @@ def remaining(client: Redis, run: str, *, node: str = "-") -> Appended:
 def episodes(client: Redis, run: str, after: bytes = b"0-0") -> tuple[list[dict[str, Any]], bytes]:
     """Return the finished episodes after an entry (time_s, env_steps, returns), and the last entry's id."""
     rows, last_id = capped_streams.read(client, keys.episodes(run), after)
-    parsed = [
-        row | {"env_steps": int(row["env_steps"]), "returns": json.loads(row["returns"])} for row in rows
-    ]
+    parsed = []
+    for row in rows:
+        with contextlib.suppress(ValidationError):
+            parsed.append(dict(_EPISODES.validate_python(row)))
     return parsed, last_id
 
 
@@ -236,7 +305,7 @@ def before(entry_id: bytes) -> bytes:
 def following(entry_id: bytes) -> bytes:
     """Return the smallest id above `entry_id`."""
     milliseconds, number = order(entry_id)
-    return b"%d-%d" % (milliseconds, number + 1)
+    return b"%d-%d" % ((milliseconds, number + 1) if number < 2**64 - 1 else (milliseconds + 1, 0))
 
 
 def order(entry_id: bytes) -> tuple[int, int]:

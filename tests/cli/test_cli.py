@@ -130,7 +130,8 @@ def test_status(client: Any) -> None:
     assert call("status").splitlines()[0].split() == ["run", run]
     add_history(client, run)
     workers.beat(client, workers.Heartbeat("n@h", "h", 1, 3, ("ddrl.rollout.box2d",), {}))
-    client.hset(keys.state(run), mapping={"dead": 2, "full": 5})
+    client.hset(keys.state(run), "dead", 2)
+    client.hset(keys.counts(run), "full", 5)
     report = call_json("status", run[:8])
     assert report["run"] == run and report["queue"] == "ddrl.rollout.box2d"
     assert report["weights"] == {"latest": 31, "best": 31, "best_return": 205.0, "kept": [0, 31], "bytes": 85}

@@ -64,12 +64,12 @@ def test_why_a_run_is_not_played(client: Any) -> None:
     segments.note_refusal(client, run, "one", "host one: ddrl is 9, the run was submitted with 1")
     assert "host one: ddrl is 9" in note()
     client.delete(keys.refusals(run))
-    client.hset(keys.state(run), mapping={"appended_steps": 10**9, "appended_fragments": 1})
+    client.hset(keys.counts(run), mapping={"appended_steps": 10**9, "appended_fragments": 1})
     assert note() == "its allowance is used up: waits for its learner"
-    client.hset(keys.state(run), "appended_steps", 1)
+    client.hset(keys.counts(run), "appended_steps", 1)
     assert note() == "waits for a process"
     want_processes(client, start(client, target_config()))
-    client.hset(keys.state(run), "virtual_ms", 10)
+    client.hset(keys.counts(run), "virtual_ms", 10)
     assert note() == "has had its share: waits for its turn"
 
 

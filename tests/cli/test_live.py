@@ -170,7 +170,7 @@ def test_no_cell_of_a_view_is_cut(client: Any, algorithm: str) -> None:
     run, other = (make_run(client, algorithm={"name": algorithm}) for _ in range(2))
     token, size = take(client, run), 512 * 1024**2
     counts = {"appended_steps": 123_456_789, "appended_bytes": size, "version": 12_345}
-    client.hset(keys.state(run), mapping=counts | {"crashes_total": 1_234, "lost_producers": 1_234})
+    client.hset(keys.counts(run), mapping=counts | {"crashes_total": 1_234, "lost_producers": 1_234})
     row = {
         "env_steps_per_s": 12_345.0,
         "updates": 1_234_567,

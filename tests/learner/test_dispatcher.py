@@ -76,7 +76,7 @@ def test_a_run_of_higher_priority_with_steps_left_claims_processes(client: Redis
         client.hset(keys.state(all_runs[-1]), "appended_steps", steps)
         time.sleep(0.06)
         one.tick()
-        assert [client.hget(keys.state(run), "claim") for run in all_runs] == expected
+        assert [client.hget(keys.counts(run), "claim") for run in all_runs] == expected
 
 
 def test_it_reports_how_many_processes_played(client: Redis, run: str) -> None:
@@ -86,7 +86,7 @@ def test_it_reports_how_many_processes_played(client: Redis, run: str) -> None:
     for _ in range(20):
         time.sleep(0.02)
         played_s = 3 * (time.monotonic() - began)
-        client.hset(keys.state(run), "process_ms", round(1e3 * played_s))
+        client.hset(keys.counts(run), "process_ms", round(1e3 * played_s))
         one.tick()
     mean = segments.active(client)[0].mean_processes
     assert mean == pytest.approx(played_s / 30, rel=0.1)  # three, but for a moment only

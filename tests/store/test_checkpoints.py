@@ -102,7 +102,7 @@ def test_a_restored_run_continues_where_its_snapshot_ends(client: Redis, snapsho
     run, before = snapshot.run, runs.state(client, snapshot.run)
     (producer,) = snapshot.record.producers
     client.flushall()
-    client.hset(keys.state(run), "error", "noted by a worker of the lost run")  # which is no run
+    client.hset(keys.counts(run), "error", "noted by a worker of the lost run")  # which is no run
     with pytest.raises(runs.UnknownRunError):
         runs.state(client, run)
     assert leases.acquire(client, run, host="here", folder="/tmp") is None

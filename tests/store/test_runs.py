@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pytest
 from redis import Redis
 from support.store import SPACES, events, make_config, make_run, take
@@ -64,8 +65,9 @@ def test_the_training_time_leaves_out_pauses_and_the_time_after_an_end(client: R
 
     def pass_by(minutes: int) -> None:
         times = ("created_ms", "first_step_ms", "ended_ms", "idle_since_ms")
-        for name in filter(lambda name: client.hexists(keys.state(run), name), times):
-            client.hincrby(keys.state(run), name, -60_000 * minutes)
+        for key, name in itertools.product((keys.state(run), keys.counts(run)), times):
+            if client.hexists(key, name):
+                client.hincrby(key, name, -60_000 * minutes)
 
     def then(status: str) -> None:
         assert runs.set_status(client, run, status, "by the test")
@@ -74,7 +76,7 @@ def test_the_training_time_leaves_out_pauses_and_the_time_after_an_end(client: R
     pass_by(1000)
     then("active")
     assert runs.state(client, run).train_s(runs.server_ms(client) / 1e3) is None
-    client.hset(keys.state(run), "first_step_ms", runs.server_ms(client))
+    client.hset(keys.counts(run), "first_step_ms", runs.server_ms(client))
     pass_by(10)
     then("paused")
     pass_by(100)

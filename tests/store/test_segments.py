@@ -170,10 +170,10 @@ def test_a_run_that_starts_or_comes_back_gets_its_share_and_no_more(client: Redi
 def test_a_run_without_allowance_gives_way_and_claims_nothing_later(client: Redis) -> None:
     steady, other = add_run(client), add_run(client)
     fleet = Fleet(client, [(PLAIN,)] * 8)
-    client.hset(keys.state(other), "appended_steps", 10**9)
+    client.hset(keys.counts(other), "appended_steps", 10**9)
     assert fleet.shares(50, {steady: 8})
     time.sleep(2.1 * SEGMENT_MS / 1e3)  # less counts as if it had wanted processes all along
-    client.hset(keys.state(other), "appended_steps", 0)
+    client.hset(keys.counts(other), "appended_steps", 0)
     fleet.play(2)
     assert fleet.shares(25, {steady: 4, other: 4})
 
@@ -183,7 +183,7 @@ def test_a_run_that_has_allowance_now_and_then_shares_all_along(client: Redis) -
     fleet = Fleet(client, [(PLAIN,)] * 8)
     spent = Counter[str]()
     for turn in range(1000):
-        client.hset(keys.state(flickers), "appended_steps", 0 if turn % 10 < 3 else 10**9)
+        client.hset(keys.counts(flickers), "appended_steps", 0 if turn % 10 < 3 else 10**9)
         spent += fleet.play(1 / 50)
     assert spent[flickers] > 0.25 * spent.total() and not spent[""]  # it could be chosen for 0.3 of the time
 
@@ -230,7 +230,7 @@ def test_a_run_that_a_process_may_not_play_is_not_chosen(client: Redis) -> None:
 
 def test_a_run_without_steps_left_is_chosen_where_no_other_wants_the_process(client: Redis) -> None:
     waits, low = add_run(client, priority="high"), add_run(client, priority="low")
-    client.hset(keys.state(waits), "appended_steps", 10**9)
+    client.hset(keys.counts(waits), "appended_steps", 10**9)
     assert segments.choose(client, Process("n", 1), [PLAIN]) == low
     runs.set_status(client, low, "paused", "")
     assert segments.choose(client, Process("n", 1), [PLAIN]) == waits

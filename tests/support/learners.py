@@ -77,9 +77,14 @@ class Run:
         return restored(self.client, self.id, self.url, **options)
 
     def catch_up(self, learner: Learner) -> None:
-        """Wait until all that was appended is admitted."""
-        steps = self.state.appended_steps
-        until(lambda: learner.shared.env_steps >= steps)
+        """Wait until all that was appended is admitted or refused."""
+        [(newest, _)] = self.client.xrevrange(keys.experience(self.id), count=1)
+
+        def is_read() -> bool:
+            entry_id = (learner.shared.counted or (learner.shared.ledger.cursor,))[0]
+            return stream.order(entry_id) >= stream.order(newest)
+
+        until(is_read)
 
     @property
     def state(self) -> runs.RunState:

@@ -66,7 +66,7 @@ class Played(Run):
 
     def fill(self, *, is_full: bool = True) -> None:
         """Use up the stream's budget, or free it again."""
-        self.client.hset(keys.state(self.id), "appended_bytes", 10**12 if is_full else 0)
+        self.client.hset(keys.counts(self.id), "appended_bytes", 10**12 if is_full else 0)
 
     @property
     def player(self) -> Player:

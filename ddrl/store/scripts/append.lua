@@ -1,6 +1,6 @@
 -- Append a fragment once, count it, and answer what its collector should do next.
--- KEYS: 1 state (hash), 2 experience (stream), 3 episodes (stream), 4 draining (set of nodes),
---       5 producers (hash: id -> JSON: incarnation (text), seq, last_ms, host, node, pid, fragments, duplicates).
+-- KEYS: 1 state (hash), 2 counts (hash), 3 experience (stream), 4 episodes (stream), 5 draining (set of nodes),
+--       6 producers (hash: id -> JSON: incarnation (text), seq, last_ms, host, node, pid, fragments, duplicates).
 --         `fragments` grows by the step in `seq`, so fragments that the server lost in a restart are counted too.
 -- ARGV: 1 producer, 2 incarnation, 3 seq, 4 transitions, 5 bytes, 6 ms spent stepping environments,
 --       7 host, 8 node, 9 pid, 10 returns of finished episodes (JSON, or ""), 11 cap of the episodes stream,
@@ -9,67 +9,67 @@
 -- Answer: {GO | WAIT | YIELD | FULL | STOPPED (see `stream.Answer`), newest version, id of the newest allowance entry,
 --         steps that this producer should append next (negative: overshoot)}. A repeated append writes no entry and
 --         counts as a duplicate; its answer is that of the present state. `stream.remaining` has the same rule.
-local state = redis.call('HMGET', KEYS[1], 'status', 'allowance', 'version', 'allowance_id', 'max_bytes',
-  'appended_fragments', 'appended_steps', 'appended_bytes', 'trimmed_bytes', 'players', 'crashes', 'claim',
-  'folded', 'played_ms', 'process_ms')
+local state = redis.call('HMGET', KEYS[1], 'status', 'allowance', 'version', 'allowance_id', 'max_bytes', 'players',
+  'folded', 'trimmed_bytes', 'max_producers')
+local counts = redis.call('HMGET', KEYS[2], 'appended_fragments', 'appended_steps', 'appended_bytes', 'played_ms',
+  'process_ms', 'crashes', 'claim')
 local status, allowance, version = state[1], tonumber(state[2] or 0), tonumber(state[3] or -1)
-local allowance_id, max_bytes = state[4] or '0-0', tonumber(state[5] or 0)
-local fragments, steps = tonumber(state[6] or 0), tonumber(state[7] or 0)
-local bytes, trimmed = tonumber(state[8] or 0), tonumber(state[9] or 0)
-local players = tonumber(state[10] or 1)
+local allowance_id, max_bytes, players = state[4] or '0-0', tonumber(state[5] or 0), tonumber(state[6] or 1)
+local fragments, steps, bytes = number(counts[1]) or 0, number(counts[2]) or 0, number(counts[3]) or 0
 -- Half of an even share, so that producers overshoot little.
 local shares = players > 1 and 2 * players or 1
 local function left()
   if steps < allowance then return math.ceil((allowance - steps) / shares) end
   return allowance - steps
 end
+local function full()
+  increase(KEYS[2], 'full', 1)
+  return {'FULL', version, allowance_id, left()}
+end
 
-local stored = redis.call('HGET', KEYS[5], ARGV[1])
+local stored = redis.call('HGET', KEYS[6], ARGV[1])
 -- A folded producer's `seq` is gone, so a repeated append would count twice. Ids grow: an unknown id up to `folded`
 -- was folded, or was taken earlier and never appended.
-local is_folded = not stored and tonumber(ARGV[1]) <= tonumber(state[13] or 0)
+local is_folded = not stored and tonumber(ARGV[1]) <= tonumber(state[7] or 0)
 if is_folded or (status ~= 'active' and status ~= 'paused') then return {'STOPPED', version, allowance_id, 0} end
+if not stored and redis.call('HLEN', KEYS[6]) >= tonumber(state[9] or 1000) then return full() end
 
-local producer = stored and cjson.decode(stored) or {fragments = 0, duplicates = 0}
-local newest_seq = producer.incarnation == ARGV[2] and producer.seq or -1
+local producer = stored and decode(stored) or {}
+local newest_seq = producer.incarnation == ARGV[2] and number(producer.seq) or -1
 local seq = tonumber(ARGV[3])
 local time = redis.call('TIME')
 local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
 if seq <= newest_seq then
-  redis.call('HINCRBY', KEYS[1], 'duplicates', 1)
-  producer.duplicates = producer.duplicates + 1
+  increase(KEYS[2], 'duplicates', 1)
 else
-  if bytes - trimmed + tonumber(ARGV[5]) > max_bytes then
-    redis.call('HINCRBY', KEYS[1], 'full', 1)
-    return {'FULL', version, allowance_id, left()}
-  end
+  if bytes - tonumber(state[8] or 0) + tonumber(ARGV[5]) > max_bytes then return full() end
   fragments, steps, bytes = fragments + 1, steps + tonumber(ARGV[4]), bytes + tonumber(ARGV[5])
   -- Fields: see stream.py.
   local entry = {'f', fragments, 'n', steps, 'b', bytes, 's', ARGV[5], 'p', ARGV[1], 'i', ARGV[2], 'q', ARGV[3]}
   for i = 15, #ARGV do entry[#entry + 1] = ARGV[i] end
-  redis.call('XADD', KEYS[2], '*', unpack(entry))
-  redis.call('HSET', KEYS[1], 'appended_fragments', fragments, 'appended_steps', steps, 'appended_bytes', bytes,
-    'played_ms', (state[14] or 0) + ARGV[6], 'process_ms', (state[15] or 0) + ARGV[12])
-  if ARGV[13] ~= '0' then redis.call('HINCRBY', KEYS[1], 'allowance_wait_ms', ARGV[13]) end
-  if ARGV[14] ~= '0' then redis.call('HINCRBY', KEYS[1], 'room_wait_ms', ARGV[14]) end
-  if fragments == 1 then redis.call('HSETNX', KEYS[1], 'first_step_ms', now_ms - tonumber(ARGV[6])) end
+  if not add(KEYS[3], '*', unpack(entry)) then return full() end
+  redis.call('HSET', KEYS[2], 'appended_fragments', fragments, 'appended_steps', steps, 'appended_bytes', bytes,
+    'played_ms', (number(counts[4]) or 0) + ARGV[6], 'process_ms', (number(counts[5]) or 0) + ARGV[12])
+  if ARGV[13] ~= '0' then increase(KEYS[2], 'allowance_wait_ms', ARGV[13]) end
+  if ARGV[14] ~= '0' then increase(KEYS[2], 'room_wait_ms', ARGV[14]) end
+  if fragments == 1 then redis.call('HSETNX', KEYS[2], 'first_step_ms', now_ms - tonumber(ARGV[6])) end
   -- A fragment ends a series of crashes.
-  if state[11] and state[11] ~= '0' then redis.call('HSET', KEYS[1], 'crashes', 0) end
-  producer = {
-    incarnation = ARGV[2], seq = seq, last_ms = now_ms, host = ARGV[7], node = ARGV[8], pid = tonumber(ARGV[9]),
-    fragments = producer.fragments + seq - newest_seq, duplicates = producer.duplicates,
-  }
+  if counts[6] and counts[6] ~= '0' then redis.call('HSET', KEYS[2], 'crashes', 0) end
   if ARGV[10] ~= '' then
-    redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[11], '*', 'returns', ARGV[10], 'env_steps', steps)
+    add(KEYS[4], 'MAXLEN', '~', ARGV[11], '*', 'returns', ARGV[10], 'env_steps', steps)
   end
 end
-redis.call('HSET', KEYS[5], ARGV[1], cjson.encode(producer))
+redis.call('HSET', KEYS[6], ARGV[1], cjson.encode({
+  incarnation = ARGV[2], seq = math.max(seq, newest_seq), last_ms = now_ms, host = ARGV[7], node = ARGV[8],
+  pid = tonumber(ARGV[9]), fragments = (number(producer.fragments) or 0) + math.max(seq - newest_seq, 0),
+  duplicates = (number(producer.duplicates) or 0) + (seq <= newest_seq and 1 or 0),
+}))
 
 local answer = 'GO'
-if status == 'paused' or redis.call('SISMEMBER', KEYS[4], ARGV[8]) == 1 then
+if status == 'paused' or redis.call('SISMEMBER', KEYS[5], ARGV[8]) == 1 then
   answer = 'YIELD'
-elseif tonumber(state[12] or 0) > 0 and now_ms < tonumber(redis.call('HGET', KEYS[1], 'claim_until_ms') or 0) then
-  redis.call('HINCRBY', KEYS[1], 'claim', -1)
+elseif (number(counts[7]) or 0) > 0 and now_ms < (number(redis.call('HGET', KEYS[2], 'claim_until_ms')) or 0) then
+  redis.call('HSET', KEYS[2], 'claim', counts[7] - 1)
   answer = 'YIELD'
 elseif steps >= allowance then
   answer = 'WAIT'

@@ -4,47 +4,49 @@
 -- choose at the same time spread by weight; end_segment.lua returns what was not used.
 -- A run that starts or comes back begins at the least of the other active runs: it has nothing to catch up.
 -- KEYS: none, as a worker may only read the list of runs, and the keys of the runs are formed here.
--- ARGV: 1 key of the runs that have not ended (zset), 2 to 5 keys of a run with %s in its place: state (hash), lease
---       (string), playing (hash) and draining (set), 6 process, 7 node, 8 pid, 9 task, 10 ms that the task may take,
---       11 number of queues that the process serves, then these queues, then the runs that it cannot play.
+-- ARGV: 1 key of the runs that have not ended (zset), 2 to 6 keys of a run with %s in its place: state (hash), lease
+--       (string), playing (hash), draining (set) and counts (hash), 7 process, 8 node, 9 pid, 10 task, 11 ms that the
+--       task may take, 12 number of queues that the process serves, then these queues, then the runs that it cannot play.
 -- Answer: the run, or nil.
 local LEVELS = {high = 1, normal = 2, low = 3}
-local process, node, num_queues = ARGV[6], ARGV[7], tonumber(ARGV[11])
+local process, node, num_queues = ARGV[7], ARGV[8], tonumber(ARGV[12])
 local time = redis.call('TIME')
 local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
 local serves, cannot_play = {}, {}
-for i = 12, 11 + num_queues do serves[ARGV[i]] = true end
-for i = 12 + num_queues, #ARGV do cannot_play[ARGV[i]] = true end
+for i = 13, 12 + num_queues do serves[ARGV[i]] = true end
+for i = 13 + num_queues, #ARGV do cannot_play[ARGV[i]] = true end
 
 local function set_virtual(run, virtual)
   run.virtual = virtual
-  redis.call('HSET', run.state, 'virtual_ms', string.format('%.3f', virtual))
+  redis.call('HSET', run.counts, 'virtual_ms', string.format('%.3f', virtual))
 end
 
 local runs, peers = {}, {}  -- peers: by priority, the runs that share process time
 for _, name in ipairs(redis.call('ZRANGE', ARGV[1], 0, -1)) do
-  local run = {name = name, state = string.format(ARGV[2], name), playing = string.format(ARGV[4], name)}
-  local f = redis.call('HMGET', run.state, 'status', 'weight', 'priority', 'queue', 'allowance', 'appended_steps',
-    'version', 'segment_ms', 'limit_ms', 'virtual_ms', 'away_ms')
-  run.weight, run.segment, run.virtual = tonumber(f[2] or 1), tonumber(f[8] or 5000), tonumber(f[10] or nil)
+  local run = {name = name, counts = string.format(ARGV[6], name), playing = string.format(ARGV[4], name)}
+  local f = redis.call('HMGET', string.format(ARGV[2], name), 'status', 'weight', 'priority', 'queue', 'allowance',
+    'version', 'segment_ms', 'limit_ms')
+  local counts = redis.call('HMGET', run.counts, 'appended_steps', 'virtual_ms', 'away_ms')
+  run.weight, run.segment, run.virtual = tonumber(f[2] or 1), tonumber(f[7] or 5000), number(counts[2])
   run.level = LEVELS[f[3] or 'normal']
   local unended = redis.call('HGET', run.playing, process)
   if unended then  -- the reply to this very call, or to the end of a segment, was lost
-    local noted = cjson.decode(unended)
+    local noted = decode(unended) or {}
     redis.call('HDEL', run.playing, process)
-    if run.virtual then set_virtual(run, run.virtual - noted.charge_ms / noted.weight) end
+    local charge_ms, weight = number(noted.charge_ms), number(noted.weight)
+    if run.virtual and charge_ms and weight then set_virtual(run, run.virtual - charge_ms / weight) end
   end
-  local is_open = f[1] == 'active' and tonumber(f[7] or -1) >= 0
+  local is_open = f[1] == 'active' and tonumber(f[6] or -1) >= 0
     and redis.call('EXISTS', string.format(ARGV[3], name)) == 1
-  run.wants = is_open and tonumber(f[5] or 0) > tonumber(f[6] or 0)
-  local away_ms = tonumber(f[11] or nil)
+  run.wants = is_open and tonumber(f[5] or 0) > (number(counts[1]) or 0)
+  local away_ms = number(counts[3])
   if run.wants then
     run.is_new = not run.virtual or (away_ms and now_ms - away_ms > 2 * run.segment)
-    if away_ms then redis.call('HSET', run.state, 'away_ms', '') end
+    if away_ms then redis.call('HSET', run.counts, 'away_ms', '') end
   elseif not is_open and away_ms ~= 0 then
-    redis.call('HSET', run.state, 'away_ms', 0)
+    redis.call('HSET', run.counts, 'away_ms', 0)
   elseif is_open and not away_ms then
-    redis.call('HSET', run.state, 'away_ms', string.format('%.0f', now_ms))
+    redis.call('HSET', run.counts, 'away_ms', string.format('%.0f', now_ms))
   end
   if run.wants then
     local peer = peers[run.level] or {weight = 0, processes = 0, segment = 0, charge = 0}
@@ -62,7 +64,7 @@ for _, name in ipairs(redis.call('ZRANGE', ARGV[1], 0, -1)) do
     peers[run.level] = peer
   end
   if is_open then runs[#runs + 1] = run end
-  run.is_here = is_open and serves[f[4]] and not cannot_play[name] and tonumber(f[9] or 0) <= tonumber(ARGV[10])
+  run.is_here = is_open and serves[f[4]] and not cannot_play[name] and tonumber(f[8] or 0) <= tonumber(ARGV[11])
     and redis.call('SISMEMBER', string.format(ARGV[5], name), node) == 0
 end
 
@@ -93,6 +95,6 @@ for _, run in ipairs(runs) do
 end
 if not chosen then return nil end
 set_virtual(chosen, (chosen.virtual or 0) + chosen.segment / chosen.weight)
-redis.call('HSET', chosen.playing, process, cjson.encode({node = node, pid = tonumber(ARGV[8]), task = ARGV[9],
+redis.call('HSET', chosen.playing, process, cjson.encode({node = node, pid = tonumber(ARGV[9]), task = ARGV[10],
   since_ms = now_ms, charge_ms = chosen.segment, weight = chosen.weight}))
 return chosen.name

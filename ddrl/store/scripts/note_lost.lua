@@ -1,7 +1,7 @@
 -- Record a process that disappeared during its segment.
--- KEYS: 1 state (hash), 2 playing (hash), 3 journal (stream). ARGV: 1 process, 2 reason, 3 cap of the journal.
+-- KEYS: 1 counts (hash), 2 playing (hash), 3 journal (stream). ARGV: 1 process, 2 reason, 3 cap of the journal.
 -- Answer: 1, or 0 if the process was not playing.
 if redis.call('HDEL', KEYS[2], ARGV[1]) == 0 then return 0 end
-redis.call('HINCRBY', KEYS[1], 'lost_producers', 1)
-redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[3], '*', 'event', 'lost', 'reason', ARGV[2], 'producers', 1)
+increase(KEYS[1], 'lost_producers', 1)
+add(KEYS[3], 'MAXLEN', '~', ARGV[3], '*', 'event', 'lost', 'reason', ARGV[2], 'producers', 1)
 return 1

@@ -6,5 +6,5 @@ local player = redis.call('HGET', KEYS[1], ARGV[1] .. ':player')
 if player and player ~= ARGV[2] then return false end
 redis.call('HDEL', KEYS[1], ARGV[1] .. ':error')  -- first: works at maxmemory
 redis.call('HSET', KEYS[1], ARGV[1] .. ':player', ARGV[2])
-redis.call('HINCRBY', KEYS[1], ARGV[1] .. ':beats', 1)
+increase(KEYS[1], ARGV[1] .. ':beats', 1)
 return evaluation

@@ -1,13 +1,13 @@
 -- fenced
 -- Drop the entries before the first one to keep. `trimmed_bytes` becomes the bytes appended before that entry.
--- KEYS: 1 state (hash), 2 experience (stream). ARGV: 1 token, 2 the first entry to keep. Answer: entries dropped.
+-- KEYS: 1 state (hash), 2 experience (stream), 3 counts (hash). ARGV: 1 token, 2 the first entry to keep. Answer: entries dropped.
 local removed = redis.call('XTRIM', KEYS[2], 'MINID', ARGV[2])
-local bytes = redis.call('HMGET', KEYS[1], 'appended_bytes', 'trimmed_bytes')
-local appended, before = tonumber(bytes[1] or 0), tonumber(bytes[2] or 0)
+local appended = number(redis.call('HGET', KEYS[3], 'appended_bytes')) or 0
+local before = tonumber(redis.call('HGET', KEYS[1], 'trimmed_bytes') or 0)
 local first, trimmed = redis.call('XRANGE', KEYS[2], '-', '+', 'COUNT', 1)[1], appended
 if first then
   local counts = {}
-  for i = 1, #first[2], 2 do counts[first[2][i]] = tonumber(first[2][i + 1]) end
+  for i = 1, #first[2], 2 do counts[first[2][i]] = number(first[2][i + 1]) end
   trimmed = (counts.b or 0) - (counts.s or 0)
   -- If no append wrote this entry, its counts are wrong: a later trim sets the figure.
   if trimmed < before or trimmed > appended then trimmed = before end

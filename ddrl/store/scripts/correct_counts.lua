@@ -1,0 +1,10 @@
+-- fenced
+-- Set the counts of what was appended to those of the learner, if it has read all: a worker may have written others.
+-- KEYS: 1 state (hash), 2 experience (stream), 3 counts (hash).
+-- ARGV: 1 token, 2 last entry read, 3 fragments, 4 transitions up to it, 5 bytes of the stream. Answer: 1 if they differed.
+if #redis.call('XRANGE', KEYS[2], '(' .. ARGV[2], '+', 'COUNT', 1) > 0 then return 0 end
+local bytes = number(redis.call('HGET', KEYS[1], 'trimmed_bytes') or 0) + ARGV[5]
+local counts = redis.call('HMGET', KEYS[3], 'appended_fragments', 'appended_steps', 'appended_bytes')
+if counts[1] == ARGV[3] and counts[2] == ARGV[4] and counts[3] == string.format('%.0f', bytes) then return 0 end
+redis.call('HSET', KEYS[3], 'appended_fragments', ARGV[3], 'appended_steps', ARGV[4], 'appended_bytes', bytes)
+return 1
