@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ddrl import codec
-from ddrl.store import connection, ledger, stream
+from ddrl.store import capped_streams, connection, ledger, stream
 from ddrl.types import EnvSpec, Fragment
 
 if TYPE_CHECKING:
@@ -169,8 +169,8 @@ class Reader:
         run: whose stream.
         cursor: the last entry already admitted.
         decode: called with each entry in the reader's thread.
-        lower_ids: called with the cursor now and then, and where an entry's id is later than any clock says; gives such
-            entries other ids.
+        lower_ids: called now and then, and where an entry's id is too late, with the cursor and the latest id; gives
+            later entries other ids.
     """
 
     def __init__(
@@ -180,10 +180,10 @@ class Reader:
         cursor: bytes,
         decode: Callable[[stream.Entry], Decoded],
         *,
-        lower_ids: Callable[[bytes], object] = lambda cursor: None,
+        lower_ids: Callable[[bytes, bytes], object] = lambda cursor, latest: None,
     ) -> None:
         self._client = client
-        self._lower_ids = lower_ids
+        self._lower_ids, self._latest = lower_ids, b"0-0"
         self._run = run
         self._cursor = cursor
         self._decode = decode
@@ -249,11 +249,12 @@ class Reader:
         try:
             while not self._stopping.is_set():
                 if time.monotonic() >= self._count_at:
-                    retry(partial(self._lower_ids, self._cursor))
+                    self._latest = retry(partial(capped_streams.latest, self._client))
+                    retry(partial(self._lower_ids, self._cursor, self._latest))
                     self._count = retry(partial(stream.read_count, self._client, self._run))
                     self._count_at = time.monotonic() + COUNT_S
                 for entry in retry(self._read):
-                    if stream.order(entry.entry_id) > stream.order(stream.LAST):
+                    if stream.order(entry.entry_id) > stream.order(self._latest):
                         self._count_at = 0.0
                         break
                     while self._decoded_bytes - self._taken_bytes > MAX_DECODED_BYTES:

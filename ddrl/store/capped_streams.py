@@ -9,8 +9,13 @@ from redis import Redis
 from ddrl.store import keys
 from ddrl.store.connection import call
 
-LAST = b"9999999999999-0"
-"""The latest id that a clock gives, in the year 2286; a worker may write entries with any id."""
+DAY_MS = 86_400_000
+
+
+def latest(client: Redis) -> bytes:
+    """Return an id that the server's clock does not give before tomorrow; a worker may write entries with any id."""
+    seconds, _ = client.time()
+    return b"%d-0" % (1000 * seconds + DAY_MS)
 
 
 def add(client: Redis, run: str, key: str, *, length: int, **fields: Any) -> None:
@@ -23,7 +28,7 @@ def read(client: Redis, key: str, after: bytes = b"0-0", *needed: str) -> tuple[
 
     Each entry has `time_s` (server's clock) and its fields as text. Entries without the `needed` fields are left out.
     """
-    raw = cast("list[Any]", client.xrange(key, min=b"(" + after, max=LAST))
+    raw = cast("list[Any]", client.xrange(key, min=b"(" + after, max=latest(client)))
     rows = []
     for entry_id, fields in raw:
         texts = {

@@ -27,8 +27,7 @@ from typing import Any, cast
 from pydantic import TypeAdapter, ValidationError
 from redis import Redis
 
-from ddrl.store import keys, weights
-from ddrl.store.capped_streams import LAST
+from ddrl.store import capped_streams, keys, weights
 from ddrl.store.connection import call
 from ddrl.types import EvaluationResult
 
@@ -330,7 +329,8 @@ def results(
 
     Entries that are not a complete result are logged and left out.
     """
-    raw = cast("list[Any]", client.xrange(keys.evaluations(run, requester), min=b"(" + after, max=LAST))
+    until = capped_streams.latest(client)
+    raw = cast("list[Any]", client.xrange(keys.evaluations(run, requester), min=b"(" + after, max=until))
     rows = []
     for entry_id, fields in raw:
         try:

@@ -27,7 +27,6 @@ ENTRY_OVERHEAD_BYTES = 128  # of an entry in the server: measured 75 to 83, coun
 REPLY_BYTES = 8 * 1024**2  # aim for one read
 EPISODES_LENGTH = 20_000
 DEAD_LENGTH = 1_000
-LAST = capped_streams.LAST
 
 
 class _Episodes(TypedDict):
@@ -215,17 +214,14 @@ def refuse(
     )
 
 
-def lower_ids(client: Redis, run: str, token: int, cursor: bytes) -> int:
-    """Give new ids, after `cursor`, to entries with ids after LAST in the streams that workers write; return how many.
-
-    After the largest id a stream takes no entry.
+def lower_ids(client: Redis, run: str, token: int, cursor: bytes, latest: bytes) -> None:
+    """Give new ids to entries after `latest`, in the streams that workers write; experience up to `cursor` may go.
 
     Raises:
         LeaseLostError: another learner took over.
     """
     streams = (keys.experience, keys.episodes, keys.evaluations, keys.journal, keys.logs)
-    script_keys = [keys.state(run), *(key(run) for key in streams)]
-    return cast(int, call(client, "lower_ids", script_keys, [token, LAST, cursor]))
+    call(client, "lower_ids", [keys.state(run), *(key(run) for key in streams)], [token, latest, cursor])
 
 
 def correct_counts(

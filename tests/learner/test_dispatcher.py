@@ -73,7 +73,7 @@ def test_a_run_of_higher_priority_with_steps_left_claims_processes(client: Redis
         note_playing(client, run, node=node, pid=len(run))
     assert one.tick() == 2  # messages, which nobody takes
     for steps, expected in ((10**9, [None] * 4), (0, [b"1", None, b"1", None])):
-        client.hset(keys.state(all_runs[-1]), "appended_steps", steps)
+        client.hset(keys.counts(all_runs[-1]), "appended_steps", steps)
         time.sleep(0.06)
         one.tick()
         assert [client.hget(keys.counts(run), "claim") for run in all_runs] == expected

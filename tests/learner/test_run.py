@@ -367,7 +367,7 @@ def test_a_learner_whose_training_hangs_ends_and_a_standby_goes_on(server, proce
 def test_a_learner_whose_service_thread_hangs_loses_its_run(run, learn, monkeypatch) -> None:
     monkeypatch.setattr(run_module, "HANG_S", 1.0)
     freed = threading.Event()
-    monkeypatch.setattr(Dispatcher, "tick", lambda _: freed.wait())
+    monkeypatch.setattr(Dispatcher, "tick", lambda *_: freed.wait())
     learning = learn(run)
     try:
         until(lambda: learning.holds_after(0))

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import re
 import shlex
 import signal
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import asdict
 
 import pytest
 import redis
 from support.commands import call, call_json, refused
 from support.learners import in_threads
-from support.private_server import PrivateServer, refusal, until
+from support.private_server import refusal, until
 from support.processes import Processes
-from support.proxy import Authority, Proxy
+from support.roles import ACL, ROLES, Roles
 from support.runs import play_steps, start, target_config
 
 from ddrl.store import connection, keys, leases, ledger, runs, segments, stream
@@ -26,46 +21,7 @@ from ddrl.store import local_checkpoints as local
 from ddrl.store.checkpoints import Counters
 from ddrl.store.segments import Process
 
-MakeServer, Patch = Callable[..., PrivateServer], pytest.MonkeyPatch
-ACL = Path(__file__).parents[2] / "workers" / "acl"
-ROLES = ("worker", "learner", "operator")
-
-
-@dataclass(frozen=True)
-class Roles:
-    """A server with the example users, behind TLS, and an administrator of it."""
-
-    proxy: Proxy
-    admin: redis.Redis
-
-    def url(self, role: str) -> str:
-        """Return the URL by which a role reaches the server."""
-        return f"rediss://ddrl-{role}:password-of-{role}@{self.proxy.address}"
-
-    def denied(self) -> list[str]:
-        """Return what was denied since the last call: user, reason, command or key."""
-        rows: Any = self.admin.acl_log(count=100)
-        self.admin.acl_log_reset()
-        said = "{username}: {reason} {object} ({client-info[cmd]})"
-        return [said.format(**row) for row in rows]
-
-
-@pytest.fixture
-def roles(make_server: MakeServer, tmp_path: Path, monkeypatch: Patch) -> Iterator[Roles]:
-    path, users = tmp_path / "users.acl", ""
-    path.touch()
-    server = make_server("--aclfile", str(path))
-    for role in ("default", *ROLES):
-        digest = hashlib.sha256(f"password-of-{role}".encode()).hexdigest()
-        line = (ACL / f"{role}.acl").read_text("utf-8")
-        users += line.replace(f"#SHA256_OF_THE_PASSWORD_OF_{role.upper()}", f"#{digest}")
-    path.write_text(f"{users}user admin on >admin ~* &* +@all\n")
-    server.client.acl_load()
-    authority = Authority(tmp_path / "ca.pem")
-    monkeypatch.setenv(connection.CA_VARIABLE, str(authority.path))
-    admin = redis.Redis(unix_socket_path=str(server.socket), username="admin", password="admin")
-    with contextlib.closing(Proxy(server.url, authority.server())) as proxy, admin:
-        yield Roles(proxy, admin)
+Patch = pytest.MonkeyPatch
 
 
 def test_the_roles_do_all_their_work(roles: Roles, processes: Processes, monkeypatch: Patch) -> None:

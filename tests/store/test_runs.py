@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+
 import pytest
 from redis import Redis
 from support.store import SPACES, events, make_config, make_run, take

@@ -1,22 +1,23 @@
 -- fenced
--- Give entries new ids where theirs are later than any clock says: after the largest id a stream takes no entry.
--- KEYS: 1 state (hash), then streams. ARGV: 1 token, 2 the latest id that a clock gives, 3 an id that later ones follow.
--- Answer: number of entries with new ids.
-local num = 0
+-- Give new ids to entries whose ids are later than the clock says: after the largest id a stream takes no entry.
+-- The last id can be lowered in an empty stream only, so experience that was read goes; the learner holds it.
+-- KEYS: 1 state (hash), 2 experience (stream), then other streams. ARGV: 1 token, 2 the latest id that stays,
+--       3 the last entry of experience that was read. Answer: none.
+local function milliseconds(id) return tonumber(string.match(id, '%d+')) end
+
+local function is_late(id) return milliseconds(id) > milliseconds(ARGV[2]) end
+
 for i = 2, #KEYS do
-  local last = redis.call('EXISTS', KEYS[i]) == 1 and redis.call('XINFO', 'STREAM', KEYS[i])
-  for at = 1, last and #last or 0, 2 do
-    if last[at] == 'last-generated-id' then last = last[at + 1] end
+  local info, last = redis.call('EXISTS', KEYS[i]) == 1 and redis.call('XINFO', 'STREAM', KEYS[i]) or {}, '0-0'
+  for at = 1, #info, 2 do
+    if info[at] == 'last-generated-id' then last = info[at + 1] end
   end
-  if last and #string.match(last, '%d+') > #string.match(ARGV[2], '%d+') then
-    local entries = redis.call('XRANGE', KEYS[i], '(' .. ARGV[2], '+')
-    for _, entry in ipairs(entries) do redis.call('XDEL', KEYS[i], entry[1]) end
-    local newest = redis.call('XREVRANGE', KEYS[i], '+', '-', 'COUNT', 1)[1]
-    local options = {'ENTRIESADDED', redis.call('XLEN', KEYS[i]), 'MAXDELETEDID', '0-0'}
-    local reply = redis.pcall('XSETID', KEYS[i], ARGV[3], unpack(options))
-    if reply.err then redis.call('XSETID', KEYS[i], newest[1], unpack(options)) end  -- which is later
-    for _, entry in ipairs(entries) do redis.call('XADD', KEYS[i], '*', unpack(entry[2])) end
-    num = num + #entries
+  if is_late(last) then
+    local entries = redis.call('XRANGE', KEYS[i], i == 2 and '(' .. ARGV[3] or '-', '+')
+    redis.call('XTRIM', KEYS[i], 'MAXLEN', 0)
+    redis.call('XSETID', KEYS[i], i == 2 and ARGV[3] or '0-1')
+    for _, entry in ipairs(entries) do
+      redis.call('XADD', KEYS[i], is_late(entry[1]) and '*' or entry[1], unpack(entry[2]))
+    end
   end
 end
-return num
