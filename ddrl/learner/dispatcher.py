@@ -117,7 +117,9 @@ class Dispatcher:
             state = runs.state(self._client, self._run)
         except runs.UnknownRunError:  # the learner notices too
             return
-        self._queue = state.queue
+        self._queue, draining = state.queue, keys.draining(self._run)
+        if self._client.ttl(draining) == -1:  # a worker that leaves lets it expire
+            self._client.expire(draining, segments.DRAIN_S)
         serving = [worker for worker in fleet if self._queue in worker.queues]
         self._nodes = frozenset(worker.node for worker in serving)
         processes = min(sum(worker.processes for worker in serving if not worker.draining), MAX_PROCESSES)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import re
 import secrets
 import time
@@ -88,10 +87,11 @@ class _Scored(Evaluation):
 
     @property
     def is_complete(self) -> bool:
-        """All episodes have a return and a length, and every figure is finite."""
-        figures = (*self.returns, self.return_mean, self.return_std)
+        """All episodes have a return and a length, and every figure is exact as a float."""
+        figures = (*self.returns, *self.lengths, self.return_mean, self.return_std)
+        others = (self.version, self.first_seed, self.env_steps, self.updates)
         return len(self.returns) == len(self.lengths) == self.num_episodes > 0 and all(
-            map(math.isfinite, figures)
+            abs(figure) < 2**53 for figure in (*figures, *others)
         )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
-from pydantic import Field, FiniteFloat, Json, TypeAdapter, ValidationError
+from pydantic import Field, Json, TypeAdapter, ValidationError
 from redis import Redis
 from typing_extensions import TypedDict
 
@@ -34,7 +34,7 @@ class _Episodes(TypedDict):
 
     time_s: float
     env_steps: Annotated[int, Field(ge=0, le=2**53)]
-    returns: Json[list[FiniteFloat]]
+    returns: Json[list[Annotated[float, Field(ge=-(2**53), le=2**53)]]]
 
 
 _EPISODES = TypeAdapter(_Episodes)

@@ -79,6 +79,25 @@ def test_a_run_of_higher_priority_with_steps_left_claims_processes(client: Redis
         assert [client.hget(keys.counts(run), "claim") for run in all_runs] == expected
 
 
+def test_what_workers_write_of_the_fleet_is_bounded(client: Redis, run: str, monkeypatch) -> None:
+    monkeypatch.setattr(dispatcher_module, "MAX_PROCESSES", 40)
+    workers.beat(client, heartbeat("a@h", 10**15)), client.sadd(keys.draining(run), "forged")
+    assert dispatcher(client, run).tick() == 10
+    assert client.hget(keys.state(run), "max_producers") == b"1160"
+    assert 0 < client.ttl(keys.draining(run)) <= segments.DRAIN_S
+
+
+def test_a_run_that_gets_fragments_is_not_paused_for_crashes(client: Redis, run: str, monkeypatch) -> None:
+    monkeypatch.setattr(dispatcher_module, "SURVEY_S", 0.0)
+    one = dispatcher(client, run)
+    client.hset(keys.counts(run), "crashes", 10**6)
+    for admitted in range(1, 4):
+        one.tick(admitted)
+    assert runs.status(client, run) == "active"
+    one.tick(admitted)
+    assert runs.status(client, run) == "paused"
+
+
 def test_it_reports_how_many_processes_played(client: Redis, run: str) -> None:
     one = dispatcher(client, run)
     began = time.monotonic()

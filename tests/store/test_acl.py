@@ -94,8 +94,9 @@ FORBIDDEN = {
         XADD {keys.producers("run")} * a b | HSET {JOURNAL} a b | SADD {JOURNAL} a | HSET {DRAINING} a b
         HSET {keys.PRODUCERS} a b | INCRBY {keys.PRODUCERS} 9 | SET {keys.PRODUCERS} 9 | SADD {keys.PRODUCERS} a
         HSET {keys.WORKERS} a b | SADD {keys.BROKEN} a | HDEL {COUNTS} a | HDEL {keys.producers("run")} 1 | DEL {COUNTS}
-        EXPIRE {COUNTS} 1 | EXPIRE {EXPERIENCE} 1 | XSETID {EXPERIENCE} 9-9 | SET {COUNTS} x | HSET {keys.queue("ddrl.rollout")} a b
-        SADD {keys.queue("ddrl.rollout")} a | LPUSH {keys.BROKER_PREFIX}_kombu.binding.ddrl.rollout a
+        EXPIRE {COUNTS} 1 | EXPIRE {EXPERIENCE} 1 | XSETID {EXPERIENCE} 9-9 | SET {COUNTS} x
+        HSET {keys.queue("ddrl.rollout")} a b | SADD {keys.queue("ddrl.rollout")} a
+        LPUSH {keys.BROKER_PREFIX}_kombu.binding.ddrl.rollout a
         EVAL "return redis.call('HSET', KEYS[1], 'status', 'failed')" 1 {STATE}
         XADD {keys.dead("run")} * a b | ZADD {keys.RUNS} 1 run | ZREM {keys.RUNS} run | ZADD {keys.OPEN} 1 run
         ZREM {keys.OPEN} run | SCAN 0 | PSUBSCRIBE *

@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 import redis
-from support.learners import Learning, Run, endless_config, playing, until
+from support.commands import call
+from support.learners import Learning, Run, fields_of, playing, training, until
 from support.roles import Roles
 from support.runs import target_config
 
 from ddrl import celery
-from ddrl.store import connection, evaluations, keys, ledger, logs, runs, stream, workers
-from ddrl.store.checkpoints import newest_pointer
-from ddrl.store.evaluations import Evaluation
+from ddrl.store import checkpoints, connection, keys, ledger, stream
 from ddrl.store.segments import Process
 
 LARGEST = f"{2**64 - 1}-{2**64 - 1}"
@@ -78,6 +77,12 @@ def write_streams(worker: redis.Redis, run: Run) -> None:
             worker.xadd(key(run.id), {"returns": value, "env_steps": value, "event": "set", "from": value})
             counts = dict.fromkeys(("f", "n", "b", "s", "p", "i", "q"), value)
             worker.xadd(key(run.id), {**counts, "h": "x"})
+    for large in (10**400, 1e308, -1e15):
+        row = {"version": 0, "first_seed": 0, "num_episodes": 1, "purpose": "watch", "env_steps": large}
+        figures = {"returns": [large], "lengths": [1], "return_mean": large, "return_std": 0.0, "updates": 1}
+        worker.xadd(keys.evaluations(run.id), {"result": json.dumps(row | figures)})
+        worker.xadd(keys.evaluations(run.id), {"result": json.dumps(row | figures | {"env_steps": 1})})
+        worker.xadd(keys.episodes(run.id), {"returns": json.dumps([large, -large]), "env_steps": 5})
 
 
 def write_late_ids(*ids: str, **options: Any) -> Attack:
@@ -150,7 +155,7 @@ def test_a_run_goes_on_to_its_end(
 ) -> None:
     learning = Learning(run, tmp_path, monkeypatch)
     with playing(roles.url("worker"), run.id, num=2):
-        until(lambda: run.state.updates > 20, 60.0)
+        until(lambda: run.state.updates > 20 or learning.error, 60.0)
         attack(worker, run)
         until(lambda: not learning.thread.is_alive() or learning.error, 120.0)
     if learning.error is not None:
@@ -161,3 +166,61 @@ def test_a_run_goes_on_to_its_end(
     found = ledger.audit(roles.admin, run.id)
     assert found.total("consumed") > 0 and [one for one in found.accounts.values() if one.difference] == []
     assert [line for line in roles.denied() if "ddrl-worker" not in line] == []
+    monkeypatch.setenv(connection.URL_VARIABLE, roles.url("operator"))
+    for words in (["status", run.id], ["runs"], ["fleet"], ["logs", run.id], ["journal", run.id], ["doctor"]):
+        call(*words)
+
+
+def test_a_stolen_number_is_refused_and_no_honest_one(roles: Roles, worker: redis.Redis, run: Run) -> None:
+    run.play(100)
+    learner = run.learner()
+    steal_numbers(worker, run)
+    run.play(100)
+    copy_entry(worker, run)  # a repetition
+    run.play(100)
+    with training(learner):
+        run.catch_up(learner)
+        until(lambda: len(run.dead) == 4)
+    learner.finish()
+    found = ledger.audit(roles.admin, run.id)
+    assert found.is_balanced and found.unknown == 4 and found.total("refused") == found.total("trimmed") == 0
+    assert (
+        found.total("consumed")
+        == run.state.appended_fragments
+        == learner.shared.fragments
+        == len(run.entries)
+    )
+    assert learner.shared.env_steps == run.state.appended_steps
+    *stolen, repeated = run.dead
+    assert stolen == [b"no append wrote it"] * 3 and b"is repeated" in repeated
+
+
+@pytest.mark.parametrize("appended", [False, True])
+def test_a_flood_of_producers_leaves_room_and_a_small_checkpoint(
+    roles: Roles, worker: redis.Redis, run: Run, monkeypatch: pytest.MonkeyPatch, appended: bool
+) -> None:
+    monkeypatch.setattr(ledger, "MIN_PRODUCERS", 200)
+    run.play(200)
+    roles.admin.hset(keys.state(run.id), "max_producers", 200)  # as a dispatcher does
+    [*_, newest] = run.entries
+    fields = fields_of(newest)
+    for producer in range(1000, 1400):
+        if appended:
+            who = {"producer": producer, "incarnation": 1, "seq": 0, "num_transitions": 8}
+            stream.append(worker, run.id, fields, **who)
+        else:
+            worker.xadd(keys.experience(run.id), {**fields, "p": producer, "i": 1, "q": 0, "f": producer})
+    learner = run.learner()
+    with training(learner):
+        run.catch_up(learner)
+    learner.finish()
+    pointer = roles.admin.hget(keys.state(run.id), "checkpoint")
+    assert len(pointer) < 20_000 and run.audit().unknown == (0 if appended else 400)
+    assert roles.admin.hlen(keys.producers(run.id)) == (200 if appended else 1)
+    token, held = run.token, checkpoints.Counters.decode(run.meta).ledger
+    ledger.fold(roles.admin, run.id, token, held, quiet_s=-1.0)
+    assert (
+        int(roles.admin.hget(keys.state(run.id), "folded") or 0) < 1000
+    )  # ids that the counter did not give
+    run.play(20, anew=True)
+    assert run.audit().is_balanced
