@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import redis
-from support.commands import call
+from support.commands import call, call_json
 from support.learners import Learning, Run, fields_of, playing, training, until
+from support.processes import Processes
 from support.roles import Roles
 from support.runs import target_config
 
@@ -224,3 +225,34 @@ def test_a_flood_of_producers_leaves_room_and_a_small_checkpoint(
     )  # ids that the counter did not give
     run.play(20, anew=True)
     assert run.audit().is_balanced
+
+
+def test_processes_go_on_whatever_is_in_the_broker_and_the_hashes(
+    roles: Roles, worker: redis.Redis, processes: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(connection.URL_VARIABLE, roles.url("operator"))
+    config = processes.config(stop={"return": None, "time": 600}, rollout={"segment_s": 0.2})
+    name = call_json("submit", str(config), "--detach")["run"]
+    server: Any = SimpleNamespace(client=roles.admin, url=roles.url("learner"))
+    run = Run(server, run=name)
+    learner = processes.learner(roles.url("learner"), name)
+    player = processes.worker(roles.url("worker"), "--role", "all")
+    processes.until(lambda: run.state.updates > 20)
+    for value in JUNK:
+        for exchange in ("ddrl.rollout", "ddrl.evaluate", "celery.pidbox", "celeryev"):
+            worker.sadd(f"{keys.BROKER_PREFIX}_kombu.binding.{exchange}", value)
+        worker.lpush(keys.queue("ddrl.rollout"), value)
+        write_counts(value)(worker, run)
+    worker.zadd(f"{keys.BROKER_PREFIX}_kombu.binding_deadlines", {"junk": 1, "": 5})
+    worker.delete(keys.queue("ddrl.evaluate"))
+    write_hashes(worker, run)
+    write_streams(worker, run)
+    write_heartbeats(worker, run)
+    before = run.state.updates
+    processes.until(lambda: run.state.updates > before + 200)
+    again = processes.worker(roles.url("worker"), "--role", "rollout")
+    processes.until(lambda: "ready" in again.text())
+    assert learner.running and player.running and again.running
+    assert "Traceback" not in learner.text() + player.text() + again.text()
+    call("stop", name)
+    assert learner.wait() == 0
