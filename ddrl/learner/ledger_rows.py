@@ -84,10 +84,10 @@ class LedgerRows:
         with self._lock:
             self._changed = {**changed, **self._changed}
 
-    def fold(self, last: int, listed: Collection[int]) -> None:
-        """Add to the row ENDED those of producers with ids up to `last` that are not `listed` (see `ledger.folded`)."""
+    def fold(self, folded: Collection[int]) -> None:
+        """Add the rows of these producers to the row ENDED."""
         with self._lock:
-            for producer in [p for p in self._rows if 0 <= p <= last and p not in listed]:
+            for producer in folded:
                 row = sum_rows(self._rows.get(ENDED, Row()), self._rows.pop(producer))
                 self._rows[ENDED] = self._changed[ENDED] = row
                 self._changed.pop(producer, None)

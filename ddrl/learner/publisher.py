@@ -185,7 +185,7 @@ class Publisher:
             parameters: to publish as `version`; None: that version is published.
         """
         shared = self._shared
-        shared.ledger.fold(*ledger.folded(self._client, self._run))
+        self._fold_rows()
         # Less than was read if the server came back older; fragments may have been appended to it since.
         unread = stream.read(self._client, self._run, shared.ledger.cursor, count=1)
         appended = runs.state(self._client, self._run).appended_fragments
@@ -294,7 +294,13 @@ class Publisher:
         if time.monotonic() >= self._fold_at and self._checkpoint is not None:
             self._fold_at = time.monotonic() + FOLD_EVERY_S
             ledger.fold(*self._held, self._checkpoint.ledger)
-            self._shared.ledger.fold(*ledger.folded(self._client, self._run))
+            self._fold_rows()
+
+    def _fold_rows(self) -> None:
+        rows = self._shared.ledger.rows  # read first: a producer has a record before it has a row
+        self._shared.ledger.fold(
+            {producer for producer in rows if producer >= 0} - ledger.listed(*self._held[:2])
+        )
 
     def _report_entries(self) -> None:
         """Report lost fragments in the journal, and store some refused entries in `dead`."""

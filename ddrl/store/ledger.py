@@ -200,8 +200,8 @@ def fold(
 ) -> int:
     """Fold producers that have ended and have no waiting fragments, at most FOLDED_AT_ONCE; return their number.
 
-    Where there are many (half of MIN_PRODUCERS), a producer counts as ended by its silence alone; so those go too that
-    workers have only written. What such a producer is said to have appended, and was never read, counts as unread.
+    Where there are many (half of MIN_PRODUCERS), a producer counts as ended by its silence alone, and its counts need
+    not agree; a record of which no entry was read is deleted. So those go too that workers have only written.
 
     Args:
         client: connection to the server.
@@ -226,18 +226,15 @@ def fold(
     ended: list[tuple[bytes, Producer, Row]] = []
     for field, value in producers.items():
         producer, values = Producer.decode(value), checkpoint.get(field.decode(errors="replace"))
-        row = Row(unread=producer.fragments) if values is None else Row(*values)
+        row = Row() if values is None else Row(*values)
         if field == b"%d" % ENDED or raw.get(field) != (None if values is None else row.encode().encode()):
             continue
         last_ms = producer.last_ms if producer.last_ms <= now_ms else 0
         is_ended = is_crowded or (producer.node, producer.pid) not in alive
         is_read = values is not None and producer.fragments == row.decided
-        if (
-            now_ms - last_ms >= quiet_ms
-            and is_ended
-            and (is_read or (is_crowded and last_ms + quiet_ms < read_ms))
-        ):
-            ended.append((field, producer, row))
+        is_read = is_read or (is_crowded and last_ms + quiet_ms < read_ms)  # later entries were read
+        if now_ms - last_ms >= quiet_ms and is_ended and is_read:
+            ended.append((field, Producer() if values is None else producer, row))
     one = Producer.decode(producers.get(b"%d" % ENDED, Producer().encode().encode()))
     total = Row.decode(raw.get(b"%d" % ENDED, Row().encode().encode()))
     parts: list[Any] = []
@@ -257,13 +254,10 @@ def sum_rows(total: Row, row: Row) -> Row:
     return Row(total.consumed + row.consumed, total.refused + row.refused, total.unread + row.unread)
 
 
-def folded(client: Redis, run: str) -> tuple[int, set[int]]:
-    """Return the highest folded id and the ids still listed; a lower id that is not listed was folded."""
-    names = ["folded", "retired"]  # `retired`: of earlier versions of ddrl
-    # Read before the list: a producer that appears between the two reads is then not taken for a folded one.
-    values: Any = client.hmget(keys.state(run), names)
-    listed = cast("list[bytes]", client.hkeys(keys.producers(run)))
-    return max(int(value or 0) for value in values), {int(name) for name in listed if _ID.fullmatch(name)}
+def listed(client: Redis, run: str) -> set[int]:
+    """Return the producers that are not folded."""
+    names = cast("list[bytes]", client.hkeys(keys.producers(run)))
+    return {int(name) for name in names if _ID.fullmatch(name)}
 
 
 def checked(client: Redis, run: str, entries: Sequence[stream.Entry]) -> list[stream.Entry]:

@@ -17,7 +17,7 @@ from support.roles import Roles
 from support.runs import target_config
 
 from ddrl import celery
-from ddrl.store import checkpoints, connection, keys, ledger, stream
+from ddrl.store import connection, keys, ledger, stream
 from ddrl.store.segments import Process
 
 LARGEST = f"{2**64 - 1}-{2**64 - 1}"
@@ -218,13 +218,19 @@ def test_a_flood_of_producers_leaves_room_and_a_small_checkpoint(
     pointer = roles.admin.hget(keys.state(run.id), "checkpoint")
     assert len(pointer) < 20_000 and run.audit().unknown == (0 if appended else 400)
     assert roles.admin.hlen(keys.producers(run.id)) == (200 if appended else 1)
-    token, held = run.token, checkpoints.Counters.decode(run.meta).ledger
-    ledger.fold(roles.admin, run.id, token, held, quiet_s=-1.0)
-    assert (
-        int(roles.admin.hget(keys.state(run.id), "folded") or 0) < 1000
-    )  # ids that the counter did not give
-    run.play(20, anew=True)
-    assert run.audit().is_balanced
+    for name in ("x", *range(2000, 2200)):  # records without entries, of the future
+        worker.hset(keys.producers(run.id), name, json.dumps({"last_ms": 10**15, "fragments": 5}))
+    monkeypatch.setattr("ddrl.learner.publisher.FOLD_EVERY_S", 0.02)
+    monkeypatch.setattr(ledger, "QUIET_S", 0.1)
+    learner = run.learner()
+    with training(learner):
+        until(lambda: roles.admin.hlen(keys.producers(run.id)) <= 101)
+        run.play(20, anew=True)
+        run.catch_up(learner)
+    learner.finish()
+    assert int(roles.admin.hget(keys.state(run.id), "folded") or 0) < 1000  # of ids that the counter gave
+    audit = run.audit()
+    assert audit.is_balanced and audit.total("consumed") == run.state.appended_fragments
 
 
 def test_processes_go_on_whatever_is_in_the_broker_and_the_hashes(
