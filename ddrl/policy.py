@@ -199,7 +199,7 @@ def _build(
         resolved = base.resolve(config, spaces)
         most = max(
             2**20, sum(array.size for array in arrays.values())
-        )  # of a layer: networks are made before they load
+        )  # of a layer, made before it is loaded
         if any(one * other > most for one, other in pairwise((1, *resolved.config.hidden_sizes))):
             raise ValueError("its layers are larger than the file")
         policy = resolved.policy()

@@ -265,12 +265,15 @@ def decode_state(fields: Mapping[str, str]) -> dict[str, Any]:
     Raises:
         ValueError, TypeError: a field has another type.
     """
+    kinds: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str}
     found: dict[str, Any] = {}
     for name, field_name in _STATE_FIELDS.items():
         if (text := fields.get(field_name)) is not None:
-            kinds: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str}
-            kind = kinds.get(RunState.__annotations__[name], lambda text: dict(json.loads(text)))
-            found[name] = int(text or 0) / 1e3 if name.endswith("_s") else kind(text)
+            kind = kinds.get(RunState.__annotations__[name])
+            if name.endswith("_s"):
+                found[name] = int(text or 0) / 1e3
+            else:
+                found[name] = kind(text) if kind else dict(json.loads(text))
     return found
 
 

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import redis
 from support.private_server import end_with_parent, free_port, until
@@ -111,7 +112,7 @@ class Failover(contextlib.AbstractContextManager["Failover"]):
         """Return the port of the server that the sentinels name; 0 if they name none."""
         with connection.connect(self.url) as client:
             try:
-                return int(client.connection_pool.get_master_address()[1])  # type: ignore[attr-defined]
+                return int(cast(Any, client).connection_pool.get_master_address()[1])
             except redis.ConnectionError:
                 return 0
 
@@ -136,7 +137,7 @@ class Failover(contextlib.AbstractContextManager["Failover"]):
 
     def _sentinels_know(self) -> bool:
         with connection.connect(self.url) as client:
-            for sentinel in client.connection_pool.sentinel_manager.sentinels:  # type: ignore[attr-defined]
+            for sentinel in cast(Any, client).connection_pool.sentinel_manager.sentinels:
                 try:
                     state = sentinel.sentinel_masters()["fleet"]
                 except redis.RedisError:

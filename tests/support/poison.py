@@ -56,8 +56,10 @@ def changed(name: bytes, change: Callable[[bytes], bytes]) -> Callable[[Fields],
 
 
 def of_wider_observations(fragment: Fragment) -> Fragment:
-    columns = {name: getattr(fragment, name) for name in ("observation", "final_observation")}
-    return replace(fragment, **{name: np.repeat(column, 2, axis=-1) for name, column in columns.items()})
+    wider, final = (
+        np.repeat(column, 2, axis=-1) for column in (fragment.observation, fragment.final_observation)
+    )
+    return replace(fragment, observation=wider, final_observation=final)
 
 
 POISON: dict[str, tuple[Callable[[Fields], Mapping[bytes, bytes]], str]] = {
@@ -74,7 +76,10 @@ POISON: dict[str, tuple[Callable[[Fields], Mapping[bytes, bytes]], str]] = {
     "NaN rewards": (encoded(lambda one: replace(one, reward=one.reward * np.nan)), "NaN"),
     "infinite rewards": (encoded(lambda one: replace(one, reward=one.reward + np.inf)), "infinity"),
     "another observation space": (encoded(of_wider_observations), "spaces"),
-    "another dtype of actions": (encoded(lambda one: replace(one, action=np.int64(one.action))), "action"),
+    "another dtype of actions": (
+        encoded(lambda one: replace(one, action=one.action.astype(np.int64))),
+        "action",
+    ),
 }
 COUNTERS: list[Mapping[bytes, bytes]] = [
     {b"f": b"999999999999", b"n": b"999999999999999", b"b": b"999999999999999", b"s": b"1"},

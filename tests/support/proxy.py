@@ -79,7 +79,7 @@ class Proxy:
             self._cut |= self._clients
             return len(self._cut) - before
 
-        return self._run(cut())
+        return int(self._run(cut()))
 
     def slow(self, delay_s: float, loss: float) -> None:
         """Delay whatever is carried; a share `loss` of it by 0.2 s more, as a packet that TCP sends again."""
@@ -163,8 +163,8 @@ class Authority:
         """Return a server's side of TLS with a certificate for `name`; clients need one too if it asks."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         past = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
-        times = {"not_before": past, "not_after": past + datetime.timedelta(days=1)}
-        self._ca.issue_cert(name, **(times if expired else {})).configure_cert(context)
+        before, after = (past, past + datetime.timedelta(days=1)) if expired else (None, None)
+        self._ca.issue_cert(name, not_before=before, not_after=after).configure_cert(context)
         if asks_client:
             context.verify_mode = ssl.CERT_REQUIRED
             self._ca.configure_trust(context)

@@ -80,9 +80,9 @@ def stream_steps(client: Redis, run: str) -> int:
 def toy_answers(observation: np.ndarray) -> np.ndarray:
     """Return the best actions in the toys that show their answer, by the shape of [N, *O] observations."""
     if observation.shape[1:] == (8, 8, 1):  # Spot
-        return observation.reshape(-1, 2, 4, 2, 4).any(axis=(2, 4)).reshape(-1, 4).argmax(axis=1)
+        observation = observation.reshape(-1, 2, 4, 2, 4).any(axis=(2, 4)).reshape(-1, 4)
     if observation.shape[1:] == (4,):  # Pick
-        return observation.argmax(axis=1)
+        return np.asarray(observation.argmax(axis=1))
     return np.stack([observation[:, :3].argmax(axis=1), observation[:, 3:].argmax(axis=1)], axis=1)  # Pairs
 
 
