@@ -29,6 +29,8 @@ class LedgerRows:
         self.cursor = b"0-0"
         """The last entry taken from the stream."""
         self.consumed = self.refused = 0
+        self.fragments = 0
+        """Appended in all, as far as the stream was read."""
 
     @property
     def rows(self) -> dict[int, Row]:
@@ -68,6 +70,7 @@ class LedgerRows:
             self.cursor = entry.entry_id
         self.consumed += consumed
         self.refused += not consumed
+        self.fragments += (1 + missing) * is_fragment
         if not missing:
             return ""
         which = f"{missing} fragment{'s' * (missing > 1)} of producer {producer} before number {entry.seq}"
@@ -99,7 +102,11 @@ class LedgerRows:
     def load(self, counters: Counters) -> None:
         """Continue from a checkpoint."""
         self.cursor = counters.cursor.encode()
-        self.consumed, self.refused = counters.admitted, counters.dead
+        self.consumed, self.refused, self.fragments = (
+            counters.admitted,
+            counters.dead,
+            max(counters.fragments, 0),
+        )
         self._rows = {int(producer): Row(*row) for producer, row in counters.ledger.items()}
 
     def _newest(self, entry: Decoded) -> int:

@@ -35,7 +35,6 @@ from ddrl.replay.experience import longest_fragment_steps, make_experience
 from ddrl.replay.reader import FragmentLimits, Reader, decode, decode_range
 from ddrl.store import runs, stream, weights
 from ddrl.store.checkpoints import Counters
-from ddrl.store.connection import RunGoneError
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -105,7 +104,6 @@ class Learner:
         self._changed: deque[tuple[RunConfig, Any]] = deque()
         """Config and options of the algorithm, queued by `apply`."""
         self._num_rounds = 0
-        self._fragments_before = 0  # count of the stream that the entry before had
         self._lower_ids = functools.partial(stream.lower_ids, reader_client, run, token)
 
     # --- begin and end -------------------------------------------------------------------------------
@@ -158,7 +156,6 @@ class Learner:
             rows.count(entry, consumed=True)
             shared.add_entry(entry)
         shared.updates, shared.env_steps = counters.updates, counters.env_steps
-        shared.fragments = max(counters.fragments, 0)
         shared.add_elapsed(counters.elapsed_s)
         shared.ledger.load(counters)
         self.replay.load_state(
@@ -247,30 +244,12 @@ class Learner:
             if reason:
                 log.warning("entry %s refused: %s", entry.entry_id.decode(), reason)
                 shared.refused.append((entry.entry_id, entry.head, reason, not objection))
-            if not objection:
-                self._count_fragment(entry.cumulative_fragments)
             if entry.fragment is not None and not reason:
                 shared.env_steps += entry.fragment.num_transitions
                 shared.returns.extend(entry.fragment.episode_return.tolist())
-            shared.counted = ledger.cursor, shared.fragments, shared.env_steps
+            shared.counted = ledger.cursor, ledger.fragments, shared.env_steps
         shared.oldest = self._oldest()
         return True
-
-    def _count_fragment(self, number: int) -> None:
-        """Count a fragment by the number that the append gave it.
-
-        Where numbers jump, two in a row must agree: workers may write one entry with any number.
-
-        Raises:
-            RunGoneError: the server came back older.
-        """
-        shared, follows = self.shared, number == self._fragments_before + 1
-        self._fragments_before = number
-        if follows and number <= shared.fragments:
-            count = f"fragment {number} came after {shared.fragments}"
-            raise RunGoneError(f"run {self._run}: the server came back older, {count}")
-        if follows or number == shared.fragments + 1:
-            shared.fragments = number
 
     def _update(self) -> bool:
         """Draw a batch and learn from it; return False while fragments or, on-policy, the publication are missing."""
@@ -380,7 +359,7 @@ class Learner:
             waiting=self.replay.num_waiting,
             held=0 if self._on_policy else len(self.replay),
             refilled=shared.refilled,
-            fragments=shared.fragments,
+            fragments=shared.ledger.fragments,
             ledger=shared.ledger.state(),
         )
 

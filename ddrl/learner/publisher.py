@@ -56,8 +56,8 @@ class Shared:
 
     Written by the training thread:
         updates: of the algorithm.
-        env_steps: transitions admitted; fragments: count of the stream.
-        counted: the last entry taken, fragments and env_steps with it; None before the first.
+        env_steps: transitions admitted.
+        counted: the last entry taken, the fragments and env_steps up to it; None before the first.
         refilled: steps played again after the stream was lost; the rate limiter leaves them out.
         oldest: first entry of the stream that the replay holds.
         entries: (entry_id, bytes taken up to and with it) of each entry taken; the publisher removes those it trims.
@@ -76,7 +76,7 @@ class Shared:
     """
 
     def __init__(self) -> None:
-        self.updates = self.env_steps = self.fragments = self.refilled = 0
+        self.updates = self.env_steps = self.refilled = 0
         self.oldest = b"0-1"
         self.entries: deque[tuple[bytes, int]] = deque()
         self.taken_bytes = self.largest_bytes = 0
@@ -186,10 +186,6 @@ class Publisher:
         """
         shared = self._shared
         self._fold_rows()
-        # Less than was read if the server came back older; fragments may have been appended to it since.
-        unread = stream.read(self._client, self._run, shared.ledger.cursor, count=1)
-        appended = runs.state(self._client, self._run).appended_fragments
-        shared.fragments = min(shared.fragments, appended, *(entry.count(b"f") - 1 for entry in unread))
         rows, cursor = shared.ledger.rows, shared.ledger.cursor
         shared.ledger.changes()
         self._freeing(lambda: ledger.replace(*self._held, rows, cursor))

@@ -483,7 +483,7 @@ class _Attempt:
             learner.shared.add_elapsed(-since_s)
         if not is_paused and (self._status != "active" or self._requester):
             learner.stopping.set()
-        if learner.shared.fragments and "first_step_ms" not in self._record.state:  # snapshots should have it
+        if learner.shared.env_steps and "first_step_ms" not in self._record.state:  # snapshots should have it
             self._record = local_checkpoints.record(self._client, run)
         if signals.config_version != self._config_version:
             self._config = runs.config(self._client, run)

@@ -63,7 +63,6 @@ class Decoded:
 
     Attributes:
         entry_id: in the stream.
-        cumulative_fragments, cumulative_steps: counts of the stream up to and with it.
         num_bytes: of the entry.
         producer, incarnation, seq: its sender and its number; -1 where no append wrote it.
         memory_bytes: while it waits for the learner.
@@ -73,8 +72,6 @@ class Decoded:
     """
 
     entry_id: bytes
-    cumulative_fragments: int
-    cumulative_steps: int
     num_bytes: int
     producer: int
     incarnation: int
@@ -116,8 +113,6 @@ def decode(
         memory_bytes += sum(column.nbytes for column in columns if isinstance(column, np.ndarray))
     return Decoded(
         entry.entry_id,
-        cumulative_fragments=entry.count(b"f"),
-        cumulative_steps=entry.count(b"n"),
         num_bytes=entry.num_bytes,
         producer=entry.producer,
         incarnation=entry.count(b"i", -1),
@@ -246,7 +241,10 @@ class Reader:
     def _run_thread(self) -> None:
         # The learner's service thread meets each outage, too, and logs it.
         retry = partial(connection.retry, stop=self._stopping, is_logged=False)
+        identify = partial(retry, partial(connection.server_id, self._client))
+        newest = 0  # count of the stream
         try:
+            server = identify()
             while not self._stopping.is_set():
                 if time.monotonic() >= self._count_at:
                     self._latest = retry(partial(capped_streams.latest, self._client))
@@ -260,6 +258,10 @@ class Reader:
                     while self._decoded_bytes - self._taken_bytes > MAX_DECODED_BYTES:
                         if self._stopping.wait(0.01):
                             return
+                    before, newest = newest, entry.count(b"f")
+                    if newest <= before and identify() != server:  # else a worker wrote the count
+                        lost = f"fragment {newest} came after {before}"
+                        raise connection.RunGoneError(f"run {self._run}: the server came back older, {lost}")
                     decoded = self._decode(entry)
                     self._cursor = entry.entry_id
                     self._decoded_bytes += decoded.memory_bytes

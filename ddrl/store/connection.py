@@ -407,6 +407,12 @@ def maxmemory(client: redis.Redis) -> int:
     return int(info.get("maxmemory", 0))
 
 
+def server_id(client: redis.Redis) -> str:
+    """Return an id that the server draws when it starts."""
+    info: Any = client.info("server")
+    return str(info["run_id"])
+
+
 def appendfsync(client: redis.Redis) -> str | None:
     """Return the policy of the server's append-only file; "" if it keeps none, None if the user may not ask."""
     try:

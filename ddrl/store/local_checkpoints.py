@@ -208,8 +208,6 @@ def _pointer(folder: Path) -> _Pointer | None:
         TypeAdapter(dict[str, Any]).validate_json(known.spec)
         runs.decode_state(known.state)
         int(known.state.get("folded", 0)), int(known.state.get("retired", 0))
-        for line in known.producers.values():
-            ledger.Producer.decode(line.encode())
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:

@@ -109,7 +109,7 @@ def test_a_learner_restores_its_run_on_a_server_that_lost_data(
         assert "holding 0 transitions" in beginnings(log.text)[-1]  # the replay is lost
 
 
-def test_a_server_that_came_back_older_is_noticed_however_much_is_appended_since(run) -> None:
+def test_a_server_that_came_back_older_is_noticed_however_much_is_appended_since(run, server) -> None:
     learner = run.learner()
     run.play(200)
     come_back = older(run.client)
@@ -117,7 +117,9 @@ def test_a_server_that_came_back_older_is_noticed_however_much_is_appended_since
     with training(learner, serves=False):
         run.catch_up(learner)
     learner.stopping.clear()
-    lost = learner.shared.fragments
+    lost = learner.shared.ledger.fragments
+    server.kill()
+    server.start()
     come_back()
     run.play(800)
     assert run.state.appended_fragments > lost

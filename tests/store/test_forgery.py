@@ -188,7 +188,7 @@ def test_a_stolen_number_is_refused_and_no_honest_one(roles: Roles, worker: redi
     assert (
         found.total("consumed")
         == run.state.appended_fragments
-        == learner.shared.fragments
+        == learner.shared.ledger.fragments
         == len(run.entries)
     )
     assert learner.shared.env_steps == run.state.appended_steps
