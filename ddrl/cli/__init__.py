@@ -131,6 +131,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if code is None:
             raise
         message = str(error)
+        if code == NO_SERVER:
+            from ddrl.store import connection
+
+            message = connection.outage(error) or message
         if type(error).__name__ == "NoPermissionError":
             message += "; DDRL_REDIS_URL must name a user with the rights for this (workers/acl)"
         return _refuse(message, code)

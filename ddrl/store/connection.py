@@ -315,7 +315,6 @@ def connect(server_url: str | None = None, *, reply_timeout_s: float = REPLY_TIM
     options: dict[str, Any] = {
         "socket_timeout": reply_timeout_s,
         "socket_connect_timeout": 3.0,
-        "health_check_interval": 30,
         "retry": Retry(ExponentialBackoff(cap=1.0, base=0.1), RETRIES),
         "decode_responses": False,
     }
@@ -450,8 +449,7 @@ def check(client: redis.Redis) -> None:
     remedy = "start the server" if is_embedded() else f"start the server or set {URL_VARIABLE}"
     try:
         _knock(client)
-        client.ping()
-        info: Any = client.info()
+        info: Any = client.info()  # PING is refused while the disk is full
     except redis.AuthenticationWrongNumberOfArgsError as error:
         raise StoreError(f"{where}: the server is too old; use Redis >= 6.2 or Valkey") from error
     except redis.AuthenticationError as error:
@@ -461,7 +459,7 @@ def check(client: redis.Redis) -> None:
     except (redis.BusyLoadingError, redis.ResponseError) as error:
         if (reason := outage(error)) is not None:
             raise NotThereError(f"{where}: {reason}; try again afterwards") from error
-        raise StoreError(f"{where}: PING or INFO refused ({error}); use Redis >= 6.2 or Valkey") from error
+        raise StoreError(f"{where}: INFO refused ({error}); use Redis >= 6.2 or Valkey") from error
     except (redis.RedisError, OSError) as error:
         if (trouble := _tls_problem(error)) is not None:
             raise StoreError(f"{where}: {trouble[0]}; {trouble[1]}") from error

@@ -374,7 +374,7 @@ def _answers() -> bool | None:
     """Return whether the server answers; None while it loads its data."""
     try:
         with _connect() as client:
-            return bool(client.ping())
+            return bool(client.dbsize() >= 0)  # PING is refused while the disk is full
     except AuthenticationError as error:
         path = state_dir() / "password"
         raise StoreError(f"{path}: not the running server's; end all ddrl processes first") from error

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import redis
 from rich.console import Console, RenderableType
-from support.commands import call
+from support.commands import call, refused
+from support.private_server import until
 from support.store import add_history, append, end, make_run, note_playing, take, want_processes
 
 from ddrl.cli import curve, hints, live, view
@@ -321,6 +324,21 @@ def test_a_full_server_is_a_hint(client: Any) -> None:
     finally:
         client.config_set("maxmemory", "0")
     assert text.startswith("the server is full (") and "ddrl prune" in text
+
+
+def test_a_server_whose_disk_is_full_can_be_looked_at(make_server, monkeypatch: pytest.MonkeyPatch) -> None:
+    private = make_server("--appendonly", "yes")
+    monkeypatch.setenv(connection.URL_VARIABLE, private.url)
+    run = make_run(private.client)
+    with private.full_disk():
+        with contextlib.suppress(redis.RedisError):
+            private.client.set("large", bytes(10**6))
+        until(lambda: not private.is_writable())
+        assert run in call("runs")
+        assert "the server cannot write to its disk: all wait; free space there" in " ".join(
+            call("status").split()
+        )
+        assert "the server cannot write to its disk; make room there" in refused("pause", run, code=3)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import kombu
 import pytest
 import redis
 from redis import Redis
-from support.private_server import PrivateServer, free_port, refusal, until
+from support.private_server import PrivateServer, free_port, refusal
 from support.processes import Processes
 from support.proxy import Authority, Proxy
 
@@ -39,16 +39,6 @@ def test_a_password_that_is_missing_or_wrong_is_refused(make_server):
     assert "requires a password" in refusal(f"unix://{private.socket}")
     text = refusal(f"unix://:wrong@{private.socket}")
     assert "password" in text and "wrong" not in text
-
-
-def test_a_server_that_cannot_write_is_worth_waiting_for(make_server) -> None:
-    private = make_server("--appendonly", "yes")
-    with private.full_disk():
-        with contextlib.suppress(redis.RedisError):
-            private.client.set("large", bytes(10**6))
-        until(lambda: not private.is_writable())
-        text = refusal(private.url, NotThereError)
-    assert text.endswith("the server cannot write to its disk; make room there; try again afterwards")
 
 
 def test_a_server_that_evicts_or_is_too_old_is_refused(make_server, monkeypatch: Patch):
