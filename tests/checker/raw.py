@@ -128,8 +128,9 @@ class Follower:
             raw.entries.pop(one, None)
         for key in client.scan_iter(match=_key(self.run, "weights:*"), count=1000):
             version, blob = int(key.rpartition(b":")[2]), client.get(key)
-            raw.weights[version] = hashlib.sha256(blob).hexdigest()
-            raw.infinite += [] if is_finite(blob) else [version]
+            if blob is not None:  # else it was superseded meanwhile
+                raw.weights[version] = hashlib.sha256(blob).hexdigest()
+                raw.infinite += [] if is_finite(blob) else [version]
         raw.status = client.hget(_key(self.run, "state"), "status").decode()
         raw.target = json.loads(client.get(_key(self.run, "spec")))["stop"]["return"]
         results = client.xrange(_key(self.run, "evaluations"))

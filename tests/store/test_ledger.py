@@ -34,9 +34,8 @@ def config() -> RunConfig:
     )
 
 
-def staged(fragments: int, producer: int, seq: int, *, incarnation: int = 7) -> Decoded:
-    counts = (fragments, 8 * fragments, 100)
-    return Decoded(b"%d-0" % fragments, *counts, producer, incarnation, seq, 0, None)
+def staged(number: int, producer: int, seq: int, *, incarnation: int = 7) -> Decoded:
+    return Decoded(b"%d-0" % number, 100, producer, incarnation, seq, 0, None)
 
 
 # --- the learner's rows ----------------------------------------------------------------------------------
