@@ -267,16 +267,14 @@ def checked(client: Redis, run: str, entries: Sequence[stream.Entry]) -> list[st
     """
     names = list({b"%d" % entry.producer for entry in entries})
     values = cast("list[bytes | None]", client.hmget(keys.producers(run), names)) if names else []
-    known = {
-        int(name): Producer.decode(value)
-        for name, value in zip(names, values, strict=True)
-        if value and _ID.fullmatch(name)
-    }
+    found = zip(names, values, strict=True)
+    known = {int(name): Producer.decode(value) for name, value in found if value and _ID.fullmatch(name)}
 
     def is_written(entry: stream.Entry) -> bool:
-        producer = known.get(entry.producer)
-        is_same = producer is not None and entry.fields.get(b"i") == producer.incarnation.encode()
-        return producer is not None and is_same and entry.count(b"q", -1) <= producer.seq
+        producer = known.get(entry.producer, Producer(seq=-1))
+        return (
+            entry.fields.get(b"i") == producer.incarnation.encode() and entry.count(b"q", -1) <= producer.seq
+        )
 
     return [entry if is_written(entry) else entry.without_producer() for entry in entries]
 
