@@ -100,16 +100,8 @@ dead = partial(of_run, name="dead")
 journal = partial(of_run, name="journal")
 
 COUNTS = (
-    *(
-        "appended_fragments",
-        "appended_steps",
-        "appended_bytes",
-        "duplicates",
-        "full",
-        "first_step_ms",
-        "error",
-    ),
-    *("played_ms", "process_ms", "allowance_wait_ms", "room_wait_ms", "virtual_ms", "away_ms"),
+    *("appended_fragments", "appended_steps", "appended_bytes", "duplicates", "full", "first_step_ms"),
+    *("played_ms", "process_ms", "allowance_wait_ms", "room_wait_ms", "virtual_ms", "away_ms", "error"),
     *("crashes", "crashes_total", "lost_producers", "claim", "claim_until_ms"),
 )
 """Fields of `counts`; earlier versions of ddrl kept them in `state`, from where the run's next learner moves them."""
