@@ -31,9 +31,8 @@ def read(client: Redis, key: str, after: bytes = b"0-0", *needed: str) -> tuple[
     raw = cast("list[Any]", client.xrange(key, min=b"(" + after, max=latest(client)))
     rows = []
     for entry_id, fields in raw:
-        texts = {
-            name.decode(errors="replace"): value.decode(errors="replace") for name, value in fields.items()
-        }
+        pairs = ((name.decode(errors="replace"), value) for name, value in fields.items())
+        texts = {name: value.decode(errors="replace") for name, value in pairs}
         texts.pop("time_s", None)
         if texts.keys() >= {*needed}:
             rows.append({"time_s": int(entry_id.split(b"-")[0]) / 1e3, **texts})

@@ -206,12 +206,8 @@ def refuse(
         LeaseLostError: another learner took over.
     """
     script_keys = [keys.state(run), keys.dead(run), keys.experience(run)]
-    call(
-        client,
-        "refuse",
-        script_keys,
-        [token, DEAD_LENGTH, entry_id, reason[:500], head, int(not is_fragment)],
-    )
+    args = [token, DEAD_LENGTH, entry_id, reason[:500], head, int(not is_fragment)]
+    call(client, "refuse", script_keys, args)
 
 
 def lower_ids(client: Redis, run: str, token: int, cursor: bytes, latest: bytes) -> None:
