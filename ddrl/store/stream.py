@@ -47,7 +47,7 @@ class Answer(Enum):
     WAIT = "WAIT"  # written; the allowance is used up
     YIELD = "YIELD"  # written; end the segment: the run is paused, the node leaves, or a run claims it
     FULL = "FULL"  # not written: the byte budget is used up; append the same again later
-    STOPPED = "STOPPED"  # not written: the run has ended or is gone, or the producer was folded (ledger.py)
+    STOPPED = "STOPPED"  # not written: the run has ended or is gone; the producer was folded (ledger.py), or is another
 
 
 @dataclass(frozen=True)

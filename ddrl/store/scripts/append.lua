@@ -31,10 +31,14 @@ local stored = redis.call('HGET', KEYS[6], ARGV[1])
 -- A folded producer's `seq` is gone, so a repeated append would count twice. Ids grow: an unknown id up to `folded`
 -- was folded, or was taken earlier and never appended.
 local is_folded = not stored and tonumber(ARGV[1]) <= tonumber(state[7] or 0)
-if is_folded or (status ~= 'active' and status ~= 'paused') then return {'STOPPED', version, allowance_id, 0} end
+-- A server that came back older may give an id again: it is of the incarnation that appended first.
+local producer = stored and decode(stored) or {}
+local is_taken = producer.incarnation and producer.incarnation ~= ARGV[2]
+if is_folded or is_taken or (status ~= 'active' and status ~= 'paused') then
+  return {'STOPPED', version, allowance_id, 0}
+end
 if not stored and redis.call('HLEN', KEYS[6]) >= tonumber(state[9] or 1000) then return full() end
 
-local producer = stored and decode(stored) or {}
 local newest_seq = producer.incarnation == ARGV[2] and number(producer.seq) or -1
 local seq = tonumber(ARGV[3])
 local time = redis.call('TIME')
