@@ -47,11 +47,12 @@ if seq <= newest_seq then
   increase(KEYS[2], 'duplicates', 1)
 else
   if bytes - tonumber(state[8] or 0) + tonumber(ARGV[5]) > max_bytes then return full() end
-  fragments, steps, bytes = fragments + 1, steps + tonumber(ARGV[4]), bytes + tonumber(ARGV[5])
   -- Fields: see stream.py.
-  local entry = {'f', fragments, 'n', steps, 'b', bytes, 's', ARGV[5], 'p', ARGV[1], 'i', ARGV[2], 'q', ARGV[3]}
+  local entry = {'f', fragments + 1, 'n', steps + ARGV[4], 'b', bytes + ARGV[5], 's', ARGV[5],
+    'p', ARGV[1], 'i', ARGV[2], 'q', ARGV[3]}
   for i = 15, #ARGV do entry[#entry + 1] = ARGV[i] end
   if not add(KEYS[3], '*', unpack(entry)) then return full() end
+  fragments, steps, bytes = entry[2], entry[4], entry[6]
   redis.call('HSET', KEYS[2], 'appended_fragments', fragments, 'appended_steps', steps, 'appended_bytes', bytes,
     'played_ms', (number(counts[4]) or 0) + ARGV[6], 'process_ms', (number(counts[5]) or 0) + ARGV[12])
   if ARGV[13] ~= '0' then increase(KEYS[2], 'allowance_wait_ms', ARGV[13]) end

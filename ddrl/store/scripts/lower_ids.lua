@@ -1,6 +1,7 @@
 -- fenced
 -- Give new ids to entries whose ids are later than the clock says: after the largest id a stream takes no entry.
--- The last id can be lowered in an empty stream only, so experience that was read goes; the learner holds it.
+-- No stream takes an id below one that was deleted, so it is written anew; experience that was read goes, as the learner
+-- holds it.
 -- KEYS: 1 state (hash), 2 experience (stream), then other streams. ARGV: 1 token, 2 the latest id that stays,
 --       3 the last entry of experience that was read. Answer: none.
 local function milliseconds(id) return tonumber(string.match(id, '%d+')) end
@@ -14,8 +15,11 @@ for i = 2, #KEYS do
   end
   if is_late(last) then
     local entries = redis.call('XRANGE', KEYS[i], i == 2 and '(' .. ARGV[3] or '-', '+')
-    redis.call('XTRIM', KEYS[i], 'MAXLEN', 0)
-    redis.call('XSETID', KEYS[i], i == 2 and ARGV[3] or '0-1')
+    redis.call('DEL', KEYS[i])
+    if i == 2 and ARGV[3] ~= '0-0' then  -- so that new entries come after the one read last
+      redis.call('XADD', KEYS[i], ARGV[3], 'x', '')
+      redis.call('XDEL', KEYS[i], ARGV[3])
+    end
     for _, entry in ipairs(entries) do
       redis.call('XADD', KEYS[i], is_late(entry[1]) and '*' or entry[1], unpack(entry[2]))
     end
