@@ -33,6 +33,7 @@ from support.private_server import PrivateServer, require_program
 from support.store import SPACES, make_config
 
 from ddrl.store import (
+    capped_streams,
     checkpoints,
     evaluations,
     keys,
@@ -47,7 +48,7 @@ from ddrl.store import (
     weights,
 )
 from ddrl.store.checkpoints import Counters
-from ddrl.store.connection import LeaseLostError, RunGoneError, StoreError
+from ddrl.store.connection import LeaseLostError, RunGoneError, StoreError, call
 from ddrl.store.evaluations import Evaluation, OpenEvaluations
 from ddrl.store.runs import ENDED
 from ddrl.types import EvaluationResult
@@ -56,6 +57,7 @@ SEEDS, EXAMPLES, STEPS, LEAST_STEPS = 12, 10, 100, 10_000
 SCRIPTS = Path(stream.__file__).parent / "scripts"
 SEGMENT_MS, MAX_BYTES = 10**6, 65536  # a segment so long that no time that passes here matters
 QUEUES = ("ddrl.rollout", "ddrl.rollout.box2d")
+APPENDED = ("appended_fragments", "appended_steps", "appended_bytes")
 CONFIGS = {
     (weight, priority): make_config(
         weight=weight,
@@ -122,6 +124,8 @@ class Run:
     config_version: int = 0
     allowance: int = 0
     players: int = 1
+    max_producers: int = 1000
+    has_ids: bool = True
     version: int = -1
     updates: int = 0
     fragments: int = 0
@@ -195,11 +199,14 @@ class Run:
         is_taken = known is not None and known.incarnation != incarnation
         if self.status not in ("active", "paused") or is_folded or is_taken:
             return "STOPPED"
+        if known is None and len(self.producers) >= self.max_producers:
+            self.full += 1
+            return "FULL"
         known = known or Producer()
         newest = known.seq
         if seq <= newest:
             self.duplicates, known.duplicates = self.duplicates + 1, known.duplicates + 1
-        elif self.live_bytes + size > MAX_BYTES:
+        elif self.live_bytes + size > MAX_BYTES or not self.has_ids:
             self.full += 1
             return "FULL"
         else:
@@ -238,18 +245,25 @@ class Run:
         self.trimmed_bytes = kept[0].bytes - kept[0].size if kept else self.bytes
         return num
 
-    def fold(self, rows: dict[int, ledger.Row]) -> int:
-        """Fold producers of whom nothing waits and that the checkpoint has as they are; return their number."""
-        done = [p for p, row in rows.items() if p >= 0 and p in self.producers and self.rows.get(p) == row]
-        done = [p for p in done if self.producers[p].fragments == self.rows[p].decided]
+    def fold(self, quiet: set[int], newest: int) -> int:
+        """Fold producers of whom nothing waits, and the quiet ones if there are many; return their number."""
+        is_crowded = len(self.producers) > ledger.MIN_PRODUCERS // 2
+        done = [
+            p
+            for p, one in self.producers.items()
+            if (p >= 0 and p in self.rows and one.fragments == self.rows[p].decided)
+            or (is_crowded and p in quiet)
+        ]
         for one in done:
-            producer, row = self.producers.pop(one), self.rows.pop(one)
+            producer, row = self.producers.pop(one), self.rows.pop(one, None)
+            if row is None:  # no entry of it was read
+                producer, row = Producer(), ledger.Row()
             total, whole = self.producers.get(-2, Producer(0, 0)), self.rows.get(-2, ledger.Row())
             counts = (total.fragments + producer.fragments, total.duplicates + producer.duplicates)
             self.producers[-2] = Producer(0, 0, *counts)
             counts = (whole.consumed + row.consumed, whole.refused + row.refused, whole.unread + row.unread)
             self.rows[-2] = ledger.Row(*counts)
-            self.folded = max(self.folded, one)
+            self.folded = max(self.folded, one if one <= newest else 0)
         return len(done)
 
     def set_status(self, new: str, reason: str) -> bool:
@@ -584,13 +598,16 @@ class Scripts(RuleBasedStateMachine):
     @step(
         number=RUN,
         age=AGE,
-        kind=st.sampled_from(["acquire", "acquire", "force", "renew", "renew", "release", "expire"]),
+        kind=st.sampled_from(["acquire", "acquire", "force", "old", "renew", "renew", "release", "expire"]),
     )
     def hold(self, number: int, age: int, kind: str) -> None:
         name, run = self.touch(number)
         token = self.token(name, age)
-        if kind in ("acquire", "force"):
-            self.take_over(name, force=kind == "force")
+        if kind == "old" and (counts := self.client.hgetall(keys.counts(name))):
+            self.client.hset(keys.state(name), mapping=counts)  # as an earlier version of ddrl
+            self.client.delete(keys.counts(name))
+        if kind in ("acquire", "force", "old"):
+            self.take_over(name, force=kind != "acquire")
         elif kind == "renew":
             if (
                 self.write(name, age, lambda token: leases.renew(self.client, name, token, ttl_ms=10**7))
@@ -692,15 +709,107 @@ class Scripts(RuleBasedStateMachine):
 
         self.write(name, age, act)
 
-    @step(number=RUN, age=AGE, is_read=st.booleans(), is_late=st.sampled_from([False, False, True]))
-    def fold(self, number: int, age: int, is_read: bool, is_late: bool) -> None:
+    @step(number=RUN, age=AGE)
+    def refuse_forged(self, number: int, age: int) -> None:
+        """An entry that no append wrote is recorded and deleted."""
+        name, run = self.touch(number)
+        if run is None:
+            return
+        forged = self.client.xadd(keys.experience(name), {"h": "x"})
+        options = {"head": b"head", "reason": "no append wrote it", "is_fragment": False}
+        if self.write(name, age, lambda t: stream.refuse(self.client, name, t, forged, **options)):
+            run.dead += 1
+            assert self.client.xrevrange(keys.dead(name), count=1)[0][1][b"entry"] == forged
+        else:
+            assert self.client.xdel(keys.experience(name), forged)
+
+    @step(number=RUN, age=AGE, is_read=st.booleans(), forged=st.sampled_from(["", *APPENDED]))
+    def correct_counts(self, number: int, age: int, is_read: bool, forged: str) -> None:
+        """A worker forges a count; a learner that has read all sets it right."""
+        name, run = self.touch(number)
+        if is_read:
+            self.read_entries(name, age, 10**6, -1)
+        if run is None:
+            return
+        true = dict(zip(APPENDED, (run.fragments, run.steps, run.bytes), strict=True))
+        if forged:
+            self.client.hset(keys.counts(name), mapping=true | {forged: true[forged] + 3})
+        has_counts = self.client.hexists(keys.counts(name), APPENDED[0])
+
+        def act(token: int) -> None:
+            counted = (run.cursor, run.fragments, run.steps)
+            found = stream.correct_counts(self.client, name, token, counted, run.live_bytes)
+            differed = not run.waiting and (forged != "" or not has_counts)
+            assert found == (differed and not self.wire.is_lost)
+
+        if not self.write(name, age, act) or run.waiting:
+            self.client.hset(keys.counts(name), mapping=true)
+
+    @step(number=RUN, age=AGE, slot=FEW, times=FEW, is_last=st.booleans())
+    def lower_ids(self, number: int, age: int, slot: int, times: int, is_last: bool) -> None:
+        """Streams whose next id is far in the future, or that have none left, get the clock's ids again."""
+        name, run = self.touch(number)
+        if run is None:
+            return
+        latest = capped_streams.latest(self.client)
+        for key in (keys.experience, keys.episodes, keys.evaluations, keys.journal, keys.logs):
+            late = f"{2**64 - 1}-{2**64 - 1}" if is_last else b"9" + latest
+            self.client.xdel(key(name), self.client.xadd(key(name), {"x": ""}, id=late))
+        run.has_ids = not is_last
+        self.players.pop(slot, None)
+        self.play(number, slot, 50, "a", 0, times)
+        runs.note(self.client, name, "noted", "late")
+        run.journal += ["noted"] * run.has_ids * (1 + self.wire.is_lost)
+
+        def act(token: int) -> None:
+            stream.lower_ids(self.client, name, token, run.cursor, latest)
+            assert stream.trim(self.client, name, token, stream.following(run.cursor)) == 0
+
+        if not self.write(name, age, act):
+            self.take_over(name, force=True)
+            assert self.write(name, 0, act)
+        run.has_ids, run.entries = True, run.waiting
+        run.trim(stream.following(run.cursor))
+        for entry, stored in zip(run.entries, self.entries(name), strict=True):
+            is_late = stream.order(entry.entry_id) > stream.order(latest)
+            assert (entry.entry_id != stored.entry_id) == is_late
+            assert stream.order(stored.entry_id) <= stream.order(latest)
+            entry.entry_id = stored.entry_id
+
+    @step(number=RUN, age=AGE, most=st.sampled_from([3, 1000, 1000]))
+    def limit_producers(self, number: int, age: int, most: int) -> None:
+        name, run = self.touch(number)
+        script_keys = [keys.state(name)] * 2
+
+        def act(token: int) -> None:
+            call(self.client, "set_fields", script_keys, [token, "max_producers", most])
+
+        if self.write(name, age, act) and run:
+            run.max_producers = most
+
+    @step(
+        number=RUN,
+        age=AGE,
+        is_read=st.booleans(),
+        is_late=st.sampled_from([False, False, True]),
+        is_forged=st.sampled_from([False, False, True]),
+    )
+    def fold(self, number: int, age: int, is_read: bool, is_late: bool, is_forged: bool) -> None:
         """Fold producers; an append of one of them may come between, and then none is folded."""
         name, run = self.touch(number)
         if is_read:
             self.read_entries(name, age, 10**6, -1)
-        draft, rows = deepcopy(run), deepcopy(run.rows) if run else {}
-        num = draft.fold(rows) if draft else 0
-        folded = {p for p in rows if run and draft and p in run.producers and p not in draft.producers}
+        if is_forged and run:  # a record under an id that the counter has not given
+            forged = self.server.producers + 10**6
+            self.client.hset(keys.producers(name), forged, ledger.Producer(fragments=5).encode())
+            run.producers[forged] = Producer(0, 0, 5)
+        read_ms = stream.order(run.cursor)[0] if run else 0
+        stored = self.client.hgetall(keys.producers(name))
+        quiet = {int(p) for p, value in stored.items() if ledger.Producer.decode(value).last_ms < read_ms}
+        quiet.discard(-2)
+        draft, rows, newest = deepcopy(run), deepcopy(run.rows) if run else {}, self.server.producers
+        num = draft.fold(quiet, newest) if draft else 0
+        folded = {p for p in run.producers if p >= 0 and p not in draft.producers} if run and draft else set()
         late = [
             slot
             for slot, player in self.players.items()
@@ -715,7 +824,7 @@ class Scripts(RuleBasedStateMachine):
             found = ledger.fold(self.client, name, token, checkpoint, quiet_s=0)
             if run and run.producers == before:
                 assert found == (0 if self.wire.is_lost else num)  # a second call finds nothing to fold
-                run.fold(rows)
+                run.fold(quiet, newest)
             else:
                 assert found == 0
 
@@ -1237,6 +1346,7 @@ class Scripts(RuleBasedStateMachine):
             Run(before.weight, before.priority, before.queue),
             **{one: getattr(before, one) for one in ("status", "reason", "config_version", "bytes", "duplicates")},
             **{one: getattr(before, one) for one in ("full", "dead", "crashes", "crashes_total", "lost", "error")},
+            max_producers=before.max_producers,
             **{one: getattr(before, one) for one in ("played_ms", "process_ms", "allowance_wait_ms", "room_wait_ms")},
             is_open=before.status in ("active", "paused"), fence=fence["token"], version=snapshot.version,
             latest=snapshot.version, updates=counters.updates, steps=counters.env_steps,
@@ -1289,6 +1399,7 @@ class Scripts(RuleBasedStateMachine):
         stored = weights.index(self.client, name)
         assert (stored.latest, stored.best, set(stored.sizes)) == (run.latest, run.best, set(run.blobs))
         assert all(weights.get(self.client, name, version) == blob for version, blob in run.blobs.items())
+        assert not {field.encode() for field in keys.COUNTS} & {*self.client.hkeys(keys.state(name))}
         blobs = self.client.keys(keys.weights_blob(name, 0)[:-1] + "*")
         assert {key.decode() for key in blobs} == {keys.weights_blob(name, version) for version in run.blobs}
         parts = set(run.stray)
@@ -1354,6 +1465,7 @@ def test_the_scripts_do_what_the_model_does(
     durable_server: PrivateServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoints, "PART_BYTES", 8)
+    monkeypatch.setattr(ledger, "MIN_PRODUCERS", 4)
     monkeypatch.setattr(Scripts, "private", durable_server, raising=False)
     monkeypatch.setattr(Scripts, "wire", Wire(durable_server.client), raising=False)
     options = settings(
