@@ -7,6 +7,7 @@ writer's token, so that a learner that was replaced overwrites nothing.
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,8 @@ PART_BYTES = 4 * 1024**2
 DROPPED_AT_ONCE = 1_000  # parts, as a script's stack is limited
 
 EntryId = Annotated[str, Field(pattern=r"^\d+-\d+$")]
-Producer = Annotated[str, Field(pattern=r"^-?[0-9]{1,18}$")]
+PRODUCER = re.compile(r"-?[0-9]{1,15}")
+Producer = Annotated[str, Field(pattern=f"^{PRODUCER.pattern}$")]
 Row = Annotated[Sequence[int], Field(max_length=5)]
 
 

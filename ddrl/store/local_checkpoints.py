@@ -101,15 +101,17 @@ def record(client: Redis, run: str) -> Record:
         pipe.hgetall(keys.counts(run))
         pipe.hgetall(keys.producers(run))
         spec, *hashes = pipe.execute()
-    state, counts, producers = (
-        {name.decode(errors="replace"): value.decode(errors="replace") for name, value in raw.items()}
-        for raw in hashes
-    )
+    state, counts, producers = ({name.decode(errors="replace"): raw[name] for name in raw} for raw in hashes)
     if spec is None or "status" not in state:
         raise RunGoneError(f"run {run}: the server does not know it any more")
-    state |= {name: value for name, value in counts.items() if name in keys.COUNTS}
-    kept = {name: value for name, value in state.items() if name not in _NOT_RESTORED}
-    return Record(spec.decode(), kept, producers)
+    fields = {name: value.decode() for name, value in state.items()} | runs.readable(counts)
+    kept = {name: value for name, value in fields.items() if name not in _NOT_RESTORED}
+    lines = {
+        name: producers[name].decode(errors="replace")
+        for name in producers
+        if checkpoints.PRODUCER.fullmatch(name)
+    }
+    return Record(spec.decode(), kept, lines)
 
 
 # --- the file --------------------------------------------------------------------------------------------

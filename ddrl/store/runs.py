@@ -236,19 +236,15 @@ def state(client: Redis, run: str) -> RunState:
     Raises:
         UnknownRunError: there is no such run.
     """
+    names = list(_STATE_FIELDS.values())
     with client.pipeline(transaction=False) as pipe:
-        pipe.hmget(keys.state(run), list(_STATE_FIELDS.values()))
-        pipe.hmget(keys.counts(run), list(_STATE_FIELDS.values()))
+        pipe.hmget(keys.state(run), names)
+        pipe.hmget(keys.counts(run), names)
         pipe.exists(keys.lease(run))
         pipe.zscore(keys.OPEN, run)
         values, counts, leased, opened = cast("tuple[Any, Any, int, float | None]", pipe.execute())
-    texts: dict[str, str] = {}
-    for name, value, count in zip(_STATE_FIELDS.values(), values, counts, strict=True):
-        if count is not None and name in keys.COUNTS:
-            texts[name] = count.decode(errors="replace") if name == "error" else str(int(number(count)))
-        elif value is not None:
-            texts[name] = value.decode()
-    found = decode_state(texts)
+    texts = {name: value.decode() for name, value in zip(names, values, strict=True) if value is not None}
+    found = decode_state(texts | readable(dict(zip(names, counts, strict=True))))
     if "status" not in found:
         raise UnknownRunError(f"run {run}: not on this server; `ddrl runs` lists those that are")
     if found["status"] == "active":
@@ -275,6 +271,15 @@ def decode_state(fields: Mapping[str, str]) -> dict[str, Any]:
             else:
                 found[name] = kind(text) if kind else dict(json.loads(text))
     return found
+
+
+def readable(counts: Mapping[str, bytes | None]) -> dict[str, str]:
+    """Return those fields of `counts` that are there, as text; numbers as whole numbers."""
+    return {
+        name: value.decode(errors="replace") if name == "error" else str(int(number(value)))
+        for name, value in counts.items()
+        if value is not None and name in keys.COUNTS
+    }
 
 
 def number(value: bytes | None) -> float:

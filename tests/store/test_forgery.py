@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,9 @@ from support.roles import Roles
 from support.runs import target_config
 
 from ddrl import celery
-from ddrl.store import connection, keys, ledger, stream
+from ddrl.store import connection, keys, ledger, local_checkpoints, stream
+from ddrl.store.checkpoints import Counters
+from ddrl.store.local_checkpoints import Snapshot
 from ddrl.store.segments import Process
 
 LARGEST = f"{2**64 - 1}-{2**64 - 1}"
@@ -194,6 +197,21 @@ def test_a_stolen_number_is_refused_and_no_honest_one(roles: Roles, worker: redi
     assert learner.shared.env_steps == run.state.appended_steps
     *stolen, repeated = run.dead
     assert stolen == [b"no append wrote it"] * 3 and b"is repeated" in repeated
+
+
+@pytest.mark.parametrize("value", JUNK)
+def test_a_local_checkpoint_can_be_read_whatever_workers_wrote(
+    roles: Roles, worker: redis.Redis, run: Run, tmp_path: Path, value: Any
+) -> None:
+    run.play(100)
+    write_counts(value)(worker, run)
+    write_hashes(worker, run)
+    record = local_checkpoints.record(roles.admin, run.id)
+    local_checkpoints.write(tmp_path, Snapshot(run.id, 7, record, asdict(Counters()), b"tensors"))
+    roles.admin.flushall()
+    assert local_checkpoints.restore_from(roles.admin, run.id, tmp_path)
+    assert run.state.status == "active"
+    assert stream.new_producer(worker) < 2**53
 
 
 @pytest.mark.parametrize("appended", [False, True])
