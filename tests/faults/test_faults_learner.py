@@ -106,11 +106,23 @@ def resident_bytes(process: Process) -> int:
     return int(Path(f"/proc/{process.pid}/statm").read_text().split()[1]) * 4096
 
 
+def cursor(fleet: Fleet) -> tuple[int, int]:
+    """The last entry that the ledger covers."""
+    return stream.order(fleet.audit().cursor.encode())
+
+
+def forge(fleet: Fleet, fields: Mapping[bytes, bytes]) -> bytes:
+    """Add an entry to the stream; its id."""
+    entry_id: bytes = fleet.client.xadd(keys.experience(fleet.run), dict(fields))
+    fleet.follower.forged.add(entry_id)
+    return entry_id
+
+
 def poison(fleet: Fleet, fields: Mapping[bytes, bytes]) -> str:
     """Add an entry to the stream; the reason for which it is refused."""
     dead = keys.dead(fleet.run)
     before = fleet.client.xlen(dead)
-    fleet.follower.forged.add(fleet.client.xadd(keys.experience(fleet.run), dict(fields)))
+    forge(fleet, fields)
     fleet.processes.until(lambda: fleet.client.xlen(dead) > before, bound(5.0))
     return fleet.client.xrange(dead)[before][1][b"reason"].decode()
 
@@ -141,10 +153,11 @@ def test_forged_counters_change_neither_steps_nor_budget(fleet: Fleet) -> None:
 def test_an_entry_repeated_is_not_learned_from_twice(fleet: Fleet) -> None:
     with fleet.survives(5.0):
         before = fleet.audit()
-        assert all("is repeated" in poison(fleet, some_entry(fleet)) for _ in range(3))
-    fleet.processes.until(
-        lambda: fleet.audit().unknown >= before.unknown + 3
-    )  # the ledger is stored now and then
+        repeated = [forge(fleet, some_entry(fleet)) for _ in range(3)]
+        fleet.processes.until(lambda: cursor(fleet) > stream.order(repeated[-1]), bound(5.0))
+        fleet.goes_on(bound(5.0))  # what was refused until then is reported
+        fleet.follower.look()
+        reasons = [fleet.follower.dead.get(one, "none: it was learned from") for one in repeated]
+        assert all("is repeated" in reason for reason in reasons), reasons
     now = fleet.audit()
-    assert now.total("consumed") <= now.total("appended"), now
-    assert stream.order(now.cursor.encode()) > stream.order(before.cursor.encode())
+    assert now.total("consumed") <= now.total("appended") and now.unknown >= before.unknown + 3, now

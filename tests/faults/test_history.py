@@ -6,13 +6,13 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from checker.history import Recorder
-from checker.raw import Follower
+from checker.history import ACCEPTED, NO_REPLY, Recorder
+from checker.raw import Follower, Raw
 from checker.tagged import LOG_VARIABLE
 from checker.verdict import Rules, verdict
 from redis import Redis
@@ -55,7 +55,10 @@ KINDS = {
 class Recorded:
     """A fleet whose clients reach the server through a recording proxy."""
 
-    def __init__(self, folder: Path, stack: contextlib.ExitStack, sections: dict[str, Any]) -> None:
+    def __init__(
+        self, folder: Path, stack: contextlib.ExitStack, sections: dict[str, Any], rules: Rules
+    ) -> None:
+        self.rules = rules
         self.folder, self.recorder, self.logs = folder, Recorder(), folder / "steps"
         self.logs.mkdir()
         self.server = server = PrivateServer("--appendonly", "yes", "--appendfsync", "no")
@@ -88,7 +91,29 @@ class Recorded:
                 return now.updates > before.updates and now.version > before.version
             return False
 
-        self.processes.until(lambda: len(history.appends) > known + fragments and has_gone_on())
+        self.until(lambda: len(history.appends) > known + fragments and has_gone_on())
+
+    def is_sent_again(self) -> bool:
+        """Return whether a fragment is acknowledged whose first answer was lost."""
+        appends = self.recorder.history.copy().appends
+        lost = {one.name for one in appends if one.answer == NO_REPLY}
+        return any(one.name in lost and one.answer in ACCEPTED for one in appends)
+
+    def until(self, condition: Callable[[], object]) -> None:
+        """Wait; if the run ends meanwhile, which it should not, fail with what is wrong with it."""
+
+        def has_ended() -> bool:
+            with contextlib.suppress(*connection.UNREACHABLE):
+                return runs.state(self.server.client, self.run).ended
+            return False
+
+        self.processes.until(lambda: condition() or has_ended())
+        assert not has_ended(), "; ".join(["the run has ended", *self.judge()[0]])
+
+    def judge(self) -> tuple[list[str], Raw]:
+        """Return what is wrong, and what is stored."""
+        raw = self.follower.finish(self.folder / "runs" / self.run)
+        return verdict(self.recorder.history.copy(), raw, self.run, self.rules, self.logs), raw
 
     def settle(self) -> None:
         """End all processes in order."""
@@ -106,20 +131,21 @@ def recorded(
     require_program()
     monkeypatch.setenv("DDRL_ALLOW_MODULES", "checker.tagged")
     with contextlib.ExitStack() as stack:
-        yield Recorded(tmp_path, stack, KINDS[request.param][0])
+        yield Recorded(tmp_path, stack, *KINDS[request.param])
 
 
 @pytest.mark.parametrize("recorded", KINDS, indirect=True)
-def test_history(recorded: Recorded, request: pytest.FixtureRequest) -> None:
+def test_history(recorded: Recorded) -> None:
     fleet, server = recorded, recorded.server
     fleet.goes_on()
     fleet.recorder.loses_reply = True
-    fleet.processes.until(lambda: fleet.recorder.num_lost == 1)
-    fleet.goes_on(2)  # the fragment is sent again before its sender is killed
+    fleet.until(lambda: fleet.recorder.num_lost == 1)
+    fleet.until(fleet.is_sent_again)  # before its sender is killed
+    fleet.goes_on(2)
     os.kill(fleet.worker.pool()[0], signal.SIGKILL)
     fleet.goes_on()
     fleet.recorder.loses_reply = True
-    fleet.processes.until(lambda: fleet.recorder.num_lost == 2)
+    fleet.until(lambda: fleet.recorder.num_lost == 2)
     server.kill()  # before the fragment is sent again
     fleet.learner.kill()
     fleet.learner = fleet.start_learner()
@@ -127,8 +153,6 @@ def test_history(recorded: Recorded, request: pytest.FixtureRequest) -> None:
     server.start()
     fleet.goes_on()
     fleet.settle()
-    raw = fleet.follower.finish(fleet.folder / "runs" / fleet.run)
-    rules = KINDS[request.node.callspec.params["recorded"]][1]
-    findings = verdict(fleet.recorder.history, raw, fleet.run, rules, fleet.logs)
+    findings, raw = fleet.judge()
     assert not findings, "\n".join(findings)
     assert raw.weights and raw.cursor and raw.evaluations
