@@ -30,6 +30,7 @@ class Raw:
     Attributes:
         entries: names of the fragments by their entries' ids: of those that are there, and of those that were seen
             before the first of these; None: no append wrote it. What a server lost when it was killed is not there.
+        counts: `f` of those entries that name a fragment: how many the run has with this one.
         stored: the ids of those that are there.
         dead: reasons by the ids of entries that were refused.
         weights: digests of the versions that are stored; infinite: those whose numbers are not all finite.
@@ -40,6 +41,7 @@ class Raw:
     """
 
     entries: dict[bytes, Name | None] = field(default_factory=dict)
+    counts: dict[bytes, int] = field(default_factory=dict)
     stored: set[bytes] = field(default_factory=set)
     dead: dict[bytes, str] = field(default_factory=dict)
     weights: dict[int, str] = field(default_factory=dict)
@@ -62,6 +64,10 @@ def _name(fields: dict[bytes, bytes]) -> Name | None:
         return None
 
 
+def _is_counted(fields: dict[bytes, bytes]) -> bool:
+    return _name(fields) is not None and fields.get(b"f", b"").isdigit()
+
+
 class Follower:
     """Reads a run's stream all the time, since the learner trims it; a context manager.
 
@@ -73,6 +79,7 @@ class Follower:
     def __init__(self, client: Redis, run: str) -> None:
         self._client, self.run = client, run
         self.entries: dict[bytes, Name | None] = {}
+        self.counts: dict[bytes, int] = {}
         self.dead: dict[bytes, str] = {}
         self.forged: set[bytes] = set()
         """Ids of entries that a test has written itself."""
@@ -101,6 +108,7 @@ class Follower:
         with self._lock:
             while entries := self._read("experience", self._after):
                 self.entries |= {entry_id: _name(fields) for entry_id, fields in entries}
+                self.counts |= {one: int(fields[b"f"]) for one, fields in entries if _is_counted(fields)}
                 self._after = entries[-1][0]
             while entries := self._read("dead", self._dead_after):
                 self.dead |= {fields[b"entry"]: fields[b"reason"].decode() for _, fields in entries}
@@ -126,6 +134,7 @@ class Follower:
         raw.entries |= {one: name for one, name in self.entries.items() if order(one) < first}
         for one in self.forged:
             raw.entries.pop(one, None)
+        raw.counts = {one: count for one, count in self.counts.items() if one in raw.entries}
         for key in client.scan_iter(match=_key(self.run, "weights:*"), count=1000):
             version, blob = int(key.rpartition(b":")[2]), client.get(key)
             if blob is not None:  # else it was superseded meanwhile

@@ -36,6 +36,7 @@ class Case:
             one.answer, one.version, one.ended = "GO", seq // 4, seq + 1
             self.history.appends.append(one)
             self.raw.entries[self.entry(seq)] = one.name
+            self.raw.counts[self.entry(seq)] = seq + 1
         self.raw.stored = set(list(self.raw.entries)[10:])
         self.history.weights = [Weights(RUN, 3, "ab", True, True, "ok"), Weights(RUN, 3, "ab", False, True)]
         self.raw.weights = {3: "ab"}
@@ -96,6 +97,7 @@ def change(case: Case, seq: int, **changes: Any) -> None:
 FORGED: list[tuple[str, Rules, Callable[[Case], object]]] = [
     ("acknowledged, but never in the stream", ON, lambda case: delete(case, 17)),
     ("in the stream more than once", ON, lambda case: case.raw.entries.update({b"90-0": Name(1, 9, 3)})),
+    ("counted as if", OFF, lambda case: case.raw.counts.update({case.entry(12): 12})),
     ("told that it is not", OFF, lambda case: change(case, 39, answer="STOPPED")),
     ("no checkpoint covers it", OFF, lambda case: case.raw.stored.discard(case.entry(20))),
     ("did nothing wrong", OFF, lambda case: case.raw.dead.update({case.entry(39): "odd"})),

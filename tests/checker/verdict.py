@@ -231,7 +231,10 @@ def _weights(found: list[Weights], raw: Raw) -> Iterator[str]:
 
 
 def _stored(raw: Raw) -> Iterator[str]:
-    """Reasons are given, checkpoints are whole, and a solved run was evaluated."""
+    """Fragments are counted, reasons given, checkpoints whole, and a solved run was evaluated."""
+    ids = sorted(raw.counts, key=order)
+    again = (raw.entries[two] for one, two in itertools.pairwise(ids) if raw.counts[two] <= raw.counts[one])
+    yield from _some("counted as if fragments before it were not there", again)
     yield from _some("refused without a reason", (one for one, reason in raw.dead.items() if not reason))
     if raw.damaged:
         yield f"the local checkpoint is damaged: {raw.damaged}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
+import threading
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -123,10 +124,13 @@ def test_a_server_that_came_back_older_is_noticed_however_much_is_appended_since
     come_back()
     run.play(800)
     assert run.state.appended_fragments > lost
+    limit = threading.Timer(60.0, learner.stopping.set)
+    limit.start()
     with pytest.raises(
         leases.RunGoneError, match=f"the server came back older, fragment \\d+ came after {lost}"
     ):
         learner.train()
+    limit.cancel()
     learner.close()
 
 

@@ -20,6 +20,7 @@ from support.runs import target_config
 from ddrl import celery
 from ddrl.store import connection, keys, ledger, local_checkpoints, stream
 from ddrl.store.checkpoints import Counters
+from ddrl.store.ledger import Producer
 from ddrl.store.local_checkpoints import Snapshot
 from ddrl.store.segments import Process
 
@@ -212,6 +213,40 @@ def test_a_local_checkpoint_can_be_read_whatever_workers_wrote(
     assert local_checkpoints.restore_from(roles.admin, run.id, tmp_path)
     assert run.state.status == "active"
     assert stream.new_producer(worker) < 2**53
+
+
+def test_what_is_appended_after_a_late_id_is_learned_from(
+    roles: Roles, worker: redis.Redis, run: Run
+) -> None:
+    experience = keys.experience(run.id)
+    run.play(100)
+    write_late_ids("7258118400000-0")(worker, run)
+    run.play(100)  # these ids are later still
+    learner = run.learner()
+    with training(learner):
+        until(lambda: roles.admin.xinfo_stream(experience)["last-generated-id"] < b"7258118400000-0")
+        run.catch_up(learner)
+    learner.finish()
+    audit = run.audit()
+    assert audit.total("consumed") == audit.total("appended") and audit.total("trimmed") == 0, audit
+    assert audit.unknown == 1 and learner.shared.ledger.fragments == run.state.appended_fragments
+
+
+@pytest.mark.parametrize("count", [0, 1, 10**15])
+def test_a_single_entry_with_another_count_changes_no_count(
+    roles: Roles, worker: redis.Redis, run: Run, count: int
+) -> None:
+    run.play(100)
+    for producer in (1000, 1001):  # as if they had appended
+        worker.hset(keys.producers(run.id), str(producer), Producer("1", 0, fragments=1).encode())
+        copy_entry(worker, run, p=producer, i=1, q=0, f=count, n=count, b=count)
+        run.play(100 * (producer == 1000))
+    learner = run.learner()
+    with training(learner):
+        run.catch_up(learner)
+    learner.finish()
+    assert not run.dead and run.audit().total("consumed") == len(run.entries)
+    assert learner.shared.ledger.fragments == run.state.appended_fragments == len(run.entries) - 2
 
 
 @pytest.mark.parametrize("appended", [False, True])
