@@ -148,9 +148,9 @@ def test_history(recorded: Recorded) -> None:
     fleet.until(lambda: fleet.recorder.num_lost == 2)
     server.kill()  # before the fragment is sent again
     fleet.learner.kill()
-    fleet.learner = fleet.start_learner()
     time.sleep(4.0)  # longer than a client tries one command
     server.start()
+    fleet.learner = fleet.start_learner()  # one that begins without a server ends
     fleet.goes_on()
     fleet.settle()
     findings, raw = fleet.judge()
