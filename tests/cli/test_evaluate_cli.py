@@ -73,8 +73,13 @@ class Fleet:
         self.client, self.run = client, run
         self.sent: list[str] = []
         self.play: Callable[[str, str], object] = tasks.evaluate
-        for node, processes, queue in (("one", 1, QUEUE), ("two", 2, QUEUE), ("players", 8, "ddrl.rollout")):
-            workers.beat(client, heartbeat(node, processes, queue))
+        self.serving = {"one": 1, "two": 2}
+        self.beat()
+
+    def beat(self) -> None:
+        workers.beat(self.client, heartbeat("players", 8, "ddrl.rollout"))
+        for node, processes in self.serving.items():
+            workers.beat(self.client, heartbeat(node, processes, QUEUE))
 
     def send(self, run: str, message: str, queue: str) -> None:
         assert queue == QUEUE
@@ -82,13 +87,14 @@ class Fleet:
         self.play(run, message)
 
     def leave(self) -> None:
-        for node in ("one", "two"):
-            workers.leave(self.client, heartbeat(node, 0))
+        while self.serving:
+            workers.leave(self.client, heartbeat(self.serving.popitem()[0], 0))
 
     def score(self, *options: str) -> tuple[Any, str]:
         """Run the command; return its report, whose score is that of the same episodes played here, and its stderr."""
         local, _ = call(f"{self.run}@0", *ASK, "--local")
         assert (local["episodes_on_fleet"], local["epsilon"], local["noop"]) == (0, 0.2, None)
+        self.beat()  # a busy machine may have taken longer than a heartbeat lasts
         report, err = call(f"{self.run}@0", *ASK, *options)
         assert scores(report) == scores(local)
         return report, err

@@ -13,8 +13,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from redis import Redis
 from support.learners import Run, endless_config, finished, pick_config, playing, training, until, within
+from support.private_server import PrivateServer
 from support.processes import Processes
 from support.runs import target_config
 from support.store import end
@@ -62,23 +62,26 @@ def beginnings(text: str) -> list[str]:
 # --- a learner restores its run --------------------------------------------------------------------------
 
 
-def empty(client: Redis) -> Callable[[], object]:
+def empty(server: PrivateServer) -> Callable[[], object]:
     """The server comes back empty."""
-    return client.flushall
+
+    def come_back() -> None:
+        server.kill()
+        server.start()
+
+    return come_back
 
 
-def older(client: Redis) -> Callable[[], object]:
+def older(server: PrivateServer) -> Callable[[], object]:
     """The server comes back as it is now."""
-    kept = {key: client.dump(key) for key in client.keys("*")}
+    server.client.save()
 
-    def restore() -> None:
-        with client.pipeline() as pipe:
-            pipe.flushall()
-            for key, value in kept.items():
-                pipe.restore(key, 0, value)
-            pipe.execute()
+    def come_back() -> None:
+        server.kill()
+        server.start()
+        (server.folder / "dump.rdb").unlink()
 
-    return restore
+    return come_back
 
 
 @pytest.mark.faults
@@ -91,7 +94,7 @@ def test_a_learner_restores_its_run_on_a_server_that_lost_data(
     learning, submitted = learn(run), run.state
     with playing(run.url, run.id):
         go_on(run, submitted)
-        lose_now, version = lose(run.client), run.state.version
+        lose_now, version = lose(server), run.state.version
         until(lambda: run.state.version > version + 3 and run.meta)
         before = run.state
         lose_now()
@@ -113,14 +116,12 @@ def test_a_learner_restores_its_run_on_a_server_that_lost_data(
 def test_a_server_that_came_back_older_is_noticed_however_much_is_appended_since(run, server) -> None:
     learner = run.learner()
     run.play(200)
-    come_back = older(run.client)
+    come_back = older(server)
     run.play(200)
     with training(learner, serves=False):
         run.catch_up(learner)
     learner.stopping.clear()
     lost = learner.shared.ledger.fragments
-    server.kill()
-    server.start()
     come_back()
     run.play(800)
     assert run.state.appended_fragments > lost
@@ -136,12 +137,12 @@ def test_a_server_that_came_back_older_is_noticed_however_much_is_appended_since
 
 @pytest.mark.parametrize("kept_steps", [0, 100])
 def test_the_audit_counts_what_was_read_of_a_producer_that_did_not_live_to_see_the_server_again(
-    run, tmp_path: Path, kept_steps: int
+    run, server, tmp_path: Path, kept_steps: int
 ) -> None:
     learner = run.learner()
     if kept_steps:
         run.play(kept_steps)
-    come_back = older(run.client)
+    come_back = older(server)
     run.play(200)
     with training(learner, serves=False):
         run.catch_up(learner)
