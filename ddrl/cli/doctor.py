@@ -124,10 +124,10 @@ def _broken(client: Client) -> Iterator[Finding]:
     """Report items of the broker that workers could not read."""
     from ddrl.store import capped_streams, keys, runs
 
-    if rows := capped_streams.read(client, keys.BROKEN)[0]:
+    if rows := capped_streams.read(client, keys.BROKEN, b"0-0", "queue", "reason", "item")[0]:
         age = duration(runs.server_ms(client) / 1e3 - rows[-1]["time_s"])
         last = "the last one from queue {queue}, {age} ago ({reason}): {item!r:.100}".format(
-            age=age, **rows[-1]
+            **(rows[-1] | {"age": age})
         )
         remedy = f"find out who sends them; delete {keys.BROKEN} to forget them"
         yield Finding(

@@ -118,7 +118,8 @@ class Dispatcher:
         except runs.UnknownRunError:  # the learner notices too
             return
         self._queue, draining = state.queue, keys.draining(self._run)
-        if self._client.ttl(draining) == -1:  # a worker that leaves lets it expire
+        left_s = self._client.ttl(draining)
+        if left_s == -1 or left_s > segments.DRAIN_S:  # a worker that leaves lets it expire
             self._client.expire(draining, segments.DRAIN_S)
         serving = [worker for worker in fleet if self._queue in worker.queues]
         self._nodes = frozenset(worker.node for worker in serving)

@@ -191,6 +191,7 @@ def _draw_changes(axes: Axes, records: Records, over: str) -> None:
             ha="left" if fits else "right",
             va="bottom" if is_low else "top",
             fontsize=7.5,
+            parse_math=False,
             color=CHANGE_COLOR,
             linespacing=1.1,
             bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.6},

@@ -8,6 +8,7 @@ from redis import Redis
 
 from ddrl.store import keys
 from ddrl.store.connection import call
+from ddrl.store.untrusted import text
 
 DAY_MS = 86_400_000
 
@@ -31,8 +32,7 @@ def read(client: Redis, key: str, after: bytes = b"0-0", *needed: str) -> tuple[
     raw = cast("list[Any]", client.xrange(key, min=b"(" + after, max=latest(client)))
     rows = []
     for entry_id, fields in raw:
-        pairs = ((name.decode(errors="replace"), value) for name, value in fields.items())
-        texts = {name: value.decode(errors="replace") for name, value in pairs}
+        texts = {text(name): text(value) for name, value in fields.items()}
         texts.pop("time_s", None)
         if texts.keys() >= {*needed}:
             rows.append({"time_s": int(entry_id.split(b"-")[0]) / 1e3, **texts})

@@ -21,13 +21,14 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 from redis import Redis
 
 from ddrl.store import capped_streams, keys, weights
 from ddrl.store.connection import call
+from ddrl.store.untrusted import text
 from ddrl.types import EvaluationResult
 
 log = logging.getLogger(__name__)
@@ -57,9 +58,9 @@ class Evaluation:
 
     version: int
     first_seed: int
-    num_episodes: int
+    num_episodes: Annotated[int, Field(le=100_000)]
     purpose: str
-    num_envs: int | None = None
+    num_envs: Annotated[int, Field(le=10_000)] | None = None
     epsilon: float | None = None
     noop_max: int | None = None
     env_steps: int = 0
@@ -83,7 +84,7 @@ class _Scored(Evaluation):
     returns: list[float]
     lengths: list[int]
     return_mean: float
-    return_std: float
+    return_std: Annotated[float, Field(ge=0)]
 
     @property
     def is_complete(self) -> bool:
@@ -301,9 +302,7 @@ class OpenEvaluations:
                 pipe.expire(self._open_key, TTL_S)
                 pipe.expire(self._results_key, TTL_S)
             raw: dict[bytes, bytes] = pipe.execute()[0]
-        texts = {
-            field.decode(errors="replace"): value.decode(errors="replace") for field, value in raw.items()
-        }
+        texts = {text(field): text(value) for field, value in raw.items()}
         return {
             name: {part: texts[f"{name}:{part}"] for part in _PARTS if f"{name}:{part}" in texts}
             for name in texts
@@ -319,6 +318,8 @@ def opened(client: Redis, run: str) -> dict[str, Evaluation]:
         if _ID.fullmatch(name := field.decode(errors="replace")):
             with contextlib.suppress(ValidationError):
                 found[name] = _EVALUATION.validate_json(value)
+        if name in found and found[name].id != name:
+            del found[name]
     return found
 
 

@@ -27,6 +27,7 @@ from redis import Redis
 
 from ddrl.store import keys, stream, workers
 from ddrl.store.connection import call
+from ddrl.store.untrusted import Count, Name
 
 AUDITS = 10  # attempts, since the run goes on during an audit
 UNKNOWN = -1  # the producer of entries that no append wrote
@@ -86,13 +87,13 @@ class Producer:
     """
 
     incarnation: str = "0"
-    seq: int = 0
-    last_ms: int = 0
-    host: str = "-"
-    node: str = "-"
-    pid: int = 0
-    fragments: int = 0
-    duplicates: int = 0
+    seq: Count = 0
+    last_ms: Count = 0
+    host: Name = "-"
+    node: Name = "-"
+    pid: Count = 0
+    fragments: Count = 0
+    duplicates: Count = 0
 
     def encode(self) -> str:
         """Return the JSON that the append reads."""

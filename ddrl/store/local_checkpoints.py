@@ -32,6 +32,7 @@ from ddrl.store.checkpoints import Counters
 from ddrl.store.connection import StoreError, call
 from ddrl.store.leases import RunGoneError
 from ddrl.store.runs import JOURNAL_LENGTH, UnknownRunError
+from ddrl.store.untrusted import number, text
 
 log = logging.getLogger(__name__)
 
@@ -97,21 +98,18 @@ def record(client: Redis, run: str) -> Record:
     """
     with client.pipeline(transaction=True) as pipe:
         pipe.get(keys.spec(run))
+        pipe.get(keys.PRODUCERS)
         pipe.hgetall(keys.state(run))
         pipe.hgetall(keys.counts(run))
         pipe.hgetall(keys.producers(run))
-        spec, *hashes = pipe.execute()
-    state, counts, producers = ({name.decode(errors="replace"): raw[name] for name in raw} for raw in hashes)
+        spec, last, *hashes = pipe.execute()
+    state, counts, producers = ({text(name): raw[name] for name in raw} for raw in hashes)
     if spec is None or "status" not in state:
         raise RunGoneError(f"run {run}: the server does not know it any more")
     fields = {name: value.decode() for name, value in state.items()} | runs.readable(counts)
     kept = {name: value for name, value in fields.items() if name not in _NOT_RESTORED}
-    lines = {
-        name: producers[name].decode(errors="replace")
-        for name in producers
-        if checkpoints.PRODUCER.fullmatch(name)
-    }
-    return Record(spec.decode(), kept, lines)
+    given = (name for name in producers if checkpoints.PRODUCER.fullmatch(name) and int(name) <= number(last))
+    return Record(spec.decode(), kept, {name: text(producers[name]) for name in given})
 
 
 # --- the file --------------------------------------------------------------------------------------------
@@ -416,7 +414,7 @@ def restore(client: Redis, snapshot: Snapshot, *, even_deleted: bool = False) ->
     rows = {int(producer): ledger.Row(*row) for producer, row in counters.ledger.items()}
     num_fragments = sum(row.decided for row in rows.values())
     unlisted = [int(name) for name in snapshot.record.producers if name.isdecimal() and int(name) not in rows]
-    num_bytes = str(int(runs.number(state.get("appended_bytes", "").encode())))
+    num_bytes = str(int(number(state.get("appended_bytes", "").encode())))
     # The weights are lost: the checkpoint's own are published as the next version.
     pointer = checkpoints.store_parts(client, run, fence, 0, snapshot.blob, {**snapshot.meta, "version": -1})
     fields = {

@@ -16,10 +16,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
+from pydantic_core import from_json
 from redis import Redis
 
 from ddrl.store import capped_streams, keys
 from ddrl.store.connection import StoreError, call
+from ddrl.store.untrusted import number, text
 from ddrl.types import EnvSpec
 
 if TYPE_CHECKING:
@@ -276,15 +278,10 @@ def decode_state(fields: Mapping[str, str]) -> dict[str, Any]:
 def readable(counts: Mapping[str, bytes | None]) -> dict[str, str]:
     """Return those fields of `counts` that are there, as text; numbers as whole numbers."""
     return {
-        name: value.decode(errors="replace") if name == "error" else str(int(number(value)))
+        name: text(value) if name == "error" else str(int(number(value)))
         for name, value in counts.items()
         if value is not None and name in keys.COUNTS
     }
-
-
-def number(value: bytes | None) -> float:
-    """Return a number of `counts`; 0 if it is missing or none, as workers may write anything there."""
-    return float(value) if value and re.fullmatch(rb"-?\d{1,16}(\.\d+)?", value) else 0.0
 
 
 def status(client: Redis, run: str) -> str | None:
@@ -393,9 +390,11 @@ def journal_after(client: Redis, run: str, after: bytes = b"0-0") -> tuple[list[
 
 def _is_change(row: Mapping[str, str]) -> bool:
     """Return whether an entry tells of a setting that was changed."""
-    with contextlib.suppress(KeyError, ValueError, RecursionError):
-        json.loads(row["from"]), json.loads(row["to"])
-        return row["option"] != "" and re.fullmatch(r"[0-9]{1,16}", row["env_steps"]) is not None
+    with contextlib.suppress(KeyError, ValueError):
+        from_json(row["from"]), from_json(row["to"])
+        return all(
+            re.fullmatch(*pair) for pair in ((r"[\w.]+", row["option"]), (r"\d{1,16}", row["env_steps"]))
+        )
     return False
 
 

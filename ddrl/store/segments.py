@@ -12,12 +12,14 @@ import os
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
+from pydantic import TypeAdapter
 from redis import Redis
 
 from ddrl.store import keys, runs
 from ddrl.store.connection import call
+from ddrl.store.untrusted import Count, Name, number, text
 
 DRAIN_S = 60  # after which a node that was leaving is forgotten
 REASON_LENGTH = 500
@@ -54,14 +56,17 @@ class Playing:
 
     Attributes:
         node, pid: see `Process`.
+        since_ms: server's clock.
         task: id of its Celery task.
-        since_s: server's clock.
     """
 
-    node: str
-    pid: int
-    task: str
-    since_s: float
+    node: Name
+    pid: Count
+    since_ms: Count
+    task: Name = ""
+
+
+_NAME, _PLAYING = TypeAdapter(Name), TypeAdapter(Playing)
 
 
 @dataclass(frozen=True)
@@ -105,7 +110,7 @@ def active(client: Redis) -> list[RunLoad]:
     found = []
     for run, values, counts, leased in zip(names, replies[::3], replies[1::3], replies[2::3], strict=True):
         field = dict(zip(_LOAD_FIELDS, values, strict=True))
-        process_ms, steps, virtual_ms = map(runs.number, counts)
+        process_ms, steps, virtual_ms = map(number, counts)
         if field["status"] != b"active":
             continue
         has_steps = int(field["allowance"] or 0) > steps
@@ -188,14 +193,11 @@ def playing(client: Redis, run: str) -> dict[str, Playing]:
     raw = cast("dict[bytes, bytes]", client.hgetall(keys.playing(run)))
     found = {}
     for process, value in raw.items():
-        with contextlib.suppress(ValueError, KeyError, TypeError, ArithmeticError, RecursionError):
-            if value.startswith(b"{"):
-                row: dict[str, Any] = json.loads(value)
-            else:
-                row = dict(zip(("node", "pid", "since_ms"), value.decode().rsplit(" ", 2), strict=True))
-            since_s = int(row["since_ms"]) / 1e3
-            node, task = str(row["node"]), str(row.get("task", ""))
-            found[process.decode()] = Playing(node, int(row["pid"]), task, since_s)
+        with contextlib.suppress(ValueError):
+            if not value.startswith(b"{"):
+                row = zip(("node", "pid", "since_ms"), value.decode().rsplit(" ", 2), strict=True)
+                value = json.dumps(dict(row)).encode()
+            found[_NAME.validate_python(process)] = _PLAYING.validate_json(value)
     return found
 
 
@@ -251,4 +253,4 @@ def withdraw_refusal(client: Redis, run: str, host: str) -> None:
 def refusals(client: Redis, run: str) -> dict[str, str]:
     """Return, by host, why it does not play the run."""
     raw = cast("dict[bytes, bytes]", client.hgetall(keys.refusals(run)))
-    return {host.decode(errors="replace"): reason.decode(errors="replace") for host, reason in raw.items()}
+    return {text(host): text(reason) for host, reason in raw.items()}

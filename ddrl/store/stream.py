@@ -17,8 +17,9 @@ from pydantic import Field, Json, TypeAdapter, ValidationError
 from redis import Redis
 from typing_extensions import TypedDict
 
-from ddrl.store import capped_streams, keys, runs
+from ddrl.store import capped_streams, keys
 from ddrl.store.connection import call
+from ddrl.store.untrusted import Count, Number, number
 
 if TYPE_CHECKING:
     from ddrl.config import Durability
@@ -33,8 +34,8 @@ class _Episodes(TypedDict):
     """A row of the episodes stream."""
 
     time_s: float
-    env_steps: Annotated[int, Field(ge=0, le=2**53)]
-    returns: Json[list[Annotated[float, Field(ge=-(2**53), le=2**53)]]]
+    env_steps: Count
+    returns: Json[Annotated[list[Number], Field(max_length=10_000)]]
 
 
 _EPISODES = TypeAdapter(_Episodes)
@@ -173,7 +174,7 @@ def read_count(client: Redis, run: str) -> int:
     length = client.xlen(keys.experience(run))
     appended = cast("bytes | None", client.hget(keys.counts(run), "appended_bytes"))
     trimmed = cast("bytes | None", client.hget(keys.state(run), "trimmed_bytes"))
-    live_bytes = int(runs.number(appended) - runs.number(trimmed))
+    live_bytes = int(number(appended) - number(trimmed))
     return max(1, min(1024, REPLY_BYTES * length // max(live_bytes, 1))) if length else 64
 
 
@@ -266,7 +267,7 @@ def remaining(client: Redis, run: str, *, node: str = "-") -> Appended:
         pipe.hget(keys.counts(run), "appended_steps")
         pipe.sismember(keys.draining(run), node)
         raw, appended, is_draining = cast("tuple[list[bytes | None], bytes | None, int]", pipe.execute())
-    steps = int(raw[3] or 0) - int(runs.number(appended))
+    steps = int(raw[3] or 0) - int(number(appended))
     version = int(raw[1] or -1)
     going = Answer.YIELD if is_draining else Answer.GO if steps > 0 and version >= 0 else Answer.WAIT
     answers = {b"active": going, b"paused": Answer.YIELD}

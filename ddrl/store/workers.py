@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 from dataclasses import asdict, dataclass
-from typing import cast
+from typing import Annotated, cast
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 from redis import Redis
 from redis.exceptions import RedisError
 
 from ddrl.store import keys
+from ddrl.store.untrusted import Count, Name, Number
 
 TTL_S = 6
 BEAT_S = 1
@@ -36,19 +37,19 @@ class Heartbeat:
         started_s: when it was ready, by its own clock; only to be shown.
     """
 
-    node: str
-    host: str
-    pid: int
-    processes: int
-    queues: tuple[str, ...]
-    versions: dict[str, str]
-    pids: tuple[int, ...] = ()
-    cores: int = 0
-    gpus: tuple[str, ...] = ()
-    memory_bytes: int = 0
-    capabilities: tuple[str, ...] = ()
+    node: Name
+    host: Name
+    pid: Count
+    processes: Annotated[Count, Field(le=10**6)]
+    queues: tuple[Name, ...]
+    versions: dict[Name, Name]
+    pids: tuple[Count, ...] = ()
+    cores: Count = 0
+    gpus: tuple[Name, ...] = ()
+    memory_bytes: Count = 0
+    capabilities: tuple[Name, ...] = ()
     draining: bool = False
-    started_s: float = 0.0
+    started_s: Number = 0.0
 
     @property
     def num_players(self) -> int:

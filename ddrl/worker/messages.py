@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from kombu.transport import redis as transport
 from pydantic import Base64Bytes, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -33,13 +33,16 @@ class _Part(BaseModel):
     __pydantic_extra__: dict[str, str | bool | int | float | None]
 
 
+_Seconds = Annotated[float, Field(ge=0, le=1e9)] | None
+
+
 class _Headers(_Part):
     task: Literal["ddrl.rollout", "ddrl.evaluate"]
-    id: str
+    id: Annotated[str, Field(pattern=r"^[\w-]{1,100}$")]
     eta: None = None
     expires: None = None
     compression: None = None
-    timelimit: list[float | None] = Field(min_length=2, max_length=2)
+    timelimit: tuple[_Seconds, _Seconds]
     stamps: dict[str, None] = {}
     stamped_headers: list[str] | None = None
 

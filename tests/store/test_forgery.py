@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -26,6 +27,7 @@ from ddrl.store.segments import Process
 
 LARGEST = f"{2**64 - 1}-{2**64 - 1}"
 JUNK = ("", "x", "nan", "-inf", "1e999", "-5", "9" * 5_000, "[]", "{}", "null", "[" * 5_000, b"\xff\xfe")
+HUGE = 10**400
 STEPS = 4_000
 
 Attack = Callable[[redis.Redis, Run], object]
@@ -68,9 +70,15 @@ def write_hashes(worker: redis.Redis, run: Run) -> None:
         {"node": [], "pid": 1, "since_ms": 1},
         {"node": "n", "pid": 1, "since_ms": 1e999},
         {"node": {}},
+        {"node": "\ud800", "pid": 1, "since_ms": 1},
     ):
         worker.hset(keys.playing(run.id), "p", json.dumps(row))
         worker.hset(keys.playing(run.id), str(Process("-", 1)), json.dumps(row))
+    for number, value in enumerate((-HUGE, HUGE, -1)):
+        fields = {"last_ms": value, "fragments": value}
+        worker.hset(keys.producers(run.id), str(7_000_000 + number), json.dumps(fields))
+    other = {"version": 99, "first_seed": 5, "num_episodes": 1, "purpose": "watch"}
+    worker.hset(keys.evaluating(run.id), "1:2:3", json.dumps(other))
 
 
 def write_streams(worker: redis.Redis, run: Run) -> None:
@@ -88,6 +96,12 @@ def write_streams(worker: redis.Redis, run: Run) -> None:
         worker.xadd(keys.evaluations(run.id), {"result": json.dumps(row | figures)})
         worker.xadd(keys.evaluations(run.id), {"result": json.dumps(row | figures | {"env_steps": 1})})
         worker.xadd(keys.episodes(run.id), {"returns": json.dumps([large, -large]), "env_steps": 5})
+    result = row | figures | {"returns": [1.0], "return_mean": 1.0, "return_std": -1.0, "env_steps": 1}
+    worker.xadd(keys.evaluations(run.id), {"result": json.dumps(result)})
+    worker.xadd(keys.episodes(run.id), {"returns": json.dumps([1.0] * 10**6), "env_steps": 5})
+    change = {"event": "set", "option": "algorithm.gamma", "from": "1", "to": "2", "env_steps": 5}
+    for odd in ({"to": '"\\ud800"'}, {"option": "$\\nope{$"}, {"to": '"$\\\\nope{$"'}):
+        worker.xadd(keys.journal(run.id), change | odd)
 
 
 def write_late_ids(*ids: str, **options: Any) -> Attack:
@@ -97,6 +111,18 @@ def write_late_ids(*ids: str, **options: Any) -> Attack:
                 worker.xadd(key(run.id), {"h": "x"}, id=entry_id, **options)
 
     return attack
+
+
+def write_wide_entries(worker: redis.Redis, run: Run) -> None:
+    """Late entries with more fields than a script can pass on."""
+    for key in (keys.experience, keys.journal):
+        worker.xadd(key(run.id), dict.fromkeys(range(9_000), "x"), id="9223372036854775808-0")
+
+
+def drain(worker: redis.Redis, run: Run) -> None:
+    """All nodes leave, for longer than they may."""
+    worker.sadd(keys.draining(run.id), "-", "-")
+    worker.expire(keys.draining(run.id), 10**9)
 
 
 def write_heartbeats(worker: redis.Redis, run: Run) -> None:
@@ -112,6 +138,16 @@ def write_heartbeats(worker: redis.Redis, run: Run) -> None:
         }
         worker.set(keys.worker(name), json.dumps({**row, "queues": ["ddrl.rollout"], "started_s": 1e300}))
         worker.sadd(keys.WORKERS, name, JUNK[number % len(JUNK)])
+    odd = {"queues": ["ddrl.rollout"], "node": "o", "host": "h", "pid": 1, "processes": 1, "versions": {}}
+    changes = (
+        {"processes": -HUGE},
+        {"processes": -(10**9)},
+        {"started_s": -math.inf},
+        {"memory_bytes": HUGE},
+    )
+    for number, change in enumerate(changes):
+        worker.set(keys.worker(f"odd{number}"), json.dumps(odd | change))
+        worker.sadd(keys.WORKERS, f"odd{number}")
     worker.sadd(keys.WORKERS, b"\xff", "")
 
 
@@ -143,6 +179,8 @@ ATTACKS: dict[str, Attack] = {
     "the largest id": write_late_ids(LARGEST),
     "the largest id, trimmed": write_late_ids(LARGEST, maxlen=0),
     "late ids": write_late_ids("7258118400000-0", f"9999999999998-{2**64 - 1}", f"{2**64 - 2}-0"),
+    "wide entries": write_wide_entries,
+    "all nodes leave": drain,
     "heartbeats": write_heartbeats,
     "stolen numbers": steal_numbers,
     "claims and crashes": claim,

@@ -46,6 +46,7 @@ def bad_items(message: Any) -> Iterator[bytes]:
         values = [{"a": {}}] if name == "stamped_headers" else [{"a": {}}, ["a", "b"]]
         if name in ("task", "id", "timelimit"):
             values += [None, 5, ...]
+        values += {"timelimit": [[10**400, None], [None, 10**400], [-1, None]], "id": ["a\nb"]}.get(name, [])
         yield from (json.dumps(changed(message, ("headers", name), value)).encode() for value in values)
 
 
@@ -71,5 +72,7 @@ def test_a_bad_item_is_put_aside_with_its_reason_and_the_worker_goes_on(
     rows = [fields for _, fields in client.xrange(keys.BROKEN)]
     assert {row[b"item"] for row in rows} >= {b"[]", b"null"} and all(row[b"reason"] for row in rows)
     monkeypatch.setenv(connection.URL_VARIABLE, server.url)
+    for odd in ({"x": "y"}, {"age": "1"}):
+        client.xadd(keys.BROKEN, odd)
     (finding,) = [row for row in call_json("doctor") if row["name"] == "messages"]
     assert f"{len(items) + 1} items put aside" in finding["detail"] and "celery.pidbox" in finding["detail"]

@@ -21,7 +21,9 @@ for i = 2, #KEYS do
       redis.call('XDEL', KEYS[i], ARGV[3])
     end
     for _, entry in ipairs(entries) do
-      redis.call('XADD', KEYS[i], is_late(entry[1]) and '*' or entry[1], unpack(entry[2]))
+      if #entry[2] <= 1000 then  -- unpack takes some thousands; no entry of ddrl's has a hundred
+        redis.call('XADD', KEYS[i], is_late(entry[1]) and '*' or entry[1], unpack(entry[2]))
+      end
     end
   end
 end

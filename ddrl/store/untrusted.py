@@ -1,0 +1,24 @@
+"""What workers may write to the server is only data: numbers within bounds, and texts that leave a terminal alone."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from pydantic import Field
+
+Count = Annotated[int, Field(ge=0, le=2**53)]
+Number = Annotated[float, Field(ge=-(2**53), le=2**53)]
+Name = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
+
+_CONTROLS = {code: " " for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
+
+
+def text(value: bytes) -> str:
+    """Return bytes as text without control characters except tabs and line feeds."""
+    return value.decode(errors="replace").translate(_CONTROLS)
+
+
+def number(value: bytes | None) -> float:
+    """Return a number; 0 if it is missing or none."""
+    return float(value) if value and re.fullmatch(rb"-?\d{1,16}(\.\d+)?", value) else 0.0
