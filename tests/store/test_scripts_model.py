@@ -1208,7 +1208,8 @@ class Scripts(RuleBasedStateMachine):
                 record = local_checkpoints.record(self.client, name)
                 snapshot = local_checkpoints.Snapshot(name, token, record, meta, blob)
                 if token >= local_checkpoints.token(self.folder / name, name):
-                    self.snapshots[name] = deepcopy(run)
+                    known = {one: p for one, p in run.producers.items() if one <= self.server.producers}
+                    self.snapshots[name] = deepcopy(replace(run, producers=known))  # without forged ids
                 local_checkpoints.write(self.folder / name, snapshot)
 
     @step(number=RUN, age=AGE, is_next=st.booleans())

@@ -116,4 +116,4 @@ def test_processes_that_wait_for_an_allowance_serve_other_runs(client: Redis, pr
     time.sleep(3.0)
     after = process_s(client, satisfied, hungry)
     idle, busy = (now - then for then, now in zip(before, after, strict=True))
-    assert idle == 0 and busy > 0.5 * PROCESSES * 3.0
+    assert idle == 0 and busy > 0.2 * PROCESSES * 3.0
