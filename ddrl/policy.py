@@ -197,9 +197,8 @@ def _build(
 ) -> LoadedPolicy:
     try:
         resolved = base.resolve(config, spaces)
-        most = max(
-            2**20, sum(array.size for array in arrays.values())
-        )  # of a layer, made before it is loaded
+        # The largest layer: a network is made before it is loaded.
+        most = max(2**20, sum(array.size for array in arrays.values()))
         if any(one * other > most for one, other in pairwise((1, *resolved.config.hidden_sizes))):
             raise ValueError("its layers are larger than the file")
         policy = resolved.policy()

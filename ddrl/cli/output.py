@@ -76,6 +76,7 @@ def server_of(name: str) -> Iterator[tuple[Client, str]]:
         try:
             run = runs.resolve(client, name)
         except runs.UnknownRunError as error:
+            # A Path raises where the name is too long for a file.
             if not os.path.isfile(policy := Path("runs", name, "policy.safetensors")):
                 raise
             remedy = f"play {policy}, or continue the run with `ddrl resume {name}`"

@@ -68,6 +68,7 @@ def opened(target: str, version: str | None) -> Iterator[tuple[LoadedPolicy, Cli
     from ddrl import policy
 
     path = Path(target)
+    # A Path raises where the name is too long for a file.
     if os.path.isfile(path) or target.endswith(SUFFIX) or "/" in target:
         if version is not None:
             reason = f"{target} is a file and holds one version; leave the option out"

@@ -102,11 +102,8 @@ class LedgerRows:
     def load(self, counters: Counters) -> None:
         """Continue from a checkpoint."""
         self.cursor = counters.cursor.encode()
-        self.consumed, self.refused, self.fragments = (
-            counters.admitted,
-            counters.dead,
-            max(counters.fragments, 0),
-        )
+        self.consumed, self.refused = counters.admitted, counters.dead
+        self.fragments = max(counters.fragments, 0)
         self._rows = {int(producer): Row(*row) for producer, row in counters.ledger.items()}
 
     def _newest(self, entry: Decoded) -> int:

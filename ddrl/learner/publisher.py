@@ -147,9 +147,8 @@ class Publisher:
         # The last entry that the server's ledger includes; later ones are not trimmed.
         self._ledger_cursor = b"0-0"
         self._published_updates, self._allowed = 0, -1
-        self._unconfirmed = (
-            -1
-        )  # a version that may have been read, though a failover lost it: not given to others
+        # A version that may have been read, though a failover lost it: it is not given to other weights.
+        self._unconfirmed = -1
         now = time.monotonic()
         self._checkpoint_at = now + config.learner.checkpoint_every_s
         self._fold_at = now + FOLD_EVERY_S

@@ -20,12 +20,13 @@ from typing_extensions import TypedDict
 
 from ddrl.store import keys
 from ddrl.store.connection import StoreError, call
+from ddrl.store.untrusted import PRODUCER_ID
 
 PART_BYTES = 4 * 1024**2
 DROPPED_AT_ONCE = 1_000  # parts, as a script's stack is limited
 
 EntryId = Annotated[str, Field(pattern=r"^\d+-\d+$")]
-PRODUCER = re.compile(r"-?[0-9]{1,15}")
+PRODUCER = re.compile(f"-?{PRODUCER_ID}")
 Producer = Annotated[str, Field(pattern=f"^{PRODUCER.pattern}$")]
 Row = Annotated[Sequence[int], Field(max_length=5)]
 

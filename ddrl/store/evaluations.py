@@ -28,7 +28,7 @@ from redis import Redis
 
 from ddrl.store import capped_streams, keys, weights
 from ddrl.store.connection import call
-from ddrl.store.untrusted import text
+from ddrl.store.untrusted import Count, Number, text
 from ddrl.types import EvaluationResult
 
 log = logging.getLogger(__name__)
@@ -56,15 +56,15 @@ class Evaluation:
         env_steps, updates: of the run when the version was chosen, for its curves.
     """
 
-    version: int
-    first_seed: int
+    version: Count
+    first_seed: Count
     num_episodes: Annotated[int, Field(le=100_000)]
     purpose: str
     num_envs: Annotated[int, Field(le=10_000)] | None = None
     epsilon: float | None = None
     noop_max: int | None = None
-    env_steps: int = 0
-    updates: int = 0
+    env_steps: Count = 0
+    updates: Count = 0
 
     @property
     def id(self) -> str:
@@ -81,19 +81,15 @@ class Evaluation:
 class _Scored(Evaluation):
     """An evaluation with its result, in the order of the seeds."""
 
-    returns: list[float]
-    lengths: list[int]
-    return_mean: float
-    return_std: Annotated[float, Field(ge=0)]
+    returns: list[Number]
+    lengths: list[Count]
+    return_mean: Number
+    return_std: Annotated[Number, Field(ge=0)]
 
     @property
     def is_complete(self) -> bool:
-        """All episodes have a return and a length, and every figure is exact as a float."""
-        figures = (*self.returns, *self.lengths, self.return_mean, self.return_std)
-        others = (self.version, self.first_seed, self.env_steps, self.updates)
-        return len(self.returns) == len(self.lengths) == self.num_episodes > 0 and all(
-            abs(figure) < 2**53 for figure in (*figures, *others)
-        )
+        """All episodes have a return and a length."""
+        return len(self.returns) == len(self.lengths) == self.num_episodes > 0
 
 
 _EVALUATION, _SCORED = TypeAdapter(Evaluation), TypeAdapter(_Scored)
@@ -317,9 +313,9 @@ def opened(client: Redis, run: str) -> dict[str, Evaluation]:
     for field, value in raw.items():
         if _ID.fullmatch(name := field.decode(errors="replace")):
             with contextlib.suppress(ValidationError):
-                found[name] = _EVALUATION.validate_json(value)
-        if name in found and found[name].id != name:
-            del found[name]
+                evaluation = _EVALUATION.validate_json(value)
+                if evaluation.id == name:
+                    found[name] = evaluation
     return found
 
 

@@ -27,7 +27,7 @@ from redis import Redis
 
 from ddrl.store import keys, stream, workers
 from ddrl.store.connection import call
-from ddrl.store.untrusted import Count, Name
+from ddrl.store.untrusted import PRODUCER_ID, Count, Name
 
 AUDITS = 10  # attempts, since the run goes on during an audit
 UNKNOWN = -1  # the producer of entries that no append wrote
@@ -38,7 +38,7 @@ FOLDED_AT_ONCE = 1_000  # producers, since a long script delays every other clie
 MIN_PRODUCERS = 1_000  # that a run may have, however few processes play
 MAX_PRODUCERS = 20_000  # that are not folded, of a run; those of 1,000 workers with 16 processes each
 _CURSOR = b"cursor"
-_ID = re.compile(rb"[0-9]{1,15}")
+_ID = re.compile(PRODUCER_ID.encode())
 
 
 @dataclass(frozen=True)

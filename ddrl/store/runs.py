@@ -241,12 +241,12 @@ def state(client: Redis, run: str) -> RunState:
     names = list(_STATE_FIELDS.values())
     with client.pipeline(transaction=False) as pipe:
         pipe.hmget(keys.state(run), names)
-        pipe.hmget(keys.counts(run), names)
+        pipe.hmget(keys.counts(run), list(keys.COUNTS))
         pipe.exists(keys.lease(run))
         pipe.zscore(keys.OPEN, run)
         values, counts, leased, opened = cast("tuple[Any, Any, int, float | None]", pipe.execute())
     texts = {name: value.decode() for name, value in zip(names, values, strict=True) if value is not None}
-    found = decode_state(texts | readable(dict(zip(names, counts, strict=True))))
+    found = decode_state(texts | readable(dict(zip(keys.COUNTS, counts, strict=True))))
     if "status" not in found:
         raise UnknownRunError(f"run {run}: not on this server; `ddrl runs` lists those that are")
     if found["status"] == "active":

@@ -1,4 +1,4 @@
-"""What workers may write to the server is only data: numbers within bounds, and texts that leave a terminal alone."""
+"""Bounded numbers and printable texts: the types with which everything that a worker wrote is read."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pydantic import Field
 
 Count = Annotated[int, Field(ge=0, le=2**53)]
 Number = Annotated[float, Field(ge=-(2**53), le=2**53)]
+PRODUCER_ID = r"[0-9]{1,15}"
 Name = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
 
 _CONTROLS = {code: " " for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}

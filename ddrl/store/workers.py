@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 from dataclasses import asdict, dataclass
-from typing import Annotated, cast
+from typing import cast
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 from redis import Redis
 from redis.exceptions import RedisError
 
@@ -40,7 +40,7 @@ class Heartbeat:
     node: Name
     host: Name
     pid: Count
-    processes: Annotated[Count, Field(le=10**6)]
+    processes: Count
     queues: tuple[Name, ...]
     versions: dict[Name, Name]
     pids: tuple[Count, ...] = ()
