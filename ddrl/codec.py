@@ -37,8 +37,10 @@ _MAX_HEADER_BYTES = 64 * 1024
 _MAX_COLUMNS = 64
 _MAX_RANK = 8
 _CHUNK_HEADER_BYTES = 32
-# In a chunk's header (blosc2 README_CHUNK_FORMAT): [16:22] filters: none, shuffle, bit shuffle, no plugins;
-# [31] kind: plain or all zeros. Lazy and uninitialized chunks would read memory outside the entry.
+# In a chunk's header (blosc2 README_CHUNK_FORMAT): [2] codec in the upper 3 bits: none or zstd; [16:22] filters: none,
+# shuffle, bit shuffle; [30] blocks of one size; [31] kind: plain or all zeros. For the codec of a plugin blosc2 starts a
+# shell and imports a package; lazy and uninitialized chunks would read memory outside the entry.
+_PLAIN_CODECS = frozenset({0, 4})
 _PLAIN_FILTERS = frozenset({0, 1, 2})
 _PLAIN_KINDS = frozenset({0, 1 << 4})
 _MAX_BLOCK_BYTES = 1024**2  # of images; about as far back as zstd looks at this level
@@ -276,8 +278,11 @@ def _check_chunk(column: _Column, fields: Mapping[bytes, bytes]) -> bytes:
         return b""
     if len(chunk) < _CHUNK_HEADER_BYTES:
         raise CodecError(f"{column.name}: {len(chunk)} bytes are no blosc2 chunk")
-    if not (_PLAIN_FILTERS.issuperset(chunk[16:22]) and chunk[31] in _PLAIN_KINDS):
-        raise CodecError(f"{column.name}: chunk asks for a filter or kind of chunk that is not accepted")
+    codec_and_kind = chunk[2] >> 5 in _PLAIN_CODECS and not chunk[30] and chunk[31] in _PLAIN_KINDS
+    if not (codec_and_kind and _PLAIN_FILTERS.issuperset(chunk[16:22])):
+        raise CodecError(
+            f"{column.name}: chunk asks for a codec, filter or kind of chunk that is not accepted"
+        )
     try:
         num_bytes, num_compressed, _ = blosc2.get_cbuffer_sizes(chunk)
     except (RuntimeError, ValueError) as error:

@@ -291,7 +291,8 @@ def patched(chunk: bytes, offset: int, value: int) -> bytes:
 
 
 GOOD = compressed(FRAGMENT.reward)
-UNSAFE = ((31, 4 << 4), (31, 8), (16, 160))  # bytes that ask for uninitialized memory, a lazy chunk, a plugin
+# Bytes that ask for uninitialized memory, a lazy chunk, blocks of many sizes, plugins as filter and as codec.
+UNSAFE = ((31, 4 << 4), (31, 8), (30, 1), (16, 160), (2, GOOD[2] & 31 | 6 << 5))
 
 
 @pytest.mark.parametrize(
@@ -304,7 +305,7 @@ UNSAFE = ((31, 4 << 4), (31, 8), (16, 160))  # bytes that ask for uninitialized 
         (compressed(np.zeros(22, "f4")), "reward: chunk of 88 bytes"),
         (compressed(np.zeros(2**22, "f4")), "reward: chunk of 16777216 bytes"),
         (GOOD[:4] + b"\xff\xff\xff\x7f" + GOOD[8:], "reward: .*chunk"),  # claims 2 GiB
-        *((patched(GOOD, *byte), "reward: chunk asks for a filter or kind") for byte in UNSAFE),
+        *((patched(GOOD, *byte), "reward: chunk asks for a codec, filter or kind") for byte in UNSAFE),
     ],
 )
 def test_forged_chunks_are_refused(chunk: bytes, message: str) -> None:

@@ -734,28 +734,45 @@ def call(
 
 
 CONFIRM_MS = 2_000
-_CONFIRM = {  # durability -> command that waits for the writes of its connection; what did not happen
-    "disk": (("WAITAOF", 1, 0, CONFIRM_MS), "the server does not write to its disk"),
-    "replica": (("WAIT", 1, CONFIRM_MS), "no replica of the server confirms what was written"),
-}
 
 
 def _confirmed(client: redis.Redis, durability: Durability, *command: Any) -> Any:
     """Run a command and wait, on the same connection, until `durability` is reached."""
     if durability == "process":
         return client.execute_command(*command)  # type: ignore[no-untyped-call]
-    confirm, failure = _CONFIRM[durability]
+    needed = _num_followers(client) if durability == "replica" else 1
+    wait, holders = (("WAITAOF", 1, 0), "disks") if durability == "disk" else (("WAIT", needed), "replicas")
     with client.pipeline(transaction=False) as pipe:
         pipe.execute_command(*command)  # type: ignore[no-untyped-call]
-        pipe.execute_command(*confirm)  # type: ignore[no-untyped-call]
+        pipe.execute_command(*wait, CONFIRM_MS)  # type: ignore[no-untyped-call]
         reply, confirmed = pipe.execute(raise_on_error=False)
     for answer in (reply, confirmed):
         if isinstance(answer, Exception):
             raise answer
-    if not (confirmed[0] if isinstance(confirmed, list) else confirmed):
+    count = confirmed[0] if isinstance(confirmed, list) else confirmed
+    if count < needed:
         client.connection_pool.disconnect(inuse_connections=False)  # see `_Primary`
-        raise NotConfirmedError(failure)
+        raise NotConfirmedError(f"{count} of {needed} {holders} hold what was written")
     return reply
+
+
+def _num_followers(client: redis.Redis) -> int:
+    """Return how many replicas must confirm a write: of a server without sentinels one, else all that follow it.
+
+    Sentinels may promote any of them, and name it only afterwards: until then the old primary may still serve, with
+    the others. So a replica counts while either a sentinel or the primary takes it for a follower.
+    """
+    pool = client.connection_pool
+    if not isinstance(pool, SentinelConnectionPool):
+        return 1
+    pool.get_master_address()  # type: ignore[no-untyped-call]
+    info: Any = client.info("replication")
+    replicas = pool.sentinel_manager.sentinels[0].sentinel_slaves(
+        pool.service_name
+    )  # last: INFO may take long
+    followers = [one for one in info.values() if isinstance(one, dict) and one["state"] == "online"]
+    followers += [one for one in replicas if one["master-link-status"] == "ok" and not one["is_sdown"]]
+    return max(1, len({(one["ip"], one["port"]) for one in followers}))
 
 
 @functools.cache

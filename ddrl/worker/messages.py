@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from kombu.transport import redis as transport
 from pydantic import Base64Bytes, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from ddrl.celery import app
+from ddrl.celery import LIMIT_MARGIN_S, app
 from ddrl.store import connection, keys
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,9 @@ class _Part(BaseModel):
     __pydantic_extra__: dict[str, str | bool | int | float | None]
 
 
-_Seconds = Annotated[float, Field(ge=0, le=1e9)] | None
+_HardLimit = (
+    Annotated[float, Field(ge=LIMIT_MARGIN_S, le=1e9)] | None
+)  # seconds; a shorter one kills processes
 
 
 class _Headers(_Part):
@@ -42,7 +44,7 @@ class _Headers(_Part):
     eta: None = None
     expires: None = None
     compression: None = None
-    timelimit: tuple[_Seconds, _Seconds]
+    timelimit: tuple[_HardLimit, None]
     stamps: dict[str, None] = {}
     stamped_headers: list[str] | None = None
 

@@ -84,12 +84,23 @@ def test_a_write_is_acknowledged_when_a_replica_has_it(servers: Failover) -> Non
         with contextlib.ExitStack() as frozen:
             for port in replicas:
                 frozen.enter_context(servers.frozen(port))
-            with pytest.raises(NotConfirmedError) as caught:
+            with pytest.raises(NotConfirmedError, match="^0 of . replicas hold what was written$") as caught:
                 append(client, run, 1, "replica")
-            assert connection.outage(caught.value) == "no replica of the server confirms what was written"
+            assert connection.outage(caught.value) == str(caught.value)
         servers.settle()
         assert append(client, run, 1, "replica") is stream.Answer.WAIT
         assert stream_steps(client, run) == 2 and runs.state(client, run).duplicates == 1
+
+
+def test_a_write_is_not_acknowledged_while_one_of_the_replicas_is_made_the_primary(servers: Failover) -> None:
+    replica = next(port for port in servers.ports if port != servers.settle())
+    with connection.connect(servers.url) as client, servers.client(replica) as promoted:
+        run = start(client, target_config(durability="replica"))
+        promoted.replicaof("no", "one")  # as sentinels do, before they name it and move the other replica
+        with pytest.raises(NotConfirmedError, match="1 of 2 replicas"):
+            append(client, run, 0, "replica")
+        servers.settle()
+        assert append(client, run, 0, "replica") is stream.Answer.WAIT
 
 
 @pytest.mark.parametrize(
@@ -122,7 +133,7 @@ def test_what_the_disk_does_not_confirm_is_not_acknowledged(
     client = make_server("--appendonly", "yes", "--appendfsync", "always").client
     run = start(client, target_config(durability="disk"))
     client.config_set("appendfsync", "no")
-    with pytest.raises(NotConfirmedError, match="does not write to its disk"):
+    with pytest.raises(NotConfirmedError, match="0 of 1 disks hold what was written"):
         append(client, run, 0, "disk")
 
 

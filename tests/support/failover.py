@@ -22,7 +22,7 @@ from ddrl.store.server import server_binary
 NUM_SERVERS, NUM_SENTINELS = 3, 3
 USER, PASSWORD, SENTINEL_PASSWORD = "fleet", "secret-of-the-servers", "secret-of-the-sentinels"
 LEAVE_S = 10.0
-FAULTS = ("killed", "frozen", "cut off")
+FAULTS = ("killed", "frozen", "cut off", "woken early")
 
 
 def sentinel_command(
@@ -125,6 +125,11 @@ class Failover(contextlib.AbstractContextManager["Failover"]):
         except redis.RedisError:
             return 0
 
+    def role(self, port: int) -> str:
+        """Return what a server says it is: master or slave."""
+        with self.client(port) as client:
+            return str(client.info("replication")["role"])
+
     def settle(self) -> int:
         """Wait until the sentinels know each other, and all servers; return the primary's port."""
 
@@ -186,7 +191,10 @@ class Failover(contextlib.AbstractContextManager["Failover"]):
                 client.config_set("bind", "127.0.0.1")
 
     def fail_over(self, fault: str, *, for_s: float = 0.0) -> None:
-        """Let the primary be lost by one of FAULTS until another has taken over, and `for_s` longer."""
+        """Let the primary be lost by one of FAULTS until another has taken over, and `for_s` longer.
+
+        One that is woken early is frozen only until another was promoted, before its other replica is moved there.
+        """
         primary = self.primary()
 
         def wait_for_another() -> None:
@@ -197,6 +205,11 @@ class Failover(contextlib.AbstractContextManager["Failover"]):
             self.kill(primary)
             wait_for_another()
             self.start(primary)
+        elif fault == "woken early":
+            others = [port for port in self.ports if port != primary]
+            with self.frozen(primary):
+                until(lambda: any(self.role(port) == "master" for port in others))
+            wait_for_another()
         else:
             with self.frozen(primary) if fault == "frozen" else self.cut_off(primary):
                 wait_for_another()

@@ -46,7 +46,7 @@ def bad_items(message: Any) -> Iterator[bytes]:
         values = [{"a": {}}] if name == "stamped_headers" else [{"a": {}}, ["a", "b"]]
         if name in ("task", "id", "timelimit"):
             values += [None, 5, ...]
-        values += {"timelimit": [[10**400, None], [None, 10**400], [-1, None]], "id": ["a\nb"]}.get(name, [])
+        values += {"timelimit": [[10**400, None], [None, 10], [0.01, None]], "id": ["a\nb"]}.get(name, [])
         yield from (json.dumps(changed(message, ("headers", name), value)).encode() for value in values)
 
 
