@@ -38,7 +38,7 @@ _MAX_COLUMNS = 64
 _MAX_RANK = 8
 _CHUNK_HEADER_BYTES = 32
 # In a chunk's header (blosc2 README_CHUNK_FORMAT): [2] codec in the upper 3 bits: none or zstd; [16:22] filters: none,
-# shuffle, bit shuffle; [30] blocks of one size; [31] kind: plain or all zeros. For the codec of a plugin blosc2 starts a
+# shuffle, bit shuffle; [30] blocks of one size; [31] kind: plain or all zeros. For a codec of a plugin blosc2 starts a
 # shell and imports a package; lazy and uninitialized chunks would read memory outside the entry.
 _PLAIN_CODECS = frozenset({0, 4})
 _PLAIN_FILTERS = frozenset({0, 1, 2})
