@@ -21,7 +21,7 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -756,11 +756,16 @@ def _confirmed(client: redis.Redis, durability: Durability, *command: Any) -> An
     return reply
 
 
+_followers: dict[str, set[tuple[str, int]]] = {}
+"""Replication id of a primary -> host and port of each replica that was last taken to follow it."""
+
+
 def _num_followers(client: redis.Redis) -> int:
     """Return how many replicas must confirm a write: of a server without sentinels one, else all that follow it.
 
     Sentinels may promote any of them, and name it only afterwards: until then the old primary may still serve, with
-    the others. So a replica counts while either a sentinel or the primary takes it for a follower.
+    the others. So a replica counts while the primary lists it, a sentinel does, or both did, and the sentinel has not
+    looked since that replica was itself the primary (it looks every 10 s).
     """
     pool = client.connection_pool
     if not isinstance(pool, SentinelConnectionPool):
@@ -770,9 +775,15 @@ def _num_followers(client: redis.Redis) -> int:
     replicas = pool.sentinel_manager.sentinels[0].sentinel_slaves(
         pool.service_name
     )  # last: INFO may take long
-    followers = [one for one in info.values() if isinstance(one, dict) and one["state"] == "online"]
-    followers += [one for one in replicas if one["master-link-status"] == "ok" and not one["is_sdown"]]
-    return max(1, len({(one["ip"], one["port"]) for one in followers}))
+
+    def places(rows: Iterable[Any], field: str, value: str) -> set[tuple[str, int]]:
+        return {(row["ip"], row["port"]) for row in rows if row[field] == value}
+
+    online = places((row for row in info.values() if isinstance(row, dict)), "state", "online")
+    up = [row for row in replicas if not row["is_sdown"]]
+    known = _followers.get(info["master_replid"], set()) & places(up, "role-reported", "master")
+    _followers[info["master_replid"]] = known | online | places(up, "master-link-status", "ok")
+    return max(1, len(_followers[info["master_replid"]]))
 
 
 @functools.cache
