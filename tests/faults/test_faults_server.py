@@ -16,7 +16,8 @@ from support.processes import EXACT, bound
 
 pytestmark = pytest.mark.faults
 WORKER, LEARNER = 0, 1  # whose proxy
-CUT_S = 12.0  # until half-open connections are given up: replies are awaited for 5 s
+CUT_S = 8.0  # until half-open connections are given up: replies are awaited for 3 s
+CELERY_S = 10.0  # until Celery, which checks twice, takes messages again
 FLEET = {"sections": {**ENDLESS, "replay": {"samples_per_insert": 2, "slack_steps": 20_000}}}
 
 
@@ -64,7 +65,7 @@ def test_half_open_connections(fleet: Fleet, cut: tuple[int, ...]) -> None:
         assert all(fleet.proxies[side].cut() >= 3 for side in cut)
     fleet.processes.until(fleet.nodes, bound(CUT_S))
     updates, tasks = fleet.state().updates, fleet.worker.text().count("received")
-    fleet.processes.until(lambda: fleet.worker.text().count("received") > tasks, bound(CUT_S))
+    fleet.processes.until(lambda: fleet.worker.text().count("received") > tasks, bound(CELERY_S))
     fleet.processes.until(lambda: fleet.state().updates > updates + 50, bound(CUT_S))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -54,7 +55,9 @@ def fail_over(client: Redis) -> None:
 
 
 @pytest.mark.parametrize(
-    ("begin", "message"), [(fill_memory, "memory is full"), (fail_over, "takes no writes")]
+    ("begin", "message"),
+    # A read that is blocked when the role changes is ended with another message than the writes.
+    [(fill_memory, "memory is full"), (fail_over, "takes no writes|changes its role")],
 )
 def test_an_outage_is_waited_out_without_loss(server, begin: Callable[[Redis], None], message: str) -> None:
     run = Run(server, config())
@@ -63,7 +66,7 @@ def test_an_outage_is_waited_out_without_loss(server, begin: Callable[[Redis], N
     with training(learner) as outages:
         until(lambda: learner.shared.updates > 10)
         begin(run.client)
-        until(lambda: any(message in text for text in outages))
+        until(lambda: any(re.search(message, text) for text in outages))
         run.catch_up(learner)
         time.sleep(1.0)
         recover(run.client)
@@ -71,7 +74,7 @@ def test_an_outage_is_waited_out_without_loss(server, begin: Callable[[Redis], N
         waited = [row["server_wait_s"] for row in run.rows]
         run.play(300)
         run.catch_up(learner)
-    assert sum(value > 0 for value in waited) == 1 and all(message in text for text in outages)
+    assert sum(value > 0 for value in waited) == 1 and all(re.search(message, text) for text in outages)
     learner.finish()
     audit = run.audit()
     assert audit.total("consumed") == audit.total("appended") == learner.counters.admitted
