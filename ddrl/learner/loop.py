@@ -169,7 +169,11 @@ class Learner:
             log.warning(
                 "the stream has lost experience of the checkpoint; updates go on after %d more steps", missing
             )
-        shared.refilled = counters.refilled + max(0, missing)
+            # Steps for which updates were still due are lost with the others: else they might fill the allowance.
+            pace = {"num_steps": 0, "num_updates": shared.updates, "version": version}
+            learned = self.replay.step_budget(**pace) - self._config.replay.slack_steps
+            shared.refilled = missing + max(0, shared.env_steps - counters.refilled - learned)
+        shared.refilled += counters.refilled
 
     def close(self) -> None:
         """Stop the reader and the replay's threads; call it when `train` has returned."""

@@ -241,13 +241,21 @@ def test_a_failed_save_leaves_the_checkpoint_before(server, learn, tmp_path: Pat
     assert "state cannot be saved" in log.text
 
 
-def test_a_lost_replay_is_warmed_up_again_before_updates_go_on(server, tmp_path: Path) -> None:
+@pytest.mark.parametrize("excess", [0, 3000], ids="{} steps beyond the budget".format)
+def test_a_lost_replay_is_warmed_up_again_before_updates_go_on(
+    server, tmp_path: Path, monkeypatch, excess: int
+) -> None:
     pace = {"warmup_steps": 200, "samples_per_insert": 8, "slack_steps": 100}
     run = Run(server, endless_config(replay=pace))
     run.play(600)
     first, most = run.learner(), (run.state.appended_steps - 200) * 8 // 32
     with training(first):
         until(lambda: first.shared.updates == most)
+        monkeypatch.setattr(
+            first, "_update", lambda: False
+        )  # many processes may each append a fragment too many
+        run.play(excess)
+        run.catch_up(first)
     snapshot = saved(first, run, tmp_path)
     run.client.flushall()
     assert local_checkpoints.restore(run.client, snapshot)
@@ -260,11 +268,13 @@ def test_a_lost_replay_is_warmed_up_again_before_updates_go_on(server, tmp_path:
         run.catch_up(second)
         assert shared.updates == most
         run.play(250)
-        most = (run.state.appended_steps - 200 - 200) * 8 // 32
+        refilled = shared.refilled
+        assert excess <= refilled - 200 < excess + 16
+        most = (run.state.appended_steps - 200 - refilled) * 8 // 32
         until(lambda: shared.updates == most)
     second.finish()
     third = run.learner()  # what was refilled once stays so
-    assert third.counters.refilled == 200 and third.shared.updates == most
+    assert third.counters.refilled == refilled and third.shared.updates == most
     third.close()
 
 
