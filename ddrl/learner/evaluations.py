@@ -14,7 +14,7 @@ from ddrl import policy
 from ddrl.config import RunConfig
 from ddrl.runs.evaluation import score
 from ddrl.store import runs, weights
-from ddrl.store.evaluations import Evaluation, OpenEvaluations
+from ddrl.store.evaluations import Evaluation, OpenEvaluations, Purpose
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -51,6 +51,7 @@ class EvaluationScheduler:
         self._open = OpenEvaluations(client, run, send=send, timeout_s=self._config.timeout_s, token=token)
         self._returns: dict[int, list[float]] = {}  # of all evaluation episodes, by version
         self.solved = False
+        self._open.take_over(self._would_open)
         rows = self._open.poll()
         for row in rows:
             self._returns.setdefault(row["version"], []).extend(row["returns"])
@@ -149,7 +150,11 @@ class EvaluationScheduler:
         is_near = target is not None and return_mean is not None and return_mean >= target - config.near
         return time.monotonic() - self._last_at >= (config.near_every_s if is_near else config.every_s)
 
-    def _evaluation(self, version: int, purpose: str, env_steps: int, updates: int) -> Evaluation:
+    def _would_open(self, one: Evaluation) -> bool:
+        mine = self._evaluation(one.version, one.purpose, one.env_steps, one.updates)
+        return one in (mine, replace(mine, num_episodes=min(mine.num_episodes, FIRST_EPISODES)))
+
+    def _evaluation(self, version: int, purpose: Purpose, env_steps: int, updates: int) -> Evaluation:
         config, confirms = self._config, purpose == "confirm"
         return Evaluation(
             version=version,

@@ -21,7 +21,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, TypeAdapter, ValidationError
 from redis import Redis
@@ -42,6 +42,9 @@ _ID = re.compile(r"[0-9]{1,18}:[0-9]{1,18}:[0-9]{1,9}", re.ASCII)
 _MESSAGE = re.compile(rf"([0-9a-f]{{16}}/)?{_ID.pattern}", re.ASCII)
 
 
+Purpose = Literal["watch", "confirm", "request"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """Episodes to play with fixed seeds.
@@ -58,9 +61,9 @@ class Evaluation:
 
     version: Count
     first_seed: Count
-    num_episodes: Annotated[int, Field(le=100_000)]
-    purpose: str
-    num_envs: Annotated[int, Field(le=10_000)] | None = None
+    num_episodes: Annotated[int, Field(ge=1, le=100_000)]
+    purpose: Purpose
+    num_envs: Annotated[int, Field(ge=1, le=10_000)] | None = None
     epsilon: float | None = None
     noop_max: int | None = None
     env_steps: Count = 0
@@ -199,13 +202,17 @@ class OpenEvaluations:
         self._token = token or 0  # the fence lets 0 pass
         self._cursor = b"0-0"
         self.given_up: dict[str, str] = {}
-        found = opened(client, run) if token is not None else {}
-        self._pending = {evaluation_id: _Pending(evaluation) for evaluation_id, evaluation in found.items()}
+        self._pending: dict[str, _Pending] = {}
 
     @property
     def pending(self) -> list[Evaluation]:
         """Evaluations that have no result yet."""
         return [item.evaluation for item in self._pending.values()]
+
+    def take_over(self, is_expected: Callable[[Evaluation], bool]) -> None:
+        """Wait for the run's open evaluations, of an earlier learner; not for what a worker may have written."""
+        found = opened(self._client, self._run)
+        self._pending = {name: _Pending(one) for name, one in found.items() if is_expected(one)}
 
     def open(self, evaluations: Sequence[Evaluation]) -> None:
         """Open evaluations and send them. If sending raises, the next `poll` sends the rest.

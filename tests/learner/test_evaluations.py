@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -85,6 +87,25 @@ def test_it_evaluates_when_training_returns_are_near_the_target_only(match: Matc
     match.version = 2
     match.tick()
     assert len(match.sent) == 1  # one at a time
+
+
+def test_a_learner_waits_for_what_an_earlier_one_has_opened_and_for_nothing_that_a_worker_wrote(
+    match: Match,
+) -> None:
+    match.tick()
+    [mine] = evaluations.opened(match.client, match.run).values()
+    changes = (
+        {"num_episodes": 0},
+        {"num_episodes": 99_999},
+        {"num_envs": 0},
+        {"epsilon": 2.0},
+        {"noop_max": -1},
+    )
+    for version, change in enumerate(changes, 2):
+        forged = replace(mine, version=version, **change)
+        match.client.hset(keys.evaluating(match.run), forged.id, json.dumps(asdict(forged)))
+    assert Match(match.client, match.run).scheduler.pinned == {1}
+    match.answer(-3.0)
 
 
 def test_a_version_is_evaluated_once(match: Match) -> None:

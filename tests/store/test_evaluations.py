@@ -149,10 +149,13 @@ def test_a_new_learner_takes_over_open_evaluations(client: Redis, run: str, toke
         first.open(WANTED[:2])
     first.is_cut_off = False
     first.poll()
+    assert first.sent == [WANTED[0].id, WANTED[1].id]
     successor = Waiting(client, run, token=token)
-    assert successor.pending == WANTED[:2] and successor.sent == []
+    assert successor.pending == []
+    successor.take_over(WANTED[1:].__contains__)
+    assert successor.pending == [WANTED[1]] and successor.sent == []
     successor.poll()
-    assert first.sent == successor.sent == [WANTED[0].id, WANTED[1].id]
+    assert successor.sent == [WANTED[1].id]
 
 
 def test_only_the_newest_learner_opens_evaluations(client: Redis, run: str, token: int) -> None:

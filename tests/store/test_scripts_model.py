@@ -1113,6 +1113,7 @@ class Scripts(RuleBasedStateMachine):
 
         def act(token: int) -> None:
             opened = self.opens(name, token, timeout_s=0.0)
+            opened.take_over(lambda _: True)
             assert len(opened.poll()) == len(run.results) and opened.poll() == []
 
         if self.write(name, age, act):
