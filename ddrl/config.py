@@ -55,14 +55,10 @@ Duration = Annotated[float, BeforeValidator(parse_duration)]
 
 
 class Section(BaseModel):
-    """Base of all sections: frozen; unknown keys are refused."""
+    """Base of all sections, and of the options of algorithms: frozen; unknown keys are refused."""
 
     model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        populate_by_name=True,
-        protected_namespaces=(),
-        use_attribute_docstrings=True,
+        frozen=True, extra="forbid", populate_by_name=True, use_attribute_docstrings=True
     )
 
 

@@ -6,20 +6,16 @@ from abc import abstractmethod
 from copy import copy
 from typing import Any, ClassVar, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import BaseModel, Field, PositiveInt, model_validator
 
-from ddrl.config import LIVE, live_options
+from ddrl.config import LIVE, Section, live_options
 from ddrl.types import EnvSpec, SequenceShape
 
 AnyConfig = TypeVar("AnyConfig", bound="AlgorithmConfig")
 
 
-class AlgorithmConfig(BaseModel):
+class AlgorithmConfig(Section):
     """Options of an algorithm, and what the rest of ddrl needs to know of it; off-policy ones also have `n_step`."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", populate_by_name=True, use_attribute_docstrings=True
-    )
 
     on_policy: ClassVar[bool] = False
     """Each fragment is learned from once, in order, soon after it was collected."""
@@ -107,10 +103,8 @@ class NetworkConfig(AlgorithmConfig):
             )
 
 
-class Common(BaseModel):
+class Common(Section):
     """Options that some algorithms have; they take them from here by `option`, with their own defaults."""
-
-    model_config = AlgorithmConfig.model_config
 
     hidden_sizes: tuple[PositiveInt, ...] = Field((128, 128), min_length=1)
     """Widths of the dense layers. Wider fits more and costs time per update in proportion to the square. Usual:
