@@ -228,10 +228,8 @@ def create(
     if reason := connection.why_not_durable(client, config.durability):
         raise ConfigError(f"durability: {config.durability}, but {reason}, or use durability process")
     queue_for = partial(envs.queue_for, env_id=config.env.id, network=requirements.custom_network(config))
-    queues, versions = (
-        (queue_for("ddrl.rollout"), queue_for("ddrl.evaluate")),
-        requirements.run_versions(config),
-    )
+    queues = queue_for("ddrl.rollout"), queue_for("ddrl.evaluate")
+    versions = requirements.run_versions(config)
     return runs.create(client, config, spaces, queues=queues, versions=versions, initial=initial)
 
 

@@ -284,12 +284,8 @@ class OpenEvaluations:
         """Open evaluations on the server, for anyone to play."""
         script_keys = [keys.state(self._run), self._open_key]
         items = {one.id: json.dumps(asdict(one)) for one in evaluations}
-        call(
-            self._client,
-            "open_evaluations",
-            script_keys,
-            [self._token, TTL_S if self._requester else 0, items],
-        )
+        ttl_s = TTL_S if self._requester else 0
+        call(self._client, "open_evaluations", script_keys, [self._token, ttl_s, items])
 
     def _send_unsent(self) -> None:
         for evaluation_id, item in self._pending.items():

@@ -392,9 +392,7 @@ def _is_change(row: Mapping[str, str]) -> bool:
     """Return whether an entry tells of a setting that was changed."""
     with contextlib.suppress(KeyError, ValueError):
         from_json(row["from"]), from_json(row["to"])
-        return all(
-            re.fullmatch(*pair) for pair in ((r"[\w.]+", row["option"]), (r"\d{1,16}", row["env_steps"]))
-        )
+        return bool(re.fullmatch(r"[\w.]+", row["option"]) and re.fullmatch(r"\d{1,16}", row["env_steps"]))
     return False
 
 
@@ -418,12 +416,10 @@ def set_status(client: Redis, run: str, new: str, reason: str, *, token: int | N
     Raises:
         LeaseLostError, RunGoneError: another learner took over; the run is gone.
     """
-    allowed = {"active": ("paused", "time", "stopped", "failed"), "paused": ("active",)}.get(
-        new, ("active", "paused")
-    )
+    allowed = {"active": ("paused", "time", "stopped", "failed"), "paused": ("active",)}
     ended = "1" if new in ENDED else "0"
     keys_ = [keys.state(run), keys.journal(run), keys.OPEN, keys.counts(run)]
-    args = (new, reason, ended, run, JOURNAL_LENGTH, *allowed)
+    args = (new, reason, ended, run, JOURNAL_LENGTH, *allowed.get(new, ("active", "paused")))
     return bool(call(client, "set_status", keys_, [token or 0, *args]))
 
 
