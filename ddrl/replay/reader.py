@@ -148,12 +148,8 @@ def decode_range(
     client: Redis, run: str, first: bytes, last: bytes, decode: Callable[[stream.Entry], Decoded]
 ) -> Iterator[Decoded]:
     """Yield the entries from `first` to `last` that are still in the stream, decoded one by one."""
-    after = stream.before(first)
-    count = stream.read_count(client, run)
-    while entries := stream.read(client, run, after, count=count, until=last):
+    for entries in stream.pages(client, run, stream.before(first), last):
         yield from map(decode, entries)
-        after = entries[-1].entry_id
-        count = stream.read_count(client, run)
 
 
 class Reader:

@@ -306,10 +306,8 @@ def _audit(client: Redis, run: str, on_entries: Callable[[int, int], None] | Non
     rows, cursor = _rows(raw)
     waiting: Counter[int] = Counter()
     if last:
-        after, count = cursor, stream.read_count(client, run)
-        while entries := stream.read(client, run, after, count=count, until=last[0][0]):
+        for entries in stream.pages(client, run, cursor, last[0][0]):
             waiting.update(entry.producer for entry in checked(client, run, entries))
-            after = entries[-1].entry_id
             if on_entries is not None:
                 on_entries(waiting.total(), length)
     accounts = {}

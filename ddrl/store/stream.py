@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -161,6 +161,13 @@ def read(client: Redis, run: str, cursor: bytes, *, count: int, until: bytes = b
     """Return at most `count` entries after `cursor` up to `until`, oldest first."""
     raw = cast("list[Any]", client.xrange(keys.experience(run), min=b"(" + cursor, max=until, count=count))
     return [Entry(entry_id, fields) for entry_id, fields in raw]
+
+
+def pages(client: Redis, run: str, after: bytes, until: bytes) -> Iterator[list[Entry]]:
+    """Yield the entries after one id up to another, oldest first, in lists of about REPLY_BYTES."""
+    while entries := read(client, run, after, count=read_count(client, run), until=until):
+        yield entries
+        after = entries[-1].entry_id
 
 
 def follow(client: Redis, run: str, cursor: bytes, *, count: int, block_ms: int) -> list[Entry]:
