@@ -320,11 +320,6 @@ def config(client: Redis, run: str) -> RunConfig:
         ) from None
 
 
-def config_version(client: Redis, run: str) -> int:
-    """Return the number of changes to the settings: one cheap read."""
-    return int(cast("bytes | None", client.hget(keys.state(run), "config_version")) or 0)
-
-
 def spaces(client: Redis, run: str) -> EnvSpec:
     """Return the spaces of the run's environment as of submit; a learner need not have the environment.
 

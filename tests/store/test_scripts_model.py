@@ -551,7 +551,7 @@ class Scripts(RuleBasedStateMachine):
             with pytest.raises(StoreError, match="changed meanwhile"):
                 act()
             return
-        assert act() == version + 1 == runs.config_version(self.client, name)
+        assert act() == version + 1 == runs.state(self.client, name).config_version
         assert runs.config(self.client, name) == CONFIGS[weight, priority]
         run.weight, run.priority, run.config_version = weight, priority, version + 1
         run.journal += ["set", "set"]
