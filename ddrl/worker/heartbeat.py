@@ -75,11 +75,8 @@ class HeartbeatSender:
         client = connection.connect()
         waiting: list[Report] = []
         while True:
-            try:
+            with contextlib.suppress(queue.Empty):
                 report = self._reports.get(timeout=DRAIN_EVERY_S if self._draining else workers.BEAT_S)
-            except queue.Empty:
-                pass
-            else:
                 if report is None:
                     with contextlib.suppress(Exception):
                         workers.leave(client, self._heartbeat)
@@ -100,8 +97,10 @@ class HeartbeatSender:
 
 def gpus() -> tuple[str, ...]:
     """Return the names of this machine's NVIDIA GPUs as its driver reports them; none without a driver."""
-    files = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
-    lines = [line for path in files for line in _lines(path)]
+    lines = []
+    for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        with contextlib.suppress(OSError):
+            lines += path.read_text().splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("Model")]
     if names or shutil.which("nvidia-smi") is None:
         return tuple(names)
@@ -116,13 +115,6 @@ def gpus() -> tuple[str, ...]:
 def cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []
 
 
 def without_spaces(name: str) -> str:
