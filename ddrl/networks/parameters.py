@@ -22,7 +22,7 @@ class FlatParameters:
     def __init__(self, module: nn.Module) -> None:
         self._names, self.parameters = zip(*module.named_parameters(), strict=True)
         self.vector = nn.Parameter(torch.cat([p.detach().reshape(-1) for p in self.parameters]))
-        self.vector.grad = torch.zeros_like(self.vector)
+        self.vector.grad = self._gradient = torch.zeros_like(self.vector)
         sections = self.vector.detach().split_with_sizes([p.numel() for p in self.parameters])
         for parameter, section in zip(self.parameters, sections, strict=True):
             parameter.data = section.view(parameter.shape)
@@ -30,23 +30,19 @@ class FlatParameters:
     def differentiate(self, loss: Tensor) -> None:
         """Set `vector.grad` to the gradient of a scalar loss with respect to these parameters *only*."""
         gradients = torch.autograd.grad(loss, self.parameters)
-        torch.cat([gradient.reshape(-1) for gradient in gradients], out=self.vector.grad)
+        torch.cat([gradient.reshape(-1) for gradient in gradients], out=self._gradient)
 
     def keep_gradient(self, *prefixes: str) -> None:
         """Set the gradient to 0 but for the parameters whose names in the module begin so."""
-        gradient = self.vector.grad
-        assert gradient is not None, "allocated at construction"
-        parts = gradient.split_with_sizes([parameter.numel() for parameter in self.parameters])
+        parts = self._gradient.split_with_sizes([parameter.numel() for parameter in self.parameters])
         for name, part in zip(self._names, parts, strict=True):
             if not name.startswith(prefixes):
                 part.zero_()
 
     def clip_gradient(self, max_norm: float) -> Tensor:
         """Scale `vector.grad` down to `max_norm` if it is longer; return its norm [] before."""
-        gradient = self.vector.grad
-        assert gradient is not None, "allocated at construction"
-        norm: Tensor = gradient.norm()
-        gradient.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+        norm: Tensor = self._gradient.norm()
+        self._gradient.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
     def copies(self) -> dict[str, Tensor]:

@@ -106,8 +106,6 @@ def make_trunk(
 
 def to_input(observation: Tensor) -> Tensor:
     """Return observations as networks take them: float32, uint8 (pixels) divided by 255; of any shape."""
-    if observation.dtype == torch.float32:
-        return observation
     if observation.dtype == torch.uint8:
         return observation.float().div_(255.0)
     return observation.float()
