@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -64,16 +65,11 @@ def categorical(logits: Tensor, action: Tensor, sizes: Sequence[int]) -> tuple[T
         [B] log probability of the action and [B] entropy, both in nats and summed over the dimensions.
     """
     choices = action.reshape(len(logits), len(sizes))
-    log_prob = entropy = None
     parts = logits.split_with_sizes(list(sizes), dim=1) if len(sizes) > 1 else (logits,)
-    for part, choice in zip(parts, choices.T, strict=True):
-        log_probs = torch.log_softmax(part, dim=1)
-        chosen = log_probs.gather(1, choice.unsqueeze(1)).squeeze(1)
-        spread = -(log_probs.exp() * log_probs).sum(dim=1)
-        log_prob = chosen if log_prob is None else log_prob + chosen
-        entropy = spread if entropy is None else entropy + spread
-    assert log_prob is not None and entropy is not None, "sizes name at least one dimension"
-    return log_prob, entropy
+    log_probs = [torch.log_softmax(part, dim=1) for part in parts]
+    chosen = [each.gather(1, i.unsqueeze(1)).squeeze(1) for each, i in zip(log_probs, choices.T, strict=True)]
+    entropies = [-(each.exp() * each).sum(dim=1) for each in log_probs]
+    return reduce(torch.add, chosen), reduce(torch.add, entropies)
 
 
 def gaussian(mean: Tensor, log_std: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
