@@ -57,10 +57,9 @@ def percent(share: float | None) -> str:
 
 def score(evaluation: Mapping[str, Any] | None) -> str:
     """Return `return_mean` and `return_std` as "200.3 ± 15.0", or "-" if there is no evaluation."""
-    mean = (evaluation or {}).get("return_mean")
-    return (
-        "-" if evaluation is None or mean is None else f"{number(mean)} ± {number(evaluation['return_std'])}"
-    )
+    if evaluation is None or evaluation.get("return_mean") is None:
+        return "-"
+    return f"{number(evaluation['return_mean'])} ± {number(evaluation['return_std'])}"
 
 
 def picked(source: object, *names: str) -> dict[str, Any]:

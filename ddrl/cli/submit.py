@@ -7,6 +7,7 @@ import signal
 import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -219,13 +220,10 @@ def _follow(
         KeyboardInterrupt: a second Ctrl-C has ended all processes.
     """
     with local.Processes(Path("runs") / runs[0]) as processes:
-
-        def keep_running() -> None:
-            local.keep_running(client, processes, runs, note)
-
         is_interrupted = False
         try:
             local.start(processes, runs, num_workers, with_learner)
+            keep_running = partial(local.keep_running, client, processes, runs, note)
             on_tick = keep_running if num_workers or with_learner else None
             live.follow(client, runs, json_output=json_output, on_tick=on_tick)
         except (KeyboardInterrupt, BrokenPipeError):  # Ctrl-C, or a pipe whose reader has ended
