@@ -524,7 +524,7 @@ def load_callable(name: str) -> Callable[..., Any]:
     module = load_module(name)
     module_name, _, attribute = name.partition(":")
     try:
-        loaded = getattr(module, attribute)
+        loaded: Callable[..., Any] = getattr(module, attribute)
     except AttributeError:
         raise ModuleError(
             f"{name}: module {module_name} has no {attribute!r}; name a callable of it"
@@ -533,8 +533,7 @@ def load_callable(name: str) -> Callable[..., Any]:
         raise ModuleError(
             f"{name}: is {type(loaded).__name__}, which cannot be called; name a callable of it"
         )
-    made: Callable[..., Any] = loaded
-    return made
+    return loaded
 
 
 def first_line(error: BaseException) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -107,8 +107,7 @@ class LoadedPolicy:
             )
         seen = episode.stack.push(np.asarray(observation)[None], is_first)
         episode.action = self.policy.act(seen, episode.state)
-        action: np.ndarray = episode.action[0]
-        return action
+        return cast(np.ndarray, episode.action[0])
 
 
 def load(path: str | Path) -> LoadedPolicy:

@@ -14,7 +14,7 @@ import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 if TYPE_CHECKING:
     import numpy as np
@@ -125,8 +125,7 @@ class Fragment:
     @property
     def ended(self) -> np.ndarray:
         """[C+T, N] bool, an episode ended with the step."""
-        ended: np.ndarray = self.terminated | self.truncated
-        return ended
+        return cast("np.ndarray", self.terminated | self.truncated)
 
     @property
     def num_steps(self) -> int:

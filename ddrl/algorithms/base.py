@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
@@ -130,8 +130,7 @@ class Resolved:
     @property
     def sequences(self) -> SequenceShape | None:
         """See `AlgorithmConfig.sequences`."""
-        shape: SequenceShape | None = self.config.sequences
-        return shape
+        return cast("SequenceShape | None", self.config.sequences)
 
     @property
     def can_start_at_random(self) -> bool:
@@ -145,14 +144,12 @@ class Resolved:
 
     def policy(self, *, producer: int = 0) -> Policy:
         """Return a policy without weights; a collector's exploration may depend on its producer id."""
-        policy: Policy = _module(self.name, "policy").Policy(self.config, self.spec, producer=producer)
-        return policy
+        return cast(Policy, _module(self.name, "policy").Policy(self.config, self.spec, producer=producer))
 
     def learner(self, *, device: torch.device, seed: int) -> Learner:
         """Return a fresh learner; the same seed gives the same initial weights on every device."""
         make_learner = _module(self.name, "learner").make_learner
-        learner: Learner = make_learner(self.config, self.spec, device=device, seed=seed)
-        return learner
+        return cast(Learner, make_learner(self.config, self.spec, device=device, seed=seed))
 
 
 def initial_state(num_envs: int, size: int) -> RecurrentState:
@@ -208,8 +205,7 @@ def config_class(name: str) -> type[AlgorithmConfig]:
     """
     if name not in names():
         raise ConfigError(f"algorithm.name: {name!r} is unknown; known are {', '.join(names())}")
-    config: type[AlgorithmConfig] = _module(name, "config").Config
-    return config
+    return cast("type[AlgorithmConfig]", _module(name, "config").Config)
 
 
 def resolve(config: RunConfig, spec: EnvSpec) -> Resolved:

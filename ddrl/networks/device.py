@@ -57,7 +57,6 @@ def to_host(values: torch.Tensor) -> Callable[[], np.ndarray]:
 
     def wait() -> np.ndarray:
         copied.synchronize()
-        array: np.ndarray = host.numpy()
-        return array
+        return host.numpy()
 
     return wait

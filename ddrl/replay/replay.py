@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -228,8 +228,7 @@ class Replay:
                 gather = self._pool.submit(gather).result
             self._ahead.append((number, gather, weights))
         _, gather, weights = self._ahead.popleft()
-        batch: Batch | Sequences = replace(gather(), **weights)
-        return batch
+        return cast("Batch | Sequences", replace(gather(), **weights))
 
     def plan(self, position: NDArray[np.int64]) -> Callable[[], Batch | Sequences]:
         """Look up the items at `position`; the result gathers them, in any thread and whatever is admitted meanwhile.

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from kombu.exceptions import OperationalError
 
@@ -65,8 +65,7 @@ def kept() -> Kept:
     """Return what this thread keeps."""
     if not hasattr(_local, "kept"):
         _local.kept = Kept(connection.connect(), connection.connect_blocking())
-    found: Kept = _local.kept
-    return found
+    return cast(Kept, _local.kept)
 
 
 @contextmanager

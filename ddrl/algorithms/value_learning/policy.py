@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -67,8 +67,7 @@ class Policy:
             ValueError: no state for a recurrent network, or that of another number of environments.
         """
         self._network.disable_noise()
-        action: np.ndarray = self.values(observation, state, by_row=True).argmax(axis=1)
-        return action
+        return cast(np.ndarray, self.values(observation, state, by_row=True).argmax(axis=1))
 
     def explore(
         self, observation: np.ndarray, generator: np.random.Generator, state: RecurrentState = NO_STATE
@@ -134,8 +133,7 @@ class Policy:
             seen[None], previous_action[None], previous_reward[None], before
         )
         state["hidden"][rows] = hidden.numpy()
-        values: np.ndarray = output[0].numpy()
-        return values
+        return output[0].numpy()
 
 
 def ladder(config: Options, *, producer: int, num_envs: int) -> np.ndarray:
