@@ -42,8 +42,8 @@ def score(
     num_envs: int | None = None,
     epsilon: float | None = None,
     noop_max: int | None = None,
-    on_episode: OnEpisode | None = None,
-    on_step: Callable[[], None] | None = None,
+    on_episode: OnEpisode = lambda seed, episode_return, length: None,
+    on_step: Callable[[], None] = lambda: None,
     on_frame: OnFrame | None = None,
 ) -> EvaluationResult:
     """Play one episode per seed, each from `reset(seed=seed)`, with deterministic actions but for epsilon's share.
@@ -104,8 +104,7 @@ def score(
         if film:
             film.take(lanes[0].env, observation[0])
         while playing:
-            if on_step is not None:
-                on_step()
+            on_step()
             seen = stack.push(observation, started)[playing]
             started[:] = False
             rows = {name: column[playing] for name, column in state.items()}
@@ -123,8 +122,7 @@ def score(
                 rewards[place], ended[place] = reward, terminated or truncated
                 if ended[place]:
                     returns[lane.index], lengths[lane.index] = lane.episode_return, lane.length
-                    if on_episode is not None:
-                        on_episode(int(seeds[lane.index]), lane.episode_return, lane.length)
+                    on_episode(int(seeds[lane.index]), lane.episode_return, lane.length)
                     if not begin(lane, row):
                         continue
                 still.append(row)

@@ -58,7 +58,7 @@ class Collector:
         config: RunConfig,
         resolved: Resolved,
         random_until_learned: bool,
-        on_step: Callable[[], None] | None = None,
+        on_step: Callable[[], None] = lambda: None,
     ) -> None:
         self._env, self._rollout, self._spec = config.env, config.rollout, resolved.spec
         self._random_until_learned, self._on_step = random_until_learned, on_step
@@ -140,8 +140,7 @@ class Collector:
             recorder.add_state(self._state)
             action, extras = choose()
             observation, reward, terminated, truncated, info = self._vector.step(action)
-            if self._on_step is not None:
-                self._on_step()
+            self._on_step()
             observation, ended = recorder.add_step(
                 action, extras, observation, reward, terminated, truncated, info
             )

@@ -112,7 +112,7 @@ class Player:
                 config=self.config,
                 resolved=resolved,
                 random_until_learned=at_random,
-                on_step=None if watch is None else watch.step,
+                on_step=(lambda: None) if watch is None else watch.step,
             )
         self._most_transitions: int = resolved.config.batch_size if resolved.on_policy else sys.maxsize
         # However little is left of the allowance, since a fragment's end cuts n-step returns short.
