@@ -30,12 +30,7 @@ Elements = TypeVar("Elements", "Tensor", NDArray[np.float64])
 
 
 def n_step_return(
-    reward: NDArray[Any],
-    terminated: NDArray[np.bool_],
-    truncated: NDArray[np.bool_],
-    *,
-    gamma: float,
-    n: int,
+    reward: NDArray[Any], terminated: NDArray[np.bool_], truncated: NDArray[np.bool_], *, gamma: float, n: int
 ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.int64]]:
     """Return the sum of the next n discounted rewards, and the discount of the state that it bootstraps from.
 

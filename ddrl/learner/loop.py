@@ -332,10 +332,9 @@ class Learner:
             fragment = entry.fragment
             if fragment is None:
                 continue
-            columns = {
-                name: getattr(fragment, name) for name in ("observation", "final_observation", "reward")
-            }
-            for name, values in (columns | dict(fragment.extras)).items():
+            names = ("observation", "final_observation", "reward")
+            columns = {name: getattr(fragment, name) for name in names} | dict(fragment.extras)
+            for name, values in columns.items():
                 size = float(np.abs(values, dtype=np.float64).max(initial=0.0))
                 if size > found[0]:
                     where = f"entry {entry.entry_id.decode()} of producer {entry.producer}"

@@ -21,14 +21,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
-from ddrl.networks.convolutional import (
-    NORMS,
-    Axes,
-    Convolution,
-    channels_first,
-    fewest_zeros,
-    image_axes,
-)
+from ddrl.networks.convolutional import NORMS, Axes, Convolution, channels_first, fewest_zeros, image_axes
 from ddrl.networks.custom import custom_trunk, refuse
 from ddrl.networks.layers import ACTIVATIONS, Activation, dense
 

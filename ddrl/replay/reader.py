@@ -84,12 +84,7 @@ class Decoded:
 
 
 def decode(
-    entry: stream.Entry,
-    run: str,
-    spaces: EnvSpec,
-    *,
-    limits: FragmentLimits,
-    pack: Callable[[Fragment], Any],
+    entry: stream.Entry, run: str, spaces: EnvSpec, *, limits: FragmentLimits, pack: Callable[[Fragment], Any]
 ) -> Decoded:
     """Decode an entry; a bad one, or one outside the run's spaces and limits, gets a reason instead of a fragment.
 

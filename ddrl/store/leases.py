@@ -112,9 +112,8 @@ class RunSignals:
 def signals(client: Redis, run: str) -> RunSignals:
     """Return what others want of a run now: one cheap read."""
     names = ["status", "config_version", "handover", "version"]
-    status, config_version, requester, version = cast(
-        "list[bytes | None]", client.hmget(keys.state(run), names)
-    )
+    raw = cast("list[bytes | None]", client.hmget(keys.state(run), names))
+    status, config_version, requester, version = raw
     return RunSignals(
         None if status is None else status.decode(),
         int(config_version or 0),
