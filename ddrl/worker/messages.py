@@ -33,9 +33,8 @@ class _Part(BaseModel):
     __pydantic_extra__: dict[str, str | bool | int | float | None]
 
 
-_HardLimit = (
-    Annotated[float, Field(ge=LIMIT_MARGIN_S, le=1e9)] | None
-)  # seconds; a shorter one kills processes
+# Seconds until Celery kills the task's process; one that is shorter than a server may take to answer is forged.
+_HardLimit = Annotated[float, Field(ge=LIMIT_MARGIN_S, le=1e9)]
 
 
 class _Headers(_Part):
@@ -44,7 +43,7 @@ class _Headers(_Part):
     eta: None = None
     expires: None = None
     compression: None = None
-    timelimit: tuple[_HardLimit, None]
+    timelimit: tuple[_HardLimit | None, None]
     stamps: dict[str, None] = {}
     stamped_headers: list[str] | None = None
 
