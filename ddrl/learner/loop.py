@@ -130,6 +130,7 @@ class Learner:
             fresh = self.algorithm.load_initial_weights(decode_tensors(initial))
             self.publisher.note("warm start", f"begins with {source}; {fresh}")
         shared.oldest = self._oldest()
+        shared.counted = shared.ledger.cursor, shared.ledger.fragments, shared.env_steps
         # Off-policy, weights that an earlier learner published play better than untrained ones. On-policy, they are
         # another policy, whose data cannot be used.
         if not self._on_policy and not shared.updates and latest in index.sizes:

@@ -57,7 +57,7 @@ class Shared:
     Written by the training thread:
         updates: of the algorithm.
         env_steps: transitions admitted.
-        counted: the last entry taken, the fragments and env_steps up to it; None before the first.
+        counted: the last entry taken, the fragments and env_steps up to it.
         refilled: steps played again after the stream was lost; the rate limiter leaves them out.
         oldest: first entry of the stream that the replay holds.
         entries: (entry_id, bytes taken up to and with it) of each entry taken; the publisher removes those it trims.
@@ -82,7 +82,7 @@ class Shared:
         self.taken_bytes = self.largest_bytes = 0
         self.ledger = LedgerRows()
         self.refused: deque[tuple[bytes, bytes, str, bool]] = deque()
-        self.counted: tuple[bytes, int, int] | None = None
+        self.counted = b"0-0", 0, 0
         self.gaps: deque[str] = deque()
         self.returns: deque[float] = deque(maxlen=RETURNS_LENGTH)
         self.metrics: Tensors = {}
@@ -247,8 +247,7 @@ class Publisher:
                 self._renew_at = time.monotonic() + RENEW_S
                 self._store_ledger()
                 self._fold()
-                if self._shared.counted is not None:
-                    stream.correct_counts(*self._held, self._shared.counted, self._stream_bytes)
+                stream.correct_counts(*self._held, self._shared.counted, self._stream_bytes)
             self._trim(is_due=is_due)
             self._report_entries()
             if self._shared.weights is not None:

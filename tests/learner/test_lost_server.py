@@ -278,6 +278,21 @@ def test_a_lost_replay_is_warmed_up_again_before_updates_go_on(
     third.close()
 
 
+def test_steps_that_left_the_stream_unread_do_not_fill_the_allowance(server) -> None:
+    run = Run(
+        server, endless_config(replay={"warmup_steps": 200, "samples_per_insert": 8, "slack_steps": 100})
+    )
+    run.play(600)
+    with finished(run) as first:
+        run.catch_up(first)
+    run.play(3000)
+    run.client.xtrim(keys.experience(run.id), maxlen=0, approximate=False)
+    second = run.learner()
+    with training(second):
+        until(lambda: run.state.appended_steps == second.shared.env_steps)
+        assert run.state.allowance >= run.state.appended_steps + 200
+
+
 # --- with processes --------------------------------------------------------------------------------------
 
 

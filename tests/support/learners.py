@@ -81,8 +81,7 @@ class Run:
         [(newest, _)] = self.client.xrevrange(keys.experience(self.id), count=1)
 
         def is_read() -> bool:
-            entry_id = (learner.shared.counted or (learner.shared.ledger.cursor,))[0]
-            return stream.order(entry_id) >= stream.order(newest)
+            return stream.order(learner.shared.counted[0]) >= stream.order(newest)
 
         until(is_read)
 
