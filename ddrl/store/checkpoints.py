@@ -175,8 +175,8 @@ def sweep(client: Redis, run: str, token: int) -> int:
         LeaseLostError: another learner took over; its parts stay.
     """
     pointer = newest_pointer(client, run)
-    named = set(part_keys(run, pointer)) if pointer else set()
-    found = [key.decode() for key in client.scan_iter(match=keys.checkpoint_pattern(run), count=1000)]
+    named = {key.encode() for key in part_keys(run, pointer)} if pointer else set()
+    found = client.scan_iter(match=keys.checkpoint_pattern(run), count=1000)
     stray = [key for key in found if key not in named and keys.checkpoint_token(key) < token]
     num = 0
     for first in range(0, len(stray), DROPPED_AT_ONCE):

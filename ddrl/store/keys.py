@@ -41,6 +41,8 @@ Redis Cluster is not supported: some scripts touch the keys of several runs. `<r
 
 from __future__ import annotations
 
+import math
+import re
 from functools import partial
 
 RUNS = "ddrl:runs"
@@ -127,9 +129,10 @@ def checkpoint_part(run: str, token: int, number: int, part: int) -> str:
     return of_run(run, f"checkpoint:{token}:{number}:{part}")
 
 
-def checkpoint_token(part: str) -> int:
-    """Token of the learner that wrote a part of a checkpoint."""
-    return int(part.split(":")[-3])
+def checkpoint_token(part: bytes) -> float:
+    """Token of the learner that wrote a part of a checkpoint; infinite for the key of anything else."""
+    token = re.search(rb"}:checkpoint:(\d{1,15}):\d+:\d+$", part)
+    return int(token[1]) if token else math.inf
 
 
 def checkpoint_pattern(run: str) -> str:

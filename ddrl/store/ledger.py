@@ -218,10 +218,12 @@ def fold(
     with client.pipeline(transaction=True) as pipe:
         pipe.hgetall(keys.producers(run))
         pipe.hgetall(keys.ledger(run))
+        pipe.xrevrange(keys.experience(run), count=1)
         pipe.time()
-        producers, raw, (seconds, micros) = pipe.execute()
+        producers, raw, newest, (seconds, micros) = pipe.execute()
     quiet_ms = 1e3 * (QUIET_S if quiet_s is None else quiet_s)
-    now_ms, read_ms = 1e3 * seconds + micros / 1e3, stream.order(raw.get(_CURSOR, b"0-0"))[0]
+    now_ms, cursor = 1e3 * seconds + micros / 1e3, stream.order(raw.get(_CURSOR, b"0-0"))
+    read_ms = cursor[0] if newest and stream.order(newest[0][0]) > cursor else now_ms
     alive = {(worker.node, pid) for worker in workers.alive(client) for pid in worker.pids}
     is_crowded = len(producers) > MIN_PRODUCERS // 2
     ended: list[tuple[bytes, Producer, Row]] = []
@@ -233,7 +235,9 @@ def fold(
         last_ms = producer.last_ms if producer.last_ms <= now_ms else 0
         is_ended = is_crowded or (producer.node, producer.pid) not in alive
         is_read = values is not None and producer.fragments == row.decided
-        is_read = is_read or (is_crowded and last_ms + quiet_ms < read_ms)  # later entries were read
+        is_read = is_read or (
+            is_crowded and last_ms + quiet_ms < read_ms
+        )  # all entries of that time were read
         if now_ms - last_ms >= quiet_ms and is_ended and is_read:
             ended.append((field, Producer() if values is None else producer, row))
     one = Producer.decode(producers.get(b"%d" % ENDED, Producer().encode().encode()))

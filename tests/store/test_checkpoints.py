@@ -57,6 +57,8 @@ def test_a_replaced_learners_save_leaves_no_part(client: Redis, run: str, token:
 def test_a_sweep_removes_unfinished_parts_alone(client: Redis, run: str, token: int, monkeypatch) -> None:
     """Also one that stalls while the next learner saves."""
     client.set(keys.checkpoint_part(run, token - 1, 7, 0), b"half")
+    for name in (b"zz}:counts", b"\xff}:counts", b"1:2:3}:counts"):  # which a worker may write
+        client.hset(keys.checkpoint_pattern(run).encode()[:-1] + name, "x", "y")
     scan, successor = client.scan_iter, []
 
     def stalled(**options: object) -> object:

@@ -310,8 +310,10 @@ def test_a_flood_of_producers_leaves_room_and_a_small_checkpoint(
     pointer = roles.admin.hget(keys.state(run.id), "checkpoint")
     assert len(pointer) < 20_000 and run.audit().unknown == (0 if appended else 400)
     assert roles.admin.hlen(keys.producers(run.id)) == (200 if appended else 1)
-    for name in ("x", *range(2000, 2200)):  # records without entries, of the future
-        worker.hset(keys.producers(run.id), name, json.dumps({"last_ms": 10**15, "fragments": 5}))
+    now_ms = 1000 * roles.admin.time()[0]
+    for name in ("x", *range(2000, 2200)):  # records without entries, of now and of the future
+        record = {"last_ms": 10**15 if name == "x" else now_ms + 500, "fragments": 5}
+        worker.hset(keys.producers(run.id), name, json.dumps(record))
     monkeypatch.setattr("ddrl.learner.publisher.FOLD_EVERY_S", 0.02)
     monkeypatch.setattr(ledger, "QUIET_S", 0.1)
     learner = run.learner()
