@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import re
@@ -166,21 +167,24 @@ class _File:
         self._offset += len(complete)
         texts = [text for text in complete.decode(errors="replace").splitlines() if text.strip()]
         matches = [_STAMPED.match(text) for text in texts]
+        stamps = [_stamp_s(match[1]) if match else None for match in matches]
         if self._time_s is None:  # lines before the first stamp take its time
-            self._time_s = next((_stamp_s(match[1]) for match in matches if match), None)
+            self._time_s = next((stamp_s for stamp_s in stamps if stamp_s is not None), None)
         lines = []
-        for text, match in zip(texts, matches, strict=True):
+        for text, match, stamp_s in zip(texts, matches, stamps, strict=True):
             level = ""
-            if match:
-                self._time_s, level, text = _stamp_s(match[1]), match[2], match[3]
+            if match and stamp_s is not None:
+                self._time_s, level, text = stamp_s, match[2], match[3]
             when_s = changed_s if self._time_s is None else self._time_s
             lines.append(Line(round(when_s + ahead_s, 3), self._source, level, text))
         return lines
 
 
-def _stamp_s(text: str) -> float:
-    """Return the seconds since the epoch of a log's time stamp, this machine's clock."""
-    return datetime.datetime.strptime(text, "%Y-%m-%d %H:%M:%S,%f").timestamp()
+def _stamp_s(text: str) -> float | None:
+    """Return the seconds since the epoch of a log's time stamp, this machine's clock; None if there is no such time."""
+    with contextlib.suppress(ValueError, OverflowError):
+        return datetime.datetime.strptime(text, "%Y-%m-%d %H:%M:%S,%f").timestamp()
+    return None
 
 
 def _clock(time_s: float) -> str:

@@ -10,9 +10,9 @@ from pydantic import Field
 Count = Annotated[int, Field(ge=0, le=2**53)]
 Number = Annotated[float, Field(ge=-(2**53), le=2**53)]
 PRODUCER_ID = r"[0-9]{1,15}"
-Name = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
+Name = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*$")]
 
-_CONTROLS = {code: " " for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
+_CONTROLS = {code: " " for code in (*range(32), *range(127, 160), 0x2028, 0x2029) if chr(code) not in "\t\n"}
 
 
 def text(value: bytes) -> str:

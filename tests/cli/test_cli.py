@@ -242,6 +242,7 @@ def test_logs_merge_the_server_s_lines_with_files_and_journal(
     folder.mkdir(parents=True)
     now = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time.time() - 1))
     (folder / "learner.log").write_text(
+        f"2026-13-45 {now[-8:]},000 INFO no time\n"
         f"{now},123 INFO learns {run}\n{now},200 WARNING slow\nTraceback\n  of it\nunfinished"
     )
     (folder / "rollout.log").write_text(
@@ -255,7 +256,8 @@ def test_logs_merge_the_server_s_lines_with_files_and_journal(
     lines = [(row["source"], row["level"], row["line"]) for row in rows]
     assert lines.count(("learner gpu1", "INFO", f"learns {run}")) == 1, "the file's twin is left out"
     file = [line for source, *line in lines if source == f"learner {here}"]
-    assert file == [["WARNING", "slow"], ["", "Traceback"], ["", "  of it"]]
+    unstamped = ["", f"2026-13-45 {now[-8:]},000 INFO no time"]
+    assert file == [unstamped, ["WARNING", "slow"], ["", "Traceback"], ["", "  of it"]]
     assert [line for line in lines if line[0] == f"rollout {here}"] == [
         (f"rollout {here}", "ERROR", "played badly")
     ]
