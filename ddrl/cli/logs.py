@@ -18,6 +18,7 @@ import typer
 from ddrl.cli.output import Client, InputError, Json, Run, emit, server_of, table
 from ddrl.store import logs as stored
 from ddrl.store import runs as store
+from ddrl.store import untrusted
 
 POLL_S = 0.3
 SAME_S = 5.0  # a line in a file and the same text on the server are one line if they are this close in time
@@ -165,7 +166,7 @@ class _File:
             return []
         complete = data[: data.rfind(b"\n") + 1]
         self._offset += len(complete)
-        texts = [text for text in complete.decode(errors="replace").splitlines() if text.strip()]
+        texts = [line for line in untrusted.text(complete).splitlines() if line.strip()]
         matches = [_STAMPED.match(text) for text in texts]
         stamps = [_stamp_s(match[1]) if match else None for match in matches]
         if self._time_s is None:  # lines before the first stamp take its time

@@ -15,6 +15,7 @@ from ddrl.config import RunConfig
 from ddrl.runs.evaluation import score
 from ddrl.store import runs, weights
 from ddrl.store.evaluations import Evaluation, OpenEvaluations, Purpose
+from ddrl.store.weights import WeightsIndex
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FIRST_EPISODES = 5
+MOST_LOGGED = 100  # results at once
 FIRST_S = 10.0  # longest wait of play for the result of the policy that the run begins with
 
 
@@ -52,9 +54,7 @@ class EvaluationScheduler:
         self._returns: dict[int, list[float]] = {}  # of all evaluation episodes, by version
         self.solved = False
         self._open.take_over(self._would_open)
-        rows = self._open.poll()
-        for row in rows:
-            self._returns.setdefault(row["version"], []).extend(row["returns"])
+        rows = self._results()[0]
         if rows and not self._open.pending:  # the last learner may have died before it decided
             self._decide(rows[-1])
         self._first_version = 0 if runs.state(client, run).warm else 1  # random weights have no score
@@ -100,20 +100,26 @@ class EvaluationScheduler:
                 due = replace(due, num_episodes=min(due.num_episodes, FIRST_EPISODES))
             self._open.open([due])
 
+    def _results(self) -> tuple[list[dict[str, Any]], WeightsIndex]:
+        """Note new results; return them, and the versions. A worker may write results of versions that are to come."""
+        rows, index = self._open.poll(), weights.index(self._client, self._run)
+        rows = [row for row in rows if row["version"] <= index.latest]
+        for row in rows:
+            self._returns.setdefault(row["version"], []).extend(row["returns"])
+        return rows, index
+
     def _poll(self) -> list[dict[str, Any]]:
         """Return new results; mark the version with the highest mean over all its evaluation episodes."""
-        rows = self._open.poll()
-        for row in rows:
+        rows, index = self._results()
+        for row in rows[-MOST_LOGGED:]:
             log.info(
                 "%s of version %d: %.1f +- %.1f over %d episodes",
                 row["purpose"], row["version"], row["return_mean"], row["return_std"], row["num_episodes"],
             )  # fmt: skip
-            self._returns.setdefault(row["version"], []).extend(row["returns"])
-            kept = weights.index(self._client, self._run).sizes
-            known = {version: values for version, values in self._returns.items() if version in kept}
-            if known:  # the first version has fewer episodes, and the best of few is luck
-                best = max(known, key=lambda v: (len(known[v]) >= self._config.num_episodes, mean(known[v])))
-                self._mark_best(best, known[best])
+        known = {version: values for version, values in self._returns.items() if version in index.sizes}
+        if rows and known:  # the first version has fewer episodes, and the best of few is luck
+            best = max(known, key=lambda v: (len(known[v]) >= self._config.num_episodes, mean(known[v])))
+            self._mark_best(best, known[best])
         for evaluation_id, reason in self._open.given_up.items():
             log.warning("evaluation %s is given up: %s", evaluation_id, reason)
         self._open.given_up.clear()

@@ -43,6 +43,7 @@ class _Headers(_Part):
     eta: None = None
     expires: None = None
     compression: None = None
+    shadow: None = None
     timelimit: tuple[_HardLimit | None, None]
     stamps: dict[str, None] = {}
     stamped_headers: list[str] | None = None
@@ -88,7 +89,7 @@ def deliver(self: transport.Transport, item: Any, queue: str) -> None:
         if isinstance(error, ValidationError):
             first = error.errors()[0]
             reason = ": ".join([".".join(map(str, first["loc"])) or "message", first["msg"]])
-        log.warning("an item of queue %s is no message (%.200s): put aside, see `ddrl doctor`", queue, reason)
+        log.warning("an item of queue %s is no message (%.200r): put aside, see `ddrl doctor`", queue, reason)
         fields: dict[Any, Any] = {"queue": queue, "reason": reason, "item": str(item)[:KEPT_CHARACTERS]}
         with contextlib.suppress(*connection.OUTAGES), connection.connect() as client:
             client.xadd(keys.BROKEN, fields, maxlen=KEPT)

@@ -243,7 +243,7 @@ def test_logs_merge_the_server_s_lines_with_files_and_journal(
     now = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time.time() - 1))
     (folder / "learner.log").write_text(
         f"2026-13-45 {now[-8:]},000 INFO no time\n"
-        f"{now},123 INFO learns {run}\n{now},200 WARNING slow\nTraceback\n  of it\nunfinished"
+        f"{now},123 INFO learns {run}\n{now},200 WARNING slow\nTraceback\n  \x1b[2Jof it\nunfinished"
     )
     (folder / "rollout.log").write_text(
         f"[{now},240: INFO/SpawnPoolWorker-1] child process 7 calling self.run()\n"
@@ -257,7 +257,7 @@ def test_logs_merge_the_server_s_lines_with_files_and_journal(
     assert lines.count(("learner gpu1", "INFO", f"learns {run}")) == 1, "the file's twin is left out"
     file = [line for source, *line in lines if source == f"learner {here}"]
     unstamped = ["", f"2026-13-45 {now[-8:]},000 INFO no time"]
-    assert file == [unstamped, ["WARNING", "slow"], ["", "Traceback"], ["", "  of it"]]
+    assert file == [unstamped, ["WARNING", "slow"], ["", "Traceback"], ["", "   [2Jof it"]]
     assert [line for line in lines if line[0] == f"rollout {here}"] == [
         (f"rollout {here}", "ERROR", "played badly")
     ]

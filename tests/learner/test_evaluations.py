@@ -108,6 +108,19 @@ def test_a_learner_waits_for_what_an_earlier_one_has_opened_and_for_nothing_that
     match.answer(-3.0)
 
 
+def test_results_of_versions_that_are_to_come_are_left_out(match: Match) -> None:
+    mine = replace(match.scheduler._evaluation(6, "watch", 0, 0), num_episodes=1)
+    figures = {"returns": [50.0], "lengths": [1], "return_mean": 50.0, "return_std": 0.0}
+    forged = {"result": json.dumps(asdict(mine) | figures)}
+    match.client.xadd(keys.evaluations(match.run), forged)
+    match.play([(1, -3.0)])
+    assert weights.index(match.client, match.run).best == 1 and not match.scheduler.solved
+    weights.publish(match.client, match.run, match.token, version=6, blob=b"w", allowance=0, updates=0)
+    match.version = 6
+    match.tick()
+    assert match.sent[-1] == "6:1000000:20"
+
+
 def test_a_version_is_evaluated_once(match: Match) -> None:
     match.play([(1, -3.0)])
     match.tick()

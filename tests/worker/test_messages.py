@@ -44,6 +44,7 @@ def bad_items(message: Any) -> Iterator[bytes]:
         yield from (json.dumps(changed(message, ("properties", path), value)).encode() for value in values)
     for name in message["headers"]:
         values = [{"a": {}}] if name == "stamped_headers" else [{"a": {}}, ["a", "b"]]
+        values += ["x"] if name == "shadow" else []
         if name in ("task", "id", "timelimit"):
             values += [None, 5, ...]
         values += {"timelimit": [[10**400, None], [None, 10], [0.01, None]], "id": ["a\nb"]}.get(name, [])
