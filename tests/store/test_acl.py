@@ -74,14 +74,14 @@ PART, BLOB = keys.checkpoint_part("run", 1, 1, 0), keys.weights_blob("run", 1)
 FORBIDDEN_TO_ALL = commands(f"""
     GET other | SET other 1 | DEL other | KEYS * | RANDOMKEY | DBSIZE | FLUSHALL | FLUSHDB | SWAPDB 0 1
     CONFIG GET * | CONFIG SET maxmemory 1 | ACL LIST | ACL SETUSER me on | CLIENT LIST | CLIENT KILL ID 1
-    MONITOR | SLOWLOG GET | MODULE LIST | REPLICAOF a 1 | SAVE | SCRIPT FLUSH | FUNCTION LIST | PUBLISH other x
+    MONITOR | SLOWLOG GET | MODULE LIST | REPLICAOF a 1 | SAVE | FUNCTION LIST | PUBLISH other x
     MIGRATE h 1 '' 0 9 | COPY {STATE} other | RENAME {STATE} other | SHUTDOWN NOSAVE
     EVAL "return redis.call('GET', 'other')" 0 | EVAL "return redis.call('FLUSHALL')" 0
 """)
 FORBIDDEN = {
     "operator": [],
     "learner": commands(f"""
-        SET {keys.worker("forged")} x | DEL {keys.worker("node")} | PSUBSCRIBE *
+        SET {keys.worker("forged")} x | DEL {keys.worker("node")} | PSUBSCRIBE * | SCRIPT FLUSH
         PUBLISH {keys.BROKER_PREFIX}/0.celery.pidbox x
     """),
     "worker": commands(f"""
@@ -99,7 +99,7 @@ FORBIDDEN = {
         LPUSH {keys.BROKER_PREFIX}_kombu.binding.ddrl.rollout a
         EVAL "return redis.call('HSET', KEYS[1], 'status', 'failed')" 1 {STATE}
         XADD {keys.dead("run")} * a b | ZADD {keys.RUNS} 1 run | ZREM {keys.RUNS} run | ZADD {keys.OPEN} 1 run
-        ZREM {keys.OPEN} run | SCAN 0 | PSUBSCRIBE *
+        ZREM {keys.OPEN} run | SCAN 0 | PSUBSCRIBE * | SCRIPT FLUSH
         PUBLISH {keys.BROKER_PREFIX}/0.celery.pidbox x
         EVAL "return redis.call('SET', KEYS[1], 'x')" 1 {BLOB} | EVAL "return redis.call('DEL', KEYS[1])" 1 {STATE}
     """),

@@ -170,6 +170,12 @@ def claim(worker: redis.Redis, run: Run) -> None:
         worker.hset(keys.counts(run.id), mapping=fields)
 
 
+def change_lua(worker: redis.Redis, run: Run) -> None:
+    """The settings of cjson belong to the server."""
+    depth = "cjson.encode_max_depth(1) cjson.decode_max_depth(1) cjson.decode_invalid_numbers(false)"
+    worker.eval(f"cjson.encode_number_precision(1) cjson.encode_sparse_array(true, 1, 1) {depth} return 1", 0)
+
+
 ATTACKS: dict[str, Attack] = {
     "counts are junk": lambda worker, run: [write_counts(value)(worker, run) for value in JUNK],
     "counts are huge": write_counts(10**15),
@@ -184,6 +190,7 @@ ATTACKS: dict[str, Attack] = {
     "heartbeats": write_heartbeats,
     "stolen numbers": steal_numbers,
     "claims and crashes": claim,
+    "settings of Lua": change_lua,
 }
 
 

@@ -1,6 +1,17 @@
 -- Runs before every script, whose own KEYS and ARGV it leaves alone. Workers may write anything into some keys, also
 -- without a script: what cannot be read there is as if it were missing.
 
+-- The settings of cjson and of the garbage collector are the server's, and any script may change them: the defaults.
+cjson.encode_number_precision(14)
+cjson.encode_max_depth(1000)
+cjson.decode_max_depth(1000)
+cjson.encode_sparse_array(false, 2, 10)
+cjson.encode_invalid_numbers(false)
+cjson.decode_invalid_numbers(true)
+collectgarbage('restart')
+collectgarbage('setpause', 200)
+collectgarbage('setstepmul', 200)
+
 -- A number as integers are exact up to, else nil: not nan, nor inf.
 local function number(value)
   local found = tonumber(value or nil)
