@@ -803,7 +803,7 @@ class Scripts(RuleBasedStateMachine):
             forged = self.server.producers + 10**6
             self.client.hset(keys.producers(name), forged, ledger.Producer(fragments=5).encode())
             run.producers[forged] = Producer(0, 0, 5)
-        read_ms = stream.order(run.cursor)[0] if run else 0
+        read_ms = stream.order(run.cursor)[0] if run and run.waiting else math.inf
         stored = self.client.hgetall(keys.producers(name))
         quiet = {int(p) for p, value in stored.items() if ledger.Producer.decode(value).last_ms < read_ms}
         quiet.discard(-2)

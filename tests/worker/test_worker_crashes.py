@@ -26,12 +26,23 @@ ENDS: dict[str, tuple[dict[str, Any], str]] = {  # kind of environment -> the ru
 }  # fmt: skip
 
 
+# A worker that also takes messages with short time limits, which it would put aside as forged.
+PATIENT = """
+import sys
+from ddrl import celery
+celery.LIMIT_MARGIN_S = 1.0
+celery.app.worker_main(["worker", *sys.argv[1:]])
+"""
+
+
 @pytest.fixture(scope="module")
 def worker(module_server: PrivateServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     """One worker for all tests whose environments fail; its pool replaces the processes that end."""
     with Processes(tmp_path_factory.mktemp("worker")) as processes:
         environment = {**ALLOWED, "DDRL_PROCESS_MEMORY": "400MiB"}
-        worker = processes.celery(module_server.url, "-c", str(len(ENDS)), env=environment)
+        worker = processes.start(
+            "celery", module_server.url, "-c", PATIENT, "-c", str(len(ENDS)), env=environment
+        )
         processes.until(lambda: READY in worker.text())
         yield worker
 
