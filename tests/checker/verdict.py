@@ -137,8 +137,10 @@ class Rules:
     def draws_of_step(self, inserted: int, total: int) -> float:
         """Return how often a step is drawn, as a mean: the replay held `inserted` with it, and `total` were sent.
 
-        With each step inserted later, `samples_per_insert` steps are drawn of all that are held.
+        With each step inserted later, `samples_per_insert` steps are drawn of all that are held; in the end the learner
+        may be `slack_steps` behind.
         """
+        total = max(inserted, total - self.slack_steps)
         full = max(inserted, self.capacity)
         growing = math.log(min(total, full) / inserted)
         return self.samples_per_insert * (

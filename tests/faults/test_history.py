@@ -25,7 +25,9 @@ from ddrl.config import validate
 from ddrl.store import connection, runs
 
 pytestmark = pytest.mark.faults
-TAGGED = {"id": "checker.tagged:Tagged", "num_envs": 4}
+# Slow, so that what is played in vain between a checkpoint and the next learner does not fill the replay: steps that
+# leave it before the learner has made its updates again are rightly never drawn.
+TAGGED = {"id": "checker.tagged:Tagged", "num_envs": 4, "kwargs": {"sleep_s": 0.005}}
 NETWORK = {"network": "checker.tagged:network"}
 ENDLESS: dict[str, Any] = {
     "env": TAGGED,
