@@ -782,8 +782,8 @@ def _num_followers(client: redis.Redis) -> int:
     online = places((row for row in info.values() if isinstance(row, dict)), "state", "online")
     up = [row for row in replicas if not row["is_sdown"]]
     known = _followers.get(info["master_replid"], set()) & places(up, "role-reported", "master")
-    _followers[info["master_replid"]] = known | online | places(up, "master-link-status", "ok")
-    return max(1, len(_followers[info["master_replid"]]))
+    found = _followers[info["master_replid"]] = known | online | places(up, "master-link-status", "ok")
+    return max(1, len(found))
 
 
 @functools.cache

@@ -123,7 +123,7 @@ class Rules:
         capacity: off-policy, of the replay.
         may_lose: fragments may be trimmed before they are learned from, as of a server whose memory was full.
         may_refuse: clients may have sent fragments that the learner has to refuse.
-        warmup_steps, slack_steps: off-policy, steps before the first draw, and by which draws may be ahead.
+        warmup_steps, slack_steps: off-policy, steps before the first draw, and by which draws may be ahead or behind.
     """
 
     epochs: int = 0
