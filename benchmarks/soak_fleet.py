@@ -36,7 +36,7 @@ from ddrl.config import validate
 from ddrl.store import connection, ledger, runs
 
 SAMPLE_S = 2.0
-WARM_UP_S, SLICE_S = 60.0, 30.0  # of a process's life; see `growth`
+WARM_UP_S, SLICE_S = 300.0, 30.0  # of a process's life; see `growth`
 NUM_LEARNERS, NUM_WORKERS = 3, 2
 MIB = 1024**2
 BEGUN = re.compile(f"{READY}|waits for runs")

@@ -59,6 +59,8 @@ try:
     _memory_bytes = process_memory_bytes()
 except connection.StoreError as _error:  # else `celery -A ddrl` prints a traceback
     raise SystemExit(f"ddrl: error: {_error}") from None
+transport.Channel.connection_class = connection.Connection
+transport.Channel.connection_class_ssl = connection.SecureConnection
 transport.Channel.do_restore = False  # a message that a worker took and did not begin may be lost
 app.conf.update(
     task_queues=[Queue(name, Exchange(name), routing_key=name) for name in queues()],
@@ -85,10 +87,10 @@ app.conf.update(
         "global_keyprefix": keys.BROKER_PREFIX,
         "ack_emulation": False,  # it writes for every message, and loses the message where memory is full
         "priority_steps": [keys.FIRST, keys.LATER],
-        "socket_timeout": 3,
+        "socket_timeout": 2,  # of each connection, one after another: a half-open one delays all that a worker does
         "socket_connect_timeout": 3,
         "socket_keepalive": True,
-        "health_check_interval": 3,  # a half-open connection is dropped after twice this
+        "health_check_interval": 2,  # a half-open connection is dropped after twice this
         **connection.broker_options(),
     },
 )

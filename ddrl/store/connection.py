@@ -13,6 +13,7 @@ import contextlib
 import functools
 import hashlib
 import logging
+import math
 import os
 import re
 import secrets
@@ -320,6 +321,7 @@ def connect(server_url: str | None = None, *, reply_timeout_s: float = REPLY_TIM
     }
     if not server_url.startswith("unix://"):
         options["socket_keepalive"] = True
+        options["connection_class"] = SecureConnection if server_url.startswith("rediss:") else Connection
     try:
         if _has_sentinels(server_url):
             client = _primary(server_url, options)
@@ -332,7 +334,47 @@ def connect(server_url: str | None = None, *, reply_timeout_s: float = REPLY_TIM
         raise StoreError(f"{mask(server_url)}: {error}; correct {URL_VARIABLE}") from error
 
 
-class _Primary(SentinelManagedConnection):
+class _Wary:
+    """A connection that ends before its next command once any other of this process had no reply in time.
+
+    Connections that are lost without notice, as behind a firewall that forgets them, are lost together; each would
+    take its own timeout to notice it, one after another.
+    """
+
+    _lost_at = -math.inf  # of the class: of the newest of them
+    _connected_at = 0.0
+
+    def connect_check_health(self, *args: Any, **options: Any) -> None:
+        """Connect to the server, unless that is done."""
+        if self._sock is None:  # type: ignore[attr-defined]
+            self._connected_at = time.monotonic()
+        super().connect_check_health(*args, **options)  # type: ignore[misc]
+
+    def check_health(self) -> None:
+        """Called before each command."""
+        if self._connected_at < _Wary._lost_at:
+            self.disconnect()  # type: ignore[attr-defined]
+            raise redis.ConnectionError("another connection to the server had no reply in time")
+        super().check_health()  # type: ignore[misc]
+
+    def read_response(self, *args: Any, **options: Any) -> Any:
+        """Read one reply."""
+        try:
+            return super().read_response(*args, **options)  # type: ignore[misc]
+        except redis.TimeoutError:
+            _Wary._lost_at = time.monotonic()
+            raise
+
+
+class Connection(_Wary, redis.Connection):
+    """A connection over TCP."""
+
+
+class SecureConnection(_Wary, redis.SSLConnection):
+    """A connection with TLS."""
+
+
+class _Primary(_Wary, SentinelManagedConnection):
     """A connection that leaves a server when another has taken over, also if that one goes on answering.
 
     A server that is cut off from its replicas and the sentinels still answers reads, and refuses writes (NOREPLICAS).
@@ -349,7 +391,7 @@ class _Primary(SentinelManagedConnection):
                 if self.connection_pool.get_master_address() != (self.host, self.port):
                     self.disconnect()  # type: ignore[no-untyped-call]
                     self.connect()  # type: ignore[no-untyped-call]
-        super().check_health()  # type: ignore[no-untyped-call]
+        super().check_health()
 
     def read_response(self, *args: Any, **options: Any) -> Any:
         """Read one reply."""
@@ -375,7 +417,7 @@ def _primary(server_url: str, options: dict[str, Any]) -> redis.Redis:
     one_server = parts._replace(scheme=scheme, netloc=parts.netloc.partition(",")[0]).geturl()
     options = options | {"retry": Retry(NoBackoff(), 0)}
     template = redis.ConnectionPool.from_url(one_server, **options)
-    ignored = (*SENTINEL_OPTIONS, "host", "port")
+    ignored = (*SENTINEL_OPTIONS, "host", "port", "connection_class")
     of_servers = {name: value for name, value in template.connection_kwargs.items() if name not in ignored}
     sentinels = Sentinel(  # type: ignore[no-untyped-call]
         _sentinels(server_url),

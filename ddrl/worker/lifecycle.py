@@ -18,7 +18,6 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -143,13 +142,14 @@ def _prepare_process(**_: Any) -> None:
     # At its end a process waits for the worker to count its last result, which a worker that stops may never do.
     billiard_pool.GUARANTEE_MESSAGE_CONSUMPTION_RETRY_LIMIT = 5  # times 0.1 s, instead of 30 s
     try:
-        envs.prepare()
-        client = connection.connect()
-        for run in runs.active_names(client)[-PREPARED_RUNS:]:
-            config = runs.config(client, run)
-            if ":" not in config.env.id and requirements.custom_network(config) is None:
-                envs.prepare(config.env.id)
-                base.resolve(config, runs.spaces(client, run)).policy()
+        with watchdog.ends_without_memory():
+            envs.prepare()
+            client = connection.connect()
+            for run in runs.active_names(client)[-PREPARED_RUNS:]:
+                config = runs.config(client, run)
+                if ":" not in config.env.id and requirements.custom_network(config) is None:
+                    envs.prepare(config.env.id)
+                    base.resolve(config, runs.spaces(client, run)).policy()
     except Exception as error:  # the first task meets it again, and reports it to its run
         log.info("not prepared for the active runs: %s", error)
     with contextlib.suppress(KeyError, FileNotFoundError):  # a process that starts later: nobody waits for it
@@ -274,19 +274,11 @@ class _WithoutTraceback(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         """Keep every record."""
         is_celery = record.name.startswith(("celery", "kombu"))  # not a user's own code
-        causes = _chain(record.exc_info[1]) if is_celery and record.exc_info else ()
-        if any(isinstance(error, _EXPECTED) for error in causes):
+        errors = watchdog.causes(record.exc_info[1]) if is_celery and record.exc_info else ()
+        if any(isinstance(error, _EXPECTED) for error in errors):
             record.msg = " ".join(record.getMessage().split())
             record.args, record.exc_info, record.exc_text = (), None, None
         return True
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and its causes; a pool wraps them."""
-    while error is not None:
-        error = getattr(error, "exc", error)
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 @signals.after_setup_logger.connect  # type: ignore[untyped-decorator]

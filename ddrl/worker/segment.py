@@ -229,16 +229,19 @@ class Players:
     @contextmanager
     def segment(self, client: Redis, run: str, clock: Clock, *, node: str) -> Iterator[None]:
         """Report to the server the end of the segment that the block plays; after an outage `report_end` does."""
-        has_outage = False
+        can_report = True
         try:
             yield
-        except connection.OUTAGES:
-            has_outage = True
+        except (
+            *connection.OUTAGES,
+            MemoryError,
+        ):  # without memory the process ends, which its worker reports
+            can_report = False
             raise
         finally:
             spent = {"spent_ms": clock.spent_ms, **clock.unreported()}
             self._unreported_end = run, Process.this(node), spent
-            if not has_outage:
+            if can_report:
                 self.report_end(client)
 
     def report_end(self, client: Redis) -> None:

@@ -24,7 +24,7 @@ from ddrl.store import connection, evaluations, logs, runs, segments
 from ddrl.store.segments import Process
 from ddrl.worker.heartbeat import without_spaces
 from ddrl.worker.segment import Players, play
-from ddrl.worker.watchdog import Watchdog
+from ddrl.worker.watchdog import Watchdog, ends_without_memory
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -73,7 +73,8 @@ def failures_reported(mine: Kept, run: str, node: str) -> Iterator[None]:
     """Report an error of the block to the log, and to the run if there is one; then pause instead of raising it."""
     client, host = mine.client, socket.gethostname()
     try:
-        yield
+        with ends_without_memory():
+            yield
     except runs.UnknownRunError:
         return  # deleted since the message was sent
     except connection.OUTAGES as error:
@@ -130,13 +131,22 @@ def rollout(self: Any, *_: object) -> dict[str, Any] | None:
     if run is None:  # there is none for this process, or the server has an outage
         time.sleep(IDLE_S)
         return None
-    with suppress(OSError, OperationalError, *connection.OUTAGES):
-        # Flower and other readers of events show the run as the task's argument; its message names none.
-        self.send_event("task-started", args=repr((run,)), retry=False)
     steps = 0
     with failures_reported(mine, run, node):
+        told = (self.request.hostname, self.request.id, run)
+        threading.Thread(target=_show_run, args=told, name="event", daemon=True).start()
         steps = play(mine.client, mine.blocking, mine.players, run, node=node, serves=served.__contains__)
     return {"run": run, "steps": steps}
+
+
+def _show_run(hostname: str, task: str, run: str) -> None:
+    """Let Flower and other readers of events show the run as the argument of a task, whose message names none.
+
+    In a thread of its own, since a connection that is lost without notice delays it by its timeout.
+    """
+    outages = OSError, OperationalError, *connection.OUTAGES
+    with suppress(*outages), app.events.default_dispatcher(hostname=hostname) as events:
+        events.send("task-started", uuid=task, args=repr((run,)), retry=False)
 
 
 @app.task(name=EVALUATE, bind=True)  # type: ignore[untyped-decorator]

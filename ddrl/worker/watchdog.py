@@ -1,4 +1,4 @@
-"""Ends a process whose environment hangs or takes too much memory; the pool starts another one.
+"""Ends a process whose environment hangs, or that takes too much memory or gets none; the pool starts another one.
 
 A thread checks the progress of what is watched. No thread runs while native code holds the interpreter, so a kernel
 timer stands behind it: SIGALRM, whose default action ends the process. From the exit status the worker's main
@@ -22,12 +22,14 @@ from ddrl.runs.monitoring import resident_bytes
 
 log = logging.getLogger(__name__)
 
-REPORTED, UNREPORTED = 75, 76
-"""Exit statuses of a process that its watchdog ended: the run knows why, or the report did not succeed in time."""
+REPORTED, UNREPORTED, NO_MEMORY = 75, 76, 77
+"""Exit statuses of a process that was ended here: the run knows why, the report did not succeed in time, or there was
+no memory for one."""
 
 CHECK_EVERY_S = 0.5  # at most
 REPORT_S = 5.0  # for the report to the run, before the process ends without it
 MEMORY_FACTOR = 2.0  # times the limit that holds between segments
+_NO_THREAD = "can't start new thread"  # Python's words for lack of memory or of threads
 
 
 class Watchdog:
@@ -112,12 +114,34 @@ class Watchdog:
         os._exit(REPORTED if is_reported.is_set() else UNREPORTED)
 
 
+@contextmanager
+def ends_without_memory() -> Iterator[None]:
+    """End this process if the block finds no memory: a module that it could only half import never works again."""
+    try:
+        yield
+    except Exception as error:
+        is_alone = threading.current_thread() is threading.main_thread()  # not in a pool of threads
+        if is_alone and any(isinstance(one, MemoryError) or _NO_THREAD in str(one) for one in causes(error)):
+            os._exit(NO_MEMORY)
+        raise
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and its causes; a pool wraps them."""
+    while error is not None:
+        error = getattr(error, "exc", error)
+        yield error
+        error = error.__cause__ or error.__context__
+
+
 def explain(status: str) -> str | None:
     """Return why a process of the pool ended, from the pool's message about it; None if its run knows already."""
     if f"exitcode {REPORTED}" in status:
         return None
     if f"exitcode {UNREPORTED}" in status:
         return "its watchdog ended it (its log says why); fix the environment"
+    if f"exitcode {NO_MEMORY}" in status:
+        return "it had no memory left; lower env.num_envs, or start fewer processes"
     if "SIGALRM" in status:
         return "a step held the interpreter for longer than rollout.step_timeout_s; fix the environment"
     if "SIGKILL" in status:

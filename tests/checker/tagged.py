@@ -83,13 +83,14 @@ def network(observation_shape: tuple[int, ...]) -> Any:
 
 
 def log(session: bytes, weights: Any, tags: Any) -> None:
-    """Append a record in one write, which a killed process has made whole or not at all."""
-    if not (tags[:, 0].all() and (tags == tags.round()).all()):
+    """Append a record to the session's file; the last one of a killed process may be cut off."""
+    tags = tags[(tags[:, 0] >= 1) & (tags == tags.round()).all(axis=1) & (tags < 2.0**24).all(axis=1)]
+    if not len(tags):
         return  # noise with which ddrl tries a network
     digest = hashlib.blake2b(weights.tobytes(), digest_size=8).digest()
     head = RECORD.pack(time.monotonic(), session, digest, len(tags))
     file = os.open(
-        Path(os.environ[LOG_VARIABLE], f"{os.getpid()}.steps"), os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        Path(os.environ[LOG_VARIABLE], f"{session.hex()}.steps"), os.O_WRONLY | os.O_APPEND | os.O_CREAT
     )
     os.write(file, head + steps_of(tags).tobytes())
     os.close(file)

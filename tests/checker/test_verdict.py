@@ -72,6 +72,16 @@ def killed(case: Case, digest: int) -> None:
     case.sessions = [case.sessions[0][:60], again]
 
 
+@pytest.mark.parametrize("num_bytes", [3, RECORD.size, RECORD.size + 79])
+def test_a_record_that_a_kill_cut_off_is_left_out(num_bytes: int, tmp_path: Path) -> None:
+    case = Case()
+    case.judge(ON, tmp_path)
+    case.sessions = []
+    with (tmp_path / "0.steps").open("ab") as file:
+        file.write((RECORD.pack(0, bytes(8), (76).to_bytes(8), 10) + bytes(80))[:num_bytes])
+    assert case.judge(ON, tmp_path) == ""
+
+
 @pytest.mark.parametrize("rules", [ON, OFF])
 def test_nothing_is_found_where_nothing_is_wrong(rules: Rules, tmp_path: Path) -> None:
     case = Case()

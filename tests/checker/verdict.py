@@ -48,9 +48,11 @@ def sessions(folder: Path) -> list[Session]:
     for path in folder.glob("*.steps"):
         data: Any = np.memmap(path, np.uint8, "r")
         at = 0
-        while at < len(data):
+        while at + RECORD.size <= len(data):
             when, name, digest, num = RECORD.unpack_from(data, at)
             at += RECORD.size
+            if at + 8 * num > len(data):
+                break  # its process was killed while it wrote
             session = found.setdefault(name, Session(when))
             session.hashes.append(digest)
             session.steps.append(data[at : at + 8 * num])

@@ -209,6 +209,15 @@ def test_a_script_is_called_by_hash_and_sent_once(client: Redis) -> None:
     assert (stats["cmdstat_evalsha"]["calls"], stats["cmdstat_eval"]["calls"]) == (3, 2)
 
 
+def test_connections_that_are_lost_together_are_noticed_together(server: PrivateServer) -> None:
+    with contextlib.closing(Proxy(server.url)) as proxy:
+        first, second = (connection.connect(proxy.url, reply_timeout_s=limit_s) for limit_s in (0.5, 1e6))
+        assert first.ping() and second.ping()
+        assert proxy.cut() == 2
+        assert first.ping()  # a reply was missing for 0.5 s, and it was sent again
+        assert second.ping()  # would wait for its reply for eleven days
+
+
 def test_every_script_says_what_it_takes_and_answers() -> None:
     folder = Path(connection.__file__).parent / "scripts"
     for path in folder.glob("*.lua"):

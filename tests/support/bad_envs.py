@@ -19,8 +19,8 @@ def make(kind: str, steps: int = 50, marker: str = "") -> gymnasium.Env[Any, Any
     """Return the toy `ddrl/Target-v0`, which goes wrong after `steps` steps.
 
     Args:
-        kind: segfault; raise; hang, which lets other threads work; hold, which does not; eat, memory;
-            sleep, 10 ms a step from the beginning; none.
+        kind: segfault; raise; hang, which lets other threads work; hold, which does not; eat, memory; exhaust, which
+            finds none; sleep, 10 ms a step from the beginning; none.
         steps: of this environment.
         marker: a file; once it is there nothing goes wrong any more, and going wrong makes it.
     """
@@ -37,6 +37,8 @@ def make(kind: str, steps: int = 50, marker: str = "") -> gymnasium.Env[Any, Any
             os.kill(os.getpid(), signal.SIGSEGV)
         elif is_due and kind == "raise":
             raise RuntimeError("the simulator is out of order")
+        elif is_due and kind == "exhaust":
+            raise MemoryError("std::bad_alloc")
         elif is_due and kind == "hang":
             time.sleep(3600)
         elif is_due and kind == "hold":

@@ -179,7 +179,7 @@ def test_a_segment_is_noted_while_it_plays_and_its_time_reported(begin: Begin) -
     assert segments.playing(run.client, run.id) == {}
     now = run.state
     spent, waited = now.process_s - begun.process_s, now.allowance_wait_s - begun.allowance_wait_s
-    assert 1.5 <= spent < 15 and 0.5 <= waited < spent
+    assert spent >= 1.5 and 0 < waited < spent
     assert 0 < now.played_s - begun.played_s < spent
     assert now.room_wait_s == begun.room_wait_s == 0
 

@@ -20,6 +20,7 @@ from ddrl.store import keys, runs, segments
 HOST = f"host {socket.gethostname()}: "
 ENDS: dict[str, tuple[dict[str, Any], str]] = {  # kind of environment -> the run's rollout section, what is reported
     "segfault": ({}, "native code crashed"),
+    "exhaust": ({}, "had no memory left"),
     "hang": ({"step_timeout_s": 6}, "bad_envs:make took longer than 6 s for a step (rollout.step_timeout_s)"),
     "hold": ({"step_timeout_s": 6}, "held the interpreter for longer than rollout.step_timeout_s"),
     "eat": ({"segment_s": 600}, "more than 2 times DDRL_PROCESS_MEMORY"),
