@@ -231,8 +231,8 @@ class Sequences:
 class Trajectories:
     """Fragments side by side, for on-policy learning; NumPy arrays as cut, tensors once on the device.
 
-    Each of the B lanes is one environment of one producer, over consecutive fragments. Shorter lanes are padded at
-    their end; padding has `valid`, `discount` and `continues` False or 0.
+    A lane holds one environment of one producer over consecutive fragments, or several such, one after another. Shorter
+    lanes are padded at their end; padding has `valid`, `discount` and `continues` False or 0.
 
     Attributes:
         observation: [R, *I] all observations, bootstraps and final ones included; the border of two joined fragments

@@ -223,7 +223,7 @@ def check_staleness(*, collect: str, max_staleness: int, forced_lag: int = 0) ->
 
 
 def trajectories(fragments: Sequence[Fragment], *, gamma: float, frame_stack: int = 1) -> Trajectories:
-    """Return all transitions of `fragments` as lanes; consecutive fragments of one producer share their lanes.
+    """Return all transitions of `fragments` as lanes; consecutive fragments of one producer form a chain.
 
     Context steps yield no transitions; they only complete frame stacks. The action is the column `raw_action` where
     there is one: the action as the policy drew it, before it was scaled and clipped for the environment.
@@ -240,17 +240,19 @@ def trajectories(fragments: Sequence[Fragment], *, gamma: float, frame_stack: in
             known[-1].append(fragment)
         else:
             known.append([fragment])
-    lanes = [chain for known in chains.values() for chain in known]
-    num_steps = max(sum(fragment.num_steps for fragment in chain) for chain in lanes)
-    shape = (num_steps, sum(chain[0].num_envs for chain in lanes))
+    ordered = [chain for known in chains.values() for chain in known]
+    lengths = [sum(fragment.num_steps for fragment in chain) for chain in ordered]
+    starts, lanes, num_lanes = _places(lengths, [chain[0].num_envs for chain in ordered])
     columns: Columns = {}  # [T, B, ...]
     observations: list[NDArray[Any]] = []
-    num_rows = lane = 0
-    for chain in lanes:
-        step, here = 0, slice(lane, lane + chain[0].num_envs)
+    num_rows = 0
+    for chain, step, lane in zip(ordered, starts, lanes, strict=True):
         for fragment in chain:
             inputs, row, next_row = _stacked(fragment, frame_stack)
-            at, new = slice(step, step + fragment.num_steps), slice(fragment.context, None)
+            new, at = (
+                slice(fragment.context, None),
+                step + np.arange(fragment.num_steps)[:, None],
+            )  # at: [T, N]
             part: Columns = {
                 "row": num_rows + row,
                 "next_row": num_rows + next_row,
@@ -264,13 +266,33 @@ def trajectories(fragments: Sequence[Fragment], *, gamma: float, frame_stack: in
             part["continues"][-1] &= fragment is not chain[-1]  # the end of a chain is a cut: it bootstraps
             for name, values in part.items():
                 if name not in columns:
-                    columns[name] = np.zeros((*shape, *values.shape[2:]), values.dtype)
-                columns[name][at, here] = values
+                    columns[name] = np.zeros((max(lengths), num_lanes, *values.shape[2:]), values.dtype)
+                columns[name][at, lane] = values
             observations.append(inputs)
             num_rows += len(inputs)
-            step = at.stop
-        lane = here.stop
+            step = step + fragment.num_steps
     return Trajectories(observation=np.concatenate(observations), **columns)
+
+
+def _places(
+    lengths: Sequence[int], num_envs: Sequence[int]
+) -> tuple[list[NDArray[np.int64]], list[NDArray[np.int64]], int]:
+    """Return where chains begin: steps and lanes, [N] of each chain, and the number of lanes, B.
+
+    An environment goes below the one before it where there is room: T * B is at most twice the transitions, and T more.
+    """
+    longest, starts, lanes = max(lengths), [], []
+    step, lane = longest, -1  # the next free one
+    for length, num in zip(lengths, num_envs, strict=True):
+        places = []
+        for _ in range(num):
+            step, lane = (step, lane) if step + length <= longest else (0, lane + 1)
+            places.append((step, lane))
+            step += length
+        start, of_env = np.array(places, np.int64).T
+        starts.append(start)
+        lanes.append(of_env)
+    return starts, lanes, lane + 1
 
 
 def check_trajectory(fragment: Fragment) -> None:

@@ -21,7 +21,7 @@ from redis import Redis
 
 from ddrl.store import capped_streams, keys
 from ddrl.store.connection import StoreError, call
-from ddrl.store.untrusted import number, text
+from ddrl.store.untrusted import number, short_text
 from ddrl.types import EnvSpec
 
 if TYPE_CHECKING:
@@ -278,7 +278,7 @@ def decode_state(fields: Mapping[str, str]) -> dict[str, Any]:
 def readable(counts: Mapping[str, bytes | None]) -> dict[str, str]:
     """Return those fields of `counts` that are there, as text; numbers as whole numbers."""
     return {
-        name: text(value) if name == "error" else str(int(number(value)))
+        name: short_text(value) if name == "error" else str(int(number(value)))
         for name, value in counts.items()
         if value is not None and name in keys.COUNTS
     }

@@ -19,7 +19,7 @@ from redis import Redis
 
 from ddrl.store import keys, runs
 from ddrl.store.connection import call
-from ddrl.store.untrusted import Count, Name, number, text
+from ddrl.store.untrusted import Count, Name, number, short_text
 
 DRAIN_S = 60  # after which a node that was leaving is forgotten
 REASON_LENGTH = 500
@@ -253,4 +253,4 @@ def withdraw_refusal(client: Redis, run: str, host: str) -> None:
 def refusals(client: Redis, run: str) -> dict[str, str]:
     """Return, by host, why it does not play the run."""
     raw = cast("dict[bytes, bytes]", client.hgetall(keys.refusals(run)))
-    return {text(host): text(reason) for host, reason in raw.items()}
+    return {short_text(host): short_text(why) for host, why in raw.items()}

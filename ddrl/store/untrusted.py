@@ -20,6 +20,11 @@ def text(value: bytes) -> str:
     return value.decode(errors="replace").translate(_CONTROLS)
 
 
+def short_text(value: bytes) -> str:
+    """Return the beginning of a text that ddrl itself writes in 500 characters."""
+    return text(value[:2_000])
+
+
 def number(value: bytes | None) -> float:
     """Return a number; 0 if it is missing or none."""
     return float(value) if value and re.fullmatch(rb"-?\d{1,16}(\.\d+)?", value) else 0.0

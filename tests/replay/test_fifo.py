@@ -218,21 +218,30 @@ def test_every_step_is_there_once_with_its_neighbors(
     assert len(batch.observation) == num_inputs, "no row for what only stacks reach into"
     assert not any(values[~batch.valid].any() for values in (batch.discount, batch.continues, batch.reward))
     seen, after = batch.observation[batch.row], batch.observation[batch.next_row]
-    found = {(seen[0, b].tobytes(), int(batch.valid[:, b].sum())): b for b in range(batch.valid.shape[1])}
-    assert len(found) == len(lanes) == batch.valid.shape[1]
+    places = list(zip(*batch.valid.nonzero(), strict=True))
+    assert len(places) == sum(map(len, lanes.values()))
+    longest = max(map(len, lanes.values()))
+    assert len(batch.valid) == longest and batch.valid.size <= 2 * len(places) + longest
+    found = {seen[place].tobytes(): place for place in reversed(places)}
     for expected in lanes.values():
         first, begin, _ = expected[0]
-        b = found[first.stack(first.begin[begin], begin, frame_stack).tobytes(), len(expected)]
-        for t, (lane, step, log_prob) in enumerate(expected):
+        start, b = found[first.stack(first.begin[begin], begin, frame_stack).tobytes()]
+        for t, (lane, step, log_prob) in enumerate(expected, start):
             assert (batch.reward[t, b], batch.action[t, b]) == (lane.reward[step], lane.action[step])
             assert batch.behavior_log_prob[t, b] == log_prob
             assert batch.discount[t, b] == (0.0 if lane.terminated[step] else 0.5)
             ended = lane.terminated[step] or lane.truncated[step]
-            assert batch.continues[t, b] == (not ended and t + 1 < len(expected))
+            assert batch.continues[t, b] == (not ended and t + 1 < start + len(expected))
             begin = lane.begin[step]
             np.testing.assert_array_equal(seen[t, b], lane.stack(begin, step, frame_stack))
             if not lane.terminated[step]:
                 np.testing.assert_array_equal(after[t, b], lane.stack(begin, step + 1, frame_stack))
+
+
+def test_short_fragments_share_lanes() -> None:
+    players = [Player(p, player=p, num_envs=1 + p % 2) for p in range(60)]
+    batch = trajectories([playable(one.fragment(1 if p else 50)) for p, one in enumerate(players)], gamma=0.5)
+    assert batch.valid.shape == (50, 3) and batch.valid.sum() == 50 + 30 * 2 + 29
 
 
 def test_the_raw_action_is_the_action() -> None:

@@ -35,6 +35,13 @@ def test_crashes_count_until_the_next_fragment(client: Redis, run: str) -> None:
     assert [row["reason"] for row in runs.journal(client, run) if row["event"] == "crashed"][-1] == "signal 9"
 
 
+def test_of_long_reasons_the_beginning_is_read(client: Redis, run: str) -> None:
+    client.hset(keys.refusals(run), "h" * 5_000, "x" * 3_000_000)
+    client.hset(keys.counts(run), "error", "y" * 3_000_000)
+    assert segments.refusals(client, run) == {"h" * 2_000: "x" * 2_000}
+    assert runs.state(client, run).error == "y" * 2_000
+
+
 def test_a_node_that_leaves_yields_and_others_play_on(client: Redis, run: str, token: int) -> None:
     stream.allow(client, run, token, 1000, updates=0)
     client.hset(keys.state(run), "version", 0)
