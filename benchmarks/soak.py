@@ -67,11 +67,11 @@ def soak(fleet: SoakFleet, seed: int, until_s: float, faults: Sequence[Fault]) -
             recovery_s = fleet.recover(LIMIT_S)
             print(f" ({words}); went on after {recovery_s or LIMIT_S:.1f} s", flush=True)
             if recovery_s is None:
-                fleet.findings.add(f"{name}: not every run went on within {LIMIT_S:.0f} s")
+                fleet.findings.add(f"{name}: not every run went on within {LIMIT_S:.0f} s ({fleet.status()})")
             time.sleep(draw.uniform(*QUIET_S))
         events.append(Event(at_s, name, words, recovery_s))
     if fleet.recover(LIMIT_S) is None:
-        fleet.findings.add(f"at the end: not every run went on within {LIMIT_S:.0f} s")
+        fleet.findings.add(f"at the end: not every run went on within {LIMIT_S:.0f} s ({fleet.status()})")
     return events
 
 

@@ -226,6 +226,16 @@ class SoakFleet:
         states = [runs.state(self.client, run) for run in self.runs]
         return [(state.appended_fragments, state.updates) for state in states]
 
+    def status(self) -> str:
+        """Return how the runs stand, for a finding."""
+        with contextlib.suppress(*connection.OUTAGES):
+            states = [runs.state(self.client, run) for run in self.runs]
+            return "; ".join(
+                f"{one.run}: {one.status} {one.reason!r}, update {one.updates}, fragment {one.appended_fragments}"
+                for one in states
+            )
+        return "the server does not answer"
+
     def recover(self, limit_s: float) -> float | None:
         """Return the seconds until each run plays and learns on; None beyond the limit."""
         began = time.monotonic()
