@@ -124,7 +124,8 @@ def take(client: Redis, run: str, message: str, player: str) -> Evaluation | Non
     if _MESSAGE.fullmatch(message) is None:
         return None
     requester, _, evaluation_id = message.rpartition("/")
-    raw = call(client, "take_evaluation", [keys.evaluating(run, requester)], [evaluation_id, player])
+    args = [evaluation_id, player, TTL_S if requester else 0]
+    raw = call(client, "take_evaluation", [keys.evaluating(run, requester)], args)
     try:
         return None if raw is None else _EVALUATION.validate_json(raw)
     except ValidationError as error:

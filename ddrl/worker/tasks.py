@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 PAUSE_S = 1.0  # after a task that failed, before the process takes the next one
 STORE_TIMEOUT_S = 60.0  # for storing a result during an outage of the server
 IDLE_S = 0.25  # after a message that found no run to play
+MOST_EPISODES = (
+    1_000  # of an evaluation of the run's own, if its config has no longer one: a worker may have written it
+)
 REFUSED_S = 30.0  # before a process tries a run again that it could not play
 REPEAT_S = 30.0  # before the same warning is logged again
 BEAT_S = 3.0  # between two reports that an evaluation is still played
@@ -185,6 +188,9 @@ def play_evaluation(client: Redis, run: str, message: str) -> bool:
         if evaluation is None:
             return False
         config = runs.config(client, run)
+        most = max(MOST_EPISODES, config.evaluation.num_episodes, config.evaluation.confirm_episodes)
+        if evaluations.is_of_run(message) and evaluation.num_episodes > most:
+            return False  # no learner has opened it
         requirements.check_machine(config, runs.state(client, run).versions)
         with watchdog.watch(run, config.env.id, config.rollout.step_timeout_s):
             loaded = policy.from_run(client, run, evaluation.version)

@@ -29,7 +29,6 @@ no memory for one."""
 CHECK_EVERY_S = 0.5  # at most
 REPORT_S = 5.0  # for the report to the run, before the process ends without it
 MEMORY_FACTOR = 2.0  # times the limit that holds between segments
-_NO_THREAD = "can't start new thread"  # Python's words for lack of memory or of threads
 
 
 class Watchdog:
@@ -121,9 +120,15 @@ def ends_without_memory() -> Iterator[None]:
         yield
     except Exception as error:
         is_alone = threading.current_thread() is threading.main_thread()  # not in a pool of threads
-        if is_alone and any(isinstance(one, MemoryError) or _NO_THREAD in str(one) for one in causes(error)):
+        if is_alone and any(map(_lacks_memory, causes(error))):
             os._exit(NO_MEMORY)
         raise
+
+
+def _lacks_memory(error: BaseException) -> bool:
+    """Return whether Python itself raised it; texts of other errors may hold what a worker wrote."""
+    is_threads = type(error) is RuntimeError and str(error) == "can't start new thread"
+    return isinstance(error, MemoryError) or is_threads
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:

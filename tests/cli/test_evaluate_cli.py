@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -244,6 +245,26 @@ def test_a_worker_stops_a_withdrawn_evaluation_but_not_for_an_outage(
     assert tasks.evaluate(run, sent[0]) is outage
     assert len(beats) == (31 if outage else 4)
     assert len(waiting.poll()) == outage
+
+
+@pytest.mark.parametrize(
+    ("requester", "num_episodes", "ttl_s", "is_played"),
+    [
+        ("", 1_001, 0, False),
+        ("", 101, 0, True),
+        ("c" * 16, 2, 0, False),
+        ("c" * 16, 2, 301, False),
+        ("c" * 16, 2, 300, True),
+    ],
+)
+def test_what_no_learner_and_no_living_command_has_opened_is_not_played(
+    client: Redis, run: str, requester: str, num_episodes: int, ttl_s: int, is_played: bool
+) -> None:
+    one = evaluations.Evaluation(version=0, first_seed=1, num_episodes=num_episodes, purpose="watch")
+    client.hset(keys.evaluating(run, requester), one.id, json.dumps(asdict(one)))
+    if ttl_s:
+        client.expire(keys.evaluating(run, requester), ttl_s)
+    assert tasks.evaluate(run, f"{requester}/{one.id}" if requester else one.id) is is_played
 
 
 @pytest.fixture
