@@ -249,10 +249,8 @@ def trajectories(fragments: Sequence[Fragment], *, gamma: float, frame_stack: in
     for chain, step, lane in zip(ordered, starts, lanes, strict=True):
         for fragment in chain:
             inputs, row, next_row = _stacked(fragment, frame_stack)
-            new, at = (
-                slice(fragment.context, None),
-                step + np.arange(fragment.num_steps)[:, None],
-            )  # at: [T, N]
+            new = slice(fragment.context, None)
+            at = step + np.arange(fragment.num_steps)[:, None]  # [T, N]
             part: Columns = {
                 "row": num_rows + row,
                 "next_row": num_rows + next_row,

@@ -232,10 +232,7 @@ class Players:
         can_report = True
         try:
             yield
-        except (
-            *connection.OUTAGES,
-            MemoryError,
-        ):  # without memory the process ends, which its worker reports
+        except (*connection.OUTAGES, MemoryError):  # a process without memory ends, which its worker reports
             can_report = False
             raise
         finally:

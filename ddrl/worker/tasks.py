@@ -32,9 +32,7 @@ if TYPE_CHECKING:
 PAUSE_S = 1.0  # after a task that failed, before the process takes the next one
 STORE_TIMEOUT_S = 60.0  # for storing a result during an outage of the server
 IDLE_S = 0.25  # after a message that found no run to play
-MOST_EPISODES = (
-    1_000  # of an evaluation of the run's own, if its config has no longer one: a worker may have written it
-)
+MOST_EPISODES = 1_000  # of a run's own evaluation, if its config has none longer: any worker may write one
 REFUSED_S = 30.0  # before a process tries a run again that it could not play
 REPEAT_S = 30.0  # before the same warning is logged again
 BEAT_S = 3.0  # between two reports that an evaluation is still played
