@@ -105,8 +105,8 @@ class Producer:
         try:
             if value.startswith(b"{"):
                 return _PRODUCER.validate_json(value)
-            incarnation, seq, _, ms, host, fragments, duplicates, node = value.decode().split(" ")
-            return cls(incarnation, int(seq), int(ms), host, node, 0, int(fragments), int(duplicates))
+            names = ("incarnation", "seq", "", "last_ms", "host", "fragments", "duplicates", "node")
+            return _PRODUCER.validate_python(dict(zip(names, value.decode().split(" "), strict=True)))
         except (ValidationError, ValueError):
             return cls()
 

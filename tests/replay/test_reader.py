@@ -82,6 +82,10 @@ FRAGMENT = fragment()
         ),
         (replace(FRAGMENT, action=FRAGMENT.action + 6), "action: outside the choices of the run, (6,)"),
         (replace(FRAGMENT, action=FRAGMENT.action - 6), "action: outside the choices of the run, (6,)"),
+        (
+            replace(FRAGMENT, extras={"raw_action": FRAGMENT.action + 6}),
+            "action: outside the choices of the run, (6,)",
+        ),
         (replace(FRAGMENT, truncated=FRAGMENT.truncated ^ ~FRAGMENT.terminated), "final_index: not the"),
     ],
 )

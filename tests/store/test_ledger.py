@@ -218,6 +218,15 @@ def test_producers_that_ended_become_one_account_and_stay_gone(server) -> None:
     assert set(audit.accounts) == {2, 4, ENDED} and audit.unknown == 0
 
 
+@pytest.mark.parametrize(
+    "value",
+    [f"5 1 0 -{10**330} host 3 0 n", f"5 1 0 {10**330} host 3 0 n", "5 1 0 9 \x1b[31mhost 3 0 n", "5 1 0 9"],
+)
+def test_a_producer_that_cannot_be_right_is_none(value: str) -> None:
+    assert ledger.Producer.decode(b"5 1 0 9 host 3 0 n").seq == 1  # as earlier versions wrote it
+    assert ledger.Producer.decode(value.encode()) == ledger.Producer()
+
+
 def test_a_producer_whose_process_lives_is_not_folded(client: Redis, run: str, token: int) -> None:
     for producer, pid in ((1, 11), (2, 12)):
         append(client, run, 0, producer=producer, node="node", pid=pid)
