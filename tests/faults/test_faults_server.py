@@ -50,8 +50,10 @@ def test_the_servers_port_refuses(fleet: Fleet) -> None:
         for proxy in fleet.proxies:
             proxy.accept()
     assert fleet.worker.running and fleet.learner.running
-    fleet.processes.until(lambda: "serves again" in fleet.learner.text()[before:])
-    assert fleet.learner.text()[before:].count("the server serves again") == 1  # once for all threads
+    # An earlier outage may still end here.
+    told = lambda: fleet.learner.text()[before:].partition("Connection refused")[2]  # noqa: E731
+    fleet.processes.until(lambda: "serves again" in told())
+    assert told().count("the server serves again") == 1  # once for all threads
 
 
 @pytest.mark.parametrize("cut", [(WORKER,), (LEARNER,)] if EXACT else [(WORKER, LEARNER)])
