@@ -89,6 +89,7 @@ class Learner:
             config.env.num_envs,
             resolved.context,
             resolved.config.recurrent_state_size,
+            resolved.sequences.stride if resolved.sequences else 1,
         )
         self._decode = functools.partial(
             decode, run=run, spaces=resolved.spec, limits=limits, pack=self.replay.pack

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 RENEW_S = 0.75  # a quarter of the lease
 SLOW_S = 1.0  # a round that takes longer than this, and than its writes at
 BYTES_PER_S = 20e6  # this pace, has waited for the server
-REFUSALS_PER_ROUND = 100
+ENTRIES_PER_ROUND = 100
 FOLD_EVERY_S = 60.0
 WAKES_PER_S = 2_000  # collectors that a raised allowance wakes, at most
 CHECKPOINT_BYTES_PER_S = 1e6  # average load of checkpoints on the server, at most
@@ -297,12 +297,12 @@ class Publisher:
         )
 
     def _report_entries(self) -> None:
-        """Report lost fragments in the journal, and store some refused entries in `dead`."""
+        """Report some lost fragments in the journal, and store some refused entries in `dead`."""
         gaps, refused = self._shared.gaps, self._shared.refused
-        while gaps:
+        for _ in range(min(len(gaps), ENTRIES_PER_ROUND)):
             self.note("lost fragments", gaps[0])
             gaps.popleft()
-        for _ in range(min(len(refused), REFUSALS_PER_ROUND)):
+        for _ in range(min(len(refused), ENTRIES_PER_ROUND)):
             entry_id, head, reason, is_fragment = refused[0]
             stream.refuse(*self._held, entry_id, head, reason, is_fragment=is_fragment)
             refused.popleft()

@@ -40,12 +40,14 @@ class FragmentLimits:
         num_envs: N.
         context: C.
         state_size: H, numbers of a recurrent state.
+        stride: T is a multiple of it.
     """
 
     num_steps: int
     num_envs: int
     context: int
     state_size: int = 0
+    stride: int = 1
 
     def num_bytes(self, spaces: EnvSpec) -> int:
         """Return a generous bound on all columns, uncompressed.
@@ -138,6 +140,8 @@ def _check(fragment: Fragment, run: str, spaces: EnvSpec, limits: FragmentLimits
     most = (limits.num_steps, limits.num_envs, limits.context)
     if any(one > bound for one, bound in zip(size, most, strict=True)):
         raise codec.CodecError(f"T, N, C: {size}, those of the run are at most {most}")
+    if fragment.num_steps % limits.stride:
+        raise codec.CodecError(f"T: {fragment.num_steps}, those of the run are multiples of {limits.stride}")
 
 
 def decode_range(

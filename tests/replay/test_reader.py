@@ -95,6 +95,13 @@ def test_a_fragment_outside_the_run_is_refused(made: Fragment, reason: str) -> N
     assert found.fragment is None and found.reason.startswith(reason) and found.memory_bytes < 4096
 
 
+def test_of_sequences_whole_strides_are_taken() -> None:
+    limits = replace(LIMITS, stride=3)
+    assert [decoded(fragment(num_steps=num), limits=limits).reason for num in (6, 7)] == [
+        "", "T: 7, those of the run are multiples of 3",
+    ]  # fmt: skip
+
+
 def test_every_step_may_be_truncated_and_extras_have_room() -> None:
     """Bytes are bounded so that no fragment that a collector can make is refused."""
     made = fragment(observation=(5000,))
