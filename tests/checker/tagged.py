@@ -21,7 +21,7 @@ from gymnasium.spaces import Box, Discrete
 
 LOG_VARIABLE = "CHECKER_LOG"
 BRIGHT, TAG = slice(0, 4), slice(4, 7)
-RECORD = struct.Struct("<d8s8sI")  # monotonic time, session, hash of the network's weights, number of steps
+RECORD = struct.Struct("<d8s8sI")  # monotonic time, session, hash of the network's state, number of steps
 
 
 def steps_of(tags: Any) -> Any:
@@ -73,21 +73,24 @@ def network(observation_shape: tuple[int, ...]) -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.layer, self.session = nn.Linear(4, 16), os.urandom(8)
+            self.register_buffer("num_passes", torch.zeros(1, dtype=torch.float64))
 
         def forward(self, x: Any) -> Any:
             if torch.is_grad_enabled() and LOG_VARIABLE in os.environ:
-                log(self.session, self.layer.weight.detach().numpy(), x[:, TAG].detach().numpy())
+                state = torch.cat([self.num_passes, self.layer.weight.detach().flatten()])
+                log(self.session, state.numpy(), x[:, TAG].detach().numpy())
+                self.num_passes += 1
             return torch.tanh(self.layer(x[:, BRIGHT]))
 
     return Logging()
 
 
-def log(session: bytes, weights: Any, tags: Any) -> None:
+def log(session: bytes, state: Any, tags: Any) -> None:
     """Append a record to the session's file; the last one of a killed process may be cut off."""
     tags = tags[(tags[:, 0] >= 1) & (tags == tags.round()).all(axis=1) & (tags < 2.0**24).all(axis=1)]
     if not len(tags):
         return  # noise with which ddrl tries a network
-    digest = hashlib.blake2b(weights.tobytes(), digest_size=8).digest()
+    digest = hashlib.blake2b(state.tobytes(), digest_size=8).digest()
     head = RECORD.pack(time.monotonic(), session, digest, len(tags))
     file = os.open(
         Path(os.environ[LOG_VARIABLE], f"{session.hex()}.steps"), os.O_WRONLY | os.O_APPEND | os.O_CREAT

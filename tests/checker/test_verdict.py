@@ -10,10 +10,11 @@ import hiredis
 import numpy as np
 import pytest
 import safetensors.numpy
+import torch
 from checker.history import Append, History, Name, Recorder, Weights
 from checker.raw import Raw
-from checker.tagged import RECORD, TAG, Tagged, steps_of
-from checker.verdict import Rules, verdict
+from checker.tagged import LOG_VARIABLE, RECORD, TAG, Tagged, network, steps_of
+from checker.verdict import Rules, sessions, verdict
 
 RUN, NUM, STEPS, LANES = "a-run", 40, 5, (7 << 24, 8 << 24)
 ON, OFF = Rules(epochs=2), Rules(samples_per_insert=50)
@@ -70,6 +71,22 @@ def killed(case: Case, digest: int) -> None:
     """Kill the learner after 60 passes; the next one starts with the weights `digest` and learns fragments 20 to 38."""
     again = [(digest if not n else 1000 + n, [20 + n // 2]) for n in range(38)]
     case.sessions = [case.sessions[0][:60], again]
+
+
+def test_passes_are_told_apart_where_weights_no_longer_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(LOG_VARIABLE, str(tmp_path))
+    first, second = network((7,)), network((7,))
+    x = torch.zeros(2, 7)
+    x[:, TAG] = 1.0
+    for _ in range(3):
+        first(x)
+    second.load_state_dict(first.state_dict())
+    for net in (second, first):
+        net(x)
+    one, other = (session.hashes for session in sessions(tmp_path))
+    assert len(set(one)) == 4 and other == one[3:]
 
 
 @pytest.mark.parametrize("num_bytes", [3, RECORD.size, RECORD.size + 79])

@@ -33,7 +33,7 @@ class Session:
 
     Attributes:
         began: monotonic time of the first one.
-        hashes: of the weights before each pass.
+        hashes: of the network's state before each pass, all different.
         steps: of each pass, as `tagged.steps_of`.
     """
 
