@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import logging
 import os
 import secrets
@@ -134,8 +135,8 @@ def rollout(self: Any, *_: object) -> dict[str, Any] | None:
         return None
     steps = 0
     with failures_reported(mine, run, node):
-        told = (self.request.hostname, self.request.id, run)
-        threading.Thread(target=_show_run, args=told, name="event", daemon=True).start()
+        # Not by `Thread.start`, which waits for ever for a thread that finds no memory.
+        _thread.start_new_thread(_show_run, (self.request.hostname, self.request.id, run))
         steps = play(mine.client, mine.blocking, mine.players, run, node=node, serves=served.__contains__)
     return {"run": run, "steps": steps}
 

@@ -7,6 +7,7 @@ process knows what happened.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
@@ -126,9 +127,13 @@ def ends_without_memory() -> Iterator[None]:
 
 
 def _lacks_memory(error: BaseException) -> bool:
-    """Return whether Python itself raised it; texts of other errors may hold what a worker wrote."""
-    is_threads = type(error) is RuntimeError and str(error) == "can't start new thread"
-    return isinstance(error, MemoryError) or is_threads
+    """Return whether Python or its loader of libraries says so; texts of other errors may hold what a worker wrote."""
+    return (
+        isinstance(error, MemoryError)
+        or (type(error) is RuntimeError and str(error) == "can't start new thread")
+        or (isinstance(error, ImportError) and "failed to map segment from shared object" in str(error))
+        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+    )
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
