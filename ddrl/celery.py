@@ -132,4 +132,7 @@ def _send(task: str, arguments: list[str], queue: str, priority: int, time_limit
     try:
         app.send_task(task, args=arguments, queue=queue, priority=priority, time_limit=limit)
     except OperationalError as error:
+        cause = error.__cause__
+        if isinstance(cause, connection.OUTAGES) and not isinstance(cause, connection.UNREACHABLE):
+            raise cause from None  # the server answers, and refuses
         raise connection.UnreachableError(str(error)) from error

@@ -13,6 +13,7 @@ import pytest
 from kombu.transport.redis import Channel
 from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import OutOfMemoryError
 from support.runs import stream_steps
 from support.worker_runs import bad, playable
 
@@ -113,6 +114,16 @@ def test_messages_wait_where_dispatchers_count_them_and_carry_a_time_limit(clien
     headers = json.loads(message)["headers"]
     assert (headers["task"], headers["argsrepr"]) == (celery.ROLLOUT, "()")
     assert headers["timelimit"] == [5.0 + celery.LIMIT_MARGIN_S, None]
+
+
+def test_a_server_that_takes_no_message_for_lack_of_memory_says_so(client: Redis) -> None:
+    client.config_set("maxmemory", 1)
+    try:
+        with pytest.raises(OutOfMemoryError) as refused:
+            celery.send_rollout("full")
+    finally:
+        client.config_set("maxmemory", 0)
+    assert "the server's memory is full" in str(connection.outage(refused.value))
 
 
 def test_an_outage_while_a_queue_is_declared_is_reported_and_the_next_message_is_sent(
