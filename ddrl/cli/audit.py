@@ -59,10 +59,7 @@ def _show(report: Mapping[str, Any], *, goes_on: bool, everyone: bool) -> None:
     run, total, known = report["run"], report["totals"], report["producers"]
     odd = [row for row in known if row["difference"]]
     shown = known if everyone or len(known) <= MAX_ROWS else (odd or known[-MAX_ROWS:])
-    rows: list[tuple[Any, ...]] = [
-        (_name(row), row["host"], *(row[name] for name in COUNTS)) for row in shown
-    ]
-    rows.append(("total", counted(len(known), "producer"), *total.values()))
+    rows = [*map(_cells, shown), ("total", counted(len(known), "producer"), *total.values())]
     table(_HEADER, rows, left=("producer", "host"))
     if len(shown) < len(known):
         note(f"{len(known) - len(shown)} balanced producers not shown; show all with --all")
@@ -82,8 +79,9 @@ def _show(report: Mapping[str, Any], *, goes_on: bool, everyone: bool) -> None:
         say("waiting: in the stream, not read yet; the next learner reads them")
 
 
-def _name(row: Mapping[str, Any]) -> str:
-    return "ended" if row["producer"] == ENDED else str(row["producer"])
+def _cells(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    name = "ended" if row["producer"] == ENDED else str(row["producer"])
+    return (name, row["host"], *(row[count] for count in COUNTS))
 
 
 def _missing(row: Mapping[str, Any]) -> str:

@@ -42,10 +42,8 @@ def compare(
             raise InputError(f"compare {given}: only one run; give two or more, `ddrl runs` lists them")
         records = [read(client, run) for run in names]
         settings = [
-            {
-                "from": each.state.warm or LACKING,
-                **values_of(each.config, store.spaces(client, each.state.run)),
-            }
+            {"from": each.state.warm or LACKING}
+            | values_of(each.config, store.spaces(client, each.state.run))
             for each in records
         ]
         now_s = store.server_ms(client) / 1e3

@@ -125,14 +125,11 @@ def _broken(client: Client) -> Iterator[Finding]:
     from ddrl.store import capped_streams, keys, runs
 
     if rows := capped_streams.read(client, keys.BROKEN, b"0-0", "queue", "reason", "item")[0]:
-        age = duration(runs.server_ms(client) / 1e3 - rows[-1]["time_s"])
-        last = "the last one from queue {queue}, {age} ago ({reason}): {item!r:.100}".format(
-            **(rows[-1] | {"age": age})
-        )
+        last = rows[-1] | {"age": duration(runs.server_ms(client) / 1e3 - rows[-1]["time_s"])}
+        text = "the last one from queue {queue}, {age} ago ({reason}): {item!r:.100}".format(**last)
+        detail = f"{counted(len(rows), 'item')} put aside that are none, {text}"
         remedy = f"find out who sends them; delete {keys.BROKEN} to forget them"
-        yield Finding(
-            "messages", WARN, f"{counted(len(rows), 'item')} put aside that are none, {last}", remedy
-        )
+        yield Finding("messages", WARN, detail, remedy)
 
 
 def security(client: Client, url: str) -> Finding:

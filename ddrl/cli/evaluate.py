@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ddrl.cli.format import counted, number, score
+from ddrl.cli.format import counted, number, picked, score
 from ddrl.cli.output import Client, InputError, Json, emit, note, pairs, progress
 from ddrl.cli.policies import Version, opened
 from ddrl.store import connection
@@ -187,14 +187,12 @@ class Scoring:
     def _play_here(self, seeds: Sequence[int], on_frame: OnFrame | None = None) -> None:
         from ddrl.runs import evaluation
 
-        wanted = self._wanted
-        options: dict[str, Any] = {
-            "epsilon": wanted.epsilon,
-            "noop_max": wanted.noop_max,
+        options = picked(self._wanted, "epsilon", "noop_max") | {
             "on_episode": self._add,
+            "on_frame": on_frame,
         }
-        num_envs = min(wanted.num_envs or 1, len(seeds))
-        evaluation.score(self._loaded, seeds, num_envs=num_envs, on_frame=on_frame, **options)
+        num_envs = min(self._wanted.num_envs or 1, len(seeds))
+        evaluation.score(self._loaded, seeds, num_envs=num_envs, **options)
 
     def _play_on_fleet(self, client: Client, seeds: range) -> None:
         """Send the seeds in chunks; leave out what the fleet cannot play, or has not played when it goes away."""
