@@ -149,11 +149,8 @@ def _end_in_order() -> None:
 
 def exit_code(error: BaseException) -> int | None:
     """Return the exit code of an error in _EXPLAINED; None for any other, which keeps its traceback."""
-    for module, name, code in _EXPLAINED:
-        kind = getattr(sys.modules.get(module), name, None)
-        if kind is not None and isinstance(error, kind):
-            return code
-    return None
+    kinds = ((getattr(sys.modules.get(module), name, ()), code) for module, name, code in _EXPLAINED)
+    return next((code for kind, code in kinds if isinstance(error, kind)), None)
 
 
 def _refuse(message: str, code: int) -> int:
