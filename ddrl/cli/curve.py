@@ -70,10 +70,8 @@ def draw(
 
 def _line(times: Sequence[float], values: Sequence[float], columns: int) -> list[tuple[int, float]]:
     """Return (column, last value in it) for the columns of dots that have a value."""
-    last: dict[int, float] = {}
-    for when, value in zip(times, values, strict=True):
-        last[min(columns - 1, max(0, int(when * columns)))] = value
-    return sorted(last.items())
+    places = (min(columns - 1, max(0, int(when * columns))) for when in times)
+    return sorted(dict(zip(places, values, strict=True)).items())
 
 
 def _dots(points: Sequence[tuple[int, int]]) -> dict[tuple[int, int], int]:
@@ -96,9 +94,7 @@ def _assemble(cells: Sequence[Sequence[tuple[str, str]]], low: float, high: floa
         value = high - (high - low) * row / max(height - 1, 1)
         label = _label(value) if row in labelled else ""
         text.append(f"{label:>{_LABEL_WIDTH}}│", style="dim")
-        for character, style in line:
-            text.append(character, style=style)
-        text.append("\n")
+        text.append_tokens([*line, ("\n", "")])
     left, right = "0s", f"{end_s:.0f}s"
     text.append(" " * _LABEL_WIDTH + "└" + left + "─" * (width - len(left) - len(right)) + right, style="dim")
     return text
