@@ -53,8 +53,7 @@ def server() -> Iterator[Client]:
 
     with ExitStack() as stack:
         try:
-            url = stack.enter_context(embedded.use())
-            client = connection.connect(url)
+            client = connection.connect(stack.enter_context(embedded.use()))
             stack.callback(client.close)
             connection.check(client)
         except connection.StoreError as error:

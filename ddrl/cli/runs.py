@@ -38,9 +38,8 @@ def runs(
         times = (duration(row["train_s"]), duration(now_s - row["created_s"]))
         cells.append((*(row[name] for name in names), *times, row["reason"]))
     header = ("run", "status", "env", "env steps", "updates", "return", "train", "age", "reason")
-    output.table(
-        header, cells, left=("run", "status", "env", "reason"), optional=("reason", "updates", "age")
-    )
+    texts = ("run", "status", "env", "reason")
+    output.table(header, cells, left=texts, optional=("reason", "updates", "age"))
     if len(known) > len(rows):
         output.note(f"{len(known) - len(rows)} older runs not shown; show all with -n {len(known)}")
 

@@ -55,8 +55,7 @@ def submit(
 ) -> None:
     """Start a run, and the server and processes that it lacks; follow it to its end."""
     started = time.monotonic()
-    limit_s = seconds(time_, "--time")
-    given = {"stop.time": limit_s, "seed": seed, "weight": weight, "priority": priority}
+    given = {"stop.time": seconds(time_, "--time"), "seed": seed, "weight": weight, "priority": priority}
     options = [f"{name}={value}" for name, value in given.items() if value is not None]
     path, preset = configs.find(config), configs.presets().get(config.removesuffix(".yaml"))
     resolved = configs.load(path, [*(set_ or []), *options])
@@ -206,8 +205,7 @@ def _attend(
     else:
         text = live.closing_lines(rows[0], store.state(client, runs[0]))
         answer(rows[0], text, json_output=json_output)
-    has_failed = any(row["status"] == "failed" for row in rows)
-    raise typer.Exit(130 if is_interrupted else 1 if has_failed else 0)
+    raise typer.Exit(130 if is_interrupted else int(any(row["status"] == "failed" for row in rows)))
 
 
 def _follow(

@@ -76,9 +76,8 @@ def _live_cells(figures: Figures) -> dict[str, str]:
         "play waits": f"{percent(recent.allowance_wait)}{room}",
     }
     if len(figures.loads) > 1 and not state.ended:
-        shown["share"] = (
-            f"{percent(recent.share)} of {percent(entitled(state, figures.loads))}, {state.priority}"
-        )
+        share, due = percent(recent.share), percent(entitled(state, figures.loads))
+        shown["share"] = f"{share} of {due}, {state.priority}"
     elif state.weight != 1.0 or state.priority != "normal":
         shown["weight"] = f"{state.weight:g}, {state.priority}"
     return shown
@@ -88,8 +87,7 @@ def one_run(figures: Figures, *, width: int, height: int) -> RenderableType:
     """Return the view of one run: curve, figures, last evaluations, notices and hint."""
     state, config, roomy = figures.state, figures.config, height >= ROOMY
     inner = max(40, min(width, 140) - 4)
-    shown = cells(figures) | _live_cells(figures) | (other_metrics(figures) if roomy else {})
-    items = [*shown.items()]
+    items = [*(cells(figures) | _live_cells(figures) | (other_metrics(figures) if roomy else {})).items()]
     columns = 1 + (inner > 70) + (inner > 110)
     grid = Table.grid(padding=(0, 1), expand=True)
     for _ in range(columns):

@@ -151,8 +151,7 @@ class Watcher:
     """
 
     def __init__(self, client: Client, run: str, *, starting_s: float = 0.0) -> None:
-        self._client = client
-        self._run = run
+        self._client, self._run = client, run
         self._figures = Figures(runs.state(client, run), runs.config(client, run))
         self._episodes_cursor = self._evaluations_cursor = b"0-0"
         self._journal_cursor = runs.journal_after(client, run)[1]
