@@ -289,9 +289,7 @@ def _service(server_url: str) -> str:
 def _sentinel_options(server_url: str) -> dict[str, Any]:
     """Return redis-py's options of a connection to a sentinel: one that does not answer is left for the next one."""
     query = parse_qs(urlsplit(server_url).query)
-    names = {
-        name: query[f"sentinel_{name}"][0] for name in ("username", "password") if f"sentinel_{name}" in query
-    }
+    names = {name.removeprefix("sentinel_"): query[name][0] for name in SENTINEL_OPTIONS[1:] if name in query}
     tls = broker_ssl(server_url)
     options = {"socket_timeout": 1.0, "socket_connect_timeout": 1.0, "retry": Retry(NoBackoff(), 0)}
     return {**options, **names, **({"ssl": True, **tls} if tls else {})}
@@ -545,18 +543,13 @@ def _where(client: redis.Redis) -> str:
     if "path" in options:
         return f"unix://{options['path']}"
     user = f"{options.get('username') or ''}:***@" if options.get("password") else ""
+    scheme, nodes = "redis", [options]
     if isinstance(pool, SentinelConnectionPool):
-        scheme, nodes = (
-            "sentinel",
-            [one.connection_pool.connection_kwargs for one in pool.sentinel_manager.sentinels],
-        )
-    else:
-        scheme, nodes = "redis", [options]
-    addresses = ",".join(
-        sorted(f"{node.get('host', 'localhost')}:{node.get('port', 6379)}" for node in nodes)
-    )
+        sentinels = pool.sentinel_manager.sentinels
+        scheme, nodes = "sentinel", [one.connection_pool.connection_kwargs for one in sentinels]
+    addresses = sorted(f"{node.get('host', 'localhost')}:{node.get('port', 6379)}" for node in nodes)
     secure = "s" if issubclass(pool.connection_class, redis.SSLConnection) else ""
-    return f"{scheme}{secure}://{user}{addresses}/{options.get('db') or 0}"
+    return f"{scheme}{secure}://{user}{','.join(addresses)}/{options.get('db') or 0}"
 
 
 def _auth_message(where: str, client: redis.Redis) -> str:
@@ -666,9 +659,7 @@ class Outage:
 
     def __init__(self, client: redis.Redis | None = None) -> None:
         self._client = client
-        self._since = 0.0
-        self._logged = ""
-        self._disk_was_full = False
+        self._since, self._logged, self._disk_was_full = 0.0, "", False
 
     def note(self, error: Exception) -> None:
         """Log an outage; raise an error that is none."""
@@ -814,9 +805,8 @@ def _num_followers(client: redis.Redis) -> int:
         return 1
     pool.get_master_address()  # type: ignore[no-untyped-call]
     info: Any = client.info("replication")
-    replicas = pool.sentinel_manager.sentinels[0].sentinel_slaves(
-        pool.service_name
-    )  # last: INFO may take long
+    # Last: INFO may take long.
+    replicas = pool.sentinel_manager.sentinels[0].sentinel_slaves(pool.service_name)
 
     def places(rows: Iterable[Any], field: str, value: str) -> set[tuple[str, int]]:
         return {(row["ip"], row["port"]) for row in rows if row[field] == value}

@@ -235,9 +235,7 @@ def fold(
         last_ms = producer.last_ms if producer.last_ms <= now_ms else 0
         is_ended = is_crowded or (producer.node, producer.pid) not in alive
         is_read = values is not None and producer.fragments == row.decided
-        is_read = is_read or (
-            is_crowded and last_ms + quiet_ms < read_ms
-        )  # all entries of that time were read
+        is_read |= is_crowded and last_ms + quiet_ms < read_ms  # all entries of that time were read
         if now_ms - last_ms >= quiet_ms and is_ended and is_read:
             ended.append((field, Producer() if values is None else producer, row))
     one = Producer.decode(producers.get(b"%d" % ENDED, Producer().encode().encode()))
@@ -277,9 +275,8 @@ def checked(client: Redis, run: str, entries: Sequence[stream.Entry]) -> list[st
 
     def is_written(entry: stream.Entry) -> bool:
         producer = known.get(entry.producer, Producer(seq=-1))
-        return (
-            entry.fields.get(b"i") == producer.incarnation.encode() and entry.count(b"q", -1) <= producer.seq
-        )
+        is_newest = entry.fields.get(b"i") == producer.incarnation.encode()
+        return is_newest and entry.count(b"q", -1) <= producer.seq
 
     return [entry if is_written(entry) else entry.without_producer() for entry in entries]
 

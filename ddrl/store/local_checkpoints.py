@@ -297,9 +297,7 @@ def restore_newer(client: Redis, run: str, lease_token: int, folder: Path) -> bo
         LeaseLostError: another learner took over.
     """
     pointer, latest = checkpoints.newest_pointer(client, run), weights.index(client, run).latest
-    stored = (
-        (-1, -1, -1) if pointer is None else (pointer["token"], pointer["meta"].get("updates", 0), latest)
-    )
+    stored = (pointer["token"], pointer["meta"].get("updates", 0), latest) if pointer else (-1, -1, -1)
     if token(folder, run) < max(stored[0], 1):
         return False
     try:
@@ -349,9 +347,7 @@ def find(client: Redis, name: str, folder: Path) -> str:
         return runs.resolve(client, name)
     except UnknownRunError as error:
         found = [path.parent.parent.name for path in folder.glob(f"*/{FOLDER}/{POINTER}")]
-        matches = [run for run in found if run == name] or [
-            run for run in found if name and run.startswith(name)
-        ]
+        matches = [name] if name in found else [run for run in found if name and run.startswith(name)]
         if len(matches) != 1:
             raise UnknownRunError(f"{error}; no checkpoint of it is in {folder} either") from None
         return matches[0]

@@ -225,9 +225,8 @@ def resolve(client: Redis, name: str) -> str:
         return matches[0]
     if not matches:
         hint = f"the newest is {known[-1]}" if known else "there are none yet; start one with `ddrl submit`"
-        raise UnknownRunError(
-            f"run {name if name.isprintable() and name else repr(name)}: not on this server; {hint}"
-        )
+        shown = name if name.isprintable() and name else repr(name)
+        raise UnknownRunError(f"run {shown}: not on this server; {hint}")
     newest = ", ".join(matches[:-4:-1]) + (", ..." if len(matches) > 3 else "")
     raise StoreError(f"run {name}: {len(matches)} begin so ({newest}); give more of the id, or: last")
 
@@ -474,8 +473,7 @@ def change(
     fields = _mirrored(new)
     rows = [part for name, values in changes.items() for part in (name, *map(json.dumps, values))]
     script_keys = [keys.spec(run), keys.state(run), keys.journal(run), keys.counts(run)]
-    spec = new.model_dump_json(by_alias=True)
-    args = [version, spec, JOURNAL_LENGTH, len(fields), fields, *rows]
+    args = [version, new.model_dump_json(by_alias=True), JOURNAL_LENGTH, len(fields), fields, *rows]
     reply = call(client, "change_config", script_keys, args)
     if not reply:
         raise StoreError(f"run {run}: its settings were changed meanwhile; look at them and try again")

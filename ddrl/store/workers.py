@@ -81,10 +81,9 @@ def alive(client: Redis) -> list[Heartbeat]:
     names, prefix = sorted(cast("set[bytes]", client.smembers(keys.WORKERS))), keys.worker("").encode()
     raw = cast("list[bytes | None]", client.mget([prefix + name for name in names])) if names else []
     found = []
-    for value in raw:
-        if value is not None:
-            with contextlib.suppress(ValidationError):
-                found.append(_HEARTBEAT.validate_json(value))
+    for value in filter(None, raw):
+        with contextlib.suppress(ValidationError):
+            found.append(_HEARTBEAT.validate_json(value))
     gone = [name for name, value in zip(names, raw, strict=True) if value is None]
     if gone:  # lost; one that was only late adds its name again
         with contextlib.suppress(RedisError):  # the caller may not have the right
