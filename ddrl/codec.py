@@ -116,9 +116,7 @@ def encode(fragment: Fragment) -> dict[bytes, bytes]:
         "T": fragment.num_steps,
         "N": fragment.num_envs,
         "C": fragment.context,
-        "columns": [
-            {"name": c.name, "dtype": c.dtype, "shape": list(c.shape), "bytes": c.num_bytes} for c in columns
-        ],
+        "columns": [column._asdict() | {"bytes": column.num_bytes} for column in columns],
         "checksum": _checksum(chunks.values()),
     }
     return {b"h": json.dumps(header, separators=(",", ":")).encode(), **chunks}
@@ -299,8 +297,7 @@ def _decompress(column: _Column, fields: Mapping[bytes, bytes]) -> np.ndarray:
     shape = column.shape
     if column.is_image:
         shape = (shape[1], shape[0], *shape[2:])
-    dtype = np.dtype(column.dtype).newbyteorder("<")
-    array = np.empty(shape, dtype)
+    array = np.empty(shape, np.dtype(column.dtype).newbyteorder("<"))
     raw = array.reshape(-1).view(np.uint8)
     if column.num_bytes:
         try:

@@ -391,10 +391,7 @@ def options(model: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
 
 def live_options(model: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
     """Return the options that can change while a run goes on, by their dotted names."""
-    found = options(model, prefix).items()
-    return {
-        n: field for n, field in found if isinstance(e := field.json_schema_extra, dict) and e.get("live")
-    }
+    return {name: field for name, field in options(model, prefix).items() if field.json_schema_extra == LIVE}
 
 
 def allowed(annotation: Any, metadata: Iterable[Any] = ()) -> str:
@@ -458,9 +455,8 @@ def _explain(model: type[BaseModel], item: Any, prefix: str) -> str:
 def _fields_at(model: type[BaseModel], path: Sequence[str]) -> list[str]:
     """Return the option names (aliases where they exist) that the model accepts at `path`."""
     for name in path:
-        annotation: Any = next(
-            (f.annotation for key, f in model.model_fields.items() if name in (key, f.alias)), None
-        )
+        found = (field.annotation for key, field in model.model_fields.items() if name in (key, field.alias))
+        annotation: Any = next(found, None)
         if isinstance(annotation, types.UnionType):
             annotation = next((a for a in typing.get_args(annotation) if a is not type(None)), None)
         if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
