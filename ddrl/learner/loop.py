@@ -160,9 +160,8 @@ class Learner:
         shared.updates, shared.env_steps = counters.updates, counters.env_steps
         shared.add_elapsed(counters.elapsed_s)
         shared.ledger.load(counters)
-        self.replay.load_state(
-            {name.removeprefix(REPLAY): value.numpy() for name, value in replay_state.items()}
-        )
+        arrays = {name.removeprefix(REPLAY): value.numpy() for name, value in replay_state.items()}
+        self.replay.load_state(arrays)
         # Fragments that waited then and have left the stream count as dropped.
         self.replay.num_dropped = counters.dropped + counters.waiting - self.replay.num_waiting
         # After a loss of experience in the stream the replay warms up again before the next update.
@@ -262,9 +261,7 @@ class Learner:
         shared = self.shared
         if self._on_policy and shared.weights is not None:
             return False
-        batch = self.replay.draw(
-            num_steps=shared.paced_steps, num_updates=shared.updates, version=shared.version
-        )
+        batch = self.replay.draw(**shared.pace, version=shared.version)
         if batch is None:
             return False
         metrics = dict(self.algorithm.update(to_device(batch, self._device)))

@@ -99,9 +99,9 @@ class Shared:
         self.entries.append((entry.entry_id, self.taken_bytes))
 
     @property
-    def paced_steps(self) -> int:
-        """Steps that the rate limiter counts."""
-        return self.env_steps - self.refilled
+    def pace(self) -> dict[str, int]:
+        """Steps and updates that the rate limiter counts."""
+        return {"num_steps": self.env_steps - self.refilled, "num_updates": self.updates}
 
     @property
     def elapsed_s(self) -> float:
@@ -292,9 +292,8 @@ class Publisher:
 
     def _fold_rows(self) -> None:
         rows = self._shared.ledger.rows  # read first: a producer has a record before it has a row
-        self._shared.ledger.fold(
-            {producer for producer in rows if producer >= 0} - ledger.listed(*self._held[:2])
-        )
+        unlisted = {producer for producer in rows if producer >= 0} - ledger.listed(*self._held[:2])
+        self._shared.ledger.fold(unlisted)
 
     def _report_entries(self) -> None:
         """Report some lost fragments in the journal, and store some refused entries in `dead`."""
@@ -338,7 +337,7 @@ class Publisher:
             "updates": totals["updates"],
             "env_steps_per_s": grown["env_steps"] / elapsed_s,
             "updates_per_s": grown["updates"] / elapsed_s,
-            **self._replay.figures(num_steps=shared.paced_steps, num_updates=shared.updates),
+            **self._replay.figures(**shared.pace),
             "admitted": shared.ledger.consumed,
             "dead": shared.ledger.refused,
             "version": shared.version,
@@ -407,9 +406,7 @@ class Publisher:
     def _allowance(self, version: int) -> int:
         """Return the environment steps that may be appended in all once `version` is published."""
         shared = self._shared
-        return shared.refilled + self._replay.step_budget(
-            num_steps=shared.paced_steps, num_updates=shared.updates, version=version
-        )
+        return shared.refilled + self._replay.step_budget(**shared.pace, version=version)
 
     # --- checkpoints and the stream ----------------------------------------------------------------------
 
