@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -237,8 +238,8 @@ class SequenceItems:
         rescaled: bool = True,
     ) -> None:
         self._shape, self._state_size = shape, state_size
-        self._gamma, self._n_step = gamma, n_step
-        self._mix, self._rescaled = priority_mix, rescaled
+        self._n_step, self._targets = n_step, partial(targets, gamma=gamma, n=n_step)
+        self._td_errors = partial(td_errors, gamma=gamma, n=n_step, rescaled=rescaled, mix=priority_mix)
         self.frame_stack = frame_stack
 
     def room(self, capacity: int) -> tuple[int, int, int]:
@@ -275,10 +276,7 @@ class SequenceItems:
             "action": fragment.action.T.reshape(-1),
             "reward": fragment.reward.T.reshape(-1),
         }
-        td_error = td_errors(
-            fragment, cuts, gamma=self._gamma, n=self._n_step, rescaled=self._rescaled, mix=self._mix
-        )
-        return Cut(block, items, steps, td_error)
+        return Cut(block, items, steps, self._td_errors(fragment, cuts))
 
     def plan(self, items: Columns, steps: Ring, rows: Rows) -> Callable[[], Sequences]:
         """Look up what B items need; the result gathers them, in any thread."""
@@ -309,9 +307,7 @@ class SequenceItems:
         read = rows.plan(row)
 
         def gather() -> Sequences:
-            return_, discount, bootstrap, valid = targets(
-                reward, length, terminated, gamma=self._gamma, n=self._n_step
-            )
+            return_, discount, bootstrap, valid = self._targets(reward, length, terminated)
             return Sequences(
                 observation=read(),
                 previous_action=previous_action,
