@@ -102,9 +102,8 @@ class LoadedPolicy:
         assert episode is not None
         is_first = np.array([episode.action is None])
         if episode.state and episode.action is not None:
-            advance(
-                episode.state, episode.action, envs.training_reward(self.env, np.array([reward])), is_first
-            )
+            learned = envs.training_reward(self.env, np.array([reward]))
+            advance(episode.state, episode.action, learned, is_first)
         seen = episode.stack.push(np.asarray(observation)[None], is_first)
         episode.action = self.policy.act(seen, episode.state)
         return cast(np.ndarray, episode.action[0])
@@ -148,9 +147,8 @@ def from_run(client: Redis, run: str, version: int) -> LoadedPolicy:
         StoreError: the version is not there (never published, or pruned).
     """
     arrays = weights.decode_weights(_blob(client, run, version))
-    return _build(
-        arrays, runs.config(client, run), runs.spaces(client, run), run, version, source=f"{run}@{version}"
-    )
+    config, spaces = runs.config(client, run), runs.spaces(client, run)
+    return _build(arrays, config, spaces, run, version, source=f"{run}@{version}")
 
 
 def save(client: Redis, run: str, version: int, path: str | Path) -> Path:

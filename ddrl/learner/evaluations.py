@@ -177,8 +177,7 @@ class EvaluationScheduler:
         if self._target is None or row["return_mean"] < self._target:
             return
         if row["purpose"] == "watch" and self._config.confirm_episodes:
-            confirmation = self._evaluation(row["version"], "confirm", row["env_steps"], row["updates"])
-            self._open.open([confirmation])
+            self._open.open([self._evaluation(row["version"], "confirm", row["env_steps"], row["updates"])])
             return
         self._mark_best(row["version"], row["returns"])
         self.solved = True

@@ -106,9 +106,8 @@ def serve(client: Redis, folder: Path, interrupt: Interrupt, *, retention: Reten
                 except Exception as error:  # the other runs still need a learner
                     if str(error) != reported.get(run):  # once, not in each round
                         reported[run] = str(error)
-                        log.error(
-                            "%s: %s", run, error, exc_info=not isinstance(error, (StoreError, ConfigError))
-                        )
+                        is_explained = isinstance(error, (StoreError, ConfigError))
+                        log.error("%s: %s", run, error, exc_info=not is_explained)
                         logs.add(client, run, f"learner {socket.gethostname()}", "ERROR", str(error))
                     skipped_until[run, ""] = time.monotonic() + SKIP_S
             outage.over()
@@ -255,8 +254,7 @@ class _Claim:
             log.info("%s is held by the learner on %s; %s it", self.run, holder, verb)
             self.holder = holder
         if self.take_over and not self._requested_at:
-            requester = f"{socket.gethostname()} (process {os.getpid()})"
-            runs.request_handover(self.client, self.run, requester)
+            runs.request_handover(self.client, self.run, f"{socket.gethostname()} (process {os.getpid()})")
             self._requested_at = time.monotonic()
 
 
@@ -351,8 +349,7 @@ class _Attempt:
         config, run, client, token = self._config, self._run, self._client, self._token
         device = choose_device(config.learner.device)
         torch.set_num_threads(config.learner.num_threads)
-        reader_client = connection.connect_blocking()
-        self._resources.callback(reader_client.close)
+        reader_client = self._resources.enter_context(contextlib.closing(connection.connect_blocking()))
         self._local = local_checkpoints.BackgroundWriter(self._folder)
         self._resources.callback(self._local.close)
         resolved, save = base.resolve(config, runs.spaces(client, run)), self._save_locally

@@ -36,9 +36,8 @@ def to_device(batch: Any, device: torch.device) -> Any:
     """
     arrays = {name: value for name, value in vars(batch).items() if value is not None and name != "number"}
     tensors = {name: torch.from_numpy(value) for name, value in arrays.items()}
-    return type(batch)(
-        **{name: value if name == "burn_in" else send(value, device) for name, value in tensors.items()}
-    )
+    sent = {name: value if name == "burn_in" else send(value, device) for name, value in tensors.items()}
+    return type(batch)(**sent)
 
 
 def send(values: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -173,11 +173,8 @@ class Reader:
         *,
         lower_ids: Callable[[bytes, bytes], object] = lambda cursor, latest: None,
     ) -> None:
-        self._client = client
+        self._client, self._run, self._cursor, self._decode = client, run, cursor, decode
         self._lower_ids, self._latest = lower_ids, b"0-0"
-        self._run = run
-        self._cursor = cursor
-        self._decode = decode
         self._decoded: deque[Decoded] = deque()
         self._decoded_bytes = self._taken_bytes = 0  # in all
         self._count, self._count_at = 1, 0.0  # entries a reply, and when to find out again

@@ -68,8 +68,7 @@ def write(client: Redis, run: str, folder: Path) -> None:
     records, totals = read(client, run), summary(client, run)
     folder.mkdir(parents=True, exist_ok=True)
     tree = records.config.model_dump(mode="json", by_alias=True)
-    settings = _first_line(run) + yaml.safe_dump(tree, sort_keys=False)
-    (folder / CONFIG).write_text(settings, encoding="utf-8")
+    (folder / CONFIG).write_text(_first_line(run) + yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
     (folder / "summary.json").write_text(json.dumps(totals, indent=2) + "\n", encoding="utf-8")
     if (version := totals["policy_version"]) in weights.index(client, run).sizes:  # else none is published
         policy.save(client, run, version, folder / "policy.safetensors")

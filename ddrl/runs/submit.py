@@ -106,12 +106,10 @@ def _check_off_policy(config: RunConfig, resolved: base.Resolved) -> None:
     """
     replay, spec, options, sequences = config.replay, resolved.spec, resolved.config, resolved.sequences
     rate_limiter(replay, options)
-    _refuse_changed(
-        config, "on_policy", [*type(config.on_policy).model_fields], f"on algorithm {resolved.name}"
-    )
+    where = f"on algorithm {resolved.name}"
+    _refuse_changed(config, "on_policy", type(config.on_policy).model_fields, where)
     if spec.action_kind != "continuous":
-        where = f"on algorithm {resolved.name} with {spec.action_kind} actions"
-        _refuse_changed(config, "rollout", ["action_noise"], where)
+        _refuse_changed(config, "rollout", ["action_noise"], f"{where} with {spec.action_kind} actions")
     fragment_steps, num_envs = config.rollout.max_fragment_steps, config.env.num_envs
     stride = sequences.stride if sequences else 1
     if fragment_steps < stride:
@@ -184,8 +182,9 @@ def _check_on_policy(config: RunConfig, resolved: base.Resolved, processes: int)
             f"on_policy.forced_lag: {options.forced_lag} needs play during learning; use on_policy.collect: async"
         )
     if collect == "sync" and options.stale == "correct":
-        where = f"on {name} with collect: sync and stale: correct"
-        _refuse_changed(config, "on_policy", ["max_staleness"], where)
+        _refuse_changed(
+            config, "on_policy", ["max_staleness"], f"on {name} with collect: sync and stale: correct"
+        )
     if config.rollout.random_until_learned:
         raise ValueError(
             f"rollout.random_until_learned: true, but {name} cannot learn from random actions; remove it"
