@@ -297,9 +297,8 @@ class ActorCriticLearner(Generic[AnyOptions]):
         sample = return_.to("cpu", torch.float64)  # the difference of two squares would lose float32's digits
         sample_mean, sample_square = float(sample.mean()), float(sample.square().mean())
         mean = (1 - rate) * old_mean + rate * sample_mean
-        variance = max(
-            (1 - rate) * (old_std**2 + old_mean**2) + rate * sample_square - mean**2, _LEAST_STD**2
-        )
+        square = (1 - rate) * (old_std**2 + old_mean**2) + rate * sample_square
+        variance = max(square - mean**2, _LEAST_STD**2)
         for name, value in (("count", count + 1.0), ("mean", mean), ("variance", variance)):
             self._statistics[f"return_{name}"].fill_(value)
         mean, std = self.return_scale

@@ -84,10 +84,8 @@ def categorical_loss(
     Returns:
         The scalar loss in nats, and [B] divergences (detached, at least 0), which are the new priorities.
     """
-    next_logits = _of_action(next_target_logits, next_q.argmax(dim=1))  # [B, Z]
-    target = project(
-        next_logits.softmax(dim=1), n_step_return, bootstrap_discount, v_min=v_min, v_max=v_max
-    ).detach()
+    prob = _of_action(next_target_logits, next_q.argmax(dim=1)).softmax(dim=1)  # [B, Z]
+    target = project(prob, n_step_return, bootstrap_discount, v_min=v_min, v_max=v_max).detach()
     log_prob = _of_action(logits, action).log_softmax(dim=1)  # [B, Z]
     divergence = (torch.xlogy(target, target) - target * log_prob).sum(dim=1)  # [B]
     return _mean(divergence, weight), divergence.detach().clamp(min=0.0)
@@ -152,18 +150,16 @@ def project(
     num_atoms = prob.shape[1]
     spacing = (v_max - v_min) / (num_atoms - 1)
     atoms = support(num_atoms, v_min=v_min, v_max=v_max, like=prob)  # [Z]
-    moved = torch.addcmul(n_step_return[:, None], bootstrap_discount[:, None], atoms).clamp(
-        v_min, v_max
-    )  # [B, Z]
-    distance = (moved[:, None, :] - atoms[:, None]).abs()  # [B, Z (support), Z (moved)]
+    moved = torch.addcmul(n_step_return[:, None], bootstrap_discount[:, None], atoms)  # [B, Z]
+    bounded = moved.clamp(v_min, v_max)
+    distance = (bounded[:, None, :] - atoms[:, None]).abs()  # [B, Z (support), Z (moved)]
     share = (1.0 - distance / spacing).clamp(min=0.0)
     return torch.bmm(share, prob[:, :, None]).squeeze(2)
 
 
 def _of_action(output: Tensor, action: Tensor) -> Tensor:
     """Return the rows of the actions [B] from [B, A, Z]: [B, Z]."""
-    index = action[:, None, None].expand(-1, 1, output.shape[2])
-    return output.gather(1, index).squeeze(1)
+    return output.gather(1, action[:, None, None].expand(-1, 1, output.shape[2])).squeeze(1)
 
 
 def _mean(each: Tensor, weight: Tensor | None) -> Tensor:

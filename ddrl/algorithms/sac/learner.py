@@ -159,9 +159,8 @@ class SAC:
         config = self.config
         observation, next_observation = batch.observation, batch.next_observation  # [B, O]
         size = len(observation)
-        action = torch.addcmul(
-            self._action_offset, batch.action.reshape(size, self._num_dims), self._action_scale
-        )  # [B, A], in [-1, 1]
+        played = batch.action.reshape(size, self._num_dims)
+        action = torch.addcmul(self._action_offset, played, self._action_scale)  # [B, A], in [-1, 1]
         with torch.no_grad():
             temperature = self._log_temperature.exp()
             next_action, next_log_prob = self._sample(next_observation)
@@ -203,9 +202,8 @@ class SAC:
         """Return actions [B, A] of the current policy at [B, O] and their log densities [B]."""
         mean, raw_log_std = self.actor(observation).chunk(2, dim=1)
         noise = torch.randn(mean.shape, generator=self._noise, device=mean.device)
-        return tanh_gaussian_sample(
-            mean, bounded_log_std(raw_log_std, low=LOG_STD_MIN, high=LOG_STD_MAX), noise
-        )
+        log_std = bounded_log_std(raw_log_std, low=LOG_STD_MIN, high=LOG_STD_MAX)
+        return tanh_gaussian_sample(mean, log_std, noise)
 
     def weights(self) -> dict[str, Tensor]:
         """Return the actor's parameters and the log of a learned temperature by name, as CPU copies."""
