@@ -239,10 +239,8 @@ class ArrayPool:
             fitting = [i for i in idle if (self._arrays[i].shape, self._arrays[i].dtype) == (shape, dtype)]
             array = self._arrays[fitting[0]] if fitting else np.empty(shape, dtype)
             kept = fitting[1 : 1 + MAX_IDLE]
-            self._arrays = [
-                array,
-                *(self._arrays[i] for i in range(len(self._arrays)) if i in kept or i not in idle),
-            ]
+            others = [self._arrays[i] for i in range(len(self._arrays)) if i in kept or i not in idle]
+            self._arrays = [array, *others]
             return array
 
 

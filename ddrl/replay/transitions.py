@@ -53,13 +53,8 @@ class TransitionItems:
         num_steps, new = fragment.num_steps, slice(fragment.context, None)
         block = observation_block(fragment, self.frame_stack, context=self.frame_stack - 1)
         start = block.row[-1 - num_steps : -1]  # [T, N]
-        returns, discount, k = n_step_return(
-            fragment.reward[new],
-            fragment.terminated[new],
-            fragment.truncated[new],
-            gamma=self._gamma,
-            n=self._n_step,
-        )
+        steps = fragment.reward[new], fragment.terminated[new], fragment.truncated[new]
+        returns, discount, k = n_step_return(*steps, gamma=self._gamma, n=self._n_step)
         last = np.arange(num_steps)[:, None] + k - 1  # [T, N] the last step of each sum
         bootstrap = np.take_along_axis(block.next_row[-num_steps:], last, axis=0)
         td_error = None
@@ -100,9 +95,8 @@ class TransitionItems:
         """Assert the invariants of one fragment's items, whose observations are `rows`."""
         start, bootstrap = items["row"], items["row"] + items["ahead"]
         assert len(np.unique(start)) == len(start), "each transition starts at its own row"
-        assert np.all((rows.start <= start) & (start < bootstrap) & (bootstrap < rows.stop)), (
-            "rows are its fragment's"
-        )
+        is_inside = (rows.start <= start) & (start < bootstrap) & (bootstrap < rows.stop)
+        assert np.all(is_inside), "rows are its fragment's"
         discount = items["bootstrap_discount"]
         assert np.all((discount >= 0) & (discount <= np.float32(self._gamma))), "discounts in [0, gamma]"
 
