@@ -179,8 +179,7 @@ class AtariEnv(gymnasium.Env[np.ndarray, np.int64]):
     ) -> tuple[np.ndarray, dict[str, Any]]:
         """Begin a game, [H, W] uint8; a seed determines everything after it."""
         super().reset(seed=seed)
-        seeds = None if seed is None else [seed]
-        self._frames = [game.reset(seed=seeds)[0][0] for game in self._games]
+        self._frames = [game.reset(seed=None if seed is None else [seed])[0][0] for game in self._games]
         return self._frames[0], {}
 
     def step(self, action: np.int64) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:

@@ -232,5 +232,4 @@ def _installed(packages: list[str]) -> dict[str, str]:
 @functools.cache
 def _distributions_of(package: str) -> tuple[str, ...]:
     """Return the installed packages that a top-level package came with; none for files on the path."""
-    found = importlib.metadata.packages_distributions().get(package, [])
-    return tuple(sorted(set(found) - {"ddrl"}))
+    return tuple(sorted({*importlib.metadata.packages_distributions().get(package, [])} - {"ddrl"}))

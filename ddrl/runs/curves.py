@@ -142,12 +142,11 @@ def _draw_mean(axes: Axes, records: Records, over: str, window: int, **style: An
 
 def _draw_evaluations(axes: Axes, rows: Sequence[Mapping[str, Any]], over: str, **style: Any) -> None:
     """Draw means with their standard deviations."""
-    marks = {"fmt": "o", "markersize": 6, "markeredgecolor": "white", "markeredgewidth": 0.8}
+    marks: dict[str, Any] = {"fmt": "o", "markersize": 6, "markeredgecolor": "white", "markeredgewidth": 0.8}
     bars = {"elinewidth": 1.1, "capsize": 2.5, "zorder": 4}
     if rows:
         xs, means, stds = ([row[name] for row in rows] for name in (over, "return_mean", "return_std"))
-        options: dict[str, Any] = {**marks, **bars, **style}
-        axes.errorbar(xs, means, stds, **options)
+        axes.errorbar(xs, means, stds, **(marks | bars | style))
 
 
 def _finish(axes: Axes, runs: Sequence[Records], levels: Iterable[float]) -> None:

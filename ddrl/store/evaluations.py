@@ -152,8 +152,7 @@ def finish(client: Redis, run: str, message: str, evaluation: Evaluation, result
 def fail(client: Redis, run: str, message: str, reason: str) -> None:
     """Store why an evaluation could not be played; it stays open, for another worker."""
     requester, _, evaluation_id = message.rpartition("/")
-    args = [evaluation_id, reason[:ERROR_LENGTH]]
-    call(client, "fail_evaluation", [keys.evaluating(run, requester)], args)
+    call(client, "fail_evaluation", [keys.evaluating(run, requester)], [evaluation_id, reason[:ERROR_LENGTH]])
 
 
 # --- for learners and commands ---------------------------------------------------------------------------

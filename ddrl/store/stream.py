@@ -280,8 +280,7 @@ def remaining(client: Redis, run: str, *, node: str = "-") -> Appended:
     answers = {b"active": going, b"paused": Answer.YIELD}
     players = int(raw[4] or 1)
     share = -(-steps // (2 * players)) if steps > 0 and players > 1 else steps
-    answer = answers.get(raw[0] or b"", Answer.STOPPED)
-    return Appended(answer, version, raw[2] or b"0-0", share, players)
+    return Appended(answers.get(raw[0] or b"", Answer.STOPPED), version, raw[2] or b"0-0", share, players)
 
 
 def episodes(client: Redis, run: str, after: bytes = b"0-0") -> tuple[list[dict[str, Any]], bytes]:

@@ -158,12 +158,10 @@ class Player:
         """
         if self._unsent is None:
             started = time.monotonic()
-            longest_s = max(1.0, LONGEST_FRAGMENT * self.config.rollout.fragment_s)
+            stop_at = started + max(1.0, LONGEST_FRAGMENT * self.config.rollout.fragment_s)
             steps = math.ceil(min(remaining_steps, self._most_transitions) / self.config.env.num_envs)
             with self._watched():
-                fragment = self.collector.collect(
-                    max_steps=max(self._least_steps, steps), stop_at=started + longest_s
-                )
+                fragment = self.collector.collect(max_steps=max(self._least_steps, steps), stop_at=stop_at)
             encoded = codec.encode(fragment)
             self._unsent = fragment, encoded, round(1e3 * (time.monotonic() - started))
         fragment, encoded, played_ms = self._unsent

@@ -206,8 +206,7 @@ def play_evaluation(client: Redis, run: str, message: str) -> bool:
     except connection.OUTAGES:
         raise
     except Exception as error:
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        evaluations.fail(client, run, message, reason)
+        evaluations.fail(client, run, message, f"{type(error).__name__}: {' '.join(str(error).split())}")
         if evaluations.is_of_run(message):
             raise
         time.sleep(PAUSE_S)  # other workers may do better with what is left
