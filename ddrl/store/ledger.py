@@ -275,8 +275,8 @@ def checked(client: Redis, run: str, entries: Sequence[stream.Entry]) -> list[st
 
     def is_written(entry: stream.Entry) -> bool:
         producer = known.get(entry.producer, Producer(seq=-1))
-        is_newest = entry.fields.get(b"i") == producer.incarnation.encode()
-        return is_newest and entry.count(b"q", -1) <= producer.seq
+        is_current = entry.fields.get(b"i") == producer.incarnation.encode()
+        return is_current and entry.count(b"q", -1) <= producer.seq
 
     return [entry if is_written(entry) else entry.without_producer() for entry in entries]
 
