@@ -77,7 +77,7 @@ test: $(STAMP)
 	@$(VENV)/bin/python -m pytest --numprocesses $(JOBS) --dist worksteal $(ARGS)
 
 faults: $(STAMP)
-	@DDRL_FAULT_BOUNDS=exact $(VENV)/bin/python -m pytest -m faults $(ARGS)
+	@DDRL_FAULT_BOUNDS=exact $(VENV)/bin/python -m pytest -m faults --numprocesses 2 --dist worksteal $(ARGS)
 
 soak: $(STAMP)
 	@PYTHONPATH=tests $(VENV)/bin/python benchmarks/soak.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGS)

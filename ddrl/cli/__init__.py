@@ -127,6 +127,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
     except Exception as error:
+        if _ended_by:  # while a library was imported, which made another error of the exit
+            return 128 + _ended_by[0]
         code = exit_code(error)
         if code is None:
             raise
@@ -140,11 +142,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _refuse(message, code)
 
 
+_ended_by: list[int] = []  # signals
+
+
 def _end_in_order() -> None:
     """Let SIGTERM, and SIGHUP of a closed terminal, end a command as an exit does: it leaves the embedded server."""
+
+    def end(number: int, _: object) -> None:
+        _ended_by.append(number)
+        sys.exit(128 + number)
+
     for signum in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signum) is signal.SIG_DFL:  # `nohup` ignores SIGHUP
-            signal.signal(signum, lambda number, _: sys.exit(128 + number))
+            signal.signal(signum, end)
 
 
 def exit_code(error: BaseException) -> int | None:

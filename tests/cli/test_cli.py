@@ -392,3 +392,23 @@ def test_up_serves_until_interrupted(home: Path) -> None:
 def test_a_name_that_is_too_long_for_a_file_is_refused(client: Any) -> None:
     for command in ("status", "evaluate", "export"):
         assert "not on this server" in commands.refused(command, "x" * 300)
+
+
+IMPORTS = """
+import os, signal, sys, time
+from ddrl import cli
+def app(*_, **__):
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+    except SystemExit as error:
+        raise ValueError("no schema") from error
+cli.app = app
+sys.exit(cli.main())
+"""
+
+
+def test_a_command_that_is_ended_while_a_library_is_imported_says_nothing() -> None:
+    """Pydantic makes an error of its own of an exit that comes while it builds a model."""
+    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGTERM, "", "")
