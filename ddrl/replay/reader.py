@@ -133,8 +133,8 @@ def _check(fragment: Fragment, run: str, spaces: EnvSpec, limits: FragmentLimits
         raise codec.CodecError(f"spaces: observation and action are {found}, those of the run {known}")
     if (acted.dtype == np.float32) != (spaces.action_kind == "continuous"):
         raise codec.CodecError(f"action: {acted.dtype}, but actions of the run are {spaces.action_kind}")
-    drawn = fragment.extras.get("raw_action", acted)
-    if spaces.action_sizes and not all(((x >= 0) & (x < spaces.action_sizes)).all() for x in (acted, drawn)):
+    actions = [acted, fragment.extras["raw_action"]] if "raw_action" in fragment.extras else [acted]
+    if spaces.action_sizes and not all(((x >= 0) & (x < spaces.action_sizes)).all() for x in actions):
         raise codec.CodecError(f"action: outside the choices of the run, {spaces.action_sizes}")
     size = (fragment.num_steps, fragment.num_envs, fragment.context)
     most = (limits.num_steps, limits.num_envs, limits.context)
