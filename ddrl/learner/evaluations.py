@@ -15,7 +15,6 @@ from ddrl.config import RunConfig
 from ddrl.runs.evaluation import score
 from ddrl.store import runs, weights
 from ddrl.store.evaluations import Evaluation, OpenEvaluations, Purpose
-from ddrl.store.weights import WeightsIndex
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -54,7 +53,7 @@ class EvaluationScheduler:
         self._returns: dict[int, list[float]] = {}  # of all evaluation episodes, by version
         self.solved = False
         self._open.take_over(self._would_open)
-        rows = self._results()[0]
+        rows = self._results()
         if rows and not self._open.pending:  # the last learner may have died before it decided
             self._decide(rows[-1])
         self._first_version = 0 if runs.state(client, run).warm else 1  # random weights have no score
@@ -100,24 +99,26 @@ class EvaluationScheduler:
                 due = replace(due, num_episodes=min(due.num_episodes, FIRST_EPISODES))
             self._open.open([due])
 
-    def _results(self) -> tuple[list[dict[str, Any]], WeightsIndex]:
-        """Note new results; return them, and the versions. A worker may write results of versions that are to come."""
-        rows, index = self._open.poll(), weights.index(self._client, self._run)
-        rows = [row for row in rows if row["version"] <= index.latest]
+    def _results(self) -> list[dict[str, Any]]:
+        """Note new results, and return them. A worker may write results of versions that are to come."""
+        if rows := self._open.poll():
+            latest = weights.index(self._client, self._run).latest
+            rows = [row for row in rows if row["version"] <= latest]
         for row in rows:
             self._returns.setdefault(row["version"], []).extend(row["returns"])
-        return rows, index
+        return rows
 
     def _poll(self) -> list[dict[str, Any]]:
         """Return new results; mark the version with the highest mean over all its evaluation episodes."""
-        rows, index = self._results()
+        rows = self._results()
         for row in rows[-MOST_LOGGED:]:
             log.info(
                 "%s of version %d: %.1f +- %.1f over %d episodes",
                 row["purpose"], row["version"], row["return_mean"], row["return_std"], row["num_episodes"],
             )  # fmt: skip
-        known = {version: values for version, values in self._returns.items() if version in index.sizes}
-        if rows and known:  # the first version has fewer episodes, and the best of few is luck
+        kept = weights.index(self._client, self._run).sizes if rows else {}
+        known = {version: values for version, values in self._returns.items() if version in kept}
+        if known:  # the first version has fewer episodes, and the best of few is luck
             best = max(known, key=lambda v: (len(known[v]) >= self._config.num_episodes, mean(known[v])))
             self._mark_best(best, known[best])
         for evaluation_id, reason in self._open.given_up.items():
