@@ -118,23 +118,24 @@ class Follower:
         return self._client.xrange(_key(self.run, name), min=b"(" + after, count=COUNT)
 
     def finish(self, folder: Path | None = None) -> Raw:
-        """Return what is there now; call it when nothing writes any more.
+        """Return what is there now; the run may go on meanwhile.
 
         Args:
             folder: of the run.
         """
         self.look()
         client: Any = self._client
-        raw, after = Raw(dead=self.dead), b"0-0"
+        raw, after = Raw(dead=self.dead.copy()), b"0-0"
         while entries := self._read("experience", after):
             raw.entries |= {entry_id: _name(fields) for entry_id, fields in entries}
             after = entries[-1][0]
         raw.stored = set(raw.entries)
         first = min(map(order, raw.stored), default=(2**63, 0))
-        raw.entries |= {one: name for one, name in self.entries.items() if order(one) < first}
-        for one in self.forged:
-            raw.entries.pop(one, None)
-        raw.counts = {one: count for one, count in self.counts.items() if one in raw.entries}
+        with self._lock:
+            raw.entries |= {one: name for one, name in self.entries.items() if order(one) < first}
+            for one in self.forged:
+                raw.entries.pop(one, None)
+            raw.counts = {one: count for one, count in self.counts.items() if one in raw.entries}
         for key in client.scan_iter(match=_key(self.run, "weights:*"), count=1000):
             version, blob = int(key.rpartition(b":")[2]), client.get(key)
             if blob is not None:  # else it was superseded meanwhile
