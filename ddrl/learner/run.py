@@ -364,10 +364,12 @@ class _Attempt:
         )
 
     def _check_memory(self) -> None:
-        """Refuse a run that the server's memory cannot hold to its end.
+        """Reserve what the run needs of the server's memory; refuse a run that has learned nothing yet if it is too much.
+
+        Later a server with too little is waited for, as for any full one.
 
         Raises:
-            ConfigError: it cannot.
+            ConfigError: the server's memory cannot hold the run to its end.
         """
         learner = self._learner
         parameters = _num_bytes(learner.algorithm.weights())
@@ -377,7 +379,7 @@ class _Attempt:
         needed = needed_bytes(self._config, checkpoint_bytes=checkpoint, weights_bytes=parameters)
         taken = runs.reserve(self._client, self._run, self._token, needed)
         limit = connection.maxmemory(self._client)
-        if 0 < limit < needed + taken:
+        if not learner.shared.updates and 0 < limit < needed + taken:
             beside = f", and other active runs {taken >> 20} MiB" if taken else ""
             raise ConfigError(
                 f"run {self._run}: needs up to {needed >> 20} MiB of the server{beside}, but its maxmemory is"

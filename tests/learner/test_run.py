@@ -245,6 +245,19 @@ def test_a_run_that_the_servers_memory_cannot_hold_fails_at_once(run, tmp_path: 
     assert json.loads((tmp_path / run.id / "summary.json").read_text())["reason"] == run.state.reason
 
 
+def test_a_run_that_learns_goes_on_where_the_servers_memory_could_no_longer_hold_it(run, learn) -> None:
+    with playing(run.url, run.id):
+        first = learn(run)
+        learns(run, 1)
+        first.end()
+        run.client.config_set("maxmemory", 550 * 1024**2)
+        try:
+            learn(run)
+            learns(run, 2)
+        finally:
+            run.client.config_set("maxmemory", 0)
+
+
 def test_a_learner_that_starts_on_a_full_server_says_so_once_and_waits(run, learn, log) -> None:
     run.client.config_set("maxmemory", 1)
     try:
