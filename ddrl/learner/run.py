@@ -364,7 +364,7 @@ class _Attempt:
         )
 
     def _check_memory(self) -> None:
-        """Reserve what the run needs of the server's memory; refuse a run that has learned nothing yet if it is too much.
+        """Reserve what the run needs of the server's memory; refuse a run that has learned nothing if it is too much.
 
         Later a server with too little is waited for, as for any full one.
 
