@@ -286,14 +286,14 @@ class Publisher:
     def _fold(self) -> None:
         """Now and then fold the rows of ended producers into one."""
         if time.monotonic() >= self._fold_at and self._checkpoint is not None:
-            self._fold_at = time.monotonic() + FOLD_EVERY_S
-            ledger.fold(*self._held, self._checkpoint.ledger)
+            num_folded = ledger.fold(*self._held, self._checkpoint.ledger)
             self._fold_rows()
+            is_crowded = num_folded >= ledger.MIN_PRODUCERS  # more than one reading shows, perhaps
+            self._fold_at = time.monotonic() + (0.0 if is_crowded else FOLD_EVERY_S)
 
     def _fold_rows(self) -> None:
-        rows = self._shared.ledger.rows  # read first: a producer has a record before it has a row
-        unlisted = {producer for producer in rows if producer >= 0} - ledger.listed(*self._held[:2])
-        self._shared.ledger.fold(unlisted)
+        producers = [producer for producer in self._shared.ledger.rows if producer >= 0]
+        self._shared.ledger.fold(ledger.unlisted(*self._held[:2], producers))
 
     def _report_entries(self) -> None:
         """Report some lost fragments in the journal, and store some refused entries in `dead`."""

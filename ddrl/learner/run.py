@@ -52,7 +52,6 @@ HANG_S = 120.0  # a service thread without a round for this long counts as hung;
 OTHER_BYTES = 80 * 1024**2  # metrics (45 MiB at their cap), logs, journal, episodes and the like, of one run
 EXTRA_VERSIONS = 3  # kept besides the newest: the best one, the one being evaluated, the one being published
 LOST = (leases.RunGoneError, runs.UnknownRunError)  # the server came back empty or older
-WENT_BACK = "went back"  # in the journal
 
 
 class _WentBackError(Exception):
@@ -548,12 +547,9 @@ class _Attempt:
         """Raise _WentBackError the first time since the run began or was resumed; later return why the run fails."""
         largest = self._learner.largest_value()
         remedy = f"{largest}; bound what the environment returns, or lower algorithm.learning_rate"
-        for line in reversed(runs.journal(self._client, self._run)):
-            if line["event"] == WENT_BACK:
-                return NotFiniteError(f"{error}, again; {remedy}")
-            if line["event"] == "active":
-                break
-        self._learner.publisher.note(WENT_BACK, f"to the newest checkpoint: {error}; {largest}")
+        if not runs.go_back(self._client, self._run, self._token):
+            return NotFiniteError(f"{error}, again; {remedy}")
+        self._learner.publisher.note("went back", f"to the newest checkpoint: {error}; {largest}")
         raise _WentBackError(f"run {self._run}: {error}; {largest}")
 
     def _set_status(self, status: str, reason: str) -> None:

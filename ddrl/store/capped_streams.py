@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 from redis import Redis
 
-from ddrl.store import keys
+from ddrl.store import bounded, keys
 from ddrl.store.connection import call
 from ddrl.store.untrusted import text
 
@@ -29,7 +29,7 @@ def read(client: Redis, key: str, after: bytes = b"0-0", *needed: str) -> tuple[
 
     Each entry has `time_s` (server's clock) and its fields as text. Entries without the `needed` fields are left out.
     """
-    raw = cast("list[Any]", client.xrange(key, min=b"(" + after, max=latest(client)))
+    raw = bounded.newest(client, key, after, latest(client))
     rows = []
     for entry_id, fields in raw:
         texts = {text(name): text(value) for name, value in fields.items()}

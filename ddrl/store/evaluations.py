@@ -21,14 +21,14 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 from redis import Redis
 
-from ddrl.store import capped_streams, keys, weights
+from ddrl.store import bounded, capped_streams, keys, weights
 from ddrl.store.connection import call
-from ddrl.store.untrusted import Count, Number, text
+from ddrl.store.untrusted import Count, Number, short_text
 from ddrl.types import EvaluationResult
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 TTL_S = 300  # a command's keys expire this long after its last poll
 MAX_LOSSES = 3  # losses after which a command's evaluation is given up
 ERROR_LENGTH = 300
-_PARTS = ("player", "beats", "error")
+_PARTS = ("", ":player", ":beats", ":error")
 
 _ID = re.compile(r"[0-9]{1,18}:[0-9]{1,18}:[0-9]{1,9}", re.ASCII)
 _MESSAGE = re.compile(rf"([0-9a-f]{{16}}/)?{_ID.pattern}", re.ASCII)
@@ -164,7 +164,7 @@ class _Pending:
 
     evaluation: Evaluation
     is_sent: bool = False
-    heartbeat: tuple[str | None, str | None] = (None, None)  # player and beats, as read last
+    heartbeat: tuple[bytes | None, bytes | None] = (None, None)  # player and beats, as read last
     active_at: float = 0.0  # when it was sent or the heartbeat changed
     losses: int = 0
 
@@ -237,8 +237,9 @@ class OpenEvaluations:
         for row in rows:
             self._pending.pop(f"{row['version']}:{row['first_seed']}:{row['num_episodes']}", None)
         for evaluation_id, item in list(self._pending.items()):
-            state = states.get(evaluation_id, {"error": "its result is missing or cannot be read"})
-            self._check(item, (state.get("player"), state.get("beats")), state.get("error", ""))
+            lost: list[bytes | None] = [None, None, b"its result is missing or cannot be read"]
+            player, beats, error = states.get(evaluation_id, lost)
+            self._check(item, (player, beats), short_text(error or b""))
         self._send_unsent()
         return rows
 
@@ -255,7 +256,7 @@ class OpenEvaluations:
         """Delete a command's evaluations and results (never a run's); their players stop within seconds."""
         self._client.delete(self._open_key, self._results_key)
 
-    def _check(self, item: _Pending, heartbeat: tuple[str | None, str | None], error: str) -> None:
+    def _check(self, item: _Pending, heartbeat: tuple[bytes | None, bytes | None], error: str) -> None:
         """Give an evaluation up, note a heartbeat of its player, or open a lost one again."""
         now = time.monotonic()
         if self._requester and error and item.is_sent:
@@ -293,26 +294,22 @@ class OpenEvaluations:
                 self._send(f"{self._requester}/{evaluation_id}" if self._requester else evaluation_id)
                 item.is_sent, item.active_at = True, time.monotonic()
 
-    def _states(self) -> dict[str, dict[str, str]]:
-        """Return the fields of the open evaluations by id; put off the expiry of a command's keys."""
+    def _states(self) -> dict[str, list[bytes | None]]:
+        """Return player, beats and error of each pending evaluation that is open; put off the expiry of a command's."""
+        pending = list(self._pending)
         with self._client.pipeline(transaction=False) as pipe:
-            pipe.hgetall(self._open_key)
+            bounded.values(pipe, self._open_key, [one + part for one in pending for part in _PARTS])
             if self._requester:
                 pipe.expire(self._open_key, TTL_S)
                 pipe.expire(self._results_key, TTL_S)
-            raw: dict[bytes, bytes] = pipe.execute()[0]
-        texts = {text(field): text(value) for field, value in raw.items()}
-        return {
-            name: {part: texts[f"{name}:{part}"] for part in _PARTS if f"{name}:{part}" in texts}
-            for name in texts
-            if _ID.fullmatch(name)
-        }
+            values = pipe.execute()[0]
+        parts = zip(*(values[place :: len(_PARTS)] for place in range(len(_PARTS))), strict=True)
+        return {one: rest for one, (stored, *rest) in zip(pending, parts, strict=True) if stored is not None}
 
 
 def opened(client: Redis, run: str) -> dict[str, Evaluation]:
     """Return the run's own open evaluations by id."""
-    raw = cast("dict[bytes, bytes]", client.hgetall(keys.evaluating(run)))
-    found = {}
+    raw, found = bounded.fields(client, keys.evaluating(run)), {}
     for field, value in raw.items():
         if _ID.fullmatch(name := field.decode(errors="replace")):
             with contextlib.suppress(ValidationError):
@@ -329,16 +326,22 @@ def results(
 
     Entries that are not a complete result are logged and left out.
     """
-    until = capped_streams.latest(client)
-    raw = cast("list[Any]", client.xrange(keys.evaluations(run, requester), min=b"(" + after, max=until))
-    rows = []
+    raw = bounded.newest(client, keys.evaluations(run, requester), after, capped_streams.latest(client))
+    rows, others = [], []
     for entry_id, fields in raw:
         try:
             row = _SCORED.validate_json(fields[b"result"])
         except (KeyError, ValidationError):
             row = None
         if row is None or not row.is_complete:
-            log.warning("run %s: evaluations entry %s is not a result; left out", run, entry_id.decode())
+            others.append(entry_id.decode())
             continue
         rows.append({"time_s": int(entry_id.split(b"-")[0]) / 1e3, **asdict(row)})
+    if others:
+        log.warning(
+            "run %s: %d entries of evaluations are no results (%s, ...); left out",
+            run,
+            len(others),
+            others[0],
+        )
     return rows, raw[-1][0] if raw else after

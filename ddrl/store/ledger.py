@@ -25,7 +25,7 @@ from typing import Any, cast
 from pydantic import TypeAdapter, ValidationError
 from redis import Redis
 
-from ddrl.store import keys, stream, workers
+from ddrl.store import bounded, keys, stream, workers
 from ddrl.store.connection import call
 from ddrl.store.untrusted import PRODUCER_ID, Count, Name
 
@@ -34,7 +34,7 @@ UNKNOWN = -1  # the producer of entries that no append wrote
 ENDED = -2  # stands for all producers that were folded
 # A producer is folded only this long after its last append: a late heartbeat after an outage does not fold a live one.
 QUIET_S = 60.0
-FOLDED_AT_ONCE = 1_000  # producers, since a long script delays every other client
+FOLDED_AT_ONCE = 1_000  # producers in one call, since a long script delays every other client
 MIN_PRODUCERS = 1_000  # that a run may have, however few processes play
 MAX_PRODUCERS = 20_000  # that are not folded, of a run; those of 1,000 workers with 16 processes each
 _CURSOR = b"cursor"
@@ -199,7 +199,7 @@ def fold(
     *,
     quiet_s: float | None = None,
 ) -> int:
-    """Fold producers that have ended and have no waiting fragments, at most FOLDED_AT_ONCE; return their number.
+    """Fold producers that have ended and have no waiting fragments; return their number.
 
     Where there are many (half of MIN_PRODUCERS), a producer counts as ended by its silence alone, and its counts need
     not agree; a record of which no entry was read is deleted. So those go too that workers have only written.
@@ -216,11 +216,13 @@ def fold(
         LeaseLostError: another learner took over.
     """
     with client.pipeline(transaction=True) as pipe:
-        pipe.hgetall(keys.producers(run))
+        bounded.ask_fields(pipe, keys.producers(run))
+        pipe.hget(keys.producers(run), ENDED)
         pipe.hgetall(keys.ledger(run))
         pipe.xrevrange(keys.experience(run), count=1)
         pipe.time()
-        producers, raw, newest, (seconds, micros) = pipe.execute()
+        listed, folded, raw, newest, (seconds, micros) = pipe.execute()
+    producers = bounded.paired(listed)
     quiet_ms = 1e3 * (QUIET_S if quiet_s is None else quiet_s)
     now_ms, cursor = 1e3 * seconds + micros / 1e3, stream.order(raw.get(_CURSOR, b"0-0"))
     read_ms = cursor[0] if newest and stream.order(newest[0][0]) > cursor else now_ms
@@ -238,18 +240,22 @@ def fold(
         is_read |= is_crowded and last_ms + quiet_ms < read_ms  # all entries of that time were read
         if now_ms - last_ms >= quiet_ms and is_ended and is_read:
             ended.append((field, Producer() if values is None else producer, row))
-    one = Producer.decode(producers.get(b"%d" % ENDED, Producer().encode().encode()))
+    one = Producer.decode(folded or Producer().encode().encode())
     total = Row.decode(raw.get(b"%d" % ENDED, Row().encode().encode()))
-    parts: list[Any] = []
-    for field, producer, row in ended[:FOLDED_AT_ONCE]:
-        parts += [field, producers[field], raw.get(field, b"")]
-        one = dataclasses.replace(
-            one, fragments=one.fragments + producer.fragments, duplicates=one.duplicates + producer.duplicates
-        )
-        total = sum_rows(total, row)
     script_keys = [keys.state(run), keys.producers(run), keys.ledger(run), keys.PRODUCERS]
-    args = (ENDED, one.encode(), total.encode(), *parts)
-    return len(parts) // 3 if parts and call(client, "fold", script_keys, [token, *args]) else 0
+    for first in range(0, len(ended), FOLDED_AT_ONCE):
+        parts: list[Any] = []
+        for field, producer, row in ended[first : first + FOLDED_AT_ONCE]:
+            parts += [field, producers[field], raw.get(field, b"")]
+            one = dataclasses.replace(
+                one,
+                fragments=one.fragments + producer.fragments,
+                duplicates=one.duplicates + producer.duplicates,
+            )
+            total = sum_rows(total, row)
+        if not call(client, "fold", script_keys, [token, ENDED, one.encode(), total.encode(), *parts]):
+            return first
+    return len(ended)
 
 
 def sum_rows(total: Row, row: Row) -> Row:
@@ -257,10 +263,12 @@ def sum_rows(total: Row, row: Row) -> Row:
     return Row(total.consumed + row.consumed, total.refused + row.refused, total.unread + row.unread)
 
 
-def listed(client: Redis, run: str) -> set[int]:
-    """Return the producers that are not folded."""
-    names = cast("list[bytes]", client.hkeys(keys.producers(run)))
-    return {int(name) for name in names if _ID.fullmatch(name)}
+def unlisted(client: Redis, run: str, producers: Sequence[int]) -> list[int]:
+    """Return those of these producers that are folded."""
+    with client.pipeline(transaction=False) as pipe:
+        for producer in producers:
+            pipe.hexists(keys.producers(run), str(producer))
+        return [one for one, is_listed in zip(producers, pipe.execute(), strict=True) if not is_listed]
 
 
 def checked(client: Redis, run: str, entries: Sequence[stream.Entry]) -> list[stream.Entry]:
@@ -269,7 +277,7 @@ def checked(client: Redis, run: str, entries: Sequence[stream.Entry]) -> list[st
     A worker may write any entry. One that names a number which the producer has appended cannot be told from it.
     """
     names = list({b"%d" % entry.producer for entry in entries})
-    values = cast("list[bytes | None]", client.hmget(keys.producers(run), names)) if names else []
+    values = bounded.values(client, keys.producers(run), names) if names else []
     found = zip(names, values, strict=True)
     known = {int(name): Producer.decode(value) for name, value in found if value and _ID.fullmatch(name)}
 
@@ -299,12 +307,12 @@ def audit(client: Redis, run: str, *, on_entries: Callable[[int, int], None] | N
 def _audit(client: Redis, run: str, on_entries: Callable[[int, int], None] | None) -> Audit:
     # An atomic snapshot; the entries are read afterwards.
     with client.pipeline(transaction=True) as pipe:
-        pipe.hgetall(keys.producers(run))
+        bounded.ask_fields(pipe, keys.producers(run))
         pipe.hgetall(keys.ledger(run))
         pipe.xrevrange(keys.experience(run), count=1)
         pipe.xlen(keys.experience(run))
-        producers, raw, last, length = pipe.execute()
-    rows, cursor = _rows(raw)
+        listed, raw, last, length = pipe.execute()
+    producers, (rows, cursor) = bounded.paired(listed), _rows(raw)
     waiting: Counter[int] = Counter()
     if last:
         for entries in stream.pages(client, run, cursor, last[0][0]):

@@ -27,7 +27,7 @@ from pydantic import Field, TypeAdapter
 from redis import Redis
 from typing_extensions import TypedDict
 
-from ddrl.store import checkpoints, keys, leases, ledger, runs, weights
+from ddrl.store import bounded, checkpoints, keys, leases, ledger, runs, weights
 from ddrl.store.checkpoints import Counters
 from ddrl.store.connection import StoreError, call
 from ddrl.store.leases import RunGoneError
@@ -100,10 +100,12 @@ def record(client: Redis, run: str) -> Record:
         pipe.get(keys.spec(run))
         pipe.get(keys.PRODUCERS)
         pipe.hgetall(keys.state(run))
-        pipe.hgetall(keys.counts(run))
-        pipe.hgetall(keys.producers(run))
-        spec, last, *hashes = pipe.execute()
-    state, counts, producers = ({text(name): raw[name] for name in raw} for raw in hashes)
+        bounded.values(pipe, keys.counts(run), keys.COUNTS)
+        bounded.ask_fields(pipe, keys.producers(run))
+        spec, last, raw, values, listed = pipe.execute()
+    state = {text(name): value for name, value in raw.items()}
+    counts = dict(zip(keys.COUNTS, values, strict=True))
+    producers = {text(name): value for name, value in bounded.paired(listed).items()}
     if spec is None or "status" not in state:
         raise RunGoneError(f"run {run}: the server does not know it any more")
     fields = {name: value.decode() for name, value in state.items()} | runs.readable(counts)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 from pydantic_core import from_json
 from redis import Redis
 
-from ddrl.store import capped_streams, keys
+from ddrl.store import bounded, capped_streams, keys
 from ddrl.store.connection import StoreError, call
 from ddrl.store.untrusted import number, short_text
 from ddrl.types import EnvSpec
@@ -240,7 +240,7 @@ def state(client: Redis, run: str) -> RunState:
     names = list(_STATE_FIELDS.values())
     with client.pipeline(transaction=False) as pipe:
         pipe.hmget(keys.state(run), names)
-        pipe.hmget(keys.counts(run), list(keys.COUNTS))
+        bounded.values(pipe, keys.counts(run), keys.COUNTS)
         pipe.exists(keys.lease(run))
         pipe.zscore(keys.OPEN, run)
         values, counts, leased, opened = cast("tuple[Any, Any, int, float | None]", pipe.execute())
@@ -348,6 +348,18 @@ def elapsed_s(client: Redis, run: str) -> float:
 def reserved_bytes(client: Redis, *, but: str | None = None) -> int:
     """Return the sum of the stream budgets of all runs that have not ended, except one."""
     return _sum_bytes(client, [run for run in open_names(client) if run != but], "max_bytes")
+
+
+def go_back(client: Redis, run: str, token: int) -> bool:
+    """Note that a run goes back to its newest checkpoint; False if it has since it began or was resumed.
+
+    Raises:
+        LeaseLostError: another learner took over.
+    """
+    if client.hexists(keys.state(run), "went_back"):
+        return False
+    call(client, "set_fields", [keys.state(run)] * 2, [token, "went_back", 1])
+    return True
 
 
 def reserve(client: Redis, run: str, token: int, needed_bytes: int) -> int:

@@ -17,7 +17,7 @@ from typing import cast
 from pydantic import TypeAdapter
 from redis import Redis
 
-from ddrl.store import keys, runs
+from ddrl.store import bounded, keys, runs
 from ddrl.store.connection import call
 from ddrl.store.untrusted import Count, Name, number, short_text
 
@@ -104,7 +104,7 @@ def active(client: Redis) -> list[RunLoad]:
     with client.pipeline(transaction=False) as pipe:
         for run in names:
             pipe.hmget(keys.state(run), _LOAD_FIELDS)
-            pipe.hmget(keys.counts(run), _LOAD_COUNTS)
+            bounded.values(pipe, keys.counts(run), _LOAD_COUNTS)
             pipe.exists(keys.lease(run))
         replies = pipe.execute()
     found = []
@@ -190,9 +190,8 @@ def playing(client: Redis, run: str) -> dict[str, Playing]:
 
     Earlier versions of ddrl stored node, pid and time as text; their processes are gone, see `note_lost`.
     """
-    raw = cast("dict[bytes, bytes]", client.hgetall(keys.playing(run)))
     found = {}
-    for process, value in raw.items():
+    for process, value in bounded.fields(client, keys.playing(run)).items():
         with contextlib.suppress(ValueError):
             if not value.startswith(b"{"):
                 row = zip(("node", "pid", "since_ms"), value.decode().rsplit(" ", 2), strict=True)
@@ -252,5 +251,6 @@ def withdraw_refusal(client: Redis, run: str, host: str) -> None:
 
 def refusals(client: Redis, run: str) -> dict[str, str]:
     """Return, by host, why it does not play the run."""
-    raw = cast("dict[bytes, bytes]", client.hgetall(keys.refusals(run)))
-    return {short_text(host): short_text(why) for host, why in raw.items()}
+    return {
+        short_text(host): short_text(why) for host, why in bounded.fields(client, keys.refusals(run)).items()
+    }

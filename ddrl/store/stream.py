@@ -17,7 +17,7 @@ from pydantic import Field, Json, TypeAdapter, ValidationError
 from redis import Redis
 from typing_extensions import TypedDict
 
-from ddrl.store import capped_streams, keys
+from ddrl.store import bounded, capped_streams, keys
 from ddrl.store.connection import call
 from ddrl.store.untrusted import Count, Number, number
 
@@ -271,9 +271,11 @@ def remaining(client: Redis, run: str, *, node: str = "-") -> Appended:
     names = ["status", "version", "allowance_id", "allowance", "players"]
     with client.pipeline(transaction=False) as pipe:
         pipe.hmget(keys.state(run), names)
-        pipe.hget(keys.counts(run), "appended_steps")
+        bounded.values(pipe, keys.counts(run), ["appended_steps"])
         pipe.sismember(keys.draining(run), node)
-        raw, appended, is_draining = cast("tuple[list[bytes | None], bytes | None, int]", pipe.execute())
+        raw, [appended], is_draining = cast(
+            "tuple[list[bytes | None], list[bytes | None], int]", pipe.execute()
+        )
     steps = int(raw[3] or 0) - int(number(appended))
     version = int(raw[1] or -1)
     going = Answer.YIELD if is_draining else Answer.GO if steps > 0 and version >= 0 else Answer.WAIT

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 from dataclasses import asdict, dataclass
-from typing import cast
 
 from pydantic import TypeAdapter, ValidationError
 from redis import Redis
 from redis.exceptions import RedisError
 
-from ddrl.store import keys
+from ddrl.store import bounded, keys
 from ddrl.store.untrusted import Count, Name, Number
 
 TTL_S = 6
@@ -58,6 +57,7 @@ class Heartbeat:
 
 
 _HEARTBEAT = TypeAdapter(Heartbeat)
+_LONGEST = 64 * 1024  # bytes read of a heartbeat
 
 
 def beat(client: Redis, heartbeat: Heartbeat) -> None:
@@ -78,13 +78,16 @@ def _name(heartbeat: Heartbeat) -> str:
 
 def alive(client: Redis) -> list[Heartbeat]:
     """Return the workers with a heartbeat, by name, except those of versions that describe themselves otherwise."""
-    names, prefix = sorted(cast("set[bytes]", client.smembers(keys.WORKERS))), keys.worker("").encode()
-    raw = cast("list[bytes | None]", client.mget([prefix + name for name in names])) if names else []
+    names, prefix = sorted(bounded.members(client, keys.WORKERS)), keys.worker("").encode()
+    with client.pipeline(transaction=False) as pipe:
+        for name in names:
+            pipe.getrange(prefix + name, 0, _LONGEST)
+        raw = pipe.execute()
     found = []
     for value in filter(None, raw):
         with contextlib.suppress(ValidationError):
             found.append(_HEARTBEAT.validate_json(value))
-    gone = [name for name, value in zip(names, raw, strict=True) if value is None]
+    gone = [name for name, value in zip(names, raw, strict=True) if not value]
     if gone:  # lost; one that was only late adds its name again
         with contextlib.suppress(RedisError):  # the caller may not have the right
             client.srem(keys.WORKERS, *gone)

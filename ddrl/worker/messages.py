@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 
 KEPT = 1_000  # items put aside, about
 KEPT_CHARACTERS = 1_000  # of each
+LONGEST = 100_000  # characters of an item; ddrl's have 1,000
 
 _loads, _deliver = transport.loads, transport.Transport._deliver
 # Arguments of a task, by place and by name (none), and what to do afterwards (nothing).
@@ -71,7 +72,7 @@ class _Message(_Part):
 def parse(text: str) -> Any:
     """Parse lists, in which Kombu keeps messages that it may send again; leave all else to `deliver`."""
     with contextlib.suppress(ValueError, RecursionError):
-        if text.startswith("["):
+        if text.startswith("[") and len(text) <= LONGEST:
             return _loads(text)
     return text
 
@@ -79,6 +80,8 @@ def parse(text: str) -> Any:
 def deliver(self: transport.Transport, item: Any, queue: str) -> None:
     """Give an item to its consumer, as Kombu's own method does, which takes it parsed."""
     try:
+        if len(item) > LONGEST:
+            raise ValueError(f"{len(item)} characters")
         if queue in app.amqp.queues.consume_from:  # else a command of `celery control`
             _BODY.validate_json(_Message.model_validate_json(item).body)
         _deliver(self, _loads(item), queue)

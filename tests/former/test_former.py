@@ -113,7 +113,7 @@ def test_what_is_open_on_a_server_is_read(former: Redis) -> None:
     assert evaluation.purpose == "watch" and evaluation.num_episodes == 20
     [lost] = segments.playing(former, run).values()
     assert lost.node == "rollout@host" and lost.pid > 0
-    assert ledger.listed(former, run) == {2}
+    assert ledger.unlisted(former, run, [1, 2]) == [1]
 
 
 def test_settings_that_are_unknown_here_are_refused_by_name(former: Redis, tmp_path: Path) -> None:

@@ -832,7 +832,8 @@ class Scripts(RuleBasedStateMachine):
             assert ledger.fold(self.client, name, 1, checkpoint, quiet_s=0) == 0
         else:
             self.write(name, age, act)
-        assert ledger.listed(self.client, name) == {p for p in (run.producers if run else ()) if p >= 0}
+        listed = {p for p in (run.producers if run else ()) if p >= 0}
+        assert ledger.unlisted(self.client, name, range(99)) == [p for p in range(99) if p not in listed]
 
     # --- producers ---
 

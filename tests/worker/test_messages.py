@@ -36,6 +36,7 @@ def changed(message: Any, path: tuple[str, ...], value: Any) -> Any:
 
 def bad_items(message: Any) -> Iterator[bytes]:
     """Yield items that are no message, some by one value only."""
+    yield from (b"[" + b"[]," * 50_000 + b"0]", b'{"x": "' + b"y" * 200_000 + b'"}')
     yield from (b"", b"[]", b"null", b"17", b'""', b"{", b"[" * 5000, bytes(range(256)))
     for path in ("body", "headers", "properties", "content-type", "content-encoding"):
         yield from (json.dumps(changed(message, (path,), value)).encode() for value in (*BAD, ...))

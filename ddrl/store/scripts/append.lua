@@ -61,7 +61,7 @@ else
   -- A fragment ends a series of crashes.
   if counts[6] and counts[6] ~= '0' then redis.call('HSET', KEYS[2], 'crashes', 0) end
   if ARGV[10] ~= '' then
-    add(KEYS[4], 'MAXLEN', '~', ARGV[11], '*', 'returns', ARGV[10], 'env_steps', steps)
+    add_capped(KEYS[4], ARGV[11], 'returns', ARGV[10], 'env_steps', steps)
   end
 end
 redis.call('HSET', KEYS[6], ARGV[1], cjson.encode({

@@ -11,7 +11,7 @@ local first = 5 + 2 * tonumber(ARGV[4])
 local steps = string.format('%.0f', number(redis.call('HGET', KEYS[4], 'appended_steps')) or 0)
 for i = 5, first - 1, 2 do redis.call('HSET', KEYS[2], ARGV[i], ARGV[i + 1]) end
 for i = first, #ARGV, 3 do
-  add(KEYS[3], 'MAXLEN', '~', ARGV[3], '*', 'event', 'set', 'option', ARGV[i], 'from', ARGV[i + 1],
+  add_capped(KEYS[3], ARGV[3], 'event', 'set', 'option', ARGV[i], 'from', ARGV[i + 1],
     'to', ARGV[i + 2], 'env_steps', steps)
 end
 return redis.call('HINCRBY', KEYS[2], 'config_version', 1)

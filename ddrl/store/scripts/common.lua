@@ -34,3 +34,8 @@ local function add(...)
   if type(id) == 'string' then return id end
   if not string.find(id.err, 'exhausted') then return redis.call('XADD', ...) end
 end
+
+-- The same with a cap, which holds again after one call, however many entries there are.
+local function add_capped(key, length, ...)
+  return add(key, 'MAXLEN', '~', length, 'LIMIT', 0, '*', ...)
+end

@@ -1,7 +1,7 @@
 -- fenced
 -- Give new ids to entries whose ids are later than the clock says: after the largest id a stream takes no entry.
 -- No stream takes an id below one that was deleted, so it is written anew; experience that was read goes, as the learner
--- holds it.
+-- holds it. Of streams longer than any that ddrl writes the newest entries stay: all of them pass through memory.
 -- KEYS: 1 state (hash), 2 experience (stream), then other streams. ARGV: 1 token, 2 the latest id that stays,
 --       3 the last entry of experience that was read. Answer: none.
 local function milliseconds(id) return tonumber(string.match(id, '%d+')) end
@@ -14,13 +14,15 @@ for i = 2, #KEYS do
     if info[at] == 'last-generated-id' then last = info[at + 1] end
   end
   if is_late(last) then
-    local entries = redis.call('XRANGE', KEYS[i], i == 2 and '(' .. ARGV[3] or '-', '+')
+    local after, most = i == 2 and '(' .. ARGV[3] or '-', i == 2 and 1000000 or 50000
+    local entries = redis.call('XREVRANGE', KEYS[i], '+', after, 'COUNT', most)
     redis.call('DEL', KEYS[i])
     if i == 2 and ARGV[3] ~= '0-0' then  -- so that new entries come after the one read last
       redis.call('XADD', KEYS[i], ARGV[3], 'x', '')
       redis.call('XDEL', KEYS[i], ARGV[3])
     end
-    for _, entry in ipairs(entries) do
+    for at = #entries, 1, -1 do
+      local entry = entries[at]
       if #entry[2] <= 1000 then  -- unpack takes some thousands; no entry of ddrl's has a hundred
         redis.call('XADD', KEYS[i], is_late(entry[1]) and '*' or entry[1], unpack(entry[2]))
       end

@@ -4,6 +4,6 @@
 if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
 redis.call('HSET', KEYS[3], 'error', ARGV[1])
 increase(KEYS[3], 'crashes_total', 1)
-add(KEYS[2], 'MAXLEN', '~', ARGV[2], '*', 'event', 'crashed', 'reason', ARGV[1])
+add_capped(KEYS[2], ARGV[2], 'event', 'crashed', 'reason', ARGV[1])
 increase(KEYS[3], 'crashes', 1)
 return number(redis.call('HGET', KEYS[3], 'crashes'))

@@ -5,5 +5,5 @@ if redis.call('EXISTS', KEYS[1]) == 0 then return end
 local before = redis.call('HGET', KEYS[2], ARGV[1])
 redis.call('HSET', KEYS[2], ARGV[1], ARGV[2])
 if before ~= ARGV[2] then
-  add(KEYS[3], 'MAXLEN', '~', ARGV[3], '*', 'event', 'refused', 'reason', ARGV[2])
+  add_capped(KEYS[3], ARGV[3], 'event', 'refused', 'reason', ARGV[2])
 end

@@ -15,13 +15,13 @@ for i = 7, #ARGV do
     if ARGV[4] == '1' then redis.call('HSET', KEYS[1], 'ended_ms', now_ms) end
     if ARGV[2] == 'active' then
       redis.call('HSET', KEYS[4], 'crashes', 0, 'error', '')
-      redis.call('HDEL', KEYS[1], 'idle_since_ms')
+      redis.call('HDEL', KEYS[1], 'idle_since_ms', 'went_back')
       if idle_since then redis.call('HINCRBY', KEYS[1], 'idle_ms', now_ms - idle_since) end
     elseif not idle_since and redis.call('HEXISTS', KEYS[4], 'first_step_ms') == 1 then
       redis.call('HSET', KEYS[1], 'idle_since_ms', now_ms)
     end
     redis.call('ZADD', KEYS[3], redis.call('HGET', KEYS[1], 'created_ms') or 0, ARGV[5])
-    add(KEYS[2], 'MAXLEN', '~', ARGV[6], '*', 'event', ARGV[2], 'reason', ARGV[3])
+    add_capped(KEYS[2], ARGV[6], 'event', ARGV[2], 'reason', ARGV[3])
     return 1
   end
 end

@@ -3,6 +3,7 @@
 -- Answer: the evaluation (JSON); nil if it is closed, another's, or in a hash that no command keeps alive.
 local left = ARGV[3] ~= '0' and redis.call('TTL', KEYS[1])
 if left and (left < 0 or left > tonumber(ARGV[3])) then return false end
+if redis.call('HSTRLEN', KEYS[1], ARGV[1]) > 16384 then return false end
 local evaluation = redis.call('HGET', KEYS[1], ARGV[1])
 if not evaluation then return false end
 local player = redis.call('HGET', KEYS[1], ARGV[1] .. ':player')

@@ -1,0 +1,59 @@
+"""Read keys that a worker may fill, and no more of them than fits in memory.
+
+What ddrl itself writes is far below the bounds. Of a key beyond them only a part is read, as if the rest were missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+from redis import Redis
+from redis.client import Pipeline
+
+from ddrl.store.connection import call
+
+MOST = 100_000  # members of a hash or set, entries of a stream
+MOST_BYTES = 64 * 1024**2
+LONGEST = 8 * 1024**2  # bytes of a member or an entry
+LONGEST_FIELD = 16 * 1024  # of a value that is read by its name
+
+Entry = tuple[bytes, dict[bytes, bytes]]
+
+
+def values(client: Redis | Pipeline, key: str, names: Iterable[str | bytes]) -> list[bytes | None]:
+    """Return the values of these fields of a hash; None for one that is missing or too long.
+
+    In a pipeline the reply is that list.
+    """
+    return cast("list[bytes | None]", call(client, "read_fields", [key], [LONGEST_FIELD, *names]))
+
+
+def members(client: Redis, key: str) -> list[bytes]:
+    """Return the members of a set."""
+    return cast("list[bytes]", _read_all(client, "SSCAN", key))
+
+
+def fields(client: Redis, key: str) -> dict[bytes, bytes]:
+    """Return the fields of a hash."""
+    return paired(ask_fields(client, key))
+
+
+def ask_fields(client: Redis | Pipeline, key: str) -> Any:
+    """Ask for the fields of a hash in a pipeline, where the reply is for `paired`."""
+    return _read_all(client, "HSCAN", key)
+
+
+def paired(reply: Sequence[bytes]) -> dict[bytes, bytes]:
+    """Return fields and values that follow each other as a mapping."""
+    return dict(zip(reply[::2], reply[1::2], strict=True))
+
+
+def newest(client: Redis, key: str, after: bytes, until: bytes) -> list[Entry]:
+    """Return the newest entries of a stream after one id and up to another, oldest first."""
+    reply = call(client, "read_newest", [key], [after, until, MOST, MOST_BYTES, LONGEST])
+    return [(entry_id, paired(parts)) for entry_id, parts in reversed(reply)]
+
+
+def _read_all(client: Redis | Pipeline, command: str, key: str) -> Any:
+    return call(client, "read_all", [key], [command, MOST, MOST_BYTES, LONGEST])

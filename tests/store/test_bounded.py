@@ -1,0 +1,90 @@
+"""Keys that a worker fills with more than fits: a part is read, and what ddrl writes next holds again."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from redis import Redis
+
+from ddrl.store import bounded, evaluations, keys, ledger, logs, runs, segments, stream, workers
+from ddrl.types import EvaluationResult
+
+ONE = evaluations.Evaluation(version=7, first_seed=100, num_episodes=2, purpose="request")
+RESULT = EvaluationResult(7, (100, 101), (1.0, 3.0), (4, 5))
+SOME = 2_000
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Smaller bounds, so that the tests are quick."""
+    monkeypatch.setattr(bounded, "MOST", SOME)
+    monkeypatch.setattr(bounded, "MOST_BYTES", 2_000_000)
+    monkeypatch.setattr(bounded, "LONGEST", 1_000_000)
+
+
+def flood(client: Redis, key: str, command: str, num: int = 60_000) -> None:
+    """Let the server itself write `num` members or entries."""
+    client.eval(f"for i = 1, {num} do redis.call({command}) end", 1, key)
+
+
+def test_of_a_flood_of_entries_the_newest_are_read_and_one_more_trims_it(client: Redis, run: str) -> None:
+    sent: list[str] = []
+    opened = evaluations.OpenEvaluations(client, run, send=sent.append, timeout_s=60.0)
+    opened.open([ONE])
+    key = keys.evaluations(run, sent[0].partition("/")[0])
+    for name in (key, keys.journal(run), keys.logs(run), keys.episodes(run)):
+        flood(client, name, "'XADD', KEYS[1], '*', 'x', ''")
+    assert len(bounded.newest(client, key, b"0-0", b"+")) == SOME
+    assert evaluations.finish(client, run, sent[0], ONE, RESULT)
+    assert [row["return_mean"] for row in opened.poll()] == [2.0] and not opened.pending
+    runs.set_status(client, run, "paused", "test")
+    logs.add(client, run, "worker a", "ERROR", "a line")
+    assert [line["event"] for line in runs.journal(client, run)] == ["paused"]
+    assert [line["text"] for line in logs.read(client, run)[0]] == ["a line"]
+    assert max(client.xlen(name) for name in (key, keys.journal(run), keys.logs(run))) < 12_000
+    assert stream.episodes(client, run)[0] == []
+
+
+def test_of_a_flood_of_fields_and_of_long_ones_a_part_is_read(client: Redis, run: str) -> None:
+    for key in (keys.playing(run), keys.refusals(run), keys.producers(run), keys.evaluating(run)):
+        flood(client, key, "'HSET', KEYS[1], i, '{}'")
+        assert len(bounded.fields(client, key)) == SOME
+    assert segments.playing(client, run) == {} and len(segments.refusals(client, run)) == SOME
+    flood(client, keys.WORKERS, "'SADD', KEYS[1], i")
+    assert len(bounded.members(client, keys.WORKERS)) == SOME and workers.alive(client) == []
+    assert client.scard(keys.WORKERS) == 60_000 - SOME  # of those that have no heartbeat
+    client.hset(
+        "long", mapping={"a": "x" * 900_000, "b": "x" * 1_000_001, "c": "x" * 900_000, "d": "x" * 900_000}
+    )
+    assert len(bounded.fields(client, "long")) == 2
+    for size in (900_000, 1_000_001, 900_000, 900_000):
+        client.xadd("entries", {"x": "y" * size})
+    assert [len(fields[b"x"]) for _, fields in bounded.newest(client, "entries", b"0-0", b"+")] == [
+        900_000
+    ] * 2
+    client.delete("long", "entries")
+
+
+def test_a_value_that_is_too_long_is_as_if_it_were_missing(client: Redis, run: str) -> None:
+    client.hset(
+        keys.counts(run), mapping={"error": "e" * 20_000, "crashes": 3, "appended_steps": "1" * 20_000}
+    )
+    state = runs.state(client, run)
+    assert (state.error, state.crashes, state.appended_steps) == ("", 3, 0)
+    client.hset(keys.evaluating(run), ONE.id, json.dumps(vars(ONE)) + " " * 20_000)
+    assert evaluations.take(client, run, ONE.id, "player") is None
+
+
+def test_all_forged_producers_are_folded_at_once(client: Redis, run: str, token: int) -> None:
+    flood(client, keys.producers(run), "'HSET', KEYS[1], i, '{}'", num=SOME - 1)
+    assert ledger.fold(client, run, token, {}, quiet_s=0.0) == SOME - 1
+    assert client.hkeys(keys.producers(run)) == [b"%d" % ledger.ENDED]
+
+
+def test_streams_with_late_ids_keep_the_newest_entries(client: Redis, run: str, token: int) -> None:
+    flood(client, keys.journal(run), "'XADD', KEYS[1], '*', 'x', i")
+    client.xadd(keys.journal(run), {"event": "late"}, id="9999999999999-1")
+    stream.lower_ids(client, run, token, b"0-0", b"9000000000000-0")
+    assert client.xlen(keys.journal(run)) == 50_000
+    assert [line["event"] for line in runs.journal(client, run)] == ["late"]
