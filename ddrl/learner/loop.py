@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 ADMIT_S = 0.05  # longest time to admit fragments between two updates, so that updates go on during a backlog
 WAIT_S = 0.05  # longest wait for fragments before the loop checks for other work
-MAX_REFUSED = 1_000  # refusals waiting to be reported; at this number the loop stops admitting
+MAX_REFUSED = 10_000  # refusals waiting to be reported; at this number the loop stops admitting
 REPLAY = "replay."  # prefix of the replay's tensors in a checkpoint
 
 
@@ -236,6 +236,7 @@ class Learner:
         shared, ledger = self.shared, self.shared.ledger
         if not reader.ready or len(shared.refused) >= MAX_REFUSED:
             return False
+        num_refused = 0
         for entry in reader.take(0.0 if self._config.learner.lockstep else ADMIT_S):
             objection = ledger.objection(entry)
             reason = entry.reason or objection
@@ -247,12 +248,16 @@ class Learner:
                 shared.gaps.append(gap)
             shared.add_entry(entry)
             if reason:
-                log.warning("entry %s refused: %s", entry.entry_id.decode(), reason)
-                shared.refused.append((entry.entry_id, entry.head, reason, not objection))
+                num_refused += 1
+                if num_refused == 1:
+                    log.warning("entry %s refused: %s", entry.entry_id.decode(), reason)
+                shared.refused.append(stream.Refusal(entry.entry_id, entry.head, reason, not objection))
             if entry.fragment is not None and not reason:
                 shared.env_steps += entry.fragment.num_transitions
                 shared.returns.extend(entry.fragment.episode_return.tolist())
             shared.counted = ledger.cursor, ledger.fragments, shared.env_steps
+        if num_refused > 1:
+            log.warning("%d more entries refused", num_refused - 1)
         shared.oldest = self._oldest()
         return True
 

@@ -9,6 +9,7 @@ than a few milliseconds a second.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -36,7 +37,7 @@ log = logging.getLogger(__name__)
 RENEW_S = 0.75  # a quarter of the lease
 SLOW_S = 1.0  # a round that takes longer than this, and than its writes at
 BYTES_PER_S = 20e6  # this pace, has waited for the server
-ENTRIES_PER_ROUND = 100
+GAPS_PER_ROUND, REFUSALS_PER_ROUND, REFUSED_AT_ONCE = 100, 10_000, 500
 FOLD_EVERY_S = 60.0
 WAKES_PER_S = 2_000  # collectors that a raised allowance wakes, at most
 CHECKPOINT_BYTES_PER_S = 1e6  # average load of checkpoints on the server, at most
@@ -81,7 +82,7 @@ class Shared:
         self.entries: deque[tuple[bytes, int]] = deque()
         self.taken_bytes = self.largest_bytes = 0
         self.ledger = LedgerRows()
-        self.refused: deque[tuple[bytes, bytes, str, bool]] = deque()
+        self.refused: deque[stream.Refusal] = deque()
         self.counted = b"0-0", 0, 0
         self.gaps: deque[str] = deque()
         self.returns: deque[float] = deque(maxlen=RETURNS_LENGTH)
@@ -298,13 +299,14 @@ class Publisher:
     def _report_entries(self) -> None:
         """Report some lost fragments in the journal, and store some refused entries in `dead`."""
         gaps, refused = self._shared.gaps, self._shared.refused
-        for _ in range(min(len(gaps), ENTRIES_PER_ROUND)):
+        for _ in range(min(len(gaps), GAPS_PER_ROUND)):
             self.note("lost fragments", gaps[0])
             gaps.popleft()
-        for _ in range(min(len(refused), ENTRIES_PER_ROUND)):
-            entry_id, head, reason, is_fragment = refused[0]
-            stream.refuse(*self._held, entry_id, head, reason, is_fragment=is_fragment)
-            refused.popleft()
+        for _ in range(REFUSALS_PER_ROUND // REFUSED_AT_ONCE):
+            if some := list(itertools.islice(refused, REFUSED_AT_ONCE)):
+                stream.refuse(*self._held, some)
+            for _ in some:
+                refused.popleft()
 
     def _report_metrics(self) -> None:
         now, before = time.monotonic(), self._totals_before

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from ddrl.replay.sum_tree import SumTree
 
+_LARGEST = float(np.finfo(np.float32).max) / 2  # error; larger ones count as this
 _EPSILON = 1e-6  # an item whose error is 0 can still be drawn
 _LEAST_CAPACITY = 1024
 
@@ -240,9 +241,8 @@ class Priorities:
 
     def _priorities(self, td_error: Any) -> NDArray[np.float64]:
         """Return p of TD errors, rounded to float32, and note the largest one."""
-        errors = np.asarray(td_error, np.float64)
-        is_usable = (errors >= 0) & (errors < float(np.finfo(np.float32).max) / 2)  # NaN is neither
-        if not is_usable.all():
+        errors = np.minimum(np.asarray(td_error, np.float64), _LARGEST)
+        if not (is_usable := errors >= 0).all():  # NaN is not
             wrong = errors[~is_usable][0]
             raise ValueError(f"td_error: {wrong:g} is no size of an error; give finite numbers of at least 0")
         self._largest = max(self._largest, float(errors.max(initial=0.0)))

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
 
 from pydantic import Field, Json, TypeAdapter, ValidationError
 from redis import Redis
@@ -195,27 +195,32 @@ def trim(client: Redis, run: str, token: int, first_kept: bytes) -> int:
     return cast(int, call(client, "trim", script_keys, [token, first_kept]))
 
 
-def refuse(
-    client: Redis,
-    run: str,
-    token: int,
-    entry_id: bytes,
-    head: bytes,
-    reason: str,
-    *,
-    is_fragment: bool = True,
-) -> None:
-    """Record an entry that cannot be used in `dead`, with the reason and the head of its header.
+class Refusal(NamedTuple):
+    """An entry that cannot be used.
 
-    Args:
+    Attributes:
+        entry_id: its id.
+        head: of its header.
+        reason: why.
         is_fragment: an append wrote it; else it is deleted, so that no later learner reads it again.
+    """
+
+    entry_id: bytes
+    head: bytes
+    reason: str
+    is_fragment: bool = True
+
+
+def refuse(client: Redis, run: str, token: int, refusals: Sequence[Refusal]) -> None:
+    """Record entries that cannot be used in `dead`: at least one, and no more than 1,000 at once.
 
     Raises:
         LeaseLostError: another learner took over.
     """
-    script_keys = [keys.state(run), keys.dead(run), keys.experience(run)]
-    args = [token, DEAD_LENGTH, entry_id, reason[:500], head, int(not is_fragment)]
-    call(client, "refuse", script_keys, args)
+    args: list[Any] = [token, DEAD_LENGTH]
+    for one in refusals:
+        args += [one.entry_id, one.head, one.reason[:500], int(not one.is_fragment)]
+    call(client, "refuse", [keys.state(run), keys.dead(run), keys.experience(run)], args)
 
 
 def lower_ids(client: Redis, run: str, token: int, cursor: bytes, latest: bytes) -> None:
@@ -241,7 +246,7 @@ def correct_counts(
         LeaseLostError: another learner took over.
     """
     script_keys = [keys.state(run), keys.experience(run), keys.counts(run)]
-    return bool(call(client, "correct_counts", script_keys, [token, *counted, num_bytes]))
+    return bool(call(client, "correct_counts", script_keys, [token, *counted, num_bytes, *keys.COUNTS]))
 
 
 def allow(client: Redis, run: str, token: int, allowance: int, *, updates: int, players: int = 1) -> None:

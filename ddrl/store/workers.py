@@ -77,17 +77,23 @@ def _name(heartbeat: Heartbeat) -> str:
 
 
 def alive(client: Redis) -> list[Heartbeat]:
-    """Return the workers with a heartbeat, by name, except those of versions that describe themselves otherwise."""
+    """Return the workers with a heartbeat, by name, except those of versions that describe themselves otherwise.
+
+    A heartbeat that does not expire within TTL_S is none of a worker's.
+    """
     names, prefix = sorted(bounded.members(client, keys.WORKERS)), keys.worker("").encode()
     with client.pipeline(transaction=False) as pipe:
         for name in names:
             pipe.getrange(prefix + name, 0, _LONGEST)
-        raw = pipe.execute()
-    found = []
-    for value in filter(None, raw):
+            pipe.pttl(prefix + name)
+        replies = pipe.execute()
+    found, gone = [], []
+    for name, value, left_ms in zip(names, replies[::2], replies[1::2], strict=True):
+        if not 0 <= left_ms <= 1000 * TTL_S:
+            gone.append(name)
+            continue
         with contextlib.suppress(ValidationError):
             found.append(_HEARTBEAT.validate_json(value))
-    gone = [name for name, value in zip(names, raw, strict=True) if not value]
     if gone:  # lost; one that was only late adds its name again
         with contextlib.suppress(RedisError):  # the caller may not have the right
             client.srem(keys.WORKERS, *gone)

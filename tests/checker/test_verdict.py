@@ -148,6 +148,7 @@ FORGED: list[tuple[str, Rules, Callable[[Case], object]]] = [
     ("not learned from 2 times", ON, lambda case: killed(case, digest=2000)),
     ("not learned from 2 times", ON, lambda case: killed(case, digest=42)),
     ("never learned from: Name", OFF, lambda case: case.sessions[0].__delitem__(slice(20, 22))),
+    ("of the newest", Rules(samples_per_insert=55), lambda case: case.sessions[0].__delitem__(slice(72, 78))),
     ("draws of", Rules(samples_per_insert=1), lambda case: case.sessions[0].__iadd__([(0, [1])] * 60)),
     ("steps that nobody sent", OFF, lambda case: case.sessions[0].append((999, [NUM]))),
 ]

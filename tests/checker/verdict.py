@@ -302,10 +302,13 @@ def _on_policy(appends: list[Append], raw: Raw, passes: list[Any], rules: Rules)
 
 
 def _off_policy(appends: list[Append], raw: Raw, passes: list[Any], rules: Rules) -> Iterator[str]:
-    """Each fragment that was in the replay for long enough is drawn, and so is each place in fragments."""
+    """Each fragment that was in the replay for long enough is drawn, and so are the newest ones and each place in them.
+
+    A place is a lane and a step, counted from the fragment's first step and, below zero, from its end.
+    """
     learned, drawn = Learned(passes), sum(len(one) // 8 for one in passes)
     entries = [one for _, one in _entries(appends, raw)]
-    inserted, never = 0, []
+    inserted, never, unseen = 0, [], 0.0
     total = sum(one.num_steps * len(one.lanes) for one in entries)
     expected: Any = defaultdict(float)
     found: Any = Counter()
@@ -315,10 +318,14 @@ def _off_policy(appends: list[Append], raw: Raw, passes: list[Any], rules: Rules
         times = learned.times(one)
         if draws * times.size > SURE and not times.any():
             never.append(one.name)
-        for place, num in np.ndenumerate(times):
-            expected[place] += draws
-            found[place] += int(num)
+        unseen = 0.0 if times.any() else unseen + draws * times.size
+        for (lane, step), num in np.ndenumerate(times):
+            for place in ((lane, step), (lane, step - one.num_steps)):
+                expected[place] += draws
+                found[place] += int(num)
     yield from _some("never learned from", never)
+    if unseen > 2 * SURE:
+        yield f"of the newest fragments no step is learned from, where {unseen:.0f} draws are expected"
     places = (place for place in expected if expected[place] > SURE and not found[place])
     yield from _some("never learned from, these lanes and steps of any fragment", places)
     most = rules.samples_per_insert * (total - rules.warmup_steps + rules.slack_steps)

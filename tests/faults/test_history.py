@@ -33,7 +33,7 @@ ENDLESS: dict[str, Any] = {
     "env": TAGGED,
     "stop": {"return": 100.0, "time": 3600},
     "evaluation": {"every_s": 2, "near": 0},
-    "rollout": {"max_fragment_steps": 10},
+    "rollout": {"max_fragment_steps": 10, "fragment_s": 0.5},  # 0.2 s each
     "learner": {"checkpoint_every_s": 3},  # trims fall between a checkpoint and a kill
 }
 OFF_POLICY = ENDLESS | {

@@ -19,7 +19,7 @@ from support.replays import changed
 from support.runs import target_config
 
 from ddrl import codec
-from ddrl.learner import loop
+from ddrl.learner import loop, publisher
 from ddrl.learner.loop import Learner
 from ddrl.store import keys, leases, stream, weights
 from ddrl.types import Fragment
@@ -198,6 +198,8 @@ def test_bad_entries_are_put_aside_with_the_reason_and_memory_stays_flat(name: s
 
 def test_a_flood_of_bad_entries_waits_until_it_is_reported_and_updates_go_on(server, monkeypatch) -> None:
     monkeypatch.setattr(loop, "MAX_REFUSED", 100)
+    monkeypatch.setattr(publisher, "REFUSALS_PER_ROUND", 100)
+    monkeypatch.setattr(publisher, "REFUSED_AT_ONCE", 50)
     monkeypatch.setattr(loop, "ADMIT_S", 0.001)  # too short to take them all at once
     run, num = Run(server), 2_000
     run.play(300)

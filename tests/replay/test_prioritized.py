@@ -220,7 +220,15 @@ def test_restored_from_the_newest_item_backwards() -> None:
         new.check_valid()
 
 
-@pytest.mark.parametrize("bad", [np.nan, -1.0, np.inf, 1e39])
+def test_errors_beyond_float32_count_as_the_largest_that_it_holds() -> None:
+    """As of a reward of 3e38, whose loss and gradient may be finite."""
+    priorities = make()
+    priorities.append(3, [np.inf, 1e39, 1.0])
+    stored = priorities.state()["priority"]
+    assert np.isfinite(stored).all() and stored[0] == stored[1] > 1e9 * stored[2]
+
+
+@pytest.mark.parametrize("bad", [np.nan, -1.0])
 def test_errors_that_are_none_are_refused_and_change_nothing(bad: float) -> None:
     priorities = make()
     priorities.append(3)

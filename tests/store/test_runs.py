@@ -149,7 +149,7 @@ def test_only_one_learner_holds_a_run_and_a_replaced_one_writes_nothing(client: 
         lambda: leases.renew(client, run, old),
         lambda: stream.allow(client, run, old, 10, updates=0),
         lambda: stream.trim(client, run, old, b"0-1"),
-        lambda: stream.refuse(client, run, old, b"1-0", b"", "why"),
+        lambda: stream.refuse(client, run, old, [stream.Refusal(b"1-0", b"", "why")]),
         lambda: weights.publish(client, run, old, version=0, blob=b"x", allowance=1, updates=0),
         lambda: weights.mark_best(client, run, old, 0, 1.0),
         lambda: checkpoints.save(client, run, old, b"x", {}),

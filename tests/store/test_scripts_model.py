@@ -51,6 +51,7 @@ from ddrl.store.checkpoints import Counters
 from ddrl.store.connection import LeaseLostError, RunGoneError, StoreError, call
 from ddrl.store.evaluations import Evaluation, OpenEvaluations
 from ddrl.store.runs import ENDED
+from ddrl.store.stream import Refusal
 from ddrl.types import EvaluationResult
 
 SEEDS, EXAMPLES, STEPS, LEAST_STEPS = 12, 10, 100, 10_000
@@ -684,7 +685,9 @@ class Scripts(RuleBasedStateMachine):
                 may = self.write(
                     name,
                     age,
-                    lambda t, e=entry: stream.refuse(self.client, name, t, e.entry_id, b"head", "bad"),
+                    lambda t, e=entry: stream.refuse(
+                        self.client, name, t, [Refusal(e.entry_id, b"head", "bad")]
+                    ),
                 )
                 if may and run and draft:
                     run.dead += 1
@@ -709,19 +712,20 @@ class Scripts(RuleBasedStateMachine):
 
         self.write(name, age, act)
 
-    @step(number=RUN, age=AGE)
-    def refuse_forged(self, number: int, age: int) -> None:
-        """An entry that no append wrote is recorded and deleted."""
+    @step(number=RUN, age=AGE, num=st.integers(1, 3))
+    def refuse_forged(self, number: int, age: int, num: int) -> None:
+        """Entries that no append wrote are recorded and deleted."""
         name, run = self.touch(number)
         if run is None:
             return
-        forged = self.client.xadd(keys.experience(name), {"h": "x"})
-        options = {"head": b"head", "reason": "no append wrote it", "is_fragment": False}
-        if self.write(name, age, lambda t: stream.refuse(self.client, name, t, forged, **options)):
-            run.dead += 1
-            assert self.client.xrevrange(keys.dead(name), count=1)[0][1][b"entry"] == forged
+        ids = [self.client.xadd(keys.experience(name), {"h": "x"}) for _ in range(num)]
+        forged = [Refusal(one, b"head", "no append wrote it", is_fragment=False) for one in ids]
+        if self.write(name, age, lambda t: stream.refuse(self.client, name, t, forged)):
+            run.dead += num
+            newest = self.client.xrevrange(keys.dead(name), count=num)
+            assert [fields[b"entry"] for _, fields in newest] == ids[::-1]
         else:
-            assert self.client.xdel(keys.experience(name), forged)
+            assert self.client.xdel(keys.experience(name), *ids) == num
 
     @step(number=RUN, age=AGE, is_read=st.booleans(), forged=st.sampled_from(["", *APPENDED]))
     def correct_counts(self, number: int, age: int, is_read: bool, forged: str) -> None:
