@@ -19,6 +19,7 @@ from ddrl.celery import ROLLOUT
 from ddrl.store import keys, runs
 
 Fault = Callable[[SoakFleet, random.Random], str]
+REWRITTEN_S = 10.0  # within which a learner has the append-only file rewritten after a full disk
 
 
 def playing_process_killed(fleet: SoakFleet, draw: random.Random) -> str:
@@ -203,11 +204,14 @@ def server_out_of_memory(fleet: SoakFleet, draw: random.Random) -> str:
 
 
 def server_disk_full(fleet: SoakFleet, draw: random.Random) -> str:
-    for_s = draw.uniform(2.0, 6.0)
+    for_s, file = draw.uniform(2.0, 6.0), fleet.server.file()
     with fleet.server.full_disk():
         time.sleep(for_s)
     while not fleet.server.is_writable():  # what it acknowledged meanwhile is in its memory only
         time.sleep(0.1)
+    until = time.monotonic() + REWRITTEN_S
+    while (fleet.server.file() == file or fleet.server.is_rewriting()) and time.monotonic() < until:
+        time.sleep(0.1)  # until then its file may have a hole, see docs/decisions.md, 7
     return f"{for_s:.1f} s"
 
 
