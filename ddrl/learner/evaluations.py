@@ -7,8 +7,9 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from statistics import mean, pstdev
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from ddrl import policy
 from ddrl.config import RunConfig
@@ -24,6 +25,22 @@ log = logging.getLogger(__name__)
 FIRST_EPISODES = 5
 MOST_LOGGED = 100  # results at once
 FIRST_S = 10.0  # longest wait of play for the result of the policy that the run begins with
+
+
+class _Sample(NamedTuple):
+    """Returns of `num` episodes: their mean, and the sum of squared differences from it."""
+
+    num: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    def with_(self, returns: Sequence[float]) -> _Sample:
+        """Return the sample with more returns. Source: Chan et al. 1979, updating formulae for variances."""
+        added, num = np.array(returns, np.float64), self.num + len(returns)
+        mean = float(added.mean())
+        apart, squares = mean - self.mean, float(((added - mean) ** 2).sum())
+        share = len(added) / num
+        return _Sample(num, self.mean + apart * share, self.squares + squares + apart**2 * self.num * share)
 
 
 class EvaluationScheduler:
@@ -50,7 +67,7 @@ class EvaluationScheduler:
         self._client, self._run, self._token = client, run, token
         self._config, self._target = config.evaluation, config.stop.return_
         self._open = OpenEvaluations(client, run, send=send, timeout_s=self._config.timeout_s, token=token)
-        self._returns: dict[int, list[float]] = {}  # of all evaluation episodes, by version
+        self._returns: dict[int, _Sample] = {}  # of all evaluation episodes, by version
         self.solved = False
         self._open.take_over(self._would_open)
         rows = self._results()
@@ -105,7 +122,8 @@ class EvaluationScheduler:
             latest = weights.index(self._client, self._run).latest
             rows = [row for row in rows if row["version"] <= latest]
         for row in rows:
-            self._returns.setdefault(row["version"], []).extend(row["returns"])
+            known = self._returns.get(row["version"], _Sample())
+            self._returns[row["version"]] = known.with_(row["returns"])
         return rows
 
     def _poll(self) -> list[dict[str, Any]]:
@@ -117,9 +135,9 @@ class EvaluationScheduler:
                 row["purpose"], row["version"], row["return_mean"], row["return_std"], row["num_episodes"],
             )  # fmt: skip
         kept = weights.index(self._client, self._run).sizes if rows else {}
-        known = {version: values for version, values in self._returns.items() if version in kept}
+        known = {version: sample for version, sample in self._returns.items() if version in kept}
         if known:  # the first version has fewer episodes, and the best of few is luck
-            best = max(known, key=lambda v: (len(known[v]) >= self._config.num_episodes, mean(known[v])))
+            best = max(known, key=lambda v: (known[v].num >= self._config.num_episodes, known[v].mean))
             self._mark_best(best, known[best])
         for evaluation_id, reason in self._open.given_up.items():
             log.warning("evaluation %s is given up: %s", evaluation_id, reason)
@@ -180,12 +198,15 @@ class EvaluationScheduler:
         if row["purpose"] == "watch" and self._config.confirm_episodes:
             self._open.open([self._evaluation(row["version"], "confirm", row["env_steps"], row["updates"])])
             return
-        self._mark_best(row["version"], row["returns"])
+        self._mark_best(row["version"], _Sample().with_(row["returns"]))
         self.solved = True
 
-    def _mark_best(self, version: int, returns: Sequence[float]) -> None:
+    def _mark_best(self, version: int, score: _Sample) -> None:
         """Mark the version as the run's best, and these episodes as its score."""
-        return_mean = mean(returns)
-        weights.mark_best(self._client, self._run, self._token, version, return_mean)
-        best = {"version": version, "return_mean": return_mean, "return_std": pstdev(returns)}
-        runs.note_evaluation(self._client, self._run, self._token, {**best, "episodes": len(returns)})
+        weights.mark_best(self._client, self._run, self._token, version, score.mean)
+        best = {
+            "version": version,
+            "return_mean": score.mean,
+            "return_std": (score.squares / score.num) ** 0.5,
+        }
+        runs.note_evaluation(self._client, self._run, self._token, {**best, "episodes": score.num})

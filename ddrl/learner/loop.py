@@ -236,16 +236,14 @@ class Learner:
         shared, ledger = self.shared, self.shared.ledger
         if not reader.ready or len(shared.refused) >= MAX_REFUSED:
             return False
-        num_refused = 0
+        num_refused, gaps = 0, []
         for entry in reader.take(0.0 if self._config.learner.lockstep else ADMIT_S):
             objection = ledger.objection(entry)
             reason = entry.reason or objection
             if not reason:
                 self.replay.admit(entry.packed, entry.entry_id, version=shared.version)
             gap = ledger.count(entry, consumed=not reason)
-            if gap:
-                log.warning("%s", gap)
-                shared.gaps.append(gap)
+            gaps += [gap] if gap else []
             shared.add_entry(entry)
             if reason:
                 num_refused += 1
@@ -256,6 +254,9 @@ class Learner:
                 shared.env_steps += entry.fragment.num_transitions
                 shared.returns.extend(entry.fragment.episode_return.tolist())
             shared.counted = ledger.cursor, ledger.fragments, shared.env_steps
+        if gaps:
+            shared.gaps.append(gaps[0] + (f", and so on, {len(gaps)} times" if len(gaps) > 1 else ""))
+            log.warning("%s", shared.gaps[-1])
         if num_refused > 1:
             log.warning("%d more entries refused", num_refused - 1)
         shared.oldest = self._oldest()

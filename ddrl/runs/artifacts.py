@@ -17,7 +17,7 @@ import yaml
 from ddrl import policy
 from ddrl.runs.curves import plot_run
 from ddrl.runs.records import Records, read, shown, summary
-from ddrl.store import leases, runs, weights
+from ddrl.store import connection, leases, runs, weights
 from ddrl.store.connection import StoreError
 
 if TYPE_CHECKING:
@@ -48,9 +48,13 @@ def complete(client: Redis, run: str, token: int, folder: Path) -> None:
     leases.renew(client, run, token)
     try:
         write(client, run, folder)
-    except (OSError, StoreError) as error:
+    except connection.OUTAGES:
+        raise
+    except Exception as error:  # whatever a worker has written: the run ends
         runs.complete(client, run, token)
-        raise StoreError(f"run {run}: the results cannot be written to {folder} ({error})") from error
+        raise StoreError(
+            f"run {run}: the results cannot be written to {folder} ({str(error) or type(error).__name__})"
+        ) from error
     runs.complete(client, run, token)
 
 

@@ -13,10 +13,11 @@ from redis.client import Pipeline
 
 from ddrl.store.connection import call
 
-MOST = 100_000  # members of a hash or set, entries of a stream
-MOST_BYTES = 64 * 1024**2
-LONGEST = 8 * 1024**2  # bytes of a member or an entry
-LONGEST_FIELD = 16 * 1024  # of a value that is read by its name
+MOST = 50_000  # members of a hash or set
+MOST_PARTS = 300_000  # ids, fields and values of a stream's entries
+MOST_BYTES = 32 * 1024**2
+LONGEST = 16 * 1024  # bytes of a member, a value
+LONGEST_ENTRY = 512 * 1024  # of a stream: the result of 10,000 episodes has half of it
 
 Entry = tuple[bytes, dict[bytes, bytes]]
 
@@ -26,7 +27,7 @@ def values(client: Redis | Pipeline, key: str, names: Iterable[str | bytes]) -> 
 
     In a pipeline the reply is that list.
     """
-    return cast("list[bytes | None]", call(client, "read_fields", [key], [LONGEST_FIELD, *names]))
+    return cast("list[bytes | None]", call(client, "read_fields", [key], [LONGEST, *names]))
 
 
 def members(client: Redis, key: str) -> list[bytes]:
@@ -49,10 +50,14 @@ def paired(reply: Sequence[bytes]) -> dict[bytes, bytes]:
     return dict(zip(reply[::2], reply[1::2], strict=True))
 
 
-def newest(client: Redis, key: str, after: bytes, until: bytes) -> list[Entry]:
-    """Return the newest entries of a stream after one id and up to another, oldest first."""
-    reply = call(client, "read_newest", [key], [after, until, MOST, MOST_BYTES, LONGEST])
-    return [(entry_id, paired(parts)) for entry_id, parts in reversed(reply)]
+def newest(client: Redis, key: str, after: bytes, until: bytes) -> tuple[list[Entry], bytes]:
+    """Return the newest entries of a stream after one id and up to another, oldest first, and the last id there.
+
+    The last id is `after` if there is nothing new.
+    """
+    args = [after, until, MOST_PARTS, MOST_BYTES, LONGEST_ENTRY]
+    last, entries = call(client, "read_newest", [key], args)
+    return [(entry_id, paired(parts)) for entry_id, parts in reversed(entries)], last or after
 
 
 def _read_all(client: Redis | Pipeline, command: str, key: str) -> Any:

@@ -29,11 +29,11 @@ def read(client: Redis, key: str, after: bytes = b"0-0", *needed: str) -> tuple[
 
     Each entry has `time_s` (server's clock) and its fields as text. Entries without the `needed` fields are left out.
     """
-    raw = bounded.newest(client, key, after, latest(client))
+    raw, last = bounded.newest(client, key, after, latest(client))
     rows = []
     for entry_id, fields in raw:
         texts = {text(name): text(value) for name, value in fields.items()}
         texts.pop("time_s", None)
         if texts.keys() >= {*needed}:
             rows.append({"time_s": int(entry_id.split(b"-")[0]) / 1e3, **texts})
-    return rows, raw[-1][0] if raw else after
+    return rows, last

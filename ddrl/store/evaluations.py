@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import FailFast, Field, TypeAdapter, ValidationError
 from redis import Redis
 
 from ddrl.store import bounded, capped_streams, keys, weights
@@ -84,8 +84,8 @@ class Evaluation:
 class _Scored(Evaluation):
     """An evaluation with its result, in the order of the seeds."""
 
-    returns: list[Number]
-    lengths: list[Count]
+    returns: Annotated[list[Number], FailFast()]
+    lengths: Annotated[list[Count], FailFast()]
     return_mean: Number
     return_std: Annotated[Number, Field(ge=0)]
 
@@ -326,7 +326,7 @@ def results(
 
     Entries that are not a complete result are logged and left out.
     """
-    raw = bounded.newest(client, keys.evaluations(run, requester), after, capped_streams.latest(client))
+    raw, last = bounded.newest(client, keys.evaluations(run, requester), after, capped_streams.latest(client))
     rows, others = [], []
     for entry_id, fields in raw:
         try:
@@ -336,7 +336,7 @@ def results(
         if row is None or not row.is_complete:
             others.append(entry_id.decode())
             continue
-        rows.append({"time_s": int(entry_id.split(b"-")[0]) / 1e3, **asdict(row)})
+        rows.append({"time_s": int(entry_id.split(b"-")[0]) / 1e3, **vars(row)})
     if others:
         log.warning(
             "run %s: %d entries of evaluations are no results (%s, ...); left out",
@@ -344,4 +344,4 @@ def results(
             len(others),
             others[0],
         )
-    return rows, raw[-1][0] if raw else after
+    return rows, last

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
 
-from pydantic import Field, Json, TypeAdapter, ValidationError
+from pydantic import FailFast, Field, Json, TypeAdapter, ValidationError
 from redis import Redis
 from typing_extensions import TypedDict
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 ENTRY_OVERHEAD_BYTES = 128  # of an entry in the server: measured 75 to 83, counters and names besides
 REPLY_BYTES = 8 * 1024**2  # aim for one read
 EPISODES_LENGTH = 20_000
+MOST_RETURNS = 500_000  # of episodes that are read at once
 DEAD_LENGTH = 1_000
 
 
@@ -35,7 +36,7 @@ class _Episodes(TypedDict):
 
     time_s: float
     env_steps: Count
-    returns: Json[Annotated[list[Number], Field(max_length=10_000)]]
+    returns: Json[Annotated[list[Number], FailFast(), Field(max_length=10_000)]]
 
 
 _EPISODES = TypeAdapter(_Episodes)
@@ -182,7 +183,7 @@ def read_count(client: Redis, run: str) -> int:
     appended = cast("bytes | None", client.hget(keys.counts(run), "appended_bytes"))
     trimmed = cast("bytes | None", client.hget(keys.state(run), "trimmed_bytes"))
     live_bytes = int(number(appended) - number(trimmed))
-    return max(1, min(1024, REPLY_BYTES * length // max(live_bytes, 1))) if length else 64
+    return max(1, min(128, REPLY_BYTES * length // max(live_bytes, 1))) if length else 64
 
 
 def trim(client: Redis, run: str, token: int, first_kept: bytes) -> int:
@@ -291,13 +292,18 @@ def remaining(client: Redis, run: str, *, node: str = "-") -> Appended:
 
 
 def episodes(client: Redis, run: str, after: bytes = b"0-0") -> tuple[list[dict[str, Any]], bytes]:
-    """Return the finished episodes after an entry (time_s, env_steps, returns), and the last entry's id."""
+    """Return the newest finished episodes after an entry (time_s, env_steps, returns), and the last entry's id."""
     rows, last_id = capped_streams.read(client, keys.episodes(run), after)
-    parsed = []
-    for row in rows:
+    parsed: list[dict[str, Any]] = []
+    num_returns = 0
+    for row in reversed(rows):
         with contextlib.suppress(ValidationError):
-            parsed.append(dict(_EPISODES.validate_python(row)))
-    return parsed, last_id
+            found = _EPISODES.validate_python(row)
+            num_returns += len(found["returns"])
+            if num_returns > MOST_RETURNS:
+                break
+            parsed.append(dict(found))
+    return parsed[::-1], last_id
 
 
 def before(entry_id: bytes) -> bytes:

@@ -285,6 +285,7 @@ def test_a_run_that_fails_leaves_its_folder(run, learn, monkeypatch, tmp_path: P
     assert (folder / "policy.safetensors").exists()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_run_is_ending_until_its_results_are_complete_and_any_learner_completes_them(
     server, learn, monkeypatch, tmp_path: Path
 ) -> None:
@@ -292,7 +293,7 @@ def test_a_run_is_ending_until_its_results_are_complete_and_any_learner_complete
 
     def die(*_: Any) -> None:
         seen.append(run.state)
-        raise RuntimeError("the learner dies here")
+        raise SystemExit("the learner dies here")
 
     monkeypatch.setattr(artifacts, "write", die)
     run.play(400)

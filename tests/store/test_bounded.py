@@ -19,8 +19,10 @@ SOME = 2_000
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Smaller bounds, so that the tests are quick."""
     monkeypatch.setattr(bounded, "MOST", SOME)
-    monkeypatch.setattr(bounded, "MOST_BYTES", 2_000_000)
-    monkeypatch.setattr(bounded, "LONGEST", 1_000_000)
+    monkeypatch.setattr(bounded, "MOST_PARTS", 3 * SOME)
+    monkeypatch.setattr(bounded, "MOST_BYTES", 20_000)
+    monkeypatch.setattr(bounded, "LONGEST", 10_000)
+    monkeypatch.setattr(bounded, "LONGEST_ENTRY", 10_000)
 
 
 def flood(client: Redis, key: str, command: str, num: int = 60_000) -> None:
@@ -35,7 +37,9 @@ def test_of_a_flood_of_entries_the_newest_are_read_and_one_more_trims_it(client:
     key = keys.evaluations(run, sent[0].partition("/")[0])
     for name in (key, keys.journal(run), keys.logs(run), keys.episodes(run)):
         flood(client, name, "'XADD', KEYS[1], '*', 'x', ''")
-    assert len(bounded.newest(client, key, b"0-0", b"+")) == SOME
+    entries, last = bounded.newest(client, key, b"0-0", b"+")
+    assert len(entries) == SOME and last == entries[-1][0]
+    assert bounded.newest(client, key, last, b"+") == ([], last)
     assert evaluations.finish(client, run, sent[0], ONE, RESULT)
     assert [row["return_mean"] for row in opened.poll()] == [2.0] and not opened.pending
     runs.set_status(client, run, "paused", "test")
@@ -54,21 +58,19 @@ def test_of_a_flood_of_fields_and_of_long_ones_a_part_is_read(client: Redis, run
     flood(client, keys.WORKERS, "'SADD', KEYS[1], i")
     assert len(bounded.members(client, keys.WORKERS)) == SOME and workers.alive(client) == []
     assert client.scard(keys.WORKERS) == 60_000 - SOME  # of those that have no heartbeat
-    client.hset(
-        "long", mapping={"a": "x" * 900_000, "b": "x" * 1_000_001, "c": "x" * 900_000, "d": "x" * 900_000}
-    )
-    assert len(bounded.fields(client, "long")) == 2
-    for size in (900_000, 1_000_001, 900_000, 900_000):
+    client.hset("long", mapping={"a": "x" * 9_000, "b": "x" * 10_000, "c": "x" * 9_000, "d": "x" * 9_000})
+    assert len(bounded.fields(client, "long")) == 2 and not client.hexists("long", "b")
+    for size in (9_000, 10_000, 9_000, 9_000):
         client.xadd("entries", {"x": "y" * size})
-    assert [len(fields[b"x"]) for _, fields in bounded.newest(client, "entries", b"0-0", b"+")] == [
-        900_000
-    ] * 2
+    client.xadd("entries", {str(n): "" for n in range(101)})
+    entries, last = bounded.newest(client, "entries", b"0-0", b"+")
+    assert [len(fields[b"x"]) for _, fields in entries] == [9_000] * 2 and last > entries[-1][0]
     client.delete("long", "entries")
 
 
 def test_a_value_that_is_too_long_is_as_if_it_were_missing(client: Redis, run: str) -> None:
     client.hset(
-        keys.counts(run), mapping={"error": "e" * 20_000, "crashes": 3, "appended_steps": "1" * 20_000}
+        keys.counts(run), mapping={"error": "e" * 10_001, "crashes": 3, "appended_steps": "1" * 10_001}
     )
     state = runs.state(client, run)
     assert (state.error, state.crashes, state.appended_steps) == ("", 3, 0)

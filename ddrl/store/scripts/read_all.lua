@@ -1,14 +1,19 @@
--- Read a hash or a set that workers may write, and no more of it than fits.
+-- Read a hash or a set that workers may write, and no more of it than fits. What is too long is deleted, where the caller
+-- may: each look would copy it.
 -- KEYS: 1 hash or set. ARGV: 1 HSCAN or SSCAN, 2 most members, 3 most bytes of them all, 4 most bytes of one.
 -- Answer: fields and values in turn, or members; of more than fits any part.
-local width = ARGV[1] == 'HSCAN' and 2 or 1
+local width, delete = 1, 'SREM'
+if ARGV[1] == 'HSCAN' then width, delete = 2, 'HDEL' end
 local found, bytes, cursor = {}, 0, '0'
 repeat
   local page = redis.call(ARGV[1], KEYS[1], cursor, 'COUNT', 1000)
   cursor = page[1]
   for i = 1, #page[2], width do
-    local size = #page[2][i] + #page[2][i + width - 1]
-    if size <= tonumber(ARGV[4]) then
+    local size = 0
+    for j = i, i + width - 1 do size = size + #page[2][j] end
+    if size > tonumber(ARGV[4]) then
+      redis.pcall(delete, KEYS[1], page[2][i])
+    else
       bytes = bytes + size
       if bytes > tonumber(ARGV[3]) or #found >= width * ARGV[2] then return found end
       for j = i, i + width - 1 do found[#found + 1] = page[2][j] end
