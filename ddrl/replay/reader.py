@@ -244,7 +244,8 @@ class Reader:
                     retry(partial(self._lower_ids, self._cursor, self._latest))
                     self._count = retry(partial(stream.read_count, self._client, self._run))
                     self._count_at = time.monotonic() + COUNT_S
-                for entry in retry(self._read):
+                found, now = retry(self._read), ""
+                for entry in found:
                     if stream.order(entry.entry_id) > stream.order(self._latest):
                         self._count_at = 0.0
                         break
@@ -252,7 +253,9 @@ class Reader:
                         if self._stopping.wait(0.01):
                             return
                     before, newest = newest, entry.count(b"f")
-                    if newest <= before and identify() != server:  # else a worker wrote the count
+                    if newest <= before:  # or a worker wrote the count
+                        now = now or identify()
+                    if now not in ("", server):
                         lost = f"fragment {newest} came after {before}"
                         raise connection.RunGoneError(f"run {self._run}: the server came back older, {lost}")
                     decoded = self._decode(entry)
