@@ -202,14 +202,12 @@ def _parse_header(data: bytes) -> dict[str, Any]:
 def _parse_column(entry: object) -> _Column:
     if not isinstance(entry, dict) or set(entry) != {"name", "dtype", "shape", "bytes"}:
         raise CodecError(f"columns: {_show(entry)} is not {{name, dtype, shape, bytes}}")
-    shape, claimed = entry["shape"], entry["bytes"]
+    name, dtype, shape, claimed = (entry[key] for key in ("name", "dtype", "shape", "bytes"))
     if not isinstance(shape, list) or any(type(n) is not int or not 0 <= n < 2**31 for n in shape):
-        raise CodecError(f"{_show(entry['name'])}: shape {_show(shape)} is no list of integers in [0, 2^31)")
-    column = _column(entry["name"], entry["dtype"], tuple(shape))
+        raise CodecError(f"{_show(name)}: shape {_show(shape)} is no list of integers in [0, 2^31)")
+    column = _column(name, dtype, tuple(shape))
     if type(claimed) is not int or claimed != column.num_bytes:
-        raise CodecError(
-            f"{column.name}: claims {_show(claimed)} bytes, {column.dtype} {shape} has {column.num_bytes}"
-        )
+        raise CodecError(f"{name}: claims {_show(claimed)} bytes, {dtype} {shape} has {column.num_bytes}")
     return column
 
 
@@ -235,8 +233,7 @@ def _check_layout(columns: list[_Column], steps: int, num_envs: int, context: in
             raise CodecError(f"{name}: the column is missing")
     if len(_RECURRENT.keys() & shapes.keys()) == 1:
         raise CodecError("memory_index, memory: come together or not at all")
-    total = sum(column.num_bytes for column in columns)
-    if total > max_bytes:
+    if (total := sum(column.num_bytes for column in columns)) > max_bytes:
         raise CodecError(f"columns: {total} bytes uncompressed, at most {max_bytes} are accepted")
     rows = context + steps
 
@@ -261,33 +258,29 @@ def _check_layout(columns: list[_Column], steps: int, num_envs: int, context: in
         if shape != wanted:
             raise CodecError(f"{name}: shape {list(shape)}, expected {list(wanted)}")
     dtypes = {column.name: column.dtype for column in columns}
-    if dtypes["final_observation"] != dtypes["observation"]:
-        raise CodecError(
-            f"final_observation: dtype differs from that of observation, {dtypes['observation']}"
-        )
+    if dtypes["final_observation"] != (dtype := dtypes["observation"]):
+        raise CodecError(f"final_observation: dtype differs from that of observation, {dtype}")
 
 
 def _check_chunk(column: _Column, fields: Mapping[bytes, bytes]) -> bytes:
     """Return the compressed bytes of a column, which hold plain data of the size that its header says."""
-    chunk = fields.get(column.name.encode(), b"")
+    name, chunk = column.name, fields.get(column.name.encode(), b"")
     if not column.num_bytes:
         if chunk:
-            raise CodecError(f"{column.name}: {len(chunk)} bytes for an empty column")
+            raise CodecError(f"{name}: {len(chunk)} bytes for an empty column")
         return b""
     if len(chunk) < _CHUNK_HEADER_BYTES:
-        raise CodecError(f"{column.name}: {len(chunk)} bytes are no blosc2 chunk")
+        raise CodecError(f"{name}: {len(chunk)} bytes are no blosc2 chunk")
     codec_and_kind = chunk[2] >> 5 in _PLAIN_CODECS and not chunk[30] and chunk[31] in _PLAIN_KINDS
     if not (codec_and_kind and _PLAIN_FILTERS.issuperset(chunk[16:22])):
-        raise CodecError(
-            f"{column.name}: chunk asks for a codec, filter or kind of chunk that is not accepted"
-        )
+        raise CodecError(f"{name}: chunk asks for a codec, filter or kind of chunk that is not accepted")
     try:
         num_bytes, num_compressed, _ = blosc2.get_cbuffer_sizes(chunk)
     except (RuntimeError, ValueError) as error:
-        raise CodecError(f"{column.name}: no blosc2 chunk ({first_line(error)})") from None
+        raise CodecError(f"{name}: no blosc2 chunk ({first_line(error)})") from None
     if num_bytes != column.num_bytes or num_compressed != len(chunk):
         raise CodecError(
-            f"{column.name}: chunk of {num_bytes} bytes in {num_compressed}, "
+            f"{name}: chunk of {num_bytes} bytes in {num_compressed}, "
             f"the header says {column.num_bytes} and {len(chunk)} came"
         )
     return chunk

@@ -486,8 +486,7 @@ def load_module(name: str) -> types.ModuleType:
     Raises:
         ModuleError: `name` has another form, or its module is not allowed or cannot be imported.
     """
-    found = re.fullmatch(r"(\w+(?:\.\w+)*):[^:\s]+", name)
-    if found is None:
+    if (found := re.fullmatch(r"(\w+(?:\.\w+)*):[^:\s]+", name)) is None:
         raise ModuleError(f'{name}: is not of the form "module:callable"; write it like my_pkg.module:make')
     module_name = found[1]
     if not is_allowed(module_name):
@@ -519,17 +518,12 @@ def load_callable(name: str) -> Callable[..., Any]:
     """
     module = load_module(name)
     module_name, _, attribute = name.partition(":")
-    try:
-        loaded: Callable[..., Any] = getattr(module, attribute)
-    except AttributeError:
-        raise ModuleError(
-            f"{name}: module {module_name} has no {attribute!r}; name a callable of it"
-        ) from None
-    if not callable(loaded):
-        raise ModuleError(
-            f"{name}: is {type(loaded).__name__}, which cannot be called; name a callable of it"
-        )
-    return loaded
+    if not hasattr(module, attribute):
+        raise ModuleError(f"{name}: module {module_name} has no {attribute!r}; name a callable of it")
+    found: Callable[..., Any] = getattr(module, attribute)
+    if not callable(found):
+        raise ModuleError(f"{name}: is {type(found).__name__}, which cannot be called; name a callable of it")
+    return found
 
 
 def first_line(error: BaseException) -> str:

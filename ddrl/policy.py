@@ -174,8 +174,7 @@ def save(client: Redis, run: str, version: int, path: str | Path) -> Path:
 
 
 def _blob(client: Redis, run: str, version: int) -> bytes:
-    blob = weights.get(client, run, version)
-    if blob is None:
+    if (blob := weights.get(client, run, version)) is None:
         kept = sorted(weights.index(client, run).sizes)
         start = f"the newest of {len(kept)} kept are" if len(kept) > 12 else "kept are"
         there = f"{start} {', '.join(map(str, kept[-12:]))}" if kept else "none is published yet"
@@ -184,13 +183,7 @@ def _blob(client: Redis, run: str, version: int) -> bytes:
 
 
 def _build(
-    arrays: Mapping[str, np.ndarray],
-    config: RunConfig,
-    spaces: EnvSpec,
-    run: str,
-    version: int,
-    *,
-    source: str,
+    arrays: Mapping[str, np.ndarray], config: RunConfig, spaces: EnvSpec, run: str, version: int, source: str
 ) -> LoadedPolicy:
     try:
         resolved = base.resolve(config, spaces)

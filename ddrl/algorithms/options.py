@@ -69,8 +69,7 @@ class AlgorithmConfig(Section):
             ValueError: one has another value.
         """
         for name in names:
-            value = getattr(self, name)
-            if value != type(self).model_fields[name].default:
+            if (value := getattr(self, name)) != type(self).model_fields[name].default:
                 raise ValueError(f"{name}={value}: has no effect {when}; {remedy}")
 
 

@@ -73,8 +73,7 @@ class _Commands(TyperGroup):
         name, _, rest = super().resolve_command(ctx, args)
         module = "submit" if name == HIDDEN else COMMANDS[str(name)][1]
         functions = importlib.import_module(f"ddrl.cli.{module}")
-        function = getattr(functions, "set_" if name == "set" else str(name))
-        info = CommandInfo(name=name, callback=function)
+        info = CommandInfo(name=name, callback=getattr(functions, "set_" if name == "set" else str(name)))
         return name, get_command_from_info(info, pretty_exceptions_short=True, rich_markup_mode="rich"), rest
 
 
@@ -129,8 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if _ended_by:  # while a library was imported, which made another error of the exit
             return 128 + _ended_by[0]
-        code = exit_code(error)
-        if code is None:
+        if (code := exit_code(error)) is None:
             raise
         message = str(error)
         if code == NO_SERVER:

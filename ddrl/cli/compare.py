@@ -42,9 +42,8 @@ def compare(
             raise InputError(f"compare {given}: only one run; give two or more, `ddrl runs` lists them")
         records = [read(client, run) for run in names]
         settings = [
-            {"from": each.state.warm or LACKING}
-            | values_of(each.config, store.spaces(client, each.state.run))
-            for each in records
+            {"from": each.state.warm or LACKING} | values_of(each.config, store.spaces(client, run))
+            for run, each in zip(names, records, strict=True)
         ]
         now_s = store.server_ms(client) / 1e3
     stored = {name for each in records for name in flat(each.config.model_dump(by_alias=True))}
@@ -96,8 +95,7 @@ def _show(rows: Sequence[Mapping[str, Any]], options: Mapping[str, Sequence[Any]
     shared = [name for name in ("env", "algorithm") if len({row[name] for row in rows}) == 1]
     apart = [name for name in ("env", "algorithm") if name not in shared]
     if shared:
-        print(", ".join(f"{name} {rows[0][name]}" for name in shared))
-        print()
+        print(", ".join(f"{name} {rows[0][name]}" for name in shared), end="\n\n")
     cells = []
     for place, row in enumerate(rows, 1):
         names = (place, row["run"], *(row[name] for name in apart), str(row["seed"]), row["status"])

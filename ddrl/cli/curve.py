@@ -89,10 +89,9 @@ def _dots(points: Sequence[tuple[int, int]]) -> dict[tuple[int, int], int]:
 def _assemble(cells: Sequence[Sequence[tuple[str, str]]], low: float, high: float, end_s: float) -> Text:
     text = Text(no_wrap=True)
     height, width = len(cells), len(cells[0])
-    labelled = {0, height // 2, height - 1}
     for row, line in enumerate(cells):
         value = high - (high - low) * row / max(height - 1, 1)
-        label = _label(value) if row in labelled else ""
+        label = _label(value) if row in {0, height // 2, height - 1} else ""
         text.append(f"{label:>{_LABEL_WIDTH}}│", style="dim")
         text.append_tokens([*line, ("\n", "")])
     left, right = "0s", f"{end_s:.0f}s"

@@ -46,8 +46,7 @@ def doctor(json_output: Json = False) -> None:
         emit([asdict(finding) for finding in findings])
     else:
         aligned([(_MARKS[f.level], f.name, "; ".join(filter(None, (f.detail, f.remedy)))) for f in findings])
-    failed = {finding.name for finding in findings if finding.level == FAIL}
-    if failed:
+    if failed := {finding.name for finding in findings if finding.level == FAIL}:
         raise typer.Exit(3 if "server" in failed else 1)
 
 
@@ -108,8 +107,7 @@ def _durability(client: Client) -> Finding:
     """Tell what a killed server loses."""
     from ddrl.store import connection
 
-    policy = connection.appendfsync(client)
-    if policy is None:
+    if (policy := connection.appendfsync(client)) is None:
         return Finding("durability", OK, "unknown: this user may not read the server's settings")
     if not policy:
         detail = "no append-only file: all runs are lost when the server ends"

@@ -187,12 +187,9 @@ class Scoring:
     def _play_here(self, seeds: Sequence[int], on_frame: OnFrame | None = None) -> None:
         from ddrl.runs import evaluation
 
-        options = picked(self._wanted, "epsilon", "noop_max") | {
-            "on_episode": self._add,
-            "on_frame": on_frame,
-        }
-        num_envs = min(self._wanted.num_envs or 1, len(seeds))
-        evaluation.score(self._loaded, seeds, num_envs=num_envs, **options)
+        options = picked(self._wanted, "epsilon", "noop_max")
+        options["num_envs"] = min(self._wanted.num_envs or 1, len(seeds))
+        evaluation.score(self._loaded, seeds, on_episode=self._add, on_frame=on_frame, **options)
 
     def _play_on_fleet(self, client: Client, seeds: range) -> None:
         """Send the seeds in chunks; leave out what the fleet cannot play, or has not played when it goes away."""

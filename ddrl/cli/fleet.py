@@ -61,7 +61,6 @@ def collect(client: Client) -> dict[str, Any]:
     seen = {"present": present, "loads": [*loads.values()], "now_s": runs.server_ms(client) / 1e3}
     for run, nodes in playing.items():
         state, load = runs.state(client, run), loads.get(run)  # only active runs have a load
-        note = _note(client, state, load, trouble, **seen, num_playing=nodes.total())
         report["runs"].append(
             {
                 **picked(state, "run", "status", "priority", "weight", "queue"),
@@ -72,7 +71,7 @@ def collect(client: Client) -> dict[str, Any]:
                 "playing": nodes.total(),
                 "waiting_messages": segments.waiting(client, state.queue),
                 "process_s": state.process_s,
-                "note": note,
+                "note": _note(client, state, load, trouble, **seen, num_playing=nodes.total()),
             }
         )
     return report
@@ -110,7 +109,6 @@ def differences(present: Sequence[Heartbeat]) -> dict[str, dict[str, list[str]]]
 
 
 def _show(report: Mapping[str, Any]) -> None:
-    header: Sequence[str]
     machines, rows = [], []
     for worker in report["workers"]:
         up = f"up {duration(worker['up_s'])}" if worker["up_s"] else ""
@@ -136,8 +134,8 @@ def _show(report: Mapping[str, Any]) -> None:
         table(header, machines, left=texts, optional=("GPU", "memory", "cores", "host", "plays", "ddrl"))
         print()
     if rows:
-        header = ("run", "priority", "weight", "entitled", "share", "processes", "waiting", "note")
-        table(header, rows, left=("run", "priority", "note"), optional=("entitled", "waiting", "processes"))
+        names = ("run", "priority", "weight", "entitled", "share", "processes", "waiting", "note")
+        table(names, rows, left=("run", "priority", "note"), optional=("entitled", "waiting", "processes"))
         print()
     say(_summary(report))
 

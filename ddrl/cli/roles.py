@@ -34,9 +34,8 @@ def learner(
     if take_over and run is None:
         raise typer.BadParameter("needs RUN, the run to take over", param_hint="--take-over")
     if run is not None and (keep_age or keep_bytes):
-        raise typer.BadParameter(
-            "not together with RUN; use `ddrl prune`", param_hint="--keep-age, --keep-bytes"
-        )
+        options = "--keep-age, --keep-bytes"
+        raise typer.BadParameter("not together with RUN; use `ddrl prune`", param_hint=options)
     limits = seconds(keep_age, "--keep-age"), num_bytes(keep_bytes, "--keep-bytes")
 
     from ddrl.runs import monitoring, processes

@@ -135,8 +135,7 @@ def parse(settings: Sequence[str]) -> dict[str, Any]:
 
 def _refusal(name: str, live: Iterable[str], known: set[str]) -> str:
     """Return the message for an option that cannot be set."""
-    parts = sorted(option for option in live if option.startswith(f"{name}."))
-    if parts:
+    if parts := sorted(option for option in live if option.startswith(f"{name}.")):
         return f"{name}: is a section; name an option of it, such as {parts[0]}"
     if name in known or any(name.startswith(f"{option}.") for option in known):
         return f"{name}: cannot change while a run goes on; these can: {_in_words(live)}"

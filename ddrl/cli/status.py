@@ -133,7 +133,6 @@ def _show(figures: Figures, report: dict[str, Any]) -> None:
             "metrics": "  ".join(f"{n} {v}" for n, v in other_metrics(figures).items()) or None,
         }
     )
-    rows: list[Any]
     if figures.evaluated:
         print()
         header = ("evaluation", "mean", "std", "episodes", "env steps", "purpose")
@@ -145,8 +144,8 @@ def _show(figures: Figures, report: dict[str, Any]) -> None:
         print()
         counts = ("processes", "plays", "evaluates")
         header = ("worker", "host", "pid", *counts)
-        rows = [
+        workers = [
             (row["node"], row["host"], str(row["pid"]), *(row[name] for name in counts))
             for row in report["workers"]
         ]
-        table(header, rows, left=("worker", "host"))
+        table(header, workers, left=("worker", "host"))

@@ -170,15 +170,14 @@ def _is_game(env: EnvConfig) -> bool:
             raise EnvError(f"{env.id}: env.atari is set, but this is no ALE game; remove it")
         return False
     _refuse_older(env.id)
-    for name, instead in [
+    for name, other in [
         ("action_repeat", "env.atari.frame_skip"),
         ("max_episode_steps", "env.atari.max_frames"),
         ("kwargs", "what env.atari offers"),
     ]:
-        value = getattr(env, name)
-        if value != EnvConfig.model_fields[name].default:
+        if (value := getattr(env, name)) != EnvConfig.model_fields[name].default:
             raise EnvError(
-                f"{env.id}: env.{name} is {value}, which ALE games do not take; set {instead} instead"
+                f"{env.id}: env.{name} is {value}, which ALE games do not take; set {other} instead"
             )
     check_installed(env.id)
     return True
@@ -186,8 +185,7 @@ def _is_game(env: EnvConfig) -> bool:
 
 def _refuse_older(env_id: str) -> None:
     """Refuse ids from before ALE/, which mean another frame skip and other sticky actions than `env.atari`."""
-    older = re.fullmatch(r"(\w+?)(?:-ram)?(?:NoFrameskip|Deterministic)?-v\d+", env_id)
-    if older:
+    if older := re.fullmatch(r"(\w+?)(?:-ram)?(?:NoFrameskip|Deterministic)?-v\d+", env_id):
         raise EnvError(
             f"{env_id}: is an older id of ALE/{older[1]}-v5; use that one, with env.atari for how it is played"
         )
@@ -200,8 +198,7 @@ def _from_registry(env: EnvConfig, env_id: str) -> gymnasium.Env[Any, Any]:
 
     register_toys()
     check_installed(env.id)
-    known = gymnasium.registry.get(env_id)
-    if known is None:
+    if (known := gymnasium.registry.get(env_id)) is None:
         raise unknown(env_id)
     if str(known.entry_point).startswith("ale_py"):
         _refuse_older(env_id)

@@ -113,11 +113,10 @@ def unknown(env_id: str) -> EnvError:
     """Return the refusal of an id that is not registered; it names near ones, in their newest versions."""
     if importlib.util.find_spec("ale_py") is not None:
         importlib.import_module("ale_py")  # registers the games
-    registry = importlib.import_module("gymnasium").registry
     # ale-py also registers games under older ids, which do not begin with "ALE/".
     newest = {
         _unversioned(known): known
-        for known, spec in registry.items()
+        for known, spec in importlib.import_module("gymnasium").registry.items()
         if known.startswith("ALE/") == str(spec.entry_point).startswith("ale_py")
     }
     name = _unversioned(env_id)

@@ -132,12 +132,10 @@ def target() -> Questions:
         shown = generator.uniform(-1.5, 1.5, 1).astype(np.float32)
         return shown.copy(), shown
 
-    return Questions(
-        Box(-1.5, 1.5, (1,), np.float32),
-        Box(-2.0, 2.0, (1,), np.float32),
-        ask,
-        lambda action, answer: -float((action[0] - answer[0]) ** 2),
-    )
+    def grade(action: np.ndarray, answer: np.ndarray) -> float:
+        return -float((action[0] - answer[0]) ** 2)
+
+    return Questions(Box(-1.5, 1.5, (1,), np.float32), Box(-2.0, 2.0, (1,), np.float32), ask, grade)
 
 
 def pick() -> Questions:
@@ -165,12 +163,10 @@ def pairs() -> Questions:
         answers = generator.integers((3, 4))
         return _bright(7, answers + (0, 3)), answers
 
-    return Questions(
-        Box(0.0, 1.0, (7,), np.float32),
-        MultiDiscrete([3, 4]),
-        ask,
-        lambda action, answers: 0.5 * float((np.asarray(action) == answers).sum()),
-    )
+    def grade(action: np.ndarray, answers: np.ndarray) -> float:
+        return 0.5 * float((np.asarray(action) == answers).sum())
+
+    return Questions(Box(0.0, 1.0, (7,), np.float32), MultiDiscrete([3, 4]), ask, grade)
 
 
 def spot() -> Questions:

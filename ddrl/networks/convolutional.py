@@ -105,13 +105,11 @@ class Convolution(nn.Conv2d):
         super().__init__(*sizes, padding, bias=norm == "none", device="meta")  # draws nothing
         if norm == "none":
             orthogonal(self, gain, generator)
+            self.norm = None
         else:
             xavier(self, generator)
-        channels = self.out_channels
-        if norm == "group":
-            self.norm = nn.GroupNorm(NUM_GROUPS, channels)
-        else:
-            self.norm = BatchNorm(channels) if norm == "batch" else None
+            channels = self.out_channels
+            self.norm = nn.GroupNorm(NUM_GROUPS, channels) if norm == "group" else BatchNorm(channels)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, in, H, W] -> [B, out, H', W']."""

@@ -25,11 +25,7 @@ def refuse(network: str, reason: str) -> NoReturn:
 
 
 def custom_trunk(
-    network: str,
-    observation_shape: tuple[int, ...],
-    kwargs: Mapping[str, Any],
-    *,
-    generator: Generator | None,
+    network: str, observation_shape: tuple[int, ...], kwargs: Mapping[str, Any], generator: Generator | None
 ) -> tuple[nn.Module, int]:
     """Return the trunk that `network`, "module:callable", builds for observations of one shape, and its F.
 
@@ -147,9 +143,8 @@ def _check_parameters(module: nn.Module, features: Tensor) -> None:
     if not features.requires_grad:
         remedy = "compute with torch and without detach or no_grad"
         raise NetworkError(f"no gradient passes through forward; {remedy}")
-    gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
-        features.sum(), list(named.values()), allow_unused=True
-    )
+    total, parameters = features.sum(), [*named.values()]
+    gradients: tuple[Tensor | None, ...] = torch.autograd.grad(total, parameters, allow_unused=True)
     for name, gradient in zip(named, gradients, strict=True):
         if gradient is None:
             remedy = "use it in forward or remove it"

@@ -129,12 +129,7 @@ class NoisyLinear(nn.Module):
     output_noise: Tensor
 
     def __init__(
-        self,
-        num_inputs: int,
-        num_outputs: int,
-        *,
-        noise_scale: float = 0.5,
-        generator: Generator | None = None,
+        self, num_inputs: int, num_outputs: int, noise_scale: float = 0.5, generator: Generator | None = None
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_outputs, num_inputs))

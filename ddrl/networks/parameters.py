@@ -49,8 +49,8 @@ class FlatParameters:
         """Return CPU copies of the parameters by their names in the module, in one transfer."""
         vector = self.vector.detach().to("cpu", copy=True)
         sections = vector.split_with_sizes([parameter.numel() for parameter in self.parameters])
-        parts = zip(self.parameters, sections, strict=True)
-        return dict(zip(self._names, (part.view(own.shape) for own, part in parts), strict=True))
+        parts = zip(self._names, self.parameters, sections, strict=True)
+        return {name: part.view(parameter.shape) for name, parameter, part in parts}
 
 
 def load_arrays(module: nn.Module, arrays: Mapping[str, np.ndarray]) -> None:

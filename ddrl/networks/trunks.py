@@ -214,8 +214,8 @@ def _residual_convolutions(
     """Return the convolutions of "impala", and the number of their outputs."""
     convolutions = []
     for width in _RESIDUAL_CHANNELS:
-        for num_inputs in (channels, width, width, width, width):
-            convolutions.append(make((num_inputs, width, 3, 1), 1, gain=1.0))
+        inputs = (channels, width, width, width, width)
+        convolutions += [make((num_inputs, width, 3, 1), 1, gain=1.0) for num_inputs in inputs]
         channels, sides = width, [(side + 1) // 2 for side in sides]
     return convolutions, channels * math.prod(sides)
 

@@ -90,8 +90,7 @@ def score(
         stack, state = FrameStack(len(lanes), spaces), policy.initial_state(len(lanes))
 
         def begin(lane: _Lane, row: int) -> bool:
-            index = next(waiting, None)
-            if index is None:
+            if (index := next(waiting, None)) is None:
                 return False
             lane.index, lane.episode_return, lane.length = index, 0.0, 0
             if epsilon:

@@ -55,11 +55,9 @@ def initial_weights(source: LoadedPolicy, config: RunConfig, spaces: EnvSpec) ->
     )
     for tensor in (*here, *there):
         if there.get(tensor) != here.get(tensor):
-            found, expected = there.get(tensor, "missing"), here.get(tensor, "unknown")
+            found, wanted = there.get(tensor, "missing"), here.get(tensor, "unknown")
             remedy = remedy or "choose a policy of the same network, or leave --from out"
-            raise ConfigError(
-                f"--from {name}: tensor {tensor} is {found} there and {expected} here; {remedy}"
-            )
+            raise ConfigError(f"--from {name}: tensor {tensor} is {found} there and {wanted} here; {remedy}")
     if remedy is not None:
         raise ConfigError(f"--from {name}: the same weights would be another policy here; {remedy}")
     return name, weights.encode_weights(source.weights)

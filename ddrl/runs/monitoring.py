@@ -89,8 +89,7 @@ def address(text: str) -> tuple[str, int]:
 
 def serve(metrics_of: LearnerMetrics | WorkerMetrics) -> None:
     """Serve metrics at the address in DDRL_METRICS, if any; log one line if that fails."""
-    text = os.environ.get(VARIABLE)
-    if not text:
+    if not (text := os.environ.get(VARIABLE)):
         return
     try:
         host, port = address(text)
@@ -190,11 +189,9 @@ class WorkerMetrics:
 
 def resident_bytes(pid: int) -> int:
     """Return the memory that a process holds; 0 if it has ended or the system does not say."""
-    try:
-        pages = int(Path("/proc", str(pid), "statm").read_text().split()[1])
-    except (OSError, IndexError, ValueError):
-        return 0
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        return int(Path("/proc", str(pid), "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
 
 
 def _family(name: str, text: str, labels: Mapping[str, str], value: object) -> Metric:

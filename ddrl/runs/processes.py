@@ -186,8 +186,7 @@ def follow_parent(signum: signal.Signals) -> None:
 
     Does nothing in a process that `Processes` did not start.
     """
-    fd = os.environ.pop(PARENT_VARIABLE, None)
-    if fd is None:
+    if (fd := os.environ.pop(PARENT_VARIABLE, None)) is None:
         return
 
     def wait() -> None:

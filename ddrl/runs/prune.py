@@ -50,9 +50,7 @@ class Retention:
         every_s: least time between two rounds.
     """
 
-    def __init__(
-        self, older_than_s: float | None, max_bytes: int | None, *, every_s: float = EVERY_S
-    ) -> None:
+    def __init__(self, older_than_s: float | None, max_bytes: int | None, every_s: float = EVERY_S) -> None:
         self._older_than_s, self._max_bytes, self._every_s = older_than_s, max_bytes, every_s
         self._next = 0.0
 

@@ -50,7 +50,7 @@ def summary(client: Redis, run: str, *, wall_s: float | None = None) -> dict[str
     """
     state = runs.state(client, run)
     now_s = runs.server_ms(client) / 1e3
-    evaluated = state.evaluation
+    best = state.evaluation
     return {
         "run": run,
         "status": state.outcome or state.status,
@@ -59,9 +59,8 @@ def summary(client: Redis, run: str, *, wall_s: float | None = None) -> dict[str
         "train_s": round(state.train_s(now_s) or 0.0, 3),
         "env_steps": state.appended_steps,
         "updates": state.updates,
-        "policy_version": evaluated["version"] if evaluated else state.version,
-        "evaluation": evaluated
-        and {name: evaluated[name] for name in ("return_mean", "return_std", "episodes")},
+        "policy_version": best["version"] if best else state.version,
+        "evaluation": best and {name: best[name] for name in ("return_mean", "return_std", "episodes")},
         "artifacts": state.folder,
     }
 

@@ -182,19 +182,17 @@ def _check_on_policy(config: RunConfig, resolved: base.Resolved, processes: int)
             f"on_policy.forced_lag: {options.forced_lag} needs play during learning; use on_policy.collect: async"
         )
     if collect == "sync" and options.stale == "correct":
-        _refuse_changed(
-            config, "on_policy", ["max_staleness"], f"on {name} with collect: sync and stale: correct"
-        )
+        where = f"on {name} with collect: sync and stale: correct"
+        _refuse_changed(config, "on_policy", ["max_staleness"], where)
     if config.rollout.random_until_learned:
         raise ValueError(
             f"rollout.random_until_learned: true, but {name} cannot learn from random actions; remove it"
         )
-    for section, names in (
-        ("rollout", ["action_noise"]),
-        ("replay", [option for option in type(config.replay).model_fields if option != "max_bytes"]),
-        ("learner", ["publish_every_s", "lockstep"]),
-    ):
-        _refuse_changed(config, section, names, f"on algorithm {name}")
+    where = f"on algorithm {name}"
+    off_policy = [option for option in type(config.replay).model_fields if option != "max_bytes"]
+    _refuse_changed(config, "rollout", ["action_noise"], where)
+    _refuse_changed(config, "replay", off_policy, where)
+    _refuse_changed(config, "learner", ["publish_every_s", "lockstep"], where)
 
 
 def _refuse_changed(config: RunConfig, section: str, names: Iterable[str], where: str) -> None:

@@ -124,9 +124,8 @@ class ActorCriticLearner(Generic[AnyOptions]):
         make_optimizer: Callable[[Tensor], torch.optim.Optimizer],
         update: Callable[[ActorCriticLearner[AnyOptions], Trajectories], dict[str, Tensor]],
     ) -> None:
-        self.num_updates = 0
+        self.num_updates = self.num_steps = 0
         self.from_policy = False
-        self.num_steps = 0
         self._is_observed = False  # `prepare` has added the batch to the statistics
         self.generator = torch.Generator().manual_seed(seed)
         self.device = device

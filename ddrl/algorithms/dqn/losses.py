@@ -116,10 +116,8 @@ def quantile_loss(
         The scalar loss, and [B] TD errors of the expected values (detached), whose size is the new priority.
     """
     next_quantiles = _of_action(next_target_quantiles, next_q.argmax(dim=1))  # [B, Z]
-    target = torch.addcmul(
-        n_step_return[:, None], bootstrap_discount[:, None], next_quantiles
-    ).detach()  # [B, Z]
-    prediction = _of_action(quantiles, action)  # [B, Z]
+    target = torch.addcmul(n_step_return[:, None], bootstrap_discount[:, None], next_quantiles).detach()
+    prediction = _of_action(quantiles, action)  # [B, Z], as the target
     num_atoms = prediction.shape[1]
     tau = (torch.arange(num_atoms, device=prediction.device, dtype=prediction.dtype) + 0.5) / num_atoms  # [Z]
     difference = target[:, None, :] - prediction[:, :, None]  # [B, Z (predicted), Z (target)]

@@ -1,5 +1,3 @@
 """The policy of DQN."""
 
-from ddrl.algorithms.value_learning.policy import Policy
-
-__all__ = ["Policy"]
+from ddrl.algorithms.value_learning.policy import Policy as Policy

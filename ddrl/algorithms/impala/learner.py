@@ -13,6 +13,8 @@ from ddrl.algorithms.impala.config import Config
 from ddrl.algorithms.optim import adam, rmsprop
 from ddrl.types import EnvSpec, Trajectories
 
+Learner = ActorCriticLearner[Config]
+
 
 def policy_gradient_loss(log_prob: Tensor, advantage: Tensor) -> Tensor:
     """Return E[-A log pi(a | s)], whose gradient is minus the policy gradient.
@@ -26,9 +28,7 @@ def policy_gradient_loss(log_prob: Tensor, advantage: Tensor) -> Tensor:
     return -(advantage * log_prob).mean()
 
 
-def make_learner(
-    config: Config, spec: EnvSpec, *, device: torch.device, seed: int
-) -> ActorCriticLearner[Config]:
+def make_learner(config: Config, spec: EnvSpec, *, device: torch.device, seed: int) -> Learner:
     """Return a learner with a fresh network."""
 
     def make_optimizer(parameter: Tensor) -> torch.optim.Optimizer:
@@ -36,12 +36,10 @@ def make_learner(
             return adam(parameter, learning_rate=config.learning_rate, eps=1e-5)
         return rmsprop(parameter, learning_rate=config.learning_rate, eps=0.1, decay=0.99)
 
-    return ActorCriticLearner(
-        config, spec, device=device, seed=seed, make_optimizer=make_optimizer, update=update
-    )
+    return Learner(config, spec, device=device, seed=seed, make_optimizer=make_optimizer, update=update)
 
 
-def update(learner: ActorCriticLearner[Config], batch: Trajectories) -> dict[str, Tensor]:
+def update(learner: Learner, batch: Trajectories) -> dict[str, Tensor]:
     """Take one step on a batch; return its metrics."""
     config = learner.config
     prepared = learner.prepare(

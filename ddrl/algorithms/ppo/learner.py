@@ -15,6 +15,8 @@ from ddrl.algorithms.optim import adam
 from ddrl.algorithms.ppo.config import Config
 from ddrl.types import EnvSpec, Trajectories
 
+Learner = ActorCriticLearner[Config]
+
 
 def clipped_surrogate(log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, *, clip: float) -> Tensor:
     """Return minus the clipped surrogate objective: E[-min(r A, clip(r, 1 - clip, 1 + clip) A)], r = pi / pi_old.
@@ -49,17 +51,13 @@ def value_loss(value: Tensor, old_value: Tensor, return_: Tensor, *, clip: float
     return 0.5 * error.mean()
 
 
-def make_learner(
-    config: Config, spec: EnvSpec, *, device: torch.device, seed: int
-) -> ActorCriticLearner[Config]:
+def make_learner(config: Config, spec: EnvSpec, *, device: torch.device, seed: int) -> Learner:
     """Return a learner with a fresh network."""
     make_optimizer = partial(adam, learning_rate=config.learning_rate, eps=1e-5)
-    return ActorCriticLearner(
-        config, spec, device=device, seed=seed, make_optimizer=make_optimizer, update=update
-    )
+    return Learner(config, spec, device=device, seed=seed, make_optimizer=make_optimizer, update=update)
 
 
-def update(learner: ActorCriticLearner[Config], batch: Trajectories) -> dict[str, Tensor]:
+def update(learner: Learner, batch: Trajectories) -> dict[str, Tensor]:
     """Do one iteration: several epochs over the batch in shuffled minibatches.
 
     The ratio's denominator is the policy that acted. With V-trace and UPGO, whose advantages already have the factor
@@ -96,9 +94,7 @@ def _old_log_prob(config: Config, prepared: Prepared) -> Tensor:
     return prepared.log_prob if config.corrects_staleness else prepared.behavior_log_prob
 
 
-def _minibatch_loss(
-    learner: ActorCriticLearner[Config], part: Prepared, *, clip: float, entropy_coefficient: float
-) -> Tensor:
+def _minibatch_loss(learner: Learner, part: Prepared, *, clip: float, entropy_coefficient: float) -> Tensor:
     """Return the loss of one minibatch."""
     config = learner.config
     log_prob, entropy, value = learner.evaluate(part)
@@ -116,7 +112,7 @@ def _minibatch_loss(
 
 
 @torch.no_grad()
-def _metrics(learner: ActorCriticLearner[Config], prepared: Prepared, *, clip: float) -> dict[str, Tensor]:
+def _metrics(learner: Learner, prepared: Prepared, *, clip: float) -> dict[str, Tensor]:
     """Return how far the policy has moved, and how well the critic predicted, over the whole batch."""
     log_prob, entropy, value = learner.evaluate(prepared)
     moved = log_prob - prepared.log_prob  # within this iteration

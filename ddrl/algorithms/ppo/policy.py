@@ -1,5 +1,3 @@
 """The policy of PPO."""
 
-from ddrl.algorithms.actor_critic.policy import Policy
-
-__all__ = ["Policy"]
+from ddrl.algorithms.actor_critic.policy import Policy as Policy

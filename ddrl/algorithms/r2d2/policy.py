@@ -1,5 +1,3 @@
 """The policy of R2D2."""
 
-from ddrl.algorithms.value_learning.policy import Policy
-
-__all__ = ["Policy"]
+from ddrl.algorithms.value_learning.policy import Policy as Policy

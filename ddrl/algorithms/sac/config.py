@@ -46,11 +46,9 @@ class Config(AlgorithmConfig):
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> Config:
+        if self.temperature == "auto" and self.form == "sac1":
+            raise ValueError("temperature='auto': form 'sac1' has a fixed temperature; set temperature=0.2")
         if self.temperature == "auto":
-            if self.form == "sac1":
-                raise ValueError(
-                    "temperature='auto': form 'sac1' has a fixed temperature; set temperature=0.2"
-                )
             return self
         if not 0 <= float(self.temperature) < math.inf:
             raise ValueError(f"temperature={self.temperature}: must be finite and >= 0, or 'auto'")

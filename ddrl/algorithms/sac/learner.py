@@ -158,8 +158,7 @@ class SAC:
         """
         config = self.config
         observation, next_observation = batch.observation, batch.next_observation  # [B, O]
-        size = len(observation)
-        played = batch.action.reshape(size, self._num_dims)
+        played = batch.action.reshape(len(observation), self._num_dims)
         action = torch.addcmul(self._action_offset, played, self._action_scale)  # [B, A], in [-1, 1]
         with torch.no_grad():
             temperature = self._log_temperature.exp()
@@ -190,11 +189,9 @@ class SAC:
         self._optimizers["actor"].step()
         log_prob = log_prob.detach()
         if self.config.temperature == "auto":
+            learned = self._log_temperature
             with torch.no_grad():  # the loss is its own gradient
-                gradient = temperature_loss(
-                    self._log_temperature, log_prob, target_entropy=self._target_entropy
-                )
-            self._log_temperature.grad = gradient
+                learned.grad = temperature_loss(learned, log_prob, target_entropy=self._target_entropy)
             self._optimizers["temperature"].step()
         return {"policy_loss": loss.detach(), "entropy": -log_prob.mean()}
 

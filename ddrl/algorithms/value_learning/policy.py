@@ -128,10 +128,8 @@ class Policy:
         if not self._network.state_size:
             return self._network.expected(self._network(seen)).numpy()
         inputs = [state[name][rows].copy() for name in ("previous_action", "previous_reward", "hidden")]
-        previous_action, previous_reward, before = map(torch.from_numpy, inputs)
-        output, hidden = self._network.sequence(
-            seen[None], previous_action[None], previous_reward[None], before
-        )
+        action, reward, before = map(torch.from_numpy, inputs)
+        output, hidden = self._network.sequence(seen[None], action[None], reward[None], before)
         state["hidden"][rows] = hidden.numpy()
         return output[0].numpy()
 
