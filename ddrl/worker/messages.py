@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from typing import Annotated, Any, Literal
 
 from kombu.transport import redis as transport
@@ -18,10 +19,11 @@ from ddrl.store import connection, keys
 
 log = logging.getLogger(__name__)
 
-KEPT = 1_000  # items put aside, about
+KEPT, KEPT_S = 1_000, 10.0  # items put aside, about; of a flood that many in so many seconds
 KEPT_CHARACTERS = 1_000  # of each
 LONGEST = 100_000  # characters of an item; ddrl's have 1,000
 
+_flood = {"until": 0.0, "num": 0.0}  # bad items until then
 _loads, _deliver = transport.loads, transport.Transport._deliver
 # Arguments of a task, by place and by name (none), and what to do afterwards (nothing).
 _BODY = TypeAdapter(tuple[list[str], dict[str, None], dict[str, None]])
@@ -92,10 +94,22 @@ def deliver(self: transport.Transport, item: Any, queue: str) -> None:
         if isinstance(error, ValidationError):
             first = error.errors()[0]
             reason = ": ".join([".".join(map(str, first["loc"])) or "message", first["msg"]])
+        if not _is_kept():
+            return
         log.warning("an item of queue %s is no message (%.200r): put aside, see `ddrl doctor`", queue, reason)
         fields: dict[Any, Any] = {"queue": queue, "reason": reason, "item": str(item)[:KEPT_CHARACTERS]}
         with contextlib.suppress(*connection.OUTAGES), connection.connect() as client:
             client.xadd(keys.BROKEN, fields, maxlen=KEPT)
+
+
+def _is_kept() -> bool:
+    """Count a bad item; return whether it is put aside, not one of a flood that is dropped."""
+    if (now := time.monotonic()) >= _flood["until"]:
+        _flood.update(until=now + KEPT_S, num=0)
+    _flood["num"] += 1
+    if _flood["num"] == KEPT + 1:
+        log.warning("more than %d items in %g s are no messages: others are dropped", KEPT, KEPT_S)
+    return _flood["num"] <= KEPT
 
 
 def install() -> None:
