@@ -39,3 +39,26 @@ end
 local function add_capped(key, length, ...)
   return add(key, 'MAXLEN', '~', length, 'LIMIT', 0, '*', ...)
 end
+
+-- The newest entries of a stream from one id to another, the newest first, and the id of the newest, '' if there is none.
+-- It looks at `most_parts` fields and values at most; entries have `most_bytes` together. An entry with more than 100
+-- fields or `longest` bytes is left out.
+local function newest(key, from, to, most_parts, most_bytes, longest)
+  local found, parts, bytes, last = {}, 0, 0, ''
+  repeat
+    local page = redis.call('XREVRANGE', key, to, from, 'COUNT', 20)
+    for _, entry in ipairs(page) do
+      local num, size = #entry[2], 0
+      if last == '' then last = entry[1] end
+      parts, to = parts + num + 1, '(' .. entry[1]
+      if parts > most_parts then return found, last end
+      for i = 1, math.min(num, 200) do size = size + #entry[2][i] end
+      if num <= 200 and size <= longest then
+        bytes = bytes + size
+        if bytes > most_bytes then return found, last end
+        found[#found + 1] = entry
+      end
+    end
+  until #page == 0
+  return found, last
+end

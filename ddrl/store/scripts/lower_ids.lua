@@ -14,8 +14,8 @@ for i = 2, #KEYS do
     if info[at] == 'last-generated-id' then last = info[at + 1] end
   end
   if is_late(last) then
-    local after, most = i == 2 and '(' .. ARGV[3] or '-', i == 2 and 1000000 or 50000
-    local entries = redis.call('XREVRANGE', KEYS[i], '+', after, 'COUNT', most)
+    local from, most_parts = i == 2 and '(' .. ARGV[3] or '-', i == 2 and 2e7 or 300000
+    local entries = newest(KEYS[i], from, '+', most_parts, math.huge, math.huge)
     redis.call('DEL', KEYS[i])
     if i == 2 and ARGV[3] ~= '0-0' then  -- so that new entries come after the one read last
       redis.call('XADD', KEYS[i], ARGV[3], 'x', '')
@@ -23,9 +23,7 @@ for i = 2, #KEYS do
     end
     for at = #entries, 1, -1 do
       local entry = entries[at]
-      if #entry[2] <= 1000 then  -- unpack takes some thousands; no entry of ddrl's has a hundred
-        redis.call('XADD', KEYS[i], is_late(entry[1]) and '*' or entry[1], unpack(entry[2]))
-      end
+      redis.call('XADD', KEYS[i], is_late(entry[1]) and '*' or entry[1], unpack(entry[2]))
     end
   end
 end
