@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 ENTRY_OVERHEAD_BYTES = 128  # of an entry in the server: measured 75 to 83, counters and names besides
 REPLY_BYTES = 8 * 1024**2  # aim for one read
 EPISODES_LENGTH = 20_000
-MOST_RETURNS = 500_000  # of episodes that are read at once
+MOST_RETURNS = 200_000  # of episodes that are read at once
 DEAD_LENGTH = 1_000
 
 
