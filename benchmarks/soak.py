@@ -34,7 +34,14 @@ AT_ONCE = 0.2  # probability that the next fault does not wait for recovery
 _COLUMNS = ("appended", "consumed", "waiting", "trimmed", "refused", "difference", "duplicates")
 TRACE = "Traceback (most recent call last)"
 # What Python itself prints in a worker whose memory the fault "worker without memory" has taken.
-OF_NO_MEMORY = ("MemoryError", "RuntimeError: can't start new thread")
+OF_NO_MEMORY = (
+    *(
+        "MemoryError",
+        "RuntimeError: can't start new thread",
+        "SystemError: error return without exception set",
+    ),
+    "ModuleNotFoundError: No module named 'ddrl.",  # its loader could not list the folder
+)
 
 
 @dataclass(frozen=True)
@@ -182,7 +189,7 @@ def main() -> int:
                         fleet.findings.add(f"{role}: {what} grow: {one}")
             for process in fleet.processes.started:
                 for line, num in tracebacks(process.text()).items():
-                    if process.name == "learner" or not line.endswith(OF_NO_MEMORY):
+                    if process.name == "learner" or not any(said in line for said in OF_NO_MEMORY):
                         fleet.findings.add(f"{process.log.name}: {num} x a traceback: {line}")
             text = report(fleet, arguments.seed, events, audits)
         print(text)
