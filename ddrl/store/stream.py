@@ -178,7 +178,7 @@ def follow(client: Redis, run: str, cursor: bytes, *, count: int, block_ms: int)
 
 
 def read_count(client: Redis, run: str) -> int:
-    """Return how many entries make a reply of about REPLY_BYTES."""
+    """Return how many entries make a reply of about REPLY_BYTES; at most 128, as others than appends may be larger."""
     length = client.xlen(keys.experience(run))
     appended = cast("bytes | None", client.hget(keys.counts(run), "appended_bytes"))
     trimmed = cast("bytes | None", client.hget(keys.state(run), "trimmed_bytes"))

@@ -23,7 +23,7 @@ KEPT, KEPT_S = 1_000, 10.0  # items put aside, about; of a flood that many in so
 KEPT_CHARACTERS = 1_000  # of each
 LONGEST = 100_000  # characters of an item; ddrl's have 1,000
 
-_flood = {"until": 0.0, "num": 0.0}  # bad items until then
+_flood = {"until": 0.0, "num": 0.0}  # time by `time.monotonic`, and bad items in the KEPT_S before it
 _loads, _deliver = transport.loads, transport.Transport._deliver
 # Arguments of a task, by place and by name (none), and what to do afterwards (nothing).
 _BODY = TypeAdapter(tuple[list[str], dict[str, None], dict[str, None]])
