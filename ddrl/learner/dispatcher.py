@@ -147,7 +147,11 @@ class Dispatcher:
         self._process_s = process_s
         script_keys = [keys.state(self._run)] * 2
         most = min(ledger.MIN_PRODUCERS + 4 * processes, ledger.MAX_PRODUCERS)
-        fields = {"mean_processes": f"{self._mean_processes:.4f}", "max_producers": most}
+        fields = {
+            "mean_processes": f"{self._mean_processes:.4f}",
+            "processes": processes,
+            "max_producers": most,
+        }
         call(self._client, "set_fields", script_keys, [self._token, fields])
 
     def _find_lost(self, fleet: Sequence[Heartbeat]) -> None:

@@ -42,7 +42,7 @@ POINTER = "checkpoint.json"
 SPARE_PRODUCERS = 1_000  # ids not given again: the lost server may have given them after the snapshot
 _NOT_RESTORED = {  # fields of the state that hold for one server only
     *("checkpoint", "fence", "allowance", "allowance_id", "players", "claim", "claim_until_ms"),
-    *("virtual_ms", "away_ms", "mean_processes", "handover", "evaluation", "host", "folder"),
+    *("virtual_ms", "away_ms", "mean_processes", "processes", "handover", "evaluation", "host", "folder"),
 }
 
 

@@ -83,7 +83,7 @@ def test_what_workers_write_of_the_fleet_is_bounded(client: Redis, run: str, mon
     monkeypatch.setattr(dispatcher_module, "MAX_PROCESSES", 40)
     workers.beat(client, heartbeat("a@h", 10**6)), client.sadd(keys.draining(run), "forged")
     assert dispatcher(client, run).tick() == 10
-    assert client.hget(keys.state(run), "max_producers") == b"1160"
+    assert client.hmget(keys.state(run), "processes", "max_producers") == [b"40", b"1160"]
     assert 0 < client.ttl(keys.draining(run)) <= segments.DRAIN_S
 
 

@@ -195,6 +195,18 @@ def test_a_run_that_has_allowance_now_and_then_shares_all_along(client: Redis) -
     assert spent[flickers] > 0.25 * spent.total() and not spent[""]  # it could be chosen for 0.3 of the time
 
 
+def test_a_run_is_not_kept_from_its_share_by_forged_processes_and_time(client: Redis) -> None:
+    honest, forged = add_run(client), add_run(client)
+    for run in (honest, forged):
+        client.hset(keys.state(run), "processes", 8)  # as its dispatcher does
+    fleet = Fleet(client, [(PLAIN,)] * 8)
+    fleet.play(5)
+    client.hset(keys.playing(forged), mapping={f"x{n}": '{"node": "n", "pid": 1}' for n in range(1_000)})
+    client.hincrbyfloat(keys.counts(forged), "virtual_ms", 2e5)  # 1,000 segments
+    fleet.play(15)
+    assert fleet.shares(25, {honest: 4, forged: 4})
+
+
 def test_capabilities_that_only_some_workers_have(client: Redis) -> None:
     plain, box2d = add_run(client), add_run(client, queue=BOX2D)
     few = Fleet(client, [(PLAIN,)] * 8 + [(PLAIN, BOX2D)] * 2)

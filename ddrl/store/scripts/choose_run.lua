@@ -25,7 +25,7 @@ local runs, peers = {}, {}  -- peers: by priority, the runs that share process t
 for _, name in ipairs(redis.call('ZRANGE', ARGV[1], 0, -1)) do
   local run = {name = name, counts = string.format(ARGV[6], name), playing = string.format(ARGV[4], name)}
   local f = redis.call('HMGET', string.format(ARGV[2], name), 'status', 'weight', 'priority', 'queue', 'allowance',
-    'version', 'segment_ms', 'limit_ms')
+    'version', 'segment_ms', 'limit_ms', 'processes')
   local counts = redis.call('HMGET', run.counts, 'appended_steps', 'virtual_ms', 'away_ms')
   run.weight, run.segment, run.virtual = tonumber(f[2] or 1), tonumber(f[7] or 5000), number(counts[2])
   run.level = LEVELS[f[3] or 'normal']
@@ -50,7 +50,8 @@ for _, name in ipairs(redis.call('ZRANGE', ARGV[1], 0, -1)) do
   end
   if run.wants then
     local peer = peers[run.level] or {weight = 0, processes = 0, segment = 0, charge = 0}
-    run.num_playing = redis.call('HLEN', run.playing)
+    -- A worker may write any number of fields; no more processes play than serve the run's queue, twice where some left.
+    run.num_playing = math.min(redis.call('HLEN', run.playing), 2 * tonumber(f[9] or math.huge))
     peer.weight, peer.processes = peer.weight + run.weight, peer.processes + run.num_playing
     peer.segment = math.max(peer.segment, run.segment)
     peer.charge = math.max(peer.charge, run.segment / run.weight)
