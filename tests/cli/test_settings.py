@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from support import commands
@@ -187,7 +186,7 @@ def _drawn(records: Records, over: str = "time_s") -> tuple[list[float], list[tu
     """Return where a panel has lines of changes, and the labels with the side they are on."""
     axes = Figure().subplots()
     curves.draw_run(axes, records, over)
-    lines = [line for line in axes.lines if line.get_color() == curves.CHANGE_COLOR]
+    drawn = [lines for lines in axes.collections if lines.get_label() == "setting changed"]
     texts = [text for text in axes.texts if text.get_rotation() == 90]
     labels = [(text.get_text(), str(text.get_verticalalignment())) for text in texts]
-    return [float(np.asarray(line.get_xdata())[0]) for line in lines], labels
+    return [float(path.vertices[0, 0]) for lines in drawn for path in lines.get_paths()], labels
