@@ -28,6 +28,8 @@ LIMIT_MARGIN_S = 120.0  # of a hard time limit: a server that is slow to answer 
 
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"):
     os.environ.setdefault(_name, "1")  # a process uses one core; more threads would take others'
+# Flower's pages show what workers send as HTML; so they command no worker, whoever has them open.
+os.environ.setdefault("FLOWER_READ_ONLY", "true")
 
 
 def queues(kind: str = "all") -> list[str]:

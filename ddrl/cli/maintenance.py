@@ -25,7 +25,7 @@ def prune(
     yes: Yes = False,
     json_output: Json = False,
 ) -> None:
-    """Delete ended runs from the server by age and by size; their folders stay."""
+    """Delete ended runs from the server by age and by size, and keys that belong to no run; folders stay."""
     from ddrl.runs import prune as pruning
     from ddrl.store import runs
 
@@ -45,13 +45,18 @@ def prune(
         if rows and not dry_run:
             output.confirm(f"prune: {number}", f"Delete {number} for good?", yes)
             rows = pruning.prune(client, *limits)
-    freed = sum(row.bytes for row in rows)
+        num_strays, stray_bytes = pruning.delete_strays(client, dry_run)
+    freed, verb = sum(row.bytes for row in rows), "would free" if dry_run else "freed"
     if json_output:
-        output.emit({"dry_run": dry_run, "bytes": freed, "runs": [asdict(row) for row in rows]})
-    elif rows:
-        print(f"{'would free' if dry_run else 'freed'} {size(freed)} of {counted(len(rows), 'run')}")
+        strays = {"keys": num_strays, "bytes": stray_bytes}
+        report = {"dry_run": dry_run, "bytes": freed, "runs": [asdict(row) for row in rows], "strays": strays}
+        return output.emit(report)
+    if num_strays:
+        print(f"{verb} {size(stray_bytes)} of {counted(num_strays, 'key')} that belonged to no run")
+    if rows:
+        print(f"{verb} {size(freed)} of {counted(len(rows), 'run')}")
         output.note("their folders stay; `ddrl delete RUN --files` deletes a folder with its run")
-    else:
+    elif not num_strays:
         print("nothing to prune")
 
 

@@ -1,15 +1,15 @@
-"""Deletes ended runs from the server: by age, and by their total size."""
+"""Deletes ended runs from the server, by age and by their total size, and keys that belong to none."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
-from ddrl.store import connection, keys, runs, server
+from ddrl.store import connection, keys, runs, server, workers
 from ddrl.store.connection import StoreError
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 EVERY_S = 600.0
-BATCH = 500  # keys in one request for their sizes
+BATCH = 500  # keys in one request
 EMBEDDED_AGE_S, EMBEDDED_BYTES = 30 * 86_400.0, 1024**3  # of ended runs on the embedded server
 EMBEDDED_SHARE = 0.25  # of its memory, if that is less
 
@@ -113,26 +113,63 @@ def prune(
 
 def _deletable(client: Redis) -> list[runs.RunState]:
     """Return the states of the runs that have ended and that no learner holds."""
-    found = []
+    return [state for state in _states(client) if state.ended and not state.leased]
+
+
+def _states(client: Redis) -> Iterator[runs.RunState]:
     for run in runs.names(client):
         with contextlib.suppress(runs.UnknownRunError):  # deleted meanwhile
-            found.append(runs.state(client, run))
-    return [state for state in found if state.ended and not state.leased]
+            yield runs.state(client, run)
 
 
 def _sizes(client: Redis, names: Iterable[str]) -> dict[str, int]:
-    """Return the bytes that each run's keys take, as the server estimates them."""
+    """Return the bytes that each run's keys take."""
     sizes = dict.fromkeys(names, 0)
     owned = [
         (run, key)
         for key in client.scan_iter(match=keys.run_pattern("*"), count=1000)
         if (run := keys.run_of(key.decode(errors="replace"))) in sizes
     ]
-    for begin in range(0, len(owned), BATCH):
-        batch = owned[begin : begin + BATCH]
-        with client.pipeline(transaction=False) as pipe:
-            for _, key in batch:
-                pipe.memory_usage(key)
-            for (run, _), size in zip(batch, pipe.execute(), strict=True):
-                sizes[run] += cast("int | None", size) or 0  # None: deleted meanwhile
+    for (run, _), size in zip(owned, _num_bytes(client, [key for _, key in owned]), strict=True):
+        sizes[run] += size
     return sizes
+
+
+def _num_bytes(client: Redis, names: Sequence[bytes]) -> list[int]:
+    """Return the bytes of keys: exactly, as an estimate by samples is whatever a worker wants it to be."""
+    found: list[int | None] = []
+    for begin in range(0, len(names), BATCH):
+        with client.pipeline(transaction=False) as pipe:
+            for key in names[begin : begin + BATCH]:
+                pipe.memory_usage(key, samples=0)
+            found += pipe.execute()
+    return [size or 0 for size in found]  # None: deleted meanwhile
+
+
+def delete_strays(client: Redis, dry_run: bool = False) -> tuple[int, int]:
+    """Delete keys that ddrl does not read, though a worker's password suffices to write them.
+
+    They are those of no run, heartbeats that do not expire, and messages in queues that nobody serves.
+
+    Returns:
+        Number of these keys, and their bytes.
+    """
+    names = [*client.scan_iter(match=keys.ALL, count=1000)]
+    states = [*_states(client)]  # after the keys, since runs may begin
+    known = {state.run for state in states}
+    queues = {queue for state in states for queue in (state.queue, state.evaluation_queue)}
+    queues |= {queue for worker in workers.alive(client) for queue in worker.queues}
+
+    def is_stray(name: bytes) -> bool:
+        key = name.decode(errors="replace")
+        if key.startswith(keys.BROKER_PREFIX):
+            return keys.queue_of(key) not in queues and client.type(name) == b"list"
+        if key.startswith(keys.worker("")):
+            return client.ttl(name) == -1
+        return "{" in key and keys.run_of(key) not in known
+
+    strays = [name for name in names if is_stray(name)]
+    num_bytes = sum(_num_bytes(client, strays))
+    for begin in range(0, 0 if dry_run else len(strays), BATCH):
+        client.unlink(*strays[begin : begin + BATCH])
+    return len(strays), num_bytes

@@ -45,6 +45,7 @@ import math
 import re
 from functools import partial
 
+ALL = "ddrl:*"  # glob
 RUNS = "ddrl:runs"
 OPEN = "ddrl:open"
 PRODUCERS = "ddrl:producers"
@@ -69,6 +70,11 @@ def queue(name: str) -> str:
     Kombu separates the queue's name and the priority by the bytes 0x06 0x16.
     """
     return f"{BROKER_PREFIX}{name}\x06\x16{LATER}"
+
+
+def queue_of(key: str) -> str:
+    """The queue of a list of Celery's."""
+    return key.removeprefix(BROKER_PREFIX).partition("\x06")[0]
 
 
 def of_run(run: str, name: str) -> str:

@@ -19,7 +19,7 @@ from ddrl.store import connection, keys
 
 log = logging.getLogger(__name__)
 
-KEPT, KEPT_S = 1_000, 10.0  # items put aside, about; of a flood that many in so many seconds
+KEPT, KEPT_S = 1_000, 60.0  # items put aside, about; of a flood that many in so many seconds
 KEPT_CHARACTERS = 1_000  # of each
 LONGEST = 100_000  # characters of an item; ddrl's have 1,000
 

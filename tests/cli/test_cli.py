@@ -221,6 +221,10 @@ def test_prune_confirms_and_reports(client: Any, tmp_path: Path) -> None:
     assert "freed 1.9 MB of 1 run\n" in call(*month, "--yes")
     assert runs.names(client) == [young] and (tmp_path / "runs" / old).is_dir()
     assert call_json("prune", "--max-bytes", "0", "--yes")["runs"][0]["run"] == young
+    client.hset(keys.counts("zz"), "x", "y" * 2_000_000)
+    for option, begin in (("--dry-run", "would free"), ("--yes", "freed")):
+        assert f"{begin} 1.9 MB of 1 key that belonged to no run" in call(*month, option)
+    assert call(*month, "--yes") == "nothing to prune\n"
 
 
 def test_a_learner_service_prunes_as_its_options_say(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 from support.private_server import until
-from support.store import add_history, end, ended, make_run
+from support.store import add_history, end, ended, heartbeat, make_run
 
 from ddrl.runs import prune as pruning
-from ddrl.store import connection, keys, runs
+from ddrl.store import connection, keys, runs, workers
 from ddrl.store import leases as lease
 
 DAY_S = 86_400.0
@@ -49,7 +49,7 @@ def test_a_run_that_a_learner_holds_stays_and_then_leaves_no_key_behind(client: 
     token = add_history(client, run)
     for name in (*("initial", "ledger", "playing", "draining", "refusals", "logs"), "checkpoint:1:1:1"):
         client.set(keys.of_run(run, name), "x")
-    client.set(keys.of_run(run + "x", "spec"), "another run's")
+    client.set(keys.of_run(run + "x", "spec"), "another's")
     end(client, run, "solved", "return 200 confirmed")
     assert pruning.prune(client, 0, 0) == []
     with pytest.raises(connection.StoreError, match="still"):
@@ -68,3 +68,33 @@ def test_retention_prunes_again_after_a_while(client: Any) -> None:
     assert retention.apply(client) == [], "it is not time yet"
     until(lambda: names(retention.apply(client)) == [second])
     assert runs.names(client) == [young]
+
+
+def test_a_worker_cannot_make_a_run_look_larger_than_it_is(client: Any) -> None:
+    """By a few long entries, from which the server would estimate the others."""
+    old, forged = ended(client, 3), ended(client, 1)
+    for value in [b"x" * 100_000] * 5 + [b""] * 20_000:
+        client.xadd(keys.evaluations(forged), {"x": value})
+    assert client.memory_usage(keys.evaluations(forged)) > 10_000_000
+    assert pruning.prune(client, None, 4_000_000, dry_run=True) == []
+    assert pruning.prune(client, None, 4_000_000) == [] and {*runs.names(client)} == {old, forged}
+
+
+def test_keys_that_belong_to_no_run_are_deleted(client: Any) -> None:
+    run = make_run(client)
+    add_history(client, run)
+    workers.beat(client, heartbeat("a@h", 1, "ddrl.rollout.own"))
+    queues = [keys.queue(name) for name in ("ddrl.rollout.own", runs.state(client, run).queue)]
+    for key in queues:
+        client.rpush(key, "a message")
+    client.hset(keys.BROKER_PREFIX + "unacked", "a", "b")  # Celery's
+    kept = {*client.scan_iter()}
+    strays = [keys.counts("zz"), keys.queue("zz"), keys.queue("{zz}"), keys.worker("zz")]
+    client.hset(strays[0], "x", b"x" * 1_000_000)
+    for key in strays[1:3]:
+        client.rpush(key, "x")
+    client.set(strays[3], "x")
+    number, num_bytes = pruning.delete_strays(client, dry_run=True)
+    assert number == 4 and 1_000_000 < num_bytes < 1_300_000 and client.exists(*strays) == 4
+    assert pruning.delete_strays(client) == (number, num_bytes)
+    assert {*client.scan_iter()} == kept and pruning.delete_strays(client) == (0, 0)

@@ -90,3 +90,18 @@ def test_streams_with_late_ids_keep_the_newest_entries(client: Redis, run: str, 
     stream.lower_ids(client, run, token, b"0-0", b"9000000000000-0")
     assert client.xlen(keys.journal(run)) == 300_000 // 3  # an id, a field and a value each
     assert [line["event"] for line in runs.journal(client, run)] == ["late"]
+
+
+def test_readers_go_on_after_a_late_id_was_taken_away(client: Redis, run: str, token: int) -> None:
+    """They had followed an entry of this evening; then one of next year's trimmed the stream."""
+    seconds, _ = client.time()
+    sent: list[str] = []
+    opened = evaluations.OpenEvaluations(client, run, token=token, send=sent.append, timeout_s=60.0)
+    client.xadd(keys.evaluations(run), {"x": "y"}, id=f"{seconds + 80_000}000-0")
+    assert opened.poll() == []
+    client.xadd(keys.evaluations(run), {"x": "y"}, id="9999999999999-1", maxlen=0)
+    stream.lower_ids(client, run, token, b"0-0", b"%d000-0" % (seconds + 86_400))
+    assert opened.poll() == []
+    opened.open([ONE])
+    assert evaluations.finish(client, run, sent[0], ONE, RESULT)
+    assert [row["version"] for row in opened.poll()] == [ONE.version] and not opened.pending

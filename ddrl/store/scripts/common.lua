@@ -28,6 +28,15 @@ local function increase(key, field, by)
   redis.call('HSET', key, field, (number(redis.call('HGET', key, field)) or 0) + by)
 end
 
+-- The last id that a stream gave; 0-0 if there is no stream.
+local function last_id(key)
+  local info = redis.call('EXISTS', key) == 1 and redis.call('XINFO', 'STREAM', key) or {}
+  for at = 1, #info, 2 do
+    if info[at] == 'last-generated-id' then return info[at + 1] end
+  end
+  return '0-0'
+end
+
 -- XADD; nil if the stream has no ids left, until lower_ids.lua.
 local function add(...)
   local id = redis.pcall('XADD', ...)

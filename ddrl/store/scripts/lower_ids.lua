@@ -9,11 +9,7 @@ local function milliseconds(id) return tonumber(string.match(id, '%d+')) end
 local function is_late(id) return milliseconds(id) > milliseconds(ARGV[2]) end
 
 for i = 2, #KEYS do
-  local info, last = redis.call('EXISTS', KEYS[i]) == 1 and redis.call('XINFO', 'STREAM', KEYS[i]) or {}, '0-0'
-  for at = 1, #info, 2 do
-    if info[at] == 'last-generated-id' then last = info[at + 1] end
-  end
-  if is_late(last) then
+  if is_late(last_id(KEYS[i])) then
     local from, most_parts = i == 2 and '(' .. ARGV[3] or '-', i == 2 and 2e7 or 300000
     local entries = newest(KEYS[i], from, '+', most_parts, math.huge, math.huge)
     redis.call('DEL', KEYS[i])

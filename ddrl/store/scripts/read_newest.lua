@@ -1,5 +1,13 @@
 -- Read the newest entries of a stream that workers may write, and no more of them than fits.
 -- KEYS: 1 stream. ARGV: 1 id before them, 2 largest id, 3 to 5 bounds as of `newest`.
--- Answer: id of the newest, "" if there is none; entries, the newest first.
+-- Answer: id of the newest, or of the last that the stream gave if that is smaller than ARGV[1], so that a reader who
+--         followed a later one sees what comes after lower_ids.lua; "" if there is nothing new; entries, the newest first.
 local found, last = newest(KEYS[1], '(' .. ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5]))
+if last == '' then
+  local given = last_id(KEYS[1])
+  local ms, number = string.match(given, '(%d+)-(%d+)')
+  local after_ms, after_number = string.match(ARGV[1], '(%d+)-(%d+)')
+  local by = tonumber(ms) - tonumber(after_ms)
+  if by < 0 or by == 0 and tonumber(number) < tonumber(after_number) then last = given end
+end
 return {last, found}
