@@ -64,6 +64,9 @@ except connection.StoreError as _error:  # else `celery -A ddrl` prints a traceb
 transport.Channel.connection_class = connection.Connection
 transport.Channel.connection_class_ssl = connection.SecureConnection
 transport.Channel.do_restore = False  # a message that a worker took and did not begin may be lost
+# A worker may run no script of Kombu's: it notes where replies go by a command, and no note is ever swept away.
+transport.Channel._refresh_binding = staticmethod(lambda keys, args, client: client.sadd(keys[0], args[0]))
+transport.Channel.sweep_bindings = lambda self, limit=100: 0
 app.conf.update(
     task_queues=[Queue(name, Exchange(name), routing_key=name) for name in queues()],
     task_default_queue=ROLLOUT,

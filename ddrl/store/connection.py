@@ -626,6 +626,11 @@ _REFUSALS: tuple[tuple[str, type[Exception] | tuple[()], str], ...] = (
     ("UNBLOCKED", (), "the server changes its role"),
     ("MASTERDOWN", MasterDownError, "the server is a replica that has lost its primary"),
     ("BUSY", (), "the server is busy with a script; SCRIPT KILL ends it"),
+    (
+        "NOSCRIPT",
+        NoScriptError,
+        "the server does not know ddrl's scripts; a learner of this version loads them",
+    ),
 )
 
 
@@ -725,6 +730,8 @@ def retry(
 
 # --- scripts ------------------------------------------------------------------------------------------
 
+_SCRIPTS = Path(__file__).parent / "scripts"
+
 
 def call(
     client: redis.Redis | Pipeline,
@@ -734,9 +741,8 @@ def call(
     *,
     durability: Durability = "process",
 ) -> Any:
-    """Run scripts/<name>.lua by its hash; its text is sent only to a server that does not know it.
+    """Run scripts/<name>.lua by its hash, as a worker may run no other script; a pipeline is for `execute`.
 
-    In a pipeline the text is always sent, since the hash may turn out to be unknown among other replies.
     scripts/common.lua runs before it. A script whose first line is `-- fenced` gets a learner's fencing token as its
     first argument. A mapping among the arguments stands for its names and values in turn. With `durability` beyond
     "process" the call returns when everything that the server has written until then is on its disk, or on a replica.
@@ -745,17 +751,16 @@ def call(
         NotConfirmedError: it is not, within CONFIRM_MS; the script must be idempotent, as it is called again.
         LeaseLostError: the token is not the newest.
         RunGoneError: the run is not there, or is as it was before the token was given.
+        redis.exceptions.NoScriptError: the server lacks the script and the user may not load it, an outage.
     """
-    text, digest = _script(name)
+    _, digest = _script(name)
     parts = [len(script_keys), *script_keys]
     for arg in args:
         parts += chain(*arg.items()) if isinstance(arg, Mapping) else [arg]
     if isinstance(client, Pipeline):
-        return client.eval(text, *parts)
+        return client.evalsha(digest, *parts)
     try:
-        with contextlib.suppress(NoScriptError):
-            return _confirmed(client, durability, "EVALSHA", digest, *parts)
-        return _confirmed(client, durability, "EVAL", text, *parts)
+        return _loading(client, lambda: _confirmed(client, durability, "EVALSHA", digest, *parts))
     except redis.ResponseError as error:
         kind = str(error).partition(" ")[0]
         if kind not in ("FENCED", "GONE"):
@@ -764,6 +769,37 @@ def call(
     if kind == "GONE":
         raise RunGoneError(f"run {run}: the server came back without it, or older")
     raise LeaseLostError(f"run {run}: another learner took it over; this one has stopped writing")
+
+
+def execute(pipe: Pipeline) -> list[Any]:
+    """Execute a pipeline with scripts. It is executed again where the server did not know them, so it only reads.
+
+    Raises:
+        redis.exceptions.NoScriptError: as for `call`.
+    """
+    commands = [*pipe.command_stack]
+
+    def read() -> list[Any]:
+        pipe.command_stack = [*commands]
+        found: list[Any] = pipe.execute()
+        return found
+
+    return _loading(pipe, read)
+
+
+def _loading(client: redis.Redis | Pipeline, run: Callable[[], T]) -> T:
+    """Return the reply of scripts that the server knows, or else are loaded with all others if the user may."""
+    try:
+        return run()
+    except NoScriptError as error:
+        with client.pipeline(transaction=False) as pipe:
+            for path in _SCRIPTS.glob("*.lua"):
+                pipe.script_load(_script(path.stem)[0])
+            try:
+                pipe.execute()
+            except NoPermissionError:
+                raise error from None
+        return run()
 
 
 CONFIRM_MS = 2_000
@@ -821,8 +857,7 @@ def _num_followers(client: redis.Redis) -> int:
 @functools.cache
 def _script(name: str) -> tuple[str, str]:
     """Text and hash of a script; one whose first line is `-- fenced` runs scripts/fence.lua first."""
-    folder = Path(__file__).parent / "scripts"
-    text = (folder / f"{name}.lua").read_text("utf-8")
+    text = (_SCRIPTS / f"{name}.lua").read_text("utf-8")
     before = ["common", "fence"] if text.startswith("-- fenced\n") else ["common"]
-    text = "".join((folder / f"{one}.lua").read_text("utf-8") for one in before) + text
+    text = "".join((_SCRIPTS / f"{one}.lua").read_text("utf-8") for one in before) + text
     return text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()

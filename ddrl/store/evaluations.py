@@ -27,7 +27,7 @@ from pydantic import FailFast, Field, TypeAdapter, ValidationError
 from redis import Redis
 
 from ddrl.store import bounded, capped_streams, keys, weights
-from ddrl.store.connection import call
+from ddrl.store.connection import call, execute
 from ddrl.store.untrusted import Count, Number, short_text
 from ddrl.types import EvaluationResult
 
@@ -302,7 +302,7 @@ class OpenEvaluations:
             if self._requester:
                 pipe.expire(self._open_key, TTL_S)
                 pipe.expire(self._results_key, TTL_S)
-            values = pipe.execute()[0]
+            values = execute(pipe)[0]
         parts = zip(*(values[place :: len(_PARTS)] for place in range(len(_PARTS))), strict=True)
         return {one: rest for one, (stored, *rest) in zip(pending, parts, strict=True) if stored is not None}
 

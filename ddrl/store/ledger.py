@@ -26,7 +26,7 @@ from pydantic import TypeAdapter, ValidationError
 from redis import Redis
 
 from ddrl.store import bounded, keys, stream, workers
-from ddrl.store.connection import call
+from ddrl.store.connection import call, execute
 from ddrl.store.untrusted import PRODUCER_ID, Count, Name
 
 AUDITS = 10  # attempts, since the run goes on during an audit
@@ -221,7 +221,7 @@ def fold(
         pipe.hgetall(keys.ledger(run))
         pipe.xrevrange(keys.experience(run), count=1)
         pipe.time()
-        listed, folded, raw, newest, (seconds, micros) = pipe.execute()
+        listed, folded, raw, newest, (seconds, micros) = execute(pipe)
     producers = bounded.paired(listed)
     quiet_ms = 1e3 * (QUIET_S if quiet_s is None else quiet_s)
     now_ms, cursor = 1e3 * seconds + micros / 1e3, stream.order(raw.get(_CURSOR, b"0-0"))
@@ -311,7 +311,7 @@ def _audit(client: Redis, run: str, on_entries: Callable[[int, int], None] | Non
         pipe.hgetall(keys.ledger(run))
         pipe.xrevrange(keys.experience(run), count=1)
         pipe.xlen(keys.experience(run))
-        listed, raw, last, length = pipe.execute()
+        listed, raw, last, length = execute(pipe)
     producers, (rows, cursor) = bounded.paired(listed), _rows(raw)
     waiting: Counter[int] = Counter()
     if last:

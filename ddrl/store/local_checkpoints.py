@@ -29,7 +29,7 @@ from typing_extensions import TypedDict
 
 from ddrl.store import bounded, checkpoints, keys, leases, ledger, runs, weights
 from ddrl.store.checkpoints import Counters
-from ddrl.store.connection import StoreError, call
+from ddrl.store.connection import StoreError, call, execute
 from ddrl.store.leases import RunGoneError
 from ddrl.store.runs import JOURNAL_LENGTH, UnknownRunError
 from ddrl.store.untrusted import number, text
@@ -102,7 +102,7 @@ def record(client: Redis, run: str) -> Record:
         pipe.hgetall(keys.state(run))
         bounded.values(pipe, keys.counts(run), keys.COUNTS)
         bounded.ask_fields(pipe, keys.producers(run))
-        spec, last, raw, values, listed = pipe.execute()
+        spec, last, raw, values, listed = execute(pipe)
     state = {text(name): value for name, value in raw.items()}
     counts = dict(zip(keys.COUNTS, values, strict=True))
     producers = {text(name): value for name, value in bounded.paired(listed).items()}

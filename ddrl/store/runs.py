@@ -20,7 +20,7 @@ from pydantic_core import from_json
 from redis import Redis
 
 from ddrl.store import bounded, capped_streams, keys
-from ddrl.store.connection import StoreError, call
+from ddrl.store.connection import StoreError, call, execute
 from ddrl.store.untrusted import number, short_text
 from ddrl.types import EnvSpec
 
@@ -243,7 +243,7 @@ def state(client: Redis, run: str) -> RunState:
         bounded.values(pipe, keys.counts(run), keys.COUNTS)
         pipe.exists(keys.lease(run))
         pipe.zscore(keys.OPEN, run)
-        values, counts, leased, opened = cast("tuple[Any, Any, int, float | None]", pipe.execute())
+        values, counts, leased, opened = cast("tuple[Any, Any, int, float | None]", execute(pipe))
     texts = {name: value.decode() for name, value in zip(names, values, strict=True) if value is not None}
     found = decode_state(texts | readable(dict(zip(keys.COUNTS, counts, strict=True))))
     if "status" not in found:

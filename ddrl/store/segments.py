@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 from redis import Redis
 
 from ddrl.store import bounded, keys, runs
-from ddrl.store.connection import call
+from ddrl.store.connection import call, execute
 from ddrl.store.untrusted import Count, Name, number, short_text
 
 DRAIN_S = 60  # after which a node that was leaving is forgotten
@@ -106,7 +106,7 @@ def active(client: Redis) -> list[RunLoad]:
             pipe.hmget(keys.state(run), _LOAD_FIELDS)
             bounded.values(pipe, keys.counts(run), _LOAD_COUNTS)
             pipe.exists(keys.lease(run))
-        replies = pipe.execute()
+        replies = execute(pipe)
     found = []
     for run, values, counts, leased in zip(names, replies[::3], replies[1::3], replies[2::3], strict=True):
         field = dict(zip(_LOAD_FIELDS, values, strict=True))

@@ -18,7 +18,7 @@ from redis import Redis
 from typing_extensions import TypedDict
 
 from ddrl.store import bounded, capped_streams, keys
-from ddrl.store.connection import call
+from ddrl.store.connection import call, execute
 from ddrl.store.untrusted import Count, Number, number
 
 if TYPE_CHECKING:
@@ -280,7 +280,7 @@ def remaining(client: Redis, run: str, *, node: str = "-") -> Appended:
         bounded.values(pipe, keys.counts(run), ["appended_steps"])
         pipe.sismember(keys.draining(run), node)
         raw, [appended], is_draining = cast(
-            "tuple[list[bytes | None], list[bytes | None], int]", pipe.execute()
+            "tuple[list[bytes | None], list[bytes | None], int]", execute(pipe)
         )
     steps = int(raw[3] or 0) - int(number(appended))
     version = int(raw[1] or -1)

@@ -97,11 +97,10 @@ FORBIDDEN = {
         EXPIRE {COUNTS} 1 | EXPIRE {EXPERIENCE} 1 | XSETID {EXPERIENCE} 9-9 | SET {COUNTS} x
         HSET {keys.queue("ddrl.rollout")} a b | SADD {keys.queue("ddrl.rollout")} a
         LPUSH {keys.BROKER_PREFIX}_kombu.binding.ddrl.rollout a
-        EVAL "return redis.call('HSET', KEYS[1], 'status', 'failed')" 1 {STATE}
+        EVAL "return 1" 0 | EVAL_RO "return 1" 0 | SCRIPT LOAD "return 1" | FCALL x 0 | SELECT 1
         XADD {keys.dead("run")} * a b | ZADD {keys.RUNS} 1 run | ZREM {keys.RUNS} run | ZADD {keys.OPEN} 1 run
         ZREM {keys.OPEN} run | SCAN 0 | PSUBSCRIBE * | SCRIPT FLUSH
         PUBLISH {keys.BROKER_PREFIX}/0.celery.pidbox x
-        EVAL "return redis.call('SET', KEYS[1], 'x')" 1 {BLOB} | EVAL "return redis.call('DEL', KEYS[1])" 1 {STATE}
     """),
 }
 
@@ -164,8 +163,11 @@ def test_an_operator_ends_a_script_that_does_not_end(roles: Roles) -> None:
     ended: list[str] = []
 
     def occupy() -> None:
-        with connection.connect(roles.url("worker")) as worker, pytest.raises(redis.ResponseError) as caught:
-            worker.eval("while true do end", 0)
+        with (
+            connection.connect(roles.url("learner")) as learner,
+            pytest.raises(redis.ResponseError) as caught,
+        ):
+            learner.eval("while true do end", 0)
         ended.append(str(caught.value))
 
     with connection.connect(roles.url("operator")) as operator, in_threads(occupy, stop=roles.admin.close):
@@ -185,7 +187,11 @@ def is_busy(client: redis.Redis) -> bool:
 def test_what_a_role_may_not_do_is_one_line(roles: Roles, processes: Processes, monkeypatch: Patch) -> None:
     assert "it requires a password" in refusal(f"rediss://{roles.proxy.address}")
     monkeypatch.setenv(connection.URL_VARIABLE, roles.url("worker"))
-    assert "permission" in refused("submit", str(processes.config()), "--detach", code=3)
+    submit = "submit", str(processes.config()), "--detach"
+    assert "does not know ddrl's scripts" in refused(*submit, code=3)
+    with connection.connect(roles.url("learner")) as learner:
+        runs.names(learner), stream.remaining(learner, "none")  # loads them
+    assert "permission" in refused(*submit, code=3)
 
 
 def test_the_examples_hold_no_password_and_no_key_that_is_not_ours() -> None:
