@@ -8,12 +8,15 @@ acknowledged early, not prefetched, and has no result. What a worker does from i
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import Any
 
 from celery import Celery
 from kombu import Exchange, Queue
 from kombu.exceptions import OperationalError
 from kombu.transport import redis as transport
 from pydantic import ByteSize, TypeAdapter, ValidationError
+from redis import ConnectionError
 
 from ddrl import envs
 from ddrl.store import connection, evaluations, keys
@@ -24,6 +27,7 @@ MEMORY_VARIABLE = "DDRL_PROCESS_MEMORY"  # a process that holds more is replaced
 DEFAULT_MEMORY = "4GiB"
 QUEUES_VARIABLE = "DDRL_WORKER_QUEUES"  # set by a worker for its processes: the queues that it serves
 UP_TIMEOUT_S = 120.0  # for a process of the pool to import what it needs
+LONGEST_REPLY = 10_000_000  # bytes that the broker gives at once; messages have 1,000
 LIMIT_MARGIN_S = 120.0  # of a hard time limit: a server that is slow to answer is not the task's fault
 
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"):
@@ -54,6 +58,19 @@ def process_memory_bytes() -> int:
     return size
 
 
+def _bounded(make_options: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Let Kombu close a connection whose reply is too long for a message, and connect again."""
+
+    def make(*args: Any, **options: Any) -> dict[str, Any]:
+        made = make_options(*args, **options)
+        made["connection_class"] = connection.bounded(
+            made["connection_class"], LONGEST_REPLY, ConnectionError
+        )
+        return made
+
+    return make
+
+
 try:
     app = Celery(
         "ddrl", broker=connection.broker_url(), include=["ddrl.worker.tasks", "ddrl.worker.lifecycle"]
@@ -63,6 +80,7 @@ except connection.StoreError as _error:  # else `celery -A ddrl` prints a traceb
     raise SystemExit(f"ddrl: error: {_error}") from None
 transport.Channel.connection_class = connection.Connection
 transport.Channel.connection_class_ssl = connection.SecureConnection
+transport.Channel._connparams = _bounded(transport.Channel._connparams)
 transport.Channel.do_restore = False  # a message that a worker took and did not begin may be lost
 # A worker may run no script of Kombu's: it notes where replies go by a command, and no note is ever swept away.
 transport.Channel._refresh_binding = staticmethod(lambda keys, args, client: client.sadd(keys[0], args[0]))

@@ -33,7 +33,7 @@ from ddrl.learner.publisher import OnCheckpoint, Publisher, Shared, Tensors, dec
 from ddrl.networks.device import to_device, to_host
 from ddrl.replay.experience import longest_fragment_steps, make_experience
 from ddrl.replay.reader import FragmentLimits, Reader, decode, decode_range
-from ddrl.store import runs, stream, weights
+from ddrl.store import connection, runs, stream, weights
 from ddrl.store.checkpoints import Counters
 
 if TYPE_CHECKING:
@@ -95,6 +95,7 @@ class Learner:
             decode, run=run, spaces=resolved.spec, limits=limits, pack=self.replay.pack
         )
         self._reader_client = reader_client
+        connection.bound_replies(reader_client, 4 * stream.REPLY_BYTES + limits.num_bytes(resolved.spec))
         self._reader: Reader | None = None
         """Set by `restore`."""
         self.shared = Shared()
@@ -105,7 +106,10 @@ class Learner:
         self._changed: deque[tuple[RunConfig, Any]] = deque()
         """Config and options of the algorithm, queued by `apply`."""
         self._num_rounds = 0
-        self._lower_ids = functools.partial(stream.lower_ids, reader_client, run, token)
+        self._mends = {
+            mend.__name__: functools.partial(mend, reader_client, run, token)
+            for mend in (stream.drop_next, stream.lower_ids)
+        }
 
     # --- begin and end -------------------------------------------------------------------------------
 
@@ -137,7 +141,7 @@ class Learner:
         if not self._on_policy and not shared.updates and latest in index.sizes:
             is_published, version = True, latest
         cursor = shared.ledger.cursor
-        reader = Reader(self._reader_client, self._run, cursor, self._decode, lower_ids=self._lower_ids)
+        reader = Reader(self._reader_client, self._run, cursor, self._decode, **self._mends)
         self.publisher.begin(reader, version, None if is_published else self._weights())
         self._published_updates = shared.updates
         reader.start()

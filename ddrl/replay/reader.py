@@ -160,6 +160,7 @@ class Reader:
         run: whose stream.
         cursor: the last entry already admitted.
         decode: called with each entry in the reader's thread.
+        drop_next: called with the cursor where the next entry is longer than a reply may be; deletes it.
         lower_ids: called now and then, and where an entry's id is too late, with the cursor and the latest id; gives
             later entries other ids.
     """
@@ -171,9 +172,11 @@ class Reader:
         cursor: bytes,
         decode: Callable[[stream.Entry], Decoded],
         *,
+        drop_next: Callable[[bytes], object] = lambda cursor: None,
         lower_ids: Callable[[bytes, bytes], object] = lambda cursor, latest: None,
     ) -> None:
         self._client, self._run, self._cursor, self._decode = client, run, cursor, decode
+        self._drop_next = drop_next
         self._lower_ids, self._latest = lower_ids, b"0-0"
         self._decoded: deque[Decoded] = deque()
         self._decoded_bytes = self._taken_bytes = 0  # in all
@@ -228,7 +231,13 @@ class Reader:
         self._arrived.set()
 
     def _read(self) -> list[stream.Entry]:
-        found = stream.follow(self._client, self._run, self._cursor, count=self._count, block_ms=BLOCK_MS)
+        try:
+            found = stream.follow(self._client, self._run, self._cursor, count=self._count, block_ms=BLOCK_MS)
+        except connection.ReplyTooLongError:  # a worker wrote others than appends
+            if self._count == 1:
+                self._drop_next(self._cursor)
+            self._count = max(1, self._count // 8)
+            return []
         return ledger.checked(self._client, self._run, found)
 
     def _run_thread(self) -> None:

@@ -364,6 +364,52 @@ class _Wary:
             raise
 
 
+class ReplyTooLongError(redis.RedisError):
+    """A reply is longer than its reader holds; the connection is closed, and the command is not sent again."""
+
+
+def bounded(
+    connection_class: type, num_bytes: int, error: type[redis.RedisError] = ReplyTooLongError
+) -> type:
+    """Return a class of connections that close at a reply of more bytes, and raise `error`.
+
+    What workers write may be as long as the server holds, and only its reader learns how long it is.
+    """
+
+    class Socket:
+        """Counts the bytes of a reply."""
+
+        def __init__(self, whole: Any) -> None:
+            self._whole, self.num_read = whole, 0
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._whole, name)
+
+        def recv_into(self, *args: Any) -> int:
+            num: int = self._whole.recv_into(*args)
+            self.num_read += num
+            if self.num_read > num_bytes:
+                raise error(f"a reply has more than {num_bytes} bytes")
+            return num
+
+    class Bounded(connection_class):  # type: ignore[misc]
+        def _connect(self) -> Any:
+            return Socket(super()._connect())
+
+        def read_response(self, *args: Any, **options: Any) -> Any:
+            if isinstance(self._sock, Socket):
+                self._sock.num_read = 0
+            return super().read_response(*args, **options)
+
+    return Bounded
+
+
+def bound_replies(client: redis.Redis, num_bytes: int) -> None:
+    """Let a client that has not connected yet raise ReplyTooLongError at a reply of more bytes."""
+    pool = client.connection_pool
+    pool.connection_class = bounded(pool.connection_class, num_bytes)
+
+
 class Connection(_Wary, redis.Connection):
     """A connection over TCP."""
 

@@ -72,6 +72,11 @@ def queue(name: str) -> str:
     return f"{BROKER_PREFIX}{name}\x06\x16{LATER}"
 
 
+def lists(queue_name: str) -> tuple[str, str]:
+    """The lists of a queue's messages, of priority FIRST and LATER."""
+    return BROKER_PREFIX + queue_name, queue(queue_name)
+
+
 def queue_of(key: str) -> str:
     """The queue of a list of Celery's."""
     return key.removeprefix(BROKER_PREFIX).partition("\x06")[0]

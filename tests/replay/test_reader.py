@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 from redis import Redis
-from support.private_server import until
+from support.private_server import PrivateServer, until
 from support.reference_items import Player
 
 from ddrl import codec
 from ddrl.replay import reader as reader_module
 from ddrl.replay.reader import Decoded, FragmentLimits, Reader, decode, decode_range
-from ddrl.store import keys, stream
+from ddrl.store import connection, keys, stream
 from ddrl.types import EnvSpec, Fragment
 
 RUN = "reader"
@@ -49,7 +49,8 @@ def append(client: Redis, *fragments: Fragment, **further: bytes) -> None:
 @contextlib.contextmanager
 def reading(client: Redis, **options: Any) -> Iterator[Reader]:
     """A reader that runs inside the block."""
-    reader = Reader(client, RUN, b"0-0", functools.partial(DECODE, **options))
+    mends = {name: options.pop(name) for name in ("drop_next",) if name in options}
+    reader = Reader(client, RUN, b"0-0", functools.partial(DECODE, **options), **mends)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reader_module, "BLOCK_MS", 200)
         reader.start()
@@ -145,6 +146,25 @@ def test_decoding_ahead_is_bounded_whatever_size_entries_claim(
         until(lambda: found.extend(seqs(reader.take(0.0))) or len(found) == 12)
     assert found == list(range(12))
     assert max(ahead) <= 4  # one may be decoded between a take and its count here
+
+
+def test_an_entry_that_is_longer_than_a_reply_may_be_is_deleted_unread(server: PrivateServer) -> None:
+    """However many there are; the others are read."""
+    client = connection.connect(server.url)
+    connection.bound_replies(client, 10 * MIB)
+    client.hset(keys.state(RUN), mapping={"status": "active", "fence": 1})
+    append(client, fragment(0))
+    for num, size in ((3, 12 * MIB), (20, MIB)):
+        for _ in range(num):
+            client.xadd(keys.experience(RUN), {"h": b"x" * size})
+    client.xadd(keys.experience(RUN), {n: "" for n in range(2_000_000)})
+    append(client, fragment(1))
+    found: list[int] = []
+    with reading(client, drop_next=functools.partial(stream.drop_next, server.client, RUN, 1)) as reader:
+        until(lambda: found.extend(seqs(reader.take(0.0))) or len(found) == 2)
+    assert found == [0, 1] and client.xlen(keys.experience(RUN)) == 22
+    reasons = [fields[b"reason"] for _, fields in client.xrange(keys.dead(RUN))]
+    assert reasons == [b"too long to be read"] * 4
 
 
 def test_an_entry_counts_until_it_is_admitted(client: Redis, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from support.processes import Processes
 from support.roles import ACL, ROLES, Roles
 from support.runs import play_steps, start, target_config
 
+from ddrl.runs.prune import prune
 from ddrl.store import connection, keys, leases, ledger, runs, segments, stream
 from ddrl.store import local_checkpoints as local
 from ddrl.store.checkpoints import Counters
@@ -143,6 +144,7 @@ def test_what_a_role_does_rarely_it_may_do_too(roles: Roles) -> None:
         assert not segments.note_lost(learner, run, str(process), "a reason")
         stream.claim(learner, run, 1)
         stream.trim(learner, run, token, b"0-2")
+        prune(learner, 0, 0)
         runs.set_status(learner, run, "paused", "quarantined", token=token)
         runs.reactivate(operator, run)
         runs.request_handover(operator, run, "host")

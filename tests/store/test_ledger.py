@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 from dataclasses import asdict, astuple, replace
@@ -17,7 +18,7 @@ from ddrl.config import RunConfig
 from ddrl.learner.ledger_rows import LedgerRows
 from ddrl.learner.loop import Learner
 from ddrl.replay.reader import Decoded
-from ddrl.store import keys, ledger, local_checkpoints, runs, stream, workers
+from ddrl.store import connection, keys, ledger, local_checkpoints, runs, stream, workers
 from ddrl.store.checkpoints import Counters
 from ddrl.store.ledger import ENDED, UNKNOWN, Row
 from ddrl.store.local_checkpoints import Snapshot
@@ -177,6 +178,19 @@ def test_a_server_that_forgot_appends_counts_them_as_trimmed(client: Redis, run:
         rows.count(replace(one, entry_id=entry.entry_id), consumed=True)
     ledger.put(client, run, token, *rows.changes())
     assert audit_of(client, run, 1) == (5, 1, 0, 4, 0, 0, 0)
+
+
+def test_counts_are_raised_though_a_worker_wrote_what_is_no_number(
+    client: Redis, run: str, token: int
+) -> None:
+    for producer in ("1", "2"):
+        client.hset(keys.producers(run), producer, '{"incarnation": "a", "seq": NaN, "fragments": 1e999}')
+    record = '{"incarnation":"a","seq":3,"fragments":4}'
+    script_keys = [keys.state(run), keys.producers(run), keys.PRODUCERS, keys.counts(run)]
+    args = [token, 9, 90, 2, "1", "a", 3, record, "2", "b", 3, record]
+    assert connection.call(client, "recount", script_keys, args)
+    assert [json.loads(value) for value in client.hvals(keys.producers(run))] == [json.loads(record)] * 2
+    assert client.hget(keys.counts(run), "appended_fragments") == b"9"
 
 
 # --- producers whose processes have ended ------------------------------------------------------------------

@@ -17,6 +17,7 @@ for i = 5, #ARGV, 4 do
   if producer.incarnation == ARGV[i + 1] and newest_seq < seq then
     producer.fragments, producer.seq = fragments + seq - newest_seq, seq
   end
-  redis.call('HSET', KEYS[2], ARGV[i], cjson.encode(producer))
+  local is_number, record = pcall(cjson.encode, producer)  -- a worker may have written nan
+  redis.call('HSET', KEYS[2], ARGV[i], is_number and record or ARGV[i + 3])
 end
 return 1
