@@ -16,7 +16,6 @@ from kombu import Exchange, Queue
 from kombu.exceptions import OperationalError
 from kombu.transport import redis as transport
 from pydantic import ByteSize, TypeAdapter, ValidationError
-from redis import ConnectionError
 
 from ddrl import envs
 from ddrl.store import connection, evaluations, keys
@@ -59,7 +58,7 @@ def process_memory_bytes() -> int:
 
 
 def _bounded(make_options: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """Let Kombu close a connection whose reply is too long for a message, and connect again."""
+    """Let Kombu close a connection whose reply is too long for a message."""
 
     def make(*args: Any, **options: Any) -> dict[str, Any]:
         made = make_options(*args, **options)
