@@ -369,7 +369,7 @@ class ReplyTooLongError(redis.RedisError):
 
 
 def bounded(
-    connection_class: type, num_bytes: int, error: type[redis.RedisError] = ReplyTooLongError
+    connection_class: type, num_bytes: int, error: type[Exception] = ReplyTooLongError
 ) -> type:
     """Return a class of connections that close at a reply of more bytes, and raise `error`.
 

@@ -40,6 +40,14 @@ def test_the_roles_do_all_their_work(roles: Roles, processes: Processes, monkeyp
 
     processes.until(evaluated)
     assert roles.proxy.num_connections - began >= 6
+
+    def steps() -> int:
+        return int(roles.admin.hget(keys.counts(run), "appended_steps") or 0)
+
+    before = steps()
+    roles.admin.script_flush()  # as a server that begins anew; the learner loads them
+    processes.until(lambda: steps() > before + 200)
+    assert set(roles.denied()) <= {"ddrl-worker: command script|load (script|load)"}
     for words in (["status", run], ["runs"], ["fleet"], ["logs", run], ["journal", run], ["audit", run]):
         call(*words)
     call("set", run, "learner.publish_every_s=0.2")
