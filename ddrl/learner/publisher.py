@@ -367,7 +367,7 @@ class Publisher:
             )
         blob = weights.encode_weights(parameters)
         version = max(index.latest, shared.version, self._unconfirmed) + 1
-        allowance = self._allowance(version)
+        allowance = self.allowance(version)
         drop = weights.superseded(
             index,
             keep_last=policy.keep_last,
@@ -398,14 +398,14 @@ class Publisher:
 
     def _raise_allowance(self) -> None:
         """Allow collectors more steps, if there are enough to be worth a call."""
-        allowance, now = self._allowance(self._shared.version), time.monotonic()
+        allowance, now = self.allowance(self._shared.version), time.monotonic()
         if allowance >= self._allowed + self._replay.budget_increment and now >= self._allow_at:
             players, updates = self._replay.num_collectors, self._shared.updates
             self._allow_at = now + players / WAKES_PER_S
             stream.allow(*self._held, allowance, players=players, updates=updates)
             self._allowed = allowance
 
-    def _allowance(self, version: int) -> int:
+    def allowance(self, version: int) -> int:
         """Return the environment steps that may be appended in all once `version` is published."""
         shared = self._shared
         return shared.refilled + self._replay.step_budget(**shared.pace, version=version)

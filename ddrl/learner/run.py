@@ -497,7 +497,9 @@ class _Attempt:
             return "solved", f"return {stop.return_:g} confirmed"
         if stop.time is not None and shared.elapsed_s >= stop.time:
             return "time", f"time limit of {round(stop.time, 1):g} s"
-        if stop.env_steps is not None and shared.env_steps >= stop.env_steps:
+        # A worker may append more than was allowed; such steps count once they were allowed, too.
+        allowed = self._learner.publisher.allowance(shared.version)
+        if stop.env_steps is not None and min(shared.env_steps, allowed) >= stop.env_steps:
             return "time", f"limit of {stop.env_steps} env steps"
         if stop.updates is not None and shared.updates >= stop.updates:
             return "time", f"limit of {stop.updates} updates"

@@ -368,9 +368,7 @@ class ReplyTooLongError(redis.RedisError):
     """A reply is longer than its reader holds; the connection is closed, and the command is not sent again."""
 
 
-def bounded(
-    connection_class: type, num_bytes: int, error: type[Exception] = ReplyTooLongError
-) -> type:
+def bounded(connection_class: type, num_bytes: int, error: type[Exception] = ReplyTooLongError) -> type:
     """Return a class of connections that close at a reply of more bytes, and raise `error`.
 
     What workers write may be as long as the server holds, and only its reader learns how long it is.
@@ -662,6 +660,7 @@ OUTAGES = (redis.RedisError,)
 _MEMORY_FULL = "the server's memory is full; free some, or raise its maxmemory"
 _DISK_FULL = "the server cannot write to its disk; make room there"
 _READ_ONLY = "the server takes no writes: it is a replica, or is failing over; name the primary"
+_NO_SCRIPTS = "the server does not know ddrl's scripts; a learner of this version loads them"
 # First word of an error reply, also of a script; redis-py's class for it, if any; its meaning.
 _REFUSALS: tuple[tuple[str, type[Exception] | tuple[()], str], ...] = (
     ("OOM", redis.OutOfMemoryError, _MEMORY_FULL),
@@ -672,11 +671,7 @@ _REFUSALS: tuple[tuple[str, type[Exception] | tuple[()], str], ...] = (
     ("UNBLOCKED", (), "the server changes its role"),
     ("MASTERDOWN", MasterDownError, "the server is a replica that has lost its primary"),
     ("BUSY", (), "the server is busy with a script; SCRIPT KILL ends it"),
-    (
-        "NOSCRIPT",
-        NoScriptError,
-        "the server does not know ddrl's scripts; a learner of this version loads them",
-    ),
+    ("NOSCRIPT", NoScriptError, _NO_SCRIPTS),
 )
 
 
