@@ -29,10 +29,11 @@ def test_the_roles_do_all_their_work(roles: Roles, processes: Processes, monkeyp
     monkeypatch.setenv(connection.URL_VARIABLE, roles.url("operator"))
     monkeypatch.chdir(processes.folder)
     config = processes.config(stop={"return": None, "time": 600}, rollout={"segment_s": 1})
+    worker = processes.worker(roles.url("worker"), "--role", "all")
+    processes.until(lambda: "ready" in worker.text())  # before anyone has loaded the scripts
     run = call_json("submit", str(config), "--detach")["run"]
     began = roles.proxy.num_connections
     learner = processes.learner(roles.url("learner"), run)
-    worker = processes.worker(roles.url("worker"), "--role", "all")
 
     def evaluated() -> bool:
         assert roles.denied() == [], processes.logs()
