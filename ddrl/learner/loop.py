@@ -95,7 +95,7 @@ class Learner:
             decode, run=run, spaces=resolved.spec, limits=limits, pack=self.replay.pack
         )
         self._reader_client = reader_client
-        connection.bound_replies(reader_client, 4 * stream.REPLY_BYTES + limits.num_bytes(resolved.spec))
+        connection.bound_replies(reader_client, 2 * stream.REPLY_BYTES + limits.num_bytes(resolved.spec))
         self._reader: Reader | None = None
         """Set by `restore`."""
         self.shared = Shared()

@@ -236,7 +236,7 @@ class Reader:
         except connection.ReplyTooLongError:  # a worker wrote others than appends
             if self._count == 1:
                 self._drop_next(self._cursor)
-            self._count = max(1, self._count // 8)
+            self._count = 1
             return []
         return ledger.checked(self._client, self._run, found)
 
