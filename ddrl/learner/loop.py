@@ -95,7 +95,8 @@ class Learner:
             decode, run=run, spaces=resolved.spec, limits=limits, pack=self.replay.pack
         )
         self._reader_client = reader_client
-        connection.bound_replies(reader_client, 2 * stream.REPLY_BYTES + limits.num_bytes(resolved.spec))
+        longest = 2 * stream.REPLY_BYTES + limits.num_bytes(resolved.spec)
+        connection.bound_replies(reader_client, longest)
         self._reader: Reader | None = None
         """Set by `restore`."""
         self.shared = Shared()
@@ -107,8 +108,8 @@ class Learner:
         """Config and options of the algorithm, queued by `apply`."""
         self._num_rounds = 0
         self._mends = {
-            mend.__name__: functools.partial(mend, reader_client, run, token)
-            for mend in (stream.drop_next, stream.lower_ids)
+            "drop_next": functools.partial(stream.drop_next, reader_client, run, token, longest),
+            "lower_ids": functools.partial(stream.lower_ids, reader_client, run, token),
         }
 
     # --- begin and end -------------------------------------------------------------------------------

@@ -224,14 +224,14 @@ def refuse(client: Redis, run: str, token: int, refusals: Sequence[Refusal]) -> 
     call(client, "refuse", [keys.state(run), keys.dead(run), keys.experience(run)], args)
 
 
-def drop_next(client: Redis, run: str, token: int, cursor: bytes) -> None:
-    """Delete the entry after `cursor`, which is too long to be read, and record it in `dead`.
+def drop_next(client: Redis, run: str, token: int, longest: int, cursor: bytes) -> None:
+    """Delete the entry after `cursor` if its reply would have more than `longest` bytes, and record it in `dead`.
 
     Raises:
         LeaseLostError: another learner took over.
     """
     script_keys = [keys.state(run), keys.dead(run), keys.experience(run)]
-    call(client, "drop_next", script_keys, [token, DEAD_LENGTH, cursor])
+    call(client, "drop_next", script_keys, [token, DEAD_LENGTH, longest, cursor])
 
 
 def lower_ids(client: Redis, run: str, token: int, cursor: bytes, latest: bytes) -> None:

@@ -160,7 +160,8 @@ def test_an_entry_that_is_longer_than_a_reply_may_be_is_deleted_unread(server: P
     client.xadd(keys.experience(RUN), {n: "" for n in range(2_000_000)})
     append(client, fragment(1))
     found: list[int] = []
-    with reading(client, drop_next=functools.partial(stream.drop_next, server.client, RUN, 1)) as reader:
+    drop = functools.partial(stream.drop_next, server.client, RUN, 1, 10 * MIB)
+    with reading(client, drop_next=drop) as reader:
         until(lambda: found.extend(seqs(reader.take(0.0))) or len(found) == 2)
     assert found == [0, 1] and client.xlen(keys.experience(RUN)) == 22
     reasons = [fields[b"reason"] for _, fields in client.xrange(keys.dead(RUN))]

@@ -727,6 +727,20 @@ class Scripts(RuleBasedStateMachine):
         else:
             assert self.client.xdel(keys.experience(name), *ids) == num
 
+    @step(number=RUN, age=AGE, size=st.sampled_from([1_000, 9_000]))
+    def drop_next(self, number: int, age: int, size: int) -> None:
+        """An entry after all others that is too long is recorded and deleted, once; another one stays."""
+        name, run = self.touch(number)
+        last = self.client.xrevrange(keys.experience(name), count=1)
+        cursor = last[0][0] if last else b"0-0"
+        forged = self.client.xadd(keys.experience(name), {"h": b"x" * size}) if run else b""
+        done = self.write(name, age, lambda t: stream.drop_next(self.client, name, t, 5_000, cursor))
+        if run is None:
+            return
+        is_dropped = bool(done) and size > 5_000
+        run.dead += is_dropped
+        assert self.client.xdel(keys.experience(name), forged) == (not is_dropped)
+
     @step(number=RUN, age=AGE, is_read=st.booleans(), forged=st.sampled_from(["", *APPENDED]))
     def correct_counts(self, number: int, age: int, is_read: bool, forged: str) -> None:
         """A worker forges a count; a learner that has read all sets it right."""
