@@ -7,11 +7,14 @@ import signal
 import socket
 import time
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from celery import Celery
 from celery.events.state import State
 from kombu import Connection
+from kombu.asynchronous import Hub
 from redis import Redis
 from support.private_server import PrivateServer
 from support.processes import READY, Process, Processes, bound, is_alive
@@ -21,6 +24,7 @@ from support.worker_runs import ALLOWED, bad, dispatching, playable, send
 from ddrl import celery, envs
 from ddrl.store import connection, keys, runs, segments, workers
 from ddrl.store.workers import Heartbeat
+from ddrl.worker import lifecycle
 
 LONG = {"segment_s": 600}
 
@@ -163,6 +167,20 @@ def test_a_second_signal_ends_a_worker_at_once_in_order(
     assert worker.wait(60) == 1 and time.monotonic() - began < bound(2.0)
     assert not workers.alive(client) and "Traceback" not in worker.text()
     processes.until(lambda: not any(map(is_alive, children)), 20)
+
+
+def test_nothing_is_repeated_for_a_connection_that_is_gone(server: PrivateServer) -> None:
+    app = Celery(broker=connection.broker_url(server.url))
+    worker: dict[str, Any] = {
+        "pool": SimpleNamespace(is_green=False),
+        "controller": SimpleNamespace(use_eventloop=True),
+    }
+    consumer = lifecycle.Consumer(lambda *_: None, app=app, hub=Hub(), **worker)
+    for _ in range(3):
+        consumer.connect().close()
+    repeated = [one for one in consumer.hub.timer.queue if not one.entry.canceled]
+    assert len(consumer.hub.on_tick) == 1 and 3 <= len(repeated) <= 6
+    consumer.hub.close()
 
 
 def test_workers_wait_for_a_full_server_and_log_that_once(
