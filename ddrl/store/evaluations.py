@@ -89,10 +89,9 @@ class _Scored(Evaluation):
     return_mean: Number
     return_std: Annotated[Number, Field(ge=0)]
 
-    @property
-    def is_complete(self) -> bool:
-        """All episodes have a return and a length."""
-        return len(self.returns) == len(self.lengths) == self.num_episodes > 0
+    def __post_init__(self) -> None:
+        if not len(self.returns) == len(self.lengths) == self.num_episodes:
+            raise ValueError("an episode has no return or length")
 
 
 _EVALUATION, _SCORED = TypeAdapter(Evaluation), TypeAdapter(_Scored)
@@ -330,18 +329,12 @@ def results(
     rows, others = [], []
     for entry_id, fields in raw:
         try:
-            row = _SCORED.validate_json(fields[b"result"])
+            row = vars(_SCORED.validate_json(fields[b"result"]))
         except (KeyError, ValidationError):
-            row = None
-        if row is None or not row.is_complete:
             others.append(entry_id.decode())
-            continue
-        rows.append({"time_s": int(entry_id.split(b"-")[0]) / 1e3, **vars(row)})
+        else:
+            rows.append({"time_s": int(entry_id.split(b"-")[0]) / 1e3, **row})
     if others:
-        log.warning(
-            "run %s: %d entries of evaluations are no results (%s, ...); left out",
-            run,
-            len(others),
-            others[0],
-        )
+        text = "run %s: %d entries of evaluations are no results (%s, ...); left out"
+        log.warning(text, run, len(others), others[0])
     return rows, last

@@ -9,8 +9,6 @@ import contextlib
 import logging
 import os
 import queue
-import shutil
-import subprocess
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -97,19 +95,12 @@ class HeartbeatSender:
 
 def gpus() -> tuple[str, ...]:
     """Return the names of this machine's NVIDIA GPUs as its driver reports them; none without a driver."""
-    lines = []
+    found = []
     for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
         with contextlib.suppress(OSError):
-            lines += path.read_text().splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("Model")]
-    if names or shutil.which("nvidia-smi") is None:
-        return tuple(names)
-    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ()
-    return tuple(line.strip() for line in done.stdout.splitlines() if line.strip())
+            lines = path.read_text().splitlines()
+            found += [line.partition(":")[2].strip() for line in lines if line.startswith("Model")]
+    return tuple(found)
 
 
 def cores() -> int:
