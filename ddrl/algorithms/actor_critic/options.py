@@ -27,8 +27,6 @@ class Options(NetworkConfig):
     """Options of every on-policy actor-critic; rewards are in training units."""
 
     on_policy: ClassVar[bool] = True
-    name: ClassVar[str]
-    """Name of the algorithm, for messages."""
 
     hidden_sizes: tuple[PositiveInt, ...] = option(Common, "hidden_sizes", (64, 64))
     activation: Literal["tanh", "relu"] = "tanh"
