@@ -454,15 +454,9 @@ def _explain(model: type[BaseModel], item: Any, prefix: str) -> str:
 
 def _fields_at(model: type[BaseModel], path: Sequence[str]) -> list[str]:
     """Return the option names (aliases where they exist) that the model accepts at `path`."""
-    for name in path:
-        found = (field.annotation for key, field in model.model_fields.items() if name in (key, field.alias))
-        annotation: Any = next(found, None)
-        if isinstance(annotation, types.UnionType):
-            annotation = next((a for a in typing.get_args(annotation) if a is not type(None)), None)
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-            return []
-        model = annotation
-    return [field.alias or key for key, field in model.model_fields.items()]
+    prefix = "".join(f"{section}." for section in path)
+    below = [name.removeprefix(prefix) for name in options(model) if name.startswith(prefix)]
+    return [*dict.fromkeys(name.partition(".")[0] for name in below)]  # sections once
 
 
 # --- code that a config names ------------------------------------------------------------------------

@@ -76,6 +76,9 @@ class AlgorithmConfig(Section):
 class NetworkConfig(AlgorithmConfig):
     """Options of the algorithms whose network can be chosen."""
 
+    name: ClassVar[str]
+    """Name of the algorithm, for messages."""
+
     network: str = "mlp"
     """From observation to features: `mlp` for vectors; for images `conv` (small ones), `nature` (DQN of 2015), `impala`
     (residual: learns more per step at several times the cost) or `data_efficient` (small, fast); or your own,

@@ -154,8 +154,7 @@ def run_versions(config: RunConfig) -> dict[str, str]:
     Modules on the path that no package installed have no version.
     """
     packages = ["gymnasium"]
-    extra = requirement(config.env.id)
-    if extra in _DISTRIBUTIONS:
+    if (extra := requirement(config.env.id)) in _DISTRIBUTIONS:
         packages.append(_DISTRIBUTIONS[extra])
     packages += [package for name in _callables(config) for package in _distributions_of(_package(name))]
     return _installed(packages)
@@ -195,8 +194,7 @@ def prepare(env_id: str | None = None) -> None:
     importlib.import_module("gymnasium.vector")
     if env_id is None:
         return
-    extra = requirement(env_id)
-    if extra is not None:
+    if (extra := requirement(env_id)) is not None:
         importlib.import_module(PACKAGES[extra])
     registered = registration.registry.get(env_id)
     if registered is not None and isinstance(registered.entry_point, str):

@@ -7,16 +7,14 @@ continuous actions, a log standard deviation that does not depend on the state.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
-from ddrl.networks.custom import NetworkError
+from ddrl.networks.custom import refuse
 from ddrl.networks.layers import orthogonal_linear
-from ddrl.networks.trunks import make_trunk
 
 
 class ActorCritic(nn.Module):
@@ -27,19 +25,16 @@ class ActorCritic(nn.Module):
     [log_std_dims]. The same generator gives the same actor and policy head, shared or not.
 
     Args:
-        network: of each trunk, see `make_trunk`.
-        observation_shape: `*O`.
+        network: name of each trunk, for messages.
+        make_trunk: returns a new trunk of that name, on the CPU, and the number F of its features.
         num_outputs: P, parameters of the policy: means, or logits.
-        hidden_sizes: widths of the dense layers of a built-in trunk.
-        activation: "tanh" or "relu", of a built-in trunk.
         shared: the critic's head sits on the actor's trunk; otherwise each has a trunk of its own.
         log_std_dims: dimensions of a log standard deviation that is the same for all states; 0 for none.
         initial_log_std: initial value of each of them.
-        network_kwargs: keyword arguments of a custom network.
-        generator: CPU generator of the initial weights; torch's global one when None.
+        generator: CPU generator of the heads' initial weights; torch's global one when None.
 
     Raises:
-        NetworkError: as `make_trunk`, or a callable that returns one module twice when two are needed.
+        NetworkError: as `make_trunk`, or it returned one module twice when two are needed.
     """
 
     log_std: nn.Parameter
@@ -47,38 +42,22 @@ class ActorCritic(nn.Module):
     def __init__(
         self,
         network: str,
-        observation_shape: Sequence[int],
+        make_trunk: Callable[[], tuple[nn.Module, int]],
         *,
         num_outputs: int,
-        hidden_sizes: Sequence[int],
-        activation: str,
         shared: bool,
         log_std_dims: int = 0,
         initial_log_std: float = 0.0,
-        network_kwargs: Mapping[str, Any] | None = None,
         generator: Generator | None = None,
     ) -> None:
         super().__init__()
-
-        def trunk() -> tuple[nn.Module, int]:
-            return make_trunk(
-                network,
-                observation_shape,
-                hidden_sizes=hidden_sizes,
-                activation=activation,
-                kwargs=network_kwargs,
-                generator=generator,
-            )
-
-        self.actor, num_features = trunk()
+        self.actor, num_features = make_trunk()
         self.policy_head = orthogonal_linear(num_features, num_outputs, 0.01, generator)
         if not shared:
-            self.critic, num_features = trunk()
+            self.critic, num_features = make_trunk()
             if set(self.actor.parameters()) & set(self.critic.parameters()):
-                raise NetworkError(
-                    f"network {network}: returned the same parameters twice; make new ones at each call, or set "
-                    "shared to true"
-                )
+                remedy = "make new ones at each call, or set shared to true"
+                refuse(network, f"returned the same parameters twice; {remedy}")
         self.value_head = orthogonal_linear(num_features, 1, 1.0, generator)
         if log_std_dims:
             self.log_std = nn.Parameter(torch.full((log_std_dims,), initial_log_std))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from enum import Enum
 from itertools import count
 
 import torch
@@ -18,32 +16,17 @@ NUM_GROUPS = 16
 MOST_FIRST_CHANNELS = 4  # of an image that is not square, whose axes its sizes do not decide
 
 
-class Axes(Enum):
-    """Position of an image's channels."""
-
-    FIRST = "first"
-    LAST = "last"
-    NONE = "none"
-
-
-def image_axes(shape: Sequence[int]) -> Axes:
-    """Return the position of the channels: [H, W] has none, [C, H, W] and [H, W, C] differ by their sizes.
+def channels_first(x: Tensor) -> Tensor:
+    """Return a view [B, C, H, W] of images [B, H, W], [B, C, H, W] or [B, H, W, C]; the last two differ by their sizes.
 
     The channel axis is the last one, unless the first is the shorter one, and the other two are equal or it is of at
     most MOST_FIRST_CHANNELS.
     """
-    if len(shape) == 2:
-        return Axes.NONE
-    first, middle, last = shape
-    is_first = first < last and (middle == last or first <= MOST_FIRST_CHANNELS)
-    return Axes.FIRST if is_first else Axes.LAST
-
-
-def channels_first(x: Tensor, axes: Axes) -> Tensor:
-    """Return a view [B, C, H, W] of [B, *O]."""
-    if axes is Axes.NONE:
+    if x.ndim == 3:
         return x.unsqueeze(1)
-    return x.permute(0, 3, 1, 2) if axes is Axes.LAST else x
+    _, first, middle, last = x.shape
+    is_first = first < last and (middle == last or first <= MOST_FIRST_CHANNELS)
+    return x if is_first else x.permute(0, 3, 1, 2)
 
 
 def fewest_zeros(side: int, kernel: int, stride: int) -> int:

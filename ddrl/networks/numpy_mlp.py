@@ -26,7 +26,6 @@ def forward(
         by_row: each row is a vector-matrix product of its own, so that its result does not depend on the other rows:
             a matrix product rounds a row differently by its place and by the number of rows, but is faster.
     """
-    size = len(x)
     if by_row:
         x = x[:, None]  # [N, 1, in]: NumPy multiplies row by row
     *hidden, (last_weight, last_bias) = layers
@@ -35,4 +34,4 @@ def forward(
         x += bias
         activation(x, out=x)
     output: np.ndarray = x @ last_weight + last_bias
-    return output.reshape(size, -1)
+    return output.reshape(len(x), -1)

@@ -21,7 +21,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
-from ddrl.networks.convolutional import NORMS, Axes, Convolution, channels_first, fewest_zeros, image_axes
+from ddrl.networks.convolutional import NORMS, Convolution, channels_first, fewest_zeros
 from ddrl.networks.custom import custom_trunk, refuse
 from ddrl.networks.layers import ACTIVATIONS, Activation, dense
 
@@ -144,7 +144,7 @@ class Trunk(nn.Module):
     ) -> None:
         super().__init__()
         self._network = network
-        self._axes: Axes | None = None
+        self._stages: tuple[Convolution, ...] = ()
         if network == "mlp":
             if len(observation_shape) != 1:
                 others = "conv for images, or " if len(observation_shape) == 3 else ""
@@ -152,7 +152,7 @@ class Trunk(nn.Module):
                 refuse("mlp", f"needs a vector, but observations are {observation_shape}; use {wrapper}")
             num_inputs = observation_shape[0]
         else:
-            self._axes, channels, sides = _image(network, observation_shape)
+            channels, sides = _image(network, observation_shape)
             make = partial(Convolution, norm=norm, generator=generator)
             if network == "impala":
                 convolutions, num_inputs = _residual_convolutions(channels, sides, make)
@@ -169,8 +169,8 @@ class Trunk(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[B, *O] -> [B, F]."""
         activate = self._activate
-        if self._axes is not None:
-            x = channels_first(x, self._axes)
+        if self._stages:
+            x = channels_first(x)
             x = x if self._network == "conv" else _to_channels_last(x)
             if self._network == "impala":
                 x = activate(self._residual_sums(x))
@@ -227,8 +227,8 @@ def _to_channels_last(x: Tensor) -> Tensor:
     return x  # a forward pass alone is a little slower in it
 
 
-def _image(network: str, shape: tuple[int, ...]) -> tuple[Axes, int, list[int]]:
-    """Return the axes, C and [H, W] of images.
+def _image(network: str, shape: tuple[int, ...]) -> tuple[int, list[int]]:
+    """Return C and [H, W] of images.
 
     Raises:
         NetworkError: observations that are not images, or too small ones.
@@ -242,10 +242,9 @@ def _image(network: str, shape: tuple[int, ...]) -> tuple[Axes, int, list[int]]:
         other = "mlp" if len(shape) == 1 else "frames of one channel, or your own network"
         needed = "images [H, W], [C, H, W] or [H, W, C]"
         refuse(network, f"needs {needed}, but observations are {shape}; use {other}")
-    axes = image_axes(shape)
-    _, channels, *sides = channels_first(torch.empty(1, *shape, device="meta"), axes).shape
+    _, channels, *sides = channels_first(torch.empty(1, *shape, device="meta")).shape
     least_side, remedy = _LEAST_SIDES[network]
     if min(sides) < least_side:
         pixels = f"{least_side}x{least_side} pixels or more"
         refuse(network, f"needs images of {pixels}, but observations are {shape}; {remedy}")
-    return axes, channels, sides
+    return channels, sides

@@ -30,8 +30,6 @@ class _Lane:
 
     env: Any
     index: int = -1  # of the episode's seed
-    episode_return: float = 0.0
-    length: int = 0
     generator: np.random.Generator = field(default_factory=np.random.default_rng)  # of its random actions
 
 
@@ -92,7 +90,7 @@ def score(
         def begin(lane: _Lane, row: int) -> bool:
             if (index := next(waiting, None)) is None:
                 return False
-            lane.index, lane.episode_return, lane.length = index, 0.0, 0
+            lane.index = index
             if epsilon:
                 lane.generator = np.random.default_rng([int(seeds[index]), _ACTION_STREAM])
             observation[row] = lane.env.reset(seed=int(seeds[index]))[0]
@@ -114,14 +112,13 @@ def score(
             for place, (row, action) in enumerate(zip(playing, actions, strict=True)):
                 lane = lanes[row]
                 observation[row], reward, terminated, truncated, _ = lane.env.step(action)
-                lane.episode_return += float(reward)
-                lane.length += 1
+                returns[lane.index] += float(reward)
+                lengths[lane.index] += 1
                 if film and lane.index == 0:
                     film.take(lane.env, observation[row])
                 rewards[place], ended[place] = reward, terminated or truncated
                 if ended[place]:
-                    returns[lane.index], lengths[lane.index] = lane.episode_return, lane.length
-                    on_episode(int(seeds[lane.index]), lane.episode_return, lane.length)
+                    on_episode(int(seeds[lane.index]), returns[lane.index], lengths[lane.index])
                     if not begin(lane, row):
                         continue
                 still.append(row)

@@ -124,30 +124,27 @@ class LearnerMetrics:
             is_up = False
         except connection.StoreError:  # the run was deleted meanwhile
             pass
-        yield _family("ddrl_server_up", "1 if the learner's server answers.", {}, is_up)
+        yield _family("ddrl_server_up", "1 if the learner's server answers.", ({}, is_up))
         yield from found
 
     def _of_run(self, run: str) -> Iterator[Metric]:
-        from prometheus_client.core import GaugeMetricFamily
-
         state, row, labels = runs.state(self._client, run), metrics.last(self._client, run), {"run": run}
         for name, (text, value) in SERIES.items():
-            yield _family(name, text, labels, value(state))
+            yield _family(name, text, (labels, value(state)))
         waiting = segments.waiting(self._client, state.queue)
-        yield _family("ddrl_messages_waiting", "Rollout messages in the queue of the run.", labels, waiting)
+        yield _family("ddrl_messages_waiting", "Rollout messages in the queue of the run.", (labels, waiting))
         budget = int(runs.config(self._client, run).replay.max_bytes)
-        yield _family("ddrl_stream_budget_bytes", "replay.max_bytes.", labels, budget)
-        yield _family("ddrl_status", "1 for the run's status.", {**labels, "status": state.status}, 1)
+        yield _family("ddrl_stream_budget_bytes", "replay.max_bytes.", (labels, budget))
+        yield _family("ddrl_status", "1 for the run's status.", ({**labels, "status": state.status}, 1))
         if state.evaluation is not None:
             mean = state.evaluation["return_mean"]
-            yield _family("ddrl_evaluation_return_mean", "Of the best version.", labels, mean)
+            yield _family("ddrl_evaluation_return_mean", "Of the best version.", (labels, mean))
         for name, (metric, text) in ROW.items():
             if name in row:
-                yield _family(metric, text, labels, row[name])
-        others = GaugeMetricFamily(FIGURE, "Another figure of the learner.", labels=["run", "figure"])
-        for name in sorted(row.keys() - ROW.keys() - _NO_FIGURES):
-            others.add_metric([run, name], _number(row[name]))
-        yield others
+                yield _family(metric, text, (labels, row[name]))
+        others = sorted(row.keys() - ROW.keys() - _NO_FIGURES)
+        figures = [({**labels, "figure": name}, row[name]) for name in others]
+        yield _family(FIGURE, "Another figure of the learner.", *figures)
 
 
 @dataclass(frozen=True)
@@ -170,8 +167,6 @@ class WorkerMetrics:
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics."""
-        from prometheus_client.core import CounterMetricFamily
-
         sizes = [resident_bytes(pid) for pid in self.pids()]
         for name, text, value in (
             ("processes", "Processes of the pool.", len(sizes)),
@@ -180,11 +175,9 @@ class WorkerMetrics:
             ("resident_bytes", "Memory of all processes.", sum(sizes)),
             ("largest_resident_bytes", "Memory of the largest process.", max(sizes, default=0)),
         ):
-            yield _family(f"ddrl_worker_{name}", text, {"node": self.node}, value)
-        tasks = CounterMetricFamily("ddrl_worker_tasks_total", "Tasks started.", labels=["node", "task"])
-        for task, count in sorted(self.tasks().items()):
-            tasks.add_metric([self.node, task], count)
-        yield tasks
+            yield _family(f"ddrl_worker_{name}", text, ({"node": self.node}, value))
+        tasks = [({"node": self.node, "task": task}, count) for task, count in sorted(self.tasks().items())]
+        yield _family("ddrl_worker_tasks_total", "Tasks started.", *tasks)
 
 
 def resident_bytes(pid: int) -> int:
@@ -194,15 +187,11 @@ def resident_bytes(pid: int) -> int:
     return 0
 
 
-def _family(name: str, text: str, labels: Mapping[str, str], value: object) -> Metric:
-    """Return a metric with one value; a name that ends in `_total` makes a counter."""
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+def _family(name: str, text: str, *samples: tuple[dict[str, str], object]) -> Metric:
+    """Return a metric with the values of these labels; a name that ends in `_total` makes a counter."""
+    from prometheus_client.core import Metric
 
-    kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-    family: Metric = kind(name, text, labels=list(labels))
-    family.add_metric(list(labels.values()), _number(value))  # type: ignore[attr-defined]
+    family = Metric(name.removesuffix("_total"), text, "counter" if name.endswith("_total") else "gauge")
+    for labels, value in samples:
+        family.add_sample(name, labels, float(value) if isinstance(value, int | float) else math.nan)
     return family
-
-
-def _number(value: object) -> float:
-    return float(value) if isinstance(value, int | float) else math.nan

@@ -87,7 +87,7 @@ def prune(
     Returns:
         What was deleted, or would be, in the order in which the runs ended.
     """
-    deletable = _deletable(client)
+    deletable = [state for state in _states(client) if state.ended and not state.leased]
     sizes = _sizes(client, [state.run for state in deletable])
     now_s, total = runs.server_ms(client) / 1e3, sum(sizes.values())
     deleted: list[Pruned] = []
@@ -109,11 +109,6 @@ def prune(
         total -= size
         deleted.append(Pruned(state.run, state.status, state.ended_s, size, reason))
     return deleted
-
-
-def _deletable(client: Redis) -> list[runs.RunState]:
-    """Return the states of the runs that have ended and that no learner holds."""
-    return [state for state in _states(client) if state.ended and not state.leased]
 
 
 def _states(client: Redis) -> Iterator[runs.RunState]:

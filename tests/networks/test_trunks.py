@@ -11,7 +11,8 @@ from support.networks import assert_orthogonal, count, gradients, refusal, same,
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ddrl.networks.convolutional import Axes, BatchNorm, image_axes
+from ddrl.networks import convolutional
+from ddrl.networks.convolutional import BatchNorm
 from ddrl.networks.parameters import FlatParameters
 from ddrl.networks.trunks import to_input
 
@@ -235,17 +236,18 @@ def test_to_input() -> None:
     assert to_input(torch.zeros(1, dtype=torch.float64)).dtype == torch.float32
 
 
-AXES = {
-    (84, 84): Axes.NONE, (4, 84, 84): Axes.FIRST, (16, 84, 84): Axes.FIRST, (84, 84, 16): Axes.LAST,
-    (10, 10, 20): Axes.LAST,  # square, and longer than its sides
-    (8, 7, 8): Axes.LAST, (5, 5, 3): Axes.LAST,
-    (5, 20, 30): Axes.LAST,  # could be either
-    (4, 20, 30): Axes.FIRST,
+CHANNELS_FIRST = {
+    (84, 84): (1, 84, 84), (4, 84, 84): (4, 84, 84), (16, 84, 84): (16, 84, 84), (84, 84, 16): (16, 84, 84),
+    (10, 10, 20): (20, 10, 10),  # square, and longer than its sides
+    (8, 7, 8): (8, 8, 7), (5, 5, 3): (3, 5, 5),
+    (5, 20, 30): (30, 5, 20),  # could be either
+    (4, 20, 30): (4, 20, 30),
 }  # fmt: skip
 
 
 def test_axes_of_images() -> None:
-    assert {shape: image_axes(shape) for shape in AXES} == AXES
+    for shape, expected in CHANNELS_FIRST.items():
+        assert convolutional.channels_first(torch.empty(1, *shape)).shape == (1, *expected)
     assert trunk("conv", (8, 20, 20)).convolutions[0].in_channels == 8, "a stack of more than four frames"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -26,11 +27,14 @@ def seeded(seed: int | None = 0) -> Generator | None:
 
 
 def actor_critic(
-    network: str = "mlp", shape: tuple[int, ...] = (3,), *, seed: int | None = 0, **options: Any
-) -> ActorCritic:
+    network: str = "mlp", shape: tuple[int, ...] = (3,), *, seed: int | None = 0,
+    hidden_sizes: tuple[int, ...] = (6, 5), activation: str = "tanh", network_kwargs: Any = None, **options: Any,
+) -> ActorCritic:  # fmt: skip
     """Return a small actor-critic network with four outputs."""
-    given = {"num_outputs": 4, "hidden_sizes": (6, 5), "activation": "tanh", "shared": False, **options}
-    return ActorCritic(network, shape, generator=seeded(seed), **given)
+    generator, given = seeded(seed), {"num_outputs": 4, "shared": False, **options}
+    trunk_options = {"hidden_sizes": hidden_sizes, "activation": activation, "kwargs": network_kwargs}
+    make = functools.partial(make_trunk, network, shape, generator=generator, **trunk_options)
+    return ActorCritic(network, make, generator=generator, **given)
 
 
 def q_network(network: str = "mlp", *, seed: int | None = 0, **options: Any) -> QNetwork:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar
 
 import torch
@@ -132,18 +133,15 @@ class ActorCriticLearner(Generic[AnyOptions]):
         self.config = config
         self._spec, self._update = spec, update
         self._is_continuous = spec.action_kind == "continuous"
-        num_outputs = num_policy_parameters(spec)
+        num_outputs, generator = num_policy_parameters(spec), torch.Generator().manual_seed(seed)
         self.network = ActorCritic(
             config.network,
-            spec.input_shape,
+            partial(config.make_trunk, spec, generator),
             num_outputs=num_outputs,
-            hidden_sizes=config.hidden_sizes,
-            activation=config.activation,
             shared=config.shared,
             log_std_dims=num_outputs if self._is_continuous else 0,
             initial_log_std=config.initial_log_std,
-            network_kwargs=config.network_kwargs,
-            generator=torch.Generator().manual_seed(seed),
+            generator=generator,
         ).to(device)
         self.parameters = FlatParameters(self.network)
         self._optimizer = make_optimizer(self.parameters.vector)

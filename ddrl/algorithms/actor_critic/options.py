@@ -18,7 +18,7 @@ from ddrl.config import LIVE
 from ddrl.types import EnvSpec
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Generator, nn
 
 OBSERVATION_CLIP = 10.0  # of normalized observations, in standard deviations
 
@@ -27,8 +27,6 @@ class Options(NetworkConfig):
     """Options of every on-policy actor-critic; rewards are in training units."""
 
     on_policy: ClassVar[bool] = True
-    name: ClassVar[str]
-    """Name of the algorithm, for messages."""
 
     hidden_sizes: tuple[PositiveInt, ...] = option(Common, "hidden_sizes", (64, 64))
     activation: Literal["tanh", "relu"] = "tanh"
@@ -101,8 +99,8 @@ class Options(NetworkConfig):
         if self.network != "mlp":
             self.make_trunk(spec)
 
-    def make_trunk(self, spec: EnvSpec) -> tuple[nn.Module, int]:
-        """Return an actor's trunk and the number of its features; see `ddrl.networks.trunks.make_trunk`.
+    def make_trunk(self, spec: EnvSpec, generator: Generator | None = None) -> tuple[nn.Module, int]:
+        """Return a new trunk and the number of its features; see `ddrl.networks.trunks.make_trunk`.
 
         Raises:
             ValueError: it cannot take these observations.
@@ -115,6 +113,7 @@ class Options(NetworkConfig):
             hidden_sizes=self.hidden_sizes,
             activation=self.activation,
             kwargs=self.network_kwargs,
+            generator=generator,
         )
 
 

@@ -26,8 +26,7 @@ class Policy:
     def __init__(self, config: Options, spec: EnvSpec, *, producer: int = 0) -> None:
         self._spec = spec
         self._is_continuous = spec.action_kind == "continuous"
-        bounds = spec.action_low, spec.action_high
-        self._low, self._high = (np.asarray(bound, np.float32) for bound in bounds)
+        self._low, self._high = np.array([spec.action_low, spec.action_high], np.float32)
         self._scale, self._center = (self._high - self._low) / 2, (self._high + self._low) / 2
         self._sections = np.cumsum(spec.action_sizes)[:-1]  # where the logits of each dimension begin
         self._network = (_NumpyActor if config.network == "mlp" else _TorchActor)(config, spec)

@@ -20,8 +20,7 @@ class Policy:
     evaluation_epsilon = 0.0
 
     def __init__(self, config: Config, spec: EnvSpec, *, producer: int = 0) -> None:
-        bounds = spec.action_low, spec.action_high
-        self._low, self._high = (np.asarray(bound, np.float32) for bound in bounds)
+        self._low, self._high = np.array([spec.action_low, spec.action_high], np.float32)
         self._scale, self._center = (self._high - self._low) / 2, (self._high + self._low) / 2
         self._action_shape = spec.action_shape
         self._num_inputs = spec.input_shape[0]

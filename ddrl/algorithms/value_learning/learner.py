@@ -113,8 +113,7 @@ class ValueLearner(Generic[AnyOptions]):
 
     def weights(self) -> dict[str, Tensor]:
         """Return the network's parameters and buffers by name, and epsilon, as CPU copies."""
-        epsilon = torch.tensor(self._epsilon)
-        return self.parameters.copies() | cpu_copies(self.buffers) | {"epsilon": epsilon}
+        return self.parameters.copies() | cpu_copies(self.buffers | {"epsilon": torch.tensor(self._epsilon)})
 
     def state(self) -> dict[str, Tensor]:
         """Return everything needed to continue, as CPU copies."""

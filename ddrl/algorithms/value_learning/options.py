@@ -26,8 +26,6 @@ AnyOptions = TypeVar("AnyOptions", bound="Options")
 class Options(NetworkConfig):
     """Options of every learner of action values; rewards are in training units."""
 
-    name: ClassVar[str]
-    """Name of the algorithm, for messages."""
     network_options: ClassVar[tuple[str, ...]] = ("hidden_sizes", "activation", "norm", "dueling")
     """Options that are arguments of `QNetwork` by the same name."""
 
