@@ -8,7 +8,7 @@ import ipaddress
 import os
 import platform
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from typing import NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
 import typer
@@ -29,8 +29,7 @@ _EXTRAS = PACKAGES | {"flower": "flower", "tensorboard": "tensorboard", "video":
 _TRIAL_ENV = "LunarLanderContinuous-v3"
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """One line of the report: what was checked, the result, and the remedy."""
 
     name: str
@@ -43,7 +42,7 @@ def doctor(json_output: Json = False) -> None:
     """Check whether this machine can train: packages, server, devices, environments, with remedies."""
     findings = examine()
     if json_output:
-        emit([asdict(finding) for finding in findings])
+        emit([finding._asdict() for finding in findings])
     else:
         aligned([(_MARKS[f.level], f.name, "; ".join(filter(None, (f.detail, f.remedy)))) for f in findings])
     if failed := {finding.name for finding in findings if finding.level == FAIL}:
