@@ -139,8 +139,7 @@ def _refusal(name: str, live: Iterable[str], known: set[str]) -> str:
         return f"{name}: is a section; name an option of it, such as {parts[0]}"
     if name in known or any(name.startswith(f"{option}.") for option in known):
         return f"{name}: cannot change while a run goes on; these can: {_in_words(live)}"
-    last = {option: option.rpartition(".")[2] for option in sorted(known)}
-    near = [option for option in last if last[option] == name]
+    near = [option for option in sorted(known) if option.rpartition(".")[2] == name]
     near = near or difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.6)
     hint = f"did you mean {near[0]}?" if near else f"these can change: {_in_words(live)}"
     return f"{name}: unknown option; {hint}"
