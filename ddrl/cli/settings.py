@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ddrl.cli.format import flat
-from ddrl.cli.output import InputError, Json, Run, emit, note, server_of, table
+from ddrl.cli.output import InputError, Json, Run, answer, emit, note, server_of, table
 from ddrl.store import runs as store
 
 if TYPE_CHECKING:
@@ -50,15 +50,12 @@ def set_(
             version = store.change(client, run, after, changes, version=version)
         values = values_of(after, spaces)
         unchanged = {name: values[name] for name in wanted if name not in changes}
-    if json_output:
-        rows = [{"option": name, "from": old, "to": new} for name, (old, new) in changes.items()]
-        emit({"run": run, "config_version": version, "changes": rows, "unchanged": unchanged})
-        return
-    for name, value in unchanged.items():
-        print(f"{name}: already {json.dumps(value)}")
-    for name, (old, new) in changes.items():
-        print(f"{name}: {json.dumps(old)} -> {json.dumps(new)}")
-    if changes and not state.leased:
+    rows = [{"option": name, "from": old, "to": new} for name, (old, new) in changes.items()]
+    report = {"run": run, "config_version": version, "changes": rows, "unchanged": unchanged}
+    lines = [f"{name}: already {json.dumps(value)}" for name, value in unchanged.items()]
+    lines += [f"{name}: {json.dumps(old)} -> {json.dumps(new)}" for name, (old, new) in changes.items()]
+    answer(report, "\n".join(lines), json_output=json_output)
+    if changes and not state.leased and not json_output:
         note(f"{run}: has no learner now; the next one uses the new settings")
 
 
