@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from ddrl.cli.format import counted, picked
 from ddrl.cli.output import Json, Run, emit, note, progress, say, server_of, table
 from ddrl.store import ledger, runs
-from ddrl.store.ledger import ENDED
-
-if TYPE_CHECKING:
-    from ddrl.store.ledger import Audit
 
 MAX_ROWS = 40  # of balanced producers
 COUNTS = ("appended", "consumed", "waiting", "trimmed", "refused", "duplicates", "difference")
@@ -41,7 +37,7 @@ def audit(
         raise typer.Exit(1)
 
 
-def _report(run: str, status: str, found: Audit) -> dict[str, Any]:
+def _report(run: str, status: str, found: ledger.Audit) -> dict[str, Any]:
     return {
         "run": run,
         "status": status,
@@ -80,7 +76,7 @@ def _show(report: Mapping[str, Any], *, goes_on: bool, everyone: bool) -> None:
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    name = "ended" if row["producer"] == ENDED else str(row["producer"])
+    name = "ended" if row["producer"] == ledger.ENDED else str(row["producer"])
     return (name, row["host"], *(row[count] for count in COUNTS))
 
 

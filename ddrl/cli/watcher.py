@@ -12,9 +12,6 @@ from ddrl.cli import hints
 from ddrl.cli.output import Client
 from ddrl.config import RunConfig
 from ddrl.store import evaluations, metrics, runs, segments, stream, workers
-from ddrl.store.runs import RunState
-from ddrl.store.segments import RunLoad
-from ddrl.store.workers import Heartbeat
 
 FLEET_S = 2.0  # between two polls of workers, other runs and the server, which cost more than the run's state
 WINDOW_S = 60.0  # over which shares and waits are measured
@@ -38,8 +35,8 @@ class Shares(NamedTuple):
 class Usage(NamedTuple):
     """Process time spent until one moment: on one run by purpose, and on each active run."""
 
-    state: RunState = RunState("", "", leased=False)
-    loads: Sequence[RunLoad] = ()
+    state: runs.RunState = runs.RunState("", "", leased=False)
+    loads: Sequence[segments.RunLoad] = ()
     at: float = 0.0
 
     def since(self, before: Usage) -> Shares:
@@ -79,13 +76,13 @@ class Figures:
         hint: why nothing happens, and the remedy; empty while all is well.
     """
 
-    state: RunState
+    state: runs.RunState
     config: RunConfig
     row: Mapping[str, Any] = field(default_factory=dict)
     returns: list[tuple[float, float]] = field(default_factory=list)
     evaluated: list[dict[str, Any]] = field(default_factory=list)
-    present: list[Heartbeat] = field(default_factory=list)
-    loads: list[RunLoad] = field(default_factory=list)
+    present: list[workers.Heartbeat] = field(default_factory=list)
+    loads: list[segments.RunLoad] = field(default_factory=list)
     refusals: dict[str, str] = field(default_factory=dict)
     num_playing: int = 0
     recent: Shares = field(default_factory=Shares)
@@ -95,7 +92,7 @@ class Figures:
     hint: str = ""
 
     @property
-    def serving(self) -> list[Heartbeat]:
+    def serving(self) -> list[workers.Heartbeat]:
         """Workers that serve the run's queue."""
         return [worker for worker in self.present if self.state.queue in worker.queues]
 
@@ -126,7 +123,7 @@ class Figures:
         return f" ({self.row[name]:.0f}/s)" if name in self.row and not self.state.outcome else ""
 
 
-def entitled(run: RunState | RunLoad, loads: Iterable[RunLoad]) -> float:
+def entitled(run: runs.RunState | segments.RunLoad, loads: Iterable[segments.RunLoad]) -> float:
     """Return a run's share by its weight, among the active runs of its priority."""
     total = sum(load.weight for load in loads if load.priority == run.priority)
     return run.weight / total if total else 1.0
