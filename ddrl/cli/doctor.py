@@ -17,6 +17,7 @@ import ddrl
 from ddrl.cli.format import counted, duration, size
 from ddrl.cli.output import Client, Json, ServerError, aligned, emit, server
 from ddrl.envs.requirements import PACKAGES
+from ddrl.store import capped_streams, connection, keys, runs
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 _MARKS = {OK: "ok  ", WARN: "warn", FAIL: "FAIL"}
@@ -75,8 +76,6 @@ def _installed() -> Iterator[Finding]:
 
 
 def _server() -> Iterator[Finding]:
-    from ddrl.store import connection
-
     try:
         with server() as client:
             info, url = client.info(), connection.url()
@@ -104,8 +103,6 @@ def _memory(limit: int, used: int) -> Finding:
 
 def _durability(client: Client) -> Finding:
     """Tell what a killed server loses."""
-    from ddrl.store import connection
-
     if (policy := connection.appendfsync(client)) is None:
         return Finding("durability", OK, "unknown: this user may not read the server's settings")
     if not policy:
@@ -119,8 +116,6 @@ def _durability(client: Client) -> Finding:
 
 def _broken(client: Client) -> Iterator[Finding]:
     """Report items of the broker that workers could not read."""
-    from ddrl.store import capped_streams, keys, runs
-
     if rows := capped_streams.read(client, keys.BROKEN, b"0-0", "queue", "reason", "item")[0]:
         last = rows[-1] | {"age": duration(runs.server_ms(client) / 1e3 - rows[-1]["time_s"])}
         text = "the last one from queue {queue}, {age} ago ({reason}): {item!r:.100}".format(**last)
@@ -159,8 +154,6 @@ def is_loopback(host: str) -> bool:
 
 def _listens_to_others(client: Client) -> bool:
     """Return whether the server's settings let other machines connect; False if they cannot be read."""
-    from ddrl.store import connection
-
     try:
         settings: dict[str, str] = client.config_get("bind", "port", "tls-port", "protected-mode")
     except connection.OUTAGES:  # forbidden, or an old server that takes one name
