@@ -91,11 +91,8 @@ def _root(
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
     """Distributed deep reinforcement learning on Celery and Redis streams."""
-    if version:
-        print(f"ddrl {ddrl.__version__}")
-        raise typer.Exit
-    if context.invoked_subcommand is None:
-        print(context.get_help())
+    if version or context.invoked_subcommand is None:
+        print(f"ddrl {ddrl.__version__}" if version else context.get_help())
         raise typer.Exit
 
 
