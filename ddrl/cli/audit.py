@@ -13,7 +13,6 @@ from ddrl.store import ledger, runs
 
 MAX_ROWS = 40  # of balanced producers
 COUNTS = ("appended", "consumed", "waiting", "trimmed", "refused", "duplicates", "difference")
-_HEADER = ("producer", "host", *COUNTS[:-2], "repeated", "missing")
 
 
 def audit(
@@ -56,7 +55,7 @@ def _show(report: Mapping[str, Any], *, goes_on: bool, everyone: bool) -> None:
     odd = [row for row in known if row["difference"]]
     shown = known if everyone or len(known) <= MAX_ROWS else (odd or known[-MAX_ROWS:])
     rows = [*map(_cells, shown), ("total", counted(len(known), "producer"), *total.values())]
-    table(_HEADER, rows, left=("producer", "host"))
+    table(("producer", "host", *COUNTS[:-2], "repeated", "missing"), rows, left=("producer", "host"))
     if len(shown) < len(known):
         note(f"{len(known) - len(shown)} balanced producers not shown; show all with --all")
     print()
