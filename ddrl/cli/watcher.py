@@ -15,7 +15,7 @@ from ddrl.store import evaluations, metrics, runs, segments, stream, workers
 
 FLEET_S = 2.0  # between two polls of workers, other runs and the server, which cost more than the run's state
 WINDOW_S = 60.0  # over which shares and waits are measured
-PURPOSES = ("played_s", "allowance_wait_s", "room_wait_s")  # of process time
+SPENT = ("process_s", "played_s", "allowance_wait_s", "room_wait_s")  # process time in all, and by purpose
 
 
 class Shares(NamedTuple):
@@ -43,15 +43,13 @@ class Usage(NamedTuple):
         """Return the shares of the run between two moments."""
         before_ms = {load.run: load.process_ms for load in before.loads}
         spent_ms = {load.run: max(0, load.process_ms - before_ms.get(load.run, 0)) for load in self.loads}
-
-        def spent_s(name: str) -> float:
-            return float(getattr(self.state, name) - getattr(before.state, name))
-
         share = _part(spent_ms.get(self.state.run), sum(spent_ms.values()))
-        return Shares(share, *(_part(spent_s(name), spent_s("process_s")) for name in PURPOSES))
+        whole_s, *parts_s = (getattr(self.state, name) - getattr(before.state, name) for name in SPENT)
+        return Shares(share, *(_part(part_s, whole_s) for part_s in parts_s))
 
 
 def _part(part: float | None, whole: float) -> float | None:
+    """Return a part of a whole as a share; None if the part is unknown or the whole is nothing."""
     return None if part is None or whole <= 0 else min(1.0, part / whole)
 
 
