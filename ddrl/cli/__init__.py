@@ -48,21 +48,14 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
 }
 HIDDEN = "detached"  # command that `ddrl submit --detach` starts
 
-# Errors whose message is enough for the user, most specific first. They are named, not imported, so that `ddrl --help`
-# does not import blosc2 or gymnasium: an error whose module was never imported cannot have been raised.
-_EXPLAINED: tuple[tuple[str, str, int], ...] = (
-    ("ddrl.cli.output", "InputError", BAD_INPUT),
-    ("ddrl.cli.output", "ServerError", NO_SERVER),
-    ("ddrl.config", "ConfigError", BAD_INPUT),
-    ("ddrl.envs", "EnvError", BAD_INPUT),
-    ("ddrl.codec", "CodecError", BAD_INPUT),
-    ("ddrl.store.weights", "WeightsError", BAD_INPUT),
-    ("ddrl.policy", "PolicyFileError", BAD_INPUT),
-    ("ddrl.store.leases", "LeaseLostError", FAILED),
-    ("ddrl.runs.processes", "ProcessError", FAILED),
-    ("ddrl.store.connection", "StoreError", BAD_INPUT),  # a fault of the server itself is a ServerError
-    ("redis.exceptions", "RedisError", NO_SERVER),
-)
+# Errors of ddrl and redis whose message is enough for the user. They are named, not imported, so that `ddrl --help`
+# does not import blosc2 or gymnasium. A fault of the server itself is a ServerError, not a StoreError.
+_EXPLAINED = {
+    **dict.fromkeys(("InputError", "ConfigError", "EnvError", "CodecError", "WeightsError"), BAD_INPUT),
+    **dict.fromkeys(("PolicyFileError", "StoreError"), BAD_INPUT),
+    **dict.fromkeys(("LeaseLostError", "ProcessError"), FAILED),
+    **dict.fromkeys(("ServerError", "RedisError"), NO_SERVER),
+}
 
 
 class _Commands(TyperGroup):
@@ -98,11 +91,8 @@ def _root(
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
     """Distributed deep reinforcement learning on Celery and Redis streams."""
-    if version:
-        print(f"ddrl {ddrl.__version__}")
-        raise typer.Exit
-    if context.invoked_subcommand is None:
-        print(context.get_help())
+    if version or context.invoked_subcommand is None:
+        print(f"ddrl {ddrl.__version__}" if version else context.get_help())
         raise typer.Exit
 
 
@@ -156,9 +146,9 @@ def _end_in_order() -> None:
 
 
 def exit_code(error: BaseException) -> int | None:
-    """Return the exit code of an error in _EXPLAINED; None for any other, which keeps its traceback."""
-    kinds = ((getattr(sys.modules.get(module), name, ()), code) for module, name, code in _EXPLAINED)
-    return next((code for kind, code in kinds if isinstance(error, kind)), None)
+    """Return the exit code of an error in _EXPLAINED, or of its base; None for any other, which keeps its traceback."""
+    kinds = (kind for kind in type(error).__mro__ if kind.__module__.startswith(("ddrl.", "redis.")))
+    return next((_EXPLAINED[kind.__name__] for kind in kinds if kind.__name__ in _EXPLAINED), None)
 
 
 def _refuse(message: str, code: int) -> int:

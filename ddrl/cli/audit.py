@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from ddrl.cli.format import counted, picked
 from ddrl.cli.output import Json, Run, emit, note, progress, say, server_of, table
 from ddrl.store import ledger, runs
-from ddrl.store.ledger import ENDED
-
-if TYPE_CHECKING:
-    from ddrl.store.ledger import Audit
 
 MAX_ROWS = 40  # of balanced producers
 COUNTS = ("appended", "consumed", "waiting", "trimmed", "refused", "duplicates", "difference")
-_HEADER = ("producer", "host", *COUNTS[:-2], "repeated", "missing")
 
 
 def audit(
@@ -41,7 +36,7 @@ def audit(
         raise typer.Exit(1)
 
 
-def _report(run: str, status: str, found: Audit) -> dict[str, Any]:
+def _report(run: str, status: str, found: ledger.Audit) -> dict[str, Any]:
     return {
         "run": run,
         "status": status,
@@ -60,7 +55,7 @@ def _show(report: Mapping[str, Any], *, goes_on: bool, everyone: bool) -> None:
     odd = [row for row in known if row["difference"]]
     shown = known if everyone or len(known) <= MAX_ROWS else (odd or known[-MAX_ROWS:])
     rows = [*map(_cells, shown), ("total", counted(len(known), "producer"), *total.values())]
-    table(_HEADER, rows, left=("producer", "host"))
+    table(("producer", "host", *COUNTS[:-2], "repeated", "missing"), rows, left=("producer", "host"))
     if len(shown) < len(known):
         note(f"{len(known) - len(shown)} balanced producers not shown; show all with --all")
     print()
@@ -80,7 +75,7 @@ def _show(report: Mapping[str, Any], *, goes_on: bool, everyone: bool) -> None:
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    name = "ended" if row["producer"] == ENDED else str(row["producer"])
+    name = "ended" if row["producer"] == ledger.ENDED else str(row["producer"])
     return (name, row["host"], *(row[count] for count in COUNTS))
 
 

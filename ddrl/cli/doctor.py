@@ -8,7 +8,7 @@ import ipaddress
 import os
 import platform
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from typing import NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
 import typer
@@ -17,6 +17,7 @@ import ddrl
 from ddrl.cli.format import counted, duration, size
 from ddrl.cli.output import Client, Json, ServerError, aligned, emit, server
 from ddrl.envs.requirements import PACKAGES
+from ddrl.store import capped_streams, connection, keys, runs
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 _MARKS = {OK: "ok  ", WARN: "warn", FAIL: "FAIL"}
@@ -29,8 +30,7 @@ _EXTRAS = PACKAGES | {"flower": "flower", "tensorboard": "tensorboard", "video":
 _TRIAL_ENV = "LunarLanderContinuous-v3"
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """One line of the report: what was checked, the result, and the remedy."""
 
     name: str
@@ -43,7 +43,7 @@ def doctor(json_output: Json = False) -> None:
     """Check whether this machine can train: packages, server, devices, environments, with remedies."""
     findings = examine()
     if json_output:
-        emit([asdict(finding) for finding in findings])
+        emit([finding._asdict() for finding in findings])
     else:
         aligned([(_MARKS[f.level], f.name, "; ".join(filter(None, (f.detail, f.remedy)))) for f in findings])
     if failed := {finding.name for finding in findings if finding.level == FAIL}:
@@ -76,8 +76,6 @@ def _installed() -> Iterator[Finding]:
 
 
 def _server() -> Iterator[Finding]:
-    from ddrl.store import connection
-
     try:
         with server() as client:
             info, url = client.info(), connection.url()
@@ -105,8 +103,6 @@ def _memory(limit: int, used: int) -> Finding:
 
 def _durability(client: Client) -> Finding:
     """Tell what a killed server loses."""
-    from ddrl.store import connection
-
     if (policy := connection.appendfsync(client)) is None:
         return Finding("durability", OK, "unknown: this user may not read the server's settings")
     if not policy:
@@ -120,8 +116,6 @@ def _durability(client: Client) -> Finding:
 
 def _broken(client: Client) -> Iterator[Finding]:
     """Report items of the broker that workers could not read."""
-    from ddrl.store import capped_streams, keys, runs
-
     if rows := capped_streams.read(client, keys.BROKEN, b"0-0", "queue", "reason", "item")[0]:
         last = rows[-1] | {"age": duration(runs.server_ms(client) / 1e3 - rows[-1]["time_s"])}
         text = "the last one from queue {queue}, {age} ago ({reason}): {item!r:.100}".format(**last)
@@ -160,8 +154,6 @@ def is_loopback(host: str) -> bool:
 
 def _listens_to_others(client: Client) -> bool:
     """Return whether the server's settings let other machines connect; False if they cannot be read."""
-    from ddrl.store import connection
-
     try:
         settings: dict[str, str] = client.config_get("bind", "port", "tls-port", "protected-mode")
     except connection.OUTAGES:  # forbidden, or an old server that takes one name

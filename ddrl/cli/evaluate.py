@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import math
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -221,7 +220,7 @@ class Scoring:
                 connection.retry(lambda: evaluations.open(parts), timeout_s=OUTAGE_S)
                 self._gather(evaluations, count_processes)
             finally:
-                with contextlib.suppress(*connection.OUTAGES):
+                with suppress(*connection.OUTAGES):
                     evaluations.withdraw()
         except connection.OUTAGES as error:
             note(f"{connection.outage(error) or error}; playing the rest here")

@@ -16,9 +16,6 @@ from ddrl.cli.output import Client, InputError, Json, emit, say, server, table
 from ddrl.cli.watcher import Figures, entitled
 from ddrl.store import runs, segments, workers
 from ddrl.store.connection import StoreError
-from ddrl.store.runs import RunState
-from ddrl.store.segments import RunLoad
-from ddrl.store.workers import Heartbeat
 
 REFRESH_S = 1.0
 _WORKER_FIELDS = ("node", "host", "pid", "processes", "queues", "capabilities", "versions", "draining")
@@ -77,7 +74,9 @@ def collect(client: Client) -> dict[str, Any]:
     return report
 
 
-def _note(client: Client, state: RunState, load: RunLoad | None, trouble: str, **seen: Any) -> str:
+def _note(
+    client: Client, state: runs.RunState, load: segments.RunLoad | None, trouble: str, **seen: Any
+) -> str:
     """Return why the run does not play or learn; empty while all is well."""
     try:
         config = runs.config(client, state.run)
@@ -88,7 +87,7 @@ def _note(client: Client, state: RunState, load: RunLoad | None, trouble: str, *
     return hint or ("" if figures.num_playing or load is None else _why_not_played(load, figures.loads))
 
 
-def _why_not_played(load: RunLoad, loads: Sequence[RunLoad]) -> str:
+def _why_not_played(load: segments.RunLoad, loads: Sequence[segments.RunLoad]) -> str:
     """Return why no process plays a run that workers serve."""
     if not load.wants:
         return "its allowance is used up: waits for its learner"
@@ -97,7 +96,7 @@ def _why_not_played(load: RunLoad, loads: Sequence[RunLoad]) -> str:
     return "has had its share: waits for its turn" if had_share else "waits for a process"
 
 
-def differences(present: Sequence[Heartbeat]) -> dict[str, dict[str, list[str]]]:
+def differences(present: Sequence[workers.Heartbeat]) -> dict[str, dict[str, list[str]]]:
     """Return package -> version -> hosts of the packages whose versions differ between workers."""
     found: dict[str, dict[str, list[str]]] = {}
     for worker in present:

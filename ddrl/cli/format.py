@@ -25,14 +25,14 @@ def duration(seconds: float | None) -> str:
     """Return seconds as "9s", "3m05s", "2h10m" or "3d04h"; "-" for None."""
     if seconds is None:
         return "-"
-    whole = max(0, int(seconds))
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02}s"
-    if whole < 86400:
-        return f"{whole // 3600}h{whole % 3600 // 60:02}m"
-    return f"{whole // 86400}d{whole % 86400 // 3600:02}h"
+    minutes, s = divmod(max(0, int(seconds)), 60)
+    hours, m = divmod(minutes, 60)
+    days, h = divmod(hours, 24)
+    if days:
+        return f"{days}d{h:02}h"
+    if hours:
+        return f"{h}h{m:02}m"
+    return f"{m}m{s:02}s" if minutes else f"{s}s"
 
 
 def size(num_bytes: float) -> str:
@@ -71,8 +71,5 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the settings of a tree by their dotted names."""
     found: dict[str, Any] = {}
     for name, value in tree.items():
-        if isinstance(value, Mapping):
-            found |= flat(value, f"{prefix}{name}.")
-        else:
-            found[prefix + name] = value
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
     return found

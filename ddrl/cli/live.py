@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import socket
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -67,7 +66,7 @@ def follow(
     next_poll, outage_at = 0.0, None
     with ExitStack() as stack:
         if json_output or not console.is_terminal:
-            show = Lines(sys.stderr if json_output else console.file, show_seed=len(runs) > 1).show
+            show = Lines(console.file, show_seed=len(runs) > 1).show
         else:
             live = Live(console=console, auto_refresh=False, transient=False, vertical_overflow="crop")
             show = functools.partial(_show_live, stack.enter_context(live))

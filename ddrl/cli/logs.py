@@ -9,9 +9,8 @@ import re
 import socket
 import time
 from collections import defaultdict, deque
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -61,7 +60,7 @@ def logs(
         lines = tail.more()
         lines = lines[len(lines) - min(last, len(lines)) :]
         if json_output:
-            emit([asdict(line) for line in lines])
+            emit([line._asdict() for line in lines])
             return
         width = 0
         while True:
@@ -79,8 +78,7 @@ def logs(
             time.sleep(0 if ended else POLL_S)
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """One line of a log.
 
     Attributes:
@@ -166,26 +164,24 @@ class _File:
             return []
         complete = data[: data.rfind(b"\n") + 1]
         self._offset += len(complete)
-        texts = [line for line in untrusted.text(complete).splitlines() if line.strip()]
-        matches = [_STAMPED.match(text) for text in texts]
-        stamps = [_stamp_s(match[1]) if match else None for match in matches]
+        parts = [_parse(line) for line in untrusted.text(complete).splitlines() if line.strip()]
         if self._time_s is None:  # lines before the first stamp take its time
-            self._time_s = next((stamp_s for stamp_s in stamps if stamp_s is not None), None)
+            self._time_s = next((stamp_s for stamp_s, *_ in parts if stamp_s is not None), None)
         lines = []
-        for text, match, stamp_s in zip(texts, matches, stamps, strict=True):
-            level = ""
-            if match and stamp_s is not None:
-                self._time_s, level, text = stamp_s, match[2], match[3]
+        for stamp_s, level, text in parts:
+            self._time_s = self._time_s if stamp_s is None else stamp_s
             when_s = changed_s if self._time_s is None else self._time_s
             lines.append(Line(round(when_s + ahead_s, 3), self._source, level, text))
         return lines
 
 
-def _stamp_s(text: str) -> float | None:
-    """Return the seconds since the epoch of a log's time stamp, this machine's clock; None if there is no such time."""
-    with contextlib.suppress(ValueError, OverflowError):
-        return datetime.datetime.strptime(text, "%Y-%m-%d %H:%M:%S,%f").timestamp()
-    return None
+def _parse(line: str) -> tuple[float | None, str, str]:
+    """Return the time by this machine's clock, the level and the text of a line; no time if it has no valid stamp."""
+    if match := _STAMPED.match(line):
+        with contextlib.suppress(ValueError, OverflowError):  # there is no such time
+            time_s = datetime.datetime.strptime(match[1], "%Y-%m-%d %H:%M:%S,%f").timestamp()
+            return time_s, match[2], match[3]
+    return None, "", line
 
 
 def _clock(time_s: float) -> str:

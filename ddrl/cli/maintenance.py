@@ -8,9 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ddrl.cli import output
 from ddrl.cli.format import counted, duration, size
-from ddrl.cli.output import InputError, Json, Yes, num_bytes, seconds
+from ddrl.cli.output import InputError, Json, Yes, confirm, emit, note, num_bytes, seconds, server, table
 
 
 def prune(
@@ -32,7 +31,7 @@ def prune(
     if older_than is None and max_bytes is None:
         raise InputError("prune: give --older-than or --max-bytes, such as --older-than 30d")
     limits = seconds(older_than, "--older-than"), num_bytes(max_bytes, "--max-bytes")
-    with output.server() as client:
+    with server() as client:
         rows = pruning.prune(client, *limits, dry_run=True)
         number = counted(len(rows), "run")
         if rows and not json_output:
@@ -41,21 +40,21 @@ def prune(
             for row in rows:
                 age = f"{duration(now_s - row.ended_s)} ago"
                 cells.append((row.run, row.status, age, size(row.bytes), row.reason))
-            output.table(("run", "status", "ended", "size", "why"), cells, left=("run", "status", "why"))
+            table(("run", "status", "ended", "size", "why"), cells, left=("run", "status", "why"))
         if rows and not dry_run:
-            output.confirm(f"prune: {number}", f"Delete {number} for good?", yes)
+            confirm(f"prune: {number}", f"Delete {number} for good?", yes)
             rows = pruning.prune(client, *limits)
         num_strays, stray_bytes = pruning.delete_strays(client, dry_run)
     freed, verb = sum(row.bytes for row in rows), "would free" if dry_run else "freed"
     if json_output:
         strays = {"keys": num_strays, "bytes": stray_bytes}
         report = {"dry_run": dry_run, "bytes": freed, "runs": [asdict(row) for row in rows], "strays": strays}
-        return output.emit(report)
+        return emit(report)
     if num_strays:
         print(f"{verb} {size(stray_bytes)} of {counted(num_strays, 'key')} that belonged to no run")
     if rows:
         print(f"{verb} {size(freed)} of {counted(len(rows), 'run')}")
-        output.note("their folders stay; `ddrl delete RUN --files` deletes a folder with its run")
+        note("their folders stay; `ddrl delete RUN --files` deletes a folder with its run")
     elif not num_strays:
         print("nothing to prune")
 

@@ -227,12 +227,10 @@ def pairs(values: Mapping[str, Any]) -> None:
 
 def aligned(rows: Sequence[Sequence[str]]) -> None:
     """Print rows of texts in columns, of which the last one wraps."""
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    for _ in rows[0][1:]:
-        grid.add_column(no_wrap=True)
-    grid.add_column(min_width=MIN_TEXT)
+    columns = [*(Column(no_wrap=True) for _ in rows[0][1:]), Column(min_width=MIN_TEXT)]
+    grid = Table.grid(*columns, padding=(0, 2, 0, 0))
     for row in rows:
         grid.add_row(*row)
     _print(_console(sys.stdout), grid)

@@ -96,11 +96,10 @@ def up(
         hold = embedded.acquire()
         try:
             print(f"server: {connection.mask(connection.url())}", flush=True)
-            if address is None:
-                print("in other terminals: celery -A ddrl worker", flush=True)
-            else:
-                _, command = hold.listen(*address)
-                print(f"on other machines: {command}", flush=True)
+            where, command = "in other terminals", "celery -A ddrl worker"
+            if address is not None:
+                where, (_, command) = "on other machines", hold.listen(*address)
+            print(f"{where}: {command}", flush=True)
             note("Ctrl-C ends it; its data stay")
             stop.wait()
         finally:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ddrl.cli.format import flat
-from ddrl.cli.output import InputError, Json, Run, emit, note, server_of, table
+from ddrl.cli.output import InputError, Json, Run, answer, emit, note, server_of, table
 from ddrl.store import runs as store
 
 if TYPE_CHECKING:
@@ -50,15 +50,12 @@ def set_(
             version = store.change(client, run, after, changes, version=version)
         values = values_of(after, spaces)
         unchanged = {name: values[name] for name in wanted if name not in changes}
-    if json_output:
-        rows = [{"option": name, "from": old, "to": new} for name, (old, new) in changes.items()]
-        emit({"run": run, "config_version": version, "changes": rows, "unchanged": unchanged})
-        return
-    for name, value in unchanged.items():
-        print(f"{name}: already {json.dumps(value)}")
-    for name, (old, new) in changes.items():
-        print(f"{name}: {json.dumps(old)} -> {json.dumps(new)}")
-    if changes and not state.leased:
+    rows = [{"option": name, "from": old, "to": new} for name, (old, new) in changes.items()]
+    report = {"run": run, "config_version": version, "changes": rows, "unchanged": unchanged}
+    lines = [f"{name}: already {json.dumps(value)}" for name, value in unchanged.items()]
+    lines += [f"{name}: {json.dumps(old)} -> {json.dumps(new)}" for name, (old, new) in changes.items()]
+    answer(report, "\n".join(lines), json_output=json_output)
+    if changes and not state.leased and not json_output:
         note(f"{run}: has no learner now; the next one uses the new settings")
 
 
@@ -139,8 +136,7 @@ def _refusal(name: str, live: Iterable[str], known: set[str]) -> str:
         return f"{name}: is a section; name an option of it, such as {parts[0]}"
     if name in known or any(name.startswith(f"{option}.") for option in known):
         return f"{name}: cannot change while a run goes on; these can: {_in_words(live)}"
-    last = {option: option.rpartition(".")[2] for option in sorted(known)}
-    near = [option for option in last if last[option] == name]
+    near = [option for option in sorted(known) if option.rpartition(".")[2] == name]
     near = near or difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.6)
     hint = f"did you mean {near[0]}?" if near else f"these can change: {_in_words(live)}"
     return f"{name}: unknown option; {hint}"

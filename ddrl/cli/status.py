@@ -32,8 +32,7 @@ def _report(client: Client, figures: Figures) -> dict[str, Any]:
     the run's share of all process time, and how its processes spent theirs, over the runs' whole lives.
     """
     state, config, queue, loads = figures.state, figures.config, figures.state.queue, figures.loads
-    index, shares = weights.index(client, state.run), Usage.now(state, loads).since(Usage())
-    is_active = any(load.run == state.run for load in loads)
+    index, shares = weights.index(client, state.run), Usage(state, loads).since(Usage())
     return {
         **picked(state, "run", "status", "reason", "error", "config_version", "created_s", "evaluation"),
         **picked(state, "queue", "allowance", "updates"),
@@ -52,7 +51,7 @@ def _report(client: Client, figures: Figures) -> dict[str, Any]:
             **picked(state, "weight", "priority", "process_s"),
             **picked(shares, "share", "played", "allowance_wait", "room_wait"),
             "active_runs": len(loads),
-            "entitled": entitled(state, loads) if is_active else None,
+            "entitled": entitled(state, loads) if any(load.run == state.run for load in loads) else None,
             "playing": figures.num_playing,
         },
         "workers": [

@@ -25,10 +25,6 @@ from ddrl.store import runs as store
 
 LEARNER_EXIT_S = 60.0  # for writing the run's folder after the run has ended
 
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", "-s", metavar="NAME=VALUE", help="Override, such as algorithm.gamma=0.98."),
-]
 Time = Annotated[str | None, typer.Option("--time", help="Stop after this long, such as 15m.")]
 WORKERS_HELP = "Rollout processes to start. Default: all cores but one with the embedded server, else none."
 Workers = Annotated[int | None, typer.Option("--workers", min=0, max=1024, help=WORKERS_HELP)]
@@ -39,7 +35,10 @@ Detach = Annotated[bool, typer.Option("--detach", help="Return at once; `ddrl wa
 
 def submit(
     config: Annotated[str, typer.Argument(help="YAML file, or name of a preset.", show_default=False)],
-    set_: Overrides = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", "-s", metavar="NAME=VALUE", help="Override, such as algorithm.gamma=0.98."),
+    ] = None,
     time_: Time = None,
     workers: Workers = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the run.")] = None,

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ddrl.cli import hints
 from ddrl.cli.output import Client
 from ddrl.config import RunConfig
 from ddrl.store import evaluations, metrics, runs, segments, stream, workers
-from ddrl.store.runs import RunState
-from ddrl.store.segments import RunLoad
-from ddrl.store.workers import Heartbeat
 
 FLEET_S = 2.0  # between two polls of workers, other runs and the server, which cost more than the run's state
 WINDOW_S = 60.0  # over which shares and waits are measured
+SPENT = ("process_s", "played_s", "allowance_wait_s", "room_wait_s")  # process time in all, and by purpose
 
 
-@dataclass(frozen=True)
-class Shares:
+class Shares(NamedTuple):
     """Parts of process time within some period; None while unknown.
 
     Attributes:
@@ -35,33 +32,25 @@ class Shares:
     room_wait: float | None = None
 
 
-@dataclass(frozen=True)
-class Usage:
-    """Process time in seconds spent until one moment: on each active run, and on one of them by purpose."""
+class Usage(NamedTuple):
+    """Process time spent until one moment: on one run by purpose, and on each active run."""
 
+    state: runs.RunState = runs.RunState("", "", leased=False)
+    loads: Sequence[segments.RunLoad] = ()
     at: float = 0.0
-    by_run: Mapping[str, float] = field(default_factory=dict)
-    state: RunState = RunState("", "", leased=False)
-
-    @classmethod
-    def now(cls, state: RunState, loads: Iterable[RunLoad]) -> Usage:
-        """Return the process time up to now."""
-        return cls(time.monotonic(), {load.run: load.process_ms / 1e3 for load in loads}, state)
 
     def since(self, before: Usage) -> Shares:
         """Return the shares of the run between two moments."""
-        spent = {run: max(0.0, s - before.by_run.get(run, 0.0)) for run, s in self.by_run.items()}
-        everybody_s, run = sum(spent.values()), self.state.run
+        before_ms = {load.run: load.process_ms for load in before.loads}
+        spent_ms = {load.run: max(0, load.process_ms - before_ms.get(load.run, 0)) for load in self.loads}
+        share = _part(spent_ms.get(self.state.run), sum(spent_ms.values()))
+        whole_s, *parts_s = (getattr(self.state, name) - getattr(before.state, name) for name in SPENT)
+        return Shares(share, *(_part(part_s, whole_s) for part_s in parts_s))
 
-        def spent_s(name: str) -> float:
-            return float(getattr(self.state, name) - getattr(before.state, name))
 
-        def part(name: str) -> float | None:
-            process_s = spent_s("process_s")
-            return min(1.0, spent_s(name) / process_s) if process_s > 0 else None
-
-        share = spent[run] / everybody_s if run in spent and everybody_s > 0 else None
-        return Shares(share, part("played_s"), part("allowance_wait_s"), part("room_wait_s"))
+def _part(part: float | None, whole: float) -> float | None:
+    """Return a part of a whole as a share; None if the part is unknown or the whole is nothing."""
+    return None if part is None or whole <= 0 else min(1.0, part / whole)
 
 
 @dataclass
@@ -85,13 +74,13 @@ class Figures:
         hint: why nothing happens, and the remedy; empty while all is well.
     """
 
-    state: RunState
+    state: runs.RunState
     config: RunConfig
     row: Mapping[str, Any] = field(default_factory=dict)
     returns: list[tuple[float, float]] = field(default_factory=list)
     evaluated: list[dict[str, Any]] = field(default_factory=list)
-    present: list[Heartbeat] = field(default_factory=list)
-    loads: list[RunLoad] = field(default_factory=list)
+    present: list[workers.Heartbeat] = field(default_factory=list)
+    loads: list[segments.RunLoad] = field(default_factory=list)
     refusals: dict[str, str] = field(default_factory=dict)
     num_playing: int = 0
     recent: Shares = field(default_factory=Shares)
@@ -101,7 +90,7 @@ class Figures:
     hint: str = ""
 
     @property
-    def serving(self) -> list[Heartbeat]:
+    def serving(self) -> list[workers.Heartbeat]:
         """Workers that serve the run's queue."""
         return [worker for worker in self.present if self.state.queue in worker.queues]
 
@@ -132,7 +121,7 @@ class Figures:
         return f" ({self.row[name]:.0f}/s)" if name in self.row and not self.state.outcome else ""
 
 
-def entitled(run: RunState | RunLoad, loads: Iterable[RunLoad]) -> float:
+def entitled(run: runs.RunState | segments.RunLoad, loads: Iterable[segments.RunLoad]) -> float:
     """Return a run's share by its weight, among the active runs of its priority."""
     total = sum(load.weight for load in loads if load.priority == run.priority)
     return run.weight / total if total else 1.0
@@ -198,7 +187,7 @@ class Watcher:
         figures.refusals = segments.refusals(client, self._run)
         figures.num_playing = len(segments.playing(client, self._run))
         self._server = hints.server_trouble(client)
-        history.append(Usage.now(figures.state, figures.loads))
+        history.append(Usage(figures.state, figures.loads, time.monotonic()))
         while len(history) > 2 and history[-1].at - history[1].at > WINDOW_S:
             history.popleft()
         figures.recent = history[-1].since(history[0])
