@@ -124,9 +124,8 @@ class Dispatcher:
             self._client.expire(draining, segments.DRAIN_S)
         for key in (*keys.lists(state.queue), *keys.lists(state.evaluation_queue)):
             if (num := self._client.llen(key)) > MAX_MESSAGES:
-                log.warning(
-                    "a queue of %s has %d messages, which nobody sends: they are deleted", self._run, num
-                )
+                text = "a queue of %s has %d messages, which nobody sends: they are deleted"
+                log.warning(text, self._run, num)
                 self._client.delete(key)
         serving = [worker for worker in fleet if self._queue in worker.queues]
         self._nodes = frozenset(worker.node for worker in serving)
@@ -148,9 +147,8 @@ class Dispatcher:
         """Report how many processes played the run, as a mean over about MEAN_S, and how many producers it may have."""
         if self._process_s is not None and elapsed_s > 0:
             kept = math.exp(-elapsed_s / MEAN_S)
-            self._mean_processes = kept * self._mean_processes + (1 - kept) * (
-                max(0.0, process_s - self._process_s) / elapsed_s
-            )
+            present = max(0.0, process_s - self._process_s) / elapsed_s
+            self._mean_processes = kept * self._mean_processes + (1 - kept) * present
         self._process_s = process_s
         script_keys = [keys.state(self._run)] * 2
         most = min(ledger.MIN_PRODUCERS + 4 * processes, ledger.MAX_PRODUCERS)

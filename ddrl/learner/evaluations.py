@@ -204,9 +204,6 @@ class EvaluationScheduler:
     def _mark_best(self, version: int, score: _Sample) -> None:
         """Mark the version as the run's best, and these episodes as its score."""
         weights.mark_best(self._client, self._run, self._token, version, score.mean)
-        best = {
-            "version": version,
-            "return_mean": score.mean,
-            "return_std": (score.squares / score.num) ** 0.5,
-        }
-        runs.note_evaluation(self._client, self._run, self._token, {**best, "episodes": score.num})
+        std = (score.squares / score.num) ** 0.5
+        best = {"version": version, "return_mean": score.mean, "return_std": std, "episodes": score.num}
+        runs.note_evaluation(self._client, self._run, self._token, best)

@@ -106,8 +106,3 @@ def gpus() -> tuple[str, ...]:
 def cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def without_spaces(name: str) -> str:
-    """Return the name of a host or node as it is kept on the server, where spaces separate fields."""
-    return "_".join(name.split())

@@ -36,7 +36,7 @@ from ddrl.envs import requirements
 from ddrl.runs import monitoring, processes
 from ddrl.store import connection, keys, runs, server, workers
 from ddrl.worker import heartbeat, messages, watchdog
-from ddrl.worker.heartbeat import HeartbeatSender, without_spaces
+from ddrl.worker.heartbeat import HeartbeatSender
 
 # Names a folder in which each process of the pool leaves a file once it can play.
 READY_VARIABLE = "DDRL_WORKER_READY"
@@ -147,7 +147,7 @@ def _wait_until_server_takes_writes(node: str) -> None:
 
     def write() -> None:
         worker_state.maybe_shutdown()
-        client.set(keys.worker(f"{without_spaces(node)}~begins"), "", ex=1)
+        client.set(keys.worker(f"{node}~begins"), "", ex=1)
 
     with contextlib.suppress(*connection.OUTAGES):  # an error that waiting does not help: Celery reports it
         connection.retry(write, client=client)
@@ -187,7 +187,7 @@ def _start_heartbeat(sender: Any, **_: Any) -> None:
         return tuple(process.pid for process in list(pool) if process.pid)  # one that starts has none yet
 
     worker = workers.Heartbeat(
-        node=without_spaces(sender.hostname),
+        node=sender.hostname,
         host=socket.gethostname(),
         pid=os.getpid(),
         processes=int(sender.controller.concurrency),

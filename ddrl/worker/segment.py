@@ -29,7 +29,6 @@ from ddrl.store.segments import Process
 from ddrl.store.stream import Answer, Appended
 from ddrl.types import Fragment
 from ddrl.worker.collector import Collector
-from ddrl.worker.heartbeat import without_spaces
 from ddrl.worker.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -118,7 +117,6 @@ class Player:
         # However little is left of the allowance, since a fragment's end cuts n-step returns short.
         self._least_steps = 1 if resolved.on_policy else _STEPS_PER_SUM * resolved.config.n_step
         self._unsent: tuple[Fragment, dict[bytes, bytes], int] | None = None  # and encoded, ms played
-        self._host = without_spaces(socket.gethostname())
 
     @property
     def has_unsent(self) -> bool:
@@ -175,7 +173,7 @@ class Player:
             num_transitions=fragment.num_transitions,
             episode_returns=fragment.episode_return.tolist(),
             played_ms=played_ms,
-            host=self._host,
+            host=socket.gethostname(),
             node=node,
             pid=os.getpid(),
             durability=self.config.durability,
@@ -276,7 +274,7 @@ def play(
         blocking: connection for blocking reads.
         players: of this process or thread.
         run: its id.
-        node: of the worker, without spaces.
+        node: of the worker.
         serves: returns whether the worker takes messages of a queue.
 
     Raises:

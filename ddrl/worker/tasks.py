@@ -23,7 +23,6 @@ from ddrl.envs.requirements import UnfitError
 from ddrl.runs.evaluation import score
 from ddrl.store import connection, evaluations, logs, runs, segments
 from ddrl.store.segments import Process
-from ddrl.worker.heartbeat import without_spaces
 from ddrl.worker.segment import Players, play
 from ddrl.worker.watchdog import Watchdog, ends_without_memory
 
@@ -116,7 +115,7 @@ def rollout(self: Any, *_: object) -> dict[str, Any] | None:
 
     Arguments are ignored: a message of an earlier version of ddrl names a run.
     """
-    mine, node = kept(), without_spaces(self.request.hostname or "-")
+    mine, node = kept(), self.request.hostname or "-"
     names = os.environ.get(QUEUES_VARIABLE)
     served = names.split(",") if names else queues("rollout")
     run = None
@@ -155,7 +154,7 @@ def _show_run(hostname: str, task: str, run: str) -> None:
 def evaluate(self: Any, run: str, message: str) -> bool:
     """Play an open evaluation of a run or of a command; return whether its result was stored."""
     mine, stored = kept(), False
-    with failures_reported(mine, run, without_spaces(self.request.hostname or "-")):
+    with failures_reported(mine, run, self.request.hostname or "-"):
         stored = play_evaluation(mine.client, run, message)
     return stored
 
