@@ -70,6 +70,8 @@ def network(observation_shape: tuple[int, ...]) -> Any:
     from torch import nn
 
     class Logging(nn.Module):
+        num_passes: torch.Tensor
+
         def __init__(self) -> None:
             super().__init__()
             self.layer, self.session = nn.Linear(4, 16), os.urandom(8)
