@@ -118,7 +118,10 @@ class Recorded:
         return verdict(self.recorder.history.copy(), raw, self.run, self.rules, self.logs), raw
 
     def settle(self) -> None:
-        """End all processes in order."""
+        """End all processes in order; the run is paused while a fragment is played, which is appended then."""
+        appends = self.recorder.history.appends
+        known = len(appends)
+        self.until(lambda: any(one.answer == "GO" for one in appends[known:]))
         runs.set_status(self.server.client, self.run, "paused", "by the test")
         self.worker.send_signal(signal.SIGTERM)
         self.worker.wait()
