@@ -22,7 +22,7 @@ from support.proxy import Proxy
 from support.runs import start, target_tree
 
 from ddrl.config import validate
-from ddrl.store import connection, runs
+from ddrl.store import checkpoints, connection, runs
 
 pytestmark = pytest.mark.faults
 # Slow, so that what is played in vain between a checkpoint and the next learner does not fill the replay: steps that
@@ -34,7 +34,7 @@ ENDLESS: dict[str, Any] = {
     "stop": {"return": 100.0, "time": 3600},
     "evaluation": {"every_s": 2, "near": 0},
     "rollout": {"max_fragment_steps": 10, "fragment_s": 0.5},  # 0.2 s each
-    "learner": {"checkpoint_every_s": 3},  # trims fall between a checkpoint and a kill
+    "learner": {"checkpoint_every_s": 4},  # trims fall between a checkpoint and a kill
 }
 OFF_POLICY = ENDLESS | {
     "algorithm": NETWORK | {"name": "dqn", "batch_size": 32},
@@ -95,6 +95,18 @@ class Recorded:
 
         self.until(lambda: len(history.appends) > known + fragments and has_gone_on())
 
+    def trims(self) -> None:
+        """Wait until the learner has had time to trim what it learned from after its newest checkpoint."""
+        learned_at: dict[int, float] = {}  # of each checkpoint: when updates after it were first seen
+
+        def has_trimmed() -> bool:
+            pointer = checkpoints.newest_pointer(self.server.client, self.run)
+            if not pointer or runs.state(self.server.client, self.run).updates <= pointer["meta"]["updates"]:
+                return False
+            return time.monotonic() - learned_at.setdefault(pointer["number"], time.monotonic()) > 1.0
+
+        self.until(has_trimmed)
+
     def is_sent_again(self) -> bool:
         """Return whether a fragment is acknowledged whose first answer was lost."""
         appends = self.recorder.history.copy().appends
@@ -149,6 +161,7 @@ def test_history(recorded: Recorded) -> None:
     fleet.goes_on(2)
     os.kill(fleet.worker.pool()[0], signal.SIGKILL)
     fleet.goes_on()
+    fleet.trims()
     fleet.recorder.loses_reply = True
     fleet.until(lambda: fleet.recorder.num_lost == 2)
     server.kill()  # before the fragment is sent again
