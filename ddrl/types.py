@@ -88,8 +88,8 @@ class Fragment:
         incarnation: random token drawn with the producer id: a server that came back older may give an id again.
         seq: 0, 1, 2, ... without a gap for one (producer, incarnation).
         policy_version: version of the weights in use for the T new steps; version 0 may play at random.
-        context: C, the number of leading steps repeated from earlier fragments, for stacks of frames, burn-in and
-            overlapping sequences.
+        context: C, the number of leading steps repeated from earlier fragments, for stacks of frames, n-step sums,
+            burn-in and overlapping sequences.
         observation: [C+T+1, N, *O].
         action: [C+T, N, *A], float32 in the environment's unit, or int64.
         reward: [C+T, N] float32, in training units.

@@ -139,8 +139,9 @@ class Resolved:
 
     @property
     def context(self) -> int:
-        """Most steps of history that a fragment includes."""
-        return self.spec.frame_stack - 1 + (self.sequences.context if self.sequences else 0)
+        """Most steps of history that a fragment includes: for its first stacks, and sums of rewards or sequences."""
+        sums = 0 if self.on_policy else self.config.n_step - 1
+        return self.spec.frame_stack - 1 + (self.sequences.context if self.sequences else sums)
 
     def policy(self, *, producer: int = 0) -> Policy:
         """Return a policy without weights; a collector's exploration may depend on its producer id."""

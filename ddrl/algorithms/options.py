@@ -115,7 +115,7 @@ class Common(Section):
     """The gradient is scaled down to this norm. Less limits rare large errors more. null: never. Usual: 0.5 (PPO), 10
     (DQN), 40 (IMPALA, whose gradient is summed over the batch; R2D2, Ape-X)."""
     n_step: PositiveInt = 1
-    """Rewards summed before bootstrapping, fewer at the end of a fragment. More carries rewards back faster, but is
+    """Rewards summed before bootstrapping, fewer at the end of an episode. More carries rewards back faster, but is
     biased towards the older policies that collected them. Usual: 1 to 10."""
     target_rate: float = Field(0.005, gt=0, le=1, json_schema_extra=LIVE)
     """Share of the network mixed into its target at each update (tau; 1 - polyak). Larger tracks faster and is less

@@ -40,7 +40,8 @@ def make_experience(
     replay = config.replay
     priorities = None
     if getattr(options, "prioritized", False):
-        largest = longest_fragment_steps(config.rollout, sequences) * config.env.num_envs
+        steps = longest_fragment_steps(config.rollout, sequences) + options.n_step - 1
+        largest = steps * config.env.num_envs
         priorities = Priorities(
             replay.capacity + largest,  # new items come before old ones go
             exponent=options.priority_exponent,

@@ -52,7 +52,7 @@ class _Entry:
 
 
 class Replay:
-    """The items of the newest fragments, of at most `capacity` transitions together.
+    """The items of the newest fragments, of at most `capacity` transitions together, and as many items.
 
     Items are numbered 0, 1, 2, ... as they are admitted. T, N and context may differ between fragments; shapes and
     dtypes of observation and action may not. Used by one thread, but for `pack`, `step_budget`, and what `plan`
@@ -109,6 +109,7 @@ class Replay:
         self._seen_before: set[int] = set()  # and between the last two counts
         self._num_draws = 0
         self._staleness: deque[int] = deque()  # of the fragments admitted since the last figures
+        self._sums: deque[tuple[int, int]] = deque()  # likewise: items, and rewards in their sums
         self.num_dropped = self.num_waiting = 0  # fragments; none, whatever version played them
         self.first_version = 0
 
@@ -144,12 +145,12 @@ class Replay:
         Raises:
             ValueError: the fragment is larger than the capacity, or cannot be cut into items.
         """
-        if fragment.num_transitions > self.capacity:
+        cut = self._kind.cut(fragment)
+        if (size := max(fragment.num_transitions, len(cut))) > self.capacity:
             raise ValueError(
-                f"fragment: {fragment.num_transitions} transitions exceed the capacity of {self.capacity}; "
+                f"fragment: {size} transitions exceed the capacity of {self.capacity}; "
                 "raise replay.capacity or shorten the fragments"
             )
-        cut = self._kind.cut(fragment)
         return Packed(fragment, cut, self.rows.pack(cut.block))
 
     def admit(self, packed: Packed, entry_id: bytes, *, version: int) -> None:
@@ -161,7 +162,10 @@ class Replay:
             version: latest published.
         """
         fragment, cut = packed.fragment, packed.cut
-        while self._num_transitions + fragment.num_transitions > self.capacity:
+        while (
+            self._num_transitions + fragment.num_transitions > self.capacity
+            or self.num_items + len(cut) > self.capacity  # a sum may be whole one fragment later
+        ):
             self._evict()
         first = {"row": self.rows.append(packed.rows)}
         first["next_row"] = first["row"]
@@ -183,6 +187,7 @@ class Replay:
             self.priorities.append(entry.num_items, cut.td_error if is_usable else None)
             self.priorities.drop(self.first_item)
         self._staleness.append(version - fragment.policy_version)
+        self._sums.append((len(cut), cut.num_rewards))
         self._seen.add(fragment.producer)
 
     def _evict(self) -> None:
@@ -298,8 +303,9 @@ class Replay:
     # --- pace and figures -------------------------------------------------------------------------------------------
 
     def step_budget(self, *, num_steps: int, num_updates: int, version: int) -> int:
-        """Return the environment steps below which collectors may append."""
-        return self._rate_limiter.step_budget(num_updates)
+        """Return the environment steps below which collectors may append; more until there is an item to learn from."""
+        budget = self._rate_limiter.step_budget(num_updates)
+        return budget if self.num_items else max(budget, num_steps + self.budget_increment)
 
     def figures(self, *, num_steps: int, num_updates: int) -> dict[str, float]:
         """Return figures for a row of metrics; staleness is of the fragments admitted since the last call.
@@ -312,6 +318,11 @@ class Replay:
             "replay_size": float(len(self)),
             "replay_bytes": float(self.num_bytes),
         }
+        num_items, num_rewards = np.sum(
+            [(0, 0)] + [self._sums.popleft() for _ in range(len(self._sums))], axis=0
+        )
+        if num_rewards:
+            row["n_step_mean"] = num_rewards / num_items
         return row | ({"staleness": sum(staleness) / len(staleness)} if staleness else {})
 
     def check_valid(self) -> None:

@@ -76,12 +76,14 @@ class Cut:
         steps: columns of steps that items refer to; empty where an item holds all that it needs.
         td_error: [M] float32 size of each item's TD error by the values that the acting policy reported; None where it
             reported none.
+        num_rewards: in the sums of all items together; 0 for sequences.
     """
 
     block: Block
     items: Columns
     steps: Columns = field(default_factory=dict)
     td_error: NDArray[np.float32] | None = None
+    num_rewards: int = 0
 
     def __len__(self) -> int:
         """Return M."""

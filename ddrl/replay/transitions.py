@@ -19,13 +19,15 @@ _MAX_RETURN = float(np.finfo(np.float32).max)
 
 
 class TransitionItems:
-    """n-step transitions: a fragment's T * N in order of time, environments of one step side by side.
+    """n-step transitions in order of time, environments of one step side by side.
 
-    The C context steps give no transitions, and observations only as far as the first stacks reach back.
+    A transition is an item of the fragment with which its sum is whole: after n_step rewards, or at its episode's end.
+    So the last n_step - 1 context steps give transitions too, and the last steps of a fragment give theirs in the next
+    one, of which they are the context. Those of a player that ends are lost.
 
     Args:
         gamma: discount of one agent step, in [0, 1].
-        n_step: most rewards summed, at least 1; fewer at an ending and at the fragment's end.
+        n_step: rewards summed, at least 1; fewer where the episode ends.
         frame_stack: K observations that a network sees at once.
     """
 
@@ -35,10 +37,10 @@ class TransitionItems:
 
     def room(self, capacity: int) -> tuple[int, int, int]:
         """Return the expected numbers of rows, items and steps for `capacity` transitions."""
-        return expected_rows(capacity), capacity, 1
+        return expected_rows(capacity, context=self._n_step - 1), capacity, 1
 
     def cut(self, fragment: Fragment) -> Cut:
-        """Cut a fragment into its transitions; in any thread.
+        """Cut a fragment into the transitions whose sums it completes; in any thread.
 
         Returns:
             Items with row (of s_t), ahead (int32, rows from there to s_{t+k}; without meaning after a termination),
@@ -50,27 +52,30 @@ class TransitionItems:
             ValueError: the fragment's values are no float32 columns [C+T, N], or its returns need not be finite.
         """
         check_rewards(fragment, self._n_step)
-        num_steps, new = fragment.num_steps, slice(fragment.context, None)
-        block = observation_block(fragment, self.frame_stack, context=self.frame_stack - 1)
-        start = block.row[-1 - num_steps : -1]  # [T, N]
-        steps = fragment.reward[new], fragment.terminated[new], fragment.truncated[new]
+        block = observation_block(fragment, self.frame_stack, context=self.frame_stack + self._n_step - 2)
+        first = max(fragment.context - self._n_step + 1, 0)  # step of the first sum that may be whole
+        num_steps, known = len(fragment.reward) - first, fragment.context - first
+        start = block.row[-1 - num_steps : -1]  # [S, N]
+        steps = fragment.reward[first:], fragment.terminated[first:], fragment.truncated[first:]
         returns, discount, k = n_step_return(*steps, gamma=self._gamma, n=self._n_step)
-        last = np.arange(num_steps)[:, None] + k - 1  # [T, N] the last step of each sum
+        last = np.arange(num_steps)[:, None] + k - 1  # [S, N] the last step of each sum
+        is_whole = (k == self._n_step) | np.take_along_axis(fragment.ended[first:], last, axis=0)
+        is_item = is_whole & (last >= known)  # others were whole before, or will be
         bootstrap = np.take_along_axis(block.next_row[-num_steps:], last, axis=0)
         td_error = None
         if (values := reported_values(fragment)) is not None:
-            action_value, state_value = (value[new] for value in values)
-            is_unseen = np.take_along_axis(fragment.truncated[new], last, axis=0) | (last == num_steps - 1)
+            action_value, state_value = (value[first:] for value in values)
+            is_unseen = np.take_along_axis(fragment.truncated[first:], last, axis=0) | (last == num_steps - 1)
             next_value = np.take_along_axis(state_value, last + 1 - is_unseen, axis=0)
-            td_error = np.abs(returns + discount * next_value - action_value).reshape(-1)
+            td_error = np.abs(returns + discount * next_value - action_value)[is_item]
         items: Columns = {
-            "row": start.reshape(-1),
-            "ahead": (bootstrap - start).astype(np.int32).reshape(-1),
-            "action": fragment.action[new].reshape(-1, *fragment.action.shape[2:]),
-            "n_step_return": returns.reshape(-1),
-            "bootstrap_discount": discount.reshape(-1),
+            "row": start[is_item],
+            "ahead": (bootstrap - start)[is_item].astype(np.int32),
+            "action": fragment.action[first:][is_item],
+            "n_step_return": returns[is_item],
+            "bootstrap_discount": discount[is_item],
         }
-        return Cut(block, items, td_error=td_error)
+        return Cut(block, items, td_error=td_error, num_rewards=int(k[is_item].sum()))
 
     def plan(self, items: Columns, steps: Ring, rows: Rows) -> Callable[[], Batch]:
         """Look up what B items need; the result gathers them, in any thread."""

@@ -127,15 +127,16 @@ def _check_off_policy(config: RunConfig, resolved: base.Resolved) -> None:
             f"rollout.random_until_learned: true, but random play records no recurrent states, which {resolved.name} "
             "needs; remove it"
         )
-    largest = longest_fragment_steps(config.rollout, sequences) * num_envs
+    repeated = 0 if sequences else options.n_step - 1  # steps of the fragment before, whose sums it completes
+    largest = (longest_fragment_steps(config.rollout, sequences) + repeated) * num_envs
     if sequences is not None and sequences.length > replay.capacity:
         raise ValueError(
             f"replay.capacity: {replay.capacity} cannot hold one sequence of {sequences.length} steps; use at "
             f"least {max(largest, sequences.length)}"
         )
     if largest > replay.capacity:
-        most = replay.capacity // (num_envs * stride) * stride
-        remedy = f"use at most {most}" if most else f"use replay.capacity {largest}"
+        most = (replay.capacity // num_envs - repeated) // stride * stride
+        remedy = f"use at most {most}" if most > 0 else f"use replay.capacity {largest}"
         strides = f", in strides of {stride}," if stride > 1 else ""
         raise ValueError(
             f"rollout.max_fragment_steps: {fragment_steps} steps of {num_envs} environments{strides} exceed "

@@ -1,8 +1,8 @@
 """Turn the steps of N environments into fragments that the learner can read one by one.
 
-A fragment repeats the last steps of the one before as context, so that stacks of frames, burn-in and overlapping
-sequences lie in it whole. Columns are allocated once per fragment with the context in their first rows; a step only
-copies its rows. Training rewards and episode statistics are computed once per fragment.
+A fragment repeats the last steps of the one before as context, so that stacks of frames, n-step sums, burn-in
+and overlapping sequences lie in it whole. Columns are allocated once per fragment with the context in their first rows;
+a step only copies its rows. Training rewards and episode statistics are computed once per fragment.
 """
 
 from __future__ import annotations

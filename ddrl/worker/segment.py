@@ -40,7 +40,6 @@ YIELD_AFTER_S = 1.0  # of waiting, until a segment first checks whether another 
 WAKES_PER_S = 5_000  # of collectors that the learner wakes at once: so many ask the server in a second
 RETRY_FULL_S = 0.25
 LONGEST_FRAGMENT = 2.0  # times rollout.fragment_s, while the speed of the environments is unknown
-_STEPS_PER_SUM = 4  # of n rewards: a fragment's end cuts less than a quarter of the n-step returns short
 
 
 class Clock:
@@ -114,8 +113,8 @@ class Player:
                 on_step=(lambda: None) if watch is None else watch.step,
             )
         self._most_transitions: int = resolved.config.batch_size if resolved.on_policy else sys.maxsize
-        # However little is left of the allowance, since a fragment's end cuts n-step returns short.
-        self._least_steps = 1 if resolved.on_policy else _STEPS_PER_SUM * resolved.config.n_step
+        # However little is left of the allowance, since a fragment repeats n_step - 1 steps as context.
+        self._least_steps = 1 if resolved.on_policy else resolved.config.n_step
         self._unsent: tuple[Fragment, dict[bytes, bytes], int] | None = None  # and encoded, ms played
 
     @property
@@ -267,7 +266,7 @@ def play(
     It ends after `rollout.segment_s`; within one fragment when the run has stopped or is paused, when another run
     claims the process, or when the node drains; and after YIELD_AFTER_S of waiting if another run wants the process.
     A fragment for which the stream has no room until then is kept for the next segment. The allowance is exceeded by
-    one fragment at most: of the steps that are left, or a few times n_step if that is more.
+    one fragment at most: of the steps that are left, or n_step if that is more.
 
     Args:
         client: connection for commands.

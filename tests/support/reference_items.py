@@ -94,10 +94,10 @@ class Player:
     def __init__(
         self, seed: int = 0, *, num_envs: int = 2, player: int = 0, observation: tuple[int, ...] = (4,),
         dtype: str = "float32", frame_stack: int = 1, shape: SequenceShape | None = None, end_probability: float = 0.15,
-        values: bool = False, continuous: bool = False,
+        values: bool = False, continuous: bool = False, n: int = 1,
     ) -> None:  # fmt: skip
         self.player, self.shape, self.frame_stack, self.has_values = player, shape, frame_stack, values
-        self.context = frame_stack - 1 + (shape.context if shape else 0)
+        self.context = frame_stack - 1 + (shape.context if shape else n - 1)
         self._observation, self._dtype, self._continuous = observation, dtype, continuous
         self._end_probability, self._random = end_probability, np.random.default_rng(seed)
         self.lanes = [Lane([self._frame(lane, 0)]) for lane in range(num_envs)]
@@ -166,12 +166,15 @@ class Player:
         lane.begin.append(step + 1 if ends else lane.begin[-1])
 
     def transitions(self, *, gamma: float, n: int) -> list[Transition]:
-        """Those of the newest fragment in order of time, then lane."""
+        """Those whose sums the newest fragment completes, in order of time, then lane."""
         result = []
-        for start in range(self._played, len(self.lanes[0])):
+        for start in range(max(0, self._played - n + 1), len(self.lanes[0])):
             for lane in self.lanes:
                 return_, discount, used = lane.n_step(start, len(lane), gamma=gamma, n=n)
                 begin, row = lane.begin[start], start + used
+                is_whole = used == n or lane.terminated[row - 1] or lane.truncated[row - 1]
+                if not is_whole or row <= self._played:
+                    continue
                 after = None if lane.terminated[row - 1] else lane.stack(begin, row, self.frame_stack)
                 td_error = abs(return_ + discount * lane.seen_value(row) - lane.values[start][0])
                 before = lane.stack(begin, start, self.frame_stack)

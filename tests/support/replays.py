@@ -70,7 +70,10 @@ class CheckedReplay:
         replay, entry_id = self._replay, b"%d-0" % self._num_fragments
         self._held.append((fragment.num_transitions, items))
         self._num_fragments, self._num_items = self._num_fragments + 1, self._num_items + len(items)
-        while sum(num_transitions for num_transitions, _ in self._held) > replay.capacity:
+        while (
+            sum(num_transitions for num_transitions, _ in self._held) > replay.capacity
+            or sum(len(items) for _, items in self._held) > replay.capacity
+        ):
             del self._held[0]
         packed = replay.pack(fragment)
         replay.admit(packed, entry_id, version=0)
@@ -80,8 +83,9 @@ class CheckedReplay:
         assert len(replay) == sum(num_transitions for num_transitions, _ in self._held)
         assert (replay.num_items, replay.first_item) == (len(expected), self._num_items - len(expected))
         assert replay.oldest_entry_id == b"%d-0" % (self._num_fragments - len(self._held))
-        order = np.random.default_rng(self._num_fragments).integers(0, len(expected), 2 * len(expected))
-        self._plans.append((replay.plan(order), [expected[i] for i in order]))
+        if expected:
+            order = np.random.default_rng(self._num_fragments).integers(0, len(expected), 2 * len(expected))
+            self._plans.append((replay.plan(order), [expected[i] for i in order]))
         return packed.cut.td_error
 
     def check(self, assert_equal: Callable[[Any, list[Any]], None]) -> None:
