@@ -104,7 +104,7 @@ class LoadedPolicy:
         if episode.state and episode.action is not None:
             learned = envs.training_reward(self.env, np.array([reward]))
             advance(episode.state, episode.action, learned, is_first)
-        seen = episode.stack.push(np.asarray(observation)[None], is_first)
+        seen = episode.stack.push(np.asarray(observation, self.spaces.observation_dtype)[None], is_first)
         episode.action = self.policy.act(seen, episode.state)
         return cast(np.ndarray, episode.action[0])
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Vector(Protocol):
-    """N environments side by side, autoreset in the same step: Gymnasium's SyncVectorEnv, or AtariVector."""
+    """N environments side by side, autoreset in the same step: `Lanes`, or AtariVector."""
 
     num_envs: int
     single_observation_space: Any
@@ -79,10 +79,11 @@ def make_vector(env: EnvConfig) -> Vector:
         from ddrl.envs.atari import AtariVector
 
         return AtariVector(env.id, env.atari, env.num_envs)
-    from gymnasium.vector import AutoresetMode, SyncVectorEnv
+    from gymnasium.vector import AutoresetMode
 
-    makers = [partial(make_one, env)] * env.num_envs
-    return SyncVectorEnv(makers, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
+    from ddrl.envs.wrappers import Lanes
+
+    return Lanes([partial(make_one, env)] * env.num_envs, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
 
 
 def training_reward(env: EnvConfig, reward: np.ndarray) -> np.ndarray:
@@ -127,15 +128,15 @@ def check_spaces(made: gymnasium.Env[Any, Any] | Vector, known: EnvSpec) -> None
 
 
 def _spec(env_id: str, observed: Any, acted: Any) -> EnvSpec:
-    """Return the spaces of one environment, unstacked. Float observations of any width are float32 in ddrl."""
+    """Return the spaces of one environment, unstacked. Observations are float32 in ddrl, but images of uint8 stay so."""
     from gymnasium.spaces import Box, Discrete, MultiDiscrete
 
     if not isinstance(observed, Box):
         raise EnvError(
             f"{env_id}: observation space {observed} is no Box; wrap the environment to give one array"
         )
-    dtype = np.dtype(observed.dtype)
-    spec = partial(EnvSpec, env_id, observed.shape, "float32" if dtype.kind == "f" else dtype.name)
+    are_images = observed.dtype == np.uint8 and len(observed.shape) > 1
+    spec = partial(EnvSpec, env_id, observed.shape, "uint8" if are_images else "float32")
     if isinstance(acted, Discrete | MultiDiscrete):
         if np.any(acted.start):
             raise EnvError(

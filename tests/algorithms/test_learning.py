@@ -134,3 +134,24 @@ def test_dqn_solves_recall_only_by_a_stack_that_reaches_back_to_the_cue() -> Non
     forgets = solve(recall_by_dqn(4), most_steps=8_000, evaluate_every=4_000)
     assert forgets.updates > 1_000 > reaches.updates, forgets  # it had its time
     assert forgets.return_mean < 0.65, forgets  # 0.5 and four sigma
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "continuous"),
+    [
+        ({"name": "sac"}, True),
+        (PPO, True),
+        (PPO, False),
+        (IMPALA, False),
+        ({"name": "dqn"}, False),
+        ({"name": "r2d2", "sequence_length": 8, "overlap": 4, "burn_in": 4}, False),
+    ],
+)
+def test_every_algorithm_takes_vectors_of_integers(
+    algorithm: Options, continuous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DDRL_ALLOW_MODULES", "support.odd_envs")
+    env = {"id": "support.odd_envs:Counts", "kwargs": {"continuous": continuous}, "num_envs": 8}
+    small = {} if algorithm["name"] in ("ppo", "impala") else {"replay": {"warmup_steps": 100}}
+    outcome = learn(toy(env["id"], {"hidden_sizes": [8]} | algorithm, env=env, **small), most_steps=1_000)
+    assert outcome.updates > 0 and outcome.return_mean == 5.0

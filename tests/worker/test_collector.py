@@ -149,6 +149,24 @@ def test_spaces_must_be_those_of_the_run() -> None:
         make(spec=other)
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "int32", "int64", "float64"])
+def test_observations_of_users_environments(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+    """One array for all of them, of any dtype, and infos with names that mean something in other environments."""
+    monkeypatch.setenv("DDRL_ALLOW_MODULES", "support.odd_envs")
+    env = {"id": "support.odd_envs:Counts", "kwargs": {"dtype": dtype}, "num_envs": 3}
+    played = make(env=env, policy=Plays(upright))
+    fragment = played.collect(max_steps=12)
+    counts = np.arange(fragment.num_steps + 1) % 5
+    steps, shown = counts, 200
+    assert fragment.observation.dtype == fragment.final_observation.dtype == np.float32
+    assert not fragment.terminated.any() and fragment.truncated[:, 0].tolist() == (counts[1:] == 0).tolist()
+    assert (fragment.observation[..., 0] == steps[:, None]).all() and (
+        fragment.observation[..., 1] == shown
+    ).all()
+    assert len(fragment.final_observation) == 3 * (fragment.num_steps // 5) > 0
+    assert (fragment.final_observation == (5, shown)).all()
+
+
 def test_seeds_reproduce_and_differ() -> None:
     def trace(sizes: list[int], **options: Any) -> np.ndarray:
         """[T, N, 2] observations and actions."""

@@ -1,0 +1,35 @@
+"""Environments of users that do what Gymnasium allows, but few do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium.spaces import Box, Discrete
+
+
+class Counts(gymnasium.Env[np.ndarray, Any]):
+    """Shows [steps of the episode, 200] in one array that it uses again, and speaks of lives in its infos.
+
+    Episodes are truncated after 5 steps; the reward is 1.
+
+    Args:
+        dtype: of the observations.
+        continuous: actions are numbers.
+    """
+
+    def __init__(self, dtype: str = "int64", *, continuous: bool = False) -> None:
+        self.observation_space = Box(0, 200, (2,), np.dtype(dtype).type)
+        self.action_space = Box(-1.0, 1.0, (1,), np.float32) if continuous else Discrete(2)
+        self._shown = np.array([0, 200], dtype)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._shown[0] = 0
+        return self._shown, {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        self._shown[0] += 1
+        info = {"life_lost": True, "final_obs": None, "lives": 2}
+        return self._shown, 1.0, False, bool(self._shown[0] == 5), info
