@@ -128,7 +128,7 @@ def check_spaces(made: gymnasium.Env[Any, Any] | Vector, known: EnvSpec) -> None
 
 
 def _spec(env_id: str, observed: Any, acted: Any) -> EnvSpec:
-    """Return the spaces of one environment, unstacked. Observations are float32 in ddrl, but images of uint8 stay so."""
+    """Return the spaces of one environment, unstacked. Observations are float32 in ddrl, images of uint8 stay so."""
     from gymnasium.spaces import Box, Discrete, MultiDiscrete
 
     if not isinstance(observed, Box):
