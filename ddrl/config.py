@@ -213,6 +213,9 @@ class EvaluationConfig(Section):
     """Episodes on other seeds that must confirm a solution; 0: none."""
     num_envs: int = Field(20, ge=1, le=4096)
     """Episodes played at the same time; ALE games are played one by one."""
+    max_steps: int | None = Field(None, ge=1, json_schema_extra=LIVE)
+    """Agent steps after which an episode is truncated; training has no such limit. null: the environment's own
+    limit, or 27,000 if it names none."""
     every_s: Duration = Field(60.0, gt=0, json_schema_extra=LIVE)
     """Time between evaluations while the target is far. The first one is at once, of 5 episodes."""
     near_every_s: Duration = Field(2.0, gt=0, json_schema_extra=LIVE)

@@ -34,6 +34,7 @@ class EnvSpec:
             continuous ones.
         action_low, action_high: [*A] flattened bounds of a continuous action, in the environment's unit.
         frame_stack: K, the number of newest observations that a network sees at once; they are stored one by one.
+        max_episode_steps: of an episode, as the environment says; None: it does not.
     """
 
     env_id: str
@@ -45,6 +46,7 @@ class EnvSpec:
     action_low: tuple[float, ...] = ()
     action_high: tuple[float, ...] = ()
     frame_stack: int = 1
+    max_episode_steps: int | None = field(default=None, compare=False)
 
     @property
     def input_shape(self) -> tuple[int, ...]:

@@ -129,11 +129,17 @@ def create_all(
     from ddrl import envs
     from ddrl.envs import requirements
     from ddrl.runs import submit as submission
+    from ddrl.runs.evaluation import MAX_STEPS
     from ddrl.store import workers
 
     queue = envs.queue_for("ddrl.rollout", config.env.id, requirements.custom_network(config))
     num_in_fleet = sum(worker.num_players for worker in workers.alive(client) if queue in worker.queues)
     spaces = submission.prepare(config, processes=max(1, num_workers + num_in_fleet))
+    if config.evaluation.max_steps is None and spaces.max_episode_steps is None:
+        text = (
+            f"names no time limit; evaluations end episodes after {MAX_STEPS:,} steps (evaluation.max_steps)"
+        )
+        note(f"{config.env.id}: {text}")
     weights: tuple[str, bytes] | None = None  # and their source
     if initial is not None:
         from ddrl.runs.initial_weights import initial_weights  # loads torch

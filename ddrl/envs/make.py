@@ -100,6 +100,7 @@ def describe(env: EnvConfig) -> EnvSpec:
     made = make_one(env)
     try:
         spec = _spec(env.id, made.observation_space, made.action_space)
+        limit = getattr(made.spec, "max_episode_steps", None) or env.max_episode_steps
     finally:
         made.close()
     if env.frame_stack > 1 and len(spec.observation_shape) not in (1, 2):
@@ -107,7 +108,8 @@ def describe(env: EnvConfig) -> EnvSpec:
             f"{env.id}: env.frame_stack is {env.frame_stack}, but observations {list(spec.observation_shape)} are "
             "neither vectors nor grey images [H, W]; set it to 1, or wrap the environment to give one of these"
         )
-    return replace(spec, frame_stack=env.frame_stack)
+    limit = env.atari.max_frames if _is_game(env) else limit
+    return replace(spec, frame_stack=env.frame_stack, max_episode_steps=limit)
 
 
 def check_spaces(made: gymnasium.Env[Any, Any] | Vector, known: EnvSpec) -> None:

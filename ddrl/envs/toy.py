@@ -16,6 +16,7 @@ from gymnasium.spaces import Box, Discrete, MultiDiscrete, Space
 # Classes and functions below.
 _TOYS = ("Endless", "Sleep", "target", "pick", "pairs", "spot", "Catch", "Recall")
 _NUM_QUESTIONS = 10  # in an episode of `Questions`
+_MOST_STEPS = 100_000  # of an episode; all end by themselves before, unless `Endless` is told otherwise
 
 
 def register_toys() -> None:
@@ -23,7 +24,7 @@ def register_toys() -> None:
     for name in _TOYS:
         env_id = f"ddrl/{name.capitalize()}-v0"
         if env_id not in gymnasium.registry:
-            gymnasium.register(env_id, entry_point=f"{__name__}:{name}")
+            gymnasium.register(env_id, entry_point=f"{__name__}:{name}", max_episode_steps=_MOST_STEPS)
 
 
 class Toy(gymnasium.Env[np.ndarray, Any]):

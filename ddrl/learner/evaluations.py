@@ -25,6 +25,11 @@ log = logging.getLogger(__name__)
 FIRST_EPISODES = 5
 MOST_LOGGED = 100  # results at once
 FIRST_S = 10.0  # longest wait of play for the result of the policy that the run begins with
+LAST_S = 10.0  # by which the evaluation at the end may take longer than the longest before it
+
+
+class _TooLongError(Exception):
+    """The evaluation at the end of the run takes too long."""
 
 
 class _Sample(NamedTuple):
@@ -76,6 +81,7 @@ class EvaluationScheduler:
         self._first_version = 0 if runs.state(client, run).warm else 1  # random weights have no score
         now, is_first = time.monotonic(), not self._returns
         self._last_at = -math.inf if is_first else now
+        self._opened_at, self._longest_s = now, 0.0  # the newest evaluation; the longest that gave a result
         is_held = is_first and self._first_version == 0 and self._target is not None
         self._hold_until = now + FIRST_S if is_held else now
 
@@ -109,11 +115,14 @@ class EvaluationScheduler:
             rows = self._poll()
             if rows and not self._open.pending:
                 self._last_at = time.monotonic()
+                self._longest_s = max(self._longest_s, self._last_at - self._opened_at)
+                self._opened_at = self._last_at
                 self._decide(rows[-1])
         elif self._is_due(version, return_mean):
             due = self._evaluation(version, "watch", env_steps, updates)
             if version and not self._returns and self._config.confirm_episodes:  # few cannot solve the run
                 due = replace(due, num_episodes=min(due.num_episodes, FIRST_EPISODES))
+            self._opened_at = time.monotonic()
             self._open.open([due])
 
     def _results(self) -> list[dict[str, Any]]:
@@ -148,7 +157,8 @@ class EvaluationScheduler:
         """Note the last results, once the run has ended.
 
         Args:
-            evaluates: evaluate the latest version on this machine if it has no result.
+            evaluates: evaluate the latest version on this machine if it has no result, unless that takes LAST_S longer
+                than any evaluation before.
             env_steps, updates: of the learner, noted with the result.
 
         Raises:
@@ -160,8 +170,17 @@ class EvaluationScheduler:
             return
         evaluation = self._evaluation(version, "watch", env_steps, updates)
         loaded = policy.from_run(self._client, self._run, version)
+        most_s = self._longest_s + LAST_S
+        until = time.monotonic() + most_s
+
+        def check_time() -> None:
+            if time.monotonic() >= until:
+                raise _TooLongError(
+                    f"it takes longer than {most_s:.0f} s; `ddrl evaluate {self._run}` takes its time"
+                )
+
         try:
-            result = score(loaded, evaluation.seeds, num_envs=self._config.num_envs)
+            result = score(loaded, evaluation.seeds, num_envs=self._config.num_envs, on_step=check_time)
         except Exception as error:  # of the environment
             log.warning("the last version is not evaluated: %s", error)
             return

@@ -17,6 +17,7 @@ from ddrl.types import EnvSpec, EvaluationResult
 if TYPE_CHECKING:
     from ddrl.policy import LoadedPolicy
 
+MAX_STEPS = 27_000  # of an episode, in an environment that names no limit
 _ACTION_STREAM = 1  # seeds an episode's random actions, with the episode's seed
 _DEFAULT_HZ = 30.0  # of environments that name no frame rate
 
@@ -50,6 +51,8 @@ def score(
     `num_envs`: the policy is called once a step for all episodes in progress, its action for a row does not depend on
     other rows, and each episode draws its random actions from a generator of its own.
 
+    An episode of `evaluation.max_steps` is truncated.
+
     Args:
         loaded: the policy and what it was trained for. Rewards are scaled only for a recurrent policy's input.
         seeds: one per episode, at least one.
@@ -75,6 +78,7 @@ def score(
         raise ValueError(f"score: num_envs is {num_envs}; use 1 or more")
     if not 0 <= epsilon <= 1:
         raise ValueError(f"score: epsilon is {epsilon}; use 0 to 1")
+    max_steps = loaded.config.evaluation.max_steps or spaces.max_episode_steps or MAX_STEPS
     returns, lengths = [0.0] * len(seeds), [0] * len(seeds)
     waiting = iter(range(len(seeds)))
     film = None if on_frame is None else _Film(env, spaces, on_frame)
@@ -116,7 +120,8 @@ def score(
                 lengths[lane.index] += 1
                 if film and lane.index == 0:
                     film.take(lane.env, observation[row])
-                rewards[place], ended[place] = reward, terminated or truncated
+                rewards[place] = reward
+                ended[place] = terminated or truncated or lengths[lane.index] >= max_steps
                 if ended[place]:
                     on_episode(int(seeds[lane.index]), returns[lane.index], lengths[lane.index])
                     if not begin(lane, row):

@@ -7,11 +7,16 @@ import time
 from dataclasses import asdict, replace
 from typing import Any
 
+import numpy as np
 import pytest
 from redis import Redis
-from support.runs import start, target_config
+from support.runs import Acts, start, target_config
 
+from ddrl.config import EnvConfig, RunConfig
+from ddrl.envs import describe
+from ddrl.learner import evaluations as of_learner
 from ddrl.learner.evaluations import EvaluationScheduler
+from ddrl.policy import LoadedPolicy
 from ddrl.runs import submit
 from ddrl.store import evaluations, keys, leases, runs, weights
 from ddrl.store.evaluations import Evaluation
@@ -59,6 +64,26 @@ def match(server: Any) -> Match:
     match.version = 1
     match.sent.clear()
     return match
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "longest_s", "is_stored"), [(3, 0, True), (10**9, 0, False), (10_000, 600, True)]
+)
+def test_the_evaluation_at_the_end_takes_little_longer_than_any_before(
+    match: Match, max_steps: int, longest_s: float, is_stored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DDRL_ALLOW_MODULES", "support.odd_envs")
+    monkeypatch.setattr(of_learner, "LAST_S", 0.3)
+    monkeypatch.setattr(match.scheduler, "_longest_s", longest_s)
+    env = EnvConfig(id="support.odd_envs:Endless")
+    config = RunConfig(env=env, algorithm={"name": "none"}, evaluation={"max_steps": max_steps})
+    still = Acts(lambda seen: np.zeros(len(seen), np.int64))
+    loaded = LoadedPolicy(still, config, describe(env), match.run, 4)
+    monkeypatch.setattr(of_learner.policy, "from_run", lambda *_: loaded)
+    weights.publish(match.client, match.run, match.token, version=6, blob=b"w", allowance=0, updates=0)
+    match.scheduler.finish(True, env_steps=1, updates=1)
+    lengths = [row["lengths"][0] for row in evaluations.results(match.client, match.run)[0]]
+    assert lengths == [1, *([max_steps] if is_stored else [])]
 
 
 def test_the_first_version_that_was_learned_is_evaluated_at_once_over_few_episodes(server: Any) -> None:

@@ -13,6 +13,7 @@ from ddrl.algorithms.base import NO_STATE, RecurrentState, initial_state
 from ddrl.config import EnvConfig, RunConfig
 from ddrl.envs import EnvError, describe, make_one
 from ddrl.policy import LoadedPolicy
+from ddrl.runs import evaluation
 from ddrl.runs.evaluation import score, with_noops
 from ddrl.types import EvaluationResult
 
@@ -28,7 +29,8 @@ def lean(observation: np.ndarray) -> np.ndarray:
 
 def play(policy: Any, env: EnvConfig, seeds: Sequence[int] = SEEDS, **options: Any) -> EvaluationResult:
     spaces, version = options.pop("spaces", None) or describe(env), options.pop("version", 0)
-    config = RunConfig(env=env, algorithm={"name": "none"})
+    given = {"max_steps": options.pop("max_steps", None)}
+    config = RunConfig(env=env, algorithm={"name": "none"}, evaluation=given)
     acts = policy if hasattr(policy, "act") else Acts(policy)
     loaded = LoadedPolicy(acts, config, spaces, "run", version)
     return score(loaded, seeds, **{"num_envs": 5, "epsilon": 0.0} | options)
@@ -117,6 +119,32 @@ def test_random_actions_do_not_depend_on_num_envs(env_id: str) -> None:
 
     assert returns(1, 0.3) == returns(6, 0.3) == returns(20, 0.3)
     assert returns(6, 0.0) == returns(7, 0.0) != returns(6, 0.3) != returns(6, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("env_id", "max_steps", "length"),
+    [
+        ("support.odd_envs:Endless", 7, 7),
+        ("support.odd_envs:Endless", None, 50),
+        ("CartPole-v1", 9, 9),
+        ("CartPole-v1", None, 500),
+    ],
+)
+def test_an_episode_is_truncated_at_max_steps_or_the_environments_own_limit(
+    env_id: str, max_steps: int | None, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DDRL_ALLOW_MODULES", "support.odd_envs")
+    monkeypatch.setattr(evaluation, "MAX_STEPS", 50)
+
+    def balance(seen: np.ndarray) -> np.ndarray:
+        return (
+            (seen[:, 2] + 0.5 * seen[:, 3] > 0).astype(np.int64)
+            if seen.shape[1] == 4
+            else np.zeros(len(seen), int)
+        )
+
+    result = play(balance, EnvConfig(id=env_id), SEEDS[:3], num_envs=2, max_steps=max_steps)
+    assert result.lengths == (length,) * 3 and result.returns == (float(length),) * 3
 
 
 @pytest.mark.parametrize("epsilon", [0.2, 1.0])
