@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ddrl.replay.sum_tree import SumTree
 
-_LARGEST = float(np.finfo(np.float32).max) / 2  # error; larger ones count as this
+_LARGEST = float(np.finfo(np.float32).max) / 2  # error; larger ones, and NaN, count as this
 _EPSILON = 1e-6  # an item whose error is 0 can still be drawn
 _LEAST_CAPACITY = 1024
 
@@ -141,7 +141,7 @@ class Priorities:
                 as long as none was larger, so that each is likely drawn soon.
 
         Raises:
-            ValueError: an error is negative or not finite; nothing was appended.
+            ValueError: an error is negative; nothing was appended.
         """
         assert len(self) + num_items <= self._tree.capacity, "no more items than the capacity"
         if td_error is None:
@@ -186,7 +186,7 @@ class Priorities:
             td_error: [B], at least 0.
 
         Raises:
-            ValueError: an error is negative or not finite; nothing has changed.
+            ValueError: an error is negative; nothing has changed.
         """
         p, is_held = self._priorities(td_error), number >= self._first
         self._tree.set(number[is_held] % self._tree.capacity, p[is_held])
@@ -241,10 +241,10 @@ class Priorities:
 
     def _priorities(self, td_error: Any) -> NDArray[np.float64]:
         """Return p of TD errors, rounded to float32, and note the largest one."""
-        errors = np.minimum(np.asarray(td_error, np.float64), _LARGEST)
-        if not (is_usable := errors >= 0).all():  # NaN is not
+        errors = np.fmin(np.asarray(td_error, np.float64), _LARGEST)
+        if not (is_usable := errors >= 0).all():
             wrong = errors[~is_usable][0]
-            raise ValueError(f"td_error: {wrong:g} is no size of an error; give finite numbers of at least 0")
+            raise ValueError(f"td_error: {wrong:g} is no size of an error; give numbers of at least 0")
         self._largest = max(self._largest, float(errors.max(initial=0.0)))
         return ((errors + _EPSILON) ** self._exponent).astype(np.float32).astype(np.float64)
 

@@ -57,13 +57,13 @@ class Episodes(gymnasium.Env[np.ndarray, np.int64]):
     def step(self, action: np.int64) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         self._left -= 1
         ended, how = self._left == 0, int(self.np_random.integers(4))
-        lost = self._lives and not ended and self.np_random.random() < 0.1
+        self.life_lost = bool(self._lives and not ended and self.np_random.random() < 0.1)
         reward = float(self.np_random.integers(-3, 4))
-        return self._frame(), reward, ended and how in (0, 2), ended and how != 0, {"life_lost": lost}
+        return self._frame(), reward, ended and how in (0, 2), ended and how != 0, {}
 
 
 class Recording:
-    """A vector of environments that keeps copies of all it gave, by step and environment.
+    """A vector of `Episodes` that reports lost lives, and keeps copies of all it gave, by step and environment.
 
     Attributes:
         frames: [N, *O] before each step, and the newest ones.
@@ -89,7 +89,7 @@ class Recording:
     def step(self, actions: np.ndarray) -> Any:
         self.actions.append(actions.copy())
         given = observation, reward, terminated, truncated, info = self._vector.step(actions)
-        lost = np.array(info.get("life_lost", np.zeros(self.num_envs, bool)), bool)
+        lost = info["life_lost"] = np.array([env.unwrapped.life_lost for env in self._vector.envs])
         for lane in np.flatnonzero(terminated | truncated):
             self.finals[len(self.ends), int(lane)] = np.array(info["final_obs"][lane])
         ended = terminated | truncated | lost
