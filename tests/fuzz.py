@@ -25,8 +25,10 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 if __name__ == "__main__":
@@ -44,6 +46,7 @@ from support.store import SPACES, make_run
 from ddrl import celery, codec, config, envs, policy
 from ddrl.algorithms import base
 from ddrl.config import ConfigError, ModuleError
+from ddrl.learner.loop import Learner, NotFiniteError
 from ddrl.replay import reader
 from ddrl.runs import monitoring
 from ddrl.store import checkpoints, connection, evaluations, keys, local_checkpoints, runs, stream, weights
@@ -51,6 +54,7 @@ from ddrl.store.checkpoints import Counters
 from ddrl.store.connection import StoreError
 from ddrl.types import Fragment
 from ddrl.worker import messages
+from ddrl.worker.collector import Collector
 
 MOST_S, MOST_BYTES, HANGS_S = 2.0, 500 * 1024**2, 20
 Random = random.Random
@@ -268,6 +272,7 @@ class Place:
     entries: list[dict[bytes, bytes]] = field(default_factory=list)
     port: int = 0
     deliver: Callable[[Any], None] = print
+    learned: list[Learned] = field(default_factory=list)
 
 
 def fuzz_settings(draw: Random, place: Place) -> None:
@@ -398,6 +403,111 @@ def fuzz_entry(draw: Random, place: Place) -> None:
     assert decoded.fragment is not None or ("\n" not in decoded.reason and decoded.reason), decoded.reason
     if draw.random() < 0.1:
         codec.decode(fields)
+
+
+# --- fragments that are learned from -------------------------------------------------------------------
+
+_ON = ["algorithm.batch_size=60"]
+_DQN = [
+    "replay.warmup_steps=64",
+    "replay.capacity=300",
+    "algorithm.batch_size=16",
+    "algorithm.hidden_sizes=[8]",
+]
+LEARNED = (
+    ("lunar-ppo", [*_ON, "algorithm.minibatch_size=30"]),
+    ("lunar-ppo", [*_ON, "algorithm.estimator=upgo", "algorithm.minibatch_size=60", "env.frame_stack=3"]),
+    ("cartpole-impala", _ON),
+    ("lunar", [*_DQN, "algorithm.n_step=3"]),
+    ("cartpole-dqn", [*_DQN, "algorithm.prioritized=true", "algorithm.n_step=5"]),
+    ("catch", [*_DQN, "algorithm.distribution=quantile", "algorithm.prioritized=true", "env.frame_stack=2"]),
+    ("cartpole-dqn", [*_DQN, "algorithm.distribution=categorical", "algorithm.dueling=true"]),
+    ("recall", [*_DQN, "algorithm.recurrent_size=8"]),
+)  # fmt: skip
+SIZES = (0.0, 1e-45, 1e19, -1e37, 3e37, 3e38, 3e38, -3e38, np.nan)
+
+
+class Learned:
+    """A learner without a stream, and fragments of its run."""
+
+    def __init__(self, place: Place, preset: str, options: list[str]) -> None:
+        sized = ["env.num_envs=3", "rollout.max_fragment_steps=16"]
+        settings = config.load(config.find(preset), [*sized, *options])
+        resolved = base.resolve(settings, envs.describe(settings.env))
+        self._make = partial(
+            Learner, place.server.client, place.server.client, place.run, 1, settings, resolved
+        )
+        self.begin()
+        weights = {name: np.asarray(tensor) for name, tensor in self.learner.algorithm.weights().items()}
+        identity = {"run": place.run, "producer": 7, "incarnation": 9, "random_until_learned": False}
+        collector = Collector(**identity, config=settings, resolved=resolved)
+        collector.load(1, weights)
+        self.fragments = [collector.collect(max_steps=steps) for steps in (1, 7, 16, 3, 12, 16, 5, 9, 16, 16)]
+
+    def begin(self) -> None:
+        """Learn anew."""
+        self.learner, self._number = self._make(device=CPU), 0
+        self.learner.shared.version = 1
+
+    def learn_from(self, fragment: Fragment) -> str:
+        """Take a fragment and make the updates that are due; return why it was refused, or ""."""
+        self._number += 1
+        sender = {b"p": b"%d" % self._number, b"i": b"9", b"q": b"0"}
+        fields = codec.encode(replace(fragment, producer=self._number)) | sender
+        entry = self.learner._decode(stream.Entry(b"%d-1" % self._number, fields))
+        self.learner._admit(SimpleNamespace(ready=True, take=lambda for_s: [entry]))
+        for _ in range(3):
+            if not self.learner._update():
+                break
+            self.learner.shared.weights = None  # published
+        self.learner.checkpoint()
+        return entry.reason
+
+
+def changed_fragment(draw: Random, fragment: Fragment, other: Fragment) -> Fragment:
+    """A fragment with other values, columns or ends."""
+    columns = {name: value for name, value in vars(fragment).items() if isinstance(value, np.ndarray)}
+    extras = dict(fragment.extras)
+    name = draw.choice([*columns, *extras])
+    held = extras if name in extras else columns
+    values, kind = held[name].copy(), draw.randrange(10)
+    if kind < 5 and values.size:
+        some = draw.sample(range(values.size), min(draw.choice([1, 9, 10**6]), values.size))
+        is_whole = values.dtype.kind in "iub"
+        values.flat[some] = draw.choice([0, 1, 2, 100, 255] if is_whole else SIZES)
+        held[name] = values
+    elif kind == 5:
+        ends = np.random.default_rng(draw.randrange(1000)).random(fragment.reward.shape) < draw.choice(
+            [0.1, 1.0]
+        )
+        columns[draw.choice(["terminated", "truncated"])] = ends
+        columns["truncated"] &= ~columns["terminated"]
+        index = np.argwhere(columns["truncated"]).astype(fragment.final_index.dtype)
+        columns["final_index"] = index
+        columns["final_observation"] = np.zeros((len(index), *fragment.observation.shape[2:]), values.dtype)
+        columns["final_observation"] = columns["final_observation"].astype(fragment.observation.dtype)
+    elif kind == 6 and extras:
+        extras.pop(draw.choice([*extras]))
+    elif kind == 7:
+        extras = dict(other.extras) if draw.random() < 0.5 else {draw.choice(["value", "x"]): fragment.reward}
+    else:
+        columns |= {"context": draw.choice([0, 1, 2, fragment.context + 1, fragment.num_steps])}
+    return replace(fragment, **columns, extras=extras)
+
+
+def fuzz_update(draw: Random, place: Place) -> None:
+    """What a learner admits, it learns from, or finds that its weights are no longer finite."""
+    subject = draw.choice(place.learned)
+    fragment = draw.choice(subject.fragments)
+    for _ in range(draw.choice([0, 1, 1, 2, 4])):
+        fragment = changed_fragment(draw, fragment, draw.choice(subject.fragments))
+    try:
+        reason = subject.learn_from(fragment)
+    except Exception:
+        subject.begin()
+        raise
+    if reason:
+        raise codec.CodecError(reason)
 
 
 # --- messages ------------------------------------------------------------------------------------------
@@ -609,7 +719,8 @@ class Kind:
 KINDS = {
     "settings": Kind(26, fuzz_settings, (ConfigError, ModuleError)),
     "policy": Kind(14, fuzz_policy, (policy.PolicyFileError, ConfigError, ModuleError)),
-    "entry": Kind(26, fuzz_entry, (codec.CodecError,)),
+    "entry": Kind(20, fuzz_entry, (codec.CodecError,)),
+    "update": Kind(6, fuzz_update, (codec.CodecError, NotFiniteError)),
     "message": Kind(12, fuzz_message, ()),
     "pointer": Kind(6, fuzz_pointer, (StoreError,)),
     "snapshot": Kind(6, fuzz_snapshot, (StoreError,)),
@@ -632,6 +743,7 @@ def prepared() -> Iterator[Place]:
         place = Place(server, Path(folder), run=make_run(server.client))
         place.policies = [policy_file(preset) for preset in ("lunar", "cartpole", "recall", "catch")]
         place.entries = [codec.encode(make_fragment(Random(n))) for n in range(20)]
+        place.learned = [Learned(place, preset, options) for preset, options in LEARNED]
         place.deliver = stack.enter_context(delivering(place))
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
