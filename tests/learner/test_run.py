@@ -164,7 +164,6 @@ from ddrl.store import checkpoints, connection, weights
 run, token = sys.argv[1], int(sys.argv[2])
 client = connection.connect()
 number = 0
-print("writes", flush=True)
 while True:
     number += 1
     version = weights.index(client, run).latest + 1
@@ -205,8 +204,8 @@ def test_writers_killed_at_random_leave_whole_versions_and_checkpoints(run, proc
     latest, strays = -1, 0
     for _ in range(20 if EXACT else 4):
         writer = processes.start("writer", run.url, "-c", WRITER, run.id, str(run.take()))
-        processes.until(lambda one=writer: "writes" in one.text())
-        time.sleep(draw.uniform(0.05, 0.4))
+        processes.until(lambda before=latest: run.index.latest > before)
+        time.sleep(draw.uniform(0.0, 0.3))
         writer.kill()
         index = run.index
         assert index.latest >= latest
@@ -221,7 +220,6 @@ def test_writers_killed_at_random_leave_whole_versions_and_checkpoints(run, proc
         parts = run.client.keys(keys.checkpoint_pattern(run.id))
         assert len(parts) == (0 if found is None else 3)
     print(f"{strays} stray parts of checkpoints were swept")
-    assert latest > 0
 
 
 # --- attempts that are not the usual ones ------------------------------------------------------------------
