@@ -572,6 +572,7 @@ SNAPSHOT = {
 def fuzz_pointer(draw: Random, place: Place) -> None:
     client = place.server.client
     client.hset(keys.state(place.run), "checkpoint", json_bytes(draw, POINTER))
+    runs.elapsed_s(client, place.run)
     checkpoints.load(client, place.run)
 
 

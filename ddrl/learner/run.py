@@ -105,7 +105,7 @@ def serve(client: Redis, folder: Path, interrupt: Interrupt, *, retention: Reten
                 except Exception as error:  # the other runs still need a learner
                     if str(error) != reported.get(run):  # once, not in each round
                         reported[run] = str(error)
-                        is_explained = isinstance(error, (StoreError, ConfigError))
+                        is_explained = isinstance(error, (StoreError, ConfigError, NotFiniteError))
                         log.error("%s: %s", run, error, exc_info=not is_explained)
                         logs.add(client, run, f"learner {socket.gethostname()}", "ERROR", str(error))
                     skipped_until[run, ""] = time.monotonic() + SKIP_S

@@ -341,8 +341,10 @@ def initial(client: Redis, run: str) -> bytes | None:
 
 def elapsed_s(client: Redis, run: str) -> float:
     """Return the learning time up to the newest checkpoint."""
-    raw = cast("bytes | None", client.hget(keys.state(run), "checkpoint"))
-    return float(json.loads(raw)["meta"]["elapsed_s"]) if raw else 0.0
+    from ddrl.store.checkpoints import Counters, newest_pointer  # loads pydantic
+
+    pointer = newest_pointer(client, run)
+    return Counters.decode(pointer["meta"]).elapsed_s if pointer else 0.0
 
 
 def reserved_bytes(client: Redis, *, but: str | None = None) -> int:

@@ -294,8 +294,9 @@ def test_a_pointer_on_the_server_with_odd_fields_is_refused(
     checkpoints.save(client, run, token, b"tensors", {"updates": 1})
     raw = json.loads(client.hget(keys.state(run), "checkpoint"))  # type: ignore[arg-type]
     client.hset(keys.state(run), "checkpoint", json.dumps(changed(raw, bad)))
-    with pytest.raises(StoreError, match=f"run {run}: the pointer to its checkpoint is damaged"):
-        checkpoints.load(client, run)
+    for read in (checkpoints.load, runs.elapsed_s):
+        with pytest.raises(StoreError, match=f"run {run}: the pointer to its checkpoint is damaged"):
+            read(client, run)
 
 
 def changed(fields: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
