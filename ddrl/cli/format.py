@@ -47,7 +47,9 @@ def size(num_bytes: float) -> str:
 
 def number(value: float | None) -> str:
     """Return a figure with one decimal, or "-" if it is missing."""
-    return "-" if value is None or not math.isfinite(value) else f"{value:,.1f}"
+    if value is None or not math.isfinite(value):
+        return "-"
+    return f"{value:,.1f}" if abs(value) < 1e12 else f"{value:.4g}"
 
 
 def percent(share: float | None) -> str:
