@@ -15,7 +15,7 @@ from ddrl import policy
 from ddrl.config import RunConfig
 from ddrl.runs.evaluation import score
 from ddrl.store import runs, weights
-from ddrl.store.evaluations import Evaluation, OpenEvaluations, Purpose
+from ddrl.store.evaluations import Evaluation, OpenEvaluations, Purpose, results
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -157,35 +157,50 @@ class EvaluationScheduler:
         """Note the last results, once the run has ended.
 
         Args:
-            evaluates: evaluate the latest version on this machine if it has no result, unless that takes LAST_S longer
-                than any evaluation before.
+            evaluates: evaluate on this machine the latest version, if it has no result, and the best one on fresh
+                seeds, which become its score: the best of many on the same seeds is partly luck. What takes LAST_S
+                longer than any evaluation before is given up.
             env_steps, updates: of the learner, noted with the result.
 
         Raises:
             LeaseLostError: another learner took over.
         """
         self._poll()
-        version = weights.index(self._client, self._run).latest
-        if not evaluates or version < self._first_version or version in self._returns:
+        if not evaluates:
             return
-        evaluation = self._evaluation(version, "watch", env_steps, updates)
-        loaded = policy.from_run(self._client, self._run, version)
-        most_s = self._longest_s + LAST_S
-        until = time.monotonic() + most_s
+        until = time.monotonic() + self._longest_s + LAST_S
+        latest = weights.index(self._client, self._run).latest
+        if latest >= self._first_version and latest not in self._returns:
+            self._play(self._evaluation(latest, "watch", env_steps, updates), until)
+        best = weights.index(self._client, self._run).best
+        if best not in self._returns or len(self._returns) == 1:
+            return
+        rows = [row for row in results(self._client, self._run)[0] if row["version"] == best]
+        chosen = rows[0] if rows else {"env_steps": env_steps, "updates": updates}
+        again = self._evaluation(best, "final", chosen["env_steps"], chosen["updates"])
+        played = [row["returns"] for row in rows if row["first_seed"] == again.first_seed]  # before it was resumed
+        if returns := played[0] if played else self._play(again, until):
+            self._mark_best(best, _Sample().with_(returns))
+
+    def _play(self, evaluation: Evaluation, until: float) -> tuple[float, ...]:
+        """Evaluate here, and store the result; () if it takes longer than `until` or the environment fails."""
 
         def check_time() -> None:
             if time.monotonic() >= until:
+                most_s = self._longest_s + LAST_S
                 raise _TooLongError(
                     f"it takes longer than {most_s:.0f} s; `ddrl evaluate {self._run}` takes its time"
                 )
 
+        loaded = policy.from_run(self._client, self._run, evaluation.version)
         try:
             result = score(loaded, evaluation.seeds, num_envs=self._config.num_envs, on_step=check_time)
         except Exception as error:  # of the environment
-            log.warning("the last version is not evaluated: %s", error)
-            return
+            log.warning("version %d is not evaluated at the end: %s", evaluation.version, error)
+            return ()
         self._open.store(evaluation, result)
         self._poll()
+        return result.returns
 
     def _is_due(self, version: int, return_mean: float | None) -> bool:
         if version < self._first_version or version in self._returns or self.solved:
@@ -200,9 +215,10 @@ class EvaluationScheduler:
 
     def _evaluation(self, version: int, purpose: Purpose, env_steps: int, updates: int) -> Evaluation:
         config, confirms = self._config, purpose == "confirm"
+        seeds_before = {"confirm": config.num_episodes, "final": config.num_episodes + config.confirm_episodes}
         return Evaluation(
             version=version,
-            first_seed=config.seed + (config.num_episodes if confirms else 0),
+            first_seed=config.seed + seeds_before.get(purpose, 0),
             num_episodes=config.confirm_episodes if confirms else config.num_episodes,
             purpose=purpose,
             num_envs=config.num_envs,

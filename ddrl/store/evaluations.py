@@ -42,7 +42,7 @@ _ID = re.compile(r"[0-9]{1,18}:[0-9]{1,18}:[0-9]{1,9}", re.ASCII)
 _MESSAGE = re.compile(rf"([0-9a-f]{{16}}/)?{_ID.pattern}", re.ASCII)
 
 
-Purpose = Literal["watch", "confirm", "request"]
+Purpose = Literal["watch", "confirm", "final", "request"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class Evaluation:
     Attributes:
         version: of the weights.
         first_seed, num_episodes: seeds are first_seed, first_seed + 1, ...
-        purpose: "watch" or "confirm" for the run's own, "request" for a command's.
+        purpose: "watch", "confirm" or "final" (the best version at the end) for the run's own, "request" for a command's.
         num_envs: episodes side by side; None: as the run's config says.
         epsilon: share of random actions; None: the algorithm's.
         noop_max: idle frames at the start of ALE games; None: the run's.

@@ -83,7 +83,28 @@ def test_the_evaluation_at_the_end_takes_little_longer_than_any_before(
     weights.publish(match.client, match.run, match.token, version=6, blob=b"w", allowance=0, updates=0)
     match.scheduler.finish(True, env_steps=1, updates=1)
     lengths = [row["lengths"][0] for row in evaluations.results(match.client, match.run)[0]]
-    assert lengths == [1, *([max_steps] if is_stored else [])]
+    assert lengths == [1, *([max_steps] * 2 if is_stored else [])]  # the latest version, and the best one again
+
+
+def test_the_best_of_many_is_scored_on_fresh_seeds_when_the_run_ends(
+    match: Match, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    match.play([(1, -3.0), (2, -1.0), (3, -2.0)])
+    played: list[tuple[int, range]] = []
+
+    def score(loaded: int, seeds: range, **_: Any) -> EvaluationResult:
+        played.append((loaded, seeds))
+        return EvaluationResult(loaded, tuple(seeds), (-1.5,) * len(seeds), (1,) * len(seeds))
+
+    monkeypatch.setattr(of_learner.policy, "from_run", lambda client, run, version: version)
+    monkeypatch.setattr(of_learner, "score", score)
+    for _ in range(2):  # the run is resumed in between, without a better version
+        match.scheduler.finish(True, env_steps=900, updates=90)
+        best = runs.state(match.client, match.run).evaluation
+        assert best == {"version": 2, "return_mean": -1.5, "return_std": 0.0, "episodes": 20}
+    assert played == [(2, range(1_000_120, 1_000_140))]
+    [final] = [one for one in evaluations.results(match.client, match.run)[0] if one["purpose"] == "final"]
+    assert (final["env_steps"], final["updates"]) == (100, 10)  # those of the version
 
 
 def test_the_first_version_that_was_learned_is_evaluated_at_once_over_few_episodes(server: Any) -> None:
