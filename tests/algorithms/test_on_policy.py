@@ -162,14 +162,18 @@ def test_predictions_stay_what_they_were_when_the_unit_moves() -> None:
     torch.testing.assert_close(prepared.value, now, rtol=1e-4, atol=1e-5)
 
 
+@each_name
 @pytest.mark.parametrize("scale", [0.001, 100.0])
 @pytest.mark.parametrize("shared", [False, True])
-def test_with_normalized_returns_the_size_of_rewards_does_not_matter(scale: float, shared: bool) -> None:
+def test_with_normalized_returns_the_size_of_rewards_does_not_matter(
+    scale: float, shared: bool, name: str
+) -> None:
     """Also of value_clip, which is in units of rewards; and without the option it does matter."""
     fragments = make_feed(DISCRETE)
 
     def learned(factor: float, *, normalize: bool) -> Tensor:
-        learner = make_ppo(shared=shared, normalize_returns=normalize, value_clip=0.3 * factor)
+        clip = {"value_clip": 0.3 * factor} if name == "ppo" else {}
+        learner = make_learner(name, DISCRETE, shared=shared, normalize_returns=normalize, **clip)
         feed(learner, learner.config, [replace(one, reward=one.reward * factor) for one in fragments])
         network: Tensor = learner.state()["network"]
         return network

@@ -43,7 +43,7 @@ class Prepared:
         behavior_log_prob: [M] under the policy that acted.
         log_prob: [M] under the policy before the iteration.
         value: [M] under the critic before the iteration, in units of the critic.
-        advantage: [M] in reward units.
+        advantage: [M] in units of the critic, so that policy gradients do not grow with the size of rewards.
         return_: [M] the critic's target, in units of the critic.
     """
 
@@ -207,7 +207,7 @@ class ActorCriticLearner(Generic[AnyOptions]):
             behavior_log_prob=batch.behavior_log_prob.reshape(-1)[played],
             log_prob=log_prob[played],
             value=value[row],
-            advantage=advantage.reshape(-1)[played],
+            advantage=advantage.reshape(-1)[played] / std,
             return_=(return_ - mean) / std,
         )
 

@@ -61,8 +61,8 @@ class Options(NetworkConfig):
     """Shift and scale observations by their running mean and deviation, clipped at 10 deviations. For vectors whose
     entries differ in scale."""
     normalize_returns: bool = False
-    """The critic predicts returns in units of their own mean and deviation, so that the size of rewards does not matter
-    to it."""
+    """The critic predicts returns in units of their own mean and deviation, and advantages have that unit too, so that
+    the size of rewards does not matter (PopArt)."""
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> Options:

@@ -23,7 +23,7 @@ def policy_gradient_loss(log_prob: Tensor, advantage: Tensor) -> Tensor:
 
     Args:
         log_prob: [B] log pi(a | s), in nats; the only argument with a gradient.
-        advantage: [B] min(rho_bar, rho) (r + discount vs' - V), in reward units.
+        advantage: [B] min(rho_bar, rho) (r + discount vs' - V), in units of the critic.
     """
     return -(advantage * log_prob).mean()
 
