@@ -13,10 +13,10 @@ from ddrl.networks.layers import uniform_
 
 
 class RecurrentCore(nn.Module):
-    """One layer of LSTM or GRU over features, previous action (one-hot) and previous reward.
+    """One layer of LSTM or GRU over features, previous action (one-hot) and the tanh of the previous reward.
 
     Source of the inputs: Kapturowski et al. 2019, "Recurrent experience replay in distributed reinforcement learning"
-    (ICLR), section 2.3. Parameter names and initial distributions are those of torch.nn.LSTM and torch.nn.GRU.
+    (ICLR), section 2.3; of the tanh, which keeps large rewards from saturating the gates: Acme's R2D2. Parameter names and initial distributions are those of torch.nn.LSTM and torch.nn.GRU.
 
     Args:
         kind: "lstm" or "gru".
@@ -70,7 +70,8 @@ class RecurrentCore(nn.Module):
             [T, B, S] outputs, zero beyond a sequence's length, and the state [B, H] after each sequence's own length.
         """
         action = previous_action.unsqueeze(-1) == self.actions  # [T, B, A]
-        x = torch.cat((features, action.to(features.dtype), previous_reward.unsqueeze(-1)), dim=-1)
+        reward = previous_reward.tanh().unsqueeze(-1)
+        x = torch.cat((features, action.to(features.dtype), reward), dim=-1)
         if lengths is None:
             return self._run(x, state)
         # Sort on the CPU: with enforce_sorted=False, sorting and restoring the order would each wait for the device.

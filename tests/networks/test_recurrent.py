@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from typing import Any, Literal
 
 import pytest
@@ -55,7 +57,7 @@ def test_sequences_equal_the_slow_twin_and_stepping(kind: Kind) -> None:
         torch.testing.assert_close(step[0], output[t])
         for b in range(B):
             one_hot = [float(action[t, b] == a) for a in range(A)]  # zeros for -1, no action
-            x = torch.tensor([*features[t, b].tolist(), *one_hot, reward[t, b].item()])
+            x = torch.tensor([*features[t, b].tolist(), *one_hot, math.tanh(reward[t, b])])
             slow[b] = slow_step(kind, module.layer, x, slow[b])
             torch.testing.assert_close(output[t, b], slow[b][:S])
     torch.testing.assert_close(after, torch.stack(slow))
