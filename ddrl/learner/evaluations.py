@@ -178,7 +178,9 @@ class EvaluationScheduler:
         rows = [row for row in results(self._client, self._run)[0] if row["version"] == best]
         chosen = rows[0] if rows else {"env_steps": env_steps, "updates": updates}
         again = self._evaluation(best, "final", chosen["env_steps"], chosen["updates"])
-        played = [row["returns"] for row in rows if row["first_seed"] == again.first_seed]  # before it was resumed
+        played = [
+            row["returns"] for row in rows if row["first_seed"] == again.first_seed
+        ]  # before it was resumed
         if returns := played[0] if played else self._play(again, until):
             self._mark_best(best, _Sample().with_(returns))
 
@@ -215,7 +217,10 @@ class EvaluationScheduler:
 
     def _evaluation(self, version: int, purpose: Purpose, env_steps: int, updates: int) -> Evaluation:
         config, confirms = self._config, purpose == "confirm"
-        seeds_before = {"confirm": config.num_episodes, "final": config.num_episodes + config.confirm_episodes}
+        seeds_before = {
+            "confirm": config.num_episodes,
+            "final": config.num_episodes + config.confirm_episodes,
+        }
         return Evaluation(
             version=version,
             first_seed=config.seed + seeds_before.get(purpose, 0),

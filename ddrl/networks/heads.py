@@ -77,10 +77,12 @@ class Head(nn.Module):
     ) -> None:
         super().__init__()
 
-        def linear(num_inputs: int, num_outputs: int) -> nn.Module:
+        def linear(num_inputs: int, num_outputs: int, num_parts: int = 1) -> nn.Module:
             if noise_scale is None:
                 return uniform_linear(num_inputs, num_outputs, generator)
-            return NoisyLinear(num_inputs, num_outputs, noise_scale=noise_scale, generator=generator)
+            return NoisyLinear(
+                num_inputs, num_outputs, noise_scale=noise_scale, generator=generator, num_parts=num_parts
+            )
 
         self.hidden: nn.Module | None = None
         width = num_features
@@ -91,7 +93,7 @@ class Head(nn.Module):
                     num_features, num_streams * width, math.sqrt(2), generator, num_parts=num_streams
                 )
             else:
-                self.hidden = linear(num_features, num_streams * width)
+                self.hidden = linear(num_features, num_streams * width, num_streams)
         # The larger output layer first, so that its weights stay aligned in the vector of `FlatParameters`.
         self.advantage = linear(width, num_actions * num_atoms)
         self.value = linear(width, num_atoms) if is_dueling else None
@@ -123,13 +125,19 @@ class NoisyLinear(nn.Module):
         num_outputs: width of y.
         noise_scale: sigma_0; the scales S start at noise_scale / sqrt(num_inputs).
         generator: CPU generator of the initial means; None: torch's global one.
+        num_parts: layers that are one matrix, each with an e_in of its own: the streams of a dueling head.
     """
 
     input_noise: Tensor
     output_noise: Tensor
 
     def __init__(
-        self, num_inputs: int, num_outputs: int, noise_scale: float = 0.5, generator: Generator | None = None
+        self,
+        num_inputs: int,
+        num_outputs: int,
+        noise_scale: float = 0.5,
+        generator: Generator | None = None,
+        num_parts: int = 1,
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_outputs, num_inputs))
@@ -138,7 +146,7 @@ class NoisyLinear(nn.Module):
         scale = noise_scale / math.sqrt(num_inputs)
         self.weight_scale = nn.Parameter(torch.full((num_outputs, num_inputs), scale))
         self.bias_scale = nn.Parameter(torch.full((num_outputs,), scale))
-        self.register_buffer("input_noise", torch.zeros(num_inputs), persistent=False)
+        self.register_buffer("input_noise", torch.zeros(num_parts, num_inputs), persistent=False)
         self.register_buffer("output_noise", torch.zeros(num_outputs), persistent=False)
         self._is_noisy = False
 
@@ -160,5 +168,8 @@ class NoisyLinear(nn.Module):
         if not self._is_noisy:
             return y
         # A second linear layer, instead of building the noise matrix [out, in].
-        deviation = F.linear(x * self.input_noise, self.weight_scale, self.bias_scale)
+        num_parts = len(self.input_noise)
+        scales = zip(self.weight_scale.chunk(num_parts), self.bias_scale.chunk(num_parts), strict=True)
+        parts = [F.linear(x * noise, *scale) for noise, scale in zip(self.input_noise, scales, strict=True)]
+        deviation = parts[0] if num_parts == 1 else torch.cat(parts, dim=1)
         return torch.addcmul(y, deviation, self.output_noise)

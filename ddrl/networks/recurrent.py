@@ -16,7 +16,8 @@ class RecurrentCore(nn.Module):
     """One layer of LSTM or GRU over features, previous action (one-hot) and the tanh of the previous reward.
 
     Source of the inputs: Kapturowski et al. 2019, "Recurrent experience replay in distributed reinforcement learning"
-    (ICLR), section 2.3; of the tanh, which keeps large rewards from saturating the gates: Acme's R2D2. Parameter names and initial distributions are those of torch.nn.LSTM and torch.nn.GRU.
+    (ICLR), section 2.3; of the tanh, which keeps large rewards from saturating the gates: Acme's R2D2. Parameter names
+    and initial distributions are those of torch.nn.LSTM and torch.nn.GRU.
 
     Args:
         kind: "lstm" or "gru".

@@ -83,7 +83,10 @@ def test_the_evaluation_at_the_end_takes_little_longer_than_any_before(
     weights.publish(match.client, match.run, match.token, version=6, blob=b"w", allowance=0, updates=0)
     match.scheduler.finish(True, env_steps=1, updates=1)
     lengths = [row["lengths"][0] for row in evaluations.results(match.client, match.run)[0]]
-    assert lengths == [1, *([max_steps] * 2 if is_stored else [])]  # the latest version, and the best one again
+    assert lengths == [
+        1,
+        *([max_steps] * 2 if is_stored else []),
+    ]  # the latest version, and the best one again
 
 
 def test_the_best_of_many_is_scored_on_fresh_seeds_when_the_run_ends(

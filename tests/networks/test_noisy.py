@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 
+import pytest
 import torch
 from support.networks import seeded
 from torch import Tensor
@@ -33,15 +34,17 @@ def test_hand_numbers() -> None:
     assert layer(x).tolist() == [[1.5]]
 
 
-def test_noise_is_factorised_gaussian_of_the_given_generator() -> None:
+@pytest.mark.parametrize("num_parts", [1, 2])
+def test_noise_is_factorised_gaussian_of_the_given_generator(num_parts: int) -> None:
     """Equals the explicit weights, with its gradients; the noise is copied but not part of the state."""
-    layer = NoisyLinear(5, 3, generator=seeded(1))
-    x, target = torch.randn(4, 5, generator=seeded(2)), torch.randn(4, 3, generator=seeded(3))
+    layer = NoisyLinear(5, 6, generator=seeded(1), num_parts=num_parts)
+    x, target = torch.randn(4, 5, generator=seeded(2)), torch.randn(4, 6, generator=seeded(3))
     before = torch.get_rng_state()
     layer.draw_noise(seeded(3))
     generator = seeded(3)
-    inputs, outputs = noise(5, generator), noise(3, generator)
-    product = torch.outer(outputs, inputs)
+    inputs, outputs = noise(5 * num_parts, generator), noise(6, generator)
+    pairs = zip(outputs.chunk(num_parts), inputs.chunk(num_parts), strict=True)
+    product = torch.cat([torch.outer(*pair) for pair in pairs])
     expected = x @ (layer.weight + layer.weight_scale * product).T + layer.bias + layer.bias_scale * outputs
     first = layer(x)
     torch.testing.assert_close(first, expected)

@@ -104,7 +104,8 @@ def test_networks_by_hand() -> None:
 def test_noise_of_each_layer_is_its_own() -> None:
     net = q_network(noisy=True, dueling=True, hidden_sizes=(6, 6))
     net.draw_noise(seeded())
-    assert len({layer.input_noise[0].item() for layer in net.head.children()}) == 3
+    noises = [noise for layer in net.head.children() for noise in layer.input_noise]
+    assert len({noise[0].item() for noise in noises}) == 4  # of both streams' hidden layers, and of their outputs
     plain, x = q_network(), observation("mlp", 2)
     before = plain(x)
     plain.draw_noise(seeded())
