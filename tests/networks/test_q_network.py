@@ -105,7 +105,7 @@ def test_noise_of_each_layer_is_its_own() -> None:
     net = q_network(noisy=True, dueling=True, hidden_sizes=(6, 6))
     net.draw_noise(seeded())
     noises = [noise for layer in net.head.children() for noise in layer.input_noise]
-    assert len({noise[0].item() for noise in noises}) == 4  # of both streams' hidden layers, and of their outputs
+    assert len({noise[0].item() for noise in noises}) == 4  # hidden and output layers of both streams
     plain, x = q_network(), observation("mlp", 2)
     before = plain(x)
     plain.draw_noise(seeded())
