@@ -68,7 +68,7 @@ class AtariConfig(Section):
     noop_max: int = Field(30, ge=0, le=1000)
     """An episode begins with a random number of idle frames, from 0 to this."""
     fire_reset: bool = True
-    """Press FIRE after a reset, in games that have that button."""
+    """Press FIRE after a reset, and in place of the first action after a lost life, in games that have that button."""
     frame_skip: int = Field(4, ge=1, le=64)
     """Frames per step; the last two are merged by their maximum."""
     screen_size: int = Field(84, ge=16, le=210)

@@ -1,7 +1,8 @@
 """ALE games in ale-py's own vector environment, with the standard protocol (`config.AtariConfig`).
 
 An episode begins with 0 to `noop_max` no-op frames. In games with a FIRE button, `fire_reset` presses it instead of the
-first no-op, of which there is at least one then. Each action is held for `frame_skip` frames; the grey maximum of the
+first no-op, of which there is at least one then, and in place of the first action after a lost life, as some games
+wait for it (Breakout serves no ball before). Each action is held for `frame_skip` frames; the grey maximum of the
 last two is scaled to a square. Rewards are the game's own: `training_reward` clips them. The game goes on after a lost
 life, which is only reported.
 Source: Mnih et al. 2015; Machado et al. 2018, arXiv:1709.06009 (sticky actions).
@@ -87,10 +88,15 @@ class AtariVector:
         self.single_observation_space = Box(0, 255, (height, width, 3)[: 2 + in_color], np.uint8)
         self.single_action_space = self._games.single_action_space
         self._num_actions = int(self.single_action_space.n)  # type: ignore[attr-defined]
+        fire = [
+            index for index, action in enumerate(self._games.ale.get_action_set()) if action.name == "FIRE"
+        ]
+        self._fire = fire[0] if fire and atari.fire_reset else None
         self._episodic_life = atari.episodic_life
         self._max_steps = -(-atari.max_frames // atari.frame_skip)
         self._steps = np.zeros(num_envs, np.int64)  # of the episode each lane is in
         self._lives = np.zeros(num_envs, np.int64)
+        self._has_lost_life = np.zeros(num_envs, np.bool_)  # in the last step, inside a game
 
     def reset(self, *, seed: Sequence[int] | None = None) -> tuple[np.ndarray, dict[str, Any]]:
         """Begin an episode in every lane.
@@ -103,7 +109,7 @@ class AtariVector:
         """
         seeds = None if seed is None else np.array([one & _SEED_MASK for one in seed], np.int64)
         observation, info = self._games.reset(seed=seeds)
-        self._steps[:], self._lives = 0, info["lives"]
+        self._steps[:], self._lives, self._has_lost_life[:] = 0, info["lives"], False
         return observation[:, 0], {}
 
     def step(
@@ -127,6 +133,8 @@ class AtariVector:
             raise ValueError(
                 f"actions: {actions.tolist()}; expected {self.num_envs} numbers from 0 to {self._num_actions - 1}"
             )
+        if self._fire is not None:
+            actions = np.where(self._has_lost_life, self._fire, actions)
         observation, reward, terminated, _, info = self._games.step(actions)
         further = {}
         self._steps += 1
@@ -139,9 +147,10 @@ class AtariVector:
         if truncated.any():
             observation, info = self._games.reset(options={"reset_mask": truncated})
         lives = info["lives"]
+        # Some games go on for a moment with 0 lives: the last life ends with the game.
+        self._has_lost_life = (lives < self._lives) & (lives > 0) & ~ended
         if self._episodic_life:
-            # Some games go on for a moment with 0 lives: the last life ends with the game.
-            further["life_lost"] = (lives < self._lives) & (lives > 0) & ~ended
+            further["life_lost"] = self._has_lost_life
         self._steps[ended], self._lives = 0, lives
         return observation[:, 0], reward.astype(np.float64), terminated, truncated, further
 

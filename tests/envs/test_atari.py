@@ -44,7 +44,8 @@ def play(vector: AtariVector, seeds: list[int], lane: int, num_steps: int) -> li
 def test_a_vector_matches_ale_py_and_reports_lost_lives(game: str, num_steps: int) -> None:
     """The options of ale_py's vector are those that AtariConfig's defaults mean, and report lost lives as ends.
 
-    Frogger goes on with 0 lives for a moment, which is no end.
+    After a lost life FIRE takes the place of an action. Frogger, which has no FIRE, goes on with 0 lives for a moment,
+    which is no end.
     """
     vector = make(f"ALE/{game.title()}-v5", 3)
     autoreset = {"autoreset_mode": AutoresetMode.SAME_STEP, "life_loss_info": True}
@@ -55,12 +56,12 @@ def test_a_vector_matches_ale_py_and_reports_lost_lives(game: str, num_steps: in
     np.testing.assert_array_equal(first, shown[:, 0])
     assert info == {} and first.dtype == np.uint8 and first.shape == (3, 84, 84)
     generator = np.random.default_rng(0)
-    num_ends, num_lost = 0, 0
+    num_ends, num_lost, lost = 0, 0, np.zeros(3, np.bool_)
     for _ in range(num_steps):
         actions = generator.integers(int(vector.single_action_space.n), size=3)
         lives = known["lives"]
         observation, reward, terminated, truncated, info = vector.step(actions)
-        shown, paid, over, _, known = expected.step(actions)
+        shown, paid, over, _, known = expected.step(np.where(lost & (game == "breakout"), 1, actions))
         np.testing.assert_array_equal(observation, shown[:, 0])
         np.testing.assert_array_equal(reward, paid)
         assert reward.dtype == np.float64 and not truncated.any()
@@ -119,9 +120,9 @@ def test_truncation_returns_the_true_last_observation() -> None:
 def test_one_game_is_a_lane_of_a_vector() -> None:
     """Frames, rewards and ends of whole games, which lost lives do not end."""
     kinds = set()
-    one = AtariEnv(BREAKOUT, AtariConfig(max_frames=560))
+    one = AtariEnv(BREAKOUT, AtariConfig(max_frames=480))
     for seed in (4, 5):
-        vector = make(BREAKOUT, 2, max_frames=560)
+        vector = make(BREAKOUT, 2, max_frames=480)
         expected = vector.reset(seed=[seed, 1])[0][0]
         observation, _ = one.reset(seed=seed)
         generator = np.random.default_rng(seed)
@@ -144,7 +145,7 @@ def test_one_game_is_a_lane_of_a_vector() -> None:
 
 def test_a_filmed_game_is_the_same_game_in_color() -> None:
     """Each picture has the rows that the agent sees, also the last one, with sticky actions, and before any seed."""
-    protocol = AtariConfig(sticky=0.25, max_frames=560, screen_size=210)
+    protocol = AtariConfig(sticky=0.25, max_frames=480, screen_size=210)
     filmed, plain = AtariEnv(BREAKOUT, protocol, "rgb_array"), AtariEnv(BREAKOUT, protocol)
     generator = np.random.default_rng(3)
     for seed in (None, None, 4):
@@ -190,6 +191,13 @@ def test_an_episode_begins_with_no_ops_and_fire(
     vector = make(env_id, noop_max=noop_max, fire_reset=fire_reset)
     firsts = [vector.reset(seed=[0])[0], *(vector.reset()[0] for _ in range(20))]
     assert {number_of[first.tobytes()] for first in firsts} == noop_frames
+
+
+@pytest.mark.parametrize(("fire_reset", "episodic_life"), [(True, True), (True, False), (False, True)])
+def test_fire_serves_the_next_ball_after_a_lost_life(fire_reset: bool, episodic_life: bool) -> None:
+    vector = make(BREAKOUT, fire_reset=fire_reset, episodic_life=episodic_life)
+    vector.reset(seed=[1])
+    assert any(vector.step(np.array([0]))[2][0] for _ in range(400)) == fire_reset
 
 
 def test_sticky_actions_are_seeded_and_rewards_not_clipped() -> None:
