@@ -73,6 +73,7 @@ class EvaluationScheduler:
         self._config, self._target = config.evaluation, config.stop.return_
         self._open = OpenEvaluations(client, run, send=send, timeout_s=self._config.timeout_s, token=token)
         self._returns: dict[int, _Sample] = {}  # of all evaluation episodes, by version
+        self._lowest = math.inf  # mean return of training or of an evaluation
         self.solved = False
         self._open.take_over(self._would_open)
         rows = self._results()
@@ -207,8 +208,10 @@ class EvaluationScheduler:
     def _is_due(self, version: int, return_mean: float | None) -> bool:
         if version < self._first_version or version in self._returns or self.solved:
             return False
-        target, config = self._target, self._config
-        is_near = target is not None and return_mean is not None and return_mean >= target - config.near
+        config, is_near = self._config, False
+        if self._target is not None and return_mean is not None:
+            self._lowest = min(self._lowest, return_mean, *(sample.mean for sample in self._returns.values()))
+            is_near = return_mean >= self._target - config.near * (self._target - self._lowest)
         return time.monotonic() - self._last_at >= (config.near_every_s if is_near else config.every_s)
 
     def _would_open(self, one: Evaluation) -> bool:

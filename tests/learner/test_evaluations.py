@@ -59,7 +59,7 @@ class Match:
 def match(server: Any) -> Match:
     """One whose first evaluation is over."""
     run = start(server.client, target_config())
-    match = Match(server.client, run, every_s=3600, near_every_s=0.01, near=5)
+    match = Match(server.client, run, every_s=3600, near_every_s=0.01, near=0.05)
     match.play([(5, -99.0)])
     match.version = 1
     match.sent.clear()
@@ -129,6 +129,7 @@ def test_the_first_version_that_was_learned_is_evaluated_at_once_over_few_episod
 
 
 def test_it_evaluates_when_training_returns_are_near_the_target_only(match: Match) -> None:
+    """The lowest return was -99, so a twentieth of the way to -0.5 is 4.9."""
     match.tick(return_mean=-5.6), match.tick(return_mean=None)
     assert match.sent == [] and match.scheduler.pinned == frozenset()
     match.tick(return_mean=-5.4)
