@@ -15,6 +15,11 @@ from ddrl.store import evaluations, metrics, runs, segments, stream, workers
 
 FLEET_S = 2.0  # between two polls of workers, other runs and the server, which cost more than the run's state
 WINDOW_S = 60.0  # over which shares and waits are measured
+MOST_ROWS, MOST_RETURNS, MOST_NOTICES = (
+    10_000,
+    1_000_000,
+    100,
+)  # that are held, the newest; workers may write any number
 SPENT = ("process_s", "played_s", "allowance_wait_s", "room_wait_s")  # process time in all, and by purpose
 
 
@@ -121,6 +126,11 @@ class Figures:
         return f" ({self.row[name]:.0f}/s)" if name in self.row and not self.state.outcome else ""
 
 
+def _without_episodes(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a result without what it holds of each episode."""
+    return {name: value for name, value in row.items() if name not in ("returns", "lengths")}
+
+
 def entitled(run: runs.RunState | segments.RunLoad, loads: Iterable[segments.RunLoad]) -> float:
     """Return a run's share by its weight, among the active runs of its priority."""
     total = sum(load.weight for load in loads if load.priority == run.priority)
@@ -164,11 +174,16 @@ class Watcher:
         for row in rows:
             when = max(0.0, row["time_s"] - figures.start_s)
             figures.returns.extend((when, value) for value in row["returns"])
-        results, self._evaluations_cursor = evaluations.results(client, run, self._evaluations_cursor)
+        results, self._evaluations_cursor = evaluations.results(
+            client, run, self._evaluations_cursor, keep=_without_episodes
+        )
         figures.evaluated.extend(results)
         entries, self._journal_cursor = runs.journal_after(client, run, self._journal_cursor)
         texts = (hints.notice(entry) for entry in entries)
-        figures.notices.extend(text for text in texts if text and text not in figures.notices)
+        figures.notices.extend(text for text in texts if text and text not in figures.notices[-MOST_NOTICES:])
+        held = {"returns": MOST_RETURNS, "evaluated": MOST_ROWS, "notices": MOST_NOTICES}
+        for name, most in held.items():
+            del getattr(figures, name)[:-most]
         if now >= self._fleet_at and not figures.state.ended:
             self._fleet_at = now + FLEET_S
             self._poll_fleet()

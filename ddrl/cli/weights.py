@@ -32,6 +32,8 @@ def weights(
     with server_of(target) as (client, run):
         best = choose(client, run, action) if action == "best" else None
         rows = [row for row in _rows(client, run) if best in (None, row["version"])]
+        if best is not None and not rows:
+            raise InputError(f"run {run}: its best version {best} is no longer kept; use {run}@latest")
     if json_output:
         emit(rows if action == "list" else rows[0])
         return

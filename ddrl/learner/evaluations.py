@@ -238,6 +238,8 @@ class EvaluationScheduler:
         """Have a result that reaches the target confirmed; a confirmed one solves the run."""
         if self._target is None or row["return_mean"] < self._target:
             return
+        if row["version"] not in weights.index(self._client, self._run).sizes:  # a worker wrote the result
+            return
         if row["purpose"] == "watch" and self._config.confirm_episodes:
             self._open.open([self._evaluation(row["version"], "confirm", row["env_steps"], row["updates"])])
             return

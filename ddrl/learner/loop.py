@@ -236,10 +236,10 @@ class Learner:
     def _admit(self, reader: Reader) -> bool:
         """Admit what has been read, for ADMIT_S or, in lockstep, one fragment; return whether any entry was taken.
 
-        At MAX_REFUSED refusals that are not reported yet, none is taken.
+        None is taken at MAX_REFUSED refusals that are not reported yet, or while the replay has no room.
         """
         shared, ledger = self.shared, self.shared.ledger
-        if not reader.ready or len(shared.refused) >= MAX_REFUSED:
+        if not (reader.ready and self.replay.has_room()) or len(shared.refused) >= MAX_REFUSED:
             return False
         num_refused, gaps = 0, []
         for entry in reader.take(0.0 if self._config.learner.lockstep else ADMIT_S):
@@ -259,6 +259,8 @@ class Learner:
                 shared.env_steps += entry.fragment.num_transitions
                 shared.returns.extend(entry.fragment.episode_return.tolist())
             shared.counted = ledger.cursor, ledger.fragments, shared.env_steps
+            if not self.replay.has_room():
+                break
         if gaps:
             shared.gaps.append(gaps[0] + (f", and so on, {len(gaps)} times" if len(gaps) > 1 else ""))
             log.warning("%s", shared.gaps[-1])

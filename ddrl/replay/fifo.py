@@ -105,14 +105,19 @@ class Fifo:
         """Number of fragments that wait."""
         return len(self._queue)
 
+    def has_room(self) -> bool:
+        """Return whether too little waits for an iteration; else what follows stays in the stream."""
+        return len(self) < self._needed
+
     def pack(self, fragment: Fragment) -> Fragment:
-        """Check a fragment, in any thread, and return it.
+        """Check a fragment, in any thread, and return it with the columns that are learned from.
 
         Raises:
             ValueError: it cannot be learned from (see `check_trajectory`).
         """
         check_trajectory(fragment)
-        return fragment
+        names = fragment.extras.keys() & {"behavior_log_prob", "raw_action"}
+        return replace(fragment, extras={name: fragment.extras[name] for name in names})
 
     def admit(self, fragment: Fragment, entry_id: bytes, *, version: int) -> None:
         """Queue a fragment that `pack` has checked, or, with `drop`, drop it if it is too stale.

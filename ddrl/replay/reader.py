@@ -209,8 +209,8 @@ class Reader:
             raise error
         while self._decoded:
             decoded = self._decoded.popleft()
-            yield decoded
             self._taken_bytes += decoded.memory_bytes
+            yield decoded
             if time.monotonic() >= until:
                 return
 

@@ -153,6 +153,10 @@ class Replay:
             )
         return Packed(fragment, cut, self.rows.pack(cut.block))
 
+    def has_room(self) -> bool:
+        """Return True: the oldest items make room."""
+        return True
+
     def admit(self, packed: Packed, entry_id: bytes, *, version: int) -> None:
         """Append a fragment's items, evicting the oldest fragments whole to make room.
 

@@ -22,6 +22,7 @@ _RUN_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00",
 _RUN_DASHES = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
 LABEL_WIDTH = 0.026  # of one line of a changed setting's label, in widths of a panel
 LABEL_LINES = 4  # at most
+LABEL_LENGTH = 40  # characters of one
 MAX_LABELS = 12
 
 
@@ -203,7 +204,7 @@ def _labels(changes: Sequence[Mapping[str, Any]], over: str, column: float) -> l
     """Return each label's position and lines, each `column` wide; changes close together share a label."""
     labels: list[tuple[float, list[str]]] = []
     for row in changes:
-        text = f"{row['option'].removeprefix('algorithm.')} {shown(row['to'])}"
+        text = f"{row['option'].removeprefix('algorithm.')} {shown(row['to'])}"[:LABEL_LENGTH]
         if labels and row[over] < labels[-1][0] + min(len(labels[-1][1]), LABEL_LINES) * column:
             labels[-1][1].append(text)
         else:

@@ -200,7 +200,7 @@ class OpenEvaluations:
         self._open_key = keys.evaluating(run, self._requester)
         self._results_key = keys.evaluations(run, self._requester)
         self._token = token or 0  # the fence lets 0 pass
-        self._cursor = b"0-0"
+        self._cursor, self._returns_all = b"0-0", token is not None
         self.given_up: dict[str, str] = {}
         self._pending: dict[str, _Pending] = {}
 
@@ -227,15 +227,21 @@ class OpenEvaluations:
     def poll(self) -> list[dict[str, Any]]:
         """Return new results, oldest first, and send lost evaluations again.
 
-        The first call returns all results that there are.
+        The first call of the run's learner returns all results that there are, later ones those of open evaluations.
 
         Raises:
             LeaseLostError: another learner took over.
         """
         states = self._states()  # read before the results, so that a result stored in between is not missed
-        rows, self._cursor = results(self._client, self._run, self._cursor, requester=self._requester)
-        for row in rows:
-            self._pending.pop(f"{row['version']}:{row['first_seed']}:{row['num_episodes']}", None)
+
+        def close(row: dict[str, Any]) -> dict[str, Any] | None:
+            is_open = self._pending.pop(f"{row['version']}:{row['first_seed']}:{row['num_episodes']}", None)
+            return row if is_open or self._returns_all else None
+
+        rows, self._cursor = results(
+            self._client, self._run, self._cursor, requester=self._requester, keep=close
+        )
+        self._returns_all = False
         for evaluation_id, item in list(self._pending.items()):
             lost: list[bytes | None] = [None, None, b"its result is missing or cannot be read"]
             player, beats, error = states.get(evaluation_id, lost)
@@ -250,6 +256,7 @@ class OpenEvaluations:
             LeaseLostError: another learner took over.
         """
         self._write([evaluation])
+        self._pending[evaluation.id] = _Pending(evaluation, is_sent=True, active_at=time.monotonic())
         finish(self._client, self._run, evaluation.id, evaluation, result)
 
     def withdraw(self) -> None:
@@ -320,11 +327,23 @@ def opened(client: Redis, run: str) -> dict[str, Evaluation]:
 
 
 def results(
-    client: Redis, run: str, after: bytes = b"0-0", *, requester: str = ""
+    client: Redis,
+    run: str,
+    after: bytes = b"0-0",
+    *,
+    requester: str = "",
+    keep: Callable[[dict[str, Any]], dict[str, Any] | None] = lambda row: row,
 ) -> tuple[list[dict[str, Any]], bytes]:
     """Return results after an entry, oldest first, each with `time_s` (server's clock), and the last entry's id.
 
     Entries that are not a complete result are logged and left out.
+
+    Args:
+        client: connection to the server.
+        run: its id.
+        after: id of an entry.
+        requester: of a command's evaluations; "": those of the run.
+        keep: what to return of each result; None leaves it out. A worker may write many and long ones.
     """
     raw, last = bounded.newest(client, keys.evaluations(run, requester), after, capped_streams.latest(client))
     rows, others = [], []
@@ -334,7 +353,8 @@ def results(
         except (KeyError, ValidationError):
             others.append(entry_id.decode())
         else:
-            rows.append({"time_s": int(entry_id.split(b"-")[0]) / 1e3, **row})
+            if kept := keep({"time_s": int(entry_id.split(b"-")[0]) / 1e3, **row}):
+                rows.append(kept)
     if others:
         text = "run %s: %d entries of evaluations are no results (%s, ...); left out"
         log.warning(text, run, len(others), others[0])

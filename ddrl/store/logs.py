@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from redis import Redis
 
 LENGTH = 5_000
-LINE_LENGTH = 2_000
+LINE_LENGTH, SOURCE_LENGTH = 2_000, 100
 MOST_WAITING = 1_000  # lines, while the server does not answer; further ones are dropped
 PARTING_S = 2.0  # at most, for the last lines
 
@@ -39,7 +39,13 @@ def add(client: Redis, run: str, source: str, level: str, text: str) -> None:
 
 def read(client: Redis, run: str, after: bytes = b"0-0") -> tuple[list[dict[str, Any]], bytes]:
     """Return the lines after an entry, oldest first (time_s, source, level, text), and the last entry's id."""
-    return capped_streams.read(client, keys.logs(run), after, "source", "level", "text")
+    rows, last_id = capped_streams.read(client, keys.logs(run), after, "source", "level", "text")
+    lengths = {
+        "source": SOURCE_LENGTH,
+        "level": SOURCE_LENGTH,
+        "text": LINE_LENGTH,
+    }  # a worker may write others
+    return [row | {name: row[name][:most] for name, most in lengths.items()} for row in rows], last_id
 
 
 class Handler(logging.Handler):

@@ -7,14 +7,16 @@ worker, or occupy a process for good.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import time
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
+from celery.app.task import Context
 from kombu.transport import redis as transport
-from pydantic import Base64Bytes, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import Base64Bytes, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
-from ddrl.celery import LIMIT_MARGIN_S, app
+from ddrl.celery import EVALUATE, LIMIT_MARGIN_S, app
 from ddrl.store import connection, keys
 
 log = logging.getLogger(__name__)
@@ -51,6 +53,14 @@ class _Headers(_Part):
     stamps: dict[str, None] = {}
     stamped_headers: list[str] | None = None
 
+    @model_validator(mode="after")
+    def _refuse_methods(self) -> Self:
+        """Celery makes each header an attribute of the task's context, where methods are, too."""
+        for name in self.model_extra or {}:
+            if callable(getattr(Context, name, None)):
+                raise ValueError(f"header {name}: is a method of Celery's context")
+        return self
+
 
 class _Delivery(_Part):
     exchange: str
@@ -72,10 +82,13 @@ class _Message(_Part):
 
 
 def parse(text: str) -> Any:
-    """Parse lists, in which Kombu keeps messages that it may send again; leave all else to `deliver`."""
+    """Parse lists, in which Kombu keeps messages that it may send again; leave all else to `deliver`.
+
+    Without Kombu's own types, at which its parser fails in more ways than at bad JSON.
+    """
     with contextlib.suppress(ValueError, RecursionError):
         if text.startswith("[") and len(text) <= LONGEST:
-            return _loads(text)
+            return json.loads(text)
     return text
 
 
@@ -85,7 +98,10 @@ def deliver(self: transport.Transport, item: Any, queue: str) -> None:
         if len(item) > LONGEST:
             raise ValueError(f"{len(item)} characters")
         if queue in app.amqp.queues.consume_from:  # else a command of `celery control`
-            _BODY.validate_json(_Message.model_validate_json(item).body)
+            message = _Message.model_validate_json(item)
+            arguments = _BODY.validate_json(message.body)[0]
+            if message.headers.task == EVALUATE and len(arguments) != 2:
+                raise ValueError(f"{len(arguments)} arguments in place of 2")
         _deliver(self, _loads(item), queue)
     except (*self.connection_errors, *self.channel_errors):
         raise

@@ -171,6 +171,17 @@ def test_results_of_versions_that_are_to_come_are_left_out(match: Match) -> None
     assert match.sent[-1] == "6:1000000:20"
 
 
+def test_a_confirmation_of_a_version_that_is_not_kept_solves_nothing(match: Match) -> None:
+    weights.publish(
+        match.client, match.run, match.token, version=6, blob=b"w", allowance=0, updates=0, drop=(2,)
+    )
+    forged = asdict(match.scheduler._evaluation(2, "confirm", 0, 0))
+    figures = {"returns": [0.0] * 100, "lengths": [1] * 100, "return_mean": 0.0, "return_std": 0.0}
+    match.client.xadd(keys.evaluations(match.run), {"result": json.dumps(forged | figures)})
+    assert not Match(match.client, match.run).scheduler.solved
+    assert weights.index(match.client, match.run).best == 5
+
+
 def test_a_version_is_evaluated_once(match: Match) -> None:
     match.play([(1, -3.0)])
     match.tick()

@@ -64,6 +64,21 @@ def test_each_fragment_is_drawn_once_whole_and_in_order() -> None:
     assert draw(fifo, 2) is None, "less than a batch waits"
 
 
+def test_what_an_iteration_does_not_need_stays_in_the_stream() -> None:
+    fifo = make()
+    rooms = []
+    for number in range(B // 8 + 1):
+        rooms.append(fifo.has_room())
+        fill(fifo, number)
+    assert rooms == [True] * (B // 8) + [False]
+    assert draw(fifo, 0) is not None and fifo.has_room()
+
+
+def test_columns_that_are_not_learned_from_are_not_held() -> None:
+    one = playable(Player(continuous=True).fragment(3), junk=np.zeros((1, 10**6), np.uint8))
+    assert make().pack(one).extras.keys() == {"behavior_log_prob"}
+
+
 def test_a_stale_fragment_is_dropped_and_counted_wherever_it_turned_stale() -> None:
     fifo = make()
     fill(fifo, 3, 2, version=4)  # version 2 is too old on arrival

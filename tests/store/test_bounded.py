@@ -7,7 +7,18 @@ import json
 import pytest
 from redis import Redis
 
-from ddrl.store import bounded, evaluations, keys, ledger, logs, runs, segments, stream, workers
+from ddrl.store import (
+    bounded,
+    capped_streams,
+    evaluations,
+    keys,
+    ledger,
+    logs,
+    runs,
+    segments,
+    stream,
+    workers,
+)
 from ddrl.types import EvaluationResult
 
 ONE = evaluations.Evaluation(version=7, first_seed=100, num_episodes=2, purpose="request")
@@ -48,6 +59,21 @@ def test_of_a_flood_of_entries_the_newest_are_read_and_one_more_trims_it(client:
     assert [line["text"] for line in logs.read(client, run)[0]] == ["a line"]
     assert max(client.xlen(name) for name in (key, keys.journal(run), keys.logs(run))) < 12_000
     assert stream.episodes(client, run)[0] == []
+
+
+def test_long_heartbeats_and_lines_of_logs_are_cut(
+    client: Redis, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "_PAGE", 2)
+    monkeypatch.setattr(workers, "_MOST_BYTES", 1_000)
+    for number in range(9):
+        workers.beat(client, workers.Heartbeat(f"{number}", "h", 1, 1, (), {}, pids=(0,) * 200))
+    assert [one.node for one in workers.alive(client)] == ["0", "1"]
+    capped_streams.add(
+        client, run, keys.logs(run), length=9, source="s" * 3_000, level="x" * 3_000, text="t" * 3_000
+    )
+    [line] = logs.read(client, run)[0]
+    assert [len(line[name]) for name in ("source", "level", "text")] == [100, 100, 2_000]
 
 
 def test_of_a_flood_of_fields_and_of_long_ones_a_part_is_read(client: Redis, run: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -81,6 +82,21 @@ def test_an_evaluation_arrives_as_it_was_opened_and_is_stored_once(command: Wait
     assert [command.take(0, player) for player in ("a", "a", "b")] == [WANTED[0], WANTED[0], None]
     command.fail(0)
     assert command.take(0, "b") and command.take(0, "a") is None
+
+
+def test_results_that_nobody_asked_for_are_left_out(client: Redis, run: str, token: int) -> None:
+    learner = Waiting(client, run, token=token)
+    learner.open(WANTED[:1])
+    assert learner.poll() == []
+    forged = asdict(WANTED[1]) | {
+        "returns": [1.0, 2.0],
+        "lengths": [1, 1],
+        "return_mean": 1.5,
+        "return_std": 0.5,
+    }
+    client.xadd(keys.evaluations(run), {"result": json.dumps(forged)})
+    assert learner.finish(0, WANTED[0])
+    assert [row["first_seed"] for row in learner.poll()] == [100] and learner.pending == []
 
 
 def test_results_of_commands_and_of_the_run_do_not_mix(command: Waiting, token: int) -> None:

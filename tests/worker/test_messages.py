@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -37,6 +38,10 @@ def changed(message: Any, path: tuple[str, ...], value: Any) -> Any:
 def bad_items(message: Any) -> Iterator[bytes]:
     """Yield items that are no message, some by one value only."""
     yield from (b"[" + b"[]," * 50_000 + b"0]", b'{"x": "' + b"y" * 200_000 + b'"}')
+    yield from (
+        b'[{"__type__": [], "__value__": 1}]',
+        b'[{"__type__": "uuid", "__value__": 5}]',
+    )  # of Kombu's types
     yield from (b"", b"[]", b"null", b"17", b'""', b"{", b"[" * 5000, bytes(range(256)))
     for path in ("body", "headers", "properties", "content-type", "content-encoding"):
         yield from (json.dumps(changed(message, (path,), value)).encode() for value in (*BAD, ...))
@@ -50,6 +55,13 @@ def bad_items(message: Any) -> Iterator[bytes]:
             values += [None, 5, ...]
         values += {"timelimit": [[10**400, None], [None, 10], [0.01, None]], "id": ["a\nb"]}.get(name, [])
         yield from (json.dumps(changed(message, ("headers", name), value)).encode() for value in values)
+    for name in ("get", "update"):  # methods of Celery's context of a task
+        yield json.dumps(changed(message, ("headers", name), "x")).encode()
+    for arguments in ([], ["run"], ["run", "1:2:3", "x"]):
+        body = base64.b64encode(json.dumps([arguments, {}, {}]).encode()).decode()
+        yield json.dumps(
+            changed(changed(message, ("headers", "task"), celery.EVALUATE), ("body",), body)
+        ).encode()
 
 
 @pytest.fixture
