@@ -70,6 +70,21 @@ def test_an_iteration_waits_for_the_publication_of_the_last_one(server) -> None:
         until(lambda: learner.shared.updates > done)
 
 
+def test_of_what_no_allowance_allowed_only_an_iteration_is_held(server) -> None:
+    run = pick_run(server)
+    player, learner = Player(run.client, run.id), run.learner()
+    player.load(run.client, run.index.latest)
+    for _ in range(40):
+        one = player.collector.collect(max_steps=8)
+        who = {"producer": player.producer, "seq": one.seq, "num_transitions": one.num_transitions}
+        run.append(codec.encode(one), **who)
+    with training(learner, serves=False):  # so it learns once
+        until(lambda: learner.shared.updates > 0)
+        until(lambda: not learner.replay.has_room())
+        time.sleep(0.2)
+        assert len(learner.replay) < 64 + one.num_transitions and run.state.appended_steps >= 40 * 8
+
+
 @pytest.mark.parametrize(("stale", "num_dropped"), [("drop", 4), ("correct", 0)])
 def test_stale_fragments_are_dropped_or_corrected(server, stale: str, num_dropped: int) -> None:
     """Their steps are given back: the allowance does not run out."""
