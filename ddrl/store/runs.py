@@ -400,7 +400,7 @@ def _is_change(row: Mapping[str, str]) -> bool:
     """Return whether an entry tells of a setting that was changed."""
     with contextlib.suppress(KeyError, ValueError):
         from_json(row["from"]), from_json(row["to"])
-        is_short = max(map(len, row.values())) <= 1_000
+        is_short = len(row["from"]) + len(row["to"]) <= 1_000
         is_named = re.fullmatch(r"[\w.]{1,100}", row["option"]) and re.fullmatch(
             r"\d{1,16}", row["env_steps"]
         )

@@ -171,6 +171,8 @@ def test_changes_are_drawn_on_both_panels(client: Any, tmp_path: Path) -> None:
     many = replace(records, journal=[_change(3.0, "weight", number) for number in range(9)])
     assert _drawn(many)[1] == [("weight 0\nweight 1\nweight 2\nand 6 more", "top")]
     many = replace(records, journal=[_change(1.5 * number, "weight", number) for number in range(20)])
+    long = replace(records, journal=[_change(3.0, "weight", "W" * 500)])  # as a worker may write it
+    assert _drawn(long)[1] == [("weight " + "W" * 33, "top")]
     lines, labels = _drawn(many)
     assert len(lines) == 20 and labels == []
     assert curves.plot_run(many, tmp_path / "curve.png").stat().st_size > 10_000

@@ -100,7 +100,8 @@ def write_streams(worker: redis.Redis, run: Run) -> None:
     worker.xadd(keys.evaluations(run.id), {"result": json.dumps(result)})
     worker.xadd(keys.episodes(run.id), {"returns": json.dumps([1.0] * 10**6), "env_steps": 5})
     change = {"event": "set", "option": "algorithm.gamma", "from": "1", "to": "2", "env_steps": 5}
-    for odd in ({"to": '"\\ud800"'}, {"option": "$\\nope{$"}, {"to": '"$\\\\nope{$"'}):
+    long = json.dumps("W" * 400_000)  # a label that takes minutes to draw
+    for odd in ({"to": '"\\ud800"'}, {"option": "$\\nope{$"}, {"to": '"$\\\\nope{$"'}, {"to": long}):
         worker.xadd(keys.journal(run.id), change | odd)
 
 
