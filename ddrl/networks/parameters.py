@@ -53,6 +53,12 @@ class FlatParameters:
         return {name: part.view(parameter.shape) for name, parameter, part in parts}
 
 
+def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return a module's buffers that are saved with it, by name."""
+    saved = module.state_dict(keep_vars=True).keys()
+    return {name: buffer for name, buffer in module.named_buffers() if name in saved}
+
+
 def load_arrays(module: nn.Module, arrays: Mapping[str, np.ndarray]) -> None:
     """Load all parameters and buffers of a module by name.
 

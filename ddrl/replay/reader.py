@@ -209,8 +209,10 @@ class Reader:
             raise error
         while self._decoded:
             decoded = self._decoded.popleft()
-            self._taken_bytes += decoded.memory_bytes
-            yield decoded
+            try:
+                yield decoded
+            finally:
+                self._taken_bytes += decoded.memory_bytes
             if time.monotonic() >= until:
                 return
 

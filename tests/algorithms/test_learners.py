@@ -27,6 +27,9 @@ CASES: dict[str, tuple[str, EnvSpec, Options]] = {
     "sac": ("sac", CONTINUOUS, {}),
     "sac fixed": ("sac", CONTINUOUS, {"temperature": 0.2}),
     "sac delayed": ("sac", CONTINUOUS, {"policy_delay": 2, "layer_norm": True}),
+    "discrete sac": ("discrete_sac", DISCRETE, {}),
+    "discrete sac images": ("discrete_sac", PIXELS, NATURE | {"norm": "group", "temperature": 0.2, "value_clip": 0.5}),
+    "sqn": ("discrete_sac", DISCRETE, {"form": "sqn", "num_critics": 3}),
     "ppo": ("ppo", DISCRETE, {}),
     "ppo normalized": ("ppo", CONTINUOUS, NORMALIZED | ANNEALED | {"estimator": "vtrace", "target_kl": 0.01}),
     "impala": ("impala", PAIRS, ANNEALED),
@@ -44,6 +47,7 @@ CASES: dict[str, tuple[str, EnvSpec, Options]] = {
 each_case = pytest.mark.parametrize(("name", "spec", "options"), CASES.values(), ids=CASES)
 METRICS = {
     "sac": {"critic_loss", "q_mean", "temperature", "policy_loss", "entropy"},
+    "discrete_sac": {"critic_loss", "q_mean", "temperature", "policy_loss", "entropy"},
     "ppo": {"kl", "clip_fraction", "entropy", "value_loss", "explained_variance", "learning_rate", "epochs"},
     "impala": {"policy_loss", "value_loss", "entropy", "rho", "learning_rate"},
     "dqn": {"loss", "q_mean", "td_error", "epsilon", "grad_norm"},
@@ -129,6 +133,9 @@ def test_epsilon_is_annealed_and_published_with_the_weights(name: str) -> None:
 FRESH: list[tuple[str, Options, str, tuple[str, ...]]] = [
     ("sac", {"temperature": 0.2}, "critics and optimizers start fresh, the temperature at 0.2",
      ("critics.value", "target_critics.value", "actor.exp_avg", "actor.step")),
+    ("discrete_sac", {"temperature": 0.2}, "critics and optimizers start fresh, the temperature at 0.2",
+     ("critics.value", "target_critics.value", "actor.exp_avg", "actor.step")),
+    ("discrete_sac", {"form": "sqn"}, "the optimizer starts fresh", ("critics.exp_avg", "critics.step")),
     ("dqn", {}, "the optimizer starts fresh, and epsilon at 0.05", OF_VALUES),
     ("dqn", {"noisy": True, "dueling": True}, "the optimizer starts fresh, and epsilon at 0", OF_VALUES),
     ("dqn", {"epsilon_ladder": True}, "the optimizer starts fresh", OF_VALUES),

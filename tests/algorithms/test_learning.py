@@ -93,6 +93,21 @@ def test_dqn_solves_pick_by_each_option_alone(options: Options) -> None:
         np.testing.assert_allclose(value, 5.0, rtol=0.1)
 
 
+@pytest.mark.parametrize("options", [{}, {"form": "sqn"}, {"average_critics": True, "value_clip": 0.5}])
+def test_discrete_sac_solves_pick(options: Options) -> None:
+    algorithm = {
+        "name": "discrete_sac",
+        "hidden_sizes": [32],
+        "learning_rate": 3e-3,
+        "gamma": 0.8,
+        "batch_size": 32,
+    }
+    env, rollout = {"id": "ddrl/Pick-v0", "num_envs": 8}, {"fragment_s": 5, "max_fragment_steps": 16}
+    algorithm |= {"target_rate": 0.05} | options
+    run = toy(env["id"], algorithm, env=env, rollout=rollout, replay={"samples_per_insert": 8})
+    assert learn(run, most_steps=4_000).return_mean == 10.0
+
+
 @pytest.mark.parametrize("options", [(), ("double=true", "dueling=true", "prioritized=true", "n_step=3")])
 def test_dqn_solves_catch_from_pixels(options: tuple[str, ...]) -> None:
     """84x84 pixels, within 12,000 steps; at random -0.71."""
@@ -144,6 +159,7 @@ def test_dqn_solves_recall_only_by_a_stack_that_reaches_back_to_the_cue() -> Non
         (PPO, False),
         (IMPALA, False),
         ({"name": "dqn"}, False),
+        ({"name": "discrete_sac"}, False),
         ({"name": "r2d2", "sequence_length": 8, "overlap": 4, "burn_in": 4}, False),
     ],
 )

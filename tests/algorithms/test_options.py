@@ -249,7 +249,7 @@ from ddrl.types import EnvSpec
 for name, spec in {SPECS}.items():
     config = config_class(name)()
     config.check(spec)
-    if name not in ("dqn", "r2d2"):
+    if name not in ("discrete_sac", "dqn", "r2d2"):
         Resolved(name, config, spec).policy()
 print("torch" in sys.modules)
 """

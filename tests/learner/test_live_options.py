@@ -53,6 +53,14 @@ LIVE: dict[str, Table] = {
         "target_entropy": ({}, 1.5),
         "policy_delay": ({}, 2),
     },
+    "discrete_sac": {
+        "learning_rate": ({}, 1e-4),
+        "max_grad_norm": ({}, 0.01),
+        "target_rate": ({}, 0.5),
+        "temperature": ({}, 0.02),
+        "target_entropy": ({}, 0.1),
+        "value_clip": ({}, 0.01),
+    },
     "dqn": VALUES | {"huber_delta": ({}, 0.1)},
     "r2d2": VALUES,
     "ppo": ON_POLICY

@@ -16,7 +16,14 @@ from ddrl.types import EnvSpec
 CATEGORICAL = {"distribution": "categorical", "num_atoms": 5, "v_min": -3.0, "v_max": 4.0}
 QUANTILE = {"distribution": "quantile", "num_atoms": 5}
 SOFT = {"target_period": None, "target_rate": 0.1}
-SPECS = {"sac": CONTINUOUS, "dqn": DISCRETE, "r2d2": DISCRETE, "ppo": DISCRETE, "impala": DISCRETE}
+SPECS = {
+    "sac": CONTINUOUS,
+    "discrete_sac": DISCRETE,
+    "dqn": DISCRETE,
+    "r2d2": DISCRETE,
+    "ppo": DISCRETE,
+    "impala": DISCRETE,
+}
 
 
 def batch_for(name: str, learner: Any, spec: EnvSpec, seed: int) -> Any:

@@ -61,7 +61,8 @@ class Config(AlgorithmConfig):
         if spec.action_kind != "continuous":
             raise ValueError(
                 f"{spec.env_id}: action_kind is {spec.action_kind!r}, but sac needs continuous actions; "
-                f"choose an environment with a Box of actions"
+                f"choose an environment with a Box of actions, or algorithm.name "
+                f"{'discrete_sac' if spec.action_kind == 'discrete' else 'ppo'}"
             )
         num_dims = math.prod(spec.action_shape)
         for name, bounds in (("action_low", spec.action_low), ("action_high", spec.action_high)):

@@ -79,6 +79,22 @@ def temperature_loss(log_temperature: Tensor, log_prob: Tensor, *, target_entrop
     return -log_temperature.exp() * (log_prob.detach().mean() + target_entropy)
 
 
+def initial_log_temperature(config: Any, device: torch.device) -> Tensor:
+    """Return the log of `initial_temperature` as a parameter with its gradient allocated."""
+    learned = torch.tensor(math.log(config.initial_temperature), device=device).requires_grad_()
+    learned.grad = torch.zeros_like(learned)
+    return learned
+
+
+@torch.no_grad()
+def set_temperature(log_temperature: Tensor, config: Any) -> None:
+    """Apply the option `temperature`; a learned one continues from its value."""
+    if config.temperature != "auto":
+        log_temperature.fill_(math.log(config.temperature) if config.temperature > 0 else -math.inf)
+    elif log_temperature.isinf():  # it was fixed at 0, where its gradient vanishes
+        log_temperature.fill_(math.log(config.initial_temperature))
+
+
 def make_learner(config: Config, spec: EnvSpec, *, device: torch.device, seed: int) -> SAC:
     """Return a learner with fresh networks."""
     return SAC(config, spec, device=device, seed=seed)
@@ -119,9 +135,7 @@ class SAC:
         self._target = FlatParameters(self.target_critics).vector.requires_grad_(False)
         self._target.copy_(self.critic_parameters.vector.detach())
 
-        self._log_temperature = torch.tensor(math.log(config.initial_temperature), device=device)
-        self._log_temperature.requires_grad_()
-        self._log_temperature.grad = torch.zeros_like(self._log_temperature)
+        self._log_temperature = initial_log_temperature(config, device)
         self._learned = {
             "actor": self.actor_parameters.vector,
             "critics": self.critic_parameters.vector,
@@ -135,17 +149,12 @@ class SAC:
         self._use_options()
 
     def _use_options(self) -> None:
-        """Apply the live options. A learned temperature continues from its value."""
+        """Apply the live options."""
         config, entropy = self.config, self.config.target_entropy
         self._target_entropy = -float(self._num_dims) if entropy is None else entropy
         for optimizer in self._optimizers.values():
             set_options(optimizer, lr=config.learning_rate)
-        with torch.no_grad():
-            if config.temperature != "auto":
-                is_positive = config.temperature > 0
-                self._log_temperature.fill_(math.log(config.temperature) if is_positive else -math.inf)
-            elif self._log_temperature.isinf():  # it was fixed at 0, where its gradient vanishes
-                self._log_temperature.fill_(math.log(config.initial_temperature))
+        set_temperature(self._log_temperature, config)
 
     def update(self, batch: Batch) -> dict[str, Tensor]:
         """One update of critics and targets and, every `policy_delay`-th time, of actor and temperature.

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, Generic
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ddrl.algorithms.optim import adam, cpu_copies, optimizer_state, restore, rmsprop, set_options
 from ddrl.algorithms.options import changed
 from ddrl.algorithms.value_learning.options import AnyOptions
-from ddrl.networks.parameters import FlatParameters
+from ddrl.networks.parameters import FlatParameters, saved_buffers
 from ddrl.types import EnvSpec
 
 
@@ -49,12 +49,12 @@ class ValueLearner(Generic[AnyOptions]):
         self.network = config.make_network(spec, generator=torch.Generator().manual_seed(seed)).to(device)
         self.target_network = config.make_network(spec).to(device).requires_grad_(False).eval()
         self.parameters = FlatParameters(self.network)
-        self.buffers = _buffers(self.network)
+        self.buffers = saved_buffers(self.network)
         self._loss = loss
         vector = self.parameters.vector
         target = FlatParameters(self.target_network).vector.requires_grad_(False)
         self._online = {"value": vector, **self.buffers}
-        self._target = {"value": target, **_buffers(self.target_network)}
+        self._target = {"value": target, **saved_buffers(self.target_network)}
         self._move_target(1.0)
         self._optimizer: torch.optim.Optimizer
         common = {"learning_rate": config.learning_rate, "weight_decay": config.weight_decay}
@@ -148,9 +148,3 @@ class ValueLearner(Generic[AnyOptions]):
         named = optimizer_state("network", self._optimizer, self.parameters.vector)
         named |= {f"network.{name}": tensor for name, tensor in self._online.items()}
         return named | {f"target_network.{name}": tensor for name, tensor in self._target.items()}
-
-
-def _buffers(network: nn.Module) -> dict[str, Tensor]:
-    """Return a network's buffers that are saved with it, by name."""
-    saved = network.state_dict(keep_vars=True).keys()
-    return {name: buffer for name, buffer in network.named_buffers() if name in saved}

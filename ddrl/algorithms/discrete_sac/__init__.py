@@ -1,0 +1,1 @@
+"""Soft actor-critic over discrete actions, and soft Q-learning (SQN)."""

@@ -1,0 +1,137 @@
+"""Options of discrete soft actor-critic and of soft Q-learning.
+
+Source: Christodoulou 2019, arXiv:1910.07207 (discrete SAC); Zhou et al. 2022, arXiv:2209.10081 (average_critics and
+value_clip, against its instability); Haarnoja et al. 2017, arXiv:1702.08165 (soft Q-learning), whose form for discrete
+actions Distributed-DRL calls SQN.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field, PositiveInt, model_validator
+
+from ddrl.algorithms.options import Common, NetworkConfig, option
+from ddrl.algorithms.sac.config import Config as SAC
+from ddrl.algorithms.value_learning.options import Options
+from ddrl.config import LIVE
+from ddrl.types import EnvSpec
+
+if TYPE_CHECKING:
+    from torch import Generator
+
+    from ddrl.networks.q_network import QNetwork
+
+ENTROPY_SHARE = 0.5  # of that of uniform actions, which temperature=auto aims at by default
+
+
+class Config(NetworkConfig):
+    """Options of discrete SAC; an update is one minibatch, rewards are in training units."""
+
+    name: ClassVar[str] = "discrete_sac"
+
+    form: Literal["sac", "sqn"] = "sac"
+    """`sac`: a policy network beside the critics. `sqn`: none; the policy is the softmax of the least critic over a
+    fixed temperature, usually 0.1: cheaper, but it follows every error of the critics."""
+    hidden_sizes: tuple[PositiveInt, ...] = option(Options, "hidden_sizes", (128, 128))
+    activation: Literal["relu", "tanh"] = option(Options, "activation", "relu")
+    norm: Literal["none", "group"] = Field("none")
+    """Normalization after each convolution of nature, impala and data_efficient. `group` steadies learning and needs
+    less tuning, at some time per update. Usual: none or group."""
+    learning_rate: float = option(NetworkConfig, "learning_rate", 5e-4)
+    batch_size: PositiveInt = option(NetworkConfig, "batch_size", 128)
+    n_step: PositiveInt = option(Common, "n_step", 1)
+    max_grad_norm: float | None = option(Common, "max_grad_norm", 10.0)
+    target_rate: float = option(Common, "target_rate", 0.005)
+    critic_warmup_updates: int = option(Common, "critic_warmup_updates", 1_000)
+    temperature: Literal["auto"] | float = option(SAC, "temperature", "auto")
+    target_entropy: float | None = Field(None, ge=0, json_schema_extra=LIVE)
+    """Entropy that temperature=auto aims at, in nats. Larger is more random. null: half of that of uniform actions. The
+    paper's 0.98 of it is unstable on many tasks. Usual: 0.2 to 0.98 times the log of the number of actions."""
+    initial_temperature: float = option(SAC, "initial_temperature", 1.0)
+    num_critics: PositiveInt = 2
+    """Critics that are learned. More underestimates more (not with average_critics) and costs time. Usual: 2."""
+    average_critics: bool = False
+    """Targets and policy use the mean of the critics instead of the least: less underestimation, which keeps policies
+    of large entropy from settling. Usual: with value_clip."""
+    value_clip: float | None = Field(None, gt=0, json_schema_extra=LIVE)
+    """A critic gains nothing by moving its value further than this from its target critic's, in training units. null:
+    no limit. Usual: 0.5 with clipped rewards."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sqn_has_a_fixed_temperature(cls, values: Any) -> Any:
+        """Set temperature to 0.1 for sqn, unless it is given."""
+        if isinstance(values, dict) and values.get("form") == "sqn":
+            return {"temperature": 0.1, **values}
+        return values
+
+    @model_validator(mode="after")
+    def _refuse_contradictions(self) -> Config:
+        if self.form == "sqn":
+            self.refuse_changed("with form=sqn", "critic_warmup_updates")
+            if self.temperature == "auto" or not self.temperature:
+                raise ValueError(
+                    f"temperature={self.temperature!r}: form 'sqn' needs a fixed one above 0; set temperature=0.1"
+                )
+        if self.temperature != "auto":
+            if not 0 <= float(self.temperature) < math.inf:
+                raise ValueError(f"temperature={self.temperature}: must be finite and >= 0, or 'auto'")
+            fixed, remedy = f"with temperature={self.temperature}", "remove it or set temperature='auto'"
+            self.refuse_changed(fixed, "target_entropy", "initial_temperature", remedy=remedy)
+        if self.network == "mlp":
+            self.refuse_changed("on mlp, which has no convolutions", "norm")
+        elif ":" in self.network:
+            when = f"on {self.network}, which one linear layer follows"
+            self.refuse_changed(when, "hidden_sizes", "activation")
+        if self.num_critics == 1:
+            self.refuse_changed("with num_critics=1", "average_critics")
+        return self
+
+    def check(self, spec: EnvSpec) -> None:
+        """Refuse an environment without discrete actions, a target that no policy reaches, and unfit networks."""
+        if spec.action_kind != "discrete":
+            other = "sac or ppo" if spec.action_kind == "continuous" else "ppo"
+            raise ValueError(
+                f"{spec.env_id}: action_kind is {spec.action_kind!r}, but {self.name} needs discrete actions; choose "
+                f"an environment with a Discrete space of actions, or algorithm.name {other}"
+            )
+        most = math.log(spec.action_sizes[0])
+        if self.target_entropy is not None and self.target_entropy > most:
+            raise ValueError(
+                f"algorithm.target_entropy: {self.target_entropy:g} nats, but {spec.action_sizes[0]} actions have at "
+                f"most {most:.3f}; lower it"
+            )
+        self.refuse_images_on_mlp(spec)
+        if self.network != "mlp":
+            self.make_network(spec)
+
+    def entropy_goal(self, spec: EnvSpec) -> float:
+        """Return the entropy in nats that temperature=auto aims at."""
+        if self.target_entropy is not None:
+            return self.target_entropy
+        return ENTROPY_SHARE * math.log(spec.action_sizes[0])
+
+    def make_network(self, spec: EnvSpec, *, generator: Generator | None = None) -> QNetwork:
+        """Return a network with an output for each action, on the CPU: a critic's values, or the policy's logits.
+
+        Args:
+            spec: spaces of the environment.
+            generator: of the initial weights; torch's global one when None.
+
+        Raises:
+            ValueError: it cannot take these observations.
+        """
+        from ddrl.networks.q_network import QNetwork
+
+        return QNetwork(
+            self.network,
+            spec.input_shape,
+            num_actions=spec.action_sizes[0],
+            hidden_sizes=self.hidden_sizes,
+            activation=self.activation,
+            norm=self.norm,
+            network_kwargs=self.network_kwargs,
+            generator=generator,
+        )

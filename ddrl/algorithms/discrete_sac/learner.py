@@ -1,0 +1,252 @@
+"""The losses of discrete soft actor-critic and of soft Q-learning, and their learner.
+
+Source: Christodoulou 2019, arXiv:1910.07207; Zhou et al. 2022, arXiv:2209.10081. Expectations over actions are sums, so
+no action is drawn in an update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from ddrl.algorithms.discrete_sac.config import Config
+from ddrl.algorithms.optim import adam, cpu_copies, optimizer_state, restore, set_options
+from ddrl.algorithms.options import changed
+from ddrl.algorithms.sac.learner import initial_log_temperature, set_temperature, temperature_loss
+from ddrl.networks.parameters import FlatParameters, saved_buffers
+from ddrl.networks.trunks import to_input
+from ddrl.types import Batch, EnvSpec
+
+
+def soft_value(q: Tensor, log_policy: Tensor, temperature: Tensor) -> Tensor:
+    """Return V = sum_a pi(a) (Q(a) - alpha log pi(a)): [B] in reward units.
+
+    Source: arXiv:1910.07207, equation 10.
+
+    Args:
+        q: [B, A] values.
+        log_policy: [B, A] log pi, in nats.
+        temperature: [] alpha, reward units per nat.
+    """
+    return (log_policy.exp() * (q - temperature * log_policy)).sum(dim=1)
+
+
+def soft_maximum(q: Tensor, temperature: Tensor) -> Tensor:
+    """Return V = alpha log sum_a exp(Q(a) / alpha): [B], which `soft_value` is for pi = softmax(Q / alpha).
+
+    Source: Haarnoja et al. 2017, arXiv:1702.08165, equation 4.
+
+    Args:
+        q: [B, A] values.
+        temperature: [] alpha, above 0.
+    """
+    return temperature * torch.logsumexp(q / temperature, dim=1)
+
+
+def critic_loss(q: Tensor, target: Tensor, target_q: Tensor, *, clip: float | None) -> Tensor:
+    """Return the sum over the critics of their mean squared errors; moving further than `clip` gains nothing.
+
+    Source: arXiv:1910.07207, equation 4; the clip: arXiv:2209.10081, equation 14.
+
+    Args:
+        q: [E, B] Q_i(s_t, a_t), the only argument with a gradient.
+        target: [B] n-step return plus discounted soft value.
+        target_q: [E, B] the target critics at (s_t, a_t).
+        clip: distance from `target_q`, in reward units; None: no limit.
+    """
+    error = (q - target).square()
+    if clip is not None:
+        near = target_q + (q - target_q).clamp(-clip, clip)
+        error = torch.maximum(error, (near - target).square())
+    return error.sum() / len(target)
+
+
+def policy_loss(q: Tensor, log_policy: Tensor, temperature: Tensor) -> Tensor:
+    """Return E[sum_a pi(a) (alpha log pi(a) - Q(a))].
+
+    Source: arXiv:1910.07207, equation 12.
+
+    Args:
+        q: [B, A] values, without gradient.
+        log_policy: [B, A] log pi, in nats; the only argument with a gradient.
+        temperature: [] alpha; no gradient is taken through it.
+    """
+    return -soft_value(q, log_policy, temperature.detach()).mean()
+
+
+def make_learner(config: Config, spec: EnvSpec, *, device: torch.device, seed: int) -> DiscreteSAC:
+    """Return a learner with fresh networks."""
+    return DiscreteSAC(config, spec, device=device, seed=seed)
+
+
+class DiscreteSAC:
+    """Networks and optimizers; see `base.Learner`.
+
+    Args:
+        config: options of the algorithm.
+        spec: spaces of the environment.
+        device: where networks and batches are.
+        seed: of the initial weights, which are the same on every device.
+    """
+
+    def __init__(self, config: Config, spec: EnvSpec, *, device: torch.device, seed: int) -> None:
+        self.num_updates = 0
+        self.from_policy = False
+        self.config = config
+        self._spec = spec
+        generator = torch.Generator().manual_seed(seed)
+
+        def networks(num: int) -> nn.ModuleList:
+            return nn.ModuleList(config.make_network(spec, generator=generator) for _ in range(num)).to(
+                device
+            )
+
+        self.critics, self.target_critics = networks(config.num_critics), networks(config.num_critics)
+        self.target_critics.requires_grad_(False)
+        self.target_critics.load_state_dict(self.critics.state_dict())
+        self.actor = networks(1)[0] if config.form == "sac" else None
+        self.critic_parameters = FlatParameters(self.critics)
+        self._target = FlatParameters(self.target_critics).vector.requires_grad_(False)
+        self._log_temperature = initial_log_temperature(config, device)
+        self._learned = {"critics": self.critic_parameters.vector, "temperature": self._log_temperature}
+        if self.actor is not None:
+            self.actor_parameters = FlatParameters(self.actor)
+            self._learned["actor"] = self.actor_parameters.vector
+        self._optimizers = {
+            name: adam(parameter, learning_rate=config.learning_rate)
+            for name, parameter in self._learned.items()
+        }
+        self._use_options()
+
+    def _use_options(self) -> None:
+        """Apply the live options."""
+        config = self.config
+        self._target_entropy = config.entropy_goal(self._spec)
+        for optimizer in self._optimizers.values():
+            set_options(optimizer, lr=config.learning_rate)
+        set_temperature(self._log_temperature, config)
+
+    def update(self, batch: Batch) -> dict[str, Tensor]:
+        """One update of critics and targets, and of actor and temperature.
+
+        Args:
+            batch: tensors on the learner's device; observations uint8 or float32.
+
+        Returns:
+            Detached scalars by name.
+        """
+        config = self.config
+        observation, next_observation = to_input(batch.observation), to_input(batch.next_observation)
+        index = batch.action.reshape(-1, 1)
+        with torch.no_grad():
+            temperature = self._log_temperature.exp()
+            next_value = self._next_value(next_observation, temperature)
+            target = torch.addcmul(batch.n_step_return, batch.bootstrap_discount, next_value)  # [B]
+        every_q = torch.stack([critic(observation) for critic in self.critics])  # [E, B, A]
+        q = self._taken(every_q, index)  # [E, B]
+        target_q = q
+        if config.value_clip is not None:
+            every_target = torch.stack([critic(observation) for critic in self.target_critics])
+            target_q = self._taken(every_target, index)
+        loss = critic_loss(q, target, target_q.detach(), clip=config.value_clip)
+        self.critic_parameters.differentiate(loss)
+        if config.max_grad_norm is not None:
+            self.critic_parameters.clip_gradient(config.max_grad_norm)
+        self._optimizers["critics"].step()
+        metrics = {"critic_loss": loss.detach(), "q_mean": q.detach().mean(), "temperature": temperature}
+        every_q = self._combined(every_q.detach())
+        if self.actor is None:
+            log_policy = (every_q / temperature).log_softmax(dim=1)
+            metrics["entropy"] = -(log_policy.exp() * log_policy).sum(dim=1).mean()
+        elif not self.from_policy or self.num_updates >= config.critic_warmup_updates:
+            metrics |= self._improve_policy(observation, every_q, temperature)
+        self._target.lerp_(self.critic_parameters.vector.detach(), config.target_rate)
+        self.num_updates += 1
+        return metrics
+
+    def _next_value(self, next_observation: Tensor, temperature: Tensor) -> Tensor:
+        """Return the soft values [B] of the next observations."""
+        q = self._combined(torch.stack([critic(next_observation) for critic in self.target_critics]))
+        if self.actor is None:
+            return soft_maximum(q, temperature)
+        return soft_value(q, self.actor(next_observation).log_softmax(dim=1), temperature)
+
+    def _improve_policy(self, observation: Tensor, q: Tensor, temperature: Tensor) -> dict[str, Tensor]:
+        """Update actor and temperature; q [B, A] is that of the critics before their step."""
+        assert self.actor is not None
+        log_policy = self.actor(observation).log_softmax(dim=1)
+        loss = policy_loss(q, log_policy, temperature)
+        self.actor_parameters.differentiate(loss)
+        if self.config.max_grad_norm is not None:
+            self.actor_parameters.clip_gradient(self.config.max_grad_norm)
+        self._optimizers["actor"].step()
+        log_policy = log_policy.detach()
+        negative_entropy = (log_policy.exp() * log_policy).sum(dim=1)  # [B]
+        if self.config.temperature == "auto":
+            learned = self._log_temperature
+            with torch.no_grad():  # the loss is its own gradient
+                learned.grad = temperature_loss(
+                    learned, negative_entropy, target_entropy=self._target_entropy
+                )
+            self._optimizers["temperature"].step()
+        return {"policy_loss": loss.detach(), "entropy": -negative_entropy.mean()}
+
+    def _combined(self, q: Tensor) -> Tensor:
+        """[E, B, A] -> [B, A]: the least critic, or their mean."""
+        return q.mean(dim=0) if self.config.average_critics else q.amin(dim=0)
+
+    def _taken(self, q: Tensor, index: Tensor) -> Tensor:
+        """Return the values [E, B] of the actions taken, of values [E, B, A] and actions [B, 1]."""
+        return q.gather(2, index.expand(len(q), -1, 1)).squeeze(2)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return what a policy needs, the actor or the critics of sqn, and the log temperature, as CPU copies."""
+        module, parameters = self._published
+        others = {**saved_buffers(module), "log_temperature": self._log_temperature}
+        return parameters.copies() | cpu_copies(others)
+
+    @property
+    def _published(self) -> tuple[nn.Module, FlatParameters]:
+        if self.actor is None:
+            return self.critics, self.critic_parameters
+        return self.actor, self.actor_parameters
+
+    def state(self) -> dict[str, Tensor]:
+        """Return everything needed to continue, as CPU copies."""
+        return cpu_copies(self._tensors()) | {"num_updates": torch.tensor(self.num_updates)}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from what `state` returned."""
+        restore(self._tensors(), state, num_updates=torch.Size(()))
+        self.num_updates = int(state["num_updates"])
+        self._use_options()
+
+    def apply_options(self, options: Config) -> None:
+        """Apply changed live options from the next update on."""
+        self.config = changed(self.config, options)
+        self._use_options()
+
+    def load_initial_weights(self, weights: Mapping[str, Tensor]) -> str:
+        """Start from a published policy and its temperature; return what starts fresh."""
+        module, _ = self._published
+        given = dict(module.named_parameters()) | saved_buffers(module)
+        restore(given | {"log_temperature": self._log_temperature}, weights)
+        self._use_options()
+        if self.actor is None:
+            self.target_critics.load_state_dict(self.critics.state_dict())
+            return "the optimizer starts fresh"
+        temperature = float(self._log_temperature.exp())
+        return f"critics and optimizers start fresh, the temperature at {temperature:.3g}"
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Return the tensors that updates change, by name; not copied."""
+        named = {f"{name}.value": parameter for name, parameter in self._learned.items()}
+        named["target_critics.value"] = self._target
+        for name, optimizer in self._optimizers.items():
+            named |= optimizer_state(name, optimizer, self._learned[name])
+        for part in ("actor", "critics", "target_critics"):
+            if (module := getattr(self, part)) is not None:
+                named |= {f"{part}.{name}": buffer for name, buffer in saved_buffers(module).items()}
+        return named
