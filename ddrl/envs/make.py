@@ -44,6 +44,8 @@ class Vector(Protocol):
 def make_one(env: EnvConfig, render_mode: str | None = None) -> gymnasium.Env[Any, Any]:
     """Return one environment with `max_episode_steps` and `action_repeat` applied; an episode of ALE is a whole game.
 
+    Observations that are no Box become one vector, in which a choice of n is n numbers, one of them 1.
+
     `max_episode_steps` counts the environment's own steps, before `action_repeat`, as its own limit does.
 
     Args:
@@ -59,7 +61,7 @@ def make_one(env: EnvConfig, render_mode: str | None = None) -> gymnasium.Env[An
         return AtariEnv(env.id, env.atari, render_mode)
     if render_mode is not None:
         env = env.model_copy(update={"kwargs": {**env.kwargs, "render_mode": render_mode}})
-    made = _from_callable(env) if ":" in env.id else _from_registry(env, env.id)
+    made = _flattened(env.id, _from_callable(env) if ":" in env.id else _from_registry(env, env.id))
     if env.action_repeat > 1:
         from ddrl.envs.wrappers import ActionRepeat
 
@@ -133,10 +135,6 @@ def _spec(env_id: str, observed: Any, acted: Any) -> EnvSpec:
     """Return the spaces of one environment, unstacked. Observations are float32 in ddrl, images of uint8 stay so."""
     from gymnasium.spaces import Box, Discrete, MultiDiscrete
 
-    if not isinstance(observed, Box):
-        raise EnvError(
-            f"{env_id}: observation space {observed} is no Box; wrap the environment to give one array"
-        )
     are_images = observed.dtype == np.uint8 and len(observed.shape) > 1
     spec = partial(EnvSpec, env_id, observed.shape, "uint8" if are_images else "float32")
     if isinstance(acted, Discrete | MultiDiscrete):
@@ -160,6 +158,35 @@ def _spec(env_id: str, observed: Any, acted: Any) -> EnvSpec:
         raise EnvError(f"{env_id}: action space {acted} has no bounds; wrap the environment to clip actions")
     low, high = tuple(acted.low.ravel().tolist()), tuple(acted.high.ravel().tolist())
     return spec("continuous", acted.shape, action_low=low, action_high=high)
+
+
+def _flattened(env_id: str, made: gymnasium.Env[Any, Any]) -> gymnasium.Env[Any, Any]:
+    """Return the environment with observations that are a Box.
+
+    Raises:
+        EnvError: a part of its observations is no vector.
+    """
+    from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tuple
+    from gymnasium.wrappers import FlattenObservation
+
+    if isinstance(made.observation_space, Box):
+        return made
+    parts: list[tuple[str, Any]] = [("", made.observation_space)]
+    while parts:
+        name, space = parts.pop()
+        if isinstance(space, Dict | Tuple):
+            named = space.items() if isinstance(space, Dict) else enumerate(space)
+            parts += [(f"{name}.{key}".removeprefix("."), part) for key, part in named]
+            continue
+        is_image = isinstance(space, Box) and space.dtype == np.uint8 and len(space.shape) > 1
+        if is_image or not isinstance(space, Box | Discrete | MultiBinary | MultiDiscrete):
+            why = "is an image" if is_image else f"of {type(space).__name__} cannot be a vector"
+            made.close()
+            raise EnvError(
+                f"{env_id}: part {name!r} of the observations {why}; wrap the environment to leave it out, as by "
+                "gymnasium.wrappers.FilterObservation, or to give one array"
+            )
+    return FlattenObservation(made)
 
 
 def _is_game(env: EnvConfig) -> bool:

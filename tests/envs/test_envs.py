@@ -10,7 +10,7 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium.envs import registration
-from gymnasium.spaces import Box, Discrete, MultiDiscrete
+from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete, Text, Tuple
 from support.runs import target_config
 
 from ddrl import envs
@@ -149,7 +149,15 @@ def test_describe(spec: EnvSpec) -> None:
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"observations": Discrete(4)}, "observation space .* is no Box"),
+        ({"observations": Text(9)}, "part '' of the observations of Text cannot be a vector; wrap"),
+        (
+            {"observations": Dict(a=Dict(b=Text(9)))},
+            r"part 'a\.b' of the observations of Text cannot be a vector",
+        ),
+        (
+            {"observations": Tuple([Box(0, 255, (9, 9), np.uint8)])},
+            "part '0' of the observations is an image; wrap",
+        ),
         ({"actions": Discrete(3, start=1)}, "actions start at 1; wrap"),
         ({"actions": MultiDiscrete([3, 4], start=[0, 2])}, r"actions start at \[0, 2\]; wrap"),
         ({"actions": MultiDiscrete([[3, 4], [2, 2]])}, r"actions of shape \(2, 2\) are no vector; wrap"),
@@ -163,6 +171,22 @@ def test_spaces_that_networks_do_not_know_are_refused(kwargs: dict[str, Any], me
     with pytest.raises(EnvError, match=message) as refused:
         envs.describe(ramp(kwargs=kwargs))
     assert "\n" not in str(refused.value)
+
+
+def test_observations_of_several_parts_become_one_vector(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the final ones; parts are in the space's order, and a choice of n is n numbers."""
+    monkeypatch.setenv("DDRL_ALLOW_MODULES", "support.odd_envs")
+    config = EnvConfig(id="support.odd_envs:Parts", num_envs=2, max_episode_steps=2)
+    spec = envs.describe(config)
+    assert (spec.observation_shape, spec.observation_dtype) == ((10,), "float32")
+    vector = envs.make_vector(config)
+    envs.check_spaces(vector, spec)
+    expected = [[step, 1, 0, 0, 1, 0.25, 0.5, 1, 0, 1] for step in range(3)]
+    assert vector.reset(seed=[1, 2])[0].tolist() == [expected[0]] * 2
+    assert vector.step(np.zeros(2, np.int64))[0].tolist() == [expected[1]] * 2
+    observation, *_, info = vector.step(np.zeros(2, np.int64))
+    assert observation.tolist() == [expected[0]] * 2
+    assert [row.tolist() for row in info["final_obs"]] == [expected[2]] * 2
 
 
 @pytest.mark.parametrize("make", [envs.make_one, envs.make_vector])

@@ -6,7 +6,7 @@ from typing import Any
 
 import gymnasium
 import numpy as np
-from gymnasium.spaces import Box, Discrete
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tuple
 
 
 class Counts(gymnasium.Env[np.ndarray, Any]):
@@ -40,3 +40,28 @@ class Endless(Counts):
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         return self._shown, 1.0, False, False, {}
+
+
+class Parts(gymnasium.Env[dict[str, Any], Any]):
+    """Observations of several parts, of which one counts the steps; reward 1 for action 1."""
+
+    def __init__(self) -> None:
+        pair = Tuple([MultiDiscrete([2, 2]), Box(-1.0, 1.0, (2,), np.float64)])
+        self.observation_space = Dict(
+            where=Box(0, 9, (1,), np.int64), pair=pair, kind=Discrete(2), bits=MultiBinary(1)
+        )
+        self.action_space = Discrete(2)
+        self._steps = 0
+
+    def _shown(self) -> dict[str, Any]:
+        pair = (np.array([0, 1]), np.array([0.25, 0.5]))
+        return {"where": np.array([self._steps]), "pair": pair, "kind": 0, "bits": np.array([1], np.int8)}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[dict[str, Any], dict[str, Any]]:
+        super().reset(seed=seed)
+        self._steps = 0
+        return self._shown(), {}
+
+    def step(self, action: Any) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
+        self._steps += 1
+        return self._shown(), float(action), False, False, {}
