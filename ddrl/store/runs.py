@@ -541,7 +541,4 @@ def delete(client: Redis, run: str) -> int:
     script_keys = [keys.state(run), keys.lease(run), keys.RUNS, keys.OPEN, keys.DELETED]
     if not call(client, "delete_run", script_keys, [run, DELETED_MS, *ENDED]):
         raise StoreError(f"run {run}: goes on again; stop it first with `ddrl stop {run}`")
-    removed = 1
-    for key in client.scan_iter(match=keys.run_pattern(run), count=1000):
-        removed += client.unlink(key)
-    return removed
+    return 1 + sum(client.unlink(key) for key in client.scan_iter(match=keys.run_pattern(run), count=1000))
