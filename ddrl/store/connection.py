@@ -315,7 +315,6 @@ def connect(server_url: str | None = None, *, reply_timeout_s: float = REPLY_TIM
         "socket_timeout": reply_timeout_s,
         "socket_connect_timeout": 3.0,
         "retry": Retry(ExponentialBackoff(cap=1.0, base=0.1), RETRIES),
-        "decode_responses": False,
     }
     if not server_url.startswith("unix://"):
         options["socket_keepalive"] = True

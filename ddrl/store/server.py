@@ -318,7 +318,6 @@ def _server_config() -> str:
         "save": "",
         "maxmemory": str(memory_limit()),
         "maxmemory-policy": "noeviction",
-        "daemonize": "no",
     }
     lock = try_lock(_file("listen"))
     if lock is None:  # the user that has opened the server on TCP is there
@@ -362,11 +361,7 @@ def memory_bytes(root: Path = Path("/")) -> int:
 
 def _connect() -> redis.Redis:
     return redis.Redis.from_url(
-        url(),
-        socket_timeout=2.0,
-        socket_connect_timeout=1.0,
-        retry=Retry(NoBackoff(), 0),
-        decode_responses=True,
+        url(), socket_timeout=2.0, socket_connect_timeout=1.0, retry=Retry(NoBackoff(), 0)
     )
 
 
