@@ -294,13 +294,14 @@ def play(
         if player.has_unsent:  # of an earlier segment: it is appended even if this one ends at once
             reply, appended = player.append(client, 0, clock, node=node)
         while reply.answer in (Answer.GO, Answer.WAIT, Answer.FULL) and time.monotonic() < deadline:
-            is_patient = clock.waited_s <= yield_after_s or not players.may_look()
-            if not is_patient and _wanted_elsewhere(client, run, serves):
+            is_impatient = clock.waited_s > yield_after_s and players.may_look()
+            if is_impatient and _wanted_elsewhere(client, run, serves):
                 break
             if reply.answer is Answer.WAIT:
                 with clock.waiting("allowance"):
                     if stream.await_allowance(blocking, run, reply.allowance_id, block_ms=WAIT_MS):
-                        _spread_wakes(num_collectors)
+                        # All collectors that wait for a learner are woken at once.
+                        time.sleep(random.uniform(0.0, min(WAIT_MS / 1e3, num_collectors / WAKES_PER_S)))
                     reply = stream.remaining(client, run, node=node)
                     num_collectors = reply.players
                 continue
@@ -320,11 +321,6 @@ def play(
         if reply.answer is Answer.STOPPED:
             players.drop(run)
         return appended
-
-
-def _spread_wakes(num_collectors: int) -> None:
-    """Sleep for a random time, since all collectors that wait for a learner are woken at once."""
-    time.sleep(random.uniform(0.0, min(WAIT_MS / 1e3, num_collectors / WAKES_PER_S)))
 
 
 def _wanted_elsewhere(client: Redis, run: str, serves: Callable[[str], bool]) -> bool:
