@@ -158,13 +158,12 @@ def _compress(column: _Column, array: np.ndarray) -> bytes:
     if column.is_image:
         array = array.swapaxes(0, 1)
     array = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
-    shuffle = blosc2.Filter.BITSHUFFLE if array.itemsize > 1 else blosc2.Filter.NOFILTER
     chunk: bytes = blosc2.compress2(
         array.reshape(-1).view(np.uint8),
         typesize=array.itemsize,
         codec=blosc2.Codec.ZSTD,
         clevel=2 if column.is_image else 1,
-        filters=[shuffle],
+        filters=[blosc2.Filter.BITSHUFFLE if array.itemsize > 1 else blosc2.Filter.NOFILTER],
         blocksize=column.block_bytes,
         nthreads=1,
     )

@@ -141,8 +141,7 @@ class Learner:
         # another policy, whose data cannot be used.
         if not self._on_policy and not shared.updates and latest in index.sizes:
             is_published, version = True, latest
-        cursor = shared.ledger.cursor
-        reader = Reader(self._reader_client, self._run, cursor, self._decode, **self._mends)
+        reader = Reader(self._reader_client, self._run, shared.ledger.cursor, self._decode, **self._mends)
         self.publisher.begin(reader, version, None if is_published else self._weights())
         self._published_updates = shared.updates
         reader.start()

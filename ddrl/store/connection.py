@@ -33,12 +33,7 @@ from redis.backoff import ExponentialBackoff, NoBackoff
 from redis.client import Pipeline
 from redis.exceptions import MasterDownError, NoPermissionError, NoScriptError
 from redis.retry import Retry
-from redis.sentinel import (
-    MasterNotFoundError,
-    Sentinel,
-    SentinelConnectionPool,
-    SentinelManagedConnection,
-)
+from redis.sentinel import MasterNotFoundError, Sentinel, SentinelConnectionPool, SentinelManagedConnection
 
 from ddrl.store import keys
 
@@ -276,8 +271,7 @@ def _has_sentinels(server_url: str) -> bool:
 
 def _sentinels(server_url: str) -> list[tuple[str, int]]:
     """Return host and port of each sentinel."""
-    hosts = urlsplit(server_url).netloc.rpartition("@")[2].split(",")
-    found = [urlsplit(f"//{host}") for host in hosts]
+    found = [urlsplit(f"//{host}") for host in urlsplit(server_url).netloc.rpartition("@")[2].split(",")]
     return [(part.hostname or "localhost", part.port or SENTINEL_PORT) for part in found]
 
 

@@ -231,8 +231,7 @@ class Players:
             can_report = False
             raise
         finally:
-            spent = {"spent_ms": clock.spent_ms, **clock.unreported()}
-            self._unreported_end = run, Process.this(node), spent
+            self._unreported_end = run, Process.this(node), {"spent_ms": clock.spent_ms, **clock.unreported()}
             if can_report:
                 self.report_end(client)
 

@@ -191,9 +191,8 @@ def play_evaluation(client: Redis, run: str, message: str) -> bool:
             return False  # no learner has opened it
         requirements.check_machine(config, runs.state(client, run).versions)
         with watchdog.watch(run, config.env.id, config.rollout.step_timeout_s):
-            loaded = policy.from_run(client, run, evaluation.version)
             result = score(
-                loaded,
+                policy.from_run(client, run, evaluation.version),
                 evaluation.seeds,
                 num_envs=evaluation.num_envs,
                 epsilon=evaluation.epsilon,
