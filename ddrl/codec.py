@@ -227,9 +227,8 @@ def _check_layout(columns: list[_Column], steps: int, num_envs: int, context: in
     shapes = {column.name: column.shape for column in columns}
     if len(shapes) != len(columns):
         raise CodecError("columns: a name occurs twice")
-    for name in _REQUIRED:
-        if name not in shapes:
-            raise CodecError(f"{name}: the column is missing")
+    if missing := [name for name in _REQUIRED if name not in shapes]:
+        raise CodecError(f"{missing[0]}: the column is missing")
     if len(_RECURRENT.keys() & shapes.keys()) == 1:
         raise CodecError("memory_index, memory: come together or not at all")
     if (total := sum(column.num_bytes for column in columns)) > max_bytes:

@@ -140,8 +140,7 @@ def _show(report: Mapping[str, Any]) -> None:
 
 def _summary(report: Mapping[str, Any]) -> str:
     """Return the fleet in a line, and the packages whose versions differ."""
-    present = report["workers"]
-    if not present:
+    if not (present := report["workers"]):
         return "no workers; start `celery -A ddrl worker` on every machine that is to play"
     processes, hosts = sum(worker["processes"] for worker in present), {worker["host"] for worker in present}
     active = sum(run["status"] == "active" for run in report["runs"])

@@ -153,8 +153,7 @@ def load(client: Redis, run: str) -> tuple[bytes, dict[str, Any]] | None:
     Raises:
         StoreError: parts are missing or damaged.
     """
-    pointer = newest_pointer(client, run)
-    if pointer is None:
+    if (pointer := newest_pointer(client, run)) is None:
         return None
     blob = b"".join(cast("bytes | None", client.get(key)) or b"" for key in part_keys(run, pointer))
     if len(blob) != pointer["bytes"] or zlib.crc32(blob) != pointer["crc32"]:
@@ -187,8 +186,7 @@ def newest_pointer(client: Redis, run: str) -> Pointer | None:
     Raises:
         StoreError: it is damaged.
     """
-    raw = cast("bytes | None", client.hget(keys.state(run), "checkpoint"))
-    if not raw:
+    if not (raw := cast("bytes | None", client.hget(keys.state(run), "checkpoint"))):
         return None
     try:
         pointer = TypeAdapter(Pointer).validate_json(raw)

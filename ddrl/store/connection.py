@@ -702,8 +702,7 @@ class Outage:
 
     def note(self, error: Exception) -> None:
         """Log an outage; raise an error that is none."""
-        text = outage(error)
-        if text is None:
+        if (text := outage(error)) is None:
             raise error
         self._since = self._since or time.monotonic()
         if text != self._logged:
@@ -870,8 +869,7 @@ def _num_followers(client: redis.Redis) -> int:
     the others. So a replica counts while the primary lists it, a sentinel does, or both did, and the sentinel has not
     looked since that replica was itself the primary (it looks every 10 s).
     """
-    pool = client.connection_pool
-    if not isinstance(pool, SentinelConnectionPool):
+    if not isinstance(pool := client.connection_pool, SentinelConnectionPool):
         return 1
     pool.get_master_address()  # type: ignore[no-untyped-call]
     info: Any = client.info("replication")

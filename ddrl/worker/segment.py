@@ -217,8 +217,7 @@ class Players:
 
     def drop(self, run: str) -> None:
         """Close a run's player, if there is one."""
-        player = self._players.pop(run, None)
-        if player is not None:
+        if (player := self._players.pop(run, None)) is not None:
             player.collector.close()
 
     @contextmanager
@@ -244,8 +243,7 @@ class Players:
 
     def may_look(self) -> bool:
         """Return True if it is time to look at the other runs again; seldom, as many processes may wait for long."""
-        now = time.monotonic()
-        if now < self._look_at:
+        if (now := time.monotonic()) < self._look_at:
             return False
         self._look_at = now + YIELD_AFTER_S * random.uniform(1.0, 1.5)
         return True

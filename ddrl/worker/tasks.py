@@ -182,8 +182,7 @@ def play_evaluation(client: Redis, run: str, message: str) -> bool:
                 raise Withdrawn
 
     try:
-        evaluation = evaluations.take(client, run, message, player)
-        if evaluation is None:
+        if (evaluation := evaluations.take(client, run, message, player)) is None:
             return False
         config = runs.config(client, run)
         most = max(MOST_EPISODES, config.evaluation.num_episodes, config.evaluation.confirm_episodes)
