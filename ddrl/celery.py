@@ -97,7 +97,6 @@ app.conf.update(
     worker_proc_alive_timeout=UP_TIMEOUT_S,  # Celery's 4 s are too short to import torch
     worker_max_memory_per_child=_memory_bytes // 1024,
     worker_send_task_events=True,  # for Flower
-    worker_hijack_root_logger=True,
     broker_connection_retry_on_startup=True,
     broker_connection_max_retries=None,  # wait for the server for as long as it takes
     task_publish_retry=False,  # the sender tries again; Kombu would go on with a channel that its own retry closed

@@ -158,13 +158,12 @@ def _compress(column: _Column, array: np.ndarray) -> bytes:
     if column.is_image:
         array = array.swapaxes(0, 1)
     array = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
-    shuffle = blosc2.Filter.BITSHUFFLE if array.itemsize > 1 else blosc2.Filter.NOFILTER
     chunk: bytes = blosc2.compress2(
         array.reshape(-1).view(np.uint8),
         typesize=array.itemsize,
         codec=blosc2.Codec.ZSTD,
         clevel=2 if column.is_image else 1,
-        filters=[shuffle],
+        filters=[blosc2.Filter.BITSHUFFLE if array.itemsize > 1 else blosc2.Filter.NOFILTER],
         blocksize=column.block_bytes,
         nthreads=1,
     )
@@ -228,9 +227,8 @@ def _check_layout(columns: list[_Column], steps: int, num_envs: int, context: in
     shapes = {column.name: column.shape for column in columns}
     if len(shapes) != len(columns):
         raise CodecError("columns: a name occurs twice")
-    for name in _REQUIRED:
-        if name not in shapes:
-            raise CodecError(f"{name}: the column is missing")
+    if missing := [name for name in _REQUIRED if name not in shapes]:
+        raise CodecError(f"{missing[0]}: the column is missing")
     if len(_RECURRENT.keys() & shapes.keys()) == 1:
         raise CodecError("memory_index, memory: come together or not at all")
     if (total := sum(column.num_bytes for column in columns)) > max_bytes:

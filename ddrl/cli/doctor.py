@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import ipaddress
 import os
@@ -16,7 +15,7 @@ import typer
 import ddrl
 from ddrl.cli.format import counted, duration, size
 from ddrl.cli.output import Client, Json, ServerError, aligned, emit, server
-from ddrl.envs.requirements import PACKAGES
+from ddrl.envs.requirements import PACKAGES, installed_version
 from ddrl.store import capped_streams, connection, keys, runs
 
 OK, WARN, FAIL = "ok", "warn", "fail"
@@ -41,7 +40,8 @@ class Finding(NamedTuple):
 
 def doctor(json_output: Json = False) -> None:
     """Check whether this machine can train: packages, server, devices, environments, with remedies."""
-    findings = examine()
+    # Takes a few seconds, because torch is imported.
+    findings = [*_installed(), *_server(), _cores(), _torch(), _environment()]
     if json_output:
         emit([finding._asdict() for finding in findings])
     else:
@@ -50,22 +50,13 @@ def doctor(json_output: Json = False) -> None:
         raise typer.Exit(3 if "server" in failed else 1)
 
 
-def examine() -> list[Finding]:
-    """Make all checks; takes a few seconds, because torch is imported."""
-    return [*_installed(), *_server(), _cores(), _torch(), _environment()]
-
-
 def _installed() -> Iterator[Finding]:
     system = f"{platform.python_version()} on {platform.platform()}, ddrl {ddrl.__version__}"
     yield Finding("python", OK, system)
-    found, missing = [], []
-    for name in _PACKAGES:
-        try:
-            found.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            missing.append(name)
+    versions = {name: installed_version(name) for name in _PACKAGES}
+    found = [f"{name} {version}" for name, version in versions.items() if version is not None]
     yield Finding("packages", OK, ", ".join(found))
-    if missing:
+    if missing := [name for name, version in versions.items() if version is None]:
         yield Finding("packages", FAIL, f"missing: {', '.join(missing)}", "pip install ddrl again")
     for extra, module in _EXTRAS.items():
         if importlib.util.find_spec(module) is not None:

@@ -19,7 +19,6 @@ from ddrl.store.connection import StoreError
 
 REFRESH_S = 1.0
 _WORKER_FIELDS = ("node", "host", "pid", "processes", "queues", "capabilities", "versions", "draining")
-_MACHINE_FIELDS = ("cores", "gpus", "memory_bytes")
 CLEAR = "\033[2J\033[H"  # what a terminal shows
 
 
@@ -52,7 +51,7 @@ def collect(client: Client) -> dict[str, Any]:
     for worker in present:
         played = {run: nodes[worker.node] for run, nodes in playing.items() if worker.node in nodes}
         up_s = max(0.0, time.time() - worker.started_s) if worker.started_s else None
-        fields = picked(worker, *_WORKER_FIELDS, *_MACHINE_FIELDS)
+        fields = picked(worker, *_WORKER_FIELDS, "cores", "gpus", "memory_bytes")
         report["workers"].append({**fields, "playing": played, "up_s": up_s})
     total, trouble = sum(load.mean_processes for load in loads.values()) or 1.0, hints.server_trouble(client)
     seen = {"present": present, "loads": [*loads.values()], "now_s": runs.server_ms(client) / 1e3}
@@ -141,8 +140,7 @@ def _show(report: Mapping[str, Any]) -> None:
 
 def _summary(report: Mapping[str, Any]) -> str:
     """Return the fleet in a line, and the packages whose versions differ."""
-    present = report["workers"]
-    if not present:
+    if not (present := report["workers"]):
         return "no workers; start `celery -A ddrl worker` on every machine that is to play"
     processes, hosts = sum(worker["processes"] for worker in present), {worker["host"] for worker in present}
     active = sum(run["status"] == "active" for run in report["runs"])

@@ -129,8 +129,7 @@ class Lines:
     def show(self, runs: Sequence[Figures]) -> None:
         """Print the lines that are due."""
         now = time.monotonic()
-        is_time = now >= self._next
-        if is_time:
+        if is_time := now >= self._next:
             self._next = now + max(LINE_S, 2.0 * len(runs))
         for figures in runs:
             run = figures.state.run

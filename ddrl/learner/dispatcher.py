@@ -150,14 +150,12 @@ class Dispatcher:
             present = max(0.0, process_s - self._process_s) / elapsed_s
             self._mean_processes = kept * self._mean_processes + (1 - kept) * present
         self._process_s = process_s
-        script_keys = [keys.state(self._run)] * 2
-        most = min(ledger.MIN_PRODUCERS + 4 * processes, ledger.MAX_PRODUCERS)
         fields = {
             "mean_processes": f"{self._mean_processes:.4f}",
             "processes": processes,
-            "max_producers": most,
+            "max_producers": min(ledger.MIN_PRODUCERS + 4 * processes, ledger.MAX_PRODUCERS),
         }
-        call(self._client, "set_fields", script_keys, [self._token, fields])
+        call(self._client, "set_fields", [keys.state(self._run)] * 2, [self._token, fields])
 
     def _find_lost(self, fleet: Sequence[Heartbeat]) -> None:
         """Note processes that play and are gone, once two surveys in a row say so: heartbeats may be a little late."""

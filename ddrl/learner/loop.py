@@ -141,8 +141,7 @@ class Learner:
         # another policy, whose data cannot be used.
         if not self._on_policy and not shared.updates and latest in index.sizes:
             is_published, version = True, latest
-        cursor = shared.ledger.cursor
-        reader = Reader(self._reader_client, self._run, cursor, self._decode, **self._mends)
+        reader = Reader(self._reader_client, self._run, shared.ledger.cursor, self._decode, **self._mends)
         self.publisher.begin(reader, version, None if is_published else self._weights())
         self._published_updates = shared.updates
         reader.start()
@@ -274,12 +273,10 @@ class Learner:
         shared = self.shared
         if self._on_policy and shared.weights is not None:
             return False
-        batch = self.replay.draw(**shared.pace, version=shared.version)
-        if batch is None:
+        if (batch := self.replay.draw(**shared.pace, version=shared.version)) is None:
             return False
         metrics = dict(self.algorithm.update(to_device(batch, self._device)))
-        priority = metrics.pop("priority", None)
-        if priority is not None:
+        if (priority := metrics.pop("priority", None)) is not None:
             self.replay.update_priorities(batch, to_host(priority))
         shared.metrics, shared.updates = metrics, self.algorithm.num_updates
         self._publish()
@@ -341,8 +338,7 @@ class Learner:
         """Return the value of the stream that is furthest from 0 and its entry, as a clause; decodes all of it."""
         found = 0.0, "no experience is in the stream"
         for entry in decode_range(self._client, self._run, b"0-1", self.shared.ledger.cursor, self._decode):
-            fragment = entry.fragment
-            if fragment is None:
+            if (fragment := entry.fragment) is None:
                 continue
             names = ("observation", "final_observation", "reward")
             columns = {name: getattr(fragment, name) for name in names} | dict(fragment.extras)

@@ -165,8 +165,7 @@ class Publisher:
         leases.renew(*self._held)
         checkpoints.sweep(*self._held)
         self._ledger_cursor = ledger.read(self._client, self._run)[1]
-        found = checkpoints.load(self._client, self._run)
-        if found is None:
+        if (found := checkpoints.load(self._client, self._run)) is None:
             return None
         self._checkpoint = Counters.decode(found[1])
         return decode_tensors(found[0]), self._checkpoint
@@ -414,8 +413,7 @@ class Publisher:
 
     def _store_checkpoint(self) -> None:
         """Store the checkpoint that was taken, or have one taken when it is due."""
-        taken = self._shared.checkpoint
-        if taken is not None:
+        if (taken := self._shared.checkpoint) is not None:
             self._save(*taken)
             if self._shared.checkpoint is taken:  # the training thread may have taken another meanwhile
                 self._shared.checkpoint = None

@@ -148,8 +148,7 @@ def learn(
     while not interrupt.event.is_set():
         token = None
         try:
-            token = claim.take(interrupt.event)
-            if token is None:
+            if (token := claim.take(interrupt.event)) is None:
                 return None
             with monitoring.learning(run):
                 return _Attempt(client, run, token, folder / run, interrupt.event, outage).learn()
@@ -201,8 +200,7 @@ class _Claim:
             ConfigError: this machine lacks its device.
         """
         while not interrupted.is_set():
-            now = self._state()
-            if now is not None:
+            if (now := self._state()) is not None:
                 if now.ended and self.holder:
                     log.info("%s ended: %s", self.run, now.status)
                     return None

@@ -56,8 +56,7 @@ class Retention:
 
     def apply(self, client: Redis) -> list[Pruned]:
         """Prune if it is time; return what was deleted."""
-        now = time.monotonic()
-        if now < self._next:
+        if (now := time.monotonic()) < self._next:
             return []
         self._next = now + self._every_s
         return prune(client, self._older_than_s, self._max_bytes)

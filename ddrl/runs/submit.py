@@ -44,8 +44,8 @@ def prepare(config: RunConfig, *, processes: int = 1) -> EnvSpec:
     return spaces
 
 
-def check(config: RunConfig, spaces: EnvSpec, *, processes: int = 1) -> base.Resolved:
-    """Check that a run's settings fit together on an environment of these spaces; return the algorithm.
+def check(config: RunConfig, spaces: EnvSpec, *, processes: int = 1) -> None:
+    """Check that a run's settings fit together on an environment of these spaces.
 
     Raises:
         ConfigError: the algorithm cannot be used, or not with this environment, or settings contradict.
@@ -59,7 +59,6 @@ def check(config: RunConfig, spaces: EnvSpec, *, processes: int = 1) -> base.Res
         _check_budget(config, resolved)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    return resolved
 
 
 def _check_budget(config: RunConfig, resolved: base.Resolved) -> None:

@@ -55,8 +55,7 @@ def newest(client: Redis, key: str, after: bytes, until: bytes) -> tuple[list[En
 
     The last id is `after` if there is nothing new.
     """
-    args = [after, until, MOST_PARTS, MOST_BYTES, LONGEST_ENTRY]
-    last, entries = call(client, "read_newest", [key], args)
+    last, entries = call(client, "read_newest", [key], [after, until, MOST_PARTS, MOST_BYTES, LONGEST_ENTRY])
     return [(entry_id, paired(parts)) for entry_id, parts in reversed(entries)], last or after
 
 

@@ -136,10 +136,9 @@ def store_parts(
         LeaseLostError: another learner took over.
     """
     parts = [blob[start : start + PART_BYTES] for start in range(0, len(blob), PART_BYTES)] or [b""]
-    for part, data in enumerate(parts):
-        key = keys.checkpoint_part(run, token, number, part)
-        call(client, "store_part", [keys.state(run), key], [fence, data])
     names = Parts(token=token, number=number, parts=len(parts))
+    for key, data in zip(part_keys(run, names), parts, strict=True):
+        call(client, "store_part", [keys.state(run), key], [fence, data])
     return Pointer(**names, bytes=len(blob), crc32=zlib.crc32(blob), meta=dict(meta))
 
 
@@ -154,8 +153,7 @@ def load(client: Redis, run: str) -> tuple[bytes, dict[str, Any]] | None:
     Raises:
         StoreError: parts are missing or damaged.
     """
-    pointer = newest_pointer(client, run)
-    if pointer is None:
+    if (pointer := newest_pointer(client, run)) is None:
         return None
     blob = b"".join(cast("bytes | None", client.get(key)) or b"" for key in part_keys(run, pointer))
     if len(blob) != pointer["bytes"] or zlib.crc32(blob) != pointer["crc32"]:
@@ -178,11 +176,8 @@ def sweep(client: Redis, run: str, token: int) -> int:
     named = {key.encode() for key in part_keys(run, pointer)} if pointer else set()
     found = client.scan_iter(match=keys.checkpoint_pattern(run), count=1000)
     stray = [key for key in found if key not in named and keys.checkpoint_token(key) < token]
-    num = 0
-    for first in range(0, len(stray), DROPPED_AT_ONCE):
-        some = stray[first : first + DROPPED_AT_ONCE]
-        num += call(client, "drop_parts", [keys.state(run), *some], [token])
-    return num
+    batches = (stray[first : first + DROPPED_AT_ONCE] for first in range(0, len(stray), DROPPED_AT_ONCE))
+    return sum(call(client, "drop_parts", [keys.state(run), *some], [token]) for some in batches)
 
 
 def newest_pointer(client: Redis, run: str) -> Pointer | None:
@@ -191,8 +186,7 @@ def newest_pointer(client: Redis, run: str) -> Pointer | None:
     Raises:
         StoreError: it is damaged.
     """
-    raw = cast("bytes | None", client.hget(keys.state(run), "checkpoint"))
-    if not raw:
+    if not (raw := cast("bytes | None", client.hget(keys.state(run), "checkpoint"))):
         return None
     try:
         pointer = TypeAdapter(Pointer).validate_json(raw)

@@ -33,12 +33,7 @@ from redis.backoff import ExponentialBackoff, NoBackoff
 from redis.client import Pipeline
 from redis.exceptions import MasterDownError, NoPermissionError, NoScriptError
 from redis.retry import Retry
-from redis.sentinel import (
-    MasterNotFoundError,
-    Sentinel,
-    SentinelConnectionPool,
-    SentinelManagedConnection,
-)
+from redis.sentinel import MasterNotFoundError, Sentinel, SentinelConnectionPool, SentinelManagedConnection
 
 from ddrl.store import keys
 
@@ -276,8 +271,7 @@ def _has_sentinels(server_url: str) -> bool:
 
 def _sentinels(server_url: str) -> list[tuple[str, int]]:
     """Return host and port of each sentinel."""
-    hosts = urlsplit(server_url).netloc.rpartition("@")[2].split(",")
-    found = [urlsplit(f"//{host}") for host in hosts]
+    found = [urlsplit(f"//{host}") for host in urlsplit(server_url).netloc.rpartition("@")[2].split(",")]
     return [(part.hostname or "localhost", part.port or SENTINEL_PORT) for part in found]
 
 
@@ -315,7 +309,6 @@ def connect(server_url: str | None = None, *, reply_timeout_s: float = REPLY_TIM
         "socket_timeout": reply_timeout_s,
         "socket_connect_timeout": 3.0,
         "retry": Retry(ExponentialBackoff(cap=1.0, base=0.1), RETRIES),
-        "decode_responses": False,
     }
     if not server_url.startswith("unix://"):
         options["socket_keepalive"] = True
@@ -709,8 +702,7 @@ class Outage:
 
     def note(self, error: Exception) -> None:
         """Log an outage; raise an error that is none."""
-        text = outage(error)
-        if text is None:
+        if (text := outage(error)) is None:
             raise error
         self._since = self._since or time.monotonic()
         if text != self._logged:
@@ -877,8 +869,7 @@ def _num_followers(client: redis.Redis) -> int:
     the others. So a replica counts while the primary lists it, a sentinel does, or both did, and the sentinel has not
     looked since that replica was itself the primary (it looks every 10 s).
     """
-    pool = client.connection_pool
-    if not isinstance(pool, SentinelConnectionPool):
+    if not isinstance(pool := client.connection_pool, SentinelConnectionPool):
         return 1
     pool.get_master_address()  # type: ignore[no-untyped-call]
     info: Any = client.info("replication")

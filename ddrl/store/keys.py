@@ -146,11 +146,8 @@ def checkpoint_token(part: bytes) -> float:
     return int(token[1]) if token else math.inf
 
 
-def checkpoint_pattern(run: str) -> str:
-    """Glob for all parts of a run's checkpoints."""
-    return of_run(run, "checkpoint:*")
+checkpoint_pattern = partial(of_run, name="checkpoint:*")
+"""Glob for all parts of a run's checkpoints."""
 
-
-def run_pattern(run: str) -> str:
-    """Glob for all keys of a run; run ids contain no glob characters."""
-    return f"ddrl:{{{run}}}:*"
+run_pattern = partial(of_run, name="*")
+"""Glob for all keys of a run; run ids contain no glob characters."""

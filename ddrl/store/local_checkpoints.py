@@ -161,8 +161,7 @@ def read(folder: Path) -> Snapshot | None:
     Raises:
         StoreError: it is damaged.
     """
-    pointer = _pointer(folder)
-    if pointer is None:
+    if (pointer := _pointer(folder)) is None:
         return None
     path = folder / FOLDER / pointer["tensors"]
     try:
@@ -177,8 +176,7 @@ def read(folder: Path) -> Snapshot | None:
 def token(folder: Path, run: str) -> int:
     """Return the fencing token of the snapshot in a run's folder; 0 if there is none that can be read."""
     with contextlib.suppress(StoreError):
-        pointer = _pointer(folder)
-        if pointer is not None and pointer["run"] == run:
+        if (pointer := _pointer(folder)) is not None and pointer["run"] == run:
             return int(pointer["token"])
     return 0
 
@@ -380,8 +378,7 @@ def restore_from(client: Redis, run: str, folder: Path, *, even_deleted: bool = 
     snapshot, place = read(folder), folder / FOLDER
     if snapshot is None or snapshot.run != run:
         raise UnknownRunError(f"run {run}: not on this server, and there is no checkpoint of it in {place}")
-    is_restored = restore(client, snapshot, even_deleted=even_deleted)
-    if is_restored:
+    if is_restored := restore(client, snapshot, even_deleted=even_deleted):
         log.warning(
             "%s: the server does not know it; restored from %s at update %d; later experience, the replay, weights, "
             "evaluations, metrics and the journal are lost",

@@ -39,12 +39,9 @@ def add(client: Redis, run: str, source: str, level: str, text: str) -> None:
 
 def read(client: Redis, run: str, after: bytes = b"0-0") -> tuple[list[dict[str, Any]], bytes]:
     """Return the lines after an entry, oldest first (time_s, source, level, text), and the last entry's id."""
-    rows, last_id = capped_streams.read(client, keys.logs(run), after, "source", "level", "text")
-    lengths = {
-        "source": SOURCE_LENGTH,
-        "level": SOURCE_LENGTH,
-        "text": LINE_LENGTH,
-    }  # a worker may write others
+    lengths = {"source": SOURCE_LENGTH, "level": SOURCE_LENGTH, "text": LINE_LENGTH}
+    rows, last_id = capped_streams.read(client, keys.logs(run), after, *lengths)
+    # A worker may write longer ones.
     return [row | {name: row[name][:most] for name, most in lengths.items()} for row in rows], last_id
 
 

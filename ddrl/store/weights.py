@@ -59,9 +59,8 @@ def weights_metadata(data: bytes) -> dict[str, str]:
     Raises:
         WeightsError: the bytes are not safetensors, or the metadata is not text by text.
     """
-    length = int.from_bytes(data[:8], "little")
     try:
-        header = json.loads(data[8 : 8 + length])
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     except (ValueError, RecursionError) as error:
         raise WeightsError(f"weights: not safetensors ({_one_line(error)})") from None
     metadata = header.get("__metadata__", {}) if isinstance(header, dict) else None

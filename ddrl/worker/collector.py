@@ -63,7 +63,9 @@ class Collector:
         self._env, self._rollout, self._spec = config.env, config.rollout, resolved.spec
         self._random_until_learned, self._on_step = random_until_learned, on_step
         self._policy = resolved.policy(producer=producer)
-        self._version, self._weights_bytes = -1, 0
+        self.version = -1
+        """Version of the weights that play; -1 before the first `load`."""
+        self._weights_bytes = 0
 
         env_seeds, action_seeds = np.random.SeedSequence([config.seed, producer, incarnation]).spawn(2)
         self._generator = np.random.default_rng(action_seeds)
@@ -95,11 +97,6 @@ class Collector:
         self._num_steps = min(_FIRST_STEPS, self._longest)  # T of the next fragment
 
     @property
-    def version(self) -> int:
-        """Version of the weights that play; -1 before the first `load`."""
-        return self._version
-
-    @property
     def num_bytes(self) -> int:
         """Rough memory held between fragments."""
         stack = 2 * self._input.nbytes  # the buffer of `FrameStack` holds two stacks
@@ -110,7 +107,7 @@ class Collector:
         """Play with these weights from the next fragment on."""
         self._policy.load(weights)
         self._weights_bytes = sum(array.nbytes for array in weights.values())
-        self._version = version
+        self.version = version
 
     def close(self) -> None:
         """Close the environments."""
@@ -127,9 +124,9 @@ class Collector:
             RuntimeError: no weights are loaded.
             ValueError: the policy returned actions or extras of a wrong shape.
         """
-        if self._version < 0:
+        if self.version < 0:
             raise RuntimeError("collect: no weights loaded; call load first")
-        is_random = self._version == 0 and self._random_until_learned
+        is_random = self.version == 0 and self._random_until_learned
         choose = self._random_actions if is_random else self._policy_actions
         most = self._num_steps if max_steps is None else max(1, min(self._num_steps, max_steps))
         most = math.ceil(most / self._stride) * self._stride
@@ -150,7 +147,7 @@ class Collector:
             if stop_at is not None and played % self._stride == 0 and time.monotonic() >= stop_at:
                 break
         self._adapt((time.perf_counter() - started) / played)
-        return recorder.end(self._version)
+        return recorder.end(self.version)
 
     def _random_actions(self) -> Actions:
         """Return random actions: uniform over the choices, or within the bounds if continuous."""

@@ -221,9 +221,8 @@ def _start_heartbeat(sender: Any, **_: Any) -> None:
 @signals.task_failure.connect  # type: ignore[untyped-decorator]
 def _report_lost_process(sender: Any, task_id: str, exception: BaseException, args: Any, **_: Any) -> None:
     """Report to a run a process that ended while it played; the task itself reports all other errors."""
-    if _sender is None or not isinstance(exception, WorkerLostError | TimeLimitExceeded):
-        return
-    if task_id in _reported:  # Celery signals a time limit twice
+    is_repeated = task_id in _reported  # Celery signals a time limit twice
+    if _sender is None or is_repeated or not isinstance(exception, WorkerLostError | TimeLimitExceeded):
         return
     _reported.append(task_id)
     reason = watchdog.explain(str(exception))
@@ -238,8 +237,7 @@ def _report_lost_process(sender: Any, task_id: str, exception: BaseException, ar
 def stats(state: Any, **_: Any) -> Any:
     """Return Celery's statistics without passwords of the server or of sentinels, as Flower shows them to all."""
     found = state.consumer.controller.stats()
-    broker = found.get("broker")
-    if isinstance(broker, dict):
+    if isinstance(broker := found.get("broker"), dict):
         broker["hostname"] = connection.mask(str(broker.get("hostname")))
         broker.pop("transport_options", None)
         broker.pop("alternates", None)

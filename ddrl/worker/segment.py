@@ -217,8 +217,7 @@ class Players:
 
     def drop(self, run: str) -> None:
         """Close a run's player, if there is one."""
-        player = self._players.pop(run, None)
-        if player is not None:
+        if (player := self._players.pop(run, None)) is not None:
             player.collector.close()
 
     @contextmanager
@@ -231,8 +230,7 @@ class Players:
             can_report = False
             raise
         finally:
-            spent = {"spent_ms": clock.spent_ms, **clock.unreported()}
-            self._unreported_end = run, Process.this(node), spent
+            self._unreported_end = run, Process.this(node), {"spent_ms": clock.spent_ms, **clock.unreported()}
             if can_report:
                 self.report_end(client)
 
@@ -245,8 +243,7 @@ class Players:
 
     def may_look(self) -> bool:
         """Return True if it is time to look at the other runs again; seldom, as many processes may wait for long."""
-        now = time.monotonic()
-        if now < self._look_at:
+        if (now := time.monotonic()) < self._look_at:
             return False
         self._look_at = now + YIELD_AFTER_S * random.uniform(1.0, 1.5)
         return True
@@ -294,13 +291,14 @@ def play(
         if player.has_unsent:  # of an earlier segment: it is appended even if this one ends at once
             reply, appended = player.append(client, 0, clock, node=node)
         while reply.answer in (Answer.GO, Answer.WAIT, Answer.FULL) and time.monotonic() < deadline:
-            is_patient = clock.waited_s <= yield_after_s or not players.may_look()
-            if not is_patient and _wanted_elsewhere(client, run, serves):
+            is_impatient = clock.waited_s > yield_after_s and players.may_look()
+            if is_impatient and _wanted_elsewhere(client, run, serves):
                 break
             if reply.answer is Answer.WAIT:
                 with clock.waiting("allowance"):
                     if stream.await_allowance(blocking, run, reply.allowance_id, block_ms=WAIT_MS):
-                        _spread_wakes(num_collectors)
+                        # All collectors that wait for a learner are woken at once.
+                        time.sleep(random.uniform(0.0, min(WAIT_MS / 1e3, num_collectors / WAKES_PER_S)))
                     reply = stream.remaining(client, run, node=node)
                     num_collectors = reply.players
                 continue
@@ -320,11 +318,6 @@ def play(
         if reply.answer is Answer.STOPPED:
             players.drop(run)
         return appended
-
-
-def _spread_wakes(num_collectors: int) -> None:
-    """Sleep for a random time, since all collectors that wait for a learner are woken at once."""
-    time.sleep(random.uniform(0.0, min(WAIT_MS / 1e3, num_collectors / WAKES_PER_S)))
 
 
 def _wanted_elsewhere(client: Redis, run: str, serves: Callable[[str], bool]) -> bool:

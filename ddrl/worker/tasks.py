@@ -182,8 +182,7 @@ def play_evaluation(client: Redis, run: str, message: str) -> bool:
                 raise Withdrawn
 
     try:
-        evaluation = evaluations.take(client, run, message, player)
-        if evaluation is None:
+        if (evaluation := evaluations.take(client, run, message, player)) is None:
             return False
         config = runs.config(client, run)
         most = max(MOST_EPISODES, config.evaluation.num_episodes, config.evaluation.confirm_episodes)
@@ -191,9 +190,8 @@ def play_evaluation(client: Redis, run: str, message: str) -> bool:
             return False  # no learner has opened it
         requirements.check_machine(config, runs.state(client, run).versions)
         with watchdog.watch(run, config.env.id, config.rollout.step_timeout_s):
-            loaded = policy.from_run(client, run, evaluation.version)
             result = score(
-                loaded,
+                policy.from_run(client, run, evaluation.version),
                 evaluation.seeds,
                 num_envs=evaluation.num_envs,
                 epsilon=evaluation.epsilon,

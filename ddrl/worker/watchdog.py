@@ -83,8 +83,7 @@ class Watchdog:
         while True:
             time.sleep(min(CHECK_EVERY_S, self._timeout_s / 4))
             with self._lock:
-                began = self._step_began
-                if began is None:
+                if (began := self._step_began) is None:
                     continue
                 if time.monotonic() - began > self._timeout_s:
                     self._end(
