@@ -75,7 +75,8 @@ class EvaluationScheduler:
         self._returns: dict[int, _Sample] = {}  # of all evaluation episodes, by version
         self._lowest = math.inf  # mean return of training or of an evaluation
         self.solved = False
-        self._open.take_over(self._would_open)
+        kept = weights.index(client, run).sizes
+        self._open.take_over(lambda one: one.version in kept and self._would_open(one))
         rows = self._results()
         if rows and not self._open.pending:  # the last learner may have died before it decided
             self._decide(rows[-1])

@@ -466,13 +466,17 @@ class Publisher:
         return num_bytes > 0
 
     def _trim_to(self, num_bytes: int) -> int:
-        """Trim all but the newest `num_bytes` and the entries after the newest checkpoint; return the bytes trimmed."""
-        if self._checkpoint is None or not self._shared.entries:
+        """Trim all but the newest `num_bytes` and what the newest checkpoint needs; return the bytes trimmed.
+
+        It needs the entries after it and, on-policy, those that waited in it: nothing was learned from them yet.
+        """
+        checkpoint = self._checkpoint
+        if checkpoint is None or not self._shared.entries:
             return 0
-        before, cursor = self._stream_bytes, self._checkpoint.cursor.encode()
+        before, needed = self._stream_bytes, checkpoint.oldest if checkpoint.waiting else checkpoint.cursor
         cut = self._shared.taken_bytes - num_bytes
         kept = (entry_id for entry_id, taken_bytes in list(self._shared.entries)[1:] if taken_bytes > cut)
-        self._trim_before(min(next(kept, cursor), cursor, key=stream.order))
+        self._trim_before(min(next(kept, needed.encode()), needed.encode(), key=stream.order))
         return before - self._stream_bytes
 
     def _trim_before(self, first_kept: bytes) -> None:

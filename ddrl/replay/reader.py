@@ -263,9 +263,10 @@ class Reader:
                     while self._decoded_bytes - self._taken_bytes > MAX_DECODED_BYTES:
                         if self._stopping.wait(0.01):
                             return
-                    before, newest = newest, entry.count(b"f")
-                    if newest <= before:  # or a worker wrote the count
-                        now = now or identify()
+                    if entry.producer >= 0:  # an append wrote it
+                        before, newest = newest, entry.count(b"f")
+                        if newest <= before:  # or a worker wrote the count
+                            now = now or identify()
                     if now not in ("", server):
                         lost = f"fragment {newest} came after {before}"
                         raise connection.RunGoneError(f"run {self._run}: the server came back older, {lost}")

@@ -34,6 +34,7 @@ from ddrl.types import EvaluationResult
 log = logging.getLogger(__name__)
 
 TTL_S = 300  # a command's keys expire this long after its last poll
+MOST_TAKEN_OVER = 2  # open evaluations of a run's former learner, which opens one at a time
 MAX_LOSSES = 3  # losses after which a command's evaluation is given up
 ERROR_LENGTH = 300
 _PARTS = ("", ":player", ":beats", ":error")
@@ -66,7 +67,7 @@ class Evaluation:
     purpose: Purpose
     num_envs: Annotated[int, Field(ge=1, le=10_000)] | None = None
     epsilon: float | None = None
-    noop_max: int | None = None
+    noop_max: Annotated[int, Field(ge=0, le=1_000)] | None = None
     env_steps: Count = 0
     updates: Count = 0
 
@@ -212,7 +213,8 @@ class OpenEvaluations:
     def take_over(self, is_expected: Callable[[Evaluation], bool]) -> None:
         """Wait for the run's open evaluations, of an earlier learner; not for what a worker may have written."""
         found = opened(self._client, self._run)
-        self._pending = {name: _Pending(one) for name, one in found.items() if is_expected(one)}
+        mine = [(name, _Pending(one)) for name, one in found.items() if is_expected(one)]
+        self._pending = dict(mine[:MOST_TAKEN_OVER])
 
     def open(self, evaluations: Sequence[Evaluation]) -> None:
         """Open evaluations and send them. If sending raises, the next `poll` sends the rest.

@@ -151,6 +151,12 @@ def test_a_learner_waits_for_what_an_earlier_one_has_opened_and_for_nothing_that
         {"epsilon": 2.0},
         {"noop_max": -1},
     )
+    for version in range(5):
+        forged = replace(mine, version=version, num_episodes=5)
+        match.client.hset(keys.evaluating(match.run), forged.id, json.dumps(asdict(forged)))
+    assert len(Match(match.client, match.run).scheduler.pinned) <= 2
+    for version in range(5):
+        match.client.hdel(keys.evaluating(match.run), replace(mine, version=version, num_episodes=5).id)
     for version, change in enumerate(changes, 2):
         forged = replace(mine, version=version, **change)
         match.client.hset(keys.evaluating(match.run), forged.id, json.dumps(asdict(forged)))

@@ -132,6 +132,32 @@ def test_a_restored_learner_goes_on_from_its_checkpoint_and_learns_nothing_twice
     assert second.counters.admitted == run.state.appended_fragments - unread
 
 
+def test_a_full_server_gets_no_memory_back_from_what_a_checkpoint_waits_with(server) -> None:
+    """A learner that trims for room and dies then leaves the next one all that nobody has learned from."""
+    run = pick_run(server, on_policy={"stale": "correct"}, algorithm={"estimator": "vtrace"})
+    player, first = Player(run.client, run.id), run.learner()
+    player.load(run.client, run.index.latest)
+    for _ in range(11):
+        one = player.collector.collect(max_steps=4)
+        who = {"producer": player.producer, "seq": one.seq, "num_transitions": one.num_transitions}
+        run.append(codec.encode(one), **who)
+    with training(first):
+        run.catch_up(first)
+        until(lambda: first.replay.has_room())
+    first.finish()
+    waiting, second = first.counters.waiting, run.learner()
+    assert waiting > 1
+    with training(second) as outages:
+        used = int(run.client.info("memory")["used_memory"])
+        run.client.config_set("maxmemory", used - 20_000)
+        until(lambda: any("memory is full" in text for text in outages))
+        time.sleep(0.5)
+    run.client.config_set("maxmemory", 0)
+    third = run.learner()
+    assert third.replay.num_waiting == waiting and third.counters.waiting == waiting
+    third.finish()
+
+
 def test_after_a_death_nothing_is_learned_from_later_weights_of_the_dead_learner(server) -> None:
     run = pick_run(server, on_policy={"max_staleness": 4}, learner={"checkpoint_every_s": 1})
 

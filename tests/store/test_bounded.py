@@ -6,10 +6,12 @@ import json
 
 import pytest
 from redis import Redis
+from redis.exceptions import ResponseError
 
 from ddrl.store import (
     bounded,
     capped_streams,
+    connection,
     evaluations,
     keys,
     ledger,
@@ -59,6 +61,17 @@ def test_of_a_flood_of_entries_the_newest_are_read_and_one_more_trims_it(client:
     assert [line["text"] for line in logs.read(client, run)[0]] == ["a line"]
     assert max(client.xlen(name) for name in (key, keys.journal(run), keys.logs(run))) < 12_000
     assert stream.episodes(client, run)[0] == []
+
+
+def test_scripts_have_bounds_of_their_own_and_no_command_of_the_callers(client: Redis, run: str) -> None:
+    key = keys.evaluating(run)
+    client.hset(key, mapping={"0": "x", "x": "x", "COUNT": ""})
+    with pytest.raises(ResponseError, match="WRONGTYPE"):  # HMGET would be a loop without an end
+        connection.call(client, "read_all", [key], ["HMGET", 1000, 1000, 1000])
+    flood(client, keys.episodes(run), "'XADD', KEYS[1], '*', 'x', ''", 120_000)
+    for limits in (["inf"] * 3, ["nan"] * 3, [10**9] * 3, ["x"] * 3):
+        _, entries = connection.call(client, "read_newest", [keys.episodes(run)], [b"0-0", b"+", *limits])
+        assert len(entries) == 100_000
 
 
 def test_long_heartbeats_and_lines_of_logs_are_cut(

@@ -18,6 +18,11 @@ local function number(value)
   if found and math.abs(found) <= 2 ^ 53 then return found end
 end
 
+-- A caller's own bound, and at most another: whoever calls a script may give any.
+local function bound(value, most)
+  return math.min(number(value) or most, most)
+end
+
 -- The table of a JSON object or list, else nil.
 local function decode(value)
   local is_json, found = pcall(cjson.decode, value)
@@ -53,6 +58,7 @@ end
 -- It looks at `most_parts` fields and values at most; entries have `most_bytes` together. An entry with more than 100
 -- fields or `longest` bytes is left out.
 local function newest(key, from, to, most_parts, most_bytes, longest)
+  most_parts, most_bytes, longest = bound(most_parts, 300000), bound(most_bytes, 2 ^ 25), bound(longest, 2 ^ 19)
   local found, parts, bytes, last = {}, 0, 0, ''
   repeat
     local page = redis.call('XREVRANGE', key, to, from, 'COUNT', 20)

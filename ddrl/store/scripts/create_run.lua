@@ -9,5 +9,5 @@ if ARGV[3] ~= '' then redis.call('SET', KEYS[4], ARGV[3]) end
 for i = 5, #ARGV, 2 do redis.call('HSET', KEYS[2], ARGV[i], ARGV[i + 1]) end
 redis.call('ZADD', KEYS[5], ARGV[4], ARGV[1])
 redis.call('ZADD', KEYS[6], ARGV[4], ARGV[1])
-redis.call('XADD', KEYS[3], '*', 'event', 'created')
+add(KEYS[3], '*', 'event', 'created')
 return 1

@@ -2,20 +2,21 @@
 -- may: each look would copy it.
 -- KEYS: 1 hash or set. ARGV: 1 HSCAN or SSCAN, 2 most members, 3 most bytes of them all, 4 most bytes of one.
 -- Answer: fields and values in turn, or members; of more than fits any part.
-local width, delete = 1, 'SREM'
-if ARGV[1] == 'HSCAN' then width, delete = 2, 'HDEL' end
+local scan, width, delete = 'SSCAN', 1, 'SREM'
+if ARGV[1] == 'HSCAN' then scan, width, delete = 'HSCAN', 2, 'HDEL' end
+local most, most_bytes, longest = bound(ARGV[2], 50000), bound(ARGV[3], 2 ^ 25), bound(ARGV[4], 2 ^ 14)
 local found, bytes, cursor = {}, 0, '0'
 repeat
-  local page = redis.call(ARGV[1], KEYS[1], cursor, 'COUNT', 1000)
+  local page = redis.call(scan, KEYS[1], cursor, 'COUNT', 1000)
   cursor = page[1]
   for i = 1, #page[2], width do
     local size = 0
     for j = i, i + width - 1 do size = size + #page[2][j] end
-    if size > tonumber(ARGV[4]) then
+    if size > longest then
       redis.pcall(delete, KEYS[1], page[2][i])
     else
       bytes = bytes + size
-      if bytes > tonumber(ARGV[3]) or #found >= width * ARGV[2] then return found end
+      if bytes > most_bytes or #found >= width * most then return found end
       for j = i, i + width - 1 do found[#found + 1] = page[2][j] end
     end
   end
