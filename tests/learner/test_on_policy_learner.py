@@ -12,6 +12,7 @@ from support.algorithms import assert_same
 from support.learners import Run, finished, pick_config, playing, training, until
 
 from ddrl import codec
+from ddrl.learner import publisher
 from ddrl.learner.loop import Learner
 from ddrl.store import keys, stream
 from ddrl.worker.segment import Player
@@ -132,7 +133,9 @@ def test_a_restored_learner_goes_on_from_its_checkpoint_and_learns_nothing_twice
     assert second.counters.admitted == run.state.appended_fragments - unread
 
 
-def test_a_full_server_gets_no_memory_back_from_what_a_checkpoint_waits_with(server) -> None:
+def test_a_full_server_gets_no_memory_back_from_what_a_checkpoint_waits_with(
+    server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A learner that trims for room and dies then leaves the next one all that nobody has learned from."""
     run = pick_run(server, on_policy={"stale": "correct"}, algorithm={"estimator": "vtrace"})
     player, first = Player(run.client, run.id), run.learner()
@@ -147,11 +150,13 @@ def test_a_full_server_gets_no_memory_back_from_what_a_checkpoint_waits_with(ser
     first.finish()
     waiting, second = first.counters.waiting, run.learner()
     assert waiting > 1
+    monkeypatch.setattr(publisher, "SLOW_S", 0.05)  # until it trims, and between two times
+    monkeypatch.setattr(publisher, "SHED_S", 0.05)
     with training(second) as outages:
         used = int(run.client.info("memory")["used_memory"])
         run.client.config_set("maxmemory", used - 20_000)
         until(lambda: any("memory is full" in text for text in outages))
-        time.sleep(0.5)
+        time.sleep(1.0)
     run.client.config_set("maxmemory", 0)
     third = run.learner()
     assert third.replay.num_waiting == waiting and third.counters.waiting == waiting
