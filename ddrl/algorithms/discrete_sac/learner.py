@@ -228,6 +228,7 @@ class DiscreteSAC:
         self.config = changed(self.config, options)
         self._use_options()
 
+    @torch.no_grad()
     def load_initial_weights(self, weights: Mapping[str, Tensor]) -> str:
         """Start from a published policy and its temperature; return what starts fresh."""
         module, _ = self._published
