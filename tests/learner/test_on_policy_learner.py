@@ -15,6 +15,7 @@ from ddrl import codec
 from ddrl.learner import publisher
 from ddrl.learner.loop import Learner
 from ddrl.store import keys, stream
+from ddrl.types import Fragment
 from ddrl.worker.segment import Player
 
 
@@ -26,6 +27,14 @@ def play_until(run: Run, condition: Callable[[], object], *, num: int = 1) -> No
     """Play in threads until a condition holds."""
     with playing(run.url, run.id, num=num):
         until(condition)
+
+
+def append_unasked(run: Run, player: Player, *, max_steps: int) -> Fragment:
+    """Play a fragment and append it, whatever the allowance; return it."""
+    one = player.collector.collect(max_steps=max_steps)
+    who = {"producer": player.producer, "seq": one.seq, "num_transitions": one.num_transitions}
+    run.append(codec.encode(one), **who)
+    return one
 
 
 def most_stale(run: Run) -> float:
@@ -76,9 +85,7 @@ def test_of_what_no_allowance_allowed_only_an_iteration_is_held(server) -> None:
     player, learner = Player(run.client, run.id), run.learner()
     player.load(run.client, run.index.latest)
     for _ in range(40):
-        one = player.collector.collect(max_steps=8)
-        who = {"producer": player.producer, "seq": one.seq, "num_transitions": one.num_transitions}
-        run.append(codec.encode(one), **who)
+        one = append_unasked(run, player, max_steps=8)
     with training(learner, serves=False):  # so it learns once
         until(lambda: learner.shared.updates > 0)
         until(lambda: not learner.replay.has_room())
@@ -141,9 +148,7 @@ def test_a_full_server_gets_no_memory_back_from_what_a_checkpoint_waits_with(
     player, first = Player(run.client, run.id), run.learner()
     player.load(run.client, run.index.latest)
     for _ in range(11):
-        one = player.collector.collect(max_steps=4)
-        who = {"producer": player.producer, "seq": one.seq, "num_transitions": one.num_transitions}
-        run.append(codec.encode(one), **who)
+        append_unasked(run, player, max_steps=4)
     with training(first):
         run.catch_up(first)
         until(lambda: first.replay.has_room())
