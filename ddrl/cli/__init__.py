@@ -140,6 +140,14 @@ def _end_in_order() -> None:
         _ended_by.append(number)
         sys.exit(128 + number)
 
+    def ignored(error: Any) -> None:  # an exit that came in a destructor or a callback, where Python drops it
+        if isinstance(error.exc_value, SystemExit) and _ended_by:
+            signal.signal(signal.SIGALRM, lambda *_: end(_ended_by[0], None))
+            signal.setitimer(signal.ITIMER_REAL, 0.01)  # once more, after the callback
+        else:
+            sys.__unraisablehook__(error)
+
+    sys.unraisablehook = ignored
     for signum in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signum) is signal.SIG_DFL:  # `nohup` ignores SIGHUP
             signal.signal(signum, end)

@@ -398,21 +398,30 @@ def test_a_name_that_is_too_long_for_a_file_is_refused(client: Any) -> None:
         assert "not on this server" in commands.refused(command, "x" * 300)
 
 
-IMPORTS = """
+ENDED = """
 import os, signal, sys, time
 from ddrl import cli
-def app(*_, **__):
+def end():
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+def in_a_model():  # pydantic makes an error of its own of an exit that comes while it builds one
     try:
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(60)
+        end()
     except SystemExit as error:
         raise ValueError("no schema") from error
-cli.app = app
+def in_a_callback():  # Python ignores errors there
+    class Freed:
+        def __del__(self):
+            end()
+    Freed()
+    time.sleep(60)
+cli.app = lambda *_, **__: {during}()
 sys.exit(cli.main())
 """
 
 
-def test_a_command_that_is_ended_while_a_library_is_imported_says_nothing() -> None:
-    """Pydantic makes an error of its own of an exit that comes while it builds a model."""
-    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, timeout=60)
+@pytest.mark.parametrize("during", ["in_a_model", "in_a_callback"])
+def test_a_command_that_is_ended_while_a_library_is_imported_says_nothing(during: str) -> None:
+    code = ENDED.format(during=during)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
     assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGTERM, "", "")
