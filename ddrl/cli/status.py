@@ -12,6 +12,7 @@ from ddrl.cli.watcher import Figures, Usage, Watcher, entitled
 from ddrl.store import evaluations, segments, weights
 
 NUM_EVALUATIONS = 10  # the newest evaluations to show
+NUM_REFUSALS = 20  # machines that cannot play to show
 
 
 def status(run: Run = "last", json_output: Json = False) -> None:
@@ -106,6 +107,9 @@ def _show(figures: Figures, report: dict[str, Any]) -> None:
     )
     best = "none" if kept["best"] < 0 else f"v{kept['best']} ({number(kept['best_return'])})"
     versions = f"latest v{kept['latest']}, best {best}, {len(kept['kept'])} kept ({size(kept['bytes'])})"
+    refusals = {f"{host} cannot play": why for host, why in list(figures.refusals.items())[:NUM_REFUSALS]}
+    if more := len(figures.refusals) - len(refusals):
+        refusals["cannot play"] = f"{counted(more, 'more machine')}; all with --json"
     fragments = f"{counted(state.appended_fragments, 'fragment')} appended ({size(state.appended_bytes)})"
     pairs(
         {
@@ -126,7 +130,7 @@ def _show(figures: Figures, report: dict[str, Any]) -> None:
             "env steps": f"{shown['env steps']}, {state.allowance:,} allowed",
             "stream": f"{shown['stream']} in use, {fragments}",
             "appends": f"{state.duplicates} repeated, {state.full} found no room; {state.dead} entries refused",
-            **{f"{host} cannot play": reason for host, reason in figures.refusals.items()},
+            **refusals,
             "weights": versions if kept["latest"] >= 0 else "none yet",
             "open evaluations": ", ".join(report["open_evaluations"]) or "none",
             "metrics": "  ".join(f"{n} {v}" for n, v in other_metrics(figures).items()) or None,

@@ -27,6 +27,7 @@ from ddrl.replay.storage import Columns, CompressedRows, Cut, DenseRows, PackedR
 from ddrl.replay.transitions import TransitionItems
 from ddrl.types import Batch, Fragment, Sequences
 
+MOST_CONTEXT = 4  # times the expected observations that are held at most
 COUNT_DRAWS = 500  # between two counts of the collectors
 _MAX_TD_ERROR = 1e37  # larger ones count as not reported
 
@@ -53,6 +54,8 @@ class _Entry:
 
 class Replay:
     """The items of the newest fragments, of at most `capacity` transitions together, and as many items.
+
+    Fewer are held where fragments are so short that their context takes most of the memory: see MOST_CONTEXT.
 
     Items are numbered 0, 1, 2, ... as they are admitted. T, N and context may differ between fragments; shapes and
     dtypes of observation and action may not. Used by one thread, but for `pack`, `step_budget`, and what `plan`
@@ -93,6 +96,7 @@ class Replay:
         self._lockstep = lockstep
         self.budget_increment = budget_increment
         num_rows, num_items, num_steps = items.room(capacity)
+        self._most_rows = MOST_CONTEXT * num_rows
         store = CompressedRows if compressed else DenseRows
         self.rows: Rows = store(frame_stack=items.frame_stack, expected_rows=num_rows)
         self._items, self._steps = Ring(num_items), Ring(num_steps)
@@ -166,9 +170,11 @@ class Replay:
             version: latest published.
         """
         fragment, cut = packed.fragment, packed.cut
-        while (
+        num_rows = len(cut.block.observation)
+        while self._entries and (
             self._num_transitions + fragment.num_transitions > self.capacity
             or self.num_items + len(cut) > self.capacity  # a sum may be whole one fragment later
+            or len(self.rows.ring) + num_rows > self._most_rows
         ):
             self._evict()
         first = {"row": self.rows.append(packed.rows)}
@@ -181,7 +187,7 @@ class Replay:
             num_transitions=fragment.num_transitions,
             num_items=len(cut),
             num_steps=len(cut.steps.get("row", ())),
-            num_rows=len(cut.block.observation),
+            num_rows=num_rows,
         )
         self._entries.append(entry)
         self._num_transitions += entry.num_transitions

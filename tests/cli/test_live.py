@@ -285,6 +285,9 @@ def test_hints_name_refusals_crashes_and_quarantine(client: Any) -> None:
     notices = [notice.partition(":")[0] for notice in figures.notices]
     assert notices == ["refused", crashed, lost, "lost fragments"], "each once"
     assert "crashed" in shown(figures) and "2 processes, 1 lost" in shown(figures)
+    client.hset(keys.refusals(run), mapping={f"machine-{number}": refusal for number in range(3_000)})
+    lines = [line for line in call("status").splitlines() if "cannot play" in line]
+    assert len(lines) == 21 and lines[-1].split(maxsplit=2)[2] == "2,981 more machines; all with --json"
     client.delete(keys.refusals(run))
     again = poll(client, run)
     assert again.hint == "workers cannot play it (2 times since the last fragment): Signal 11 in my_env"

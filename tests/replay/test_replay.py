@@ -13,7 +13,7 @@ from support.reference_items import Player
 from support.replays import admit, assert_transitions, gather, make_replay
 
 from ddrl.replay.prioritized import Priorities, uniform
-from ddrl.replay.replay import COUNT_DRAWS, Replay
+from ddrl.replay.replay import COUNT_DRAWS, MOST_CONTEXT, Replay
 from ddrl.replay.transitions import TransitionItems
 from ddrl.types import Fragment
 
@@ -108,6 +108,19 @@ def test_batches_hold_transitions_as_played_whatever_is_evicted_meanwhile(
                 replay.update_priorities(batch, lambda size=number + 1: np.full(B, size, np.float32))
     replay.close()
     assert len(places) == len(everything) == replay.first_item + replay.num_items
+
+
+@pytest.mark.parametrize(("steps", "held"), [(20, 600), (1, 200)])
+def test_short_fragments_with_much_context_take_no_more_memory(steps: int, held: int) -> None:
+    """One step with 12 of context has 14 observations, of which 4 * 750 are held; 20 steps have 33."""
+    items = TransitionItems(gamma=0.5, n_step=2, frame_stack=12)
+    replay = make_replay(items, capacity=600, batch_size=B, seed=SEED)
+    player = Player(num_envs=1, observation=(5, 3), dtype="uint8", frame_stack=12, n=2)
+    for _ in range(700 // steps):
+        admit(replay, player.fragment(steps))
+        replay.check_valid()
+    assert len(replay.rows.ring) <= MOST_CONTEXT * items.room(600)[0] == 3000
+    assert held <= len(replay) <= held + 20
 
 
 def test_td_errors_are_read_one_draw_later_and_then_decide_the_draws() -> None:
