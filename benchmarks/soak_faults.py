@@ -106,7 +106,7 @@ def reply_lost(fleet: SoakFleet, draw: random.Random) -> str:
 
 
 def learner_killed(fleet: SoakFleet, draw: random.Random) -> str:
-    learner, after_s = draw.choice(fleet.learners), draw.uniform(0.0, 5.0)
+    learner, after_s = draw.choice(fleet.learners[1:]), draw.uniform(0.0, 5.0)
     fleet.forget(learner)
     learner.kill()
     time.sleep(after_s)
@@ -115,7 +115,7 @@ def learner_killed(fleet: SoakFleet, draw: random.Random) -> str:
 
 
 def learner_asked_to_leave(fleet: SoakFleet, draw: random.Random) -> str:
-    learner, signum = draw.choice(fleet.learners), draw.choice([signal.SIGTERM, signal.SIGINT])
+    learner, signum = draw.choice(fleet.learners[1:]), draw.choice([signal.SIGTERM, signal.SIGINT])
     fleet.forget(learner)
     learner.send_signal(signum)
     if draw.random() < 0.5:
@@ -131,7 +131,7 @@ def learner_asked_to_leave(fleet: SoakFleet, draw: random.Random) -> str:
 
 
 def learner_stopped(fleet: SoakFleet, draw: random.Random) -> str:
-    learner, for_s = draw.choice(fleet.learners), draw.uniform(1.0, 8.0)
+    learner, for_s = draw.choice(fleet.learners[1:]), draw.uniform(1.0, 8.0)
     with paused([learner.pid]):
         time.sleep(for_s)
     time.sleep(0.5)

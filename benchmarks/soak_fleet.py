@@ -1,7 +1,8 @@
 """The live fleet of the soak: two endless runs, their learners with one on standby, workers, a server with a file.
 
 All clients reach the server through two proxies, which record what they are told; at the end tests/checker judges it.
-Every process is watched: one that ends by itself, or that grows, is a finding.
+Every process is watched: one that ends by itself, or that grows, is a finding. The first worker and the first learner
+are never ended, so that growth is seen over the whole time.
 """
 
 from __future__ import annotations
