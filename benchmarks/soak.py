@@ -33,14 +33,15 @@ MOST_EVENTS = 20  # listed in the report
 AT_ONCE = 0.2  # probability that the next fault does not wait for recovery
 _COLUMNS = ("appended", "consumed", "waiting", "trimmed", "refused", "difference", "duplicates")
 TRACE = "Traceback (most recent call last)"
-# What Python itself prints in a worker whose memory the fault "worker without memory" has taken.
-OF_NO_MEMORY = (
-    *(
-        "MemoryError",
-        "RuntimeError: can't start new thread",
-        "SystemError: error return without exception set",
-    ),
-    "ModuleNotFoundError: No module named 'ddrl.",  # its loader could not list the folder
+# What Python itself prints in a worker.
+OF_PYTHON = (
+    # The fault "worker without memory" has taken it; its loader cannot list folders then.
+    "MemoryError",
+    "RuntimeError: can't start new thread",
+    "SystemError: error return without exception set",
+    "ModuleNotFoundError: No module named 'ddrl.",
+    # Threads that import at the same time: python/cpython#106905.
+    "SystemError: AST constructor recursion depth mismatch",
 )
 
 
@@ -106,9 +107,10 @@ def report(fleet: SoakFleet, seed: int, events: list[Event], audits: dict[str, l
         f"# Soak: {fleet.elapsed_s / 60:.0f} minutes of random faults, seed {seed}",
         "",
         f"{facts()}.",
-        f"{len(RUNS)} runs, {NUM_LEARNERS} learners (one on standby), {NUM_WORKERS} workers or one more, one server"
-        " with an append-only file; all processes reach it through proxies that record, every second one through one"
-        " that breaks. `make soak` runs it.",
+        f"{len(RUNS)} runs, {NUM_LEARNERS} learners (one on standby), {NUM_WORKERS} workers or one more"
+        f"{f' with {fleet.num_players} slow players' if fleet.num_players else ''}, one server with an append-only"
+        " file; all processes reach it through proxies that record, every second one through one that breaks."
+        " `make soak` runs it.",
         "",
         f"**{len(events)} faults; {counted(fleet.findings.words)}.**",
         "",
@@ -173,12 +175,15 @@ def main() -> int:
     parser.add_argument("--report", type=Path, help="also write it there, as Markdown")
     parser.add_argument("--folder", type=Path, help="keep logs and artifacts there")
     parser.add_argument("--calm", action="store_true", help="no faults")
+    parser.add_argument(
+        "--players", type=int, default=0, help="that play slowly; 0: a fast one for each worker"
+    )
     arguments = parser.parse_args()
     print(f"seed {arguments.seed}, {arguments.minutes:g} minutes", flush=True)
     with tempfile.TemporaryDirectory(prefix="ddrl-soak-") as temporary:
         folder = (arguments.folder or Path(temporary)).absolute()
         folder.mkdir(parents=True, exist_ok=True)
-        with SoakFleet(folder) as fleet:
+        with SoakFleet(folder, num_players=arguments.players) as fleet:
             faults = [calm] if arguments.calm else FAULTS
             events = soak(fleet, arguments.seed, 60.0 * arguments.minutes, faults)
             fleet.settle()
@@ -189,7 +194,7 @@ def main() -> int:
                         fleet.findings.add(f"{role}: {what} grow: {one}")
             for process in fleet.processes.started:
                 for line, num in tracebacks(process.text()).items():
-                    if process.name == "learner" or not any(said in line for said in OF_NO_MEMORY):
+                    if process.name == "learner" or not any(said in line for said in OF_PYTHON):
                         fleet.findings.add(f"{process.log.name}: {num} x a traceback: {line}")
             text = report(fleet, arguments.seed, events, audits)
         print(text)

@@ -101,9 +101,16 @@ class SoakFleet:
 
     Args:
         folder: of logs and artifacts.
+        num_players: that play slowly, as threads of the workers; 0: each worker has one process, which is fast.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, num_players: int = 0) -> None:
+        self.num_players = num_players
+        self._pool: tuple[str, ...] = ()
+        self._slow: dict[str, Any] = {}
+        if num_players:
+            self._pool = ("--pool", "threads", "-c", str(num_players // NUM_WORKERS))
+            self._slow = {"kwargs": {"sleep_s": 0.1}, "num_envs": 1}
         self.findings = Findings()
         self.samples: list[Sample] = []
         self._stack = contextlib.ExitStack()
@@ -139,6 +146,7 @@ class SoakFleet:
         for _ in range(NUM_WORKERS):
             self.start_worker()
         for name, sections in RUNS.items():
+            sections = sections | {"env": sections["env"] | self._slow}
             config = validate(target_tree(name=name, **sections) | {"algorithm": sections["algorithm"]})
             run = start(self.client, config)
             raw = Redis(unix_socket_path=str(self.server.socket))
@@ -162,7 +170,7 @@ class SoakFleet:
 
     def start_worker(self) -> Process:
         """Start one more worker; every second process reaches the server through the proxy that breaks."""
-        self.workers.append(self.processes.celery(self._url(), env=self._environment()))
+        self.workers.append(self.processes.celery(self._url(), *self._pool, env=self._environment()))
         return self.workers[-1]
 
     def start_learner(self) -> Process:
