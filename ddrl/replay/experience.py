@@ -48,6 +48,7 @@ def make_experience(
             importance_exponent=options.importance_exponent,
             final_importance_exponent=options.final_importance_exponent,
             anneal_updates=options.importance_anneal_updates,
+            of_all=options.importance_maximum == "replay",
         )
     common = {"gamma": options.gamma, "n_step": options.n_step, "frame_stack": spec.frame_stack}
     items: TransitionItems | SequenceItems

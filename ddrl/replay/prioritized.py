@@ -2,7 +2,7 @@
 
 Item i is drawn with probability P(i) = p_i / sum p, p = (|td| + 1e-6)^priority_exponent, and weighs (N P(i))^-beta, so
 that with beta = 1 the weighted mean over draws is the plain mean over items. Weights are divided by the largest of
-the batch: they only ever scale updates down.
+the batch, or of all items held: they only ever scale updates down.
 Source: Schaul et al. 2016, arXiv:1511.05952, sections 3.3 and 3.4.
 """
 
@@ -93,6 +93,8 @@ class Priorities:
         importance_exponent: 0..1, beta at update 0. Usual: 0.4.
         final_importance_exponent: 0..1, beta from update `anneal_updates` on. Usual: 1.
         anneal_updates: updates over which beta goes linearly from one to the other; 0: it is final at once.
+        of_all: divide the weights by the largest of all items held, which takes 0.3 ms a draw of a million; else by the
+            batch's.
     """
 
     def __init__(
@@ -103,8 +105,9 @@ class Priorities:
         importance_exponent: float,
         final_importance_exponent: float,
         anneal_updates: int,
+        of_all: bool = False,
     ) -> None:
-        self._exponent = exponent
+        self._exponent, self._of_all = exponent, of_all
         self.anneal(importance_exponent, final_importance_exponent, anneal_updates)
         self._tree = SumTree(max(capacity, _LEAST_CAPACITY))  # of item number n: slot n modulo the capacity
         self._first = self._next = 0
@@ -165,7 +168,7 @@ class Priorities:
             draw: number of the update; beta goes by it too.
 
         Returns:
-            [B] positions, 0 the oldest item held; [B] numbers; [B] float32 weights in (0, 1], the largest 1.
+            [B] positions, 0 the oldest item held; [B] numbers; [B] float32 weights in (0, 1].
 
         Raises:
             ValueError: nothing is held.
@@ -174,7 +177,9 @@ class Priorities:
         position = (slot - self._first) % self._tree.capacity
         p = self._tree.get(slot)
         # (N p_i / total)^-beta over its maximum, that of the smallest p: N and the total cancel.
-        weight = (p.min(initial=np.inf) / p) ** self.beta(draw)
+        pieces = self._pieces(self._first, len(self)) if self._of_all else ()
+        least = min(part.min(initial=np.inf) for part in (p, *map(self._tree.get, pieces)))
+        weight = (least / p) ** self.beta(draw)
         tiny = np.finfo(np.float32).tiny  # a weight is never 0
         return position, position + self._first, np.maximum(weight, tiny).astype(np.float32)
 
@@ -249,8 +254,13 @@ class Priorities:
         return ((errors + _EPSILON) ** self._exponent).astype(np.float32).astype(np.float64)
 
     def _write(self, number: int, p: NDArray[np.float64]) -> None:
-        """Set the priorities of items from `number` on, in two pieces where they pass the end of the slots."""
+        """Set the priorities of items from `number` on."""
+        head, tail = self._pieces(number, len(p))
+        self._tree.set_range(head.start, head.stop, p[: head.stop - head.start])
+        self._tree.set_range(tail.start, tail.stop, p[head.stop - head.start :])
+
+    def _pieces(self, number: int, num: int) -> tuple[slice, slice]:
+        """Return the slots of `num` items from `number` on, in two pieces: they may pass the end of the slots."""
         start = number % self._tree.capacity
-        there = min(len(p), self._tree.capacity - start)
-        self._tree.set_range(start, start + there, p[:there])
-        self._tree.set_range(0, len(p) - there, p[there:])
+        there = min(num, self._tree.capacity - start)
+        return slice(start, start + there), slice(0, num - there)

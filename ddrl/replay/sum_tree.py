@@ -37,8 +37,8 @@ class SumTree:
         """Sum of all values."""
         return float(np.cumsum(self._levels[-1])[-1])
 
-    def get(self, slots: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return the values [B] of slots [B]."""
+    def get(self, slots: NDArray[np.int64] | slice) -> NDArray[np.float64]:
+        """Return the values [B] of slots [B], or a view of those of a slice."""
         return self._levels[0][slots]
 
     def set(self, slots: NDArray[np.int64], values: Any) -> None:

@@ -100,11 +100,12 @@ FLIPS = [
 
 @pytest.mark.parametrize("name", ["dqn", "ppo", "impala"])
 def test_each_option_is_tried(name: str) -> None:
-    """Live ones are tried in learner/test_live_options.py, the other two with the replay and with given policies."""
+    """Live ones are tried in learner/test_live_options.py, the other three with the replay and with given policies."""
     config = config_class(name)
     tried = {flip[1] for flip in FLIPS if flip[0] == name}
     assert tried == options_of(config).keys() - live_options(config) - {
         "priority_exponent",
+        "importance_maximum",
         "critic_warmup_updates",
     }
 
@@ -121,6 +122,7 @@ CONTRADICTIONS: list[tuple[str, Options, str]] = [
     *(("dqn", {option: value}, f"{option}={value}: has no effect without {needed}") for option, value, needed in (
         ("priority_exponent", 0.7, "prioritized=true; remove it"), ("importance_exponent", 0.7, "prioritized"),
         ("final_importance_exponent", 0.7, "prioritized"), ("importance_anneal_updates", 7, "prioritized"),
+        ("importance_maximum", "replay", "prioritized"),
         ("ladder_base", 0.5, "epsilon_ladder=true"), ("ladder_exponent", 5.0, "epsilon_ladder=true"),
         ("num_atoms", 7, "a distribution"), ("v_min", -5.0, "distribution=categorical"),
         ("noise_scale", 0.1, "noisy=true"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from support.reference_items import STATE_SIZE, Player
 
@@ -9,6 +11,7 @@ from ddrl import config, envs
 from ddrl.algorithms import base
 from ddrl.config import ReplayConfig, RolloutConfig
 from ddrl.replay.experience import is_compressed, longest_fragment_steps, make_experience
+from ddrl.replay.replay import Replay
 from ddrl.types import EnvSpec, SequenceShape
 
 GAME = EnvSpec("game", (84, 84), "uint8", "discrete", (), (6,), frame_stack=4)
@@ -47,3 +50,18 @@ def test_recurrent_states_are_as_wide_as_the_players(recurrent: str, size: int) 
     with pytest.raises(ValueError, match=message):
         held.pack(Player(shape=resolved.sequences).fragment(10))
     held.close()
+
+
+@pytest.mark.parametrize(("options", "largest"), [({}, 1.0), ({"importance_maximum": "replay"}, 0.5)])
+def test_priorities_follow_the_options(options: dict[str, Any], largest: float) -> None:
+    """Of items with errors 1 and 4, the second one is drawn alone; its weight by the first one's is 0.5."""
+    dqn = {"name": "dqn", "prioritized": True, "priority_exponent": 1.0, "batch_size": 1} | options
+    dqn |= {"importance_exponent": 0.5, "final_importance_exponent": 0.5}
+    run = config.validate({"env": {"id": "CartPole-v1"}, "algorithm": dqn})
+    spec = envs.describe(run.env)
+    held = make_experience(run, base.resolve(run, spec).config, spec, on_policy=False)
+    assert isinstance(held, Replay) and held.priorities is not None
+    held.priorities.append(2, [1.0, 4.0])
+    drawn = [held.priorities.draw(1, seed=0, draw=number) for number in range(20)]
+    weights = [float(weight[0]) for position, _, weight in drawn if position[0] == 1]
+    assert len(weights) > 10 and weights == pytest.approx([largest] * len(weights), rel=1e-5)

@@ -196,6 +196,23 @@ def test_weights_are_at_most_1_and_by_hand() -> None:
     assert weight.max() == 1.0 and weight.min() > 0
 
 
+def test_weights_by_the_largest_of_the_replay() -> None:
+    """The least likely item decides though it is not drawn, and no longer does once it is dropped."""
+    options = {"exponent": 1.0, "importance_exponent": 0.5, "final_importance_exponent": 0.5}
+    priorities = make(of_all=True, capacity=1024, **options)
+    priorities.append(1020, np.full(1020, 1e-9))
+    priorities.append(1, [0.25])
+    priorities.drop(1020)
+    priorities.append(7, [4.0] * 7)  # beyond the end of the slots
+    position, _, weight = priorities.draw(200, seed=0, draw=0)
+    np.testing.assert_allclose(weight[position > 0], 0.25, rtol=1e-5)
+    priorities.append(1, [0.0])
+    assert priorities.draw(20, seed=0, draw=0)[2].max() < 0.01
+    priorities.drop(1021)
+    priorities.drop(1029 - 1)
+    assert priorities.draw(20, seed=0, draw=0)[2].max() == 1.0
+
+
 def test_beta_goes_linearly_by_update_number() -> None:
     priorities = make()
     assert [priorities.beta(n) for n in (0, 50, 100, 10**9)] == pytest.approx([0.4, 0.7, 1.0, 1.0])

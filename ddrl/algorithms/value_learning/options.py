@@ -71,6 +71,9 @@ class Options(NetworkConfig):
     importance_anneal_updates: PositiveInt = Field(100_000, json_schema_extra=LIVE)
     """Updates until importance_exponent reaches its final value. Fewer is less biased earlier. Usual: the run's total
     updates."""
+    importance_maximum: Literal["batch", "replay"] = "batch"
+    """Importance weights are divided by the largest of the batch, or of the whole replay: steadier and smaller steps.
+    Usual: batch."""
     target_period: PositiveInt | None = Field(500, json_schema_extra=LIVE)
     """Updates between two copies of the network to its target. More is stabler and slower. null if target_rate is set;
     exactly one of the two. Usual: 100 to 1,000 for vectors, 2,000 to 10,000 for images."""
@@ -109,7 +112,8 @@ class Options(NetworkConfig):
             )
         importance = ("importance_exponent", "final_importance_exponent", "importance_anneal_updates")
         if not self.prioritized:
-            self.refuse_changed("without prioritized=true", "priority_exponent", *importance)
+            unused = ("priority_exponent", "importance_maximum", *importance)
+            self.refuse_changed("without prioritized=true", *unused)
         elif self.importance_exponent == self.final_importance_exponent:
             self.refuse_changed("where importance_exponent is final from the start", importance[-1])
         if self.epsilon_ladder:
