@@ -1,6 +1,7 @@
 """The algorithms: a folder each, and what several of them share.
 
-A folder with `config.py` is an algorithm, which a run's config names; nothing is registered. To add one, make the
+A folder with `config.py` is an algorithm, which a run's config names; nothing is registered. A name with a dot is a
+module of the user's, which has all three parts (docs/own_algorithm.py is one). To add an algorithm to ddrl, make the
 folder `ddrl/algorithms/<name>/` with three modules (`base` describes the last two):
 
 - `config` has `Config`, an `AlgorithmConfig` (see `options`);

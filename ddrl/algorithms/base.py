@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import numpy as np
 
 from ddrl.algorithms.options import AlgorithmConfig
-from ddrl.config import ConfigError, RunConfig, parse
+from ddrl.config import ConfigError, ModuleError, RunConfig, load_module, parse
 from ddrl.types import EnvSpec, SequenceShape
 
 if TYPE_CHECKING:
@@ -145,12 +145,15 @@ class Resolved:
 
     def policy(self, *, producer: int = 0) -> Policy:
         """Return a policy without weights; a collector's exploration may depend on its producer id."""
-        return cast(Policy, _module(self.name, "policy").Policy(self.config, self.spec, producer=producer))
+        make = _module(self.name, "policy").Policy
+        return cast(Policy, _whole(make(self.config, self.spec, producer=producer), Policy, self.name))
 
     def learner(self, *, device: torch.device, seed: int) -> Learner:
         """Return a fresh learner; the same seed gives the same initial weights on every device."""
-        make_learner = _module(self.name, "learner").make_learner
-        return cast(Learner, make_learner(self.config, self.spec, device=device, seed=seed))
+        make = _module(self.name, "learner").make_learner
+        return cast(
+            Learner, _whole(make(self.config, self.spec, device=device, seed=seed), Learner, self.name)
+        )
 
 
 def initial_state(num_envs: int, size: int) -> RecurrentState:
@@ -198,15 +201,34 @@ def names() -> list[str]:
     return sorted(path.parent.name for path in Path(__file__).parent.glob("*/config.py"))
 
 
+def is_custom(name: str) -> bool:
+    """Return whether an algorithm's name is that of a module of the user's, such as my_pkg.mine."""
+    return "." in name
+
+
 def config_class(name: str) -> type[AlgorithmConfig]:
     """Return the options class of an algorithm.
 
     Raises:
-        ConfigError: there is no such algorithm.
+        ConfigError: there is no such algorithm, or the user's module cannot be loaded or is none.
     """
-    if name not in names():
-        raise ConfigError(f"algorithm.name: {name!r} is unknown; known are {', '.join(names())}")
-    return cast("type[AlgorithmConfig]", _module(name, "config").Config)
+    if not is_custom(name) and name not in names():
+        raise ConfigError(
+            f"algorithm.name: {name!r} is unknown; known are {', '.join(names())}, or a module such as my_pkg.mine"
+        )
+    try:
+        module = _module(name, "config")
+        found = getattr(module, "Config", None)
+        if not (isinstance(found, type) and issubclass(found, AlgorithmConfig)):
+            raise ModuleError(
+                f"{name}: has no class Config of {AlgorithmConfig.__module__}.AlgorithmConfig; add it"
+            )
+        for part in ("Policy", "make_learner") if is_custom(name) else ():
+            if not callable(getattr(module, part, None)):
+                raise ModuleError(f"{name}: has no {part}; add it as the guide shows")
+    except ModuleError as error:
+        raise ConfigError(f"algorithm.name: {error}") from None
+    return found
 
 
 def resolve(config: RunConfig, spec: EnvSpec) -> Resolved:
@@ -226,4 +248,19 @@ def resolve(config: RunConfig, spec: EnvSpec) -> Resolved:
 
 
 def _module(name: str, part: str) -> Any:
+    if is_custom(name):  # all parts are in one
+        return load_module(f"{name}:{part}")
     return importlib.import_module(f"ddrl.algorithms.{name}.{part}")
+
+
+def _whole(made: Any, protocol: type, name: str) -> Any:
+    """Return what an algorithm has made.
+
+    Raises:
+        ConfigError: it lacks a part of the protocol.
+    """
+    for part in sorted({*vars(protocol), *protocol.__annotations__}):
+        if not part.startswith("_") and not hasattr(made, part):
+            kind = type(made).__name__
+            raise ConfigError(f"algorithm.name: {name}: its {kind} has no {part}; add it as the guide shows")
+    return made

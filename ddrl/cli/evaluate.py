@@ -193,12 +193,10 @@ class Scoring:
     def _play_on_fleet(self, client: Client, seeds: range) -> None:
         """Send the seeds in chunks; leave out what the fleet cannot play, or has not played when it goes away."""
         from ddrl import celery, envs  # here: a policy file is played without a broker
-        from ddrl.envs import requirements
         from ddrl.store import workers
 
         run, wanted = self._loaded.run, self._wanted
-        network = requirements.custom_network(self._loaded.config)
-        queue = envs.queue_for(celery.EVALUATE, self._loaded.env.id, network)
+        queue = envs.queue_for(celery.EVALUATE, self._loaded.config)
 
         def count_processes() -> int:
             return sum(worker.processes for worker in workers.alive(client) if queue in worker.queues)

@@ -127,12 +127,11 @@ def create_all(
         num_workers: rollout processes that this command starts, beside those of the fleet.
     """
     from ddrl import envs
-    from ddrl.envs import requirements
     from ddrl.runs import submit as submission
     from ddrl.runs.evaluation import MAX_STEPS
     from ddrl.store import workers
 
-    queue = envs.queue_for("ddrl.rollout", config.env.id, requirements.custom_network(config))
+    queue = envs.queue_for("ddrl.rollout", config)
     num_in_fleet = sum(worker.num_players for worker in workers.alive(client) if queue in worker.queues)
     spaces = submission.prepare(config, processes=max(1, num_workers + num_in_fleet))
     if config.evaluation.max_steps is None and spaces.max_episode_steps is None:

@@ -36,7 +36,9 @@ def cells(figures: Figures) -> dict[str, str]:
         "return": number(row.get("return_mean")),
     }
     staleness = number(row.get("staleness"))
-    if base.config_class(config.algorithm["name"]).on_policy:
+    name = config.algorithm["name"]
+    # The user's algorithm need not be importable here.
+    if "queued_steps" in row if base.is_custom(name) else base.config_class(name).on_policy:
         most, bound = number(row.get("max_staleness")), config.on_policy.max_staleness
         shown["queued"] = f"{int(row.get('queued_steps', 0)):,} steps"
         shown["staleness"] = f"{staleness} (max {most} of {bound})" if "staleness" in row else "-"

@@ -2,7 +2,7 @@
 
 Queues are named after requirements, so that a message only reaches machines that can play its run. An environment of
 the user's, "my_pkg.envs:make", requires the top-level package `my_pkg`, whichever of its modules a worker allows; so
-does a network of the user's. Nothing here builds an environment.
+does a network or an algorithm of the user's. Nothing here builds an environment.
 """
 
 from __future__ import annotations
@@ -55,10 +55,11 @@ def requirement(env_id: str) -> str | None:
     return "mujoco" if name in _MUJOCO else None
 
 
-def custom_network(config: RunConfig) -> str | None:
-    """Return the "module:callable" of the run's network, if it is the user's own."""
-    network = config.algorithm.get("network")
-    return network if isinstance(network, str) and ":" in network else None
+def custom_code(config: RunConfig) -> list[str]:
+    """Return the "module:callable" of the user's own algorithm and network, if the run has them."""
+    name, network = config.algorithm["name"], config.algorithm.get("network")
+    own = [f"{name}:Policy"] if "." in name else []
+    return [*own, network] if isinstance(network, str) and ":" in network else own
 
 
 def capabilities() -> list[str]:
@@ -67,21 +68,19 @@ def capabilities() -> list[str]:
     return sorted(extras | {_package(module) for module in allowed_modules()})
 
 
-def queue_for(kind: str, env_id: str, network: str | None = None) -> str:
-    """Return the queue of a run: its kind, such as "ddrl.rollout", and what it needs of a machine.
+def queue_for(kind: str, config: RunConfig) -> str:
+    """Return the queue of a run: its kind, and what it needs of a machine, such as "ddrl.rollout.box2d+my_nets".
 
-    Args:
-        kind: the first part.
-        env_id: what is played; appends ".box2d", for example.
-        network: of the algorithm; one of the user's own, "my_nets.wide:make", appends "+my_nets".
+    Of an algorithm and a network of the user's from two packages it names the algorithm's; machines without the other
+    one refuse the run (`check_machine`).
     """
-    return _queue(kind, requirement(env_id), _package(network) if network and ":" in network else None)
+    return _queue(kind, requirement(config.env.id), next(map(_package, custom_code(config)), None))
 
 
 def queues(kind: str) -> list[str]:
     """Return all queues of a kind that this process can serve."""
-    networks = sorted({_package(module) for module in allowed_modules()})
-    return [_queue(kind, need, network) for network in (None, *networks) for need in (None, *capabilities())]
+    packages = sorted({_package(module) for module in allowed_modules()})
+    return [_queue(kind, need, package) for package in (None, *packages) for need in (None, *capabilities())]
 
 
 def check_installed(env_id: str) -> None:
@@ -149,7 +148,7 @@ def check_machine(config: RunConfig, versions: Mapping[str, str]) -> None:
 
 
 def run_versions(config: RunConfig) -> dict[str, str]:
-    """Return the versions here that decide how a run is played: ddrl's, gymnasium's, the environment's, the network's.
+    """Return the versions here of ddrl, gymnasium, the environment and the user's code, which decide how a run plays.
 
     Modules on the path that no package installed have no version.
     """
@@ -203,7 +202,7 @@ def prepare(env_id: str | None = None) -> None:
 
 def _callables(config: RunConfig) -> list[str]:
     """Return each "module:callable" of the run."""
-    return [name for name in (config.env.id, custom_network(config)) if name is not None and ":" in name]
+    return [name for name in (config.env.id, *custom_code(config)) if ":" in name]
 
 
 def _package(name: str) -> str:
@@ -216,8 +215,8 @@ def _unversioned(env_id: str) -> str:
     return re.sub(r"-v\d+$", "", env_id).lower()
 
 
-def _queue(kind: str, need: str | None, network: str | None) -> str:
-    return kind + (f".{need}" if need else "") + (f"+{network}" if network else "")
+def _queue(kind: str, need: str | None, package: str | None) -> str:
+    return kind + (f".{need}" if need else "") + (f"+{package}" if package else "")
 
 
 def _installed(packages: list[str]) -> dict[str, str]:

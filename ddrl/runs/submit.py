@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -224,8 +223,7 @@ def create(
     check_memory(client, config)
     if reason := connection.why_not_durable(client, config.durability):
         raise ConfigError(f"durability: {config.durability}, but {reason}, or use durability process")
-    queue_for = partial(envs.queue_for, env_id=config.env.id, network=requirements.custom_network(config))
-    queues = queue_for("ddrl.rollout"), queue_for("ddrl.evaluate")
+    queues = envs.queue_for("ddrl.rollout", config), envs.queue_for("ddrl.evaluate", config)
     versions = requirements.run_versions(config)
     return runs.create(client, config, spaces, queues=queues, versions=versions, initial=initial)
 

@@ -167,7 +167,7 @@ def _prepare_process(**_: Any) -> None:
             client = connection.connect()
             for run in runs.active_names(client)[-PREPARED_RUNS:]:
                 config = runs.config(client, run)
-                if ":" not in config.env.id and requirements.custom_network(config) is None:
+                if ":" not in config.env.id and not requirements.custom_code(config):
                     envs.prepare(config.env.id)
                     base.resolve(config, runs.spaces(client, run)).policy()
     except Exception as error:  # the first task meets it again, and reports it to its run

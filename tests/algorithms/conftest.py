@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from support.algorithms import OWN
+from support.algorithms import ALLOWED
 
 
 @pytest.fixture(autouse=True)
-def _custom_networks_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DDRL_ALLOW_MODULES", OWN.partition(":")[0])
+def _own_code_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DDRL_ALLOW_MODULES", ALLOWED)

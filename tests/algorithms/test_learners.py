@@ -42,6 +42,7 @@ CASES: dict[str, tuple[str, EnvSpec, Options]] = {
     "dqn batch norm": ("dqn", PIXELS, {"network": "nature", "norm": "batch", "double": True}),
     "r2d2": ("r2d2", DISCRETE, {"target_period": 3}),
     "r2d2 soft": ("r2d2", DISCRETE, {"target_rate": 0.1, "recurrent": "gru"}),
+    "own": ("docs.own_algorithm", DISCRETE, {}),
     "r2d2 rmsprop": ("r2d2", DISCRETE, {"optimizer": "rmsprop", "adam_eps": 1e-3}),
 }  # fmt: skip
 each_case = pytest.mark.parametrize(("name", "spec", "options"), CASES.values(), ids=CASES)
@@ -52,6 +53,7 @@ METRICS = {
     "impala": {"policy_loss", "value_loss", "entropy", "rho", "learning_rate"},
     "dqn": {"loss", "q_mean", "td_error", "epsilon", "grad_norm"},
     "r2d2": {"loss", "q_mean", "td_error", "grad_norm", "priority"},
+    "docs.own_algorithm": {"loss", "q_mean"},
 }
 
 
@@ -136,6 +138,7 @@ FRESH: list[tuple[str, Options, str, tuple[str, ...]]] = [
     ("discrete_sac", {"temperature": 0.2}, "critics and optimizers start fresh, the temperature at 0.2",
      ("critics.value", "target_critics.value", "actor.exp_avg", "actor.step")),
     ("discrete_sac", {"form": "sqn"}, "the optimizer starts fresh", ("critics.exp_avg", "critics.step")),
+    ("docs.own_algorithm", {}, "the optimizer starts fresh", ("adam.exp_avg", "adam.step")),
     ("dqn", {}, "the optimizer starts fresh, and epsilon at 0.05", OF_VALUES),
     ("dqn", {"noisy": True, "dueling": True}, "the optimizer starts fresh, and epsilon at 0", OF_VALUES),
     ("dqn", {"epsilon_ladder": True}, "the optimizer starts fresh", OF_VALUES),

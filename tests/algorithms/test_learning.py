@@ -93,17 +93,21 @@ def test_dqn_solves_pick_by_each_option_alone(options: Options) -> None:
         np.testing.assert_allclose(value, 5.0, rtol=0.1)
 
 
-@pytest.mark.parametrize("options", [{}, {"form": "sqn"}, {"average_critics": True, "value_clip": 0.5}])
-def test_discrete_sac_solves_pick(options: Options) -> None:
-    algorithm = {
-        "name": "discrete_sac",
-        "hidden_sizes": [32],
-        "learning_rate": 3e-3,
-        "gamma": 0.8,
-        "batch_size": 32,
-    }
+DISCRETE_SAC = {"name": "discrete_sac", "hidden_sizes": [32]}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        DISCRETE_SAC,
+        DISCRETE_SAC | {"form": "sqn"},
+        DISCRETE_SAC | {"average_critics": True, "value_clip": 0.5},
+        {"name": "docs.own_algorithm", "hidden_sizes": [32]},
+    ],
+)
+def test_soft_policies_solve_pick(options: Options) -> None:
+    algorithm = {"learning_rate": 3e-3, "gamma": 0.8, "batch_size": 32, "target_rate": 0.05} | options
     env, rollout = {"id": "ddrl/Pick-v0", "num_envs": 8}, {"fragment_s": 5, "max_fragment_steps": 16}
-    algorithm |= {"target_rate": 0.05} | options
     run = toy(env["id"], algorithm, env=env, rollout=rollout, replay={"samples_per_insert": 8})
     assert learn(run, most_steps=4_000).return_mean == 10.0
 

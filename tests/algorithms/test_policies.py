@@ -136,6 +136,7 @@ def test_greedy_rows_do_not_depend_on_each_other(name: str, spec: EnvSpec, optio
 # --- weights ---------------------------------------------------------------------------------------------
 
 SPECS = {"sac": CONTINUOUS, "discrete_sac": DISCRETE, "ppo": CONTINUOUS, "dqn": DISCRETE, "r2d2": DISCRETE}
+SPECS |= {"docs.own_algorithm": DISCRETE}
 each_algorithm = pytest.mark.parametrize(("name", "spec"), SPECS.items())
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import tempfile
 from collections.abc import Iterator
@@ -73,6 +74,7 @@ def test_bad_input_is_refused_in_one_line(client: Redis) -> None:
 
 
 if __name__ == "__main__":
+    assert "DDRL_REDIS_URL" in os.environ, "name a server that may be filled; `ddrl up` is among the lines"
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         for row, (code, error) in zip(ROWS, outcomes(), strict=True):
             row |= {"code": code, "was": row.get("was", error), "now": error}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import gymnasium
 import pytest
 from support.runs import target_config
 
 import ddrl
 from ddrl import envs
-from ddrl.config import EnvConfig
+from ddrl.config import EnvConfig, validate
 from ddrl.envs import EnvError, requirements
 
 
@@ -39,7 +41,7 @@ def test_capabilities_are_extras_and_packages_of_allowed_modules(monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("env_id", "network", "queue"),
+    ("env_id", "code", "queue"),
     [
         ("CartPole-v1", None, "ddrl.rollout"),
         ("CartPole-v1", "mlp", "ddrl.rollout"),
@@ -49,12 +51,18 @@ def test_capabilities_are_extras_and_packages_of_allowed_modules(monkeypatch: py
         ("ALE/Pong-v5", "my_nets.wide:make", "ddrl.rollout.atari+my_nets"),
         ("my_pkg.envs:make", "my_pkg.nets:make", "ddrl.rollout.my_pkg+my_pkg"),
         ("CartPole-v1", "my_nets:make", "ddrl.rollout+my_nets"),
+        ("CartPole-v1", "my_pkg.mine", "ddrl.rollout+my_pkg"),
     ],
 )
 def test_a_worker_that_has_all_it_takes_serves_the_queue_and_no_other_does(
-    monkeypatch: pytest.MonkeyPatch, env_id: str, network: str | None, queue: str
+    monkeypatch: pytest.MonkeyPatch, env_id: str, code: str | None, queue: str
 ) -> None:
-    assert envs.queue_for("ddrl.rollout", env_id, network) == queue
+    """The user's code is a network, or an algorithm beside a network of another package."""
+    algorithm: dict[str, Any] = {"name": "ppo"} if code is None else {"name": "ppo", "network": code}
+    if code is not None and "." in code and ":" not in code:
+        algorithm = {"name": code, "network": "my_nets:make"}
+    config = validate({"env": {"id": env_id}, "algorithm": algorithm})
+    assert envs.queue_for("ddrl.rollout", config) == queue
     monkeypatch.setenv("DDRL_ALLOW_MODULES", "my_pkg.envs,my_pkg.nets,my_nets.wide")
     assert envs.queues("ddrl.rollout").count(queue) == 1
     monkeypatch.delenv("DDRL_ALLOW_MODULES")

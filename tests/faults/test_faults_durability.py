@@ -76,6 +76,7 @@ def raw_client(server: PrivateServer) -> Redis:
     return Redis(unix_socket_path=str(server.socket), socket_timeout=30.0, retry=Retry(NoBackoff(), 0))
 
 
+@pytest.mark.timeout(900)  # each kill of a slow disk takes 8 s
 def test_a_killed_server_keeps_what_it_acknowledged(server: PrivateServer) -> None:
     for _ in range(KILLS):
         run = start(server.client, target_config(replay={"max_bytes": "1GB"}))

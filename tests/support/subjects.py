@@ -23,6 +23,7 @@ SPECS = {
     "r2d2": DISCRETE,
     "ppo": DISCRETE,
     "impala": DISCRETE,
+    "docs.own_algorithm": DISCRETE,
 }
 
 

@@ -67,13 +67,17 @@ def test_a_rollout_plays_the_run_that_the_server_chooses_whatever_its_message_na
             {"env": {"id": "ddrl/Pick-v0"}, "algorithm": {"name": "ppo", "network": "bad_envs:network"}},
             "bad_envs:network: .* set DDRL_ALLOW_MODULES=bad_envs on every machine",
         ),
+        (
+            {"env": {"id": "ddrl/Pick-v0"}, "algorithm": {"name": "docs.own_algorithm"}},
+            "docs.own_algorithm:Policy: .* set DDRL_ALLOW_MODULES=docs on every machine",
+        ),
     ],
-    ids=["version", "environment", "network"],
+    ids=["version", "environment", "network", "algorithm"],
 )
 def test_a_run_that_a_machine_cannot_play_is_refused_by_name_and_left_out_for_a_while(
     client: Redis, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], reason: str
 ) -> None:
-    monkeypatch.setenv("DDRL_ALLOW_MODULES", "bad_envs")
+    monkeypatch.setenv("DDRL_ALLOW_MODULES", "bad_envs,docs")
     unfit = playable(client, rollout={"segment_s": 0.05}, priority="high", **sections)
     fits = playable(client, rollout={"segment_s": 0.05}, priority="low")
     if not sections:
@@ -88,7 +92,7 @@ def test_a_run_that_a_machine_cannot_play_is_refused_by_name_and_left_out_for_a_
     assert stream_steps(client, unfit) == runs.state(client, unfit).crashes_total == 0
     tasks.kept().refused[unfit] -= 1e6  # so much later
     client.hset(keys.state(unfit), "versions", "{}")
-    monkeypatch.setenv("DDRL_ALLOW_MODULES", "bad_envs")
+    monkeypatch.setenv("DDRL_ALLOW_MODULES", "bad_envs,docs")
     result = rollout()
     assert result["run"] == unfit and result["steps"] > 0 and segments.refusals(client, unfit) == {}
 
