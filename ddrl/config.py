@@ -149,7 +149,8 @@ class ReplayConfig(Section):
     """Storage of observations in the learner: `dense` arrays, fastest; `compressed` images, a thirtieth of the
     memory; `auto`: compressed for images that exceed memory_bytes, else dense."""
     memory_bytes: ByteSize = Field(ByteSize(4 * 1024**3), ge=1024**2)
-    """Learner's memory up to which `auto` holds observations dense."""
+    """Learner's memory up to which `auto` holds observations dense, and most for compressed ones: beyond it the oldest
+    leave before there are `capacity` of them."""
     threads: int = Field(1, ge=0, le=64)
     """Threads that decompress batches ahead of the learner; 0: it decompresses itself. Only for compressed
     observations."""

@@ -14,6 +14,8 @@ from ddrl.replay.reader import Decoded
 from ddrl.store.checkpoints import Counters
 from ddrl.store.ledger import ENDED, MAX_PRODUCERS, UNKNOWN, Row, sum_rows
 
+MAX_MISSING = 2**32  # in one gap: a worker may write any number
+
 
 class LedgerRows:
     """Rows by producer, and the last entry that they include.
@@ -60,7 +62,7 @@ class LedgerRows:
             A warning if fragments before it are missing, else "".
         """
         is_fragment = not self.objection(entry)
-        missing = entry.seq - self._newest(entry) - 1 if is_fragment else 0
+        missing = min(entry.seq - self._newest(entry) - 1, MAX_MISSING) if is_fragment else 0
         producer = entry.producer if is_fragment else UNKNOWN
         with self._lock:
             row = sum_rows(self._rows.get(producer, Row()), Row(int(consumed), int(not consumed), missing))

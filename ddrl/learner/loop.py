@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 
 ADMIT_S = 0.05  # longest time to admit fragments between two updates, so that updates go on during a backlog
 WAIT_S = 0.05  # longest wait for fragments before the loop checks for other work
+HUGE = 1e18  # the square of a larger value is not finite in float32
 MAX_REFUSED = 10_000  # refusals waiting to be reported; at this number the loop stops admitting
 REPLAY = "replay."  # prefix of the replay's tensors in a checkpoint
 
@@ -77,7 +78,7 @@ class Learner:
         device: torch.device,
         on_checkpoint: OnCheckpoint = lambda blob, meta: None,
     ) -> None:
-        self._client, self._run, self._config = client, run, config
+        self._client, self._run, self._token, self._config = client, run, token, config
         self._device, self._spec = device, resolved.spec
         self._on_policy = resolved.on_policy
         self.algorithm = resolved.learner(device=device, seed=config.seed)
@@ -156,7 +157,7 @@ class Learner:
         self.algorithm.load_state({name: value for name, value in state.items() if name not in replay_state})
         oldest, cursor = counters.oldest.encode(), counters.cursor.encode()
         rows = LedgerRows()  # so that what was refused before is refused again
-        for entry in decode_range(self._client, self._run, oldest, cursor, self._decode):
+        for entry in decode_range(self._reader_client, self._run, oldest, cursor, self._decode):
             if entry.fragment is not None and not rows.objection(entry):
                 self.replay.admit(entry.packed, entry.entry_id, version=version)
             rows.count(entry, consumed=True)
@@ -334,10 +335,16 @@ class Learner:
         replay = {REPLAY + name: torch.from_numpy(array) for name, array in self.replay.state().items()}
         return self.counters, dict(state) | replay
 
-    def largest_value(self) -> str:
-        """Return the value of the stream that is furthest from 0 and its entry, as a clause; decodes all of it."""
-        found = 0.0, "no experience is in the stream"
-        for entry in decode_range(self._client, self._run, b"0-1", self.shared.ledger.cursor, self._decode):
+    def drop_huge(self) -> str:
+        """Refuse the fragments with values above HUGE, which no attempt can learn from; decodes the whole stream.
+
+        Returns:
+            The value that is furthest from 0 and its entry, as a clause.
+        """
+        found, huge = (0.0, "no experience is in the stream"), []
+        for entry in decode_range(
+            self._reader_client, self._run, b"0-1", self.shared.ledger.cursor, self._decode
+        ):
             if (fragment := entry.fragment) is None:
                 continue
             names = ("observation", "final_observation", "reward")
@@ -347,6 +354,11 @@ class Learner:
                 if size > found[0]:
                     where = f"entry {entry.entry_id.decode()} of producer {entry.producer}"
                     found = size, f"the largest value of the stream is {size:.3g}, in {name} of {where}"
+                if size > HUGE:
+                    reason = f"{name}: {size:.3g} is too large to learn from"
+                    huge.append(stream.Refusal(entry.entry_id, b"", reason, is_fragment=False))
+        for first in range(0, len(huge), 1_000):
+            stream.refuse(self._client, self._run, self._token, huge[first : first + 1_000])
         return found[1]
 
     @property

@@ -545,7 +545,7 @@ class _Attempt:
 
     def _go_back(self, error: NotFiniteError) -> NotFiniteError:
         """Raise _WentBackError the first time since the run began or was resumed; later return why the run fails."""
-        largest = self._learner.largest_value()
+        largest = self._learner.drop_huge()
         remedy = f"{largest}; bound what the environment returns, or lower algorithm.learning_rate"
         if not runs.go_back(self._client, self._run, self._token):
             return NotFiniteError(f"{error}, again; {remedy}")

@@ -70,6 +70,7 @@ def make_experience(
         batch_size=options.batch_size,
         seed=config.seed,
         compressed=compressed,
+        most_bytes=int(replay.memory_bytes),
         priorities=priorities,
         threads=replay.threads if compressed else 0,
         lockstep=config.learner.lockstep,

@@ -203,7 +203,8 @@ class Fifo:
 
     def _is_stale(self, fragment: Fragment, version: int) -> bool:
         oldest = max(self.first_version, version - self._max_staleness)
-        return self._drops and fragment.policy_version < oldest
+        # One more than the published version may be on its way here; a worker may write any.
+        return self._drops and not oldest <= fragment.policy_version <= version + 1
 
     def _add_steps(self, num_transitions: int) -> None:
         self._content = replace(self._content, queued_steps=len(self) + num_transitions)

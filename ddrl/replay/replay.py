@@ -11,6 +11,7 @@ between two rounds of updates there is no state but the items, their priorities 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -68,6 +69,7 @@ class Replay:
         batch_size: B, items of a draw.
         seed: of the draws.
         compressed: hold the observations compressed.
+        most_bytes: of compressed observations.
         priorities: of the items; None: all are drawn alike.
         threads: that gather ahead of the learner; 0: it gathers itself.
         lockstep: draws depend on the order of fragments and updates alone, not on when they come.
@@ -83,6 +85,7 @@ class Replay:
         batch_size: int,
         seed: int,
         compressed: bool = False,
+        most_bytes: float = math.inf,
         priorities: Priorities | None = None,
         threads: int = 0,
         lockstep: bool = False,
@@ -97,6 +100,7 @@ class Replay:
         self.budget_increment = budget_increment
         num_rows, num_items, num_steps = items.room(capacity)
         self._most_rows = MOST_CONTEXT * num_rows
+        self._most_bytes = most_bytes if compressed else math.inf
         store = CompressedRows if compressed else DenseRows
         self.rows: Rows = store(frame_stack=items.frame_stack, expected_rows=num_rows)
         self._items, self._steps = Ring(num_items), Ring(num_steps)
@@ -175,6 +179,7 @@ class Replay:
             self._num_transitions + fragment.num_transitions > self.capacity
             or self.num_items + len(cut) > self.capacity  # a sum may be whole one fragment later
             or len(self.rows.ring) + num_rows > self._most_rows
+            or self.rows.num_bytes > self._most_bytes
         ):
             self._evict()
         first = {"row": self.rows.append(packed.rows)}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import json
 import logging
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 
 CONFIG = "config.yaml"  # its first line names the run
 _COUNTERS = ("time_s", "env_steps", "updates")
+_FORMULA = re.compile(r"\s*(?:[=@]|[+-](?![\d.e]+$))")
 _EVALUATIONS = (
     *("time_s", "version", "purpose", "env_steps", "updates", "num_episodes", "first_seed"),
     *("return_mean", "return_std"),
@@ -87,9 +89,14 @@ def write(client: Redis, run: str, folder: Path) -> None:
         with (folder / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, [*columns], restval="", extrasaction="ignore", lineterminator="\n")
             writer.writeheader()
-            writer.writerows(rows)
+            writer.writerows({column: _literal(value) for column, value in row.items()} for row in rows)
     plot_run(records, folder / "curve.png")
     _write_events(folder / "tensorboard", records)
+
+
+def _literal(value: Any) -> Any:
+    """Return a value for a CSV file; a text that spreadsheets would compute begins with an apostrophe."""
+    return f"'{value}" if isinstance(value, str) and _FORMULA.match(value) else value
 
 
 def is_of(folder: Path, run: str) -> bool:

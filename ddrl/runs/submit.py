@@ -148,8 +148,8 @@ def _check_off_policy(config: RunConfig, resolved: base.Resolved) -> None:
         )
     if not is_compressed(replay, spec, sequences):
         _refuse_changed(config, "replay", ["threads"], "on observations that are stored dense")
-    if replay.observations != "auto":
-        _refuse_changed(config, "replay", ["memory_bytes"], f"on observations: {replay.observations}")
+    if replay.observations == "dense":
+        _refuse_changed(config, "replay", ["memory_bytes"], "on observations: dense")
     if not are_images:
         _refuse_changed(config, "replay", ["memory_bytes"], "on observations that are not images")
 

@@ -217,11 +217,11 @@ def fold(
     """
     with client.pipeline(transaction=True) as pipe:
         bounded.ask_fields(pipe, keys.producers(run))
-        pipe.hget(keys.producers(run), ENDED)
+        bounded.values(pipe, keys.producers(run), [b"%d" % ENDED])
         pipe.hgetall(keys.ledger(run))
         pipe.xrevrange(keys.experience(run), count=1)
         pipe.time()
-        listed, folded, raw, newest, (seconds, micros) = execute(pipe)
+        listed, (folded,), raw, newest, (seconds, micros) = execute(pipe)
     producers = bounded.paired(listed)
     quiet_ms = 1e3 * (QUIET_S if quiet_s is None else quiet_s)
     now_ms, cursor = 1e3 * seconds + micros / 1e3, stream.order(raw.get(_CURSOR, b"0-0"))
@@ -274,6 +274,8 @@ def unlisted(client: Redis, run: str, producers: Sequence[int]) -> list[int]:
 def checked(client: Redis, run: str, entries: Sequence[stream.Entry]) -> list[stream.Entry]:
     """Return entries that wait, without a producer where no append wrote them: it has not noted as much for it.
 
+    Nor does it write other fields than `stream.APPENDED` beside the fragment's, or long ones.
+
     A worker may write any entry. One that names a number which the producer has appended cannot be told from it.
     """
     names = list({b"%d" % entry.producer for entry in entries})
@@ -284,7 +286,8 @@ def checked(client: Redis, run: str, entries: Sequence[stream.Entry]) -> list[st
     def is_written(entry: stream.Entry) -> bool:
         producer = known.get(entry.producer, Producer(seq=-1))
         is_current = entry.fields.get(b"i") == producer.incarnation.encode()
-        return is_current and entry.count(b"q", -1) <= producer.seq
+        is_short = all(len(entry.fields.get(name, b"")) < 20 for name in stream.APPENDED)
+        return is_current and is_short and entry.count(b"q", -1) <= producer.seq
 
     return [entry if is_written(entry) else entry.without_producer() for entry in entries]
 

@@ -325,8 +325,7 @@ def _recount(client: Redis, lease_token: int, snapshot: Snapshot) -> None:
         if row.last_seq >= 0:
             line = _producer_line(row, snapshot.record.producers.get(name, ""))
             producers += [name, row.incarnation, row.last_seq, line]
-    last = max(map(int, counters.ledger), default=0) + SPARE_PRODUCERS
-    run = snapshot.run
+    last, run = _last_producer(snapshot) + SPARE_PRODUCERS, snapshot.run
     script_keys = [keys.state(run), keys.producers(run), keys.PRODUCERS, keys.counts(run)]
     args = [lease_token, max(counters.fragments, 0), counters.env_steps, last, *producers]
     call(client, "recount", script_keys, args)
@@ -439,7 +438,7 @@ def restore(client: Redis, snapshot: Snapshot, *, even_deleted: bool = False) ->
         *(run, json.dumps({name: str(value) for name, value in fields.items()}), snapshot.record.spec),
         *(json.dumps(producers), json.dumps(ledger_fields | {"cursor": counters.cursor})),
         *(fields["version"], counters.cursor, f"from the local checkpoint of update {counters.updates}"),
-        *(state.get("created_ms", "0"), max([*unlisted, *rows], default=0) + SPARE_PRODUCERS),
+        *(state.get("created_ms", "0"), _last_producer(snapshot) + SPARE_PRODUCERS),
         *(int(even_deleted), JOURNAL_LENGTH, json.dumps(counts)),
     ]
     parts = checkpoints.part_keys(run, pointer)
@@ -449,6 +448,11 @@ def restore(client: Redis, snapshot: Snapshot, *, even_deleted: bool = False) ->
     if reply == -1:
         raise StoreError(f"run {run}: was deleted; restore it from its folder with `ddrl resume {run}`")
     return bool(reply == 1)
+
+
+def _last_producer(snapshot: Snapshot) -> int:
+    """Return the largest id that the lost server had given; entries of a worker's own may name larger ones."""
+    return max((int(name) for name in snapshot.record.producers), default=0)
 
 
 def _producer_line(row: ledger.Row, line: str) -> str:

@@ -18,7 +18,7 @@ from redis import Redis
 from typing_extensions import TypedDict
 
 from ddrl.store import bounded, capped_streams, keys
-from ddrl.store.connection import call, execute
+from ddrl.store.connection import ReplyTooLongError, call, execute
 from ddrl.store.untrusted import Count, Number, number
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 ENTRY_OVERHEAD_BYTES = 128  # of an entry in the server: measured 75 to 83, counters and names besides
 REPLY_BYTES = 8 * 1024**2  # aim for one read
+APPENDED = (b"f", b"n", b"b", b"s", b"p", b"i", b"q")  # numbers that the append adds to a fragment's fields
 EPISODES_LENGTH = 20_000
 MOST_RETURNS = 200_000  # of episodes that are read at once
 DEAD_LENGTH = 1_000
@@ -88,8 +89,8 @@ class Entry:
     @property
     def num_bytes(self) -> int:
         """Size of the fragment with its overhead in the server, as the append counts it."""
-        own = [name for name in self.fields if len(name) > 1 or name == b"h"]
-        return sum(len(name) + len(self.fields[name]) for name in own) + ENTRY_OVERHEAD_BYTES
+        own = ((name, value) for name, value in self.fields.items() if name not in APPENDED)
+        return sum(len(name) + len(value) for name, value in own) + ENTRY_OVERHEAD_BYTES
 
     @property
     def producer(self) -> int:
@@ -165,10 +166,26 @@ def read(client: Redis, run: str, cursor: bytes, *, count: int, until: bytes = b
 
 
 def pages(client: Redis, run: str, after: bytes, until: bytes) -> Iterator[list[Entry]]:
-    """Yield the entries after one id up to another, oldest first, in lists of about REPLY_BYTES."""
-    while entries := read(client, run, after, count=read_count(client, run), until=until):
+    """Yield the entries after one id up to another, oldest first, in lists of about REPLY_BYTES.
+
+    Where the client's replies are bounded, a longer list is read one by one.
+
+    Raises:
+        ReplyTooLongError: one entry is longer than a reply may be.
+    """
+    most = 128
+    while True:
+        try:
+            entries = read(client, run, after, count=min(most, read_count(client, run)), until=until)
+        except ReplyTooLongError:
+            if most == 1:
+                raise
+            most = 1
+            continue
+        if not entries:
+            return
         yield entries
-        after = entries[-1].entry_id
+        after, most = entries[-1].entry_id, min(128, 2 * most)
 
 
 def follow(client: Redis, run: str, cursor: bytes, *, count: int, block_ms: int) -> list[Entry]:

@@ -207,6 +207,14 @@ def test_clipped_surrogate_hand_numbers_and_gradient() -> None:
     torch.testing.assert_close(gradient, tensor([0.0, 0.0, 3.0, -1.0, -2.2]) / 5)
 
 
+def test_an_action_that_the_old_policy_never_took_gives_a_finite_update() -> None:
+    old, advantage = tensor([-3e38, -100.0, 100.0]), tensor([-1.0, 1.0, 1.0])
+    log_prob = torch.zeros(3, requires_grad=True)
+    loss = clipped_surrogate(log_prob, old, advantage, clip=0.2)
+    (gradient,) = torch.autograd.grad(loss, log_prob)
+    assert loss.isfinite() and not gradient.any()
+
+
 @pytest.mark.parametrize(
     ("clip", "first", "gradient"),
     # Clipped to 0.2, 0.2, 0.2 and not at all: the first would gain by going on and may not, the others may.

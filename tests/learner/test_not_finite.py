@@ -14,7 +14,7 @@ from support.processes import SLOW_S
 from ddrl import codec
 from ddrl.learner.loop import NotFiniteError
 from ddrl.learner.publisher import decode_tensors
-from ddrl.store import checkpoints, weights
+from ddrl.store import checkpoints, keys, runs, weights
 from ddrl.types import Fragment
 
 HUGE = 3e38  # finite in float32, its square is not
@@ -37,7 +37,7 @@ def assert_all_finite(run: Run) -> None:
 
 
 @pytest.mark.parametrize("column", CONFIGS)
-def test_a_huge_value_takes_the_run_back_once_then_fails_it_and_is_named(
+def test_a_huge_value_takes_the_run_back_once_then_fails_it_and_is_named_and_never_read_again(
     server, learn, monkeypatch: pytest.MonkeyPatch, column: str
 ) -> None:
     run, encode, is_due = Run(server, CONFIGS[column]()), codec.encode, threading.Event()
@@ -48,29 +48,36 @@ def test_a_huge_value_takes_the_run_back_once_then_fails_it_and_is_named(
             fragment = replace(fragment, **{column: np.full_like(getattr(fragment, column), HUGE)})
         return encode(fragment)
 
+    def goes_on() -> None:
+        before = run.state
+        until(lambda: run.state.version > before.version + 5 and run.meta["updates"] > before.updates, SLOW_S)
+        assert_all_finite(run)
+
     monkeypatch.setattr(codec, "encode", poison)
     learning = learn(run)
     with playing(run.url, run.id):
         until(lambda: run.meta, SLOW_S)
         is_due.set()
         until(lambda: "went back" in run.journal, SLOW_S)
-        if column == "reward":  # on-policy, the fragment is too old for the next attempt
-            before = run.state
-            until(
-                lambda: run.state.version > before.version + 5 and run.meta["updates"] > before.updates,
-                SLOW_S,
-            )
-            assert_all_finite(run)
-            is_due.set()
+        goes_on()
+        is_due.set()
         learning.thread.join(SLOW_S)
-    assert isinstance(learning.error, NotFiniteError)
-    state = run.state
-    assert state.status == "failed" and run.journal.count("went back") == 1
-    assert "not finite" in state.reason and "again" in state.reason
-    found = re.search(
-        rf"the largest value of the stream is 3e\+38, in {column} of entry (\d+-\d+) of", state.reason
-    )
-    values = {entry.entry_id: getattr(codec.decode(entry.fields), column) for entry in run.entries}
-    assert found and values[found[1].encode()].max() > 1e38
-    assert_all_finite(run)
+        assert isinstance(learning.error, NotFiniteError)
+        state = run.state
+        assert state.status == "failed" and run.journal.count("went back") == 1
+        assert "not finite" in state.reason and "again" in state.reason
+        found = re.search(
+            rf"the largest value of the stream is 3e\+38, in {column} of entry (\d+-\d+)", state.reason
+        )
+        assert found
+        rows = run.client.xrange(keys.dead(run.id))
+        assert [fields[b"reason"].decode() for _, fields in rows] == [
+            f"{column}: 3e+38 is too large to learn from"
+        ] * 2
+        assert rows[1][1][b"entry"].decode() == found[1]
+        assert all(getattr(codec.decode(entry.fields), column).max() < 1e38 for entry in run.entries)
+        assert_all_finite(run)
+        runs.reactivate(run.client, run.id)
+        learn(run)
+        goes_on()
     run.audit()

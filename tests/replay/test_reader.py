@@ -168,6 +168,18 @@ def test_an_entry_that_is_longer_than_a_reply_may_be_is_deleted_unread(server: P
     assert reasons == [b"too long to be read"] * 4
 
 
+def test_pages_of_a_bounded_client_are_as_short_as_its_replies(server: PrivateServer) -> None:
+    """Entries claim to have no byte; one of them is longer than a reply may be."""
+    client = connection.connect(server.url)
+    connection.bound_replies(client, 3 * MIB)
+    ids = [client.xadd(keys.experience(RUN), {"h": b"x" * MIB}) for _ in range(10)]
+    pages = stream.pages(client, RUN, b"0-0", ids[-1])
+    assert [entry.entry_id for page in pages for entry in page] == ids
+    longest = client.xadd(keys.experience(RUN), {"h": b"x" * 4 * MIB})
+    with pytest.raises(connection.ReplyTooLongError):
+        list(stream.pages(client, RUN, b"0-0", longest))
+
+
 def test_an_entry_counts_until_it_is_admitted(client: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader_module, "MAX_DECODED_BYTES", 1)
     append(client, *map(fragment, range(3)))

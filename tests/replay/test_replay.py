@@ -123,6 +123,18 @@ def test_short_fragments_with_much_context_take_no_more_memory(steps: int, held:
     assert held <= len(replay) <= held + 20
 
 
+def test_compressed_observations_that_do_not_compress_leave_before_the_capacity() -> None:
+    items = TransitionItems(gamma=0.5, n_step=2, frame_stack=1)
+    player = Player(num_envs=1, observation=(64, 64), dtype="uint8", frame_stack=1, n=2)
+    replay = make_replay(items, capacity=600, batch_size=B, seed=SEED, compressed=True, most_bytes=400_000)
+    for seed in range(30):
+        fragment = player.fragment(20)
+        noise = np.random.default_rng(seed).integers(0, 256, fragment.observation.shape, np.uint8)
+        admit(replay, replace(fragment, observation=noise))
+        replay.check_valid()
+    assert 60 <= len(replay) <= 120 and replay.rows.num_bytes < 500_000
+
+
 def test_td_errors_are_read_one_draw_later_and_then_decide_the_draws() -> None:
     replay = make(prioritized=True)
     fill(replay, fragments(4))

@@ -73,6 +73,16 @@ def test_everything_is_written(client: Redis, tmp_path: Path) -> None:
     assert png.startswith(b"\x89PNG") and len(png) > 10_000
 
 
+def test_no_text_is_a_formula(client: Redis, tmp_path: Path) -> None:
+    """A worker may write to the journal; numbers stay numbers."""
+    run, texts = make_run(client), ["=1+1", "@SUM(A1)", "+x", "-x", " =A1", "-1.5e3", "a=1"]
+    for text in texts:
+        runs.note(client, run, "odd", text)
+    artifacts.write(client, run, tmp_path)
+    found = [row["reason"] for row in rows(tmp_path / "journal.csv")][-len(texts) :]
+    assert found == [*(f"'{text}" for text in texts[:5]), *texts[5:]]
+
+
 def test_tensorboard_can_read_the_events(client: Redis, tmp_path: Path) -> None:
     run = make_run(client)
     add_history(client, run)

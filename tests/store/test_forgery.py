@@ -19,7 +19,7 @@ from support.roles import Roles
 from support.runs import target_config
 
 from ddrl import celery
-from ddrl.store import connection, keys, ledger, local_checkpoints, stream
+from ddrl.store import checkpoints, connection, keys, ledger, local_checkpoints, stream
 from ddrl.store.checkpoints import Counters
 from ddrl.store.ledger import Producer
 from ddrl.store.local_checkpoints import Snapshot
@@ -261,6 +261,63 @@ def test_a_local_checkpoint_can_be_read_whatever_workers_wrote(
     assert local_checkpoints.restore_from(roles.admin, run.id, tmp_path)
     assert run.state.status == "active"
     assert stream.new_producer(worker) < 2**53
+
+
+@pytest.mark.parametrize("server", ["emptied", "older"])
+def test_an_id_that_nobody_was_given_does_not_become_the_next_one(
+    roles: Roles, worker: redis.Redis, run: Run, tmp_path: Path, server: str
+) -> None:
+    forged = 10**15 - 1
+    run.play(100)
+    worker.hset(keys.producers(run.id), str(forged), Producer("5", 0, fragments=9).encode())
+    copy_entry(worker, run, p=forged, i=5, q=0)
+    learner = run.learner()
+    with training(learner):
+        run.catch_up(learner)
+    learner.finish()
+    found = checkpoints.load(roles.admin, run.id)
+    assert found is not None and str(forged) in found[1]["ledger"]
+    record = local_checkpoints.record(roles.admin, run.id)
+    local_checkpoints.write(tmp_path, Snapshot(run.id, run.token, record, found[1], found[0]))
+    if server == "emptied":
+        roles.admin.flushall()
+        assert local_checkpoints.restore_from(roles.admin, run.id, tmp_path)
+    else:
+        roles.admin.hdel(keys.state(run.id), "checkpoint")
+        assert local_checkpoints.restore_newer(roles.admin, run.id, run.token, tmp_path)
+    assert stream.new_producer(worker) < 10_000
+    num_dead, learner = len(run.dead), run.learner()
+    with training(learner):
+        run.play(100, anew=True)
+        run.catch_up(learner)
+    learner.finish()
+    assert len(run.dead) == num_dead, "honest fragments are taken"
+
+
+@pytest.mark.parametrize("name", ["b", "i", "z"])
+def test_numbers_that_no_append_writes_leave_the_stream(
+    roles: Roles, worker: redis.Redis, run: Run, name: str
+) -> None:
+    run.play(100)
+    worker.hset(keys.producers(run.id), "1000", Producer("1", 0, fragments=1).encode())
+    copy_entry(worker, run, **{"p": 1000, "i": 1, "q": 0} | {name: "9" * 10**6})
+    [*_, forged] = run.entries
+    assert name != "z" or forged.num_bytes > 10**6, "the budget of the stream counts it"
+    learner = run.learner()
+    with training(learner):
+        run.catch_up(learner)
+        until(lambda: name == "z" or run.dead)
+    learner.finish()
+    assert run.dead == ([] if name == "z" else [b"no append wrote it"])
+    assert (forged in run.entries) == (name == "z")
+
+
+def test_folding_reads_no_more_than_ddrl_writes(roles: Roles, worker: redis.Redis, run: Run) -> None:
+    run.play(20)
+    worker.hset(keys.producers(run.id), str(ledger.ENDED), " " * 10**6)
+    with connection.connect(roles.url("learner")) as client:
+        connection.bound_replies(client, 200_000)
+        assert ledger.fold(client, run.id, run.token, {}, quiet_s=0.0) == 0
 
 
 def test_what_is_appended_after_a_late_id_is_learned_from(

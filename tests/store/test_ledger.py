@@ -59,6 +59,13 @@ def test_rows_count_entries_and_changes_are_returned_once() -> None:
     assert set(rows.changes()[0]) == {9, ENDED}
 
 
+def test_a_gap_of_any_number_leaves_counts_that_can_be_read() -> None:
+    rows = LedgerRows()
+    for producer in range(1_000):
+        assert "left the stream unread" in rows.count(staged(producer + 1, producer, 2**53), consumed=True)
+    assert rows.fragments < 10**16 and len(rows.rows) == 1_000
+
+
 def test_a_repetition_is_known_by_its_number_also_after_a_restart() -> None:
     rows, restarted = LedgerRows(), LedgerRows()
     for number in range(3):

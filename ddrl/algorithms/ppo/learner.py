@@ -16,6 +16,12 @@ from ddrl.algorithms.ppo.config import Config
 from ddrl.types import EnvSpec, Trajectories
 
 Learner = ActorCriticLearner[Config]
+MAX_LOG_RATIO = 20.0  # in nats; beyond it the ratio is constant, and has no gradient
+
+
+def policy_ratio(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
+    """Return pi / pi_old: [B], of log probabilities [B]; finite also where pi_old is nearly 0."""
+    return (log_prob - old_log_prob).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def clipped_surrogate(log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, *, clip: float) -> Tensor:
@@ -29,7 +35,7 @@ def clipped_surrogate(log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor,
         advantage: [B] in any unit.
         clip: distance of the ratio from 1 beyond which it gains nothing.
     """
-    ratio = torch.exp(log_prob - old_log_prob)
+    ratio = policy_ratio(log_prob, old_log_prob)
     return -torch.minimum(ratio * advantage, ratio.clamp(1.0 - clip, 1.0 + clip) * advantage).mean()
 
 
@@ -116,7 +122,7 @@ def _metrics(learner: Learner, prepared: Prepared, *, clip: float) -> dict[str, 
     """Return how far the policy has moved, and how well the critic predicted, over the whole batch."""
     log_prob, entropy, value = learner.evaluate(prepared)
     moved = log_prob - prepared.log_prob  # within this iteration
-    ratio = (log_prob - _old_log_prob(learner.config, prepared)).exp()
+    ratio = policy_ratio(log_prob, _old_log_prob(learner.config, prepared))
     unexplained = (prepared.return_ - prepared.value).var(correction=0)
     return {
         "kl": (moved.exp() - 1 - moved).mean(),  # Schulman 2020, "Approximating KL divergence"
