@@ -57,6 +57,21 @@ def optimizer_state(name: str, optimizer: torch.optim.Optimizer, parameter: Tens
     return {f"{name}.{key}": tensor for key, tensor in optimizer.state[parameter].items()}
 
 
+def adams(parameters: Mapping[str, Tensor], *, learning_rate: float) -> dict[str, torch.optim.Adam]:
+    """Return an Adam for each parameter, by name."""
+    return {name: adam(parameter, learning_rate=learning_rate) for name, parameter in parameters.items()}
+
+
+def with_optimizers(
+    parameters: Mapping[str, Tensor], optimizers: Mapping[str, torch.optim.Optimizer]
+) -> dict[str, Tensor]:
+    """Return parameters as "name.value", and the state of each one's optimizer; not copied."""
+    named = {f"{name}.value": parameter for name, parameter in parameters.items()}
+    for name, optimizer in optimizers.items():
+        named |= optimizer_state(name, optimizer, parameters[name])
+    return named
+
+
 def cpu_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return contiguous CPU copies that share no memory."""
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}

@@ -59,6 +59,20 @@ def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in module.named_buffers() if name in saved}
 
 
+def take_scalar(arrays: dict[str, np.ndarray], name: str) -> float:
+    """Remove a number that is published with the weights, and return it.
+
+    Raises:
+        ValueError: it is missing, or no number.
+    """
+    value = arrays.pop(name, None)
+    if value is None or value.shape != ():
+        raise ValueError(
+            f"{name}: {'missing in' if value is None else f'shape {value.shape} in'} the weights, () here"
+        )
+    return float(value)
+
+
 def load_arrays(module: nn.Module, arrays: Mapping[str, np.ndarray]) -> None:
     """Load all parameters and buffers of a module by name.
 

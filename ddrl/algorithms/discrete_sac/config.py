@@ -8,25 +8,21 @@ actions Distributed-DRL calls SQN.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
 from ddrl.algorithms.options import Common, NetworkConfig, option
 from ddrl.algorithms.sac.config import Config as SAC
-from ddrl.algorithms.value_learning.options import Options
+from ddrl.algorithms.sac.config import check_temperature
+from ddrl.algorithms.value_learning.options import QNetworkConfig
 from ddrl.config import LIVE
 from ddrl.types import EnvSpec
-
-if TYPE_CHECKING:
-    from torch import Generator
-
-    from ddrl.networks.q_network import QNetwork
 
 ENTROPY_SHARE = 0.5  # of that of uniform actions, which temperature=auto aims at by default
 
 
-class Config(NetworkConfig):
+class Config(QNetworkConfig):
     """Options of discrete SAC; an update is one minibatch, rewards are in training units."""
 
     name: ClassVar[str] = "discrete_sac"
@@ -34,8 +30,6 @@ class Config(NetworkConfig):
     form: Literal["sac", "sqn"] = "sac"
     """`sac`: a policy network beside the critics. `sqn`: none; the policy is the softmax of the least critic over a
     fixed temperature, usually 0.1: cheaper, but it follows every error of the critics."""
-    hidden_sizes: tuple[PositiveInt, ...] = option(Options, "hidden_sizes", (128, 128))
-    activation: Literal["relu", "tanh"] = option(Options, "activation", "relu")
     norm: Literal["none", "group"] = Field("none")
     """Normalization after each convolution of nature, impala and data_efficient. `group` steadies learning and needs
     less tuning, at some time per update. Usual: none or group."""
@@ -75,11 +69,7 @@ class Config(NetworkConfig):
                 raise ValueError(
                     f"temperature={self.temperature!r}: form 'sqn' needs a fixed one above 0; set temperature=0.1"
                 )
-        if self.temperature != "auto":
-            if not 0 <= float(self.temperature) < math.inf:
-                raise ValueError(f"temperature={self.temperature}: must be finite and >= 0, or 'auto'")
-            fixed, remedy = f"with temperature={self.temperature}", "remove it or set temperature='auto'"
-            self.refuse_changed(fixed, "target_entropy", "initial_temperature", remedy=remedy)
+        check_temperature(self)
         if self.network == "mlp":
             self.refuse_changed("on mlp, which has no convolutions", "norm")
         elif ":" in self.network:
@@ -90,48 +80,17 @@ class Config(NetworkConfig):
         return self
 
     def check(self, spec: EnvSpec) -> None:
-        """Refuse an environment without discrete actions, a target that no policy reaches, and unfit networks."""
-        if spec.action_kind != "discrete":
-            other = "sac or ppo" if spec.action_kind == "continuous" else "ppo"
-            raise ValueError(
-                f"{spec.env_id}: action_kind is {spec.action_kind!r}, but {self.name} needs discrete actions; choose "
-                f"an environment with a Discrete space of actions, or algorithm.name {other}"
-            )
+        """Refuse what `QNetworkConfig` refuses, and a target that no policy reaches."""
+        super().check(spec)
         most = math.log(spec.action_sizes[0])
         if self.target_entropy is not None and self.target_entropy > most:
             raise ValueError(
                 f"algorithm.target_entropy: {self.target_entropy:g} nats, but {spec.action_sizes[0]} actions have at "
                 f"most {most:.3f}; lower it"
             )
-        self.refuse_images_on_mlp(spec)
-        if self.network != "mlp":
-            self.make_network(spec)
 
     def entropy_goal(self, spec: EnvSpec) -> float:
         """Return the entropy in nats that temperature=auto aims at."""
         if self.target_entropy is not None:
             return self.target_entropy
         return ENTROPY_SHARE * math.log(spec.action_sizes[0])
-
-    def make_network(self, spec: EnvSpec, *, generator: Generator | None = None) -> QNetwork:
-        """Return a network with an output for each action, on the CPU: a critic's values, or the policy's logits.
-
-        Args:
-            spec: spaces of the environment.
-            generator: of the initial weights; torch's global one when None.
-
-        Raises:
-            ValueError: it cannot take these observations.
-        """
-        from ddrl.networks.q_network import QNetwork
-
-        return QNetwork(
-            self.network,
-            spec.input_shape,
-            num_actions=spec.action_sizes[0],
-            hidden_sizes=self.hidden_sizes,
-            activation=self.activation,
-            norm=self.norm,
-            network_kwargs=self.network_kwargs,
-            generator=generator,
-        )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ddrl.algorithms.discrete_sac.config import Config
-from ddrl.algorithms.optim import adam, cpu_copies, optimizer_state, restore, set_options
+from ddrl.algorithms.optim import adams, cpu_copies, restore, set_options, with_optimizers
 from ddrl.algorithms.options import changed
 from ddrl.algorithms.sac.learner import initial_log_temperature, set_temperature, temperature_loss
 from ddrl.networks.parameters import FlatParameters, saved_buffers
@@ -114,10 +114,7 @@ class DiscreteSAC:
         if self.actor is not None:
             self.actor_parameters = FlatParameters(self.actor)
             self._learned["actor"] = self.actor_parameters.vector
-        self._optimizers = {
-            name: adam(parameter, learning_rate=config.learning_rate)
-            for name, parameter in self._learned.items()
-        }
+        self._optimizers = adams(self._learned, learning_rate=config.learning_rate)
         self._use_options()
 
     def _use_options(self) -> None:
@@ -243,10 +240,7 @@ class DiscreteSAC:
 
     def _tensors(self) -> dict[str, Tensor]:
         """Return the tensors that updates change, by name; not copied."""
-        named = {f"{name}.value": parameter for name, parameter in self._learned.items()}
-        named["target_critics.value"] = self._target
-        for name, optimizer in self._optimizers.items():
-            named |= optimizer_state(name, optimizer, self._learned[name])
+        named = with_optimizers(self._learned, self._optimizers) | {"target_critics.value": self._target}
         for part in ("actor", "critics", "target_critics"):
             if (module := getattr(self, part)) is not None:
                 named |= {f"{part}.{name}": buffer for name, buffer in saved_buffers(module).items()}

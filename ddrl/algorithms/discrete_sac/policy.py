@@ -11,7 +11,7 @@ from torch import nn
 
 from ddrl.algorithms.base import NO_STATE, RecurrentState
 from ddrl.algorithms.discrete_sac.config import Config
-from ddrl.networks.parameters import load_arrays
+from ddrl.networks.parameters import load_arrays, take_scalar
 from ddrl.networks.trunks import to_input
 from ddrl.types import EnvSpec
 
@@ -38,10 +38,7 @@ class Policy:
             ValueError: they are those of another configuration or environment.
         """
         arrays = {name: np.asarray(value).copy() for name, value in weights.items()}
-        log_temperature = arrays.pop("log_temperature", None)
-        if log_temperature is None or log_temperature.shape != ():
-            found = "missing in" if log_temperature is None else f"shape {log_temperature.shape} in"
-            raise ValueError(f"log_temperature: {found} the weights, () here")
+        log_temperature = take_scalar(arrays, "log_temperature")
         load_arrays(self._module, arrays)
         self._temperature = float(np.exp(log_temperature))
 

@@ -6,7 +6,7 @@ Source: Haarnoja et al. 2018, arXiv:1812.05905 (learned temperature, two critics
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
@@ -15,6 +15,19 @@ from ddrl.config import LIVE
 from ddrl.types import EnvSpec
 
 LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0  # of the Gaussian before squashing, in nats
+
+
+def check_temperature(config: Any) -> None:
+    """Refuse a fixed temperature that is none, and beside one the options of a learned one.
+
+    Raises:
+        ValueError: names the option and the remedy.
+    """
+    if config.temperature != "auto":
+        if not 0 <= float(config.temperature) < math.inf:
+            raise ValueError(f"temperature={config.temperature}: must be finite and >= 0, or 'auto'")
+        fixed, remedy = f"with temperature={config.temperature}", "remove it or set temperature='auto'"
+        config.refuse_changed(fixed, "target_entropy", "initial_temperature", remedy=remedy)
 
 
 class Config(AlgorithmConfig):
@@ -48,12 +61,7 @@ class Config(AlgorithmConfig):
     def _refuse_contradictions(self) -> Config:
         if self.temperature == "auto" and self.form == "sac1":
             raise ValueError("temperature='auto': form 'sac1' has a fixed temperature; set temperature=0.2")
-        if self.temperature == "auto":
-            return self
-        if not 0 <= float(self.temperature) < math.inf:
-            raise ValueError(f"temperature={self.temperature}: must be finite and >= 0, or 'auto'")
-        fixed, remedy = f"with temperature={self.temperature}", "remove it or set temperature='auto'"
-        self.refuse_changed(fixed, "target_entropy", "initial_temperature", remedy=remedy)
+        check_temperature(self)
         return self
 
     def check(self, spec: EnvSpec) -> None:

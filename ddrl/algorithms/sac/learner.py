@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddrl.algorithms.optim import adam, cpu_copies, optimizer_state, restore, set_options
+from ddrl.algorithms.optim import adams, cpu_copies, restore, set_options, with_optimizers
 from ddrl.algorithms.options import changed
 from ddrl.algorithms.sac.config import LOG_STD_MAX, LOG_STD_MIN, Config
 from ddrl.networks.distributions import bounded_log_std, tanh_gaussian_sample
@@ -141,10 +141,7 @@ class SAC:
             "critics": self.critic_parameters.vector,
             "temperature": self._log_temperature,
         }
-        self._optimizers = {
-            name: adam(parameter, learning_rate=config.learning_rate)
-            for name, parameter in self._learned.items()
-        }
+        self._optimizers = adams(self._learned, learning_rate=config.learning_rate)
         self._noise = torch.Generator(device).manual_seed(seed)
         self._use_options()
 
@@ -248,8 +245,4 @@ class SAC:
 
     def _tensors(self) -> dict[str, Tensor]:
         """Return the tensors that updates change, by name; not copied."""
-        named = {f"{name}.value": parameter for name, parameter in self._learned.items()}
-        named["target_critics.value"] = self._target
-        for name, optimizer in self._optimizers.items():
-            named |= optimizer_state(name, optimizer, self._learned[name])
-        return named
+        return with_optimizers(self._learned, self._optimizers) | {"target_critics.value": self._target}

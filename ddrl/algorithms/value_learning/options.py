@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 AnyOptions = TypeVar("AnyOptions", bound="Options")
 
 
-class Options(NetworkConfig):
-    """Options of every learner of action values; rewards are in training units."""
+class QNetworkConfig(NetworkConfig):
+    """Options of the algorithms whose network has an output for each of an environment's discrete actions."""
 
-    network_options: ClassVar[tuple[str, ...]] = ("hidden_sizes", "activation", "norm", "dueling")
+    network_options: ClassVar[tuple[str, ...]] = ("hidden_sizes", "activation", "norm")
     """Options that are arguments of `QNetwork` by the same name."""
 
     hidden_sizes: tuple[PositiveInt, ...] = Field((128, 128), min_length=1)
@@ -39,6 +39,46 @@ class Options(NetworkConfig):
     """Normalization after each convolution of nature, impala and data_efficient. `group` steadies learning and needs
     less tuning, at some time per update; `batch`, which R2D2 refuses, mixes the transitions of a batch. Usual: none or
     group."""
+
+    def make_network(self, spec: EnvSpec, *, generator: Generator | None = None) -> QNetwork:
+        """Return the network that the options describe, on the CPU.
+
+        Args:
+            spec: spaces of the environment.
+            generator: of the initial weights; torch's global one when None.
+
+        Raises:
+            ValueError: it cannot take these observations.
+        """
+        from ddrl.networks.q_network import QNetwork
+
+        return QNetwork(
+            self.network,
+            spec.input_shape,
+            num_actions=spec.action_sizes[0],
+            network_kwargs=self.network_kwargs,
+            generator=generator,
+            **{name: getattr(self, name) for name in self.network_options},
+        )
+
+    def check(self, spec: EnvSpec) -> None:
+        """Refuse an environment without discrete actions, and a network that cannot take its observations."""
+        if spec.action_kind != "discrete":
+            raise ValueError(
+                f"{spec.env_id}: action_kind is {spec.action_kind!r}, but {self.name} needs discrete actions; choose "
+                f"an environment with a Discrete space of actions, or algorithm.name "
+                f"{'ppo' if spec.action_kind == 'multi_discrete' else 'sac or ppo'}"
+            )
+        self.refuse_images_on_mlp(spec)
+        if self.network != "mlp":
+            self.make_network(spec)
+
+
+class Options(QNetworkConfig):
+    """Options of every learner of action values; rewards are in training units."""
+
+    network_options: ClassVar[tuple[str, ...]] = (*QNetworkConfig.network_options, "dueling")
+
     dueling: bool = False
     """Two streams, Q = V + A - mean A: states are valued without trying every action. Usual: yes where there are many
     actions or few of them matter."""
@@ -152,36 +192,3 @@ class Options(NetworkConfig):
         """Return the scheduled share of random actions after so many updates; a ladder ignores it."""
         reached = min(1.0, num_updates / self.epsilon_anneal_updates)
         return self.epsilon + (self.final_epsilon - self.epsilon) * reached
-
-    def make_network(self, spec: EnvSpec, *, generator: Generator | None = None) -> QNetwork:
-        """Return the network that the options describe, on the CPU.
-
-        Args:
-            spec: spaces of the environment.
-            generator: of the initial weights; torch's global one when None.
-
-        Raises:
-            ValueError: it cannot take these observations.
-        """
-        from ddrl.networks.q_network import QNetwork
-
-        return QNetwork(
-            self.network,
-            spec.input_shape,
-            num_actions=spec.action_sizes[0],
-            network_kwargs=self.network_kwargs,
-            generator=generator,
-            **{name: getattr(self, name) for name in self.network_options},
-        )
-
-    def check(self, spec: EnvSpec) -> None:
-        """Refuse an environment without discrete actions, and a network that cannot take its observations."""
-        if spec.action_kind != "discrete":
-            raise ValueError(
-                f"{spec.env_id}: action_kind is {spec.action_kind!r}, but {self.name} needs discrete actions; choose "
-                f"an environment with a Discrete space of actions, or algorithm.name "
-                f"{'ppo' if spec.action_kind == 'multi_discrete' else 'sac or ppo'}"
-            )
-        self.refuse_images_on_mlp(spec)
-        if self.network != "mlp":
-            self.make_network(spec)

@@ -10,7 +10,7 @@ import torch
 
 from ddrl.algorithms.base import NO_STATE, RecurrentState, initial_state
 from ddrl.algorithms.value_learning.options import Options
-from ddrl.networks.parameters import load_arrays
+from ddrl.networks.parameters import load_arrays, take_scalar
 from ddrl.networks.trunks import to_input
 from ddrl.types import EnvSpec
 
@@ -42,12 +42,9 @@ class Policy:
             ValueError: they are those of another configuration or environment.
         """
         arrays = {name: np.asarray(value).copy() for name, value in weights.items()}
-        epsilon = arrays.pop("epsilon", None)
-        if epsilon is None or epsilon.shape != ():
-            found = "missing in" if epsilon is None else f"shape {epsilon.shape} in"
-            raise ValueError(f"epsilon: {found} the weights, () here")
+        epsilon = take_scalar(arrays, "epsilon")
         load_arrays(self._network, arrays)
-        self._epsilon = float(epsilon)
+        self._epsilon = epsilon
 
     def initial_state(self, num_envs: int) -> RecurrentState:
         """Return the state at the start of `num_envs` episodes; {} of a feed-forward network."""
