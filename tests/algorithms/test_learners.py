@@ -27,6 +27,7 @@ CASES: dict[str, tuple[str, EnvSpec, Options]] = {
     "sac": ("sac", CONTINUOUS, {}),
     "sac fixed": ("sac", CONTINUOUS, {"temperature": 0.2}),
     "sac delayed": ("sac", CONTINUOUS, {"policy_delay": 2, "layer_norm": True}),
+    "sac quantiles": ("sac", CONTINUOUS, {"num_quantiles": 5, "num_critics": 3}),
     "discrete sac": ("discrete_sac", DISCRETE, {}),
     "discrete sac images": ("discrete_sac", PIXELS, NATURE | {"norm": "group", "temperature": 0.2, "value_clip": 0.5}),
     "sqn": ("discrete_sac", DISCRETE, {"form": "sqn", "num_critics": 3}),

@@ -12,10 +12,10 @@ import pytest
 import torch
 from support import reference_q
 from support.algorithms import CONTINUOUS, Options, make_learner, make_policy
-from support.reference import Layers, sac_critic_loss, sac_policy_loss
+from support.reference import Layers, sac_act, sac_critic_loss, sac_policy_loss
 from torch import Tensor, tensor
 
-from ddrl.algorithms.sac.learner import critic_loss, policy_loss, temperature_loss
+from ddrl.algorithms.sac.learner import critic_loss, policy_loss, quantile_critic_loss, temperature_loss
 from ddrl.networks.mlp import MLP
 
 ROWS = np.random.default_rng(0).standard_normal((64, 3)).astype(np.float32)
@@ -51,6 +51,47 @@ def test_critic_loss_hand_numbers() -> None:
     assert float(loss.detach()) == pytest.approx(((1 - 2.5) ** 2 + 2.5**2 + 0 + 1) / 2)
     (gradient,) = torch.autograd.grad(loss, q)
     torch.testing.assert_close(gradient, tensor([[-1.5, 0.0], [-2.5, 1.0]]))
+
+
+def test_quantile_critic_loss_hand_numbers_and_slow_twin() -> None:
+    """By hand: of the quantiles 1, 2, 3, 9 the largest two are left out; the twin goes pair by pair."""
+    q = tensor([[[0.0, 4.0]], [[1.0, 1.0]]], requires_grad=True)  # [E, B, Z] = [2, 1, 2]
+    others = tensor([2.0]), tensor([1.0]), tensor([0.5]), tensor(0.5)
+    loss = quantile_critic_loss(q, tensor([[[3.0, 1.0]], [[9.0, 2.0]]]), *others, dropped=1)
+    # targets 1 + 0.5 (1 - 1) = 1 and 1 + 0.5 (2 - 1) = 1.5; tau 1/4 and 3/4
+    at_0, at_4 = 0.25 * (0.5 + 1.0) / 2, 0.25 * (2.5 + 2.0) / 2
+    at_1, other_1 = 0.25 * 0.125 / 2, 0.75 * 0.125 / 2
+    assert float(loss.detach()) == pytest.approx((at_0 + at_4 + at_1 + other_1) / 2)
+    generator = torch.Generator().manual_seed(0)
+    q, target = (3 * torch.randn(3, 4, 5, generator=generator) for _ in range(2))
+    log_prob, return_, discount = (torch.rand(4, generator=generator) for _ in range(3))
+    found = quantile_critic_loss(q, target, log_prob, return_, discount, tensor(0.3), dropped=2)
+    total = 0.0
+    for b in range(4):
+        kept = sorted(float(target[e, b, z]) for e in range(3) for z in range(5))[: 3 * 3]
+        goals = [float(return_[b] + discount[b] * (y - 0.3 * log_prob[b])) for y in kept]
+        for e in range(3):
+            for z in range(5):
+                for goal in goals:
+                    u = goal - float(q[e, b, z])
+                    huber = u * u / 2 if abs(u) < 1 else abs(u) - 0.5
+                    total += abs((z + 0.5) / 5 - (u < 0)) * huber / (5 * len(goals) * 4)
+    assert float(found) == pytest.approx(total, rel=1e-5)
+
+
+def test_policies_climb_the_mean_of_all_quantiles() -> None:
+    sac, batch = make(num_quantiles=4, dropped_quantiles=1), make_batch(3)
+    noise = torch.Generator()
+    noise.set_state(sac.state()["noise"])
+    _, current = (torch.randn(6, 2, generator=noise) for _ in range(2))
+    before = actor_layers(sac.actor)
+    metrics = sac.update(batch)
+    total = 0.0
+    for row, each in zip(batch.observation, current, strict=True):
+        action, log_prob = sac_act(before, row, each)
+        quantiles = sac.critics(torch.cat((row, action))[None])  # as just updated
+        total += float((log_prob - quantiles.mean()).detach()) / len(current)
+    assert float(metrics["policy_loss"]) == pytest.approx(total, rel=1e-4)
 
 
 def test_policy_loss_hand_numbers() -> None:
@@ -138,9 +179,10 @@ def test_policy_delay_skips_actor_and_temperature() -> None:
         assert not torch.equal(before["critics.value"], state["critics.value"])
 
 
-def test_learns_the_best_action_of_a_one_step_game() -> None:
+@pytest.mark.parametrize("critics", [{}, {"num_quantiles": 9, "dropped_quantiles": 1}])
+def test_learns_the_best_action_of_a_one_step_game(critics: Options) -> None:
     """Reward -(a - best)^2, the episode ends at once: the mode must find `best`."""
-    options = {"hidden_sizes": (64, 64), "learning_rate": 3e-3, "temperature": 0.01}
+    options = {"hidden_sizes": (64, 64), "learning_rate": 3e-3, "temperature": 0.01} | critics
     sac, generator = make(seed=0, **options), torch.Generator().manual_seed(0)
     best, span = tensor([1.0, 0.25]), tensor([4.0, 1.0])
     for i in range(600):

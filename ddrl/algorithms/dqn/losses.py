@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ddrl.algorithms.quantiles import quantile_huber
 from ddrl.networks.heads import support
 
 
@@ -96,11 +97,9 @@ def quantile_loss(
     bootstrap_discount: Tensor, weight: Tensor | None,
     *, huber_delta: float = 1.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Quantile regression loss (QR-DQN): each quantile against each one of the target, by the asymmetric Huber loss.
+    """Quantile regression loss (QR-DQN): `quantile_huber` of the quantiles against R + discount * those of the target.
 
-    The loss of a transition is the sum over the predicted quantiles i, at the midpoints tau_i = (i + 1/2) / Z, of the
-    mean over the target's j of |tau_i - 1{u < 0}| * Huber(u), u = R + discount * theta'_j - theta_i.
-    Source: Dabney et al. 2018, arXiv:1710.10044, equation 10 and algorithm 1.
+    Source: Dabney et al. 2018, arXiv:1710.10044, algorithm 1.
 
     Args:
         quantiles: [B, A, Z] online quantile values at s_t, in units of the return.
@@ -118,12 +117,7 @@ def quantile_loss(
     next_quantiles = _of_action(next_target_quantiles, next_q.argmax(dim=1))  # [B, Z]
     target = torch.addcmul(n_step_return[:, None], bootstrap_discount[:, None], next_quantiles).detach()
     prediction = _of_action(quantiles, action)  # [B, Z], as the target
-    num_atoms = prediction.shape[1]
-    tau = (torch.arange(num_atoms, device=prediction.device, dtype=prediction.dtype) + 0.5) / num_atoms  # [Z]
-    difference = target[:, None, :] - prediction[:, :, None]  # [B, Z (predicted), Z (target)]
-    share = (tau[:, None] - (difference < 0).to(tau.dtype)).abs()
-    huber = F.huber_loss(difference, torch.zeros_like(difference), reduction="none", delta=huber_delta)
-    each = (share * huber).mean(dim=2).sum(dim=1)  # [B]
+    each = quantile_huber(prediction, target, delta=huber_delta)  # [B]
     return _mean(each, weight), (target.mean(dim=1) - prediction.detach().mean(dim=1))
 
 

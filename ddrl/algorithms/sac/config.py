@@ -1,6 +1,7 @@
 """Options of soft actor-critic for bounded continuous actions.
 
-Source: Haarnoja et al. 2018, arXiv:1812.05905 (learned temperature, two critics, no value network).
+Source: Haarnoja et al. 2018, arXiv:1812.05905 (learned temperature, two critics, no value network); Kuznetsov et al.
+2020, arXiv:2005.04269 (TQC: truncated quantile critics).
 """
 
 from __future__ import annotations
@@ -50,6 +51,11 @@ class Config(AlgorithmConfig):
     steps. Usual: 1 to 3."""
     num_critics: PositiveInt = 2
     """Critics whose minimum is the target. More underestimates more and costs time; 1 overestimates. Usual: 2."""
+    num_quantiles: int | None = Field(None, ge=2)
+    """Each critic predicts so many quantiles of the return in place of its mean (TQC), and the largest of all critics'
+    together are left out of the target. null: the mean. Usual: 25; with num_critics 2 to 5."""
+    dropped_quantiles: int = Field(2, ge=0)
+    """Quantiles left out for each critic. More underestimates more. Usual: 0 to 5 of 25."""
     layer_norm: bool = False
     """Normalize the hidden layers of the critics. Bounds their extrapolation, so larger learning_rate and n_step stay
     stable, at some 20 % more time per update."""
@@ -59,6 +65,16 @@ class Config(AlgorithmConfig):
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> Config:
+        if self.num_quantiles is None:
+            self.refuse_changed("without num_quantiles", "dropped_quantiles")
+        elif self.form == "sac1":
+            raise ValueError(
+                f"num_quantiles={self.num_quantiles}: form 'sac1' has none; remove it or use form 'sac'"
+            )
+        elif self.dropped_quantiles >= self.num_quantiles:
+            raise ValueError(
+                f"dropped_quantiles={self.dropped_quantiles}: leaves none of {self.num_quantiles}; use fewer"
+            )
         if self.temperature == "auto" and self.form == "sac1":
             raise ValueError("temperature='auto': form 'sac1' has a fixed temperature; set temperature=0.2")
         check_temperature(self)

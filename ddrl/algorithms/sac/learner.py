@@ -1,7 +1,7 @@
 """SAC's losses, and its learner.
 
-Source: Haarnoja et al. 2018, arXiv:1812.05905. Actor and critics work on actions in [-1, 1]; the environment's unit
-appears only where a batch comes in.
+Source: Haarnoja et al. 2018, arXiv:1812.05905; Kuznetsov et al. 2020, arXiv:2005.04269 (quantiles). Actor and critics
+work on actions in [-1, 1]; the environment's unit appears only where a batch comes in.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ddrl.algorithms.optim import adams, cpu_copies, restore, set_options, with_optimizers
 from ddrl.algorithms.options import changed
+from ddrl.algorithms.quantiles import quantile_huber
 from ddrl.algorithms.sac.config import LOG_STD_MAX, LOG_STD_MIN, Config
 from ddrl.networks.distributions import bounded_log_std, tanh_gaussian_sample
 from ddrl.networks.mlp import MLP
@@ -47,13 +48,39 @@ def critic_loss(
     return (q - target).square().sum() / target.shape[0]
 
 
+def quantile_critic_loss(
+    quantiles: Tensor, next_target: Tensor, next_log_prob: Tensor, n_step_return: Tensor, bootstrap_discount: Tensor,
+    temperature: Tensor, *, dropped: int,
+) -> Tensor:  # fmt: skip
+    """Loss of truncated quantile critics: the sum over the critics of their mean quantile regression losses.
+
+    The targets are the smallest E * (Z - dropped) of all target critics' quantiles together.
+    Source: arXiv:2005.04269, equations 10 to 14.
+
+    Args:
+        quantiles: [E, B, Z] of the critics at (s_t, a_t), the only argument through which a gradient is taken.
+        next_target: [E, B, Z] of the target critics at (s_{t+k}, a').
+        next_log_prob, n_step_return, bootstrap_discount, temperature: as for `critic_loss`.
+        dropped: quantiles left out for each critic.
+
+    Returns:
+        The scalar loss.
+    """
+    num_critics, batch_size, num = next_target.shape
+    pooled = next_target.transpose(0, 1).reshape(batch_size, -1).sort(dim=1).values  # [B, E * Z]
+    kept = pooled[:, : num_critics * (num - dropped)] - (temperature * next_log_prob)[:, None]
+    target = torch.addcmul(n_step_return[:, None], bootstrap_discount[:, None], kept).detach()
+    return quantile_huber(quantiles, target).sum() / (batch_size * num)
+
+
 def policy_loss(q: Tensor, log_prob: Tensor, temperature: Tensor) -> Tensor:
     """Policy improvement: E[alpha * log pi - min_i Q_i], for reparametrized actions.
 
     Source: arXiv:1812.05905, equation 7.
 
     Args:
-        q: [E, B] critics at (s, a~), a~ from the policy, which maximizes their minimum (E = 1: form sac1).
+        q: [E, B] critics at (s, a~), a~ from the policy, which maximizes their minimum (E = 1: form sac1, or the mean
+            of all quantiles).
         log_prob: [B] log pi(a~ | s), in nats.
         temperature: [] alpha, reward units per nat; no gradient is taken through it.
 
@@ -128,8 +155,9 @@ class SAC:
 
         ensemble = {"num_members": config.num_critics, "layer_norm": config.layer_norm}
         self.actor = network(num_inputs, 2 * num_dims)
-        self.critics = network(num_inputs + num_dims, 1, **ensemble)
-        self.target_critics = network(num_inputs + num_dims, 1, **ensemble).requires_grad_(False)
+        num_outputs = config.num_quantiles or 1
+        self.critics = network(num_inputs + num_dims, num_outputs, **ensemble)
+        self.target_critics = network(num_inputs + num_dims, num_outputs, **ensemble).requires_grad_(False)
         self.actor_parameters = FlatParameters(self.actor)
         self.critic_parameters = FlatParameters(self.critics)
         self._target = FlatParameters(self.target_critics).vector.requires_grad_(False)
@@ -169,12 +197,14 @@ class SAC:
         with torch.no_grad():
             temperature = self._log_temperature.exp()
             next_action, next_log_prob = self._sample(next_observation)
-            next_target_q = self.target_critics(torch.cat((next_observation, next_action), dim=1))[..., 0]
+            next_target_q = self.target_critics(torch.cat((next_observation, next_action), dim=1))
 
-        q = self.critics(torch.cat((observation, action), dim=1))[..., 0]  # [E, B]
-        loss = critic_loss(
-            q, next_target_q, next_log_prob, batch.n_step_return, batch.bootstrap_discount, temperature
-        )
+        q = self.critics(torch.cat((observation, action), dim=1))  # [E, B, 1 or Z]
+        others = next_log_prob, batch.n_step_return, batch.bootstrap_discount, temperature
+        if config.num_quantiles is None:
+            loss = critic_loss(q[..., 0], next_target_q[..., 0], *others)
+        else:
+            loss = quantile_critic_loss(q, next_target_q, *others, dropped=config.dropped_quantiles)
         self.critic_parameters.differentiate(loss)
         self._optimizers["critics"].step()
         metrics = {"critic_loss": loss.detach(), "q_mean": q.detach().mean(), "temperature": temperature}
@@ -189,8 +219,9 @@ class SAC:
         """Update actor and temperature on [B, O] observations."""
         action, log_prob = self._sample(observation)
         num_members = 1 if self.config.form == "sac1" else self.config.num_critics
-        q = self.critics(torch.cat((observation, action), dim=1), num_members=num_members)[..., 0]
-        loss = policy_loss(q, log_prob, temperature)
+        q = self.critics(torch.cat((observation, action), dim=1), num_members=num_members)  # [E, B, 1 or Z]
+        is_mean = self.config.num_quantiles is not None
+        loss = policy_loss(q.mean(dim=(0, 2))[None] if is_mean else q[..., 0], log_prob, temperature)
         self.actor_parameters.differentiate(loss)
         self._optimizers["actor"].step()
         log_prob = log_prob.detach()
