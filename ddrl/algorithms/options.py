@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from copy import copy
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, Field, PositiveInt, model_validator
 
@@ -103,6 +103,40 @@ class NetworkConfig(AlgorithmConfig):
                 f"algorithm.network: mlp needs a vector, but {spec.env_id} has observations {spec.input_shape}; use "
                 "nature or conv, or gymnasium.wrappers.FlattenObservation"
             )
+
+
+class Prioritized(AlgorithmConfig):
+    """Options of the algorithms that may draw items of the replay by priority."""
+
+    prioritized: bool = False
+    """Replay items with large errors more often, instead of all alike; costs some time per update."""
+    priority_exponent: float = Field(0.6, ge=0, le=1)
+    """Items are drawn in proportion to their priority to this power: more concentrates on large errors, 0 draws all
+    alike. Usual: 0.5 to 0.6; R2D2 0.9."""
+    importance_exponent: float = Field(0.4, ge=0, le=1, json_schema_extra=LIVE)
+    """Initial exponent of the importance weights: 0 corrects no bias of prioritized draws, 1 all of it. More also
+    shrinks steps. Usual: 0.4 to 0.6."""
+    final_importance_exponent: float = Field(1.0, ge=0, le=1, json_schema_extra=LIVE)
+    """Final importance_exponent, reached linearly. Usual: 1; R2D2 stays at 0.6."""
+    importance_anneal_updates: PositiveInt = Field(100_000, json_schema_extra=LIVE)
+    """Updates until importance_exponent reaches its final value. Fewer is less biased earlier. Usual: the run's total
+    updates."""
+    importance_maximum: Literal["batch", "replay"] = "batch"
+    """Importance weights are divided by the largest of the batch, or of the whole replay: steadier and smaller steps.
+    Usual: batch."""
+
+    def refuse_unused_priorities(self) -> None:
+        """Refuse options of priorities that have no effect.
+
+        Raises:
+            ValueError: one is set.
+        """
+        importance = ("importance_exponent", "final_importance_exponent", "importance_anneal_updates")
+        if not self.prioritized:
+            unused = ("priority_exponent", "importance_maximum", *importance)
+            self.refuse_changed("without prioritized=true", *unused)
+        elif self.importance_exponent == self.final_importance_exponent:
+            self.refuse_changed("where importance_exponent is final from the start", importance[-1])
 
 
 class Common(Section):

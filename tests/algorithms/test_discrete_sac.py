@@ -52,6 +52,8 @@ def test_critic_loss_hand_numbers_and_clip() -> None:
     q = tensor([[1.0, 2.0], [5.0, 2.0]], requires_grad=True)
     target, target_q = tensor([3.0, 2.0]), tensor([[-1.0, 2.0], [4.9, 2.0]])
     assert float(critic_loss(q, target, target_q, clip=None).detach()) == pytest.approx(8 / 2)
+    half = critic_loss(q, target, target_q, torch.full_like(target, 0.5), clip=None)
+    assert float(half.detach()) == pytest.approx(8 / 4)
     loss = critic_loss(q, target, target_q, clip=0.5)
     assert float(loss.detach()) == pytest.approx((3.5**2 + 2**2) / 2)
     (gradient,) = torch.autograd.grad(loss, q)

@@ -27,6 +27,7 @@ CASES: dict[str, tuple[str, EnvSpec, Options]] = {
     "sac": ("sac", CONTINUOUS, {}),
     "sac fixed": ("sac", CONTINUOUS, {"temperature": 0.2}),
     "sac delayed": ("sac", CONTINUOUS, {"policy_delay": 2, "layer_norm": True}),
+    "sac prioritized": ("sac", CONTINUOUS, {"prioritized": True}),
     "sac quantiles": ("sac", CONTINUOUS, {"num_quantiles": 5, "num_critics": 3}),
     "discrete sac": ("discrete_sac", DISCRETE, {}),
     "discrete sac images": ("discrete_sac", PIXELS, NATURE | {"norm": "group", "temperature": 0.2, "value_clip": 0.5}),
@@ -95,7 +96,11 @@ def test_same_seed_same_run_other_seed_other_run(name: str, spec: EnvSpec, optio
     [
         *((name, {}, expected) for name, expected in METRICS.items()),
         ("dqn", CATEGORICAL | {"epsilon_ladder": True, "max_grad_norm": None}, {"loss", "q_mean"}),
-        ("dqn", {"prioritized": True}, METRICS["dqn"] | {"priority"}),
+        *(
+            (name, {"prioritized": True}, METRICS[name] | {"priority"})
+            for name in ("dqn", "sac", "discrete_sac")
+        ),
+        ("sac", {"prioritized": True, "num_quantiles": 5}, METRICS["sac"] | {"priority"}),
         ("r2d2", {"prioritized": False}, METRICS["r2d2"] - {"priority"}),
     ],
 )

@@ -101,6 +101,7 @@ DISCRETE_SAC = {"name": "discrete_sac", "hidden_sizes": [32]}
     [
         DISCRETE_SAC,
         DISCRETE_SAC | {"form": "sqn"},
+        DISCRETE_SAC | {"prioritized": True},
         DISCRETE_SAC | {"average_critics": True, "value_clip": 0.5},
         {"name": "docs.own_algorithm", "hidden_sizes": [32]},
     ],

@@ -46,26 +46,34 @@ def leaves(layers: Layers) -> list[Tensor]:
 def test_critic_loss_hand_numbers() -> None:
     q = tensor([[1.0, 2.0], [0.0, 3.0]], requires_grad=True)
     next_q, log_prob = tensor([[5.0, 9.0], [4.0, 9.0]]), tensor([2.0, 7.0])
-    loss = critic_loss(q, next_q, log_prob, tensor([1.0, 2.0]), tensor([0.5, 0.0]), tensor(0.5))
+    given = q, next_q, log_prob, tensor([1.0, 2.0]), tensor([0.5, 0.0]), tensor(0.5)
+    loss, error = critic_loss(*given)
     # targets: 1 + 0.5 (4 - 0.5 * 2) = 2.5 and, terminated, 2
     assert float(loss.detach()) == pytest.approx(((1 - 2.5) ** 2 + 2.5**2 + 0 + 1) / 2)
     (gradient,) = torch.autograd.grad(loss, q)
     torch.testing.assert_close(gradient, tensor([[-1.5, 0.0], [-2.5, 1.0]]))
+    torch.testing.assert_close(error, tensor([2.0, 0.5]))
+    weighted, _ = critic_loss(*given, tensor([0.5, 0.1]))
+    assert float(weighted.detach()) == pytest.approx((0.5 * (1.5**2 + 2.5**2) + 0.1 * 1) / 2)
 
 
 def test_quantile_critic_loss_hand_numbers_and_slow_twin() -> None:
     """By hand: of the quantiles 1, 2, 3, 9 the largest two are left out; the twin goes pair by pair."""
     q = tensor([[[0.0, 4.0]], [[1.0, 1.0]]], requires_grad=True)  # [E, B, Z] = [2, 1, 2]
     others = tensor([2.0]), tensor([1.0]), tensor([0.5]), tensor(0.5)
-    loss = quantile_critic_loss(q, tensor([[[3.0, 1.0]], [[9.0, 2.0]]]), *others, dropped=1)
+    target = tensor([[[3.0, 1.0]], [[9.0, 2.0]]])
+    loss, error = quantile_critic_loss(q, target, *others, dropped=1)
     # targets 1 + 0.5 (1 - 1) = 1 and 1 + 0.5 (2 - 1) = 1.5; tau 1/4 and 3/4
     at_0, at_4 = 0.25 * (0.5 + 1.0) / 2, 0.25 * (2.5 + 2.0) / 2
     at_1, other_1 = 0.25 * 0.125 / 2, 0.75 * 0.125 / 2
     assert float(loss.detach()) == pytest.approx((at_0 + at_4 + at_1 + other_1) / 2)
+    assert error.tolist() == [pytest.approx(1.5 - 1.25)]
+    weighted, _ = quantile_critic_loss(q, target, *others, tensor([0.5]), dropped=1)
+    assert float(weighted.detach()) == pytest.approx(float(loss.detach()) / 2)
     generator = torch.Generator().manual_seed(0)
     q, target = (3 * torch.randn(3, 4, 5, generator=generator) for _ in range(2))
     log_prob, return_, discount = (torch.rand(4, generator=generator) for _ in range(3))
-    found = quantile_critic_loss(q, target, log_prob, return_, discount, tensor(0.3), dropped=2)
+    found, _ = quantile_critic_loss(q, target, log_prob, return_, discount, tensor(0.3), dropped=2)
     total = 0.0
     for b in range(4):
         kept = sorted(float(target[e, b, z]) for e in range(3) for z in range(5))[: 3 * 3]

@@ -31,14 +31,16 @@ ON_POLICY: Table = {
     "max_grad_norm": ({"max_grad_norm": 0.5}, 0.1),
     "lambda": ({}, 0.5),
 }
-VALUES: Table = {
+PRIORITIES: Table = {
+    "importance_exponent": (DRAWN, 0.9),
+    "final_importance_exponent": (DRAWN | {"importance_anneal_updates": 4}, 1.0),
+    "importance_anneal_updates": (DRAWN, 5),
+}
+VALUES = PRIORITIES | {
     "learning_rate": ({}, 2e-3),
     "adam_eps": ({}, 1e-2),
     "weight_decay": ({}, 0.5),
     "max_grad_norm": ({}, 0.01),
-    "importance_exponent": (DRAWN, 0.9),
-    "final_importance_exponent": (DRAWN | {"importance_anneal_updates": 4}, 1.0),
-    "importance_anneal_updates": (DRAWN, 5),
     "target_period": ({}, 3),
     "target_rate": ({"target_period": None, "target_rate": 0.1}, 0.5),
     "epsilon": ({}, 0.5),
@@ -46,14 +48,16 @@ VALUES: Table = {
     "epsilon_anneal_updates": ({}, 10),
 }
 LIVE: dict[str, Table] = {
-    "sac": {
+    "sac": PRIORITIES
+    | {
         "learning_rate": ({}, 1e-4),
         "target_rate": ({}, 0.5),
         "temperature": ({}, 0.02),
         "target_entropy": ({}, 1.5),
         "policy_delay": ({}, 2),
     },
-    "discrete_sac": {
+    "discrete_sac": PRIORITIES
+    | {
         "learning_rate": ({}, 1e-4),
         "max_grad_norm": ({}, 0.01),
         "target_rate": ({}, 0.5),

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from ddrl.algorithms.options import Common, NetworkConfig, option
+from ddrl.algorithms.options import Common, NetworkConfig, Prioritized, option
 from ddrl.algorithms.sac.config import Config as SAC
 from ddrl.algorithms.sac.config import check_temperature
 from ddrl.algorithms.value_learning.options import QNetworkConfig
@@ -22,7 +22,7 @@ from ddrl.types import EnvSpec
 ENTROPY_SHARE = 0.5  # of that of uniform actions, which temperature=auto aims at by default
 
 
-class Config(QNetworkConfig):
+class Config(QNetworkConfig, Prioritized):
     """Options of discrete SAC; an update is one minibatch, rewards are in training units."""
 
     name: ClassVar[str] = "discrete_sac"
@@ -63,6 +63,7 @@ class Config(QNetworkConfig):
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> Config:
+        self.refuse_unused_priorities()
         if self.form == "sqn":
             self.refuse_changed("with form=sqn", "critic_warmup_updates")
             if self.temperature == "auto" or not self.temperature:

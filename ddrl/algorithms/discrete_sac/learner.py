@@ -45,7 +45,9 @@ def soft_maximum(q: Tensor, temperature: Tensor) -> Tensor:
     return temperature * torch.logsumexp(q / temperature, dim=1)
 
 
-def critic_loss(q: Tensor, target: Tensor, target_q: Tensor, *, clip: float | None) -> Tensor:
+def critic_loss(
+    q: Tensor, target: Tensor, target_q: Tensor, weight: Tensor | None = None, *, clip: float | None
+) -> Tensor:
     """Return the sum over the critics of their mean squared errors; moving further than `clip` gains nothing.
 
     Source: arXiv:1910.07207, equation 4; the clip: arXiv:2209.10081, equation 14.
@@ -54,13 +56,14 @@ def critic_loss(q: Tensor, target: Tensor, target_q: Tensor, *, clip: float | No
         q: [E, B] Q_i(s_t, a_t), the only argument with a gradient.
         target: [B] n-step return plus discounted soft value.
         target_q: [E, B] the target critics at (s_t, a_t).
+        weight: [B] importance weight in (0, 1] of prioritized replay; None: 1.
         clip: distance from `target_q`, in reward units; None: no limit.
     """
     error = (q - target).square()
     if clip is not None:
         near = target_q + (q - target_q).clamp(-clip, clip)
         error = torch.maximum(error, (near - target).square())
-    return error.sum() / len(target)
+    return (error if weight is None else weight * error).sum() / len(target)
 
 
 def policy_loss(q: Tensor, log_policy: Tensor, temperature: Tensor) -> Tensor:
@@ -147,12 +150,14 @@ class DiscreteSAC:
         if config.value_clip is not None:
             every_target = torch.stack([critic(observation) for critic in self.target_critics])
             target_q = self._taken(every_target, index)
-        loss = critic_loss(q, target, target_q.detach(), clip=config.value_clip)
+        loss = critic_loss(q, target, target_q.detach(), batch.weight, clip=config.value_clip)
         self.critic_parameters.differentiate(loss)
         if config.max_grad_norm is not None:
             self.critic_parameters.clip_gradient(config.max_grad_norm)
         self._optimizers["critics"].step()
         metrics = {"critic_loss": loss.detach(), "q_mean": q.detach().mean(), "temperature": temperature}
+        if config.prioritized:
+            metrics["priority"] = (q.detach() - target).abs().mean(dim=0)
         every_q = self._combined(every_q.detach())
         if self.actor is None:
             log_policy = (every_q / temperature).log_softmax(dim=1)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from ddrl.algorithms.options import AlgorithmConfig, Common, option, refuse_empty_ranges
+from ddrl.algorithms.options import Common, Prioritized, option, refuse_empty_ranges
 from ddrl.config import LIVE
 from ddrl.types import EnvSpec
 
@@ -31,7 +31,7 @@ def check_temperature(config: Any) -> None:
         config.refuse_changed(fixed, "target_entropy", "initial_temperature", remedy=remedy)
 
 
-class Config(AlgorithmConfig):
+class Config(Prioritized):
     """Options of SAC; an update is one minibatch, rewards are in training units."""
 
     hidden_sizes: tuple[PositiveInt, ...] = option(Common, "hidden_sizes", (128, 128))
@@ -65,6 +65,7 @@ class Config(AlgorithmConfig):
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> Config:
+        self.refuse_unused_priorities()
         if self.num_quantiles is None:
             self.refuse_changed("without num_quantiles", "dropped_quantiles")
         elif self.form == "sac1":

@@ -25,8 +25,8 @@ from ddrl.types import Batch, EnvSpec
 
 def critic_loss(
     q: Tensor, next_target_q: Tensor, next_log_prob: Tensor, n_step_return: Tensor,
-    bootstrap_discount: Tensor, temperature: Tensor,
-) -> Tensor:  # fmt: skip
+    bootstrap_discount: Tensor, temperature: Tensor, weight: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Soft Bellman error: the sum over the critics of their mean squared errors.
 
     Source: arXiv:1812.05905, equations 5 and 6, with the minimum of two target critics (section 6) and
@@ -39,19 +39,22 @@ def critic_loss(
         n_step_return: [B] sum of gamma^i * r_{t+i} for i < k, in reward units.
         bootstrap_discount: [B] gamma^k, or 0 where the episode *terminated* within the k steps.
         temperature: [] alpha, reward units per nat.
+        weight: [B] importance weight in (0, 1] of prioritized replay; None: 1.
 
     Returns:
-        The scalar loss.
+        The scalar loss, and [B] the critics' mean absolute error (detached), which is the new priority.
     """
     next_value = next_target_q.amin(dim=0) - temperature * next_log_prob  # [B]
     target = torch.addcmul(n_step_return, bootstrap_discount, next_value).detach()  # [B]
-    return (q - target).square().sum() / target.shape[0]
+    error = q - target  # [E, B]
+    each = error.square() if weight is None else weight * error.square()
+    return each.sum() / target.shape[0], error.detach().abs().mean(dim=0)
 
 
 def quantile_critic_loss(
     quantiles: Tensor, next_target: Tensor, next_log_prob: Tensor, n_step_return: Tensor, bootstrap_discount: Tensor,
-    temperature: Tensor, *, dropped: int,
-) -> Tensor:  # fmt: skip
+    temperature: Tensor, weight: Tensor | None = None, *, dropped: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Loss of truncated quantile critics: the sum over the critics of their mean quantile regression losses.
 
     The targets are the smallest E * (Z - dropped) of all target critics' quantiles together.
@@ -60,17 +63,19 @@ def quantile_critic_loss(
     Args:
         quantiles: [E, B, Z] of the critics at (s_t, a_t), the only argument through which a gradient is taken.
         next_target: [E, B, Z] of the target critics at (s_{t+k}, a').
-        next_log_prob, n_step_return, bootstrap_discount, temperature: as for `critic_loss`.
+        next_log_prob, n_step_return, bootstrap_discount, temperature, weight: as for `critic_loss`.
         dropped: quantiles left out for each critic.
 
     Returns:
-        The scalar loss.
+        The scalar loss, and [B] the absolute error of the mean (detached), which is the new priority.
     """
     num_critics, batch_size, num = next_target.shape
     pooled = next_target.transpose(0, 1).reshape(batch_size, -1).sort(dim=1).values  # [B, E * Z]
     kept = pooled[:, : num_critics * (num - dropped)] - (temperature * next_log_prob)[:, None]
     target = torch.addcmul(n_step_return[:, None], bootstrap_discount[:, None], kept).detach()
-    return quantile_huber(quantiles, target).sum() / (batch_size * num)
+    each = quantile_huber(quantiles, target)  # [E, B]
+    error = target.mean(dim=1) - quantiles.detach().mean(dim=(0, 2))  # [B]
+    return (each if weight is None else weight * each).sum() / (batch_size * num), error.abs()
 
 
 def policy_loss(q: Tensor, log_prob: Tensor, temperature: Tensor) -> Tensor:
@@ -200,14 +205,16 @@ class SAC:
             next_target_q = self.target_critics(torch.cat((next_observation, next_action), dim=1))
 
         q = self.critics(torch.cat((observation, action), dim=1))  # [E, B, 1 or Z]
-        others = next_log_prob, batch.n_step_return, batch.bootstrap_discount, temperature
+        others = next_log_prob, batch.n_step_return, batch.bootstrap_discount, temperature, batch.weight
         if config.num_quantiles is None:
-            loss = critic_loss(q[..., 0], next_target_q[..., 0], *others)
+            loss, error = critic_loss(q[..., 0], next_target_q[..., 0], *others)
         else:
-            loss = quantile_critic_loss(q, next_target_q, *others, dropped=config.dropped_quantiles)
+            loss, error = quantile_critic_loss(q, next_target_q, *others, dropped=config.dropped_quantiles)
         self.critic_parameters.differentiate(loss)
         self._optimizers["critics"].step()
         metrics = {"critic_loss": loss.detach(), "q_mean": q.detach().mean(), "temperature": temperature}
+        if config.prioritized:
+            metrics["priority"] = error
         is_warm = not self.from_policy or self.num_updates >= config.critic_warmup_updates
         if is_warm and self.num_updates % config.policy_delay == 0:
             metrics |= self._improve_policy(observation, temperature)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import Field, PositiveInt, model_validator
 
-from ddrl.algorithms.options import Common, NetworkConfig, option
+from ddrl.algorithms.options import Common, NetworkConfig, Prioritized, option
 from ddrl.config import LIVE
 from ddrl.types import EnvSpec
 
@@ -74,7 +74,7 @@ class QNetworkConfig(NetworkConfig):
             self.make_network(spec)
 
 
-class Options(QNetworkConfig):
+class Options(QNetworkConfig, Prioritized):
     """Options of every learner of action values; rewards are in training units."""
 
     network_options: ClassVar[tuple[str, ...]] = (*QNetworkConfig.network_options, "dueling")
@@ -98,22 +98,6 @@ class Options(QNetworkConfig):
     max_grad_norm: float | None = option(Common, "max_grad_norm", 10.0)
     n_step: PositiveInt = option(Common, "n_step", 1)
     batch_size: PositiveInt = option(NetworkConfig, "batch_size", 64)
-    prioritized: bool = False
-    """Replay items with large errors more often, instead of all alike; costs some time per update."""
-    priority_exponent: float = Field(0.6, ge=0, le=1)
-    """Items are drawn in proportion to their priority to this power: more concentrates on large errors, 0 draws all
-    alike. Usual: 0.5 to 0.6; R2D2 0.9."""
-    importance_exponent: float = Field(0.4, ge=0, le=1, json_schema_extra=LIVE)
-    """Initial exponent of the importance weights: 0 corrects no bias of prioritized draws, 1 all of it. More also
-    shrinks steps. Usual: 0.4 to 0.6."""
-    final_importance_exponent: float = Field(1.0, ge=0, le=1, json_schema_extra=LIVE)
-    """Final importance_exponent, reached linearly. Usual: 1; R2D2 stays at 0.6."""
-    importance_anneal_updates: PositiveInt = Field(100_000, json_schema_extra=LIVE)
-    """Updates until importance_exponent reaches its final value. Fewer is less biased earlier. Usual: the run's total
-    updates."""
-    importance_maximum: Literal["batch", "replay"] = "batch"
-    """Importance weights are divided by the largest of the batch, or of the whole replay: steadier and smaller steps.
-    Usual: batch."""
     target_period: PositiveInt | None = Field(500, json_schema_extra=LIVE)
     """Updates between two copies of the network to its target. More is stabler and slower. null if target_rate is set;
     exactly one of the two. Usual: 100 to 1,000 for vectors, 2,000 to 10,000 for images."""
@@ -150,12 +134,7 @@ class Options(QNetworkConfig):
                 f"target_period={self.target_period}, target_rate={self.target_rate}: the target follows in one of two "
                 "ways; set one and leave the other None"
             )
-        importance = ("importance_exponent", "final_importance_exponent", "importance_anneal_updates")
-        if not self.prioritized:
-            unused = ("priority_exponent", "importance_maximum", *importance)
-            self.refuse_changed("without prioritized=true", *unused)
-        elif self.importance_exponent == self.final_importance_exponent:
-            self.refuse_changed("where importance_exponent is final from the start", importance[-1])
+        self.refuse_unused_priorities()
         if self.epsilon_ladder:
             schedule = ("epsilon", "final_epsilon", "epsilon_anneal_updates")
             self.refuse_changed("with epsilon_ladder=true", *schedule)
