@@ -20,7 +20,8 @@ class MLP(nn.Module):
     Args:
         sizes: widths from input to output; two or more.
         num_members: E; None for a single network.
-        layer_norm: normalize each hidden layer before its ReLU (no learned scale).
+        dropout: share of each hidden layer's outputs that is 0 where `forward` gets a generator; the others grow.
+        layer_norm: normalize each hidden layer before its ReLU (no learned scale), after the dropout.
         generator: CPU generator of the initial weights; torch's global one when None.
     """
 
@@ -29,6 +30,7 @@ class MLP(nn.Module):
         sizes: Sequence[int],
         *,
         num_members: int | None = None,
+        dropout: float = 0.0,
         layer_norm: bool = False,
         generator: Generator | None = None,
     ) -> None:
@@ -43,16 +45,19 @@ class MLP(nn.Module):
         self.weights = nn.ParameterList(uniform((*weight_axes, i, o), i) for i, o in layers)
         self.biases = nn.ParameterList(uniform((*bias_axes, o), i) for i, o in layers)
         self.num_members = num_members
-        self.layer_norm = layer_norm
+        self.dropout, self.layer_norm = dropout, layer_norm
         # A ParameterList is slow to walk.
         self._layers: tuple[tuple[Tensor, Tensor], ...] = tuple(zip(self.weights, self.biases, strict=True))
 
-    def forward(self, x: Tensor, *, num_members: int | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, *, num_members: int | None = None, generator: Generator | None = None
+    ) -> Tensor:
         """Evaluate on rows [B, in]: [B, out], or [E, B, out] of an ensemble.
 
         Args:
             x: [B, in].
             num_members: evaluate only so many first members of an ensemble.
+            generator: of the dropout; None: without.
         """
         layers = self._layers
         affine: Callable[..., Tensor] = torch.addmm if self.num_members is None else torch.baddbmm
@@ -63,6 +68,9 @@ class MLP(nn.Module):
         *hidden, (last_weight, last_bias) = layers
         for weight, bias in hidden:
             x = affine(bias, x, weight)
+            if self.dropout and generator is not None:
+                is_kept = torch.rand(x.shape, generator=generator, device=x.device) >= self.dropout
+                x = x * is_kept / (1.0 - self.dropout)
             if self.layer_norm:
                 x = F.layer_norm(x, x.shape[-1:])
             x = torch.relu_(x)

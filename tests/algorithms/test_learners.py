@@ -28,6 +28,7 @@ CASES: dict[str, tuple[str, EnvSpec, Options]] = {
     "sac fixed": ("sac", CONTINUOUS, {"temperature": 0.2}),
     "sac delayed": ("sac", CONTINUOUS, {"policy_delay": 2, "layer_norm": True}),
     "sac prioritized": ("sac", CONTINUOUS, {"prioritized": True}),
+    "sac dropout": ("sac", CONTINUOUS, {"dropout": 0.3, "layer_norm": True}),
     "sac quantiles": ("sac", CONTINUOUS, {"num_quantiles": 5, "num_critics": 3}),
     "discrete sac": ("discrete_sac", DISCRETE, {}),
     "discrete sac images": ("discrete_sac", PIXELS, NATURE | {"norm": "group", "temperature": 0.2, "value_clip": 0.5}),

@@ -29,6 +29,18 @@ def test_networks_and_ensembles_equal_the_slow_twin(sizes: tuple[int, ...], laye
     torch.testing.assert_close(ensemble(x, num_members=2), output[:2])
 
 
+def test_dropout_leaves_hidden_units_out_by_its_generator_alone() -> None:
+    network = MLP((3, 1000, 2), num_members=2, dropout=0.3, generator=seeded())
+    plain = MLP((3, 1000, 2), num_members=2, generator=seeded())
+    x = torch.randn(4, 3, generator=seeded())
+    assert torch.equal(network(x), plain(x))
+    kept = torch.rand(2, 4, 1000, generator=seeded()) >= 0.3
+    assert float(kept.float().mean()) == pytest.approx(0.7, abs=0.02)
+    hidden = torch.relu(torch.baddbmm(plain.biases[0], x.expand(2, 4, 3), plain.weights[0])) * kept / 0.7
+    expected = torch.baddbmm(plain.biases[1], hidden, plain.weights[1])
+    torch.testing.assert_close(network(x, generator=seeded()), expected)
+
+
 def test_members_differ_and_start_like_linear() -> None:
     network = MLP((16, 256, 1), num_members=2, generator=seeded())
     for weight, bias, num_inputs in zip(network.weights, network.biases, (16, 256), strict=True):

@@ -1,7 +1,7 @@
 """Options of soft actor-critic for bounded continuous actions.
 
 Source: Haarnoja et al. 2018, arXiv:1812.05905 (learned temperature, two critics, no value network); Kuznetsov et al.
-2020, arXiv:2005.04269 (TQC: truncated quantile critics).
+2020, arXiv:2005.04269 (TQC: truncated quantile critics); Hiraoka et al. 2022, arXiv:2110.02034 (DroQ: dropout).
 """
 
 from __future__ import annotations
@@ -59,6 +59,9 @@ class Config(Prioritized):
     layer_norm: bool = False
     """Normalize the hidden layers of the critics. Bounds their extrapolation, so larger learning_rate and n_step stay
     stable, at some 20 % more time per update."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Share of the critics' hidden units left out by chance, also of the targets (DroQ). With layer_norm it keeps
+    20 updates a step stable (replay.samples_per_insert 20 * batch_size), for dear steps. Usual: 0; DroQ 0.01."""
     form: Literal["sac", "sac1"] = "sac"
     """`sac`: the policy maximizes the minimum of the critics. `sac1` (Spinning Up's, as used by Distributed-DRL): it
     maximizes the first critic at a fixed temperature, usually 0.2; cheaper, but overestimates more."""

@@ -158,7 +158,8 @@ class SAC:
             sizes = (num_inputs, *config.hidden_sizes, num_outputs)
             return MLP(sizes, generator=generator, **options).to(device)
 
-        ensemble = {"num_members": config.num_critics, "layer_norm": config.layer_norm}
+        ensemble = {name: getattr(config, name) for name in ("dropout", "layer_norm")}
+        ensemble["num_members"] = config.num_critics
         self.actor = network(num_inputs, 2 * num_dims)
         num_outputs = config.num_quantiles or 1
         self.critics = network(num_inputs + num_dims, num_outputs, **ensemble)
@@ -202,9 +203,10 @@ class SAC:
         with torch.no_grad():
             temperature = self._log_temperature.exp()
             next_action, next_log_prob = self._sample(next_observation)
-            next_target_q = self.target_critics(torch.cat((next_observation, next_action), dim=1))
+            next_pairs = torch.cat((next_observation, next_action), dim=1)
+            next_target_q = self.target_critics(next_pairs, generator=self._noise)
 
-        q = self.critics(torch.cat((observation, action), dim=1))  # [E, B, 1 or Z]
+        q = self.critics(torch.cat((observation, action), dim=1), generator=self._noise)  # [E, B, 1 or Z]
         others = next_log_prob, batch.n_step_return, batch.bootstrap_discount, temperature, batch.weight
         if config.num_quantiles is None:
             loss, error = critic_loss(q[..., 0], next_target_q[..., 0], *others)
@@ -226,7 +228,8 @@ class SAC:
         """Update actor and temperature on [B, O] observations."""
         action, log_prob = self._sample(observation)
         num_members = 1 if self.config.form == "sac1" else self.config.num_critics
-        q = self.critics(torch.cat((observation, action), dim=1), num_members=num_members)  # [E, B, 1 or Z]
+        pairs = torch.cat((observation, action), dim=1)
+        q = self.critics(pairs, num_members=num_members, generator=self._noise)  # [E, B, 1 or Z]
         is_mean = self.config.num_quantiles is not None
         loss = policy_loss(q.mean(dim=(0, 2))[None] if is_mean else q[..., 0], log_prob, temperature)
         self.actor_parameters.differentiate(loss)
