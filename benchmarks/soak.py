@@ -40,6 +40,8 @@ OF_PYTHON = (
     "RuntimeError: can't start new thread",
     "SystemError: error return without exception set",
     "ModuleNotFoundError: No module named 'ddrl.",
+    "OSError: [Errno 12] Cannot allocate memory",
+    "KeyboardInterrupt",  # while Celery itself is imported
     # Threads that import at the same time: python/cpython#106905.
     "SystemError: AST constructor recursion depth mismatch",
 )

@@ -32,6 +32,7 @@ from ddrl.learner.ledger_rows import LedgerRows
 from ddrl.learner.publisher import OnCheckpoint, Publisher, Shared, Tensors, decode_tensors
 from ddrl.networks.device import to_device, to_host
 from ddrl.replay.experience import longest_fragment_steps, make_experience
+from ddrl.replay.fifo import Fifo
 from ddrl.replay.reader import FragmentLimits, Reader, decode, decode_range
 from ddrl.store import connection, runs, stream, weights
 from ddrl.store.checkpoints import Counters
@@ -275,6 +276,10 @@ class Learner:
         if self._on_policy and shared.weights is not None:
             return False
         if (batch := self.replay.draw(**shared.pace, version=shared.version)) is None:
+            if shared.drops_waiting.is_set() and isinstance(self.replay, Fifo):
+                shared.drops_waiting.clear()
+                self.replay.drop_waiting()
+                shared.wants_checkpoint.set()
             return False
         metrics = dict(self.algorithm.update(to_device(batch, self._device)))
         if (priority := metrics.pop("priority", None)) is not None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -46,6 +47,9 @@ RETURNS_LENGTH = 20  # training episodes whose mean is a metric
 HIGH, LOW = 0.85, 0.7  # shares of `replay.max_bytes` at which making room begins and ends
 SHED_KEEPS = 0.9  # share of the stream that a full server keeps each time
 SHED_S = 1.0  # between two of these times
+STUCK_S = (
+    5.0  # after which on-policy fragments are dropped that wait for others, for which the stream has no room
+)
 
 Tensors = Mapping[str, torch.Tensor]
 OnCheckpoint = Callable[[bytes, Mapping[str, Any]], object]
@@ -71,7 +75,7 @@ class Shared:
 
     Written by the service thread:
         version: latest published; -1 before the first.
-        wants_checkpoint: set to have a checkpoint taken.
+        wants_checkpoint: set to have a checkpoint taken. drops_waiting: set to have fragments dropped that wait.
 
     wake: set by the training thread to wake the service thread.
     """
@@ -90,7 +94,7 @@ class Shared:
         self.weights: tuple[int, Tensors] | None = None
         self.checkpoint: tuple[Counters, Tensors] | None = None
         self.version = -1
-        self.wants_checkpoint, self.wake = threading.Event(), threading.Event()
+        self.wants_checkpoint, self.drops_waiting, self.wake = (threading.Event() for _ in range(3))
         self._started = time.monotonic()
 
     def add_entry(self, entry: Decoded) -> None:
@@ -155,6 +159,7 @@ class Publisher:
         self._fold_at = now + FOLD_EVERY_S
         self._renew_at = self._metrics_at = now
         self._allow_at = self._shed_at = self._outage_at = 0.0
+        self._stuck_at = math.inf
         self._waited_s, self._written_bytes = 0.0, 0  # for the server; of weights and checkpoints
         self._totals_before = deque([self._totals()])  # of each row within RATES_S
 
@@ -440,11 +445,18 @@ class Publisher:
         max_bytes = int(self._config.replay.max_bytes)
         if is_due and checkpoint is not None:
             self._trim_before(min(shared.oldest, checkpoint.oldest.encode(), key=stream.order))
+        is_stuck = False
         if self._stream_bytes > min(HIGH * max_bytes, max_bytes - 2 * shared.largest_bytes):
             if checkpoint is None or checkpoint.cursor != shared.ledger.cursor.decode():
                 shared.wants_checkpoint.set()
             self._store_ledger()
-            self._trim_to(int(LOW * max_bytes))
+            freed = self._trim_to(int(LOW * max_bytes))
+            # Junk of a worker may fill the stream behind fragments that wait for others, which find no room then.
+            is_stuck = not freed and self._replay.num_waiting > 0 and self._replay.has_room()
+        now = time.monotonic()
+        self._stuck_at = min(self._stuck_at, now + STUCK_S) if is_stuck else math.inf
+        if now >= self._stuck_at:
+            shared.drops_waiting.set()
 
     def _freeing(self, write: Callable[[], object]) -> None:
         """Write; while the server's memory is full, trim the oldest entries and try again."""

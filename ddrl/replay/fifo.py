@@ -134,6 +134,12 @@ class Fifo:
         self._queue.append((entry_id, fragment))
         self._add_steps(fragment.num_transitions)
 
+    def drop_waiting(self) -> None:
+        """Drop all that waits, as too stale: there is no room in the stream for what it waits for."""
+        self.num_dropped += len(self._queue)
+        self._queue.clear()
+        self._add_steps(-len(self))
+
     def draw(self, *, num_steps: int, num_updates: int, version: int) -> Trajectories | None:
         """Return the batch of the next iteration, NumPy arrays; None while too little waits.
 

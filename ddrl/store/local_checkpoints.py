@@ -408,7 +408,9 @@ def restore(client: Redis, snapshot: Snapshot, *, even_deleted: bool = False) ->
     rows = {int(producer): ledger.Row(*row) for producer, row in counters.ledger.items()}
     num_fragments = sum(row.decided for row in rows.values())
     unlisted = [int(name) for name in snapshot.record.producers if name.isdecimal() and int(name) not in rows]
-    num_bytes = str(int(number(state.get("appended_bytes", "").encode())))
+    num_bytes = min(
+        int(number(state.get("appended_bytes", "").encode())), 2**50
+    )  # a worker may have written any
     # The weights are lost: the checkpoint's own are published as the next version.
     pointer = checkpoints.store_parts(client, run, fence, 0, snapshot.blob, {**snapshot.meta, "version": -1})
     fields = {
@@ -451,8 +453,11 @@ def restore(client: Redis, snapshot: Snapshot, *, even_deleted: bool = False) ->
 
 
 def _last_producer(snapshot: Snapshot) -> int:
-    """Return the largest id that the lost server had given; entries of a worker's own may name larger ones."""
-    return max((int(name) for name in snapshot.record.producers), default=0)
+    """Return the largest id that the lost server may have given; entries of a worker's own may name any."""
+    given = max(map(int, snapshot.record.producers), default=0)
+    return max(
+        given, *(one for one in map(int, snapshot.counters.ledger) if one <= given + SPARE_PRODUCERS), 0
+    )
 
 
 def _producer_line(row: ledger.Row, line: str) -> str:

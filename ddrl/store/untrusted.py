@@ -28,5 +28,6 @@ def short_text(value: bytes) -> str:
 
 
 def number(value: bytes | None) -> float:
-    """Return a number; 0 if it is missing or none."""
-    return float(value) if value and re.fullmatch(rb"-?\d{1,16}(\.\d+)?", value) else 0.0
+    """Return a number; 0 if it is missing, none, or beyond those that scripts read."""
+    found = float(value) if value and re.fullmatch(rb"-?\d{1,16}(\.\d+)?", value) else 0.0
+    return found if abs(found) <= 2**53 else 0.0

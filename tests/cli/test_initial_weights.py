@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from redis import Redis
-from support.algorithms import CONTINUOUS, CPU, DISCRETE, SMALL
+from support.algorithms import ALLOWED, CONTINUOUS, CPU, DISCRETE, SMALL
 from support.commands import call, call_json, refused
 from support.learners import restored, take, training, until
 from support.private_server import PrivateServer
@@ -39,7 +39,8 @@ def loaded(algorithm: dict[str, Any], spaces: EnvSpec) -> LoadedPolicy:
 
 
 @pytest.mark.parametrize("name", sorted(SMALL))
-def test_fitting_weights_are_passed_on_unchanged(name: str) -> None:
+def test_fitting_weights_are_passed_on_unchanged(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DDRL_ALLOW_MODULES", ALLOWED)
     algorithm, spec = {"name": name, **SMALL[name]}, CONTINUOUS if name == "sac" else DISCRETE
     source = loaded(algorithm, spec)
     other = run_config(algorithm | {"learning_rate": 1e-5, "gamma": 0.5})

@@ -60,8 +60,13 @@ def producers(fleet: Fleet) -> int:
 
 def test_a_process_killed_in_mid_episode(fleet: Fleet) -> None:
     with fleet.survives(2.0):
-        fleet.processes.until(lambda: segments.playing(fleet.client, fleet.run))
-        before, killed = producers(fleet), next(iter(segments.playing(fleet.client, fleet.run).values())).pid
+        found: list[int] = []  # between two segments none plays
+        fleet.processes.until(
+            lambda: (
+                found.extend(one.pid for one in segments.playing(fleet.client, fleet.run).values()) or found
+            )
+        )
+        before, killed = producers(fleet), found[0]
         os.kill(killed, signal.SIGKILL)
     fleet.processes.until(lambda: producers(fleet) > before, bound(10.0))  # its replacement plays too
     fleet.processes.until(lambda: fleet.state().lost_producers > 0, bound(8.0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -13,13 +14,13 @@ from typing import Any
 import pytest
 import redis
 from support.commands import call, call_json
-from support.learners import Learning, Run, fields_of, playing, training, until
+from support.learners import Learning, Run, fields_of, pick_config, playing, training, until
 from support.processes import Processes
 from support.roles import Roles
 from support.runs import target_config
 
 from ddrl import celery
-from ddrl.store import checkpoints, connection, keys, ledger, local_checkpoints, stream
+from ddrl.store import checkpoints, connection, keys, leases, ledger, local_checkpoints, stream
 from ddrl.store.checkpoints import Counters
 from ddrl.store.ledger import Producer
 from ddrl.store.local_checkpoints import Snapshot
@@ -310,6 +311,77 @@ def test_numbers_that_no_append_writes_leave_the_stream(
     learner.finish()
     assert run.dead == ([] if name == "z" else [b"no append wrote it"])
     assert (forged in run.entries) == (name == "z")
+
+
+def test_junk_behind_fragments_that_wait_does_not_fill_the_stream_for_good(
+    roles: Roles, worker: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On-policy: what waits needs more fragments, and the junk behind it leaves them no room."""
+    monkeypatch.setattr("ddrl.learner.publisher.STUCK_S", 0.2)
+    server: Any = SimpleNamespace(client=roles.admin, url=roles.url("learner"))
+    run = Run(server, pick_config(replay={"max_bytes": "1MB"}, learner={"checkpoint_every_s": 1}))
+    learner = run.learner()
+    with training(learner):
+        run.play(20)
+        until(lambda: learner.replay.num_waiting)
+        worker.hset(keys.producers(run.id), "1000", Producer("1", 9, fragments=10).encode())
+        for number in range(10):
+            copy_entry(worker, run, p=1000, i=1, q=number, h="{}", zz="x" * 200_000)
+        until(lambda: run.state.live_bytes > 10**6 or learner.replay.num_dropped)
+        before = learner.shared.updates
+        play = threading.Thread(target=run.play, args=(2_000,))
+        play.start()
+        until(lambda: learner.shared.updates > before + 2)
+        play.join()
+    learner.finish()
+    assert run.audit().is_balanced and learner.replay.num_dropped > 0
+
+
+def test_a_count_that_a_worker_wrote_does_not_end_the_restored_run(
+    roles: Roles, worker: redis.Redis, run: Run, tmp_path: Path
+) -> None:
+    run.play(100)
+    worker.hset(keys.counts(run.id), "appended_bytes", "9999999999999000")
+    record = local_checkpoints.record(roles.admin, run.id)
+    local_checkpoints.write(tmp_path, Snapshot(run.id, 7, record, asdict(Counters()), b"tensors"))
+    roles.admin.flushall()
+    assert local_checkpoints.restore_from(roles.admin, run.id, tmp_path)
+    assert run.state.appended_bytes == run.state.trimmed_bytes <= 2**50
+    roles.admin.hset(keys.state(run.id), "trimmed_bytes", "9999999999999000")
+    token = leases.acquire(roles.admin, run.id, host="-", folder="-")
+    assert token is not None
+    assert stream.correct_counts(roles.admin, run.id, token, (b"0-0", 3, 24), 100)
+    assert run.state.appended_bytes == 100
+
+
+def test_a_script_decodes_no_long_value(roles: Roles, worker: redis.Redis, run: Run) -> None:
+    run.play(20)
+    name = int(next(iter(roles.admin.hkeys(keys.producers(run.id)))))
+    record = json.loads(roles.admin.hget(keys.producers(run.id), name))
+    worker.hset(keys.producers(run.id), str(name), json.dumps(record | {"x": "y" * 20_000}))
+    who = {"producer": name, "incarnation": 5, "seq": 0, "num_transitions": 8}
+    stream.append(worker, run.id, fields_of(run.entries[-1]), **who)  # as of an unknown producer
+    assert json.loads(roles.admin.hget(keys.producers(run.id), name))["incarnation"] == "5"
+
+
+def test_a_claim_of_any_length_lapses(roles: Roles, worker: redis.Redis, run: Run) -> None:
+    run.play(20)
+    fields = fields_of(run.entries[-1])
+    who = {"producer": stream.new_producer(worker), "incarnation": 1, "num_transitions": 8}
+    stream.claim(worker, run.id, 5, for_ms=10_000)
+    assert stream.append(worker, run.id, fields, seq=0, **who).answer is stream.Answer.YIELD
+    worker.hset(keys.counts(run.id), mapping={"claim": 10**15, "claim_until_ms": 10**15})
+    assert stream.append(worker, run.id, fields, seq=1, **who).answer is not stream.Answer.YIELD
+
+
+def test_large_fragments_stay_when_ids_are_lowered(roles: Roles, worker: redis.Redis, run: Run) -> None:
+    for _ in range(3):
+        worker.xadd(keys.experience(run.id), {"h": "x" * 600_000})
+    write_late_ids("7258118400000-0")(worker, run)
+    token = leases.acquire(roles.admin, run.id, host="-", folder="-", force=True)
+    assert token is not None
+    stream.lower_ids(roles.admin, run.id, token, b"0-0", b"7258118000000-0")
+    assert [len(entry.fields[b"h"]) for entry in run.entries] == [600_000] * 3 + [1]
 
 
 def test_folding_reads_no_more_than_ddrl_writes(roles: Roles, worker: redis.Redis, run: Run) -> None:

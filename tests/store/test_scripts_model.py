@@ -920,7 +920,7 @@ class Scripts(RuleBasedStateMachine):
 
     append_more = append_several
 
-    @step(number=RUN, num=st.integers(1, 2), for_ms=st.sampled_from([0, 10**7]))
+    @step(number=RUN, num=st.integers(1, 2), for_ms=st.sampled_from([0, 90_000]))
     def claim(self, number: int, num: int, for_ms: int) -> None:
         name, run = self.touch(number)
         stream.claim(self.client, name, num, for_ms=for_ms)
@@ -1330,15 +1330,16 @@ class Scripts(RuleBasedStateMachine):
                 found = run.producers.setdefault(producer, known)
                 if found.incarnation == known.incarnation and found.seq < known.seq:
                     found.fragments, found.seq = found.fragments + known.seq - found.seq, known.seq
-            self.count_producers(counters)
+            self.count_producers(snapshot)
             rows = {int(producer): ledger.Row(*row) for producer, row in counters.ledger.items()}
             ledger.replace(self.client, name, token, rows, counters.cursor.encode())
             run.rows = dict.fromkeys(run.rows, ledger.Row()) | rows
             run.cursor = counters.cursor.encode()
 
-    def count_producers(self, counters: Counters, *others: int) -> None:
-        last = max([*map(int, counters.ledger), *others], default=0) + local_checkpoints.SPARE_PRODUCERS
-        self.server.producers = max(self.server.producers, last)
+    def count_producers(self, snapshot: local_checkpoints.Snapshot) -> None:
+        spare, given = local_checkpoints.SPARE_PRODUCERS, [0, *map(int, snapshot.record.producers)]
+        read = [one for one in map(int, snapshot.counters.ledger) if one <= max(given) + spare]
+        self.server.producers = max(self.server.producers, max(given + read) + spare)
 
     def producers_of(self, name: str, snapshot: local_checkpoints.Snapshot) -> dict[int, Producer]:
         """The producers that the learner of a snapshot has read from."""
@@ -1360,7 +1361,7 @@ class Scripts(RuleBasedStateMachine):
         producers = self.producers_of(name, snapshot)
         if -2 in rows:
             producers[-2] = replace(before.producers[-2], fragments=rows[-2].decided)
-        self.count_producers(counters, *unlisted)
+        self.count_producers(snapshot)
         fence = checkpoints.newest_pointer(self.client, name) or {"token": 0}
         assert fence["token"] > snapshot.token
         return replace(

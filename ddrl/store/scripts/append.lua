@@ -16,6 +16,8 @@ local counts = redis.call('HMGET', KEYS[2], 'appended_fragments', 'appended_step
 local status, allowance, version = state[1], tonumber(state[2] or 0), tonumber(state[3] or -1)
 local allowance_id, max_bytes, players = state[4] or '0-0', tonumber(state[5] or 0), tonumber(state[6] or 1)
 local fragments, steps, bytes = number(counts[1]) or 0, number(counts[2]) or 0, number(counts[3]) or 0
+local time = redis.call('TIME')
+local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
 -- Half of an even share, so that producers overshoot little.
 local shares = players > 1 and 2 * players or 1
 local function left()
@@ -25,6 +27,12 @@ end
 local function full()
   increase(KEYS[2], 'full', 1)
   return {'FULL', version, allowance_id, left()}
+end
+
+-- A claim lapses within seconds; a worker may have written any time.
+local function is_claimed()
+  local until_ms = number(redis.call('HGET', KEYS[2], 'claim_until_ms')) or 0
+  return now_ms < until_ms and until_ms <= now_ms + 100000
 end
 
 local stored = redis.call('HGET', KEYS[6], ARGV[1])
@@ -41,8 +49,6 @@ if not stored and redis.call('HLEN', KEYS[6]) >= tonumber(state[9] or 1000) then
 
 local newest_seq = producer.incarnation == ARGV[2] and number(producer.seq) or -1
 local seq = tonumber(ARGV[3])
-local time = redis.call('TIME')
-local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
 if seq <= newest_seq then
   increase(KEYS[2], 'duplicates', 1)
 else
@@ -73,7 +79,7 @@ redis.call('HSET', KEYS[6], ARGV[1], cjson.encode({
 local answer = 'GO'
 if status == 'paused' or redis.call('SISMEMBER', KEYS[5], ARGV[8]) == 1 then
   answer = 'YIELD'
-elseif (number(counts[7]) or 0) > 0 and now_ms < (number(redis.call('HGET', KEYS[2], 'claim_until_ms')) or 0) then
+elseif (number(counts[7]) or 0) > 0 and is_claimed() then
   redis.call('HSET', KEYS[2], 'claim', counts[7] - 1)
   answer = 'YIELD'
 elseif steps >= allowance then

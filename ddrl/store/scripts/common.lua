@@ -23,8 +23,9 @@ local function bound(value, most)
   return math.min(number(value) or most, most)
 end
 
--- The table of a JSON object or list, else nil.
+-- The table of a JSON object or list, else nil: also of one that is longer than ddrl writes.
 local function decode(value)
+  if type(value) ~= 'string' or #value > 16384 then return end
   local is_json, found = pcall(cjson.decode, value)
   if is_json and type(found) == 'table' then return found end
 end
@@ -58,7 +59,6 @@ end
 -- It looks at `most_parts` fields and values at most; entries have `most_bytes` together. An entry with more than 100
 -- fields or `longest` bytes is left out.
 local function newest(key, from, to, most_parts, most_bytes, longest)
-  most_parts, most_bytes, longest = bound(most_parts, 300000), bound(most_bytes, 2 ^ 25), bound(longest, 2 ^ 19)
   local found, parts, bytes, last = {}, 0, 0, ''
   repeat
     local page = redis.call('XREVRANGE', key, to, from, 'COUNT', 20)

@@ -17,7 +17,7 @@ if first and created then
   end
 end
 if #redis.call('XRANGE', KEYS[2], '(' .. ARGV[2], '+', 'COUNT', 1) > 0 then return 0 end
-local bytes = number(redis.call('HGET', KEYS[1], 'trimmed_bytes') or 0) + ARGV[5]
+local bytes = (number(redis.call('HGET', KEYS[1], 'trimmed_bytes')) or 0) + ARGV[5]
 local counts = redis.call('HMGET', KEYS[3], 'appended_fragments', 'appended_steps', 'appended_bytes')
 if counts[1] == ARGV[3] and counts[2] == ARGV[4] and counts[3] == string.format('%.0f', bytes) then return 0 end
 redis.call('HSET', KEYS[3], 'appended_fragments', ARGV[3], 'appended_steps', ARGV[4], 'appended_bytes', bytes)

@@ -10,8 +10,12 @@ local function is_late(id) return milliseconds(id) > milliseconds(ARGV[2]) end
 
 for i = 2, #KEYS do
   if is_late(last_id(KEYS[i])) then
-    local from, most_parts = i == 2 and '(' .. ARGV[3] or '-', i == 2 and 2e7 or 300000
-    local entries = newest(KEYS[i], from, '+', most_parts, math.huge, math.huge)
+    local entries
+    if i == 2 then
+      entries = newest(KEYS[i], '(' .. ARGV[3], '+', 2e7, math.huge, math.huge)
+    else
+      entries = newest(KEYS[i], '-', '+', 300000, 2 ^ 25, 2 ^ 19)
+    end
     redis.call('DEL', KEYS[i])
     if i == 2 and ARGV[3] ~= '0-0' then  -- so that new entries come after the one read last
       redis.call('XADD', KEYS[i], ARGV[3], 'x', '')

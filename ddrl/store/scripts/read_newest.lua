@@ -2,7 +2,8 @@
 -- KEYS: 1 stream. ARGV: 1 id before them, 2 largest id, 3 to 5 bounds as of `newest`.
 -- Answer: id of the newest, or of the last that the stream gave if that is smaller than ARGV[1], so that a reader who
 --         followed a later one sees what comes after lower_ids.lua; "" if there is nothing new; entries, the newest first.
-local found, last = newest(KEYS[1], '(' .. ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5])
+local most_parts, most_bytes, longest = bound(ARGV[3], 300000), bound(ARGV[4], 2 ^ 25), bound(ARGV[5], 2 ^ 19)
+local found, last = newest(KEYS[1], '(' .. ARGV[1], ARGV[2], most_parts, most_bytes, longest)
 if last == '' then
   local given = last_id(KEYS[1])
   local ms, number = string.match(given, '(%d+)-(%d+)')
