@@ -47,9 +47,7 @@ RETURNS_LENGTH = 20  # training episodes whose mean is a metric
 HIGH, LOW = 0.85, 0.7  # shares of `replay.max_bytes` at which making room begins and ends
 SHED_KEEPS = 0.9  # share of the stream that a full server keeps each time
 SHED_S = 1.0  # between two of these times
-STUCK_S = (
-    5.0  # after which on-policy fragments are dropped that wait for others, for which the stream has no room
-)
+STUCK_S = 5.0  # after which fragments are dropped that wait for others, for which the stream has no room
 
 Tensors = Mapping[str, torch.Tensor]
 OnCheckpoint = Callable[[bytes, Mapping[str, Any]], object]
@@ -455,7 +453,9 @@ class Publisher:
             is_stuck = not freed and self._replay.num_waiting > 0 and self._replay.has_room()
         now = time.monotonic()
         self._stuck_at = min(self._stuck_at, now + STUCK_S) if is_stuck else math.inf
-        if now >= self._stuck_at:
+        if now < self._stuck_at:
+            shared.drops_waiting.clear()
+        else:
             shared.drops_waiting.set()
 
     def _freeing(self, write: Callable[[], object]) -> None:

@@ -40,6 +40,7 @@ FORMAT: Literal[1] = 1
 FOLDER = "checkpoint"  # in the run's folder
 POINTER = "checkpoint.json"
 SPARE_PRODUCERS = 1_000  # ids not given again: the lost server may have given them after the snapshot
+MOST_BYTES = 2**50  # that a restored run takes for appended: a worker may have written any number
 _NOT_RESTORED = {  # fields of the state that hold for one server only
     *("checkpoint", "fence", "allowance", "allowance_id", "players", "claim", "claim_until_ms"),
     *("virtual_ms", "away_ms", "mean_processes", "processes", "handover", "evaluation", "host", "folder"),
@@ -408,9 +409,7 @@ def restore(client: Redis, snapshot: Snapshot, *, even_deleted: bool = False) ->
     rows = {int(producer): ledger.Row(*row) for producer, row in counters.ledger.items()}
     num_fragments = sum(row.decided for row in rows.values())
     unlisted = [int(name) for name in snapshot.record.producers if name.isdecimal() and int(name) not in rows]
-    num_bytes = min(
-        int(number(state.get("appended_bytes", "").encode())), 2**50
-    )  # a worker may have written any
+    num_bytes = min(int(number(state.get("appended_bytes", "").encode())), MOST_BYTES)
     # The weights are lost: the checkpoint's own are published as the next version.
     pointer = checkpoints.store_parts(client, run, fence, 0, snapshot.blob, {**snapshot.meta, "version": -1})
     fields = {
@@ -454,10 +453,9 @@ def restore(client: Redis, snapshot: Snapshot, *, even_deleted: bool = False) ->
 
 def _last_producer(snapshot: Snapshot) -> int:
     """Return the largest id that the lost server may have given; entries of a worker's own may name any."""
-    given = max(map(int, snapshot.record.producers), default=0)
-    return max(
-        given, *(one for one in map(int, snapshot.counters.ledger) if one <= given + SPARE_PRODUCERS), 0
-    )
+    given = [0, *map(int, snapshot.record.producers)]
+    most = max(given) + SPARE_PRODUCERS
+    return max(one for one in [*given, *map(int, snapshot.counters.ledger)] if one <= most)
 
 
 def _producer_line(row: ledger.Row, line: str) -> str:
