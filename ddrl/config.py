@@ -84,6 +84,15 @@ class AtariConfig(Section):
     """Episodes are truncated after this many frames."""
 
 
+class WrapperConfig(Section):
+    """A wrapper of the environment."""
+
+    id: str
+    """A class of Gymnasium's, such as "gymnasium.wrappers:RescaleAction", or your own, "module:callable"."""
+    kwargs: dict[str, Any] = {}
+    """Keyword arguments of the wrapper."""
+
+
 class EnvConfig(Section):
     """The environment."""
 
@@ -91,6 +100,8 @@ class EnvConfig(Section):
     """Gymnasium id, "module:EnvId" for one that the module registers, or "module:callable" returning an environment."""
     kwargs: dict[str, Any] = {}
     """Keyword arguments of the environment."""
+    wrappers: tuple[WrapperConfig, ...] = ()
+    """Wrappers, each an `id` and its `kwargs`, the innermost first; they see observations before ddrl flattens them."""
     num_envs: int = Field(16, ge=1, le=4096)
     """Environments stepped together in one process; more of them make a call of the policy cheaper per step."""
     action_repeat: int = Field(1, ge=1, le=64)
@@ -447,7 +458,7 @@ def _explain(model: type[BaseModel], item: Any, prefix: str) -> str:
     if item["type"] == "extra_forbidden":
         known = _fields_at(model, location[:-1])
         near = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.6)
-        hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(sorted(known))}"
+        hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(sorted(known)) or 'none'}"
         return f"{name}: unknown option; {hint}"
     if item["type"] == "missing":
         return f"{name}: missing; give it a value"

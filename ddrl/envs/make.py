@@ -6,6 +6,7 @@ what is learned from. Observations stay single frames; `FrameStack` stacks them.
 
 from __future__ import annotations
 
+import difflib
 import re
 import warnings
 from dataclasses import replace
@@ -14,12 +15,20 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from ddrl.config import AtariConfig, EnvConfig, ModuleError, first_line
-from ddrl.envs.requirements import EnvError, check_installed, load, requirement, unknown
+from ddrl.config import AtariConfig, EnvConfig, ModuleError, WrapperConfig, first_line, load_callable
+from ddrl.envs.requirements import OF_GYMNASIUM, EnvError, check_installed, load, requirement, unknown
 from ddrl.types import EnvSpec
 
 if TYPE_CHECKING:
     import gymnasium
+
+_UNFIT_WRAPPERS = {  # of Gymnasium's -> why not
+    "NormalizeObservation": "its statistics would differ in each process; use algorithm.normalize_observations",
+    "NormalizeReward": "its statistics would differ in each process; use env.reward_scale",
+    "Autoreset": "ddrl begins episodes itself; leave it out",
+    "RecordVideo": "would write on each machine; use `ddrl evaluate --video`",
+    "HumanRendering": "would show pictures on each machine; use `ddrl evaluate --video`",
+}
 
 
 class Vector(Protocol):
@@ -42,11 +51,11 @@ class Vector(Protocol):
 
 
 def make_one(env: EnvConfig, render_mode: str | None = None) -> gymnasium.Env[Any, Any]:
-    """Return one environment with `max_episode_steps` and `action_repeat` applied; an episode of ALE is a whole game.
+    """Return one environment with all its settings applied; an episode of ALE is a whole game.
 
-    Observations that are no Box become one vector, in which a choice of n is n numbers, one of them 1.
-
-    `max_episode_steps` counts the environment's own steps, before `action_repeat`, as its own limit does.
+    `max_episode_steps` counts the environment's own steps, before wrappers and `action_repeat`, as its own limit does.
+    Observations that are no Box after the wrappers become one vector, in which a choice of n is n numbers, one of
+    them 1.
 
     Args:
         env: the settings.
@@ -61,7 +70,10 @@ def make_one(env: EnvConfig, render_mode: str | None = None) -> gymnasium.Env[An
         return AtariEnv(env.id, env.atari, render_mode)
     if render_mode is not None:
         env = env.model_copy(update={"kwargs": {**env.kwargs, "render_mode": render_mode}})
-    made = _flattened(env.id, _from_callable(env) if ":" in env.id else _from_registry(env, env.id))
+    made = _from_callable(env) if ":" in env.id else _from_registry(env, env.id)
+    for wrapper in env.wrappers:
+        made = _wrapped(made, wrapper)
+    made = _flattened(env.id, made)
     if env.action_repeat > 1:
         from ddrl.envs.wrappers import ActionRepeat
 
@@ -160,6 +172,36 @@ def _spec(env_id: str, observed: Any, acted: Any) -> EnvSpec:
     return spec("continuous", acted.shape, action_low=low, action_high=high)
 
 
+def _wrapped(made: gymnasium.Env[Any, Any], wrapper: WrapperConfig) -> gymnasium.Env[Any, Any]:
+    """Return the environment in a wrapper, or close it.
+
+    Raises:
+        EnvError: the wrapper is unknown, not allowed or none, or refuses its arguments.
+    """
+    import gymnasium
+
+    name = wrapper.id.removeprefix(OF_GYMNASIUM)
+    try:
+        if name == wrapper.id:
+            make = load_callable(wrapper.id)
+        elif name in _UNFIT_WRAPPERS:
+            raise EnvError(f"{wrapper.id}: {_UNFIT_WRAPPERS[name]}")
+        elif (make := getattr(gymnasium.wrappers, name, None)) is None:
+            near = difflib.get_close_matches(name, gymnasium.wrappers.__all__, n=1)
+            raise EnvError(
+                f"{wrapper.id}: no such wrapper; {f'did you mean {near[0]}?' if near else 'see its documentation'}"
+            )
+        wrapped = make(made, **wrapper.kwargs)
+        if not isinstance(wrapped, gymnasium.Env):
+            raise EnvError(f"{wrapper.id}: returned {type(wrapped).__name__}; expected a gymnasium.Env")
+    except Exception as error:
+        made.close()
+        if isinstance(error, EnvError | ModuleError):
+            raise EnvError(str(error)) from None
+        raise EnvError(f"{wrapper.id}: kwargs {wrapper.kwargs} refused ({first_line(error)})") from None
+    return wrapped
+
+
 def _flattened(env_id: str, made: gymnasium.Env[Any, Any]) -> gymnasium.Env[Any, Any]:
     """Return the environment with observations that are a Box.
 
@@ -204,6 +246,7 @@ def _is_game(env: EnvConfig) -> bool:
         ("action_repeat", "env.atari.frame_skip"),
         ("max_episode_steps", "env.atari.max_frames"),
         ("kwargs", "what env.atari offers"),
+        ("wrappers", "what env.atari offers"),
     ]:
         if (value := getattr(env, name)) != EnvConfig.model_fields[name].default:
             raise EnvError(

@@ -2,7 +2,7 @@
 
 Queues are named after requirements, so that a message only reaches machines that can play its run. An environment of
 the user's, "my_pkg.envs:make", requires the top-level package `my_pkg`, whichever of its modules a worker allows; so
-does a network or an algorithm of the user's. Nothing here builds an environment.
+does a network, an algorithm or a wrapper of the user's. Nothing here builds an environment.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ _MUJOCO = {
     *("Ant", "HalfCheetah", "Hopper", "Humanoid", "HumanoidStandup", "InvertedDoublePendulum"),
     *("InvertedPendulum", "Pusher", "Reacher", "Swimmer", "Walker2d"),
 }
+OF_GYMNASIUM = "gymnasium.wrappers:"  # its wrappers need no permission
 _ATARI = re.compile(r"ALE/.+|.+(NoFrameskip|Deterministic)-v\d+")
 
 
@@ -56,10 +57,11 @@ def requirement(env_id: str) -> str | None:
 
 
 def custom_code(config: RunConfig) -> list[str]:
-    """Return the "module:callable" of the user's own algorithm and network, if the run has them."""
+    """Return each "module:callable" of the user's own algorithm, network and wrappers."""
     name, network = config.algorithm["name"], config.algorithm.get("network")
     own = [f"{name}:Policy"] if "." in name else []
-    return [*own, network] if isinstance(network, str) and ":" in network else own
+    own += [network] if isinstance(network, str) and ":" in network else []
+    return own + [wrapper.id for wrapper in config.env.wrappers if not wrapper.id.startswith(OF_GYMNASIUM)]
 
 
 def capabilities() -> list[str]:
@@ -71,8 +73,8 @@ def capabilities() -> list[str]:
 def queue_for(kind: str, config: RunConfig) -> str:
     """Return the queue of a run: its kind, and what it needs of a machine, such as "ddrl.rollout.box2d+my_nets".
 
-    Of an algorithm and a network of the user's from two packages it names the algorithm's; machines without the other
-    one refuse the run (`check_machine`).
+    Of the user's code from several packages it names the first of `custom_code`; machines without the others refuse
+    the run (`check_machine`).
     """
     return _queue(kind, requirement(config.env.id), next(map(_package, custom_code(config)), None))
 

@@ -38,7 +38,14 @@ class Ramp(gymnasium.Env[np.ndarray, int]):
         return np.full(1, float(self.steps)), float(self.steps), self.steps >= self.end, False, {}
 
 
-def not_an_environment() -> int:
+class Halved(gymnasium.RewardWrapper[Any, Any]):
+    """A wrapper of the user's own."""
+
+    def reward(self, reward: Any) -> float:
+        return float(reward) / 2
+
+
+def not_an_environment(*wrapped: object) -> int:
     return 3
 
 
@@ -61,6 +68,17 @@ def ramp(**settings: Any) -> EnvConfig:
         ({"max_episode_steps": 2}, [(1.0, False, False), (2.0, False, True)]),
         ({"action_repeat": 2}, [(1.0 + 2.0, False, False), (3.0 + 4.0, False, False), (5.0, True, False)]),
         ({"action_repeat": 2, "max_episode_steps": 3}, [(1.0 + 2.0, False, False), (3.0, False, True)]),
+        (
+            {
+                "wrappers": [
+                    {"id": "gymnasium.wrappers:ClipReward", "kwargs": {"max_reward": 2.5}},
+                    {"id": f"{__name__}:Halved"},
+                ],
+                "action_repeat": 2,
+                "max_episode_steps": 3,
+            },
+            [(0.5 + 1.0, False, False), (1.25, False, True)],
+        ),
     ],
 )
 def test_episodes_follow_the_settings(settings: dict[str, Any], rows: list[Any]) -> None:
@@ -97,6 +115,20 @@ def test_episodes_follow_the_settings(settings: dict[str, Any], rows: list[Any])
             ("ddrl/Catch-v0", {"kwargs": {"size": size, "pixels": pixels}},
              f"size {size}, pixels {pixels}: size must be 3 or more, and pixels a multiple of it")
             for size, pixels in [(2, 84), (5, 84), (12, 0), (12, 6)]
+        ),
+        *(
+            ("CartPole-v1", {"wrappers": [{"id": name, "kwargs": kwargs}]}, rf"^{name}: {message}")
+            for name, kwargs, message in [
+                ("gymnasium.wrappers:ClipRewards", {}, r"no such wrapper; did you mean ClipReward\?"),
+                ("gymnasium.wrappers:NormalizeReward", {}, "its statistics would differ in each process; use "),
+                ("gymnasium.wrappers:RecordVideo", {"video_folder": "v"}, "would write on each machine; use"),
+                ("gymnasium.wrappers:TimeLimit", {"most": 3}, r"kwargs \{'most': 3\} refused \(.*'most'"),
+                ("gymnasium.wrappers:TransformReward", {}, r"kwargs \{\} refused \(.*'func'"),
+                ("gymnasium.wrappers:vector", {}, r"kwargs \{\} refused \('module' object is not callable\)"),
+                ("os:system", {}, "module os may not be imported here; set DDRL_ALLOW_MODULES="),
+                (f"{__name__}:not_an_environment", {}, "returned int; expected a gymnasium.Env"),
+                ("ClipReward", {}, 'is not of the form "module:callable"'),
+            ]
         ),
         ("ddrl/Recall-v0", {"kwargs": {"delay": -1}}, "delay must be 0 or more, num_cues 2 or more"),
         ("ddrl/Recall-v0", {"kwargs": {"num_cues": 1}}, "delay must be 0 or more, num_cues 2 or more"),

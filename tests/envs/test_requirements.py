@@ -52,16 +52,22 @@ def test_capabilities_are_extras_and_packages_of_allowed_modules(monkeypatch: py
         ("my_pkg.envs:make", "my_pkg.nets:make", "ddrl.rollout.my_pkg+my_pkg"),
         ("CartPole-v1", "my_nets:make", "ddrl.rollout+my_nets"),
         ("CartPole-v1", "my_pkg.mine", "ddrl.rollout+my_pkg"),
+        ("CartPole-v1", "wrapper of my_pkg.envs:Wide", "ddrl.rollout+my_pkg"),
     ],
 )
 def test_a_worker_that_has_all_it_takes_serves_the_queue_and_no_other_does(
     monkeypatch: pytest.MonkeyPatch, env_id: str, code: str | None, queue: str
 ) -> None:
-    """The user's code is a network, or an algorithm beside a network of another package."""
+    """The user's code is a network, a wrapper, or an algorithm beside a network of another package."""
+    env: dict[str, Any] = {"id": env_id}
     algorithm: dict[str, Any] = {"name": "ppo"} if code is None else {"name": "ppo", "network": code}
-    if code is not None and "." in code and ":" not in code:
+    if code is not None and code.startswith("wrapper of "):
+        algorithm = {"name": "ppo"}
+        wrappers = ("gymnasium.wrappers:ClipReward", code.removeprefix("wrapper of "))
+        env["wrappers"] = [{"id": one} for one in wrappers]
+    elif code is not None and "." in code and ":" not in code:
         algorithm = {"name": code, "network": "my_nets:make"}
-    config = validate({"env": {"id": env_id}, "algorithm": algorithm})
+    config = validate({"env": env, "algorithm": algorithm})
     assert envs.queue_for("ddrl.rollout", config) == queue
     monkeypatch.setenv("DDRL_ALLOW_MODULES", "my_pkg.envs,my_pkg.nets,my_nets.wide")
     assert envs.queues("ddrl.rollout").count(queue) == 1
