@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +25,6 @@ from machine import facts
 
 ROOT = Path(__file__).resolve().parents[1]
 PATCHES = ROOT / "tests" / "mutants"
-LIMIT_S = 240.0
 
 
 class Mutant(NamedTuple):
@@ -61,7 +61,7 @@ def read(path: Path) -> Mutant:
     return Mutant(path, breaks, test.removeprefix("Caught by "))
 
 
-def run(test: str, patch: Path | None = None) -> Result:
+def run(limit_s: float, test: str, patch: Path | None = None) -> Result:
     """Run a test in a copy of the tree, with a patch or as it is."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="ddrl-mutant-") as folder:
@@ -76,7 +76,7 @@ def run(test: str, patch: Path | None = None) -> Result:
             subprocess.run(["git", "apply", "--whitespace=nowarn", str(patch)], cwd=tree, check=True)
         pytest = [sys.executable, "-m", "pytest", test, "-q", "-x", f"--basetemp={folder}/tests"]
         environment = {**os.environ, "PYTHONPATH": str(tree), "GIT_CEILING_DIRECTORIES": folder}
-        command = [*pytest, "-p", "no:cacheprovider", f"--timeout={LIMIT_S:.0f}"]
+        command = [*pytest, "-p", "no:cacheprovider", f"--timeout={limit_s:.0f}"]
         done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
     lines = re.findall(r"^E +(.+)$", done.stdout, re.MULTILINE)
     reason = max(lines, key=lambda line: "Error" in line)[:300] if lines else done.stdout[-300:]
@@ -88,6 +88,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("names", nargs="*", help="only patches whose name begins so")
     parser.add_argument("--jobs", type=int, default=2, help="tests at a time")
+    parser.add_argument(
+        "--limit", type=float, default=240, help="seconds of a test; a busy machine needs more"
+    )
     parser.add_argument("--report", type=Path, help="also write the table there, as Markdown")
     arguments = parser.parse_args()
     began = time.monotonic()
@@ -95,14 +98,15 @@ def main() -> int:
     names = tuple(arguments.names)
     mutants = [one for one in mutants if not names or one.path.stem.startswith(names)]
     rows, missed = [], 0
+    try_test = partial(run, arguments.limit)
     with ThreadPoolExecutor(arguments.jobs) as pool:
         tests = sorted({mutant.test for mutant in mutants})
-        for test, result in zip(tests, pool.map(run, tests), strict=True):
+        for test, result in zip(tests, pool.map(try_test, tests), strict=True):
             print(f"as it is: {test}: passed {result.passed} in {result.seconds:.0f} s", flush=True)
             if not result.passed:
                 print(result.reason)
                 return 1
-        results = pool.map(run, (one.test for one in mutants), (one.path for one in mutants))
+        results = pool.map(try_test, (one.test for one in mutants), (one.path for one in mutants))
         for mutant, result in zip(mutants, results, strict=True):
             is_caught = result.passed is False and "pytest-timeout" not in result.reason
             missed += not is_caught
