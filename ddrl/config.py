@@ -115,6 +115,9 @@ class EnvConfig(Section):
     same_versions: bool = True
     """Machines whose versions of ddrl, gymnasium or the environment's package differ from the submitter's do
     not play the run. False: they do, and experience of several versions mixes."""
+    action_mask: bool = False
+    """The environment says at each step which of its discrete actions are allowed, 1 or 0 for each: by
+    info["action_mask"], the part action_mask of a Dict observation, or a method action_masks()."""
     frame_stack: int = Field(1, ge=1, le=16)
     """Newest observations that networks see at once; sent and stored one by one. Usual: 4 for Atari."""
     atari: AtariConfig = AtariConfig()

@@ -34,6 +34,7 @@ class EnvSpec:
             continuous ones.
         action_low, action_high: [*A] flattened bounds of a continuous action, in the environment's unit.
         frame_stack: K, the number of newest observations that a network sees at once; they are stored one by one.
+        has_mask: the last numbers of each observation say which choices are allowed, 1, or not, 0.
         max_episode_steps: of an episode, as the environment says; None: it does not.
     """
 
@@ -46,6 +47,7 @@ class EnvSpec:
     action_low: tuple[float, ...] = ()
     action_high: tuple[float, ...] = ()
     frame_stack: int = 1
+    has_mask: bool = False
     max_episode_steps: int | None = field(default=None, compare=False)
 
     @property
@@ -56,6 +58,23 @@ class EnvSpec:
         if len(self.observation_shape) == 1:
             return (self.frame_stack * self.observation_shape[0],)
         return (self.frame_stack, *self.observation_shape)
+
+    @property
+    def num_masked(self) -> int:
+        """A, numbers in the mask at the end of what a network sees: a choice of each dimension; 0 without a mask."""
+        return sum(self.action_sizes) if self.has_mask else 0
+
+    def only_allowed(self, scores: Any, seen: Any) -> Any:
+        """Return the scores of choices, so low where the mask forbids one that its probability is 0.
+
+        Args:
+            scores: [..., A] array or tensor, dimension after dimension.
+            seen: [..., *I] likewise, what a network sees.
+        """
+        if not self.has_mask:
+            return scores
+        # Finite: 0 times it, or times the log of that probability, is 0.
+        return scores - 1e9 * (1.0 - seen[..., -self.num_masked :])
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any]) -> EnvSpec:

@@ -180,6 +180,21 @@ def advance(state: RecurrentState, action: np.ndarray, reward: np.ndarray, ended
         state["previous_reward"][:] = np.where(ended, 0.0, reward)
 
 
+def best_choices(scores: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
+    """Return the choice of the largest score in each of D dimensions of `sizes`: [N, sum(sizes)] -> [N, D] int64."""
+    parts = np.split(scores, np.cumsum(sizes)[:-1], axis=1) if len(sizes) > 1 else [scores]
+    return np.stack([part.argmax(axis=1) for part in parts], axis=1)
+
+
+def random_choices(spec: EnvSpec, seen: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+    """Return discrete actions [N, *A], uniform over those allowed where the policy sees [N, *I]."""
+    shape = (len(seen), *spec.action_shape)
+    if not spec.has_mask:
+        return generator.integers(np.reshape(spec.action_sizes, spec.action_shape), size=shape)
+    scores = generator.random((len(seen), sum(spec.action_sizes)), np.float32)
+    return best_choices(spec.only_allowed(scores, seen), spec.action_sizes).reshape(shape)
+
+
 def check_shapes(given: Mapping[str, Any], expected: Mapping[str, Sequence[int]], *, source: str) -> None:
     """Compare arrays or tensors with the shapes that are expected by name.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -73,11 +74,19 @@ def make_one(env: EnvConfig, render_mode: str | None = None) -> gymnasium.Env[An
     made = _from_callable(env) if ":" in env.id else _from_registry(env, env.id)
     for wrapper in env.wrappers:
         made = _wrapped(made, wrapper)
+    if env.action_mask:
+        from ddrl.envs.wrappers import mask_in_info
+
+        made = mask_in_info(made)
     made = _flattened(env.id, made)
     if env.action_repeat > 1:
         from ddrl.envs.wrappers import ActionRepeat
 
         made = ActionRepeat(made, env.action_repeat)
+    if env.action_mask:
+        from ddrl.envs.wrappers import MaskedObservation
+
+        made = MaskedObservation(made, env.id)
     return made
 
 
@@ -114,6 +123,8 @@ def describe(env: EnvConfig) -> EnvSpec:
     made = make_one(env)
     try:
         spec = _spec(env.id, made.observation_space, made.action_space)
+        if env.action_mask:
+            made.reset(seed=0)  # which refuses an environment without a mask
         limit = getattr(made.spec, "max_episode_steps", None) or env.max_episode_steps
     finally:
         made.close()
@@ -123,7 +134,7 @@ def describe(env: EnvConfig) -> EnvSpec:
             "neither vectors nor grey images [H, W]; set it to 1, or wrap the environment to give one of these"
         )
     limit = env.atari.max_frames if _is_game(env) else limit
-    return replace(spec, frame_stack=env.frame_stack, max_episode_steps=limit)
+    return replace(spec, frame_stack=env.frame_stack, has_mask=env.action_mask, max_episode_steps=limit)
 
 
 def check_spaces(made: gymnasium.Env[Any, Any] | Vector, known: EnvSpec) -> None:
@@ -181,6 +192,7 @@ def _wrapped(made: gymnasium.Env[Any, Any], wrapper: WrapperConfig) -> gymnasium
     import gymnasium
 
     name = wrapper.id.removeprefix(OF_GYMNASIUM)
+    make: Callable[..., Any] | None
     try:
         if name == wrapper.id:
             make = load_callable(wrapper.id)
@@ -247,6 +259,7 @@ def _is_game(env: EnvConfig) -> bool:
         ("max_episode_steps", "env.atari.max_frames"),
         ("kwargs", "what env.atari offers"),
         ("wrappers", "what env.atari offers"),
+        ("action_mask", "it to false"),
     ]:
         if (value := getattr(env, name)) != EnvConfig.model_fields[name].default:
             raise EnvError(

@@ -6,7 +6,13 @@ from copy import deepcopy
 from typing import Any
 
 import gymnasium
+import numpy as np
+from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete, Space
 from gymnasium.vector import SyncVectorEnv
+
+from ddrl.envs.requirements import EnvError
+
+_MASK = "action_mask"  # in an info, or of a Dict observation
 
 
 class ActionRepeat(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -25,6 +31,99 @@ class ActionRepeat(gymnasium.Wrapper[Any, Any, Any, Any]):
             if terminated or truncated:
                 break
         return observation, total, bool(terminated), bool(truncated), info
+
+
+class _MaskInInfo(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Moves the mask from Dict observations to the info."""
+
+    def __init__(self, env: gymnasium.Env[Any, Any], parts: dict[str, Space[Any]]) -> None:
+        super().__init__(env)
+        self.observation_space = Dict({name: part for name, part in parts.items() if name != _MASK})
+
+    def reset(self, **options: Any) -> tuple[Any, dict[str, Any]]:
+        """Begin an episode."""
+        return self._moved(*self.env.reset(**options))
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        """Take a step."""
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        observation, info = self._moved(observation, info)
+        return observation, reward, terminated, truncated, info
+
+    def _moved(self, observation: Any, info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        rest = {name: part for name, part in observation.items() if name != _MASK}
+        return rest, {**info, _MASK: observation[_MASK]}
+
+
+def mask_in_info(env: gymnasium.Env[Any, Any]) -> gymnasium.Env[Any, Any]:
+    """Return the environment with its mask in the info where it is a part of Dict observations."""
+    space = env.observation_space
+    return _MaskInInfo(env, space.spaces) if isinstance(space, Dict) and _MASK in space.spaces else env
+
+
+class MaskedObservation(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Append the mask of allowed actions to vector observations: 0 or 1 for each choice, dimension after dimension.
+
+    It comes from the info or a method `action_masks()`. After a termination no action follows, so all are allowed.
+
+    Raises:
+        EnvError: the spaces have no mask; and at a step: there is none, or one that is none or allows nothing.
+    """
+
+    def __init__(self, env: gymnasium.Env[Any, Any], env_id: str) -> None:
+        super().__init__(env)
+        self._env_id = env_id
+        seen, acted = env.observation_space, env.action_space
+        if (
+            not isinstance(acted, Discrete | MultiDiscrete)
+            or not isinstance(seen, Box)
+            or len(seen.shape) != 1
+        ):
+            env.close()
+            raise EnvError(
+                f"{env_id}: env.action_mask is for Discrete or MultiDiscrete actions and vectors, not {acted} and "
+                f"observations {seen.shape}; remove it"
+            )
+        self._sizes = [int(acted.n)] if isinstance(acted, Discrete) else acted.nvec.ravel().tolist()
+        self._num = num = sum(self._sizes)
+        low, high = np.append(seen.low, np.zeros(num)), np.append(seen.high, np.ones(num))
+        self.observation_space = Box(low.astype(np.float32), high.astype(np.float32))
+
+    def reset(self, **options: Any) -> tuple[np.ndarray, dict[str, Any]]:
+        """Begin an episode."""
+        observation, info = self.env.reset(**options)
+        return self._appended(observation, self._mask(info)), info
+
+    def step(self, action: Any) -> tuple[np.ndarray, Any, bool, bool, dict[str, Any]]:
+        """Take a step."""
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        mask = np.ones(self._num) if terminated else self._mask(info)
+        return self._appended(observation, mask), reward, terminated, truncated, info
+
+    def _appended(self, observation: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        return np.append(np.asarray(observation, np.float32), mask.astype(np.float32))
+
+    def _mask(self, info: dict[str, Any]) -> np.ndarray:
+        given = info.get(_MASK)
+        if given is None and self.env.has_wrapper_attr("action_masks"):
+            given = self.env.get_wrapper_attr("action_masks")()
+        if given is None:
+            raise EnvError(
+                f'{self._env_id}: env.action_mask is set, but there is no info["action_mask"], no such part of Dict '
+                "observations and no method action_masks(); add one, or remove the option"
+            )
+        mask = (
+            np.concatenate([np.ravel(part) for part in given])
+            if isinstance(given, tuple)
+            else np.ravel(given)
+        )
+        if mask.shape != (self._num,) or not np.isin(mask, (0, 1)).all():
+            reason = f"give 0 or 1 for each of {self._num} choices"
+        elif not all(part.any() for part in np.split(mask, np.cumsum(self._sizes)[:-1])):
+            reason = "it allows nothing; end the episode before"
+        else:
+            return mask
+        raise EnvError(f"{self._env_id}: action_mask {str(mask.tolist()):.80}: {reason}")
 
 
 class Lanes(SyncVectorEnv):

@@ -136,6 +136,11 @@ def _check(fragment: Fragment, run: str, spaces: EnvSpec, limits: FragmentLimits
     actions = [acted, fragment.extras["raw_action"]] if "raw_action" in fragment.extras else [acted]
     if spaces.action_sizes and not all(((x >= 0) & (x < spaces.action_sizes)).all() for x in actions):
         raise codec.CodecError(f"action: outside the choices of the run, {spaces.action_sizes}")
+    if spaces.has_mask:
+        for mask in (seen[..., -spaces.num_masked :] for seen in (observed, fragment.final_observation)):
+            parts = np.split(mask, np.cumsum(spaces.action_sizes)[:-1], axis=-1)
+            if not (((mask == 0) | (mask == 1)).all() and all(part.any(axis=-1).all() for part in parts)):
+                raise codec.CodecError("observation: a mask that is none, or allows nothing")
     size = (fragment.num_steps, fragment.num_envs, fragment.context)
     most = (limits.num_steps, limits.num_envs, limits.context)
     if any(one > bound for one, bound in zip(size, most, strict=True)):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ddrl import envs
-from ddrl.algorithms.base import advance
+from ddrl.algorithms.base import advance, random_choices
 from ddrl.config import EnvConfig
 from ddrl.envs.frame_stack import FrameStack
 from ddrl.types import EnvSpec, EvaluationResult
@@ -111,7 +111,8 @@ def score(
             rows = {name: column[playing] for name, column in state.items()}
             actions = policy.act(seen, rows)
             if epsilon:
-                actions = _with_random(actions, [lanes[row].generator for row in playing], epsilon, spaces)
+                generators = [lanes[row].generator for row in playing]
+                actions = _with_random(actions, seen, generators, epsilon, spaces)
             rewards, ended, still = np.zeros(len(playing)), np.zeros(len(playing), np.bool_), []
             for place, (row, action) in enumerate(zip(playing, actions, strict=True)):
                 lane = lanes[row]
@@ -157,16 +158,21 @@ def is_atari(env: EnvConfig) -> bool:
 
 
 def _with_random(
-    actions: np.ndarray, generators: Sequence[np.random.Generator], epsilon: float, spaces: EnvSpec
+    actions: np.ndarray,
+    seen: np.ndarray,
+    generators: Sequence[np.random.Generator],
+    epsilon: float,
+    spaces: EnvSpec,
 ) -> np.ndarray:
-    """Replace each of the actions [B, *A], with probability epsilon, by a uniformly random one from its generator."""
+    """Replace each of the actions [B, *A] at [B, *I], with probability epsilon, by a random one from its generator."""
     mixed = actions.copy()
     low, high = np.array(spaces.action_low, np.float32), np.array(spaces.action_high, np.float32)
     for row, generator in enumerate(generators):
         if generator.random() < epsilon:
-            is_continuous = spaces.action_kind == "continuous"
-            drawn = generator.uniform(low, high) if is_continuous else generator.integers(spaces.action_sizes)
-            mixed[row] = drawn.reshape(spaces.action_shape)
+            if spaces.action_kind == "continuous":
+                mixed[row] = generator.uniform(low, high).reshape(spaces.action_shape)
+            else:
+                mixed[row] = random_choices(spaces, seen[row : row + 1], generator)[0]
     return mixed
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ddrl import envs
-from ddrl.algorithms.base import Resolved, advance
+from ddrl.algorithms.base import Resolved, advance, random_choices
 from ddrl.config import RunConfig
 from ddrl.envs.frame_stack import FrameStack
 from ddrl.types import Fragment
@@ -150,10 +150,9 @@ class Collector:
         return recorder.end(self.version)
 
     def _random_actions(self) -> Actions:
-        """Return random actions: uniform over the choices, or within the bounds if continuous."""
+        """Return random actions: uniform over the allowed choices, or within the bounds if continuous."""
         if self._spec.action_kind != "continuous":
-            sizes = np.array(self._spec.action_sizes, np.int64).reshape(self._spec.action_shape)
-            return self._generator.integers(sizes, size=self._action_shape), {}
+            return random_choices(self._spec, self._input, self._generator), {}
         share = self._generator.random(self._action_shape)
         return (self._low + (self._high - self._low) * share).astype(np.float32), {}
 

@@ -96,6 +96,32 @@ def test_a_fragment_outside_the_run_is_refused(made: Fragment, reason: str) -> N
     assert found.fragment is None and found.reason.startswith(reason) and found.memory_bytes < 4096
 
 
+def test_a_mask_that_is_none_or_allows_nothing_is_refused() -> None:
+    """Of [2, 4] choices, also in a final observation."""
+    spaces = EnvSpec("test", (7,), "float32", "multi_discrete", (2,), (2, 4), has_mask=True)
+    made = fragment(observation=(7,))
+    made = replace(made, action=np.zeros((*made.action.shape, 2), np.int64))
+    final = np.ones((1, 7), np.float32)
+    truncated = np.zeros_like(made.truncated)
+    truncated[3, 0] = True
+    made = replace(
+        made,
+        truncated=truncated,
+        terminated=np.zeros_like(truncated),
+        final_index=np.array([[3, 0]], np.int32),
+        observation=np.ones_like(made.observation),
+        final_observation=final,
+    )
+    assert decoded(made, spaces=spaces).reason == ""
+    for place, value in [((slice(1, 3),), 0), ((slice(3, 7),), 0), ((2,), 0.5), ((2,), -1), ((2,), 2)]:
+        for column in ("observation", "final_observation"):
+            broken = getattr(made, column).copy()
+            broken[-1, ..., *place] = value
+            found = decoded(replace(made, **{column: broken}), spaces=spaces)
+            assert found.fragment is None
+            assert found.reason == "observation: a mask that is none, or allows nothing"
+
+
 def test_of_sequences_whole_strides_are_taken() -> None:
     limits = replace(LIMITS, stride=3)
     assert [decoded(fragment(num_steps=num), limits=limits).reason for num in (6, 7)] == [

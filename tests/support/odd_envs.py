@@ -65,3 +65,58 @@ class Parts(gymnasium.Env[dict[str, Any], Any]):
     def step(self, action: Any) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
         self._steps += 1
         return self._shown(), float(action), False, False, {}
+
+
+class Masked(gymnasium.Env[Any, Any]):
+    """Each step allows some of 4 actions, another set each time; a forbidden one raises.
+
+    The reward of an action is its number, so that the best allowed one is the last. The observation is [0] and says
+    nothing of it. Episodes have 5 steps, of which the last one terminates or truncates.
+
+    Args:
+        way: how the mask is told: "info", "part" of the observation, or "method".
+        pairs: two such choices at once.
+        mask: what is told instead, such as a mask that is none.
+        terminates: by itself.
+    """
+
+    def __init__(
+        self, way: str = "info", *, pairs: bool = False, mask: Any = None, terminates: bool = True
+    ) -> None:
+        self._way, self._told, self._terminates = way, mask, terminates
+        self._num = 2 if pairs else 1
+        self.action_space = MultiDiscrete([4, 4]) if pairs else Discrete(4)
+        place = Box(-1, 1, (1,), np.float32)
+        masks = MultiBinary(4 * self._num)
+        self.observation_space = Dict(place=place, action_mask=masks) if way == "part" else place
+        if way == "method":
+            self.action_masks = lambda: self._mask()
+
+    def _mask(self) -> Any:
+        return self.allowed.ravel() if self._told is None else self._told
+
+    def _shown(self) -> tuple[Any, dict[str, Any]]:
+        place = np.zeros(1, np.float32)
+        if self._way == "part":
+            return {"place": place, "action_mask": self._mask()}, {}
+        return place, {"action_mask": self._mask()} if self._way == "info" else {}
+
+    def _draw(self) -> None:
+        self.allowed = self.np_random.random((self._num, 4)) < 0.5
+        self.allowed[np.arange(self._num), self.np_random.integers(4, size=self._num)] = True
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._steps = 0
+        self._draw()
+        return self._shown()
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        choices = np.atleast_1d(action)
+        if not self.allowed[np.arange(self._num), choices].all():
+            raise RuntimeError(f"{choices} is not allowed by {self.allowed}")
+        self._steps += 1
+        self._draw()
+        shown, info = self._shown()
+        ended = self._steps == 5
+        return shown, float(choices.sum()), ended and self._terminates, ended and not self._terminates, info

@@ -184,7 +184,7 @@ class ActorCriticLearner(Generic[AnyOptions]):
             self.observe(batch)  # an untrained policy hardly depends on them
             self._is_observed = True
         observation = self.normalized(batch.observation)
-        parameters, value = self.network(to_input(observation))  # [R, P], [R]
+        parameters, value = self._forward(observation)  # [R, P], [R]
         mean, std = self.return_scale
         row, action = batch.row.reshape(-1), batch.action.reshape(-1, *batch.action.shape[2:])  # [T * B]
         log_prob, _ = self.log_prob(parameters[row], action)
@@ -213,9 +213,14 @@ class ActorCriticLearner(Generic[AnyOptions]):
 
     def evaluate(self, prepared: Prepared) -> tuple[Tensor, Tensor, Tensor]:
         """Return log probability, entropy and value, each [B], of transitions under the present network."""
-        parameters, value = self.network(to_input(prepared.observation))
+        parameters, value = self._forward(prepared.observation)
         log_prob, entropy = self.log_prob(parameters, prepared.action)
         return log_prob, entropy, value
+
+    def _forward(self, observation: Tensor) -> tuple[Tensor, Tensor]:
+        """Return policy parameters [B, P], of choices the allowed ones, and values [B] of normalized observations."""
+        parameters, value = self.network(to_input(observation))
+        return self._spec.only_allowed(parameters, observation), value
 
     def log_prob(self, parameters: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
         """Return log probability and entropy, each [B], of actions [B, *A] under policy parameters [B, P]."""
@@ -273,8 +278,11 @@ class ActorCriticLearner(Generic[AnyOptions]):
         return ((observation.float() - mean) / std).clamp(-OBSERVATION_CLIP, OBSERVATION_CLIP)
 
     def _observation_scale(self) -> tuple[Tensor, Tensor]:
-        variance = self._statistics["observation_variance"]
-        return self._statistics["observation_mean"].float(), variance.sqrt().clamp(min=_LEAST_STD).float()
+        mean, variance = (self._statistics[f"observation_{name}"].float() for name in ("mean", "variance"))
+        mean, std = mean.clone(), variance.sqrt().clamp(min=_LEAST_STD)
+        if num := self._spec.num_masked:  # a mask stays as it is
+            mean[-num:], std[-num:] = 0.0, 1.0
+        return mean, std
 
     @property
     def return_scale(self) -> tuple[float, float]:

@@ -158,7 +158,7 @@ class DiscreteSAC:
         metrics = {"critic_loss": loss.detach(), "q_mean": q.detach().mean(), "temperature": temperature}
         if config.prioritized:
             metrics["priority"] = (q.detach() - target).abs().mean(dim=0)
-        every_q = self._combined(every_q.detach())
+        every_q = self._combined(every_q.detach(), observation)
         if self.actor is None:
             log_policy = (every_q / temperature).log_softmax(dim=1)
             metrics["entropy"] = -(log_policy.exp() * log_policy).sum(dim=1).mean()
@@ -170,15 +170,21 @@ class DiscreteSAC:
 
     def _next_value(self, next_observation: Tensor, temperature: Tensor) -> Tensor:
         """Return the soft values [B] of the next observations."""
-        q = self._combined(torch.stack([critic(next_observation) for critic in self.target_critics]))
+        every_q = torch.stack([critic(next_observation) for critic in self.target_critics])
+        q = self._combined(every_q, next_observation)
         if self.actor is None:
             return soft_maximum(q, temperature)
-        return soft_value(q, self.actor(next_observation).log_softmax(dim=1), temperature)
+        return soft_value(q, self._log_policy(next_observation), temperature)
+
+    def _log_policy(self, observation: Tensor) -> Tensor:
+        """Return log pi [B, A] of the actor, in nats."""
+        assert self.actor is not None
+        logits: Tensor = self._spec.only_allowed(self.actor(observation), observation)
+        return logits.log_softmax(dim=1)
 
     def _improve_policy(self, observation: Tensor, q: Tensor, temperature: Tensor) -> dict[str, Tensor]:
         """Update actor and temperature; q [B, A] is that of the critics before their step."""
-        assert self.actor is not None
-        log_policy = self.actor(observation).log_softmax(dim=1)
+        log_policy = self._log_policy(observation)
         loss = policy_loss(q, log_policy, temperature)
         self.actor_parameters.differentiate(loss)
         if self.config.max_grad_norm is not None:
@@ -195,9 +201,11 @@ class DiscreteSAC:
             self._optimizers["temperature"].step()
         return {"policy_loss": loss.detach(), "entropy": -negative_entropy.mean()}
 
-    def _combined(self, q: Tensor) -> Tensor:
-        """[E, B, A] -> [B, A]: the least critic, or their mean."""
-        return q.mean(dim=0) if self.config.average_critics else q.amin(dim=0)
+    def _combined(self, q: Tensor, observation: Tensor) -> Tensor:
+        """[E, B, A] -> [B, A]: the least critic, or their mean, of the allowed actions."""
+        combined = q.mean(dim=0) if self.config.average_critics else q.amin(dim=0)
+        allowed: Tensor = self._spec.only_allowed(combined, observation)
+        return allowed
 
     def _taken(self, q: Tensor, index: Tensor) -> Tensor:
         """Return the values [E, B] of the actions taken, of values [E, B, A] and actions [B, 1]."""

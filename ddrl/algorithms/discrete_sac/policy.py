@@ -22,7 +22,7 @@ class Policy:
     evaluation_epsilon = 0.0
 
     def __init__(self, config: Config, spec: EnvSpec, *, producer: int = 0) -> None:
-        self._config = config
+        self._config, self._spec = config, spec
         networks = [
             config.make_network(spec) for _ in range(config.num_critics if config.form == "sqn" else 1)
         ]
@@ -62,11 +62,13 @@ class Policy:
 
     @torch.inference_mode()
     def _logits(self, observation: np.ndarray) -> np.ndarray:
-        """[N, *I] -> [N, A]."""
+        """[N, *I] -> [N, A], of allowed actions."""
         # A copy, for kernels round differently by the strides and the place of a row.
         seen = to_input(torch.from_numpy(np.array(observation, order="C")))
         outputs = torch.stack([network(seen) for network in self._networks])
         if self._config.form == "sac":
-            return outputs[0].numpy()
-        q = outputs.mean(dim=0) if self._config.average_critics else outputs.amin(dim=0)
-        return (q / self._temperature).numpy()
+            logits = outputs[0]
+        else:
+            q = outputs.mean(dim=0) if self._config.average_critics else outputs.amin(dim=0)
+            logits = q / self._temperature
+        return cast(np.ndarray, self._spec.only_allowed(logits.numpy(), observation))

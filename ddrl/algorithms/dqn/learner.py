@@ -37,7 +37,8 @@ def batch_loss(learner: ValueLearner[Config], batch: Batch) -> tuple[Tensor, dic
     else:
         loss, error = q_loss(*args, loss=config.loss, huber_delta=config.huber_delta)
     size = error.abs()
-    metrics = {"q_mean": network.expected(output.detach()).amax(dim=1).mean()}
+    q = learner.spec.only_allowed(network.expected(output.detach()), batch.observation)
+    metrics = {"q_mean": q.amax(dim=1).mean()}
     if config.distribution != "categorical":
         metrics["td_error"] = size.mean()
     if batch.weight is not None:
@@ -47,7 +48,7 @@ def batch_loss(learner: ValueLearner[Config], batch: Batch) -> tuple[Tensor, dic
 
 @torch.no_grad()
 def _bootstrap(learner: ValueLearner[Config], next_observation: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the values [B, A] by which the next action is picked, and the target network's output.
+    """Return the values [B, A] by which the next action is picked, allowed ones only, and the target network's output.
 
     Double Q-learning takes its own forward pass for the choice. One of [s; s'] together would carry the gradient
     through both halves: on a CPU 0.89 instead of 0.80 ms (MLP), 42 instead of 31 ms (Nature).
@@ -56,12 +57,13 @@ def _bootstrap(learner: ValueLearner[Config], next_observation: Tensor) -> tuple
     network, target = learner.network, learner.target_network
     learner.draw_noise(target)
     next_output = target(next_observation)
-    if not learner.config.double:
-        return target.expected(next_output), next_output
-    learner.draw_noise(network)
-    if not learner.buffers:
-        return network.expected(network(next_observation)), next_output
-    network.eval()  # actions are picked by BatchNorm's running statistics, as by a policy
-    next_q = network.expected(network(next_observation))
-    network.train()
-    return next_q, next_output
+    if learner.config.double:
+        learner.draw_noise(network)
+        if learner.buffers:
+            network.eval()  # actions are picked by BatchNorm's running statistics, as by a policy
+        next_q = network.expected(network(next_observation))
+        if learner.buffers:
+            network.train()
+    else:
+        next_q = target.expected(next_output)
+    return learner.spec.only_allowed(next_q, next_observation), next_output

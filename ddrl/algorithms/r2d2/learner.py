@@ -113,9 +113,9 @@ def batch_loss(learner: ValueLearner[Config], batch: Sequences) -> tuple[Tensor,
     """
     config = learner.config
     observation = to_input(batch.observation)
-    q = _unroll(learner.network, batch, observation)  # [L+1, B, A]
+    q = _unroll(learner.network, batch, observation, learner.spec)  # [L+1, B, A]
     with torch.no_grad():
-        target_q = _unroll(learner.target_network, batch, observation)
+        target_q = _unroll(learner.target_network, batch, observation, learner.spec)
     target = sequence_targets(
         q, target_q, batch.n_step_return, batch.bootstrap_discount, batch.bootstrap,
         double=config.double, rescale_values=config.rescale_values,
@@ -134,13 +134,14 @@ def batch_loss(learner: ValueLearner[Config], batch: Sequences) -> tuple[Tensor,
     return loss, metrics
 
 
-def _unroll(network: QNetwork, batch: Sequences, observation: Tensor) -> Tensor:
-    """Return a network's values [L+1, B, A] of the training slices, after burn-in from the stored state.
+def _unroll(network: QNetwork, batch: Sequences, observation: Tensor, spec: EnvSpec) -> Tensor:
+    """Return a network's values [L+1, B, A] of the allowed actions in the training slices, after burn-in.
 
     Args:
         network: online or target.
-        batch: for its other columns; no gradient enters burn-in.
+        batch: for its other columns, such as the stored state; no gradient enters burn-in.
         observation: [U+L+1, B, *I] float32.
+        spec: spaces of the environment.
     """
     start = len(observation) - len(batch.action) - 1
     action, reward, state = batch.previous_action, batch.previous_reward, batch.recurrent_state
@@ -151,4 +152,5 @@ def _unroll(network: QNetwork, batch: Sequences, observation: Tensor) -> Tensor:
         has_burn_in = send(batch.burn_in.unsqueeze(1) > 0, state.device)  # [B, 1]
         state = torch.where(has_burn_in, warm, state)
     values, _ = network.sequence(observation[start:], action[start:], reward[start:], state)
-    return values
+    allowed: Tensor = spec.only_allowed(values, observation[start:])
+    return allowed

@@ -26,7 +26,7 @@ class ValueLearner(Generic[AnyOptions]):
         loss: of this learner on a batch: the scalar loss, and detached metrics.
 
     Attributes:
-        config: options.
+        config, spec: options, and spaces of the environment.
         network: the online network.
         target_network: the target network.
         parameters: the online network's, with their gradient.
@@ -45,7 +45,7 @@ class ValueLearner(Generic[AnyOptions]):
     ) -> None:
         self.num_updates = 0
         self.from_policy = False
-        self.config = config
+        self.config, self.spec = config, spec
         self.network = config.make_network(spec, generator=torch.Generator().manual_seed(seed)).to(device)
         self.target_network = config.make_network(spec).to(device).requires_grad_(False).eval()
         self.parameters = FlatParameters(self.network)

@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from ddrl.algorithms.base import NO_STATE, RecurrentState, initial_state
+from ddrl.algorithms.base import NO_STATE, RecurrentState, initial_state, random_choices
 from ddrl.algorithms.value_learning.options import Options
 from ddrl.networks.parameters import load_arrays, take_scalar
 from ddrl.networks.trunks import to_input
@@ -31,7 +31,7 @@ class Policy:
         self._epsilon = config.epsilon_at(0)
         self._ladder = np.zeros(0, np.float32)
         self._config, self._producer = config, producer
-        self._num_actions = spec.action_sizes[0]
+        self._spec = spec
         self._network = config.make_network(spec).eval().requires_grad_(False)
         self._noise: torch.Generator | None = None
 
@@ -94,7 +94,7 @@ class Policy:
                 self._ladder = ladder(self._config, producer=self._producer, num_envs=size)
             epsilon = self._ladder
         is_random = generator.random(size) < epsilon
-        action = np.where(is_random, generator.integers(self._num_actions, size=size), value.argmax(axis=1))
+        action = np.where(is_random, random_choices(self._spec, observation, generator), value.argmax(axis=1))
         if not self._config.reports_values:
             return action, {}
         return action, {"action_value": value[np.arange(size), action], "state_value": value.max(axis=1)}
@@ -103,7 +103,7 @@ class Policy:
     def values(
         self, observation: np.ndarray, state: RecurrentState = NO_STATE, *, by_row: bool
     ) -> np.ndarray:
-        """Return expected values [N, A] of observations [N, *I]; update `state["hidden"]` in place.
+        """Return expected values [N, A] of observations [N, *I], of the allowed actions; update the state in place.
 
         Args:
             observation: [N, *I] uint8 or float32.
@@ -117,7 +117,8 @@ class Policy:
         if self._network.state_size:
             _check_state(state, (size, self._network.state_size))
         parts = [slice(i, i + 1) for i in range(size)] if by_row else [slice(None)]
-        return np.concatenate([self._part(observation, state, part) for part in parts])
+        value = np.concatenate([self._part(observation, state, part) for part in parts])
+        return cast(np.ndarray, self._spec.only_allowed(value, observation))
 
     def _part(self, observation: np.ndarray, state: RecurrentState, rows: slice) -> np.ndarray:
         # Copies, for kernels round differently by the strides (NumPy's [None] gives 0) and the place of a row too.
