@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import statistics
 import threading
 import time
 from collections import deque
@@ -44,7 +45,10 @@ log = logging.getLogger(__name__)
 
 ADMIT_S = 0.05  # longest time to admit fragments between two updates, so that updates go on during a backlog
 WAIT_S = 0.05  # longest wait for fragments before the loop checks for other work
-HUGE = 1e18  # the square of a larger value is not finite in float32
+HUGE = (
+    1e4  # times the median of the fragments' largest values: too large to learn from, if more than LEAST_HUGE
+)
+LEAST_HUGE = 1e6
 MAX_REFUSED = 10_000  # refusals waiting to be reported; at this number the loop stops admitting
 REPLAY = "replay."  # prefix of the replay's tensors in a checkpoint
 
@@ -341,12 +345,12 @@ class Learner:
         return self.counters, dict(state) | replay
 
     def drop_huge(self) -> str:
-        """Refuse the fragments with values above HUGE, which no attempt can learn from; decodes the whole stream.
+        """Refuse the fragments with values far above those of the others; decodes the whole stream.
 
         Returns:
             The value that is furthest from 0 and its entry, as a clause.
         """
-        found, huge = (0.0, "no experience is in the stream"), []
+        largest: list[tuple[float, str, bytes, int]] = []  # of each fragment
         for entry in decode_range(
             self._reader_client, self._run, b"0-1", self.shared.ledger.cursor, self._decode
         ):
@@ -354,17 +358,22 @@ class Learner:
                 continue
             names = ("observation", "final_observation", "reward")
             columns = {name: getattr(fragment, name) for name in names} | dict(fragment.extras)
-            for name, values in columns.items():
-                size = float(np.abs(values, dtype=np.float64).max(initial=0.0))
-                if size > found[0]:
-                    where = f"entry {entry.entry_id.decode()} of producer {entry.producer}"
-                    found = size, f"the largest value of the stream is {size:.3g}, in {name} of {where}"
-                if size > HUGE:
-                    reason = f"{name}: {size:.3g} is too large to learn from"
-                    huge.append(stream.Refusal(entry.entry_id, b"", reason, is_fragment=False))
+            sizes = {name: np.abs(x, dtype=np.float64).max(initial=0.0) for name, x in columns.items()}
+            name = max(sizes, key=sizes.__getitem__)
+            largest.append((float(sizes[name]), name, entry.entry_id, entry.producer))
+        if not largest:
+            return "no experience is in the stream"
+        limit = max(LEAST_HUGE, HUGE * statistics.median(size for size, *_ in largest))
+        huge = [
+            stream.Refusal(entry_id, b"", f"{name}: {size:.3g} is too large to learn from", is_fragment=False)
+            for size, name, entry_id, _ in largest
+            if size > limit
+        ]
         for first in range(0, len(huge), 1_000):
             stream.refuse(self._client, self._run, self._token, huge[first : first + 1_000])
-        return found[1]
+        size, name, entry_id, producer = max(largest)
+        where = f"entry {entry_id.decode()} of producer {producer}"
+        return f"the largest value of the stream is {size:.3g}, in {name} of {where}"
 
     @property
     def progress(self) -> tuple[int, int]:

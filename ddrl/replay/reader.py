@@ -133,6 +133,13 @@ def _check(fragment: Fragment, run: str, spaces: EnvSpec, limits: FragmentLimits
         raise codec.CodecError(f"spaces: observation and action are {found}, those of the run {known}")
     if (acted.dtype == np.float32) != (spaces.action_kind == "continuous"):
         raise codec.CodecError(f"action: {acted.dtype}, but actions of the run are {spaces.action_kind}")
+    if spaces.action_kind == "continuous":
+        low, high = np.reshape([spaces.action_low, spaces.action_high], (2, *spaces.action_shape))
+        slack = 1e-3 * (high - low)  # for rounding
+        if not ((acted >= low - slack) & (acted <= high + slack)).all():
+            raise codec.CodecError(
+                f"action: outside the bounds of the run, {spaces.action_low} to {spaces.action_high}"
+            )
     actions = [acted, fragment.extras["raw_action"]] if "raw_action" in fragment.extras else [acted]
     if spaces.action_sizes and not all(((x >= 0) & (x < spaces.action_sizes)).all() for x in actions):
         raise codec.CodecError(f"action: outside the choices of the run, {spaces.action_sizes}")

@@ -28,7 +28,8 @@ LONGEST = 100_000  # characters of an item; ddrl's have 1,000
 _flood = {"until": 0.0, "num": 0.0}  # time by `time.monotonic`, and bad items in the KEPT_S before it
 _loads, _deliver = transport.loads, transport.Transport._deliver
 # Arguments of a task, by place and by name (none), and what to do afterwards (nothing).
-_BODY = TypeAdapter(tuple[list[str], dict[str, None], dict[str, None]])
+_Afterwards = dict[Literal["callbacks", "errbacks", "chain", "chord"], None]
+_BODY = TypeAdapter(tuple[list[str], Annotated[dict[str, None], Field(max_length=0)], _Afterwards])
 
 
 class _Part(BaseModel):

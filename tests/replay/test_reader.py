@@ -96,6 +96,22 @@ def test_a_fragment_outside_the_run_is_refused(made: Fragment, reason: str) -> N
     assert found.fragment is None and found.reason.startswith(reason) and found.memory_bytes < 4096
 
 
+def test_an_action_outside_the_bounds_is_refused() -> None:
+    spaces = EnvSpec(
+        "test", (4,), "float32", "continuous", (2,), action_low=(-2.0, 0.0), action_high=(2.0, 1.0)
+    )
+    made = fragment(continuous=True)
+    action = np.zeros_like(made.action)
+    action[..., 0] = -2.0
+    assert decoded(replace(made, action=action), spaces=spaces).reason == ""
+    for place, value in [(0, -2.1), (0, 2.1), (1, -0.1), (1, 3e38)]:
+        broken = action.copy()
+        broken[-1, 0, place] = value
+        found = decoded(replace(made, action=broken), spaces=spaces)
+        assert found.fragment is None
+        assert found.reason == "action: outside the bounds of the run, (-2.0, 0.0) to (2.0, 1.0)"
+
+
 def test_a_mask_that_is_none_or_allows_nothing_is_refused() -> None:
     """Of [2, 4] choices, also in a final observation."""
     spaces = EnvSpec("test", (7,), "float32", "multi_discrete", (2,), (2, 4), has_mask=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from redis import Redis
@@ -129,6 +130,47 @@ def test_streams_with_late_ids_keep_the_newest_entries(client: Redis, run: str, 
     stream.lower_ids(client, run, token, b"0-0", b"9000000000000-0")
     assert client.xlen(keys.journal(run)) == 300_000 // 3  # an id, a field and a value each
     assert [line["event"] for line in runs.journal(client, run)] == ["late"]
+
+
+def calls_of(client: Redis, command: str) -> int:
+    info: Any = client.info("commandstats")
+    return int(info.get(f"cmdstat_{command}", {"calls": 0})["calls"])
+
+
+def test_a_stream_that_takes_seconds_to_read_is_cut_before_and_looked_at_no_more(
+    client: Redis, run: str, token: int
+) -> None:
+    """An entry of a worker's may have millions of fields; older lines are lost with it, later ones are not."""
+    key = keys.journal(run)
+    runs.note(client, run, "before", "junk")
+    many = "local all = {} for i = 1, 7000 do all[i] = 'a' end "
+    many += "for i = 1, 60 do redis.call('XADD', KEYS[1], '*', unpack(all)) end"
+
+    def write_junk() -> None:
+        for _ in range(15):
+            client.eval(many, 1, key)
+
+    write_junk()
+    assert client.memory_usage(key, samples=0) > 2**24
+    stream.lower_ids(client, run, token, b"0-0", capped_streams.latest(client))
+    assert client.memory_usage(key, samples=0) <= 2**24
+    write_junk()
+    runs.note(client, run, "after", "junk")
+    assert [line["event"] for line in runs.journal(client, run)] == ["after"]
+    assert client.memory_usage(key, samples=0) <= 2**24
+    before = calls_of(client, "xinfo|stream")
+    stream.lower_ids(client, run, token, b"0-0", capped_streams.latest(client))
+    _, last = capped_streams.read(client, key)
+    assert capped_streams.read(client, key, last) == ([], last)
+    assert calls_of(client, "xinfo|stream") - before <= 1, "only of the empty stream of experience, if any"
+
+
+def test_of_many_long_lines_the_newer_half_stays(client: Redis, run: str) -> None:
+    key = keys.logs(run)
+    flood(client, key, "'XADD', KEYS[1], '*', 'text', string.rep('x', 2000) .. i", num=9_000)
+    assert client.memory_usage(key, samples=0) > 2**24
+    assert bounded.newest(client, key, b"0-0", b"+")[0][-1][1][b"text"].endswith(b"x9000")
+    assert client.xlen(key) == 4_500
 
 
 def test_readers_go_on_after_a_late_id_was_taken_away(client: Redis, run: str, token: int) -> None:

@@ -57,6 +57,14 @@ def bad_items(message: Any) -> Iterator[bytes]:
         yield from (json.dumps(changed(message, ("headers", name), value)).encode() for value in values)
     for name in ("get", "update"):  # methods of Celery's context of a task
         yield json.dumps(changed(message, ("headers", name), "x")).encode()
+    for parts in (
+        [[], {"x": None}, {}],
+        [[], {"__type__": None, "__value__": None}, {}],
+        [[], {}, {"x": None}],
+    ):
+        yield json.dumps(
+            changed(message, ("body",), base64.b64encode(json.dumps(parts).encode()).decode())
+        ).encode()
     for arguments in ([], ["run"], ["run", "1:2:3", "x"]):
         body = base64.b64encode(json.dumps([arguments, {}, {}]).encode()).decode()
         yield json.dumps(

@@ -34,7 +34,16 @@ local function increase(key, field, by)
   redis.call('HSET', key, field, (number(redis.call('HGET', key, field)) or 0) + by)
 end
 
--- The last id that a stream gave; 0-0 if there is no stream.
+-- Drop the older half of a stream as long as it is larger than any that ddrl writes: one entry of a worker's may have
+-- millions of fields, which take seconds each time they are looked at. Nothing happens where the caller may not do it.
+local function shrink(key)
+  repeat
+    local bytes, length = redis.pcall('MEMORY', 'USAGE', key, 'SAMPLES', 0), redis.call('XLEN', key)
+    if type(bytes) ~= 'number' or bytes <= 2 ^ 24 or length == 0 then return end
+  until type(redis.pcall('XTRIM', key, 'MAXLEN', math.floor(length / 2))) ~= 'number'
+end
+
+-- The last id that a stream gave; 0-0 if there is no stream. It looks at the first and the last entry.
 local function last_id(key)
   local info = redis.call('EXISTS', key) == 1 and redis.call('XINFO', 'STREAM', key) or {}
   for at = 1, #info, 2 do

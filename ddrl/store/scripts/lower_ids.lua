@@ -8,8 +8,15 @@ local function milliseconds(id) return tonumber(string.match(id, '%d+')) end
 
 local function is_late(id) return milliseconds(id) > milliseconds(ARGV[2]) end
 
+-- Without a look at entries, unless there is a late one: it is the last to be trimmed.
+local function has_late(key)
+  if redis.call('XLEN', key) == 0 then return is_late(last_id(key)) end
+  return #redis.call('XREVRANGE', key, '+', (milliseconds(ARGV[2]) + 1) .. '-0', 'COUNT', 1) > 0
+end
+
 for i = 2, #KEYS do
-  if is_late(last_id(KEYS[i])) then
+  if i > 2 then shrink(KEYS[i]) end
+  if has_late(KEYS[i]) then
     local entries
     if i == 2 then
       entries = newest(KEYS[i], '(' .. ARGV[3], '+', 2e7, math.huge, math.huge)
