@@ -465,7 +465,7 @@ def _explain(model: type[BaseModel], item: Any, prefix: str) -> str:
         return f"{name}: unknown option; {hint}"
     if item["type"] == "missing":
         return f"{name}: missing; give it a value"
-    message: str = item["msg"].removeprefix("Value error, ")
+    message: str = item["msg"].removeprefix("Value error, ").replace("valid tuple", "list")
     if not location:
         return prefix + message
     return f"{name}: {item['input']!r:.200} cannot be used; {message[0].lower()}{message[1:]}"
