@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from copy import copy
 from typing import Any, ClassVar, Literal, Self, TypeVar
@@ -192,4 +193,31 @@ def refuse_empty_ranges(spec: EnvSpec) -> None:
         raise ValueError(
             f"{spec.env_id}: action_low {spec.action_low} is not below action_high {spec.action_high}; remove the "
             "action dimensions that have no choice"
+        )
+
+
+def check_continuous(name: str, spec: EnvSpec) -> None:
+    """Refuse, for an algorithm of that name, an environment without vectors and bounded continuous actions.
+
+    Raises:
+        ValueError: names the space and the remedy.
+    """
+    if spec.action_kind != "continuous":
+        raise ValueError(
+            f"{spec.env_id}: action_kind is {spec.action_kind!r}, but {name} needs continuous actions; "
+            f"choose an environment with a Box of actions, or algorithm.name "
+            f"{'discrete_sac' if spec.action_kind == 'discrete' else 'ppo'}"
+        )
+    num_dims = math.prod(spec.action_shape)
+    for side, bounds in (("action_low", spec.action_low), ("action_high", spec.action_high)):
+        if len(bounds) != num_dims or not all(map(math.isfinite, bounds)):
+            raise ValueError(
+                f"{spec.env_id}: {side} is {bounds}, but {name} needs {num_dims} finite bounds; wrap the "
+                f"environment in gymnasium.wrappers.RescaleAction or ClipAction"
+            )
+    refuse_empty_ranges(spec)
+    if len(spec.input_shape) != 1:
+        raise ValueError(
+            f"{spec.env_id}: observation_shape is {spec.input_shape}, but {name} needs a vector; wrap "
+            f"the environment in gymnasium.wrappers.FlattenObservation"
         )

@@ -30,6 +30,8 @@ CASES: dict[str, tuple[str, EnvSpec, Options]] = {
     "sac prioritized": ("sac", CONTINUOUS, {"prioritized": True}),
     "sac dropout": ("sac", CONTINUOUS, {"dropout": 0.3, "layer_norm": True}),
     "sac quantiles": ("sac", CONTINUOUS, {"num_quantiles": 5, "num_critics": 3}),
+    "td3": ("td3", CONTINUOUS, {}),
+    "td3 prioritized": ("td3", CONTINUOUS, {"prioritized": True, "layer_norm": True, "num_critics": 3}),
     "discrete sac": ("discrete_sac", DISCRETE, {}),
     "discrete sac images": ("discrete_sac", PIXELS, NATURE | {"norm": "group", "temperature": 0.2, "value_clip": 0.5}),
     "sqn": ("discrete_sac", DISCRETE, {"form": "sqn", "num_critics": 3}),
@@ -51,6 +53,7 @@ CASES: dict[str, tuple[str, EnvSpec, Options]] = {
 each_case = pytest.mark.parametrize(("name", "spec", "options"), CASES.values(), ids=CASES)
 METRICS = {
     "sac": {"critic_loss", "q_mean", "temperature", "policy_loss", "entropy"},
+    "td3": {"critic_loss", "q_mean", "policy_loss"},
     "discrete_sac": {"critic_loss", "q_mean", "temperature", "policy_loss", "entropy"},
     "ppo": {"kl", "clip_fraction", "entropy", "value_loss", "explained_variance", "learning_rate", "epochs"},
     "impala": {"policy_loss", "value_loss", "entropy", "rho", "learning_rate"},
@@ -99,7 +102,7 @@ def test_same_seed_same_run_other_seed_other_run(name: str, spec: EnvSpec, optio
         ("dqn", CATEGORICAL | {"epsilon_ladder": True, "max_grad_norm": None}, {"loss", "q_mean"}),
         *(
             (name, {"prioritized": True}, METRICS[name] | {"priority"})
-            for name in ("dqn", "sac", "discrete_sac")
+            for name in ("dqn", "sac", "td3", "discrete_sac")
         ),
         ("sac", {"prioritized": True, "num_quantiles": 5}, METRICS["sac"] | {"priority"}),
         ("r2d2", {"prioritized": False}, METRICS["r2d2"] - {"priority"}),
@@ -142,6 +145,7 @@ def test_epsilon_is_annealed_and_published_with_the_weights(name: str) -> None:
 FRESH: list[tuple[str, Options, str, tuple[str, ...]]] = [
     ("sac", {"temperature": 0.2}, "critics and optimizers start fresh, the temperature at 0.2",
      ("critics.value", "target_critics.value", "actor.exp_avg", "actor.step")),
+    ("td3", {}, "critics and optimizers start fresh", ("critics.value", "target_critics.value", "actor.exp_avg")),
     ("discrete_sac", {"temperature": 0.2}, "critics and optimizers start fresh, the temperature at 0.2",
      ("critics.value", "target_critics.value", "actor.exp_avg", "actor.step")),
     ("discrete_sac", {"form": "sqn"}, "the optimizer starts fresh", ("critics.exp_avg", "critics.step")),
@@ -194,6 +198,7 @@ def test_initial_weights_are_the_policy_and_the_rest_starts_fresh(
     ("name", "options"),
     [
         ("sac", {}),
+        ("td3", {}),
         ("ppo", {"num_epochs": 1, "minibatch_size": 60, "normalize_returns": True}),
         ("ppo", {"num_epochs": 1, "minibatch_size": 60, "shared": True, "entropy_coefficient": 0.1}),
         ("impala", {}),

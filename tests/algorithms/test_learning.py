@@ -113,6 +113,14 @@ def test_soft_policies_solve_pick(options: Options) -> None:
     assert learn(run, most_steps=4_000).return_mean == 10.0
 
 
+@pytest.mark.parametrize("options", [{}, {"prioritized": True, "layer_norm": True}])
+def test_td3_solves_target(options: Options) -> None:
+    algorithm = {"name": "td3", "hidden_sizes": [32], "learning_rate": 3e-3, "gamma": 0.5, "batch_size": 64}
+    env, rollout = {"id": "ddrl/Target-v0", "num_envs": 8}, {"fragment_s": 5, "max_fragment_steps": 16}
+    run = toy(env["id"], algorithm | options, env=env, rollout=rollout, replay={"samples_per_insert": 16})
+    assert learn(run, most_steps=6_000).return_mean > -0.2
+
+
 @pytest.mark.parametrize("options", [(), ("double=true", "dueling=true", "prioritized=true", "n_step=3")])
 def test_dqn_solves_catch_from_pixels(options: tuple[str, ...]) -> None:
     """84x84 pixels, within 12,000 steps; at random -0.71."""
@@ -160,6 +168,7 @@ def test_dqn_solves_recall_only_by_a_stack_that_reaches_back_to_the_cue() -> Non
     ("algorithm", "continuous"),
     [
         ({"name": "sac"}, True),
+        ({"name": "td3"}, True),
         (PPO, True),
         (PPO, False),
         (IMPALA, False),

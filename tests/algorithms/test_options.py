@@ -58,6 +58,10 @@ SIMPLE: dict[str, Options] = {
     "sac": {
         "hidden_sizes": (8,), "batch_size": 7, "initial_temperature": 0.1, "num_critics": 3, "layer_norm": True,
     },
+    "td3": {
+        "hidden_sizes": (8,), "batch_size": 7, "exploration_noise": 0.3, "num_critics": 3, "layer_norm": True,
+        "gamma": 0.9, "n_step": 2, "prioritized": True,
+    },
     "r2d2": {
         "double": False, "dueling": False, "rescale_values": False, "recurrent": "gru", "loss_reduction": "sum",
     },
@@ -98,7 +102,7 @@ FLIPS = [
 ]
 
 
-@pytest.mark.parametrize("name", ["dqn", "ppo", "impala"])
+@pytest.mark.parametrize("name", ["dqn", "ppo", "impala", "td3"])
 def test_each_option_is_tried(name: str) -> None:
     """Live ones are tried in learner/test_live_options.py, the other three with the replay and with given policies."""
     config = config_class(name)

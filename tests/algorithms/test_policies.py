@@ -135,7 +135,14 @@ def test_greedy_rows_do_not_depend_on_each_other(name: str, spec: EnvSpec, optio
 
 # --- weights ---------------------------------------------------------------------------------------------
 
-SPECS = {"sac": CONTINUOUS, "discrete_sac": DISCRETE, "ppo": CONTINUOUS, "dqn": DISCRETE, "r2d2": DISCRETE}
+SPECS = {
+    "sac": CONTINUOUS,
+    "td3": CONTINUOUS,
+    "discrete_sac": DISCRETE,
+    "ppo": CONTINUOUS,
+    "dqn": DISCRETE,
+    "r2d2": DISCRETE,
+}
 SPECS |= {"docs.own_algorithm": DISCRETE}
 each_algorithm = pytest.mark.parametrize(("name", "spec"), SPECS.items())
 
@@ -196,7 +203,7 @@ def test_weights_of_another_configuration_are_refused(
     before = None if spec is IMAGES else actions(policy, spec)
     with pytest.raises(ValueError, match=words):
         policy.load(make_learner(name, other_spec, **other_options).weights())
-    if name in ("sac", "ppo") and spec is not IMAGES:
+    if name in ("sac", "td3", "ppo") and spec is not IMAGES:
         assert actions(policy, spec) == before, "nothing was taken over"
 
 

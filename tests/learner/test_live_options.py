@@ -56,6 +56,14 @@ LIVE: dict[str, Table] = {
         "target_entropy": ({}, 1.5),
         "policy_delay": ({}, 2),
     },
+    "td3": PRIORITIES
+    | {
+        "learning_rate": ({}, 1e-4),
+        "target_rate": ({"policy_delay": 1}, 0.5),
+        "policy_delay": ({}, 1),
+        "target_noise": ({}, 1.0),
+        "target_noise_clip": ({}, 0.01),
+    },
     "discrete_sac": PRIORITIES
     | {
         "learning_rate": ({}, 1e-4),

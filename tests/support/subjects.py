@@ -18,6 +18,7 @@ QUANTILE = {"distribution": "quantile", "num_atoms": 5}
 SOFT = {"target_period": None, "target_rate": 0.1}
 SPECS = {
     "sac": CONTINUOUS,
+    "td3": CONTINUOUS,
     "discrete_sac": DISCRETE,
     "dqn": DISCRETE,
     "r2d2": DISCRETE,

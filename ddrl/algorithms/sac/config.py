@@ -7,11 +7,11 @@ Source: Haarnoja et al. 2018, arXiv:1812.05905 (learned temperature, two critics
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from ddrl.algorithms.options import Common, Prioritized, option, refuse_empty_ranges
+from ddrl.algorithms.options import Common, Prioritized, check_continuous, option
 from ddrl.config import LIVE
 from ddrl.types import EnvSpec
 
@@ -33,6 +33,8 @@ def check_temperature(config: Any) -> None:
 
 class Config(Prioritized):
     """Options of SAC; an update is one minibatch, rewards are in training units."""
+
+    name: ClassVar[str] = "sac"
 
     hidden_sizes: tuple[PositiveInt, ...] = option(Common, "hidden_sizes", (128, 128))
     n_step: PositiveInt = option(Common, "n_step", 1)
@@ -86,22 +88,4 @@ class Config(Prioritized):
 
     def check(self, spec: EnvSpec) -> None:
         """Refuse an environment without a vector of observations and bounded continuous actions."""
-        if spec.action_kind != "continuous":
-            raise ValueError(
-                f"{spec.env_id}: action_kind is {spec.action_kind!r}, but sac needs continuous actions; "
-                f"choose an environment with a Box of actions, or algorithm.name "
-                f"{'discrete_sac' if spec.action_kind == 'discrete' else 'ppo'}"
-            )
-        num_dims = math.prod(spec.action_shape)
-        for name, bounds in (("action_low", spec.action_low), ("action_high", spec.action_high)):
-            if len(bounds) != num_dims or not all(map(math.isfinite, bounds)):
-                raise ValueError(
-                    f"{spec.env_id}: {name} is {bounds}, but sac needs {num_dims} finite bounds; wrap the "
-                    f"environment in gymnasium.wrappers.RescaleAction or ClipAction"
-                )
-        refuse_empty_ranges(spec)
-        if len(spec.input_shape) != 1:
-            raise ValueError(
-                f"{spec.env_id}: observation_shape is {spec.input_shape}, but sac needs a vector; wrap "
-                f"the environment in gymnasium.wrappers.FlattenObservation"
-            )
+        check_continuous(self.name, spec)

@@ -7,7 +7,7 @@ work on actions in [-1, 1]; the environment's unit appears only where a batch co
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -127,6 +127,13 @@ def set_temperature(log_temperature: Tensor, config: Any) -> None:
         log_temperature.fill_(math.log(config.initial_temperature))
 
 
+def to_unit(spec: EnvSpec, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """Return the map of actions [B, *A] in the environment's unit to [B, A] in [-1, 1]."""
+    low, high = (torch.tensor(bound, device=device) for bound in (spec.action_low, spec.action_high))
+    scale, offset = 2.0 / (high - low), -(high + low) / (high - low)
+    return lambda action: torch.addcmul(offset, action.reshape(len(action), -1), scale)
+
+
 def make_learner(config: Config, spec: EnvSpec, *, device: torch.device, seed: int) -> SAC:
     """Return a learner with fresh networks."""
     return SAC(config, spec, device=device, seed=seed)
@@ -147,10 +154,7 @@ class SAC:
         self.from_policy = False
         self.config = config
         num_inputs, num_dims = spec.input_shape[0], math.prod(spec.action_shape)
-        low, high = (torch.tensor(bound, device=device) for bound in (spec.action_low, spec.action_high))
-        self._action_scale = 2.0 / (high - low)  # to [-1, 1]
-        self._action_offset = -(high + low) / (high - low)
-        self._num_dims = num_dims
+        self._num_dims, self._to_unit = num_dims, to_unit(spec, device)
 
         generator = torch.Generator().manual_seed(seed)
 
@@ -198,8 +202,7 @@ class SAC:
         """
         config = self.config
         observation, next_observation = batch.observation, batch.next_observation  # [B, O]
-        played = batch.action.reshape(len(observation), self._num_dims)
-        action = torch.addcmul(self._action_offset, played, self._action_scale)  # [B, A], in [-1, 1]
+        action = self._to_unit(batch.action)  # [B, A], in [-1, 1]
         with torch.no_grad():
             temperature = self._log_temperature.exp()
             next_action, next_log_prob = self._sample(next_observation)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -14,21 +14,49 @@ from ddrl.networks.numpy_mlp import ACTIVATIONS, Layer, forward
 from ddrl.types import EnvSpec
 
 
+class Actor:
+    """An MLP in NumPy whose first outputs, squashed, are actions within the environment's bounds.
+
+    Args:
+        hidden_sizes: widths of the hidden layers.
+        spec: spaces of the environment.
+        outputs_per_action: numbers that the network gives for each of the A dimensions of an action.
+    """
+
+    def __init__(self, hidden_sizes: Sequence[int], spec: EnvSpec, *, outputs_per_action: int) -> None:
+        self._low, self._high = np.array([spec.action_low, spec.action_high], np.float32)
+        self._scale, self._center = (self._high - self._low) / 2, (self._high + self._low) / 2
+        self._action_shape, self._num_inputs = spec.action_shape, spec.input_shape[0]
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        sizes = (self._num_inputs, *hidden_sizes, outputs_per_action * len(self._low))
+        for i, (inputs, outputs) in enumerate(pairwise(sizes)):
+            self._shapes |= {f"weights.{i}": (inputs, outputs), f"biases.{i}": (outputs,)}
+        self._layers: list[Layer] = []
+
+    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Load published weights; ValueError if they are of another configuration or environment."""
+        check_shapes(arrays, self._shapes, source="weights")
+        self._layers = [(arrays[f"weights.{i}"], arrays[f"biases.{i}"]) for i in range(len(arrays) // 2)]
+
+    def forward(self, observation: np.ndarray, *, by_row: bool) -> np.ndarray:
+        """[N, O] -> [N, outputs_per_action * A]; each row by itself if `by_row`."""
+        rows = np.asarray(observation, np.float32).reshape(len(observation), self._num_inputs)
+        return forward(self._layers, rows, activation=ACTIVATIONS["relu"], by_row=by_row)
+
+    def to_environment(self, action: np.ndarray) -> np.ndarray:
+        """[N, A] in [-1, 1] -> [N, *A] within the bounds."""
+        # rounding may step over a bound by one unit in the last place
+        scaled = np.clip(action * self._scale + self._center, self._low, self._high)
+        return np.ascontiguousarray(scaled.reshape(len(action), *self._action_shape), np.float32)
+
+
 class Policy:
     """The actor; see `base.Policy`. It acts in [-1, 1]; only what it returns is in the environment's unit."""
 
     evaluation_epsilon = 0.0
 
     def __init__(self, config: Config, spec: EnvSpec, *, producer: int = 0) -> None:
-        self._low, self._high = np.array([spec.action_low, spec.action_high], np.float32)
-        self._scale, self._center = (self._high - self._low) / 2, (self._high + self._low) / 2
-        self._action_shape = spec.action_shape
-        self._num_inputs = spec.input_shape[0]
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        sizes = (self._num_inputs, *config.hidden_sizes, 2 * len(self._low))
-        for i, (inputs, outputs) in enumerate(pairwise(sizes)):
-            self._shapes |= {f"weights.{i}": (inputs, outputs), f"biases.{i}": (outputs,)}
-        self._layers: list[Layer] = []
+        self._actor = Actor(config.hidden_sizes, spec, outputs_per_action=2)  # mean and deviation
 
     def load(self, weights: Mapping[str, Any]) -> None:
         """Load published weights: CPU tensors or arrays.
@@ -38,8 +66,7 @@ class Policy:
         """
         arrays = {name: np.asarray(value, np.float32).copy() for name, value in weights.items()}
         arrays.pop("log_temperature", None)  # for learners only; not in earlier versions' weights
-        check_shapes(arrays, self._shapes, source="weights")
-        self._layers = [(arrays[f"weights.{i}"], arrays[f"biases.{i}"]) for i in range(len(arrays) // 2)]
+        self._actor.load(arrays)
 
     def initial_state(self, num_envs: int) -> RecurrentState:
         """Return {}: there is no recurrent state."""
@@ -47,27 +74,15 @@ class Policy:
 
     def act(self, observation: np.ndarray, state: RecurrentState = NO_STATE) -> np.ndarray:
         """Return the mode: [N, O] -> [N, *A] float32, within the environment's bounds."""
-        return self._to_environment(self._output(observation, by_row=True)[:, : len(self._low)])
+        mean, _ = np.split(self._actor.forward(observation, by_row=True), 2, axis=1)
+        return self._actor.to_environment(np.tanh(np.ascontiguousarray(mean)))
 
     def explore(
         self, observation: np.ndarray, generator: np.random.Generator, state: RecurrentState = NO_STATE
     ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Return samples of the policy: [N, O] -> [N, *A] float32, within the bounds; and no further columns."""
-        output = self._output(observation, by_row=False)
-        mean = output[:, : len(self._low)]
+        mean, raw_log_std = np.split(self._actor.forward(observation, by_row=False), 2, axis=1)
         middle, half = (LOG_STD_MAX + LOG_STD_MIN) / 2, (LOG_STD_MAX - LOG_STD_MIN) / 2
-        std = np.exp(np.tanh(output[:, len(self._low) :]) * half + middle)
+        std = np.exp(np.tanh(raw_log_std) * half + middle)
         noise = generator.standard_normal(std.shape, dtype=np.float32)
-        return self._to_environment(mean + std * noise), {}
-
-    def _output(self, observation: np.ndarray, *, by_row: bool) -> np.ndarray:
-        """[N, O] -> [N, 2 A]: mean and raw deviation before squashing."""
-        rows = np.asarray(observation, np.float32).reshape(len(observation), self._num_inputs)
-        return forward(self._layers, rows, activation=ACTIVATIONS["relu"], by_row=by_row)
-
-    def _to_environment(self, unsquashed: np.ndarray) -> np.ndarray:
-        """[N, A] -> [N, *A], squashed into the bounds."""
-        action = np.tanh(np.ascontiguousarray(unsquashed)) * self._scale + self._center
-        # rounding may step over a bound by one unit in the last place
-        action = np.clip(action, self._low, self._high)
-        return np.ascontiguousarray(action.reshape(len(action), *self._action_shape), np.float32)
+        return self._actor.to_environment(np.tanh(np.ascontiguousarray(mean + std * noise))), {}

@@ -1,0 +1,1 @@
+"""Twin delayed deep deterministic policy gradient (TD3)."""
