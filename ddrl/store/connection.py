@@ -867,7 +867,8 @@ def _num_followers(client: redis.Redis) -> int:
 
     Sentinels may promote any of them, and name it only afterwards: until then the old primary may still serve, with
     the others. So a replica counts while the primary lists it, a sentinel does, or both did, and the sentinel has not
-    looked since that replica was itself the primary (it looks every 10 s).
+    looked since that replica was itself the primary (it looks every 10 s). A process whose first write comes while a
+    replica is already promoted and not yet named cannot know of it.
     """
     if not isinstance(pool := client.connection_pool, SentinelConnectionPool):
         return 1

@@ -41,7 +41,7 @@ def loaded(algorithm: dict[str, Any], spaces: EnvSpec) -> LoadedPolicy:
 @pytest.mark.parametrize("name", sorted(SMALL))
 def test_fitting_weights_are_passed_on_unchanged(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DDRL_ALLOW_MODULES", ALLOWED)
-    algorithm, spec = {"name": name, **SMALL[name]}, CONTINUOUS if name == "sac" else DISCRETE
+    algorithm, spec = {"name": name, **SMALL[name]}, CONTINUOUS if name in ("sac", "td3") else DISCRETE
     source = loaded(algorithm, spec)
     other = run_config(algorithm | {"learning_rate": 1e-5, "gamma": 0.5})
     where, blob = initial_weights(source, other, replace(spec, env_id="Other-v0"))

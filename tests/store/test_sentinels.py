@@ -96,7 +96,8 @@ def test_a_write_is_not_acknowledged_while_one_of_the_replicas_is_made_the_prima
     replica = next(port for port in servers.ports if port != servers.settle())
     with connection.connect(servers.url) as client, servers.client(replica) as promoted:
         run = start(client, target_config(durability="replica"))
-        for seq in range(5):
+        append(client, run, 0, "replica")  # a process that has never written before cannot know who followed
+        for seq in range(1, 6):
             promoted.replicaof("no", "one")  # as sentinels do, before they name it and move the other replica
             try:
                 append(client, run, seq, "replica")

@@ -8,15 +8,18 @@ local function milliseconds(id) return tonumber(string.match(id, '%d+')) end
 
 local function is_late(id) return milliseconds(id) > milliseconds(ARGV[2]) end
 
--- Without a look at entries, unless there is a late one: it is the last to be trimmed.
-local function has_late(key)
-  if redis.call('XLEN', key) == 0 then return is_late(last_id(key)) end
-  return #redis.call('XREVRANGE', key, '+', (milliseconds(ARGV[2]) + 1) .. '-0', 'COUNT', 1) > 0
+-- Whether the next id would be late, or there is none. XINFO would look at entries, which may be large.
+local function is_ahead(key)
+  local id = redis.pcall('XADD', key, 'NOMKSTREAM', '*', 'x', '')
+  if not id then return false end
+  if type(id) == 'table' then return string.find(id.err, 'exhausted') end
+  redis.call('XDEL', key, id)
+  return is_late(id)
 end
 
 for i = 2, #KEYS do
   if i > 2 then shrink(KEYS[i]) end
-  if has_late(KEYS[i]) then
+  if is_ahead(KEYS[i]) then
     local entries
     if i == 2 then
       entries = newest(KEYS[i], '(' .. ARGV[3], '+', 2e7, math.huge, math.huge)
