@@ -180,9 +180,17 @@ def advance(state: RecurrentState, action: np.ndarray, reward: np.ndarray, ended
         state["previous_reward"][:] = np.where(ended, 0.0, reward)
 
 
-def best_choices(scores: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
-    """Return the choice of the largest score in each of D dimensions of `sizes`: [N, sum(sizes)] -> [N, D] int64."""
-    parts = np.split(scores, np.cumsum(sizes)[:-1], axis=1) if len(sizes) > 1 else [scores]
+def best_choices(scores: np.ndarray, sections: np.ndarray) -> np.ndarray:
+    """Return the choice of the largest score in each of D dimensions.
+
+    Args:
+        scores: [N, A], dimension after dimension.
+        sections: [D - 1] where the scores of each dimension but the first begin.
+
+    Returns:
+        [N, D] int64.
+    """
+    parts = np.split(scores, sections, axis=1) if len(sections) else [scores]
     return np.stack([part.argmax(axis=1) for part in parts], axis=1)
 
 
@@ -192,7 +200,8 @@ def random_choices(spec: EnvSpec, seen: np.ndarray, generator: np.random.Generat
     if not spec.has_mask:
         return generator.integers(np.reshape(spec.action_sizes, spec.action_shape), size=shape)
     scores = generator.random((len(seen), sum(spec.action_sizes)), np.float32)
-    return best_choices(spec.only_allowed(scores, seen), spec.action_sizes).reshape(shape)
+    sections = np.cumsum(spec.action_sizes)[:-1]
+    return best_choices(spec.only_allowed(scores, seen), sections).reshape(shape)
 
 
 def check_shapes(given: Mapping[str, Any], expected: Mapping[str, Sequence[int]], *, source: str) -> None:

@@ -71,23 +71,15 @@ def make_one(env: EnvConfig, render_mode: str | None = None) -> gymnasium.Env[An
         return AtariEnv(env.id, env.atari, render_mode)
     if render_mode is not None:
         env = env.model_copy(update={"kwargs": {**env.kwargs, "render_mode": render_mode}})
+    from ddrl.envs.wrappers import ActionRepeat, MaskedObservation, mask_in_info
+
     made = _from_callable(env) if ":" in env.id else _from_registry(env, env.id)
     for wrapper in env.wrappers:
         made = _wrapped(made, wrapper)
-    if env.action_mask:
-        from ddrl.envs.wrappers import mask_in_info
-
-        made = mask_in_info(made)
-    made = _flattened(env.id, made)
+    made = _flattened(env.id, mask_in_info(made) if env.action_mask else made)
     if env.action_repeat > 1:
-        from ddrl.envs.wrappers import ActionRepeat
-
         made = ActionRepeat(made, env.action_repeat)
-    if env.action_mask:
-        from ddrl.envs.wrappers import MaskedObservation
-
-        made = MaskedObservation(made, env.id)
-    return made
+    return MaskedObservation(made, env.id) if env.action_mask else made
 
 
 def make_vector(env: EnvConfig) -> Vector:

@@ -279,7 +279,7 @@ class ActorCriticLearner(Generic[AnyOptions]):
 
     def _observation_scale(self) -> tuple[Tensor, Tensor]:
         mean, variance = (self._statistics[f"observation_{name}"].float() for name in ("mean", "variance"))
-        mean, std = mean.clone(), variance.sqrt().clamp(min=_LEAST_STD)
+        std = variance.sqrt().clamp(min=_LEAST_STD)
         if num := self._spec.num_masked:  # a mask stays as it is
             mean[-num:], std[-num:] = 0.0, 1.0
         return mean, std

@@ -28,6 +28,7 @@ class Policy:
         self._is_continuous = spec.action_kind == "continuous"
         self._low, self._high = np.array([spec.action_low, spec.action_high], np.float32)
         self._scale, self._center = (self._high - self._low) / 2, (self._high + self._low) / 2
+        self._sections = np.cumsum(spec.action_sizes)[:-1]  # where the logits of each dimension begin
         self._network = (_NumpyActor if config.network == "mlp" else _TorchActor)(config, spec)
         self._mean = self._std = self._log_std = np.zeros(0, np.float32)
         self._shapes = {"log_std": self._low.shape} if self._is_continuous else {}
@@ -80,10 +81,9 @@ class Policy:
         # The largest logit with Gumbel noise is a draw from the softmax (Gumbel 1954; Maddison et al. 2014).
         noise = -np.log(generator.standard_exponential(parameters.shape, np.float32) + np.float32(1e-38))
         drawn = self._choose(parameters + noise)
-        sections = np.cumsum(self._spec.action_sizes)[:-1]
         log_prob = np.zeros(len(parameters), np.float32)
         rows = np.arange(len(parameters))
-        for logits, choice in zip(np.split(parameters, sections, axis=1), drawn.T, strict=True):
+        for logits, choice in zip(np.split(parameters, self._sections, axis=1), drawn.T, strict=True):
             largest = logits.max(axis=1)
             log_prob += logits[rows, choice] - largest - np.log(np.exp(logits - largest[:, None]).sum(axis=1))
         return self._to_environment(drawn), {"behavior_log_prob": log_prob}
@@ -93,14 +93,12 @@ class Policy:
         if len(self._mean):
             observation = np.asarray(observation, np.float32)
             observation = np.clip((observation - self._mean) / self._std, -OBSERVATION_CLIP, OBSERVATION_CLIP)
-        return cast(
-            np.ndarray,
-            self._spec.only_allowed(self._network.forward(observation, by_row=by_row), observation),
-        )
+        parameters = self._network.forward(observation, by_row=by_row)
+        return cast(np.ndarray, self._spec.only_allowed(parameters, observation))
 
     def _choose(self, parameters: np.ndarray) -> np.ndarray:
         """Return the means [N, A], or the choices of largest logits [N, D] int64."""
-        return parameters if self._is_continuous else best_choices(parameters, self._spec.action_sizes)
+        return parameters if self._is_continuous else best_choices(parameters, self._sections)
 
     def _to_environment(self, action: np.ndarray) -> np.ndarray:
         """Convert raw actions or choices, one row each, to the environment's unit and shape."""

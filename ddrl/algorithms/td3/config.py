@@ -30,7 +30,8 @@ class Config(Prioritized):
     """Standard deviation of the noise on the actions of targets, which smooths the critics. More is steadier and more
     biased. Usual: 0.2."""
     target_noise_clip: float = Field(0.5, ge=0, le=2, json_schema_extra=LIVE)
-    """That noise is clipped to +- this. Usual: 0.5."""
+    """Largest size of the noise on the actions of targets; larger draws are cut to it. More smooths further. Usual:
+    0.5."""
     policy_delay: PositiveInt = Field(2, json_schema_extra=LIVE)
     """Critic updates per update of actor and targets. More is cheaper and gives the actor better critics, but fewer
     steps. Usual: 2."""

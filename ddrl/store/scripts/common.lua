@@ -43,15 +43,6 @@ local function shrink(key)
   until type(redis.pcall('XTRIM', key, 'MAXLEN', math.floor(length / 2))) ~= 'number'
 end
 
--- The last id that a stream gave; 0-0 if there is no stream. It looks at the first and the last entry.
-local function last_id(key)
-  local info = redis.call('EXISTS', key) == 1 and redis.call('XINFO', 'STREAM', key) or {}
-  for at = 1, #info, 2 do
-    if info[at] == 'last-generated-id' then return info[at + 1] end
-  end
-  return '0-0'
-end
-
 -- XADD; nil if the stream has no ids left, until lower_ids.lua.
 local function add(...)
   local id = redis.pcall('XADD', ...)
