@@ -20,7 +20,7 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,10 +45,8 @@ log = logging.getLogger(__name__)
 
 ADMIT_S = 0.05  # longest time to admit fragments between two updates, so that updates go on during a backlog
 WAIT_S = 0.05  # longest wait for fragments before the loop checks for other work
-HUGE = (
-    1e4  # times the median of the fragments' largest values: too large to learn from, if more than LEAST_HUGE
-)
-LEAST_HUGE = 1e6
+HUGE, LEAST_HUGE = 1e18, 1e6  # the square of a larger value than the first is not finite in float32
+OUTLIER = 1e4  # times the median of the fragments' largest values
 MAX_REFUSED = 10_000  # refusals waiting to be reported; at this number the loop stops admitting
 REPLAY = "replay."  # prefix of the replay's tensors in a checkpoint
 
@@ -345,7 +343,7 @@ class Learner:
         return self.counters, dict(state) | replay
 
     def drop_huge(self) -> str:
-        """Refuse the fragments with values far above those of the others; decodes the whole stream.
+        """Refuse the fragments with values that are `too_large`; decodes the whole stream.
 
         Returns:
             The value that is furthest from 0 and its entry, as a clause.
@@ -363,7 +361,7 @@ class Learner:
             largest.append((float(sizes[name]), name, entry.entry_id, entry.producer))
         if not largest:
             return "no experience is in the stream"
-        limit = max(LEAST_HUGE, HUGE * statistics.median(size for size, *_ in largest))
+        limit = too_large([size for size, *_ in largest])
         huge = [
             stream.Refusal(entry_id, b"", f"{name}: {size:.3g} is too large to learn from", is_fragment=False)
             for size, name, entry_id, _ in largest
@@ -403,6 +401,14 @@ class Learner:
     def _weights(self) -> Tensors:
         """Return the algorithm's weights; NotFiniteError if they are not finite."""
         return _check_finite(self.algorithm.weights(), self.algorithm.num_updates)
+
+
+def too_large(sizes: Sequence[float]) -> float:
+    """Return what is too large to learn from: OUTLIER medians of the fragments' largest values, but HUGE at most.
+
+    No value below LEAST_HUGE is.
+    """
+    return min(HUGE, max(LEAST_HUGE, OUTLIER * statistics.median(sizes)))
 
 
 def _check_finite(tensors: Mapping[str, torch.Tensor], updates: int) -> Tensors:

@@ -12,7 +12,7 @@ from support.learners import Run, endless_config, pick_config, playing, until
 from support.processes import SLOW_S
 
 from ddrl import codec
-from ddrl.learner.loop import NotFiniteError
+from ddrl.learner.loop import NotFiniteError, too_large
 from ddrl.learner.publisher import decode_tensors
 from ddrl.store import checkpoints, keys, runs, weights
 from ddrl.types import Fragment
@@ -83,3 +83,12 @@ def test_a_huge_value_takes_the_run_back_once_then_fails_it_and_is_named_and_nev
         learn(run)
         goes_on()
     run.audit()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "limit"),
+    [([1.0, 2.0, 3e38], 1e6), ([5e3, 5e3, 1e16], 5e7), ([3e38, 3e38, 1.0], 1e18), ([1e15] * 3, 1e18)],
+)
+def test_what_is_too_large_is_far_above_the_others_and_never_more_than_has_a_square(sizes, limit) -> None:
+    """Also where forged fragments are the most."""
+    assert too_large(sizes) == limit
