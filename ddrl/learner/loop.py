@@ -342,8 +342,11 @@ class Learner:
         replay = {REPLAY + name: torch.from_numpy(array) for name, array in self.replay.state().items()}
         return self.counters, dict(state) | replay
 
-    def drop_huge(self) -> str:
+    def drop_huge(self, *, is_again: bool) -> str:
         """Refuse the fragments with values that are `too_large`; decodes the whole stream.
+
+        Args:
+            is_again: it was of no avail, as forged fragments may be the most: those above LEAST_HUGE go.
 
         Returns:
             The value that is furthest from 0 and its entry, as a clause.
@@ -361,7 +364,7 @@ class Learner:
             largest.append((float(sizes[name]), name, entry.entry_id, entry.producer))
         if not largest:
             return "no experience is in the stream"
-        limit = too_large([size for size, *_ in largest])
+        limit = LEAST_HUGE if is_again else too_large([size for size, *_ in largest])
         huge = [
             stream.Refusal(entry_id, b"", f"{name}: {size:.3g} is too large to learn from", is_fragment=False)
             for size, name, entry_id, _ in largest

@@ -545,10 +545,11 @@ class _Attempt:
 
     def _go_back(self, error: NotFiniteError) -> NotFiniteError:
         """Raise _WentBackError the first time since the run began or was resumed; later return why the run fails."""
-        largest = self._learner.drop_huge()
-        remedy = f"{largest}; bound what the environment returns, or lower algorithm.learning_rate"
-        if not runs.go_back(self._client, self._run, self._token):
-            return NotFiniteError(f"{error}, again; {remedy}")
+        is_again = not runs.go_back(self._client, self._run, self._token)
+        largest = self._learner.drop_huge(is_again=is_again)
+        if is_again:
+            remedy = "bound what the environment returns, or lower algorithm.learning_rate"
+            return NotFiniteError(f"{error}, again; {largest}; {remedy}")
         self._learner.publisher.note("went back", f"to the newest checkpoint: {error}; {largest}")
         raise _WentBackError(f"run {self._run}: {error}; {largest}")
 

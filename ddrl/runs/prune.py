@@ -117,7 +117,7 @@ def _states(client: Redis) -> Iterator[runs.RunState]:
 
 
 def _sizes(client: Redis, names: Iterable[str]) -> dict[str, int]:
-    """Return the bytes that each run's keys take."""
+    """Return the bytes that each run's keys take, at most those that it may need: a worker may write more."""
     sizes = dict.fromkeys(names, 0)
     owned = [
         (run, key)
@@ -126,7 +126,7 @@ def _sizes(client: Redis, names: Iterable[str]) -> dict[str, int]:
     ]
     for (run, _), size in zip(owned, _num_bytes(client, [key for _, key in owned]), strict=True):
         sizes[run] += size
-    return sizes
+    return {run: min(size, runs.budget(client, [run])) for run, size in sizes.items()}
 
 
 def _num_bytes(client: Redis, names: Sequence[bytes]) -> list[int]:

@@ -219,13 +219,13 @@ def fold(
         bounded.ask_fields(pipe, keys.producers(run))
         bounded.values(pipe, keys.producers(run), [b"%d" % ENDED])
         pipe.hgetall(keys.ledger(run))
-        pipe.xrevrange(keys.experience(run), count=1)
+        call(pipe, "newest_id", [keys.experience(run)])
         pipe.time()
         listed, (folded,), raw, newest, (seconds, micros) = execute(pipe)
     producers = bounded.paired(listed)
     quiet_ms = 1e3 * (QUIET_S if quiet_s is None else quiet_s)
     now_ms, cursor = 1e3 * seconds + micros / 1e3, stream.order(raw.get(_CURSOR, b"0-0"))
-    read_ms = cursor[0] if newest and stream.order(newest[0][0]) > cursor else now_ms
+    read_ms = cursor[0] if newest and stream.order(newest) > cursor else now_ms
     alive = {(worker.node, pid) for worker in workers.alive(client) for pid in worker.pids}
     is_crowded = len(producers) > MIN_PRODUCERS // 2
     ended: list[tuple[bytes, Producer, Row]] = []
@@ -312,13 +312,13 @@ def _audit(client: Redis, run: str, on_entries: Callable[[int, int], None] | Non
     with client.pipeline(transaction=True) as pipe:
         bounded.ask_fields(pipe, keys.producers(run))
         pipe.hgetall(keys.ledger(run))
-        pipe.xrevrange(keys.experience(run), count=1)
+        call(pipe, "newest_id", [keys.experience(run)])
         pipe.xlen(keys.experience(run))
         listed, raw, last, length = execute(pipe)
     producers, (rows, cursor) = bounded.paired(listed), _rows(raw)
     waiting: Counter[int] = Counter()
     if last:
-        for entries in stream.pages(client, run, cursor, last[0][0]):
+        for entries in stream.appended(client, run, cursor, last):
             waiting.update(entry.producer for entry in checked(client, run, entries))
             if on_entries is not None:
                 on_entries(waiting.total(), length)

@@ -365,14 +365,20 @@ def go_back(client: Redis, run: str, token: int) -> bool:
 def reserve(client: Redis, run: str, token: int, needed_bytes: int) -> int:
     """Store how many bytes of the server's memory a run may need, and return what other active runs may need.
 
-    A run whose learner has not stored its need counts with the budget of its stream.
-
     Raises:
         LeaseLostError: another learner took over.
     """
     call(client, "set_fields", [keys.state(run)] * 2, [token, "needed_bytes", needed_bytes])
     others = [name for name in active_names(client) if name != run]
-    return _sum_bytes(client, others, "needed_bytes", "max_bytes")
+    return budget(client, others)
+
+
+def budget(client: Redis, names: list[str]) -> int:
+    """Return how many bytes these runs may need together.
+
+    A run whose learner has not stored its need counts with the budget of its stream.
+    """
+    return _sum_bytes(client, names, "needed_bytes", "max_bytes")
 
 
 def _sum_bytes(client: Redis, names: list[str], *fields: str) -> int:

@@ -28,6 +28,7 @@ ENTRY_OVERHEAD_BYTES = 128  # of an entry in the server: measured 75 to 83, coun
 REPLY_BYTES = 8 * 1024**2  # aim for one read
 APPENDED = (b"f", b"n", b"b", b"s", b"p", b"i", b"q")  # numbers that the append adds to a fragment's fields
 EPISODES_LENGTH = 20_000
+MOST_LOWERED = 200_000  # entries of experience that get new ids at once: about a second of the server's
 MOST_RETURNS = 200_000  # of episodes that are read at once
 DEAD_LENGTH = 1_000
 
@@ -188,6 +189,19 @@ def pages(client: Redis, run: str, after: bytes, until: bytes) -> Iterator[list[
         after, most = entries[-1].entry_id, min(128, 2 * most)
 
 
+def appended(client: Redis, run: str, after: bytes, until: bytes) -> Iterator[list[Entry]]:
+    """Yield the entries after one id up to that of another, oldest first, of each what the append counted only."""
+    while order(after) < order(until):
+        args = [after, until, *APPENDED]
+        found = cast("list[Any]", call(client, "read_counts", [keys.experience(run)], args))
+        if not found:
+            return
+        yield [
+            Entry(one, bounded.paired(fields)) for one, fields in zip(found[::2], found[1::2], strict=True)
+        ]
+        after = found[-2]
+
+
 def follow(client: Redis, run: str, cursor: bytes, *, count: int, block_ms: int) -> list[Entry]:
     """As `read`, but wait up to `block_ms` for the first entry."""
     reply = cast("list[Any]", client.xread({keys.experience(run): cursor}, count=count, block=block_ms))
@@ -197,7 +211,7 @@ def follow(client: Redis, run: str, cursor: bytes, *, count: int, block_ms: int)
 def read_count(client: Redis, run: str) -> int:
     """Return how many entries make a reply of about REPLY_BYTES; at most 128, as others than appends may be larger."""
     length = client.xlen(keys.experience(run))
-    appended = cast("bytes | None", client.hget(keys.counts(run), "appended_bytes"))
+    (appended,) = bounded.values(client, keys.counts(run), ["appended_bytes"])
     trimmed = cast("bytes | None", client.hget(keys.state(run), "trimmed_bytes"))
     live_bytes = int(number(appended) - number(trimmed))
     return max(1, min(128, REPLY_BYTES * length // max(live_bytes, 1))) if length else 64
@@ -258,7 +272,8 @@ def lower_ids(client: Redis, run: str, token: int, cursor: bytes, latest: bytes)
         LeaseLostError: another learner took over.
     """
     streams = (keys.experience, keys.episodes, keys.evaluations, keys.journal, keys.logs)
-    call(client, "lower_ids", [keys.state(run), *(key(run) for key in streams)], [token, latest, cursor])
+    args = [token, latest, cursor, MOST_LOWERED, EPISODES_LENGTH]
+    call(client, "lower_ids", [keys.state(run), *(key(run) for key in streams)], args)
 
 
 def correct_counts(
@@ -274,7 +289,7 @@ def correct_counts(
         LeaseLostError: another learner took over.
     """
     script_keys = [keys.state(run), keys.experience(run), keys.counts(run)]
-    return bool(call(client, "correct_counts", script_keys, [token, *counted, num_bytes, *keys.COUNTS]))
+    return bool(call(client, "correct_counts", script_keys, [token, *counted, num_bytes]))
 
 
 def allow(client: Redis, run: str, token: int, allowance: int, *, updates: int, players: int = 1) -> None:

@@ -85,6 +85,30 @@ def test_a_huge_value_takes_the_run_back_once_then_fails_it_and_is_named_and_nev
     run.audit()
 
 
+def test_a_run_goes_on_after_a_resume_where_forged_fragments_are_the_most(
+    server, learn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their values are not far above the others' then, and less than what has no square."""
+    run, encode, forges = Run(server, endless_config()), codec.encode, threading.Event()
+
+    def forge(fragment: Fragment) -> dict[bytes, bytes]:
+        observation = np.full_like(fragment.observation, 1e16)
+        return encode(replace(fragment, observation=observation) if forges.is_set() else fragment)
+
+    monkeypatch.setattr(codec, "encode", forge)
+    forges.set()
+    learning = learn(run)
+    with playing(run.url, run.id):
+        learning.thread.join(SLOW_S)
+    assert isinstance(learning.error, NotFiniteError) and run.journal.count("went back") == 1
+    forges.clear()
+    runs.reactivate(run.client, run.id)
+    learn(run)
+    with playing(run.url, run.id):
+        before = run.state.updates
+        until(lambda: run.state.updates > before + 100 and run.state.status == "active", SLOW_S)
+
+
 @pytest.mark.parametrize(
     ("sizes", "limit"),
     [([1.0, 2.0, 3e38], 1e6), ([5e3, 5e3, 1e16], 5e7), ([3e38, 3e38, 1.0], 1e18), ([1e15] * 3, 1e18)],

@@ -78,6 +78,9 @@ def test_a_worker_cannot_make_a_run_look_larger_than_it_is(client: Any) -> None:
     assert client.memory_usage(keys.evaluations(forged)) > 10_000_000
     assert pruning.prune(client, None, 4_000_000, dry_run=True) == []
     assert pruning.prune(client, None, 4_000_000) == [] and {*runs.names(client)} == {old, forged}
+    client.hset(keys.state(forged), "needed_bytes", 3_500_000)
+    client.hset(keys.counts(forged), "x", b"x" * 10_000_000)
+    assert pruning.prune(client, None, 4_000_000, dry_run=True) == []
 
 
 def test_keys_that_belong_to_no_run_are_deleted(client: Any) -> None:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from redis import Redis
 from redis.exceptions import ResponseError
+from support.private_server import PrivateServer
+from support.store import append, make_run, take
 
 from ddrl.store import (
     bounded,
@@ -128,7 +133,7 @@ def test_streams_with_late_ids_keep_the_newest_entries(client: Redis, run: str, 
     flood(client, keys.journal(run), "'XADD', KEYS[1], '*', 'x', i", num=150_000)
     client.xadd(keys.journal(run), {"event": "late"}, id="9999999999999-1")
     stream.lower_ids(client, run, token, b"0-0", b"9000000000000-0")
-    assert client.xlen(keys.journal(run)) == 300_000 // 3  # an id, a field and a value each
+    assert client.xlen(keys.journal(run)) == stream.EPISODES_LENGTH
     assert [line["event"] for line in runs.journal(client, run)] == ["late"]
 
 
@@ -186,3 +191,63 @@ def test_readers_go_on_after_a_late_id_was_taken_away(client: Redis, run: str, t
     opened.open([ONE])
     assert evaluations.finish(client, run, sent[0], ONE, RESULT)
     assert [row["version"] for row in opened.poll()] == [ONE.version] and not opened.pending
+
+
+@pytest.fixture
+def peak(make_server: Callable[..., PrivateServer]) -> Iterator[tuple[Redis, Callable[[], int]]]:
+    """A client, and what measures by how many bytes the server's memory has grown at most since the last call."""
+    server = make_server()
+    assert server.process is not None
+    folder, before = Path("/proc") / str(server.process.pid), 0
+
+    def grown() -> int:
+        nonlocal before
+        peak = re.search(r"VmHWM:\s*(\d+)", (folder / "status").read_text())
+        (folder / "clear_refs").write_text("5")
+        now = re.search(r"VmRSS:\s*(\d+)", (folder / "status").read_text())
+        assert peak is not None and now is not None
+        before, most = int(now[1]) << 10, (int(peak[1]) << 10) - before
+        return most
+
+    yield server.client, grown
+
+
+LONG = 32 * 1024**2
+
+
+def test_a_script_holds_one_long_entry_or_member_at_a_time(peak: tuple[Redis, Callable[[], int]]) -> None:
+    """No setting of the server bounds what its scripts hold; it would end, and again after each start."""
+    client, grown = peak
+    run = make_run(client)
+    token = take(client, run)
+    for number in range(8):
+        client.xadd(keys.experience(run), {"x": bytes(LONG)}, id=f"{9_000_000_000_000 + number}-0")
+    grown()
+    assert runs.state(client, run).status == "active" and not ledger.audit(client, run).accounts
+    assert grown() < 4 * LONG
+    stream.lower_ids(client, run, token, b"0-0", capped_streams.latest(client))
+    assert grown() < 4 * LONG
+    entries = client.xrange(keys.experience(run))
+    assert [len(fields[b"x"]) for _, fields in entries] == [LONG] * 8
+    assert entries[-1][0] < capped_streams.latest(client)
+    client.delete(keys.experience(run))
+    for number in range(256):
+        client.hset(keys.producers(run), f"{number}", bytes(LONG // 32))
+    grown()
+    assert bounded.fields(client, keys.producers(run)) == {} and not client.exists(keys.producers(run))
+    assert grown() < 4 * LONG
+
+
+def test_a_count_that_is_too_long_is_read_once(client: Redis, run: str) -> None:
+    token = take(client, run)
+    long = dict.fromkeys(("appended_steps", "claim", "away_ms", "first_step_ms"), "1" * 1_000_000)
+    client.hset(keys.counts(run), mapping=long)
+    readers: list[tuple[str, Callable[[], object]]] = [
+        ("away_ms", lambda: segments.choose(client, segments.Process("n", 1), ["ddrl.rollout"])),
+        ("claim", lambda: append(client, run, 0)),
+        ("first_step_ms", lambda: stream.correct_counts(client, run, token, (b"0-0", 1, 1), 100)),
+    ]
+    for name, read in readers:
+        assert client.hstrlen(keys.counts(run), name) == 1_000_000
+        read()
+        assert client.hstrlen(keys.counts(run), name) < 64

@@ -11,11 +11,11 @@
 --         counts as a duplicate; its answer is that of the present state. `stream.remaining` has the same rule.
 local state = redis.call('HMGET', KEYS[1], 'status', 'allowance', 'version', 'allowance_id', 'max_bytes', 'players',
   'folded', 'trimmed_bytes', 'max_producers')
-local counts = redis.call('HMGET', KEYS[2], 'appended_fragments', 'appended_steps', 'appended_bytes', 'played_ms',
-  'process_ms', 'crashes', 'claim')
+local counts = counts_of(KEYS[2], 'appended_fragments', 'appended_steps', 'appended_bytes', 'played_ms', 'process_ms',
+  'crashes', 'claim', 'claim_until_ms')
 local status, allowance, version = state[1], tonumber(state[2] or 0), tonumber(state[3] or -1)
 local allowance_id, max_bytes, players = state[4] or '0-0', tonumber(state[5] or 0), tonumber(state[6] or 1)
-local fragments, steps, bytes = number(counts[1]) or 0, number(counts[2]) or 0, number(counts[3]) or 0
+local fragments, steps, bytes = counts[1] or 0, counts[2] or 0, counts[3] or 0
 local time = redis.call('TIME')
 local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
 -- Half of an even share, so that producers overshoot little.
@@ -31,7 +31,7 @@ end
 
 -- A claim lapses within seconds; a worker may have written any time.
 local function is_claimed()
-  local until_ms = number(redis.call('HGET', KEYS[2], 'claim_until_ms')) or 0
+  local until_ms = counts[8] or 0
   return now_ms < until_ms and until_ms <= now_ms + 100000
 end
 
@@ -60,12 +60,12 @@ else
   if not add(KEYS[3], '*', unpack(entry)) then return full() end
   fragments, steps, bytes = entry[2], entry[4], entry[6]
   redis.call('HSET', KEYS[2], 'appended_fragments', fragments, 'appended_steps', steps, 'appended_bytes', bytes,
-    'played_ms', (number(counts[4]) or 0) + ARGV[6], 'process_ms', (number(counts[5]) or 0) + ARGV[12])
+    'played_ms', (counts[4] or 0) + ARGV[6], 'process_ms', (counts[5] or 0) + ARGV[12])
   if ARGV[13] ~= '0' then increase(KEYS[2], 'allowance_wait_ms', ARGV[13]) end
   if ARGV[14] ~= '0' then increase(KEYS[2], 'room_wait_ms', ARGV[14]) end
   if fragments == 1 then redis.call('HSETNX', KEYS[2], 'first_step_ms', now_ms - tonumber(ARGV[6])) end
   -- A fragment ends a series of crashes.
-  if counts[6] and counts[6] ~= '0' then redis.call('HSET', KEYS[2], 'crashes', 0) end
+  if counts[6] ~= 0 then redis.call('HSET', KEYS[2], 'crashes', 0) end
   if ARGV[10] ~= '' then
     add_capped(KEYS[4], ARGV[11], 'returns', ARGV[10], 'env_steps', steps)
   end
@@ -79,7 +79,7 @@ redis.call('HSET', KEYS[6], ARGV[1], cjson.encode({
 local answer = 'GO'
 if status == 'paused' or redis.call('SISMEMBER', KEYS[5], ARGV[8]) == 1 then
   answer = 'YIELD'
-elseif (number(counts[7]) or 0) > 0 and is_claimed() then
+elseif (counts[7] or 0) > 0 and is_claimed() then
   redis.call('HSET', KEYS[2], 'claim', counts[7] - 1)
   answer = 'YIELD'
 elseif steps >= allowance then

@@ -26,8 +26,8 @@ for _, name in ipairs(redis.call('ZRANGE', ARGV[1], 0, -1)) do
   local run = {name = name, counts = string.format(ARGV[6], name), playing = string.format(ARGV[4], name)}
   local f = redis.call('HMGET', string.format(ARGV[2], name), 'status', 'weight', 'priority', 'queue', 'allowance',
     'version', 'segment_ms', 'limit_ms', 'processes')
-  local counts = redis.call('HMGET', run.counts, 'appended_steps', 'virtual_ms', 'away_ms')
-  run.weight, run.segment, run.virtual = tonumber(f[2] or 1), tonumber(f[7] or 5000), number(counts[2])
+  local counts = counts_of(run.counts, 'appended_steps', 'virtual_ms', 'away_ms')
+  run.weight, run.segment, run.virtual = tonumber(f[2] or 1), tonumber(f[7] or 5000), counts[2]
   run.level = LEVELS[f[3] or 'normal']
   local unended = redis.call('HGET', run.playing, process)
   if unended then  -- the reply to this very call, or to the end of a segment, was lost
@@ -38,8 +38,8 @@ for _, name in ipairs(redis.call('ZRANGE', ARGV[1], 0, -1)) do
   end
   local is_open = f[1] == 'active' and tonumber(f[6] or -1) >= 0
     and redis.call('EXISTS', string.format(ARGV[3], name)) == 1
-  run.wants = is_open and tonumber(f[5] or 0) > (number(counts[1]) or 0)
-  local away_ms = number(counts[3])
+  run.wants = is_open and tonumber(f[5] or 0) > (counts[1] or 0)
+  local away_ms = counts[3]
   if run.wants then
     run.is_new = not run.virtual or (away_ms and now_ms - away_ms > 2 * run.segment)
     if away_ms then redis.call('HSET', run.counts, 'away_ms', '') end

@@ -30,6 +30,16 @@ local function decode(value)
   if is_json and type(found) == 'table' then return found end
 end
 
+-- Counts of a hash. One that is longer than a number is emptied, where the caller may: each look would copy it.
+local function counts_of(key, ...)
+  local found = redis.call('HMGET', key, ...)
+  for i, field in ipairs({...}) do
+    if found[i] and #found[i] > 64 then redis.pcall('HSET', key, field, '') end
+    found[i] = number(found[i])
+  end
+  return found
+end
+
 local function increase(key, field, by)
   redis.call('HSET', key, field, (number(redis.call('HGET', key, field)) or 0) + by)
 end

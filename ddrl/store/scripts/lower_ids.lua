@@ -1,9 +1,9 @@
 -- fenced
 -- Give new ids to entries whose ids are later than the clock says: after the largest id a stream takes no entry.
 -- No stream takes an id below one that was deleted, so it is written anew; experience that was read goes, as the learner
--- holds it. Of streams longer than any that ddrl writes the newest entries stay: all of them pass through memory.
+-- holds it. The entries pass one at a time, since the server has no bound for what its scripts hold.
 -- KEYS: 1 state (hash), 2 experience (stream), then other streams. ARGV: 1 token, 2 the latest id that stays,
---       3 the last entry of experience that was read. Answer: none.
+--       3 the last entry of experience that was read, 4 most entries of experience, 5 of another stream. Answer: none.
 local function milliseconds(id) return tonumber(string.match(id, '%d+')) end
 
 local function is_late(id) return milliseconds(id) > milliseconds(ARGV[2]) end
@@ -20,20 +20,27 @@ end
 for i = 2, #KEYS do
   if i > 2 then shrink(KEYS[i]) end
   if is_ahead(KEYS[i]) then
-    local entries
+    local lowered = KEYS[i] .. ':lowered'
+    redis.call('DEL', lowered)
     if i == 2 then
-      entries = newest(KEYS[i], '(' .. ARGV[3], '+', 2e7, math.huge, math.huge)
+      if ARGV[3] ~= '0-0' then  -- so that new entries come after the one read last
+        redis.call('XADD', lowered, ARGV[3], 'x', '')
+        redis.call('XDEL', lowered, ARGV[3])
+        redis.call('XTRIM', KEYS[i], 'MINID', ARGV[3])
+        redis.call('XDEL', KEYS[i], ARGV[3])
+      end
     else
-      entries = newest(KEYS[i], '-', '+', 300000, 2 ^ 25, 2 ^ 19)
+      redis.call('XTRIM', KEYS[i], 'MAXLEN', ARGV[5])
+    end
+    for _ = 1, tonumber(ARGV[i == 2 and 4 or 5]) do
+      local entry = redis.call('XRANGE', KEYS[i], '-', '+', 'COUNT', 1)[1]
+      if not entry then break end
+      redis.call('XDEL', KEYS[i], entry[1])
+      if #entry[2] <= 200 then  -- an append has fewer
+        redis.call('XADD', lowered, is_late(entry[1]) and '*' or entry[1], unpack(entry[2]))
+      end
     end
     redis.call('DEL', KEYS[i])
-    if i == 2 and ARGV[3] ~= '0-0' then  -- so that new entries come after the one read last
-      redis.call('XADD', KEYS[i], ARGV[3], 'x', '')
-      redis.call('XDEL', KEYS[i], ARGV[3])
-    end
-    for at = #entries, 1, -1 do
-      local entry = entries[at]
-      redis.call('XADD', KEYS[i], is_late(entry[1]) and '*' or entry[1], unpack(entry[2]))
-    end
+    if redis.call('EXISTS', lowered) == 1 then redis.call('RENAME', lowered, KEYS[i]) end
   end
 end
