@@ -192,7 +192,7 @@ def pages(client: Redis, run: str, after: bytes, until: bytes) -> Iterator[list[
 def appended(client: Redis, run: str, after: bytes, until: bytes) -> Iterator[list[Entry]]:
     """Yield the entries after one id up to that of another, oldest first, of each what the append counted only."""
     while order(after) < order(until):
-        args = [after, until, *APPENDED]
+        args = [after, until, REPLY_BYTES, *APPENDED]
         found = cast("list[Any]", call(client, "read_counts", [keys.experience(run)], args))
         if not found:
             return
