@@ -1452,6 +1452,8 @@ class Scripts(RuleBasedStateMachine):
             (e.producer, e.incarnation, e.seq, e.size, e.fragments, e.steps, e.bytes) for e in known
         ]
         assert [entry.entry_id for entry in found] == [entry.entry_id for entry in known]
+        newest = call(self.client, "newest_id", [keys.experience(name)])
+        assert newest == (known[-1].entry_id if known else None)
         assert state.live_bytes == sum(entry.count(b"s") for entry in found) <= MAX_BYTES
         rows, cursor = ledger.read(self.client, name)
         assert (rows, cursor) == (run.rows, run.cursor)
