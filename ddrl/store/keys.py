@@ -20,6 +20,7 @@ Redis Cluster is not supported: some scripts touch the keys of several runs. `<r
 | ddrl:{run}:lease                  | string | learner              | all                       | fencing token of the learner that holds the run              | expires |
 | ddrl:{run}:allowance              | stream | learner              | collector                 | one entry: env steps that may be played, latest version      | the run's |
 | ddrl:{run}:experience             | stream | collector            | learner                   | fragments: the replay buffer                                 | trimmed by the learner |
+| ddrl:{run}:<stream>:lowered       | stream | learner              | learner                   | entries of a stream on their way to lower ids                | within scripts/lower_ids.lua |
 | ddrl:{run}:producers              | hash   | collector, learner   | collector, learner, audit | producer -> JSON (see scripts/append.lua); -2: sum over producers that have ended (see ledger.py) | a field: until folded |
 | ddrl:{run}:playing                | hash   | worker, dispatcher   | worker, dispatcher, cli   | process -> node, pid, task, since_ms, charge_ms, weight (JSON) | a field: while it plays |
 | ddrl:{run}:draining               | set    | worker               | collector                 | nodes whose processes should end their segments              | expires |
