@@ -13,6 +13,7 @@ import time
 from typing import Annotated, Any, Literal, Self
 
 from celery.app.task import Context
+from kombu import Producer
 from kombu.transport import redis as transport
 from pydantic import Base64Bytes, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
@@ -26,7 +27,7 @@ KEPT_CHARACTERS = 1_000  # of each
 LONGEST = 100_000  # characters of an item; ddrl's have 1,000
 
 _flood = {"until": 0.0, "num": 0.0}  # time by `time.monotonic`, and bad items in the KEPT_S before it
-_loads, _deliver = transport.loads, transport.Transport._deliver
+_loads, _deliver, _publish = transport.loads, transport.Transport._deliver, Producer.publish
 # Arguments of a task, by place and by name (none), and what to do afterwards (nothing).
 _Afterwards = dict[Literal["callbacks", "errbacks", "chain", "chord"], None]
 _BODY = TypeAdapter(tuple[list[str], Annotated[dict[str, None], Field(max_length=0)], _Afterwards])
@@ -129,7 +130,13 @@ def _is_kept() -> bool:
     return _flood["num"] <= KEPT
 
 
+def publish(self: Producer, *args: Any, **options: Any) -> Any:
+    """Send a worker's event or answer once: Kombu repeats it for as long as the server is away, deaf to signals."""
+    return _publish(self, *args, **options | {"retry": False})
+
+
 def install() -> None:
-    """Let Kombu leave the parsing of items to `deliver`."""
+    """Let Kombu leave the parsing of items to `deliver`, and repeat nothing that it sends."""
     transport.loads = parse
     transport.Transport._deliver = deliver
+    Producer.publish = publish

@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from celery import Celery
+from kombu import Producer
+from kombu.transport import redis as transport
 from redis import Redis
 from support.commands import call_json
 from support.private_server import PrivateServer
@@ -17,6 +20,7 @@ from support.worker_runs import playable, send, send_task
 
 from ddrl import celery
 from ddrl.store import connection, keys
+from ddrl.worker import messages
 
 QUEUE = keys.queue(celery.ROLLOUT)
 BAD: tuple[Any, ...] = (None, [], {}, "", 5, [1, 2], "\x00", {"__type__": "datetime", "__value__": "x"})
@@ -112,3 +116,23 @@ def test_of_a_flood_of_bad_items_some_are_put_aside_and_the_others_dropped(
     assert "others are dropped" in worker.text()
     assert worker.text().count("put aside") < 4_000 and "Traceback" not in worker.text()
     assert worker.text().count("Connection to broker lost") == 1  # at the longest
+
+
+@pytest.mark.timeout(60)
+def test_an_event_or_answer_does_not_wait_for_a_server_that_is_away(
+    server: PrivateServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kombu would try again until it is back, and its worker neither connect anew nor heed a signal."""
+    for place, name in ((transport, "loads"), (transport.Transport, "_deliver"), (Producer, "publish")):
+        monkeypatch.setattr(place, name, getattr(place, name))  # so that the test's end restores it
+    messages.install()
+    app = Celery(broker=connection.broker_url(server.url))
+    with app.connection_for_write() as wire:
+        events = app.events.Dispatcher(wire, hostname="one")
+        events.send("worker-online")
+        node = app.control.mailbox.Node("one", channel=wire.default_channel)
+        node.reply({"one": {}}, exchange="replies", routing_key="x", ticket="t")
+        server.kill()
+        events.send("worker-heartbeat", retry=True)  # kept for the next connection
+        with pytest.raises(wire.connection_errors):
+            node.reply({"one": {}}, exchange="replies", routing_key="x", ticket="t")
