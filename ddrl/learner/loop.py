@@ -140,7 +140,7 @@ class Learner:
             fresh = self.algorithm.load_initial_weights(decode_tensors(initial))
             self.publisher.note("warm start", f"begins with {source}; {fresh}")
         shared.oldest = self._oldest()
-        shared.counted = shared.ledger.cursor, shared.ledger.fragments, shared.env_steps
+        shared.count()
         # Off-policy, weights that an earlier learner published play better than untrained ones. On-policy, they are
         # another policy, whose data cannot be used.
         if not self._on_policy and not shared.updates and latest in index.sizes:
@@ -261,7 +261,7 @@ class Learner:
             if entry.fragment is not None and not reason:
                 shared.env_steps += entry.fragment.num_transitions
                 shared.returns.extend(entry.fragment.episode_return.tolist())
-            shared.counted = ledger.cursor, ledger.fragments, shared.env_steps
+            shared.count(entry.counted)
             if not self.replay.has_room():
                 break
         if gaps:

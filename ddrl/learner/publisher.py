@@ -60,7 +60,7 @@ class Shared:
     Written by the training thread:
         updates: of the algorithm.
         env_steps: transitions admitted.
-        counted: the last entry taken, the fragments and env_steps up to it.
+        counted: up to the last entry taken.
         refilled: steps played again after the stream was lost; the rate limiter leaves them out.
         oldest: first entry of the stream that the replay holds.
         entries: (entry_id, bytes taken up to and with it) of each entry taken; the publisher removes those it trims.
@@ -85,7 +85,7 @@ class Shared:
         self.taken_bytes = self.largest_bytes = 0
         self.ledger = LedgerRows()
         self.refused: deque[stream.Refusal] = deque()
-        self.counted = b"0-0", 0, 0
+        self.counted = stream.Counted(b"0-0", 0, 0, 0)
         self.gaps: deque[str] = deque()
         self.returns: deque[float] = deque(maxlen=RETURNS_LENGTH)
         self.metrics: Tensors = {}
@@ -100,6 +100,12 @@ class Shared:
         self.taken_bytes += entry.num_bytes
         self.largest_bytes = max(self.largest_bytes, entry.num_bytes)
         self.entries.append((entry.entry_id, self.taken_bytes))
+
+    def count(self, by_append: tuple[int, ...] = ()) -> None:
+        """Set `counted`, beside what the append of the last entry taken counted."""
+        ledger = self.ledger
+        taken = ledger.cursor, ledger.fragments, self.env_steps, self.taken_bytes
+        self.counted = stream.Counted(*taken, by_append)
 
     @property
     def pace(self) -> dict[str, int]:
@@ -250,7 +256,7 @@ class Publisher:
                 self._renew_at = time.monotonic() + RENEW_S
                 self._store_ledger()
                 self._fold()
-                stream.correct_counts(*self._held, self._shared.counted, self._stream_bytes)
+                stream.correct_counts(*self._held, self._shared.counted, self._trimmed_bytes)
             self._trim(is_due=is_due)
             self._report_entries()
             if self._shared.weights is not None:

@@ -71,6 +71,7 @@ class Decoded:
         fragment: as decoded.
         packed: what `pack` made of it.
         reason, head: of a refused entry, why, and the beginning of its header.
+        counted: see `stream.Entry.counted`.
     """
 
     entry_id: bytes
@@ -83,6 +84,7 @@ class Decoded:
     packed: Any = None
     reason: str = ""
     head: bytes = b""
+    counted: tuple[int, ...] = ()
 
 
 def decode(
@@ -119,6 +121,7 @@ def decode(
         packed=packed,
         reason=reason,
         head=head,
+        counted=entry.counted if entry.producer >= 0 else (),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -42,6 +43,7 @@ class _Episodes(TypedDict):
 
 
 _EPISODES = TypeAdapter(_Episodes)
+_COUNT = re.compile(rb"-?\d{1,16}")  # below 0 where a worker wrote it
 
 
 class Answer(Enum):
@@ -86,6 +88,12 @@ class Entry:
         """Return a number that the append wrote; `default` if it is missing or malformed."""
         value = self.fields.get(name, b"")
         return int(value) if value.isdigit() and len(value) < 20 else default
+
+    @property
+    def counted(self) -> tuple[int, ...]:
+        """Fragments, transitions and bytes up to and with this one, as its append counted; () if one is malformed."""
+        values = [self.fields.get(name, b"") for name in APPENDED[:3]]
+        return tuple(map(int, values)) if all(map(_COUNT.fullmatch, values)) else ()
 
     @property
     def num_bytes(self) -> int:
@@ -276,20 +284,36 @@ def lower_ids(client: Redis, run: str, token: int, cursor: bytes, latest: bytes)
     call(client, "lower_ids", [keys.state(run), *(key(run) for key in streams)], args)
 
 
-def correct_counts(
-    client: Redis, run: str, token: int, counted: tuple[bytes, int, int], num_bytes: int
-) -> bool:
-    """Set the counts of appends to the learner's, if it has read all of the stream; return whether they differed.
+class Counted(NamedTuple):
+    """What a learner has taken from the stream.
+
+    Attributes:
+        entry_id: the last entry.
+        fragments, steps, bytes: up to and with it.
+        by_append: the same as the append that wrote it counted them; () if that is not known.
+    """
+
+    entry_id: bytes
+    fragments: int
+    steps: int
+    bytes: int
+    by_append: tuple[int, ...] = ()
+
+
+def correct_counts(client: Redis, run: str, token: int, counted: Counted, trimmed_bytes: int = 0) -> bool:
+    """Set the counts of appends right where the learner knows better; return whether they differed.
 
     Args:
-        counted: the last entry read, the fragments and transitions up to it.
-        num_bytes: of the stream.
+        counted: by this learner.
+        trimmed_bytes: of these bytes, those that have left the stream.
 
     Raises:
         LeaseLostError: another learner took over.
     """
+    entry_id, fragments, steps, num_bytes, by_append = counted
     script_keys = [keys.state(run), keys.experience(run), keys.counts(run)]
-    return bool(call(client, "correct_counts", script_keys, [token, *counted, num_bytes]))
+    args = [token, entry_id, fragments, steps, num_bytes - trimmed_bytes, *by_append]
+    return bool(call(client, "correct_counts", script_keys, args))
 
 
 def allow(client: Redis, run: str, token: int, allowance: int, *, updates: int, players: int = 1) -> None:

@@ -245,7 +245,10 @@ def test_a_count_that_is_too_long_is_read_once(client: Redis, run: str) -> None:
     readers: list[tuple[str, Callable[[], object]]] = [
         ("away_ms", lambda: segments.choose(client, segments.Process("n", 1), ["ddrl.rollout"])),
         ("claim", lambda: append(client, run, 0)),
-        ("first_step_ms", lambda: stream.correct_counts(client, run, token, (b"0-0", 1, 1), 100)),
+        (
+            "first_step_ms",
+            lambda: stream.correct_counts(client, run, token, stream.Counted(b"0-0", 1, 1, 100)),
+        ),
     ]
     for name, read in readers:
         assert client.hstrlen(keys.counts(run), name) == 1_000_000

@@ -350,7 +350,7 @@ def test_a_count_that_a_worker_wrote_does_not_end_the_restored_run(
     roles.admin.hset(keys.state(run.id), "trimmed_bytes", "9999999999999000")
     token = leases.acquire(roles.admin, run.id, host="-", folder="-")
     assert token is not None
-    assert stream.correct_counts(roles.admin, run.id, token, (b"0-0", 3, 24), 100)
+    assert stream.correct_counts(roles.admin, run.id, token, stream.Counted(b"0-0", 3, 24, 100))
     assert run.state.appended_bytes == 100
 
 

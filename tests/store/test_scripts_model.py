@@ -755,8 +755,8 @@ class Scripts(RuleBasedStateMachine):
         has_counts = self.client.hexists(keys.counts(name), APPENDED[0])
 
         def act(token: int) -> None:
-            counted = (run.cursor, run.fragments, run.steps)
-            found = stream.correct_counts(self.client, name, token, counted, run.live_bytes)
+            counted = stream.Counted(run.cursor, run.fragments, run.steps, run.bytes)
+            found = stream.correct_counts(self.client, name, token, counted, run.trimmed_bytes)
             differed = not run.waiting and (forged != "" or not has_counts)
             assert found == (differed and not self.wire.is_lost)
 

@@ -80,6 +80,41 @@ def test_a_forged_entry_does_not_change_the_live_bytes(client: Redis, run: str, 
     assert append(client, run, 2).answer is not Answer.FULL
 
 
+@pytest.mark.parametrize("forged", [-(2**53), -5, 3, 10**6])
+def test_forged_counts_are_set_right_while_entries_wait(
+    client: Redis, run: str, token: int, forged: int
+) -> None:
+    """Fast players never let a learner read all; what appends counted tells the difference."""
+    names = ("appended_fragments", "appended_steps", "appended_bytes")
+
+    def counts() -> tuple[int, ...]:
+        state = runs.state(client, run)
+        return state.appended_fragments, state.appended_steps, state.appended_bytes
+
+    def correct(number: int) -> bool:
+        """Whether a learner that has read so many entries changes the counts."""
+        taken = entries[:number]
+        sizes = sum(entry.count(b"s") for entry in taken)
+        counted = stream.Counted(taken[-1].entry_id, number, 10 * number, sizes, taken[-1].counted)
+        return stream.correct_counts(client, run, token, counted)
+
+    for seq in range(3):
+        append(client, run, seq)
+    client.hset(keys.counts(run), mapping=dict.fromkeys(names, forged))
+    for seq in range(3, 6):
+        append(client, run, seq)
+    entries = stream.read(client, run, b"0-0", count=10)
+    right = (6, 60, sum(entry.count(b"s") for entry in entries))
+    assert not correct(3), "what was appended before says nothing of the counts"
+    assert correct(4) and counts() == right
+    assert not correct(4) and not correct(5) and counts() == right, "the same difference counts once"
+    append(client, run, 6)
+    entries += stream.read(client, run, entries[-1].entry_id, count=10)
+    assert not correct(7) and counts()[:2] == (7, 70)
+    client.hset(keys.counts(run), mapping=dict.fromkeys(names, forged))
+    assert correct(7) and counts()[:2] == (7, 70)
+
+
 def test_the_first_append_dates_the_first_step_before_its_play(client: Redis, run: str) -> None:
     before_ms = runs.server_ms(client)
     append(client, run, 0, played_ms=250)

@@ -1,8 +1,10 @@
 -- fenced
--- Set the counts of what was appended to those of the learner, if it has read all: a worker may have written others.
+-- Set the counts of what was appended right: a worker may have written others. They are the learner's, if it has read
+-- all; else they differ from the right ones as the append that wrote the last entry read differed from the learner.
 -- KEYS: 1 state (hash), 2 experience (stream), 3 counts (hash).
 -- A time of the first step that is not within the run's becomes that of the run's creation.
--- ARGV: 1 token, 2 last entry read, 3 fragments, 4 transitions up to it, 5 bytes of the stream. Answer: 1 if they differed.
+-- ARGV: 1 token, 2 last entry read, 3 fragments, 4 transitions up to it, 5 bytes of the stream up to it; 6 to 8 what its
+--       append counted of each, if that is known. Answer: 1 if they differed.
 local time, created = redis.call('TIME'), number(redis.call('HGET', KEYS[1], 'created_ms'))
 if redis.call('HEXISTS', KEYS[3], 'first_step_ms') == 1 and created then
   local at = counts_of(KEYS[3], 'first_step_ms')[1] or 0
@@ -10,9 +12,16 @@ if redis.call('HEXISTS', KEYS[3], 'first_step_ms') == 1 and created then
     redis.call('HSET', KEYS[3], 'first_step_ms', string.format('%.0f', created))
   end
 end
-if #redis.call('XRANGE', KEYS[2], '(' .. ARGV[2], '+', 'COUNT', 1) > 0 then return 0 end
 local bytes = (number(redis.call('HGET', KEYS[1], 'trimmed_bytes')) or 0) + ARGV[5]
+local right = {tonumber(ARGV[3]), tonumber(ARGV[4]), bytes}
 local counts = counts_of(KEYS[3], 'appended_fragments', 'appended_steps', 'appended_bytes')
-if counts[1] == tonumber(ARGV[3]) and counts[2] == tonumber(ARGV[4]) and counts[3] == bytes then return 0 end
-redis.call('HSET', KEYS[3], 'appended_fragments', ARGV[3], 'appended_steps', ARGV[4], 'appended_bytes', bytes)
+if #redis.call('XRANGE', KEYS[2], '(' .. ARGV[2], '+', 'COUNT', 1) > 0 then
+  -- An append before the counts were last set tells nothing of the present ones.
+  local set_ms = tonumber(redis.call('HGET', KEYS[1], 'counts_set_ms') or 0)
+  if #ARGV < 8 or tonumber(string.match(ARGV[2], '%d+')) <= set_ms then return 0 end
+  for i = 1, 3 do right[i] = (counts[i] or 0) + right[i] - ARGV[5 + i] end
+end
+if counts[1] == right[1] and counts[2] == right[2] and counts[3] == right[3] then return 0 end
+redis.call('HSET', KEYS[3], 'appended_fragments', right[1], 'appended_steps', right[2], 'appended_bytes', right[3])
+redis.call('HSET', KEYS[1], 'counts_set_ms', time[1] * 1000 + math.floor(time[2] / 1000))
 return 1
