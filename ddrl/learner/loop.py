@@ -47,6 +47,7 @@ ADMIT_S = 0.05  # longest time to admit fragments between two updates, so that u
 WAIT_S = 0.05  # longest wait for fragments before the loop checks for other work
 HUGE, LEAST_HUGE = 1e18, 1e6  # the square of a larger value than the first is not finite in float32
 OUTLIER = 1e4  # times the median of the fragments' largest values
+LOG_S = 1.0  # between two lines of log about refused entries
 MAX_REFUSED = 10_000  # refusals waiting to be reported; at this number the loop stops admitting
 REPLAY = "replay."  # prefix of the replay's tensors in a checkpoint
 
@@ -111,6 +112,7 @@ class Learner:
         self._changed: deque[tuple[RunConfig, Any]] = deque()
         """Config and options of the algorithm, queued by `apply`."""
         self._num_rounds = 0
+        self._num_unlogged, self._log_at = 0, 0.0  # refusals, and when the next one is logged
         self._mends = {
             "drop_next": functools.partial(stream.drop_next, reader_client, run, token, longest),
             "lower_ids": functools.partial(stream.lower_ids, reader_client, run, token),
@@ -244,7 +246,7 @@ class Learner:
         shared, ledger = self.shared, self.shared.ledger
         if not (reader.ready and self.replay.has_room()) or len(shared.refused) >= MAX_REFUSED:
             return False
-        num_refused, gaps = 0, []
+        gaps = []
         for entry in reader.take(0.0 if self._config.learner.lockstep else ADMIT_S):
             objection = ledger.objection(entry)
             reason = entry.reason or objection
@@ -254,9 +256,7 @@ class Learner:
             gaps += [gap] if gap else []
             shared.add_entry(entry)
             if reason:
-                num_refused += 1
-                if num_refused == 1:
-                    log.warning("entry %s refused: %s", entry.entry_id.decode(), reason)
+                self._log_refusal(entry.entry_id.decode(), reason)
                 shared.refused.append(stream.Refusal(entry.entry_id, entry.head, reason, not objection))
             if entry.fragment is not None and not reason:
                 shared.env_steps += entry.fragment.num_transitions
@@ -267,10 +267,20 @@ class Learner:
         if gaps:
             shared.gaps.append(gaps[0] + (f", and so on, {len(gaps)} times" if len(gaps) > 1 else ""))
             log.warning("%s", shared.gaps[-1])
-        if num_refused > 1:
-            log.warning("%d more entries refused", num_refused - 1)
         shared.oldest = self._oldest()
         return True
+
+    def _log_refusal(self, entry: str, reason: str) -> None:
+        """Log an entry that is refused, unless one was within LOG_S: a worker may write a flood of them."""
+        self._num_unlogged += 1
+        if (now := time.monotonic()) >= self._log_at:
+            more = (
+                f", and {self._num_unlogged - 1:,} others since the last line"
+                if self._num_unlogged > 1
+                else ""
+            )
+            log.warning("entry %s refused: %s%s", entry, reason, more)
+            self._num_unlogged, self._log_at = 0, now + LOG_S
 
     def _update(self) -> bool:
         """Draw a batch and learn from it; return False while fragments or, on-policy, the publication are missing."""

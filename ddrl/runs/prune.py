@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 
 EVERY_S = 600.0
 BATCH = 500  # keys in one request
+EXACT_LENGTH = 100_000  # members of a key up to which its size is found member by member
+LENGTHS = {b"hash": "hlen", b"list": "llen", b"set": "scard", b"stream": "xlen", b"zset": "zcard"}
 EMBEDDED_AGE_S, EMBEDDED_BYTES = 30 * 86_400.0, 1024**3  # of ended runs on the embedded server
 EMBEDDED_SHARE = 0.25  # of its memory, if that is less
 
@@ -130,12 +132,22 @@ def _sizes(client: Redis, names: Iterable[str]) -> dict[str, int]:
 
 
 def _num_bytes(client: Redis, names: Sequence[bytes]) -> list[int]:
-    """Return the bytes of keys: exactly, as an estimate by samples is whatever a worker wants it to be."""
+    """Return the bytes of keys.
+
+    Exactly, as an estimate by samples is whatever a worker wants it to be; but of a longer one than ddrl writes an
+    estimate, as the server would stand still to look at each member.
+    """
     found: list[int | None] = []
     for begin in range(0, len(names), BATCH):
+        batch = names[begin : begin + BATCH]
         with client.pipeline(transaction=False) as pipe:
-            for key in names[begin : begin + BATCH]:
-                pipe.memory_usage(key, samples=0)
+            for key in batch:
+                pipe.type(key)
+            for key, kind in zip(batch, pipe.execute(), strict=True):
+                getattr(pipe, LENGTHS.get(kind, "exists"))(key)
+            for key, length in zip(batch, pipe.execute(raise_on_error=False), strict=True):
+                is_short = isinstance(length, int) and length <= EXACT_LENGTH  # else of another type by now
+                pipe.memory_usage(key, samples=0 if is_short else 5)
             found += pipe.execute()
     return [size or 0 for size in found]  # None: deleted meanwhile
 

@@ -29,7 +29,7 @@ ENTRY_OVERHEAD_BYTES = 128  # of an entry in the server: measured 75 to 83, coun
 REPLY_BYTES = 8 * 1024**2  # aim for one read
 APPENDED = (b"f", b"n", b"b", b"s", b"p", b"i", b"q")  # numbers that the append adds to a fragment's fields
 EPISODES_LENGTH = 20_000
-MOST_LOWERED = 200_000  # entries of experience that get new ids at once: about a second of the server's
+MOST_LOWERED = 200_000  # entries of experience that get new ids at once: a second or two of the server's
 MOST_RETURNS = 200_000  # of episodes that are read at once
 DEAD_LENGTH = 1_000
 

@@ -51,6 +51,10 @@ class _Headers(_Part):
     expires: None = None
     compression: None = None
     shadow: None = None
+    callbacks: None = None  # of Celery's context, which takes them from the body, too
+    errbacks: None = None
+    chain: None = None
+    chord: None = None
     timelimit: tuple[_HardLimit | None, None]
     stamps: dict[str, None] = {}
     stamped_headers: list[str] | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from redis.client import Pipeline
 from support.private_server import until
 from support.store import add_history, end, ended, heartbeat, make_run
 
@@ -81,6 +82,25 @@ def test_a_worker_cannot_make_a_run_look_larger_than_it_is(client: Any) -> None:
     client.hset(keys.state(forged), "needed_bytes", 3_500_000)
     client.hset(keys.counts(forged), "x", b"x" * 10_000_000)
     assert pruning.prune(client, None, 4_000_000, dry_run=True) == []
+
+
+def test_the_members_of_a_long_key_are_not_counted_one_by_one(client: Any, monkeypatch) -> None:
+    """The server would stand still for longer than a client waits, and nothing be deleted."""
+    run = ended(client, 3)
+    for key in (keys.counts(run), keys.counts("zz")):
+        for begin in range(0, 110_000, 10_000):
+            client.hset(key, mapping=dict.fromkeys(range(begin, begin + 10_000), "x" * 100))
+    asked: list[int | None] = []
+    usage = Pipeline.memory_usage
+    monkeypatch.setattr(
+        Pipeline,
+        "memory_usage",
+        lambda *args, samples: asked.append(samples) or usage(*args, samples=samples),
+    )
+    assert names(pruning.prune(client, DAY_S, None)) == [run]
+    number, num_bytes = pruning.delete_strays(client)
+    assert number == 1 and num_bytes > 10_000_000 and not client.exists(keys.counts("zz"))
+    assert asked.count(5) == 2 and asked.count(0) > 2
 
 
 def test_keys_that_belong_to_no_run_are_deleted(client: Any) -> None:

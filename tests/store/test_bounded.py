@@ -137,6 +137,14 @@ def test_streams_with_late_ids_keep_the_newest_entries(client: Redis, run: str, 
     assert [line["event"] for line in runs.journal(client, run)] == ["late"]
 
 
+def test_a_call_looks_at_few_entries_however_short_they_are(client: Redis, run: str) -> None:
+    """Else the server stands still, and Lua holds forty times what the stream takes."""
+    flood(client, keys.experience(run), "'XADD', KEYS[1], '*', '', ''")
+    args = [b"0-0", b"+", stream.REPLY_BYTES, *stream.APPENDED]
+    assert len(connection.call(client, "read_counts", [keys.experience(run)], args)) < 2 * 12_000
+    assert ledger.audit(client, run).unknown == 60_000
+
+
 def calls_of(client: Redis, command: str) -> int:
     info: Any = client.info("commandstats")
     return int(info.get(f"cmdstat_{command}", {"calls": 0})["calls"])

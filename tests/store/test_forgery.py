@@ -313,6 +313,24 @@ def test_numbers_that_no_append_writes_leave_the_stream(
     assert (forged in run.entries) == (name == "z")
 
 
+def test_a_flood_of_junk_does_not_flood_the_log(
+    roles: Roles,
+    worker: redis.Redis,
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("ddrl.learner.loop.LOG_S", 3600.0)
+    learner = run.learner()
+    with training(learner):
+        for _ in range(50):
+            worker.xadd(keys.experience(run.id), {"h": "junk"})
+        run.catch_up(learner)
+        until(lambda: len(run.dead) == 50)
+    learner.finish()
+    assert sum(" refused: " in line for line in caplog.messages) == 1
+
+
 def test_junk_behind_fragments_that_wait_does_not_fill_the_stream_for_good(
     roles: Roles, worker: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
