@@ -53,7 +53,7 @@ HIDDEN = "detached"  # command that `ddrl submit --detach` starts
 _EXPLAINED = {
     **dict.fromkeys(("InputError", "ConfigError", "EnvError", "CodecError", "WeightsError"), BAD_INPUT),
     **dict.fromkeys(("PolicyFileError", "StoreError"), BAD_INPUT),
-    **dict.fromkeys(("LeaseLostError", "ProcessError"), FAILED),
+    **dict.fromkeys(("LeaseLostError", "NotFiniteError", "ProcessError"), FAILED),
     **dict.fromkeys(("ServerError", "RedisError"), NO_SERVER),
 }
 

@@ -30,7 +30,7 @@ OUTAGE_S = 4.0  # between two surveys: after such a time, what the server knows 
 MEAN_S = 30.0  # over which the processes that play are counted
 MAX_MESSAGES = 20_000  # in a queue; those of all runs are permissions, and sent again
 MAX_PROCESSES = 20_000  # of the fleet that count; a worker may claim any number
-LOST_AT_ONCE = 100  # processes noted as lost by one survey
+LOST_AT_ONCE = 100  # reasons for which one survey notes processes as lost; all others have one more
 CLAIM_AFTER_S = 0.3  # of waiting messages
 CLAIM_EVERY_S = 1.0
 
@@ -168,9 +168,14 @@ class Dispatcher:
                 gone[process] = f"worker {one.node} is gone"
             elif all(pids and one.pid not in pids for pids in same_name):
                 gone[process] = f"process {one.pid} of {one.node} is gone"
-        for process in list(self._suspects & gone.keys())[:LOST_AT_ONCE]:
-            log.warning("%s: lost a process: %s", self._run, gone[process])
-            segments.note_lost(self._client, self._run, process, gone.pop(process))
+        lost = defaultdict(list)  # reason -> processes
+        for process in self._suspects & gone.keys():
+            lost[gone.pop(process)].append(process)
+        for reason in list(lost)[LOST_AT_ONCE:]:
+            lost["others of the fleet are gone"] += lost.pop(reason)
+        for reason, processes in lost.items():
+            log.warning("%s: lost processes (%d): %s", self._run, len(processes), reason)
+            segments.note_lost(self._client, self._run, processes, reason)
         self._suspects = frozenset(gone)
 
     def _quarantine(self, state: RunState) -> None:

@@ -259,7 +259,10 @@ class Learner:
                 self._log_refusal(entry.entry_id.decode(), reason)
                 shared.refused.append(stream.Refusal(entry.entry_id, entry.head, reason, not objection))
             if entry.fragment is not None and not reason:
-                shared.env_steps += entry.fragment.num_transitions
+                num_steps = entry.fragment.num_transitions
+                if not self._on_policy:  # else play would wait until as many are allowed
+                    num_steps = min(num_steps, max(self.publisher.most_steps - shared.env_steps, 0))
+                shared.env_steps += num_steps
                 shared.returns.extend(entry.fragment.episode_return.tolist())
             shared.count(entry.counted)
             if not self.replay.has_room():

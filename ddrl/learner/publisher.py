@@ -47,6 +47,7 @@ RETURNS_LENGTH = 20  # training episodes whose mean is a metric
 HIGH, LOW = 0.85, 0.7  # shares of `replay.max_bytes` at which making room begins and ends
 SHED_KEEPS = 0.9  # share of the stream that a full server keeps each time
 SHED_S = 1.0  # between two of these times
+MOST_OVERSHOOT = 16_384  # steps that processes which begin together may play before they know of one another
 STUCK_S = 5.0  # after which fragments are dropped that wait for others, for which the stream has no room
 
 Tensors = Mapping[str, torch.Tensor]
@@ -156,6 +157,7 @@ class Publisher:
         # The last entry that the server's ledger includes; later ones are not trimmed.
         self._ledger_cursor = b"0-0"
         self._published_updates, self._allowed = 0, -1
+        self._allowed_before = 0  # at most, by earlier learners
         # A version that may have been read, though a failover lost it: it is not given to other weights.
         self._unconfirmed = -1
         now = time.monotonic()
@@ -193,6 +195,7 @@ class Publisher:
             parameters: to publish as `version`; None: that version is published.
         """
         shared = self._shared
+        self._allowed_before = stream.most_allowed(self._client, self._run)
         self._fold_rows()
         rows, cursor = shared.ledger.rows, shared.ledger.cursor
         shared.ledger.changes()
@@ -412,6 +415,11 @@ class Publisher:
             self._allow_at = now + players / WAKES_PER_S
             stream.allow(*self._held, allowance, players=players, updates=updates)
             self._allowed = allowance
+
+    @property
+    def most_steps(self) -> int:
+        """Env steps up to which fragments count: processes append little more than they were allowed."""
+        return max(self._allowed, self._allowed_before) + self._config.replay.slack_steps + MOST_OVERSHOOT
 
     def allowance(self, version: int) -> int:
         """Return the environment steps that may be appended in all once `version` is published."""

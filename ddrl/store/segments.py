@@ -10,12 +10,13 @@ import contextlib
 import json
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 from pydantic import TypeAdapter
 from redis import Redis
+from redis.exceptions import RedisError
 
 from ddrl.store import bounded, keys, runs
 from ddrl.store.connection import call, execute
@@ -186,17 +187,22 @@ def end(
 
 
 def playing(client: Redis, run: str) -> dict[str, Playing]:
-    """Return the processes that play the run now; entries that cannot be read are left out.
+    """Return the processes that play the run now; entries that cannot be read are deleted where the caller may.
 
     Earlier versions of ddrl stored node, pid and time as text; their processes are gone, see `note_lost`.
     """
-    found = {}
+    found, unreadable = {}, []
     for process, value in bounded.fields(client, keys.playing(run)).items():
-        with contextlib.suppress(ValueError):
+        try:
             if not value.startswith(b"{"):
                 row = zip(("node", "pid", "since_ms"), value.decode().rsplit(" ", 2), strict=True)
                 value = json.dumps(dict(row)).encode()
             found[_NAME.validate_python(process)] = _PLAYING.validate_json(value)
+        except ValueError:
+            unreadable.append(process)
+    if unreadable:
+        with contextlib.suppress(RedisError):
+            client.hdel(keys.playing(run), *unreadable)
     return found
 
 
@@ -208,11 +214,11 @@ def run_of_task(client: Redis, task: str) -> str | None:
     return None
 
 
-def note_lost(client: Redis, run: str, process: str, reason: str) -> bool:
-    """Note a process that is gone without having ended its segment; False if it was not playing."""
+def note_lost(client: Redis, run: str, processes: Sequence[str], reason: str) -> int:
+    """Note processes that are gone without having ended their segments; return how many of them were playing."""
     script_keys = [keys.counts(run), keys.playing(run), keys.journal(run)]
-    args = [process, reason[:REASON_LENGTH], runs.JOURNAL_LENGTH]
-    return bool(call(client, "note_lost", script_keys, args))
+    args = [reason[:REASON_LENGTH], runs.JOURNAL_LENGTH, *processes]
+    return cast(int, call(client, "note_lost", script_keys, args))
 
 
 def note_crash(client: Redis, run: str, reason: str) -> int:

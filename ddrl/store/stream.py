@@ -316,6 +316,12 @@ def correct_counts(client: Redis, run: str, token: int, counted: Counted, trimme
     return bool(call(client, "correct_counts", script_keys, args))
 
 
+def most_allowed(client: Redis, run: str) -> int:
+    """Return the largest allowance that the run has had."""
+    found = cast("list[bytes | None]", client.hmget(keys.state(run), ["most_allowed", "allowance"]))
+    return max(int(value or 0) for value in found)
+
+
 def allow(client: Redis, run: str, token: int, allowance: int, *, updates: int, players: int = 1) -> None:
     """Set the allowance, and wake the collectors that wait for it.
 

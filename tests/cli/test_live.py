@@ -276,7 +276,7 @@ def test_hints_name_refusals_crashes_and_quarantine(client: Any) -> None:
     for _ in range(2):
         segments.note_crash(client, run, "Signal 11 in my_env")
     process = note_playing(client, run, node="ddrl-1@here", pid=1)
-    segments.note_lost(client, run, process, "ddrl-1@here is gone")
+    segments.note_lost(client, run, [process], "ddrl-1@here is gone")
     for event in ("lost fragments", "lost"):  # `lost` in journals of earlier versions
         runs.note(client, run, event, "1 fragment of producer 2 before number 3 left the stream unread")
     figures = follower.poll()

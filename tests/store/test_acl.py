@@ -150,7 +150,7 @@ def test_what_a_role_does_rarely_it_may_do_too(roles: Roles) -> None:
         assert segments.note_crash(worker, run, "a reason") == 1
         segments.note_refusal(worker, run, "host", "a reason")
         segments.end(worker, run, process, process_ms=5, room_wait_ms=5)
-        assert not segments.note_lost(learner, run, str(process), "a reason")
+        assert not segments.note_lost(learner, run, [str(process)], "a reason")
         stream.claim(learner, run, 1)
         stream.trim(learner, run, token, b"0-2")
         prune(learner, 0, 0)

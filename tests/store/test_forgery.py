@@ -313,6 +313,28 @@ def test_numbers_that_no_append_writes_leave_the_stream(
     assert (forged in run.entries) == (name == "z")
 
 
+def test_forged_steps_do_not_keep_honest_processes_waiting(
+    roles: Roles, worker: redis.Redis, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are learned from, but count only as far as some may have been allowed."""
+    monkeypatch.setattr("ddrl.learner.publisher.MOST_OVERSHOOT", 0)
+    run.play(100)
+    learner = run.learner()
+    with training(learner):
+        run.catch_up(learner)
+        worker.hset(keys.producers(run.id), "1000", Producer("1", 1_000, fragments=1_001).encode())
+        for number in range(400):
+            copy_entry(worker, run, p=1000, i=1, q=number)
+        run.catch_up(learner)
+        consumed, shared = learner.shared.ledger.consumed, learner.shared
+        assert consumed > 400 and shared.env_steps < 8 * consumed - 1_000
+        until(lambda: run.state.allowance >= shared.env_steps)
+        run.play(100)
+        run.catch_up(learner)
+        assert shared.env_steps <= learner.publisher.most_steps
+    learner.finish()
+
+
 def test_a_flood_of_junk_does_not_flood_the_log(
     roles: Roles,
     worker: redis.Redis,

@@ -1065,7 +1065,7 @@ class Scripts(RuleBasedStateMachine):
         )
         is_playing = run is not None and who in run.playing
         if is_gone:
-            assert segments.note_lost(self.client, name, who, "killed") == (
+            assert segments.note_lost(self.client, name, [who], "killed") == (
                 is_playing and not self.wire.is_lost
             )
             if is_playing and run:

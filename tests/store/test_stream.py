@@ -80,6 +80,18 @@ def test_a_forged_entry_does_not_change_the_live_bytes(client: Redis, run: str, 
     assert append(client, run, 2).answer is not Answer.FULL
 
 
+def test_forged_bytes_do_not_become_those_that_were_trimmed(client: Redis, run: str, token: int) -> None:
+    """They would stay, and the budget of the stream with them."""
+    append(client, run, 0)
+    most = 2**53 - 1
+    fields = {"f": 1, "n": 1, "b": most, "s": 0, "p": 1, "i": 7, "q": 0}
+    forged = client.xadd(keys.experience(run), fields)
+    client.hset(keys.counts(run), "appended_bytes", most)
+    stream.trim(client, run, token, forged)
+    assert runs.state(client, run).trimmed_bytes == 0
+    client.xdel(keys.experience(run), forged)
+
+
 @pytest.mark.parametrize("forged", [-(2**53), -5, 3, 10**6])
 def test_forged_counts_are_set_right_while_entries_wait(
     client: Redis, run: str, token: int, forged: int

@@ -40,6 +40,12 @@ local function counts_of(key, ...)
   return found
 end
 
+-- Keep the largest allowance that a run has had: a learner that starts anew allows less for a while.
+local function note_allowed(key, allowance)
+  local most = tonumber(redis.call('HGET', key, 'most_allowed') or 0)
+  redis.call('HSET', key, 'most_allowed', string.format('%.0f', math.max(most, tonumber(allowance))))
+end
+
 local function increase(key, field, by)
   redis.call('HSET', key, field, (number(redis.call('HGET', key, field)) or 0) + by)
 end

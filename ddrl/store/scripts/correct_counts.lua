@@ -5,6 +5,13 @@
 -- A time of the first step that is not within the run's becomes that of the run's creation.
 -- ARGV: 1 token, 2 last entry read, 3 fragments, 4 transitions up to it, 5 bytes of the stream up to it; 6 to 8 what its
 --       append counted of each, if that is known. Answer: 1 if they differed.
+local function is_after(id, other)
+  local ms, seq = string.match(id, '(%d+)-(%d+)')
+  local other_ms, other_seq = string.match(other, '(%d+)-(%d+)')
+  if ms ~= other_ms then return tonumber(ms) > tonumber(other_ms) end
+  return tonumber(seq) > tonumber(other_seq)
+end
+
 local time, created = redis.call('TIME'), number(redis.call('HGET', KEYS[1], 'created_ms'))
 if redis.call('HEXISTS', KEYS[3], 'first_step_ms') == 1 and created then
   local at = counts_of(KEYS[3], 'first_step_ms')[1] or 0
@@ -15,13 +22,14 @@ end
 local bytes = (number(redis.call('HGET', KEYS[1], 'trimmed_bytes')) or 0) + ARGV[5]
 local right = {tonumber(ARGV[3]), tonumber(ARGV[4]), bytes}
 local counts = counts_of(KEYS[3], 'appended_fragments', 'appended_steps', 'appended_bytes')
-if #redis.call('XRANGE', KEYS[2], '(' .. ARGV[2], '+', 'COUNT', 1) > 0 then
+local last = redis.call('XREVRANGE', KEYS[2], '+', '(' .. ARGV[2], 'COUNT', 1)[1]
+if last then
   -- An append before the counts were last set tells nothing of the present ones.
-  local set_ms = tonumber(redis.call('HGET', KEYS[1], 'counts_set_ms') or 0)
-  if #ARGV < 8 or tonumber(string.match(ARGV[2], '%d+')) <= set_ms then return 0 end
+  local set_at = redis.call('HGET', KEYS[1], 'counts_set_at')
+  if #ARGV < 8 or set_at and not is_after(ARGV[2], set_at) then return 0 end
   for i = 1, 3 do right[i] = (counts[i] or 0) + right[i] - ARGV[5 + i] end
 end
 if counts[1] == right[1] and counts[2] == right[2] and counts[3] == right[3] then return 0 end
 redis.call('HSET', KEYS[3], 'appended_fragments', right[1], 'appended_steps', right[2], 'appended_bytes', right[3])
-redis.call('HSET', KEYS[1], 'counts_set_ms', time[1] * 1000 + math.floor(time[2] / 1000))
+redis.call('HSET', KEYS[1], 'counts_set_at', last and last[1] or ARGV[2])
 return 1

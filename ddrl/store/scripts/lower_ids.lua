@@ -23,6 +23,7 @@ for i = 2, #KEYS do
     local lowered = KEYS[i] .. ':lowered'
     redis.call('DEL', lowered)
     if i == 2 then
+      redis.call('HDEL', KEYS[1], 'counts_set_at')
       if ARGV[3] ~= '0-0' then  -- so that new entries come after the one read last
         redis.call('XADD', lowered, ARGV[3], 'x', '')
         redis.call('XDEL', lowered, ARGV[3])

@@ -14,6 +14,7 @@ for i = 5, #KEYS do  -- KEYS[5] goes with ARGV[8]
   redis.call('HDEL', KEYS[2], ARGV[i + 3], ARGV[i + 3] .. ':updates', ARGV[i + 3] .. ':ms')
 end
 local id = redis.call('XADD', KEYS[3], 'MAXLEN', 1, '*', 'allowance', ARGV[5], 'version', ARGV[2])
+note_allowed(KEYS[1], ARGV[5])
 redis.call('HSET', KEYS[1], 'version', ARGV[2], 'allowance', ARGV[5], 'allowance_id', id, 'updates', ARGV[6],
   'players', ARGV[7])
 return 1

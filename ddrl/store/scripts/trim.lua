@@ -9,8 +9,10 @@ if first then
   local counts = {}
   for i = 1, #first[2], 2 do counts[first[2][i]] = number(first[2][i + 1]) end
   trimmed = (counts.b or 0) - (counts.s or 0)
-  -- If no append wrote this entry, its counts are wrong: a later trim sets the figure.
-  if trimmed < before or trimmed > appended then trimmed = before end
+  -- If no append wrote this entry, its counts are wrong: a later trim sets the figure. Workers write both counts, but
+  -- the stream never held much more than its budget.
+  local most = before + (tonumber(redis.call('HGET', KEYS[1], 'max_bytes')) or 0) + 2 ^ 30
+  if trimmed < before or trimmed > math.min(appended, most) then trimmed = before end
 end
 redis.call('HSET', KEYS[1], 'trimmed_bytes', string.format('%.0f', trimmed))
 return removed
