@@ -28,10 +28,6 @@ FIRST_S = 10.0  # longest wait of play for the result of the policy that the run
 LAST_S = 10.0  # by which the evaluation at the end may take longer than the longest before it
 
 
-class _TooLongError(Exception):
-    """The evaluation at the end of the run takes too long."""
-
-
 class _Sample(NamedTuple):
     """Returns of `num` episodes: their mean, and the sum of squared differences from it."""
 
@@ -180,9 +176,8 @@ class EvaluationScheduler:
         rows = [row for row in results(self._client, self._run)[0] if row["version"] == best]
         chosen = rows[0] if rows else {"env_steps": env_steps, "updates": updates}
         again = self._evaluation(best, "final", chosen["env_steps"], chosen["updates"])
-        played = [
-            row["returns"] for row in rows if row["first_seed"] == again.first_seed
-        ]  # before it was resumed
+        # Before the run was resumed.
+        played = [row["returns"] for row in rows if row["first_seed"] == again.first_seed]
         if returns := played[0] if played else self._play(again, until):
             self._mark_best(best, _Sample().with_(returns))
 
@@ -192,7 +187,7 @@ class EvaluationScheduler:
         def check_time() -> None:
             if time.monotonic() >= until:
                 most_s = self._longest_s + LAST_S
-                raise _TooLongError(
+                raise TimeoutError(
                     f"it takes longer than {most_s:.0f} s; `ddrl evaluate {self._run}` takes its time"
                 )
 
