@@ -727,7 +727,7 @@ def retry(
     *,
     client: redis.Redis | None = None,
     stop: threading.Event | None = None,
-    timeout_s: float | None = None,
+    timeout_s: float = math.inf,
     is_logged: bool = True,
 ) -> T:
     """Return `action()`, called again with back-off (0.1 s doubling to 1 s) while the server has an outage.
@@ -736,28 +736,26 @@ def retry(
         action: idempotent, as a reply may have been lost.
         client: see `Outage`.
         stop: once set, the outage is raised.
-        timeout_s: after which the outage is raised; None: never.
+        timeout_s: after which the outage is raised.
         is_logged: log the outage; False where another thread of the process does.
 
     Raises:
         redis.exceptions.RedisError: not an outage, or one that did not end in time.
     """
     outages, pause_s, stop = Outage(client), 0.1, stop or threading.Event()
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    deadline = time.monotonic() + timeout_s
     while True:
         try:
             result = action()
         except OUTAGES as error:
             if is_logged:
                 outages.note(error)
-            is_late = deadline is not None and time.monotonic() >= deadline
-            if outage(error) is None or stop.is_set() or is_late:
+            if outage(error) is None or stop.is_set() or time.monotonic() >= deadline:
                 raise
         else:
             outages.over()
             return result
-        left_s = pause_s if deadline is None else max(deadline - time.monotonic(), 0.0)
-        stop.wait(min(pause_s, left_s))
+        stop.wait(min(pause_s, max(deadline - time.monotonic(), 0.0)))
         pause_s = min(2 * pause_s, 1.0)
 
 
