@@ -42,6 +42,10 @@ class QNetwork(nn.Module):
         network_kwargs: keyword arguments of a custom network.
         generator: CPU generator of the initial weights; torch's global one when None.
 
+    Attributes:
+        is_noisy: some layers have learned noise.
+        state_size: H, numbers in a recurrent state; 0 without a core.
+
     Raises:
         NetworkError: as `make_trunk`.
     """
@@ -104,16 +108,8 @@ class QNetwork(nn.Module):
         self.register_buffer("atoms", atoms if distribution == "categorical" else None, persistent=False)
         self._has_values = distribution == "none"
         self._noisy = tuple(layer for layer in self.modules() if isinstance(layer, NoisyLinear))
-
-    @property
-    def is_noisy(self) -> bool:
-        """Some layers have learned noise."""
-        return bool(self._noisy)
-
-    @property
-    def state_size(self) -> int:
-        """H, numbers in a recurrent state; 0 without a core."""
-        return 0 if self.core is None else self.core.state_size
+        self.is_noisy = bool(self._noisy)
+        self.state_size = 0 if self.core is None else self.core.state_size
 
     def forward(self, observation: Tensor) -> Tensor:
         """[B, *I] float32, as `to_input` gives it -> values [B, A], or logits of atoms or quantiles [B, A, Z]."""

@@ -110,17 +110,13 @@ class Priorities:
         self._exponent, self._of_all = exponent, of_all
         self.anneal(importance_exponent, final_importance_exponent, anneal_updates)
         self._tree = SumTree(max(capacity, _LEAST_CAPACITY))  # of item number n: slot n modulo the capacity
-        self._first = self._next = 0
+        self.first = self._next = 0
+        """`first` is the number of the oldest item held."""
         self._largest = 1.0  # |td|
-
-    @property
-    def first(self) -> int:
-        """Number of the oldest item held."""
-        return self._first
 
     def __len__(self) -> int:
         """Return the number of items held."""
-        return self._next - self._first
+        return self._next - self.first
 
     def anneal(
         self, importance_exponent: float, final_importance_exponent: float, anneal_updates: int
@@ -154,8 +150,8 @@ class Priorities:
 
     def drop(self, first_new: int) -> None:
         """Drop the items below a number."""
-        self._write(self._first, np.zeros(first_new - self._first))
-        self._first = first_new
+        self._write(self.first, np.zeros(first_new - self.first))
+        self.first = first_new
 
     def draw(
         self, size: int, *, seed: int, draw: int
@@ -174,14 +170,14 @@ class Priorities:
             ValueError: nothing is held.
         """
         slot = self._tree.sample(stratified(self._tree.total, size, seed=seed, draw=draw))
-        position = (slot - self._first) % self._tree.capacity
+        position = (slot - self.first) % self._tree.capacity
         p = self._tree.get(slot)
         # (N p_i / total)^-beta over its maximum, that of the smallest p: N and the total cancel.
-        pieces = self._pieces(self._first, len(self)) if self._of_all else ()
+        pieces = self._pieces(self.first, len(self)) if self._of_all else ()
         least = min(part.min(initial=np.inf) for part in (p, *map(self._tree.get, pieces)))
         weight = (least / p) ** self.beta(draw)
         tiny = np.finfo(np.float32).tiny  # a weight is never 0
-        return position, position + self._first, np.maximum(weight, tiny).astype(np.float32)
+        return position, position + self.first, np.maximum(weight, tiny).astype(np.float32)
 
     def update(self, number: NDArray[np.int64], td_error: Any) -> None:
         """Give items new errors; those evicted meanwhile are left out.
@@ -193,7 +189,7 @@ class Priorities:
         Raises:
             ValueError: an error is negative; nothing has changed.
         """
-        p, is_held = self._priorities(td_error), number >= self._first
+        p, is_held = self._priorities(td_error), number >= self.first
         self._tree.set(number[is_held] % self._tree.capacity, p[is_held])
 
     def state(self) -> dict[str, NDArray[Any]]:
@@ -207,8 +203,8 @@ class Priorities:
     def renumber(self, first: int) -> None:
         """Renumber the items held from `first` on. Draws depend on it, for slots go by numbers."""
         p = self._tree.get(self._slots())
-        self._write(self._first, np.zeros(len(p)))
-        self._first, self._next = first, first + len(p)
+        self._write(self.first, np.zeros(len(p)))
+        self.first, self._next = first, first + len(p)
         self._write(first, p)
 
     def load_state(self, state: Mapping[str, NDArray[Any]]) -> None:
@@ -235,14 +231,14 @@ class Priorities:
     def check_valid(self) -> None:
         """Assert every invariant: those of the tree, and that exactly the items held have a priority."""
         self._tree.check_valid()
-        assert 0 <= self._first <= self._next and len(self) <= self._tree.capacity
+        assert 0 <= self.first <= self._next and len(self) <= self._tree.capacity
         every = self._tree.get(np.arange(self._tree.capacity))
         assert np.count_nonzero(every) == len(self)
         assert (self._tree.get(self._slots()) > 0).all()
         assert np.array_equal(every, every.astype(np.float32))
 
     def _slots(self) -> NDArray[np.int64]:
-        return np.arange(self._first, self._next) % self._tree.capacity
+        return np.arange(self.first, self._next) % self._tree.capacity
 
     def _priorities(self, td_error: Any) -> NDArray[np.float64]:
         """Return p of TD errors, rounded to float32, and note the largest one."""
