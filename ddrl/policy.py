@@ -20,12 +20,11 @@ from ddrl.algorithms.base import RecurrentState, advance
 from ddrl.config import ConfigError, EnvConfig, ModuleError, RunConfig, first_line, validate
 from ddrl.envs.frame_stack import FrameStack
 from ddrl.store import runs, weights
-from ddrl.store.connection import StoreError
+from ddrl.store.connection import Redis, StoreError
 from ddrl.types import EnvSpec
 
 if TYPE_CHECKING:
     import gymnasium
-    from redis import Redis
 
 FORMAT = "ddrl-policy-2"
 

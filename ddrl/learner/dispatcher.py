@@ -11,16 +11,12 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from ddrl.config import RolloutConfig
 from ddrl.store import keys, ledger, runs, segments, stream, workers
-from ddrl.store.connection import call
+from ddrl.store.connection import Redis, call
 from ddrl.store.runs import RunState
 from ddrl.store.workers import Heartbeat
-
-if TYPE_CHECKING:
-    from redis import Redis
 
 log = logging.getLogger(__name__)
 

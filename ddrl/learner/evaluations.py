@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,10 +15,8 @@ from ddrl import policy
 from ddrl.config import RunConfig
 from ddrl.runs.evaluation import score
 from ddrl.store import runs, weights
+from ddrl.store.connection import Redis
 from ddrl.store.evaluations import Evaluation, OpenEvaluations, Purpose, results
-
-if TYPE_CHECKING:
-    from redis import Redis
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,9 +29,7 @@ from ddrl.replay.reader import Decoded, Reader
 from ddrl.replay.replay import Replay
 from ddrl.store import checkpoints, connection, leases, ledger, metrics, runs, stream, weights
 from ddrl.store.checkpoints import Counters
-
-if TYPE_CHECKING:
-    from redis import Redis
+from ddrl.store.connection import Redis
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -31,11 +31,8 @@ from ddrl.networks.device import choose_device
 from ddrl.runs import artifacts, monitoring
 from ddrl.runs.prune import Retention
 from ddrl.store import connection, leases, local_checkpoints, logs, runs, weights
-from ddrl.store.connection import StoreError
+from ddrl.store.connection import Redis, StoreError
 from ddrl.types import EnvSpec
-
-if TYPE_CHECKING:
-    from redis import Redis
 
 log = logging.getLogger(__name__)
 

@@ -13,16 +13,14 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ddrl import codec
 from ddrl.store import capped_streams, connection, ledger, stream
+from ddrl.store.connection import Redis
 from ddrl.types import EnvSpec, Fragment
-
-if TYPE_CHECKING:
-    from redis import Redis
 
 BLOCK_MS = 1_000
 COUNT_S = 5.0  # between two looks at the size of entries

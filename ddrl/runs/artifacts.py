@@ -11,7 +11,7 @@ import logging
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
@@ -19,10 +19,7 @@ from ddrl import policy
 from ddrl.runs.curves import plot_run
 from ddrl.runs.records import Records, read, shown, summary
 from ddrl.store import connection, leases, runs, weights
-from ddrl.store.connection import StoreError
-
-if TYPE_CHECKING:
-    from redis import Redis
+from ddrl.store.connection import Redis, StoreError
 
 log = logging.getLogger(__name__)
 

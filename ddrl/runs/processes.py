@@ -18,13 +18,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ddrl.store import connection, leases, local_checkpoints
 from ddrl.store import runs as store
-
-if TYPE_CHECKING:
-    from redis import Redis
+from ddrl.store.connection import Redis
 
 PARENT_VARIABLE = "DDRL_PARENT_FD"  # file descriptor of the pipe from the parent
 FOLLOW_S = 10.0  # for a child to end after its parent, before it is ended by force

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ddrl.config import RunConfig
 from ddrl.store import evaluations, metrics, runs, stream
+from ddrl.store.connection import Redis
 from ddrl.store.runs import RunState
-
-if TYPE_CHECKING:
-    from redis import Redis
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,10 +15,8 @@ from ddrl.replay.experience import is_compressed, longest_fragment_steps, rate_l
 from ddrl.replay.fifo import check_staleness
 from ddrl.replay.storage import is_image
 from ddrl.store import connection, runs
+from ddrl.store.connection import Redis
 from ddrl.types import EnvSpec
-
-if TYPE_CHECKING:
-    from redis import Redis
 
 # The stream holds at least so many of the largest fragments; with fewer, one may exceed the free room.
 FRAGMENTS_IN_BUDGET = 8

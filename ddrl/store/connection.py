@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import parse_qs, quote, urlsplit
 
 import redis
+from redis import Redis as Redis  # its type, for those who only pass a client on
 from redis.backoff import ExponentialBackoff, NoBackoff
 from redis.client import Pipeline
 from redis.exceptions import MasterDownError, NoPermissionError, NoScriptError

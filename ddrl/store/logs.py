@@ -8,14 +8,12 @@ import logging.handlers
 import queue
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
+from redis import Redis
 from redis.exceptions import RedisError
 
 from ddrl.store import capped_streams, connection, keys
-
-if TYPE_CHECKING:
-    from redis import Redis
 
 LENGTH = 5_000
 LINE_LENGTH, SOURCE_LENGTH = 2_000, 100

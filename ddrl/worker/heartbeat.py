@@ -13,13 +13,10 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ddrl.store import connection, segments, workers
+from ddrl.store.connection import Redis
 from ddrl.store.workers import Heartbeat
-
-if TYPE_CHECKING:
-    from redis import Redis
 
 log = logging.getLogger(__name__)
 

@@ -18,21 +18,18 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING
 
 from ddrl import codec
 from ddrl.algorithms import base
 from ddrl.config import RunConfig
 from ddrl.envs import requirements
 from ddrl.store import connection, runs, segments, stream, weights
+from ddrl.store.connection import Redis
 from ddrl.store.segments import Process
 from ddrl.store.stream import Answer, Appended
 from ddrl.types import Fragment
 from ddrl.worker.collector import Collector
 from ddrl.worker.watchdog import Watchdog
-
-if TYPE_CHECKING:
-    from redis import Redis
 
 MAX_CACHED_BYTES = 1024**3
 WAIT_MS = 500  # for the learner, before the run's state is read again: a draining worker ends within a second

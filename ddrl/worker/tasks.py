@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from kombu.exceptions import OperationalError
 
@@ -22,12 +22,10 @@ from ddrl.envs import requirements
 from ddrl.envs.requirements import UnfitError
 from ddrl.runs.evaluation import score
 from ddrl.store import connection, evaluations, logs, runs, segments
+from ddrl.store.connection import Redis
 from ddrl.store.segments import Process
 from ddrl.worker.segment import Players, play
 from ddrl.worker.watchdog import Watchdog, ends_without_memory
-
-if TYPE_CHECKING:
-    from redis import Redis
 
 PAUSE_S = 1.0  # after a task that failed, before the process takes the next one
 STORE_TIMEOUT_S = 60.0  # for storing a result during an outage of the server
