@@ -286,14 +286,10 @@ class EvaluationResult:
     """Results of an evaluation: one episode per seed.
 
     Attributes:
-        policy_version: version of the weights that played.
-        seeds: one per episode.
         returns: undiscounted episode returns, in the order of the seeds, in reward units of the environment.
         lengths: episode lengths in agent steps.
     """
 
-    policy_version: int
-    seeds: tuple[int, ...]
     returns: tuple[float, ...]
     lengths: tuple[int, ...]
 

@@ -136,7 +136,7 @@ def score(
     finally:
         for lane in lanes:
             lane.env.close()
-    return EvaluationResult(loaded.version, tuple(int(s) for s in seeds), tuple(returns), tuple(lengths))
+    return EvaluationResult(tuple(returns), tuple(lengths))
 
 
 def with_noops(env: EnvConfig, noop_max: int | None) -> EnvConfig:

@@ -138,13 +138,8 @@ def take(client: Redis, run: str, message: str, player: str) -> Evaluation | Non
 def finish(client: Redis, run: str, message: str, evaluation: Evaluation, result: EvaluationResult) -> bool:
     """Store a result; False if there is one already, or the evaluation was withdrawn."""
     requester, _, evaluation_id = message.rpartition("/")
-    row = {
-        **asdict(evaluation),
-        "returns": list(result.returns),
-        "lengths": list(result.lengths),
-        "return_mean": result.return_mean,
-        "return_std": result.return_std,
-    }
+    score = {"return_mean": result.return_mean, "return_std": result.return_std}
+    row = asdict(evaluation) | vars(result) | score
     script_keys = [keys.evaluating(run, requester), keys.evaluations(run, requester)]
     ttl_s = TTL_S if requester else 0
     return bool(call(client, "finish_evaluation", script_keys, [evaluation_id, json.dumps(row), ttl_s]))

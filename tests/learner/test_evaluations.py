@@ -50,7 +50,7 @@ class Match:
         wanted = evaluations.take(self.client, self.run, self.sent[-1], "player")
         assert wanted is not None
         count = wanted.num_episodes
-        result = EvaluationResult(wanted.version, tuple(wanted.seeds), (value,) * count, (1,) * count)
+        result = EvaluationResult((value,) * count, (1,) * count)
         assert evaluations.finish(self.client, self.run, self.sent[-1], wanted, result)
         return wanted
 
@@ -97,7 +97,7 @@ def test_the_best_of_many_is_scored_on_fresh_seeds_when_the_run_ends(
 
     def score(loaded: int, seeds: range, **_: Any) -> EvaluationResult:
         played.append((loaded, seeds))
-        return EvaluationResult(loaded, tuple(seeds), (-1.5,) * len(seeds), (1,) * len(seeds))
+        return EvaluationResult((-1.5,) * len(seeds), (1,) * len(seeds))
 
     monkeypatch.setattr(of_learner.policy, "from_run", lambda client, run, version: version)
     monkeypatch.setattr(of_learner, "score", score)

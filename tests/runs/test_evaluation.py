@@ -28,11 +28,11 @@ def lean(observation: np.ndarray) -> np.ndarray:
 
 
 def play(policy: Any, env: EnvConfig, seeds: Sequence[int] = SEEDS, **options: Any) -> EvaluationResult:
-    spaces, version = options.pop("spaces", None) or describe(env), options.pop("version", 0)
+    spaces = options.pop("spaces", None) or describe(env)
     given = {"max_steps": options.pop("max_steps", None)}
     config = RunConfig(env=env, algorithm={"name": "none"}, evaluation=given)
     acts = policy if hasattr(policy, "act") else Acts(policy)
-    loaded = LoadedPolicy(acts, config, spaces, "run", version)
+    loaded = LoadedPolicy(acts, config, spaces, "run", 0)
     return score(loaded, seeds, **{"num_envs": 5, "epsilon": 0.0} | options)
 
 
@@ -53,8 +53,7 @@ def alone(seed: int, choose: Callable[[list[np.ndarray]], int]) -> tuple[float, 
 def test_the_result_does_not_depend_on_num_envs(num_envs: int, frame_stack: int) -> None:
     policy, episodes = Acts(lean), []
     env = CARTPOLE.model_copy(update={"frame_stack": frame_stack})
-    result = play(policy, env, num_envs=num_envs, version=4, on_episode=lambda *row: episodes.append(row))
-    assert result.policy_version == 4 and result.seeds == tuple(SEEDS)
+    result = play(policy, env, num_envs=num_envs, on_episode=lambda *row: episodes.append(row))
     oldest = [alone(seed, lambda seen: int(seen[-frame_stack:][0][2] > 0)) for seed in SEEDS]
     assert list(zip(result.returns, result.lengths, strict=True)) == oldest
     assert len(set(result.lengths)) > 5  # the seeds do matter

@@ -30,7 +30,7 @@ from ddrl.store import (
 from ddrl.types import EvaluationResult
 
 ONE = evaluations.Evaluation(version=7, first_seed=100, num_episodes=2, purpose="request")
-RESULT = EvaluationResult(7, (100, 101), (1.0, 3.0), (4, 5))
+RESULT = EvaluationResult((1.0, 3.0), (4, 5))
 SOME = 2_000
 
 

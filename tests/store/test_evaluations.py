@@ -38,7 +38,7 @@ class Waiting(OpenEvaluations):
         return evaluations.take(self.client, self.run, self.sent[number], player)
 
     def finish(self, number: int, evaluation: Evaluation) -> bool:
-        return evaluations.finish(self.client, self.run, self.sent[number], evaluation, result(evaluation))
+        return evaluations.finish(self.client, self.run, self.sent[number], evaluation, RESULT)
 
     def fail(self, number: int) -> None:
         evaluations.fail(self.client, self.run, self.sent[number], "no library")
@@ -50,8 +50,7 @@ class Waiting(OpenEvaluations):
         return keys.evaluating(self.run, requester), keys.evaluations(self.run, requester)
 
 
-def result(evaluation: Evaluation) -> EvaluationResult:
-    return EvaluationResult(7, tuple(evaluation.seeds), (1.5, -2.5), (3, 4))
+RESULT = EvaluationResult((1.5, -2.5), (3, 4))
 
 
 @pytest.fixture
@@ -177,7 +176,7 @@ def test_a_new_learner_takes_over_open_evaluations(client: Redis, run: str, toke
 def test_only_the_newest_learner_opens_evaluations(client: Redis, run: str, token: int) -> None:
     waiting = Waiting(client, run, token=token)
     assert leases.acquire(client, run, host="other", folder="", force=True)
-    for attempt in (lambda: waiting.open(WANTED), lambda: waiting.store(WANTED[0], result(WANTED[0]))):
+    for attempt in (lambda: waiting.open(WANTED), lambda: waiting.store(WANTED[0], RESULT)):
         with pytest.raises(leases.LeaseLostError):
             attempt()
     assert evaluations.opened(client, run) == {} and waiting.sent == []

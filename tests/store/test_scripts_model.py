@@ -58,6 +58,7 @@ SEEDS, EXAMPLES, STEPS, LEAST_STEPS = 12, 10, 100, 10_000
 SCRIPTS = Path(stream.__file__).parent / "scripts"
 SEGMENT_MS, MAX_BYTES = 10**6, 65536  # a segment so long that no time that passes here matters
 QUEUES = ("ddrl.rollout", "ddrl.rollout.box2d")
+RESULT = EvaluationResult((1.0, 2.0), (5, 6))
 APPENDED = ("appended_fragments", "appended_steps", "appended_bytes")
 CONFIGS = {
     (weight, priority): make_config(
@@ -1094,9 +1095,6 @@ class Scripts(RuleBasedStateMachine):
         version = run.latest if run and run.latest in run.blobs and is_kept else 10**6
         return Evaluation(version=version, first_seed=seed, num_episodes=2, purpose="watch")
 
-    def result(self, evaluation: Evaluation) -> EvaluationResult:
-        return EvaluationResult(evaluation.version, tuple(evaluation.seeds), (1.0, 2.0), (5, 6))
-
     def opens(self, name: str, token: int | None, timeout_s: float = 1e6) -> OpenEvaluations:
         return OpenEvaluations(self.client, name, send=lambda _: None, timeout_s=timeout_s, token=token)
 
@@ -1107,7 +1105,7 @@ class Scripts(RuleBasedStateMachine):
 
         def act(token: int) -> None:
             opened = self.opens(name, token)
-            opened.store(one, self.result(one)) if is_stored else opened.open([one])
+            opened.store(one, RESULT) if is_stored else opened.open([one])
 
         if self.write(name, age, act) and run:
             run.evaluating[one.id] = ("", run.evaluating.get(one.id, ("", 0))[1])
@@ -1153,8 +1151,8 @@ class Scripts(RuleBasedStateMachine):
             return
         assert run and taken.id == one
         if end == "finish":
-            assert evaluations.finish(self.client, name, one, taken, self.result(taken)) != self.wire.is_lost
-            assert not evaluations.finish(self.client, name, one, taken, self.result(taken))
+            assert evaluations.finish(self.client, name, one, taken, RESULT) != self.wire.is_lost
+            assert not evaluations.finish(self.client, name, one, taken, RESULT)
             run.finish_evaluation(one)
         elif end == "fail":
             evaluations.fail(self.client, name, one, "no display")
@@ -1176,7 +1174,7 @@ class Scripts(RuleBasedStateMachine):
             evaluations.fail(self.client, name, sent[0], "no display")
             assert opened.poll() == [] and opened.given_up == {one.id: "no display"}
         else:
-            evaluations.finish(self.client, name, sent[0], one, self.result(one))
+            evaluations.finish(self.client, name, sent[0], one, RESULT)
             assert len(opened.poll()) == 1
         assert opened.pending == [] and evaluations.take(self.client, name, sent[0], "a") is None
         opened.withdraw()

@@ -107,7 +107,7 @@ def add_history(client: Redis, run: str, *, folder: str = "") -> int:
     for purpose, mean in (("watch", 201.3), ("confirm", 205.0)):
         done = Evaluation(**wanted, purpose=purpose)
         returns = tuple(mean + 10.0 * math.sin(seed) for seed in range(20))
-        open_evaluations.store(done, EvaluationResult(31, tuple(done.seeds), returns, (200,) * 20))
+        open_evaluations.store(done, EvaluationResult(returns, (200,) * 20))
     weights.mark_best(client, run, token, 31, 205.0)
     figures = {"version": 31, "return_mean": 205.0, "return_std": 7.0, "episodes": 100}
     runs.note_evaluation(client, run, token, figures)
