@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 from celery import Celery
 from kombu import Exchange, Queue
 from kombu.exceptions import OperationalError
 from kombu.transport import redis as transport
-from pydantic import ByteSize, TypeAdapter, ValidationError
+from pydantic import ByteSize, Field, TypeAdapter, ValidationError
 
 from ddrl import envs
 from ddrl.store import connection, evaluations, keys
@@ -49,12 +49,10 @@ def process_memory_bytes() -> int:
     """
     text = os.environ.get(MEMORY_VARIABLE) or DEFAULT_MEMORY
     try:
-        size = int(TypeAdapter(ByteSize).validate_python(text))
+        return int(TypeAdapter(Annotated[ByteSize, Field(ge=1024**2)]).validate_python(text))
     except ValidationError:
-        size = 0
-    if size < 1024**2:
-        raise connection.StoreError(f"{MEMORY_VARIABLE}={text}: not a memory size; write it like 4GiB")
-    return size
+        reason = f"{MEMORY_VARIABLE}={text}: not a memory size; write it like 4GiB"
+        raise connection.StoreError(reason) from None
 
 
 def _bounded(make_options: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:

@@ -112,11 +112,7 @@ class MaskedObservation(gymnasium.Wrapper[Any, Any, Any, Any]):
                 f'{self._env_id}: env.action_mask is set, but there is no info["action_mask"], no such part of Dict '
                 "observations and no method action_masks(); add one, or remove the option"
             )
-        mask = (
-            np.concatenate([np.ravel(part) for part in given])
-            if isinstance(given, tuple)
-            else np.ravel(given)
-        )
+        mask = np.concatenate(given if isinstance(given, tuple) else (given,), axis=None)
         if mask.shape != (self._num,) or not np.isin(mask, (0, 1)).all():
             reason = f"give 0 or 1 for each of {self._num} choices"
         elif not all(part.any() for part in np.split(mask, np.cumsum(self._sizes)[:-1])):
