@@ -35,7 +35,7 @@ def trailing_mean(values: Sequence[float], window: int = WINDOW) -> list[float]:
     return means
 
 
-def plot_run(records: Records, path: Path) -> Path:
+def plot_run(records: Records, path: Path) -> None:
     """Plot one run: training returns, their mean, evaluations, the target and changed settings."""
     state, config = records.state, records.config
     task = f"{config.env.id}, {str(config.algorithm['name']).upper()}, seed {config.seed}"
@@ -44,10 +44,9 @@ def plot_run(records: Records, path: Path) -> Path:
     if handles:
         _legend_below(figure, handles, labels, columns=len(handles))
     figure.savefig(path, dpi=130)
-    return path
 
 
-def plot_runs(runs: Mapping[str, Records], path: Path) -> Path:
+def plot_runs(runs: Mapping[str, Records], path: Path) -> None:
     """Plot several runs, each in its color: lines are smoothed training returns, marks are evaluations.
 
     Args:
@@ -72,7 +71,6 @@ def plot_runs(runs: Mapping[str, Records], path: Path) -> Path:
         marks, labels, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, fontsize=8, frameon=False
     )
     figure.savefig(path, dpi=130)
-    return path
 
 
 def draw_run(axes: Axes, records: Records, over: str) -> None:
