@@ -59,19 +59,14 @@ def draw(
     cells = [[(" ", "")] * width for _ in range(height)]
     if target is not None:
         cells[row_of(target, height)] = [("╌", "green")] * width
-    line = _line([min(when / end_s, 1.0) for when, _ in returns], means, 2 * width)
+    columns = [min(2 * width - 1, max(0, int(when / end_s * 2 * width))) for when, _ in returns]
+    line = sorted(dict(zip(columns, means, strict=True)).items())  # the last of the means in a column
     for (row, column), bits in _dots([(x, row_of(y, 4 * height)) for x, y in line]).items():
         cells[row][column] = (chr(0x2800 + bits), "cyan")
     for when, value, confirmation in evaluations:
         column = min(width - 1, max(0, int(when / end_s * (width - 1))))
         cells[row_of(value, height)][column] = ("◆", "bold green") if confirmation else ("●", "bold yellow")
     return _assemble(cells, low, high, end_s)
-
-
-def _line(times: Sequence[float], values: Sequence[float], columns: int) -> list[tuple[int, float]]:
-    """Return (column, last value in it) for the columns of dots that have a value."""
-    places = (min(columns - 1, max(0, int(when * columns))) for when in times)
-    return sorted(dict(zip(places, values, strict=True)).items())
 
 
 def _dots(points: Sequence[tuple[int, int]]) -> dict[tuple[int, int], int]:
