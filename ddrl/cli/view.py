@@ -113,7 +113,7 @@ def one_run(figures: Figures, *, width: int, height: int) -> RenderableType:
     message_lines = max(1, sum(1 + len(text) // inner for text in messages))
     free = height - 7 - grid.row_count - len(last) - message_lines
     marks = [
-        (max(0.0, row["time_s"] - figures.start_s), float(row["return_mean"]), row["purpose"] == "confirm")
+        (max(0.0, row["time_s"] - state.start_s), float(row["return_mean"]), row["purpose"] == "confirm")
         for row in figures.evaluated
     ]
     target = config.stop.return_

@@ -97,11 +97,6 @@ class Figures:
         return [worker for worker in self.present if self.state.queue in worker.queues]
 
     @property
-    def start_s(self) -> float:
-        """Time of the first environment step, or of the creation before it; server's clock."""
-        return self.state.first_step_s or self.state.created_s
-
-    @property
     def elapsed_s(self) -> float:
         """Seconds of training, see `RunState.train_s`; 0 before the first environment step."""
         return max(0.0, self.state.train_s(self.now_s) or 0.0)
@@ -169,7 +164,7 @@ class Watcher:
         figures.row = metrics.last(client, run)
         rows, self._episodes_cursor = stream.episodes(client, run, self._episodes_cursor)
         for row in rows:
-            when = max(0.0, row["time_s"] - figures.start_s)
+            when = max(0.0, row["time_s"] - figures.state.start_s)
             figures.returns.extend((when, value) for value in row["returns"])
         results, self._evaluations_cursor = evaluations.results(
             client, run, self._evaluations_cursor, keep=_without_episodes

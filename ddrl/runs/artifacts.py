@@ -124,11 +124,10 @@ def _write_events(folder: Path, records: Records) -> None:
         return
     for old in folder.glob("events.out.tfevents.*"):
         old.unlink()
-    start_s = records.state.first_step_s or records.state.created_s  # `time_s` counts from here
     writer = EventFileWriter(str(folder))
 
     def add(row: Mapping[str, Any], *values: Any) -> None:
-        when, step = start_s + row["time_s"], int(row.get("env_steps", 0))
+        when, step = records.state.start_s + row["time_s"], int(row.get("env_steps", 0))
         writer.add_event(Event(wall_time=when, step=step, summary=Summary(value=values)))
 
     def scalar(tag: str, value: float) -> Any:

@@ -70,10 +70,9 @@ def read(client: Redis, run: str) -> Records:
         UnknownRunError: there is no such run.
     """
     state = runs.state(client, run)
-    start_s = state.first_step_s or state.created_s
 
     def since_start(row: Mapping[str, Any]) -> dict[str, Any]:
-        return {**row, "time_s": round(max(0.0, row["time_s"] - start_s), 3)}
+        return {**row, "time_s": round(max(0.0, row["time_s"] - state.start_s), 3)}
 
     episodes = [
         {"time_s": row["time_s"], "env_steps": row["env_steps"], "return": value}

@@ -118,6 +118,11 @@ class RunState:
         return self.status in ENDED
 
     @property
+    def start_s(self) -> float:
+        """Time of the first environment step, or of the creation before it."""
+        return self.first_step_s or self.created_s
+
+    @property
     def live_bytes(self) -> int:
         """Size of the experience stream."""
         return self.appended_bytes - self.trimmed_bytes
