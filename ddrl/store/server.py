@@ -84,8 +84,7 @@ def acquire() -> Hold:
     with contextlib.ExitStack() as stack:
         stack.callback(_leave, lock)
         _ensure_running(deadline)
-        stack.pop_all()
-    return Hold(lock)
+        return Hold(stack.pop_all())
 
 
 def hold_if_running() -> Hold | None:
@@ -96,17 +95,18 @@ def hold_if_running() -> Hold | None:
         stack.callback(_leave, lock)
         if _answers() is False:
             return None
-        stack.pop_all()
-    return Hold(lock)
+        return Hold(stack.pop_all())
 
 
 class Hold:
-    """A process's share in the embedded server, which runs at least until `release` or the process's end."""
+    """A process's share in the embedded server, which runs at least until `release` or the process's end.
 
-    def __init__(self, lock: int) -> None:
-        self._lock = lock
-        self._listen_lock: int | None = None
-        self._sync_lock: int | None = None
+    Args:
+        locks: gives the share up when it is closed.
+    """
+
+    def __init__(self, locks: contextlib.ExitStack) -> None:
+        self._locks, self._syncs = locks, False
         self._released = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="ddrl-embedded", daemon=True)
         self._watcher.start()
@@ -119,10 +119,7 @@ class Hold:
         self._released.set()
         atexit.unregister(self.release)
         self._watcher.join()  # it may be starting the server
-        for lock in (self._listen_lock, self._sync_lock):
-            if lock is not None:
-                unlock(lock)
-        _leave(self._lock)
+        self._locks.close()
 
     def listen(self, host: str, port: int) -> tuple[str, str]:
         """Open the server on TCP until it stops; a restarted one listens again until this share is released.
@@ -150,9 +147,8 @@ class Hold:
             except (RedisError, OSError) as error:
                 text = f"{host}:{port}: cannot listen ({error}); choose another address or port"
                 raise StoreError(text) from error
-            stack.pop_all()
+            self._locks.push(stack.pop_all())
         _write(lock, f"{host} {port}")
-        self._listen_lock = lock
         name = _name_for_others(host)
         remote = f"redis://:{password()}@{f'[{name}]' if ':' in name else name}:{port}/0"
         return remote, f"DDRL_REDIS_URL={shlex.quote(remote)} celery -A ddrl worker"
@@ -185,9 +181,10 @@ class Hold:
 
         A file that the server has just replaced, or that the disk refuses, is left to the next call.
         """
-        if self._sync_lock is None:
-            self._sync_lock = try_lock(_file("sync"))
-        if self._sync_lock is not None:
+        if not self._syncs and (lock := try_lock(_file("sync"))) is not None:
+            self._locks.callback(unlock, lock)
+            self._syncs = True
+        if self._syncs:
             for path in (state_dir() / "redis").glob("appendonlydir/*.incr.aof"):
                 with contextlib.suppress(OSError), path.open("rb") as file:
                     os.fsync(file.fileno())
