@@ -39,8 +39,7 @@ MAX_LOSSES = 3  # losses after which a command's evaluation is given up
 ERROR_LENGTH = 300
 _PARTS = ("", ":player", ":beats", ":error")
 
-_ID = re.compile(r"[0-9]{1,18}:[0-9]{1,18}:[0-9]{1,9}", re.ASCII)
-_MESSAGE = re.compile(rf"([0-9a-f]{{16}}/)?{_ID.pattern}", re.ASCII)
+_MESSAGE = re.compile(r"([0-9a-f]{16}/)?[0-9]{1,18}:[0-9]{1,18}:[0-9]{1,9}", re.ASCII)
 
 
 Purpose = Literal["watch", "confirm", "final", "request"]
@@ -313,13 +312,12 @@ class OpenEvaluations:
 
 def opened(client: Redis, run: str) -> dict[str, Evaluation]:
     """Return the run's own open evaluations by id."""
-    raw, found = bounded.fields(client, keys.evaluating(run)), {}
-    for field, value in raw.items():
-        if _ID.fullmatch(name := field.decode(errors="replace")):
-            with contextlib.suppress(ValidationError):
-                evaluation = _EVALUATION.validate_json(value)
-                if evaluation.id == name:
-                    found[name] = evaluation
+    found = {}
+    for name, value in bounded.fields(client, keys.evaluating(run)).items():
+        with contextlib.suppress(ValidationError):  # as for the players and so on
+            evaluation = _EVALUATION.validate_json(value)
+            if evaluation.id.encode() == name:
+                found[evaluation.id] = evaluation
     return found
 
 
