@@ -183,12 +183,19 @@ def changed(old: AnyConfig, new: AnyConfig) -> AnyConfig:
     return new
 
 
-def refuse_empty_ranges(spec: EnvSpec) -> None:
-    """Refuse continuous actions with a dimension that has no choice.
+def check_bounds(name: str, spec: EnvSpec) -> None:
+    """Refuse, for an algorithm of that name, continuous actions without bounds, or with a dimension that has no choice.
 
     Raises:
-        ValueError: a lower bound is not below the upper one.
+        ValueError: a bound is missing or infinite, or a lower one is not below the upper one.
     """
+    num_dims = math.prod(spec.action_shape)
+    for side, bounds in (("action_low", spec.action_low), ("action_high", spec.action_high)):
+        if len(bounds) != num_dims or not all(map(math.isfinite, bounds)):
+            raise ValueError(
+                f"{spec.env_id}: {side} is {bounds}, but {name} needs {num_dims} finite bounds; wrap the "
+                f"environment in gymnasium.wrappers.RescaleAction or ClipAction"
+            )
     if any(low >= high for low, high in zip(spec.action_low, spec.action_high, strict=True)):
         raise ValueError(
             f"{spec.env_id}: action_low {spec.action_low} is not below action_high {spec.action_high}; remove the "
@@ -208,14 +215,7 @@ def check_continuous(name: str, spec: EnvSpec) -> None:
             f"choose an environment with a Box of actions, or algorithm.name "
             f"{'discrete_sac' if spec.action_kind == 'discrete' else 'ppo'}"
         )
-    num_dims = math.prod(spec.action_shape)
-    for side, bounds in (("action_low", spec.action_low), ("action_high", spec.action_high)):
-        if len(bounds) != num_dims or not all(map(math.isfinite, bounds)):
-            raise ValueError(
-                f"{spec.env_id}: {side} is {bounds}, but {name} needs {num_dims} finite bounds; wrap the "
-                f"environment in gymnasium.wrappers.RescaleAction or ClipAction"
-            )
-    refuse_empty_ranges(spec)
+    check_bounds(name, spec)
     if len(spec.input_shape) != 1:
         raise ValueError(
             f"{spec.env_id}: observation_shape is {spec.input_shape}, but {name} needs a vector; wrap "

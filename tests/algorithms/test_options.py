@@ -196,7 +196,7 @@ UNSUITABLE: list[tuple[str, EnvSpec, Options, str]] = [
     ("ppo", IMAGES, {}, r"algorithm.network: mlp needs a vector, but Toy-v0 has .*\(6, 6, 2\); use nature or conv"),
     ("ppo", IMAGES, {"network": "conv", "normalize_observations": True},
      "algorithm.normalize_observations: Toy-v0 has .* not a vector; set it to false"),
-    ("impala", bounded(-math.inf, 1.0), {}, "Toy-v0: actions have no bounds, but impala needs finite ones"),
+    ("impala", bounded(-math.inf, 1.0), {}, "Toy-v0: action_low is .* impala needs 1 finite bounds"),
     ("ppo", bounded(1.0, 1.0), {}, "is not below"),
     ("dqn", DISCRETE, {"network": "nobody:knows"}, "DDRL_ALLOW_MODULES"),
     ("sac", DISCRETE, {}, "^Toy-v0: action_kind is 'discrete'.*choose an environment with a Box of"),

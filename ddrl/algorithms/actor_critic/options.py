@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from ddrl.algorithms.options import Common, NetworkConfig, option, refuse_empty_ranges
+from ddrl.algorithms.options import Common, NetworkConfig, check_bounds, option
 from ddrl.config import LIVE
 from ddrl.types import EnvSpec
 
@@ -85,12 +85,7 @@ class Options(NetworkConfig):
                 "vector; set it to false"
             )
         if spec.action_kind == "continuous":
-            if not all(map(math.isfinite, (*spec.action_low, *spec.action_high))):
-                raise ValueError(
-                    f"{spec.env_id}: actions have no bounds, but {self.name} needs finite ones; wrap the environment "
-                    "in gymnasium.wrappers.ClipAction"
-                )
-            refuse_empty_ranges(spec)
+            check_bounds(self.name, spec)
         elif self.initial_log_std != 0.0:
             raise ValueError(
                 f"algorithm.initial_log_std: {self.initial_log_std} has no effect on {spec.env_id}, whose actions are "
