@@ -248,8 +248,7 @@ def _start(lock: int) -> subprocess.Popen[bytes]:
         _write(lock, "")
         if log_path().exists() and log_path().stat().st_size > MAX_LOG_BYTES:
             log_path().replace(log_path().with_suffix(".log.1"))
-        log = _open_log()
-        files.callback(os.close, log)
+        log = files.enter_context(open(_open_log(), "a"))
         settings, writer = os.pipe()
         files.callback(os.close, settings)
         os.write(writer, _server_config().encode())  # complete before the server exists to read it
@@ -389,9 +388,8 @@ def _last_log_line() -> str:
 
 def _log(text: str) -> None:
     """Write a line into the server's log."""
-    log = _open_log()
-    os.write(log, f"{time.strftime('%d %b %Y %H:%M:%S')} ddrl {os.getpid()}: {text}\n".encode())
-    os.close(log)
+    with open(_open_log(), "a") as log:
+        log.write(f"{time.strftime('%d %b %Y %H:%M:%S')} ddrl {os.getpid()}: {text}\n")
 
 
 def _open_log() -> int:
