@@ -21,6 +21,7 @@ from ddrl.config import ConfigError, EnvConfig, ModuleError, RunConfig, first_li
 from ddrl.envs.frame_stack import FrameStack
 from ddrl.store import runs, weights
 from ddrl.store.connection import Redis, StoreError
+from ddrl.store.local_checkpoints import write_whole
 from ddrl.types import EnvSpec
 
 if TYPE_CHECKING:
@@ -164,11 +165,8 @@ def save(client: Redis, run: str, version: int, path: str | Path) -> Path:
         "config": runs.config(client, run).model_dump_json(by_alias=True),
         "spaces": json.dumps(asdict(runs.spaces(client, run))),
     }
-    data = weights.encode_weights(weights.decode_weights(_blob(client, run, version)), metadata)
     target = Path(path)
-    partial = target.with_name(target.name + ".partial")
-    partial.write_bytes(data)
-    partial.replace(target)
+    write_whole(target, weights.encode_weights(weights.decode_weights(_blob(client, run, version)), metadata))
     return target
 
 

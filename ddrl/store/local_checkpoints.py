@@ -142,11 +142,11 @@ def write(folder: Path, snapshot: Snapshot) -> None:
     }
     is_new = not tensors.exists()
     try:
-        _write_whole(tensors, snapshot.blob)
+        write_whole(tensors, snapshot.blob)
         if token(folder, snapshot.run) > snapshot.token:  # this learner stalled meanwhile and was replaced
             tensors.unlink()
             return
-        _write_whole(place / POINTER, json.dumps(pointer).encode())
+        write_whole(place / POINTER, json.dumps(pointer).encode())
     except OSError:
         if is_new:
             tensors.unlink(missing_ok=True)
@@ -220,7 +220,7 @@ def _pointer(folder: Path) -> _Pointer | None:
     return pointer
 
 
-def _write_whole(path: Path, data: bytes) -> None:
+def write_whole(path: Path, data: bytes) -> None:
     """Write a file whole or not at all."""
     draft = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
