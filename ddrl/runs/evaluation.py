@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -12,10 +12,8 @@ from ddrl import envs
 from ddrl.algorithms.base import advance, random_choices
 from ddrl.config import EnvConfig
 from ddrl.envs.frame_stack import FrameStack
+from ddrl.policy import LoadedPolicy
 from ddrl.types import EnvSpec, EvaluationResult
-
-if TYPE_CHECKING:
-    from ddrl.policy import LoadedPolicy
 
 MAX_STEPS = 27_000  # of an episode, in an environment that names no limit
 _ACTION_STREAM = 1  # seeds an episode's random actions, with the episode's seed
