@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddrl.store import connection, leases, local_checkpoints
+from ddrl.store import connection, leases, local_checkpoints, server
 from ddrl.store import runs as store
 from ddrl.store.connection import Redis
 
@@ -120,7 +120,8 @@ class Processes:
                 is_refusal = is_quick and child.run is not None and code in (1, 2)
                 if is_refusal or (code != 0 and child.quick_deaths > MAX_RESTARTS):
                     self._children.remove(child)
-                    reason = f"{child.name} ended with code {code}: {_last_line(child.log)} (see {child.log})"
+                    last = server.last_line(child.log).removeprefix("ddrl: error: ") or "no output"
+                    reason = f"{child.name} ended with code {code}: {last} (see {child.log})"
                     raise ProcessError(reason, child.run)
             if now >= child.restart_at:
                 child.process = self._spawn(child.command, child.log)
@@ -171,11 +172,6 @@ class Processes:
                 env={**os.environ, PARENT_VARIABLE: str(self._reader)},
                 start_new_session=True,  # the terminal's Ctrl-C goes to the command, which ends them in order
             )
-
-
-def _last_line(log: Path) -> str:
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1].strip().removeprefix("ddrl: error: ") if lines else "no output"
 
 
 def follow_parent(signum: signal.Signals) -> None:

@@ -232,7 +232,8 @@ def _ensure_running(deadline: float) -> None:
         if answers is None:
             deadline = time.monotonic() + START_TIMEOUT_S
         if server is not None and server.poll() is not None:
-            raise StoreError(f"{log_path()}: the embedded server does not start: {_last_log_line()}")
+            reason = last_line(log_path()) or "no log"
+            raise StoreError(f"{log_path()}: the embedded server does not start: {reason}")
         if server is None and (lock := try_lock(_file("redis.pid"))) is not None:
             server = _start(lock)
         if time.monotonic() > deadline:
@@ -381,9 +382,10 @@ def _why_no_answer() -> str:
     return f"{socket_path()}: no answer after {START_TIMEOUT_S:.0f} s; see {log_path()}"
 
 
-def _last_log_line() -> str:
-    lines = log_path().read_text(errors="replace").splitlines() if log_path().exists() else []
-    return next((line for line in reversed(lines) if line.strip()), "no log")
+def last_line(log: Path) -> str:
+    """Return the last line of a log that is not blank; "" if there is none."""
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
 def _log(text: str) -> None:
