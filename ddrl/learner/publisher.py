@@ -371,7 +371,7 @@ class Publisher:
         updates, parameters = finished
         index = weights.index(self._client, self._run)
         if self._reader is not None and index.latest < shared.version:
-            raise leases.RunGoneError(
+            raise connection.RunGoneError(
                 f"run {self._run}: the server came back empty or older, at version {index.latest}"
             )
         blob = weights.encode_weights(parameters)

@@ -16,8 +16,6 @@ from typing import cast
 from redis import Redis
 
 from ddrl.store import connection, keys
-from ddrl.store.connection import LeaseLostError as LeaseLostError
-from ddrl.store.connection import RunGoneError as RunGoneError
 from ddrl.store.connection import StoreError, call
 
 log = logging.getLogger(__name__)

@@ -29,8 +29,7 @@ from typing_extensions import TypedDict
 
 from ddrl.store import bounded, checkpoints, keys, leases, ledger, runs, weights
 from ddrl.store.checkpoints import Counters
-from ddrl.store.connection import StoreError, call, execute
-from ddrl.store.leases import RunGoneError
+from ddrl.store.connection import RunGoneError, StoreError, call, execute
 from ddrl.store.runs import JOURNAL_LENGTH, UnknownRunError
 from ddrl.store.untrusted import number, text
 

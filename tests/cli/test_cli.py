@@ -54,7 +54,7 @@ def test_a_user_without_the_rights_is_named_the_remedy(
 def test_errors_have_exit_codes() -> None:
     bad_input = (config.ConfigError, EnvError, CodecError, weights.WeightsError, policy.PolicyFileError)
     codes: dict[int | None, tuple[type[Exception], ...]] = {
-        1: (leases.LeaseLostError,),
+        1: (connection.LeaseLostError,),
         2: (*bad_input, runs.UnknownRunError),
         3: connection.UNREACHABLE[:1],
         None: (ValueError,),  # a defect

@@ -21,7 +21,7 @@ from support.runs import target_config
 from ddrl import codec
 from ddrl.learner import loop, publisher
 from ddrl.learner.loop import Learner
-from ddrl.store import keys, leases, stream, weights
+from ddrl.store import connection, keys, stream, weights
 from ddrl.types import Fragment
 
 MIB = 1024**2
@@ -100,7 +100,7 @@ def test_a_restored_learner_continues_bit_equal(name: str, server) -> None:
     assert second.shared.version == first.shared.version + 1  # the restored weights are published again
     second.publisher.round()
     assert run.rows[-1]["updates_per_s"] == 0  # rates do not count what was restored
-    with pytest.raises(leases.LeaseLostError):  # at the latest when it renews
+    with pytest.raises(connection.LeaseLostError):  # at the latest when it renews
         until(lambda: first.publisher.round())
     if "priority" in before:
         assert len(np.unique(before["priority"])) > 20

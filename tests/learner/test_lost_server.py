@@ -128,7 +128,7 @@ def test_a_server_that_came_back_older_is_noticed_however_much_is_appended_since
     limit = threading.Timer(60.0, learner.stopping.set)
     limit.start()
     with pytest.raises(
-        leases.RunGoneError, match=f"the server came back older, fragment \\d+ came after {lost}"
+        connection.RunGoneError, match=f"the server came back older, fragment \\d+ came after {lost}"
     ):
         learner.train()
     limit.cancel()

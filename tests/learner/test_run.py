@@ -45,7 +45,7 @@ from ddrl.worker.tasks import play_evaluation
 
 
 @contextmanager
-def held(run: Run) -> Iterator[list[leases.LeaseLostError]]:
+def held(run: Run) -> Iterator[list[connection.LeaseLostError]]:
     """Hold the run's lease as the learner on `elsewhere`, which then dies; yield the refusal if it loses the run."""
     token, stop, refused = run.take(host="elsewhere", ttl_ms=leases.TTL_MS), threading.Event(), []
 
@@ -53,7 +53,7 @@ def held(run: Run) -> Iterator[list[leases.LeaseLostError]]:
         while not refused and not stop.wait(0.2):
             try:
                 leases.renew(run.client, run.id, token)
-            except leases.LeaseLostError as error:
+            except connection.LeaseLostError as error:
                 refused.append(error)
 
     with in_threads(hold, stop=stop.set):
@@ -388,7 +388,7 @@ def test_a_learner_whose_service_thread_hangs_loses_its_run(run, learn, monkeypa
     finally:
         freed.set()
     learning.thread.join(30.0)
-    assert isinstance(learning.error, leases.LeaseLostError)
+    assert isinstance(learning.error, connection.LeaseLostError)
 
 
 def test_a_run_that_ends_while_its_stream_fills_the_server_ends(run, learn, monkeypatch) -> None:

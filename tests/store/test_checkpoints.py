@@ -15,7 +15,7 @@ from support.private_server import until
 from support.runs import play_steps, start, target_config
 from support.store import append, end, events, take
 
-from ddrl.store import checkpoints, keys, leases, ledger, local_checkpoints, runs, stream, weights
+from ddrl.store import checkpoints, connection, keys, leases, ledger, local_checkpoints, runs, stream, weights
 from ddrl.store.checkpoints import Counters
 from ddrl.store.connection import StoreError
 from ddrl.store.local_checkpoints import BackgroundWriter, Snapshot
@@ -48,7 +48,7 @@ def test_a_replaced_learners_save_leaves_no_part(client: Redis, run: str, token:
 
     monkeypatch.setattr(checkpoints, "PART_BYTES", 4)
     monkeypatch.setattr(checkpoints, "call", replaced)
-    with pytest.raises(leases.LeaseLostError):
+    with pytest.raises(connection.LeaseLostError):
         checkpoints.save(client, run, token, bytes(5 * 4 + 1), {"updates": 2})
     assert set(client.scan_iter(match=keys.checkpoint_pattern(run))) == parts
     assert checkpoints.load(client, run) == good
@@ -68,7 +68,7 @@ def test_a_sweep_removes_unfinished_parts_alone(client: Redis, run: str, token: 
         return scan(**options)
 
     monkeypatch.setattr(client, "scan_iter", stalled)
-    with pytest.raises(leases.LeaseLostError):
+    with pytest.raises(connection.LeaseLostError):
         checkpoints.sweep(client, run, token)
     assert [checkpoints.sweep(client, run, successor[0]) for _ in range(2)] == [1, 0]
     assert checkpoints.load(client, run) == (b"whole", {"updates": 1})
@@ -108,7 +108,7 @@ def test_a_restored_run_continues_where_its_snapshot_ends(client: Redis, snapsho
     with pytest.raises(runs.UnknownRunError):
         runs.state(client, run)
     assert leases.acquire(client, run, host="here", folder="/tmp") is None
-    with pytest.raises(leases.RunGoneError):
+    with pytest.raises(connection.RunGoneError):
         leases.renew(client, run, snapshot.token)
     assert local_checkpoints.restore(client, snapshot)
     now = runs.state(client, run)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from redis import Redis
 
-from ddrl.store import evaluations, keys, leases, weights
+from ddrl.store import connection, evaluations, keys, leases, weights
 from ddrl.store.evaluations import Evaluation, OpenEvaluations
 from ddrl.types import EvaluationResult
 
@@ -177,7 +177,7 @@ def test_only_the_newest_learner_opens_evaluations(client: Redis, run: str, toke
     waiting = Waiting(client, run, token=token)
     assert leases.acquire(client, run, host="other", folder="", force=True)
     for attempt in (lambda: waiting.open(WANTED), lambda: waiting.store(WANTED[0], RESULT)):
-        with pytest.raises(leases.LeaseLostError):
+        with pytest.raises(connection.LeaseLostError):
             attempt()
     assert evaluations.opened(client, run) == {} and waiting.sent == []
 

@@ -8,7 +8,7 @@ import pytest
 from redis import Redis
 from support.store import SPACES, events, make_config, make_run, take
 
-from ddrl.store import checkpoints, keys, leases, ledger, metrics, runs, stream, weights
+from ddrl.store import checkpoints, connection, keys, leases, ledger, metrics, runs, stream, weights
 from ddrl.store.connection import StoreError
 
 
@@ -126,13 +126,13 @@ def test_a_token_that_an_older_server_has_forgotten_is_refused(client: Redis, ru
     token = take(client, run)
     client.delete(keys.state(run), keys.lease(run))
     client.hset(keys.state(run), mapping=before)
-    with pytest.raises(leases.RunGoneError, match="or older"):
+    with pytest.raises(connection.RunGoneError, match="or older"):
         leases.renew(client, run, token)
-    with pytest.raises(leases.RunGoneError, match="or older"):
+    with pytest.raises(connection.RunGoneError, match="or older"):
         runs.set_status(client, run, "failed", "", token=token)
     again = take(client, run)
     assert again != token and again >> 16 == token >> 16
-    with pytest.raises((leases.RunGoneError, leases.LeaseLostError)):
+    with pytest.raises((connection.RunGoneError, connection.LeaseLostError)):
         leases.renew(client, run, token)
     assert runs.status(client, run) == "active"
 
@@ -159,7 +159,7 @@ def test_only_one_learner_holds_a_run_and_a_replaced_one_writes_nothing(client: 
         lambda: runs.set_status(client, run, "time", "too late", token=old),
     ]
     for attempt in attempts:
-        with pytest.raises(leases.LeaseLostError, match=f"run {run}: another learner took it over"):
+        with pytest.raises(connection.LeaseLostError, match=f"run {run}: another learner took it over"):
             attempt()
     assert weights.index(client, run).latest == -1 and checkpoints.load(client, run) is None
     leases.release(client, run, old)  # must not free the other's
@@ -168,5 +168,5 @@ def test_only_one_learner_holds_a_run_and_a_replaced_one_writes_nothing(client: 
     assert runs.set_status(client, run, "active", "by the operator")  # who needs no lease
     leases.release(client, run, new)
     assert not client.exists(keys.lease(run))
-    with pytest.raises(leases.LeaseLostError):
+    with pytest.raises(connection.LeaseLostError):
         leases.renew(client, run, old)  # also while nobody holds the run
