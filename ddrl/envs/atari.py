@@ -42,10 +42,9 @@ def rom_of(env_id: str) -> str:
         EnvError: no such game; the message suggests near names.
     """
     gymnasium.register_envs(ale_py)
-    games = {name: spec for name, spec in gymnasium.registry.items() if name.startswith("ALE/")}
-    if env_id in games:
-        return str(games[env_id].kwargs["game"])
-    raise unknown(env_id)
+    if not env_id.startswith("ALE/") or (spec := gymnasium.registry.get(env_id)) is None:
+        raise unknown(env_id)
+    return str(spec.kwargs["game"])
 
 
 class AtariVector:

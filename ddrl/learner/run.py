@@ -31,7 +31,7 @@ from ddrl.networks.device import choose_device
 from ddrl.runs import artifacts, monitoring
 from ddrl.runs.prune import Retention
 from ddrl.store import connection, leases, local_checkpoints, logs, runs, weights
-from ddrl.store.connection import Redis, StoreError
+from ddrl.store.connection import LeaseLostError, Redis, RunGoneError, StoreError
 from ddrl.types import EnvSpec
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ LAST_LINES_S = 0.5  # for the log to be sent
 HANG_S = 120.0  # a service thread without a round for this long counts as hung; above redis-py's retries
 OTHER_BYTES = 80 * 1024**2  # metrics (45 MiB at their cap), logs, journal, episodes and the like, of one run
 EXTRA_VERSIONS = 3  # kept besides the newest: the best one, the one being evaluated, the one being published
-LOST = (connection.RunGoneError, runs.UnknownRunError)  # the server came back empty or older
+LOST = (RunGoneError, runs.UnknownRunError)  # the server came back empty or older
 
 
 class _WentBackError(Exception):
@@ -97,7 +97,7 @@ def serve(client: Redis, folder: Path, interrupt: Interrupt, *, retention: Reten
                 skipped_until.pop((run, requester), None)
                 try:
                     learn(client, run, folder, interrupt, waits=False)
-                except connection.LeaseLostError as error:
+                except LeaseLostError as error:
                     log.error("%s", error)
                 except Exception as error:  # the other runs still need a learner
                     if str(error) != reported.get(run):  # once, not in each round
@@ -303,11 +303,11 @@ class _Attempt:
                 if self._record.state["status"] not in runs.ENDED:  # else only the end is left
                     self._train()
                 return self._end()
-            except connection.LeaseLostError:
+            except LeaseLostError:
                 host = "another host"
                 with contextlib.suppress(StoreError, *connection.OUTAGES):
                     host = runs.state(self._client, self._run).host
-                raise connection.LeaseLostError(
+                raise LeaseLostError(
                     f"run {self._run}: the learner on {host} took it over; this one has stopped writing"
                 ) from None
             except LOST:
@@ -332,7 +332,7 @@ class _Attempt:
             self._is_restored = True
             self._check_memory()
             log.info("learns %s on %s", self._run, choose_device(self._config.learner.device))
-        except (connection.LeaseLostError, *LOST, *connection.OUTAGES):
+        except (LeaseLostError, *LOST, *connection.OUTAGES):
             raise
         except (ConfigError, StoreError, ValueError) as error:
             self._set_status("failed", str(error))
@@ -467,11 +467,9 @@ class _Attempt:
         learner, run = self._learner, self._run
         signals = leases.signals(self._client, run)
         if signals.status is None:
-            raise connection.RunGoneError(f"run {run}: the server does not know it any more")
+            raise RunGoneError(f"run {run}: the server does not know it any more")
         if signals.version < learner.shared.version:
-            raise connection.RunGoneError(
-                f"run {run}: the server came back older, at version {signals.version}"
-            )
+            raise RunGoneError(f"run {run}: the server came back older, at version {signals.version}")
         self._status, self._requester = signals.status, signals.requester
         is_paused = self._status == "paused"
         if is_paused or not learner.shared.env_steps:  # `stop.time` is time of training
@@ -517,7 +515,7 @@ class _Attempt:
     def _end(self) -> str | None:
         """Set the status, which stops play, save everything, evaluate, write the folder."""
         learner, error, is_lockstep = self._learner, self._error, self._config.learner.lockstep
-        if isinstance(error, (connection.LeaseLostError, *LOST)):
+        if isinstance(error, (LeaseLostError, *LOST)):
             raise error
         if isinstance(error, NotFiniteError):
             error = self._go_back(error)
