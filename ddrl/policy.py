@@ -151,7 +151,7 @@ def from_run(client: Redis, run: str, version: int) -> LoadedPolicy:
     return _build(arrays, config, spaces, run, version, source=f"{run}@{version}")
 
 
-def save(client: Redis, run: str, version: int, path: str | Path) -> Path:
+def save(client: Redis, run: str, version: int, path: Path) -> None:
     """Write a version to a file, whole or not at all.
 
     Raises:
@@ -165,9 +165,7 @@ def save(client: Redis, run: str, version: int, path: str | Path) -> Path:
         "config": runs.config(client, run).model_dump_json(by_alias=True),
         "spaces": json.dumps(asdict(runs.spaces(client, run))),
     }
-    target = Path(path)
-    write_whole(target, weights.encode_weights(weights.decode_weights(_blob(client, run, version)), metadata))
-    return target
+    write_whole(path, weights.encode_weights(weights.decode_weights(_blob(client, run, version)), metadata))
 
 
 def _blob(client: Redis, run: str, version: int) -> bytes:

@@ -95,7 +95,7 @@ def export(
         if os.path.exists(path) and not force:
             raise InputError(f"{path}: exists already; name another file with --output, or add --force")
         try:
-            path = policy.save(client, run, number, path)
+            policy.save(client, run, number, path)
         except OSError as error:
             reason = f"cannot be written ({error.strerror}); name another with --output"
             raise InputError(f"{path}: {reason}") from None
