@@ -30,6 +30,7 @@ def register_toys() -> None:
 class Toy(gymnasium.Env[np.ndarray, Any]):
     """An environment that counts its steps; it shows [1] where a subclass gives nothing else to see."""
 
+    observation_space: Space[Any] = Box(0.0, 1.0, (1,), np.float32)
     num_steps = 0  # of the episode
 
     def reset(
@@ -56,7 +57,6 @@ class Endless(Toy):
     """
 
     def __init__(self, max_steps: int = 100, *, discrete: bool = False) -> None:
-        self.observation_space = Box(0.0, 1.0, (1,), np.float32)
         self.action_space: Space[Any] = Discrete(2) if discrete else Box(-1.0, 1.0, (1,), np.float32)
         self._max_steps = max_steps
 
@@ -76,7 +76,6 @@ class Sleep(Toy):
     """
 
     def __init__(self, step_s: float = 0.01) -> None:
-        self.observation_space = Box(0.0, 1.0, (1,), np.float32)
         self.action_space = Discrete(2)
         self._step_s = step_s
 
