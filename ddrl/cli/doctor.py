@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import ipaddress
-import os
 import platform
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -17,6 +16,7 @@ from ddrl.cli.format import counted, duration, size
 from ddrl.cli.output import Client, Json, ServerError, aligned, emit, server
 from ddrl.envs.requirements import PACKAGES, installed_version
 from ddrl.store import capped_streams, connection, keys, runs
+from ddrl.worker.heartbeat import cores
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 _MARKS = {OK: "ok  ", WARN: "warn", FAIL: "FAIL"}
@@ -158,8 +158,7 @@ def _listens_to_others(client: Client) -> bool:
 
 
 def _cores() -> Finding:
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if usable < 2:
+    if (usable := cores()) < 2:
         return Finding("cores", WARN, "1", "playing and learning share one core: add another machine")
     return Finding("cores", OK, f"{usable} for playing and learning")
 
