@@ -374,8 +374,7 @@ def reserve(client: Redis, run: str, token: int, needed_bytes: int) -> int:
         LeaseLostError: another learner took over.
     """
     call(client, "set_fields", [keys.state(run)] * 2, [token, "needed_bytes", needed_bytes])
-    others = [name for name in active_names(client) if name != run]
-    return budget(client, others)
+    return budget(client, [name for name in active_names(client) if name != run])
 
 
 def budget(client: Redis, names: list[str]) -> int:
