@@ -390,7 +390,7 @@ def last_line(log: Path) -> str:
 
 def _log(text: str) -> None:
     """Write a line into the server's log."""
-    with open(_open_log(), "a") as log:
+    with open(_open_log(), "a", encoding="utf-8") as log:
         log.write(f"{time.strftime('%d %b %Y %H:%M:%S')} ddrl {os.getpid()}: {text}\n")
 
 
