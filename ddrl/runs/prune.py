@@ -7,13 +7,10 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, cast
 
 from ddrl.store import connection, keys, runs, server, workers
-from ddrl.store.connection import StoreError
-
-if TYPE_CHECKING:
-    from redis import Redis
+from ddrl.store.connection import Redis, StoreError
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +20,8 @@ EXACT_LENGTH = 100_000  # members of a key up to which its size is found member 
 LENGTHS = {b"hash": "hlen", b"list": "llen", b"set": "scard", b"stream": "xlen", b"zset": "zcard"}
 EMBEDDED_AGE_S, EMBEDDED_BYTES = 30 * 86_400.0, 1024**3  # of ended runs on the embedded server
 EMBEDDED_SHARE = 0.25  # of its memory, if that is less
+BROKEN_BYTES, NOTES_BYTES = 16 * 1024**2, 1024**2  # above what workers keep, and what Celery notes
+_NOTES = f"{keys.BROKER_PREFIX}_kombu.binding.".encode()
 
 
 @dataclass(frozen=True)
@@ -155,7 +154,8 @@ def _num_bytes(client: Redis, names: Sequence[bytes]) -> list[int]:
 def delete_strays(client: Redis, dry_run: bool = False) -> tuple[int, int]:
     """Delete keys that ddrl does not read, though a worker's password suffices to write them.
 
-    They are those of no run, heartbeats that do not expire, and messages in queues that nobody serves.
+    They are those of no run, heartbeats that do not expire soon, messages in lists that nobody serves, long notes of
+    Celery's where replies go, without those of queues that are served, and more bad items than workers keep.
 
     Returns:
         Number of these keys, and their bytes.
@@ -165,17 +165,33 @@ def delete_strays(client: Redis, dry_run: bool = False) -> tuple[int, int]:
     known = {state.run for state in states}
     queues = {queue for state in states for queue in (state.queue, state.evaluation_queue)}
     queues |= {queue for worker in workers.alive(client) for queue in worker.queues}
+    served = {key for queue in queues for key in keys.lists(queue)}
 
     def is_stray(name: bytes) -> bool:
         key = name.decode(errors="replace")
         if key.startswith(keys.BROKER_PREFIX):
-            return keys.queue_of(key) not in queues and client.type(name) == b"list"
+            return key not in served and client.type(name) == b"list"
         if key.startswith(keys.worker("")):
-            return client.ttl(name) == -1
-        return "{" in key and keys.run_of(key) not in known
+            return client.ttl(name) == -1 or client.ttl(name) > workers.TTL_S
+        if key == keys.BROKEN:
+            return (client.memory_usage(name) or 0) > BROKEN_BYTES
+        run = keys.run_of(key)
+        return "{" in key and not (run in known and key.startswith(keys.of_run(run, "")))
 
     strays = [name for name in names if is_stray(name)]
-    num_bytes = sum(_num_bytes(client, strays))
-    for begin in range(0, 0 if dry_run else len(strays), BATCH):
+    notes = [
+        name for name in names if name.startswith(_NOTES) and _num_bytes(client, [name])[0] > NOTES_BYTES
+    ]
+    num_bytes = sum(_num_bytes(client, strays + notes))
+    if dry_run:
+        return len(strays) + len(notes), num_bytes
+    for begin in range(0, len(strays), BATCH):
         client.unlink(*strays[begin : begin + BATCH])
-    return len(strays), num_bytes
+    for name in notes:
+        cursor, page = -1, list[bytes]()
+        while cursor:
+            cursor, page = cast(Any, client).sscan(name, max(cursor, 0), count=1000)
+            ends = {one: one.rpartition(b"\x16")[2].decode(errors="replace") for one in page}
+            if junk := [one for one, queue in ends.items() if queue not in queues]:
+                client.srem(name, *junk)
+    return len(strays) + len(notes), num_bytes

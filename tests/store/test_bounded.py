@@ -147,7 +147,7 @@ def test_streams_with_late_ids_keep_the_newest_entries(client: Redis, run: str, 
 def test_a_call_looks_at_few_entries_however_short_they_are(client: Redis, run: str) -> None:
     """Else the server stands still, and Lua holds forty times what the stream takes."""
     flood(client, keys.experience(run), "'XADD', KEYS[1], '*', '', ''")
-    args = [b"0-0", b"+", stream.REPLY_BYTES, *stream.APPENDED]
+    args = [b"0-0", b"+", "1e300", *stream.APPENDED]  # whoever calls a script may give any bound
     assert len(connection.call(client, "read_counts", [keys.experience(run)], args)) < 2 * 12_000
     assert ledger.audit(client, run).unknown == 60_000
 

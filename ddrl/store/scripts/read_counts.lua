@@ -16,5 +16,5 @@ repeat
     end
   end
   last, found[#found + 1], found[#found + 2] = entry[1], entry[1], fields
-until last == ARGV[2] or copied > tonumber(ARGV[3])
+until last == ARGV[2] or copied > bound(ARGV[3], 2 ^ 23)
 return found
