@@ -1,0 +1,63 @@
+"""Random actions that drift, for exploration before anything is learned."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+PERIOD, MOST_DRAWN = (
+    1024,
+    2**21,
+)  # steps that are drawn at once; fewer where that would be more numbers than these
+
+_erf = np.vectorize(math.erf, otypes=[np.float64])
+
+
+class DriftingUniform:
+    """Uniform draws, one a step, whose changes over time are pink noise: slow ones are larger, whatever the time scale.
+
+    White noise hardly moves what has inertia: a thousand steps of it never take a car out of a valley. Pink noise does
+    not need to know how long a push has to last.
+    Source: Eberhard et al. 2023, "Pink noise is all you need: colored noise exploration in deep RL" (ICLR).
+
+    Args:
+        shape: of a draw; its entries are independent.
+        generator: source of the draws.
+    """
+
+    def __init__(self, shape: tuple[int, ...], generator: np.random.Generator) -> None:
+        self._shape, self._generator = shape, generator
+        self._drawn = np.empty((0, *shape))
+        self._next = 0
+
+    def draw(self) -> np.ndarray:
+        """Return the next draw, float64 in [0, 1]."""
+        if self._next == len(self._drawn):
+            num_steps = min(PERIOD, 2 * max(32, MOST_DRAWN // math.prod(self._shape) // 2))
+            noise = pink_noise(num_steps, self._shape, self._generator)
+            self._drawn, self._next = 0.5 * (1.0 + _erf(noise / math.sqrt(2.0))), 0
+        drawn: np.ndarray = self._drawn[self._next]
+        self._next += 1
+        return drawn
+
+
+def pink_noise(num_steps: int, shape: tuple[int, ...], generator: np.random.Generator) -> np.ndarray:
+    """Return standard normal noise [num_steps, *shape] with a power of 1/f at the frequency f over its first axis.
+
+    Source: Timmer & Koenig 1995, "On generating power law noise": independent Gaussian Fourier coefficients.
+
+    Args:
+        num_steps: even.
+        shape: of the independent series.
+        generator: source of the draws.
+    """
+    frequency = np.arange(num_steps // 2 + 1, dtype=np.float64)
+    frequency[0] = 1.0  # the mean varies as the slowest wave does
+    scale = (frequency**-0.5).reshape(-1, *[1] * len(shape))
+    real, imaginary = scale * generator.standard_normal((2, len(frequency), *shape))
+    # The mean and the fastest wave have one coefficient where the others have two.
+    power = scale[0] ** 2 + scale[-1] ** 2 + 4.0 * (scale[1:-1] ** 2).sum(axis=0)
+    imaginary[[0, -1]] = 0.0
+    noise: np.ndarray = np.fft.irfft(real + 1j * imaginary, num_steps, axis=0) * (num_steps / np.sqrt(power))
+    return noise
