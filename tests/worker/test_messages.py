@@ -122,7 +122,7 @@ def test_of_a_flood_of_bad_items_some_are_put_aside_and_the_others_dropped(
 def test_an_event_or_answer_does_not_wait_for_a_server_that_is_away(
     server: PrivateServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kombu would try again until it is back, and its worker neither connect anew nor heed a signal."""
+    """Kombu would try again until it is back, and its worker neither connect anew nor end at a signal."""
     for place, name in ((transport, "loads"), (transport.Transport, "_deliver"), (Producer, "publish")):
         monkeypatch.setattr(place, name, getattr(place, name))  # so that the test's end restores it
     messages.install()
