@@ -15,7 +15,7 @@ from ddrl.store import evaluations, metrics, runs, segments, stream, workers
 
 FLEET_S = 2.0  # between two polls of workers, other runs and the server, which cost more than the run's state
 WINDOW_S = 60.0  # over which shares and waits are measured
-# That are held, the newest; workers may write any number.
+# Only so many of the newest are held, as workers may write any number.
 MOST_ROWS, MOST_RETURNS, MOST_NOTICES = 10_000, 1_000_000, 100
 SPENT = ("process_s", "played_s", "allowance_wait_s", "room_wait_s")  # process time in all, and by purpose
 

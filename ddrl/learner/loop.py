@@ -260,7 +260,7 @@ class Learner:
                 shared.refused.append(stream.Refusal(entry.entry_id, entry.head, reason, not objection))
             if entry.fragment is not None and not reason:
                 num_steps = entry.fragment.num_transitions
-                if not self._on_policy:  # else play would wait until as many are allowed
+                if not self._on_policy:  # play waits until all that are counted were allowed
                     num_steps = min(num_steps, max(self.publisher.most_steps - shared.env_steps, 0))
                 shared.env_steps += num_steps
                 shared.returns.extend(entry.fragment.episode_return.tolist())
@@ -277,11 +277,8 @@ class Learner:
         """Log an entry that is refused, unless one was within LOG_S: a worker may write a flood of them."""
         self._num_unlogged += 1
         if (now := time.monotonic()) >= self._log_at:
-            more = (
-                f", and {self._num_unlogged - 1:,} others since the last line"
-                if self._num_unlogged > 1
-                else ""
-            )
+            others = self._num_unlogged - 1
+            more = f", and {others:,} others since the last line" if others else ""
             log.warning("entry %s refused: %s%s", entry, reason, more)
             self._num_unlogged, self._log_at = 0, now + LOG_S
 

@@ -59,7 +59,7 @@ class Shared:
     Written by the training thread:
         updates: of the algorithm.
         env_steps: transitions admitted.
-        counted: up to the last entry taken.
+        counted: how much was taken from the stream.
         refilled: steps played again after the stream was lost; the rate limiter leaves them out.
         oldest: first entry of the stream that the replay holds.
         entries: (entry_id, bytes taken up to and with it) of each entry taken; the publisher removes those it trims.
@@ -101,7 +101,7 @@ class Shared:
         self.entries.append((entry.entry_id, self.taken_bytes))
 
     def count(self, by_append: tuple[int, ...] = ()) -> None:
-        """Set `counted`, beside what the append of the last entry taken counted."""
+        """Set `counted` after an entry; `by_append`: what its append counted."""
         ledger = self.ledger
         taken = ledger.cursor, ledger.fragments, self.env_steps, self.taken_bytes
         self.counted = stream.Counted(*taken, by_append)
@@ -155,7 +155,7 @@ class Publisher:
         # The last entry that the server's ledger includes; later ones are not trimmed.
         self._ledger_cursor = b"0-0"
         self._published_updates, self._allowed = 0, -1
-        self._allowed_before = 0  # at most, by earlier learners
+        self._allowed_before = 0  # the largest allowance that an earlier learner gave
         # A version that may have been read, though a failover lost it: it is not given to other weights.
         self._unconfirmed = -1
         now = time.monotonic()

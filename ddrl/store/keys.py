@@ -78,11 +78,6 @@ def lists(queue_name: str) -> tuple[str, str]:
     return BROKER_PREFIX + queue_name, queue(queue_name)
 
 
-def queue_of(key: str) -> str:
-    """The queue of a list of Celery's."""
-    return key.removeprefix(BROKER_PREFIX).partition("\x06")[0]
-
-
 def of_run(run: str, name: str) -> str:
     """A key of a run; `name` is one of those in the table above."""
     return f"ddrl:{{{run}}}:{name}"

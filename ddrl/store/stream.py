@@ -285,12 +285,12 @@ def lower_ids(client: Redis, run: str, token: int, cursor: bytes, latest: bytes)
 
 
 class Counted(NamedTuple):
-    """What a learner has taken from the stream.
+    """How much a learner has taken from the stream, beside what the append of the last entry counted.
 
     Attributes:
-        entry_id: the last entry.
-        fragments, steps, bytes: up to and with it.
-        by_append: the same as the append that wrote it counted them; () if that is not known.
+        entry_id: of the last entry taken.
+        fragments, steps, bytes: of all entries up to and with it, as the learner counts them.
+        by_append: the same three, as the append that wrote it counted them; () if they are not known.
     """
 
     entry_id: bytes
@@ -304,7 +304,7 @@ def correct_counts(client: Redis, run: str, token: int, counted: Counted, trimme
     """Set the counts of appends right where the learner knows better; return whether they differed.
 
     Args:
-        counted: by this learner.
+        counted: what this learner has taken.
         trimmed_bytes: of these bytes, those that have left the stream.
 
     Raises:
