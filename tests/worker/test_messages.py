@@ -59,7 +59,8 @@ def bad_items(message: Any) -> Iterator[bytes]:
             values += [None, 5, ...]
         values += {"timelimit": [[10**400, None], [None, 10], [0.01, None]], "id": ["a\nb"]}.get(name, [])
         yield from (json.dumps(changed(message, ("headers", name), value)).encode() for value in values)
-    for name in ("get", "update"):  # methods of Celery's context of a task
+    # Methods of Celery's context of a task, and what it would do afterwards.
+    for name in ("get", "update", "callbacks", "errbacks", "chain", "chord"):
         yield json.dumps(changed(message, ("headers", name), "x")).encode()
     for parts in (
         [[], {"x": None}, {}],
