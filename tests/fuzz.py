@@ -597,7 +597,7 @@ def fuzz_evaluation(draw: Random, place: Place) -> None:
         {"returns": [1.0, 2.0], "lengths": [1, 2], "return_mean": 1.5, "return_std": 0.5},
     )
     client.hset(keys.evaluating(place.run), "3:1:2", json_bytes(draw, one))
-    client.hdel(keys.evaluating(place.run), "3:1:2:player")
+    client.hdel(keys.players(place.run), "3:1:2:player")
     client.xadd(keys.evaluations(place.run), {"result": json_bytes(draw, one | result)}, maxlen=3)
     evaluations.opened(client, place.run)
     evaluations.results(client, place.run)

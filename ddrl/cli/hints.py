@@ -9,7 +9,7 @@ from ddrl.cli.format import duration, size
 from ddrl.cli.output import Client
 from ddrl.envs.requirements import PACKAGES
 from ddrl.store import connection
-from ddrl.store.segments import LEVELS
+from ddrl.store.segments import LEVELS, REASON_LENGTH
 
 if TYPE_CHECKING:
     from ddrl.cli.watcher import Figures
@@ -126,7 +126,7 @@ def server_trouble(client: Client) -> str:
 
 def notice(entry: Mapping[str, Any]) -> str:
     """Return an entry of the journal as text; empty for changes of status, which the live view shows anyway."""
-    event, reason = entry["event"], entry.get("reason", "")
+    event, reason = entry["event"], entry.get("reason", "")[:REASON_LENGTH]
     if event == "set":
         return f"set {entry['option']}: {entry['from']} -> {entry['to']}"
     if event in ("created", "active", "paused", "solved", "time", "stopped", "failed"):

@@ -73,8 +73,7 @@ class EvaluationScheduler:
         self._returns: dict[int, _Sample] = {}  # of all evaluation episodes, by version
         self._lowest = math.inf  # mean return of training or of an evaluation
         self.solved = False
-        kept = weights.index(client, run).sizes
-        self._open.take_over(lambda one: one.version in kept and self._would_open(one))
+        self._open.take_over()
         rows = self._results()
         if rows and not self._open.pending:  # the last learner may have died before it decided
             self._decide(rows[-1])
@@ -211,10 +210,6 @@ class EvaluationScheduler:
             self._lowest = min(self._lowest, return_mean, *(sample.mean for sample in self._returns.values()))
             is_near = return_mean >= self._target - config.near * (self._target - self._lowest)
         return time.monotonic() - self._last_at >= (config.near_every_s if is_near else config.every_s)
-
-    def _would_open(self, one: Evaluation) -> bool:
-        mine = self._evaluation(one.version, one.purpose, one.env_steps, one.updates)
-        return one in (mine, replace(mine, num_episodes=min(mine.num_episodes, FIRST_EPISODES)))
 
     def _evaluation(self, version: int, purpose: Purpose, env_steps: int, updates: int) -> Evaluation:
         config, confirms = self._config, purpose == "confirm"

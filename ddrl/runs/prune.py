@@ -167,21 +167,28 @@ def delete_strays(client: Redis, dry_run: bool = False) -> tuple[int, int]:
     queues |= {queue for worker in workers.alive(client) for queue in worker.queues}
     served = {key for queue in queues for key in keys.lists(queue)}
 
-    def is_stray(name: bytes) -> bool:
+    def is_stray(name: bytes, kind: bytes, ttl_s: int) -> bool:
         key = name.decode(errors="replace")
         if key.startswith(keys.BROKER_PREFIX):
-            return key not in served and client.type(name) == b"list"
+            return key not in served and kind == b"list"
         if key.startswith(keys.worker("")):
-            return client.ttl(name) == -1 or client.ttl(name) > workers.TTL_S
+            return ttl_s == -1 or ttl_s > workers.TTL_S
         if key == keys.BROKEN:
             return (client.memory_usage(name) or 0) > BROKEN_BYTES
         run = keys.run_of(key)
         return "{" in key and not (run in known and key.startswith(keys.of_run(run, "")))
 
-    strays = [name for name in names if is_stray(name)]
-    notes = [
-        name for name in names if name.startswith(_NOTES) and _num_bytes(client, [name])[0] > NOTES_BYTES
-    ]
+    strays: list[bytes] = []
+    for begin in range(0, len(names), BATCH):
+        batch = names[begin : begin + BATCH]
+        with client.pipeline(transaction=False) as pipe:
+            for name in batch:
+                pipe.type(name), pipe.ttl(name)
+            replies = pipe.execute()
+        looks = zip(batch, replies[::2], replies[1::2], strict=True)
+        strays += [name for name, kind, ttl_s in looks if is_stray(name, kind, ttl_s)]
+    notes = [name for name in names if name.startswith(_NOTES)]
+    notes = [name for name, size in zip(notes, _num_bytes(client, notes), strict=True) if size > NOTES_BYTES]
     num_bytes = sum(_num_bytes(client, strays + notes))
     if dry_run:
         return len(strays) + len(notes), num_bytes

@@ -1,14 +1,14 @@
 """Evaluations: opened by a learner or a command, played by any worker, each result stored once.
 
-Each requester (the run's learner, or one `ddrl evaluate`) has its own hash of open evaluations and its own stream of
-results. Those of a command expire unless the command goes on polling.
+Each requester (the run's learner, or one `ddrl evaluate`) has its own hash of open evaluations, which workers only
+read, its own hash of their players, and its own stream of results. Those of a command expire unless it goes on polling.
 
 A task's argument names an evaluation as `[<requester>/]<id>`, where <id> is `<version>:<first_seed>:<num_episodes>`.
-Fields of the hash, for each evaluation:
-    <id>         the evaluation, JSON; deleted when the evaluation closes
+In the hash of open evaluations <id> is the evaluation, JSON, until it closes. In the hash of players:
     <id>:player  who plays it
     <id>:beats   how often its players have confirmed that they play
     <id>:error   why a worker could not play it
+    <id>:done    it has a result
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import FailFast, Field, TypeAdapter, ValidationError
 from redis import Redis
@@ -34,10 +34,9 @@ from ddrl.types import EvaluationResult
 log = logging.getLogger(__name__)
 
 TTL_S = 300  # a command's keys expire this long after its last poll
-MOST_TAKEN_OVER = 2  # open evaluations of a run's former learner, which opens one at a time
 MAX_LOSSES = 3  # losses after which a command's evaluation is given up
 ERROR_LENGTH = 300
-_PARTS = ("", ":player", ":beats", ":error")
+_PARTS = (":player", ":beats", ":error", ":done")
 
 _MESSAGE = re.compile(r"([0-9a-f]{16}/)?[0-9]{1,18}:[0-9]{1,18}:[0-9]{1,9}", re.ASCII)
 
@@ -116,7 +115,7 @@ def take(client: Redis, run: str, message: str, player: str) -> Evaluation | Non
         player: random id of this attempt to play it.
 
     Returns:
-        None if it has a result, was withdrawn, is played by another, or `message` is malformed.
+        None if it has a result, was never opened or is withdrawn, is played by another, or `message` is malformed.
 
     Raises:
         ValueError: the stored evaluation cannot be read.
@@ -124,8 +123,7 @@ def take(client: Redis, run: str, message: str, player: str) -> Evaluation | Non
     if _MESSAGE.fullmatch(message) is None:
         return None
     requester, _, evaluation_id = message.rpartition("/")
-    args = [evaluation_id, player, TTL_S if requester else 0]
-    raw = call(client, "take_evaluation", [keys.evaluating(run, requester)], args)
+    raw = call(client, "take_evaluation", _hashes(run, requester), [evaluation_id, player])
     try:
         return None if raw is None else _EVALUATION.validate_json(raw)
     except ValidationError as error:
@@ -139,15 +137,20 @@ def finish(client: Redis, run: str, message: str, evaluation: Evaluation, result
     requester, _, evaluation_id = message.rpartition("/")
     score = {"return_mean": result.return_mean, "return_std": result.return_std}
     row = asdict(evaluation) | vars(result) | score
-    script_keys = [keys.evaluating(run, requester), keys.evaluations(run, requester)]
+    script_keys = [*_hashes(run, requester), keys.evaluations(run, requester)]
     ttl_s = TTL_S if requester else 0
     return bool(call(client, "finish_evaluation", script_keys, [evaluation_id, json.dumps(row), ttl_s]))
 
 
 def fail(client: Redis, run: str, message: str, reason: str) -> None:
-    """Store why an evaluation could not be played; it stays open, for another worker."""
+    """Store why an evaluation could not be played, "" for no fault of it; it stays open, for another worker."""
     requester, _, evaluation_id = message.rpartition("/")
-    call(client, "fail_evaluation", [keys.evaluating(run, requester)], [evaluation_id, reason[:ERROR_LENGTH]])
+    call(client, "fail_evaluation", _hashes(run, requester), [evaluation_id, reason[:ERROR_LENGTH]])
+
+
+def _hashes(run: str, requester: str) -> list[str]:
+    """The keys of a requester's open evaluations and of their players."""
+    return [keys.evaluating(run, requester), keys.players(run, requester)]
 
 
 # --- for learners and commands ---------------------------------------------------------------------------
@@ -159,7 +162,7 @@ class _Pending:
 
     evaluation: Evaluation
     is_sent: bool = False
-    heartbeat: tuple[bytes | None, bytes | None] = (None, None)  # player and beats, as read last
+    heartbeat: tuple[bytes | None, bytes | None] = (None, b"0")  # player and beats, as read last
     active_at: float = 0.0  # when it was sent or the heartbeat changed
     losses: int = 0
 
@@ -192,8 +195,10 @@ class OpenEvaluations:
     ) -> None:
         self._client, self._run, self._send, self.timeout_s = client, run, send, timeout_s
         self._requester = secrets.token_hex(8) if token is None else ""
-        self._open_key = keys.evaluating(run, self._requester)
-        self._results_key = keys.evaluations(run, self._requester)
+        self._hashes, self._results_key = (
+            _hashes(run, self._requester),
+            keys.evaluations(run, self._requester),
+        )
         self._token = token or 0  # the fence lets 0 pass
         self._cursor, self._returns_all = b"0-0", token is not None
         self.given_up: dict[str, str] = {}
@@ -204,11 +209,9 @@ class OpenEvaluations:
         """Evaluations that have no result yet."""
         return [item.evaluation for item in self._pending.values()]
 
-    def take_over(self, is_expected: Callable[[Evaluation], bool]) -> None:
-        """Wait for the run's open evaluations, of an earlier learner; not for what a worker may have written."""
-        found = opened(self._client, self._run)
-        mine = [(name, _Pending(one)) for name, one in found.items() if is_expected(one)]
-        self._pending = dict(mine[:MOST_TAKEN_OVER])
+    def take_over(self) -> None:
+        """Wait for the run's open evaluations, of an earlier learner."""
+        self._pending = {name: _Pending(one) for name, one in opened(self._client, self._run).items()}
 
     def open(self, evaluations: Sequence[Evaluation]) -> None:
         """Open evaluations and send them. If sending raises, the next `poll` sends the rest.
@@ -231,17 +234,21 @@ class OpenEvaluations:
         states = self._states()  # read before the results, so that a result stored in between is not missed
 
         def close(row: dict[str, Any]) -> dict[str, Any] | None:
-            is_open = self._pending.pop(f"{row['version']}:{row['first_seed']}:{row['num_episodes']}", None)
-            return row if is_open or self._returns_all else None
+            item = self._pending.get(f"{row['version']}:{row['first_seed']}:{row['num_episodes']}")
+            if item is not None:
+                self._close(item)
+            return row if item is not None or self._returns_all else None
 
         rows, self._cursor = results(
             self._client, self._run, self._cursor, requester=self._requester, keep=close
         )
         self._returns_all = False
         for evaluation_id, item in list(self._pending.items()):
-            lost: list[bytes | None] = [None, None, b"its result is missing or cannot be read"]
-            player, beats, error = states.get(evaluation_id, lost)
-            self._check(item, (player, beats), short_text(error or b""))
+            player, beats, error, done = states[evaluation_id]
+            if done:
+                self._check(item, item.heartbeat, "its result is missing or cannot be read")
+            else:
+                self._check(item, (player, beats), short_text(error or b""))
         self._send_unsent()
         return rows
 
@@ -257,7 +264,7 @@ class OpenEvaluations:
 
     def withdraw(self) -> None:
         """Delete a command's evaluations and results (never a run's); their players stop within seconds."""
-        self._client.delete(self._open_key, self._results_key)
+        self._client.delete(*self._hashes, self._results_key)
 
     def _check(self, item: _Pending, heartbeat: tuple[bytes | None, bytes | None], error: str) -> None:
         """Give an evaluation up, note a heartbeat of its player, or open a lost one again."""
@@ -279,14 +286,17 @@ class OpenEvaluations:
                 item.is_sent = False
 
     def _give_up(self, item: _Pending, reason: str) -> None:
-        script_keys = [keys.state(self._run), self._open_key]
-        call(self._client, "close_evaluation", script_keys, [self._token, item.evaluation.id])
+        self._close(item)
         self.given_up[item.evaluation.id] = reason
+
+    def _close(self, item: _Pending) -> None:
+        script_keys = [keys.state(self._run), *self._hashes]
+        call(self._client, "close_evaluation", script_keys, [self._token, item.evaluation.id])
         del self._pending[item.evaluation.id]
 
     def _write(self, evaluations: Sequence[Evaluation]) -> None:
         """Open evaluations on the server, for anyone to play."""
-        script_keys = [keys.state(self._run), self._open_key]
+        script_keys = [keys.state(self._run), *self._hashes]
         items = {one.id: json.dumps(asdict(one)) for one in evaluations}
         ttl_s = TTL_S if self._requester else 0
         call(self._client, "open_evaluations", script_keys, [self._token, ttl_s, items])
@@ -297,27 +307,25 @@ class OpenEvaluations:
                 self._send(f"{self._requester}/{evaluation_id}" if self._requester else evaluation_id)
                 item.is_sent, item.active_at = True, time.monotonic()
 
-    def _states(self) -> dict[str, list[bytes | None]]:
-        """Return player, beats and error of each pending evaluation that is open; put off the expiry of a command's."""
+    def _states(self) -> dict[str, tuple[bytes | None, ...]]:
+        """Return player, beats, error and done of each pending evaluation; put off the expiry of a command's."""
         pending = list(self._pending)
         with self._client.pipeline(transaction=False) as pipe:
-            bounded.values(pipe, self._open_key, [one + part for one in pending for part in _PARTS])
-            if self._requester:
-                pipe.expire(self._open_key, TTL_S)
-                pipe.expire(self._results_key, TTL_S)
+            bounded.values(pipe, self._hashes[1], [one + part for one in pending for part in _PARTS])
+            for key in (*self._hashes, self._results_key) if self._requester else ():
+                pipe.expire(key, TTL_S)
             values = execute(pipe)[0]
         parts = zip(*(values[place :: len(_PARTS)] for place in range(len(_PARTS))), strict=True)
-        return {one: rest for one, (stored, *rest) in zip(pending, parts, strict=True) if stored is not None}
+        return dict(zip(pending, parts, strict=True))
 
 
 def opened(client: Redis, run: str) -> dict[str, Evaluation]:
     """Return the run's own open evaluations by id."""
     found = {}
-    for name, value in bounded.fields(client, keys.evaluating(run)).items():
-        with contextlib.suppress(ValidationError):  # as for the players and so on
+    for value in cast("dict[bytes, bytes]", client.hgetall(keys.evaluating(run))).values():
+        with contextlib.suppress(ValidationError):  # of another version of ddrl
             evaluation = _EVALUATION.validate_json(value)
-            if evaluation.id.encode() == name:
-                found[evaluation.id] = evaluation
+            found[evaluation.id] = evaluation
     return found
 
 

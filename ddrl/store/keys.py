@@ -28,8 +28,10 @@ Redis Cluster is not supported: some scripts touch the keys of several runs. `<r
 | ddrl:{run}:ledger                 | hash   | learner              | learner, audit            | producer -> JSON list (see `ledger.Row`); `cursor`: the last entry covered | a field: until folded |
 | ddrl:{run}:weights                | hash   | learner              | all                       | latest and best version; bytes, time, updates of each kept one | the run's |
 | ddrl:{run}:weights:<v>            | string | learner              | collector, cli            | weights of a version, safetensors                            | until pruned |
-| ddrl:{run}:evaluating             | hash   | learner, worker      | evaluation worker         | the run's open evaluations and who plays each                | a field: until its result |
-| ddrl:{run}:evaluating:<r>         | hash   | cli, worker          | evaluation worker         | the same of one `ddrl evaluate`                              | expires |
+| ddrl:{run}:evaluating             | hash   | learner              | evaluation worker         | the run's open evaluations                                   | a field: until its result |
+| ddrl:{run}:evaluating:<r>         | hash   | cli                  | evaluation worker         | the same of one `ddrl evaluate`                              | expires |
+| ddrl:{run}:players                | hash   | evaluation worker    | learner                   | who plays each of the run's open evaluations                 | a field: until its result |
+| ddrl:{run}:players:<r>            | hash   | evaluation worker    | cli                       | the same of one `ddrl evaluate`                              | expires |
 | ddrl:{run}:evaluations            | stream | evaluation worker    | learner, cli              | the run's results: version, seeds, returns                   | the run's |
 | ddrl:{run}:evaluations:<r>        | stream | evaluation worker    | cli                       | results of one `ddrl evaluate`                               | expires |
 | ddrl:{run}:episodes               | stream | collector            | learner, cli              | finished training episodes                                   | capped |
@@ -129,6 +131,11 @@ def evaluations(run: str, requester: str = "") -> str:
 def evaluating(run: str, requester: str = "") -> str:
     """Open evaluations: the run's, or those of one `ddrl evaluate`."""
     return of_run(run, f"evaluating:{requester}" if requester else "evaluating")
+
+
+def players(run: str, requester: str = "") -> str:
+    """Who plays open evaluations: the run's, or those of one `ddrl evaluate`."""
+    return of_run(run, f"players:{requester}" if requester else "players")
 
 
 def checkpoint_part(run: str, token: int, number: int, part: int) -> str:

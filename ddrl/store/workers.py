@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import socket
 from dataclasses import asdict, dataclass
+from typing import cast
 
 from pydantic import TypeAdapter, ValidationError
 from redis import Redis
@@ -66,6 +69,17 @@ def beat(client: Redis, heartbeat: Heartbeat) -> None:
     """Write the heartbeat."""
     client.set(keys.worker(_name(heartbeat)), json.dumps(asdict(heartbeat)), ex=TTL_S)
     client.sadd(keys.WORKERS, _name(heartbeat))
+
+
+def is_draining(client: Redis, node: str) -> bool:
+    """Return whether the worker of the calling process is leaving."""
+    pids = os.getppid(), os.getpid()  # of a pool's process, and of a pool of threads
+    beats = client.mget(keys.worker(f"{node}:{socket.gethostname()}:{pid}") for pid in pids)
+    for beat in cast("list[bytes | None]", beats):
+        with contextlib.suppress(ValidationError):
+            if _HEARTBEAT.validate_json(beat or b"").draining:
+                return True
+    return False
 
 
 def leave(client: Redis, heartbeat: Heartbeat) -> None:

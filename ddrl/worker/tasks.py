@@ -16,12 +16,20 @@ from typing import Any, cast
 from kombu.exceptions import OperationalError
 
 from ddrl import policy
-from ddrl.celery import EVALUATE, QUEUES_VARIABLE, ROLLOUT, app, process_memory_bytes, queues
+from ddrl.celery import (
+    EVALUATE,
+    QUEUES_VARIABLE,
+    ROLLOUT,
+    app,
+    process_memory_bytes,
+    queues,
+    send_evaluation,
+)
 from ddrl.config import ConfigError, first_line
 from ddrl.envs import requirements
 from ddrl.envs.requirements import UnfitError
 from ddrl.runs.evaluation import score
-from ddrl.store import connection, evaluations, logs, runs, segments
+from ddrl.store import connection, evaluations, logs, runs, segments, workers
 from ddrl.store.connection import Redis
 from ddrl.store.segments import Process
 from ddrl.worker.segment import Players, play
@@ -30,10 +38,9 @@ from ddrl.worker.watchdog import Watchdog, ends_without_memory
 PAUSE_S = 1.0  # after a task that failed, before the process takes the next one
 STORE_TIMEOUT_S = 60.0  # for storing a result during an outage of the server
 IDLE_S = 0.25  # after a message that found no run to play
-MOST_EPISODES = 1_000  # of a run's own evaluation, if its config has none longer: any worker may write one
 REFUSED_S = 30.0  # before a process tries a run again that it could not play
 REPEAT_S = 30.0  # before the same warning is logged again
-BEAT_S = 3.0  # between two reports that an evaluation is still played
+BEAT_S = 1.0  # between two reports that an evaluation is still played
 
 log = logging.getLogger(__name__)
 _local = threading.local()  # in a pool of threads each plays for itself
@@ -153,17 +160,18 @@ def evaluate(self: Any, run: str, message: str) -> bool:
     """Play an open evaluation of a run or of a command; return whether its result was stored."""
     mine, stored = kept(), False
     with failures_reported(mine, run, self.request.hostname or "-"):
-        stored = play_evaluation(mine.client, run, message)
+        stored = play_evaluation(mine.client, run, message, node=self.request.hostname or "-")
     return stored
 
 
 class Withdrawn(Exception):
-    """The evaluation being played was withdrawn, or another worker plays it."""
+    """The evaluation being played was withdrawn, another worker plays it, or this one leaves."""
 
 
-def play_evaluation(client: Redis, run: str, message: str) -> bool:
+def play_evaluation(client: Redis, run: str, message: str, *, node: str = "-") -> bool:
     """Play an open evaluation and store its result; return False if there is nothing to do, or a command's fails.
 
+    Where the worker, named `node`, leaves, the evaluation is sent again for another one.
     The reason of a failure is noted with the evaluation. An error in one of the run's own is also raised.
     """
     player = secrets.token_hex(8)
@@ -178,14 +186,15 @@ def play_evaluation(client: Redis, run: str, message: str) -> bool:
         with suppress(*connection.OUTAGES):  # the result can wait for the server
             if evaluations.take(client, run, message, player) is None:
                 raise Withdrawn
+            if workers.is_draining(client, node):
+                evaluations.fail(client, run, message, "")
+                send_evaluation(run, message, runs.state(client, run).evaluation_queue)
+                raise Withdrawn
 
     try:
         if (evaluation := evaluations.take(client, run, message, player)) is None:
             return False
         config = runs.config(client, run)
-        most = max(MOST_EPISODES, config.evaluation.num_episodes, config.evaluation.confirm_episodes)
-        if evaluations.is_of_run(message) and evaluation.num_episodes > most:
-            return False  # no learner has opened it
         requirements.check_machine(config, runs.state(client, run).versions)
         with watchdog.watch(run, config.env.id, config.rollout.step_timeout_s):
             result = score(

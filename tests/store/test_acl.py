@@ -100,6 +100,8 @@ FORBIDDEN = {
         XTRIM {EXPERIENCE} MAXLEN 0 | XDEL {EXPERIENCE} 0-1 | HSET {keys.ledger("run")} 1 x
         XADD {keys.metrics("run")} * row x | XADD {keys.allowance("run")} * allowance 9
         HSET {STATE} status failed | HSETNX {STATE} x y | HINCRBY {STATE} fence 1 | HSET {STATE} checkpoint x
+        HSET {keys.evaluating("run")} 1:2:3 x | HDEL {keys.evaluating("run")} 1:2:3
+        HSET {keys.evaluating("run", "r")} 1:2:3 x | EXPIRE {keys.players("run", "r")} 1
         HSET {EXPERIENCE} a b | RPUSH {COUNTS} a | SADD {COUNTS} a | XADD {COUNTS} * a b | INCRBY {COUNTS} 1
         XADD {keys.producers("run")} * a b | HSET {JOURNAL} a b | SADD {JOURNAL} a | HSET {DRAINING} a b
         HSET {keys.PRODUCERS} a b | INCRBY {keys.PRODUCERS} 9 | SET {keys.PRODUCERS} 9 | SADD {keys.PRODUCERS} a
@@ -215,5 +217,5 @@ def test_the_examples_hold_no_password_and_no_key_that_is_not_ours() -> None:
         assert text.count("\n") == 1 and ">" not in text and "nopass" not in text
         for name in re.findall(r"~(ddrl:\S+?)\)?(?:\s|$)", text):
             known = re.sub(r"broker:.*", "broker:*", name.replace("{*}", "{run}"))
-            known = re.sub(r"(worker|weights|evaluating|evaluations):\*$", r"\1:<", known)
+            known = re.sub(r"(worker|weights|evaluating|players|evaluations):\*$", r"\1:<", known)
             assert f"| {known}" in table or known in ("ddrl:*", "ddrl:{run}:*"), name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -70,7 +69,7 @@ def test_of_a_flood_of_entries_the_newest_are_read_and_one_more_trims_it(client:
 
 
 def test_scripts_have_bounds_of_their_own_and_no_command_of_the_callers(client: Redis, run: str) -> None:
-    key = keys.evaluating(run)
+    key = keys.refusals(run)
     client.hset(key, mapping={"0": "x", "x": "x", "COUNT": ""})
     with pytest.raises(ResponseError, match="WRONGTYPE"):  # HMGET would be a loop without an end
         connection.call(client, "read_all", [key], ["HMGET", 1000, 1000, 1000])
@@ -97,7 +96,7 @@ def test_long_heartbeats_and_lines_of_logs_are_cut(
 
 def test_a_flood_of_fields_is_deleted_and_of_long_ones_a_part_is_read(client: Redis, run: str) -> None:
     """Else it would delay all that looks at it until as many looks have cleared it."""
-    for key in (keys.playing(run), keys.refusals(run), keys.producers(run), keys.evaluating(run)):
+    for key in (keys.playing(run), keys.refusals(run), keys.producers(run)):
         flood(client, key, "'HSET', KEYS[1], i, '{}'", num=SOME)
         assert len(bounded.fields(client, key)) == SOME
         flood(client, key, "'HSET', KEYS[1], i, '{}'")
@@ -126,8 +125,6 @@ def test_a_value_that_is_too_long_is_as_if_it_were_missing(client: Redis, run: s
     )
     state = runs.state(client, run)
     assert (state.error, state.crashes, state.appended_steps) == ("", 3, 0)
-    client.hset(keys.evaluating(run), ONE.id, json.dumps(vars(ONE)) + " " * 20_000)
-    assert evaluations.take(client, run, ONE.id, "player") is None
 
 
 def test_all_forged_producers_are_folded_at_once(client: Redis, run: str, token: int) -> None:

@@ -49,6 +49,11 @@ class Waiting(OpenEvaluations):
         requester = self.sent[0].rpartition("/")[0]
         return keys.evaluating(self.run, requester), keys.evaluations(self.run, requester)
 
+    @property
+    def players(self) -> str:
+        """The key of their players."""
+        return keys.players(self.run, self.sent[0].rpartition("/")[0])
+
 
 RESULT = EvaluationResult((1.5, -2.5), (3, 4))
 
@@ -167,10 +172,12 @@ def test_a_new_learner_takes_over_open_evaluations(client: Redis, run: str, toke
     assert first.sent == [WANTED[0].id, WANTED[1].id]
     successor = Waiting(client, run, token=token)
     assert successor.pending == []
-    successor.take_over(WANTED[1:].__contains__)
-    assert successor.pending == [WANTED[1]] and successor.sent == []
+    successor.take_over()
+    assert successor.pending == WANTED[:2] and successor.sent == []
     successor.poll()
-    assert successor.sent == [WANTED[1].id]
+    assert successor.sent == [WANTED[0].id, WANTED[1].id]
+    assert successor.finish(0, WANTED[0]) and [row["first_seed"] for row in successor.poll()] == [100]
+    assert [*evaluations.opened(client, run)] == [WANTED[1].id], "one with a result is closed"
 
 
 def test_only_the_newest_learner_opens_evaluations(client: Redis, run: str, token: int) -> None:
@@ -185,8 +192,8 @@ def test_only_the_newest_learner_opens_evaluations(client: Redis, run: str, toke
 def test_keys_of_a_command_expire_unless_it_polls_and_go_when_it_withdraws(command: Waiting) -> None:
     client = command.client
     assert command.take(0, "a") and command.finish(1, WANTED[1])
-    own = command.own_keys
-    assert client.exists(*own) == 2
+    own = *command.own_keys, command.players
+    assert client.exists(*own) == 3
     for key in own:
         assert 0 < client.ttl(key) <= evaluations.TTL_S
         client.expire(key, 5)
@@ -229,8 +236,8 @@ def test_an_incomplete_result_is_left_out(client: Redis, run: str, token: int, t
     command, learner = Waiting(client, run), Waiting(client, run, token=token, timeout_s=0.0)
     for waiting in (command, learner):
         waiting.open(WANTED[:2])
-        evaluating, results = waiting.own_keys
-        client.hdel(evaluating, WANTED[0].id)
+        _, results = waiting.own_keys
+        client.hset(waiting.players, f"{WANTED[0].id}:done", 1)
         row = text if isinstance(text, bytes) else json.dumps({**FIGURES, **vars(WANTED[0]), **text})
         for fields in ({"result": row}, {"other": b""}):
             client.xadd(results, fields)

@@ -63,7 +63,7 @@ def write_counts(value: Any) -> Attack:
 
 def write_hashes(worker: redis.Redis, run: Run) -> None:
     """Junk in the hashes, under names of all kinds."""
-    for key in (keys.producers, keys.playing, keys.refusals, keys.evaluating):
+    for key in (keys.producers, keys.playing, keys.refusals, keys.players):
         for number, value in enumerate(JUNK):
             for name in (number + 900, "-1", "-2x", "cursor", "0:0:9", b"\xff", "9" * 18):
                 worker.hset(key(run.id), name, value)
@@ -78,8 +78,6 @@ def write_hashes(worker: redis.Redis, run: Run) -> None:
     for number, value in enumerate((-HUGE, HUGE, -1)):
         fields = {"last_ms": value, "fragments": value}
         worker.hset(keys.producers(run.id), str(7_000_000 + number), json.dumps(fields))
-    other = {"version": 99, "first_seed": 5, "num_episodes": 1, "purpose": "watch"}
-    worker.hset(keys.evaluating(run.id), "1:2:3", json.dumps(other))
 
 
 def write_streams(worker: redis.Redis, run: Run) -> None:

@@ -75,7 +75,7 @@ REPEATED = {
     "producers",
     "full",
     "claim",
-    "evaluating",
+    "players",
     "crashes",
     "crashes_total",
     "journal",
@@ -166,7 +166,7 @@ class Run:
     best: int = -1
     checkpoint: tuple[int, int, bytes, dict[str, Any]] | None = None  # token, number, tensors, meta
     stray: dict[str, int] = field(default_factory=dict)  # part -> token
-    evaluating: dict[str, tuple[str, int]] = field(default_factory=dict)  # id -> player, beats
+    evaluating: dict[str, str | None] = field(default_factory=dict)  # id -> player; None: it has a result
     results: list[str] = field(default_factory=list)
     journal: list[str] = field(default_factory=lambda: ["created"])
 
@@ -293,14 +293,14 @@ class Run:
             self.virtual_ms = (self.virtual_ms or 0.0) + (spent_ms - charge_ms) / weight
 
     def take_evaluation(self, name: str, player: str) -> bool:
-        holder, beats = self.evaluating.get(name, ("another", 0))
-        if holder not in ("", player):
+        if self.evaluating.get(name) not in ("", player):
             return False
-        self.evaluating[name] = (player, beats + 1)
+        self.evaluating[name] = player
         return True
 
     def finish_evaluation(self, name: str) -> None:
-        if self.evaluating.pop(name, None) is not None:
+        if self.evaluating.get(name) is not None:
+            self.evaluating[name] = None
             self.results.append(name)
 
 
@@ -1108,7 +1108,7 @@ class Scripts(RuleBasedStateMachine):
             opened.store(one, RESULT) if is_stored else opened.open([one])
 
         if self.write(name, age, act) and run:
-            run.evaluating[one.id] = ("", run.evaluating.get(one.id, ("", 0))[1])
+            run.evaluating[one.id] = ""
             if is_stored:
                 run.finish_evaluation(one.id)
 
@@ -1130,16 +1130,11 @@ class Scripts(RuleBasedStateMachine):
 
         def act(token: int) -> None:
             opened = self.opens(name, token, timeout_s=0.0)
-            opened.take_over(lambda _: True)
+            opened.take_over()
             assert len(opened.poll()) == len(run.results) and opened.poll() == []
 
         if self.write(name, age, act):
-            kept = {one for one in lost if int(one.split(":")[0]) in run.blobs}
-            run.evaluating = {
-                one: ("", beats) if one in kept else (player, beats)
-                for one, (player, beats) in run.evaluating.items()
-                if one in kept or one not in lost
-            }
+            run.evaluating = {one: "" for one in lost if int(one.split(":")[0]) in run.blobs}
         self.take_evaluation(name, one, "b")
 
     @step(number=RUN, place=FEW, player=NODE, end=st.sampled_from(["", "", "finish", "finish", "fail"]))
@@ -1156,7 +1151,7 @@ class Scripts(RuleBasedStateMachine):
             run.finish_evaluation(one)
         elif end == "fail":
             evaluations.fail(self.client, name, one, "no display")
-            run.evaluating[one] = ("", run.evaluating[one][1])
+            run.evaluating[one] = ""
 
     @step(number=RUN, is_failing=st.booleans())
     def request_evaluation(self, number: int, is_failing: bool) -> None:

@@ -1,5 +1,6 @@
 -- fenced
--- Close an evaluation without a result.
--- KEYS: 1 state (hash), 2 evaluating (hash). ARGV: 1 token, 2 id. Answer: how many of its fields there were.
+-- Close an evaluation: it has a result, or is given up.
+-- KEYS: 1 state (hash), 2 evaluating (hash), 3 players (hash). ARGV: 1 token, 2 id. Answer: 1; 0 if it was not open.
 local id = ARGV[2]
-return redis.call('HDEL', KEYS[2], id, id .. ':player', id .. ':beats', id .. ':error')
+redis.call('HDEL', KEYS[3], id .. ':player', id .. ':beats', id .. ':error', id .. ':done')
+return redis.call('HDEL', KEYS[2], id)
