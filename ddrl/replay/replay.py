@@ -116,8 +116,8 @@ class Replay:
         self._seen: set[int] = set()  # producers since the last count of them
         self._seen_before: set[int] = set()  # and between the last two counts
         self._num_draws = 0
-        self._staleness: deque[int] = deque()  # of the fragments admitted since the last figures
-        self._sums: deque[tuple[int, int]] = deque()  # likewise: items, and rewards in their sums
+        self._admitted: deque[tuple[int, int, int]] = deque()
+        """(versions of staleness, items, rewards in their sums) of the fragments admitted since the last figures."""
         self.num_dropped = self.num_waiting = 0  # fragments; none, whatever version played them
         self.first_version = 0
 
@@ -201,8 +201,7 @@ class Replay:
             is_usable = cut.td_error is not None and bool((cut.td_error < _MAX_TD_ERROR).all())
             self.priorities.append(entry.num_items, cut.td_error if is_usable else None)
             self.priorities.drop(self.first_item)
-        self._staleness.append(version - fragment.policy_version)
-        self._sums.append((len(cut), cut.num_rewards))
+        self._admitted.append((version - fragment.policy_version, len(cut), cut.num_rewards))
         self._seen.add(fragment.producer)
 
     def _evict(self) -> None:
@@ -327,18 +326,18 @@ class Replay:
 
         The training thread may append meanwhile.
         """
-        staleness = [self._staleness.popleft() for _ in range(len(self._staleness))]
         row = {
             "samples_per_insert": self._rate_limiter.samples_per_insert(num_steps, num_updates),
             "replay_size": float(len(self)),
             "replay_bytes": float(self.num_bytes),
         }
-        num_items, num_rewards = np.sum(
-            [(0, 0)] + [self._sums.popleft() for _ in range(len(self._sums))], axis=0
-        )
-        if num_rewards:
-            row["n_step_mean"] = num_rewards / num_items
-        return row | ({"staleness": sum(staleness) / len(staleness)} if staleness else {})
+        admitted = [self._admitted.popleft() for _ in range(len(self._admitted))]
+        if admitted:
+            staleness, num_items, num_rewards = map(sum, zip(*admitted, strict=True))
+            if num_rewards:
+                row["n_step_mean"] = num_rewards / num_items
+            row["staleness"] = staleness / len(admitted)
+        return row
 
     def check_valid(self) -> None:
         """Assert every invariant; for tests, after each mutation. Takes time in O(len)."""
