@@ -5,8 +5,7 @@ The requirements are those of `trunks.make_trunk`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -43,23 +42,14 @@ def custom_trunk(
     except ModuleError as error:
         raise NetworkError(f"network {error}") from None
     try:
-        with _seeded(generator):
+        seed = None if generator is None else int(torch.randint(2**63 - 1, (), generator=generator))
+        with torch.random.fork_rng(devices=[], enabled=seed is not None):
+            if seed is not None:
+                torch.default_generator.manual_seed(seed)
             module = _make(make, observation_shape, kwargs)
             return module, _check(module, observation_shape)
     except NetworkError as error:
         refuse(network, str(error))
-
-
-@contextmanager
-def _seeded(generator: Generator | None) -> Iterator[None]:
-    """Seed torch's global CPU generator from `generator` for the block; restore it afterwards."""
-    if generator is None:
-        yield
-        return
-    seed = int(torch.randint(2**63 - 1, (), generator=generator))
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        yield
 
 
 def _make(make: Callable[..., Any], shape: tuple[int, ...], kwargs: Mapping[str, Any]) -> nn.Module:
