@@ -87,10 +87,8 @@ class AtariVector:
         self.single_observation_space = Box(0, 255, (height, width, 3)[: 2 + in_color], np.uint8)
         self.single_action_space = self._games.single_action_space
         self._num_actions = int(self.single_action_space.n)  # type: ignore[attr-defined]
-        fire = [
-            index for index, action in enumerate(self._games.ale.get_action_set()) if action.name == "FIRE"
-        ]
-        self._fire = fire[0] if fire and atari.fire_reset else None
+        actions = [action.name for action in self._games.ale.get_action_set()]
+        self._fire = actions.index("FIRE") if atari.fire_reset and "FIRE" in actions else None
         self._episodic_life = atari.episodic_life
         self._max_steps = -(-atari.max_frames // atari.frame_skip)
         self._steps = np.zeros(num_envs, np.int64)  # of the episode each lane is in
