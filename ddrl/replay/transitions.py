@@ -79,10 +79,7 @@ class TransitionItems:
 
     def plan(self, items: Columns, steps: Ring, rows: Rows) -> Callable[[], Batch]:
         """Look up what B items need; the result gathers them, in any thread."""
-        ends = np.empty((2, len(items["row"])), np.int64)
-        ends[0] = items["row"]
-        np.add(ends[0], items["ahead"], out=ends[1])
-        read = rows.plan(ends)
+        read = rows.plan(np.array([items["row"], items["row"] + items["ahead"]]))  # [2, B]
 
         def gather() -> Batch:
             observation, next_observation = read()
