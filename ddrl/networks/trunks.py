@@ -171,7 +171,9 @@ class Trunk(nn.Module):
         activate = self._activate
         if self._stages:
             x = channels_first(x)
-            x = x if self._network == "conv" else _to_channels_last(x)
+            # By a quarter faster to train with on a CPU; a forward pass alone is a little slower in it.
+            if self._network != "conv" and torch.is_grad_enabled() and x.device.type == "cpu":
+                x = x.contiguous(memory_format=torch.channels_last)
             if self._network == "impala":
                 x = activate(self._residual_sums(x))
             else:
@@ -218,13 +220,6 @@ def _residual_convolutions(
         convolutions += [make((num_inputs, width, 3, 1), 1, gain=1.0) for num_inputs in inputs]
         channels, sides = width, [(side + 1) // 2 for side in sides]
     return convolutions, channels * math.prod(sides)
-
-
-def _to_channels_last(x: Tensor) -> Tensor:
-    """Return images [B, C, H, W] in the memory format that is faster to train with on a CPU, by a quarter."""
-    if torch.is_grad_enabled() and x.device.type == "cpu":
-        return x.contiguous(memory_format=torch.channels_last)
-    return x  # a forward pass alone is a little slower in it
 
 
 def _image(network: str, shape: tuple[int, ...]) -> tuple[int, list[int]]:
