@@ -20,6 +20,7 @@ from numpy.typing import DTypeLike, NDArray
 from ddrl.types import Fragment
 
 _CHUNK_ROWS = 24
+_MOST_CHUNK_ROWS = _CHUNK_ROWS * 3 // 2  # of a fragment that is too short to be cut in two
 _LEVEL = 5
 _CHUNK_OVERHEAD_BYTES = sys.getsizeof(b"") + 8  # the object, and its place in the dict
 _CACHE_BYTES = 1024**2
@@ -256,13 +257,11 @@ class PackedRows:
     Attributes:
         columns: [R, ...] each, of the ring; chunks are counted from 0 in them.
         chunks: compressed observations.
-        longest: observations in the largest chunk.
         shape, dtype: of an observation, `*O`; of compressed ones only.
     """
 
     columns: Columns
     chunks: tuple[bytes, ...] = ()
-    longest: int = 1
     shape: tuple[int, ...] = ()
     dtype: np.dtype[Any] | None = None
 
@@ -337,7 +336,6 @@ class CompressedRows:
         self._chunk_bytes = 0
         self._shape: tuple[int, ...] = ()
         self._dtype: np.dtype[Any] | None = None
-        self._longest = 1  # rows in the largest chunk so far
 
     @property
     def num_bytes(self) -> int:
@@ -358,7 +356,6 @@ class CompressedRows:
         return PackedRows(
             _with_back({"chunk": chunk, "offset": offset}, block),
             chunks=tuple(_compress(observation[rows]) for rows in runs),
-            longest=max(map(len, runs)),
             shape=observation.shape[1:],
             dtype=observation.dtype,
         )
@@ -366,7 +363,6 @@ class CompressedRows:
     def append(self, packed: PackedRows) -> int:
         """As `DenseRows.append`."""
         self._shape, self._dtype = packed.shape, packed.dtype
-        self._longest = max(self._longest, packed.longest)
         first = self._next_chunk
         self._next_chunk += len(packed.chunks)
         self._chunks.update(zip(range(first, self._next_chunk), packed.chunks, strict=True))
@@ -386,7 +382,7 @@ class CompressedRows:
 
     def plan(self, rows: NDArray[np.int64]) -> Callable[[], NDArray[Any]]:
         """As `DenseRows.plan`, but decompressed in the call of the result, which may come from another thread."""
-        shape, dtype, longest = self._shape, self._dtype, self._longest
+        shape, dtype = self._shape, self._dtype
         assert dtype is not None, "there are rows"
         slots = _stacked_slots(self.ring, rows, self._frame_stack)
         chunk = self.ring.columns["chunk"].take(slots.reshape(-1))
@@ -409,7 +405,7 @@ class CompressedRows:
         def read() -> NDArray[Any]:
             output = self._pool.take((*slots.shape, *shape), dtype)
             flat = output.reshape(-1, *shape)
-            scratch = np.empty((longest, *shape), dtype)  # one decompressed chunk
+            scratch = np.empty((_MOST_CHUNK_ROWS, *shape), dtype)  # one decompressed chunk
             for number, data in enumerate(chunks):
                 blosc2.decompress2(data, dst=scratch, nthreads=1)
                 for to, to_end, start, stop in runs[bounds[number] : bounds[number + 1]]:
