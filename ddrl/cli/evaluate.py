@@ -284,17 +284,16 @@ def video_writer(path: Path) -> Iterator[OnFrame]:
                 video = {"format": "FFMPEG", "fps": hz, "codec": "libx264", "macro_block_size": 2}
                 gif = {"duration": 10 * round(100 * every / hz), "loop": 0}
                 writer = imageio.get_writer(partial, mode="I", **(gif if is_gif else video))
+                files.callback(writer.close)
             writer.append_data(enlarge(picture))
         num_shown += 1
 
     try:
-        yield add
+        with ExitStack() as files:
+            yield add
         if writer is not None:
-            writer.close()
             partial.replace(path)
     finally:
-        if writer is not None:
-            writer.close()
         partial.unlink(missing_ok=True)
 
 
