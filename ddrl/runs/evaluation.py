@@ -179,10 +179,8 @@ class _Film:
 
     def __init__(self, env: EnvConfig, spaces: EnvSpec, on_frame: OnFrame) -> None:
         self._env, self._on_frame = env, on_frame
-        shape = spaces.observation_shape
-        self._is_image = spaces.observation_dtype == "uint8" and (
-            len(shape) == 2 or (len(shape) == 3 and shape[2] in (1, 3))
-        )
+        dtype, shape = spaces.observation_dtype, spaces.observation_shape
+        self._is_image = dtype == "uint8" and len(shape) > 1 and shape[2:] in ((), (1,), (3,))
         self._renders, self._hz = False, _DEFAULT_HZ
 
     def make(self) -> Any:
