@@ -78,7 +78,7 @@ class Decoded:
     incarnation: int
     seq: int
     memory_bytes: int
-    fragment: Fragment | None
+    fragment: Fragment | None = None
     packed: Any = None
     reason: str = ""
     head: bytes = b""
@@ -97,30 +97,24 @@ def decode(
         limits: of its fragments.
         pack: prepares admission as far as any thread can; a ValueError becomes the reason.
     """
-    fragment, packed, reason, head = None, None, "", b""
-    try:
-        fragment = codec.decode(entry.fields, max_bytes=limits.num_bytes(spaces))
-        _check(fragment, run, spaces, limits)
-        packed = pack(fragment)
-    except ValueError as error:  # CodecError is one
-        fragment, reason, head = None, str(error), entry.fields.get(b"h", b"")[:1024]
-    memory_bytes = _ENTRY_BYTES
-    if fragment is not None:
-        columns = [*vars(fragment).values(), *fragment.extras.values()]
-        memory_bytes += sum(column.nbytes for column in columns if isinstance(column, np.ndarray))
-    return Decoded(
+    decoded = partial(
+        Decoded,
         entry.entry_id,
         num_bytes=entry.num_bytes,
         producer=entry.producer,
         incarnation=entry.count(b"i", -1),
         seq=entry.count(b"q", -1),
-        memory_bytes=memory_bytes,
-        fragment=fragment,
-        packed=packed,
-        reason=reason,
-        head=head,
         counted=entry.counted if entry.producer >= 0 else (),
     )
+    try:
+        fragment = codec.decode(entry.fields, max_bytes=limits.num_bytes(spaces))
+        _check(fragment, run, spaces, limits)
+        packed = pack(fragment)
+    except ValueError as error:  # CodecError is one
+        return decoded(memory_bytes=_ENTRY_BYTES, reason=str(error), head=entry.fields.get(b"h", b"")[:1024])
+    columns = [*vars(fragment).values(), *fragment.extras.values()]
+    num_bytes = sum(column.nbytes for column in columns if isinstance(column, np.ndarray))
+    return decoded(memory_bytes=_ENTRY_BYTES + num_bytes, fragment=fragment, packed=packed)
 
 
 def _check(fragment: Fragment, run: str, spaces: EnvSpec, limits: FragmentLimits) -> None:
