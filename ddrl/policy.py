@@ -16,7 +16,7 @@ import numpy as np
 
 from ddrl import envs
 from ddrl.algorithms import base
-from ddrl.algorithms.base import RecurrentState, advance
+from ddrl.algorithms.base import advance
 from ddrl.config import ConfigError, EnvConfig, ModuleError, RunConfig, first_line, validate
 from ddrl.envs.frame_stack import FrameStack
 from ddrl.store import runs, weights
@@ -32,15 +32,6 @@ FORMAT = "ddrl-policy-2"
 
 class PolicyFileError(ValueError):
     """A file that is not a policy, or whose weights do not fit its config; one line with the remedy."""
-
-
-@dataclass
-class _Episode:
-    """The part of an episode that a policy sees besides the newest observation."""
-
-    stack: FrameStack
-    state: RecurrentState
-    action: np.ndarray | None = None  # [1, *A], the last one; None at the beginning
 
 
 @dataclass
@@ -61,7 +52,9 @@ class LoadedPolicy:
     run: str
     version: int
     weights: Mapping[str, np.ndarray] = field(default_factory=dict, repr=False, compare=False)
-    _episode: _Episode | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self.begin()
 
     @property
     def env(self) -> EnvConfig:
@@ -87,7 +80,8 @@ class LoadedPolicy:
 
     def begin(self) -> None:
         """Start an episode: forget the frames and the recurrent state of the last one. Call it after each reset."""
-        self._episode = _Episode(FrameStack(1, self.spaces), self.policy.initial_state(1))
+        self._stack, self._state = FrameStack(1, self.spaces), self.policy.initial_state(1)
+        self._last_action: np.ndarray | None = None  # [1, *A]
 
     def action(self, observation: np.ndarray, reward: float = 0.0) -> np.ndarray:
         """Return the deterministic action [*A] for the next observation [*O] of an episode.
@@ -96,17 +90,13 @@ class LoadedPolicy:
             observation: as the environment of `env` returns it; not stacked.
             reward: of the step that led to it; used by recurrent policies only.
         """
-        if self._episode is None:
-            self.begin()
-        episode = self._episode
-        assert episode is not None
-        is_first = np.array([episode.action is None])
-        if episode.state and episode.action is not None:
+        is_first = np.array([self._last_action is None])
+        if self._state and self._last_action is not None:
             learned = envs.training_reward(self.env, np.array([reward]))
-            advance(episode.state, episode.action, learned, is_first)
-        seen = episode.stack.push(np.asarray(observation, self.spaces.observation_dtype)[None], is_first)
-        episode.action = self.policy.act(seen, episode.state)
-        return cast(np.ndarray, episode.action[0])
+            advance(self._state, self._last_action, learned, is_first)
+        seen = self._stack.push(np.asarray(observation, self.spaces.observation_dtype)[None], is_first)
+        self._last_action = self.policy.act(seen, self._state)
+        return cast(np.ndarray, self._last_action[0])
 
 
 def load(path: str | Path) -> LoadedPolicy:
