@@ -135,10 +135,8 @@ def create_all(
     num_in_fleet = sum(worker.num_players for worker in workers.alive(client) if queue in worker.queues)
     spaces = submission.prepare(config, processes=max(1, num_workers + num_in_fleet))
     if config.evaluation.max_steps is None and spaces.max_episode_steps is None:
-        text = (
-            f"names no time limit; evaluations end episodes after {MAX_STEPS:,} steps (evaluation.max_steps)"
-        )
-        note(f"{config.env.id}: {text}")
+        limit = f"{MAX_STEPS:,} steps (evaluation.max_steps)"
+        note(f"{config.env.id}: names no time limit; evaluations end episodes after {limit}")
     weights: tuple[str, bytes] | None = None  # and their source
     if initial is not None:
         from ddrl.runs.initial_weights import initial_weights  # loads torch
