@@ -89,20 +89,19 @@ def evaluate(
         returns, lengths = zip(*scoring.results(), strict=True)
         emit({**report, "video": video and str(video), "returns": returns, "lengths": lengths})
         return
-    pairs(
-        {
-            "policy": f"{loaded.run}@{loaded.version} on {loaded.env.id}",
-            "return": score(report),
-            "median": report["return_median"],
-            "min, max": f"{number(report['return_min'])}, {number(report['return_max'])}",
-            "episodes": f"{episodes}, seeds {report['first_seed']} to {report['last_seed']}",
-            "length": f"{number(report['length_mean'])} steps (mean)",
-            "epsilon": f"{report['epsilon']:g}",
-            "no-ops": f"up to {report['noop']} frames" if report["noop"] else None,
-            "played": scoring.where(),
-            "video": video and str(video),
-        }
-    )
+    shown = {
+        "policy": f"{loaded.run}@{loaded.version} on {loaded.env.id}",
+        "return": score(report),
+        "median": report["return_median"],
+        "min, max": f"{number(report['return_min'])}, {number(report['return_max'])}",
+        "episodes": f"{episodes}, seeds {report['first_seed']} to {report['last_seed']}",
+        "length": f"{number(report['length_mean'])} steps (mean)",
+        "epsilon": f"{report['epsilon']:g}",
+        "no-ops": f"up to {report['noop']} frames" if report["noop"] else None,
+        "played": scoring.where(),
+        "video": video and str(video),
+    }
+    pairs(shown)
 
 
 # --- playing, here and on the fleet ----------------------------------------------------------------------

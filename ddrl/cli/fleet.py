@@ -57,19 +57,18 @@ def collect(client: Client) -> dict[str, Any]:
     seen = {"present": present, "loads": [*loads.values()], "now_s": runs.server_ms(client) / 1e3}
     for run, nodes in playing.items():
         state, load = runs.state(client, run), loads.get(run)  # only active runs have a load
-        report["runs"].append(
-            {
-                **picked(state, "run", "status", "priority", "weight", "queue"),
-                "wants": load is not None and load.wants,
-                "learner": state.host if state.leased else None,
-                "entitled": load and entitled(load, loads.values()),
-                "share": load.mean_processes / total if load and state.leased else 0.0,
-                "playing": nodes.total(),
-                "waiting_messages": segments.waiting(client, state.queue),
-                "process_s": state.process_s,
-                "note": _note(client, state, load, trouble, **seen, num_playing=nodes.total()),
-            }
-        )
+        row = {
+            **picked(state, "run", "status", "priority", "weight", "queue"),
+            "wants": load is not None and load.wants,
+            "learner": state.host if state.leased else None,
+            "entitled": load and entitled(load, loads.values()),
+            "share": load.mean_processes / total if load and state.leased else 0.0,
+            "playing": nodes.total(),
+            "waiting_messages": segments.waiting(client, state.queue),
+            "process_s": state.process_s,
+            "note": _note(client, state, load, trouble, **seen, num_playing=nodes.total()),
+        }
+        report["runs"].append(row)
     return report
 
 
@@ -110,18 +109,17 @@ def _show(report: Mapping[str, Any]) -> None:
     machines, rows = [], []
     for worker in report["workers"]:
         up = f"up {duration(worker['up_s'])}" if worker["up_s"] else ""
-        machines.append(
-            (
-                *(worker[name] for name in ("node", "host", "processes")),
-                ", ".join(f"{run} {num}" for run, num in worker["playing"].items()) or "-",
-                ", ".join(worker["capabilities"]) or "-",
-                worker["cores"] or "-",
-                size(worker["memory_bytes"]) if worker["memory_bytes"] else "-",
-                ", ".join(worker["gpus"]) or "-",
-                worker["versions"].get("ddrl", "-"),
-                "leaves" if worker["draining"] else up,
-            )
+        row = (
+            *(worker[name] for name in ("node", "host", "processes")),
+            ", ".join(f"{run} {num}" for run, num in worker["playing"].items()) or "-",
+            ", ".join(worker["capabilities"]) or "-",
+            worker["cores"] or "-",
+            size(worker["memory_bytes"]) if worker["memory_bytes"] else "-",
+            ", ".join(worker["gpus"]) or "-",
+            worker["versions"].get("ddrl", "-"),
+            "leaves" if worker["draining"] else up,
         )
+        machines.append(row)
     for run in report["runs"]:
         shares = (f"{run['weight']:g}", percent(run["entitled"]), percent(run["share"]))
         rest = (run["playing"], run["waiting_messages"], run["note"])

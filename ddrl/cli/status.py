@@ -111,31 +111,30 @@ def _show(figures: Figures, report: dict[str, Any]) -> None:
     if more := len(figures.refusals) - len(refusals):
         refusals["cannot play"] = f"{counted(more, 'more machine')}; all with --json"
     fragments = f"{counted(state.appended_fragments, 'fragment')} appended ({size(state.appended_bytes)})"
-    pairs(
-        {
-            "run": state.run,
-            "status": f"{state.status}: {state.reason}" if state.reason else state.status,
-            "hint": None if hint in ("", state.reason) else hint,
-            "last error": state.error or None,
-            "task": f"{report['env']} with {report['algorithm']}, seed {report['seed']}",
-            "created": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state.created_s)),
-            "train time": "not started" if report["train_s"] is None else duration(report["train_s"]) + limit,
-            "initial weights": report["from"],
-            "learner": learner,
-            "folder": state.folder or "-",
-            "weight": weight_text,
-            "process time": process_time if state.process_s else None,
-            **shown,
-            "workers": f"{shown['workers']} on {state.queue}, {report['waiting_messages']} rollout messages waiting",
-            "env steps": f"{shown['env steps']}, {state.allowance:,} allowed",
-            "stream": f"{shown['stream']} in use, {fragments}",
-            "appends": f"{state.duplicates} repeated, {state.full} found no room; {state.dead} entries refused",
-            **refusals,
-            "weights": versions if kept["latest"] >= 0 else "none yet",
-            "open evaluations": ", ".join(report["open_evaluations"]) or "none",
-            "metrics": "  ".join(f"{n} {v}" for n, v in other_metrics(figures).items()) or None,
-        }
-    )
+    lines = {
+        "run": state.run,
+        "status": f"{state.status}: {state.reason}" if state.reason else state.status,
+        "hint": None if hint in ("", state.reason) else hint,
+        "last error": state.error or None,
+        "task": f"{report['env']} with {report['algorithm']}, seed {report['seed']}",
+        "created": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state.created_s)),
+        "train time": "not started" if report["train_s"] is None else duration(report["train_s"]) + limit,
+        "initial weights": report["from"],
+        "learner": learner,
+        "folder": state.folder or "-",
+        "weight": weight_text,
+        "process time": process_time if state.process_s else None,
+        **shown,
+        "workers": f"{shown['workers']} on {state.queue}, {report['waiting_messages']} rollout messages waiting",
+        "env steps": f"{shown['env steps']}, {state.allowance:,} allowed",
+        "stream": f"{shown['stream']} in use, {fragments}",
+        "appends": f"{state.duplicates} repeated, {state.full} found no room; {state.dead} entries refused",
+        **refusals,
+        "weights": versions if kept["latest"] >= 0 else "none yet",
+        "open evaluations": ", ".join(report["open_evaluations"]) or "none",
+        "metrics": "  ".join(f"{n} {v}" for n, v in other_metrics(figures).items()) or None,
+    }
+    pairs(lines)
     if figures.evaluated:
         print()
         header = ("evaluation", "mean", "std", "episodes", "env steps", "purpose")
