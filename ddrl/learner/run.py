@@ -462,15 +462,13 @@ class _Attempt:
             since_s: time since the call before this one.
 
         Raises:
-            RunGoneError: the server came back without the run, or older.
+            UnknownRunError, RunGoneError: the server came back without the run, or older.
         """
         learner, run = self._learner, self._run
-        signals = leases.signals(self._client, run)
-        if signals.status is None:
-            raise RunGoneError(f"run {run}: the server does not know it any more")
-        if signals.version < learner.shared.version:
-            raise RunGoneError(f"run {run}: the server came back older, at version {signals.version}")
-        self._status, self._requester = signals.status, signals.requester
+        now = runs.state(self._client, run)
+        if now.version < learner.shared.version:
+            raise RunGoneError(f"run {run}: the server came back older, at version {now.version}")
+        self._status, self._requester = now.outcome or now.status, now.handover
         is_paused = self._status == "paused"
         if is_paused or not learner.shared.env_steps:  # `stop.time` is time of training
             learner.shared.add_elapsed(-since_s)
@@ -478,9 +476,9 @@ class _Attempt:
             learner.stopping.set()
         if learner.shared.env_steps and "first_step_ms" not in self._record.state:  # snapshots should have it
             self._record = local_checkpoints.record(self._client, run)
-        if signals.config_version != self._config_version:
+        if now.config_version != self._config_version:
             self._config = runs.config(self._client, run)
-            self._config_version = signals.config_version
+            self._config_version = now.config_version
             self._record = local_checkpoints.record(self._client, run)
             learner.apply(self._config)
             self._evaluations.apply(self._config)

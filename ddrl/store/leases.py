@@ -10,7 +10,6 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import cast
 
 from redis import Redis
@@ -88,36 +87,6 @@ def kept(run: str, token: int, *, is_alive: Callable[[], bool] = lambda: True) -
     finally:
         stop.set()
         keeper.join(1.0)  # longer where the server does not answer
-
-
-@dataclass(frozen=True)
-class RunSignals:
-    """Requests and counters of a run that its learner polls.
-
-    Attributes:
-        status: None if the run is gone.
-        config_version: of its settings.
-        requester: the host that requests the run; "" if none does.
-        version: latest of the weights, as the server knows; -1: none.
-    """
-
-    status: str | None
-    config_version: int
-    requester: str
-    version: int
-
-
-def signals(client: Redis, run: str) -> RunSignals:
-    """Return what others want of a run now: one cheap read."""
-    names = ["status", "config_version", "handover", "version"]
-    raw = cast("list[bytes | None]", client.hmget(keys.state(run), names))
-    status, config_version, requester, version = raw
-    return RunSignals(
-        None if status is None else status.decode(),
-        int(config_version or 0),
-        (requester or b"").decode(),
-        int(version or -1),
-    )
 
 
 def free(client: Redis, names: Sequence[str]) -> list[tuple[str, str]]:
