@@ -103,15 +103,14 @@ def record(client: Redis, run: str) -> Record:
         bounded.values(pipe, keys.counts(run), keys.COUNTS)
         bounded.ask_fields(pipe, keys.producers(run))
         spec, last, raw, values, listed = execute(pipe)
-    state = {text(name): value for name, value in raw.items()}
-    counts = dict(zip(keys.COUNTS, values, strict=True))
-    producers = {text(name): value for name, value in bounded.paired(listed).items()}
-    if spec is None or "status" not in state:
+    if spec is None or b"status" not in raw:
         raise RunGoneError(f"run {run}: the server does not know it any more")
-    fields = {name: value.decode() for name, value in state.items()} | runs.readable(counts)
-    kept = {name: value for name, value in fields.items() if name not in _NOT_RESTORED}
+    state = {name.decode(): value.decode() for name, value in raw.items()}
+    state |= runs.readable(dict(zip(keys.COUNTS, values, strict=True)))
+    kept = {name: value for name, value in state.items() if name not in _NOT_RESTORED}
+    producers = {text(name): text(value) for name, value in bounded.paired(listed).items()}
     given = (name for name in producers if checkpoints.PRODUCER.fullmatch(name) and int(name) <= number(last))
-    return Record(spec.decode(), kept, {name: text(producers[name]) for name in given})
+    return Record(spec.decode(), kept, {name: producers[name] for name in given})
 
 
 # --- the file --------------------------------------------------------------------------------------------
