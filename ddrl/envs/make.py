@@ -71,14 +71,16 @@ def make_one(env: EnvConfig, render_mode: str | None = None) -> gymnasium.Env[An
         return AtariEnv(env.id, env.atari, render_mode)
     if render_mode is not None:
         env = env.model_copy(update={"kwargs": {**env.kwargs, "render_mode": render_mode}})
-    from ddrl.envs.wrappers import ActionRepeat, MaskedObservation, mask_in_info
+    from gymnasium.wrappers import RepeatAction
+
+    from ddrl.envs.wrappers import MaskedObservation, mask_in_info
 
     made = _from_callable(env) if ":" in env.id else _from_registry(env, env.id)
     for wrapper in env.wrappers:
         made = _wrapped(made, wrapper)
     made = _flattened(env.id, mask_in_info(made) if env.action_mask else made)
     if env.action_repeat > 1:
-        made = ActionRepeat(made, env.action_repeat)
+        made = RepeatAction(made, env.action_repeat)
     return MaskedObservation(made, env.id) if env.action_mask else made
 
 
