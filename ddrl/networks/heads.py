@@ -80,20 +80,17 @@ class Head(nn.Module):
         def linear(num_inputs: int, num_outputs: int, num_parts: int = 1) -> nn.Module:
             if noise_scale is None:
                 return uniform_linear(num_inputs, num_outputs, generator)
-            return NoisyLinear(
-                num_inputs, num_outputs, noise_scale=noise_scale, generator=generator, num_parts=num_parts
-            )
+            return NoisyLinear(num_inputs, num_outputs, noise_scale, generator, num_parts)
 
         self.hidden: nn.Module | None = None
         width = num_features
         if hidden_size is not None:
             num_streams, width = 2 if is_dueling else 1, hidden_size
+            sizes = num_features, num_streams * width
             if noise_scale is None:
-                self.hidden = orthogonal_linear(
-                    num_features, num_streams * width, math.sqrt(2), generator, num_parts=num_streams
-                )
+                self.hidden = orthogonal_linear(*sizes, math.sqrt(2), generator, num_parts=num_streams)
             else:
-                self.hidden = linear(num_features, num_streams * width, num_streams)
+                self.hidden = linear(*sizes, num_streams)
         # The larger output layer first, so that its weights stay aligned in the vector of `FlatParameters`.
         self.advantage = linear(width, num_actions * num_atoms)
         self.value = linear(width, num_atoms) if is_dueling else None
