@@ -254,11 +254,11 @@ def trajectories(fragments: Sequence[Fragment], *, gamma: float, frame_stack: in
             known.append([fragment])
     ordered = [chain for known in chains.values() for chain in known]
     lengths = [sum(fragment.num_steps for fragment in chain) for chain in ordered]
-    starts, lanes, num_lanes = _places(lengths, [chain[0].num_envs for chain in ordered])
+    places, num_lanes = _places(lengths, [chain[0].num_envs for chain in ordered])
     columns: Columns = {}  # [T, B, ...]
     observations: list[NDArray[Any]] = []
     num_rows = 0
-    for chain, step, lane in zip(ordered, starts, lanes, strict=True):
+    for chain, (step, lane) in zip(ordered, places, strict=True):
         for fragment in chain:
             inputs, row, next_row = _stacked(fragment, frame_stack)
             new = slice(fragment.context, None)
@@ -284,25 +284,21 @@ def trajectories(fragments: Sequence[Fragment], *, gamma: float, frame_stack: in
     return Trajectories(observation=np.concatenate(observations), **columns)
 
 
-def _places(
-    lengths: Sequence[int], num_envs: Sequence[int]
-) -> tuple[list[NDArray[np.int64]], list[NDArray[np.int64]], int]:
-    """Return where chains begin: steps and lanes, [N] of each chain, and the number of lanes, B.
+def _places(lengths: Sequence[int], num_envs: Sequence[int]) -> tuple[list[NDArray[np.int64]], int]:
+    """Return where chains begin, [2, N] of each: its environments' steps and lanes; and the number of lanes, B.
 
     An environment goes below the one before it where there is room: T * B is at most twice the transitions, and T more.
     """
-    longest, starts, lanes = max(lengths), [], []
+    longest, places = max(lengths), []
     step, lane = longest, -1  # the next free one
     for length, num in zip(lengths, num_envs, strict=True):
-        places = []
+        of_chain = []
         for _ in range(num):
             step, lane = (step, lane) if step + length <= longest else (0, lane + 1)
-            places.append((step, lane))
+            of_chain.append((step, lane))
             step += length
-        start, of_env = np.array(places, np.int64).T
-        starts.append(start)
-        lanes.append(of_env)
-    return starts, lanes, lane + 1
+        places.append(np.array(of_chain, np.int64).T)
+    return places, lane + 1
 
 
 def check_trajectory(fragment: Fragment) -> None:
