@@ -60,7 +60,9 @@ class CheckedReplay:
 
     def __init__(self, replay: Replay) -> None:
         self._replay = replay
-        self._held: list[tuple[int, list[Any]]] = []  # transitions and items of each fragment
+        self._held: list[
+            tuple[int, int, list[Any]]
+        ] = []  # transitions, observations and items of each fragment
         self._num_fragments = self._num_items = 0  # admitted
         self._plans: list[tuple[Callable[[], Any], list[Any]]] = []
         replay.check_valid()
@@ -68,19 +70,20 @@ class CheckedReplay:
     def admit(self, fragment: Fragment, items: list[Any]) -> Any:
         """Admit a fragment that must give these items; plan to gather all held, in any order; its TD errors."""
         replay, entry_id = self._replay, b"%d-0" % self._num_fragments
-        self._held.append((fragment.num_transitions, items))
+        packed = replay.pack(fragment)
+        self._held.append((fragment.num_transitions, len(packed.cut.block.observation), items))
         self._num_fragments, self._num_items = self._num_fragments + 1, self._num_items + len(items)
-        while (
-            sum(num_transitions for num_transitions, _ in self._held) > replay.capacity
-            or sum(len(items) for _, items in self._held) > replay.capacity
+        while len(self._held) > 1 and (
+            sum(num_transitions for num_transitions, _, _ in self._held) > replay.capacity
+            or sum(len(items) for _, _, items in self._held) > replay.capacity
+            or sum(num_rows for _, num_rows, _ in self._held) > replay._most_rows
         ):
             del self._held[0]
-        packed = replay.pack(fragment)
         replay.admit(packed, entry_id, version=0)
         overwrite(vars(fragment) | dict(fragment.extras))  # it was copied
         replay.check_valid()
-        expected = [item for _, items in self._held for item in items]
-        assert len(replay) == sum(num_transitions for num_transitions, _ in self._held)
+        expected = [item for _, _, items in self._held for item in items]
+        assert len(replay) == sum(num_transitions for num_transitions, _, _ in self._held)
         assert (replay.num_items, replay.first_item) == (len(expected), self._num_items - len(expected))
         assert replay.oldest_entry_id == b"%d-0" % (self._num_fragments - len(self._held))
         if expected:
