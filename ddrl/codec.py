@@ -64,6 +64,7 @@ _REQUIRED = {  # column -> its dtypes
     "episode_length": ("int32",),
 }
 _RECURRENT = {"memory_index": ("int32",), "memory": ("float16",)}  # extras that are no columns [C+T, N, ...]
+_METRICS = {"episode_metrics": ("float32",)}  # likewise
 
 blosc2.set_releasegil(True)
 
@@ -214,7 +215,7 @@ def _column(name: object, dtype: object, shape: tuple[int, ...]) -> _Column:
     """Return a column of a name, dtype and rank that a fragment may have."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise CodecError(f"columns: {_show(name)} is no column name")
-    allowed = (_REQUIRED | _RECURRENT).get(name, _DTYPES)
+    allowed = (_REQUIRED | _RECURRENT | _METRICS).get(name, _DTYPES)
     if not isinstance(dtype, str) or dtype not in allowed:
         raise CodecError(f"{name}: dtype {_show(dtype)}, expected {' or '.join(allowed)}")
     if len(shape) > _MAX_RANK:
@@ -248,6 +249,7 @@ def _check_layout(columns: list[_Column], steps: int, num_envs: int, context: in
         "final_index": (axis("final_index", 0), 2),
         "final_observation": (axis("final_index", 0), *item),
         **dict.fromkeys(("episode_return", "episode_length"), (axis("episode_return", 0),)),
+        "episode_metrics": (axis("episode_return", 0), axis("episode_metrics", 1)),
         "memory_index": (axis("memory_index", 0), 2),
         "memory": (axis("memory_index", 0), axis("memory", 1)),
     }
@@ -302,7 +304,7 @@ def _decompress(column: _Column, fields: Mapping[bytes, bytes]) -> np.ndarray:
 
 def _check_values(arrays: Mapping[str, np.ndarray]) -> None:
     for name, array in arrays.items():
-        if array.dtype.kind == "f" and not np.isfinite(array).all():
+        if array.dtype.kind == "f" and name not in _METRICS and not np.isfinite(array).all():
             raise CodecError(f"{name}: holds NaN or infinity")
     terminated, truncated = arrays["terminated"], arrays["truncated"]
     if (terminated & truncated).any():

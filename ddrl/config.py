@@ -118,6 +118,8 @@ class EnvConfig(Section):
     action_mask: bool = False
     """The environment says at each step which of its discrete actions are allowed, 1 or 0 for each: by
     info["action_mask"], the part action_mask of a Dict observation, or a method action_masks()."""
+    metrics: tuple[Annotated[str, Field(pattern=r"^[\w./-]{1,60}$")], ...] = Field((), max_length=20)
+    """Keys of the info at the end of an episode, such as is_success, whose numbers are shown beside its return."""
     frame_stack: int = Field(1, ge=1, le=16)
     """Newest observations that networks see at once; sent and stored one by one. Usual: 4 for Atari."""
     atari: AtariConfig = AtariConfig()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -123,7 +123,8 @@ class Fragment:
         episode_length: [E] int32, their lengths in agent steps.
         extras: columns [C+T, N, ...] of one algorithm, such as behavior_log_prob. Recurrent policies add memory_index
             [S, 2] int32 and memory [S, H] float16: (step, environment) of each step at which a sequence begins inside
-            an episode, and the recurrent state before it.
+            an episode, and the recurrent state before it. With `env.metrics` there is episode_metrics [E, M] float32,
+            NaN where an info had no such number.
     """
 
     run: str
@@ -288,10 +289,12 @@ class EvaluationResult:
     Attributes:
         returns: undiscounted episode returns, in the order of the seeds, in reward units of the environment.
         lengths: episode lengths in agent steps.
+        metrics: by name of `env.metrics`, the numbers of those episodes whose info had it.
     """
 
     returns: tuple[float, ...]
     lengths: tuple[int, ...]
+    metrics: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     @property
     def return_mean(self) -> float:

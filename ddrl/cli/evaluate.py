@@ -7,7 +7,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from ddrl.cli.format import counted, number, picked, score
 from ddrl.cli.output import Client, InputError, Json, emit, note, pairs, progress
 from ddrl.cli.policies import Version, opened
 from ddrl.store import connection
-from ddrl.store.evaluations import Evaluation, OpenEvaluations
+from ddrl.store.evaluations import INFO, Evaluation, OpenEvaluations, means
 
 if TYPE_CHECKING:
     import numpy as np
@@ -96,6 +96,7 @@ def evaluate(
         "min, max": f"{number(report['return_min'])}, {number(report['return_max'])}",
         "episodes": f"{episodes}, seeds {report['first_seed']} to {report['last_seed']}",
         "length": f"{number(report['length_mean'])} steps (mean)",
+        **{name: f"{value:.4g} (mean)" for name, value in report.items() if name.startswith(INFO)},
         "epsilon": f"{report['epsilon']:g}",
         "no-ops": f"up to {report['noop']} frames" if report["noop"] else None,
         "played": scoring.where(),
@@ -121,6 +122,7 @@ class Scoring:
     ) -> None:
         self._loaded, self._wanted, self._on_progress = loaded, wanted, on_progress
         self._scores: dict[int, tuple[float, int]] = {}  # return and length, by seed
+        self._metrics: dict[str, list[float]] = {name: [] for name in loaded.env.metrics}
         self._num_on_fleet = self._num_processes = 0
 
     def play(self, client: Client | None, *, on_frame: OnFrame | None = None) -> None:
@@ -168,6 +170,7 @@ class Scoring:
             "return_min": min(returns),
             "return_max": max(returns),
             "length_mean": statistics.fmean(lengths),
+            **means(self._metrics),
         }
 
     def where(self) -> str:
@@ -178,6 +181,10 @@ class Scoring:
         fleet = f"{self._num_on_fleet} by the fleet ({self._num_processes} processes)"
         return f"{fleet}, {num_here} here" if num_here else fleet
 
+    def _add_metrics(self, found: Mapping[str, Sequence[float]]) -> None:
+        for name, values in found.items():
+            self._metrics[name].extend(values)
+
     def _add(self, seed: int, episode_return: float, length: int) -> None:
         self._scores[seed] = episode_return, length
         self._on_progress(len(self._scores), self._wanted.num_episodes)
@@ -187,7 +194,8 @@ class Scoring:
 
         options = picked(self._wanted, "epsilon", "noop_max")
         options["num_envs"] = min(self._wanted.num_envs or 1, len(seeds))
-        evaluation.score(self._loaded, seeds, on_episode=self._add, on_frame=on_frame, **options)
+        played = evaluation.score(self._loaded, seeds, on_episode=self._add, on_frame=on_frame, **options)
+        self._add_metrics(played.metrics)
 
     def _play_on_fleet(self, client: Client, seeds: range) -> None:
         """Send the seeds in chunks; leave out what the fleet cannot play, or has not played when it goes away."""
@@ -231,6 +239,7 @@ class Scoring:
                 self._num_on_fleet += len(seeds)
                 for episode in zip(seeds, row["returns"], row["lengths"], strict=True):
                     self._add(*episode)
+                self._add_metrics(row["metrics"])
             for reason in evaluations.given_up.values():
                 note(f"a worker cannot play these episodes ({reason}); playing them here")
             evaluations.given_up.clear()

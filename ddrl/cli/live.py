@@ -21,6 +21,7 @@ from ddrl.cli.output import Client, Json, Run, answer, server_of
 from ddrl.cli.watcher import Figures, Watcher
 from ddrl.runs.records import summary
 from ddrl.store import connection
+from ddrl.store.evaluations import INFO
 from ddrl.store.runs import RunState, UnknownRunError
 
 POLL_S = 0.5
@@ -156,6 +157,7 @@ def plain_line(figures: Figures) -> str:
         parts.append(f"updates {figures.updates}{figures.rate('updates_per_s')}")
         if "return_mean" in row:
             parts.append(f"return {row['return_mean']:.1f}")
+        parts += [f"{name} {value:.4g}" for name, value in row.items() if name.startswith(INFO)]
         if figures.evaluated:
             last = figures.evaluated[-1]
             parts.append(f"eval {last['return_mean']:.1f}@v{last['version']}")

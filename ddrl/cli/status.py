@@ -10,6 +10,7 @@ from ddrl.cli.output import Client, Json, Run, emit, pairs, server_of, table
 from ddrl.cli.view import cells, other_metrics
 from ddrl.cli.watcher import Figures, Usage, Watcher, entitled
 from ddrl.store import evaluations, segments, weights
+from ddrl.store.evaluations import INFO
 
 NUM_EVALUATIONS = 10  # the newest evaluations to show
 NUM_REFUSALS = 20  # machines that cannot play to show
@@ -137,10 +138,11 @@ def _show(figures: Figures, report: dict[str, Any]) -> None:
     pairs(lines)
     if figures.evaluated:
         print()
-        header = ("evaluation", "mean", "std", "episodes", "env steps", "purpose")
-        names = ("return_mean", "return_std", "num_episodes", "env_steps", "purpose")
+        infos = [INFO + name for name in figures.config.env.metrics]
+        header = ("evaluation", "mean", "std", *infos, "episodes", "env steps", "purpose")
+        names = ("return_mean", "return_std", *infos, "num_episodes", "env_steps", "purpose")
         newest = figures.evaluated[-NUM_EVALUATIONS:]
-        rows = [(f"v{row['version']}", *(row[name] for name in names)) for row in newest]
+        rows = [(f"v{row['version']}", *(row.get(name) for name in names)) for row in newest]
         table(header, rows, left=("evaluation", "purpose"))
     if report["workers"]:
         print()

@@ -13,6 +13,7 @@ from ddrl.algorithms import base
 from ddrl.cli import curve
 from ddrl.cli.format import counted, duration, number, percent, score, size
 from ddrl.cli.watcher import Figures, entitled
+from ddrl.store.evaluations import INFO
 
 COLORS = {"active": "cyan", "solved": "bold green", "failed": "bold red", "paused": "yellow"}
 NOTICES = 2  # number shown, the newest
@@ -103,7 +104,8 @@ def one_run(figures: Figures, *, width: int, height: int) -> RenderableType:
     for row in reversed(last):
         name = "confirmation" if row["purpose"] == "confirm" else "evaluation"
         episodes, steps = f"{row['num_episodes']} episodes", f"at {row['env_steps']:,} steps"
-        evaluations.add_row(f"{name} v{row['version']}", score(row), episodes, steps)
+        infos = (f"{one} {row[one]:.4g}" for one in row if one.startswith(INFO))
+        evaluations.add_row(f"{name} v{row['version']}", score(row), episodes, steps, "  ".join(infos))
 
     messages = [Text(text, style="dim") for text in figures.notices[-NOTICES:]]
     if figures.hint or state.reason:

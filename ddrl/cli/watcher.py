@@ -119,8 +119,9 @@ class Figures:
 
 
 def _without_episodes(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a result without what it holds of each episode."""
-    return {name: value for name, value in row.items() if name not in ("returns", "lengths")}
+    """Return a result with means in place of what it holds of each episode."""
+    kept = {name: value for name, value in row.items() if name not in ("returns", "lengths", "metrics")}
+    return kept | evaluations.means(row["metrics"])
 
 
 def entitled(run: runs.RunState | segments.RunLoad, loads: Iterable[segments.RunLoad]) -> float:

@@ -3,6 +3,7 @@
 from ddrl.envs.make import Vector as Vector
 from ddrl.envs.make import check_spaces as check_spaces
 from ddrl.envs.make import describe as describe
+from ddrl.envs.make import episode_metrics as episode_metrics
 from ddrl.envs.make import make_one as make_one
 from ddrl.envs.make import make_vector as make_vector
 from ddrl.envs.make import training_reward as training_reward

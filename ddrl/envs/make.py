@@ -6,10 +6,12 @@ what is learned from. Observations stay single frames; `FrameStack` stacks them.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import math
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -45,7 +47,10 @@ class Vector(Protocol):
     def step(
         self, actions: np.ndarray, /
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
-        """[N, *A] -> [N, *O], [N] rewards, [N] terminated, [N] truncated, and info: `final_obs` where some ended."""
+        """[N, *A] -> [N, *O], [N] rewards, [N] terminated, [N] truncated, and info.
+
+        Where some ended it has `final_obs`, and except for games `metrics` (see `episode_metrics`).
+        """
 
     def close(self) -> None:
         """Close the environments."""
@@ -100,7 +105,21 @@ def make_vector(env: EnvConfig) -> Vector:
 
     from ddrl.envs.wrappers import Lanes
 
-    return Lanes([partial(make_one, env)] * env.num_envs, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
+    return Lanes(
+        [partial(make_one, env)] * env.num_envs,
+        partial(episode_metrics, env),
+        copy=False,
+        autoreset_mode=AutoresetMode.SAME_STEP,
+    )
+
+
+def episode_metrics(env: EnvConfig, info: Mapping[str, Any]) -> list[float]:
+    """Return the numbers that `env.metrics` names in the last info of an episode; NaN for what is missing or none."""
+    found = [math.nan] * len(env.metrics)
+    for place, name in enumerate(env.metrics):
+        with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
+            found[place] = np.asarray(info[name], np.float64).item()
+    return found
 
 
 def training_reward(env: EnvConfig, reward: np.ndarray) -> np.ndarray:
@@ -253,6 +272,7 @@ def _is_game(env: EnvConfig) -> bool:
         ("max_episode_steps", "env.atari.max_frames"),
         ("kwargs", "what env.atari offers"),
         ("wrappers", "what env.atari offers"),
+        ("metrics", "none, as games give no such infos"),
         ("action_mask", "it to false"),
     ]:
         if (value := getattr(env, name)) != EnvConfig.model_fields[name].default:

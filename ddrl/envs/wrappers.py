@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -105,10 +106,19 @@ class MaskedObservation(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 
 class Lanes(SyncVectorEnv):
-    """Environments stepped in turn, of whose infos nothing is taken but the final observations.
+    """Environments stepped in turn, of whose infos only those of episodes that ended are taken.
 
-    These are copied before the reset, which may write into the same array.
+    Final observations are copied before the reset, which may write into the same array.
+
+    Args:
+        env_fns: make them.
+        read: returns an episode's metrics from its last info.
+        options: of SyncVectorEnv.
     """
+
+    def __init__(self, env_fns: Any, read: Callable[[dict[str, Any]], list[float]], **options: Any) -> None:
+        self._read = read
+        super().__init__(env_fns, **options)
 
     def _add_info(
         self, vector_infos: dict[str, Any], env_info: dict[str, Any], env_num: int
@@ -116,4 +126,5 @@ class Lanes(SyncVectorEnv):
         """Called with final observation and info of an episode that ended; and with the info of each step."""
         if env_info.keys() != {"final_obs", "final_info"}:
             return vector_infos
-        return super()._add_info(vector_infos, {"final_obs": deepcopy(env_info["final_obs"])}, env_num)
+        ended = {"final_obs": deepcopy(env_info["final_obs"]), "metrics": self._read(env_info["final_info"])}
+        return super()._add_info(vector_infos, ended, env_num)

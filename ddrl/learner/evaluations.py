@@ -16,7 +16,7 @@ from ddrl.config import RunConfig
 from ddrl.runs.evaluation import score
 from ddrl.store import runs, weights
 from ddrl.store.connection import Redis
-from ddrl.store.evaluations import Evaluation, OpenEvaluations, Purpose, results
+from ddrl.store.evaluations import Evaluation, OpenEvaluations, Purpose, means, results
 
 log = logging.getLogger(__name__)
 
@@ -138,9 +138,10 @@ class EvaluationScheduler:
         """Return new results; mark the version with the highest mean over all its evaluation episodes."""
         rows = self._results()
         for row in rows[-MOST_LOGGED:]:
+            infos = "".join(f", {name} {mean:.4g}" for name, mean in means(row["metrics"]).items())
             log.info(
-                "%s of version %d: %.1f +- %.1f over %d episodes",
-                row["purpose"], row["version"], row["return_mean"], row["return_std"], row["num_episodes"],
+                "%s of version %d: %.1f +- %.1f over %d episodes%s",
+                row["purpose"], row["version"], row["return_mean"], row["return_std"], row["num_episodes"], infos,
             )  # fmt: skip
         kept = weights.index(self._client, self._run).sizes if rows else {}
         known = {version: sample for version, sample in self._returns.items() if version in kept}

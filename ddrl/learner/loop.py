@@ -95,6 +95,7 @@ class Learner:
             resolved.context,
             resolved.config.recurrent_state_size,
             resolved.sequences.stride if resolved.sequences else 1,
+            len(config.env.metrics),
         )
         self._decode = functools.partial(
             decode, run=run, spaces=resolved.spec, limits=limits, pack=self.replay.pack
@@ -264,6 +265,7 @@ class Learner:
                     num_steps = min(num_steps, max(self.publisher.most_steps - shared.env_steps, 0))
                 shared.env_steps += num_steps
                 shared.returns.extend(entry.fragment.episode_return.tolist())
+                shared.episode_metrics.extend(entry.fragment.extras.get("episode_metrics", ()))
             shared.count(entry.counted)
             if not self.replay.has_room():
                 break
@@ -368,7 +370,8 @@ class Learner:
             if (fragment := entry.fragment) is None:
                 continue
             names = ("observation", "final_observation", "reward")
-            columns = {name: getattr(fragment, name) for name in names} | dict(fragment.extras)
+            extras = {name: x for name, x in fragment.extras.items() if name != "episode_metrics"}
+            columns = {name: getattr(fragment, name) for name in names} | extras
             sizes = {name: np.abs(x, dtype=np.float64).max(initial=0.0) for name, x in columns.items()}
             name = max(sizes, key=sizes.__getitem__)
             largest.append((float(sizes[name]), name, entry.entry_id, entry.producer))

@@ -30,6 +30,7 @@ from ddrl.replay.replay import Replay
 from ddrl.store import checkpoints, connection, leases, ledger, metrics, runs, stream, weights
 from ddrl.store.checkpoints import Counters
 from ddrl.store.connection import Redis
+from ddrl.store.evaluations import INFO
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +68,8 @@ class Shared:
         ledger: its rows.
         refused: (entry_id, head, reason, an append wrote it) to report; gaps: warnings of fragments that left the
             stream unread, to report. The publisher removes both.
-        returns, metrics: of the newest training episodes; of the newest update.
+        returns, episode_metrics: of the newest training episodes.
+        metrics: of the newest update.
         weights: (updates, parameters) to publish. checkpoint: (counters, tensors) to store. The publisher clears both.
 
     Written by the service thread:
@@ -87,6 +89,7 @@ class Shared:
         self.counted = stream.Counted(b"0-0", 0, 0, 0)
         self.gaps: deque[str] = deque()
         self.returns: deque[float] = deque(maxlen=RETURNS_LENGTH)
+        self.episode_metrics: deque[np.ndarray] = deque(maxlen=RETURNS_LENGTH)  # [M] each
         self.metrics: Tensors = {}
         self.weights: tuple[int, Tensors] | None = None
         self.checkpoint: tuple[Counters, Tensors] | None = None
@@ -164,6 +167,7 @@ class Publisher:
         self._renew_at = self._metrics_at = now
         self._allow_at = self._shed_at = self._outage_at = 0.0
         self._stuck_at = math.inf
+        self._missing: set[str] = set()  # of `env.metrics`, which the journal names
         self._waited_s, self._written_bytes = 0.0, 0  # for the server; of weights and checkpoints
         self._totals_before = deque([self._totals()])  # of each row within RATES_S
 
@@ -357,7 +361,21 @@ class Publisher:
         }
         if shared.returns:
             row["return_mean"] = float(np.mean(list(shared.returns)))
+        row |= self._episode_metrics()
         return row | {name: float(value) for name, value in shared.metrics.items()}
+
+    def _episode_metrics(self) -> dict[str, float]:
+        """Return the means of `env.metrics` over the newest training episodes; say once which never appears."""
+        found, rows = {}, np.array([*self._shared.episode_metrics])  # [E, M]
+        for name, values in zip(self._config.env.metrics if len(rows) else (), rows.T, strict=True):
+            if len(there := values[np.isfinite(values)]):
+                found[INFO + name] = float(there.mean())
+            elif len(values) == RETURNS_LENGTH and name not in self._missing:
+                self._missing.add(name)
+                self.note(
+                    "no metric", f"no info has a number {name} at the end of an episode; see env.metrics"
+                )
+        return found
 
     # --- weights and allowance ---------------------------------------------------------------------------
 

@@ -39,6 +39,7 @@ class FragmentLimits:
         context: C.
         state_size: H, numbers of a recurrent state.
         stride: T is a multiple of it.
+        num_metrics: M, names of `env.metrics`.
     """
 
     num_steps: int
@@ -46,6 +47,7 @@ class FragmentLimits:
     context: int
     state_size: int = 0
     stride: int = 1
+    num_metrics: int = 0
 
     def num_bytes(self, spaces: EnvSpec) -> int:
         """Return a generous bound on all columns, uncompressed.
@@ -143,6 +145,9 @@ def _check(fragment: Fragment, run: str, spaces: EnvSpec, limits: FragmentLimits
             parts = np.split(mask, np.cumsum(spaces.action_sizes)[:-1], axis=-1)
             if not (((mask == 0) | (mask == 1)).all() and all(part.any(axis=-1).all() for part in parts)):
                 raise codec.CodecError("observation: a mask that is none, or allows nothing")
+    num_metrics = fragment.extras.get("episode_metrics", np.empty((0, 0))).shape[1]
+    if num_metrics != limits.num_metrics:
+        raise codec.CodecError(f"episode_metrics: {num_metrics}, the run names {limits.num_metrics}")
     size = (fragment.num_steps, fragment.num_envs, fragment.context)
     most = (limits.num_steps, limits.num_envs, limits.context)
     if any(one > bound for one, bound in zip(size, most, strict=True)):

@@ -20,6 +20,7 @@ from ddrl.runs.curves import plot_run
 from ddrl.runs.records import Records, read, shown, summary
 from ddrl.store import connection, leases, runs, weights
 from ddrl.store.connection import Redis, StoreError
+from ddrl.store.evaluations import INFO
 
 log = logging.getLogger(__name__)
 
@@ -76,10 +77,11 @@ def write(client: Redis, run: str, folder: Path) -> None:
     if (version := totals["policy_version"]) in weights.index(client, run).sizes:  # else none is published
         policy.save(client, run, version, folder / "policy.safetensors")
     metric_names = dict.fromkeys([*_COUNTERS, *(name for row in records.figures for name in row)])
+    infos = [INFO + name for name in records.config.env.metrics]
     tables: list[tuple[str, Iterable[str], list[dict[str, Any]]]] = [
         ("metrics", metric_names, records.figures),
         ("episodes", ("time_s", "env_steps", "return"), records.episodes),
-        ("evaluations", _EVALUATIONS, records.evaluated),
+        ("evaluations", [*_EVALUATIONS, *infos], records.evaluated),
         ("journal", _JOURNAL, records.journal),
     ]
     for name, columns, rows in tables:
@@ -142,7 +144,8 @@ def _write_events(folder: Path, records: Records) -> None:
             add(row, scalar("return/training", row["return"]))
         for row in records.evaluated:
             tag = "return/confirmation" if row["purpose"] == "confirm" else "return/evaluation"
-            add(row, scalar(tag, row["return_mean"]))
+            numbers = {tag: row["return_mean"]} | {name: row[name] for name in row if name.startswith(INFO)}
+            add(row, *(scalar(name, value) for name, value in numbers.items()))
         metadata = create_summary_metadata("settings", "changed during the run")
         for row in records.changes:
             text = f"{row['option']}: {shown(row['from'])} -> {shown(row['to'])}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -78,6 +79,7 @@ def score(
         raise ValueError(f"score: epsilon is {epsilon}; use 0 to 1")
     max_steps = loaded.config.evaluation.max_steps or spaces.max_episode_steps or MAX_STEPS
     returns, lengths = [0.0] * len(seeds), [0] * len(seeds)
+    metrics: list[list[float]] = [[]] * len(seeds)
     waiting = iter(range(len(seeds)))
     film = None if on_frame is None else _Film(env, spaces, on_frame)
     lanes: list[_Lane] = []
@@ -114,7 +116,7 @@ def score(
             rewards, ended, still = np.zeros(len(playing)), np.zeros(len(playing), np.bool_), []
             for place, (row, action) in enumerate(zip(playing, actions, strict=True)):
                 lane = lanes[row]
-                observation[row], reward, terminated, truncated, _ = lane.env.step(action)
+                observation[row], reward, terminated, truncated, info = lane.env.step(action)
                 returns[lane.index] += float(reward)
                 lengths[lane.index] += 1
                 if film and lane.index == 0:
@@ -122,6 +124,7 @@ def score(
                 rewards[place] = reward
                 ended[place] = terminated or truncated or lengths[lane.index] >= max_steps
                 if ended[place]:
+                    metrics[lane.index] = envs.episode_metrics(env, info)
                     on_episode(int(seeds[lane.index]), returns[lane.index], lengths[lane.index])
                     if not begin(lane, row):
                         continue
@@ -134,7 +137,9 @@ def score(
     finally:
         for lane in lanes:
             lane.env.close()
-    return EvaluationResult(tuple(returns), tuple(lengths))
+    by_name = zip(env.metrics, zip(*metrics, strict=True), strict=True)
+    found = {name: [value for value in values if math.isfinite(value)] for name, values in by_name}
+    return EvaluationResult(tuple(returns), tuple(lengths), found)
 
 
 def with_noops(env: EnvConfig, noop_max: int | None) -> EnvConfig:

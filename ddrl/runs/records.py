@@ -89,7 +89,10 @@ def read(client: Redis, run: str) -> Records:
         state=state,
         figures=[since_start(row) for row in metrics.read(client, run)[0]],
         episodes=episodes,
-        evaluated=[since_start(row) for row in evaluations.results(client, run)[0]],
+        evaluated=[
+            since_start(row) | evaluations.means(row["metrics"])
+            for row in evaluations.results(client, run)[0]
+        ],
         journal=journal,
     )
 

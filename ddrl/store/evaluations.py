@@ -18,9 +18,10 @@ import json
 import logging
 import re
 import secrets
+import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import FailFast, Field, TypeAdapter, ValidationError
@@ -28,7 +29,7 @@ from redis import Redis
 
 from ddrl.store import bounded, capped_streams, keys, weights
 from ddrl.store.connection import call, execute
-from ddrl.store.untrusted import Count, Number, short_text
+from ddrl.store.untrusted import Count, Name, Number, short_text
 from ddrl.types import EvaluationResult
 
 log = logging.getLogger(__name__)
@@ -88,10 +89,19 @@ class _Scored(Evaluation):
     lengths: Annotated[list[Count], FailFast()]
     return_mean: Number
     return_std: Annotated[Number, Field(ge=0)]
+    metrics: dict[Name, Annotated[list[Number], FailFast()]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not len(self.returns) == len(self.lengths) == self.num_episodes:
             raise ValueError("an episode has no return or length")
+
+
+INFO = "info/"  # prefix of the names of `env.metrics`, where they stand beside others
+
+
+def means(metrics: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Return the mean of each metric of an evaluation's episodes that there is; names begin with INFO."""
+    return {INFO + name: statistics.fmean(values) for name, values in metrics.items() if values}
 
 
 _EVALUATION, _SCORED = TypeAdapter(Evaluation), TypeAdapter(_Scored)

@@ -65,6 +65,7 @@ class Recorder:
         self._reward = np.empty((max_steps, self._num_envs))  # as the environments gave it
         self._over = np.empty((max_steps, self._num_envs), np.bool_)  # here a lost life is no end
         self._extras: dict[str, np.ndarray] = {}
+        self._metrics: list[list[float]] = []  # of the episodes that ended
         self._hidden: np.ndarray | None = None
 
     def add_state(self, state: RecurrentState) -> None:
@@ -100,6 +101,8 @@ class Recorder:
         self._reward[step] = reward
         np.logical_or(terminated, truncated, out=self._over[step])
         ended = self._over[step]
+        if self._env.metrics and ended.any():
+            self._metrics += [info["metrics"][lane] for lane in np.flatnonzero(ended)]
         if "life_lost" in info:
             terminated = terminated | info["life_lost"]
             ended = ended | terminated
@@ -119,6 +122,9 @@ class Recorder:
         returns, lengths = self._finish_episodes(reward, over)
         observation = self._observation[: self._row + 1]
         columns = {name: column[: self._row] for name, column in self._columns.items()}
+        extras = {name: columns[f"extras/{name}"] for name in self._extras}
+        if names := self._env.metrics:
+            extras["episode_metrics"] = np.array(self._metrics, np.float32).reshape(-1, len(names))
         fragment = Fragment(
             **self._identity,
             seq=self._seq,
@@ -133,7 +139,7 @@ class Recorder:
             final_observation=np.array(self._finals, observation.dtype).reshape(-1, *observation.shape[2:]),
             episode_return=returns,
             episode_length=lengths,
-            extras={name: columns[f"extras/{name}"] for name in self._extras},
+            extras=extras,
         )
         self._seq += 1
         first = max(self._row - self._resolved.context, 0)

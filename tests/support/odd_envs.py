@@ -120,3 +120,23 @@ class Masked(gymnasium.Env[Any, Any]):
         shown, info = self._shown()
         ended = self._steps == 5
         return shown, float(choices.sum()), ended and self._terminates, ended and not self._terminates, info
+
+
+class Told(Counts):
+    """Counts, whose episodes have 3 to 6 steps and tell in the last info how long they were, twice where that is even.
+
+    Their infos speak of other things, too, and of a number that is none.
+    """
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
+        shown, info = super().reset(seed=seed, options=options)
+        self._length = int(self.np_random.integers(3, 7))
+        return shown, info
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        self._shown[0] += 1
+        steps, is_over = int(self._shown[0]), bool(self._shown[0] == self._length)
+        info: dict[str, Any] = {"length": np.int64(steps), "text": "none", "huge": 10**400, "other": [{}]}
+        if steps % 2 == 0:
+            info["even"] = np.array([steps])
+        return self._shown, 1.0, is_over, False, info
