@@ -26,6 +26,7 @@ from ddrl.envs import describe
 from ddrl.policy import LoadedPolicy
 from ddrl.runs import evaluation
 from ddrl.store import evaluations, keys, weights, workers
+from ddrl.types import EvaluationResult
 from ddrl.worker import tasks
 
 QUEUE = "ddrl.evaluate"
@@ -349,10 +350,13 @@ def test_no_op_starts_of_a_game(monkeypatch: pytest.MonkeyPatch) -> None:
     played: list[int | None] = []
     config = SPOT.model_copy(update={"env": SPOT.env.model_copy(update={"id": "ALE/Asterix-v5"})})
 
-    def score(loaded: LoadedPolicy, seeds: range, *, noop_max: int | None, on_episode: Any, **_: Any) -> None:
+    def score(
+        loaded: LoadedPolicy, seeds: range, *, noop_max: int | None, on_episode: Any, **_: Any
+    ) -> EvaluationResult:
         played.append(noop_max)
         for seed in seeds:
             on_episode(seed, 1.0, 2)
+        return EvaluationResult((1.0,) * len(seeds), (2,) * len(seeds))
 
     loaded = LoadedPolicy(Acts(toy_answers), config, SPACES, "game-1", 3)
     monkeypatch.setattr(policy, "load", lambda path: loaded)
