@@ -261,7 +261,8 @@ class Publisher:
                 self._renew_at = time.monotonic() + RENEW_S
                 self._store_ledger()
                 self._fold()
-                stream.correct_counts(*self._held, self._shared.counted, self._trimmed_bytes)
+                counted, trimmed = self._shared.counted, self._trimmed_bytes
+                stream.correct_counts(*self._held, counted, trimmed, most_steps=self.most_steps)
             self._trim(is_due=is_due)
             self._report_entries()
             if self._shared.weights is not None:

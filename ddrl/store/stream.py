@@ -300,19 +300,22 @@ class Counted(NamedTuple):
     by_append: tuple[int, ...] = ()
 
 
-def correct_counts(client: Redis, run: str, token: int, counted: Counted, trimmed_bytes: int = 0) -> bool:
+def correct_counts(
+    client: Redis, run: str, token: int, counted: Counted, trimmed_bytes: int = 0, *, most_steps: int = 2**53
+) -> bool:
     """Set the counts of appends right where the learner knows better; return whether they differed.
 
     Args:
         counted: what this learner has taken.
         trimmed_bytes: of these bytes, those that have left the stream.
+        most_steps: that can have been appended.
 
     Raises:
         LeaseLostError: another learner took over.
     """
     entry_id, fragments, steps, num_bytes, by_append = counted
     script_keys = [keys.state(run), keys.experience(run), keys.counts(run)]
-    args = [token, entry_id, fragments, steps, num_bytes - trimmed_bytes, *by_append]
+    args = [token, entry_id, fragments, steps, num_bytes - trimmed_bytes, most_steps, *by_append]
     return bool(call(client, "correct_counts", script_keys, args))
 
 

@@ -24,7 +24,7 @@ def text(value: bytes) -> str:
 
 def short_text(value: bytes) -> str:
     """Return the beginning of a text that ddrl itself writes in 500 characters."""
-    return text(value[:2_000])
+    return text(value[:2_000])[:500]
 
 
 def number(value: bytes | None) -> float:
