@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ddrl.algorithms.discrete_sac.config import Config
 from ddrl.algorithms.optim import adams, cpu_copies, restore, set_options, with_optimizers
 from ddrl.algorithms.options import changed
-from ddrl.algorithms.sac.learner import initial_log_temperature, set_temperature, temperature_loss
+from ddrl.algorithms.sac.learner import adapt_temperature, initial_log_temperature, set_temperature
 from ddrl.networks.parameters import FlatParameters, saved_buffers
 from ddrl.networks.trunks import to_input
 from ddrl.types import Batch, EnvSpec
@@ -193,12 +193,8 @@ class DiscreteSAC:
         log_policy = log_policy.detach()
         negative_entropy = (log_policy.exp() * log_policy).sum(dim=1)  # [B]
         if self.config.temperature == "auto":
-            learned = self._log_temperature
-            with torch.no_grad():  # the loss is its own gradient
-                learned.grad = temperature_loss(
-                    learned, negative_entropy, target_entropy=self._target_entropy
-                )
-            self._optimizers["temperature"].step()
+            learned, optimizer = self._log_temperature, self._optimizers["temperature"]
+            adapt_temperature(learned, optimizer, negative_entropy, target_entropy=self._target_entropy)
         return {"policy_loss": loss.detach(), "entropy": -negative_entropy.mean()}
 
     def _combined(self, q: Tensor, observation: Tensor) -> Tensor:

@@ -112,10 +112,17 @@ def temperature_loss(log_temperature: Tensor, log_prob: Tensor, *, target_entrop
 
 
 def initial_log_temperature(config: Any, device: torch.device) -> Tensor:
-    """Return the log of `initial_temperature` as a parameter with its gradient allocated."""
-    learned = torch.tensor(math.log(config.initial_temperature), device=device).requires_grad_()
-    learned.grad = torch.zeros_like(learned)
-    return learned
+    """Return the log of `initial_temperature` as a parameter."""
+    return torch.tensor(math.log(config.initial_temperature), device=device).requires_grad_()
+
+
+@torch.no_grad()
+def adapt_temperature(
+    log_temperature: Tensor, optimizer: torch.optim.Optimizer, log_prob: Tensor, *, target_entropy: float
+) -> None:
+    """Take one optimizer step on `temperature_loss`, which is its own gradient."""
+    log_temperature.grad = temperature_loss(log_temperature, log_prob, target_entropy=target_entropy)
+    optimizer.step()
 
 
 @torch.no_grad()
@@ -239,10 +246,8 @@ class SAC:
         self._optimizers["actor"].step()
         log_prob = log_prob.detach()
         if self.config.temperature == "auto":
-            learned = self._log_temperature
-            with torch.no_grad():  # the loss is its own gradient
-                learned.grad = temperature_loss(learned, log_prob, target_entropy=self._target_entropy)
-            self._optimizers["temperature"].step()
+            learned, optimizer = self._log_temperature, self._optimizers["temperature"]
+            adapt_temperature(learned, optimizer, log_prob, target_entropy=self._target_entropy)
         return {"policy_loss": loss.detach(), "entropy": -log_prob.mean()}
 
     def _sample(self, observation: Tensor) -> tuple[Tensor, Tensor]:
