@@ -321,11 +321,8 @@ class ActorCriticLearner(Generic[AnyOptions]):
 
     def state(self) -> dict[str, Tensor]:
         """Return everything needed to continue, as CPU copies."""
-        return cpu_copies(self._tensors()) | {
-            "generator": self.generator.get_state().clone(),
-            "num_updates": torch.tensor(self.num_updates),
-            "num_steps": torch.tensor(self.num_steps),
-        }
+        counts = {"num_updates": torch.tensor(self.num_updates), "num_steps": torch.tensor(self.num_steps)}
+        return cpu_copies(self._tensors()) | counts | {"generator": self.generator.get_state()}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Continue from what `state` returned."""

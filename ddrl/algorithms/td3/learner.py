@@ -133,10 +133,8 @@ class TD3:
 
     def state(self) -> dict[str, Tensor]:
         """Return everything needed to continue, as CPU copies."""
-        return cpu_copies(self._tensors()) | {
-            "noise": self._noise.get_state().clone(),
-            "num_updates": torch.tensor(self.num_updates),
-        }
+        others = {"noise": self._noise.get_state(), "num_updates": torch.tensor(self.num_updates)}
+        return cpu_copies(self._tensors()) | others
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Continue from what `state` returned."""

@@ -118,7 +118,7 @@ class ValueLearner(Generic[AnyOptions]):
     def state(self) -> dict[str, Tensor]:
         """Return everything needed to continue, as CPU copies."""
         state = cpu_copies(self._tensors()) | {"num_updates": torch.tensor(self.num_updates)}
-        return state if self._noise is None else state | {"noise": self._noise.get_state().clone()}
+        return state if self._noise is None else state | {"noise": self._noise.get_state()}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Continue from what `state` returned."""
