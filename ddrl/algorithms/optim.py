@@ -46,10 +46,11 @@ def _allocate(optimizer: torch.optim.Optimizer, parameter: Tensor, *names: str) 
     optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
 
 
-def set_options(optimizer: torch.optim.Optimizer, **options: float) -> None:
-    """Set options of an optimizer, such as `lr`, from its next step on."""
-    for group in optimizer.param_groups:
-        group.update(options)
+def set_options(*optimizers: torch.optim.Optimizer, **options: float) -> None:
+    """Set options of optimizers, such as `lr`, from their next step on."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group.update(options)
 
 
 def optimizer_state(name: str, optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:

@@ -124,8 +124,7 @@ class DiscreteSAC:
         """Apply the live options."""
         config = self.config
         self._target_entropy = config.entropy_goal(self._spec)
-        for optimizer in self._optimizers.values():
-            set_options(optimizer, lr=config.learning_rate)
+        set_options(*self._optimizers.values(), lr=config.learning_rate)
         set_temperature(self._log_temperature, config)
 
     def update(self, batch: Batch) -> dict[str, Tensor]:

@@ -194,8 +194,7 @@ class SAC:
         """Apply the live options."""
         config, entropy = self.config, self.config.target_entropy
         self._target_entropy = -float(self._num_dims) if entropy is None else entropy
-        for optimizer in self._optimizers.values():
-            set_options(optimizer, lr=config.learning_rate)
+        set_options(*self._optimizers.values(), lr=config.learning_rate)
         set_temperature(self._log_temperature, config)
 
     def update(self, batch: Batch) -> dict[str, Tensor]:

@@ -145,8 +145,7 @@ class TD3:
     def apply_options(self, options: Config) -> None:
         """Apply changed live options from the next update on."""
         self.config = changed(self.config, options)
-        for optimizer in self._optimizers.values():
-            set_options(optimizer, lr=options.learning_rate)
+        set_options(*self._optimizers.values(), lr=options.learning_rate)
 
     def load_initial_weights(self, weights: Mapping[str, Tensor]) -> str:
         """Start from a published actor, in the target too; return what starts fresh."""
