@@ -79,11 +79,6 @@ def policy_loss(q: Tensor, log_policy: Tensor, temperature: Tensor) -> Tensor:
     return -soft_value(q, log_policy, temperature.detach()).mean()
 
 
-def make_learner(config: Config, spec: EnvSpec, *, device: torch.device, seed: int) -> DiscreteSAC:
-    """Return a learner with fresh networks."""
-    return DiscreteSAC(config, spec, device=device, seed=seed)
-
-
 class DiscreteSAC:
     """Networks and optimizers; see `base.Learner`.
 
@@ -253,3 +248,6 @@ class DiscreteSAC:
             if (module := getattr(self, part)) is not None:
                 named |= {f"{part}.{name}": buffer for name, buffer in saved_buffers(module).items()}
         return named
+
+
+make_learner = DiscreteSAC

@@ -141,11 +141,6 @@ def to_unit(spec: EnvSpec, device: torch.device) -> Callable[[Tensor], Tensor]:
     return lambda action: torch.addcmul(offset, action.reshape(len(action), -1), scale)
 
 
-def make_learner(config: Config, spec: EnvSpec, *, device: torch.device, seed: int) -> SAC:
-    """Return a learner with fresh networks."""
-    return SAC(config, spec, device=device, seed=seed)
-
-
 class SAC:
     """Networks, optimizers and random state; see `base.Learner`.
 
@@ -292,3 +287,6 @@ class SAC:
     def _tensors(self) -> dict[str, Tensor]:
         """Return the tensors that updates change, by name; not copied."""
         return with_optimizers(self._learned, self._optimizers) | {"target_critics.value": self._target}
+
+
+make_learner = SAC

@@ -36,11 +36,6 @@ def smoothed(action: Tensor, noise: Tensor, *, scale: float, clip: float) -> Ten
     return (action + (scale * noise).clamp(-clip, clip)).clamp(-1.0, 1.0)
 
 
-def make_learner(config: Config, spec: EnvSpec, *, device: torch.device, seed: int) -> TD3:
-    """Return a learner with fresh networks."""
-    return TD3(config, spec, device=device, seed=seed)
-
-
 class TD3:
     """Networks, optimizers and random state; see `base.Learner`.
 
@@ -157,3 +152,6 @@ class TD3:
         """Return the tensors that updates change, by name; not copied."""
         named = {f"target_{name}.value": target for name, target in self._targets.items()}
         return with_optimizers(self._learned, self._optimizers) | named
+
+
+make_learner = TD3
