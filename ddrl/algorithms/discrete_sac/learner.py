@@ -97,9 +97,8 @@ class DiscreteSAC:
         generator = torch.Generator().manual_seed(seed)
 
         def networks(num: int) -> nn.ModuleList:
-            return nn.ModuleList(config.make_network(spec, generator=generator) for _ in range(num)).to(
-                device
-            )
+            made = (config.make_network(spec, generator=generator) for _ in range(num))
+            return nn.ModuleList(made).to(device)
 
         self.critics, self.target_critics = networks(config.num_critics), networks(config.num_critics)
         self.target_critics.requires_grad_(False)

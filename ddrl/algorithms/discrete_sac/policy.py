@@ -23,12 +23,10 @@ class Policy:
 
     def __init__(self, config: Config, spec: EnvSpec, *, producer: int = 0) -> None:
         self._config, self._spec = config, spec
-        networks = [
-            config.make_network(spec) for _ in range(config.num_critics if config.form == "sqn" else 1)
-        ]
-        self._module: nn.Module = nn.ModuleList(networks) if config.form == "sqn" else networks[0]
+        is_sqn = config.form == "sqn"
+        self._networks = [config.make_network(spec) for _ in range(config.num_critics if is_sqn else 1)]
+        self._module: nn.Module = nn.ModuleList(self._networks) if is_sqn else self._networks[0]
         self._module.eval().requires_grad_(False)
-        self._networks = networks
         self._temperature = 1.0
 
     def load(self, weights: Mapping[str, Any]) -> None:

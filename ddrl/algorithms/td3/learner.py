@@ -55,9 +55,8 @@ class TD3:
         generator = torch.Generator().manual_seed(seed)
 
         def network(num_inputs: int, num_outputs: int, **options: Any) -> MLP:
-            return MLP((num_inputs, *config.hidden_sizes, num_outputs), generator=generator, **options).to(
-                device
-            )
+            sizes = (num_inputs, *config.hidden_sizes, num_outputs)
+            return MLP(sizes, generator=generator, **options).to(device)
 
         ensemble = {"num_members": config.num_critics, "layer_norm": config.layer_norm}
         self.actor, self.target_actor = (network(num_inputs, num_dims) for _ in range(2))
