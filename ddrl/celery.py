@@ -8,7 +8,6 @@ acknowledged early, not prefetched, and has no result. What a worker does from i
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Annotated, Any
 
 from celery import Celery
@@ -55,17 +54,14 @@ def process_memory_bytes() -> int:
         raise connection.StoreError(reason) from None
 
 
-def _bounded(make_options: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """Let Kombu close a connection whose reply is too long for a message."""
+_make_options = transport.Channel._connparams
 
-    def make(*args: Any, **options: Any) -> dict[str, Any]:
-        made = make_options(*args, **options)
-        made["connection_class"] = connection.bounded(
-            made["connection_class"], LONGEST_REPLY, ConnectionError
-        )
-        return made
 
-    return make
+def _make_bounded_options(*args: Any, **options: Any) -> dict[str, Any]:
+    """Make Kombu's options of a connection; it is closed at a reply that is too long for a message."""
+    made: dict[str, Any] = _make_options(*args, **options)
+    made["connection_class"] = connection.bounded(made["connection_class"], LONGEST_REPLY, ConnectionError)
+    return made
 
 
 try:
@@ -77,7 +73,7 @@ except connection.StoreError as _error:  # else `celery -A ddrl` prints a traceb
     raise SystemExit(f"ddrl: error: {_error}") from None
 transport.Channel.connection_class = connection.Connection
 transport.Channel.connection_class_ssl = connection.SecureConnection
-transport.Channel._connparams = _bounded(transport.Channel._connparams)
+transport.Channel._connparams = _make_bounded_options
 transport.Channel.do_restore = False  # a message that a worker took and did not begin may be lost
 # A worker may run no script of Kombu's: it notes where replies go by a command, and no note is ever swept away.
 transport.Channel._refresh_binding = staticmethod(lambda keys, args, client: client.sadd(keys[0], args[0]))
