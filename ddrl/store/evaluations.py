@@ -205,10 +205,8 @@ class OpenEvaluations:
     ) -> None:
         self._client, self._run, self._send, self.timeout_s = client, run, send, timeout_s
         self._requester = secrets.token_hex(8) if token is None else ""
-        self._hashes, self._results_key = (
-            _hashes(run, self._requester),
-            keys.evaluations(run, self._requester),
-        )
+        self._hashes = _hashes(run, self._requester)
+        self._results_key = keys.evaluations(run, self._requester)
         self._token = token or 0  # the fence lets 0 pass
         self._cursor, self._returns_all = b"0-0", token is not None
         self.given_up: dict[str, str] = {}

@@ -6,10 +6,8 @@ import math
 
 import numpy as np
 
-PERIOD, MOST_DRAWN = (
-    1024,
-    2**21,
-)  # steps that are drawn at once; fewer where that would be more numbers than these
+PERIOD = 1024  # steps that are drawn at once
+MOST_DRAWN = 2**21  # numbers; fewer steps are drawn at once where theirs would be more
 
 _erf = np.vectorize(math.erf, otypes=[np.float64])
 
