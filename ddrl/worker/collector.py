@@ -79,10 +79,8 @@ class Collector:
         self._num_envs = num_envs = self._vector.num_envs
         self._action_shape = (num_envs, *self._spec.action_shape)
         if self._spec.action_kind == "continuous":
-            self._low, self._high = (
-                np.array(bounds, np.float64).reshape(self._spec.action_shape)
-                for bounds in (self._spec.action_low, self._spec.action_high)
-            )
+            bounds = np.array([self._spec.action_low, self._spec.action_high], np.float64)
+            self._low, self._high = bounds.reshape(2, *self._spec.action_shape)
             self._uniform = DriftingUniform(self._action_shape, self._generator)
             self._noise = ((self._high - self._low) * (0.5 * self._rollout.action_noise)).astype(np.float32)
 
