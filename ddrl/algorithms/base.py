@@ -145,15 +145,13 @@ class Resolved:
 
     def policy(self, *, producer: int = 0) -> Policy:
         """Return a policy without weights; a collector's exploration may depend on its producer id."""
-        make = _module(self.name, "policy").Policy
-        return cast(Policy, _whole(make(self.config, self.spec, producer=producer), Policy, self.name))
+        made = _module(self.name, "policy").Policy(self.config, self.spec, producer=producer)
+        return cast(Policy, _whole(made, Policy, self.name))
 
     def learner(self, *, device: torch.device, seed: int) -> Learner:
         """Return a fresh learner; the same seed gives the same initial weights on every device."""
-        make = _module(self.name, "learner").make_learner
-        return cast(
-            Learner, _whole(make(self.config, self.spec, device=device, seed=seed), Learner, self.name)
-        )
+        made = _module(self.name, "learner").make_learner(self.config, self.spec, device=device, seed=seed)
+        return cast(Learner, _whole(made, Learner, self.name))
 
 
 def initial_state(num_envs: int, size: int) -> RecurrentState:
