@@ -237,8 +237,7 @@ class DiscreteSAC:
         if self.actor is None:
             self.target_critics.load_state_dict(self.critics.state_dict())
             return "the optimizer starts fresh"
-        temperature = float(self._log_temperature.exp())
-        return f"critics and optimizers start fresh, the temperature at {temperature:.3g}"
+        return f"critics and optimizers start fresh, the temperature at {self._log_temperature.exp():.3g}"
 
     def _tensors(self) -> dict[str, Tensor]:
         """Return the tensors that updates change, by name; not copied."""

@@ -281,8 +281,7 @@ class SAC:
         restore(dict(self.actor.named_parameters()), given)
         self._log_temperature.copy_(log_temperature)
         self._use_options()
-        temperature = float(self._log_temperature.exp())
-        return f"critics and optimizers start fresh, the temperature at {temperature:.3g}"
+        return f"critics and optimizers start fresh, the temperature at {self._log_temperature.exp():.3g}"
 
     def _tensors(self) -> dict[str, Tensor]:
         """Return the tensors that updates change, by name; not copied."""
