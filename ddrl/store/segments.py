@@ -257,6 +257,5 @@ def withdraw_refusal(client: Redis, run: str, host: str) -> None:
 
 def refusals(client: Redis, run: str) -> dict[str, str]:
     """Return, by host, why it does not play the run."""
-    return {
-        short_text(host): short_text(why) for host, why in bounded.fields(client, keys.refusals(run)).items()
-    }
+    found = bounded.fields(client, keys.refusals(run))
+    return {short_text(host): short_text(why) for host, why in found.items()}

@@ -204,9 +204,8 @@ def appended(client: Redis, run: str, after: bytes, until: bytes) -> Iterator[li
         found = cast("list[Any]", call(client, "read_counts", [keys.experience(run)], args))
         if not found:
             return
-        yield [
-            Entry(one, bounded.paired(fields)) for one, fields in zip(found[::2], found[1::2], strict=True)
-        ]
+        entries = zip(found[::2], found[1::2], strict=True)
+        yield [Entry(entry_id, bounded.paired(fields)) for entry_id, fields in entries]
         after = found[-2]
 
 

@@ -131,9 +131,8 @@ class Consumer(consumer.Consumer):  # type: ignore[misc]
         before = set(self.hub.on_tick)
         connected = super().connect()
         self._callbacks = self.hub.on_tick - before
-        self._timers = [
-            value for name, value in vars(connected.transport.cycle).items() if name.endswith("_tref")
-        ]
+        attributes = vars(connected.transport.cycle).items()
+        self._timers = [value for name, value in attributes if name.endswith("_tref")]
         return connected
 
     def on_connection_error_after_connected(self, exc: Exception) -> None:
