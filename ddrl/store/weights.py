@@ -156,11 +156,9 @@ def superseded(
         keep_every: versions divisible by this stay, the oldest of them going first beyond `max_bytes`.
         pinned: versions with an open evaluation.
     """
-    newest = sorted(stored.sizes, reverse=True)
-    spared = {*newest[:keep_last], stored.best, *pinned}
     drop, budget = [], max_bytes
-    for version in newest[keep_last:]:
-        if version in spared:
+    for version in sorted(stored.sizes, reverse=True)[keep_last:]:
+        if version == stored.best or version in pinned:
             continue
         budget -= stored.sizes[version] if version % keep_every == 0 else 0
         if version % keep_every or budget < 0:
