@@ -108,8 +108,10 @@ class DiscreteSAC:
         self._target = FlatParameters(self.target_critics).vector.requires_grad_(False)
         self._log_temperature = initial_log_temperature(config, device)
         self._learned = {"critics": self.critic_parameters.vector, "temperature": self._log_temperature}
+        self._published: tuple[nn.Module, FlatParameters] = self.critics, self.critic_parameters
         if self.actor is not None:
             self.actor_parameters = FlatParameters(self.actor)
+            self._published = self.actor, self.actor_parameters
             self._learned["actor"] = self.actor_parameters.vector
         self._optimizers = adams(self._learned, learning_rate=config.learning_rate)
         self._use_options()
@@ -205,12 +207,6 @@ class DiscreteSAC:
         module, parameters = self._published
         others = {**saved_buffers(module), "log_temperature": self._log_temperature}
         return parameters.copies() | cpu_copies(others)
-
-    @property
-    def _published(self) -> tuple[nn.Module, FlatParameters]:
-        if self.actor is None:
-            return self.critics, self.critic_parameters
-        return self.actor, self.actor_parameters
 
     def state(self) -> dict[str, Tensor]:
         """Return everything needed to continue, as CPU copies."""
