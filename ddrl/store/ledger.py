@@ -247,11 +247,8 @@ def fold(
         parts: list[Any] = []
         for field, producer, row in ended[first : first + FOLDED_AT_ONCE]:
             parts += [field, producers[field], raw.get(field, b"")]
-            one = dataclasses.replace(
-                one,
-                fragments=one.fragments + producer.fragments,
-                duplicates=one.duplicates + producer.duplicates,
-            )
+            fragments, duplicates = one.fragments + producer.fragments, one.duplicates + producer.duplicates
+            one = dataclasses.replace(one, fragments=fragments, duplicates=duplicates)
             total = sum_rows(total, row)
         if not call(client, "fold", script_keys, [token, ENDED, one.encode(), total.encode(), *parts]):
             return first
