@@ -213,15 +213,12 @@ class EvaluationScheduler:
         return time.monotonic() - self._last_at >= (config.near_every_s if is_near else config.every_s)
 
     def _evaluation(self, version: int, purpose: Purpose, env_steps: int, updates: int) -> Evaluation:
-        config, confirms = self._config, purpose == "confirm"
-        seeds_before = {
-            "confirm": config.num_episodes,
-            "final": config.num_episodes + config.confirm_episodes,
-        }
+        config, num, num_confirm = self._config, self._config.num_episodes, self._config.confirm_episodes
+        seeds_before = {"confirm": num, "final": num + num_confirm}
         return Evaluation(
             version=version,
             first_seed=config.seed + seeds_before.get(purpose, 0),
-            num_episodes=config.confirm_episodes if confirms else config.num_episodes,
+            num_episodes=num_confirm if purpose == "confirm" else num,
             purpose=purpose,
             num_envs=config.num_envs,
             env_steps=env_steps,
