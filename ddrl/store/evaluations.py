@@ -243,7 +243,9 @@ class OpenEvaluations:
 
         def close(row: dict[str, Any]) -> dict[str, Any] | None:
             item = self._pending.get(f"{row['version']}:{row['first_seed']}:{row['num_episodes']}")
-            if item is not None:
+            if item is not None and self._requester:  # it goes with the others, by `withdraw`
+                del self._pending[item.evaluation.id]
+            elif item is not None:
                 self._close(item)
             return row if item is not None or self._returns_all else None
 

@@ -134,7 +134,7 @@ def evaluating(run: str, requester: str = "") -> str:
 
 
 def players(run: str, requester: str = "") -> str:
-    """Who plays open evaluations: the run's, or those of one `ddrl evaluate`."""
+    """Players of open evaluations: the run's, or those of one `ddrl evaluate`."""
     return of_run(run, f"players:{requester}" if requester else "players")
 
 

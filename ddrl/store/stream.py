@@ -284,7 +284,7 @@ def lower_ids(client: Redis, run: str, token: int, cursor: bytes, latest: bytes)
 
 
 class Counted(NamedTuple):
-    """How much a learner has taken from the stream, beside what the append of the last entry counted.
+    """Amounts that a learner has taken from the stream, beside what the append of the last entry counted.
 
     Attributes:
         entry_id: of the last entry taken.
