@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from support.private_server import PrivateServer
 from support.runs import target_config
 
 from ddrl import codec, policy
+from ddrl.cli.evaluate import Scoring
 from ddrl.config import EnvConfig
 from ddrl.envs import EnvError, describe
 from ddrl.runs import artifacts
@@ -90,6 +93,15 @@ def test_they_are_shown_wherever_a_return_is(
         [row] = csv.DictReader(file)
     assert float(row["info/length"]) == pytest.approx(mean) and row["info/missing"] == ""
     assert "info/even" in (tmp_path / "metrics.csv").read_text().splitlines()[0]
+
+
+def test_names_that_a_worker_made_up_are_left_out_of_a_score() -> None:
+    loaded: Any = SimpleNamespace(env=SimpleNamespace(metrics=("length",)))
+    wanted = Evaluation(version=0, first_seed=1, num_episodes=1, purpose="request")
+    scoring = Scoring(loaded, wanted, lambda done, total: None)
+    scoring._add_metrics({"length": [3.0], "forged": [1.0]})
+    scoring._add_metrics({})
+    assert scoring._metrics == {"length": [3.0]}
 
 
 @pytest.mark.parametrize("names", [["a b"], [""], ["x" * 61], ["x"] * 21])

@@ -182,8 +182,9 @@ class Scoring:
         return f"{fleet}, {num_here} here" if num_here else fleet
 
     def _add_metrics(self, found: Mapping[str, Sequence[float]]) -> None:
-        for name, values in found.items():
-            self._metrics[name].extend(values)
+        """Add those of the run; a worker may write other names."""
+        for name, values in self._metrics.items():
+            values.extend(found.get(name, ()))
 
     def _add(self, seed: int, episode_return: float, length: int) -> None:
         self._scores[seed] = episode_return, length

@@ -89,7 +89,9 @@ class _Scored(Evaluation):
     lengths: Annotated[list[Count], FailFast()]
     return_mean: Number
     return_std: Annotated[Number, Field(ge=0)]
-    metrics: dict[Name, Annotated[list[Number], FailFast()]] = field(default_factory=dict)
+    metrics: Annotated[dict[Name, Annotated[list[Number], FailFast()]], Field(max_length=20)] = field(
+        default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         if not len(self.returns) == len(self.lengths) == self.num_episodes:

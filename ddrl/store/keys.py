@@ -30,8 +30,8 @@ Redis Cluster is not supported: some scripts touch the keys of several runs. `<r
 | ddrl:{run}:weights:<v>            | string | learner              | collector, cli            | weights of a version, safetensors                            | until pruned |
 | ddrl:{run}:evaluating             | hash   | learner              | evaluation worker         | the run's open evaluations                                   | a field: until its result |
 | ddrl:{run}:evaluating:<r>         | hash   | cli                  | evaluation worker         | the same of one `ddrl evaluate`                              | expires |
-| ddrl:{run}:players                | hash   | evaluation worker    | learner                   | who plays each of the run's open evaluations                 | a field: until its result |
-| ddrl:{run}:players:<r>            | hash   | evaluation worker    | cli                       | the same of one `ddrl evaluate`                              | expires |
+| ddrl:{run}:players                | hash   | learner, worker      | learner                   | who plays each of the run's open evaluations                 | a field: until its result |
+| ddrl:{run}:players:<r>            | hash   | cli, worker          | cli                       | the same of one `ddrl evaluate`                              | expires |
 | ddrl:{run}:evaluations            | stream | evaluation worker    | learner, cli              | the run's results: version, seeds, returns                   | the run's |
 | ddrl:{run}:evaluations:<r>        | stream | evaluation worker    | cli                       | results of one `ddrl evaluate`                               | expires |
 | ddrl:{run}:episodes               | stream | collector            | learner, cli              | finished training episodes                                   | capped |

@@ -25,10 +25,11 @@ end
 local bytes = (number(redis.call('HGET', KEYS[1], 'trimmed_bytes')) or 0) + ARGV[5]
 local learned = {tonumber(ARGV[3]), tonumber(ARGV[4]), bytes}
 local counts = counts_of(KEYS[3], 'appended_fragments', 'appended_steps', 'appended_bytes')
--- Appends keep the stream within its budget, and processes append few steps that were not allowed: more of these wait.
+-- Appends keep the stream within its budget: more bytes than that are forged. More steps than can have been allowed
+-- count as just as many, so that play waits.
 local most_bytes = bytes + (tonumber(redis.call('HGET', KEYS[1], 'max_bytes')) or 0) + 2 ^ 30
 local right, most = {unpack(learned)}, {2 ^ 53, math.max(tonumber(ARGV[6]), learned[2]), most_bytes}
--- Not the last one: the reader does not drop it, however large it is, before it comes to it.
+-- The first entry that waits: the reader soon drops it, if it is too large. Any other might stay, and take seconds to read.
 if redis.call('XRANGE', KEYS[2], '(' .. ARGV[2], '+', 'COUNT', 1)[1] then
   -- An append before the counts were last set tells nothing of the present ones.
   local set_at = redis.call('HGET', KEYS[1], 'counts_set_at')
