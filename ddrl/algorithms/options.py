@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from copy import copy
-from typing import Any, ClassVar, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, Field, PositiveInt, model_validator
 
 from ddrl.config import LIVE, Section, live_options
 from ddrl.types import EnvSpec, SequenceShape
+
+if TYPE_CHECKING:
+    from torch import Generator, nn
 
 AnyConfig = TypeVar("AnyConfig", bound="AlgorithmConfig")
 
@@ -92,6 +95,24 @@ class NetworkConfig(AlgorithmConfig):
         if self.network_kwargs and ":" not in self.network:
             raise ValueError(f"network_kwargs: are for your own network; {self.network} takes none")
         return self
+
+    def make_trunk(
+        self, spec: EnvSpec, generator: Generator | None = None, **layers: Any
+    ) -> tuple[nn.Module, int]:
+        """Return a new trunk and the number of its features; see `ddrl.networks.trunks.make_trunk`.
+
+        Args:
+            spec: spaces of the environment.
+            generator: of the initial weights.
+            layers: `hidden_sizes` and `activation` of a built-in trunk; without, it has no dense layers.
+
+        Raises:
+            ValueError: it cannot take these observations.
+        """
+        from ddrl.networks.trunks import make_trunk
+
+        options = {"hidden_sizes": (), "activation": "relu", "kwargs": self.network_kwargs} | layers
+        return make_trunk(self.network, spec.input_shape, generator=generator, **options)
 
     def refuse_images_on_mlp(self, spec: EnvSpec) -> None:
         """Refuse images for `mlp`, without importing torch: `ddrl submit` would wait for it.
@@ -204,7 +225,7 @@ def check_bounds(name: str, spec: EnvSpec) -> None:
 
 
 def check_continuous(name: str, spec: EnvSpec) -> None:
-    """Refuse, for an algorithm of that name, an environment without vectors and bounded continuous actions.
+    """Refuse, for an algorithm of that name, an environment without bounded continuous actions.
 
     Raises:
         ValueError: names the space and the remedy.
@@ -216,8 +237,3 @@ def check_continuous(name: str, spec: EnvSpec) -> None:
             f"{'discrete_sac' if spec.action_kind == 'discrete' else 'ppo'}"
         )
     check_bounds(name, spec)
-    if len(spec.input_shape) != 1:
-        raise ValueError(
-            f"{spec.env_id}: observation_shape is {spec.input_shape}, but {name} needs a vector; wrap "
-            f"the environment in gymnasium.wrappers.FlattenObservation"
-        )

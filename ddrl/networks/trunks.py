@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
@@ -102,6 +103,22 @@ def to_input(observation: Tensor) -> Tensor:
     if observation.dtype == torch.uint8:
         return observation.float().div_(255.0)
     return observation.float()
+
+
+@torch.inference_mode()
+def evaluate(module: nn.Module, observation: np.ndarray, *, by_row: bool) -> np.ndarray:
+    """Return a module's output for observations, on the CPU: [N, *O] -> [N, F], float32.
+
+    Args:
+        module: maps observations as `to_input` gives them.
+        observation: [N, *O].
+        by_row: each row goes through the module by itself, so that its output does not depend on the others.
+    """
+    rows = to_input(torch.from_numpy(np.ascontiguousarray(observation)))
+    # Copies, for kernels round differently by the strides (NumPy's [None] gives 0) and the place of a row too.
+    layout = torch.contiguous_format
+    parts = [row[None].clone(memory_format=layout) for row in rows] if by_row else [rows]
+    return torch.cat([module(part) for part in parts]).numpy()
 
 
 class Trunk(nn.Module):

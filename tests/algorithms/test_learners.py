@@ -9,7 +9,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load, save
-from support.algorithms import CONTINUOUS, CPU, DISCRETE, PAIRS, Options, assert_same, digest, make_learner
+from support.algorithms import (
+    CONTINUOUS,
+    CPU,
+    DISCRETE,
+    OWN,
+    PAIRS,
+    PICTURES,
+    Options,
+    assert_same,
+    digest,
+    make_learner,
+)
 from support.reference_q import PIXELS
 from support.reference_r2d2 import IMAGES
 from support.subjects import CATEGORICAL, QUANTILE, SOFT, SPECS, batch_for, on_device
@@ -30,6 +41,8 @@ CASES: dict[str, tuple[str, EnvSpec, Options]] = {
     "sac prioritized": ("sac", CONTINUOUS, {"prioritized": True}),
     "sac dropout": ("sac", CONTINUOUS, {"dropout": 0.3, "layer_norm": True}),
     "sac quantiles": ("sac", CONTINUOUS, {"num_quantiles": 5, "num_critics": 3}),
+    "sac images": ("sac", PICTURES, {"network": "conv", "layer_norm": True}),
+    "sac own network": ("sac", CONTINUOUS, {"network": OWN}),
     "td3": ("td3", CONTINUOUS, {}),
     "td3 prioritized": ("td3", CONTINUOUS, {"prioritized": True, "layer_norm": True, "num_critics": 3}),
     "discrete sac": ("discrete_sac", DISCRETE, {}),

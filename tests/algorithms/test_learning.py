@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.algorithms import Options
+from support.algorithms import ALLOWED, OWN, Options
 from support.learning import learn, toy
 
 from ddrl import config
@@ -118,6 +118,20 @@ def test_td3_solves_target(options: Options) -> None:
     algorithm = {"name": "td3", "hidden_sizes": [32], "learning_rate": 3e-3, "gamma": 0.5, "batch_size": 64}
     env, rollout = {"id": "ddrl/Target-v0", "num_envs": 8}, {"fragment_s": 5, "max_fragment_steps": 16}
     run = toy(env["id"], algorithm | options, env=env, rollout=rollout, replay={"samples_per_insert": 16})
+    assert learn(run, most_steps=6_000).return_mean > -0.2
+
+
+@pytest.mark.parametrize("options", [{"network": "conv"}, {"network": OWN, "num_quantiles": 11}])
+def test_sac_solves_dial_from_pixels(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At random -6.6; a policy that ignores the image gets -3.3 at best."""
+    monkeypatch.setenv("DDRL_ALLOW_MODULES", ALLOWED)
+    algorithm = {"name": "sac", "hidden_sizes": [32], "learning_rate": 3e-3, "gamma": 0.5, "batch_size": 64}
+    algorithm |= {"target_entropy": -3.0, "target_rate": 0.05} | options
+    env, rollout = (
+        {"id": "support.algorithms:dial", "num_envs": 8},
+        {"fragment_s": 5, "max_fragment_steps": 16},
+    )
+    run = toy(env["id"], algorithm, env=env, rollout=rollout, replay={"samples_per_insert": 16})
     assert learn(run, most_steps=6_000).return_mean > -0.2
 
 

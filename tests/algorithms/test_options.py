@@ -12,7 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 from support import algorithms
-from support.algorithms import CONTINUOUS, DISCRETE, OWN, PAIRS, Options, digest, make_learner, make_policy
+from support.algorithms import (
+    CONTINUOUS,
+    DISCRETE,
+    OWN,
+    PAIRS,
+    PICTURES,
+    Options,
+    digest,
+    make_learner,
+    make_policy,
+)
 from support.reference_ppo import IMAGES, feed, make_feed
 from support.reference_q import IMAGES as STACKED
 from support.reference_q import PIXELS, make_batch
@@ -89,6 +99,10 @@ NEEDING: dict[str, dict[str, tuple[EnvSpec, Options, Any]]] = {
             "initial_log_std": (CONTINUOUS, {}, -0.5),
         }
         for name in ("ppo", "impala")
+    },
+    "sac": {
+        "network": (PICTURES, {"network": "conv"}, OWN),
+        "network_kwargs": (PICTURES, {"network": OWN}, {"width": 7}),
     },
     "r2d2": {"optimizer": (DISCRETE, {"adam_eps": 1e-3}, "rmsprop")},
 }
@@ -203,7 +217,10 @@ UNSUITABLE: list[tuple[str, EnvSpec, Options, str]] = [
     ("sac", bounded(-math.inf, 1.0), {}, "^Toy-v0: action_low is .*RescaleAction"),
     ("sac", replace(CONTINUOUS, action_low=()), {}, "^Toy-v0: action_low is .*2 finite bounds"),
     ("sac", bounded(2.0, 0.0), {}, "^Toy-v0: action_low .* is not below"),
-    ("sac", replace(CONTINUOUS, observation_shape=(84, 84)), {}, "^Toy-v0: observation_shape is .*FlattenObservation"),
+    ("td3", replace(CONTINUOUS, observation_shape=(84, 84)), {}, "^Toy-v0: observation_shape is .*FlattenObservation"),
+    ("sac", PICTURES, {}, r"algorithm.network: mlp needs a vector, but Toy-v0 has .*\(6, 6, 2\); use nature or conv"),
+    ("sac", PICTURES, {"network": "nature"}, "network nature: needs images of 36x36 pixels or more"),
+    ("sac", CONTINUOUS, {"network": "cnn"}, "network cnn: is unknown; use mlp, conv, nature"),
 ]  # fmt: skip
 
 

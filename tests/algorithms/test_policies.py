@@ -10,7 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.algorithms import CONTINUOUS, DISCRETE, OWN, PAIRS, Options, digest, make_learner, make_policy
+from support.algorithms import (
+    CONTINUOUS,
+    DISCRETE,
+    OWN,
+    PAIRS,
+    PICTURES,
+    Options,
+    digest,
+    make_learner,
+    make_policy,
+)
 from support.reference_ppo import IMAGES, make_feed, tensors
 from support.reference_q import PIXELS, slow_ladder
 from support.reference_r2d2 import IMAGES as STACKED
@@ -43,6 +53,10 @@ ACTOR_CRITIC: dict[str, Case] = {
     "images": ("ppo", IMAGES, CONV),
     "own": ("ppo", IMAGES, OWN_NETWORK | {"network_kwargs": {"width": 7}, "shared": True}),
     "own normalized": ("ppo", CONTINUOUS, OWN_NETWORK | NORMALIZED),
+}
+SOFT: dict[str, Case] = {
+    "sac images": ("sac", PICTURES, {"network": "conv"}),
+    "sac own": ("sac", PICTURES, {"network": OWN, "network_kwargs": {"width": 7}}),
 }
 FEED_FORWARD: dict[str, Case] = {
     "mlp": ("dqn", DISCRETE, {}),
@@ -118,7 +132,7 @@ def outputs(policy: Any, seen: np.ndarray, state: RecurrentState) -> list[np.nda
     return [policy.act(seen, state), *values, *state.values()]
 
 
-@each_of(ACTOR_CRITIC | SIZES | FEED_FORWARD | RECURRENT)
+@each_of(ACTOR_CRITIC | SIZES | SOFT | FEED_FORWARD | RECURRENT)
 def test_greedy_rows_do_not_depend_on_each_other(name: str, spec: EnvSpec, options: Options) -> None:
     """To the last bit, at every place of a block, in any layout."""
     _, policy = made(name, spec, **options)
@@ -180,6 +194,15 @@ WIDER, LARGER = replace(CONTINUOUS, observation_shape=(4,)), replace(IMAGES, obs
 OTHERS: list[tuple[str, EnvSpec, Options, EnvSpec, Options, str]] = [
     ("sac", CONTINUOUS, {}, CONTINUOUS, {"hidden_sizes": (8, 7, 7)}, r"biases\.2"),
     ("sac", CONTINUOUS, {}, WIDER, {}, r"weights\.0: shape \(4, 8\) in the weights, \(3, 8\) here"),
+    ("sac", PICTURES, {"network": "conv"}, PICTURES, {"network": OWN}, "loading state_dict"),
+    (
+        "sac",
+        PICTURES,
+        {"network": OWN},
+        PICTURES,
+        {"network": OWN, "network_kwargs": {"width": 7}},
+        "size mismatch",
+    ),
     ("discrete_sac", DISCRETE, {}, DISCRETE, {"form": "sqn"}, "loading state_dict"),
     ("ppo", CONTINUOUS, {}, DISCRETE, {}, "log_std"),
     ("ppo", CONTINUOUS, {}, CONTINUOUS, {"hidden_sizes": (6, 5, 5)}, "actor.layers.2.bias"),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support import reference_q
-from support.algorithms import CONTINUOUS, Options, make_learner, make_policy
+from support.algorithms import CONTINUOUS, PICTURES, Options, make_learner, make_policy
 from support.reference import Layers, sac_act, sac_critic_loss, sac_policy_loss
 from torch import Tensor, tensor
 
@@ -185,6 +185,23 @@ def test_policy_delay_skips_actor_and_temperature() -> None:
             assert torch.equal(before[name], state[name]) == (i % 3 != 0)
         assert ("policy_loss" in metrics) == (i % 3 == 0)
         assert not torch.equal(before["critics.value"], state["critics.value"])
+
+
+def test_only_the_critics_loss_changes_the_network_before_them() -> None:
+    """And its target follows it as the critics' does."""
+    options = {"network": "conv", "learning_rate": 1e-2, "target_rate": 0.25}
+    with_actor, without = (make_learner("sac", PICTURES, **options, policy_delay=k) for k in (1, 9))
+    before = {name: tensor.clone() for name, tensor in without.trunk.state_dict().items()}
+    for seed in range(2):
+        former = {name: tensor.clone() for name, tensor in with_actor.target_trunk.state_dict().items()}
+        for learner in (with_actor, without):
+            learner.update(reference_q.make_batch(seed, spec=PICTURES))
+        for name, moved in with_actor.trunk.state_dict().items():
+            found = with_actor.target_trunk.state_dict()[name]
+            torch.testing.assert_close(found, former[name].lerp(moved, 0.25))
+    assert not torch.equal(with_actor.actor_parameters.vector, without.actor_parameters.vector)
+    second = with_actor.trunk.state_dict()
+    assert all(not torch.equal(tensor, before[name]) for name, tensor in second.items())
 
 
 @pytest.mark.parametrize("critics", [{}, {"num_quantiles": 9, "dropped_quantiles": 1}])

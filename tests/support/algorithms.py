@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ CPU = torch.device("cpu")
 DISCRETE = EnvSpec("Toy-v0", (3,), "float32", "discrete", (), (4,))
 PAIRS = EnvSpec("Toy-v0", (3,), "float32", "multi_discrete", (2,), (3, 2))
 CONTINUOUS = EnvSpec("Toy-v0", (3,), "float32", "continuous", (2,), (), (-2.0, 0.0), (2.0, 1.0))
+PICTURES = replace(CONTINUOUS, observation_shape=(6, 6, 2), observation_dtype="uint8")
 SMALL: dict[str, Options] = {
     "sac": {"hidden_sizes": (8, 7), "learning_rate": 1e-2, "target_rate": 0.1, "batch_size": 6},
     "td3": {"hidden_sizes": (8, 7), "learning_rate": 1e-2, "target_rate": 0.1, "batch_size": 6},
@@ -55,6 +57,27 @@ def make_policy(
 def own_network(shape: tuple[int, ...], width: int = 5) -> nn.Module:
     """A custom network, named "support.algorithms:own_network"."""
     return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), width), nn.Tanh())
+
+
+def dial() -> Any:
+    """Turn to the bright column of an image: reward -(action - its position)^2, ten questions an episode.
+
+    Observation: uint8 [8, 8, 1], black but for one column; action: its position, one number in [-1, 1].
+    """
+    from gymnasium.spaces import Box
+
+    from ddrl.envs.toy import Questions
+
+    def ask(generator: np.random.Generator) -> tuple[np.ndarray, float]:
+        column = int(generator.integers(8))
+        image = np.zeros((8, 8, 1), np.uint8)
+        image[:, column] = 255
+        return image, column / 4 - 0.875
+
+    def grade(action: np.ndarray, answer: float) -> float:
+        return -float((action[0] - answer) ** 2)
+
+    return Questions(Box(0, 255, (8, 8, 1), np.uint8), Box(-1.0, 1.0, (1,), np.float32), ask, grade)
 
 
 OWN = "support.algorithms:own_network"

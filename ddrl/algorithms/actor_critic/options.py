@@ -9,7 +9,7 @@ Source: Schulman et al. 2017, arXiv:1707.06347; Huang et al. 2022, "The 37 imple
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
@@ -94,22 +94,12 @@ class Options(NetworkConfig):
         if self.network != "mlp":
             self.make_trunk(spec)
 
-    def make_trunk(self, spec: EnvSpec, generator: Generator | None = None) -> tuple[nn.Module, int]:
-        """Return a new trunk and the number of its features; see `ddrl.networks.trunks.make_trunk`.
-
-        Raises:
-            ValueError: it cannot take these observations.
-        """
-        from ddrl.networks.trunks import make_trunk
-
-        return make_trunk(
-            self.network,
-            spec.input_shape,
-            hidden_sizes=self.hidden_sizes,
-            activation=self.activation,
-            kwargs=self.network_kwargs,
-            generator=generator,
-        )
+    def make_trunk(
+        self, spec: EnvSpec, generator: Generator | None = None, **layers: Any
+    ) -> tuple[nn.Module, int]:
+        """Return a new trunk with the dense layers of the options, and the number of its features."""
+        dense = {"hidden_sizes": self.hidden_sizes, "activation": self.activation}
+        return super().make_trunk(spec, generator, **dense | layers)
 
 
 def num_policy_parameters(spec: EnvSpec) -> int:

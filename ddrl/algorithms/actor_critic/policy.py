@@ -6,6 +6,7 @@ An MLP runs in NumPy, so that its rollout processes need no torch; other network
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any, cast
@@ -142,8 +143,8 @@ class _TorchActor:
         from torch import nn
 
         trunk, width = config.make_trunk(spec)
-        head = nn.Linear(width, num_policy_parameters(spec))
-        self._module = nn.ModuleDict({"actor": trunk, "policy_head": head}).eval()
+        parts = {"actor": trunk, "policy_head": nn.Linear(width, num_policy_parameters(spec))}
+        self._module = nn.Sequential(OrderedDict(parts)).eval()
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
         from ddrl.networks.parameters import load_arrays
@@ -151,14 +152,6 @@ class _TorchActor:
         load_arrays(self._module, arrays)
 
     def forward(self, x: np.ndarray, *, by_row: bool) -> np.ndarray:
-        import torch
+        from ddrl.networks.trunks import evaluate
 
-        from ddrl.networks.trunks import to_input
-
-        with torch.inference_mode():
-            rows = to_input(torch.from_numpy(np.ascontiguousarray(x)))
-            # Copies, for kernels round differently by the strides (NumPy's [None] gives 0) and the place of a row too.
-            layout = torch.contiguous_format
-            parts = [row[None].clone(memory_format=layout) for row in rows] if by_row else [rows]
-            outputs = [self._module["policy_head"](self._module["actor"](part)) for part in parts]
-            return torch.cat(outputs).numpy()
+        return evaluate(self._module, x, by_row=by_row)

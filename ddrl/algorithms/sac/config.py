@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from ddrl.algorithms.options import Common, Prioritized, check_continuous, option
+from ddrl.algorithms.options import Common, NetworkConfig, Prioritized, check_continuous, option
 from ddrl.config import LIVE
 from ddrl.types import EnvSpec
 
@@ -31,8 +31,12 @@ def check_temperature(config: Any) -> None:
         config.refuse_changed(fixed, "target_entropy", "initial_temperature", remedy=remedy)
 
 
-class Config(Prioritized):
-    """Options of SAC; an update is one minibatch, rewards are in training units."""
+class Config(NetworkConfig, Prioritized):
+    """Options of SAC; an update is one minibatch, rewards are in training units.
+
+    Actor and critics are MLPs on the features of one network, of which only the critics' loss changes the weights.
+    Source of that: Yarats et al. 2021, arXiv:1910.01741 (images; here without their autoencoder).
+    """
 
     name: ClassVar[str] = "sac"
 
@@ -87,5 +91,8 @@ class Config(Prioritized):
         return self
 
     def check(self, spec: EnvSpec) -> None:
-        """Refuse an environment without a vector of observations and bounded continuous actions."""
+        """Refuse an environment without bounded continuous actions, and observations that the network cannot take."""
         check_continuous(self.name, spec)
+        self.refuse_images_on_mlp(spec)
+        if self.network != "mlp":
+            self.make_trunk(spec)

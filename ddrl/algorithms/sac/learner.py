@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddrl.algorithms.optim import adams, cpu_copies, restore, set_options, with_optimizers
 from ddrl.algorithms.options import changed
@@ -19,7 +20,8 @@ from ddrl.algorithms.quantiles import quantile_huber
 from ddrl.algorithms.sac.config import LOG_STD_MAX, LOG_STD_MIN, Config
 from ddrl.networks.distributions import bounded_log_std, tanh_gaussian_sample
 from ddrl.networks.mlp import MLP
-from ddrl.networks.parameters import FlatParameters
+from ddrl.networks.parameters import FlatParameters, saved_buffers
+from ddrl.networks.trunks import to_input
 from ddrl.types import Batch, EnvSpec
 
 
@@ -155,10 +157,12 @@ class SAC:
         self.num_updates = 0
         self.from_policy = False
         self.config = config
-        num_inputs, num_dims = spec.input_shape[0], math.prod(spec.action_shape)
+        num_dims = math.prod(spec.action_shape)
         self._num_dims, self._to_unit = num_dims, to_unit(spec, device)
 
         generator = torch.Generator().manual_seed(seed)
+        trunk, num_inputs = config.make_trunk(spec, generator)
+        self.trunk, self.target_trunk = trunk.to(device), deepcopy(trunk).to(device)
 
         def network(num_inputs: int, num_outputs: int, **options: Any) -> MLP:
             sizes = (num_inputs, *config.hidden_sizes, num_outputs)
@@ -169,10 +173,11 @@ class SAC:
         self.actor = network(num_inputs, 2 * num_dims)
         num_outputs = config.num_quantiles or 1
         self.critics = network(num_inputs + num_dims, num_outputs, **ensemble)
-        self.target_critics = network(num_inputs + num_dims, num_outputs, **ensemble).requires_grad_(False)
+        self.target_critics = network(num_inputs + num_dims, num_outputs, **ensemble)
         self.actor_parameters = FlatParameters(self.actor)
-        self.critic_parameters = FlatParameters(self.critics)
-        self._target = FlatParameters(self.target_critics).vector.requires_grad_(False)
+        self.critic_parameters = FlatParameters(nn.ModuleList((self.trunk, self.critics)))
+        targets = nn.ModuleList((self.target_trunk, self.target_critics)).requires_grad_(False)
+        self._target = FlatParameters(targets).vector.requires_grad_(False)
         self._target.copy_(self.critic_parameters.vector.detach())
 
         self._log_temperature = initial_log_temperature(config, device)
@@ -196,21 +201,25 @@ class SAC:
         """One update of critics and targets and, every `policy_delay`-th time, of actor and temperature.
 
         Args:
-            batch: tensors on the learner's device, float32; actions in the environment's unit.
+            batch: tensors on the learner's device, float32, observations also uint8; actions in the environment's unit.
 
         Returns:
             Detached scalars by name; those of the actor only where it was updated.
         """
         config = self.config
-        observation, next_observation = batch.observation, batch.next_observation  # [B, O]
+        observation, next_observation = (
+            to_input(batch.observation),
+            to_input(batch.next_observation),
+        )  # [B, *O]
         action = self._to_unit(batch.action)  # [B, A], in [-1, 1]
         with torch.no_grad():
             temperature = self._log_temperature.exp()
-            next_action, next_log_prob = self._sample(next_observation)
-            next_pairs = torch.cat((next_observation, next_action), dim=1)
+            next_action, next_log_prob = self._sample(self.trunk(next_observation))
+            next_pairs = torch.cat((self.target_trunk(next_observation), next_action), dim=1)
             next_target_q = self.target_critics(next_pairs, generator=self._noise)
 
-        q = self.critics(torch.cat((observation, action), dim=1), generator=self._noise)  # [E, B, 1 or Z]
+        features = self.trunk(observation)  # [B, F]
+        q = self.critics(torch.cat((features, action), dim=1), generator=self._noise)  # [E, B, 1 or Z]
         others = next_log_prob, batch.n_step_return, batch.bootstrap_discount, temperature, batch.weight
         if config.num_quantiles is None:
             loss, error = critic_loss(q[..., 0], next_target_q[..., 0], *others)
@@ -223,16 +232,16 @@ class SAC:
             metrics["priority"] = error
         is_warm = not self.from_policy or self.num_updates >= config.critic_warmup_updates
         if is_warm and self.num_updates % config.policy_delay == 0:
-            metrics |= self._improve_policy(observation, temperature)
+            metrics |= self._improve_policy(features.detach(), temperature)
         self._target.lerp_(self.critic_parameters.vector.detach(), config.target_rate)
         self.num_updates += 1
         return metrics
 
-    def _improve_policy(self, observation: Tensor, temperature: Tensor) -> dict[str, Tensor]:
-        """Update actor and temperature on [B, O] observations."""
-        action, log_prob = self._sample(observation)
+    def _improve_policy(self, features: Tensor, temperature: Tensor) -> dict[str, Tensor]:
+        """Update actor and temperature on [B, F] features."""
+        action, log_prob = self._sample(features)
         num_members = 1 if self.config.form == "sac1" else self.config.num_critics
-        pairs = torch.cat((observation, action), dim=1)
+        pairs = torch.cat((features, action), dim=1)
         q = self.critics(pairs, num_members=num_members, generator=self._noise)  # [E, B, 1 or Z]
         is_mean = self.config.num_quantiles is not None
         loss = policy_loss(q.mean(dim=(0, 2))[None] if is_mean else q[..., 0], log_prob, temperature)
@@ -244,17 +253,19 @@ class SAC:
             adapt_temperature(learned, optimizer, log_prob, target_entropy=self._target_entropy)
         return {"policy_loss": loss.detach(), "entropy": -log_prob.mean()}
 
-    def _sample(self, observation: Tensor) -> tuple[Tensor, Tensor]:
-        """Return actions [B, A] of the current policy at [B, O] and their log densities [B]."""
-        mean, raw_log_std = self.actor(observation).chunk(2, dim=1)
+    def _sample(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Return actions [B, A] of the current policy at [B, F] features, and their log densities [B]."""
+        mean, raw_log_std = self.actor(features).chunk(2, dim=1)
         noise = torch.randn(mean.shape, generator=self._noise, device=mean.device)
         log_std = bounded_log_std(raw_log_std, low=LOG_STD_MIN, high=LOG_STD_MAX)
         return tanh_gaussian_sample(mean, log_std, noise)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the actor's parameters and the log of a learned temperature by name, as CPU copies."""
-        learned = {"log_temperature": self._log_temperature} if self.config.temperature == "auto" else {}
-        return self.actor_parameters.copies() | cpu_copies(learned)
+        """Return the parameters of actor and trunk and the log of a learned temperature by name, as CPU copies."""
+        others = self._trunk_weights()
+        if self.config.temperature == "auto":
+            others["log_temperature"] = self._log_temperature
+        return self.actor_parameters.copies() | cpu_copies(others)
 
     def state(self) -> dict[str, Tensor]:
         """Return everything needed to continue, as CPU copies."""
@@ -278,14 +289,22 @@ class SAC:
         """Start from a published actor and its temperature, which earlier versions lack; return what starts fresh."""
         given = dict(weights)
         log_temperature = given.pop("log_temperature", self._log_temperature)
-        restore(dict(self.actor.named_parameters()), given)
+        restore(dict(self.actor.named_parameters()) | self._trunk_weights(), given)
+        self.target_trunk.load_state_dict(self.trunk.state_dict())
         self._log_temperature.copy_(log_temperature)
         self._use_options()
         return f"critics and optimizers start fresh, the temperature at {self._log_temperature.exp():.3g}"
 
+    def _trunk_weights(self) -> dict[str, Tensor]:
+        """Return the trunk's parameters and saved buffers, by name; not copied."""
+        return {f"trunk.{name}": tensor for name, tensor in self.trunk.state_dict().items()}
+
     def _tensors(self) -> dict[str, Tensor]:
         """Return the tensors that updates change, by name; not copied."""
-        return with_optimizers(self._learned, self._optimizers) | {"target_critics.value": self._target}
+        named = with_optimizers(self._learned, self._optimizers) | {"target_critics.value": self._target}
+        for part, trunk in (("trunk", self.trunk), ("target_trunk", self.target_trunk)):
+            named |= {f"{part}.{name}": buffer for name, buffer in saved_buffers(trunk).items()}
+        return named
 
 
 make_learner = SAC

@@ -1,4 +1,4 @@
-"""SAC's policy for rollout and evaluation, in NumPy: rollout processes need no torch."""
+"""SAC's policy for rollout and evaluation, in NumPy: rollout processes need no torch but for a network before it."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ class Actor:
         hidden_sizes: widths of the hidden layers.
         spec: spaces of the environment.
         outputs_per_action: numbers that the network gives for each of the A dimensions of an action.
+        num_inputs: F, numbers in an observation, or in its features.
     """
 
-    def __init__(self, hidden_sizes: Sequence[int], spec: EnvSpec, *, outputs_per_action: int) -> None:
+    def __init__(
+        self, hidden_sizes: Sequence[int], spec: EnvSpec, *, outputs_per_action: int, num_inputs: int
+    ) -> None:
         self._low, self._high = np.array([spec.action_low, spec.action_high], np.float32)
         self._scale, self._center = (self._high - self._low) / 2, (self._high + self._low) / 2
-        self._action_shape, self._num_inputs = spec.action_shape, spec.input_shape[0]
+        self._action_shape, self._num_inputs = spec.action_shape, num_inputs
         self._shapes: dict[str, tuple[int, ...]] = {}
-        sizes = (self._num_inputs, *hidden_sizes, outputs_per_action * len(self._low))
+        sizes = (num_inputs, *hidden_sizes, outputs_per_action * len(self._low))
         for i, (inputs, outputs) in enumerate(pairwise(sizes)):
             self._shapes |= {f"weights.{i}": (inputs, outputs), f"biases.{i}": (outputs,)}
         self._layers: list[Layer] = []
@@ -39,7 +42,7 @@ class Actor:
         self._layers = [(arrays[f"weights.{i}"], arrays[f"biases.{i}"]) for i in range(len(arrays) // 2)]
 
     def forward(self, observation: np.ndarray, *, by_row: bool) -> np.ndarray:
-        """[N, O] -> [N, outputs_per_action * A]; each row by itself if `by_row`."""
+        """[N, F] -> [N, outputs_per_action * A]; each row by itself if `by_row`."""
         rows = np.asarray(observation, np.float32).reshape(len(observation), self._num_inputs)
         return forward(self._layers, rows, activation=ACTIVATIONS["relu"], by_row=by_row)
 
@@ -56,7 +59,13 @@ class Policy:
     evaluation_epsilon = 0.0
 
     def __init__(self, config: Config, spec: EnvSpec, *, producer: int = 0) -> None:
-        self._actor = Actor(config.hidden_sizes, spec, outputs_per_action=2)  # mean and deviation
+        self._trunk: Any = None
+        num_inputs = spec.input_shape[0]
+        if config.network != "mlp":
+            self._trunk, num_inputs = config.make_trunk(spec)
+            self._trunk.eval()
+        outputs = 2  # mean and deviation
+        self._actor = Actor(config.hidden_sizes, spec, outputs_per_action=outputs, num_inputs=num_inputs)
 
     def load(self, weights: Mapping[str, Any]) -> None:
         """Load published weights: CPU tensors or arrays.
@@ -66,6 +75,11 @@ class Policy:
         """
         arrays = {name: np.asarray(value, np.float32).copy() for name, value in weights.items()}
         arrays.pop("log_temperature", None)  # for learners only; not in earlier versions' weights
+        if self._trunk is not None:
+            from ddrl.networks.parameters import load_arrays
+
+            names = [name for name in arrays if name.startswith("trunk.")]
+            load_arrays(self._trunk, {name.removeprefix("trunk."): arrays.pop(name) for name in names})
         self._actor.load(arrays)
 
     def initial_state(self, num_envs: int) -> RecurrentState:
@@ -73,16 +87,24 @@ class Policy:
         return {}
 
     def act(self, observation: np.ndarray, state: RecurrentState = NO_STATE) -> np.ndarray:
-        """Return the mode: [N, O] -> [N, *A] float32, within the environment's bounds."""
-        mean, _ = np.split(self._actor.forward(observation, by_row=True), 2, axis=1)
+        """Return the mode: [N, *O] -> [N, *A] float32, within the environment's bounds."""
+        mean, _ = self._parameters(observation, by_row=True)
         return self._actor.to_environment(np.tanh(np.ascontiguousarray(mean)))
 
     def explore(
         self, observation: np.ndarray, generator: np.random.Generator, state: RecurrentState = NO_STATE
     ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Return samples of the policy: [N, O] -> [N, *A] float32, within the bounds; and no further columns."""
-        mean, raw_log_std = np.split(self._actor.forward(observation, by_row=False), 2, axis=1)
+        """Return samples of the policy: [N, *O] -> [N, *A] float32, within the bounds; and no further columns."""
+        mean, raw_log_std = self._parameters(observation, by_row=False)
         middle, half = (LOG_STD_MAX + LOG_STD_MIN) / 2, (LOG_STD_MAX - LOG_STD_MIN) / 2
         std = np.exp(np.tanh(raw_log_std) * half + middle)
         noise = generator.standard_normal(std.shape, dtype=np.float32)
         return self._actor.to_environment(np.tanh(np.ascontiguousarray(mean + std * noise))), {}
+
+    def _parameters(self, observation: np.ndarray, *, by_row: bool) -> list[np.ndarray]:
+        """[N, *O] -> means and raw log deviations, each [N, A]."""
+        if self._trunk is not None:
+            from ddrl.networks.trunks import evaluate
+
+            observation = evaluate(self._trunk, observation, by_row=by_row)
+        return np.split(self._actor.forward(observation, by_row=by_row), 2, axis=1)

@@ -48,3 +48,8 @@ class Config(Prioritized):
     def check(self, spec: EnvSpec) -> None:
         """Refuse an environment without a vector of observations and bounded continuous actions."""
         check_continuous(self.name, spec)
+        if len(spec.input_shape) != 1:
+            raise ValueError(
+                f"{spec.env_id}: observation_shape is {spec.observation_shape}, but {self.name} needs a vector; use "
+                "algorithm.name sac, or gymnasium.wrappers.FlattenObservation"
+            )

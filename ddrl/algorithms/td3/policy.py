@@ -19,7 +19,8 @@ class Policy:
     evaluation_epsilon = 0.0
 
     def __init__(self, config: Config, spec: EnvSpec, *, producer: int = 0) -> None:
-        self._actor = Actor(config.hidden_sizes, spec, outputs_per_action=1)
+        num_inputs = spec.input_shape[0]
+        self._actor = Actor(config.hidden_sizes, spec, outputs_per_action=1, num_inputs=num_inputs)
         self._noise = np.float32(config.exploration_noise)
 
     def load(self, weights: Mapping[str, Any]) -> None:
