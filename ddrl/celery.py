@@ -24,6 +24,7 @@ ROLLOUT, EVALUATE = "ddrl.rollout", "ddrl.evaluate"
 MEMORY_VARIABLE = "DDRL_PROCESS_MEMORY"  # a process that holds more is replaced between two tasks
 DEFAULT_MEMORY = "4GiB"
 QUEUES_VARIABLE = "DDRL_WORKER_QUEUES"  # set by a worker for its processes: the queues that it serves
+PID_VARIABLE = "DDRL_WORKER_PID"  # likewise: its own process, which sends the heartbeats
 UP_TIMEOUT_S = 120.0  # for a process of the pool to import what it needs
 LONGEST_REPLY = 10_000_000  # bytes that the broker gives at once; messages have 1,000
 LIMIT_MARGIN_S = 120.0  # of a hard time limit: a server that is slow to answer is not the task's fault
@@ -64,6 +65,24 @@ def _make_bounded_options(*args: Any, **options: Any) -> dict[str, Any]:
     return made
 
 
+def _bind(self: Any, exchange: str, routing_key: str, pattern: str, queue: str) -> None:
+    """Note the broadcasts that this channel gets; nothing is kept on the server, where Kombu's notes never end."""
+    if self.typeof(exchange).type == "fanout":
+        self._fanout_queues[queue] = exchange, routing_key.replace("#", "*")
+
+
+def _find_queues(self: Any, exchange: str, routing_key: str, default: Any = None) -> list[str]:
+    """Return where a message goes: a queue has the name of its exchange; one of replies has its key before that."""
+    return [routing_key if exchange in ("", routing_key) else f"{routing_key}.{exchange}"]
+
+
+def _delete(self: Any, queue: str, *_: Any, client: Any = None) -> None:
+    """Delete a queue, which is bound nowhere."""
+    self.auto_delete_queues.discard(queue)
+    with self.conn_or_acquire(client) as client:
+        client.delete(*(self._q_for_pri(queue, priority) for priority in self.priority_steps))
+
+
 try:
     app = Celery(
         "ddrl", broker=connection.broker_url(), include=["ddrl.worker.tasks", "ddrl.worker.lifecycle"]
@@ -75,9 +94,9 @@ transport.Channel.connection_class = connection.Connection
 transport.Channel.connection_class_ssl = connection.SecureConnection
 transport.Channel._connparams = _make_bounded_options
 transport.Channel.do_restore = False  # a message that a worker took and did not begin may be lost
-# A worker may run no script of Kombu's: it notes where replies go by a command, and no note is ever swept away.
-transport.Channel._refresh_binding = staticmethod(lambda keys, args, client: client.sadd(keys[0], args[0]))
-transport.Channel.sweep_bindings = lambda self, limit=100: 0
+transport.Channel._queue_bind, transport.Channel._lookup = _bind, _find_queues
+transport.Channel._delete = _delete
+transport.Channel.maybe_refresh_binding_expiry = lambda self: None
 app.conf.update(
     task_queues=[Queue(name, Exchange(name), routing_key=name) for name in queues()],
     task_default_queue=ROLLOUT,

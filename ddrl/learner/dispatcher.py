@@ -24,7 +24,6 @@ PROCESSES_PER_MESSAGE = 4  # a segment takes seconds, and ten times a second mis
 SURVEY_S = 2.0  # between two looks at the workers
 OUTAGE_S = 4.0  # between two surveys: after such a time, what the server knows of workers is old
 MEAN_S = 30.0  # over which the processes that play are counted
-MAX_MESSAGES = 20_000  # in a queue; those of all runs are permissions, and sent again
 MAX_PROCESSES = 20_000  # of the fleet that count; a worker may claim any number
 LOST_AT_ONCE = 100  # reasons for which one survey notes processes as lost; all others have one more
 CLAIM_AFTER_S = 0.3  # of waiting messages
@@ -118,11 +117,6 @@ class Dispatcher:
         left_s = self._client.ttl(draining)
         if left_s == -1 or left_s > segments.DRAIN_S:  # a worker that leaves lets it expire
             self._client.expire(draining, segments.DRAIN_S)
-        for key in (*keys.lists(state.queue), *keys.lists(state.evaluation_queue)):
-            if (num := self._client.llen(key)) > MAX_MESSAGES:
-                text = "a queue of %s has %d messages, which nobody sends: they are deleted"
-                log.warning(text, self._run, num)
-                self._client.delete(key)
         serving = [worker for worker in fleet if self._queue in worker.queues]
         self._nodes = frozenset(worker.node for worker in serving)
         processes = min(sum(worker.processes for worker in serving if not worker.draining), MAX_PROCESSES)

@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
 
 from ddrl.store import connection, keys, runs, server, workers
 from ddrl.store.connection import Redis, StoreError
@@ -20,8 +19,7 @@ EXACT_LENGTH = 100_000  # members of a key up to which its size is found member 
 LENGTHS = {b"hash": "hlen", b"list": "llen", b"set": "scard", b"stream": "xlen", b"zset": "zcard"}
 EMBEDDED_AGE_S, EMBEDDED_BYTES = 30 * 86_400.0, 1024**3  # of ended runs on the embedded server
 EMBEDDED_SHARE = 0.25  # of its memory, if that is less
-BROKEN_BYTES, NOTES_BYTES = 16 * 1024**2, 1024**2  # above what workers keep, and what Celery notes
-_NOTES = f"{keys.BROKER_PREFIX}_kombu.binding.".encode()
+BROKEN_BYTES = 16 * 1024**2  # above what workers keep
 
 
 @dataclass(frozen=True)
@@ -154,8 +152,8 @@ def _num_bytes(client: Redis, names: Sequence[bytes]) -> list[int]:
 def delete_strays(client: Redis, dry_run: bool = False) -> tuple[int, int]:
     """Delete keys that ddrl does not read, though a worker's password suffices to write them.
 
-    They are those of no run, heartbeats that do not expire soon, messages in lists that nobody serves, long notes of
-    Celery's where replies go, without those of queues that are served, and more bad items than workers keep.
+    They are those of no run, heartbeats that do not expire soon, all of the broker's but the lists of queues that are
+    served, and more bad items than workers keep.
 
     Returns:
         Number of these keys, and their bytes.
@@ -170,7 +168,7 @@ def delete_strays(client: Redis, dry_run: bool = False) -> tuple[int, int]:
     def is_stray(name: bytes, kind: bytes, ttl_s: int) -> bool:
         key = name.decode(errors="replace")
         if key.startswith(keys.BROKER_PREFIX):
-            return key not in served and kind == b"list"
+            return key not in served
         if key.startswith(keys.worker("")):
             return ttl_s == -1 or ttl_s > workers.TTL_S
         if key == keys.BROKEN:
@@ -187,18 +185,8 @@ def delete_strays(client: Redis, dry_run: bool = False) -> tuple[int, int]:
             replies = pipe.execute()
         looks = zip(batch, replies[::2], replies[1::2], strict=True)
         strays += [name for name, kind, ttl_s in looks if is_stray(name, kind, ttl_s)]
-    notes = [name for name in names if name.startswith(_NOTES)]
-    notes = [name for name, size in zip(notes, _num_bytes(client, notes), strict=True) if size > NOTES_BYTES]
-    num_bytes = sum(_num_bytes(client, strays + notes))
-    if dry_run:
-        return len(strays) + len(notes), num_bytes
-    for begin in range(0, len(strays), BATCH):
-        client.unlink(*strays[begin : begin + BATCH])
-    for name in notes:
-        cursor, page = -1, list[bytes]()
-        while cursor:
-            cursor, page = cast(Any, client).sscan(name, max(cursor, 0), count=1000)
-            ends = {one: one.rpartition(b"\x16")[2].decode(errors="replace") for one in page}
-            if junk := [one for one, queue in ends.items() if queue not in queues]:
-                client.srem(name, *junk)
-    return len(strays) + len(notes), num_bytes
+    num_bytes = sum(_num_bytes(client, strays))
+    if not dry_run:
+        for begin in range(0, len(strays), BATCH):
+            client.unlink(*strays[begin : begin + BATCH])
+    return len(strays), num_bytes

@@ -145,7 +145,7 @@ def choose(
     limit_s: float | None = None,
     cannot_play: Iterable[str] = (),
 ) -> str | None:
-    """Choose the run that a process plays next, and note that it does; None if there is none for it.
+    """Choose the run that a process plays next, and note that it does.
 
     Args:
         client: connection to the server.
@@ -154,6 +154,9 @@ def choose(
         task: id of its Celery task.
         limit_s: hard time limit of the task; runs that may need longer are left out.
         cannot_play: runs to leave out.
+
+    Returns:
+        The run; "" if only those that may need longer are left, None if there is none.
     """
     of_run = [key("%s") for key in (keys.state, keys.lease, keys.playing, keys.draining, keys.counts)]
     who = [str(process), process.node, process.pid, task]

@@ -53,7 +53,7 @@ class Answer(Enum):
     WAIT = "WAIT"  # written; the allowance is used up
     YIELD = "YIELD"  # written; end the segment: the run is paused, the node leaves, or a run claims it
     FULL = "FULL"  # not written: the byte budget is used up; append the same again later
-    STOPPED = "STOPPED"  # not written: the run has ended or is gone; the producer was folded (ledger.py), or is another
+    STOPPED = "STOPPED"  # not written: the run has ended or is gone; the producer was folded (ledger.py) or another's
 
 
 @dataclass(frozen=True)
@@ -111,9 +111,16 @@ class Entry:
         return Entry(self.entry_id, {name: value for name, value in self.fields.items() if name != b"p"})
 
 
-def new_producer(client: Redis) -> int:
-    """Return an id that no other collector has or had on this server."""
-    return cast(int, cast(Any, client).execute_command("INCR", keys.PRODUCERS))  # workers may not INCRBY
+def new_producer(client: Redis, run: str) -> int:
+    """Return an id that no other collector has or had on this server, and that no other appends to the run with."""
+    while True:
+        producer = cast(
+            int, cast(Any, client).execute_command("INCR", keys.PRODUCERS)
+        )  # workers may not INCRBY
+        if not client.hexists(
+            keys.producers(run), str(producer)
+        ):  # one that a worker made up, or of an older server
+            return producer
 
 
 def append(

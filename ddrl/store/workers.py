@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
 from dataclasses import asdict, dataclass
 from typing import cast
@@ -71,14 +70,11 @@ def beat(client: Redis, heartbeat: Heartbeat) -> None:
     client.sadd(keys.WORKERS, _name(heartbeat))
 
 
-def is_draining(client: Redis, node: str) -> bool:
-    """Return whether the worker of the calling process is leaving."""
-    pids = os.getppid(), os.getpid()  # of a pool's process, and of a pool of threads
-    beats = client.mget(keys.worker(f"{node}:{socket.gethostname()}:{pid}") for pid in pids)
-    for beat in cast("list[bytes | None]", beats):
-        with contextlib.suppress(ValidationError):
-            if _HEARTBEAT.validate_json(beat or b"").draining:
-                return True
+def is_draining(client: Redis, node: str, pid: int) -> bool:
+    """Return whether the worker of that name and process, on this machine, is leaving."""
+    name = keys.worker(f"{node}:{socket.gethostname()}:{pid}")
+    with contextlib.suppress(ValidationError):
+        return _HEARTBEAT.validate_json(cast(bytes, client.getrange(name, 0, _LONGEST))).draining
     return False
 
 

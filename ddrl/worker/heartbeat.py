@@ -10,11 +10,12 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from ddrl.store import connection, segments, workers
+from ddrl.store import connection, keys, segments, workers
 from ddrl.store.connection import Redis
 from ddrl.store.workers import Heartbeat
 
@@ -22,6 +23,8 @@ log = logging.getLogger(__name__)
 
 DRAIN_EVERY_S = 0.5  # a run may start while the worker drains
 STOP_S = 2.0  # for the last message to the server
+MAX_MESSAGES = 10_000  # in a list of a queue; a run and its learner send again what is missing
+LOOK_EVERY_S = 5.0  # at their number
 
 Report = Callable[["Redis"], object]
 
@@ -69,6 +72,7 @@ class HeartbeatSender:
     def _work(self) -> None:
         client = connection.connect()
         waiting: list[Report] = []
+        look_at = 0.0
         while True:
             with contextlib.suppress(queue.Empty):
                 report = self._reports.get(timeout=DRAIN_EVERY_S if self._draining else workers.BEAT_S)
@@ -84,10 +88,26 @@ class HeartbeatSender:
                 if self._draining:
                     segments.drain(client, self.node)
                 workers.beat(client, replace(self._heartbeat, pids=self.pids(), draining=self._draining))
+                if time.monotonic() >= look_at:
+                    look_at = time.monotonic() + LOOK_EVERY_S
+                    delete_floods(client, self._heartbeat.queues)
             except connection.OUTAGES:
                 pass  # the next round tries again
             except Exception:
                 log.exception("worker %s: cannot send its heartbeat", self.node)
+
+
+def delete_floods(client: Redis, queues: Iterable[str]) -> None:
+    """Delete the lists of queues with more messages than ddrl sends, behind which its own would wait."""
+    names = [name for queue in queues for name in keys.lists(queue)]
+    with client.pipeline(transaction=False) as pipe:
+        for name in names:
+            pipe.llen(name)
+        lengths = pipe.execute(raise_on_error=False)
+    for name, length in zip(names, lengths, strict=True):
+        if isinstance(length, int) and length > MAX_MESSAGES:
+            log.warning("%s: has %d messages, which nobody sends: they are deleted", repr(name), length)
+            client.delete(name)
 
 
 def gpus() -> tuple[str, ...]:

@@ -31,7 +31,7 @@ from kombu.exceptions import OperationalError
 
 from ddrl import envs
 from ddrl.algorithms import base
-from ddrl.celery import EVALUATE, QUEUES_VARIABLE, UP_TIMEOUT_S, app
+from ddrl.celery import EVALUATE, PID_VARIABLE, QUEUES_VARIABLE, UP_TIMEOUT_S, app
 from ddrl.envs import requirements
 from ddrl.runs import monitoring, processes
 from ddrl.store import connection, keys, runs, server, workers
@@ -86,6 +86,7 @@ class PoolReady(bootsteps.StartStopStep):  # type: ignore[misc]
     def __init__(self, worker: Any, **_: Any) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="ddrl-ready-"))
         os.environ[READY_VARIABLE] = str(self._folder)  # the pool is spawned after this
+        os.environ[PID_VARIABLE] = str(os.getpid())
         os.environ[QUEUES_VARIABLE] = ",".join(sorted(app.amqp.queues.consume_from))
 
     def start(self, worker: Any) -> None:

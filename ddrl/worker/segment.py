@@ -99,7 +99,7 @@ class Player:
             at_random = self.config.rollout.random_until_learned
             if at_random is None:  # weights that the run started from have learned already
                 at_random = resolved.can_start_at_random and not state.warm
-            self.producer = stream.new_producer(client)
+            self.producer = stream.new_producer(client, run)
             self.collector = Collector(
                 run=run,
                 producer=self.producer,

@@ -18,6 +18,7 @@ from kombu.exceptions import OperationalError
 from ddrl import policy
 from ddrl.celery import (
     EVALUATE,
+    PID_VARIABLE,
     QUEUES_VARIABLE,
     ROLLOUT,
     app,
@@ -136,6 +137,7 @@ def rollout(self: Any, *_: object) -> dict[str, Any] | None:
         )
     if run is None:  # there is none for this process, or the server has an outage
         time.sleep(IDLE_S)
+    if not run:
         return None
     steps = 0
     with failures_reported(mine, run, node):
@@ -186,7 +188,7 @@ def play_evaluation(client: Redis, run: str, message: str, *, node: str = "-") -
         with suppress(*connection.OUTAGES):  # the result can wait for the server
             if evaluations.take(client, run, message, player) is None:
                 raise Withdrawn
-            if workers.is_draining(client, node):
+            if workers.is_draining(client, node, int(os.environ.get(PID_VARIABLE) or os.getpid())):
                 evaluations.fail(client, run, message, "")
                 send_evaluation(run, message, runs.state(client, run).evaluation_queue)
                 raise Withdrawn

@@ -6,7 +6,7 @@ import json
 import os
 import socket
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +260,14 @@ def test_where_a_worker_leaves_another_one_plays_the_evaluation(
     waiting.open([evaluations.Evaluation(version=0, first_seed=1, num_episodes=2, purpose="request")])
     leaving = workers.Heartbeat("-", socket.gethostname(), os.getpid(), 1, (), {}, draining=True)
     workers.beat(client, leaving)
+    client.set(
+        keys.worker(f"-:{socket.gethostname()}:{os.getpid() + 1}"), json.dumps(asdict(leaving))
+    )  # forged
+    monkeypatch.setenv("DDRL_WORKER_PID", str(os.getpid() + 2))  # of its worker
+    assert tasks.evaluate(run, sent[0]) and len(waiting.poll()) == 1
+    monkeypatch.setenv("DDRL_WORKER_PID", str(os.getpid()))
+    waiting.open([evaluations.Evaluation(version=0, first_seed=2, num_episodes=2, purpose="request")])
+    sent.pop(0)
     assert not tasks.evaluate(run, sent[0]) and again == [(run, sent[0], "ddrl.evaluate")]
     assert waiting.poll() == [] and waiting.given_up == {}
     workers.beat(client, replace(leaving, draining=False))

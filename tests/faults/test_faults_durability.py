@@ -56,7 +56,7 @@ class Clients:
 
     def append(self) -> None:
         client = raw_client(self._server)
-        who = {"producer": stream.new_producer(client), "incarnation": 1, "num_transitions": 1}
+        who = {"producer": stream.new_producer(client, self._run), "incarnation": 1, "num_transitions": 1}
         with suppress(RedisError):
             for seq in count():
                 stream.append(client, self._run, {b"h": os.urandom(3_000)}, seq=seq, **who)

@@ -87,16 +87,6 @@ def test_what_workers_write_of_the_fleet_is_bounded(client: Redis, run: str, mon
     assert 0 < client.ttl(keys.draining(run)) <= segments.DRAIN_S
 
 
-def test_a_queue_with_more_messages_than_are_sent_is_deleted(client: Redis, run: str, monkeypatch) -> None:
-    monkeypatch.setattr(dispatcher_module, "MAX_MESSAGES", 5)
-    state, kept = runs.state(client, run), keys.lists("another")[0]
-    for name, num in (*((key, 6) for key in keys.lists(state.queue)), (kept, 6)):
-        client.rpush(name, *range(num))
-    dispatcher(client, run).tick()
-    assert client.llen(keys.lists(state.queue)[0]) == 0 and client.llen(keys.lists(state.queue)[1]) < 6
-    assert client.llen(kept) == 6
-
-
 def test_a_run_that_gets_fragments_is_not_paused_for_crashes(client: Redis, run: str, monkeypatch) -> None:
     monkeypatch.setattr(dispatcher_module, "SURVEY_S", 0.0)
     one = dispatcher(client, run)

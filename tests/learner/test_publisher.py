@@ -96,7 +96,7 @@ def test_a_full_server_gets_memory_back_from_the_stream(server) -> None:
     replay = {"capacity": 20_000, "slack_steps": 20_000, "warmup_steps": 100}
     run = Run(server, config(replay=replay, learner={"checkpoint_every_s": 1}))
     run.play(300)
-    fields, producer = fields_of(run.entries[0]), stream.new_producer(run.client)
+    fields, producer = fields_of(run.entries[0]), stream.new_producer(run.client, run.id)
     for seq in range(60):  # 3 MB that only the replay needs
         run.append(
             {**fields, b"padding": random.randbytes(50_000)}, producer=producer, seq=seq, num_transitions=1

@@ -109,6 +109,7 @@ FORBIDDEN = {
         EXPIRE {COUNTS} 1 | EXPIRE {EXPERIENCE} 1 | XSETID {EXPERIENCE} 9-9 | SET {COUNTS} x
         HSET {keys.queue("ddrl.rollout")} a b | SADD {keys.queue("ddrl.rollout")} a
         LPUSH {keys.BROKER_PREFIX}_kombu.binding.ddrl.rollout a
+        SADD {keys.BROKER_PREFIX}_kombu.binding.ddrl.rollout a | SADD {keys.BROKER_PREFIX}_kombu.binding_permanent.x a
         EVAL "return 1" 0 | EVAL_RO "return 1" 0 | SCRIPT LOAD "return 1" | FCALL x 0 | SELECT 1
         XADD {keys.dead("run")} * a b | ZADD {keys.RUNS} 1 run | ZREM {keys.RUNS} run | ZADD {keys.OPEN} 1 run
         ZREM {keys.OPEN} run | SCAN 0 | PSUBSCRIBE * | SCRIPT FLUSH

@@ -124,7 +124,7 @@ def test_a_restored_run_continues_where_its_snapshot_ends(client: Redis, snapsho
     assert weights.index(client, run).latest == 0 and not weights.index(client, run).sizes
     audit = ledger.audit(client, run)
     assert audit.is_balanced and audit.total("trimmed") == 1 and audit.cursor == snapshot.meta["cursor"]
-    assert stream.new_producer(client) > int(producer) + 100
+    assert stream.new_producer(client, run) > int(producer) + 100
     assert events(client, run) == ["restored"]
     assert "of update 7" in runs.journal(client, run)[0]["reason"]
 

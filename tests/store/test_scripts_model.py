@@ -198,7 +198,7 @@ class Run:
         producer, incarnation, seq = who
         known = self.producers.get(producer)
         is_folded = known is None and producer <= self.folded
-        is_taken = known is not None and known.incarnation != incarnation
+        is_taken = known is not None and (known.incarnation != incarnation or known.seq > seq)
         if self.status not in ("active", "paused") or is_folded or is_taken:
             return "STOPPED"
         if known is None and len(self.producers) >= self.max_producers:
@@ -206,7 +206,7 @@ class Run:
             return "FULL"
         known = known or Producer()
         newest = known.seq
-        if seq <= newest:
+        if seq == newest:
             self.duplicates, known.duplicates = self.duplicates + 1, known.duplicates + 1
         elif self.live_bytes + size > MAX_BYTES or not self.has_ids:
             self.full += 1
@@ -886,11 +886,15 @@ class Scripts(RuleBasedStateMachine):
             entry.entry_id = entry.entry_id or stored.entry_id
 
     def play(self, number: int, slot: int, size: int, node: str, back: int, times: int) -> None:
-        name, _ = self.touch(number)
+        name, run = self.touch(number)
         if slot not in self.players:
-            self.players[slot] = [name, stream.new_producer(self.client), self.incarnations, 0]
+            self.players[slot] = [name, stream.new_producer(self.client, name), self.incarnations, 0]
             self.incarnations += 1
             self.server.producers += 1
+            while (
+                run is not None and self.server.producers in run.producers
+            ):  # of a server that came back older
+                self.server.producers += 1
             assert self.players[slot][1] == self.server.producers
         for _ in range(times):
             if slot in self.players:
@@ -1030,8 +1034,10 @@ class Scripts(RuleBasedStateMachine):
         here = {
             name: run for name, run in shown.items()
             if run.may_be_played and run.queue in served and name not in left_out
-            and limit is None and process.node not in run.draining
+            and process.node not in run.draining
         }  # fmt: skip
+        if limit is not None:
+            return {""} if here else set()  # all take longer
 
         def order(run: Run) -> tuple[bool, int, int]:
             return not run.wants, level[run.priority], round((run.virtual_ms or 0.0) / 10)

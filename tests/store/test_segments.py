@@ -239,7 +239,7 @@ def test_a_run_that_a_process_may_not_play_is_not_chosen(client: Redis) -> None:
     client.hset(keys.state(without_weights), "version", -1)
     process = Process("node", 1)
     assert segments.choose(client, process, [BOX2D]) is None
-    assert segments.choose(client, process, [PLAIN], limit_s=100.0) is None
+    assert segments.choose(client, process, [PLAIN], limit_s=100.0) == ""
     assert segments.choose(client, process, [PLAIN], cannot_play=[run]) is None
     segments.drain(client, "node")
     assert segments.choose(client, process, [PLAIN]) is None and segments.playing(client, run) == {}

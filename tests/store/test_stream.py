@@ -32,7 +32,8 @@ def test_a_repeated_append_writes_nothing_and_answers_the_same(client: Redis, ru
     large = 2**63 - 1
     first, again = (append(client, run, 0, incarnation=large) for _ in range(2))
     assert first == again
-    later = [(1, large, "GO"), (0, large, "GO"), (0, large - 1, "STOPPED")]  # new; known; another process
+    # New; known; before the newest, which nobody sends but in another's name; another process.
+    later = [(1, large, "GO"), (1, large, "GO"), (0, large, "STOPPED"), (2, large - 1, "STOPPED")]
     for seq, incarnation, answer in later:
         assert append(client, run, seq, incarnation=incarnation).answer.value == answer
     state = runs.state(client, run)
@@ -167,9 +168,13 @@ def test_a_large_entry_behind_others_is_not_looked_at(client: Redis, run: str, t
     client.xadd(keys.experience(run), {str(number): "" for number in range(1_000_000)})
     first, *_ = stream.read(client, run, b"0-0", count=1)
     client.config_set("slowlog-log-slower-than", 50_000)
-    client.slowlog_reset()
-    stream.correct_counts(client, run, token, stream.Counted(first.entry_id, 1, 10, first.count(b"s")))
-    assert client.slowlog_len() == 0
+
+    def is_fast() -> bool:
+        client.slowlog_reset()
+        stream.correct_counts(client, run, token, stream.Counted(first.entry_id, 1, 10, first.count(b"s")))
+        return client.slowlog_len() == 0
+
+    assert any(is_fast() for _ in range(5))  # on a busy machine too
 
 
 def test_the_first_append_dates_the_first_step_before_its_play(client: Redis, run: str) -> None:

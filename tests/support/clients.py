@@ -46,7 +46,10 @@ class Clients:
 
     def _append(self) -> None:
         with connection.connect(self._url) as client:
-            producer, seq = connection.retry(lambda: stream.new_producer(client), is_logged=False), 0
+            producer, seq = (
+                connection.retry(lambda: stream.new_producer(client, self.run), is_logged=False),
+                0,
+            )
             while not self._stop.is_set():
 
                 def append(seq: int = seq) -> stream.Appended:

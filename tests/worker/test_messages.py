@@ -20,10 +20,22 @@ from support.worker_runs import playable, send, send_task
 
 from ddrl import celery
 from ddrl.store import connection, keys
-from ddrl.worker import messages
+from ddrl.worker import heartbeat, messages
 
 QUEUE = keys.queue(celery.ROLLOUT)
 BAD: tuple[Any, ...] = (None, [], {}, "", 5, [1, 2], "\x00", {"__type__": "datetime", "__value__": "x"})
+
+
+def test_longer_lists_than_ddrl_sends_are_deleted(client: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "MAX_MESSAGES", 5)
+    names, other = (
+        [*keys.lists("ddrl.rollout.box2d"), *keys.lists("ddrl.evaluate")],
+        keys.queue("ddrl.rollout.atari"),
+    )
+    for name, num in zip((*names, other), (6, 5, 1, 6, 6), strict=True):
+        client.rpush(name, *range(num))
+    heartbeat.delete_floods(client, ["ddrl.rollout.box2d", "ddrl.evaluate"])
+    assert [client.llen(name) for name in (*names, other)] == [0, 5, 1, 0, 6]
 
 
 def changed(message: Any, path: tuple[str, ...], value: Any) -> Any:

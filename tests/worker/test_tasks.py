@@ -55,6 +55,16 @@ def test_a_rollout_plays_the_run_that_the_server_chooses_whatever_its_message_na
     assert runs.state(client, run).appended_steps >= result["steps"]
 
 
+def test_messages_whose_time_is_too_short_do_not_occupy_a_process(
+    client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tasks, "IDLE_S", 1e6)
+    playable(client)
+    tasks.rollout.push_request(timelimit=(0.1, None))
+    assert tasks.rollout.run() is None
+    tasks.rollout.pop_request()
+
+
 @pytest.mark.parametrize(
     ("sections", "reason"),
     [

@@ -42,14 +42,14 @@ local is_folded = not stored and tonumber(ARGV[1]) <= tonumber(state[7] or 0)
 -- A server that came back older may give an id again: it is of the incarnation that appended first.
 local producer = stored and decode(stored) or {}
 local is_taken = producer.incarnation and producer.incarnation ~= ARGV[2]
-if is_folded or is_taken or (status ~= 'active' and status ~= 'paused') then
+-- Only another's: a producer appends its fragments in order, and repeats the newest.
+local newest_seq, seq = producer.incarnation == ARGV[2] and number(producer.seq) or -1, tonumber(ARGV[3])
+if is_folded or is_taken or seq < newest_seq or (status ~= 'active' and status ~= 'paused') then
   return {'STOPPED', version, allowance_id, 0}
 end
 if not stored and redis.call('HLEN', KEYS[6]) >= tonumber(state[9] or 1000) then return full() end
 
-local newest_seq = producer.incarnation == ARGV[2] and number(producer.seq) or -1
-local seq = tonumber(ARGV[3])
-if seq <= newest_seq then
+if seq == newest_seq then
   increase(KEYS[2], 'duplicates', 1)
 else
   if bytes - tonumber(state[8] or 0) + tonumber(ARGV[5]) > max_bytes then return full() end
@@ -71,9 +71,9 @@ else
   end
 end
 redis.call('HSET', KEYS[6], ARGV[1], cjson.encode({
-  incarnation = ARGV[2], seq = math.max(seq, newest_seq), last_ms = now_ms, host = ARGV[7], node = ARGV[8],
-  pid = tonumber(ARGV[9]), fragments = (number(producer.fragments) or 0) + math.max(seq - newest_seq, 0),
-  duplicates = (number(producer.duplicates) or 0) + (seq <= newest_seq and 1 or 0),
+  incarnation = ARGV[2], seq = seq, last_ms = now_ms, host = ARGV[7], node = ARGV[8],
+  pid = tonumber(ARGV[9]), fragments = (number(producer.fragments) or 0) + seq - newest_seq,
+  duplicates = (number(producer.duplicates) or 0) + (seq == newest_seq and 1 or 0),
 }))
 
 local answer = 'GO'

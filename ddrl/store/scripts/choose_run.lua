@@ -7,7 +7,7 @@
 -- ARGV: 1 key of the runs that have not ended (zset), 2 to 6 keys of a run with %s in its place: state (hash), lease
 --       (string), playing (hash), draining (set) and counts (hash), 7 process, 8 node, 9 pid, 10 task, 11 ms that the
 --       task may take, 12 number of queues that the process serves, then these queues, then the runs that it cannot play.
--- Answer: the run, or nil.
+-- Answer: the run; '' if there is one, but for the task's time; else nil.
 local LEVELS = {high = 1, normal = 2, low = 3}
 local process, node, num_queues = ARGV[7], ARGV[8], tonumber(ARGV[12])
 local time = redis.call('TIME')
@@ -21,7 +21,7 @@ local function set_virtual(run, virtual)
   redis.call('HSET', run.counts, 'virtual_ms', string.format('%.3f', virtual))
 end
 
-local runs, peers = {}, {}  -- peers: by priority, the runs that share process time
+local runs, is_late, peers = {}, false, {}  -- peers: by priority, the runs that share process time
 for _, name in ipairs(redis.call('ZRANGE', ARGV[1], 0, -1)) do
   local run = {name = name, counts = string.format(ARGV[6], name), playing = string.format(ARGV[4], name)}
   local f = redis.call('HMGET', string.format(ARGV[2], name), 'status', 'weight', 'priority', 'queue', 'allowance',
@@ -65,8 +65,11 @@ for _, name in ipairs(redis.call('ZRANGE', ARGV[1], 0, -1)) do
     peers[run.level] = peer
   end
   if is_open then runs[#runs + 1] = run end
-  run.is_here = is_open and serves[f[4]] and not cannot_play[name] and tonumber(f[8] or 0) <= tonumber(ARGV[11])
+  run.is_here = is_open and serves[f[4]] and not cannot_play[name]
     and redis.call('SISMEMBER', string.format(ARGV[5], name), node) == 0
+  if run.is_here and tonumber(f[8] or 0) > tonumber(ARGV[11]) then
+    run.is_here, is_late = false, true
+  end
 end
 
 local function comes_before(one, other)
@@ -94,7 +97,7 @@ for _, run in ipairs(runs) do
   end
   if run.is_here and (not chosen or comes_before(run, chosen)) then chosen = run end
 end
-if not chosen then return nil end
+if not chosen then return is_late and '' or nil end
 set_virtual(chosen, (chosen.virtual or 0) + chosen.segment / chosen.weight)
 redis.call('HSET', chosen.playing, process, cjson.encode({node = node, pid = tonumber(ARGV[9]), task = ARGV[10],
   since_ms = now_ms, charge_ms = chosen.segment, weight = chosen.weight}))
