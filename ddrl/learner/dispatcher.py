@@ -137,7 +137,7 @@ class Dispatcher:
         """Report how many processes played the run, as a mean over about MEAN_S, and how many producers it may have."""
         if self._process_s is not None and elapsed_s > 0:
             kept = math.exp(-elapsed_s / MEAN_S)
-            present = max(0.0, process_s - self._process_s) / elapsed_s
+            present = min(max(0.0, process_s - self._process_s) / elapsed_s, max(1, processes))
             self._mean_processes = kept * self._mean_processes + (1 - kept) * present
         self._process_s = process_s
         fields = {

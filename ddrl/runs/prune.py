@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ddrl.store import connection, keys, runs, server, workers
+from ddrl.store import bounded, connection, keys, runs, server, workers
 from ddrl.store.connection import Redis, StoreError
 
 log = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ def _sizes(client: Redis, names: Iterable[str]) -> dict[str, int]:
     sizes = dict.fromkeys(names, 0)
     owned = [
         (run, key)
-        for key in client.scan_iter(match=keys.run_pattern("*"), count=1000)
+        for key in bounded.names(client, keys.run_pattern("*"))
         if (run := keys.run_of(key.decode(errors="replace"))) in sizes
     ]
     for (run, _), size in zip(owned, _num_bytes(client, [key for _, key in owned]), strict=True):
@@ -158,7 +158,7 @@ def delete_strays(client: Redis, dry_run: bool = False) -> tuple[int, int]:
     Returns:
         Number of these keys, and their bytes.
     """
-    names = [*client.scan_iter(match=keys.ALL, count=1000)]
+    names = [*bounded.names(client, keys.ALL)]
     states = [*_states(client)]  # after the keys, since runs may begin
     known = {state.run for state in states}
     queues = {queue for state in states for queue in (state.queue, state.evaluation_queue)}

@@ -5,7 +5,7 @@ What ddrl itself writes is far below the bounds. Of a key beyond them only a par
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 from redis import Redis
@@ -57,6 +57,22 @@ def newest(client: Redis, key: str, after: bytes, until: bytes) -> tuple[list[En
     """
     last, entries = call(client, "read_newest", [key], [after, until, MOST_PARTS, MOST_BYTES, LONGEST_ENTRY])
     return [(entry_id, paired(parts)) for entry_id, parts in reversed(entries)], last or after
+
+
+def names(client: Redis, pattern: str, *, count: int = 100) -> Iterator[bytes]:
+    """Yield the names of the keys that match a pattern, as SCAN does; those with longer names than ddrl's are deleted.
+
+    Args:
+        client: of a user that may scan.
+        pattern: as of SCAN.
+        count: keys that a request looks at; most of a worker's own making may have a name of megabytes.
+    """
+    cursor, found = b"0", list[bytes]()
+    while True:
+        cursor, found = cast(Any, call(client, "scan_names", args=[cursor, pattern, count]))
+        yield from found
+        if cursor == b"0":
+            return
 
 
 def _read_all(client: Redis | Pipeline, command: str, key: str) -> Any:

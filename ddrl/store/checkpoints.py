@@ -18,7 +18,7 @@ from redis import Redis
 from redis.exceptions import ResponseError
 from typing_extensions import TypedDict
 
-from ddrl.store import keys
+from ddrl.store import bounded, keys
 from ddrl.store.connection import StoreError, call
 from ddrl.store.untrusted import PRODUCER_ID
 
@@ -174,7 +174,7 @@ def sweep(client: Redis, run: str, token: int) -> int:
     """
     pointer = newest_pointer(client, run)
     named = {key.encode() for key in part_keys(run, pointer)} if pointer else set()
-    found = client.scan_iter(match=keys.checkpoint_pattern(run), count=1000)
+    found = bounded.names(client, keys.checkpoint_pattern(run))
     stray = [key for key in found if key not in named and keys.checkpoint_token(key) < token]
     batches = (stray[first : first + DROPPED_AT_ONCE] for first in range(0, len(stray), DROPPED_AT_ONCE))
     return sum(call(client, "drop_parts", [keys.state(run), *some], [token]) for some in batches)

@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 TTL_S = 300  # a command's keys expire this long after its last poll
 MAX_LOSSES = 3  # losses after which a command's evaluation is given up
 ERROR_LENGTH = 300
+RESULTS_LENGTH = 10_000  # of a command that a look at them keeps
 _PARTS = (":player", ":beats", ":error", ":done")
 
 _MESSAGE = re.compile(r"([0-9a-f]{16}/)?[0-9]{1,18}:[0-9]{1,18}:[0-9]{1,9}", re.ASCII)
@@ -241,6 +242,9 @@ class OpenEvaluations:
         Raises:
             LeaseLostError: another learner took over.
         """
+        if self._requester:  # a run's are its learner's `Reader`'s
+            args = [self._token, capped_streams.latest(self._client), "", 0, RESULTS_LENGTH]
+            call(self._client, "lower_ids", [keys.state(self._run), self._results_key], args)
         states = self._states()  # read before the results, so that a result stored in between is not missed
 
         def close(row: dict[str, Any]) -> dict[str, Any] | None:

@@ -14,6 +14,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
 from pydantic_core import from_json
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from ddrl.config import RunConfig
 
 JOURNAL_LENGTH = 10_000
+DELETED_AT_ONCE = 500  # keys
 DELETED_MS = 30 * 86_400_000  # for which a deleted run is remembered
 ENDED = ("solved", "time", "stopped", "failed")
 
@@ -280,9 +282,9 @@ def decode_state(fields: Mapping[str, str]) -> dict[str, Any]:
 
 
 def readable(counts: Mapping[str, bytes | None]) -> dict[str, str]:
-    """Return those fields of `counts` that are there, as text; numbers as whole numbers."""
+    """Return those fields of `counts` that are there, as text; numbers as whole ones, at least 0."""
     return {
-        name: short_text(value) if name == "error" else str(int(number(value)))
+        name: short_text(value) if name == "error" else str(max(0, int(number(value))))
         for name, value in counts.items()
         if value is not None and name in keys.COUNTS
     }
@@ -546,4 +548,7 @@ def delete(client: Redis, run: str) -> int:
     script_keys = [keys.state(run), keys.lease(run), keys.RUNS, keys.OPEN, keys.DELETED]
     if not call(client, "delete_run", script_keys, [run, DELETED_MS, *ENDED]):
         raise StoreError(f"run {run}: goes on again; stop it first with `ddrl stop {run}`")
-    return 1 + sum(client.unlink(key) for key in client.scan_iter(match=keys.run_pattern(run), count=1000))
+    rest, num = bounded.names(client, keys.run_pattern(run)), 1
+    while batch := list(islice(rest, DELETED_AT_ONCE)):
+        num += client.unlink(*batch)
+    return num

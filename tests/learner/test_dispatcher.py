@@ -81,8 +81,14 @@ def test_a_run_of_higher_priority_with_steps_left_claims_processes(client: Redis
 
 def test_what_workers_write_of_the_fleet_is_bounded(client: Redis, run: str, monkeypatch) -> None:
     monkeypatch.setattr(dispatcher_module, "MAX_PROCESSES", 40)
+    monkeypatch.setattr(dispatcher_module, "SURVEY_S", 0.0)
     workers.beat(client, heartbeat("a@h", 10**6)), client.sadd(keys.draining(run), "forged")
-    assert dispatcher(client, run).tick() == 10
+    one = dispatcher(client, run)
+    assert one.tick() == 10
+    client.hset(keys.counts(run), mapping={"process_ms": 10**15, "allowance_wait_ms": -5})
+    one.tick()
+    assert 0 < float(client.hget(keys.state(run), "mean_processes")) <= 40
+    assert runs.state(client, run).allowance_wait_s == 0
     assert client.hmget(keys.state(run), "processes", "max_producers") == [b"40", b"1160"]
     assert 0 < client.ttl(keys.draining(run)) <= segments.DRAIN_S
 

@@ -11,11 +11,13 @@ import pytest
 from redis import Redis
 from redis.exceptions import ResponseError
 from support.private_server import PrivateServer
-from support.store import append, heartbeat, make_run, take
+from support.store import append, end, heartbeat, make_run, take
 
+from ddrl.runs import prune
 from ddrl.store import (
     bounded,
     capped_streams,
+    checkpoints,
     connection,
     evaluations,
     keys,
@@ -117,6 +119,38 @@ def test_a_flood_of_fields_is_deleted_and_of_long_ones_a_part_is_read(client: Re
     entries, last = bounded.newest(client, "entries", b"0-0", b"+")
     assert [len(fields[b"x"]) for _, fields in entries] == [9_000] * 2 and last > entries[-1][0]
     client.delete("long", "entries")
+
+
+def test_keys_with_longer_names_than_ddrls_are_deleted_where_names_are_read(
+    client: Redis, run: str, token: int
+) -> None:
+    """Else one reply would hold as much as a worker likes."""
+    names = [
+        keys.of_run(run, f"{part}:" + "x" * 1025) for part in ("checkpoint:1}:players", "players", "counts")
+    ]
+    for name in names:
+        client.hset(name, "x", "")
+    assert checkpoints.sweep(client, run, token) == 0
+    assert [client.exists(name) for name in names] == [0, 1, 1]
+    client.delete(keys.lease(run))
+    end(client, run)
+    client.hset(keys.of_run(run, "players:" + "x" * 900), "x", "")
+    assert runs.delete(client, run) > 2 and {*client.scan_iter("ddrl:{*")} == set()
+    client.hset(names[1], "x", "")
+    assert prune.delete_strays(client) == (0, 0) and not client.exists(names[1])
+
+
+def test_a_command_gets_its_results_though_its_stream_has_no_ids_left(client: Redis, run: str) -> None:
+    sent: list[str] = []
+    opened = evaluations.OpenEvaluations(client, run, send=sent.append, timeout_s=60.0)
+    opened.open([ONE])
+    late = f"{2**64 - 1}-{2**64 - 1}"
+    client.xadd(keys.evaluations(run, sent[0].partition("/")[0]), {"x": ""}, id=late)
+    assert evaluations.take(client, run, sent[0], "a") is not None
+    assert not evaluations.finish(client, run, sent[0], ONE, RESULT)
+    assert opened.poll() == []
+    assert evaluations.finish(client, run, sent[0], ONE, RESULT)
+    assert len(opened.poll()) == 1
 
 
 def test_a_value_that_is_too_long_is_as_if_it_were_missing(client: Redis, run: str) -> None:

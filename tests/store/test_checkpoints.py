@@ -15,7 +15,18 @@ from support.private_server import until
 from support.runs import play_steps, start, target_config
 from support.store import append, end, events, take
 
-from ddrl.store import checkpoints, connection, keys, leases, ledger, local_checkpoints, runs, stream, weights
+from ddrl.store import (
+    bounded,
+    checkpoints,
+    connection,
+    keys,
+    leases,
+    ledger,
+    local_checkpoints,
+    runs,
+    stream,
+    weights,
+)
 from ddrl.store.checkpoints import Counters
 from ddrl.store.connection import StoreError
 from ddrl.store.local_checkpoints import BackgroundWriter, Snapshot
@@ -59,15 +70,15 @@ def test_a_sweep_removes_unfinished_parts_alone(client: Redis, run: str, token: 
     client.set(keys.checkpoint_part(run, token - 1, 7, 0), b"half")
     for name in (b"zz}:counts", b"\xff}:counts", b"1:2:3}:counts"):  # which a worker may write
         client.hset(keys.checkpoint_pattern(run).encode()[:-1] + name, "x", "y")
-    scan, successor = client.scan_iter, []
+    names, successor = bounded.names, []
 
-    def stalled(**options: object) -> object:
+    def stalled(*arguments: Any) -> object:
         monkeypatch.undo()
         successor.append(leases.acquire(client, run, host="there", folder="/tmp", force=True))
         checkpoints.save(client, run, successor[0], b"whole", {"updates": 1})
-        return scan(**options)
+        return names(*arguments)
 
-    monkeypatch.setattr(client, "scan_iter", stalled)
+    monkeypatch.setattr(bounded, "names", stalled)
     with pytest.raises(connection.LeaseLostError):
         checkpoints.sweep(client, run, token)
     assert [checkpoints.sweep(client, run, successor[0]) for _ in range(2)] == [1, 0]

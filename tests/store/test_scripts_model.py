@@ -33,6 +33,7 @@ from support.private_server import PrivateServer, require_program
 from support.store import SPACES, make_config
 
 from ddrl.store import (
+    bounded,
     capped_streams,
     checkpoints,
     evaluations,
@@ -1451,6 +1452,8 @@ class Scripts(RuleBasedStateMachine):
             (e.producer, e.incarnation, e.seq, e.size, e.fragments, e.steps, e.bytes) for e in known
         ]
         assert [entry.entry_id for entry in found] == [entry.entry_id for entry in known]
+        own = {*bounded.names(self.client, keys.run_pattern(name))}
+        assert own == {*self.client.scan_iter(keys.run_pattern(name))}
         newest = call(self.client, "newest_id", [keys.experience(name)])
         assert newest == (known[-1].entry_id if known else None)
         assert state.live_bytes == sum(entry.count(b"s") for entry in found) <= MAX_BYTES

@@ -2,8 +2,9 @@
 -- Give new ids to entries whose ids are later than the clock says: after the largest id a stream takes no entry.
 -- No stream takes an id below one that was deleted, so it is written anew; experience that was read goes, as the learner
 -- holds it. The entries pass one at a time, since the server has no bound for what its scripts hold.
--- KEYS: 1 state (hash), 2 experience (stream), then other streams. ARGV: 1 token, 2 the latest id that stays,
---       3 the last entry of experience that was read, 4 most entries of experience, 5 of another stream. Answer: none.
+-- KEYS: 1 state (hash), then streams, of which 2 is experience if there is ARGV[3]. ARGV: 1 token, 2 the latest id that
+--       stays, 3 the last entry of experience that was read, or "", 4 most entries of experience, 5 of another stream.
+-- Answer: none.
 local function milliseconds(id) return tonumber(string.match(id, '%d+')) end
 
 local function is_late(id) return milliseconds(id) > milliseconds(ARGV[2]) end
@@ -18,11 +19,12 @@ local function is_ahead(key)
 end
 
 for i = 2, #KEYS do
-  if i > 2 then shrink(KEYS[i]) end
+  local is_experience = i == 2 and ARGV[3] ~= ''
+  if not is_experience then shrink(KEYS[i]) end
   if is_ahead(KEYS[i]) then
     local lowered = KEYS[i] .. ':lowered'
     redis.call('DEL', lowered)
-    if i == 2 then
+    if is_experience then
       redis.call('HDEL', KEYS[1], 'counts_set_at')
       if ARGV[3] ~= '0-0' then  -- so that new entries come after the one read last
         redis.call('XADD', lowered, ARGV[3], 'x', '')
@@ -33,7 +35,7 @@ for i = 2, #KEYS do
     else
       redis.call('XTRIM', KEYS[i], 'MAXLEN', ARGV[5])
     end
-    for _ = 1, tonumber(ARGV[i == 2 and 4 or 5]) do
+    for _ = 1, tonumber(ARGV[is_experience and 4 or 5]) do
       local entry = redis.call('XRANGE', KEYS[i], '-', '+', 'COUNT', 1)[1]
       if not entry then break end
       redis.call('XDEL', KEYS[i], entry[1])
