@@ -105,6 +105,7 @@ def test_a_run_that_gets_fragments_is_not_paused_for_crashes(client: Redis, run:
 
 
 def test_it_reports_how_many_processes_played(client: Redis, run: str) -> None:
+    workers.beat(client, heartbeat("a@h", 4))
     one = dispatcher(client, run)
     began = time.monotonic()
     one.tick()
