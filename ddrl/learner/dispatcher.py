@@ -21,6 +21,7 @@ from ddrl.store.workers import Heartbeat
 log = logging.getLogger(__name__)
 
 PROCESSES_PER_MESSAGE = 4  # a segment takes seconds, and ten times a second missing messages are sent
+SENT_AT_ONCE = 100  # as the learner's other work waits meanwhile
 SURVEY_S = 2.0  # between two looks at the workers
 OUTAGE_S = 4.0  # between two surveys: after such a time, what the server knows of workers is old
 MEAN_S = 30.0  # over which the processes that play are counted
@@ -66,7 +67,7 @@ class Dispatcher:
         self._admitted = 0  # fragments, at the last survey
 
     def tick(self, admitted: int = 0) -> int:
-        """Send the messages that are missing; return their number. To be called ten times a second.
+        """Send messages that are missing; return how many are. To be called ten times a second.
 
         Args:
             admitted: fragments that the learner has admitted so far.
@@ -85,7 +86,7 @@ class Dispatcher:
             self._claim_at = now + CLAIM_EVERY_S
             self._claim()
         missing = max(0, self._num_messages - waiting)
-        for _ in range(missing):
+        for _ in range(min(missing, SENT_AT_ONCE)):
             self._send(self._queue, self._limit_s)
         return missing
 

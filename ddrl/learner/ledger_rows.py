@@ -109,6 +109,11 @@ class LedgerRows:
         self._rows = {int(producer): Row(*row) for producer, row in counters.ledger.items()}
 
     def _newest(self, entry: Decoded) -> int:
-        """Return the number of the producer's newest fragment; -1 if none was read from this incarnation."""
+        """Return the number of the producer's newest fragment; -1 if none was read from this incarnation.
+
+        One beyond what the appends have noted is a worker's, who counted as one of them for a moment.
+        """
         row = self._rows.get(entry.producer, Row())
-        return row.last_seq if row.incarnation == entry.incarnation else -1
+        if row.incarnation != entry.incarnation:
+            return -1
+        return row.last_seq if row.last_seq <= entry.newest_seq else entry.seq - 1

@@ -71,7 +71,7 @@ class Decoded:
         fragment: as decoded.
         packed: what `pack` made of it.
         reason, head: of a refused entry, why, and the beginning of its header.
-        counted: see `stream.Entry.counted`.
+        counted, newest_seq: see `stream.Entry`.
     """
 
     entry_id: bytes
@@ -85,6 +85,7 @@ class Decoded:
     reason: str = ""
     head: bytes = b""
     counted: tuple[int, ...] = ()
+    newest_seq: int = stream.MOST_SEQ
 
 
 def decode(
@@ -107,6 +108,7 @@ def decode(
         incarnation=entry.count(b"i", -1),
         seq=entry.count(b"q", -1),
         counted=entry.counted if entry.producer >= 0 else (),
+        newest_seq=entry.newest_seq,
     )
     try:
         fragment = codec.decode(entry.fields, max_bytes=limits.num_bytes(spaces))

@@ -38,6 +38,7 @@ TTL_S = 300  # a command's keys expire this long after its last poll
 MAX_LOSSES = 3  # losses after which a command's evaluation is given up
 ERROR_LENGTH = 300
 RESULTS_LENGTH = 10_000  # of a command that a look at them keeps
+_Metric = Annotated[Name, Field(max_length=60)]  # name of one
 _PARTS = (":player", ":beats", ":error", ":done")
 
 _MESSAGE = re.compile(r"([0-9a-f]{16}/)?[0-9]{1,18}:[0-9]{1,18}:[0-9]{1,9}", re.ASCII)
@@ -90,7 +91,7 @@ class _Scored(Evaluation):
     lengths: Annotated[list[Count], FailFast()]
     return_mean: Number
     return_std: Annotated[Number, Field(ge=0)]
-    metrics: Annotated[dict[Name, Annotated[list[Number], FailFast()]], Field(max_length=20)] = field(
+    metrics: Annotated[dict[_Metric, Annotated[list[Number], FailFast()]], Field(max_length=20)] = field(
         default_factory=dict
     )
 

@@ -280,13 +280,15 @@ def checked(client: Redis, run: str, entries: Sequence[stream.Entry]) -> list[st
     found = zip(names, values, strict=True)
     known = {int(name): Producer.decode(value) for name, value in found if value and _ID.fullmatch(name)}
 
-    def is_written(entry: stream.Entry) -> bool:
+    def check(entry: stream.Entry) -> stream.Entry:
         producer = known.get(entry.producer, Producer(seq=-1))
         is_current = entry.fields.get(b"i") == producer.incarnation.encode()
         is_short = all(len(entry.fields.get(name, b"")) < 20 for name in stream.APPENDED)
-        return is_current and is_short and entry.count(b"q", -1) <= producer.seq
+        if is_current and is_short and entry.count(b"q", -1) <= producer.seq:
+            return dataclasses.replace(entry, newest_seq=producer.seq)
+        return entry.without_producer()
 
-    return [entry if is_written(entry) else entry.without_producer() for entry in entries]
+    return list(map(check, entries))
 
 
 def audit(client: Redis, run: str, *, on_entries: Callable[[int, int], None] | None = None) -> Audit:

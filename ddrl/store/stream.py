@@ -32,6 +32,7 @@ EPISODES_LENGTH = 20_000
 MOST_LOWERED = 200_000  # entries of experience that get new ids at once: a second or two of the server's
 MOST_RETURNS = 200_000  # of episodes that are read at once
 DEAD_LENGTH = 1_000
+MOST_SEQ = 2**63 - 1
 
 
 class _Episodes(TypedDict):
@@ -79,10 +80,11 @@ class Appended:
 
 @dataclass(frozen=True)
 class Entry:
-    """One entry of the stream."""
+    """One entry of the stream, and the number of its producer's newest fragment, if that was looked up."""
 
     entry_id: bytes
     fields: Mapping[bytes, bytes]
+    newest_seq: int = MOST_SEQ
 
     def count(self, name: bytes, default: int = 0) -> int:
         """Return a number that the append wrote; `default` if it is missing or malformed."""

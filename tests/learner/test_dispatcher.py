@@ -83,8 +83,9 @@ def test_what_workers_write_of_the_fleet_is_bounded(client: Redis, run: str, mon
     monkeypatch.setattr(dispatcher_module, "MAX_PROCESSES", 40)
     monkeypatch.setattr(dispatcher_module, "SURVEY_S", 0.0)
     workers.beat(client, heartbeat("a@h", 10**6)), client.sadd(keys.draining(run), "forged")
+    monkeypatch.setattr(dispatcher_module, "SENT_AT_ONCE", 6)
     one = dispatcher(client, run)
-    assert one.tick() == 10
+    assert one.tick() == 10 and client.llen(keys.queue(QUEUE)) == 6
     client.hset(keys.counts(run), mapping={"process_ms": 10**15, "allowance_wait_ms": -5})
     one.tick()
     assert 0 < float(client.hget(keys.state(run), "mean_processes")) <= 40

@@ -446,6 +446,27 @@ def test_what_is_appended_after_a_late_id_is_learned_from(
     assert audit.unknown == 1 and learner.shared.ledger.fragments == run.state.appended_fragments
 
 
+def test_a_number_that_was_noted_for_a_moment_stops_nothing(
+    roles: Roles, worker: redis.Redis, run: Run
+) -> None:
+    run.play(100)
+    learner = run.learner()
+    with training(learner):
+        run.catch_up(learner)
+        for name, value in worker.hgetall(keys.producers(run.id)).items():
+            record = json.loads(value)
+            worker.hset(keys.producers(run.id), name, json.dumps(record | {"seq": 10**12}))
+            copy_entry(worker, run, p=int(name), i=record["incarnation"], q=10**12)
+            run.catch_up(learner)
+            worker.hset(keys.producers(run.id), name, value)
+        consumed = learner.shared.ledger.consumed
+        run.play(100)
+        run.catch_up(learner)
+        assert learner.shared.ledger.consumed > consumed
+    learner.finish()
+    assert not run.dead
+
+
 @pytest.mark.parametrize("count", [0, 1, 10**15])
 def test_an_entry_with_another_count_changes_no_count(
     roles: Roles, worker: redis.Redis, run: Run, count: int

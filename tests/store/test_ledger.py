@@ -79,6 +79,17 @@ def test_a_repetition_is_known_by_its_number_also_after_a_restart() -> None:
     assert restarted.objection(again) and restarted.rows == rows.rows and restarted.state() == rows.state()
 
 
+def test_a_number_that_was_noted_for_a_moment_refuses_no_later_fragment() -> None:
+    """A worker may raise a producer's record, write an entry of that number, and put the record back."""
+    rows = LedgerRows()
+    forged, own = (replace(staged(number, 5, number), newest_seq=number) for number in (10**12, 1))
+    rows.count(staged(1, 5, 0), consumed=True)
+    rows.count(forged, consumed=True)
+    assert rows.objection(own) == ""
+    rows.count(own, consumed=True)
+    assert rows.rows[5].last_seq == 1 and "is repeated, its newest is 1" in rows.objection(own)
+
+
 # --- on a real server ------------------------------------------------------------------------------------
 
 
