@@ -136,8 +136,8 @@ class Priorities:
 
         Args:
             num_items: M, how many.
-            td_error: [M] sizes of their TD errors by the acting policy, at least 0. None: the largest ever seen, or 1
-                as long as none was larger, so that each is likely drawn soon.
+            td_error: [M] sizes of their TD errors by the acting policy, at least 0. None: the largest of all updates,
+                or 1 as long as none was larger, so that each is likely drawn soon.
 
         Raises:
             ValueError: an error is negative; nothing was appended.
@@ -145,7 +145,9 @@ class Priorities:
         assert len(self) + num_items <= self._tree.capacity, "no more items than the capacity"
         if td_error is None:
             td_error = np.full(num_items, self._largest)
+        largest = self._largest
         self._write(self._next, self._priorities(td_error))
+        self._largest = largest  # of the errors that were learned from
         self._next += num_items
 
     def drop(self, first_new: int) -> None:

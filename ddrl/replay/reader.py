@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -112,6 +112,10 @@ def decode(
     )
     try:
         fragment = codec.decode(entry.fields, max_bytes=limits.num_bytes(spaces))
+        if entry.producer >= 0:  # its header may say anything
+            fragment = replace(
+                fragment, producer=entry.producer, incarnation=entry.count(b"i"), seq=entry.count(b"q")
+            )
         _check(fragment, run, spaces, limits)
         packed = pack(fragment)
     except ValueError as error:  # CodecError is one

@@ -405,3 +405,17 @@ def test_schedules_reach_their_final_values() -> None:
         before = digest(ppo.weights())
         assert float(ppo.update(batch)["learning_rate"]) == pytest.approx(expected[0])
         assert (digest(ppo.weights()) == before) == (expected[0] == 0.0)
+
+
+def test_a_few_huge_observations_do_not_make_all_others_alike() -> None:
+    """One forged fragment must not blind a policy that has seen many; what was constant may begin to vary."""
+    learner = make_learner("ppo", CONTINUOUS, normalize_observations=True)
+    batch = tensors(make_feed(CONTINUOUS))
+    rows = torch.randn((2_000, 3), generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 5.0, 0.0])
+    learner.observe(replace(batch, observation=rows))
+    learner.observe(replace(batch, observation=torch.full((100, 3), 1e6)))
+    std = learner.weights()["observation_std"]
+    assert 10 < std[0] < 50 and 50 < std[1] < 250 and std[2] > 1e5
+    for _ in range(200):
+        learner.observe(replace(batch, observation=rows))
+    assert learner.weights()["observation_std"][0] < 3

@@ -101,8 +101,6 @@ class Slow:
         for i in range(num):
             self.p[self.next] = p_of(self.largest if errors is None else errors[i])
             self.next += 1
-        if errors is not None:
-            self.largest = max(self.largest, *errors)
 
     def drop(self, first: int) -> None:
         self.p = {number: p for number, p in self.p.items() if number >= first}
@@ -226,6 +224,7 @@ def test_restored_from_the_newest_item_backwards() -> None:
     old = make()
     old.append(20, np.arange(20) / 10)
     old.drop(5)
+    old.update(np.array([7]), [1.9]), old.update(np.array([7]), [0.7])
     saved = old.state()
     for held, known in ((15, 15), (10, 10), (18, 15)):
         new = make()

@@ -96,6 +96,13 @@ def test_a_fragment_outside_the_run_is_refused(made: Fragment, reason: str) -> N
     assert found.fragment is None and found.reason.startswith(reason) and found.memory_bytes < 4096
 
 
+def test_who_sent_a_fragment_is_what_its_append_wrote() -> None:
+    made = replace(fragment(), producer=10**6, incarnation=1, seq=5)
+    fields = codec.encode(made) | {b"p": b"3", b"i": b"7", b"q": b"4"}
+    found = DECODE(stream.Entry(b"1-0", fields)).fragment
+    assert found is not None and (found.producer, found.incarnation, found.seq) == (3, 7, 4)
+
+
 def test_an_action_outside_the_bounds_is_refused() -> None:
     spaces = EnvSpec(
         "test", (4,), "float32", "continuous", (2,), action_low=(-2.0, 0.0), action_high=(2.0, 1.0)

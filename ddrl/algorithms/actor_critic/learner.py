@@ -31,6 +31,7 @@ Steps = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 _INITIAL_COUNT = 100_000.0  # observations that published statistics count as; their number is not published
 _RETURN_RATE = 0.1  # share of an iteration's returns in the running statistics of returns
 _LEAST_STD = 1e-4
+_SETTLED, _FARTHEST = 1_000, 100.0  # observations, and deviations of these within which later ones count
 
 
 @dataclass(frozen=True)
@@ -255,12 +256,17 @@ class ActorCriticLearner(Generic[AnyOptions]):
     def observe(self, batch: Trajectories) -> None:
         """Add a batch's observations to the statistics, in which all observations have the same weight.
 
+        Values far from those of many before count as less far, so that a few cannot make the others all alike.
         Source: Chan, Golub, LeVeque 1979, the parallel update of mean and variance.
         """
         if not self.config.normalize_observations:
             return
         seen, old = batch.observation.to("cpu", torch.float64), self._statistics
         num, count = len(seen), float(old["observation_count"])
+        if count >= _SETTLED:
+            far = _FARTHEST * old["observation_variance"].sqrt()
+            far[far == 0] = torch.inf  # what was constant may begin to vary
+            seen = seen.clamp(old["observation_mean"] - far, old["observation_mean"] + far)
         total = count + num
         difference = seen.mean(dim=0) - old["observation_mean"]
         old["observation_variance"].copy_(
