@@ -19,7 +19,7 @@ _KINDS = {"ppo": "actor-critic", "impala": "actor-critic"}
 
 # Options that change what weights mean, even if their shapes are the same.
 _DECIDING = (
-    *("network", "network_kwargs", "hidden_sizes", "activation", "norm", "dueling", "noisy"),
+    *("network", "network_kwargs", "hidden_sizes", "activation", "norm", "batch_norm", "dueling", "noisy"),
     *("distribution", "num_atoms", "v_min", "v_max"),
     *("recurrent", "recurrent_size", "rescale_values", "normalize_observations"),
 )

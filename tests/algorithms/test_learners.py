@@ -41,6 +41,7 @@ CASES: dict[str, tuple[str, EnvSpec, Options]] = {
     "sac prioritized": ("sac", CONTINUOUS, {"prioritized": True}),
     "sac dropout": ("sac", CONTINUOUS, {"dropout": 0.3, "layer_norm": True}),
     "sac quantiles": ("sac", CONTINUOUS, {"num_quantiles": 5, "num_critics": 3}),
+    "sac batch norm": ("sac", CONTINUOUS, {"batch_norm": True, "target_rate": 0.005, "policy_delay": 3}),
     "sac images": ("sac", PICTURES, {"network": "conv", "layer_norm": True}),
     "sac own network": ("sac", CONTINUOUS, {"network": OWN}),
     "td3": ("td3", CONTINUOUS, {}),

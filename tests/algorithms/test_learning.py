@@ -113,9 +113,16 @@ def test_soft_policies_solve_pick(options: Options) -> None:
     assert learn(run, most_steps=4_000).return_mean == 10.0
 
 
-@pytest.mark.parametrize("options", [{}, {"prioritized": True, "layer_norm": True}])
-def test_td3_solves_target(options: Options) -> None:
-    algorithm = {"name": "td3", "hidden_sizes": [32], "learning_rate": 3e-3, "gamma": 0.5, "batch_size": 64}
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"name": "td3"},
+        {"name": "td3", "prioritized": True, "layer_norm": True},
+        {"name": "sac", "batch_norm": True, "target_entropy": -3.0},
+    ],
+)
+def test_target_is_solved_off_policy(options: Options) -> None:
+    algorithm = {"hidden_sizes": [32], "learning_rate": 3e-3, "gamma": 0.5, "batch_size": 64}
     env, rollout = {"id": "ddrl/Target-v0", "num_envs": 8}, {"fragment_s": 5, "max_fragment_steps": 16}
     run = toy(env["id"], algorithm | options, env=env, rollout=rollout, replay={"samples_per_insert": 16})
     assert learn(run, most_steps=6_000).return_mean > -0.2

@@ -103,6 +103,7 @@ NEEDING: dict[str, dict[str, tuple[EnvSpec, Options, Any]]] = {
     "sac": {
         "network": (PICTURES, {"network": "conv"}, OWN),
         "network_kwargs": (PICTURES, {"network": OWN}, {"width": 7}),
+        "batch_norm": (CONTINUOUS, {"target_rate": 0.005}, True),
     },
     "r2d2": {"optimizer": (DISCRETE, {"adam_eps": 1e-3}, "rmsprop")},
 }
@@ -178,6 +179,7 @@ CONTRADICTIONS: list[tuple[str, Options, str]] = [
     ("sac", {"temperature": -1.0}, "temperature=-1.0.*>= 0"),
     ("sac", {"temperature": math.nan}, "temperature=nan.*>= 0"),
     ("sac", {"hidden_sizes": ()}, "hidden_sizes"),
+    ("sac", {"batch_norm": True, "target_rate": 0.1}, "target_rate=0.1: has no effect with batch_norm=true"),
     ("sac", {"dropped_quantiles": 3}, "dropped_quantiles=3: has no effect without num_quantiles"),
     ("sac", {"num_quantiles": 5, "dropped_quantiles": 5}, "dropped_quantiles=5: leaves none of 5; use fewer"),
     ("sac", {"num_quantiles": 5, "form": "sac1", "temperature": 0.2}, "num_quantiles=5: form 'sac1' has none"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -185,6 +186,46 @@ def test_policy_delay_skips_actor_and_temperature() -> None:
             assert torch.equal(before[name], state[name]) == (i % 3 != 0)
         assert ("policy_loss" in metrics) == (i % 3 == 0)
         assert not torch.equal(before["critics.value"], state["critics.value"])
+
+
+def test_with_batch_norm_one_update_equals_the_slow_twin() -> None:
+    """CrossQ: both halves of the batch share statistics, there is no target; the actor climbs the running ones."""
+    sac, batch = make(batch_norm=True, target_rate=0.005, temperature=0.3), make_batch(3)
+    for i in range(3):
+        sac.update(make_batch(i))
+    actor, critics = deepcopy(sac.actor), deepcopy(sac.critics)
+    noise = torch.Generator()
+    noise.set_state(sac.state()["noise"])
+    next_noise, current_noise = (torch.randn(6, 2, generator=noise) for _ in range(2))
+    metrics = sac.update(batch)
+
+    def draw(parameters: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        mean, raw = parameters.chunk(2, dim=1)
+        std = (-5 + 3.5 * (raw.tanh() + 1)).exp()
+        normal = torch.distributions.Normal(mean, std)
+        raw_action = mean + std * noise
+        log_prob = normal.log_prob(raw_action) - (1 - raw_action.tanh() ** 2).log()
+        return raw_action.tanh(), log_prob.sum(dim=1)
+
+    with torch.no_grad():
+        next_action, next_log_prob = draw(actor(batch.next_observation), next_noise)
+    action = (batch.action - tensor(MIDDLE)).div(tensor(HALF)).float()
+    rows = torch.cat([torch.cat(pair, dim=1) for pair in (
+        (batch.observation, action), (batch.next_observation, next_action)
+    )])  # fmt: skip
+    q, next_q = critics(rows, train=True).chunk(2, dim=1)
+    value = next_q[..., 0].detach().amin(dim=0) - 0.3 * next_log_prob
+    target = batch.n_step_return + batch.bootstrap_discount * value
+    loss = (q[..., 0] - target).square().mean(dim=1).sum()
+    torch.testing.assert_close(metrics["critic_loss"], loss.detach())
+    expected = torch.cat([part.flatten() for part in torch.autograd.grad(loss, list(critics.parameters()))])
+    torch.testing.assert_close(sac.critic_parameters.vector.grad, expected, atol=1e-6, rtol=1e-4)
+    drawn, log_prob = draw(actor(batch.observation, train=True), current_noise)
+    values = sac.critics(torch.cat((batch.observation, drawn), dim=1))[..., 0].amin(dim=0)  # as just updated
+    policy = (0.3 * log_prob - values).mean()
+    torch.testing.assert_close(metrics["policy_loss"], policy.detach(), atol=1e-5, rtol=1e-4)
+    expected = torch.cat([part.flatten() for part in torch.autograd.grad(policy, list(actor.parameters()))])
+    torch.testing.assert_close(sac.actor_parameters.vector.grad, expected, atol=1e-5, rtol=1e-3)
 
 
 def test_only_the_critics_loss_changes_the_network_before_them() -> None:

@@ -1,7 +1,8 @@
 """Options of soft actor-critic for bounded continuous actions.
 
 Source: Haarnoja et al. 2018, arXiv:1812.05905 (learned temperature, two critics, no value network); Kuznetsov et al.
-2020, arXiv:2005.04269 (TQC: truncated quantile critics); Hiraoka et al. 2022, arXiv:2110.02034 (DroQ: dropout).
+2020, arXiv:2005.04269 (TQC: truncated quantile critics); Hiraoka et al. 2022, arXiv:2110.02034 (DroQ: dropout); Bhatt
+et al. 2024, arXiv:1902.05605 (CrossQ: batch normalization).
 """
 
 from __future__ import annotations
@@ -65,6 +66,9 @@ class Config(NetworkConfig, Prioritized):
     layer_norm: bool = False
     """Normalize the hidden layers of the critics. Bounds their extrapolation, so larger learning_rate and n_step stay
     stable, at some 20 % more time per update."""
+    batch_norm: bool = False
+    """Batch renormalization before every layer of actor and critics, and no target critics (CrossQ): learns from fewer
+    steps and takes inputs of any scale, at more time per update. Usual: no; with policy_delay 3 and wide layers."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Share of the critics' hidden units left out by chance, also of the targets (DroQ). With layer_norm it keeps
     20 updates a step stable (replay.samples_per_insert 20 * batch_size), for dear steps. Usual: 0; DroQ 0.01."""
@@ -75,6 +79,8 @@ class Config(NetworkConfig, Prioritized):
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> Config:
         self.refuse_unused_priorities()
+        if self.batch_norm:
+            self.refuse_changed("with batch_norm=true, which needs no target critics", "target_rate")
         if self.num_quantiles is None:
             self.refuse_changed("without num_quantiles", "dropped_quantiles")
         elif self.form == "sac1":

@@ -168,9 +168,9 @@ class SAC:
             sizes = (num_inputs, *config.hidden_sizes, num_outputs)
             return MLP(sizes, generator=generator, **options).to(device)
 
-        ensemble = {name: getattr(config, name) for name in ("dropout", "layer_norm")}
+        ensemble = {name: getattr(config, name) for name in ("dropout", "layer_norm", "batch_norm")}
         ensemble["num_members"] = config.num_critics
-        self.actor = network(num_inputs, 2 * num_dims)
+        self.actor = network(num_inputs, 2 * num_dims, batch_norm=config.batch_norm)
         num_outputs = config.num_quantiles or 1
         self.critics = network(num_inputs + num_dims, num_outputs, **ensemble)
         self.target_critics = network(num_inputs + num_dims, num_outputs, **ensemble)
@@ -214,12 +214,20 @@ class SAC:
         action = self._to_unit(batch.action)  # [B, A], in [-1, 1]
         with torch.no_grad():
             temperature = self._log_temperature.exp()
-            next_action, next_log_prob = self._sample(self.trunk(next_observation))
-            next_pairs = torch.cat((self.target_trunk(next_observation), next_action), dim=1)
-            next_target_q = self.target_critics(next_pairs, generator=self._noise)
+            next_features = self.trunk(next_observation)  # [B, F]
+            next_action, next_log_prob = self._sample(next_features)
+            if not config.batch_norm:
+                next_pairs = torch.cat((self.target_trunk(next_observation), next_action), dim=1)
+                next_target_q = self.target_critics(next_pairs, generator=self._noise)
 
-        features = self.trunk(observation)  # [B, F]
-        q = self.critics(torch.cat((features, action), dim=1), generator=self._noise)  # [E, B, 1 or Z]
+        features = self.trunk(observation)
+        pairs = torch.cat((features, action), dim=1)
+        if config.batch_norm:  # one batch: the next actions are others than those of the replay
+            both = torch.cat((pairs, torch.cat((next_features, next_action), dim=1)))
+            q, next_target_q = self.critics(both, generator=self._noise, train=True).chunk(2, dim=1)
+            next_target_q = next_target_q.detach()
+        else:
+            q = self.critics(pairs, generator=self._noise)  # [E, B, 1 or Z]
         others = next_log_prob, batch.n_step_return, batch.bootstrap_discount, temperature, batch.weight
         if config.num_quantiles is None:
             loss, error = critic_loss(q[..., 0], next_target_q[..., 0], *others)
@@ -233,13 +241,14 @@ class SAC:
         is_warm = not self.from_policy or self.num_updates >= config.critic_warmup_updates
         if is_warm and self.num_updates % config.policy_delay == 0:
             metrics |= self._improve_policy(features.detach(), temperature)
-        self._target.lerp_(self.critic_parameters.vector.detach(), config.target_rate)
+        if not config.batch_norm:
+            self._target.lerp_(self.critic_parameters.vector.detach(), config.target_rate)
         self.num_updates += 1
         return metrics
 
     def _improve_policy(self, features: Tensor, temperature: Tensor) -> dict[str, Tensor]:
         """Update actor and temperature on [B, F] features."""
-        action, log_prob = self._sample(features)
+        action, log_prob = self._sample(features, train=True)
         num_members = 1 if self.config.form == "sac1" else self.config.num_critics
         pairs = torch.cat((features, action), dim=1)
         q = self.critics(pairs, num_members=num_members, generator=self._noise)  # [E, B, 1 or Z]
@@ -253,16 +262,19 @@ class SAC:
             adapt_temperature(learned, optimizer, log_prob, target_entropy=self._target_entropy)
         return {"policy_loss": loss.detach(), "entropy": -log_prob.mean()}
 
-    def _sample(self, features: Tensor) -> tuple[Tensor, Tensor]:
+    def _sample(self, features: Tensor, *, train: bool = False) -> tuple[Tensor, Tensor]:
         """Return actions [B, A] of the current policy at [B, F] features, and their log densities [B]."""
-        mean, raw_log_std = self.actor(features).chunk(2, dim=1)
+        mean, raw_log_std = self.actor(features, train=train).chunk(2, dim=1)
         noise = torch.randn(mean.shape, generator=self._noise, device=mean.device)
         log_std = bounded_log_std(raw_log_std, low=LOG_STD_MIN, high=LOG_STD_MAX)
         return tanh_gaussian_sample(mean, log_std, noise)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the parameters of actor and trunk and the log of a learned temperature by name, as CPU copies."""
-        others = self._trunk_weights()
+        """Return what a policy needs, and the log of a learned temperature, by name, as CPU copies.
+
+        Of an actor with batch_norm they are those of an equal one without, and its statistics, for later learners.
+        """
+        others = self._trunk_weights() | saved_buffers(self.actor) | self.actor.folded()
         if self.config.temperature == "auto":
             others["log_temperature"] = self._log_temperature
         return self.actor_parameters.copies() | cpu_copies(others)
@@ -289,7 +301,10 @@ class SAC:
         """Start from a published actor and its temperature, which earlier versions lack; return what starts fresh."""
         given = dict(weights)
         log_temperature = given.pop("log_temperature", self._log_temperature)
-        restore(dict(self.actor.named_parameters()) | self._trunk_weights(), given)
+        restore(
+            dict(self.actor.named_parameters()) | self._trunk_weights() | saved_buffers(self.actor), given
+        )
+        self.actor.unfold()
         self.target_trunk.load_state_dict(self.trunk.state_dict())
         self._log_temperature.copy_(log_temperature)
         self._use_options()
@@ -302,8 +317,8 @@ class SAC:
     def _tensors(self) -> dict[str, Tensor]:
         """Return the tensors that updates change, by name; not copied."""
         named = with_optimizers(self._learned, self._optimizers) | {"target_critics.value": self._target}
-        for part, trunk in (("trunk", self.trunk), ("target_trunk", self.target_trunk)):
-            named |= {f"{part}.{name}": buffer for name, buffer in saved_buffers(trunk).items()}
+        for part in ("trunk", "target_trunk", "actor", "critics"):
+            named |= {f"{part}.{name}": buffer for name, buffer in saved_buffers(getattr(self, part)).items()}
         return named
 
 

@@ -73,8 +73,11 @@ class Policy:
         Raises:
             ValueError: they are those of another configuration or environment.
         """
-        arrays = {name: np.asarray(value, np.float32).copy() for name, value in weights.items()}
-        arrays.pop("log_temperature", None)  # for learners only; not in earlier versions' weights
+        arrays = {
+            name: np.asarray(value, np.float32).copy()
+            for name, value in weights.items()
+            if name != "log_temperature" and not name.startswith("norms.")  # those are for learners only
+        }
         if self._trunk is not None:
             from ddrl.networks.parameters import load_arrays
 
