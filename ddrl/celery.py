@@ -14,6 +14,7 @@ from celery import Celery
 from kombu import Exchange, Queue
 from kombu.exceptions import OperationalError
 from kombu.transport import redis as transport
+from kombu.transport import virtual
 from pydantic import ByteSize, Field, TypeAdapter, ValidationError
 
 from ddrl import envs
@@ -76,13 +77,6 @@ def _find_queues(self: Any, exchange: str, routing_key: str, default: Any = None
     return [routing_key if exchange in ("", routing_key) else f"{routing_key}.{exchange}"]
 
 
-def _delete(self: Any, queue: str, *_: Any, client: Any = None) -> None:
-    """Delete a queue, which is bound nowhere."""
-    self.auto_delete_queues.discard(queue)
-    with self.conn_or_acquire(client) as client:
-        client.delete(*(self._q_for_pri(queue, priority) for priority in self.priority_steps))
-
-
 try:
     app = Celery(
         "ddrl", broker=connection.broker_url(), include=["ddrl.worker.tasks", "ddrl.worker.lifecycle"]
@@ -95,7 +89,7 @@ transport.Channel.connection_class_ssl = connection.SecureConnection
 transport.Channel._connparams = _make_bounded_options
 transport.Channel.do_restore = False  # a message that a worker took and did not begin may be lost
 transport.Channel._queue_bind, transport.Channel._lookup = _bind, _find_queues
-transport.Channel._delete = _delete
+transport.Channel._delete = virtual.Channel._delete  # knows no bindings
 transport.Channel.maybe_refresh_binding_expiry = lambda self: None
 app.conf.update(
     task_queues=[Queue(name, Exchange(name), routing_key=name) for name in queues()],

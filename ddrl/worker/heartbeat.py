@@ -99,14 +99,9 @@ class HeartbeatSender:
 
 def delete_floods(client: Redis, queues: Iterable[str]) -> None:
     """Delete the lists of queues with more messages than ddrl sends, behind which its own would wait."""
-    names = [name for queue in queues for name in keys.lists(queue)]
-    with client.pipeline(transaction=False) as pipe:
-        for name in names:
-            pipe.llen(name)
-        lengths = pipe.execute(raise_on_error=False)
-    for name, length in zip(names, lengths, strict=True):
-        if isinstance(length, int) and length > MAX_MESSAGES:
-            log.warning("%s: has %d messages, which nobody sends: they are deleted", repr(name), length)
+    for name in (name for one in queues for name in keys.lists(one)):
+        if (length := client.llen(name)) > MAX_MESSAGES:
+            log.warning("%r: has %d messages, which nobody sends: they are deleted", name, length)
             client.delete(name)
 
 

@@ -7,8 +7,8 @@ worker, or occupy a process for good.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
+import re
 import time
 from typing import Annotated, Any, Literal, Self
 
@@ -31,6 +31,9 @@ _loads, _deliver, _publish = transport.loads, transport.Transport._deliver, Prod
 # Arguments of a task, by place and by name (none), and what to do afterwards (nothing).
 _Afterwards = dict[Literal["callbacks", "errbacks", "chain", "chord"], None]
 _BODY = TypeAdapter(tuple[list[str], Annotated[dict[str, None], Field(max_length=0)], _Afterwards])
+
+
+_RUN = re.compile(r"[^{}]{1,200}")  # its id, which is within braces in a key
 
 
 class _Part(BaseModel):
@@ -87,27 +90,18 @@ class _Message(_Part):
     properties: _Properties
 
 
-def parse(text: str) -> Any:
-    """Parse lists, in which Kombu keeps messages that it may send again; leave all else to `deliver`.
-
-    Without Kombu's own types, at which its parser fails in more ways than at bad JSON.
-    """
-    with contextlib.suppress(ValueError, RecursionError):
-        if text.startswith("[") and len(text) <= LONGEST:
-            return json.loads(text)
-    return text
-
-
-def deliver(self: transport.Transport, item: Any, queue: str) -> None:
+def deliver(self: transport.Transport, item: str, queue: str) -> None:
     """Give an item to its consumer, as Kombu's own method does, which takes it parsed."""
     try:
         if len(item) > LONGEST:
             raise ValueError(f"{len(item)} characters")
         if queue in app.amqp.queues.consume_from:  # else a command of `celery control`
             message = _Message.model_validate_json(item)
-            arguments = _BODY.validate_json(message.body)[0]
-            if message.headers.task == EVALUATE and len(arguments) != 2:
-                raise ValueError(f"{len(arguments)} arguments in place of 2")
+            arguments, task = _BODY.validate_json(message.body)[0], message.headers.task
+            if not f"{queue}.".startswith(f"{task}."):
+                raise ValueError(f"task {task} is of another queue")
+            if task == EVALUATE and (len(arguments) != 2 or not _RUN.fullmatch(arguments[0])):
+                raise ValueError(f"{arguments}: not a run and one of its evaluations")
         _deliver(self, _loads(item), queue)
     except (*self.connection_errors, *self.channel_errors):
         raise
@@ -119,7 +113,7 @@ def deliver(self: transport.Transport, item: Any, queue: str) -> None:
         if not _is_kept():
             return
         log.warning("an item of queue %s is no message (%.200r): put aside, see `ddrl doctor`", queue, reason)
-        fields: dict[Any, Any] = {"queue": queue, "reason": reason, "item": str(item)[:KEPT_CHARACTERS]}
+        fields: dict[Any, Any] = {"queue": queue, "reason": reason, "item": item[:KEPT_CHARACTERS]}
         with contextlib.suppress(*connection.OUTAGES), connection.connect() as client:
             client.xadd(keys.BROKEN, fields, maxlen=KEPT)
 
@@ -141,6 +135,6 @@ def publish(self: Producer, *args: Any, **options: Any) -> Any:
 
 def install() -> None:
     """Let Kombu leave the parsing of items to `deliver`, and repeat nothing that it sends."""
-    transport.loads = parse
+    transport.loads = str
     transport.Transport._deliver = deliver
     Producer.publish = publish

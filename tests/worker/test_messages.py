@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -82,7 +83,12 @@ def bad_items(message: Any) -> Iterator[bytes]:
         yield json.dumps(
             changed(message, ("body",), base64.b64encode(json.dumps(parts).encode()).decode())
         ).encode()
-    for arguments in ([], ["run"], ["run", "1:2:3", "x"]):
+    for arguments in (
+        [],
+        ["run"],
+        ["run", "1:2:3", "x"],
+        ["run", "1:2:3"],
+    ):  # the last one is for another queue
         body = base64.b64encode(json.dumps([arguments, {}, {}]).encode()).decode()
         yield json.dumps(
             changed(changed(message, ("headers", "task"), celery.EVALUATE), ("body",), body)
@@ -115,6 +121,25 @@ def test_a_bad_item_is_put_aside_with_its_reason_and_the_worker_goes_on(
         client.xadd(keys.BROKEN, odd)
     (finding,) = [row for row in call_json("doctor") if row["name"] == "messages"]
     assert f"{len(items) + 1} items put aside" in finding["detail"] and "celery.pidbox" in finding["detail"]
+
+
+def test_an_evaluation_names_a_run_that_can_be_one(message: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key with more braces may be of another type, as a worker may write it: an error, and a pause, for each."""
+    monkeypatch.setattr(messages, "_is_kept", lambda: refused.append(1))
+    monkeypatch.setattr(messages, "_deliver", lambda _, item, queue: taken.append(item))
+    monkeypatch.setattr(
+        celery.app.amqp.queues, "consume_from", {celery.EVALUATE: None, "ddrl.evaluate.box2d": None}
+    )
+    transport = SimpleNamespace(connection_errors=(), channel_errors=())
+    for run, queue, refusals in (
+        ("run", celery.EVALUATE, 0), ("run", "ddrl.evaluate.box2d", 0), ("x}:evaluations:y", celery.EVALUATE, 1)
+    ):  # fmt: skip
+        refused: list[int] = []
+        taken: list[Any] = []
+        body = base64.b64encode(json.dumps([[run, "1:2:3"], {}, {}]).encode()).decode()
+        item = changed(changed(message, ("headers", "task"), celery.EVALUATE), ("body",), body)
+        messages.deliver(transport, json.dumps(item), queue)
+        assert (len(refused), len(taken)) == (refusals, 1 - refusals)
 
 
 def test_of_a_flood_of_bad_items_some_are_put_aside_and_the_others_dropped(
