@@ -127,12 +127,9 @@ def test_an_evaluation_names_a_run_that_can_be_one(message: Any, monkeypatch: py
     """A key with more braces may be of another type, as a worker may write it: an error, and a pause, for each."""
     monkeypatch.setattr(messages, "_is_kept", lambda: refused.append(1))
     monkeypatch.setattr(messages, "_deliver", lambda _, item, queue: taken.append(item))
-    monkeypatch.setattr(
-        celery.app.amqp.queues, "consume_from", {celery.EVALUATE: None, "ddrl.evaluate.box2d": None}
-    )
     transport = SimpleNamespace(connection_errors=(), channel_errors=())
     for run, queue, refusals in (
-        ("run", celery.EVALUATE, 0), ("run", "ddrl.evaluate.box2d", 0), ("x}:evaluations:y", celery.EVALUATE, 1)
+        ("run", celery.EVALUATE, 0), ("run", celery.queues("evaluate")[-1], 0), ("x}:evaluations:y", celery.EVALUATE, 1)
     ):  # fmt: skip
         refused: list[int] = []
         taken: list[Any] = []
