@@ -53,11 +53,11 @@ def _report(run: str, status: str, found: ledger.Audit) -> dict[str, Any]:
 def _show(report: Mapping[str, Any], *, goes_on: bool, everyone: bool) -> None:
     run, total, known = report["run"], report["totals"], report["producers"]
     odd = [row for row in known if row["difference"]]
-    shown = known if everyone or len(known) <= MAX_ROWS else (odd or known[-MAX_ROWS:])
+    shown = known if everyone or len(known) <= MAX_ROWS else (odd or known)[-MAX_ROWS:]
     rows = [*map(_cells, shown), ("total", counted(len(known), "producer"), *total.values())]
     table(("producer", "host", *COUNTS[:-2], "repeated", "missing"), rows, left=("producer", "host"))
     if len(shown) < len(known):
-        note(f"{len(known) - len(shown)} balanced producers not shown; show all with --all")
+        note(f"{len(known) - len(shown)} other producers not shown; show all with --all")
     print()
     if odd:
         named = ", ".join(f"{row['producer']} on {row['host']} ({_missing(row)})" for row in odd[:8])

@@ -193,4 +193,4 @@ def _details(row: dict[str, Any]) -> str:
     if row["event"] == "set":
         return f"{row['option']}: {row['from']} -> {row['to']} at {int(row['env_steps']):,} env steps"
     rest = [f"{name}={value}" for name, value in row.items() if name not in ("time_s", "event", "reason")]
-    return " ".join([part for part in (row.get("reason", ""), *rest) if part])
+    return " ".join(" ".join((row.get("reason", ""), *rest)).split())

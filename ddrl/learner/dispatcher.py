@@ -26,6 +26,7 @@ SURVEY_S = 2.0  # between two looks at the workers
 OUTAGE_S = 4.0  # between two surveys: after such a time, what the server knows of workers is old
 MEAN_S = 30.0  # over which the processes that play are counted
 MAX_PROCESSES = 20_000  # of the fleet that count; a worker may claim any number
+PLAYING_PER_PROCESS, MIN_PLAYING = 4, 1_000  # fields of `playing` that are not too many
 LOST_AT_ONCE = 100  # reasons for which one survey notes processes as lost; all others have one more
 CLAIM_AFTER_S = 0.3  # of waiting messages
 CLAIM_EVERY_S = 1.0
@@ -63,7 +64,7 @@ class Dispatcher:
         self._surveyed_at = self._trusted_at = time.monotonic()
         self._suspects: frozenset[str] = frozenset()
         self._process_s: float | None = None
-        self._mean_processes = 0.0
+        self._mean_processes, self._processes = 0.0, 0
         self._admitted = 0  # fragments, at the last survey
 
     def tick(self, admitted: int = 0) -> int:
@@ -121,6 +122,7 @@ class Dispatcher:
         serving = [worker for worker in fleet if self._queue in worker.queues]
         self._nodes = frozenset(worker.node for worker in serving)
         processes = min(sum(worker.processes for worker in serving if not worker.draining), MAX_PROCESSES)
+        self._processes = processes
         self._num_messages = max(1, min(processes, 2), math.ceil(processes / PROCESSES_PER_MESSAGE))
         self._limit_s = max((load.limit_s for load in segments.active(self._client)), default=0.0)
         elapsed_s = now - self._surveyed_at
@@ -150,6 +152,8 @@ class Dispatcher:
 
     def _find_lost(self, fleet: Sequence[Heartbeat]) -> None:
         """Note processes that play and are gone, once two surveys in a row say so: heartbeats may be a little late."""
+        if self._client.hlen(keys.playing(self._run)) > PLAYING_PER_PROCESS * self._processes + MIN_PLAYING:
+            self._client.delete(keys.playing(self._run))  # a worker wrote it; those that play note it again
         gone, nodes = {}, defaultdict(list)
         for worker in fleet:
             nodes[worker.node].append(worker.pids)

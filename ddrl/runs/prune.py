@@ -7,6 +7,8 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from typing import Any
 
 from ddrl.store import bounded, connection, keys, runs, server, workers
 from ddrl.store.connection import Redis, StoreError
@@ -14,7 +16,7 @@ from ddrl.store.connection import Redis, StoreError
 log = logging.getLogger(__name__)
 
 EVERY_S = 600.0
-BATCH = 500  # keys in one request
+BATCH, SAMPLED = 500, 5_000  # keys in one request, and whose bytes are asked for
 EXACT_LENGTH = 100_000  # members of a key up to which its size is found member by member
 LENGTHS = {b"hash": "hlen", b"list": "llen", b"set": "scard", b"stream": "xlen", b"zset": "zcard"}
 EMBEDDED_AGE_S, EMBEDDED_BYTES = 30 * 86_400.0, 1024**3  # of ended runs on the embedded server
@@ -156,37 +158,32 @@ def delete_strays(client: Redis, dry_run: bool = False) -> tuple[int, int]:
     served, and more bad items than workers keep.
 
     Returns:
-        Number of these keys, and their bytes.
+        Number of these keys, and their bytes, of more than SAMPLED as by their mean.
     """
-    names = [*bounded.names(client, keys.ALL)]
-    states = [*_states(client)]  # after the keys, since runs may begin
-    known = {state.run for state in states}
+    states = [*_states(client)]
     queues = {queue for state in states for queue in (state.queue, state.evaluation_queue)}
     queues |= {queue for worker in workers.alive(client) for queue in worker.queues}
     served = {key for queue in queues for key in keys.lists(queue)}
-
-    def is_stray(name: bytes, kind: bytes, ttl_s: int) -> bool:
-        key = name.decode(errors="replace")
-        if key.startswith(keys.BROKER_PREFIX):
-            return key not in served
-        if key.startswith(keys.worker("")):
-            return ttl_s == -1 or ttl_s > workers.TTL_S
-        if key == keys.BROKEN:
-            return (client.memory_usage(name) or 0) > BROKEN_BYTES
-        run = keys.run_of(key)
-        return "{" in key and not (run in known and key.startswith(keys.of_run(run, "")))
-
-    strays: list[bytes] = []
-    for begin in range(0, len(names), BATCH):
-        batch = names[begin : begin + BATCH]
+    names, num, num_bytes = bounded.names(client, keys.ALL), 0, 0
+    while batch := list(islice(names, BATCH)):
+        texts = [name.decode(errors="replace") for name in batch]
         with client.pipeline(transaction=False) as pipe:
-            for name in batch:
-                pipe.type(name), pipe.ttl(name)
+            for key in texts:
+                pipe.zscore(keys.RUNS, keys.run_of(key)) if "{" in key else pipe.ttl(key)
             replies = pipe.execute()
-        looks = zip(batch, replies[::2], replies[1::2], strict=True)
-        strays += [name for name, kind, ttl_s in looks if is_stray(name, kind, ttl_s)]
-    num_bytes = sum(_num_bytes(client, strays))
-    if not dry_run:
-        for begin in range(0, len(strays), BATCH):
-            client.unlink(*strays[begin : begin + BATCH])
-    return len(strays), num_bytes
+
+        def is_stray(key: str, reply: Any) -> bool:
+            if key.startswith(keys.BROKER_PREFIX):
+                return key not in served
+            if "{" in key:  # of no run
+                return reply is None or not key.startswith(keys.of_run(keys.run_of(key), ""))
+            if key.startswith(keys.worker("")):
+                return bool(reply == -1 or reply > workers.TTL_S)
+            return key == keys.BROKEN and (client.memory_usage(key) or 0) > BROKEN_BYTES
+
+        strays = [name for name, *looks in zip(batch, texts, replies, strict=True) if is_stray(*looks)]
+        found = sum(_num_bytes(client, strays)) if num < SAMPLED else len(strays) * num_bytes // num
+        num, num_bytes = num + len(strays), num_bytes + found
+        if strays and not dry_run:
+            client.unlink(*strays)
+    return num, num_bytes

@@ -59,13 +59,13 @@ def newest(client: Redis, key: str, after: bytes, until: bytes) -> tuple[list[En
     return [(entry_id, paired(parts)) for entry_id, parts in reversed(entries)], last or after
 
 
-def names(client: Redis, pattern: str, *, count: int = 100) -> Iterator[bytes]:
+def names(client: Redis, pattern: str, *, count: int = 10_000) -> Iterator[bytes]:
     """Yield the names of the keys that match a pattern, as SCAN does; those with longer names than ddrl's are deleted.
 
     Args:
         client: of a user that may scan.
         pattern: as of SCAN.
-        count: keys that a request looks at; most of a worker's own making may have a name of megabytes.
+        count: keys that a request looks at.
     """
     cursor, found = b"0", list[bytes]()
     while True:

@@ -327,7 +327,7 @@ def _audit(client: Redis, run: str, on_entries: Callable[[int, int], None] | Non
             continue
         producer, row = Producer.decode(value), rows.pop(int(name), Row())
         accounts[int(name)] = Account(
-            host=producer.host,
+            host=producer.host[:100],
             appended=producer.fragments,
             consumed=row.consumed,
             waiting=waiting.pop(int(name), 0),

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ddrl.config import RunConfig
 
 JOURNAL_LENGTH = 10_000
+LONGEST_FIELD = 1_000  # characters of a journal's entry that are read
 DELETED_AT_ONCE = 500  # keys
 DELETED_MS = 30 * 86_400_000  # for which a deleted run is remembered
 ENDED = ("solved", "time", "stopped", "failed")
@@ -403,6 +404,8 @@ def journal(client: Redis, run: str) -> list[dict[str, Any]]:
 def journal_after(client: Redis, run: str, after: bytes = b"0-0") -> tuple[list[dict[str, Any]], bytes]:
     """Return the journal after an entry, and the last entry's id; entries that cannot be read are left out."""
     rows, last_id = capped_streams.read(client, keys.journal(run), after, "event")
+    for row in rows:
+        row |= {name: value[:LONGEST_FIELD] for name, value in row.items() if name != "time_s"}
     return [row for row in rows if row["event"] != "set" or _is_change(row)], last_id
 
 

@@ -94,6 +94,19 @@ def test_what_workers_write_of_the_fleet_is_bounded(client: Redis, run: str, mon
     assert 0 < client.ttl(keys.draining(run)) <= segments.DRAIN_S
 
 
+def test_more_processes_that_play_than_there_are_are_forgotten(client: Redis, run: str, monkeypatch) -> None:
+    monkeypatch.setattr(dispatcher_module, "MIN_PLAYING", 3)
+    workers.beat(client, heartbeat("a@h", 2, pids=(10, 11)))
+    for number in range(11):
+        note_playing(client, run, node="a@h", pid=10, thread=number)
+    one = dispatcher(client, run)
+    one.tick()
+    assert client.hlen(keys.playing(run)) == 11
+    note_playing(client, run, node="a@h", pid=10, thread=11)
+    dispatcher(client, run).tick()
+    assert client.hlen(keys.playing(run)) == 0
+
+
 def test_a_run_that_gets_fragments_is_not_paused_for_crashes(client: Redis, run: str, monkeypatch) -> None:
     monkeypatch.setattr(dispatcher_module, "SURVEY_S", 0.0)
     one = dispatcher(client, run)

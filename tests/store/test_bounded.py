@@ -140,6 +140,11 @@ def test_keys_with_longer_names_than_ddrls_are_deleted_where_names_are_read(
     assert prune.delete_strays(client) == (0, 0) and not client.exists(names[1])
 
 
+def test_of_the_journal_the_beginning_of_each_text_is_read(client: Redis, run: str) -> None:
+    client.xadd(keys.journal(run), {"event": "noted", "reason": "\n" * 5_000})
+    assert len(runs.journal(client, run)[-1]["reason"]) == runs.LONGEST_FIELD
+
+
 def test_a_command_gets_its_results_though_its_stream_has_no_ids_left(client: Redis, run: str) -> None:
     sent: list[str] = []
     opened = evaluations.OpenEvaluations(client, run, send=sent.append, timeout_s=60.0)

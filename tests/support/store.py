@@ -75,9 +75,9 @@ def heartbeat(
     return workers.Heartbeat(node, "h", 1, processes, (queue,), {}, pids=pids)
 
 
-def note_playing(client: Redis, run: str, *, node: str, pid: int) -> str:
+def note_playing(client: Redis, run: str, *, node: str, pid: int, thread: int = 0) -> str:
     """Note that a process plays a run, though no choice led to it; return its name."""
-    name = str(Process(node, pid))
+    name = str(Process(node, pid, thread))
     row = {"node": node, "pid": pid, "task": f"task-{pid}", "since_ms": runs.server_ms(client)}
     client.hset(keys.playing(run), name, json.dumps(row | {"charge_ms": 0, "weight": 1}))
     return name
