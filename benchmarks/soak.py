@@ -41,6 +41,8 @@ OF_PYTHON = (
     "SystemError: error return without exception set",
     "ModuleNotFoundError: No module named 'ddrl.",
     "OSError: [Errno 12] Cannot allocate memory",
+    "failed to map segment from shared object",
+    "billiard.exceptions.RestartFreqExceeded",  # as each of its processes ends at its start
     "KeyboardInterrupt",  # while Celery itself is imported
     # Threads that import at the same time: python/cpython#106905.
     "SystemError: AST constructor recursion depth mismatch",
