@@ -165,7 +165,7 @@ def delete_strays(client: Redis, dry_run: bool = False) -> tuple[int, int]:
     queues |= {queue for worker in workers.alive(client) for queue in worker.queues}
     served = {key for queue in queues for key in keys.lists(queue)}
 
-    def is_stray(name: bytes, kind: bytes, ttl_s: int) -> bool:
+    def is_stray(name: bytes, ttl_s: int) -> bool:
         key = name.decode(errors="replace")
         if key.startswith(keys.BROKER_PREFIX):
             return key not in served
@@ -181,10 +181,9 @@ def delete_strays(client: Redis, dry_run: bool = False) -> tuple[int, int]:
         batch = names[begin : begin + BATCH]
         with client.pipeline(transaction=False) as pipe:
             for name in batch:
-                pipe.type(name), pipe.ttl(name)
-            replies = pipe.execute()
-        looks = zip(batch, replies[::2], replies[1::2], strict=True)
-        strays += [name for name, kind, ttl_s in looks if is_stray(name, kind, ttl_s)]
+                pipe.ttl(name)
+            looks = zip(batch, pipe.execute(), strict=True)
+        strays += [name for name, ttl_s in looks if is_stray(name, ttl_s)]
     num_bytes = sum(_num_bytes(client, strays))
     if not dry_run:
         for begin in range(0, len(strays), BATCH):
