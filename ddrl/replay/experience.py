@@ -51,10 +51,8 @@ def make_experience(
             of_all=options.importance_maximum == "replay",
         )
     common = {"gamma": options.gamma, "n_step": options.n_step, "frame_stack": spec.frame_stack}
-    items: TransitionItems | SequenceItems
-    if sequences is None:
-        items = TransitionItems(**common)
-    else:
+    items: TransitionItems | SequenceItems = TransitionItems(**common)
+    if sequences is not None:
         items = SequenceItems(
             **common,
             shape=sequences,
