@@ -18,6 +18,7 @@ Nothing here holds the interpreter's lock while it compresses or decompresses.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -149,10 +150,7 @@ def decode(fields: Mapping[bytes, bytes], *, max_bytes: int = MAX_BYTES) -> Frag
 
 
 def _checksum(chunks: Iterable[bytes]) -> int:
-    checksum = 0
-    for chunk in chunks:
-        checksum = zlib.crc32(chunk, checksum)
-    return checksum
+    return functools.reduce(lambda checksum, chunk: zlib.crc32(chunk, checksum), chunks, 0)
 
 
 def _compress(column: _Column, array: np.ndarray) -> bytes:

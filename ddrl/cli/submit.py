@@ -68,7 +68,9 @@ def submit(
         if pruned := prune_embedded(client):
             count = counted(len(pruned), "run")
             note(f"deleted {count} from the server ({pruned[0].reason}); the folders stay")
-        _attend(client, runs, num_workers, with_learner, detach, json_output, started, "submitted")
+        if detach:
+            return _detach(runs, num_workers, with_learner, json_output, "submitted")
+        _attend(client, runs, num_workers, with_learner, json_output, started)
 
 
 def resume(
@@ -97,7 +99,10 @@ def resume(
         with_learner = _starts_learner(with_learner, (store.config(client, run) for run in names))
         for run in names:
             store.reactivate(client, run, more_time_s=more_time_s)
-        _attend(client, names, _num_workers(workers), with_learner, detach, json_output, started, "resumed")
+        num_workers = _num_workers(workers)
+        if detach:
+            return _detach(names, num_workers, with_learner, json_output, "resumed")
+        _attend(client, names, num_workers, with_learner, json_output, started)
 
 
 def detached(
@@ -177,24 +182,19 @@ def _num_workers(wanted: int | None) -> int:
     return max(1, min(8, (os.cpu_count() or 2) - 1)) if connection.is_embedded() else 0
 
 
+def _detach(runs: list[str], num_workers: int, with_learner: bool, json_output: bool, done: str) -> None:
+    """Start the processes that are missing, and leave them to themselves; `done` says what was done to the runs."""
+    if num_workers or with_learner:
+        local.start_detached(runs, num_workers, with_learner)
+    rows = [{"run": run, "status": "active"} for run in runs]
+    text = "\n".join(f"{run}: {done}; watch it with `ddrl watch {run}`" for run in runs)
+    answer(rows[0] if len(rows) == 1 else {"runs": rows}, text, json_output=json_output)
+
+
 def _attend(
-    client: Client,
-    runs: Sequence[str],
-    num_workers: int,
-    with_learner: bool,
-    detach: bool,
-    json_output: bool,
-    started: float,
-    what_happened: str,
+    client: Client, runs: list[str], num_workers: int, with_learner: bool, json_output: bool, started: float
 ) -> None:
     """Start the processes that are missing, follow the runs to their end, print their results."""
-    if detach:
-        if num_workers or with_learner:
-            local.start_detached(runs, num_workers, with_learner)
-        rows = [{"run": run, "status": "active"} for run in runs]
-        text = "\n".join(f"{run}: {what_happened}; watch it with `ddrl watch {run}`" for run in runs)
-        answer(rows[0] if len(rows) == 1 else {"runs": rows}, text, json_output=json_output)
-        return
     note("\n".join(f"run {run}" for run in runs))
     try:
         is_interrupted = _follow(client, runs, num_workers, with_learner, json_output)

@@ -1,6 +1,5 @@
 """Environments: the only package that imports gymnasium (inside functions, so importing this is cheap)."""
 
-from ddrl.envs.make import Vector as Vector
 from ddrl.envs.make import check_spaces as check_spaces
 from ddrl.envs.make import describe as describe
 from ddrl.envs.make import episode_metrics as episode_metrics

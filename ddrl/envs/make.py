@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,6 +25,9 @@ from ddrl.types import EnvSpec
 if TYPE_CHECKING:
     import gymnasium
 
+    from ddrl.envs.atari import AtariVector
+    from ddrl.envs.wrappers import Lanes
+
 _UNFIT_WRAPPERS = {  # of Gymnasium's -> why not
     "NormalizeObservation": "its statistics would differ in each process; use algorithm.normalize_observations",
     "NormalizeReward": "its statistics would differ in each process; use env.reward_scale",
@@ -32,28 +35,6 @@ _UNFIT_WRAPPERS = {  # of Gymnasium's -> why not
     "RecordVideo": "would write on each machine; use `ddrl evaluate --video`",
     "HumanRendering": "would show pictures on each machine; use `ddrl evaluate --video`",
 }
-
-
-class Vector(Protocol):
-    """N environments side by side, autoreset in the same step: `Lanes`, or AtariVector."""
-
-    num_envs: int
-    single_observation_space: Any
-    single_action_space: Any
-
-    def reset(self, *, seed: Any) -> tuple[np.ndarray, dict[str, Any]]:
-        """Begin an episode in each environment, from its own seed."""
-
-    def step(
-        self, actions: np.ndarray, /
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
-        """[N, *A] -> [N, *O], [N] rewards, [N] terminated, [N] truncated, and info.
-
-        Where some ended it has `final_obs`, and except for games `metrics` (see `episode_metrics`).
-        """
-
-    def close(self) -> None:
-        """Close the environments."""
 
 
 def make_one(env: EnvConfig, render_mode: str | None = None) -> gymnasium.Env[Any, Any]:
@@ -89,10 +70,11 @@ def make_one(env: EnvConfig, render_mode: str | None = None) -> gymnasium.Env[An
     return MaskedObservation(made, env.id) if env.action_mask else made
 
 
-def make_vector(env: EnvConfig) -> Vector:
+def make_vector(env: EnvConfig) -> AtariVector | Lanes:
     """Return `env.num_envs` environments stepped in turn, with autoreset in the same step.
 
-    The observation array it returns may be its own buffer, overwritten by the next step: copy what you keep.
+    The observation array it returns may be its own buffer, overwritten by the next step: copy what you keep. Where an
+    episode ended the info has `final_obs`, and except for games `metrics` (see `episode_metrics`).
 
     Raises:
         EnvError: as `make_one`.
@@ -150,7 +132,7 @@ def describe(env: EnvConfig) -> EnvSpec:
     return replace(spec, frame_stack=env.frame_stack, has_mask=env.action_mask, max_episode_steps=limit)
 
 
-def check_spaces(made: gymnasium.Env[Any, Any] | Vector, known: EnvSpec) -> None:
+def check_spaces(made: gymnasium.Env[Any, Any] | AtariVector | Lanes, known: EnvSpec) -> None:
     """Refuse an environment, or a vector of them, that is not the one a run or a policy knows.
 
     Raises:

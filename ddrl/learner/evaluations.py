@@ -26,10 +26,6 @@ FIRST_S = 10.0  # longest wait of play for the result of the policy that the run
 LAST_S = 10.0  # by which the evaluation at the end may take longer than the longest before it
 
 
-class _TooLongError(Exception):
-    """The evaluation at the end of the run takes too long."""
-
-
 class _Sample(NamedTuple):
     """Returns of `num` episodes: their mean, and the sum of squared differences from it."""
 
@@ -189,7 +185,7 @@ class EvaluationScheduler:
         def check_time() -> None:
             if time.monotonic() >= until:
                 most_s = self._longest_s + LAST_S
-                raise _TooLongError(
+                raise TimeoutError(
                     f"it takes longer than {most_s:.0f} s; `ddrl evaluate {self._run}` takes its time"
                 )
 

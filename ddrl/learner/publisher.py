@@ -386,7 +386,7 @@ class Publisher:
         Args:
             finished: updates and parameters, as in `Shared.weights`.
         """
-        shared, policy = self._shared, self._config.weights
+        shared = self._shared
         updates, parameters = finished
         index = weights.index(self._client, self._run)
         if self._reader is not None and index.latest < shared.version:
@@ -396,13 +396,7 @@ class Publisher:
         blob = weights.encode_weights(parameters)
         version = max(index.latest, shared.version, self._unconfirmed) + 1
         allowance = self.allowance(version)
-        drop = weights.superseded(
-            index,
-            keep_last=policy.keep_last,
-            keep_every=policy.keep_every,
-            max_bytes=int(policy.max_bytes),
-            pinned=self.pinned,
-        )
+        drop = weights.superseded(index, **self._config.weights.model_dump(), pinned=self.pinned)
         try:
             weights.publish(
                 *self._held,

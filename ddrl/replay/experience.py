@@ -51,10 +51,8 @@ def make_experience(
             of_all=options.importance_maximum == "replay",
         )
     common = {"gamma": options.gamma, "n_step": options.n_step, "frame_stack": spec.frame_stack}
-    items: TransitionItems | SequenceItems
-    if sequences is None:
-        items = TransitionItems(**common)
-    else:
+    items: TransitionItems | SequenceItems = TransitionItems(**common)
+    if sequences is not None:
         items = SequenceItems(
             **common,
             shape=sequences,
@@ -84,13 +82,9 @@ def rate_limiter(replay: ReplayConfig, options: Any) -> RateLimiter:
     Raises:
         ValueError: a pace that cannot be kept.
     """
-    return RateLimiter(
-        samples_per_insert=replay.samples_per_insert,
-        warmup_steps=replay.warmup_steps,
-        slack_steps=replay.slack_steps,
-        # A sequence counts with all of its steps.
-        batch_size=getattr(options, "transitions_per_update", options.batch_size),
-    )
+    pace = replay.model_dump(include={"samples_per_insert", "warmup_steps", "slack_steps"})
+    # A sequence counts with all of its steps.
+    return RateLimiter(**pace, batch_size=getattr(options, "transitions_per_update", options.batch_size))
 
 
 def longest_fragment_steps(rollout: RolloutConfig, sequences: SequenceShape | None) -> int:

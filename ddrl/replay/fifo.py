@@ -149,13 +149,12 @@ class Fifo:
         """
         if len(self) < self._needed:
             return None
-        if any(self._is_stale(fragment, version) for _, fragment in self._queue):
-            fresh = deque((entry, one) for entry, one in self._queue if not self._is_stale(one, version))
-            self.num_dropped += len(self._queue) - len(fresh)
-            self._add_steps(sum(one.num_transitions for _, one in fresh) - len(self))
-            self._queue = fresh
-            if len(self) < self._needed:
-                return None
+        fresh = deque((entry, one) for entry, one in self._queue if not self._is_stale(one, version))
+        self.num_dropped += len(self._queue) - len(fresh)
+        self._add_steps(sum(one.num_transitions for _, one in fresh) - len(self))
+        self._queue = fresh
+        if len(self) < self._needed:
+            return None
         taken: list[Fragment] = []
         num_taken = 0
         while num_taken < self._batch_size:

@@ -100,29 +100,27 @@ def decode(
         limits: of its fragments.
         pack: prepares admission as far as any thread can; a ValueError becomes the reason.
     """
-    decoded = partial(
-        Decoded,
+    read = Decoded(
         entry.entry_id,
         num_bytes=entry.num_bytes,
         producer=entry.producer,
         incarnation=entry.count(b"i", -1),
         seq=entry.count(b"q", -1),
+        memory_bytes=_ENTRY_BYTES,
         counted=entry.counted if entry.producer >= 0 else (),
         newest_seq=entry.newest_seq,
     )
     try:
         fragment = codec.decode(entry.fields, max_bytes=limits.num_bytes(spaces))
         if entry.producer >= 0:  # its header may say anything
-            fragment = replace(
-                fragment, producer=entry.producer, incarnation=entry.count(b"i"), seq=entry.count(b"q")
-            )
+            fragment = replace(fragment, producer=read.producer, incarnation=read.incarnation, seq=read.seq)
         _check(fragment, run, spaces, limits)
         packed = pack(fragment)
     except ValueError as error:  # CodecError is one
-        return decoded(memory_bytes=_ENTRY_BYTES, reason=str(error), head=entry.fields.get(b"h", b"")[:1024])
+        return replace(read, reason=str(error), head=entry.fields.get(b"h", b"")[:1024])
     columns = [*vars(fragment).values(), *fragment.extras.values()]
     num_bytes = sum(column.nbytes for column in columns if isinstance(column, np.ndarray))
-    return decoded(memory_bytes=_ENTRY_BYTES + num_bytes, fragment=fragment, packed=packed)
+    return replace(read, memory_bytes=_ENTRY_BYTES + num_bytes, fragment=fragment, packed=packed)
 
 
 def _check(fragment: Fragment, run: str, spaces: EnvSpec, limits: FragmentLimits) -> None:

@@ -130,13 +130,12 @@ def reported_values(fragment: Fragment) -> tuple[NDArray[np.float32], NDArray[np
     Raises:
         ValueError: only one of the columns is there, or one has another shape or dtype.
     """
-    action_value, state_value = (fragment.extras.get(name) for name in ("action_value", "state_value"))
-    if action_value is None and state_value is None:
+    names, kind = ("action_value", "state_value"), (fragment.reward.shape, np.dtype(np.float32))
+    values = [fragment.extras[name] for name in names if name in fragment.extras]
+    if not values:
         return None
-    for value in (action_value, state_value):
-        if value is None or value.shape != fragment.reward.shape or value.dtype != np.float32:
-            raise ValueError(
-                "fragment: action_value and state_value are not both float32 [T, N]; its worker plays another algorithm"
-            )
-    assert action_value is not None and state_value is not None
-    return action_value, state_value
+    if [(value.shape, value.dtype) for value in values] != [kind, kind]:
+        raise ValueError(
+            "fragment: action_value and state_value are not both float32 [T, N]; its worker plays another algorithm"
+        )
+    return values[0], values[1]

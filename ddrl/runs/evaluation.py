@@ -109,10 +109,10 @@ def score(
             seen = stack.push(observation, started)[playing]
             started[:] = False
             rows = {name: column[playing] for name, column in state.items()}
-            actions = policy.act(seen, rows)
-            if epsilon:
-                generators = [lanes[row].generator for row in playing]
-                actions = _with_random(actions, seen, generators, epsilon, spaces)
+            actions = policy.act(seen, rows).copy()
+            for place, row in enumerate(playing if epsilon else ()):
+                if (generator := lanes[row].generator).random() < epsilon:
+                    actions[place] = _random_action(seen[place : place + 1], spaces, generator)
             rewards, ended, still = np.zeros(len(playing)), np.zeros(len(playing), np.bool_), []
             for place, (row, action) in enumerate(zip(playing, actions, strict=True)):
                 lane = lanes[row]
@@ -160,23 +160,12 @@ def is_atari(env: EnvConfig) -> bool:
     return envs.requirement(env.id) == "atari"
 
 
-def _with_random(
-    actions: np.ndarray,
-    seen: np.ndarray,
-    generators: Sequence[np.random.Generator],
-    epsilon: float,
-    spaces: EnvSpec,
-) -> np.ndarray:
-    """Replace each of the actions [B, *A] at [B, *I], with probability epsilon, by a random one from its generator."""
-    mixed = actions.copy()
-    low, high = np.array(spaces.action_low, np.float32), np.array(spaces.action_high, np.float32)
-    for row, generator in enumerate(generators):
-        if generator.random() < epsilon:
-            if spaces.action_kind == "continuous":
-                mixed[row] = generator.uniform(low, high).reshape(spaces.action_shape)
-            else:
-                mixed[row] = random_choices(spaces, seen[row : row + 1], generator)[0]
-    return mixed
+def _random_action(seen: np.ndarray, spaces: EnvSpec, generator: np.random.Generator) -> Any:
+    """Return a uniformly random action at the input [1, *I] of one environment."""
+    if spaces.action_kind == "continuous":
+        low, high = np.array(spaces.action_low, np.float32), np.array(spaces.action_high, np.float32)
+        return generator.uniform(low, high).reshape(spaces.action_shape)
+    return random_choices(spaces, seen, generator)[0]
 
 
 class _Film:

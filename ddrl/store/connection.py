@@ -175,15 +175,14 @@ def broker_url(server_url: str | None = None) -> str:
     """Return the URL of the same server for Kombu: `redis+socket://` for a unix socket; TLS options spelled out."""
     server_url = _checked(server_url or url())
     parts = urlsplit(server_url)
-    credentials = parts.netloc.rpartition("@")[0]
+    who = "".join(parts.netloc.rpartition("@")[:2])  # with their "@", if there are any
     if _has_sentinels(server_url):
-        who = f"{credentials}@" if credentials else ""
         return ";".join(f"sentinel://{who}{host}:{port}{parts.path}" for host, port in _sentinels(server_url))
     if not server_url.startswith("unix://"):
         return server_url
     database = parse_qs(parts.query).get("db", ["0"])[0]
     query = "" if database == "0" else f"?virtual_host={quote(database)}"
-    return f"redis+socket://{credentials + '@' if credentials else ''}{parts.path}{query}"
+    return f"redis+socket://{who}{parts.path}{query}"
 
 
 def broker_options(server_url: str | None = None) -> dict[str, object]:

@@ -123,19 +123,19 @@ def weights_blob(run: str, version: int) -> str:
     return of_run(run, f"weights:{version}")
 
 
-def evaluations(run: str, requester: str = "") -> str:
-    """Results of evaluations: the run's, or those of one `ddrl evaluate`."""
-    return of_run(run, f"evaluations:{requester}" if requester else "evaluations")
+def _of_requester(run: str, requester: str = "", *, name: str) -> str:
+    """A key of the run's own evaluations, or of those of one `ddrl evaluate`."""
+    return of_run(run, f"{name}:{requester}" if requester else name)
 
 
-def evaluating(run: str, requester: str = "") -> str:
-    """Open evaluations: the run's, or those of one `ddrl evaluate`."""
-    return of_run(run, f"evaluating:{requester}" if requester else "evaluating")
+evaluations = partial(_of_requester, name="evaluations")
+"""Results of evaluations."""
 
+evaluating = partial(_of_requester, name="evaluating")
+"""Open evaluations."""
 
-def players(run: str, requester: str = "") -> str:
-    """Players of open evaluations: the run's, or those of one `ddrl evaluate`."""
-    return of_run(run, f"players:{requester}" if requester else "players")
+players = partial(_of_requester, name="players")
+"""Players of open evaluations."""
 
 
 def checkpoint_part(run: str, token: int, number: int, part: int) -> str:

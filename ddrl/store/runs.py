@@ -440,9 +440,8 @@ def set_status(client: Redis, run: str, new: str, reason: str, *, token: int | N
         LeaseLostError, RunGoneError: another learner took over; the run is gone.
     """
     allowed = {"active": ("paused", "time", "stopped", "failed"), "paused": ("active",)}
-    ended = "1" if new in ENDED else "0"
     keys_ = [keys.state(run), keys.journal(run), keys.OPEN, keys.counts(run)]
-    args = (new, reason, ended, run, JOURNAL_LENGTH, *allowed.get(new, ("active", "paused")))
+    args = (new, reason, int(new in ENDED), run, JOURNAL_LENGTH, *allowed.get(new, ("active", "paused")))
     return bool(call(client, "set_status", keys_, [token or 0, *args]))
 
 

@@ -241,10 +241,8 @@ def drain(client: Redis, node: str) -> None:
 
 def stay(client: Redis, node: str) -> None:
     """Forget that a node was leaving: another worker has started under the same name."""
-    with client.pipeline(transaction=False) as pipe:
-        for run in runs.active_names(client):
-            pipe.srem(keys.draining(run), node)
-        pipe.execute()
+    for run in runs.active_names(client):
+        client.srem(keys.draining(run), node)
 
 
 def note_refusal(client: Redis, run: str, host: str, reason: str) -> None:

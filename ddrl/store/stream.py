@@ -116,12 +116,10 @@ class Entry:
 def new_producer(client: Redis, run: str) -> int:
     """Return an id that no other collector has or had on this server, and that no other appends to the run with."""
     while True:
-        producer = cast(
-            int, cast(Any, client).execute_command("INCR", keys.PRODUCERS)
-        )  # workers may not INCRBY
-        if not client.hexists(
-            keys.producers(run), str(producer)
-        ):  # one that a worker made up, or of an older server
+        # Workers may not INCRBY, which redis-py's `incr` sends.
+        producer = cast(int, cast(Any, client).execute_command("INCR", keys.PRODUCERS))
+        # A worker may have made one up, or an older server have given it.
+        if not client.hexists(keys.producers(run), str(producer)):
             return producer
 
 
