@@ -159,8 +159,13 @@ def _show_run(hostname: str, task: str, run: str) -> None:
 
 @app.task(name=EVALUATE, bind=True)  # type: ignore[untyped-decorator]
 def evaluate(self: Any, run: str, message: str) -> bool:
-    """Play an open evaluation of a run or of a command; return whether its result was stored."""
+    """Play an open evaluation of a run or of a command; return whether its result was stored.
+
+    One of a run that could not be played here is left to others for a while.
+    """
     mine, stored = kept(), False
+    if time.monotonic() < mine.refused.get(run, 0.0):
+        return False
     with failures_reported(mine, run, self.request.hostname or "-"):
         stored = play_evaluation(mine.client, run, message, node=self.request.hostname or "-")
     return stored

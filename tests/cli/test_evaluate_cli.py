@@ -25,7 +25,7 @@ from ddrl.config import RunConfig, validate
 from ddrl.envs import describe
 from ddrl.policy import LoadedPolicy
 from ddrl.runs import evaluation
-from ddrl.store import evaluations, keys, weights, workers
+from ddrl.store import evaluations, keys, segments, weights, workers
 from ddrl.types import EvaluationResult
 from ddrl.worker import tasks
 
@@ -272,6 +272,24 @@ def test_where_a_worker_leaves_another_one_plays_the_evaluation(
     assert waiting.poll() == [] and waiting.given_up == {}
     workers.beat(client, replace(leaving, draining=False))
     assert tasks.evaluate(run, sent[0]) and len(waiting.poll()) == 1
+
+
+def test_evaluations_of_a_run_that_cannot_be_played_here_cost_one_pause(
+    client: Redis, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client.hset(keys.state(run), "versions", json.dumps({"gymnasium": "0.26.3"}))
+    monkeypatch.setattr(tasks, "PAUSE_S", 0.0)
+    sent: list[str] = []
+    waiting = evaluations.OpenEvaluations(
+        client, run, send=sent.append, timeout_s=60, token=take(client, run)
+    )
+    waiting.open([evaluations.Evaluation(version=0, first_seed=1, num_episodes=2, purpose="request")])
+    assert not tasks.evaluate(run, sent[0]) and "gymnasium" in next(
+        iter(segments.refusals(client, run).values())
+    )
+    monkeypatch.setattr(tasks, "play_evaluation", None)
+    assert not tasks.evaluate(run, sent[0])
+    tasks.kept().refused.clear()
 
 
 @pytest.fixture
