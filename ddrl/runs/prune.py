@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -118,15 +119,21 @@ def _states(client: Redis) -> Iterator[runs.RunState]:
 
 
 def _sizes(client: Redis, names: Iterable[str]) -> dict[str, int]:
-    """Return the bytes that each run's keys take, at most those that it may need: a worker may write more."""
-    sizes = dict.fromkeys(names, 0)
-    owned = [
-        (run, key)
+    """Return the bytes that each run's keys take, at most those that it may need: a worker may write more.
+
+    Those of more keys than SAMPLED are taken to be as long as these are on the average.
+    """
+    sizes, nums = dict.fromkeys(names, 0), Counter[str]()
+    owned = (
+        (keys.run_of(key.decode(errors="replace")), key)
         for key in bounded.names(client, keys.run_pattern("*"))
-        if (run := keys.run_of(key.decode(errors="replace"))) in sizes
-    ]
-    for (run, _), size in zip(owned, _num_bytes(client, [key for _, key in owned]), strict=True):
-        sizes[run] += size
+    )
+    while batch := list(islice((one for one in owned if one[0] in sizes), BATCH)):
+        asked = [key for run, key in batch if nums[run] < SAMPLED]
+        found = dict(zip(asked, _num_bytes(client, asked), strict=True))
+        for run, key in batch:
+            sizes[run] += found.get(key, sizes[run] // max(nums[run], 1))
+            nums[run] += 1
     return {run: min(size, runs.budget(client, [run])) for run, size in sizes.items()}
 
 
