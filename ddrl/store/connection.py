@@ -85,8 +85,8 @@ class NotConfirmedError(redis.ConnectionError):
     """The server has taken a write, but the run's `durability` is not reached: sending it again helps."""
 
 
-UNREACHABLE = (redis.ConnectionError, redis.TimeoutError)
-"""Errors of a client whose server does not answer."""
+UNREACHABLE = (redis.ConnectionError, redis.TimeoutError, redis.InvalidResponse)
+"""Errors of a client whose server does not answer, or not in its protocol: the connection is closed then."""
 
 
 # --- the embedded server's folders --------------------------------------------------------------------

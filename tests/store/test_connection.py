@@ -144,6 +144,7 @@ def test_folders_that_are_open_to_others_or_anothers_are_refused(home: Path, mon
         (redis.ConnectionError("Connection refused"), r"does not answer \(Connection refused\)"),
         (redis.TimeoutError("Timeout reading from socket"), "does not answer"),
         (redis.ResponseError("WRONGTYPE"), None),
+        (redis.InvalidResponse("Protocol error"), r"does not answer \(Protocol error\)"),
         (redis.AuthenticationError("no"), None),
         (ValueError("x"), None),
     ],
