@@ -16,6 +16,7 @@ from ddrl.store.connection import call
 MOST = 50_000  # members of a hash or set
 MOST_PARTS = 300_000  # ids, fields and values of a stream's entries
 MOST_BYTES = 32 * 1024**2
+PAGE = 10_000  # keys that a request for names looks at
 LONGEST = 16 * 1024  # bytes of a member, a value
 LONGEST_ENTRY = 512 * 1024  # of a stream: the result of 10,000 episodes has half of it
 
@@ -59,17 +60,16 @@ def newest(client: Redis, key: str, after: bytes, until: bytes) -> tuple[list[En
     return [(entry_id, paired(parts)) for entry_id, parts in reversed(entries)], last or after
 
 
-def names(client: Redis, pattern: str, *, count: int = 10_000) -> Iterator[bytes]:
+def names(client: Redis, pattern: str) -> Iterator[bytes]:
     """Yield the names of the keys that match a pattern, as SCAN does; those with longer names than ddrl's are deleted.
 
     Args:
         client: of a user that may scan.
         pattern: as of SCAN.
-        count: keys that a request looks at.
     """
     cursor, found = b"0", list[bytes]()
     while True:
-        cursor, found = cast(Any, call(client, "scan_names", args=[cursor, pattern, count]))
+        cursor, found = cast(Any, call(client, "scan_names", args=[cursor, pattern, PAGE]))
         yield from found
         if cursor == b"0":
             return

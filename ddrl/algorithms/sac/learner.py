@@ -207,10 +207,8 @@ class SAC:
             Detached scalars by name; those of the actor only where it was updated.
         """
         config = self.config
-        observation, next_observation = (
-            to_input(batch.observation),
-            to_input(batch.next_observation),
-        )  # [B, *O]
+        observation = to_input(batch.observation)  # [B, *O]
+        next_observation = to_input(batch.next_observation)
         action = self._to_unit(batch.action)  # [B, A], in [-1, 1]
         with torch.no_grad():
             temperature = self._log_temperature.exp()
