@@ -167,7 +167,7 @@ def test_a_standby_leaves_the_restoring_to_the_holder(run, learn, log) -> None:
     standby, token = learn(run), run.token
     until(lambda: "waits for it" in log.text)
     run.client.flushall()
-    until(lambda: holder.holds_after(token))
+    until(lambda: holder.holds_after(token) and "restored from" in log.text)
     threads = [record.threadName for record in log.records if "restored from" in record.message]
     assert threads == [holder.thread.name] and standby.thread.is_alive()
 
