@@ -22,7 +22,7 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -834,6 +834,7 @@ def _loading(client: redis.Redis | Pipeline, run: Callable[[], T]) -> T:
 
 
 CONFIRM_MS = 2_000
+ASK_S = 0.5  # for the answer of a server beside the primary
 
 
 def _confirmed(client: redis.Redis, durability: Durability, *command: Any) -> Any:
@@ -856,33 +857,49 @@ def _confirmed(client: redis.Redis, durability: Durability, *command: Any) -> An
     return reply
 
 
-_followers: dict[str, set[tuple[str, int]]] = {}
-"""Replication id of a primary -> host and port of each replica that was last taken to follow it."""
-
-
 def _num_followers(client: redis.Redis) -> int:
     """Return how many replicas must confirm a write: of a server without sentinels one, else all that follow it.
 
     Sentinels may promote any of them, and name it only afterwards: until then the old primary may still serve, with
-    the others. So a replica counts while the primary lists it, a sentinel does, or both did, and the sentinel has not
-    looked since that replica was itself the primary (it looks every 10 s). A process whose first write comes while a
-    replica is already promoted and not yet named cannot know of it.
+    the others. So one that has been promoted counts too, though it cannot confirm. Each that a sentinel takes to be up
+    and the primary does not list is asked; where it does not answer, what the sentinel knows of it counts.
     """
     if not isinstance(pool := client.connection_pool, SentinelConnectionPool):
         return 1
     pool.get_master_address()  # type: ignore[no-untyped-call]
     info: Any = client.info("replication")
-    # Last: INFO may take long.
-    replicas = pool.sentinel_manager.sentinels[0].sentinel_slaves(pool.service_name)
+    rows = [row for row in info.values() if isinstance(row, dict)]
+    online = {(row["ip"], row["port"]) for row in rows if row["state"] == "online"}
+    manager = pool.sentinel_manager
+    replicas = manager.sentinels[0].sentinel_slaves(pool.service_name)  # last: INFO may take long
+    others = [row for row in replicas if not row["is_sdown"] and (row["ip"], row["port"]) not in online]
+    options = manager.connection_kwargs | {"socket_timeout": ASK_S, "socket_connect_timeout": ASK_S}
+    is_secure = issubclass(options.pop("connection_class"), redis.SSLConnection)
+    num = len(online)
+    for row in others:
+        place = {"host": row["ip"], "port": row["port"]}
+        # Of its own class: a server that does not answer says nothing of the connections to the primary.
+        kind = redis.SSLConnection if is_secure else redis.Connection
+        try:
+            with redis.Redis(connection_pool=redis.ConnectionPool(kind, **options, **place)) as one:
+                there: Any = one.info("replication")
+            num += may_take_over(there, info)
+        except redis.RedisError:
+            num += row["role-reported"] == "master" or row["master-link-status"] == "ok"
+    return max(1, num)
 
-    def places(rows: Iterable[Any], field: str, value: str) -> set[tuple[str, int]]:
-        return {(row["ip"], row["port"]) for row in rows if row[field] == value}
 
-    online = places((row for row in info.values() if isinstance(row, dict)), "state", "online")
-    up = [row for row in replicas if not row["is_sdown"]]
-    known = _followers.get(info["master_replid"], set()) & places(up, "role-reported", "master")
-    found = _followers[info["master_replid"]] = known | online | places(up, "master-link-status", "ok")
-    return max(1, len(found))
+def may_take_over(server: Mapping[str, Any], primary: Mapping[str, Any]) -> bool:
+    """Return whether a server follows, or has been promoted when it followed this primary or the one before.
+
+    Two sentinels may have promoted a replica each of that one.
+
+    Args:
+        server, primary: INFO of their replication.
+    """
+    if server["role"] != "master":
+        return bool(server["master_link_status"] == "up")
+    return server["master_replid2"] in {primary["master_replid"], primary["master_replid2"]} - {"0" * 40}
 
 
 @functools.cache
