@@ -36,6 +36,7 @@ class EnvSpec:
         frame_stack: K, the number of newest observations that a network sees at once; they are stored one by one.
         has_mask: the last numbers of each observation say which choices are allowed, 1, or not, 0.
         max_episode_steps: of an episode, as the environment says; None: it does not.
+        image_shapes: of the images in an observation that is a vector of bytes: theirs, then those of float32 numbers.
     """
 
     env_id: str
@@ -49,6 +50,7 @@ class EnvSpec:
     frame_stack: int = 1
     has_mask: bool = False
     max_episode_steps: int | None = field(default=None, compare=False)
+    image_shapes: tuple[tuple[int, ...], ...] = ()
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -58,6 +60,11 @@ class EnvSpec:
         if len(self.observation_shape) == 1:
             return (self.frame_stack * self.observation_shape[0],)
         return (self.frame_stack, *self.observation_shape)
+
+    @property
+    def is_vector(self) -> bool:
+        """A network sees numbers only, no images."""
+        return len(self.input_shape) == 1 and not self.image_shapes
 
     @property
     def num_masked(self) -> int:
@@ -123,8 +130,8 @@ class Fragment:
         episode_length: [E] int32, their lengths in agent steps.
         extras: columns [C+T, N, ...] of one algorithm, such as behavior_log_prob. Recurrent policies add memory_index
             [S, 2] int32 and memory [S, H] float16: (step, environment) of each step at which a sequence begins inside
-            an episode, and the recurrent state before it. With `env.metrics` there is episode_metrics [E, M] float32,
-            NaN where an info had no such number.
+            an episode, on-policy of the first new steps, and the recurrent state before it. With `env.metrics` there
+            is episode_metrics [E, M] float32, NaN where an info had no such number.
     """
 
     run: str
@@ -269,6 +276,10 @@ class Trajectories:
         continues: [T, B] bool, step t + 1 of the lane is the next one of the same episode.
         behavior_log_prob: [T, B] float32 log probability or density of the action under the policy that played, in
             nats.
+        place: [M] int64, t * B + b of each transition, sequence after sequence; of recurrent policies only, as what
+            follows. Each sequence is the part of an episode that is in one fragment.
+        length: [S] int64, transitions of each sequence.
+        recurrent_state: [S, H] float32, before each sequence.
     """
 
     observation: Any
@@ -280,6 +291,9 @@ class Trajectories:
     discount: Any
     continues: Any
     behavior_log_prob: Any
+    place: Any = None
+    length: Any = None
+    recurrent_state: Any = None
 
 
 @dataclass(frozen=True)

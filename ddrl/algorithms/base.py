@@ -21,7 +21,7 @@ RecurrentState = dict[str, np.ndarray]
 """The recurrent state of a policy, a row for each of N environments; {} for policies without one.
 
 `hidden` [N, H] float32 is the policy's; `advance` zeros it at an episode's end. `previous_action` [N] int64 (-1 at an
-episode's start) and `previous_reward` [N] float32, in training units, are inputs of the next step.
+episode's start) and `previous_reward` [N] float32, in training units, are inputs of the next step, where it has such.
 """
 
 NO_STATE: RecurrentState = {}
@@ -163,6 +163,24 @@ def initial_state(num_envs: int, size: int) -> RecurrentState:
     }
 
 
+def check_state(state: RecurrentState, num_envs: int, size: int) -> None:
+    """Refuse the lack of a recurrent state, or one of another shape than `num_envs` environments need, H = `size`.
+
+    Raises:
+        ValueError: names the remedy.
+    """
+    if not state:
+        raise ValueError(
+            "state: a recurrent policy needs one; pass what initial_state(num_envs) returned, and update it after "
+            "each step by ddrl.algorithms.base.advance"
+        )
+    if state["hidden"].shape != (num_envs, size):
+        raise ValueError(
+            f"state: hidden has shape {state['hidden'].shape}, but {num_envs} observations need {(num_envs, size)}; "
+            f"make it by initial_state({num_envs})"
+        )
+
+
 def advance(state: RecurrentState, action: np.ndarray, reward: np.ndarray, ended: np.ndarray) -> None:
     """Update a recurrent state in place after a step; rows whose episode ended start anew. {} stays {}.
 
@@ -174,6 +192,7 @@ def advance(state: RecurrentState, action: np.ndarray, reward: np.ndarray, ended
     """
     if state:
         state["hidden"][ended] = 0.0
+    if "previous_action" in state:
         state["previous_action"][:] = np.where(ended, -1, action)
         state["previous_reward"][:] = np.where(ended, 0.0, reward)
 

@@ -112,7 +112,8 @@ class NetworkConfig(AlgorithmConfig):
         from ddrl.networks.trunks import make_trunk
 
         options = {"hidden_sizes": (), "activation": "relu", "kwargs": self.network_kwargs} | layers
-        return make_trunk(self.network, spec.input_shape, generator=generator, **options)
+        shape, images = spec.input_shape, spec.image_shapes
+        return make_trunk(self.network, shape, image_shapes=images, generator=generator, **options)
 
     def refuse_images_on_mlp(self, spec: EnvSpec) -> None:
         """Refuse images for `mlp`, without importing torch: `ddrl submit` would wait for it.
@@ -120,9 +121,10 @@ class NetworkConfig(AlgorithmConfig):
         Raises:
             ValueError: observations are not a vector.
         """
-        if self.network == "mlp" and len(spec.input_shape) != 1:
+        if self.network == "mlp" and not spec.is_vector:
+            seen = spec.image_shapes or spec.input_shape
             raise ValueError(
-                f"algorithm.network: mlp needs a vector, but {spec.env_id} has observations {spec.input_shape}; use "
+                f"algorithm.network: mlp needs a vector, but {spec.env_id} has observations {seen}; use "
                 "nature or conv, or gymnasium.wrappers.FlattenObservation"
             )
 

@@ -42,7 +42,7 @@ def make_one(env: EnvConfig, render_mode: str | None = None) -> gymnasium.Env[An
 
     `max_episode_steps` counts the environment's own steps, before wrappers and `action_repeat`, as its own limit does.
     Observations that are no Box after the wrappers become one vector, in which a choice of n is n numbers, one of
-    them 1.
+    them 1; with images among them a vector of bytes, see `ddrl.envs.wrappers.Packed`.
 
     Args:
         env: the settings.
@@ -123,9 +123,10 @@ def describe(env: EnvConfig) -> EnvSpec:
         limit = getattr(made.spec, "max_episode_steps", None) or env.max_episode_steps
     finally:
         made.close()
-    if env.frame_stack > 1 and len(spec.observation_shape) not in (1, 2):
+    if env.frame_stack > 1 and (len(spec.observation_shape) not in (1, 2) or spec.image_shapes):
+        seen = spec.image_shapes or spec.observation_shape
         raise EnvError(
-            f"{env.id}: env.frame_stack is {env.frame_stack}, but observations {list(spec.observation_shape)} are "
+            f"{env.id}: env.frame_stack is {env.frame_stack}, but observations {list(seen)} are "
             "neither vectors nor grey images [H, W]; set it to 1, or wrap the environment to give one of these"
         )
     limit = env.atari.max_frames if _is_game(env) else limit
@@ -141,7 +142,8 @@ def check_spaces(made: gymnasium.Env[Any, Any] | AtariVector | Lanes, known: Env
     of_one = "single_" if hasattr(made, "single_action_space") else ""
     observed, acted = (getattr(made, f"{of_one}{name}_space") for name in ("observation", "action"))
     found = _spec(known.env_id, observed, acted)
-    for name in ("observation_shape", "observation_dtype", "action_kind", "action_shape", "action_sizes"):
+    observed_by = ("observation_shape", "observation_dtype", "image_shapes")
+    for name in (*observed_by, "action_kind", "action_shape", "action_sizes"):
         if getattr(found, name) != getattr(known, name):
             raise EnvError(
                 f"{known.env_id}: {name} is {getattr(found, name)} here, but {getattr(known, name)} is expected; "
@@ -153,8 +155,10 @@ def _spec(env_id: str, observed: Any, acted: Any) -> EnvSpec:
     """Return the spaces of one environment, unstacked. Observations are float32 in ddrl, images of uint8 stay so."""
     from gymnasium.spaces import Box, Discrete, MultiDiscrete
 
-    are_images = observed.dtype == np.uint8 and len(observed.shape) > 1
-    spec = partial(EnvSpec, env_id, observed.shape, "uint8" if are_images else "float32")
+    image_shapes = getattr(observed, "image_shapes", ())
+    has_images = observed.dtype == np.uint8 and (len(observed.shape) > 1 or image_shapes)
+    dtype = "uint8" if has_images else "float32"
+    spec = partial(EnvSpec, env_id, observed.shape, dtype, image_shapes=image_shapes)
     if isinstance(acted, Discrete | MultiDiscrete):
         if np.any(acted.start):
             raise EnvError(
@@ -213,28 +217,33 @@ def _flattened(env_id: str, made: gymnasium.Env[Any, Any]) -> gymnasium.Env[Any,
     """Return the environment with observations that are a Box.
 
     Raises:
-        EnvError: a part of its observations is no vector.
+        EnvError: a part of its observations is neither numbers nor an image.
     """
     from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tuple
     from gymnasium.wrappers import FlattenObservation
 
+    from ddrl.envs.wrappers import PackedObservation, is_image
+
     if isinstance(made.observation_space, Box):
         return made
-    parts: list[tuple[str, Any]] = [("", made.observation_space)]
-    while parts:
-        name, space = parts.pop()
+    parts: list[tuple[tuple[Any, ...], Any]] = []
+    waiting: list[tuple[tuple[Any, ...], Any]] = [((), made.observation_space)]
+    while waiting:
+        keys, space = waiting.pop()
         if isinstance(space, Dict | Tuple):
-            named = space.items() if isinstance(space, Dict) else enumerate(space)
-            parts += [(f"{name}.{key}".removeprefix("."), part) for key, part in named]
-            continue
-        is_image = isinstance(space, Box) and space.dtype == np.uint8 and len(space.shape) > 1
-        if is_image or not isinstance(space, Box | Discrete | MultiBinary | MultiDiscrete):
-            why = "is an image" if is_image else f"of {type(space).__name__} cannot be a vector"
+            named = list(space.items() if isinstance(space, Dict) else enumerate(space))
+            waiting += [((*keys, key), part) for key, part in reversed(named)]
+        elif isinstance(space, Box | Discrete | MultiBinary | MultiDiscrete):
+            parts.append((keys, space))
+        else:
             made.close()
+            name, kind = ".".join(map(str, keys)), type(space).__name__
             raise EnvError(
-                f"{env_id}: part {name!r} of the observations {why}; wrap the environment to leave it out, as by "
-                "gymnasium.wrappers.FilterObservation, or to give one array"
+                f"{env_id}: part {name!r} of the observations of {kind} cannot be a vector; wrap the environment to "
+                "leave it out, as by gymnasium.wrappers.FilterObservation, or to give one array"
             )
+    if any(is_image(space) for _, space in parts):
+        return PackedObservation(made, parts)
     return FlattenObservation(made)
 
 

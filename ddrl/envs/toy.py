@@ -99,7 +99,7 @@ class Questions(Toy):
 
     def __init__(
         self,
-        observations: Box,
+        observations: Space[Any],
         actions: Space[Any],
         ask: Callable[[np.random.Generator], tuple[np.ndarray, Any]],
         grade: Callable[[Any, Any], float],

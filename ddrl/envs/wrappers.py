@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from copy import deepcopy
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 import gymnasium
 import numpy as np
-from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete, Space
+from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete, Space, flatdim, flatten
 from gymnasium.vector import SyncVectorEnv
 
 from ddrl.envs.requirements import EnvError
@@ -60,6 +63,7 @@ class MaskedObservation(gymnasium.Wrapper[Any, Any, Any, Any]):
         if (
             not isinstance(acted, Discrete | MultiDiscrete)
             or not isinstance(seen, Box)
+            or isinstance(seen, Packed)
             or len(seen.shape) != 1
         ):
             env.close()
@@ -103,6 +107,56 @@ class MaskedObservation(gymnasium.Wrapper[Any, Any, Any, Any]):
         else:
             return mask
         raise EnvError(f"{self._env_id}: action_mask {str(mask.tolist()):.80}: {reason}")
+
+
+class Packed(Box):
+    """Vectors of bytes: those of images, one after another, then those of float32 numbers.
+
+    Args:
+        image_shapes: of each image.
+        num_numbers: how many follow.
+    """
+
+    def __init__(self, image_shapes: Sequence[tuple[int, ...]], num_numbers: int) -> None:
+        self.image_shapes = tuple(image_shapes)
+        num_bytes = sum(map(math.prod, self.image_shapes)) + 4 * num_numbers
+        super().__init__(0, 255, (num_bytes,), np.uint8)
+
+
+class PackedObservation(gymnasium.ObservationWrapper[np.ndarray, Any, Any]):
+    """Join Dict or Tuple observations with images, however nested, to one vector of bytes, see `Packed`.
+
+    Args:
+        env: the environment.
+        parts: each part's keys, from the outermost, and space, in order.
+
+    Raises:
+        ValueError: at a step: a number is not finite.
+    """
+
+    def __init__(self, env: gymnasium.Env[Any, Any], parts: Sequence[tuple[tuple[Any, ...], Any]]) -> None:
+        super().__init__(env)
+        self._images = [(keys, space) for keys, space in parts if is_image(space)]
+        self._numbers = [(keys, space) for keys, space in parts if not is_image(space)]
+        num_numbers = sum(flatdim(space) for _, space in self._numbers)
+        self.observation_space = Packed([space.shape for _, space in self._images], num_numbers)
+
+    def observation(self, observation: Any) -> np.ndarray:
+        """Return the bytes of an observation."""
+        images = [np.ravel(reduce(getitem, keys, observation)) for keys, _ in self._images]
+        numbers = [
+            np.asarray(flatten(space, reduce(getitem, keys, observation)), "<f4")
+            for keys, space in self._numbers
+        ]
+        row = np.concatenate([np.zeros(0, "<f4"), *numbers])
+        if not np.isfinite(row).all():
+            raise ValueError("observation: a number beside its images is not finite")
+        return np.concatenate([*images, row.view(np.uint8)])
+
+
+def is_image(space: Space[Any]) -> bool:
+    """Return whether observations of a space are images: uint8 of at least two axes."""
+    return isinstance(space, Box) and space.dtype == np.uint8 and len(space.shape) > 1
 
 
 class Lanes(SyncVectorEnv):

@@ -32,11 +32,15 @@ def choose_device(name: str) -> torch.device:
 def to_device(batch: Any, device: torch.device) -> Any:
     """Return a batch of arrays as the same kind of batch of tensors on the device.
 
-    `burn_in` stays on the CPU, which packs sequences by it; `number`, which is looked up on the CPU, is left out.
+    `burn_in` and `length` stay on the CPU, which packs sequences by them; `number`, which is looked up on the CPU, is
+    left out.
     """
     arrays = {name: value for name, value in vars(batch).items() if value is not None and name != "number"}
     tensors = {name: torch.from_numpy(value) for name, value in arrays.items()}
-    sent = {name: value if name == "burn_in" else send(value, device) for name, value in tensors.items()}
+    sent = {
+        name: value if name in ("burn_in", "length") else send(value, device)
+        for name, value in tensors.items()
+    }
     return type(batch)(**sent)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import torch
 from torch import Generator, Tensor, nn
 
 from ddrl.networks.heads import Head, NoisyLinear, expected_values, support
@@ -40,6 +41,7 @@ class QNetwork(nn.Module):
         recurrent: the core between trunk and head.
         recurrent_size: units of the core.
         network_kwargs: keyword arguments of a custom network.
+        image_shapes: of images in observations that are vectors of bytes.
         generator: CPU generator of the initial weights; torch's global one when None.
 
     Attributes:
@@ -51,6 +53,7 @@ class QNetwork(nn.Module):
     """
 
     atoms: Tensor | None
+    _actions: Tensor
 
     def __init__(
         self,
@@ -71,6 +74,7 @@ class QNetwork(nn.Module):
         recurrent: Literal["none", "lstm", "gru"] = "none",
         recurrent_size: int = 512,
         network_kwargs: Mapping[str, Any] | None = None,
+        image_shapes: Sequence[tuple[int, ...]] = (),
         generator: Generator | None = None,
     ) -> None:
         super().__init__()
@@ -84,14 +88,16 @@ class QNetwork(nn.Module):
             activation=activation,
             norm=norm,
             kwargs=network_kwargs,
+            image_shapes=image_shapes,
             generator=generator,
         )
         self.core: RecurrentCore | None = None
         if recurrent != "none":
             # Registered first: cuDNN needs its weights aligned, at the start of the vector of `FlatParameters`.
             self.core = RecurrentCore(
-                recurrent, num_features, num_actions, recurrent_size, generator=generator
+                recurrent, num_features + num_actions + 1, recurrent_size, generator=generator
             )
+            self.register_buffer("_actions", torch.arange(num_actions), persistent=False)
             num_features = recurrent_size
         self.trunk = trunk
         self.head = Head(
@@ -131,10 +137,14 @@ class QNetwork(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Evaluate B sequences; recurrent networks only.
 
+        The core's inputs are the features, the previous action (one-hot) and the tanh of the previous reward.
+        Source: Kapturowski et al. 2019, "Recurrent experience replay in distributed reinforcement learning" (ICLR),
+        section 2.3; of the tanh, which keeps large rewards from saturating the gates: Acme's R2D2.
+
         Args:
             observation: [T, B, *I] float32, as `to_input` gives it.
-            previous_action: [T, B] int64, taken before each row; -1 where there is none.
-            previous_reward: [T, B] float32; 0 where there is none.
+            previous_action: [T, B] int64, taken before each row; -1 where there is none, which encodes as all zeros.
+            previous_reward: [T, B] float32, received before each row; 0 where there is none.
             state: [B, H] float32 before the first row; zeros at an episode's start.
             lengths: [B] int64 on the CPU, in 1..T, rows of each sequence in use; all when None.
 
@@ -144,7 +154,9 @@ class QNetwork(nn.Module):
         assert self.core is not None, "only a recurrent network takes sequences"
         leading = observation.shape[:2]
         features = self.trunk(observation.flatten(0, 1)).unflatten(0, leading)
-        features, state = self.core(features, previous_action, previous_reward, state, lengths)
+        action = (previous_action.unsqueeze(-1) == self._actions).to(features.dtype)  # [T, B, A]
+        inputs = torch.cat((features, action, previous_reward.tanh().unsqueeze(-1)), dim=-1)
+        features, state = self.core(inputs, state, lengths)
         output: Tensor = self.head(features.flatten(0, 1)).unflatten(0, leading)
         return output.squeeze(3) if self._has_values else output, state
 

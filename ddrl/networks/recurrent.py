@@ -1,4 +1,4 @@
-"""A recurrent core between trunk and head, whose inputs include the previous action and reward."""
+"""A recurrent core between trunk and head."""
 
 from __future__ import annotations
 
@@ -13,16 +13,11 @@ from ddrl.networks.layers import uniform_
 
 
 class RecurrentCore(nn.Module):
-    """One layer of LSTM or GRU over features, previous action (one-hot) and the tanh of the previous reward.
-
-    Source of the inputs: Kapturowski et al. 2019, "Recurrent experience replay in distributed reinforcement learning"
-    (ICLR), section 2.3; of the tanh, which keeps large rewards from saturating the gates: Acme's R2D2. Parameter names
-    and initial distributions are those of torch.nn.LSTM and torch.nn.GRU.
+    """One layer of LSTM or GRU; names of parameters and initial distributions as of torch.nn.LSTM and torch.nn.GRU.
 
     Args:
         kind: "lstm" or "gru".
-        num_features: F.
-        num_actions: A.
+        num_inputs: I.
         size: S, units of the layer: the width of its output.
         generator: CPU generator of the initial weights; None: torch's global one.
 
@@ -30,13 +25,10 @@ class RecurrentCore(nn.Module):
         state_size: H: S for "gru"; 2 S for "lstm" (output h, then cell c).
     """
 
-    actions: Tensor
-
     def __init__(
         self,
         kind: Literal["lstm", "gru"],
-        num_features: int,
-        num_actions: int,
+        num_inputs: int,
         size: int,
         *,
         generator: Generator | None = None,
@@ -44,35 +36,22 @@ class RecurrentCore(nn.Module):
         super().__init__()
         layer = nn.LSTM if kind == "lstm" else nn.GRU
         # On "meta", torch's own initial weights take no time and draw no random numbers.
-        self.layer = layer(num_features + num_actions + 1, size, device="meta").to_empty(device="cpu")
+        self.layer = layer(num_inputs, size, device="meta").to_empty(device="cpu")
         uniform_(self.layer, size, generator)
-        self.register_buffer("actions", torch.arange(num_actions), persistent=False)
         self.state_size = 2 * size if kind == "lstm" else size
         self._is_lstm = kind == "lstm"
 
-    def forward(
-        self,
-        features: Tensor,
-        previous_action: Tensor,
-        previous_reward: Tensor,
-        state: Tensor,
-        lengths: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, state: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Run the core over sequences, each within one episode; the state is not reset inside one.
 
         Args:
-            features: [T, B, F].
-            previous_action: [T, B] int64, taken before each row; -1 at an episode's start, which encodes as all zeros.
-            previous_reward: [T, B] float32, received before each row.
+            x: [T, B, I].
             state: [B, H] before the first row.
             lengths: [B] int64 on the CPU, in 1..T: number of leading rows in use; None: all.
 
         Returns:
             [T, B, S] outputs, zero beyond a sequence's length, and the state [B, H] after each sequence's own length.
         """
-        action = previous_action.unsqueeze(-1) == self.actions  # [T, B, A]
-        reward = previous_reward.tanh().unsqueeze(-1)
-        x = torch.cat((features, action.to(features.dtype), reward), dim=-1)
         if lengths is None:
             return self._run(x, state)
         # Sort on the CPU: with enforce_sorted=False, sorting and restoring the order would each wait for the device.
@@ -82,6 +61,22 @@ class RecurrentCore(nn.Module):
         packed_output, new_state = self._run(packed, state.index_select(0, by_length))
         output, _ = pad_packed_sequence(packed_output, total_length=len(x))
         return output.index_select(1, back), new_state.index_select(0, back)
+
+    def flat(self, x: Tensor, state: Tensor, lengths: Tensor) -> Tensor:
+        """Return the outputs [R, S] of sequences that lie one after another in [R, I]; R is the sum of their lengths.
+
+        Args:
+            x: their rows.
+            state: [B, H] before the first row of each.
+            lengths: [B] int64 on the CPU, at least 1.
+        """
+        longest, num = int(lengths.max()), len(lengths)
+        is_used = torch.arange(longest) < lengths.unsqueeze(1)  # [B, T]
+        place = send(is_used.flatten().nonzero().squeeze(1), x.device)
+        padded = x.new_zeros(num * longest, x.shape[1]).index_copy(0, place, x)
+        output, _ = self(padded.view(num, longest, -1).transpose(0, 1), state, lengths)
+        flat: Tensor = output.transpose(0, 1).flatten(0, 1).index_select(0, place)
+        return flat
 
     def _run(self, inputs: Tensor | PackedSequence, state: Tensor) -> tuple[Any, Tensor]:
         """Run the layer from state [B, H]. Return its outputs, packed if the inputs are, and the new state."""

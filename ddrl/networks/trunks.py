@@ -57,6 +57,7 @@ def make_trunk(
     activation: str,
     norm: str = "none",
     kwargs: Mapping[str, Any] | None = None,
+    image_shapes: Sequence[tuple[int, ...]] = (),
     generator: Generator | None = None,
 ) -> tuple[nn.Module, int]:
     """Return a trunk for observations of one shape, on the CPU, and the number F of its features.
@@ -75,6 +76,7 @@ def make_trunk(
             all others. With "batch" a row's features depend on the others in training mode, and on running statistics,
             which are buffers, in evaluation mode.
         kwargs: keyword arguments of your own callable.
+        image_shapes: of images in observations that are vectors of bytes; see `MultiInput`.
         generator: CPU generator of the initial weights; torch's global one when None. Your own callable is called with
             the global one seeded from it, which is restored afterwards.
 
@@ -88,13 +90,18 @@ def make_trunk(
         refuse(network, f"norm {norm!r} is unknown; use {', '.join(NORMS[:-1])} or {NORMS[-1]}")
     if norm != "none" and network not in ("nature", "impala", "data_efficient"):
         refuse(network, f"norm {norm!r} is for nature, impala and data_efficient only; set norm to none")
+    if image_shapes and (":" in network or network == "mlp"):
+        refuse(
+            network, f"takes no images beside numbers, as of shapes {list(image_shapes)}; use conv or nature"
+        )
     if ":" in network:
         return custom_trunk(network, shape, kwargs or {}, generator=generator)
     if kwargs:
         refuse(network, f"takes no keyword arguments, but got {dict(kwargs)}; they are for your own network")
     if activation not in ACTIVATIONS:
         refuse(network, f"activation {activation!r} is unknown; use {' or '.join(ACTIVATIONS)}")
-    trunk = Trunk(network, shape, hidden_sizes, ACTIVATIONS[activation], norm=norm, generator=generator)
+    make = partial(MultiInput, image_shapes=image_shapes) if image_shapes else Trunk
+    trunk = make(network, shape, hidden_sizes, ACTIVATIONS[activation], norm=norm, generator=generator)
     return trunk, trunk.num_features
 
 
@@ -208,6 +215,58 @@ class Trunk(nn.Module):
             x = F.max_pool2d(first(x), 3, stride=2, padding=1)
             for i in (0, 2):
                 x = x + blocks[i + 1](self._activate(blocks[i](self._copying(x))))
+        return x
+
+
+class MultiInput(nn.Module):
+    """The convolutions of `Trunk`, of its own for each image, joined with numbers; then dense layers.
+
+    Its parameters are named `images.i.convolutions.*`, and `layers.*` as those of `Trunk`.
+
+    Args:
+        network: as of `Trunk`, but for "mlp".
+        observation_shape: number of bytes of an observation: those of its images, then those of float32 numbers.
+        hidden_sizes, activation, norm, generator: as of `Trunk`.
+        image_shapes: of each image.
+
+    Raises:
+        NetworkError: unsuitable images.
+    """
+
+    def __init__(
+        self,
+        network: str,
+        observation_shape: tuple[int, ...],
+        hidden_sizes: Sequence[int],
+        activation: Activation,
+        *,
+        norm: str,
+        generator: Generator | None,
+        image_shapes: Sequence[tuple[int, ...]],
+    ) -> None:
+        super().__init__()
+        make = partial(Trunk, network, hidden_sizes=(), activation=activation, norm=norm, generator=generator)
+        trunks = [make(observation_shape=shape) for shape in image_shapes]
+        self.images = nn.ModuleList(trunks)
+        self._shapes = image_shapes
+        sizes = list(map(math.prod, image_shapes))
+        self._sections = [*sizes, observation_shape[0] - sum(sizes)]
+        num_inputs = sum(trunk.num_features for trunk in trunks) + self._sections[-1] // 4
+        self.layers = dense(num_inputs, hidden_sizes, generator, is_xavier=norm != "none")
+        self.num_features = hidden_sizes[-1] if hidden_sizes else num_inputs
+        self._activate = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, O] bytes divided by 255 -> [B, F]."""
+        *images, rest = x.split_with_sizes(self._sections, dim=1)
+        parts = [
+            trunk(image.reshape(-1, *shape))
+            for trunk, image, shape in zip(self.images, images, self._shapes, strict=True)
+        ]
+        numbers = (255.0 * rest).round().to(torch.uint8).view(torch.float32)
+        x = torch.cat((*parts, numbers), dim=1)
+        for layer in self.layers:
+            x = self._activate(layer(x))
         return x
 
 

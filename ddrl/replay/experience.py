@@ -35,8 +35,13 @@ def make_experience(
         ValueError: a pace that cannot be kept, or a capacity that holds nothing.
     """
     if on_policy:
-        pace = config.on_policy.model_dump()
-        return Fifo(batch_size=options.batch_size, gamma=options.gamma, frame_stack=spec.frame_stack, **pace)
+        return Fifo(
+            batch_size=options.batch_size,
+            gamma=options.gamma,
+            frame_stack=spec.frame_stack,
+            state_size=options.recurrent_state_size,
+            **config.on_policy.model_dump(),
+        )
     replay = config.replay
     priorities = None
     if getattr(options, "prioritized", False):

@@ -24,6 +24,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from ddrl.replay.sequences import check_states
 from ddrl.replay.storage import Columns, observation_block
 from ddrl.types import Fragment, Trajectories
 
@@ -56,6 +57,7 @@ class Fifo:
         stale: `drop` or `correct` fragments older than `max_staleness`.
         forced_lag: versions by which learning is held back, for studies.
         frame_stack: K, observations that the networks see at once.
+        state_size: H, numbers in a recurrent state; 0 without one.
 
     Raises:
         ValueError: as `check_staleness`.
@@ -71,9 +73,11 @@ class Fifo:
         stale: Literal["drop", "correct"] = "drop",
         forced_lag: int = 0,
         frame_stack: int = 1,
+        state_size: int = 0,
     ) -> None:
         check_staleness(collect=collect, max_staleness=max_staleness, forced_lag=forced_lag)
         self._batch_size, self._gamma, self._frame_stack = batch_size, gamma, frame_stack
+        self._state_size = state_size
         self._max_staleness, self._drops = max_staleness, stale == "drop"
         self._needed = batch_size * (1 + forced_lag)  # transitions that must wait before an iteration
         self._lead = max(forced_lag, 0 if collect == "sync" else max_staleness)
@@ -115,8 +119,8 @@ class Fifo:
         Raises:
             ValueError: it cannot be learned from (see `check_trajectory`).
         """
-        check_trajectory(fragment)
-        names = fragment.extras.keys() & {"behavior_log_prob", "raw_action"}
+        check_trajectory(fragment, state_size=self._state_size)
+        names = fragment.extras.keys() & {"behavior_log_prob", "raw_action", "memory"}
         return replace(fragment, extras={name: fragment.extras[name] for name in names})
 
     def admit(self, fragment: Fragment, entry_id: bytes, *, version: int) -> None:
@@ -236,7 +240,8 @@ def check_staleness(*, collect: str, max_staleness: int, forced_lag: int = 0) ->
 def trajectories(fragments: Sequence[Fragment], *, gamma: float, frame_stack: int = 1) -> Trajectories:
     """Return all transitions of `fragments` as lanes; consecutive fragments of one producer form a chain.
 
-    Context steps yield no transitions; they only complete frame stacks. The action is the column `raw_action` where
+    Context steps yield no transitions; they only complete frame stacks. Fragments with recurrent states are sequences
+    too: each part of an episode that is in one of them. The action is the column `raw_action` where
     there is one: the action as the policy drew it, before it was scaled and clipped for the environment.
 
     Args:
@@ -256,6 +261,7 @@ def trajectories(fragments: Sequence[Fragment], *, gamma: float, frame_stack: in
     places, num_lanes = _places(lengths, [chain[0].num_envs for chain in ordered])
     columns: Columns = {}  # [T, B, ...]
     observations: list[NDArray[Any]] = []
+    sequences: list[Columns] = []
     num_rows = 0
     for chain, (step, lane) in zip(ordered, places, strict=True):
         for fragment in chain:
@@ -277,10 +283,34 @@ def trajectories(fragments: Sequence[Fragment], *, gamma: float, frame_stack: in
                 if name not in columns:
                     columns[name] = np.zeros((max(lengths), num_lanes, *values.shape[2:]), values.dtype)
                 columns[name][at, lane] = values
+            if "memory" in fragment.extras:
+                sequences.append(_sequences(fragment, at * num_lanes + lane))
             observations.append(inputs)
             num_rows += len(inputs)
             step = step + fragment.num_steps
-    return Trajectories(observation=np.concatenate(observations), **columns)
+    joined = {name: np.concatenate([part[name] for part in sequences]) for name in (sequences or [{}])[0]}
+    return Trajectories(observation=np.concatenate(observations), **columns, **joined)
+
+
+def _sequences(fragment: Fragment, place: NDArray[np.int64]) -> Columns:
+    """Return a fragment's sequences as `Trajectories` holds them; `place` [T, N] is t * B + b of its transitions."""
+    is_first = np.ones(place.shape, np.bool_)
+    is_first[1:] = fragment.ended[fragment.context : -1]
+    starts = np.flatnonzero(is_first.T)  # lane after lane
+    lane, step = np.divmod(starts, len(place))
+    state = fragment.extras["memory"][lane].astype(np.float32)
+    state[step > 0] = 0.0
+    return {
+        "place": place.T.reshape(-1),
+        "length": np.diff(starts, append=place.size),
+        "recurrent_state": state,
+    }
+
+
+def first_steps(fragment: Fragment) -> NDArray[np.int32]:
+    """Return [N, 2] (step, environment) of a fragment's first transitions, before which recurrent states are sent."""
+    lane = np.arange(fragment.num_envs)
+    return np.stack([np.full_like(lane, fragment.context), lane], axis=1).astype(np.int32)
 
 
 def _places(lengths: Sequence[int], num_envs: Sequence[int]) -> tuple[list[NDArray[np.int64]], int]:
@@ -300,8 +330,8 @@ def _places(lengths: Sequence[int], num_envs: Sequence[int]) -> tuple[list[NDArr
     return places, lane + 1
 
 
-def check_trajectory(fragment: Fragment) -> None:
-    """Refuse a fragment that cannot be learned from on-policy.
+def check_trajectory(fragment: Fragment, *, state_size: int = 0) -> None:
+    """Refuse a fragment that cannot be learned from on-policy, with recurrent states of H = `state_size`, or none.
 
     Raises:
         ValueError: it has no log probabilities of its actions, or columns of another shape.
@@ -316,6 +346,8 @@ def check_trajectory(fragment: Fragment) -> None:
         raise ValueError(
             "fragment: raw_action differs in shape or dtype from action; its worker plays another algorithm"
         )
+    if state_size:
+        check_states(fragment, first_steps(fragment), state_size)
 
 
 def _drawn(fragment: Fragment) -> NDArray[Any]:

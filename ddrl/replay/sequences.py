@@ -123,10 +123,21 @@ def recurrent_states(fragment: Fragment, cuts: Cuts, size: int) -> NDArray[np.fl
     """Return [S, H] the recurrent state before each sequence's first step in use, H = `size`; 0 at an episode's start.
 
     Raises:
-        ValueError: the fragment's columns memory_index and memory are not of exactly these steps and this size.
+        ValueError: as `check_states`.
+    """
+    check_states(fragment, recurrent_state_index(cuts), size)
+    state = np.zeros((len(cuts), size), np.float16)
+    state[~cuts.fresh] = fragment.extras["memory"]
+    return state
+
+
+def check_states(fragment: Fragment, needed: NDArray[np.int32], size: int) -> None:
+    """Refuse a fragment whose recurrent states are not those before [M, 2] (step, environment), with H = `size`.
+
+    Raises:
+        ValueError: its columns memory_index and memory are not of exactly these steps and this size.
     """
     index, memory = fragment.extras.get("memory_index"), fragment.extras.get("memory")
-    needed = recurrent_state_index(cuts)
     if index is None or memory is None:
         raise ValueError(
             "fragment: no columns memory_index and memory; its worker plays another algorithm than a recurrent one"
@@ -141,9 +152,6 @@ def recurrent_states(fragment: Fragment, cuts: Cuts, size: int) -> NDArray[np.fl
             f"fragment: {len(memory)} recurrent states, but not of the {len(needed)} steps that its sequences begin "
             "with; its worker plays with other settings"
         )
-    state = np.zeros((len(cuts), size), np.float16)
-    state[~cuts.fresh] = memory
-    return state
 
 
 def targets(

@@ -87,9 +87,9 @@ def _environment_bytes(resolved: base.Resolved, steps: int) -> int:
     row = np.dtype(spec.observation_dtype).itemsize * math.prod(spec.observation_shape)
     # The raw and the scaled action, float32 (or one int64); a reward; a log probability or two values; flags.
     transition = row + 8 * math.prod(spec.action_shape) + 16
-    states = 0
-    if sequences is not None:  # float16 states where sequences begin inside an episode, and their indices
-        states = -(-steps // sequences.stride) * (2 * resolved.config.recurrent_state_size + 8)
+    # Of float16 states where sequences begin inside an episode, and their indices.
+    num_states = -(-steps // sequences.stride) if sequences else 1
+    states: int = num_states * (2 * resolved.config.recurrent_state_size + 8)
     return row + (resolved.context + steps) * transition + states
 
 

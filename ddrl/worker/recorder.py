@@ -16,6 +16,7 @@ import numpy as np
 from ddrl import envs
 from ddrl.algorithms.base import RecurrentState, Resolved
 from ddrl.config import EnvConfig
+from ddrl.replay.fifo import first_steps
 from ddrl.replay.sequences import cut, recurrent_state_index
 from ddrl.types import Fragment
 
@@ -29,7 +30,8 @@ class Recorder:
         identity: run, producer and incarnation, see `Fragment`.
         env: scale and sign of training rewards.
         resolved: the run's algorithm: spaces, maximum number of earlier steps repeated at a fragment's start, and for
-            a recurrent policy the sequences; its state is sent where one begins.
+            a recurrent off-policy one the sequences. The policy's state is sent where one begins; on-policy, where the
+            fragment does.
         observation: [N, *O] first observations.
     """
 
@@ -199,10 +201,14 @@ class Recorder:
         return np.array(returns, np.float32), np.array(lengths, np.int32)
 
     def _with_recurrent_state(self, fragment: Fragment, hidden: np.ndarray) -> Fragment:
-        """Return the fragment with the rows of `hidden` [C+T, N, H] at which its sequences begin inside an episode."""
-        sequences = self._resolved.sequences
-        assert sequences is not None, "recurrent policies come with the shape of their sequences"
-        cuts = cut(fragment.ended, fragment.context, sequences, self._resolved.spec.frame_stack)
-        index = recurrent_state_index(cuts)
+        """Return the fragment with the rows of `hidden` [C+T, N, H] at which its sequences begin inside an episode.
+
+        On-policy they are those before its first new step.
+        """
+        if (sequences := self._resolved.sequences) is None:
+            index = first_steps(fragment)
+        else:
+            cuts = cut(fragment.ended, fragment.context, sequences, self._resolved.spec.frame_stack)
+            index = recurrent_state_index(cuts)
         recurrent = {"memory_index": index, "memory": hidden[index[:, 0], index[:, 1]]}
         return replace(fragment, extras={**fragment.extras, **recurrent})

@@ -31,6 +31,7 @@ from ddrl.networks.device import to_host
 from ddrl.types import EnvSpec
 
 NORMALIZED = {"normalize_observations": True, "normalize_returns": True}
+MEMORY = {"recurrent": "lstm", "recurrent_size": 7, "shared": True}
 ANNEALED = {"final_learning_rate": 0.0, "anneal_steps": 400}
 OF_VALUES = ("network.exp_avg", "network.step", "num_updates")
 NATURE = {"network": "nature", "hidden_sizes": (16,)}
@@ -51,7 +52,9 @@ CASES: dict[str, tuple[str, EnvSpec, Options]] = {
     "sqn": ("discrete_sac", DISCRETE, {"form": "sqn", "num_critics": 3}),
     "ppo": ("ppo", DISCRETE, {}),
     "ppo normalized": ("ppo", CONTINUOUS, NORMALIZED | ANNEALED | {"estimator": "vtrace", "target_kl": 0.01}),
+    "ppo recurrent": ("ppo", CONTINUOUS, NORMALIZED | MEMORY),
     "impala": ("impala", PAIRS, ANNEALED),
+    "impala recurrent": ("impala", DISCRETE, MEMORY | {"recurrent": "gru"}),
     "impala normalized": ("impala", CONTINUOUS, NORMALIZED),
     "impala adam": ("impala", DISCRETE, {"optimizer": "adam", "shared": True}),
     "dqn": ("dqn", DISCRETE, {}),

@@ -142,6 +142,33 @@ def test_sac_solves_dial_from_pixels(options: Options, monkeypatch: pytest.Monke
     assert learn(run, most_steps=6_000).return_mean > -0.2
 
 
+@pytest.mark.parametrize(
+    ("options", "most_steps", "close"),
+    [
+        (
+            {"name": "ppo", "shared": True, "batch_size": 512, "minibatch_size": 128, "num_epochs": 5},
+            30_000,
+            9.0,
+        ),
+        ({"name": "dqn", "batch_size": 64, "target_rate": 0.05, "epsilon_anneal_updates": 500}, 8_000, 9.0),
+        ({"name": "sac", "batch_size": 64, "target_entropy": -3.0, "target_rate": 0.05}, 8_000, -0.7),
+    ],
+)
+def test_a_gauge_is_read_from_its_image_and_its_sign(
+    options: Options, most_steps: int, close: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of them alone is worth 5 of 10, or -3.3."""
+    monkeypatch.setenv("DDRL_ALLOW_MODULES", ALLOWED)
+    algorithm = {"network": "conv", "hidden_sizes": [64], "learning_rate": 3e-3, "gamma": 0.0} | options
+    env = {"id": "support.algorithms:gauge", "kwargs": {"discrete": options["name"] != "sac"}, "num_envs": 8}
+    run = toy(
+        env["id"], algorithm, env=env, rollout={"fragment_s": 5, "max_fragment_steps": 16},
+        **({} if options["name"] == "ppo" else {"replay": {"samples_per_insert": 16}}),
+    )  # fmt: skip
+    outcome = learn(run, most_steps=most_steps, target=close, evaluate_every=2_000)
+    assert outcome.return_mean >= close, outcome
+
+
 @pytest.mark.parametrize("options", [(), ("double=true", "dueling=true", "prioritized=true", "n_step=3")])
 def test_dqn_solves_catch_from_pixels(options: tuple[str, ...]) -> None:
     """84x84 pixels, within 12,000 steps; at random -0.71."""

@@ -45,7 +45,8 @@ def learned(name: str, spec: EnvSpec, options: Options) -> str:
     """Return a hash of what a few updates result in: the weights, and what a policy does by them."""
     learner = make_learner(name, spec, **options)
     if name in ("ppo", "impala"):
-        assert len(feed(learner, learner.config, make_feed(spec))) in (2, 3)
+        fragments = make_feed(spec, state_size=learner.config.recurrent_state_size)
+        assert len(feed(learner, learner.config, fragments)) in (2, 3)
     else:
         for seed in range(5):
             learner.update(batch_for(name, learner, spec, seed))
@@ -76,6 +77,7 @@ SIMPLE: dict[str, Options] = {
         "double": False, "dueling": False, "rescale_values": False, "recurrent": "gru", "loss_reduction": "sum",
     },
 }  # fmt: skip
+RECURRENT = {"recurrent": "lstm", "recurrent_size": 7, "shared": True}
 CONV = {"network": "conv", "dueling": True, "hidden_sizes": (7,)}
 # Of the others: the environment, what they need, another value.
 NEEDING: dict[str, dict[str, tuple[EnvSpec, Options, Any]]] = {
@@ -97,6 +99,8 @@ NEEDING: dict[str, dict[str, tuple[EnvSpec, Options, Any]]] = {
             "network": (IMAGES, {"network": "conv", "hidden_sizes": (64, 64)}, OWN),
             "network_kwargs": (IMAGES, {"network": OWN, "hidden_sizes": (64, 64)}, {"width": 7}),
             "initial_log_std": (CONTINUOUS, {}, -0.5),
+            "recurrent": (DISCRETE, RECURRENT, "gru"),
+            "recurrent_size": (DISCRETE, RECURRENT, 6),
         }
         for name in ("ppo", "impala")
     },
@@ -188,6 +192,8 @@ CONTRADICTIONS: list[tuple[str, Options, str]] = [
     ("ppo", {"network": OWN, "hidden_sizes": [8]},
      rf"algorithm.hidden_sizes=\(8,\): has no effect on {OWN}; pass it in network_kwargs"),
     ("ppo", {"network": OWN, "activation": "relu"}, f"algorithm.activation=relu: has no effect on {OWN}"),
+    ("ppo", {"recurrent_size": 64}, "recurrent_size=64: has no effect without recurrent; set recurrent to lstm or gru"),
+    ("impala", {"recurrent": "gru"}, "recurrent=gru: the critic reads the actor's memory; set shared to true"),
     ("impala", {"estimator": "gae"},
      "algorithm.estimator: 'gae' cannot be used; impala needs importance-corrected returns; use vtrace or upgo"),
 ]  # fmt: skip
@@ -203,6 +209,7 @@ def bounded(low: float, high: float) -> EnvSpec:
     return EnvSpec("Toy-v0", (3,), "float32", "continuous", (1,), (), (low,), (high,))
 
 
+PACKED = replace(PICTURES, observation_shape=(6 * 6 * 2 + 4 * 3,), image_shapes=((6, 6, 2),))
 UNSUITABLE: list[tuple[str, EnvSpec, Options, str]] = [
     ("ppo", DISCRETE, {"network": "cnn"}, "network cnn: is unknown; use mlp, conv, nature"),
     ("ppo", DISCRETE, {"network": OWN, "network_kwargs": {"depth": 3}}, "depth"),
@@ -223,6 +230,12 @@ UNSUITABLE: list[tuple[str, EnvSpec, Options, str]] = [
     ("sac", PICTURES, {}, r"algorithm.network: mlp needs a vector, but Toy-v0 has .*\(6, 6, 2\); use nature or conv"),
     ("sac", PICTURES, {"network": "nature"}, "network nature: needs images of 36x36 pixels or more"),
     ("sac", CONTINUOUS, {"network": "cnn"}, "network cnn: is unknown; use mlp, conv, nature"),
+    *((name, PACKED, {}, rf"mlp needs a vector, but Toy-v0 has .*\({shape},\); use nature or conv")
+      for name, shape in (("ppo", r"\(6, 6, 2\)"), ("sac", r"\(6, 6, 2\)"))),
+    ("td3", PACKED, {}, r"observation_shape is \(\(6, 6, 2\),\), but td3 needs a vector; use algorithm.name sac"),
+    ("ppo", PACKED, {"network": "conv", "normalize_observations": True}, "normalize_observations: .* not a vector"),
+    ("ppo", PACKED, {"network": OWN}, r"takes no images beside numbers, as of shapes \[\(6, 6, 2\)\]; use conv"),
+    ("impala", PACKED, {"network": "nature"}, "network nature: needs images of 36x36 pixels or more"),
 ]  # fmt: skip
 
 

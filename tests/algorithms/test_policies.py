@@ -38,6 +38,7 @@ NATURE, GROUP, BATCH = ({"network": "nature", "norm": norm} for norm in ("none",
 CATEGORICAL, QUANTILE = ({"distribution": kind, "num_atoms": 5} for kind in ("categorical", "quantile"))
 GREEDY: Options = {"epsilon_ladder": False, "epsilon": 0.0, "final_epsilon": 0.0}
 GRU = {"recurrent": "gru"}
+MEMORY = {"recurrent": "lstm", "recurrent_size": 7, "shared": True}
 Case = tuple[str, EnvSpec, Options]
 ACTOR_CRITIC: dict[str, Case] = {
     "discrete": ("ppo", DISCRETE, {}),
@@ -53,6 +54,9 @@ ACTOR_CRITIC: dict[str, Case] = {
     "images": ("ppo", IMAGES, CONV),
     "own": ("ppo", IMAGES, OWN_NETWORK | {"network_kwargs": {"width": 7}, "shared": True}),
     "own normalized": ("ppo", CONTINUOUS, OWN_NETWORK | NORMALIZED),
+    "lstm": ("ppo", PAIRS, MEMORY),
+    "gru normalized": ("ppo", CONTINUOUS, MEMORY | GRU | NORMALIZED),
+    "lstm images": ("ppo", IMAGES, MEMORY | CONV),
 }
 SOFT: dict[str, Case] = {
     "sac images": ("sac", PICTURES, {"network": "conv"}),
@@ -69,8 +73,8 @@ FEED_FORWARD: dict[str, Case] = {
     "batch": ("dqn", PIXELS, BATCH),
 }
 RECURRENT: dict[str, Case] = {
-    "lstm": ("r2d2", DISCRETE, {}),
-    "gru": ("r2d2", DISCRETE, GRU),
+    "r2d2 lstm": ("r2d2", DISCRETE, {}),
+    "r2d2 gru": ("r2d2", DISCRETE, GRU),
     "recurrent nature": ("r2d2", STACKED, GROUP),
 }
 SIZES: dict[str, Case] = {
@@ -90,7 +94,7 @@ def made(
     """A learner whose actions depend much on its inputs, and a policy with its weights, and perhaps another epsilon."""
     learner, generator = make_learner(name, spec, seed=3, **options), torch.Generator().manual_seed(4)
     with torch.no_grad():
-        if name == "r2d2":
+        if learner.config.recurrent_state_size:
             for parameter in learner.network.core.parameters():
                 parameter.mul_(2.0)
         if name == "ppo":
@@ -117,6 +121,7 @@ def some_state(policy: Any, size: int) -> RecurrentState:
     rng, state = np.random.default_rng(0), policy.initial_state(size)
     if state:
         state["hidden"][:] = rng.normal(0, 0.5, state["hidden"].shape)
+    if "previous_action" in state:
         state["previous_action"][:] = rng.integers(-1, 4, size)
         state["previous_reward"][:] = rng.normal(size=size)
     return state
@@ -233,10 +238,12 @@ def test_weights_of_another_configuration_are_refused(
 # --- actor-critics: actions and log probabilities are those that the learner learns from ----------------
 
 
-def learners_parameters(learner: Any, observation: np.ndarray) -> Tensor:
-    """[N, P] as the learner computes them."""
+def learners_parameters(learner: Any, observation: np.ndarray, state: RecurrentState) -> Tensor:
+    """[N, P] as the learner computes them; of a recurrent network by sequences of one step."""
+    seen = to_input(learner.normalized(torch.from_numpy(observation)))
+    given = [torch.from_numpy(state["hidden"]), torch.ones(len(seen), dtype=torch.int64)] if state else []
     with torch.no_grad():
-        parameters, _ = learner.network(to_input(learner.normalized(torch.from_numpy(observation))))
+        parameters, _ = learner.network(seen, *given)
     assert isinstance(parameters, Tensor)
     return parameters
 
@@ -244,8 +251,8 @@ def learners_parameters(learner: Any, observation: np.ndarray) -> Tensor:
 @each_of(ACTOR_CRITIC)
 def test_drawn_actions_have_the_learners_log_probability(name: str, spec: EnvSpec, options: Options) -> None:
     learner, policy = made(name, spec, **options)
-    seen = rows(spec, 500)
-    action, columns = policy.explore(seen, np.random.default_rng(0))
+    seen, state = rows(spec, 500), some_state(policy, 500)
+    action, columns = policy.explore(seen, np.random.default_rng(0), part(state))
     is_continuous = spec.action_kind == "continuous"
     assert columns.keys() == {"behavior_log_prob"} | ({"raw_action"} if is_continuous else set())
     assert action.shape == (500, *spec.action_shape)
@@ -260,21 +267,22 @@ def test_drawn_actions_have_the_learners_log_probability(name: str, spec: EnvSpe
         assert np.all(action >= 0) and np.all(action.reshape(500, -1) < spec.action_sizes)
     with torch.no_grad():
         stored = torch.from_numpy(columns.get("raw_action", action))
-        expected, _ = learner.log_prob(learners_parameters(learner, seen), stored)
+        expected, _ = learner.log_prob(learners_parameters(learner, seen, state), stored)
     log_prob = columns["behavior_log_prob"]
     assert (log_prob.shape, log_prob.dtype) == ((500,), np.float32)
     assert log_prob.std() > 0.1
     atol = 3e-4 if options.get("initial_log_std") else 2e-5  # an action is rounded in deviations of 1/20
     np.testing.assert_allclose(log_prob, expected.numpy(), rtol=1e-5, atol=atol)
-    again, other = (policy.explore(seen, np.random.default_rng(seed))[0] for seed in (0, 1))
+    again, other = (policy.explore(seen, np.random.default_rng(seed), part(state))[0] for seed in (0, 1))
     assert again.tobytes() == action.tobytes() != other.tobytes()
 
 
 @each_of(ACTOR_CRITIC)
 def test_act_is_the_learners_mode(name: str, spec: EnvSpec, options: Options) -> None:
     learner, policy = made(name, spec, **options)
-    seen = rows(spec, 100)
-    action, parameters = policy.act(seen), learners_parameters(learner, seen).numpy()
+    seen, state = rows(spec, 100), some_state(policy, 100)
+    parameters = learners_parameters(learner, seen, state).numpy()
+    action = policy.act(seen, state)
     assert action.shape == (100, *spec.action_shape)
     if spec.action_kind == "continuous":
         expected = np.clip(parameters * [2.0, 0.5] + [0.0, 0.5], spec.action_low, spec.action_high)
@@ -294,7 +302,7 @@ def test_draws_follow_the_categorical_distribution(spec: EnvSpec) -> None:
     num, (learner, policy), row = 60_000, made("ppo", spec), rows(spec, 1)
     chosen, _ = policy.explore(np.repeat(row, num, axis=0), np.random.default_rng(2))
     joint = torch.ones(1)
-    for logits in learners_parameters(learner, row)[0].split(list(spec.action_sizes)):
+    for logits in learners_parameters(learner, row, {})[0].split(list(spec.action_sizes)):
         joint = (joint[:, None] * torch.softmax(logits, dim=0)).flatten()
     index = np.ravel_multi_index(tuple(chosen.reshape(num, -1).T), spec.action_sizes)
     counts, expected = np.bincount(index, minlength=len(joint)), joint.double().numpy() * num
@@ -306,7 +314,10 @@ def test_draws_follow_the_categorical_distribution(spec: EnvSpec) -> None:
 def test_draws_follow_the_gaussian() -> None:
     num, (learner, policy), row = 60_000, made("ppo", CONTINUOUS), rows(CONTINUOUS, 1)
     _, columns = policy.explore(np.repeat(row, num, axis=0), np.random.default_rng(2))
-    mean, std = learners_parameters(learner, row)[0].numpy(), learner.network.log_std.detach().exp().numpy()
+    mean, std = (
+        learners_parameters(learner, row, {})[0].numpy(),
+        learner.network.log_std.detach().exp().numpy(),
+    )
     z = (columns["raw_action"] - mean) / std
     assert np.all(np.abs(z.mean(axis=0)) < 4 / math.sqrt(num))
     assert np.all(np.abs(z.std(axis=0) - 1) < 4 / math.sqrt(2 * num))

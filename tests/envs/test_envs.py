@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import warnings
 from typing import Any
 
@@ -10,7 +11,8 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium.envs import registration
-from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete, Text, Tuple
+from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete, Text
+from support.odd_envs import Pictured
 from support.runs import target_config
 
 from ddrl import envs
@@ -187,8 +189,8 @@ def test_describe(spec: EnvSpec) -> None:
             r"part 'a\.b' of the observations of Text cannot be a vector",
         ),
         (
-            {"observations": Tuple([Box(0, 255, (9, 9), np.uint8)])},
-            "part '0' of the observations is an image; wrap",
+            {"observations": Dict(a=Dict(c=Box(0, 255, (9, 9), np.uint8), b=Text(9)))},
+            r"part 'a\.b' of the observations of Text cannot be a vector",
         ),
         ({"actions": Discrete(3, start=1)}, "actions start at 1; wrap"),
         ({"actions": MultiDiscrete([3, 4], start=[0, 2])}, r"actions start at \[0, 2\]; wrap"),
@@ -219,6 +221,57 @@ def test_observations_of_several_parts_become_one_vector(monkeypatch: pytest.Mon
     observation, *_, info = vector.step(np.zeros(2, np.int64))
     assert observation.tolist() == [expected[0]] * 2
     assert [row.tolist() for row in info["final_obs"]] == [expected[2]] * 2
+
+
+def test_images_beside_numbers_become_one_vector_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DDRL_ALLOW_MODULES", "support.odd_envs")
+    config = EnvConfig(id="support.odd_envs:Pictured", num_envs=2, max_episode_steps=2)
+    spec = envs.describe(config)
+    assert (spec.observation_shape, spec.observation_dtype) == ((6 + 4 * 12,), "uint8")
+    assert spec.image_shapes == ((2, 3, 1),) and not spec.is_vector
+    assert EnvSpec.from_json(json.loads(json.dumps(dataclasses.asdict(spec)))) == spec
+    vector = envs.make_vector(config)
+    envs.check_spaces(vector, spec)
+    with pytest.raises(
+        EnvError, match=r"image_shapes is \(\(2, 3, 1\),\) here, but \(\(3, 2, 1\),\) is expected"
+    ):
+        envs.check_spaces(vector, dataclasses.replace(spec, image_shapes=((3, 2, 1),)))
+
+    def parts(row: np.ndarray) -> tuple[list[int], list[float]]:
+        return row[:6].tolist(), row[6:].copy().view(np.float32).tolist()
+
+    expected = [([step] * 6, [step, 1, 0, 0, 1, 0.25, 0.5, 1, 0, 1, 0, 1]) for step in range(3)]
+    assert [parts(row) for row in vector.reset(seed=[1, 2])[0]] == [expected[0]] * 2
+    vector.step(np.zeros(2, np.int64))
+    observation, *_, info = vector.step(np.zeros(2, np.int64))
+    assert [parts(row) for row in observation] == [expected[0]] * 2
+    assert [parts(row) for row in info["final_obs"]] == [expected[2]] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"frame_stack": 2},
+            r"frame_stack is 2, but observations \[\(2, 3, 1\)\] are neither vectors nor grey images",
+        ),
+        ({"action_mask": True}, "env.action_mask is for Discrete or MultiDiscrete actions and vectors, not"),
+    ],
+)
+def test_what_images_beside_numbers_do_not_have(
+    options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DDRL_ALLOW_MODULES", "support.odd_envs")
+    with pytest.raises(EnvError, match=message):
+        envs.describe(EnvConfig(id="support.odd_envs:Pictured", **options))
+
+
+def test_a_number_beside_images_that_is_not_finite_ends_the_play(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DDRL_ALLOW_MODULES", "support.odd_envs")
+    made = envs.make_one(EnvConfig(id="support.odd_envs:Pictured"))
+    seen = Pictured()._shown()
+    with pytest.raises(ValueError, match="a number beside its images is not finite"):
+        made.observation(seen | {"pair": (seen["pair"][0], np.array([0.0, np.nan]))})
 
 
 @pytest.mark.parametrize("make", [envs.make_one, envs.make_vector])

@@ -10,23 +10,22 @@ import torch
 from support.networks import seeded
 from torch import Tensor
 
+from ddrl.networks.q_network import QNetwork
 from ddrl.networks.recurrent import RecurrentCore
 
-T, B, F, A, S = 6, 4, 3, 2, 5
+T, B, F, S = 6, 4, 3, 5
 Kind = Literal["lstm", "gru"]
 each_kind = pytest.mark.parametrize("kind", ["lstm", "gru"])
 
 
 def core(kind: Kind) -> RecurrentCore:
-    return RecurrentCore(kind, F, A, S, generator=seeded())
+    return RecurrentCore(kind, F, S, generator=seeded())
 
 
-def inputs(module: RecurrentCore) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def inputs(module: RecurrentCore) -> tuple[Tensor, Tensor]:
     generator = seeded(1)
     state = torch.randn(B, module.state_size, generator=generator).clamp(-0.9, 0.9)
-    reward = torch.randn(T, B, generator=generator)
-    action = torch.randint(-1, A, (T, B), generator=generator)
-    return torch.randn(T, B, F, generator=generator), action, reward, state
+    return torch.randn(T, B, F, generator=generator), state
 
 
 def slow_step(kind: Kind, layer: Any, x: Tensor, state: Tensor) -> Tensor:
@@ -47,17 +46,15 @@ def slow_step(kind: Kind, layer: Any, x: Tensor, state: Tensor) -> Tensor:
 def test_sequences_equal_the_slow_twin_and_stepping(kind: Kind) -> None:
     module = core(kind)
     assert module.state_size == {"lstm": 2 * S, "gru": S}[kind]
-    features, action, reward, state = columns = inputs(module)
-    output, after = module(*columns)
+    x, state = inputs(module)
+    output, after = module(x, state)
     assert (output.shape, after.shape) == ((T, B, S), (B, module.state_size))
     slow = list(state)
     for t in range(T):
-        step, state = module(*(column[t : t + 1] for column in columns[:3]), state)
+        step, state = module(x[t : t + 1], state)
         torch.testing.assert_close(step[0], output[t])
         for b in range(B):
-            one_hot = [float(action[t, b] == a) for a in range(A)]  # zeros for -1, no action
-            x = torch.tensor([*features[t, b].tolist(), *one_hot, math.tanh(reward[t, b])])
-            slow[b] = slow_step(kind, module.layer, x, slow[b])
+            slow[b] = slow_step(kind, module.layer, x[t, b], slow[b])
             torch.testing.assert_close(output[t, b], slow[b][:S])
     torch.testing.assert_close(after, torch.stack(slow))
     torch.testing.assert_close(state, after)
@@ -66,14 +63,40 @@ def test_sequences_equal_the_slow_twin_and_stepping(kind: Kind) -> None:
 @each_kind
 def test_each_row_has_the_state_of_its_own_length(kind: Kind) -> None:
     module = core(kind)
-    *columns, state = inputs(module)
+    x, state = inputs(module)
     lengths = torch.tensor([3, 6, 1, 5])
-    output, after = module(*columns, state, lengths)
+    output, after = module(x, state, lengths)
     assert output.shape == (T, B, S)
     for b, length in enumerate(lengths.tolist()):
-        expected, own = module(*(column[:length, b : b + 1] for column in columns), state[b : b + 1])
+        expected, own = module(x[:length, b : b + 1], state[b : b + 1])
         torch.testing.assert_close(output[:length, b : b + 1], expected)
         torch.testing.assert_close(after[b : b + 1], own)
-    longer = [column.clone() for column in columns]
-    longer[0][3:, 0], longer[2][1:, 2] = 1e6, 1e6
-    torch.testing.assert_close(module(*longer, state, lengths)[1], after)
+    longer = x.clone()
+    longer[3:, 0], longer[1:, 2] = 1e6, 1e6
+    torch.testing.assert_close(module(longer, state, lengths)[1], after)
+    flat = module.flat(torch.cat([x[:length, b] for b, length in enumerate(lengths)]), state, lengths)
+    torch.testing.assert_close(flat, torch.cat([output[:length, b] for b, length in enumerate(lengths)]))
+
+
+def test_a_value_networks_core_sees_the_last_action_and_reward() -> None:
+    network = QNetwork(
+        "mlp",
+        (F,),
+        num_actions=2,
+        hidden_sizes=(4, 4),
+        recurrent="lstm",
+        recurrent_size=S,
+        generator=seeded(),
+    )
+    seen, state = inputs(network.core)
+    action, reward = torch.randint(-1, 2, (T, B), generator=seeded(2)), torch.randn(T, B, generator=seeded(3))
+    rows = [[] for _ in range(T)]
+    for t in range(T):
+        for b in range(B):
+            one_hot = [float(action[t, b] == a) for a in range(2)]  # zeros for -1, no action
+            features = network.trunk(seen[t, b][None])[0].tolist()
+            rows[t].append([*features, *one_hot, math.tanh(reward[t, b])])
+    output, after = network.core(torch.tensor(rows), state)
+    values, last = network.sequence(seen, action, reward, state)
+    torch.testing.assert_close(values, network.head(output.flatten(0, 1)).squeeze(2).unflatten(0, (T, B)))
+    torch.testing.assert_close(last, after)

@@ -67,6 +67,18 @@ class Parts(gymnasium.Env[dict[str, Any], Any]):
         return self._shown(), float(action), False, False, {}
 
 
+class Pictured(Parts):
+    """The same with an image of as many grey levels, in a part of a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        seen = Tuple([Box(0, 255, (2, 3, 1), np.uint8), Discrete(2)])
+        self.observation_space = Dict(**self.observation_space, a=seen)
+
+    def _shown(self) -> dict[str, Any]:
+        return {**super()._shown(), "a": (np.full((2, 3, 1), self._steps, np.uint8), 1)}
+
+
 class Masked(gymnasium.Env[Any, Any]):
     """Each step allows some of 4 actions, another set each time; a forbidden one raises.
 

@@ -34,11 +34,14 @@ class Row(NamedTuple):
     return_: float
 
 
-def make_feed(spec: EnvSpec, *, seed: int = 0, num_fragments: int = 12) -> list[Fragment]:
+def make_feed(
+    spec: EnvSpec, *, seed: int = 0, num_fragments: int = 12, state_size: int = 0
+) -> list[Fragment]:
     """Fragments of three producers in turn, of 2, 3 and 4 lanes, that follow each other but for one that is lost.
 
     They have all endings, and behavior log probabilities that are not those of any policy that learns from them.
-    The third producer's fragments are shorter, so that batches are padded.
+    The third producer's fragments are shorter, so that batches are padded. With a state size they have the recurrent
+    states before their first steps.
     """
     rng = np.random.default_rng(seed)
     made: list[Fragment] = []
@@ -60,6 +63,10 @@ def make_feed(spec: EnvSpec, *, seed: int = 0, num_fragments: int = 12) -> list[
             action = rng.integers(np.array(spec.action_sizes), size=(*shape, len(spec.action_sizes)))
             score = action.sum(axis=2)
             action = action.reshape(*shape, *spec.action_shape)
+        if state_size:
+            lanes = np.arange(shape[1])
+            extras["memory_index"] = np.stack([0 * lanes, lanes], axis=1).astype(np.int32)
+            extras["memory"] = rng.normal(0, 0.5, (shape[1], state_size)).astype(np.float16)
         columns = {
             "observation": observation,
             "action": action,

@@ -31,7 +31,10 @@ SPECS = {
 def batch_for(name: str, learner: Any, spec: EnvSpec, seed: int) -> Any:
     """Return a batch of tensors on the CPU for a learner of `make_learner`, with weights if it prioritizes."""
     if name in ("ppo", "impala"):
-        return reference_ppo.tensors(reference_ppo.make_feed(spec, seed=seed, num_fragments=4))
+        feed = reference_ppo.make_feed(
+            spec, seed=seed, num_fragments=4, state_size=learner.config.recurrent_state_size
+        )
+        return reference_ppo.tensors(feed)
     config = learner.config
     is_prioritized = getattr(config, "prioritized", False)
     if name != "r2d2":

@@ -7,7 +7,7 @@ observations are published with the weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
@@ -46,6 +46,8 @@ class Prepared:
         value: [M] under the critic before the iteration, in units of the critic.
         advantage: [M] in units of the critic, so that policy gradients do not grow with the size of rewards.
         return_: [M] the critic's target, in units of the critic.
+        length: [S] int64 on the CPU, transitions of each sequence, which lie one after another; of recurrent networks
+            only, as `recurrent_state`, [S, H] before each.
     """
 
     observation: Tensor
@@ -55,19 +57,38 @@ class Prepared:
     value: Tensor
     advantage: Tensor
     return_: Tensor
+    length: Tensor | None = None
+    recurrent_state: Tensor | None = None
 
     def __len__(self) -> int:
         """M."""
         return len(self.action)
 
-    def select(self, index: Tensor) -> Prepared:
-        """Return the transitions at [B] positions."""
-        return Prepared(**{name: column[index] for name, column in vars(self).items()})
+    def minibatches(self, num: int, generator: torch.Generator) -> Iterator[Prepared]:
+        """Yield the transitions in random order in `num` parts of about equal size; in fewer if sequences are few.
 
-    def split(self, num: int) -> list[Prepared]:
-        """Return `num` parts of about equal size, in order."""
-        parts = {name: column.tensor_split(num) for name, column in vars(self).items()}
-        return [Prepared(**{name: columns[i] for name, columns in parts.items()}) for i in range(num)]
+        Args:
+            num: at least 1.
+            generator: on the CPU.
+        """
+        device = self.action.device
+        columns = dict(vars(self))
+        length, state = columns.pop("length"), columns.pop("recurrent_state")
+        if length is None:
+            order = torch.randperm(len(self), generator=generator).to(device)
+            parts = {name: column[order].tensor_split(num) for name, column in columns.items()}
+            for i in range(num):
+                yield Prepared(**{name: of_all[i] for name, of_all in parts.items()})
+            return
+        order = torch.randperm(len(length), generator=generator)
+        last = torch.searchsorted(length[order].cumsum(0), torch.arange(1, num) * len(self) // num)
+        first = length.cumsum(0) - length
+        for part in order.tensor_split(torch.unique_consecutive(last[last < len(order) - 1] + 1)):
+            own = length[part]
+            index = torch.arange(int(own.sum())) + (first[part] - own.cumsum(0) + own).repeat_interleave(own)
+            index = index.to(device)
+            chosen = {name: column[index] for name, column in columns.items()}
+            yield Prepared(**chosen, length=own, recurrent_state=state[part.to(device)])
 
 
 def targets(
@@ -140,6 +161,8 @@ class ActorCriticLearner(Generic[AnyOptions]):
             partial(config.make_trunk, spec, generator),
             num_outputs=num_outputs,
             shared=config.shared,
+            recurrent=config.recurrent,
+            recurrent_size=config.recurrent_size,
             log_std_dims=num_outputs if self._is_continuous else 0,
             initial_log_std=config.initial_log_std,
             generator=generator,
@@ -185,42 +208,81 @@ class ActorCriticLearner(Generic[AnyOptions]):
             self.observe(batch)  # an untrained policy hardly depends on them
             self._is_observed = True
         observation = self.normalized(batch.observation)
-        parameters, value = self._forward(observation)  # [R, P], [R]
+        place = batch.valid.reshape(-1).nonzero().squeeze(1) if batch.place is None else batch.place  # [M]
+        row, action = batch.row.reshape(-1)[place], batch.action.reshape(-1, *batch.action.shape[2:])[place]
+        parameters, value, next_value = self._values(batch, observation, place, row)
         mean, std = self.return_scale
-        row, action = batch.row.reshape(-1), batch.action.reshape(-1, *batch.action.shape[2:])  # [T * B]
-        log_prob, _ = self.log_prob(parameters[row], action)
+        log_prob, _ = self.log_prob(parameters, action)
         is_first = config.normalize_returns and self._statistics["return_count"] == 0
         # Before the first returns the critic's outputs have no unit and count as 0.
-        true_value = torch.zeros_like(value) if is_first else value * std + mean
+        values = [torch.zeros_like(one) if is_first else one * std + mean for one in (value, next_value)]
+        behavior_log_prob = batch.behavior_log_prob.reshape(-1)[place]
+
+        def lanes(column: Tensor) -> Tensor:
+            """[M] -> [T, B], 0 in padding."""
+            return column.new_zeros(batch.row.numel()).index_copy_(0, place, column).view(batch.row.shape)
+
         reward = batch.reward if reward_clip is None else batch.reward.clamp(-reward_clip, reward_clip)
-        steps = (reward, batch.discount, true_value[batch.row], true_value[batch.next_row], batch.continues)
-        log_rho = log_prob.view(batch.row.shape) - batch.behavior_log_prob
+        steps = (reward, batch.discount, *map(lanes, values), batch.continues)
+        log_rho = lanes(log_prob - behavior_log_prob)
         advantage, return_ = targets(estimator, steps, log_rho, lambda_=config.lambda_, rho_bar=rho_bar)
-        played = batch.valid.reshape(-1).nonzero().squeeze(1)  # [M]
-        row, return_ = row[played], return_.reshape(-1)[played]
+        return_ = return_.reshape(-1)[place]
         if config.normalize_returns:
             self._rescale(return_)
             mean, std = self.return_scale
-            value = value if is_first else (true_value - mean) / std
+            value = value if is_first else (values[0] - mean) / std
         return Prepared(
             observation=observation[row],
-            action=action[played],
-            behavior_log_prob=batch.behavior_log_prob.reshape(-1)[played],
-            log_prob=log_prob[played],
-            value=value[row],
-            advantage=advantage.reshape(-1)[played] / std,
+            action=action,
+            behavior_log_prob=behavior_log_prob,
+            log_prob=log_prob,
+            value=value,
+            advantage=advantage.reshape(-1)[place] / std,
             return_=(return_ - mean) / std,
+            length=batch.length,
+            recurrent_state=batch.recurrent_state,
         )
+
+    def _values(
+        self, batch: Trajectories, observation: Tensor, place: Tensor, row: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return policy parameters [M, P], values [M] and next values [M] of the transitions at [M] places.
+
+        Args:
+            batch: of them.
+            observation: [R, *O], normalized.
+            place: t * B + b of each.
+            row: of each in `observation`.
+        """
+        next_row = batch.next_row.reshape(-1)[place]
+        if batch.length is None:
+            parameters, value = self._forward(observation)  # [R, P], [R]
+            return parameters[row], value[row], value[next_row]
+        # Each sequence gets one more row, the observation after its last transition.
+        length = batch.length + 1
+        is_step = torch.ones(int(length.sum()), dtype=torch.bool)
+        is_step[length.cumsum(0) - 1] = False
+        step = is_step.nonzero().squeeze(1).to(self.device)  # [M]
+        rows = row.new_zeros(len(is_step))
+        rows[step + 1] = next_row  # all but each sequence's last are those of the next transition
+        rows[step] = row
+        parameters, value = self._forward(observation[rows], batch.recurrent_state, length)
+        return parameters[step], value[step], value[step + 1]
 
     def evaluate(self, prepared: Prepared) -> tuple[Tensor, Tensor, Tensor]:
         """Return log probability, entropy and value, each [B], of transitions under the present network."""
-        parameters, value = self._forward(prepared.observation)
+        parameters, value = self._forward(prepared.observation, prepared.recurrent_state, prepared.length)
         log_prob, entropy = self.log_prob(parameters, prepared.action)
         return log_prob, entropy, value
 
-    def _forward(self, observation: Tensor) -> tuple[Tensor, Tensor]:
-        """Return policy parameters [B, P], of choices the allowed ones, and values [B] of normalized observations."""
-        parameters, value = self.network(to_input(observation))
+    def _forward(
+        self, observation: Tensor, state: Tensor | None = None, length: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return policy parameters [B, P], of choices the allowed ones, and values [B] of normalized observations.
+
+        See `ActorCritic.forward` for the recurrent state and lengths of sequences.
+        """
+        parameters, value = self.network(to_input(observation), state, length)
         return self._spec.only_allowed(parameters, observation), value
 
     def log_prob(self, parameters: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:

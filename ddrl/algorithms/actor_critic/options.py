@@ -34,6 +34,12 @@ class Options(NetworkConfig):
     shared: bool = False
     """Actor and critic share one trunk: cheaper, but the value loss changes the policy's features. Usual: no for
     vectors, yes for images."""
+    recurrent: Literal["none", "lstm", "gru"] = "none"
+    """A recurrent core between trunk and heads, for tasks in which one observation does not tell all. It sees the
+    features only. Gradients go back to the beginning of a fragment or episode."""
+    recurrent_size: PositiveInt = 128
+    """Width of the recurrent core. Wider remembers more and costs time in proportion to the square. Usual: 64 to 512.
+    """
     initial_log_std: float = Field(0.0, ge=-5, le=2)
     """Log of the standard deviation that continuous actions start with; a deviation of 1 means half the action range.
     More explores more. Usual: -1 to 0."""
@@ -64,6 +70,11 @@ class Options(NetworkConfig):
     """The critic predicts returns in units of their own mean and deviation, and advantages have that unit too, so that
     the size of rewards does not matter (PopArt)."""
 
+    @property
+    def recurrent_state_size(self) -> int:
+        """H, numbers in the recurrent state of one environment."""
+        return {"none": 0, "gru": 1, "lstm": 2}[self.recurrent] * self.recurrent_size
+
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> Options:
         finals = [name for name, value in self if name.startswith("final_") and value is not None]
@@ -71,6 +82,12 @@ class Options(NetworkConfig):
             raise ValueError(f"{finals[0]}: needs anneal_steps, the transitions until it is reached; set it")
         if not finals:
             self.refuse_changed("without a final_... value", "anneal_steps", remedy="set one")
+        if self.recurrent == "none":
+            self.refuse_changed("without recurrent", "recurrent_size", remedy="set recurrent to lstm or gru")
+        elif not self.shared:
+            raise ValueError(
+                f"recurrent={self.recurrent}: the critic reads the actor's memory; set shared to true"
+            )
         if ":" in self.network:
             remedy = "pass it in network_kwargs"
             self.refuse_changed(f"on {self.network}", "hidden_sizes", "activation", remedy=remedy)
@@ -79,9 +96,10 @@ class Options(NetworkConfig):
     def check(self, spec: EnvSpec) -> None:
         """Refuse unbounded actions, and a network that cannot take the observations."""
         self.refuse_images_on_mlp(spec)
-        if self.normalize_observations and len(spec.input_shape) != 1:
+        if self.normalize_observations and not spec.is_vector:
+            seen = spec.image_shapes or spec.input_shape
             raise ValueError(
-                f"algorithm.normalize_observations: {spec.env_id} has observations {spec.input_shape}, not a "
+                f"algorithm.normalize_observations: {spec.env_id} has observations {seen}, not a "
                 "vector; set it to false"
             )
         if spec.action_kind == "continuous":

@@ -1,6 +1,6 @@
 """The policy of the on-policy actor-critics.
 
-An MLP runs in NumPy, so that its rollout processes need no torch; other networks run in torch.
+A feed-forward MLP runs in NumPy, so that its rollout processes need no torch; other networks run in torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, cast
 import numpy as np
 
 from ddrl.algorithms.actor_critic.options import OBSERVATION_CLIP, Options, num_policy_parameters
-from ddrl.algorithms.base import NO_STATE, RecurrentState, best_choices, check_shapes
+from ddrl.algorithms.base import NO_STATE, RecurrentState, best_choices, check_shapes, check_state
 from ddrl.networks.numpy_mlp import ACTIVATIONS, Layer, forward
 from ddrl.types import EnvSpec
 
@@ -30,7 +30,9 @@ class Policy:
         self._low, self._high = np.array([spec.action_low, spec.action_high], np.float32)
         self._scale, self._center = (self._high - self._low) / 2, (self._high + self._low) / 2
         self._sections = np.cumsum(spec.action_sizes)[:-1]  # where the logits of each dimension begin
-        self._network = (_NumpyActor if config.network == "mlp" else _TorchActor)(config, spec)
+        self._state_size = config.recurrent_state_size
+        in_numpy = config.network == "mlp" and not self._state_size
+        self._network = (_NumpyActor if in_numpy else _TorchActor)(config, spec)
         self._mean = self._std = self._log_std = np.zeros(0, np.float32)
         self._shapes = {"log_std": self._low.shape} if self._is_continuous else {}
         if config.normalize_observations:
@@ -43,7 +45,8 @@ class Policy:
             ValueError: they are those of another configuration or environment.
         """
         arrays = {name: np.asarray(value, np.float32).copy() for name, value in weights.items()}
-        actor = {name: arrays.pop(name) for name in weights if name.startswith(("actor.", "policy_head."))}
+        parts = ("core.", "actor.", "policy_head.")
+        actor = {name: arrays.pop(name) for name in weights if name.startswith(parts)}
         check_shapes(arrays, self._shapes, source="weights")
         self._network.load(actor)
         self._log_std = arrays.get("log_std", self._log_std)
@@ -51,12 +54,16 @@ class Policy:
         self._std = arrays.get("observation_std", self._std)
 
     def initial_state(self, num_envs: int) -> RecurrentState:
-        """Return {}: there is no recurrent state."""
-        return {}
+        """Return the state at the start of `num_envs` episodes; {} of a feed-forward network."""
+        return {"hidden": np.zeros((num_envs, self._state_size), np.float32)} if self._state_size else {}
 
     def act(self, observation: np.ndarray, state: RecurrentState = NO_STATE) -> np.ndarray:
-        """Return the mode: [N, *O] -> [N, *A], float32 in the environment's unit or int64."""
-        return self._to_environment(self._choose(self._parameters(observation, by_row=True)))
+        """Return the mode: [N, *O] -> [N, *A], float32 in the environment's unit or int64.
+
+        Raises:
+            ValueError: no state for a recurrent network, or that of another number of environments.
+        """
+        return self._to_environment(self._choose(self._parameters(observation, state, by_row=True)))
 
     def explore(
         self, observation: np.ndarray, generator: np.random.Generator, state: RecurrentState = NO_STATE
@@ -66,12 +73,16 @@ class Policy:
         Args:
             observation: [N, *O].
             generator: source of the draws.
+            state: of the N environments, of a recurrent network.
 
         Returns:
             [N, *A] actions within the bounds, and the columns behavior_log_prob [N] (float32, nats) and, for
             continuous actions, raw_action [N, *A] (float32, the draw before scaling and clipping).
+
+        Raises:
+            ValueError: as `act`.
         """
-        parameters = self._parameters(observation, by_row=False)
+        parameters = self._parameters(observation, state, by_row=False)
         if self._is_continuous:
             noise = generator.standard_normal(parameters.shape, np.float32)
             raw = parameters + np.exp(self._log_std) * noise
@@ -89,12 +100,14 @@ class Policy:
             log_prob += logits[rows, choice] - largest - np.log(np.exp(logits - largest[:, None]).sum(axis=1))
         return self._to_environment(drawn), {"behavior_log_prob": log_prob}
 
-    def _parameters(self, observation: np.ndarray, *, by_row: bool) -> np.ndarray:
-        """[N, *O] -> [N, P], of choices the allowed ones."""
+    def _parameters(self, observation: np.ndarray, state: RecurrentState, *, by_row: bool) -> np.ndarray:
+        """[N, *O] -> [N, P], of choices the allowed ones; update the state in place."""
+        if self._state_size:
+            check_state(state, len(observation), self._state_size)
         if len(self._mean):
             observation = np.asarray(observation, np.float32)
             observation = np.clip((observation - self._mean) / self._std, -OBSERVATION_CLIP, OBSERVATION_CLIP)
-        parameters = self._network.forward(observation, by_row=by_row)
+        parameters = self._network.forward(observation, state, by_row=by_row)
         return cast(np.ndarray, self._spec.only_allowed(parameters, observation))
 
     def _choose(self, parameters: np.ndarray) -> np.ndarray:
@@ -124,13 +137,13 @@ class _NumpyActor:
         self._layers: list[Layer] = []
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Load the entries actor.* and policy_head.* of published weights; ValueError if they do not fit."""
+        """Load the entries of actor and policy head of published weights; ValueError if they do not fit."""
         check_shapes(arrays, self._shapes, source="weights")
         self._layers = [
             (np.ascontiguousarray(arrays[f"{name}.weight"].T), arrays[f"{name}.bias"]) for name in self._names
         ]
 
-    def forward(self, x: np.ndarray, *, by_row: bool) -> np.ndarray:
+    def forward(self, x: np.ndarray, state: RecurrentState, *, by_row: bool) -> np.ndarray:
         """[N, *O] -> [N, P] policy parameters; each row by itself if `by_row`."""
         x = x / np.float32(255.0) if x.dtype == np.uint8 else np.asarray(x, np.float32)  # as trunks.to_input
         return forward(self._layers, x, activation=self._activation, by_row=by_row)
@@ -142,16 +155,39 @@ class _TorchActor:
     def __init__(self, config: Options, spec: EnvSpec) -> None:
         from torch import nn
 
+        from ddrl.networks.recurrent import RecurrentCore
+
         trunk, width = config.make_trunk(spec)
-        parts = {"actor": trunk, "policy_head": nn.Linear(width, num_policy_parameters(spec))}
-        self._module = nn.Sequential(OrderedDict(parts)).eval()
+        parts, self._core = {"actor": trunk}, None
+        if config.recurrent != "none":
+            self._core = parts["core"] = RecurrentCore(config.recurrent, width, config.recurrent_size)
+            width = config.recurrent_size
+        self._trunk, self._head = trunk, nn.Linear(width, num_policy_parameters(spec))
+        self._module = nn.Sequential(OrderedDict(parts, policy_head=self._head)).eval().requires_grad_(False)
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
         from ddrl.networks.parameters import load_arrays
 
         load_arrays(self._module, arrays)
 
-    def forward(self, x: np.ndarray, *, by_row: bool) -> np.ndarray:
+    def forward(self, x: np.ndarray, state: RecurrentState, *, by_row: bool) -> np.ndarray:
         from ddrl.networks.trunks import evaluate
 
-        return evaluate(self._module, x, by_row=by_row)
+        if self._core is None:
+            return evaluate(self._module, x, by_row=by_row)
+        parts = [slice(i, i + 1) for i in range(len(x))] if by_row else [slice(None)]
+        return np.concatenate([self._recurrent(x[part], state["hidden"][part]) for part in parts])
+
+    def _recurrent(self, x: np.ndarray, hidden: np.ndarray) -> np.ndarray:
+        """[N, *O] -> [N, P]; update `hidden` [N, H] in place."""
+        import torch
+
+        from ddrl.networks.trunks import to_input
+
+        # Copies, for kernels round differently by the place of a row.
+        seen, before = (torch.from_numpy(np.array(part, order="C")) for part in (x, hidden))
+        assert self._core is not None, "called of a recurrent network only"
+        output, after = self._core(self._trunk(to_input(seen))[None], before)
+        hidden[:] = after.numpy()
+        parameters: np.ndarray = self._head(output[0]).numpy()
+        return parameters

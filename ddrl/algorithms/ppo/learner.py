@@ -80,8 +80,7 @@ def update(learner: Learner, batch: Trajectories) -> dict[str, Tensor]:
     num_minibatches = max(1, round(len(prepared) / config.minibatch_size))
     epochs_done, metrics = 0, {}
     while epochs_done < config.num_epochs:
-        order = torch.randperm(len(prepared), generator=learner.generator).to(learner.device)
-        for part in prepared.select(order).split(num_minibatches):
+        for part in prepared.minibatches(num_minibatches, learner.generator):
             loss = _minibatch_loss(learner, part, clip=clip, entropy_coefficient=entropy_coefficient)
             learner.step(loss, learning_rate=learning_rate)
         epochs_done += 1

@@ -48,8 +48,9 @@ class Config(Prioritized):
     def check(self, spec: EnvSpec) -> None:
         """Refuse an environment without a vector of observations and bounded continuous actions."""
         check_continuous(self.name, spec)
-        if len(spec.input_shape) != 1:
+        if not spec.is_vector:
+            seen = spec.image_shapes or spec.observation_shape
             raise ValueError(
-                f"{spec.env_id}: observation_shape is {spec.observation_shape}, but {self.name} needs a vector; use "
-                "algorithm.name sac, or gymnasium.wrappers.FlattenObservation"
+                f"{spec.env_id}: observation_shape is {seen}, but {self.name} needs a vector; use algorithm.name "
+                "sac, or gymnasium.wrappers.FlattenObservation"
             )

@@ -56,6 +56,7 @@ class QNetworkConfig(NetworkConfig):
             self.network,
             spec.input_shape,
             num_actions=spec.action_sizes[0],
+            image_shapes=spec.image_shapes,
             network_kwargs=self.network_kwargs,
             generator=generator,
             **{name: getattr(self, name) for name in self.network_options},

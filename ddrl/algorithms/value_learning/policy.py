@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from ddrl.algorithms.base import NO_STATE, RecurrentState, initial_state, random_choices
+from ddrl.algorithms.base import NO_STATE, RecurrentState, check_state, initial_state, random_choices
 from ddrl.algorithms.value_learning.options import Options
 from ddrl.networks.parameters import load_arrays, take_scalar
 from ddrl.networks.trunks import to_input
@@ -115,7 +115,7 @@ class Policy:
         """
         size = len(observation)
         if self._network.state_size:
-            _check_state(state, (size, self._network.state_size))
+            check_state(state, size, self._network.state_size)
         parts = [slice(i, i + 1) for i in range(size)] if by_row else [slice(None)]
         value = np.concatenate([self._part(observation, state, part) for part in parts])
         return cast(np.ndarray, self._spec.only_allowed(value, observation))
@@ -153,16 +153,3 @@ def ladder(config: Options, *, producer: int, num_envs: int) -> np.ndarray:
     rung = np.packbits(np.unpackbits(number[:, None], axis=1)[:, ::-1], axis=1)[:, 0]  # [N]
     epsilon = config.ladder_base ** (1.0 + config.ladder_exponent * rung / (_RUNGS - 1))
     return np.asarray(epsilon, np.float32)
-
-
-def _check_state(state: RecurrentState, expected: tuple[int, int]) -> None:
-    if not state:
-        raise ValueError(
-            "state: a recurrent policy needs one; pass what initial_state(num_envs) returned, and update it after "
-            "each step by ddrl.algorithms.base.advance"
-        )
-    if state["hidden"].shape != expected:
-        raise ValueError(
-            f"state: hidden has shape {state['hidden'].shape}, but {expected[0]} observations need {expected}; make "
-            f"it by initial_state({expected[0]})"
-        )
