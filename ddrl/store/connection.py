@@ -874,16 +874,15 @@ def _num_followers(client: redis.Redis) -> int:
     replicas = manager.sentinels[0].sentinel_slaves(pool.service_name)  # last: INFO may take long
     others = [row for row in replicas if not row["is_sdown"] and (row["ip"], row["port"]) not in online]
     options = manager.connection_kwargs | {"socket_timeout": ASK_S, "socket_connect_timeout": ASK_S}
+    # Not of our classes: a server that does not answer says nothing of the connections to the primary.
     is_secure = issubclass(options.pop("connection_class"), redis.SSLConnection)
+    kind = redis.SSLConnection if is_secure else redis.Connection
     num = len(online)
     for row in others:
-        place = {"host": row["ip"], "port": row["port"]}
-        # Of its own class: a server that does not answer says nothing of the connections to the primary.
-        kind = redis.SSLConnection if is_secure else redis.Connection
         try:
-            with redis.Redis(connection_pool=redis.ConnectionPool(kind, **options, **place)) as one:
-                there: Any = one.info("replication")
-            num += may_take_over(there, info)
+            there = redis.ConnectionPool(kind, host=row["ip"], port=row["port"], **options)
+            with redis.Redis.from_pool(there) as server:
+                num += may_take_over(server.info("replication"), info)
         except redis.RedisError:
             num += row["role-reported"] == "master" or row["master-link-status"] == "ok"
     return max(1, num)
