@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ddrl.networks.layers import orthogonal, xavier
 
-NORMS = ("none", "group", "batch")
+NORMS = ("none", "group", "batch", "layer")
 NUM_GROUPS = 16
 MOST_FIRST_CHANNELS = 4  # of an image that is not square, whose axes its sizes do not decide
 
@@ -64,7 +64,7 @@ class Convolution(nn.Conv2d):
 
     With a norm it has Xavier's weights and no bias, which the norm would cancel. GroupNorm with 16 groups and Xavier's
     weights are those of rainbow-with-ray (github.com/fangyuedong/rainbow-with-ray), whose author reports less tuning
-    and steadier curves.
+    and steadier curves; "layer" is one group.
 
     Args:
         sizes: channels in, channels out, side of the kernel, stride.
@@ -92,7 +92,8 @@ class Convolution(nn.Conv2d):
         else:
             xavier(self, generator)
             channels = self.out_channels
-            self.norm = nn.GroupNorm(NUM_GROUPS, channels) if norm == "group" else BatchNorm(channels)
+            num_groups = 1 if norm == "layer" else NUM_GROUPS
+            self.norm = BatchNorm(channels) if norm == "batch" else nn.GroupNorm(num_groups, channels)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, in, H, W] -> [B, out, H', W']."""

@@ -72,9 +72,9 @@ def make_trunk(
         observation_shape: `*O`.
         hidden_sizes: widths of the dense layers of a built-in trunk.
         activation: "tanh" or "relu", of a built-in trunk.
-        norm: "none", "group" or "batch", after each convolution of "nature", "impala" and "data_efficient"; "none" for
-            all others. With "batch" a row's features depend on the others in training mode, and on running statistics,
-            which are buffers, in evaluation mode.
+        norm: "none", or "layer" before each activation, or "group" or "batch" after each convolution of "nature",
+            "impala" and "data_efficient"; your own network takes "none". With "batch" a row's features depend on the
+            others in training mode, and on running statistics, which are buffers, in evaluation mode.
         kwargs: keyword arguments of your own callable.
         image_shapes: of images in observations that are vectors of bytes; see `MultiInput`.
         generator: CPU generator of the initial weights; torch's global one when None. Your own callable is called with
@@ -88,8 +88,10 @@ def make_trunk(
         refuse(network, f'is unknown; use {", ".join(BUILT_IN)} or your own "module:callable"')
     if norm not in NORMS:
         refuse(network, f"norm {norm!r} is unknown; use {', '.join(NORMS[:-1])} or {NORMS[-1]}")
-    if norm != "none" and network not in ("nature", "impala", "data_efficient"):
-        refuse(network, f"norm {norm!r} is for nature, impala and data_efficient only; set norm to none")
+    takes_norm = BUILT_IN if norm == "layer" else ("nature", "impala", "data_efficient")
+    if norm != "none" and network not in takes_norm:
+        which = "built-in networks" if norm == "layer" else "nature, impala and data_efficient"
+        refuse(network, f"norm {norm!r} is for {which} only; set norm to none")
     if image_shapes and (":" in network or network == "mlp"):
         refuse(
             network, f"takes no images beside numbers, as of shapes {list(image_shapes)}; use conv or nature"
@@ -186,7 +188,11 @@ class Trunk(nn.Module):
             self._stages = tuple(convolutions)  # a ModuleList is slow to walk
         self.layers = dense(num_inputs, hidden_sizes, generator, is_xavier=norm != "none")
         self.num_features = hidden_sizes[-1] if hidden_sizes else num_inputs
-        self._activate, self._copying = activation, _COPYING[activation]
+        self._activate, self._copying, self._has_layer_norm = (
+            activation,
+            _COPYING[activation],
+            norm == "layer",
+        )
         # To find a parameter through its module costs as much as a small operation.
         self._dense: list[tuple[Any, Any]] = [(layer.weight, layer.bias) for layer in self.layers]
 
@@ -205,7 +211,8 @@ class Trunk(nn.Module):
                     x = activate(convolution(x))
             x = x.flatten(1)
         for weight, bias in self._dense:
-            x = activate(F.linear(x, weight, bias))
+            x = F.linear(x, weight, bias)
+            x = activate(F.layer_norm(x, x.shape[1:]) if self._has_layer_norm else x)
         return x
 
     def _residual_sums(self, x: Tensor) -> Tensor:
@@ -254,7 +261,7 @@ class MultiInput(nn.Module):
         num_inputs = sum(trunk.num_features for trunk in trunks) + self._sections[-1] // 4
         self.layers = dense(num_inputs, hidden_sizes, generator, is_xavier=norm != "none")
         self.num_features = hidden_sizes[-1] if hidden_sizes else num_inputs
-        self._activate = activation
+        self._activate, self._has_layer_norm = activation, norm == "layer"
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, O] bytes divided by 255 -> [B, F]."""
@@ -266,7 +273,8 @@ class MultiInput(nn.Module):
         numbers = (255.0 * rest).round().to(torch.uint8).view(torch.float32)
         x = torch.cat((*parts, numbers), dim=1)
         for layer in self.layers:
-            x = self._activate(layer(x))
+            x = layer(x)
+            x = self._activate(F.layer_norm(x, x.shape[1:]) if self._has_layer_norm else x)
         return x
 
 

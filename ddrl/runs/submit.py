@@ -169,9 +169,11 @@ def _check_on_policy(config: RunConfig, resolved: base.Resolved, processes: int)
             f"on_policy.max_staleness {max_staleness} cannot hold; use {remedy}"
         )
     if options.stale == "correct" and not resolved.config.corrects_staleness:
+        which, remedy = name, "on_policy.stale: drop"
+        if estimator := getattr(resolved.config, "estimator", None):
+            which, remedy = f"estimator {estimator}", f"algorithm.estimator vtrace, or {remedy}"
         raise ValueError(
-            f"on_policy.stale: correct needs importance weights, which estimator {resolved.config.estimator} does not "
-            "have; use algorithm.estimator vtrace, or on_policy.stale: drop"
+            f"on_policy.stale: correct needs importance weights, which {which} does not have; use {remedy}"
         )
     if collect == "sync" and options.forced_lag:
         raise ValueError(

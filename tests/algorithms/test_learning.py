@@ -24,6 +24,13 @@ PPO = {"name": "ppo", "batch_size": 512, "minibatch_size": 128, "learning_rate":
 IMPALA = {"name": "impala", "batch_size": 320, "hidden_sizes": [32]}
 ADAM = {"optimizer": "adam", "learning_rate": 5e-3, "estimator": "upgo", "normalize_returns": True}
 NORMALIZED = {"normalize_observations": True, "normalize_returns": True}
+PQN = {
+    "name": "pqn",
+    "batch_size": 512,
+    "learning_rate": 3e-3,
+    "hidden_sizes": [32],
+    "epsilon_anneal_updates": 100,
+}
 
 
 @pytest.mark.parametrize(
@@ -35,6 +42,8 @@ NORMALIZED = {"normalize_observations": True, "normalize_returns": True}
         ("ddrl/Target-v0", PPO | NORMALIZED, 30, -0.1),
         ("ddrl/Pick-v0", IMPALA, 300, 9.9),
         ("ddrl/Pick-v0", IMPALA | ADAM, 80, 9.9),
+        ("ddrl/Pick-v0", PQN, 15, 9.9),
+        ("ddrl/Spot-v0", PQN | {"network": "conv"}, 20, 9.5),
     ],
 )
 def test_on_policy_toys(env_id: str, algorithm: Options, num_iterations: int, close: float) -> None:
@@ -221,6 +230,7 @@ def test_dqn_solves_recall_only_by_a_stack_that_reaches_back_to_the_cue() -> Non
         (PPO, False),
         (IMPALA, False),
         ({"name": "dqn"}, False),
+        ({"name": "pqn", "batch_size": 256}, False),
         ({"name": "discrete_sac"}, False),
         ({"name": "r2d2", "sequence_length": 8, "overlap": 4, "burn_in": 4}, False),
     ],
@@ -230,6 +240,6 @@ def test_every_algorithm_takes_vectors_of_integers(
 ) -> None:
     monkeypatch.setenv("DDRL_ALLOW_MODULES", "support.odd_envs")
     env = {"id": "support.odd_envs:Counts", "kwargs": {"continuous": continuous}, "num_envs": 8}
-    small = {} if algorithm["name"] in ("ppo", "impala") else {"replay": {"warmup_steps": 100}}
+    small = {} if algorithm["name"] in ("ppo", "impala", "pqn") else {"replay": {"warmup_steps": 100}}
     outcome = learn(toy(env["id"], {"hidden_sizes": [8]} | algorithm, env=env, **small), most_steps=1_000)
     assert outcome.updates > 0 and outcome.return_mean == 5.0

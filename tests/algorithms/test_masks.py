@@ -27,6 +27,13 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     },
     "impala": {"name": "impala", "learning_rate": 3e-3, "gamma": 0.0, "optimizer": "adam", "batch_size": 128},
     "dqn": {"name": "dqn", "double": True, **VALUES},
+    "pqn": {
+        "name": "pqn",
+        "learning_rate": 3e-3,
+        "gamma": 0.0,
+        "batch_size": 512,
+        "epsilon_anneal_updates": 100,
+    },
     "c51": {"name": "dqn", "distribution": "categorical", "v_min": 0, "v_max": 5, **VALUES},
     "r2d2": {
         **{"name": "r2d2", "hidden_sizes": [32], "recurrent_size": 16, "batch_size": 16, "gamma": 0.0},

@@ -44,7 +44,7 @@ ON_POLICY = {
 def learned(name: str, spec: EnvSpec, options: Options) -> str:
     """Return a hash of what a few updates result in: the weights, and what a policy does by them."""
     learner = make_learner(name, spec, **options)
-    if name in ("ppo", "impala"):
+    if learner.config.on_policy:
         fragments = make_feed(spec, state_size=learner.config.recurrent_state_size)
         assert len(feed(learner, learner.config, fragments)) in (2, 3)
     else:
@@ -66,6 +66,10 @@ SIMPLE: dict[str, Options] = {
     },
     "ppo": ON_POLICY | {"estimator": "vtrace", "normalize_advantages": False},
     "impala": ON_POLICY | {"estimator": "upgo", "optimizer": "adam"},
+    "pqn": {
+        "hidden_sizes": (8, 6), "activation": "tanh", "dueling": True, "optimizer": "rmsprop", "gamma": 0.9,
+        "batch_size": 90, "epsilon_ladder": True, "evaluation_epsilon": 0.05, "norm": "none",
+    },
     "sac": {
         "hidden_sizes": (8,), "batch_size": 7, "initial_temperature": 0.1, "num_critics": 3, "layer_norm": True,
     },
@@ -104,6 +108,12 @@ NEEDING: dict[str, dict[str, tuple[EnvSpec, Options, Any]]] = {
         }
         for name in ("ppo", "impala")
     },
+    "pqn": {
+        "network": (IMAGES, CONV, OWN),
+        "network_kwargs": (IMAGES, CONV | {"network": OWN}, {"width": 7}),
+        "ladder_base": (DISCRETE, LADDER, 0.9),
+        "ladder_exponent": (DISCRETE, LADDER, 0.5),
+    },
     "sac": {
         "network": (PICTURES, {"network": "conv"}, OWN),
         "network_kwargs": (PICTURES, {"network": OWN}, {"width": 7}),
@@ -121,7 +131,7 @@ FLIPS = [
 ]
 
 
-@pytest.mark.parametrize("name", ["dqn", "ppo", "impala", "td3"])
+@pytest.mark.parametrize("name", ["dqn", "ppo", "impala", "td3", "pqn"])
 def test_each_option_is_tried(name: str) -> None:
     """Live ones are tried in learner/test_live_options.py, the other three with the replay and with given policies."""
     config = config_class(name)
@@ -193,6 +203,8 @@ CONTRADICTIONS: list[tuple[str, Options, str]] = [
      rf"algorithm.hidden_sizes=\(8,\): has no effect on {OWN}; pass it in network_kwargs"),
     ("ppo", {"network": OWN, "activation": "relu"}, f"algorithm.activation=relu: has no effect on {OWN}"),
     ("ppo", {"recurrent_size": 64}, "recurrent_size=64: has no effect without recurrent; set recurrent to lstm or gru"),
+    ("pqn", {"minibatch_size": 4096}, "minibatch_size=4096: is larger than batch_size; use at most 2048"),
+    ("pqn", {"network": "a:b", "hidden_sizes": (5,)}, r"hidden_sizes=\(5,\): has no effect on a:b"),
     ("impala", {"recurrent": "gru"}, "recurrent=gru: the critic reads the actor's memory; set shared to true"),
     ("impala", {"estimator": "gae"},
      "algorithm.estimator: 'gae' cannot be used; impala needs importance-corrected returns; use vtrace or upgo"),
@@ -290,7 +302,7 @@ from ddrl.types import EnvSpec
 for name, spec in {SPECS}.items():
     config = config_class(name)()
     config.check(spec)
-    if name not in ("discrete_sac", "dqn", "r2d2"):
+    if name not in ("discrete_sac", "dqn", "r2d2", "pqn"):
         Resolved(name, config, spec).policy()
 print("torch" in sys.modules)
 """

@@ -68,6 +68,7 @@ FEED_FORWARD: dict[str, Case] = {
     "categorical": ("dqn", DISCRETE, CATEGORICAL | {"v_min": 0.0, "v_max": 4.0}),
     "quantile": ("dqn", DISCRETE, QUANTILE),
     "noisy": ("dqn", DISCRETE, {"noisy": True}),
+    "layer norm": ("pqn", DISCRETE, {}),
     "nature": ("dqn", PIXELS, NATURE),
     "group": ("dqn", PIXELS, GROUP),
     "batch": ("dqn", PIXELS, BATCH),
@@ -161,6 +162,7 @@ SPECS = {
     "ppo": CONTINUOUS,
     "dqn": DISCRETE,
     "r2d2": DISCRETE,
+    "pqn": DISCRETE,
 }
 SPECS |= {"docs.own_algorithm": DISCRETE}
 each_algorithm = pytest.mark.parametrize(("name", "spec"), SPECS.items())

@@ -85,6 +85,12 @@ LIVE: dict[str, Table] = {
         "target_kl": ({}, 1e-7),
     },
     "impala": ON_POLICY | {"rho_bar": ({}, 0.7), "reward_clip": ({}, 0.5)},
+    "pqn": {
+        "lambda": ({}, 0.5),
+        "num_epochs": ({}, 3),
+        "minibatch_size": ({}, 30),
+        **{name: case for name, case in VALUES.items() if "target" not in name and "importance" not in name},
+    },
 }
 REPLAY = {"capacity": 2000, "warmup_steps": 100}
 RUN = validate({"env": {"id": "CartPole-v1"}, "algorithm": {"name": "dqn"}, "replay": REPLAY})
@@ -98,7 +104,7 @@ class Subject:
         small = {"target_period": 2, "batch_size": 6, "epsilon_ladder": False} if name == "r2d2" else {}
         self._name = name
         self.learner = make_learner(name, SPECS[name], **small | options)
-        shape = {"on_policy": name in ("ppo", "impala"), "sequences": self.config.sequences}
+        shape = {"on_policy": self.config.on_policy, "sequences": self.config.sequences}
         self._experience = make_experience(RUN, self.config, SPECS[name], **shape)
         self._priorities = getattr(self._experience, "priorities", None)
         if self._priorities is not None:

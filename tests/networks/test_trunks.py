@@ -19,7 +19,7 @@ from ddrl.networks.trunks import to_input
 SCREENS = [(40, 40), (4, 40, 40), (40, 40, 3), (6, 40, 40), (1, 36, 50), (40, 40, 1)]
 SMALL = [(10, 10, 4), (4, 84, 84), (84, 84, 1), (5, 5, 3), (8, 7, 8), (10, 10, 20)]
 NORMED = ("nature", "impala", "data_efficient")
-KINDS = [(network, norm) for network in NORMED for norm in ("none", "group", "batch")]
+KINDS = [(network, norm) for network in NORMED for norm in ("none", "group", "batch", "layer")]
 NATURE = [(32, 8, 4), (64, 4, 2), (64, 3, 1)]
 CONVOLUTIONS = {  # shape -> (channels, kernel, stride) of each of "conv", and the inputs of the first dense layer
     (10, 10, 4): ([(16, 3, 1), (32, 3, 1)], 32 * 6 * 6),
@@ -53,22 +53,24 @@ def randomize(module: nn.Module) -> None:
         parameter.data.add_(0.1 * torch.randn(parameter.shape, generator=generator))
 
 
-def group_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """By the formula: mean and variance over the channels of each of 16 groups and all pixels."""
-    groups = x.reshape(len(x), 16, -1)
+def group_norm(x: Tensor, weight: Tensor, bias: Tensor, num_groups: int = 16) -> Tensor:
+    """By the formula: mean and variance over the channels of each group and all pixels."""
+    groups = x.reshape(len(x), num_groups, -1)
     centered = groups - groups.mean(dim=2, keepdim=True)
     normal = (centered / (centered.square().mean(dim=2, keepdim=True) + 1e-5).sqrt()).reshape(x.shape)
     return normal * weight[:, None, None] + bias[:, None, None]
 
 
-def slow_trunk(network: str, module: Any, image: Tensor, activation: str) -> Tensor:
-    """The layers one after another as the papers give them, with a group norm where there is one."""
+def slow_trunk(network: str, module: Any, image: Tensor, activation: str, norm: str) -> Tensor:
+    """The layers one after another as the papers give them, with a norm where there is one."""
     act, stages = getattr(torch, activation), list(getattr(module, "convolutions", ()))
     x = channels_first(image) if stages else image
 
     def convolve(layer: Any, y: Tensor, **sizes: Any) -> Tensor:
         y = F.conv2d(y, layer.weight, layer.bias, **sizes)
-        return group_norm(y, layer.norm.weight, layer.norm.bias) if layer.bias is None else y
+        if layer.bias is not None:
+            return y
+        return group_norm(y, layer.norm.weight, layer.norm.bias, 1 if norm == "layer" else 16)
 
     if network == "impala":
         assert [layer.out_channels for layer in stages] == [16] * 5 + [32] * 10
@@ -86,7 +88,11 @@ def slow_trunk(network: str, module: Any, image: Tensor, activation: str) -> Ten
             x = act(convolve(layer, x, **sizes))
     x = x.reshape(len(x), -1)
     for layer in module.layers:
-        x = act(x @ layer.weight.T + layer.bias)
+        x = x @ layer.weight.T + layer.bias
+        if norm == "layer":
+            x = x - x.mean(dim=1, keepdim=True)
+            x = x / (x.square().mean(dim=1, keepdim=True) + 1e-5).sqrt()
+        x = act(x)
     return x
 
 
@@ -103,13 +109,15 @@ def slow_trunk(network: str, module: Any, image: Tensor, activation: str) -> Ten
         ("nature", "group", (4, 44, 44)),
         ("impala", "group", (4, 20, 20)),
         ("data_efficient", "group", (4, 50, 50)),
+        *((network, "layer", (4, 44, 44)) for network in ("nature", "impala", "data_efficient", "conv")),
+        ("mlp", "layer", (7,)),
     ],
 )
 def test_a_trunk_equals_its_layers(network: str, norm: str, shape: tuple[int, ...], activation: str) -> None:
     module, image = trunk(network, shape, activation=activation, norm=norm), images(shape)
-    if norm == "group":
+    if norm != "none":
         randomize(module)
-    expected = slow_trunk(network, module, image, activation)
+    expected = slow_trunk(network, module, image, activation, norm)
     torch.testing.assert_close(module(image), expected, rtol=1e-4, atol=1e-5)
     assert torch.equal(image, images(shape)), "activations work in place only on what the trunk made"
 
@@ -134,7 +142,7 @@ def test_numbers_of_parameters() -> None:
     """Those of DQN's network less its head, and others counted by hand."""
     screen, convolutions = (4, 84, 84), 32 * 4 * 25 + 32 + 64 * 32 * 25 + 64
     assert count(trunk("nature", screen, (512,))) == 1_684_128
-    for norm in ("group", "batch"):  # scales and shifts for biases
+    for norm in ("group", "batch", "layer"):  # scales and shifts for biases
         assert count(trunk("nature", screen, (512,), norm=norm)) == 1_684_128 + 32 + 64 + 64
     assert count(trunk("data_efficient", screen, (256,))) == convolutions + 576 * 256 + 256
     sections = [9 * i * o + o + 4 * (9 * o * o + o) for i, o in ((4, 16), (16, 32), (32, 32))]
@@ -270,7 +278,8 @@ REFUSED: list[tuple[str, tuple[int, ...], dict[str, Any], str]] = [
     ("conv", (84, 84, 4), {"norm": "group"}, "norm 'group' is for nature, impala and data_efficient only; set norm"),
     ("mlp", (4,), {"norm": "batch"}, "norm 'batch' is for nature, impala and data_efficient only"),
     ("own_networks:Good", (84, 84), {"norm": "group"}, "norm 'group' is for nature, impala and data_efficient only"),
-    ("nature", (84, 84), {"norm": "layer"}, "norm 'layer' is unknown; use none, group or batch"),
+    ("nature", (84, 84), {"norm": "instance"}, "norm 'instance' is unknown; use none, group, batch or layer"),
+    ("own_networks:Good", (84, 84), {"norm": "layer"}, "norm 'layer' is for built-in networks only; set norm to none"),
     ("natur", (84, 84), {"norm": "group"}, "is unknown; use mlp, conv, nature"),
     ("nature", (84, 84), {"width": 3}, "takes no keyword arguments, but got {'width': 3}"),
     ("impala", (84, 84), {"activation": "gelu"}, "activation 'gelu' is unknown; use tanh or relu"),

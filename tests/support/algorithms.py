@@ -32,6 +32,7 @@ SMALL: dict[str, Options] = {
     },
     "ppo": {"hidden_sizes": (6, 5), "batch_size": 60, "minibatch_size": 20, "num_epochs": 2, "learning_rate": 1e-2},
     "impala": {"hidden_sizes": (6, 5), "batch_size": 60},
+    "pqn": {"hidden_sizes": (6, 5), "batch_size": 60, "minibatch_size": 20, "num_epochs": 2, "learning_rate": 1e-2},
     "docs.own_algorithm": {"hidden_sizes": (8,), "learning_rate": 1e-2, "target_rate": 0.1, "batch_size": 6},
 }  # fmt: skip
 

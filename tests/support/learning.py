@@ -36,7 +36,7 @@ def toy(env_id: str, algorithm: dict[str, Any], **sections: Any) -> RunConfig:
     """Return the config of a toy; on-policy no fragment is stale."""
     rollout = {"fragment_s": 5, "max_fragment_steps": 32}
     tree = {"name": "toy", "env": {"id": env_id, "num_envs": 16}, "algorithm": algorithm, "rollout": rollout}
-    if algorithm["name"] in ("ppo", "impala"):
+    if algorithm["name"] in ("ppo", "impala", "pqn"):
         tree["on_policy"] = {"collect": "sync", "max_staleness": 0}
     return validate(tree | sections)
 

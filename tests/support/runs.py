@@ -31,7 +31,7 @@ def target_tree(**sections: Any) -> dict[str, Any]:
         "evaluation": {"every_s": 1, "near_every_s": 0.2, "near": 5, "num_envs": 10, "timeout_s": 10},
         "stop": {"return": -0.5, "time": 120},
     }
-    if sections.get("algorithm", {}).get("name") in ("ppo", "impala"):
+    if sections.get("algorithm", {}).get("name") in ("ppo", "impala", "pqn"):
         tree |= {"algorithm": {}, "replay": {}}
         del tree["learner"]["publish_every_s"]
     for name, section in sections.items():

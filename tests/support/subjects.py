@@ -24,13 +24,14 @@ SPECS = {
     "r2d2": DISCRETE,
     "ppo": DISCRETE,
     "impala": DISCRETE,
+    "pqn": DISCRETE,
     "docs.own_algorithm": DISCRETE,
 }
 
 
 def batch_for(name: str, learner: Any, spec: EnvSpec, seed: int) -> Any:
     """Return a batch of tensors on the CPU for a learner of `make_learner`, with weights if it prioritizes."""
-    if name in ("ppo", "impala"):
+    if learner.config.on_policy:
         feed = reference_ppo.make_feed(
             spec, seed=seed, num_fragments=4, state_size=learner.config.recurrent_state_size
         )

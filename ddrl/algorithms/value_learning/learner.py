@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic
 
 import torch
@@ -23,12 +23,14 @@ class ValueLearner(Generic[AnyOptions]):
         spec: spaces of the environment.
         device: where networks and batches are.
         seed: of the initial weights, which are the same on every device, and of the noise of noisy layers.
-        loss: of this learner on a batch: the scalar loss, and detached metrics.
+        loss: of this learner on a batch, or a part of it: the scalar loss, and detached metrics.
+        parts: of a batch, one for each optimizer step; None: it is taken as a whole.
+        has_target: there is a target network.
 
     Attributes:
         config, spec: options, and spaces of the environment.
         network: the online network.
-        target_network: the target network.
+        target_network: the target network, if there is one.
         parameters: the online network's, with their gradient.
         buffers: what the online network carries besides its parameters, by name: running statistics, constants of a
             custom network.
@@ -42,19 +44,23 @@ class ValueLearner(Generic[AnyOptions]):
         device: torch.device,
         seed: int,
         loss: Callable[[ValueLearner[AnyOptions], Any], tuple[Tensor, dict[str, Tensor]]],
+        parts: Callable[[ValueLearner[AnyOptions], Any], Iterable[Any]] | None = None,
+        has_target: bool = True,
     ) -> None:
         self.num_updates = 0
         self.from_policy = False
         self.config, self.spec = config, spec
         self.network = config.make_network(spec, generator=torch.Generator().manual_seed(seed)).to(device)
-        self.target_network = config.make_network(spec).to(device).requires_grad_(False).eval()
         self.parameters = FlatParameters(self.network)
         self.buffers = saved_buffers(self.network)
-        self._loss = loss
+        self._loss, self._parts = loss, parts
         vector = self.parameters.vector
-        target = FlatParameters(self.target_network).vector.requires_grad_(False)
         self._online = {"value": vector, **self.buffers}
-        self._target = {"value": target, **saved_buffers(self.target_network)}
+        self._target: dict[str, Tensor] = {}
+        if has_target:
+            self.target_network = config.make_network(spec).to(device).requires_grad_(False).eval()
+            target = FlatParameters(self.target_network).vector.requires_grad_(False)
+            self._target = {"value": target, **saved_buffers(self.target_network)}
         self._move_target(1.0)
         self._optimizer: torch.optim.Optimizer
         common = {"learning_rate": config.learning_rate, "weight_decay": config.weight_decay}
@@ -71,9 +77,19 @@ class ValueLearner(Generic[AnyOptions]):
             batch: tensors on the learner's device; observations uint8 or float32.
 
         Returns:
-            The algorithm's metrics, and loss, grad_norm before clipping, and epsilon where it follows a schedule.
+            The algorithm's metrics, and loss, grad_norm before clipping, and epsilon where it follows a schedule; of
+            its last part.
         """
-        config = self.config
+        metrics: dict[str, Tensor] = {}
+        for part in (batch,) if self._parts is None else self._parts(self, batch):
+            metrics = self._step(part)
+        if not self.config.epsilon_ladder:
+            metrics["epsilon"] = torch.tensor(self._epsilon)
+        return metrics
+
+    def _step(self, batch: Any) -> dict[str, Tensor]:
+        """Take one optimizer step; move the target if it is due."""
+        config: Any = self.config
         loss, metrics = self._loss(self, batch)
         self.parameters.differentiate(loss)
         metrics["loss"] = loss.detach()
@@ -81,12 +97,10 @@ class ValueLearner(Generic[AnyOptions]):
             metrics["grad_norm"] = self.parameters.clip_gradient(config.max_grad_norm)
         self._optimizer.step()
         self.num_updates += 1
-        if config.target_rate is not None:
+        if self._target and config.target_rate is not None:
             self._move_target(config.target_rate)
-        elif config.target_period is not None and self.num_updates % config.target_period == 0:
+        elif self._target and self.num_updates % config.target_period == 0:
             self._move_target(1.0)
-        if not config.epsilon_ladder:
-            metrics["epsilon"] = torch.tensor(self._epsilon)
         return metrics
 
     def draw_noise(self, network: Any) -> None:
@@ -97,8 +111,8 @@ class ValueLearner(Generic[AnyOptions]):
     @torch.no_grad()
     def _move_target(self, share: float) -> None:
         """Move the target and its buffers by a share, above 0, of their way to the network; copy counts."""
-        for name, value in self._online.items():
-            target = self._target[name]
+        for name, target in self._target.items():
+            value = self._online[name]
             if share < 1.0 and target.is_floating_point():
                 target.lerp_(value, share)
             else:

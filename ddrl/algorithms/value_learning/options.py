@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from ddrl.networks.q_network import QNetwork
 
-AnyOptions = TypeVar("AnyOptions", bound="Options")
+AnyOptions = TypeVar("AnyOptions", bound="GreedyConfig")
 
 
 class QNetworkConfig(NetworkConfig):
@@ -35,10 +35,10 @@ class QNetworkConfig(NetworkConfig):
     convolutions."""
     activation: Literal["relu", "tanh"] = "relu"
     """Activation of the hidden layers. relu is usual and faster; tanh bounds the features."""
-    norm: Literal["none", "group", "batch"] = "none"
+    norm: Literal["none", "group", "batch", "layer"] = "none"
     """Normalization after each convolution of nature, impala and data_efficient. `group` steadies learning and needs
-    less tuning, at some time per update; `batch`, which R2D2 refuses, mixes the transitions of a batch. Usual: none or
-    group."""
+    less tuning, at some time per update; `batch`, which R2D2 refuses, mixes the transitions of a batch. `layer`
+    normalizes every layer before the head, also of mlp and conv. Usual: none or group."""
 
     def make_network(self, spec: EnvSpec, *, generator: Generator | None = None) -> QNetwork:
         """Return the network that the options describe, on the CPU.
@@ -75,17 +75,14 @@ class QNetworkConfig(NetworkConfig):
             self.make_network(spec)
 
 
-class Options(QNetworkConfig, Prioritized):
-    """Options of every learner of action values; rewards are in training units."""
+class GreedyConfig(QNetworkConfig):
+    """Options of every learner whose policy takes the action of largest value, or sometimes a random one."""
 
     network_options: ClassVar[tuple[str, ...]] = (*QNetworkConfig.network_options, "dueling")
 
     dueling: bool = False
     """Two streams, Q = V + A - mean A: states are valued without trying every action. Usual: yes where there are many
     actions or few of them matter."""
-    double: bool = False
-    """The online network picks the next action, the target network values it: less overestimation, one more forward
-    pass per update. Usual: yes."""
     learning_rate: float = option(NetworkConfig, "learning_rate", 5e-4)
     optimizer: Literal["adam", "rmsprop"] = "adam"
     """adam, or rmsprop (decay 0.95, eps 3e-3 outside the root, not centered), close to the 2015 DQN's; then set
@@ -97,12 +94,6 @@ class Options(QNetworkConfig, Prioritized):
     """Times the parameters, added to their gradient after max_grad_norm (L2 regularization). More keeps weights
     smaller. Usual: 0; rainbow-with-ray 5e-5."""
     max_grad_norm: float | None = option(Common, "max_grad_norm", 10.0)
-    n_step: PositiveInt = option(Common, "n_step", 1)
-    batch_size: PositiveInt = option(NetworkConfig, "batch_size", 64)
-    target_period: PositiveInt | None = Field(500, json_schema_extra=LIVE)
-    """Updates between two copies of the network to its target. More is stabler and slower. null if target_rate is set;
-    exactly one of the two. Usual: 100 to 1,000 for vectors, 2,000 to 10,000 for images."""
-    target_rate: float | None = option(Common, "target_rate", None)
     epsilon: float = Field(1.0, ge=0, le=1, json_schema_extra=LIVE)
     """Share of random actions in training at first. More explores more. Usual: 1."""
     final_epsilon: float = Field(0.05, ge=0, le=1, json_schema_extra=LIVE)
@@ -120,22 +111,8 @@ class Options(QNetworkConfig, Prioritized):
     evaluation_epsilon: float = Field(0.0, ge=0, le=1)
     """Share of random actions in evaluations. Usual: 0; Atari 0.001 to 0.05; report it with results."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _target_rate_replaces_target_period(cls, values: Any) -> Any:
-        """Set target_period to None if only target_rate is given."""
-        if isinstance(values, dict) and values.get("target_rate") is not None:
-            return {"target_period": None, **values}
-        return values
-
     @model_validator(mode="after")
-    def _refuse_contradictions(self) -> Self:
-        if (self.target_period is None) == (self.target_rate is None):
-            raise ValueError(
-                f"target_period={self.target_period}, target_rate={self.target_rate}: the target follows in one of two "
-                "ways; set one and leave the other None"
-            )
-        self.refuse_unused_priorities()
+    def _refuse_what_has_no_effect(self) -> Self:
         if self.epsilon_ladder:
             schedule = ("epsilon", "final_epsilon", "epsilon_anneal_updates")
             self.refuse_changed("with epsilon_ladder=true", *schedule)
@@ -145,7 +122,7 @@ class Options(QNetworkConfig, Prioritized):
                 self.refuse_changed("where epsilon is final from the start", "epsilon_anneal_updates")
         if self.optimizer != "adam":
             self.refuse_changed(f"with optimizer={self.optimizer}", "adam_eps")
-        if self.network == "mlp":
+        if self.network == "mlp" and self.norm in ("group", "batch"):
             self.refuse_changed("on mlp, which has no convolutions", "norm")
         return self
 
@@ -166,9 +143,46 @@ class Options(QNetworkConfig, Prioritized):
     @property
     def reports_values(self) -> bool:
         """Policies report action values, of which first priorities are made."""
-        return self.prioritized
+        return False
 
     def epsilon_at(self, num_updates: int) -> float:
         """Return the scheduled share of random actions after so many updates; a ladder ignores it."""
         reached = min(1.0, num_updates / self.epsilon_anneal_updates)
         return self.epsilon + (self.final_epsilon - self.epsilon) * reached
+
+
+class Options(GreedyConfig, Prioritized):
+    """Options of every learner of action values from a replay; rewards are in training units."""
+
+    double: bool = False
+    """The online network picks the next action, the target network values it: less overestimation, one more forward
+    pass per update. Usual: yes."""
+    n_step: PositiveInt = option(Common, "n_step", 1)
+    batch_size: PositiveInt = option(NetworkConfig, "batch_size", 64)
+    target_period: PositiveInt | None = Field(500, json_schema_extra=LIVE)
+    """Updates between two copies of the network to its target. More is stabler and slower. null if target_rate is set;
+    exactly one of the two. Usual: 100 to 1,000 for vectors, 2,000 to 10,000 for images."""
+    target_rate: float | None = option(Common, "target_rate", None)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _target_rate_replaces_target_period(cls, values: Any) -> Any:
+        """Set target_period to None if only target_rate is given."""
+        if isinstance(values, dict) and values.get("target_rate") is not None:
+            return {"target_period": None, **values}
+        return values
+
+    @model_validator(mode="after")
+    def _refuse_contradictions(self) -> Self:
+        if (self.target_period is None) == (self.target_rate is None):
+            raise ValueError(
+                f"target_period={self.target_period}, target_rate={self.target_rate}: the target follows in one of two "
+                "ways; set one and leave the other None"
+            )
+        self.refuse_unused_priorities()
+        return self
+
+    @property
+    def reports_values(self) -> bool:
+        """Policies report action values, of which first priorities are made."""
+        return self.prioritized

@@ -78,7 +78,8 @@ class Policy:
 
         Returns:
             [N] int64; and for prioritized replay the columns action_value [N], Q(s, a) of the action taken, and
-            state_value [N], max_a Q(s, a), both float32 as the network gives them: with rescale_values h(Q).
+            state_value [N], max_a Q(s, a), both float32 as the network gives them: with rescale_values h(Q); on-policy
+            behavior_log_prob [N] float32, in nats.
 
         Raises:
             ValueError: as `act`.
@@ -94,7 +95,12 @@ class Policy:
                 self._ladder = ladder(self._config, producer=self._producer, num_envs=size)
             epsilon = self._ladder
         is_random = generator.random(size) < epsilon
-        action = np.where(is_random, random_choices(self._spec, observation, generator), value.argmax(axis=1))
+        best = value.argmax(axis=1)
+        action = np.where(is_random, random_choices(self._spec, observation, generator), best)
+        if self._config.on_policy:
+            num_allowed = (self._spec.only_allowed(np.zeros_like(value), observation) == 0).sum(axis=1)
+            probability = epsilon / num_allowed + (1.0 - epsilon) * (action == best)
+            return action, {"behavior_log_prob": np.log(probability).astype(np.float32)}
         if not self._config.reports_values:
             return action, {}
         return action, {"action_value": value[np.arange(size), action], "state_value": value.max(axis=1)}

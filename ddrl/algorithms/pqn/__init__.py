@@ -1,0 +1,1 @@
+"""Parallelised Q-network (PQN), Q-learning without replay and without a target network."""

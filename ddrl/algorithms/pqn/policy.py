@@ -1,0 +1,3 @@
+"""The policy of PQN."""
+
+from ddrl.algorithms.value_learning.policy import Policy as Policy
