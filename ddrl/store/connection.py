@@ -841,63 +841,81 @@ def _confirmed(client: redis.Redis, durability: Durability, *command: Any) -> An
     """Run a command and wait, on the same connection, until `durability` is reached."""
     if durability == "process":
         return client.execute_command(*command)  # type: ignore[no-untyped-call]
-    needed = _num_followers(client) if durability == "replica" else 1
+    followers = _followers(client) if durability == "replica" else set()
+    needed = max(1, len(followers))
     wait, holders = (("WAITAOF", 1, 0), "disks") if durability == "disk" else (("WAIT", needed), "replicas")
     with client.pipeline(transaction=False) as pipe:
         pipe.execute_command(*command)  # type: ignore[no-untyped-call]
         pipe.execute_command(*wait, CONFIRM_MS)  # type: ignore[no-untyped-call]
-        reply, confirmed = pipe.execute(raise_on_error=False)
-    for answer in (reply, confirmed):
+        if followers:
+            pipe.info("replication")
+        reply, confirmed, *infos = answers = pipe.execute(raise_on_error=False)
+    for answer in answers:
         if isinstance(answer, Exception):
             raise answer
     count = confirmed[0] if isinstance(confirmed, list) else confirmed
     if count < needed:
         client.connection_pool.disconnect(inuse_connections=False)  # see `_Primary`
         raise NotConfirmedError(f"{count} of {needed} {holders} hold what was written")
+    if any(
+        _online(info) != followers for info in infos
+    ):  # one that came may have confirmed for one that left
+        raise NotConfirmedError("the primary's replicas have changed meanwhile")
     return reply
 
 
-def _num_followers(client: redis.Redis) -> int:
-    """Return how many replicas must confirm a write: of a server without sentinels one, else all that follow it.
+def _online(info: Mapping[str, Any]) -> set[tuple[str, int]]:
+    """Return host and port of the replicas in INFO of a primary's replication."""
+    rows = [row for row in info.values() if isinstance(row, dict)]
+    return {(row["ip"], row["port"]) for row in rows if row["state"] == "online"}
+
+
+def _followers(client: redis.Redis) -> set[tuple[str, int]]:
+    """Return host and port of each replica of a server with sentinels; all must confirm a write. Else none.
 
     Sentinels may promote any of them, and name it only afterwards: until then the old primary may still serve, with
-    the others. So one that has been promoted counts too, though it cannot confirm. Each that a sentinel takes to be up
-    and the primary does not list is asked; where it does not answer, what the sentinel knows of it counts.
+    the others. So each server that a sentinel takes to be up and the primary does not list is asked; where it does not
+    answer, what the sentinel knows counts. Not seen is one that was promoted from a primary which has lost its
+    replication id since, as by a restart from its append-only file.
+
+    Raises:
+        NotConfirmedError: another server may take over.
     """
     if not isinstance(pool := client.connection_pool, SentinelConnectionPool):
-        return 1
+        return set()
     pool.get_master_address()  # type: ignore[no-untyped-call]
     info: Any = client.info("replication")
-    rows = [row for row in info.values() if isinstance(row, dict)]
-    online = {(row["ip"], row["port"]) for row in rows if row["state"] == "online"}
+    online = _online(info)
     manager = pool.sentinel_manager
-    replicas = manager.sentinels[0].sentinel_slaves(pool.service_name)  # last: INFO may take long
-    others = [row for row in replicas if not row["is_sdown"] and (row["ip"], row["port"]) not in online]
     options = manager.connection_kwargs | {"socket_timeout": ASK_S, "socket_connect_timeout": ASK_S}
     # Not of our classes: a server that does not answer says nothing of the connections to the primary.
     is_secure = issubclass(options.pop("connection_class"), redis.SSLConnection)
     kind = redis.SSLConnection if is_secure else redis.Connection
-    num = len(online)
-    for row in others:
+    for row in manager.sentinels[0].sentinel_slaves(pool.service_name):  # after INFO, which may take long
+        if row["is_sdown"] or (row["ip"], row["port"]) in online:
+            continue
         try:
             there = redis.ConnectionPool(kind, host=row["ip"], port=row["port"], **options)
             with redis.Redis.from_pool(there) as server:
-                num += may_take_over(server.info("replication"), info)
+                is_rival = may_take_over(server.info("replication"), info)
         except redis.RedisError:
-            num += row["role-reported"] == "master" or row["master-link-status"] == "ok"
-    return max(1, num)
+            is_rival = row["role-reported"] == "master" or row["master-link-status"] == "ok"
+        if is_rival:
+            raise NotConfirmedError(f"{row['ip']}:{row['port']} may take over from the primary")
+    return online
 
 
 def may_take_over(server: Mapping[str, Any], primary: Mapping[str, Any]) -> bool:
-    """Return whether a server follows, or has been promoted when it followed this primary or the one before.
+    """Return whether a server has been promoted when it followed this primary or the one before, or follows another.
 
-    Two sentinels may have promoted a replica each of that one.
+    Two sentinels may have promoted a replica each of the one before.
 
     Args:
         server, primary: INFO of their replication.
     """
     if server["role"] != "master":
-        return bool(server["master_link_status"] == "up")
+        is_led = server["master_link_status"] == "up"
+        return is_led and bool(server["master_replid"] != primary["master_replid"])
     return server["master_replid2"] in {primary["master_replid"], primary["master_replid2"]} - {"0" * 40}
 
 

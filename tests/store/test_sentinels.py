@@ -32,6 +32,11 @@ def servers() -> Iterator[Failover]:
         yield servers
 
 
+def appended(client: Redis, run: str, seq: int) -> stream.Answer:
+    """Append, again while the servers change on a busy machine."""
+    return connection.retry(lambda: append(client, run, seq, "replica"))
+
+
 def append(client: Redis, run: str, seq: int, durability: Durability) -> stream.Answer:
     return stream.append(
         client,
@@ -80,7 +85,7 @@ def test_a_write_is_acknowledged_when_a_replica_has_it(servers: Failover) -> Non
     replicas = [port for port in servers.ports if port != servers.settle()]
     with connection.connect(servers.url) as client:
         run = start(client, target_config(durability="replica"))
-        assert append(client, run, 0, "replica") is stream.Answer.WAIT
+        assert appended(client, run, 0) is stream.Answer.WAIT
         with contextlib.ExitStack() as frozen:
             for port in replicas:
                 frozen.enter_context(servers.frozen(port))
@@ -88,7 +93,7 @@ def test_a_write_is_acknowledged_when_a_replica_has_it(servers: Failover) -> Non
                 append(client, run, 1, "replica")
             assert connection.outage(caught.value) == str(caught.value)
         servers.settle()
-        assert append(client, run, 1, "replica") is stream.Answer.WAIT
+        assert appended(client, run, 1) is stream.Answer.WAIT
         assert stream_steps(client, run) == 2 and runs.state(client, run).duplicates == 1
 
 
@@ -97,7 +102,11 @@ def test_a_write_is_not_acknowledged_while_a_replica_is_made_the_primary(servers
 
     As where two sentinels fail over from the same primary, one after the other.
     """
-    servers.kill(former := servers.settle())
+    former = servers.settle()
+    with connection.connect(servers.url) as client:
+        run = start(client, target_config(durability="replica"))
+        appended(client, run, 0)
+    servers.kill(former)
     until(lambda: servers.primary() not in (0, former))
     present = servers.primary()
     (replica,) = {*servers.ports} - {former, present}
@@ -105,28 +114,67 @@ def test_a_write_is_not_acknowledged_while_a_replica_is_made_the_primary(servers
         promoted.replicaof("no", "one")  # as sentinels do, before they name it and move the other replica
         servers.start(former, present)
         until(lambda: servers.num_replicas(present))
-        run = start(client, target_config(durability="replica"))
-        with pytest.raises(NotConfirmedError, match="1 of 2 replicas"):
-            append(client, run, 0, "replica")
+        # Or a second sentinel has failed over meanwhile, as on a busy machine.
+        words = f"127.0.0.1:{replica} may take over from the primary|is now a slave"
+        with pytest.raises(redis.ConnectionError, match=words):
+            append(client, run, 1, "replica")
         servers.settle()
-        assert append(client, run, 0, "replica") is stream.Answer.WAIT
+        assert appended(client, run, 1) is stream.Answer.WAIT
+
+
+FOLLOWS = {"role": "slave", "master_link_status": "up"}
+PRIMARY = {"master_replid": "b" * 40, "master_replid2": "a" * 40}
 
 
 @pytest.mark.parametrize(
-    ("server", "counts"),
+    ("server", "expected"),
     [
-        ({"role": "slave", "master_link_status": "up"}, True),
-        ({"role": "slave", "master_link_status": "down"}, False),  # it is taking over the data, or broken
+        (FOLLOWS | {"master_replid": "d" * 40}, True),  # another one
+        (FOLLOWS | {"master_replid": "b" * 40}, False),  # this one, which lists it by another name
+        ({"role": "slave", "master_link_status": "down", "master_replid": "d" * 40}, False),
         ({"role": "master", "master_replid2": "b" * 40}, True),  # promoted when it followed this one
         ({"role": "master", "master_replid2": "a" * 40}, True),  # or the one before
         ({"role": "master", "master_replid2": "c" * 40}, False),  # it was a primary itself, and comes back
         ({"role": "master", "master_replid2": "0" * 40}, False),
     ],
 )
-def test_servers_beside_the_primary_that_may_take_over(server: dict[str, str], counts: bool) -> None:
-    assert connection.may_take_over(server, {"master_replid": "b" * 40, "master_replid2": "a" * 40}) is counts
-    never_promoted = {"master_replid": "b" * 40, "master_replid2": "0" * 40}
-    assert connection.may_take_over(server, never_promoted) is (counts and "a" * 40 not in server.values())
+def test_servers_beside_the_primary_that_may_take_over(server: dict[str, str], expected: bool) -> None:
+    assert connection.may_take_over(server, PRIMARY) is expected
+    never_promoted = PRIMARY | {"master_replid2": "0" * 40}
+    assert connection.may_take_over(server, never_promoted) is (expected and "a" * 40 not in server.values())
+
+
+def test_a_replica_that_comes_does_not_confirm_for_one_that_left(
+    servers: Failover, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After it was asked who follows, the only replica is promoted; the other one comes while the write waits."""
+    primary = servers.settle()
+    left, late = (port for port in servers.ports if port != primary)
+    asked, followers = [], connection._followers
+
+    def leaves(client: Redis) -> set[tuple[str, int]]:
+        asked.append(followers(client))
+        if len(asked) == 1:
+            with servers.client(left) as promoted:
+                promoted.replicaof("no", "one")
+            comes.replicaof("127.0.0.1", primary)
+        return asked[-1]
+
+    with contextlib.ExitStack() as stack:
+        client = stack.enter_context(connection.connect(servers.url))
+        there, comes = (stack.enter_context(servers.client(port)) for port in (primary, late))
+        run = start(client, target_config(durability="replica"))
+        there.config_set("min-replicas-to-write", 0)
+        comes.replicaof("127.0.0.1", free_port())
+        until(lambda: servers.num_replicas(primary) == 1)
+        monkeypatch.setattr(connection, "_followers", leaves)
+        with pytest.raises(NotConfirmedError, match="the primary's replicas have changed meanwhile"):
+            append(client, run, 0, "replica")
+        assert asked[0] == {("127.0.0.1", left)}
+        monkeypatch.undo()
+        there.config_set("min-replicas-to-write", 1)
+        servers.settle()
+        assert appended(client, run, 0) is stream.Answer.WAIT
 
 
 @pytest.mark.parametrize(
