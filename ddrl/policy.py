@@ -174,8 +174,9 @@ def _build(
         resolved = base.resolve(config, spaces)
         # The largest layer: a network is made before it is loaded.
         sizes = getattr(resolved.config, "hidden_sizes", ())  # a user's algorithm may have none
+        memory = resolved.config.recurrent_state_size
         most = max(2**20, sum(array.size for array in arrays.values()))
-        if any(one * other > most for one, other in pairwise((1, *sizes))):
+        if any(one * other > most for one, other in (*pairwise((1, *sizes)), (memory, memory))):
             raise ValueError("its layers are larger than the file")
         policy = resolved.policy()
         policy.load(arrays)

@@ -66,6 +66,12 @@ class EnvSpec:
         """A network sees numbers only, no images."""
         return len(self.input_shape) == 1 and not self.image_shapes
 
+    def numbers(self, seen: np.ndarray) -> np.ndarray:
+        """Return the numbers of observations [..., *O]: [..., F], of images beside numbers these, else themselves."""
+        if not self.image_shapes:
+            return seen
+        return seen[..., sum(map(math.prod, self.image_shapes)) :].copy().view("<f4")
+
     @property
     def num_masked(self) -> int:
         """A, numbers in the mask at the end of what a network sees: a choice of each dimension; 0 without a mask."""
@@ -277,7 +283,7 @@ class Trajectories:
         behavior_log_prob: [T, B] float32 log probability or density of the action under the policy that played, in
             nats.
         place: [M] int64, t * B + b of each transition, sequence after sequence; of recurrent policies only, as what
-            follows. Each sequence is the part of an episode that is in one fragment.
+            follows. A sequence is a part of an episode.
         length: [S] int64, transitions of each sequence.
         recurrent_state: [S, H] float32, before each sequence.
     """

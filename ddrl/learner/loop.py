@@ -369,9 +369,10 @@ class Learner:
         ):
             if (fragment := entry.fragment) is None:
                 continue
-            names = ("observation", "final_observation", "reward")
+            names = ("observation", "final_observation")
             extras = {name: x for name, x in fragment.extras.items() if name != "episode_metrics"}
-            columns = {name: getattr(fragment, name) for name in names} | extras
+            columns = {name: self._spec.numbers(getattr(fragment, name)) for name in names}
+            columns |= {"reward": fragment.reward} | extras
             sizes = {name: np.abs(x, dtype=np.float64).max(initial=0.0) for name, x in columns.items()}
             name = max(sizes, key=sizes.__getitem__)
             largest.append((float(sizes[name]), name, entry.entry_id, entry.producer))

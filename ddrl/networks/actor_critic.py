@@ -23,9 +23,9 @@ class ActorCritic(nn.Module):
     """Policy parameters and values of observations.
 
     Parameters are named `core.*` (recurrent only; see `RecurrentCore`), `actor.*` and `critic.*` (the trunks; no critic
-    when shared), `policy_head.weight` [P, F],
-    `policy_head.bias` [P], `value_head.weight` [1, F], `value_head.bias` [1] and, if it has dimensions, `log_std`
-    [log_std_dims]. The same generator gives the same actor and policy head, shared or not.
+    when shared), `policy_head.weight` [P, F], `policy_head.bias` [P], `value_head.weight` [1, F], `value_head.bias` [1]
+    and, if it has dimensions, `log_std` [log_std_dims]. The same generator gives the same actor and policy head, shared
+    or not.
 
     Args:
         network: name of each trunk, for messages.

@@ -62,7 +62,7 @@ class BatchNorm(nn.Module):
 class Convolution(nn.Conv2d):
     """A convolution with optional normalization of its output, on the CPU.
 
-    With a norm it has Xavier's weights and no bias, which the norm would cancel. GroupNorm with 16 groups and Xavier's
+    With a norm it has Xavier's weights and no bias, since the norm has one. GroupNorm with 16 groups and Xavier's
     weights are those of rainbow-with-ray (github.com/fangyuedong/rainbow-with-ray), whose author reports less tuning
     and steadier curves; "layer" is one group.
 

@@ -70,13 +70,14 @@ class RecurrentCore(nn.Module):
             state: [B, H] before the first row of each.
             lengths: [B] int64 on the CPU, at least 1.
         """
-        longest, num = int(lengths.max()), len(lengths)
-        is_used = torch.arange(longest) < lengths.unsqueeze(1)  # [B, T]
-        place = send(is_used.flatten().nonzero().squeeze(1), x.device)
-        padded = x.new_zeros(num * longest, x.shape[1]).index_copy(0, place, x)
-        output, _ = self(padded.view(num, longest, -1).transpose(0, 1), state, lengths)
-        flat: Tensor = output.transpose(0, 1).flatten(0, 1).index_select(0, place)
-        return flat
+        first = lengths.cumsum(0) - lengths
+        lengths, order = lengths.sort(descending=True)
+        step = torch.arange(int(lengths[0])).unsqueeze(1)
+        is_used = step < lengths  # [T, B]
+        place = send((first[order] + step)[is_used], x.device)
+        packed = PackedSequence(x.index_select(0, place), is_used.sum(dim=1))
+        output = self._run(packed, state.index_select(0, send(order, x.device)))[0].data
+        return torch.empty_like(output).index_copy(0, place, output)
 
     def _run(self, inputs: Tensor | PackedSequence, state: Tensor) -> tuple[Any, Tensor]:
         """Run the layer from state [B, H]. Return its outputs, packed if the inputs are, and the new state."""

@@ -188,11 +188,8 @@ class Trunk(nn.Module):
             self._stages = tuple(convolutions)  # a ModuleList is slow to walk
         self.layers = dense(num_inputs, hidden_sizes, generator, is_xavier=norm != "none")
         self.num_features = hidden_sizes[-1] if hidden_sizes else num_inputs
-        self._activate, self._copying, self._has_layer_norm = (
-            activation,
-            _COPYING[activation],
-            norm == "layer",
-        )
+        self._activate, self._copying = activation, _COPYING[activation]
+        self._has_layer_norm = norm == "layer"
         # To find a parameter through its module costs as much as a small operation.
         self._dense: list[tuple[Any, Any]] = [(layer.weight, layer.bias) for layer in self.layers]
 
@@ -228,7 +225,7 @@ class Trunk(nn.Module):
 class MultiInput(nn.Module):
     """The convolutions of `Trunk`, of its own for each image, joined with numbers; then dense layers.
 
-    Its parameters are named `images.i.convolutions.*`, and `layers.*` as those of `Trunk`.
+    Its parameters are named `images.i.*` and `joined.*`, as those of `Trunk`.
 
     Args:
         network: as of `Trunk`, but for "mlp".
@@ -252,16 +249,15 @@ class MultiInput(nn.Module):
         image_shapes: Sequence[tuple[int, ...]],
     ) -> None:
         super().__init__()
-        make = partial(Trunk, network, hidden_sizes=(), activation=activation, norm=norm, generator=generator)
-        trunks = [make(observation_shape=shape) for shape in image_shapes]
+        options: Mapping[str, Any] = {"activation": activation, "norm": norm, "generator": generator}
+        trunks = [Trunk(network, shape, (), **options) for shape in image_shapes]
         self.images = nn.ModuleList(trunks)
         self._shapes = image_shapes
         sizes = list(map(math.prod, image_shapes))
         self._sections = [*sizes, observation_shape[0] - sum(sizes)]
         num_inputs = sum(trunk.num_features for trunk in trunks) + self._sections[-1] // 4
-        self.layers = dense(num_inputs, hidden_sizes, generator, is_xavier=norm != "none")
-        self.num_features = hidden_sizes[-1] if hidden_sizes else num_inputs
-        self._activate, self._has_layer_norm = activation, norm == "layer"
+        self.joined = Trunk("mlp", (num_inputs,), hidden_sizes, **options)
+        self.num_features = self.joined.num_features
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, O] bytes divided by 255 -> [B, F]."""
@@ -270,12 +266,10 @@ class MultiInput(nn.Module):
             trunk(image.reshape(-1, *shape))
             for trunk, image, shape in zip(self.images, images, self._shapes, strict=True)
         ]
-        numbers = (255.0 * rest).round().to(torch.uint8).view(torch.float32)
-        x = torch.cat((*parts, numbers), dim=1)
-        for layer in self.layers:
-            x = layer(x)
-            x = self._activate(F.layer_norm(x, x.shape[1:]) if self._has_layer_norm else x)
-        return x
+        if rest.shape[1]:
+            parts.append((255.0 * rest).round().to(torch.uint8).contiguous().view(torch.float32))
+        features: Tensor = self.joined(torch.cat(parts, dim=1))
+        return features
 
 
 def _plain_convolutions(

@@ -28,6 +28,9 @@ from ddrl.replay.sequences import check_states
 from ddrl.replay.storage import Columns, observation_block
 from ddrl.types import Fragment, Trajectories
 
+LEAST_SEQUENCE = 64
+"""Steps of a recurrent policy's sequence, unless its episode, or what the batch holds of it, ends before."""
+
 
 @dataclass(frozen=True)
 class _Content:
@@ -120,7 +123,8 @@ class Fifo:
             ValueError: it cannot be learned from (see `check_trajectory`).
         """
         check_trajectory(fragment, state_size=self._state_size)
-        names = fragment.extras.keys() & {"behavior_log_prob", "raw_action", "memory"}
+        used = {"behavior_log_prob", "raw_action", *(["memory"] if self._state_size else [])}
+        names = fragment.extras.keys() & used
         return replace(fragment, extras={name: fragment.extras[name] for name in names})
 
     def admit(self, fragment: Fragment, entry_id: bytes, *, version: int) -> None:
@@ -240,9 +244,10 @@ def check_staleness(*, collect: str, max_staleness: int, forced_lag: int = 0) ->
 def trajectories(fragments: Sequence[Fragment], *, gamma: float, frame_stack: int = 1) -> Trajectories:
     """Return all transitions of `fragments` as lanes; consecutive fragments of one producer form a chain.
 
-    Context steps yield no transitions; they only complete frame stacks. Fragments with recurrent states are sequences
-    too: each part of an episode that is in one of them. The action is the column `raw_action` where
-    there is one: the action as the policy drew it, before it was scaled and clipped for the environment.
+    Context steps yield no transitions; they only complete frame stacks. Fragments with recurrent states give sequences
+    too: parts of episodes that begin with a chain's fragment, and again with one that comes LEAST_SEQUENCE steps later.
+    The action is the column `raw_action` where there is one: the action as the policy drew it, before it was scaled and
+    clipped for the environment.
 
     Args:
         fragments: at least one, in the order of the stream, each one having passed `check_trajectory`.
@@ -264,6 +269,8 @@ def trajectories(fragments: Sequence[Fragment], *, gamma: float, frame_stack: in
     sequences: list[Columns] = []
     num_rows = 0
     for chain, (step, lane) in zip(ordered, places, strict=True):
+        if "memory" in chain[0].extras:
+            sequences.append(_sequences(chain, step * num_lanes + lane, num_lanes))
         for fragment in chain:
             inputs, row, next_row = _stacked(fragment, frame_stack)
             new = slice(fragment.context, None)
@@ -283,8 +290,6 @@ def trajectories(fragments: Sequence[Fragment], *, gamma: float, frame_stack: in
                 if name not in columns:
                     columns[name] = np.zeros((max(lengths), num_lanes, *values.shape[2:]), values.dtype)
                 columns[name][at, lane] = values
-            if "memory" in fragment.extras:
-                sequences.append(_sequences(fragment, at * num_lanes + lane))
             observations.append(inputs)
             num_rows += len(inputs)
             step = step + fragment.num_steps
@@ -292,14 +297,28 @@ def trajectories(fragments: Sequence[Fragment], *, gamma: float, frame_stack: in
     return Trajectories(observation=np.concatenate(observations), **columns, **joined)
 
 
-def _sequences(fragment: Fragment, place: NDArray[np.int64]) -> Columns:
-    """Return a fragment's sequences as `Trajectories` holds them; `place` [T, N] is t * B + b of its transitions."""
-    is_first = np.ones(place.shape, np.bool_)
-    is_first[1:] = fragment.ended[fragment.context : -1]
+def _sequences(chain: Sequence[Fragment], start: NDArray[np.int64], num_lanes: int) -> Columns:
+    """Return a chain's sequences as `Trajectories` holds them.
+
+    Args:
+        chain: consecutive fragments of one producer.
+        start: [N] t * B + b of each environment's first transition.
+        num_lanes: B.
+    """
+    is_first = np.concatenate([fragment.ended[fragment.context :] for fragment in chain])  # [T, N]
+    is_first = np.concatenate([np.ones_like(is_first[:1]), is_first[:-1]])
+    states: dict[int, NDArray[np.float16]] = {}  # by the step before which they were sent
+    step = begun = 0
+    for fragment in chain:
+        if not step or step - begun >= LEAST_SEQUENCE:
+            is_first[step], states[step], begun = True, fragment.extras["memory"], step
+        step += fragment.num_steps
     starts = np.flatnonzero(is_first.T)  # lane after lane
-    lane, step = np.divmod(starts, len(place))
-    state = fragment.extras["memory"][lane].astype(np.float32)
-    state[step > 0] = 0.0
+    lane, first = np.divmod(starts, step)
+    state = np.zeros((len(starts), chain[0].extras["memory"].shape[1]), np.float32)
+    for at, memory in states.items():
+        state[first == at] = memory
+    place = start + np.arange(step)[:, None] * num_lanes  # [T, N]
     return {
         "place": place.T.reshape(-1),
         "length": np.diff(starts, append=place.size),

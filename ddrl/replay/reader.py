@@ -144,6 +144,9 @@ def _check(fragment: Fragment, run: str, spaces: EnvSpec, limits: FragmentLimits
     actions = [acted, fragment.extras["raw_action"]] if "raw_action" in fragment.extras else [acted]
     if spaces.action_sizes and not all(((x >= 0) & (x < spaces.action_sizes)).all() for x in actions):
         raise codec.CodecError(f"action: outside the choices of the run, {spaces.action_sizes}")
+    for seen in (observed, fragment.final_observation) if spaces.image_shapes else ():
+        if not np.isfinite(spaces.numbers(seen)).all():
+            raise codec.CodecError("observation: a number beside its images is not finite")
     if spaces.has_mask:
         for mask in (seen[..., -spaces.num_masked :] for seen in (observed, fragment.final_observation)):
             parts = np.split(mask, np.cumsum(spaces.action_sizes)[:-1], axis=-1)

@@ -71,8 +71,8 @@ class Recorder:
         self._hidden: np.ndarray | None = None
 
     def add_state(self, state: RecurrentState) -> None:
-        """Copy the recurrent state before a step, which the policy then changes in place."""
-        if state:
+        """Copy the recurrent state before a step, which the policy then changes in place; on-policy the first one."""
+        if state and (self._resolved.sequences is not None or self._row == self._context):
             if self._hidden is None:
                 self._hidden = self._column("hidden", state["hidden"].shape[1:], np.float16)
             self._hidden[self._row] = state["hidden"]

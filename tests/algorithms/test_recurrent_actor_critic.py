@@ -14,6 +14,7 @@ from support.reference_ppo import make_feed, tensors
 from torch import Tensor, nn
 
 from ddrl.algorithms.ppo.learner import clipped_surrogate, value_loss
+from ddrl.replay import fifo
 from ddrl.replay.fifo import Fifo, trajectories
 from ddrl.types import EnvSpec, Fragment
 
@@ -41,11 +42,16 @@ def slow_rows(learner: Any, fragments: list[Fragment], *, gamma: float) -> dict[
         return network.policy_head(features)[0], network.value_head(features)[0, 0], state
 
     found: dict[str, list[Any]] = {"log_prob": [], "entropy": [], "value": [], "return_": [], "behavior": []}
+    states: dict[tuple[int, int], Any] = {}  # by producer and lane, of chains of fragments
+    played: dict[int, int] = {}
     for one in fragments:
+        is_joined = played.get(one.producer) == one.seq - 1
+        played[one.producer] = one.seq
         finals = {tuple(at): seen for at, seen in zip(one.final_index, one.final_observation, strict=True)}
         for lane in range(one.num_envs):
             memory = torch.from_numpy(one.extras["memory"][lane].astype(np.float32))[None]
-            state: Any = memory.split(size, dim=1) if learner.config.recurrent == "lstm" else memory
+            sent: Any = memory.split(size, dim=1) if learner.config.recurrent == "lstm" else memory
+            state: Any = states[one.producer, lane] if is_joined else sent
             for t in range(one.num_steps):
                 parameters, value, state = step(one.observation[t, lane], state)
                 action = torch.from_numpy(np.asarray(one.extras.get("raw_action", one.action)[t, lane]))[None]
@@ -56,6 +62,7 @@ def slow_rows(learner: Any, fragments: list[Fragment], *, gamma: float) -> dict[
                     target = target + gamma * step(seen, state)[1].detach()
                 if one.ended[t, lane]:
                     state = None
+                states[one.producer, lane] = state
                 found["log_prob"].append(log_prob[0])
                 found["entropy"].append(entropy[0])
                 found["value"].append(value)
@@ -78,9 +85,12 @@ def test_an_update_equals_the_twin_that_plays_step_by_step(spec: EnvSpec, kind: 
     loss = loss - 0.02 * rows["entropy"].mean()
     gradient = torch.autograd.grad(loss, list(ppo.network.parameters()))
     prepared = ppo.prepare(batch, estimator="gae")
-    order = np.argsort([number % 3 for number in range(4)], kind="stable")  # chains, of the producers in turn
-    starts = np.cumsum([0, *(one.num_transitions for one in fragments)])
-    chained = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in order])
+    rows_of = []  # of each fragment, [N, T]
+    for one in fragments:
+        start = rows_of[-1].max() + 1 if rows_of else 0
+        rows_of.append(start + np.arange(one.num_transitions).reshape(one.num_envs, -1))
+    # Chain by chain, lane by lane: the last fragment goes on with the first.
+    chained = np.concatenate([np.concatenate([rows_of[0], rows_of[3]], axis=1), *rows_of[1:3]], axis=None)
     for name in ("log_prob", "value", "return_"):
         torch.testing.assert_close(
             getattr(prepared, name), rows[name].detach()[chained], rtol=1e-4, atol=1e-5
@@ -128,12 +138,20 @@ def test_minibatches_are_of_whole_sequences(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(few) == len(sequences) and min(map(len, few)) >= 1
 
 
-def test_an_episode_is_cut_at_a_fragments_border_only() -> None:
+@pytest.mark.parametrize("least", [1, 64])
+def test_sequences_go_on_over_fragments_but_not_for_ever(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fifo, "LEAST_SEQUENCE", least)
     ppo = make_learner("ppo", DISCRETE, **MEMORY)
-    fragments = recurrent_feed(ppo, DISCRETE, num_fragments=4)
+    first, second, third, last = fragments = recurrent_feed(ppo, DISCRETE, num_fragments=4)
+    assert (first.producer, first.seq + 1) == (last.producer, last.seq)
     made = trajectories(fragments, gamma=0.9)
     ends = sum(int(one.ended[:-1].sum()) for one in fragments)
-    assert len(made.length) == ends + sum(one.num_envs for one in fragments)
+    borders = last.num_envs if least == 1 else int(first.ended[-1].sum())
+    assert len(made.length) == ends + sum(one.num_envs for one in (first, second, third)) + borders
+    used = fragments if least == 1 else (first, second, third)
+    sent = sorted(tuple(row) for one in used for row in one.extras["memory"].astype(np.float32).tolist())
+    states = [tuple(row) for row in made.recurrent_state.tolist()]
+    assert sorted(state for state in states if any(state)) == sent, "the others begin with their episode"
     assert made.length.sum() == made.valid.sum() == len(set(made.place.tolist()))
     assert made.valid.reshape(-1)[made.place].all()
     first = np.cumsum(made.length) - made.length
@@ -157,11 +175,13 @@ def test_fragments_of_other_workers_are_refused(change: Options, words: str) -> 
     ppo = make_learner("ppo", DISCRETE, **MEMORY)
     fragment = recurrent_feed(ppo, DISCRETE, num_fragments=1)[0]
     pace = {"collect": "async", "max_staleness": 1, "state_size": ppo.config.recurrent_state_size}
-    fifo = Fifo(batch_size=60, gamma=0.9, **pace)
-    assert fifo.pack(fragment).extras.keys() == {"behavior_log_prob", "memory"}
+    queue = Fifo(batch_size=60, gamma=0.9, **pace)
+    assert queue.pack(fragment).extras.keys() == {"behavior_log_prob", "memory"}
     extras = {name: value for name, value in (fragment.extras | change).items() if value is not None}
     with pytest.raises(ValueError, match=words):
-        fifo.pack(replace(fragment, extras=extras))
+        queue.pack(replace(fragment, extras=extras))
+    plain = Fifo(batch_size=60, gamma=0.9, collect="async", max_staleness=1)
+    assert plain.pack(fragment).extras.keys() == {"behavior_log_prob"}, "a feed-forward learner ignores it"
 
 
 PPO = {"name": "ppo", "batch_size": 512, "minibatch_size": 128, "learning_rate": 3e-3}

@@ -242,7 +242,7 @@ def test_images_beside_numbers_become_one_vector_of_bytes(monkeypatch: pytest.Mo
 
     expected = [([step] * 6, [step, 1, 0, 0, 1, 0.25, 0.5, 1, 0, 1, 0, 1]) for step in range(3)]
     assert [parts(row) for row in vector.reset(seed=[1, 2])[0]] == [expected[0]] * 2
-    vector.step(np.zeros(2, np.int64))
+    assert spec.numbers(vector.step(np.zeros(2, np.int64))[0]).tolist() == [expected[1][1]] * 2
     observation, *_, info = vector.step(np.zeros(2, np.int64))
     assert [parts(row) for row in observation] == [expected[0]] * 2
     assert [parts(row) for row in info["final_obs"]] == [expected[2]] * 2

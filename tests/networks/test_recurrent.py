@@ -78,6 +78,19 @@ def test_each_row_has_the_state_of_its_own_length(kind: Kind) -> None:
     torch.testing.assert_close(flat, torch.cat([output[:length, b] for b, length in enumerate(lengths)]))
 
 
+def test_sequences_of_very_different_lengths_take_memory_for_their_rows_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One of a thousand steps among a thousand of one: as a table they would be a million rows."""
+    module, lengths = core("gru"), torch.tensor([1] * 1_000 + [1_000])
+    largest: list[int] = []
+    run = module._run
+    monkeypatch.setattr(module, "_run", lambda x, state: largest.append(x.data.numel()) or run(x, state))
+    state = torch.zeros(1_001, S)
+    flat = module.flat(torch.randn(2_000, F, generator=seeded()), state, lengths)
+    assert flat.shape == (2_000, S) and largest == [2_000 * F]
+
+
 def test_a_value_networks_core_sees_the_last_action_and_reward() -> None:
     network = QNetwork(
         "mlp",

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from ddrl.networks import convolutional
 from ddrl.networks.convolutional import BatchNorm
 from ddrl.networks.parameters import FlatParameters
-from ddrl.networks.trunks import to_input
+from ddrl.networks.trunks import make_trunk, to_input
 
 SCREENS = [(40, 40), (4, 40, 40), (40, 40, 3), (6, 40, 40), (1, 36, 50), (40, 40, 1)]
 SMALL = [(10, 10, 4), (4, 84, 84), (84, 84, 1), (5, 5, 3), (8, 7, 8), (10, 10, 20)]
@@ -120,6 +120,29 @@ def test_a_trunk_equals_its_layers(network: str, norm: str, shape: tuple[int, ..
     expected = slow_trunk(network, module, image, activation, norm)
     torch.testing.assert_close(module(image), expected, rtol=1e-4, atol=1e-5)
     assert torch.equal(image, images(shape)), "activations work in place only on what the trunk made"
+
+
+@pytest.mark.parametrize("num_numbers", [0, 2])
+def test_images_beside_numbers_have_convolutions_of_their_own(num_numbers: int) -> None:
+    shapes = [(6, 6, 2), (5, 5, 1)]
+    sizes = [math.prod(shape) for shape in shapes]
+    module, width = make_trunk(
+        "conv", (sum(sizes) + 4 * num_numbers,), hidden_sizes=(7,), activation="relu", norm="layer",
+        image_shapes=shapes, generator=seeded(),
+    )  # fmt: skip
+    pixels = torch.randint(0, 256, (3, sum(sizes)), generator=seeded(1), dtype=torch.uint8)
+    numbers = torch.randn(3, num_numbers, generator=seeded(2)) * 1e3
+    found = module(to_input(torch.cat((pixels, numbers.view(torch.uint8)), dim=1)))
+    images = [
+        part.reshape(3, *shape) / 255 for part, shape in zip(pixels.split(sizes, dim=1), shapes, strict=True)
+    ]
+    features = [
+        slow_trunk("conv", one, image, "relu", "layer")
+        for one, image in zip(module.images, images, strict=True)
+    ]
+    expected = slow_trunk("mlp", module.joined, torch.cat((*features, numbers), dim=1), "relu", "layer")
+    assert width == 7
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_without_hidden_layers_an_mlp_returns_its_observation() -> None:

@@ -145,6 +145,28 @@ def test_a_mask_that_is_none_or_allows_nothing_is_refused() -> None:
             assert found.reason == "observation: a mask that is none, or allows nothing"
 
 
+@pytest.mark.parametrize("column", ["observation", "final_observation"])
+def test_a_number_beside_images_that_is_not_finite_is_refused(column: str) -> None:
+    spaces = EnvSpec("test", (14,), "uint8", "discrete", (), (6,), image_shapes=((2, 3, 1),))
+    made = fragment(observation=(14,), dtype="uint8")
+    is_end = np.arange(made.truncated.size).reshape(made.truncated.shape) == 4
+    made = replace(
+        made,
+        truncated=is_end,
+        terminated=np.zeros_like(is_end),
+        final_index=np.argwhere(is_end).astype(np.int32),
+        observation=np.zeros_like(made.observation),
+        final_observation=np.zeros((1, 14), np.uint8),
+    )
+    assert decoded(made, spaces=spaces).reason == ""
+    broken = getattr(made, column).copy()
+    broken[-1, ..., 10:] = np.float32([np.nan]).view(np.uint8)
+    found = decoded(replace(made, **{column: broken}), spaces=spaces)
+    assert found.reason == "observation: a number beside its images is not finite"
+    broken[-1, ..., 10:] = np.float32([3e38]).view(np.uint8)
+    assert spaces.numbers(broken).max() == np.float32(3e38)
+
+
 def test_of_sequences_whole_strides_are_taken() -> None:
     limits = replace(LIMITS, stride=3)
     assert [decoded(fragment(num_steps=num), limits=limits).reason for num in (6, 7)] == [

@@ -20,6 +20,7 @@ from ddrl.algorithms.actor_critic.options import OBSERVATION_CLIP, Options, num_
 from ddrl.algorithms.optim import cpu_copies, optimizer_state, restore
 from ddrl.algorithms.options import changed
 from ddrl.networks.actor_critic import ActorCritic
+from ddrl.networks.device import send
 from ddrl.networks.distributions import categorical, gaussian
 from ddrl.networks.parameters import FlatParameters
 from ddrl.networks.trunks import to_input
@@ -86,9 +87,9 @@ class Prepared:
         for part in order.tensor_split(torch.unique_consecutive(last[last < len(order) - 1] + 1)):
             own = length[part]
             index = torch.arange(int(own.sum())) + (first[part] - own.cumsum(0) + own).repeat_interleave(own)
-            index = index.to(device)
+            index, part = send(index, device), send(part, device)
             chosen = {name: column[index] for name, column in columns.items()}
-            yield Prepared(**chosen, length=own, recurrent_state=state[part.to(device)])
+            yield Prepared(**chosen, length=own, recurrent_state=state[part])
 
 
 def targets(
@@ -223,7 +224,10 @@ class ActorCriticLearner(Generic[AnyOptions]):
             return column.new_zeros(batch.row.numel()).index_copy_(0, place, column).view(batch.row.shape)
 
         reward = batch.reward if reward_clip is None else batch.reward.clamp(-reward_clip, reward_clip)
-        steps = (reward, batch.discount, *map(lanes, values), batch.continues)
+        here, following = map(lanes, values)
+        # The same value where a recurrent state was sent anew amid an episode.
+        following = here.roll(-1, 0).where(batch.continues, following)
+        steps = (reward, batch.discount, here, following, batch.continues)
         log_rho = lanes(log_prob - behavior_log_prob)
         advantage, return_ = targets(estimator, steps, log_rho, lambda_=config.lambda_, rho_bar=rho_bar)
         return_ = return_.reshape(-1)[place]
@@ -262,7 +266,7 @@ class ActorCriticLearner(Generic[AnyOptions]):
         length = batch.length + 1
         is_step = torch.ones(int(length.sum()), dtype=torch.bool)
         is_step[length.cumsum(0) - 1] = False
-        step = is_step.nonzero().squeeze(1).to(self.device)  # [M]
+        step = send(is_step.nonzero().squeeze(1), self.device)  # [M]
         rows = row.new_zeros(len(is_step))
         rows[step + 1] = next_row  # all but each sequence's last are those of the next transition
         rows[step] = row

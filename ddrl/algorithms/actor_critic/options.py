@@ -36,7 +36,8 @@ class Options(NetworkConfig):
     vectors, yes for images."""
     recurrent: Literal["none", "lstm", "gru"] = "none"
     """A recurrent core between trunk and heads, for tasks in which one observation does not tell all. It sees the
-    features only. Gradients go back to the beginning of a fragment or episode."""
+    features only. Gradients go back to the beginning of the episode, or at least 64 steps, as far as a batch has them.
+    """
     recurrent_size: PositiveInt = 128
     """Width of the recurrent core. Wider remembers more and costs time in proportion to the square. Usual: 64 to 512.
     """

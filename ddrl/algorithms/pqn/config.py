@@ -24,8 +24,8 @@ class Config(GreedyConfig):
     on_policy: ClassVar[bool] = True
 
     norm: Literal["none", "group", "layer"] = "layer"
-    """Normalization: `layer` after every layer, `group` after each convolution of nature, impala and data_efficient.
-    Without target network, learning diverges more easily without it. Usual: layer."""
+    """Normalization: `layer` in every layer before the head, `group` after each convolution of nature, impala and
+    data_efficient. Without target network, learning diverges more easily without it. Usual: layer."""
     batch_size: PositiveInt = option(NetworkConfig, "batch_size", 2_048)
     lambda_: float = Field(0.9, ge=0, le=1, alias="lambda", json_schema_extra=LIVE)
     """Decay of the traces. 0: one-step targets; 1: rewards up to the cut. More carries rewards back faster, but also

@@ -79,7 +79,7 @@ class Config(Options):
             )
         if self.norm == "batch":
             raise ValueError(
-                "norm=batch: its statistics would include padding rows of sequences; use group or none"
+                "norm=batch: its statistics would include padding rows of sequences; use group, layer or none"
             )
         if not self.prioritized:
             self.refuse_changed("without prioritized=true", "priority_mix")

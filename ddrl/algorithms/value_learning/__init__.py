@@ -1,1 +1,1 @@
-"""Shared by the learners of action values, DQN and R2D2."""
+"""Shared by the learners of action values: DQN, R2D2 and PQN."""

@@ -1,4 +1,4 @@
-"""Options of the learners of action values, DQN and R2D2.
+"""Options of the learners of action values: DQN, R2D2 and PQN.
 
 Steps are the agent's. All schedules count the learner's updates, which ddrl keeps in proportion to the steps
 (`replay.samples_per_insert`): S steps make about S * samples_per_insert / batch_size updates; R2D2, whose batch holds
@@ -124,6 +124,12 @@ class GreedyConfig(QNetworkConfig):
             self.refuse_changed(f"with optimizer={self.optimizer}", "adam_eps")
         if self.network == "mlp" and self.norm in ("group", "batch"):
             self.refuse_changed("on mlp, which has no convolutions", "norm")
+        has_layer = self.dueling or getattr(self, "noisy", False) or self.recurrent_state_size > 0
+        if self.norm == "layer" and self.network == "mlp" and len(self.hidden_sizes) == has_layer:
+            raise ValueError(
+                f"norm=layer: hidden_sizes={self.hidden_sizes} is the head's layer, which has none; add another width, "
+                "or set norm to none"
+            )
         return self
 
     def refuse_unused_layers(self) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ddrl.algorithms.base import NO_STATE, RecurrentState, check_state, initial_state, random_choices
-from ddrl.algorithms.value_learning.options import Options
+from ddrl.algorithms.value_learning.options import GreedyConfig
 from ddrl.networks.parameters import load_arrays, take_scalar
 from ddrl.networks.trunks import to_input
 from ddrl.types import EnvSpec
@@ -26,7 +26,7 @@ class Policy:
         producer: id of the collector, which places its environments on the ladder.
     """
 
-    def __init__(self, config: Options, spec: EnvSpec, *, producer: int = 0) -> None:
+    def __init__(self, config: GreedyConfig, spec: EnvSpec, *, producer: int = 0) -> None:
         self.evaluation_epsilon = config.evaluation_epsilon
         self._epsilon = config.epsilon_at(0)
         self._ladder = np.zeros(0, np.float32)
@@ -138,7 +138,7 @@ class Policy:
         return output[0].numpy()
 
 
-def ladder(config: Options, *, producer: int, num_envs: int) -> np.ndarray:
+def ladder(config: GreedyConfig, *, producer: int, num_envs: int) -> np.ndarray:
     """Return each environment's own epsilon: base^(1 + exponent * x), with x spread over [0, 1].
 
     A fleet that grows and shrinks has no number of environments to divide by. So they are placed on 256 rungs, in the
