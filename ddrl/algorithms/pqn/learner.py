@@ -61,8 +61,8 @@ def minibatches(learner: Learner, batch: Trajectories) -> Iterator[Minibatch]:
     config, target = learner.config, targets(learner, batch).reshape(-1)
     place = batch.valid.reshape(-1).nonzero().squeeze(1)  # [M]
     row, action = batch.row.reshape(-1), batch.action.reshape(-1)
-    # On the CPU, so that every device shuffles alike.
-    generator = torch.Generator().manual_seed(learner.seed + learner.num_updates)
+    # On the CPU, so that every device shuffles alike; a learner that goes on from a state shuffles as that one would.
+    generator = torch.Generator().manual_seed(learner.num_updates)
     for _ in range(config.num_epochs):
         order = torch.randperm(len(place), generator=generator).to(place.device)
         for part in place[order].tensor_split(max(1, round(len(place) / config.minibatch_size))):

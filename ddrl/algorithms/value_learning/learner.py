@@ -28,7 +28,7 @@ class ValueLearner(Generic[AnyOptions]):
         has_target: there is a target network.
 
     Attributes:
-        config, spec, seed: options, spaces of the environment, and the given seed.
+        config, spec: options, and spaces of the environment.
         network: the online network.
         target_network: the target network, if there is one.
         parameters: the online network's, with their gradient.
@@ -49,7 +49,7 @@ class ValueLearner(Generic[AnyOptions]):
     ) -> None:
         self.num_updates = 0
         self.from_policy = False
-        self.config, self.spec, self.seed = config, spec, seed
+        self.config, self.spec = config, spec
         self.network = config.make_network(spec, generator=torch.Generator().manual_seed(seed)).to(device)
         self.parameters = FlatParameters(self.network)
         self.buffers = saved_buffers(self.network)
