@@ -113,10 +113,10 @@ def save(client: Redis, run: str, token: int, blob: bytes, meta: Mapping[str, An
         old = part_keys(run, previous) if previous else []
         call(client, "flip_checkpoint", [keys.state(run), *old], [token, json.dumps(pointer)])
     except (StoreError, ResponseError):
-        stray = Parts(token=token, number=number, parts=-(-len(blob) // PART_BYTES) or 1)
+        stray = part_keys(run, Parts(token=token, number=number, parts=-(-len(blob) // PART_BYTES) or 1))
         found = newest_pointer(client, run)  # a flip that was sent twice may have been refused once
-        if found is None or part_keys(run, found) != part_keys(run, stray):
-            drop_parts(client, run, stray)
+        if found is None or part_keys(run, found) != stray:
+            client.unlink(*stray)
         raise
 
 
@@ -140,11 +140,6 @@ def store_parts(
     for key, data in zip(part_keys(run, names), parts, strict=True):
         call(client, "store_part", [keys.state(run), key], [fence, data])
     return Pointer(**names, bytes=len(blob), crc32=zlib.crc32(blob), meta=dict(meta))
-
-
-def drop_parts(client: Redis, run: str, pointer: Parts) -> None:
-    """Remove the parts of a checkpoint."""
-    client.unlink(*part_keys(run, pointer))
 
 
 def load(client: Redis, run: str) -> tuple[bytes, dict[str, Any]] | None:

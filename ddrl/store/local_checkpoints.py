@@ -443,7 +443,7 @@ def restore(client: Redis, snapshot: Snapshot, *, even_deleted: bool = False) ->
     parts = checkpoints.part_keys(run, pointer)
     reply = call(client, "restore_run", [*(key(run) for key in of_run), *others, *parts], args)
     if reply != 1:
-        checkpoints.drop_parts(client, run, pointer)
+        client.unlink(*parts)
     if reply == -1:
         raise StoreError(f"run {run}: was deleted; restore it from its folder with `ddrl resume {run}`")
     return bool(reply == 1)
