@@ -49,14 +49,12 @@ class _Child:
     """One child process, and those that replace it when it dies.
 
     Attributes:
-        name: of its log.
         run: whose learner it is; None for workers.
         started: of `time.monotonic()`.
         quick_deaths: in a row.
         restart_at: when the next process starts, of `time.monotonic()`; None while one runs.
     """
 
-    name: str
     run: str | None
     command: list[str]
     log: Path
@@ -121,7 +119,7 @@ class Processes:
                 if is_refusal or (code != 0 and child.quick_deaths > MAX_RESTARTS):
                     self._children.remove(child)
                     last = server.last_line(child.log).removeprefix("ddrl: error: ") or "no output"
-                    reason = f"{child.name} ended with code {code}: {last} (see {child.log})"
+                    reason = f"{child.log.stem} ended with code {code}: {last} (see {child.log})"
                     raise ProcessError(reason, child.run)
             if now >= child.restart_at:
                 child.process = self._spawn(child.command, child.log)
@@ -159,7 +157,7 @@ class Processes:
     def _start(self, name: str, arguments: list[str], folder: Path, run: str | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         command, log = [sys.executable, "-m", "ddrl", *arguments], folder / f"{name}.log"
-        self._children.append(_Child(name, run, command, log, self._spawn(command, log), time.monotonic()))
+        self._children.append(_Child(run, command, log, self._spawn(command, log), time.monotonic()))
 
     def _spawn(self, command: list[str], log: Path) -> subprocess.Popen[bytes]:
         with log.open("ab") as output:
