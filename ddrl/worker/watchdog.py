@@ -125,17 +125,12 @@ def ends_without_memory() -> Iterator[None]:
         raise
 
 
-_SAID_WITHOUT_MEMORY = (
-    (RuntimeError, "can't start new thread"),
-    (SystemError, "error return without exception set"),
-)
-
-
 def _lacks_memory(error: BaseException) -> bool:
     """Return whether Python or its loader of libraries says so; texts of other errors may hold what a worker wrote."""
     return (
         isinstance(error, MemoryError)
-        or (type(error), str(error)) in _SAID_WITHOUT_MEMORY
+        or (type(error) is RuntimeError and str(error) == "can't start new thread")
+        or (type(error) is SystemError and str(error) == "error return without exception set")
         or (isinstance(error, ImportError) and "failed to map segment from shared object" in str(error))
         or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
     )
