@@ -210,6 +210,7 @@ class OpenEvaluations:
         self._client, self._run, self._send, self.timeout_s = client, run, send, timeout_s
         self._requester = secrets.token_hex(8) if token is None else ""
         self._hashes = _hashes(run, self._requester)
+        self._script_keys = [keys.state(run), *self._hashes]
         self._results_key = keys.evaluations(run, self._requester)
         self._token = token or 0  # the fence lets 0 pass
         self._cursor, self._returns_all = b"0-0", token is not None
@@ -307,16 +308,14 @@ class OpenEvaluations:
         self.given_up[item.evaluation.id] = reason
 
     def _close(self, item: _Pending) -> None:
-        script_keys = [keys.state(self._run), *self._hashes]
-        call(self._client, "close_evaluation", script_keys, [self._token, item.evaluation.id])
+        call(self._client, "close_evaluation", self._script_keys, [self._token, item.evaluation.id])
         del self._pending[item.evaluation.id]
 
     def _write(self, evaluations: Sequence[Evaluation]) -> None:
         """Open evaluations on the server, for anyone to play."""
-        script_keys = [keys.state(self._run), *self._hashes]
         items = {one.id: json.dumps(asdict(one)) for one in evaluations}
         ttl_s = TTL_S if self._requester else 0
-        call(self._client, "open_evaluations", script_keys, [self._token, ttl_s, items])
+        call(self._client, "open_evaluations", self._script_keys, [self._token, ttl_s, items])
 
     def _send_unsent(self) -> None:
         for evaluation_id, item in self._pending.items():
