@@ -20,7 +20,6 @@ MAX_STEPS = 27_000  # of an episode, in an environment that names no limit
 _ACTION_STREAM = 1  # seeds an episode's random actions, with the episode's seed
 _DEFAULT_HZ = 30.0  # of environments that name no frame rate
 
-OnEpisode = Callable[[int, float, int], None]
 OnFrame = Callable[[np.ndarray, float], None]
 
 
@@ -40,7 +39,7 @@ def score(
     num_envs: int | None = None,
     epsilon: float | None = None,
     noop_max: int | None = None,
-    on_episode: OnEpisode = lambda seed, episode_return, length: None,
+    on_episode: Callable[[int, float, int], None] = lambda seed, episode_return, length: None,
     on_step: Callable[[], None] = lambda: None,
     on_frame: OnFrame | None = None,
 ) -> EvaluationResult:
