@@ -22,7 +22,7 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -614,6 +614,14 @@ def _hung_up(error: Exception) -> bool:
     )
 
 
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and its causes; a pool of Celery wraps them."""
+    while error is not None:
+        error = getattr(error, "exc", error)
+        yield error
+        error = error.__cause__ or error.__context__
+
+
 _HUNG_UP = (ssl.SSLEOFError, ssl.SSLZeroReturnError)  # the other side went away; TLS itself is fine
 _OTHER_NAME = ("its certificate is for another name", "use a name that it holds, or issue it for this one")
 _CERTIFICATE_PROBLEMS = {  # OpenSSL's X509_V_ERR_* -> what is wrong, remedy
@@ -626,9 +634,7 @@ _CERTIFICATE_PROBLEMS = {  # OpenSSL's X509_V_ERR_* -> what is wrong, remedy
 
 def _tls_problem(error: BaseException) -> tuple[str, str] | None:
     """Return what is wrong with TLS and the remedy; None if neither the error nor a cause of it is about TLS."""
-    found: BaseException | None = error
-    while found is not None and not isinstance(found, ssl.SSLError):
-        found = found.__cause__ or found.__context__
+    found = next((one for one in causes(error) if isinstance(one, ssl.SSLError)), None)
     if found is None or isinstance(found, _HUNG_UP):
         return None
     if isinstance(found, ssl.SSLCertVerificationError):

@@ -292,7 +292,7 @@ class _WithoutTraceback(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         """Keep every record."""
         is_celery = record.name.startswith(("celery", "kombu"))  # not a user's own code
-        errors = watchdog.causes(record.exc_info[1]) if is_celery and record.exc_info else ()
+        errors = connection.causes(record.exc_info[1]) if is_celery and record.exc_info else ()
         if any(isinstance(error, _EXPECTED) for error in errors):
             record.msg = " ".join(record.getMessage().split())
             record.args, record.exc_info, record.exc_text = (), None, None

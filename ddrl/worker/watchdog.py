@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from ddrl.runs.monitoring import resident_bytes
+from ddrl.store.connection import causes
 
 log = logging.getLogger(__name__)
 
@@ -134,14 +135,6 @@ def _lacks_memory(error: BaseException) -> bool:
         or (isinstance(error, ImportError) and "failed to map segment from shared object" in str(error))
         or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
     )
-
-
-def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and its causes; a pool wraps them."""
-    while error is not None:
-        error = getattr(error, "exc", error)
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def explain(status: str) -> str | None:
