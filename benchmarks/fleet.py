@@ -53,12 +53,11 @@ def learn(run: str) -> None:
 
     def interrupt_at_end_of_input() -> None:
         sys.stdin.read()
-        interrupt.event.set()
+        interrupt.set()
 
     original = fleet.Dispatcher.tick
     fleet.Dispatcher.tick = tick  # type: ignore[assignment, method-assign]
-    interrupt, begun = runner.Interrupt(), time.perf_counter()
-    interrupt.install()
+    interrupt, begun = runner.handle_signals(), time.perf_counter()
     threading.Thread(target=interrupt_at_end_of_input, daemon=True).start()
     runner.learn(connection.connect(), run, Path(os.environ["DDRL_BENCH_FOLDER"]), interrupt)
     walls = sorted(wall for wall, _, _ in ticks)

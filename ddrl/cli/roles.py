@@ -48,14 +48,13 @@ def learner(
         from ddrl.store import local_checkpoints
 
         monitoring.serve(monitoring.LearnerMetrics())
-        interrupt = runner.Interrupt()
-        interrupt.install()
+        stop = runner.handle_signals()
         if run is None:
             retention = None if limits == (None, None) else Retention(*limits)
-            runner.serve(client, folder, interrupt, retention=retention)
+            runner.serve(client, folder, stop, retention=retention)
         else:
             run = local_checkpoints.find(client, run, folder)
-            runner.learn(client, run, folder, interrupt, take_over=take_over)
+            runner.learn(client, run, folder, stop, take_over=take_over)
 
 
 def worker(

@@ -55,48 +55,45 @@ class _WentBackError(Exception):
     """An update left values that are not finite; the next attempt starts from the newest checkpoint."""
 
 
-class Interrupt:
-    """A request to end the process, from SIGTERM or SIGINT: the run stays active for the next learner."""
+def handle_signals() -> threading.Event:
+    """Return an event that SIGTERM and SIGINT set; a second signal ends the process at once."""
+    stop = threading.Event()
 
-    def __init__(self) -> None:
-        self.event = threading.Event()
-
-    def install(self) -> None:
-        """Handle both signals; a second one ends the process at once."""
-        for signum in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(signum, self._handle)
-
-    def _handle(self, signum: int, _: object) -> None:
-        if self.event.is_set():
+    def handle(signum: int, _: object) -> None:
+        if stop.is_set():
             os._exit(128 + signum)
-        self.event.set()
+        stop.set()
+
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, handle)
+    return stop
 
 
-def serve(client: Redis, folder: Path, interrupt: Interrupt, *, retention: Retention | None = None) -> None:
+def serve(client: Redis, folder: Path, stop: threading.Event, *, retention: Retention | None = None) -> None:
     """Learn the runs that wait for a learner, one after another, until interrupted.
 
     Args:
         client: connection to the server.
         folder: of the runs' folders.
-        interrupt: stops the loop.
+        stop: once set, the process ends; the run stays active for the next learner.
         retention: deletes ended runs from the server in each round; None deletes nothing.
     """
     log.info("waits for runs")
     skipped_until: dict[tuple[str, str], float] = {}  # by run and the learner that requested it, if any
     reported: dict[str, str] = {}  # run -> why it was not learned
     outage = connection.Outage(client)
-    while not interrupt.event.is_set():
+    while not stop.is_set():
         try:
             if retention is not None:
                 retention.apply(client)
             for run, requester in leases.free(client, runs.active_names(client, *runs.ENDED)):
                 if requester:  # it takes the run soon, unless it died
                     skipped_until.setdefault((run, requester), time.monotonic() + SKIP_S)
-                if skipped_until.get((run, requester), 0.0) > time.monotonic() or interrupt.event.is_set():
+                if skipped_until.get((run, requester), 0.0) > time.monotonic() or stop.is_set():
                     continue
                 skipped_until.pop((run, requester), None)
                 try:
-                    learn(client, run, folder, interrupt, waits=False)
+                    learn(client, run, folder, stop, waits=False)
                 except LeaseLostError as error:
                     log.error("%s", error)
                 except Exception as error:  # the other runs still need a learner
@@ -109,14 +106,14 @@ def serve(client: Redis, folder: Path, interrupt: Interrupt, *, retention: Reten
             outage.over()
         except connection.OUTAGES as error:
             outage.note(error)
-        interrupt.event.wait(POLL_S)
+        stop.wait(POLL_S)
 
 
 def learn(
     client: Redis,
     run: str,
     folder: Path,
-    interrupt: Interrupt,
+    stop: threading.Event,
     *,
     waits: bool = True,
     take_over: bool = False,
@@ -127,7 +124,7 @@ def learn(
         client: connection of the service thread.
         run: its id.
         folder: of the runs' folders.
-        interrupt: stops the loop.
+        stop: once set, the process ends; the run stays active for the next learner.
         waits: wait for the lease instead of returning at once.
         take_over: request the run from the learner that holds it; take it if that learner does not hand it over.
 
@@ -142,16 +139,16 @@ def learn(
     """
     claim = _Claim(client, run, folder / run, waits=waits, take_over=take_over)
     outage = connection.Outage(client)
-    while not interrupt.event.is_set():
+    while not stop.is_set():
         token = None
         try:
-            if (token := claim.take(interrupt.event)) is None:
+            if (token := claim.take(stop)) is None:
                 return None
             with monitoring.learning(run):
-                return _Attempt(client, run, token, folder / run, interrupt.event, outage).learn()
+                return _Attempt(client, run, token, folder / run, stop, outage).learn()
         except connection.OUTAGES as error:
             outage.note(error)
-            interrupt.event.wait(RETRY_S)
+            stop.wait(RETRY_S)
         except (*LOST, _WentBackError) as error:
             if token is None:  # no lease was taken: the run is unknown here and has no local checkpoint
                 raise

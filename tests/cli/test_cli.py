@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -230,7 +231,7 @@ def test_prune_confirms_and_reports(client: Any, tmp_path: Path) -> None:
 def test_a_learner_service_prunes_as_its_options_say(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     served: list[Any] = []
     monkeypatch.setattr(runner, "serve", lambda *_, retention: served.append(retention))
-    monkeypatch.setattr(runner.Interrupt, "install", lambda _: None)
+    monkeypatch.setattr(runner, "handle_signals", threading.Event)
     old = ended(client, 2)
     assert main(["learner", "--keep-age", "1d", "--keep-bytes", "1GB"]) == 0
     assert [row.run for row in served[0].apply(client)] == [old]

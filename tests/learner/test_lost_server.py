@@ -319,5 +319,5 @@ def test_processes_go_on_after_a_restart_and_leave_a_deleted_run(server, run, pr
     assert f"run {run.id}: was deleted" in learner.text().splitlines()[-1]
     assert runs.names(run.client) == [] and not run.client.keys(keys.run_pattern(run.id))
     with pytest.raises(connection.StoreError, match="was deleted"):
-        run_module.learn(run.client, run.id, folder, run_module.Interrupt())
+        run_module.learn(run.client, run.id, folder, threading.Event())
     assert leases.acquire(run.client, run.id, host="here", folder="/tmp") is None

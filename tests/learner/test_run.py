@@ -178,13 +178,13 @@ while True:
 def test_a_service_leaves_a_run_to_each_learner_that_requests_it(monkeypatch, tmp_path: Path) -> None:
     # Seconds of a service's rounds, and the learner that requests the free run; None: a learner holds it.
     rounds = iter([(0.0, "a"), (5.0, None), (100.0, "b"), (109.0, "b"), (111.0, "b")])
-    interrupt, learned, now_s = run_module.Interrupt(), [], 0.0
+    interrupt, learned, now_s = threading.Event(), [], 0.0
 
     def free(*_: Any) -> list[tuple[str, str]]:
         nonlocal now_s
         now_s, requester = next(rounds, (200.0, None))
         if now_s == 200.0:
-            interrupt.event.set()
+            interrupt.set()
         return [("x-1", requester)] if requester else []
 
     monkeypatch.setattr(run_module, "POLL_S", 0.0)
@@ -231,7 +231,7 @@ def test_a_run_that_the_servers_memory_cannot_hold_fails_at_once(run, tmp_path: 
     message = "needs up to 6.. MiB of the server, but its maxmemory is 550 MiB"
     try:
         with pytest.raises(ConfigError, match=message):
-            run_module.learn(run.client, run.id, tmp_path, run_module.Interrupt())
+            run_module.learn(run.client, run.id, tmp_path, threading.Event())
     finally:
         run.client.config_set("maxmemory", 0)
     config = target_config(replay={"max_bytes": "100MB"}, weights={"max_bytes": "1MB"})
@@ -337,7 +337,7 @@ def test_a_learner_leaves_a_run_whose_device_it_lacks_to_another_machine(
     (line,) = logs.read(run.client, run.id)[0]
     assert line["source"] == f"learner {socket.gethostname()}" and message in line["text"]
     with pytest.raises(ConfigError, match=re.escape(message)):
-        run_module.learn(run.client, run.id, tmp_path, run_module.Interrupt())
+        run_module.learn(run.client, run.id, tmp_path, threading.Event())
     assert run.state.status == "active" and run.token == 0 and run.journal == ["created"]
     monkeypatch.setattr(run_module, "choose_device", lambda _: CPU)  # a machine that has it
     until(lambda: run.state.version >= 0)
@@ -354,7 +354,7 @@ def hang(self):
     return update(self) if not Path("hang").exists() else threading.Event().wait()
 loop.Learner._update = hang
 logging.basicConfig()
-run.learn(connection.connect(), sys.argv[1], Path("runs"), run.Interrupt())
+run.learn(connection.connect(), sys.argv[1], Path("runs"), threading.Event())
 """
 
 

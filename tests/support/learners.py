@@ -283,7 +283,7 @@ class Learning:
     ) -> None:
         patch.setenv(connection.URL_VARIABLE, run.url)
         patch.setattr(celery, "send_rollout", lambda *_: None)
-        self.run, self.interrupt = run, run_module.Interrupt()
+        self.run, self.interrupt = run, threading.Event()
         self.error: Exception | None = None
         self.status: str | None = None
 
@@ -309,7 +309,7 @@ class Learning:
 
     def end(self) -> None:
         """Interrupt it, as a signal does."""
-        self.interrupt.event.set()
+        self.interrupt.set()
         self.thread.join(30.0)
         assert not self.thread.is_alive()
 
