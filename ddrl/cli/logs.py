@@ -34,7 +34,7 @@ _STAMPED = re.compile(r"\[?(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}):? ([A-Z]+)(?:/
 def journal(run: Run = "last", json_output: Json = False) -> None:
     """Show the changes of a run's state and settings."""
     with server_of(run) as (client, run):
-        rows = store.journal(client, run)
+        rows = store.journal(client, run)[0]
     if json_output:
         emit(rows)
         return
@@ -108,7 +108,7 @@ class _Tail:
 
     def more(self) -> list[Line]:
         """Return the new lines, by time."""
-        entries, self._journal_cursor = store.journal_after(self._client, self._run, self._journal_cursor)
+        entries, self._journal_cursor = store.journal(self._client, self._run, self._journal_cursor)
         lines = [
             Line(row["time_s"], "journal", "", f"{row['event']} {_details(row)}".rstrip()) for row in entries
         ]

@@ -146,7 +146,7 @@ class Watcher:
         self._client, self._run = client, run
         self._figures = Figures(runs.state(client, run), runs.config(client, run))
         self._episodes_cursor = self._evaluations_cursor = b"0-0"
-        self._journal_cursor = runs.journal_after(client, run)[1]
+        self._journal_cursor = runs.journal(client, run)[1]
         self._quiet_until = time.monotonic() + starting_s
         self._fleet_at = self._grown_at = 0.0
         self._server = ""
@@ -171,7 +171,7 @@ class Watcher:
             client, run, self._evaluations_cursor, keep=_without_episodes
         )
         figures.evaluated.extend(results)
-        entries, self._journal_cursor = runs.journal_after(client, run, self._journal_cursor)
+        entries, self._journal_cursor = runs.journal(client, run, self._journal_cursor)
         texts = (hints.notice(entry) for entry in entries)
         figures.notices.extend(text for text in texts if text and text not in figures.notices[-MOST_NOTICES:])
         held = {"returns": MOST_RETURNS, "evaluated": MOST_ROWS, "notices": MOST_NOTICES}

@@ -79,7 +79,7 @@ def read(client: Redis, run: str) -> Records:
         for row in map(since_start, stream.episodes(client, run)[0])
         for value in row["returns"]
     ]
-    journal = [since_start(row) for row in runs.journal(client, run)]
+    journal = [since_start(row) for row in runs.journal(client, run)[0]]
     for row in journal:
         if row["event"] == "set":
             values = {name: json.loads(row[name]) for name in ("from", "to")}

@@ -396,13 +396,11 @@ def _sum_bytes(client: Redis, names: list[str], *fields: str) -> int:
         return sum(int(next(filter(None, values), 0)) for values in pipe.execute())
 
 
-def journal(client: Redis, run: str) -> list[dict[str, Any]]:
-    """Return every change of state or setting, oldest first: `time_s` and the entry's fields."""
-    return journal_after(client, run)[0]
+def journal(client: Redis, run: str, after: bytes = b"0-0") -> tuple[list[dict[str, Any]], bytes]:
+    """Return the changes of state or setting after an entry, oldest first, and the last entry's id.
 
-
-def journal_after(client: Redis, run: str, after: bytes = b"0-0") -> tuple[list[dict[str, Any]], bytes]:
-    """Return the journal after an entry, and the last entry's id; entries that cannot be read are left out."""
+    Each has `time_s` and the entry's fields; entries that cannot be read are left out.
+    """
     rows, last_id = capped_streams.read(client, keys.journal(run), after, "event")
     for row in rows:
         row |= {name: value[:LONGEST_FIELD] for name, value in row.items() if name != "time_s"}

@@ -136,7 +136,7 @@ def test_a_run_starts_from_initial_weights(client: Redis, server: PrivateServer,
         assert runs.state(client, run).warm == f"{before}@1"
         learner = restored(client, run, server.url)
         np.testing.assert_equal(published(client, run, 0), published(client, before, 1))
-        (entry,) = (row for row in runs.journal(client, run) if row["event"] == "warm start")
+        (entry,) = (row for row in runs.journal(client, run)[0] if row["event"] == "warm start")
         assert (
             entry["reason"]
             == f"begins with {before}@1; critics and optimizers start fresh, the temperature at 1"
@@ -155,7 +155,7 @@ def test_a_run_starts_from_initial_weights(client: Redis, server: PrivateServer,
     again = restored(client, run, server.url)  # from its checkpoint, not from its initial weights
     again.finish()
     assert again.shared.updates >= 3
-    assert sum(row["event"] == "warm start" for row in runs.journal(client, run)) == 1
+    assert sum(row["event"] == "warm start" for row in runs.journal(client, run)[0]) == 1
 
 
 def test_the_command_refuses_in_one_line_and_creates_nothing(client: Redis, target_file: str) -> None:

@@ -65,7 +65,7 @@ def test_a_change_is_stored_printed_and_kept_in_the_journal(client: Any, lander:
     rows = [{"option": "stop.time", "from": 900.0, "to": 1200.0}]
     assert printed == {"run": run, "config_version": 2, "changes": rows, "unchanged": {"weight": 2.0}}
     assert call_json("set", run, "weight=2.0")["config_version"] == 2  # nothing changed, nothing written
-    changed = [row["option"] for row in runs.journal(client, run) if row["event"] == "set"]
+    changed = [row["option"] for row in runs.journal(client, run)[0] if row["event"] == "set"]
     assert changed == ["weight", "algorithm.learning_rate", "stop.time"]
 
 

@@ -141,7 +141,7 @@ def test_processes_that_are_gone_are_noted_once(client: Redis, run: str) -> None
         one.tick()
     assert set(segments.playing(client, run)) == {alive}
     assert runs.state(client, run).lost_producers == 2
-    reasons = [row["reason"] for row in runs.journal(client, run) if row["event"] == "lost"]
+    reasons = [row["reason"] for row in runs.journal(client, run)[0] if row["event"] == "lost"]
     assert sorted(reasons) == ["process 12 of a@h is gone", "worker gone@h is gone"]
 
 

@@ -137,7 +137,7 @@ def test_a_restored_run_continues_where_its_snapshot_ends(client: Redis, snapsho
     assert audit.is_balanced and audit.total("trimmed") == 1 and audit.cursor == snapshot.meta["cursor"]
     assert stream.new_producer(client, run) > int(producer) + 100
     assert events(client, run) == ["restored"]
-    assert "of update 7" in runs.journal(client, run)[0]["reason"]
+    assert "of update 7" in runs.journal(client, run)[0][0]["reason"]
 
 
 def test_appends_to_a_restored_run_are_counted_on(client: Redis, snapshot: Snapshot) -> None:

@@ -151,7 +151,7 @@ def test_a_lost_fragment_is_found(server) -> None:
     found = run.audit()
     assert found.accounts[loser].trimmed == 1 and found.total("trimmed") == 1
     assert found.total("consumed") == len(entries) - 1
-    lost = [row["reason"] for row in runs.journal(run.client, run.id) if row["event"] == "lost fragments"]
+    lost = [row["reason"] for row in runs.journal(run.client, run.id)[0] if row["event"] == "lost fragments"]
     number = entries[3].count(b"q")
     assert lost == [f"1 fragment of producer {loser} before number {number} left the stream unread"]
 

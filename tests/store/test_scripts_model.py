@@ -1437,7 +1437,7 @@ class Scripts(RuleBasedStateMachine):
         assert [f"{row['version']}:{row['first_seed']}:{row['num_episodes']}" for row in rows] == run.results
         assert set(segments.playing(self.client, name)) == set(run.playing)
         assert segments.refusals(self.client, name) == run.refusals
-        assert [row["event"] for row in runs.journal(self.client, name)] == run.journal
+        assert [row["event"] for row in runs.journal(self.client, name)[0]] == run.journal
         assert len(logs.read(self.client, name)[0]) == run.logs
         assert len(metrics.read(self.client, name)[0]) == run.metrics
         assert len(stream.episodes(self.client, name)[0]) == run.episodes

@@ -32,7 +32,9 @@ def test_crashes_count_until_the_next_fragment(client: Redis, run: str) -> None:
     state = runs.state(client, run)
     assert (state.crashes, state.crashes_total) == (0, 2)
     assert segments.note_crash(client, run, "signal 9") == 1
-    assert [row["reason"] for row in runs.journal(client, run) if row["event"] == "crashed"][-1] == "signal 9"
+    assert [row["reason"] for row in runs.journal(client, run)[0] if row["event"] == "crashed"][
+        -1
+    ] == "signal 9"
 
 
 def test_of_long_reasons_the_beginning_is_read(client: Redis, run: str) -> None:

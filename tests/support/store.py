@@ -85,7 +85,7 @@ def note_playing(client: Redis, run: str, *, node: str, pid: int, thread: int = 
 
 def events(client: Redis, run: str) -> list[str]:
     """Return what the run's journal lists, the oldest first."""
-    return [row["event"] for row in runs.journal(client, run)]
+    return [row["event"] for row in runs.journal(client, run)[0]]
 
 
 def add_history(client: Redis, run: str, *, folder: str = "") -> int:
