@@ -42,12 +42,7 @@ def watch(run: Run = "last", json_output: Json = False) -> None:
 
 
 def follow(
-    client: Client,
-    runs: Sequence[str],
-    *,
-    json_output: bool,
-    console: Console | None = None,
-    on_tick: Callable[[], None] | None = None,
+    client: Client, runs: Sequence[str], *, json_output: bool, on_tick: Callable[[], None] | None = None
 ) -> list[RunState]:
     """Show runs until all have ended: on a terminal a live curve or table, else plain lines.
 
@@ -55,7 +50,6 @@ def follow(
         client: connection to the server.
         runs: their ids.
         json_output: keep stdout free for the caller's JSON; plain lines go to stderr.
-        console: where to show them; None: stdout, or stderr with `json_output`.
         on_tick: called about every 0.2 s, by a command that started processes; its exceptions pass through.
 
     Raises:
@@ -63,7 +57,7 @@ def follow(
         redis.RedisError: the server has not answered for longer than OUTAGE_S, or waiting does not help.
     """
     watchers = [Watcher(client, run, starting_s=STARTING_S if on_tick else 0.0) for run in runs]
-    console = console or Console(stderr=json_output)
+    console = Console(stderr=json_output)
     next_poll, outage_at = 0.0, None
     with ExitStack() as stack:
         if json_output or not console.is_terminal:

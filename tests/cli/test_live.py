@@ -53,7 +53,9 @@ def test_plain_line_has_the_figures(client: Any, lander: str) -> None:
     assert line.startswith("30s  ") and line.endswith("@v31  staleness 0.8")
 
 
-def test_following_prints_lines_until_the_end(client: Any, lander: str) -> None:
+def test_following_prints_lines_until_the_end(
+    client: Any, lander: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     ticks = iter(range(100))
 
     def tick() -> None:
@@ -63,10 +65,9 @@ def test_following_prints_lines_until_the_end(client: Any, lander: str) -> None:
         if tick == 12:
             runs.complete(client, lander, 0)
 
-    console = Console(file=io.StringIO(), force_terminal=False)
-    (state,) = live.follow(client, [lander], json_output=False, console=console, on_tick=tick)
+    (state,) = live.follow(client, [lander], json_output=False, on_tick=tick)
     assert state.status == "solved" and next(ticks) > 12
-    _, last = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    _, last = capsys.readouterr().out.splitlines()
     assert "solved: return 200 confirmed" in last and "/s)" not in last
 
 
@@ -104,10 +105,13 @@ def test_following_waits_for_a_server_that_came_back_empty(
     assert state.ended and state.reason == "enough"
 
 
-def test_the_last_view_stays_on_the_terminal(client: Any, lander: str) -> None:
+def test_the_last_view_stays_on_the_terminal(
+    client: Any, lander: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     console = terminal()
+    monkeypatch.setattr(live, "Console", lambda **_: console)
     end(client, lander, "solved", "return 200 confirmed")
-    assert live.follow(client, [lander], json_output=False, console=console)[0].status == "solved"
+    assert live.follow(client, [lander], json_output=False)[0].status == "solved"
     text = console.export_text()
     assert "solved" in text and "return 200 confirmed" in text and "30,000" in text
 
