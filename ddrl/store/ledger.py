@@ -191,14 +191,7 @@ def read(client: Redis, run: str) -> tuple[dict[int, Row], bytes]:
     return _rows(cast("dict[bytes, bytes]", client.hgetall(keys.ledger(run))))
 
 
-def fold(
-    client: Redis,
-    run: str,
-    token: int,
-    checkpoint: Mapping[str, Sequence[int]],
-    *,
-    quiet_s: float | None = None,
-) -> int:
+def fold(client: Redis, run: str, token: int, checkpoint: Mapping[str, Sequence[int]]) -> int:
     """Fold producers that have ended and have no waiting fragments; return their number.
 
     Where there are many (half of MIN_PRODUCERS), a producer counts as ended by its silence alone, and its counts need
@@ -210,7 +203,6 @@ def fold(
         token: fencing token.
         checkpoint: rows of the newest checkpoint, as `Counters.ledger`. Producers whose rows changed after it are not
             folded: a learner that starts from it would read their fragments again.
-        quiet_s: least time since the last append, by the server's clock; None: QUIET_S.
 
     Raises:
         LeaseLostError: another learner took over.
@@ -223,7 +215,7 @@ def fold(
         pipe.time()
         listed, (folded,), raw, newest, (seconds, micros) = execute(pipe)
     producers = bounded.paired(listed)
-    quiet_ms = 1e3 * (QUIET_S if quiet_s is None else quiet_s)
+    quiet_ms = 1e3 * QUIET_S
     now_ms, cursor = 1e3 * seconds + micros / 1e3, stream.order(raw.get(_CURSOR, b"0-0"))
     read_ms = cursor[0] if newest and stream.order(newest) > cursor else now_ms
     alive = {(worker.node, pid) for worker in workers.alive(client) for pid in worker.pids}

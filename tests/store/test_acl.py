@@ -15,9 +15,10 @@ from support.private_server import refusal, until
 from support.processes import Processes
 from support.roles import ACL, ROLES, Roles
 from support.runs import play_steps, start, target_config
+from support.store import fold_now
 
 from ddrl.runs.prune import prune
-from ddrl.store import connection, keys, leases, ledger, runs, segments, stream
+from ddrl.store import connection, keys, leases, runs, segments, stream
 from ddrl.store import local_checkpoints as local
 from ddrl.store.checkpoints import Counters
 from ddrl.store.segments import Process
@@ -143,7 +144,7 @@ def test_what_a_role_does_rarely_it_may_do_too(roles: Roles) -> None:
         run = start(operator, target_config())
         token = leases.acquire(learner, run, host="h", folder="f", ttl_ms=600_000)
         learner.bgrewriteaof()
-        assert ledger.fold(learner, run, token, {}, quiet_s=0.0) == 0
+        assert fold_now(learner, run, token, {}) == 0
         play_steps(learner, run, token, 20)
         process = Process.this("node")
         assert segments.choose(worker, process, ["ddrl.rollout"]) == run

@@ -11,7 +11,7 @@ import pytest
 from redis import Redis
 from redis.exceptions import ResponseError
 from support.private_server import PrivateServer
-from support.store import append, end, heartbeat, make_run, take
+from support.store import append, end, fold_now, heartbeat, make_run, take
 
 from ddrl.runs import prune
 from ddrl.store import (
@@ -168,7 +168,7 @@ def test_a_value_that_is_too_long_is_as_if_it_were_missing(client: Redis, run: s
 
 def test_all_forged_producers_are_folded_at_once(client: Redis, run: str, token: int) -> None:
     flood(client, keys.producers(run), "'HSET', KEYS[1], i, '{}'", num=SOME - 1)
-    assert ledger.fold(client, run, token, {}, quiet_s=0.0) == SOME - 1
+    assert fold_now(client, run, token, {}) == SOME - 1
     assert client.hkeys(keys.producers(run)) == [b"%d" % ledger.ENDED]
 
 

@@ -18,6 +18,7 @@ from support.learners import Learning, Run, fields_of, pick_config, playing, tra
 from support.processes import Processes
 from support.roles import Roles
 from support.runs import target_config
+from support.store import fold_now
 
 from ddrl import celery
 from ddrl.store import checkpoints, connection, keys, leases, ledger, local_checkpoints, stream
@@ -426,7 +427,7 @@ def test_folding_reads_no_more_than_ddrl_writes(roles: Roles, worker: redis.Redi
     worker.hset(keys.producers(run.id), str(ledger.ENDED), " " * 10**6)
     with connection.connect(roles.url("learner")) as client:
         connection.bound_replies(client, 200_000)
-        assert ledger.fold(client, run.id, run.token, {}, quiet_s=0.0) == 0
+        assert fold_now(client, run.id, run.token, {}) == 0
 
 
 def test_what_is_appended_after_a_late_id_is_learned_from(

@@ -12,7 +12,7 @@ from redis import Redis
 from support.learners import Run, crashing, in_threads, playing, training, until
 from support.processes import EXACT
 from support.runs import target_config
-from support.store import append
+from support.store import append, fold_now
 
 from ddrl.config import RunConfig
 from ddrl.learner.ledger_rows import LedgerRows
@@ -217,7 +217,7 @@ def test_counts_are_raised_though_a_worker_wrote_what_is_no_number(
 def fold(client: Redis, run: str, token: int, checkpoint: dict[int, Row]) -> int:
     """Fold what may be folded, after a checkpoint of these rows; return how many producers were."""
     rows = {str(producer): astuple(row) for producer, row in checkpoint.items()}
-    return ledger.fold(client, run, token, rows, quiet_s=0.0)
+    return fold_now(client, run, token, rows)
 
 
 def test_producers_that_ended_become_one_account_and_stay_gone(server) -> None:

@@ -30,7 +30,7 @@ from hypothesis.stateful import (
 )
 from redis import Redis
 from support.private_server import PrivateServer, require_program
-from support.store import SPACES, make_config
+from support.store import SPACES, fold_now, make_config
 
 from ddrl.store import (
     bounded,
@@ -841,7 +841,7 @@ class Scripts(RuleBasedStateMachine):
 
         def act(token: int) -> None:
             before = deepcopy(run.producers) if run else {}
-            found = ledger.fold(self.client, name, token, checkpoint, quiet_s=0)
+            found = fold_now(self.client, name, token, checkpoint)
             if run and run.producers == before:
                 assert found == (0 if self.wire.is_lost else num)  # a second call finds nothing to fold
                 run.fold(quiet, newest)
@@ -849,7 +849,7 @@ class Scripts(RuleBasedStateMachine):
                 assert found == 0
 
         if not num:  # nothing is written
-            assert ledger.fold(self.client, name, 1, checkpoint, quiet_s=0) == 0
+            assert fold_now(self.client, name, 1, checkpoint) == 0
         else:
             self.write(name, age, act)
         listed = {p for p in (run.producers if run else ()) if p >= 0}

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 from redis import Redis
 
 from ddrl.config import RunConfig, validate
-from ddrl.store import keys, leases, metrics, runs, stream, weights, workers
+from ddrl.store import keys, leases, ledger, metrics, runs, stream, weights, workers
 from ddrl.store.evaluations import Evaluation, OpenEvaluations
 from ddrl.store.segments import Process
 from ddrl.store.stream import Appended
@@ -51,6 +53,13 @@ def append(client: Redis, run: str, seq: int, *, producer: int = 1, size: int = 
     """Append 10 transitions of incarnation 7 in `size` bytes."""
     who = {"producer": producer, "incarnation": 7, "seq": seq, "num_transitions": 10} | more
     return stream.append(client, run, {b"h": b"x" * size}, **who)
+
+
+def fold_now(client: Redis, run: str, token: int, checkpoint: Mapping[str, Sequence[int]]) -> int:
+    """Fold producers as `ledger.fold` does, however lately they have appended."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ledger, "QUIET_S", 0.0)
+        return ledger.fold(client, run, token, checkpoint)
 
 
 def take(client: Redis, run: str, **options: Any) -> int:
