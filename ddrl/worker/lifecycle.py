@@ -62,12 +62,11 @@ def _begin(instance: Any, **_: Any) -> None:
     host = socket.gethostname()
     if instance.hostname == f"celery@{host}":
         instance.hostname = f"ddrl-{os.getpid()}-{secrets.token_hex(2)}@{host}"
-    if connection.is_embedded():
-        _hold = server.hold_if_running()
-        if _hold is None:
-            raise SystemExit(
-                "ddrl: error: no server is running: start one with `ddrl up`, or name one with DDRL_REDIS_URL"
-            )
+    _hold = server.hold_if_running()
+    if _hold is None and connection.is_embedded():
+        raise SystemExit(
+            "ddrl: error: no server is running: start one with `ddrl up`, or name one with DDRL_REDIS_URL"
+        )
     try:
         with connection.connect() as client:
             connection.check(client)
