@@ -43,10 +43,6 @@ class _Part(BaseModel):
     __pydantic_extra__: dict[str, str | bool | int | float | None]
 
 
-# Seconds until Celery kills the task's process; one that is shorter than a server may take to answer is forged.
-_HardLimit = Annotated[float, Field(ge=LIMIT_MARGIN_S, le=1e9)]
-
-
 class _Headers(_Part):
     task: Literal["ddrl.rollout", "ddrl.evaluate"]
     id: Annotated[str, Field(pattern=r"^[\w-]{1,100}$")]
@@ -58,7 +54,8 @@ class _Headers(_Part):
     errbacks: None = None
     chain: None = None
     chord: None = None
-    timelimit: tuple[_HardLimit | None, None]
+    # Seconds until Celery kills the task's process; one that is shorter than a server may take to answer is forged.
+    timelimit: tuple[Annotated[float, Field(ge=LIMIT_MARGIN_S, le=1e9)] | None, None]
     stamps: dict[str, None] = {}
     stamped_headers: list[str] | None = None
 
