@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import socket
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -118,7 +117,7 @@ class Lines:
     def __init__(self, file: Any, *, show_seed: bool = False) -> None:
         self._file, self._show_seed = file, show_seed
         self._next = 0.0
-        self._num_notices: Counter[str] = Counter()
+        self._noticed: dict[str, set[str]] = {}  # by run; each text is there once
         self._ended: set[str] = set()
 
     def show(self, runs: Sequence[Figures]) -> None:
@@ -129,9 +128,9 @@ class Lines:
         for figures in runs:
             run = figures.state.run
             prefix = f"seed {figures.config.seed}  " if self._show_seed else ""
-            new = figures.notices[self._num_notices[run] :]
+            new = [notice for notice in figures.notices if notice not in self._noticed.get(run, ())]
             lines = [f"{duration(figures.elapsed_s or None)}  {notice}" for notice in new]
-            self._num_notices[run] += len(new)
+            self._noticed[run] = set(figures.notices)
             if run not in self._ended and (is_time or figures.state.ended):
                 lines.append(plain_line(figures))
             if figures.state.ended:

@@ -14,7 +14,7 @@ from support.commands import call, refused
 from support.private_server import until
 from support.store import add_history, append, end, make_run, note_playing, take, want_processes
 
-from ddrl.cli import curve, hints, live, view
+from ddrl.cli import curve, hints, live, view, watcher
 from ddrl.cli.watcher import Figures, Watcher, entitled
 from ddrl.store import connection, keys, metrics, runs, segments, workers
 
@@ -116,15 +116,19 @@ def test_the_last_view_stays_on_the_terminal(
     assert "solved" in text and "return 200 confirmed" in text and "30,000" in text
 
 
-def test_notices_are_printed_once(client: Any) -> None:
+def test_notices_are_printed_once(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where there have been more than are kept."""
+    monkeypatch.setattr(watcher, "MOST_NOTICES", 2)
     run, file = make_run(client), io.StringIO()
     follower, lines = Watcher(client, run), live.Lines(file)
-    for weight in ("3", "2", "2"):
+    for weight in ("3", "2", "2", "4", "5"):
         call("set", run, f"weight={weight}")
         lines.show([follower.poll()])
-    assert follower.poll().config.weight == 2.0
+    assert follower.poll().config.weight == 5.0
     printed = [line.split("  ")[1] for line in file.getvalue().splitlines() if "set" in line]
-    assert printed == ["set weight: 1.0 -> 3.0", "set weight: 3.0 -> 2.0"]
+    assert printed == [
+        f"set weight: {change}" for change in ("1.0 -> 3.0", "3.0 -> 2.0", "2.0 -> 4.0", "4.0 -> 5.0")
+    ]
 
 
 def test_the_clock_starts_with_the_first_step_and_never_goes_back(client: Any) -> None:
