@@ -128,9 +128,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if type(error).__name__ == "NoPermissionError":
             message += "; DDRL_REDIS_URL must name a user with the rights for this (workers/acl)"
         return _refuse(message, code)
+    finally:
+        if _ended_by:
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 _ended_by: list[int] = []  # signals
+_AGAIN_S = 0.1
 
 
 def _end_in_order() -> None:
@@ -138,16 +142,23 @@ def _end_in_order() -> None:
 
     def end(number: int, _: object) -> None:
         _ended_by.append(number)
+        signal.setitimer(signal.ITIMER_REAL, _AGAIN_S, _AGAIN_S)
         sys.exit(128 + number)
 
-    def ignored(error: Any) -> None:  # an exit that came in a destructor or a callback, where Python drops it
-        if isinstance(error.exc_value, SystemExit) and _ended_by:
-            signal.signal(signal.SIGALRM, lambda *_: end(_ended_by[0], None))
-            signal.setitimer(signal.ITIMER_REAL, 0.01)  # once more, after the callback
-        else:
+    def again(*_: object) -> None:
+        """Exit once more where the exit came in a destructor or a library's callback, which dropped it."""
+        handled = sys.exc_info()[1]
+        while handled is not None and not isinstance(handled, SystemExit):
+            handled = handled.__context__
+        if handled is None:
+            sys.exit(128 + _ended_by[0])
+
+    def ignored(error: Any) -> None:
+        if not (isinstance(error.exc_value, SystemExit) and _ended_by):
             sys.__unraisablehook__(error)
 
     sys.unraisablehook = ignored
+    signal.signal(signal.SIGALRM, again)
     for signum in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signum) is signal.SIG_DFL:  # `nohup` ignores SIGHUP
             signal.signal(signum, end)
