@@ -161,6 +161,9 @@ class ReplayConfig(Section):
     of R2D2 counts with all its steps. More reuses data more often."""
     slack_steps: int = Field(1_000, ge=1)
     """Transitions that collectors may be ahead of samples_per_insert; more lets play go on during a slow update."""
+    hindsight: int = Field(0, ge=0, le=64)
+    """Goals reached later in the episode, towards which each transition is learned from as well (HER). Needs Dict
+    observations with achieved_goal and desired_goal, and the environment's compute_reward. 0: none. Usual: 4."""
     observations: Literal["auto", "dense", "compressed"] = "auto"
     """Storage of observations in the learner: `dense` arrays, fastest; `compressed` images, a thirtieth of the
     memory; `auto`: compressed for images that exceed memory_bytes, else dense."""

@@ -11,10 +11,10 @@ from typing import Any
 
 import gymnasium
 import numpy as np
-from gymnasium.spaces import Box, Discrete, MultiDiscrete, Space
+from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete, Space
 
 # Classes and functions below.
-_TOYS = ("Endless", "Sleep", "target", "pick", "pairs", "spot", "Catch", "Recall")
+_TOYS = ("Endless", "Sleep", "target", "pick", "pairs", "spot", "Catch", "Recall", "Flip")
 _NUM_QUESTIONS = 10  # in an episode of `Questions`
 _MOST_STEPS = 100_000  # of an episode; all end by themselves before, unless `Endless` is told otherwise
 
@@ -269,6 +269,47 @@ class Recall(Toy):
         asked = self.num_steps == self._delay + 1
         observation = _bright(self._num_cues + 1, -1) if asked else np.zeros(self._num_cues + 1, np.float32)
         return observation, _is_right(action, self._cue) if answered else 0.0, answered, False, {}
+
+
+class Flip(Toy):
+    """Flip bits one at a time until they are those of the goal: reward 0 where they are, else -1.
+
+    Observation: a Dict with the bits, as `observation` and as `achieved_goal`, and the `desired_goal`. Action: the bit,
+    or none. An episode has as many steps as there are bits. The best return is 1 - size / 2 on average; at random the
+    reward is almost always -1. Source: Andrychowicz et al. 2017, arXiv:1707.01495,
+    section 3.1.
+
+    Args:
+        size: bits, 1 or more.
+    """
+
+    def __init__(self, size: int = 10) -> None:
+        parts = ("observation", "achieved_goal", "desired_goal")
+        self.observation_space = Dict({part: Box(0.0, 1.0, (size,), np.float32) for part in parts})
+        self.action_space = Discrete(size + 1)
+        self._size = size
+        self._bits = self._goal = np.zeros(size, np.float32)
+
+    def first(self) -> Any:
+        """Draw bits and goal."""
+        self._bits, self._goal = self.np_random.integers(2, size=(2, self._size)).astype(np.float32)
+        return self._seen()
+
+    def step(self, action: np.int64) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """Flip a bit, or none; truncated after `size` steps."""
+        self.num_steps += 1
+        if action < self._size:
+            self._bits[action] = 1.0 - self._bits[action]
+        reward = float(self.compute_reward(self._bits, self._goal, {}))
+        return self._seen(), reward, False, self.num_steps >= self._size, {"is_success": reward == 0.0}
+
+    def compute_reward(self, achieved: np.ndarray, desired: np.ndarray, info: Any) -> Any:
+        """Return the rewards [...] of goals [..., size]."""
+        return -np.any(achieved != desired, axis=-1).astype(np.float32)
+
+    def _seen(self) -> dict[str, np.ndarray]:
+        bits = self._bits.copy()
+        return {"observation": bits, "achieved_goal": bits, "desired_goal": self._goal}
 
 
 def _is_right(action: Any, answer: int) -> float:

@@ -6,7 +6,9 @@ import math
 from typing import Any
 
 from ddrl.config import ReplayConfig, RolloutConfig, RunConfig
+from ddrl.envs.goals import find_goals
 from ddrl.replay.fifo import Fifo
+from ddrl.replay.hindsight import Hindsight
 from ddrl.replay.prioritized import Priorities
 from ddrl.replay.rate_limiter import RateLimiter
 from ddrl.replay.replay import Replay
@@ -33,6 +35,7 @@ def make_experience(
 
     Raises:
         ValueError: a pace that cannot be kept, or a capacity that holds nothing.
+        EnvError: with replay.hindsight, the environment cannot be made here, or has no goals.
     """
     if on_policy:
         return Fifo(
@@ -48,7 +51,7 @@ def make_experience(
         steps = longest_fragment_steps(config.rollout, sequences) + options.n_step - 1
         largest = steps * config.env.num_envs
         priorities = Priorities(
-            replay.capacity + largest,  # new items come before old ones go
+            (replay.capacity + largest) * (1 + replay.hindsight),  # new items come before old ones go
             exponent=options.priority_exponent,
             importance_exponent=options.importance_exponent,
             final_importance_exponent=options.final_importance_exponent,
@@ -56,7 +59,8 @@ def make_experience(
             of_all=options.importance_maximum == "replay",
         )
     common = {"gamma": options.gamma, "n_step": options.n_step, "frame_stack": spec.frame_stack}
-    items: TransitionItems | SequenceItems = TransitionItems(**common)
+    hindsight = Hindsight(find_goals(config.env), replay.hindsight) if replay.hindsight else None
+    items: TransitionItems | SequenceItems = TransitionItems(**common, hindsight=hindsight)
     if sequences is not None:
         items = SequenceItems(
             **common,

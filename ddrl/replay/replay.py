@@ -54,7 +54,7 @@ class _Entry:
 
 
 class Replay:
-    """The items of the newest fragments, of at most `capacity` transitions together, and as many items.
+    """The items of the newest fragments, of at most `capacity` transitions together, and as many items as they have.
 
     Fewer are held where fragments are so short that their context takes most of the memory: see MOST_CONTEXT.
 
@@ -99,6 +99,7 @@ class Replay:
         self._lockstep = lockstep
         self.budget_increment = budget_increment
         num_rows, num_items, num_steps = items.room(capacity)
+        self._most_items = max(capacity, num_items)
         self._most_rows = MOST_CONTEXT * num_rows
         self._most_bytes = most_bytes if compressed else math.inf
         store = CompressedRows if compressed else DenseRows
@@ -154,7 +155,8 @@ class Replay:
             ValueError: the fragment is larger than the capacity, or cannot be cut into items.
         """
         cut = self._kind.cut(fragment)
-        if (size := max(fragment.num_transitions, len(cut))) > self.capacity:
+        size = max(fragment.num_transitions, len(cut))
+        if fragment.num_transitions > self.capacity or len(cut) > self._most_items:
             raise ValueError(
                 f"fragment: {size} transitions exceed the capacity of {self.capacity}; "
                 "raise replay.capacity or shorten the fragments"
@@ -177,7 +179,7 @@ class Replay:
         num_rows = len(cut.block.observation)
         while self._entries and (
             self._num_transitions + fragment.num_transitions > self.capacity
-            or self.num_items + len(cut) > self.capacity  # a sum may be whole one fragment later
+            or self.num_items + len(cut) > self._most_items  # a sum may be whole one fragment later
             or len(self.rows.ring) + num_rows > self._most_rows
             or self.rows.num_bytes > self._most_bytes
         ):

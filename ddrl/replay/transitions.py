@@ -11,6 +11,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from ddrl.replay.hindsight import Hindsight
 from ddrl.replay.storage import Columns, Cut, Ring, Rows, observation_block
 from ddrl.returns import n_step_return
 from ddrl.types import Batch, Fragment
@@ -29,24 +30,29 @@ class TransitionItems:
         gamma: discount of one agent step, in [0, 1].
         n_step: rewards summed, at least 1; fewer where the episode ends.
         frame_stack: K observations that a network sees at once.
+        hindsight: gives transitions further goals; None: no. It takes n_step 1 and no stacks.
     """
 
-    def __init__(self, *, gamma: float, n_step: int, frame_stack: int = 1) -> None:
-        self._gamma, self._n_step = gamma, n_step
+    def __init__(
+        self, *, gamma: float, n_step: int, frame_stack: int = 1, hindsight: Hindsight | None = None
+    ) -> None:
+        self._gamma, self._n_step, self._hindsight = gamma, n_step, hindsight
         self.frame_stack = frame_stack
 
     def room(self, capacity: int) -> tuple[int, int, int]:
         """Return the expected numbers of rows, items and steps for `capacity` transitions."""
-        return expected_rows(capacity, context=self._n_step - 1), capacity, 1
+        num_goals = 1 + (self._hindsight.num if self._hindsight else 0)
+        return expected_rows(capacity, context=self._n_step - 1), capacity * num_goals, 1
 
     def cut(self, fragment: Fragment) -> Cut:
         """Cut a fragment into the transitions whose sums it completes; in any thread.
 
         Returns:
             Items with row (of s_t), ahead (int32, rows from there to s_{t+k}; without meaning after a termination),
-            action, n_step_return, bootstrap_discount. The TD error is |R + discount * max_a Q(s_{t+k}, a) - Q(s_t, a)|.
-            Source: Horgan et al. 2018, arXiv:1803.00933, section 3. The acting policy does not value final
-            observations and a fragment's last row; the value of the step before stands in.
+            action, n_step_return, bootstrap_discount; with hindsight also goal. The TD error is
+            |R + discount * max_a Q(s_{t+k}, a) - Q(s_t, a)|. Source: Horgan et al. 2018, arXiv:1803.00933, section 3.
+            The acting policy does not value final observations and a fragment's last row; the value of the step before
+            stands in.
 
         Raises:
             ValueError: the fragment's values are no float32 columns [C+T, N], or its returns need not be finite.
@@ -75,6 +81,9 @@ class TransitionItems:
             "n_step_return": returns[is_item],
             "bootstrap_discount": discount[is_item],
         }
+        if self._hindsight is not None:
+            items = self._hindsight.extend(items, fragment, block, gamma=self._gamma)
+            return Cut(block, items, num_rewards=len(items["row"]))
         return Cut(block, items, td_error=td_error, num_rewards=int(k[is_item].sum()))
 
     def plan(self, items: Columns, steps: Ring, rows: Rows) -> Callable[[], Batch]:
@@ -82,7 +91,10 @@ class TransitionItems:
         read = rows.plan(np.array([items["row"], items["row"] + items["ahead"]]))  # [2, B]
 
         def gather() -> Batch:
-            observation, next_observation = read()
+            both = read()  # [2, B, *I]
+            if self._hindsight is not None:
+                both[..., self._hindsight.goals.desired] = items["goal"]
+            observation, next_observation = both
             return Batch(
                 observation=observation,
                 action=items["action"],
@@ -96,7 +108,8 @@ class TransitionItems:
     def check_valid(self, items: Columns, steps: Columns, *, rows: range, step: int) -> None:
         """Assert the invariants of one fragment's items, whose observations are `rows`."""
         start, bootstrap = items["row"], items["row"] + items["ahead"]
-        assert len(np.unique(start)) == len(start), "each transition starts at its own row"
+        if self._hindsight is None:
+            assert len(np.unique(start)) == len(start), "each transition starts at its own row"
         is_inside = (rows.start <= start) & (start < bootstrap) & (bootstrap < rows.stop)
         assert np.all(is_inside), "rows are its fragment's"
         discount = items["bootstrap_discount"]

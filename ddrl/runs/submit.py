@@ -11,6 +11,7 @@ from ddrl import envs
 from ddrl.algorithms import base
 from ddrl.config import ConfigError, RunConfig, Section
 from ddrl.envs import requirements
+from ddrl.envs.goals import find_goals
 from ddrl.replay.experience import is_compressed, longest_fragment_steps, rate_limiter
 from ddrl.replay.fifo import check_staleness
 from ddrl.replay.storage import is_image
@@ -32,11 +33,13 @@ def prepare(config: RunConfig, *, processes: int = 1) -> EnvSpec:
         processes: the fewest that will play.
 
     Raises:
-        EnvError: the environment cannot be made here.
+        EnvError: the environment cannot be made here, or lacks what an option needs.
         ConfigError: the algorithm cannot be used, or not with this environment, or settings contradict.
     """
     spaces = envs.describe(config.env)
     check(config, spaces, processes=processes)
+    if config.replay.hindsight:
+        find_goals(config.env)
     return spaces
 
 
@@ -105,6 +108,11 @@ def _check_off_policy(config: RunConfig, resolved: base.Resolved) -> None:
     _refuse_changed(config, "on_policy", type(config.on_policy).model_fields, where)
     if spec.action_kind != "continuous":
         _refuse_changed(config, "rollout", ["action_noise"], f"{where} with {spec.action_kind} actions")
+    if replay.hindsight and (sequences or options.n_step > 1 or spec.frame_stack > 1):
+        raise ValueError(
+            f"replay.hindsight: {replay.hindsight} is for transitions of one step, without stacks of frames; set "
+            "algorithm.n_step and env.frame_stack to 1, or remove it"
+        )
     fragment_steps, num_envs = config.rollout.max_fragment_steps, config.env.num_envs
     stride = sequences.stride if sequences else 1
     if fragment_steps < stride:

@@ -102,6 +102,21 @@ def test_dqn_solves_pick_by_each_option_alone(options: Options) -> None:
         np.testing.assert_allclose(value, 5.0, rtol=0.1)
 
 
+def test_hindsight_flips_bits() -> None:
+    """At random the reward is almost always -1; the best policies get -4 of 10 bits on average."""
+    run = config.validate(
+        {
+            "env": {"id": "ddrl/Flip-v0", "num_envs": 8},
+            "algorithm": {"name": "dqn", "learning_rate": 1e-3},
+            "rollout": {"fragment_s": 5, "max_fragment_steps": 30},
+            "replay": {"hindsight": 4},
+        }
+    )
+    assert learn(run, target=-4.5, most_steps=20_000, evaluate_every=2_000).return_mean >= -4.5
+    blind = config.validate(run.model_dump(by_alias=True) | {"replay": {}})
+    assert learn(blind, most_steps=6_000).return_mean < -8.5
+
+
 DISCRETE_SAC = {"name": "discrete_sac", "hidden_sizes": [32]}
 
 
