@@ -50,7 +50,7 @@ def fresh_home() -> Iterator[dict[str, str]]:
             **{name: value for name, value in os.environ.items() if name != "DDRL_REDIS_URL"},
             "XDG_STATE_HOME": str(Path(folder, "state")),
             "XDG_RUNTIME_DIR": str(Path(folder, "run")),
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
             "DDRL_BENCH_FOLDER": str(Path(folder, "work")),
         }
 

@@ -26,6 +26,7 @@ class Outcome:
         start_up_s: from the command to the first environment step; NaN if none was made.
         episodes: rows of `episodes.csv`.
         figures: rows of `metrics.csv`; a cell without value is absent.
+        score: of the run's policy, the output of `ddrl evaluate --json`; empty where none was asked for.
     """
 
     summary: dict[str, Any]
@@ -33,6 +34,7 @@ class Outcome:
     start_up_s: float
     episodes: list[dict[str, float]]
     figures: list[dict[str, float]]
+    score: dict[str, Any]
 
     @property
     def solved(self) -> bool:
@@ -55,8 +57,15 @@ class Outcome:
         return [row for row in self.status["evaluations"] if row["purpose"] == "watch"]
 
 
-def run(name: str, seed: int, overrides: list[str]) -> Outcome:
-    """Submit `configs/<name>.yaml` and wait for its end; return its results, and delete its folder."""
+def run(name: str, seed: int, overrides: list[str], score: tuple[int, int] | None = None) -> Outcome:
+    """Submit `configs/<name>.yaml` and wait for its end; return its results, and delete its folder.
+
+    Args:
+        name: of the config.
+        seed: of the run.
+        overrides: NAME=VALUE each.
+        score: episodes to play with the run's policy afterwards, and the first one's seed.
+    """
     with fresh_home() as environment:
         command = [sys.executable, "-m", "ddrl"]
         started = time.time()
@@ -71,11 +80,16 @@ def run(name: str, seed: int, overrides: list[str]) -> Outcome:
                 f"{name}, seed {seed}: exit code {submitted.returncode}: {submitted.stderr.strip()[-500:]}"
             )
         summary = json.loads(submitted.stdout.splitlines()[-1])
-        asked = subprocess.run(
-            [*command, "status", "last", "--json"],
-            env=environment, cwd=environment["DDRL_BENCH_FOLDER"], capture_output=True, text=True, check=True,
-        )  # fmt: skip
-        status = json.loads(asked.stdout)
+
+        def ask(*arguments: str) -> dict[str, Any]:
+            asked = subprocess.run(
+                [*command, *arguments, "--json"],
+                env=environment, cwd=environment["DDRL_BENCH_FOLDER"], stdout=subprocess.PIPE, text=True, check=True,
+            )  # fmt: skip
+            answer: dict[str, Any] = json.loads(asked.stdout)
+            return answer
+
+        status = ask("status", "last")
         folder = Path(summary["artifacts"])
         return Outcome(
             summary=summary,
@@ -83,6 +97,16 @@ def run(name: str, seed: int, overrides: list[str]) -> Outcome:
             start_up_s=(status["first_step_s"] or math.nan) - started,
             episodes=_rows(folder / "episodes.csv"),
             figures=_rows(folder / "metrics.csv"),
+            score=ask(
+                "evaluate",
+                str(folder / "policy.safetensors"),
+                "--episodes",
+                str(score[0]),
+                "--seed",
+                str(score[1]),
+            )
+            if score
+            else {},
         )
 
 
