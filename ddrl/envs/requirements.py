@@ -58,10 +58,16 @@ def requirement(env_id: str) -> str | None:
 
 def custom_code(config: RunConfig) -> list[str]:
     """Return each "module:callable" of the user's own algorithm, network and wrappers."""
+    return _of_networks(config) + [
+        wrapper.id for wrapper in config.env.wrappers if not wrapper.id.startswith(OF_GYMNASIUM)
+    ]
+
+
+def _of_networks(config: RunConfig) -> list[str]:
+    """Return each "module:callable" of the user's own algorithm and network."""
     name, network = config.algorithm["name"], config.algorithm.get("network")
     own = [f"{name}:Policy"] if "." in name else []
-    own += [network] if isinstance(network, str) and ":" in network else []
-    return own + [wrapper.id for wrapper in config.env.wrappers if not wrapper.id.startswith(OF_GYMNASIUM)]
+    return own + ([network] if isinstance(network, str) and ":" in network else [])
 
 
 def capabilities() -> list[str]:
@@ -139,14 +145,28 @@ def check_machine(config: RunConfig, versions: Mapping[str, str]) -> None:
         UnfitError: a package is missing or of another version, or a module is not allowed or cannot be imported.
     """
     host = socket.gethostname()
+    _check_code(config, host, plays=True)
+    if config.env.same_versions and (difference := version_mismatch(versions, host)) is not None:
+        raise UnfitError(difference)
+
+
+def check_learner(config: RunConfig) -> None:
+    """Refuse a run that this machine cannot learn.
+
+    Raises:
+        UnfitError: a module of the user's is not allowed or cannot be imported; with hindsight, or the environment.
+    """
+    _check_code(config, socket.gethostname(), plays=bool(config.replay.hindsight))
+
+
+def _check_code(config: RunConfig, host: str, *, plays: bool) -> None:
     try:
-        check_installed(config.env.id)
-        for name in _callables(config):
+        if plays:
+            check_installed(config.env.id)
+        for name in _callables(config) if plays else _of_networks(config):
             load(name)
     except (EnvError, ModuleError) as error:
         raise UnfitError(f"host {host}: {error}") from None
-    if config.env.same_versions and (difference := version_mismatch(versions, host)) is not None:
-        raise UnfitError(difference)
 
 
 def run_versions(config: RunConfig) -> dict[str, str]:

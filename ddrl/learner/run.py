@@ -24,6 +24,8 @@ import torch
 from ddrl import celery
 from ddrl.algorithms import base
 from ddrl.config import ConfigError, RunConfig
+from ddrl.envs import requirements
+from ddrl.envs.requirements import UnfitError
 from ddrl.learner.dispatcher import Dispatcher
 from ddrl.learner.evaluations import EvaluationScheduler
 from ddrl.learner.loop import Learner, NotFiniteError
@@ -99,7 +101,9 @@ def serve(client: Redis, folder: Path, stop: threading.Event, *, retention: Rete
                 except Exception as error:  # the other runs still need a learner
                     if str(error) != reported.get(run):  # once, not in each round
                         reported[run] = str(error)
-                        is_explained = isinstance(error, (StoreError, ConfigError, NotFiniteError))
+                        is_explained = isinstance(
+                            error, (StoreError, ConfigError, NotFiniteError, UnfitError)
+                        )
                         log.error("%s: %s", run, error, exc_info=not is_explained)
                         logs.add(client, run, f"learner {socket.gethostname()}", "ERROR", str(error))
                     skipped_until[run, ""] = time.monotonic() + SKIP_S
@@ -134,6 +138,7 @@ def learn(
     Raises:
         StoreError: the run is not active, or is unknown and has no local checkpoint.
         LeaseLostError: another learner took over.
+        UnfitError: this machine lacks a module of the run, which goes on.
         ConfigError, ValueError: the run cannot be learned here; it has failed, unless only this machine's device is
             missing.
     """
@@ -217,8 +222,12 @@ class _Claim:
         """
         try:
             now = runs.state(self.client, self.run)
-            if not self._was_found and not now.ended:  # before the lease: another machine may have the device
-                choose_device(runs.config(self.client, self.run).learner.device)
+            if (
+                not self._was_found and not now.ended
+            ):  # before the lease: another machine may have what it needs
+                config = runs.config(self.client, self.run)
+                choose_device(config.learner.device)
+                requirements.check_learner(config)
         except runs.UnknownRunError:
             self._lost_at = self._lost_at or time.monotonic()
             if not self._was_found or time.monotonic() - self._lost_at >= RETURN_S:

@@ -344,6 +344,23 @@ def test_a_learner_leaves_a_run_whose_device_it_lacks_to_another_machine(
     service.end()
 
 
+def test_a_learner_leaves_a_run_whose_module_it_may_not_import_to_another_machine(
+    server, learn, log, monkeypatch
+) -> None:
+    monkeypatch.setattr(run_module, "SKIP_S", 0.05)
+    monkeypatch.setenv("DDRL_ALLOW_MODULES", "support.own_networks")
+    run = Run(server, endless_config(algorithm={"network": "support.own_networks:Good"}))
+    monkeypatch.delenv("DDRL_ALLOW_MODULES")
+    service = learn(run, serves=True)
+    message = f"{run.id}: host {socket.gethostname()}: support.own_networks:Good: module support.own_networks may not"
+    until(lambda: message in log.text)
+    assert "Traceback" not in log.text
+    assert run.state.status == "active" and run.token == 0 and run.journal == ["created"]
+    monkeypatch.setenv("DDRL_ALLOW_MODULES", "support.own_networks")
+    until(lambda: run.state.version >= 0)
+    service.end()
+
+
 HANGS = """
 import logging, sys, threading
 from pathlib import Path
