@@ -2,6 +2,7 @@
 
     python benchmarks/learning.py steps --jobs 2 --seeds 5        # go on with what --results lacks
     python benchmarks/learning.py minutes --seeds 5               # alone on the machine: each run has all cores
+    python benchmarks/learning.py defaults --jobs 2 --seeds 5     # with nothing but env.id and algorithm.name
     python benchmarks/learning.py report > docs/learning.md       # tables and plot of what is there
 
 ddrl is the whole product, `ddrl submit`: server, workers, evaluations, learner. Of both, the version with the best of
@@ -22,7 +23,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -46,11 +47,11 @@ class Task:
     """A task of a table.
 
     Attributes:
-        preset: config of ddrl.
+        preset: config of ddrl; of defaults, the algorithm.
         zoo: algorithm of Stable-Baselines3 and its options; `envs`, `normalize`, `layers` and `sde` are the zoo's
             number of environments, VecNormalize, layers of both networks, and policy options.
         published: score in the zoo's benchmark.md, on the version of the environment that it has.
-        steps: env steps of the first table.
+        steps: env steps; 0: as many as ten minutes give.
     """
 
     preset: str
@@ -122,7 +123,16 @@ TEN_MINUTES = {
     "Hopper-v5": Task("hopper", _MUJOCO, published=2325.5),
     "Walker2d-v5": Task("walker2d", _MUJOCO, published=3863.2),
 }
-TABLES = {"steps": EQUAL_STEPS, "minutes": TEN_MINUTES}
+DEFAULTS = {
+    name: replace(task, preset="sac" if task.zoo["algorithm"] == "SAC" else "ppo", steps=1_000_000)
+    for name, task in EQUAL_STEPS.items()
+}
+TABLES = {"steps": EQUAL_STEPS, "minutes": TEN_MINUTES, "defaults": DEFAULTS}
+TITLES = {
+    "steps": "After equal steps",
+    "minutes": "After ten minutes, alone on both cores",
+    "defaults": "With nothing but `env.id` and `algorithm.name`, after a million steps or half an hour",
+}
 SYSTEMS = ("ddrl", "Stable-Baselines3")
 
 
@@ -156,6 +166,7 @@ def run_missing(table: str, given: argparse.Namespace) -> None:
         for seed in range(1, given.seeds + 1)
         for task in given.tasks or TABLES[table]
         for system in given.systems
+        if system == "ddrl" or table != "defaults"
     ]
 
     def run(one: tuple[str, str, str, int]) -> None:
@@ -179,11 +190,15 @@ def read(results: Path) -> list[Row]:
 
 
 def ours(table: str, name: str, seed: int) -> Row:
-    """Submit the preset of a task, without a target; return score and curve."""
+    """Submit the preset of a task, or its defaults, without a target; return score and curve."""
     task = TABLES[table][name]
     end = [f"stop.env_steps={task.steps}", "stop.time=3h"] if task.steps else [f"stop.time={SECONDS:.0f}s"]
+    config = task.preset
+    if table == "defaults":
+        end[1] = "stop.time=30m"
+        config = json.dumps({"env": {"id": name}, "algorithm": {"name": task.preset}})
     options = ["stop.return=null", "evaluation.every_s=5", *end]
-    done = submitted.run(task.preset, seed, options, score=(SCORE_EPISODES, SCORE_SEED))
+    done = submitted.run(config, seed, options, score=(SCORE_EPISODES, SCORE_SEED))
     began = done.status["first_step_s"]
     return {
         "score": done.score["return_mean"],
@@ -298,9 +313,8 @@ def report(rows: list[Row]) -> str:
         "evaluations on the way. Cells: median of the seeds, 95 % interval of their mean (Student's t), their number.",
     ]
     for table, tasks in TABLES.items():
-        title = "After equal steps" if table == "steps" else "After ten minutes, alone on both cores"
         lines += [
-            f"\n## {title}\n",
+            f"\n## {TITLES[table]}\n",
             "| task | steps | ddrl, preset | Stable-Baselines3, zoo's settings | zoo, published |",
         ]
         lines.append("|---|---|---|---|---|")

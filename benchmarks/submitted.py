@@ -61,7 +61,7 @@ def run(name: str, seed: int, overrides: list[str], score: tuple[int, int] | Non
     """Submit `configs/<name>.yaml` and wait for its end; return its results, and delete its folder.
 
     Args:
-        name: of the config.
+        name: of the config; or a config itself, as JSON.
         seed: of the run.
         overrides: NAME=VALUE each.
         score: episodes to play with the run's policy afterwards, and the first one's seed.
@@ -71,6 +71,9 @@ def run(name: str, seed: int, overrides: list[str], score: tuple[int, int] | Non
         started = time.time()
         options = [option for override in overrides for option in ("-s", override)]
         config = str(ROOT / "configs" / f"{name}.yaml")
+        if name.startswith("{"):
+            config = str(Path(environment["DDRL_BENCH_FOLDER"], "task.yaml"))
+            Path(config).write_text(name)
         submitted = subprocess.run(
             [*command, "submit", config, "--seed", str(seed), "--json", *options],
             env=environment, cwd=environment["DDRL_BENCH_FOLDER"], capture_output=True, text=True,
