@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from ddrl import policy
+from ddrl.runs import prune
 from ddrl.runs.curves import plot_run
 from ddrl.runs.records import Records, read, shown, summary
 from ddrl.store import connection, leases, runs, weights
@@ -51,11 +52,11 @@ def complete(client: Redis, run: str, token: int, folder: Path) -> None:
     except connection.OUTAGES:
         raise
     except Exception as error:  # whatever a worker has written: the run ends
-        runs.complete(client, run, token)
+        runs.complete(client, run, token, prune.size(client, run))
         raise StoreError(
             f"run {run}: the results cannot be written to {folder} ({str(error) or type(error).__name__})"
         ) from error
-    runs.complete(client, run, token)
+    runs.complete(client, run, token, prune.size(client, run))
 
 
 def write(client: Redis, run: str, folder: Path) -> None:

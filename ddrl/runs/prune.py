@@ -9,9 +9,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
-from ddrl.store import bounded, connection, keys, runs, server, workers
+from ddrl.store import bounded, connection, evaluations, keys, runs, server, workers
 from ddrl.store.connection import Redis, StoreError
 
 log = logging.getLogger(__name__)
@@ -22,7 +21,7 @@ EXACT_LENGTH = 100_000  # members of a key up to which its size is found member 
 LENGTHS = {b"hash": "hlen", b"list": "llen", b"set": "scard", b"stream": "xlen", b"zset": "zcard"}
 EMBEDDED_AGE_S, EMBEDDED_BYTES = 30 * 86_400.0, 1024**3  # of ended runs on the embedded server
 EMBEDDED_SHARE = 0.25  # of its memory, if that is less
-BROKEN_BYTES = 16 * 1024**2  # above what workers keep
+BROKEN_BYTES = LATER_BYTES = 16 * 1024**2  # above what workers keep, and what an ended run still gets
 
 
 @dataclass(frozen=True)
@@ -90,6 +89,14 @@ def prune(
     """
     deletable = [state for state in _states(client) if state.ended and not state.leased]
     sizes = _sizes(client, [state.run for state in deletable])
+    for state in deletable:
+        if 0 < state.bytes < (written := sizes[state.run]):
+            sizes[state.run] = state.bytes
+            if written > state.bytes + LATER_BYTES:
+                log.warning(
+                    "%s: a worker wrote %d MB to it after its end, which stay until `ddrl delete %s`",
+                    state.run, (written - state.bytes) >> 20, state.run,
+                )  # fmt: skip
     now_s, total = runs.server_ms(client) / 1e3, sum(sizes.values())
     deleted: list[Pruned] = []
     for state in sorted(deletable, key=lambda state: state.ended_s):
@@ -116,6 +123,11 @@ def _states(client: Redis) -> Iterator[runs.RunState]:
     for run in runs.names(client):
         with contextlib.suppress(runs.UnknownRunError):  # deleted meanwhile
             yield runs.state(client, run)
+
+
+def size(client: Redis, run: str) -> int:
+    """Return the bytes that a run's keys take, at most those that it may need."""
+    return _sizes(client, [run])[run]
 
 
 def _sizes(client: Redis, names: Iterable[str]) -> dict[str, int]:
@@ -161,8 +173,8 @@ def _num_bytes(client: Redis, names: Sequence[bytes]) -> list[int]:
 def delete_strays(client: Redis, dry_run: bool = False) -> tuple[int, int]:
     """Delete keys that ddrl does not read, though a worker's password suffices to write them.
 
-    They are those of no run, heartbeats that do not expire soon, all of the broker's but the lists of queues that are
-    served, and more bad items than workers keep.
+    They are those of no run, heartbeats and evaluations of a command that do not expire soon, all of the broker's but
+    the lists of queues that are served, and more bad items than workers keep.
 
     Returns:
         Number of these keys, and their bytes, of more than SAMPLED as by their mean.
@@ -175,20 +187,25 @@ def delete_strays(client: Redis, dry_run: bool = False) -> tuple[int, int]:
     while batch := list(islice(names, BATCH)):
         texts = [name.decode(errors="replace") for name in batch]
         with client.pipeline(transaction=False) as pipe:
-            for key in texts:
-                pipe.zscore(keys.RUNS, keys.run_of(key)) if "{" in key else pipe.ttl(key)
+            for name, key in zip(batch, texts, strict=True):
+                pipe.ttl(name)
+                pipe.zscore(keys.RUNS, keys.run_of(key))
             replies = pipe.execute()
 
-        def is_stray(key: str, reply: Any) -> bool:
+        def is_stray(key: str, left_s: int, created: float | None) -> bool:
             if key.startswith(keys.BROKER_PREFIX):
                 return key not in served
-            if "{" in key:  # of no run
-                return reply is None or not key.startswith(keys.of_run(keys.run_of(key), ""))
+            if "{" in key:
+                begin = keys.of_run(keys.run_of(key), "")
+                is_for_a_command = key.startswith((f"{begin}players:", f"{begin}evaluations:"))
+                is_kept = is_for_a_command and not 0 <= left_s <= evaluations.TTL_S
+                return created is None or not key.startswith(begin) or is_kept
             if key.startswith(keys.worker("")):
-                return bool(reply == -1 or reply > workers.TTL_S)
-            return key == keys.BROKEN and (client.memory_usage(key) or 0) > BROKEN_BYTES
+                return not 0 <= left_s <= workers.TTL_S
+            return key == keys.BROKEN and _num_bytes(client, [key.encode()])[0] > BROKEN_BYTES
 
-        strays = [name for name, *looks in zip(batch, texts, replies, strict=True) if is_stray(*looks)]
+        looks = zip(batch, texts, replies[::2], replies[1::2], strict=True)
+        strays = [name for name, *look in looks if is_stray(*look)]
         found = sum(_num_bytes(client, strays)) if num < SAMPLED else len(strays) * num_bytes // num
         num, num_bytes = num + len(strays), num_bytes + found
         if strays and not dry_run:

@@ -73,6 +73,7 @@ class RunState:
         lost_producers: that ended without saying so.
         warm: source of the initial weights; "" if they were random.
         evaluation: the one that describes the run, if any: version, return_mean, return_std, episodes.
+        bytes: that its keys took when its results were complete; 0: unknown.
     """
 
     run: str
@@ -114,6 +115,7 @@ class RunState:
     lost_producers: int = 0
     warm: str = ""
     evaluation: dict[str, Any] | None = None
+    bytes: int = 0
 
     @property
     def ended(self) -> bool:
@@ -402,8 +404,13 @@ def journal(client: Redis, run: str, after: bytes = b"0-0") -> tuple[list[dict[s
     Each has `time_s` and the entry's fields; entries that cannot be read are left out.
     """
     rows, last_id = capped_streams.read(client, keys.journal(run), after, "event")
-    for row in rows:
-        row |= {name: value[:LONGEST_FIELD] for name, value in row.items() if name != "time_s"}
+    rows = [
+        {
+            name[:LONGEST_FIELD]: value if name == "time_s" else value[:LONGEST_FIELD]
+            for name, value in row.items()
+        }
+        for row in rows
+    ]
     return [row for row in rows if row["event"] != "set" or _is_change(row)], last_id
 
 
@@ -443,13 +450,16 @@ def set_status(client: Redis, run: str, new: str, reason: str, *, token: int | N
     return bool(call(client, "set_status", keys_, [token or 0, *args]))
 
 
-def complete(client: Redis, run: str, token: int) -> None:
+def complete(client: Redis, run: str, token: int, num_bytes: int = 0) -> None:
     """Note that the results of an ended run are complete; without effect on one that goes on again.
+
+    Args:
+        num_bytes: that its keys take; 0: unknown. A worker may write more later.
 
     Raises:
         LeaseLostError, RunGoneError: another learner took over; the run is gone.
     """
-    call(client, "complete", [keys.state(run), keys.OPEN], [token, run, *ENDED])
+    call(client, "complete", [keys.state(run), keys.OPEN], [token, run, num_bytes, *ENDED])
 
 
 def reactivate(client: Redis, run: str, *, more_time_s: float | None = None) -> None:

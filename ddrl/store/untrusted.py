@@ -10,11 +10,11 @@ from pydantic import Field
 Count = Annotated[int, Field(ge=0, le=2**53)]
 Number = Annotated[float, Field(ge=-(2**53), le=2**53)]
 PRODUCER_ID = r"[0-9]{1,15}"
-Name = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]*$")]
+Name = Annotated[str, Field(pattern=r"^[^\p{Cc}\p{Cf}\p{Zl}\p{Zp}]*$")]
 
-# Directions of writing: they show a line otherwise than it is.
-_DIRECTIONS = (0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
-_CONTROLS = dict.fromkeys({*range(32), *range(127, 160), 0x2028, 0x2029, *_DIRECTIONS} - {9, 10}, " ")
+# Directions of writing and what is invisible: they show a line otherwise than it is.
+_UNSEEN = (0x61C, *range(0x200B, 0x2010), *range(0x2028, 0x202F), *range(0x2066, 0x206A), 0xFEFF)
+_CONTROLS = dict.fromkeys({*range(32), *range(127, 160), *_UNSEEN, *range(0xE0000, 0xE0080)} - {9, 10}, " ")
 
 
 def text(value: bytes) -> str:

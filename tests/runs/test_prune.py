@@ -84,6 +84,17 @@ def test_a_worker_cannot_make_a_run_look_larger_than_it_is(client: Any) -> None:
     assert pruning.prune(client, None, 4_000_000, dry_run=True) == []
 
 
+def test_what_a_worker_writes_to_an_ended_run_deletes_no_other(
+    client: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    old, forged = ended(client, 3), ended(client, 1)
+    runs.complete(client, forged, 0, pruning.size(client, forged))
+    assert 0 < runs.state(client, forged).bytes < 10_000
+    client.hset(keys.players(forged), mapping=dict.fromkeys(range(40), "x" * 1_000_000))
+    assert pruning.prune(client, None, 1_000_000) == [] and {*runs.names(client)} == {old, forged}
+    assert f"{forged}: a worker wrote 38 MB to it after its end, which stay until `ddrl delete" in caplog.text
+
+
 def test_the_members_of_a_long_key_are_not_counted_one_by_one(client: Any, monkeypatch) -> None:
     """The server would stand still for longer than a client waits, and nothing be deleted."""
     run = ended(client, 3)
@@ -116,17 +127,18 @@ def test_keys_that_belong_to_no_run_are_deleted(client: Any) -> None:
     notes = [
         f"{keys.BROKER_PREFIX}_kombu.binding{name}.x" for name in ("", "_permanent")
     ]  # Celery's, which ddrl's is without
-    strays = [*hashes, *lists, *notes, keys.worker("zz"), keys.worker("yy")]
+    odd = [keys.worker("").encode() + b"\xff", keys.players(run, "z"), keys.evaluations(run, "z")]
+    strays = [*hashes, *lists, *notes, *odd, keys.worker("zz"), keys.worker("yy")]
     for key in hashes:
         client.hset(key, "x", b"x" * 500_000)
     for key in lists:
         client.rpush(key, "x")
     for key in notes:
         client.sadd(key, "x" * 500_000)
-    client.set(keys.worker("zz"), "x")
+    client.mset(dict.fromkeys([keys.worker("zz"), *odd], "x"))
     client.set(keys.worker("yy"), "x", ex=10**9)
     number, num_bytes = pruning.delete_strays(client, dry_run=True)
-    assert number == 9 and 2_000_000 < num_bytes < 2_500_000 and client.exists(*strays) == 9
+    assert number == 12 and 2_000_000 < num_bytes < 2_500_000 and client.exists(*strays) == 12
     assert pruning.delete_strays(client) == (number, num_bytes)
     assert {*client.scan_iter()} == kept and pruning.delete_strays(client) == (0, 0)
 
@@ -134,7 +146,7 @@ def test_keys_that_belong_to_no_run_are_deleted(client: Any) -> None:
 def test_more_bad_items_than_workers_keep_are_deleted(client: Any) -> None:
     client.xadd(keys.BROKEN, {"item": b"x"})
     assert pruning.delete_strays(client) == (0, 0)
-    for _ in range(20):
-        client.xadd(keys.BROKEN, {"item": b"x" * 1_000_000})
+    for size in [1] * 700 + [1_000_000] * 20 + [1] * 50:  # of which the server would estimate too few bytes
+        client.xadd(keys.BROKEN, {"item": b"x" * size})
     number, num_bytes = pruning.delete_strays(client)
     assert number == 1 and num_bytes > 20_000_000 and not client.exists(keys.BROKEN)
