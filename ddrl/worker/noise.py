@@ -13,14 +13,15 @@ _erf = np.vectorize(math.erf, otypes=[np.float64])
 
 
 class DriftingUniform:
-    """Uniform draws, one a step, whose changes over time are pink noise: slow ones are larger, whatever the time scale.
+    """Uniform draws, one a step, of which those of every second environment drift: pink noise, slow and far.
 
     White noise hardly moves what has inertia: a thousand steps of it never take a car out of a valley. Pink noise does
-    not need to know how long a push has to last.
+    not need to know how long a push has to last. But it throws over what walks, which then learns to crawl: so the
+    other environments get white noise (docs/defaults.md).
     Source: Eberhard et al. 2023, "Pink noise is all you need: colored noise exploration in deep RL" (ICLR).
 
     Args:
-        shape: of a draw; its entries are independent.
+        shape: [N, *A] of a draw, N environments; its entries are independent. The first environment's drift.
         generator: source of the draws.
     """
 
@@ -35,6 +36,8 @@ class DriftingUniform:
             num_steps = min(PERIOD, 2 * max(32, MOST_DRAWN // math.prod(self._shape) // 2))
             noise = pink_noise(num_steps, self._shape, self._generator)
             self._drawn, self._next = 0.5 * (1.0 + _erf(noise / math.sqrt(2.0))), 0
+            others = self._drawn[:, 1::2]
+            others[:] = self._generator.random(others.shape)
         drawn: np.ndarray = self._drawn[self._next]
         self._next += 1
         return drawn
