@@ -40,22 +40,28 @@ BASE = {
     "algorithm.layer_norm": False,
     "algorithm.n_step": 1,
     "algorithm.initial_temperature": 1.0,
+    "algorithm.target_rate": 0.005,
     "replay.samples_per_insert": 32,
     "replay.warmup_steps": 1_000,
-    "white": True,  # random actions do not drift
+    "drifting": 0.0,  # share of the environments whose random actions drift
 }
 LAYER_NORM = {"algorithm.layer_norm": True}
-STEPS = {**LAYER_NORM, "algorithm.n_step": 3}
-DRIFT = {**STEPS, "white": False, "replay.warmup_steps": 10_000}
+STEPS = {"algorithm.n_step": 3}
+DRIFT = {"drifting": 1.0, "replay.warmup_steps": 10_000}
+MIXED = {"drifting": 0.5, "replay.warmup_steps": 10_000}
+QUICK = {"algorithm.target_rate": 0.01, "algorithm.initial_temperature": 0.2}
 VARIANTS: dict[str, dict[str, Any]] = {
     "former": {},
     "layer norm": LAYER_NORM,
-    "layer norm, 3 steps": STEPS,
-    "layer norm, 3 steps, drift": DRIFT,
-    "the same, 5 steps": {**DRIFT, "algorithm.n_step": 5},
-    "the same, temperature 0.1": {**DRIFT, "algorithm.initial_temperature": 0.1},
-    "the same, rate 3e-4": {**DRIFT, "algorithm.learning_rate": 3e-4},
-    "the same, width 256": {**DRIFT, "algorithm.hidden_sizes": [256, 256]},
+    "3 steps": STEPS,
+    "drift": DRIFT,
+    "layer norm, 3 steps": LAYER_NORM | STEPS,
+    "3 steps, drift": STEPS | DRIFT,
+    "layer norm, 3 steps, drift": LAYER_NORM | STEPS | DRIFT,
+    "3 steps, mixed": STEPS | MIXED,
+    "3 steps, mixed, quick": STEPS | MIXED | QUICK,
+    "layer norm, 3 steps, mixed": LAYER_NORM | STEPS | MIXED,
+    "layer norm, 3 steps, mixed, quick": LAYER_NORM | STEPS | MIXED | QUICK,  # the defaults
 }
 LOAD_UPDATES, POINTS, EPISODES, FINAL_EPISODES = 250, 10, 10, 20
 FRAGMENT_STEPS = 32  # of each environment
@@ -117,9 +123,10 @@ def learn(variant: str, task: str, seed: int) -> Row:
     from ddrl.runs import submit
     from ddrl.runs.evaluation import score
     from ddrl.worker.collector import Collector
+    from ddrl.worker.noise import DriftingUniform
 
     wanted = BASE | VARIANTS[variant]
-    is_white = wanted.pop("white")
+    drifting = wanted.pop("drifting")
     tree: dict[str, Any] = {"env": {"id": task}, "algorithm": {"name": "sac"}, "replay": {}, "seed": seed}
     for name, value in wanted.items():
         section, _, option = name.partition(".")
@@ -132,10 +139,12 @@ def learn(variant: str, task: str, seed: int) -> Row:
     replay: Any = make_experience(settings, resolved.config, spaces, on_policy=False)
     identity: dict[str, Any] = {"run": "study", "producer": 1, "incarnation": 1}
     collector = Collector(config=settings, resolved=resolved, random_until_learned=True, **identity)
-    if is_white:
-        white = np.random.default_rng(seed)
+    if drifting != 0.5:
         shape = (settings.env.num_envs, *spaces.action_shape)
-        collector._uniform = SimpleNamespace(draw=lambda: white.random(shape))  # type: ignore[assignment]
+        generator = np.random.default_rng(seed)
+        white, both = generator.random, DriftingUniform((2 * shape[0], *shape[1:]), generator)
+        draw = (lambda: both.draw()[::2]) if drifting else (lambda: white(shape))
+        collector._uniform = SimpleNamespace(draw=draw)  # type: ignore[assignment]
     collector.load(0, learner.weights())
     curve: list[tuple[int, int, float]] = []
     num_steps, num_updates, began = 0, TASKS[task], time.monotonic()

@@ -154,8 +154,8 @@ class ReplayConfig(Section):
     """Transitions that the learner holds."""
     max_bytes: ByteSize = Field(ByteSize(512 * 1024**2), ge=65536, json_schema_extra=LIVE)
     """Memory of the stream in Redis; collectors wait when it is used up."""
-    warmup_steps: int = Field(1_000, ge=1)
-    """Transitions appended before the first update."""
+    warmup_steps: int = Field(10_000, ge=1)
+    """Transitions appended before the first update. Fewer start sooner, where random play need not find anything."""
     samples_per_insert: float = Field(32.0, gt=0)
     """Transitions sampled per transition appended; play and learning wait for each other to keep it. A sequence
     of R2D2 counts with all its steps. More reuses data more often."""

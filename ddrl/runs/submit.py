@@ -21,6 +21,8 @@ from ddrl.types import EnvSpec
 
 # The stream holds at least so many of the largest fragments; with fewer, one may exceed the free room.
 FRAGMENTS_IN_BUDGET = 8
+# Configs that earlier versions wrote name all options.
+FORMER_DEFAULTS = {"replay.warmup_steps": 1_000}
 # Room for checkpoints while the networks are unknown; the learner checks the real size (`needed_bytes`).
 CHECKPOINTS_BYTES = 64 * 1024**2
 
@@ -209,7 +211,8 @@ def _refuse_changed(config: RunConfig, section: str, names: Iterable[str], where
     """
     part: Section = getattr(config, section)
     for name in names:
-        if (value := getattr(part, name)) != type(part).model_fields[name].default:
+        harmless = (type(part).model_fields[name].default, FORMER_DEFAULTS.get(f"{section}.{name}"))
+        if (value := getattr(part, name)) not in harmless:
             raise ValueError(f"{section}.{name}: {value} has no effect {where}; remove it")
 
 

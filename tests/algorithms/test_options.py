@@ -117,7 +117,7 @@ NEEDING: dict[str, dict[str, tuple[EnvSpec, Options, Any]]] = {
     "sac": {
         "network": (PICTURES, {"network": "conv"}, OWN),
         "network_kwargs": (PICTURES, {"network": OWN}, {"width": 7}),
-        "batch_norm": (CONTINUOUS, {"target_rate": 0.005}, True),
+        "batch_norm": (CONTINUOUS, {"target_rate": 0.01}, True),
     },
     "r2d2": {"optimizer": (DISCRETE, {"adam_eps": 1e-3}, "rmsprop")},
 }

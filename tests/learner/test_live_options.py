@@ -182,7 +182,7 @@ def test_a_temperature_becomes_fixed_or_automatic(before: Any, after: Any) -> No
         assert adopting.update(number) == built.update(number)
         temperatures.append(float(adopting.learner.state()["temperature.value"].exp()))
     if after == "auto":
-        start = {"auto": None, 0.2: 0.2, 0.0: 1.0}[before]
+        start = {"auto": None, 0.2: 0.2, 0.0: 0.2}[before]
         assert temperatures[0] == pytest.approx(start, rel=0.05) and len(set(temperatures)) == 3
     else:
         assert temperatures == pytest.approx([after] * 3)

@@ -22,7 +22,10 @@ PAIRS = EnvSpec("Toy-v0", (3,), "float32", "multi_discrete", (2,), (3, 2))
 CONTINUOUS = EnvSpec("Toy-v0", (3,), "float32", "continuous", (2,), (), (-2.0, 0.0), (2.0, 1.0))
 PICTURES = replace(CONTINUOUS, observation_shape=(6, 6, 2), observation_dtype="uint8")
 SMALL: dict[str, Options] = {
-    "sac": {"hidden_sizes": (8, 7), "learning_rate": 1e-2, "target_rate": 0.1, "batch_size": 6},
+    "sac": {
+        **{"hidden_sizes": (8, 7), "learning_rate": 1e-2, "target_rate": 0.1, "batch_size": 6},
+        "layer_norm": False,
+    },
     "td3": {"hidden_sizes": (8, 7), "learning_rate": 1e-2, "target_rate": 0.1, "batch_size": 6},
     "discrete_sac": {"hidden_sizes": (8, 7), "learning_rate": 1e-2, "target_rate": 0.1, "batch_size": 6},
     "dqn": {"hidden_sizes": (8, 7), "learning_rate": 1e-2, "target_period": 2, "batch_size": 6},

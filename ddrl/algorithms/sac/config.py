@@ -42,8 +42,8 @@ class Config(NetworkConfig, Prioritized):
     name: ClassVar[str] = "sac"
 
     hidden_sizes: tuple[PositiveInt, ...] = option(Common, "hidden_sizes", (128, 128))
-    n_step: PositiveInt = option(Common, "n_step", 1)
-    target_rate: float = option(Common, "target_rate", 0.005)
+    n_step: PositiveInt = option(Common, "n_step", 3)
+    target_rate: float = option(Common, "target_rate", 0.01)
     critic_warmup_updates: int = option(Common, "critic_warmup_updates", 1_000)
     temperature: Literal["auto"] | float = Field("auto", json_schema_extra=LIVE)
     """Weight of the entropy against the reward: a number >= 0, or `auto` to learn the one that keeps the entropy at
@@ -51,7 +51,7 @@ class Config(NetworkConfig, Prioritized):
     target_entropy: float | None = Field(None, json_schema_extra=LIVE)
     """Entropy that temperature=auto aims at, in nats, of actions in [-1, 1]. Larger is more random. null: minus the
     number of action dimensions. Usual: -2 to -0.5 per dimension."""
-    initial_temperature: float = Field(1.0, gt=0)
+    initial_temperature: float = Field(0.2, gt=0)
     """Initial value of temperature=auto. Too large drowns small rewards at first. Usual: 0.1 to 1."""
     policy_delay: PositiveInt = Field(1, json_schema_extra=LIVE)
     """Critic updates per update of actor and temperature. More is cheaper and gives the actor better critics, but fewer
@@ -63,9 +63,9 @@ class Config(NetworkConfig, Prioritized):
     together are left out of the target. null: the mean. Usual: 25; with num_critics 2 to 5."""
     dropped_quantiles: int = Field(2, ge=0)
     """Quantiles left out for each critic. More underestimates more. Usual: 0 to 5 of 25."""
-    layer_norm: bool = False
+    layer_norm: bool | None = None
     """Normalize the hidden layers of the critics. Bounds their extrapolation, so larger learning_rate and n_step stay
-    stable, at some 20 % more time per update."""
+    stable, at some 20 % more time per update. null: yes, but with batch_norm."""
     batch_norm: bool = False
     """Batch renormalization before every layer of actor and critics, and no target critics (CrossQ): learns from fewer
     steps and takes inputs of any scale, at more time per update. Usual: no; with policy_delay 3 and wide layers."""
@@ -75,6 +75,11 @@ class Config(NetworkConfig, Prioritized):
     form: Literal["sac", "sac1"] = "sac"
     """`sac`: the policy maximizes the minimum of the critics. `sac1` (Spinning Up's, as used by Distributed-DRL): it
     maximizes the first critic at a fixed temperature, usually 0.2; cheaper, but overestimates more."""
+
+    @property
+    def has_layer_norm(self) -> bool:
+        """Whether the critics' hidden layers are normalized."""
+        return not self.batch_norm if self.layer_norm is None else self.layer_norm
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> Config:

@@ -168,7 +168,8 @@ class SAC:
             sizes = (num_inputs, *config.hidden_sizes, num_outputs)
             return MLP(sizes, generator=generator, **options).to(device)
 
-        ensemble = {name: getattr(config, name) for name in ("dropout", "layer_norm", "batch_norm")}
+        ensemble = {name: getattr(config, name) for name in ("dropout", "batch_norm")}
+        ensemble["layer_norm"] = config.has_layer_norm
         ensemble["num_members"] = config.num_critics
         self.actor = network(num_inputs, 2 * num_dims, batch_norm=config.batch_norm)
         num_outputs = config.num_quantiles or 1
