@@ -21,6 +21,7 @@ from ddrl.store import untrusted
 
 POLL_S = 0.3
 SAME_S = 5.0  # a line in a file and the same text on the server are one line if they are this close in time
+MOST_PARTS = 100  # lines of an entry; a worker may write one of line feeds
 MAX_SINGLE = 20_000  # lines remembered for that comparison
 # Celery's routine lines: two for each task, and some when a worker starts or stops.
 _ROUTINE = re.compile(
@@ -114,7 +115,7 @@ class _Tail:
         ]
         rows, self._logs_cursor = stored.read(self._client, self._run, self._logs_cursor)
         for row in rows:
-            for part in row["text"].splitlines() or [""]:
+            for part in row["text"].splitlines()[:MOST_PARTS] or [""]:
                 line = Line(row["time_s"], row["source"], row["level"], part)
                 lines += [] if self._is_twin(line, in_file=False) else [line]
         ahead_s = store.server_ms(self._client) / 1e3 - time.time()

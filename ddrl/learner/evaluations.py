@@ -71,7 +71,8 @@ class EvaluationScheduler:
         self.solved = False
         self._open.take_over()
         rows = self._results()
-        if rows and not self._open.pending:  # the last learner may have died before it decided
+        # The last learner may have died before it decided; what a worker made up does no more than open a confirmation.
+        if rows and not self._open.pending and self._config.confirm_episodes:
             self._decide(rows[-1])
         self._first_version = 0 if runs.state(client, run).warm else 1  # random weights have no score
         now, is_first = time.monotonic(), not self._returns

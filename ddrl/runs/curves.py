@@ -167,12 +167,14 @@ def _finish(axes: Axes, runs: Sequence[Records], levels: Iterable[float]) -> Non
 
 def _draw_changes(axes: Axes, records: Records, over: str) -> None:
     """Draw a line for each changed setting, with its new value where the curve is not."""
-    changes = sorted(records.changes, key=lambda row: row[over])
+    left, right = axes.get_xlim()  # a worker may write others, at which no text can be drawn
+    changes = sorted(
+        (row for row in records.changes if left <= row[over] <= right), key=lambda row: row[over]
+    )
     if changes:
         style: dict[str, Any] = {"color": CHANGE_COLOR, "linewidth": 0.9, "alpha": 0.7, "zorder": 1.5}
         xs, height = [row[over] for row in changes], axes.get_xaxis_transform()
         axes.vlines(xs, 0, 1, transform=height, label="setting changed", **style)
-    left, right = axes.get_xlim()
     column = LABEL_WIDTH * (right - left)
     labels = _labels(changes, over, column)
     middle = sum(axes.get_ylim()) / 2

@@ -21,7 +21,8 @@ EXACT_LENGTH = 100_000  # members of a key up to which its size is found member 
 LENGTHS = {b"hash": "hlen", b"list": "llen", b"set": "scard", b"stream": "xlen", b"zset": "zcard"}
 EMBEDDED_AGE_S, EMBEDDED_BYTES = 30 * 86_400.0, 1024**3  # of ended runs on the embedded server
 EMBEDDED_SHARE = 0.25  # of its memory, if that is less
-BROKEN_BYTES = LATER_BYTES = 16 * 1024**2  # above what workers keep, and what an ended run still gets
+WRITTEN_BYTES = 4 * 1024**2  # most in a run's key but for fragments, weights and checkpoints
+BROKEN_BYTES = 16 * 1024**2  # above what workers keep
 
 
 @dataclass(frozen=True)
@@ -89,14 +90,7 @@ def prune(
     """
     deletable = [state for state in _states(client) if state.ended and not state.leased]
     sizes = _sizes(client, [state.run for state in deletable])
-    for state in deletable:
-        if 0 < state.bytes < (written := sizes[state.run]):
-            sizes[state.run] = state.bytes
-            if written > state.bytes + LATER_BYTES:
-                log.warning(
-                    "%s: a worker wrote %d MB to it after its end, which stay until `ddrl delete %s`",
-                    state.run, (written - state.bytes) >> 20, state.run,
-                )  # fmt: skip
+    sizes |= {state.run: min(sizes[state.run], state.bytes) for state in deletable if state.bytes}
     now_s, total = runs.server_ms(client) / 1e3, sum(sizes.values())
     deleted: list[Pruned] = []
     for state in sorted(deletable, key=lambda state: state.ended_s):
@@ -144,9 +138,17 @@ def _sizes(client: Redis, names: Iterable[str]) -> dict[str, int]:
         asked = [key for run, key in batch if nums[run] < SAMPLED]
         found = dict(zip(asked, _num_bytes(client, asked), strict=True))
         for run, key in batch:
-            sizes[run] += found.get(key, sizes[run] // max(nums[run], 1))
+            sizes[run] += _plausible(key, found.get(key, sizes[run] // max(nums[run], 1)))
             nums[run] += 1
     return {run: min(size, runs.budget(client, [run])) for run, size in sizes.items()}
+
+
+def _plausible(key: bytes, num_bytes: int) -> int:
+    """Return the bytes of a run's key, at most what ddrl writes to it: a worker may write more to some."""
+    kind, _, detail = key.partition(b"}:")[2].partition(b":")
+    if kind in (b"experience", b"weights", b"checkpoint", b"initial"):
+        return num_bytes
+    return 0 if detail else min(num_bytes, WRITTEN_BYTES)
 
 
 def _num_bytes(client: Redis, names: Sequence[bytes]) -> list[int]:
@@ -180,7 +182,7 @@ def delete_strays(client: Redis, dry_run: bool = False) -> tuple[int, int]:
         Number of these keys, and their bytes, of more than SAMPLED as by their mean.
     """
     states = [*_states(client)]
-    queues = {queue for state in states for queue in (state.queue, state.evaluation_queue)}
+    queues = {queue for state in states if not state.ended for queue in (state.queue, state.evaluation_queue)}
     queues |= {queue for worker in workers.alive(client) for queue in worker.queues}
     served = {key for queue in queues for key in keys.lists(queue)}
     names, num, num_bytes = bounded.names(client, keys.ALL), 0, 0
@@ -194,7 +196,7 @@ def delete_strays(client: Redis, dry_run: bool = False) -> tuple[int, int]:
 
         def is_stray(key: str, left_s: int, created: float | None) -> bool:
             if key.startswith(keys.BROKER_PREFIX):
-                return key not in served
+                return key not in served or _num_bytes(client, [key.encode()])[0] > BROKEN_BYTES
             if "{" in key:
                 begin = keys.of_run(keys.run_of(key), "")
                 is_for_a_command = key.startswith((f"{begin}players:", f"{begin}evaluations:"))

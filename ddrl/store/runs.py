@@ -404,6 +404,7 @@ def journal(client: Redis, run: str, after: bytes = b"0-0") -> tuple[list[dict[s
     Each has `time_s` and the entry's fields; entries that cannot be read are left out.
     """
     rows, last_id = capped_streams.read(client, keys.journal(run), after, "event")
+    rows = rows[-JOURNAL_LENGTH:]
     rows = [
         {
             name[:LONGEST_FIELD]: value if name == "time_s" else value[:LONGEST_FIELD]

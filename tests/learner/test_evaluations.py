@@ -188,6 +188,11 @@ def test_a_result_confirms_only_if_a_confirmation_was_asked_for(match: Match) ->
     match.client.xadd(keys.evaluations(match.run), forged)  # while no learner runs
     other = Match(match.client, match.run)
     assert not other.scheduler.solved and other.scheduler.pinned == {3}
+    evaluations.take(match.client, match.run, "3:1000020:100", "player")
+    other.sent.append("3:1000020:100")
+    other.answer(-3.0), other.tick()
+    match.client.xadd(keys.evaluations(match.run), forged)
+    assert not Match(match.client, match.run, confirm_episodes=0).scheduler.solved
 
 
 def test_a_version_is_evaluated_once(match: Match) -> None:

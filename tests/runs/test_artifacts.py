@@ -14,7 +14,7 @@ from support.store import add_history, make_run
 
 from ddrl import config
 from ddrl.runs import artifacts, records
-from ddrl.store import runs
+from ddrl.store import keys, runs
 
 SUMMARY = "run status reason wall_s train_s env_steps updates policy_version evaluation artifacts"
 TABLES = {f"{name}.csv" for name in ("metrics", "episodes", "evaluations", "journal")}
@@ -71,6 +71,16 @@ def test_everything_is_written(client: Redis, tmp_path: Path) -> None:
     assert json.loads((folder / "summary.json").read_text())["run"] == run
     png = (folder / "curve.png").read_bytes()
     assert png.startswith(b"\x89PNG") and len(png) > 10_000
+
+
+def test_a_change_far_beyond_the_curve_is_not_drawn(client: Redis, tmp_path: Path) -> None:
+    """The text would be too far away for a picture, and nothing be written."""
+    run = make_run(client)
+    add_history(client, run)
+    forged = {"event": "set", "option": "weight", "from": "1", "to": "2", "env_steps": "9" * 16}
+    client.xadd(keys.journal(run), forged)
+    artifacts.write(client, run, tmp_path)
+    assert {"curve.png", "tensorboard"} <= {path.name for path in tmp_path.iterdir()}
 
 
 def test_no_text_is_a_formula(client: Redis, tmp_path: Path) -> None:
