@@ -154,8 +154,9 @@ class ReplayConfig(Section):
     """Transitions that the learner holds."""
     max_bytes: ByteSize = Field(ByteSize(512 * 1024**2), ge=65536, json_schema_extra=LIVE)
     """Memory of the stream in Redis; collectors wait when it is used up."""
-    warmup_steps: int = Field(10_000, ge=1)
-    """Transitions appended before the first update. Fewer start sooner, where random play need not find anything."""
+    warmup_steps: int | None = Field(None, ge=1)
+    """Transitions appended before the first update. More let random play find what is rare. null: 10,000 with SAC, else
+    1,000, at most the capacity."""
     samples_per_insert: float = Field(32.0, gt=0)
     """Transitions sampled per transition appended; play and learning wait for each other to keep it. A sequence
     of R2D2 counts with all its steps. More reuses data more often."""
@@ -294,7 +295,7 @@ class RunConfig(Section):
     def _consistent(self) -> RunConfig:
         if not isinstance(self.algorithm.get("name"), str):
             raise ValueError("algorithm.name: missing; name the algorithm, such as sac or ppo")
-        if self.replay.warmup_steps > self.replay.capacity:
+        if (self.replay.warmup_steps or 1) > self.replay.capacity:
             raise ValueError(
                 f"replay.warmup_steps: {self.replay.warmup_steps} is more than replay.capacity "
                 f"{self.replay.capacity}; learning would never start: lower it or raise the capacity"

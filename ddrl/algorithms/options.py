@@ -23,6 +23,8 @@ class AlgorithmConfig(Section):
 
     on_policy: ClassVar[bool] = False
     """Each fragment is learned from once, in order, soon after it was collected."""
+    warmup_steps: ClassVar[int] = 1_000
+    """Transitions before the first update, unless `replay.warmup_steps` says otherwise; off-policy."""
 
     learning_rate: float = Field(1e-3, gt=0, json_schema_extra=LIVE)
     """Step size of the optimizers. Larger learns faster until values or policy diverge. Usual: 3e-4 to 3e-3 for

@@ -32,7 +32,7 @@ from ddrl.config import RunConfig
 from ddrl.learner.ledger_rows import LedgerRows
 from ddrl.learner.publisher import OnCheckpoint, Publisher, Shared, Tensors, decode_tensors
 from ddrl.networks.device import to_device, to_host
-from ddrl.replay.experience import longest_fragment_steps, make_experience
+from ddrl.replay.experience import longest_fragment_steps, make_experience, warmup_steps
 from ddrl.replay.fifo import Fifo
 from ddrl.replay.reader import FragmentLimits, Reader, decode, decode_range
 from ddrl.store import connection, runs, stream, weights
@@ -85,6 +85,7 @@ class Learner:
         self._client, self._run, self._token, self._config = client, run, token, config
         self._device, self._spec = device, resolved.spec
         self._on_policy = resolved.on_policy
+        self._warmup_steps = warmup_steps(config.replay, resolved.config)
         self.algorithm = resolved.learner(device=device, seed=config.seed)
         self.replay = make_experience(
             config, resolved.config, resolved.spec, on_policy=self._on_policy, sequences=resolved.sequences
@@ -176,7 +177,7 @@ class Learner:
         # Fragments that waited then and have left the stream count as dropped.
         self.replay.num_dropped = counters.dropped + counters.waiting - self.replay.num_waiting
         # After a loss of experience in the stream the replay warms up again before the next update.
-        missing = min(self._config.replay.warmup_steps, counters.held) - len(self.replay)
+        missing = min(self._warmup_steps, counters.held) - len(self.replay)
         if missing > 0:
             log.warning(
                 "the stream has lost experience of the checkpoint; updates go on after %d more steps", missing

@@ -91,9 +91,15 @@ def rate_limiter(replay: ReplayConfig, options: Any) -> RateLimiter:
     Raises:
         ValueError: a pace that cannot be kept.
     """
-    pace = replay.model_dump(include={"samples_per_insert", "warmup_steps", "slack_steps"})
+    pace = replay.model_dump(include={"samples_per_insert", "slack_steps"})
+    pace["warmup_steps"] = warmup_steps(replay, options)
     # A sequence counts with all of its steps.
     return RateLimiter(**pace, batch_size=getattr(options, "transitions_per_update", options.batch_size))
+
+
+def warmup_steps(replay: ReplayConfig, options: Any) -> int:
+    """Return the transitions before the first update; `options` are the algorithm's."""
+    return replay.warmup_steps or min(options.warmup_steps, replay.capacity)
 
 
 def longest_fragment_steps(rollout: RolloutConfig, sequences: SequenceShape | None) -> int:

@@ -40,6 +40,7 @@ class Config(NetworkConfig, Prioritized):
     """
 
     name: ClassVar[str] = "sac"
+    warmup_steps: ClassVar[int] = 10_000
 
     hidden_sizes: tuple[PositiveInt, ...] = option(Common, "hidden_sizes", (128, 128))
     n_step: PositiveInt = option(Common, "n_step", 3)
