@@ -23,6 +23,7 @@ solve = partial(learn, target=0.95, num_episodes=200)
 PPO = {"name": "ppo", "batch_size": 512, "minibatch_size": 128, "learning_rate": 3e-3, "hidden_sizes": [32]}
 IMPALA = {"name": "impala", "batch_size": 320, "hidden_sizes": [32]}
 ADAM = {"optimizer": "adam", "learning_rate": 5e-3, "estimator": "upgo", "normalize_returns": True}
+QUICK = {"samples_per_insert": 16, "warmup_steps": 1_000}
 NORMALIZED = {"normalize_observations": True, "normalize_returns": True}
 PQN = {
     "name": "pqn",
@@ -146,9 +147,9 @@ def test_soft_policies_solve_pick(options: Options) -> None:
     ],
 )
 def test_target_is_solved_off_policy(options: Options) -> None:
-    algorithm = {"hidden_sizes": [32], "learning_rate": 3e-3, "gamma": 0.5, "batch_size": 64}
+    algorithm = {"hidden_sizes": [32], "learning_rate": 3e-3, "gamma": 0.5, "batch_size": 64, "n_step": 1}
     env, rollout = {"id": "ddrl/Target-v0", "num_envs": 8}, {"fragment_s": 5, "max_fragment_steps": 16}
-    run = toy(env["id"], algorithm | options, env=env, rollout=rollout, replay={"samples_per_insert": 16})
+    run = toy(env["id"], algorithm | options, env=env, rollout=rollout, replay=QUICK)
     assert learn(run, most_steps=6_000).return_mean > -0.2
 
 
@@ -157,12 +158,12 @@ def test_sac_solves_dial_from_pixels(options: Options, monkeypatch: pytest.Monke
     """At random -6.6; a policy that ignores the image gets -3.3 at best."""
     monkeypatch.setenv("DDRL_ALLOW_MODULES", ALLOWED)
     algorithm = {"name": "sac", "hidden_sizes": [32], "learning_rate": 3e-3, "gamma": 0.5, "batch_size": 64}
-    algorithm |= {"target_entropy": -3.0, "target_rate": 0.05} | options
+    algorithm |= {"target_entropy": -3.0, "target_rate": 0.05, "n_step": 1} | options
     env, rollout = (
         {"id": "support.algorithms:dial", "num_envs": 8},
         {"fragment_s": 5, "max_fragment_steps": 16},
     )
-    run = toy(env["id"], algorithm, env=env, rollout=rollout, replay={"samples_per_insert": 16})
+    run = toy(env["id"], algorithm, env=env, rollout=rollout, replay=QUICK)
     assert learn(run, most_steps=6_000).return_mean > -0.2
 
 
@@ -187,7 +188,7 @@ def test_a_gauge_is_read_from_its_image_and_its_sign(
     env = {"id": "support.algorithms:gauge", "kwargs": {"discrete": options["name"] != "sac"}, "num_envs": 8}
     run = toy(
         env["id"], algorithm, env=env, rollout={"fragment_s": 5, "max_fragment_steps": 16},
-        **({} if options["name"] == "ppo" else {"replay": {"samples_per_insert": 16}}),
+        **({} if options["name"] == "ppo" else {"replay": QUICK}),
     )  # fmt: skip
     outcome = learn(run, most_steps=most_steps, target=close, evaluate_every=2_000)
     assert outcome.return_mean >= close, outcome

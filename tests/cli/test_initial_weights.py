@@ -139,7 +139,7 @@ def test_a_run_starts_from_initial_weights(client: Redis, server: PrivateServer,
         (entry,) = (row for row in runs.journal(client, run)[0] if row["event"] == "warm start")
         assert (
             entry["reason"]
-            == f"begins with {before}@1; critics and optimizers start fresh, the temperature at 1"
+            == f"begins with {before}@1; critics and optimizers start fresh, the temperature at 0.2"
         )
         if source != "policy.safetensors":
             learner.finish()

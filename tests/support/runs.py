@@ -20,7 +20,15 @@ from ddrl.worker.segment import Players, play
 
 def target_tree(**sections: Any) -> dict[str, Any]:
     """Return a config as plain data; `sections` are merged into it, into a shorter one for on-policy algorithms."""
-    sac = {"name": "sac", "hidden_sizes": [32, 32], "learning_rate": 3e-3, "batch_size": 32, "gamma": 0.5}
+    sac = {
+        "n_step": 1,
+        "layer_norm": False,
+        "name": "sac",
+        "hidden_sizes": [32, 32],
+        "learning_rate": 3e-3,
+        "batch_size": 32,
+        "gamma": 0.5,
+    }
     tree: dict[str, Any] = {
         "name": "target",
         "env": {"id": "ddrl/Target-v0", "num_envs": 4},
