@@ -44,6 +44,8 @@ def target_tree(**sections: Any) -> dict[str, Any]:
         del tree["learner"]["publish_every_s"]
     for name, section in sections.items():
         tree[name] = {**tree.get(name, {}), **section} if isinstance(section, dict) else section
+    if tree["algorithm"].get("name") != "sac":
+        tree["algorithm"].pop("layer_norm", None)
     return tree
 
 
