@@ -15,17 +15,7 @@ from typing import Any, cast
 
 from kombu.exceptions import OperationalError
 
-from ddrl import policy
-from ddrl.celery import (
-    EVALUATE,
-    PID_VARIABLE,
-    QUEUES_VARIABLE,
-    ROLLOUT,
-    app,
-    process_memory_bytes,
-    queues,
-    send_evaluation,
-)
+from ddrl import celery, policy
 from ddrl.config import ConfigError, first_line
 from ddrl.envs import requirements
 from ddrl.envs.requirements import UnfitError
@@ -51,7 +41,7 @@ def _note_end(run: str, reason: str) -> None:
     segments.note_crash(connection.connect(), run, reason)
 
 
-watchdog = Watchdog(_note_end, memory_bytes=process_memory_bytes())
+watchdog = Watchdog(_note_end, memory_bytes=celery.process_memory_bytes())
 
 
 class Kept:
@@ -115,15 +105,15 @@ def _warn(logged: dict[str, float], run: str, text: str) -> None:
         log.warning("%s%s", f"run {run}: " if run else "", text)
 
 
-@app.task(name=ROLLOUT, bind=True)  # type: ignore[untyped-decorator]
+@celery.app.task(name=celery.ROLLOUT, bind=True)  # type: ignore[untyped-decorator]
 def rollout(self: Any, *_: object) -> dict[str, Any] | None:
     """Play one segment of the run that the server chooses; return run and steps, None if there was none to play.
 
     Arguments are ignored: a message of an earlier version of ddrl names a run.
     """
     mine, node = kept(), self.request.hostname or "-"
-    names = os.environ.get(QUEUES_VARIABLE)
-    served = names.split(",") if names else queues("rollout")
+    names = os.environ.get(celery.QUEUES_VARIABLE)
+    served = names.split(",") if names else celery.queues("rollout")
     run = None
     with failures_reported(mine, "", node):
         mine.players.report_end(mine.client)
@@ -153,11 +143,11 @@ def _show_run(hostname: str, task: str, run: str) -> None:
     In a thread of its own, since a connection that is lost without notice delays it by its timeout.
     """
     outages = OSError, OperationalError, *connection.OUTAGES
-    with suppress(*outages), app.events.default_dispatcher(hostname=hostname) as events:
+    with suppress(*outages), celery.app.events.default_dispatcher(hostname=hostname) as events:
         events.send("task-started", uuid=task, args=repr((run,)), retry=False)
 
 
-@app.task(name=EVALUATE, bind=True)  # type: ignore[untyped-decorator]
+@celery.app.task(name=celery.EVALUATE, bind=True)  # type: ignore[untyped-decorator]
 def evaluate(self: Any, run: str, message: str) -> bool:
     """Play an open evaluation of a run or of a command; return whether its result was stored.
 
@@ -193,9 +183,9 @@ def play_evaluation(client: Redis, run: str, message: str, *, node: str = "-") -
         with suppress(*connection.OUTAGES):  # the result can wait for the server
             if evaluations.take(client, run, message, player) is None:
                 raise Withdrawn
-            if workers.is_draining(client, node, int(os.environ.get(PID_VARIABLE) or os.getpid())):
+            if workers.is_draining(client, node, int(os.environ.get(celery.PID_VARIABLE) or os.getpid())):
                 evaluations.fail(client, run, message, "")
-                send_evaluation(run, message, runs.state(client, run).evaluation_queue)
+                celery.send_evaluation(run, message, runs.state(client, run).evaluation_queue)
                 raise Withdrawn
 
     try:

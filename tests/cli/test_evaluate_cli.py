@@ -254,7 +254,7 @@ def test_where_a_worker_leaves_another_one_plays_the_evaluation(
 ) -> None:
     monkeypatch.setattr(tasks, "BEAT_S", 0.0)
     again: list[tuple[str, str, str]] = []
-    monkeypatch.setattr(tasks, "send_evaluation", lambda *message: again.append(message))
+    monkeypatch.setattr(tasks.celery, "send_evaluation", lambda *message: again.append(message))
     sent: list[str] = []
     waiting = evaluations.OpenEvaluations(client, run, send=sent.append, timeout_s=60)
     waiting.open([evaluations.Evaluation(version=0, first_seed=1, num_episodes=2, purpose="request")])
