@@ -13,7 +13,6 @@ Whatever leaves this thread, weights and checkpoints, is finite: see NotFiniteEr
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import statistics
@@ -21,7 +20,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,9 +37,7 @@ from ddrl.replay.fifo import Fifo
 from ddrl.replay.reader import FragmentLimits, Reader, decode, decode_range
 from ddrl.store import connection, runs, stream, weights
 from ddrl.store.checkpoints import Counters
-
-if TYPE_CHECKING:
-    from redis import Redis
+from ddrl.store.connection import Redis
 
 log = logging.getLogger(__name__)
 
@@ -98,9 +96,7 @@ class Learner:
             resolved.sequences.stride if resolved.sequences else 1,
             len(config.env.metrics),
         )
-        self._decode = functools.partial(
-            decode, run=run, spaces=resolved.spec, limits=limits, pack=self.replay.pack
-        )
+        self._decode = partial(decode, run=run, spaces=resolved.spec, limits=limits, pack=self.replay.pack)
         self._reader_client = reader_client
         longest = 2 * stream.REPLY_BYTES + limits.num_bytes(resolved.spec)
         connection.bound_replies(reader_client, longest)
@@ -116,8 +112,8 @@ class Learner:
         self._num_rounds = 0
         self._num_unlogged, self._log_at = 0, 0.0  # refusals, and when the next one is logged
         self._mends = {
-            "drop_next": functools.partial(stream.drop_next, reader_client, run, token, longest),
-            "lower_ids": functools.partial(stream.lower_ids, reader_client, run, token),
+            "drop_next": partial(stream.drop_next, reader_client, run, token, longest),
+            "lower_ids": partial(stream.lower_ids, reader_client, run, token),
         }
 
     # --- begin and end -------------------------------------------------------------------------------
