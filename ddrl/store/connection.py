@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 from urllib.parse import parse_qs, quote, urlsplit
 
 import redis
@@ -477,16 +477,14 @@ def maxmemory(client: redis.Redis) -> int:
     if client.connection_pool.connection_kwargs.get("path") == str(socket_path()):
         return 0
     try:
-        info: Any = client.info("memory")
+        return int(cast(Any, client).info("memory").get("maxmemory", 0))
     except redis.RedisError:
         return 0
-    return int(info.get("maxmemory", 0))
 
 
 def server_id(client: redis.Redis) -> str:
     """Return an id that the server draws when it starts."""
-    info: Any = client.info("server")
-    return str(info["run_id"])
+    return str(cast(Any, client).info("server")["run_id"])
 
 
 def appendfsync(client: redis.Redis) -> str | None:
@@ -722,8 +720,7 @@ class Outage:
             log.info("the server serves again after %.0f s", time.monotonic() - self._since)
             if self._disk_was_full and self._client is not None:
                 with contextlib.suppress(*OUTAGES):
-                    info: Any = self._client.info("persistence")
-                    if info.get("aof_enabled"):
+                    if cast(Any, self._client).info("persistence").get("aof_enabled"):
                         self._client.bgrewriteaof()
         self._since, self._logged, self._disk_was_full = 0.0, "", False
 

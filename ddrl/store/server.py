@@ -32,7 +32,7 @@ import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import redis
 from redis.backoff import NoBackoff
@@ -139,8 +139,7 @@ class Hold:
             stack.callback(unlock, lock)
             try:
                 with _connect() as client:
-                    settings: Any = client.config_get("requirepass")
-                    if not any(settings.values()):
+                    if not any(cast(Any, client).config_get("requirepass").values()):
                         raise StoreError(f"{host}:{port}: the server has no password; restart it to listen")
                     client.config_set("bind", host)
                     client.config_set("port", port)
