@@ -278,7 +278,7 @@ def checked(client: Redis, run: str, entries: Sequence[stream.Entry]) -> list[st
         is_short = all(len(entry.fields.get(name, b"")) < 20 for name in stream.APPENDED)
         if is_current and is_short and entry.count(b"q", -1) <= producer.seq:
             return dataclasses.replace(entry, newest_seq=producer.seq)
-        return entry.without_producer()
+        return stream.Entry(entry.entry_id, {name: x for name, x in entry.fields.items() if name != b"p"})
 
     return list(map(check, entries))
 

@@ -108,10 +108,6 @@ class Entry:
         """Id of the producer; -1 (`ledger.UNKNOWN`) if no append wrote the entry."""
         return self.count(b"p", -1)
 
-    def without_producer(self) -> Entry:
-        """Return the entry as one that no append wrote."""
-        return Entry(self.entry_id, {name: value for name, value in self.fields.items() if name != b"p"})
-
 
 def new_producer(client: Redis, run: str) -> int:
     """Return an id that no other collector has or had on this server, and that no other appends to the run with."""
