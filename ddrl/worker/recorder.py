@@ -123,7 +123,7 @@ class Recorder:
         self._training_reward[self._context : self._row] = envs.training_reward(self._env, reward)
         returns, lengths = self._finish_episodes(reward, over)
         observation = self._observation[: self._row + 1]
-        columns = {name: column[: self._row] for name, column in self._columns.items()}
+        columns: dict[str, Any] = {name: column[: self._row] for name, column in self._columns.items()}
         extras = {name: columns[f"extras/{name}"] for name in self._extras}
         if names := self._env.metrics:
             extras["episode_metrics"] = np.array(self._metrics, np.float32).reshape(-1, len(names))
@@ -133,10 +133,7 @@ class Recorder:
             policy_version=policy_version,
             context=self._context,
             observation=observation,
-            action=columns["action"],
-            reward=columns["reward"],
-            terminated=columns["terminated"],
-            truncated=columns["truncated"],
+            **{name: columns[name] for name in ("action", "reward", "terminated", "truncated")},
             final_index=np.argwhere(columns["truncated"]).astype(np.int32),
             final_observation=np.array(self._finals, observation.dtype).reshape(-1, *observation.shape[2:]),
             episode_return=returns,
