@@ -51,6 +51,7 @@ HANG_S = 120.0  # a service thread without a round for this long counts as hung;
 OTHER_BYTES = 80 * 1024**2  # metrics (45 MiB at their cap), logs, journal, episodes and the like, of one run
 EXTRA_VERSIONS = 3  # kept besides the newest: the best one, the one being evaluated, the one being published
 LOST = (RunGoneError, runs.UnknownRunError)  # the server came back empty or older
+EXPLAINED = (StoreError, ConfigError, NotFiniteError, UnfitError)  # their messages are enough for the log
 
 
 class _WentBackError(Exception):
@@ -101,10 +102,7 @@ def serve(client: Redis, folder: Path, stop: threading.Event, *, retention: Rete
                 except Exception as error:  # the other runs still need a learner
                     if str(error) != reported.get(run):  # once, not in each round
                         reported[run] = str(error)
-                        is_explained = isinstance(
-                            error, (StoreError, ConfigError, NotFiniteError, UnfitError)
-                        )
-                        log.error("%s: %s", run, error, exc_info=not is_explained)
+                        log.error("%s: %s", run, error, exc_info=not isinstance(error, EXPLAINED))
                         logs.add(client, run, f"learner {socket.gethostname()}", "ERROR", str(error))
                     skipped_until[run, ""] = time.monotonic() + SKIP_S
             outage.over()
