@@ -404,13 +404,10 @@ def journal(client: Redis, run: str, after: bytes = b"0-0") -> tuple[list[dict[s
     Each has `time_s` and the entry's fields; entries that cannot be read are left out.
     """
     rows, last_id = capped_streams.read(client, keys.journal(run), after, "event")
-    rows = rows[-JOURNAL_LENGTH:]
+    most = LONGEST_FIELD
     rows = [
-        {
-            name[:LONGEST_FIELD]: value if name == "time_s" else value[:LONGEST_FIELD]
-            for name, value in row.items()
-        }
-        for row in rows
+        {name[:most]: value if name == "time_s" else value[:most] for name, value in row.items()}
+        for row in rows[-JOURNAL_LENGTH:]
     ]
     return [row for row in rows if row["event"] != "set" or _is_change(row)], last_id
 
