@@ -130,10 +130,8 @@ def _sizes(client: Redis, names: Iterable[str]) -> dict[str, int]:
     Those of more keys than SAMPLED are taken to be as long as these are on the average.
     """
     sizes, nums = dict.fromkeys(names, 0), Counter[str]()
-    owned = (
-        (keys.run_of(key.decode(errors="replace")), key)
-        for key in bounded.names(client, keys.run_pattern("*"))
-    )
+    listed = bounded.names(client, keys.run_pattern("*"))
+    owned = ((keys.run_of(key.decode(errors="replace")), key) for key in listed)
     while batch := list(islice((one for one in owned if one[0] in sizes), BATCH)):
         asked = [key for run, key in batch if nums[run] < SAMPLED]
         found = dict(zip(asked, _num_bytes(client, asked), strict=True))
