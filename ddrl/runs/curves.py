@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -168,9 +169,7 @@ def _finish(axes: Axes, runs: Sequence[Records], levels: Iterable[float]) -> Non
 def _draw_changes(axes: Axes, records: Records, over: str) -> None:
     """Draw a line for each changed setting, with its new value where the curve is not."""
     left, right = axes.get_xlim()  # a worker may write others, at which no text can be drawn
-    changes = sorted(
-        (row for row in records.changes if left <= row[over] <= right), key=lambda row: row[over]
-    )
+    changes = sorted((row for row in records.changes if left <= row[over] <= right), key=itemgetter(over))
     if changes:
         style: dict[str, Any] = {"color": CHANGE_COLOR, "linewidth": 0.9, "alpha": 0.7, "zorder": 1.5}
         xs, height = [row[over] for row in changes], axes.get_xaxis_transform()

@@ -40,9 +40,8 @@ def read(client: Redis, run: str, after: bytes = b"0-0") -> tuple[list[dict[str,
     lengths = {"source": SOURCE_LENGTH, "level": SOURCE_LENGTH, "text": LINE_LENGTH}
     rows, last_id = capped_streams.read(client, keys.logs(run), after, *lengths)
     # A worker may write longer ones.
-    return [
-        row | {name: row[name][:most] for name, most in lengths.items()} for row in rows[-LENGTH:]
-    ], last_id
+    cut = [row | {name: row[name][:most] for name, most in lengths.items()} for row in rows[-LENGTH:]]
+    return cut, last_id
 
 
 class Handler(logging.Handler):
