@@ -17,7 +17,7 @@ from ddrl.types import Fragment
 
 @dataclass(frozen=True)
 class Hindsight:
-    """How the transitions of a fragment get further goals.
+    """Gives each transition of a fragment further goals.
 
     Attributes:
         goals: of the environment.

@@ -79,7 +79,7 @@ class Config(NetworkConfig, Prioritized):
 
     @property
     def has_layer_norm(self) -> bool:
-        """Whether the critics' hidden layers are normalized."""
+        """The critics normalize their hidden layers."""
         return not self.batch_norm if self.layer_norm is None else self.layer_norm
 
     @model_validator(mode="after")
