@@ -154,7 +154,8 @@ def check_learner(config: RunConfig) -> None:
     """Refuse a run that this machine cannot learn.
 
     Raises:
-        UnfitError: a module of the user's is not allowed or cannot be imported; with hindsight, or the environment.
+        UnfitError: a module of the user's is not allowed or cannot be imported; with hindsight also where the
+            environment's package is missing.
     """
     _check_code(config, socket.gethostname(), plays=bool(config.replay.hindsight))
 

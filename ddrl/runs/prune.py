@@ -174,7 +174,8 @@ def delete_strays(client: Redis, dry_run: bool = False) -> tuple[int, int]:
     """Delete keys that ddrl does not read, though a worker's password suffices to write them.
 
     They are those of no run, heartbeats and evaluations of a command that do not expire soon, all of the broker's but
-    the lists of queues that are served, and more bad items than workers keep.
+    the lists of queues that are served or that a run which has not ended waits in, and lists of these and of bad items
+    that are longer than ddrl makes them.
 
     Returns:
         Number of these keys, and their bytes, of more than SAMPLED as by their mean.
@@ -198,8 +199,8 @@ def delete_strays(client: Redis, dry_run: bool = False) -> tuple[int, int]:
             if "{" in key:
                 begin = keys.of_run(keys.run_of(key), "")
                 is_for_a_command = key.startswith((f"{begin}players:", f"{begin}evaluations:"))
-                is_kept = is_for_a_command and not 0 <= left_s <= evaluations.TTL_S
-                return created is None or not key.startswith(begin) or is_kept
+                lasts = is_for_a_command and not 0 <= left_s <= evaluations.TTL_S
+                return created is None or not key.startswith(begin) or lasts
             if key.startswith(keys.worker("")):
                 return not 0 <= left_s <= workers.TTL_S
             return key == keys.BROKEN and _num_bytes(client, [key.encode()])[0] > BROKEN_BYTES

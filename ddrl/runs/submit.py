@@ -211,8 +211,8 @@ def _refuse_changed(config: RunConfig, section: str, names: Iterable[str], where
     """
     part: Section = getattr(config, section)
     for name in names:
-        harmless = (type(part).model_fields[name].default, FORMER_DEFAULTS.get(f"{section}.{name}"))
-        if (value := getattr(part, name)) not in harmless:
+        default = type(part).model_fields[name].default
+        if (value := getattr(part, name)) not in (default, FORMER_DEFAULTS.get(f"{section}.{name}", default)):
             raise ValueError(f"{section}.{name}: {value} has no effect {where}; remove it")
 
 

@@ -251,12 +251,12 @@ class OpenEvaluations:
 
         def close(row: dict[str, Any]) -> dict[str, Any] | None:
             item = self._pending.get(f"{row['version']}:{row['first_seed']}:{row['num_episodes']}")
-            if item is not None and self._requester:  # it goes with the others, by `withdraw`
-                del self._pending[item.evaluation.id]
-            elif item is not None:
-                self._close(item)
             if item is None:  # a worker may have made it up: it confirms nothing
                 return row | {"purpose": "watch"} if self._returns_all else None
+            if self._requester:  # it goes with the others, by `withdraw`
+                del self._pending[item.evaluation.id]
+            else:
+                self._close(item)
             asked = item.evaluation
             return row | {"purpose": asked.purpose, "env_steps": asked.env_steps, "updates": asked.updates}
 
