@@ -168,7 +168,8 @@ class ReplayConfig(Section):
     observations with achieved_goal and desired_goal, and the environment's compute_reward. 0: none. Usual: 4."""
     observations: Literal["auto", "dense", "compressed"] = "auto"
     """Storage of observations in the learner: `dense` arrays, fastest; `compressed` images, a thirtieth of the
-    memory; `auto`: compressed for images that exceed memory_bytes, else dense."""
+    memory; `auto`: compressed for images that exceed memory_bytes, else dense. Dense images are held on the learner's
+    GPU where half of its free memory suffices, of any memory_bytes."""
     memory_bytes: ByteSize = Field(ByteSize(4 * 1024**3), ge=1024**2)
     """Learner's memory up to which `auto` holds observations dense, and most for compressed ones: beyond it the oldest
     leave before there are `capacity` of them."""

@@ -27,7 +27,14 @@ def adam(
     parameter: Tensor, *, learning_rate: float, eps: float = 1e-8, weight_decay: float = 0.0
 ) -> torch.optim.Adam:
     """Return Adam for one tensor with its state allocated: torch does so at the first step, too late to restore."""
-    optimizer = _Adam([parameter], lr=learning_rate, eps=eps, weight_decay=weight_decay, fused=True)
+    optimizer = _Adam(
+        [parameter],
+        lr=learning_rate,
+        eps=eps,
+        weight_decay=weight_decay,
+        fused=True,
+        capturable=parameter.is_cuda,
+    )
     _allocate(optimizer, parameter, "exp_avg", "exp_avg_sq")
     return optimizer
 
@@ -36,7 +43,14 @@ def rmsprop(
     parameter: Tensor, *, learning_rate: float, eps: float, decay: float, weight_decay: float = 0.0
 ) -> torch.optim.RMSprop:
     """Return RMSProp for one tensor with its state allocated."""
-    optimizer = _RMSprop([parameter], lr=learning_rate, eps=eps, alpha=decay, weight_decay=weight_decay)
+    optimizer = _RMSprop(
+        [parameter],
+        lr=learning_rate,
+        eps=eps,
+        alpha=decay,
+        weight_decay=weight_decay,
+        capturable=parameter.is_cuda,
+    )
     _allocate(optimizer, parameter, "square_avg")
     return optimizer
 

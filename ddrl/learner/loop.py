@@ -86,7 +86,12 @@ class Learner:
         self._warmup_steps = warmup_steps(config.replay, resolved.config)
         self.algorithm = resolved.learner(device=device, seed=config.seed)
         self.replay = make_experience(
-            config, resolved.config, resolved.spec, on_policy=self._on_policy, sequences=resolved.sequences
+            config,
+            resolved.config,
+            resolved.spec,
+            on_policy=self._on_policy,
+            sequences=resolved.sequences,
+            device=device,
         )
         limits = FragmentLimits(
             longest_fragment_steps(config.rollout, resolved.sequences),

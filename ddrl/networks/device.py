@@ -11,6 +11,8 @@ import torch
 
 from ddrl.config import ConfigError
 
+_ALIGNMENT = 256  # bytes, of a column of a batch on a GPU
+
 
 def choose_device(name: str) -> torch.device:
     """Return the torch device of a config's `learner.device`; takes no memory of it.
@@ -30,18 +32,38 @@ def choose_device(name: str) -> torch.device:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return a batch of arrays as the same kind of batch of tensors on the device.
+    """Return a batch of arrays, or of tensors that are there already, as one of tensors on the device.
 
     `burn_in` and `length` stay on the CPU, which packs sequences by them; `number`, which is looked up on the CPU, is
     left out.
     """
     arrays = {name: value for name, value in vars(batch).items() if value is not None and name != "number"}
-    tensors = {name: torch.from_numpy(value) for name, value in arrays.items()}
-    sent = {
-        name: value if name in ("burn_in", "length") else send(value, device)
-        for name, value in tensors.items()
+    tensors = {
+        name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+        for name, value in arrays.items()
     }
-    return type(batch)(**sent)
+    if device.type != "cpu":
+        sent = {
+            name: value
+            for name, value in tensors.items()
+            if name not in ("burn_in", "length") and value.device.type == "cpu"
+        }
+        tensors |= _send_together(sent, device)
+    return type(batch)(**tensors)
+
+
+def _send_together(tensors: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    """Copy CPU tensors to another device in one transfer, without waiting for it."""
+    sizes = [-(-value.nbytes // _ALIGNMENT) * _ALIGNMENT for value in tensors.values()]
+    host = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+    def parts(memory: torch.Tensor) -> dict[str, torch.Tensor]:
+        pairs = zip(tensors.items(), memory.split_with_sizes(sizes), strict=True)
+        return {name: part[: like.nbytes].view(like.dtype).view(like.shape) for (name, like), part in pairs}
+
+    for name, part in parts(host).items():
+        part.copy_(tensors[name])
+    return parts(host.to(device, non_blocking=True))
 
 
 def send(values: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ddrl.config import ReplayConfig, RolloutConfig, RunConfig
 from ddrl.envs.goals import find_goals
@@ -17,11 +17,20 @@ from ddrl.replay.storage import is_image
 from ddrl.replay.transitions import TransitionItems, expected_rows
 from ddrl.types import EnvSpec, SequenceShape
 
+if TYPE_CHECKING:
+    import torch
+
 _TRANSITION_BYTES = 8 + 4 + 4 + 4 + 8  # row, ahead, n_step_return, bootstrap_discount, discrete action
 
 
 def make_experience(
-    config: RunConfig, options: Any, spec: EnvSpec, *, on_policy: bool, sequences: SequenceShape | None = None
+    config: RunConfig,
+    options: Any,
+    spec: EnvSpec,
+    *,
+    on_policy: bool,
+    sequences: SequenceShape | None = None,
+    device: torch.device | None = None,
 ) -> Replay | Fifo:
     """Return an empty replay, or for an on-policy algorithm a queue.
 
@@ -32,6 +41,7 @@ def make_experience(
         spec: of the environment.
         on_policy: each fragment is learned from once, in order.
         sequences: shape of a recurrent algorithm's sequences; None: transitions.
+        device: the learner's; a GPU holds images where they fit.
 
     Raises:
         ValueError: a pace that cannot be kept, or a capacity that holds nothing.
@@ -69,7 +79,8 @@ def make_experience(
             priority_mix=options.priority_mix,
             rescaled=options.rescale_values,
         )
-    compressed = is_compressed(replay, spec, sequences)
+    place = device if fits_on(device, replay, spec, sequences) else None
+    compressed = place is None and is_compressed(replay, spec, sequences)
     return Replay(
         items,
         rate_limiter(replay, options),
@@ -77,6 +88,7 @@ def make_experience(
         batch_size=options.batch_size,
         seed=config.seed,
         compressed=compressed,
+        device=place,
         most_bytes=int(replay.memory_bytes),
         priorities=priorities,
         threads=replay.threads if compressed else 0,
@@ -116,10 +128,27 @@ def is_compressed(replay: ReplayConfig, spec: EnvSpec, sequences: SequenceShape 
     """
     if replay.observations != "auto":
         return replay.observations == "compressed"
-    if not is_image(spec.observation_dtype, spec.observation_shape):
+    return _image_bytes(replay, spec, sequences) > int(replay.memory_bytes)
+
+
+def fits_on(
+    device: torch.device | None, replay: ReplayConfig, spec: EnvSpec, sequences: SequenceShape | None
+) -> bool:
+    """Return whether a learner's device is a GPU whose free memory is twice what a replay's images need."""
+    needed = _image_bytes(replay, spec, sequences)
+    if device is None or device.type != "cuda" or replay.observations == "compressed" or not needed:
         return False
+    import torch
+
+    return 2 * needed <= torch.cuda.mem_get_info(device)[0]
+
+
+def _image_bytes(replay: ReplayConfig, spec: EnvSpec, sequences: SequenceShape | None) -> int:
+    """Return the bytes of a replay of images that holds them as they are; 0 for other observations."""
+    if not is_image(spec.observation_dtype, spec.observation_shape):
+        return 0
     num_rows = expected_rows(replay.capacity)
     if sequences is not None:
         num_rows = expected_sequence_rows(replay.capacity, sequences, spec.frame_stack)
     row = math.prod(spec.observation_shape) + 4 * (spec.frame_stack > 1)
-    return num_rows * row + replay.capacity * _TRANSITION_BYTES > int(replay.memory_bytes)
+    return num_rows * row + replay.capacity * _TRANSITION_BYTES

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,9 @@ from ddrl.replay.sequences import SequenceItems
 from ddrl.replay.storage import Columns, CompressedRows, Cut, DenseRows, PackedRows, Ring, Rows
 from ddrl.replay.transitions import TransitionItems
 from ddrl.types import Batch, Fragment, Sequences
+
+if TYPE_CHECKING:
+    import torch
 
 MOST_CONTEXT = 4  # times the expected observations that are held at most
 COUNT_DRAWS = 500  # between two counts of the collectors
@@ -69,6 +72,7 @@ class Replay:
         batch_size: B, items of a draw.
         seed: of the draws.
         compressed: hold the observations compressed.
+        device: hold them there, as tensors; None: in the host's memory.
         most_bytes: of compressed observations.
         priorities: of the items; None: all are drawn alike.
         threads: that gather ahead of the learner; 0: it gathers itself.
@@ -85,6 +89,7 @@ class Replay:
         batch_size: int,
         seed: int,
         compressed: bool = False,
+        device: torch.device | None = None,
         most_bytes: float = math.inf,
         priorities: Priorities | None = None,
         threads: int = 0,
@@ -102,8 +107,14 @@ class Replay:
         self._most_items = max(capacity, num_items)
         self._most_rows = MOST_CONTEXT * num_rows
         self._most_bytes = most_bytes if compressed else math.inf
-        store = CompressedRows if compressed else DenseRows
-        self.rows: Rows = store(frame_stack=items.frame_stack, expected_rows=num_rows)
+        shape = {"frame_stack": items.frame_stack, "expected_rows": num_rows}
+        self.rows: Rows
+        if device is not None:
+            from ddrl.replay.device_rows import DeviceRows  # here: others need no torch
+
+            self.rows = DeviceRows(device, **shape)
+        else:
+            self.rows = CompressedRows(**shape) if compressed else DenseRows(**shape)
         self._items, self._steps = Ring(num_items), Ring(num_steps)
         self._entries: deque[_Entry] = deque()
         self._num_transitions = 0

@@ -11,13 +11,16 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import blosc2
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from ddrl.types import Fragment
+
+if TYPE_CHECKING:
+    from ddrl.replay.device_rows import DeviceRows
 
 _CHUNK_ROWS = 24
 _MOST_CHUNK_ROWS = _CHUNK_ROWS * 3 // 2  # of a fragment that is too short to be cut in two
@@ -63,7 +66,7 @@ class Block:
         newest = [rows]
         for _ in range(frame_stack - 1):
             newest.append(newest[-1] - self.back[newest[-1]])
-        return _as_input(self.observation[np.stack(newest[::-1], axis=1)], 1, frame_stack)
+        return as_input(self.observation[np.stack(newest[::-1], axis=1)], 1, frame_stack)
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,8 @@ def is_image(dtype: DTypeLike, shape: Sequence[int]) -> bool:
 class Ring:
     """Columns of rows that are numbered as they are appended and leave in the same order. Used by one thread.
 
+    Columns are arrays, or tensors on a device.
+
     Memory that was never written to costs address space only. When a row finds no slot the arrays grow by a quarter,
     copying once.
 
@@ -163,10 +168,7 @@ class Ring:
     def append(self, **values: NDArray[Any]) -> int:
         """Append M rows, [M, ...] of each column, copied; the same columns each time. Return the first one's number."""
         if not self.columns:
-            self.columns = {
-                name: np.empty((self.num_slots, *array.shape[1:]), array.dtype)
-                for name, array in values.items()
-            }
+            self.columns = {name: _empty(self.num_slots, array) for name, array in values.items()}
         num_rows = len(next(iter(values.values())))
         if self._len + num_rows > self.num_slots:
             self._grow(self._len + num_rows)
@@ -208,11 +210,17 @@ class Ring:
         num_slots = max(needed, self.num_slots + self.num_slots // 4)
         to_end = min(self._len, self.num_slots - self._tail)
         for name, column in self.columns.items():
-            grown = np.empty((num_slots, *column.shape[1:]), column.dtype)
+            grown = _empty(num_slots, column)
             grown[:to_end] = column[self._tail : self._tail + to_end]
             grown[to_end : self._len] = column[: self._len - to_end]
             self.columns[name] = grown
         self.num_slots, self._tail = num_slots, 0
+
+
+def _empty(num_rows: int, like: Any) -> Any:
+    """Return an array, or a tensor on the same device, with that many rows like those of another."""
+    shape = (num_rows, *like.shape[1:])
+    return np.empty(shape, like.dtype) if isinstance(like, np.ndarray) else like.new_empty(shape)
 
 
 class ArrayPool:
@@ -286,7 +294,7 @@ class DenseRows:
 
     def pack(self, block: Block) -> PackedRows:
         """Prepare `append`, in any thread; may share memory with the block."""
-        return PackedRows(_with_back({"observation": block.observation}, block))
+        return PackedRows(with_back({"observation": block.observation}, block))
 
     def append(self, packed: PackedRows) -> int:
         """Append a block's rows, copied; return the number of the first."""
@@ -302,18 +310,18 @@ class DenseRows:
         All is copied at once, for the ring may be overwritten later. The array is the caller's for as long as it, or a
         view of it, is referred to.
         """
-        slots = _stacked_slots(self.ring, rows, self._frame_stack)
+        slots = stacked_slots(self.ring, rows, self._frame_stack)
         observation = self.ring.columns["observation"]
         output = self._pool.take((*slots.shape, *observation.shape[1:]), observation.dtype)
         for part in _parts(output, rows.ndim):
             # All slots are in the ring; the mode in which NumPy checks that goes through a second array.
             observation.take(slots[part], axis=0, out=output[part], mode="clip")
-        stacks = _as_input(output, rows.ndim, self._frame_stack)
+        stacks = as_input(output, rows.ndim, self._frame_stack)
         return lambda: stacks
 
     def check_valid(self) -> None:
         """Assert every invariant, in O(rows)."""
-        _check_back(self.ring)
+        check_back(self.ring)
 
 
 class CompressedRows:
@@ -354,7 +362,7 @@ class CompressedRows:
         for number, rows in enumerate(runs):
             chunk[rows], offset[rows] = number, np.arange(len(rows))
         return PackedRows(
-            _with_back({"chunk": chunk, "offset": offset}, block),
+            with_back({"chunk": chunk, "offset": offset}, block),
             chunks=tuple(_compress(observation[rows]) for rows in runs),
             shape=observation.shape[1:],
             dtype=observation.dtype,
@@ -384,7 +392,7 @@ class CompressedRows:
         """As `DenseRows.plan`, but decompressed in the call of the result, which may come from another thread."""
         shape, dtype = self._shape, self._dtype
         assert dtype is not None, "there are rows"
-        slots = _stacked_slots(self.ring, rows, self._frame_stack)
+        slots = stacked_slots(self.ring, rows, self._frame_stack)
         chunk = self.ring.columns["chunk"].take(slots.reshape(-1))
         offset = self.ring.columns["offset"].take(slots.reshape(-1))
         # Runs of consecutive rows of one chunk are copied as one; the runs of a chunk one after the other.
@@ -410,13 +418,13 @@ class CompressedRows:
                 blosc2.decompress2(data, dst=scratch, nthreads=1)
                 for to, to_end, start, stop in runs[bounds[number] : bounds[number + 1]]:
                     flat[to:to_end] = scratch[start:stop]
-            return _as_input(output, rows.ndim, self._frame_stack)
+            return as_input(output, rows.ndim, self._frame_stack)
 
         return read
 
     def check_valid(self) -> None:
         """As `DenseRows.check_valid`."""
-        _check_back(self.ring)
+        check_back(self.ring)
         assert list(self._chunks) == list(range(self._first_chunk, self._next_chunk)), "chunks in order"
         assert self._chunk_bytes == sum(map(len, self._chunks.values())), "bytes are those of the chunks"
         if not len(self.ring):
@@ -432,7 +440,7 @@ class CompressedRows:
             assert size == len(inside) * row_bytes, "a chunk holds the rows that point into it"
 
 
-Rows = DenseRows | CompressedRows
+Rows: TypeAlias = "DenseRows | CompressedRows | DeviceRows"
 
 
 def _parts(output: NDArray[Any], num_axes: int) -> Iterator[tuple[int | slice, ...]]:
@@ -450,19 +458,19 @@ def _parts(output: NDArray[Any], num_axes: int) -> Iterator[tuple[int | slice, .
             yield lead, slice(start, start + step)
 
 
-def _as_input(stacks: NDArray[Any], num_axes: int, frame_stack: int) -> NDArray[Any]:
+def as_input(stacks: NDArray[Any], num_axes: int, frame_stack: int) -> NDArray[Any]:
     """[..., K, *O] behind `num_axes` axes, as [..., *I] of `EnvSpec.input_shape`: stacked vectors are joined."""
     if frame_stack > 1 and stacks.ndim == num_axes + 2:
         return stacks.reshape(*stacks.shape[:num_axes], frame_stack * stacks.shape[-1])
     return stacks
 
 
-def _with_back(columns: Columns, block: Block) -> Columns:
+def with_back(columns: Columns, block: Block) -> Columns:
     """Add the column that stacks are resolved with, where there are any."""
     return columns if block.back is None else columns | {"back": block.back}
 
 
-def _stacked_slots(ring: Ring, rows: NDArray[np.int64], frame_stack: int) -> NDArray[np.int64]:
+def stacked_slots(ring: Ring, rows: NDArray[np.int64], frame_stack: int) -> NDArray[np.int64]:
     """[...] rows -> [..., K] slots of the stacks that end there, oldest first; [...] without stacks."""
     slot = ring.slots(rows)
     if frame_stack == 1:
@@ -490,7 +498,8 @@ def _compress(rows: NDArray[Any]) -> bytes:
     return data
 
 
-def _check_back(ring: Ring) -> None:
+def check_back(ring: Ring) -> None:
+    """Assert that the rows of all stacks are held."""
     assert 0 <= len(ring) <= ring.num_slots, "no more rows than slots"
     if "back" in ring.columns and len(ring):
         back = ring.rows(ring.first, len(ring))["back"]

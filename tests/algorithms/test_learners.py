@@ -343,6 +343,45 @@ ON_GPU: dict[str, tuple[str, EnvSpec, Options]] = {
 }
 
 
+CAPTURED: dict[str, tuple[str, EnvSpec, Options]] = {
+    "sac": ("sac", CONTINUOUS, {}),
+    "sac, dropout, every second": ("sac", CONTINUOUS, {"dropout": 0.1, "policy_delay": 2}),
+    "tqc": ("sac", CONTINUOUS, {"num_quantiles": 7, "prioritized": True}),
+    "crossq": ("sac", CONTINUOUS, {"batch_norm": True, "target_rate": 0.01}),
+    "td3": ("td3", CONTINUOUS, {}),
+    "ppo": ("ppo", CONTINUOUS, {"value_clip": 0.2, "clip": 0.3, "final_clip": 0.1, "anneal_steps": 3000}),
+    "discrete_sac": ("discrete_sac", DISCRETE, {}),
+    "noisy": ("dqn", DISCRETE, PRIORITIZED | {"noisy": True, "target_period": 3}),
+    "rmsprop": ("dqn", DISCRETE, {"optimizer": "rmsprop"} | SOFT),
+    **{name: case for name, case in ON_GPU.items() if case[0] == "dqn"},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize(("name", "spec", "options"), CAPTURED.values(), ids=CAPTURED)
+def test_graphs_learn_what_single_kernels_do(name: str, spec: EnvSpec, options: Options) -> None:
+    gpu = torch.device("cuda")
+    eager, captured = (make_learner(name, spec, device=gpu, **options) for _ in range(2))
+    eager._captured._captures = False
+    with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
+        for seed in range(100):
+            if seed == 50:
+                for learner in (eager, captured):
+                    slower = learner.config.model_copy(update={"learning_rate": 1e-3})
+                    learner.apply_options(slower)
+            batch = on_device(batch_for(name, eager, spec, seed), gpu)
+            expected, found = (dict(learner.update(batch)) for learner in (eager, captured))
+            assert found.keys() == expected.keys()
+            for key, value in expected.items():
+                torch.testing.assert_close(
+                    found[key], value, rtol=1e-5, atol=1e-5, msg=f"{key}, update {seed}"
+                )
+    assert captured._captured._graphs and captured._captured._captures
+    for key, value in eager.state().items():
+        torch.testing.assert_close(captured.state()[key], value, rtol=1e-5, atol=1e-5, msg=key)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize(("name", "spec", "options"), ON_GPU.values(), ids=ON_GPU)
@@ -377,15 +416,19 @@ class TestOnAGpu:
         here.load_state(there.state())  # a checkpoint changes the device
         assert_same(here.state(), there.state())
 
+    @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
     def test_an_update_waits_for_nothing(self, name: str, spec: EnvSpec, options: Options) -> None:
         if name in ("ppo", "impala"):
             pytest.skip("on-policy updates select their transitions on the device, and wait for their number")
         learner = make_learner(name, spec, device=self.GPU, **options)
-        first, batch = (on_device(batch_for(name, learner, spec, seed), self.GPU) for seed in (0, 1))
-        learner.update(first)  # the libraries start, and may wait
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            metrics = learner.update(batch)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+        learner.update(
+            on_device(batch_for(name, learner, spec, 0), self.GPU)
+        )  # the libraries start, and may wait
+        for seed in range(1, 100):
+            given = batch_for(name, learner, spec, seed)
+            torch.cuda.set_sync_debug_mode("default" if seed == 3 else "error")  # where a capture begins
+            try:
+                metrics = learner.update(on_device(given, self.GPU))
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
         assert torch.isfinite(metrics["loss"])

@@ -12,7 +12,8 @@ from support.algorithms import CPU, DISCRETE, make_learner
 from support.reference_r2d2 import SHAPE, make_sequences
 from support.subjects import SOFT, batch_for, on_device
 
-from ddrl.networks.device import to_host
+from ddrl.networks.device import to_device, to_host
+from ddrl.types import Batch
 
 META = torch.device("meta")  # has shapes only: reading a value fails
 
@@ -34,6 +35,8 @@ def test_what_is_looked_up_on_the_host_stays_there() -> None:
     assert others and all(value.device == META for value in others)
     here = on_device(batch, CPU)
     assert all(np.array_equal(getattr(here, name), getattr(batch, name)) for name in ("action", "burn_in"))
+    ready = torch.ones(2, device=META)  # as of a replay on the device
+    assert to_device(Batch(ready, np.zeros(2), *(np.zeros(2, np.float32),) * 3), META).observation is ready
     assert to_host(torch.arange(3.0))().tolist() == [0.0, 1.0, 2.0]
 
 

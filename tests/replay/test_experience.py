@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from support.reference_items import STATE_SIZE, Player
 
 from ddrl import config, envs
 from ddrl.algorithms import base
 from ddrl.config import ReplayConfig, RolloutConfig
-from ddrl.replay.experience import is_compressed, longest_fragment_steps, make_experience
+from ddrl.replay.experience import fits_on, is_compressed, longest_fragment_steps, make_experience
 from ddrl.replay.replay import Replay
 from ddrl.types import EnvSpec, SequenceShape
 
@@ -26,6 +28,20 @@ def test_auto_compresses_what_needs_more_than_the_memory(shape: SequenceShape | 
     for memory_bytes, expected in ((needed, False), (needed - 1, True)):
         replay = ReplayConfig.model_validate({"capacity": 1000, "memory_bytes": memory_bytes})
         assert is_compressed(replay, GAME, shape) is expected
+
+
+def test_a_gpu_holds_dense_images_of_half_its_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    needed, gpu = 1125 * 7060 + 28_000, torch.device("cuda")
+    free = 2 * needed
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 10 * free))
+    replay = ReplayConfig.model_validate({"capacity": 1000, "memory_bytes": 2**20})
+    vectors = replace(GAME, observation_shape=(84,), observation_dtype="float32")
+    assert fits_on(gpu, replay, GAME, None), "whatever the host may hold"
+    assert not fits_on(torch.device("cpu"), replay, GAME, None)
+    assert not fits_on(gpu, replay, vectors, None)
+    assert not fits_on(gpu, replay.model_copy(update={"observations": "compressed"}), GAME, None)
+    free -= 1
+    assert not fits_on(gpu, replay, GAME, None)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from ddrl.algorithms.actor_critic.options import OBSERVATION_CLIP, Options, num_
 from ddrl.algorithms.optim import cpu_copies, optimizer_state, restore
 from ddrl.algorithms.options import changed
 from ddrl.networks.actor_critic import ActorCritic
+from ddrl.networks.captured import Captured
 from ddrl.networks.device import send
 from ddrl.networks.distributions import categorical, gaussian
 from ddrl.networks.parameters import FlatParameters
@@ -131,6 +132,7 @@ class ActorCriticLearner(Generic[AnyOptions]):
         seed: of the initial weights, which are the same on every device, and of the order of minibatches.
         make_optimizer: of the vector of parameters.
         update: the algorithm: takes this learner and a batch of tensors, does its steps, returns detached metrics.
+        loss: of this learner on a minibatch for `learn`, with numbers and flags by name.
 
     Attributes:
         num_steps: transitions learned from.
@@ -147,6 +149,7 @@ class ActorCriticLearner(Generic[AnyOptions]):
         seed: int,
         make_optimizer: Callable[[Tensor], torch.optim.Optimizer],
         update: Callable[[ActorCriticLearner[AnyOptions], Trajectories], dict[str, Tensor]],
+        loss: Callable[..., Tensor] | None = None,
     ) -> None:
         self.num_updates = self.num_steps = 0
         self.from_policy = False
@@ -154,7 +157,7 @@ class ActorCriticLearner(Generic[AnyOptions]):
         self.generator = torch.Generator().manual_seed(seed)
         self.device = device
         self.config = config
-        self._spec, self._update = spec, update
+        self._spec, self._update, self._loss = spec, update, loss
         self._is_continuous = spec.action_kind == "continuous"
         num_outputs, generator = num_policy_parameters(spec), torch.Generator().manual_seed(seed)
         self.network = ActorCritic(
@@ -170,6 +173,7 @@ class ActorCriticLearner(Generic[AnyOptions]):
         ).to(device)
         self.parameters = FlatParameters(self.network)
         self._optimizer = make_optimizer(self.parameters.vector)
+        self._captured = Captured(self._learn, device)
         shape = spec.input_shape if config.normalize_observations else (0,)
         self._statistics = {
             "observation_count": torch.zeros((), dtype=torch.float64),
@@ -295,13 +299,37 @@ class ActorCriticLearner(Generic[AnyOptions]):
             return gaussian(parameters, self.network.log_std, action.reshape(parameters.shape))
         return categorical(parameters, action, self._spec.action_sizes)
 
+    def learn(self, part: Prepared, *, learning_rate: float, has_bonus: bool, **numbers: float) -> None:
+        """Take one optimizer step on the loss of a minibatch."""
+        numbers["learning_rate"] = learning_rate
+        self._captured(part, numbers=numbers, has_bonus=has_bonus, **self._phase)
+        self.num_updates += 1
+
+    def _learn(
+        self, part: Prepared, *, learning_rate: float, warms_up: bool, policy_begins: bool, **others: Any
+    ) -> dict[str, Tensor]:
+        assert self._loss is not None
+        loss = self._loss(self, part, **others)
+        self._step(loss, learning_rate, warms_up=warms_up, policy_begins=policy_begins)
+        return {}
+
     def step(self, loss: Tensor, *, learning_rate: float) -> None:
-        """Take one optimizer step on a scalar loss; of the critic only, while it warms up beside a given policy."""
-        self.parameters.differentiate(loss)
+        """Take one optimizer step on a scalar loss."""
+        self._step(loss, learning_rate, **self._phase)
+        self.num_updates += 1
+
+    @property
+    def _phase(self) -> dict[str, bool]:
+        """Whether the critic warms up beside a given policy, and whether the policy's updates begin now."""
         warmup = self.config.critic_warmup_updates if self.from_policy else 0
-        if self.num_updates < warmup:
+        return {"warms_up": self.num_updates < warmup, "policy_begins": self.num_updates == warmup > 0}
+
+    def _step(self, loss: Tensor, learning_rate: float, *, warms_up: bool, policy_begins: bool) -> None:
+        """Take one optimizer step; of the critic only, while it warms up."""
+        self.parameters.differentiate(loss)
+        if warms_up:
             self.parameters.keep_gradient("critic.", "value_head.")
-        elif self.num_updates == warmup > 0:
+        elif policy_begins:
             # Adam's count of steps would otherwise make the policy's first steps too long.
             for moment in self._optimizer.state[self.parameters.vector].values():
                 moment.zero_()
@@ -309,7 +337,6 @@ class ActorCriticLearner(Generic[AnyOptions]):
             self.parameters.clip_gradient(self.config.max_grad_norm)
         self._optimizer.param_groups[0]["lr"] = learning_rate
         self._optimizer.step()
-        self.num_updates += 1
 
     def finish(self, batch: Trajectories, num_steps: int) -> None:
         """End an iteration: count its transitions, and add its observations to the statistics."""
@@ -406,6 +433,7 @@ class ActorCriticLearner(Generic[AnyOptions]):
     def apply_options(self, options: AnyOptions) -> None:
         """Apply changed live options from the next update on; each `step` sets the learning rate of its time."""
         self.config = changed(self.config, options)
+        self._captured.forget()
 
     def load_initial_weights(self, weights: Mapping[str, Tensor]) -> str:
         """Start from a published actor and its statistics of observations; return what starts fresh."""

@@ -15,6 +15,7 @@ from ddrl.algorithms.discrete_sac.config import Config
 from ddrl.algorithms.optim import adams, cpu_copies, restore, set_options, with_optimizers
 from ddrl.algorithms.options import changed
 from ddrl.algorithms.sac.learner import adapt_temperature, initial_log_temperature, set_temperature
+from ddrl.networks.captured import Captured
 from ddrl.networks.parameters import FlatParameters, saved_buffers
 from ddrl.networks.trunks import to_input
 from ddrl.types import Batch, EnvSpec
@@ -114,6 +115,7 @@ class DiscreteSAC:
             self._published = self.actor, self.actor_parameters
             self._learned["actor"] = self.actor_parameters.vector
         self._optimizers = adams(self._learned, learning_rate=config.learning_rate)
+        self._captured = Captured(self._learn, device)
         self._use_options()
 
     def _use_options(self) -> None:
@@ -122,6 +124,7 @@ class DiscreteSAC:
         self._target_entropy = config.entropy_goal(self._spec)
         set_options(*self._optimizers.values(), lr=config.learning_rate)
         set_temperature(self._log_temperature, config)
+        self._captured.forget()
 
     def update(self, batch: Batch) -> dict[str, Tensor]:
         """One update of critics and targets, and of actor and temperature.
@@ -132,6 +135,13 @@ class DiscreteSAC:
         Returns:
             Detached scalars by name.
         """
+        is_warm = not self.from_policy or self.num_updates >= self.config.critic_warmup_updates
+        metrics = self._captured(batch, improves=self.actor is not None and is_warm)
+        self.num_updates += 1
+        return metrics
+
+    def _learn(self, batch: Batch, *, improves: bool) -> dict[str, Tensor]:
+        """Update critics and targets and, where it `improves`, actor and temperature."""
         config = self.config
         observation, next_observation = to_input(batch.observation), to_input(batch.next_observation)
         index = batch.action.reshape(-1, 1)
@@ -157,10 +167,9 @@ class DiscreteSAC:
         if self.actor is None:
             log_policy = (every_q / temperature).log_softmax(dim=1)
             metrics["entropy"] = -(log_policy.exp() * log_policy).sum(dim=1).mean()
-        elif not self.from_policy or self.num_updates >= config.critic_warmup_updates:
+        elif improves:
             metrics |= self._improve_policy(observation, every_q, temperature)
         self._target.lerp_(self.critic_parameters.vector.detach(), config.target_rate)
-        self.num_updates += 1
         return metrics
 
     def _next_value(self, next_observation: Tensor, temperature: Tensor) -> Tensor:

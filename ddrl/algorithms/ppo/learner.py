@@ -60,7 +60,15 @@ def value_loss(value: Tensor, old_value: Tensor, return_: Tensor, *, clip: float
 def make_learner(config: Config, spec: EnvSpec, *, device: torch.device, seed: int) -> Learner:
     """Return a learner with a fresh network."""
     make_optimizer = partial(adam, learning_rate=config.learning_rate, eps=1e-5)
-    return Learner(config, spec, device=device, seed=seed, make_optimizer=make_optimizer, update=update)
+    return Learner(
+        config,
+        spec,
+        device=device,
+        seed=seed,
+        make_optimizer=make_optimizer,
+        update=update,
+        loss=minibatch_loss,
+    )
 
 
 def update(learner: Learner, batch: Trajectories) -> dict[str, Tensor]:
@@ -75,14 +83,18 @@ def update(learner: Learner, batch: Trajectories) -> dict[str, Tensor]:
     """
     config = learner.config
     prepared = learner.prepare(batch, estimator=config.estimator)
-    clip, learning_rate = learner.scheduled("clip"), learner.scheduled("learning_rate")
-    entropy_coefficient = learner.scheduled("entropy_coefficient")
+    numbers = {name: learner.scheduled(name) for name in ("clip", "learning_rate", "entropy_coefficient")}
+    clip, has_bonus = numbers["clip"], numbers["entropy_coefficient"] != 0
+    if (
+        config.value_clip is not None
+    ):  # in reward units, which are not the critic's where returns are normalized
+        scale = learner.return_scale[1] if config.normalize_returns else 1.0
+        numbers["value_clip"] = config.value_clip / scale
     num_minibatches = max(1, round(len(prepared) / config.minibatch_size))
     epochs_done, metrics = 0, {}
     while epochs_done < config.num_epochs:
         for part in prepared.minibatches(num_minibatches, learner.generator):
-            loss = _minibatch_loss(learner, part, clip=clip, entropy_coefficient=entropy_coefficient)
-            learner.step(loss, learning_rate=learning_rate)
+            learner.learn(part, has_bonus=has_bonus, **numbers)
         epochs_done += 1
         if config.target_kl is not None:
             metrics = _metrics(learner, prepared, clip=clip)
@@ -90,7 +102,7 @@ def update(learner: Learner, batch: Trajectories) -> dict[str, Tensor]:
                 break
     metrics = metrics or _metrics(learner, prepared, clip=clip)
     learner.finish(batch, len(prepared))
-    settings = {"learning_rate": learning_rate, "epochs": float(epochs_done)}
+    settings = {"learning_rate": numbers["learning_rate"], "epochs": float(epochs_done)}
     return metrics | {name: torch.tensor(value) for name, value in settings.items()}
 
 
@@ -99,19 +111,27 @@ def _old_log_prob(config: Config, prepared: Prepared) -> Tensor:
     return prepared.log_prob if config.corrects_staleness else prepared.behavior_log_prob
 
 
-def _minibatch_loss(learner: Learner, part: Prepared, *, clip: float, entropy_coefficient: float) -> Tensor:
-    """Return the loss of one minibatch."""
+def minibatch_loss(
+    learner: Learner,
+    part: Prepared,
+    *,
+    clip: float,
+    entropy_coefficient: float,
+    has_bonus: bool,
+    value_clip: float | None = None,
+) -> Tensor:
+    """Return the loss of one minibatch; without `has_bonus` the entropy does not count.
+
+    `value_clip` is in units of the critic.
+    """
     config = learner.config
     log_prob, entropy, value = learner.evaluate(part)
     advantage = part.advantage
     if config.normalize_advantages and len(advantage) > 1:
         advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
     loss = clipped_surrogate(log_prob, _old_log_prob(config, part), advantage, clip=clip)
-    value_clip = config.value_clip
-    if value_clip is not None and config.normalize_returns:
-        value_clip /= learner.return_scale[1]  # it is in reward units, the critic is not
     loss = loss + config.value_coefficient * value_loss(value, part.value, part.return_, clip=value_clip)
-    if entropy_coefficient:
+    if has_bonus:
         loss = loss - entropy_coefficient * entropy.mean()
     return loss
 

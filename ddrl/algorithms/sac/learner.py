@@ -18,6 +18,7 @@ from ddrl.algorithms.optim import adams, cpu_copies, restore, set_options, with_
 from ddrl.algorithms.options import changed
 from ddrl.algorithms.quantiles import quantile_huber
 from ddrl.algorithms.sac.config import LOG_STD_MAX, LOG_STD_MIN, Config
+from ddrl.networks.captured import Captured
 from ddrl.networks.distributions import bounded_log_std, tanh_gaussian_sample
 from ddrl.networks.mlp import MLP
 from ddrl.networks.parameters import FlatParameters, saved_buffers
@@ -189,6 +190,7 @@ class SAC:
         }
         self._optimizers = adams(self._learned, learning_rate=config.learning_rate)
         self._noise = torch.Generator(device).manual_seed(seed)
+        self._captured = Captured(self._learn, device, self._noise)
         self._use_options()
 
     def _use_options(self) -> None:
@@ -197,6 +199,7 @@ class SAC:
         self._target_entropy = -float(self._num_dims) if entropy is None else entropy
         set_options(*self._optimizers.values(), lr=config.learning_rate)
         set_temperature(self._log_temperature, config)
+        self._captured.forget()
 
     def update(self, batch: Batch) -> dict[str, Tensor]:
         """One update of critics and targets and, every `policy_delay`-th time, of actor and temperature.
@@ -207,6 +210,14 @@ class SAC:
         Returns:
             Detached scalars by name; those of the actor only where it was updated.
         """
+        is_warm = not self.from_policy or self.num_updates >= self.config.critic_warmup_updates
+        improves = is_warm and self.num_updates % self.config.policy_delay == 0
+        metrics = self._captured(batch, improves=improves)
+        self.num_updates += 1
+        return metrics
+
+    def _learn(self, batch: Batch, *, improves: bool) -> dict[str, Tensor]:
+        """Update critics and targets and, where it `improves`, actor and temperature."""
         config = self.config
         observation = to_input(batch.observation)  # [B, *O]
         next_observation = to_input(batch.next_observation)
@@ -237,12 +248,10 @@ class SAC:
         metrics = {"critic_loss": loss.detach(), "q_mean": q.detach().mean(), "temperature": temperature}
         if config.prioritized:
             metrics["priority"] = error
-        is_warm = not self.from_policy or self.num_updates >= config.critic_warmup_updates
-        if is_warm and self.num_updates % config.policy_delay == 0:
+        if improves:
             metrics |= self._improve_policy(features.detach(), temperature)
         if not config.batch_norm:
             self._target.lerp_(self.critic_parameters.vector.detach(), config.target_rate)
-        self.num_updates += 1
         return metrics
 
     def _improve_policy(self, features: Tensor, temperature: Tensor) -> dict[str, Tensor]:

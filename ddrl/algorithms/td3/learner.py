@@ -17,6 +17,7 @@ from ddrl.algorithms.optim import adams, cpu_copies, restore, set_options, with_
 from ddrl.algorithms.options import changed
 from ddrl.algorithms.sac.learner import critic_loss, to_unit
 from ddrl.algorithms.td3.config import Config
+from ddrl.networks.captured import Captured
 from ddrl.networks.mlp import MLP
 from ddrl.networks.parameters import FlatParameters
 from ddrl.types import Batch, EnvSpec
@@ -70,6 +71,7 @@ class TD3:
         }
         self._optimizers = adams(self._learned, learning_rate=config.learning_rate)
         self._noise = torch.Generator(device).manual_seed(seed)
+        self._captured = Captured(self._learn, device, self._noise)
         self._move_targets(1.0)
 
     def update(self, batch: Batch) -> dict[str, Tensor]:
@@ -81,6 +83,14 @@ class TD3:
         Returns:
             Detached scalars by name; those of the actor only where it was updated.
         """
+        is_due = self.num_updates % self.config.policy_delay == 0
+        is_warm = not self.from_policy or self.num_updates >= self.config.critic_warmup_updates
+        metrics = self._captured(batch, improves=is_due and is_warm, moves_targets=is_due)
+        self.num_updates += 1
+        return metrics
+
+    def _learn(self, batch: Batch, *, improves: bool, moves_targets: bool) -> dict[str, Tensor]:
+        """Update the critics and, where it says so, the actor and the targets."""
         config = self.config
         observation, next_observation = batch.observation, batch.next_observation  # [B, O]
         with torch.no_grad():
@@ -100,11 +110,10 @@ class TD3:
         metrics = {"critic_loss": loss.detach(), "q_mean": q.detach().mean()}
         if config.prioritized:
             metrics["priority"] = error
-        if self.num_updates % config.policy_delay == 0:
-            if not self.from_policy or self.num_updates >= config.critic_warmup_updates:
-                metrics["policy_loss"] = self._improve_policy(observation)
+        if improves:
+            metrics["policy_loss"] = self._improve_policy(observation)
+        if moves_targets:
             self._move_targets(config.target_rate)
-        self.num_updates += 1
         return metrics
 
     def _improve_policy(self, observation: Tensor) -> Tensor:
@@ -140,6 +149,7 @@ class TD3:
         """Apply changed live options from the next update on."""
         self.config = changed(self.config, options)
         set_options(*self._optimizers.values(), lr=options.learning_rate)
+        self._captured.forget()
 
     def load_initial_weights(self, weights: Mapping[str, Tensor]) -> str:
         """Start from a published actor, in the target too; return what starts fresh."""

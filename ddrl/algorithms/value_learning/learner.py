@@ -11,6 +11,7 @@ from torch import Tensor
 from ddrl.algorithms.optim import adam, cpu_copies, optimizer_state, restore, rmsprop, set_options
 from ddrl.algorithms.options import changed
 from ddrl.algorithms.value_learning.options import AnyOptions
+from ddrl.networks.captured import Captured
 from ddrl.networks.parameters import FlatParameters, saved_buffers
 from ddrl.types import EnvSpec
 
@@ -69,6 +70,8 @@ class ValueLearner(Generic[AnyOptions]):
         else:
             self._optimizer = rmsprop(vector, eps=3e-3, decay=0.95, **common)
         self._noise = torch.Generator(device).manual_seed(seed) if self.network.is_noisy else None
+        noise = () if self._noise is None else (self._noise,)
+        self._captured = Captured(self._learn, device, *noise)
 
     def update(self, batch: Any) -> dict[str, Tensor]:
         """Update the network on a batch, and the target if it is due.
@@ -90,17 +93,23 @@ class ValueLearner(Generic[AnyOptions]):
     def _step(self, batch: Any) -> dict[str, Tensor]:
         """Take one optimizer step; move the target if it is due."""
         config: Any = self.config
+        self.num_updates += 1
+        moves_target = bool(self._target) and (
+            config.target_rate is not None or self.num_updates % config.target_period == 0
+        )
+        return self._captured(batch, moves_target=moves_target)
+
+    def _learn(self, batch: Any, *, moves_target: bool) -> dict[str, Tensor]:
+        """Update the network and, where it says so, the target."""
+        config: Any = self.config
         loss, metrics = self._loss(self, batch)
         self.parameters.differentiate(loss)
         metrics["loss"] = loss.detach()
         if config.max_grad_norm is not None:
             metrics["grad_norm"] = self.parameters.clip_gradient(config.max_grad_norm)
         self._optimizer.step()
-        self.num_updates += 1
-        if self._target and config.target_rate is not None:
-            self._move_target(config.target_rate)
-        elif self._target and self.num_updates % config.target_period == 0:
-            self._move_target(1.0)
+        if moves_target:
+            self._move_target(config.target_rate or 1.0)
         return metrics
 
     def draw_noise(self, network: Any) -> None:
@@ -148,6 +157,7 @@ class ValueLearner(Generic[AnyOptions]):
         set_options(self._optimizer, lr=options.learning_rate, weight_decay=options.weight_decay)
         if options.optimizer == "adam":
             set_options(self._optimizer, eps=options.adam_eps)
+        self._captured.forget()
 
     def load_initial_weights(self, weights: Mapping[str, Tensor]) -> str:
         """Start from a published network, in the target too; return what starts fresh."""

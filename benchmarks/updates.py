@@ -1,0 +1,255 @@
+"""Updates a second of each algorithm, in memory: batches are drawn, sent to the device and learned from.
+
+    python benchmarks/updates.py | tee benchmarks/results/updates.txt
+    python benchmarks/updates.py --tasks sac --profile
+
+Play goes first: a collector fills the replay from an environment whose observations are noise. Then the loop draws,
+sends and learns as a learner's training thread does, without a server. "Update alone" learns from one batch that is on
+the device already. On-policy, all batches of a fixed play are learned from again and again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from machine import ROOT, facts
+
+sys.path.insert(0, str(ROOT))
+os.environ["DDRL_ALLOW_MODULES"] = "updates"
+
+from ddrl.algorithms import base
+from ddrl.algorithms.base import Resolved
+from ddrl.config import RunConfig, parse
+from ddrl.networks.device import choose_device, to_device, to_host
+from ddrl.replay.experience import make_experience
+from ddrl.runs import submit
+from ddrl.worker.collector import Collector
+
+HUGE = 2**40  # steps, so that the rate limiter never waits
+
+
+class Noise(gymnasium.Env[np.ndarray, Any]):
+    """Observations, rewards and ends at random.
+
+    Args:
+        shape: of observations; images of bytes if it has two dimensions.
+        num_actions: discrete ones; 0: six numbers in -1..1.
+    """
+
+    def __init__(self, shape: list[int], num_actions: int = 0) -> None:
+        self._is_image = len(shape) == 2
+        low, high, dtype = (0, 255, np.uint8) if self._is_image else (-np.inf, np.inf, np.float32)
+        self.observation_space = gymnasium.spaces.Box(low, high, tuple(shape), dtype)
+        self.action_space = (
+            gymnasium.spaces.Discrete(num_actions) if num_actions else gymnasium.spaces.Box(-1, 1, (6,))
+        )
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
+        """Begin an episode."""
+        super().reset(seed=seed)
+        return self._observe(), {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        """Ignore the action."""
+        random = self.np_random
+        return self._observe(), float(random.normal()), bool(random.random() < 0.005), False, {}
+
+    def _observe(self) -> np.ndarray:
+        shape = self.observation_space.shape
+        if self._is_image:
+            return self.np_random.integers(0, 256, shape, np.uint8)
+        return self.np_random.normal(size=shape).astype(np.float32)
+
+
+def task(algorithm: str, env: dict[str, Any], capacity: int, num_envs: int = 16, **options: Any) -> RunConfig:
+    """Return the config of a task."""
+    tree = {
+        "env": {"id": "updates:Noise", "num_envs": num_envs, **env},
+        "algorithm": {"name": algorithm, **options},
+        "rollout": {"fragment_s": 5.0, "max_fragment_steps": 128},
+        "replay": {}
+        if algorithm in ("ppo", "impala", "pqn")
+        else {"capacity": capacity, "warmup_steps": 1000},
+    }
+    return parse(RunConfig, tree)
+
+
+BOX = {"kwargs": {"shape": [17]}}
+DISCRETE = {"kwargs": {"shape": [8], "num_actions": 4}}
+IMAGES = {"kwargs": {"shape": [84, 84], "num_actions": 6}, "frame_stack": 4}
+BIG: dict[str, Any] = {"hidden_sizes": [256, 256], "batch_size": 256}
+NATURE: dict[str, Any] = {"network": "nature", "hidden_sizes": [512]}
+TASKS: dict[str, Callable[[], RunConfig]] = {  # made when chosen
+    "sac": lambda: task("sac", BOX, 100_000, layer_norm=False, **BIG),
+    "sac, layer norm": lambda: task("sac", BOX, 100_000, layer_norm=True, **BIG),
+    "td3": lambda: task("td3", BOX, 100_000, **BIG),
+    "tqc": lambda: task("sac", BOX, 100_000, num_quantiles=25, num_critics=5, layer_norm=False, **BIG),
+    "crossq": lambda: task("sac", BOX, 100_000, batch_norm=True, **BIG),
+    "discrete_sac": lambda: task("discrete_sac", DISCRETE, 100_000, **BIG),
+    "dqn": lambda: task("dqn", DISCRETE, 100_000, prioritized=True, double=True),
+    "dqn, nature, 256": lambda: task(
+        "dqn", IMAGES, 20_000, batch_size=256, prioritized=True, double=True, dueling=True, **NATURE
+    ),
+    "r2d2, nature, 64 x (40+80)": lambda: task("r2d2", IMAGES, 20_000, batch_size=64, **NATURE),
+    "ppo": lambda: task("ppo", BOX, 0),
+    "ppo, nature, 8 x 128 x 4": lambda: task(
+        "ppo", IMAGES, 0, num_envs=8, batch_size=1024, minibatch_size=256, num_epochs=4, **NATURE
+    ),
+    "impala": lambda: task("impala", DISCRETE, 0),
+    "pqn": lambda: task("pqn", DISCRETE, 0),
+}
+
+
+class Loop:
+    """A learner, and what its training thread does between two updates.
+
+    Args:
+        config: of a task.
+        device: the learner's.
+    """
+
+    def __init__(self, config: RunConfig, device: torch.device) -> None:
+        spec = submit.prepare(config)
+        resolved = base.resolve(config, spec)
+        self.device = device
+        self.algorithm = resolved.learner(device=device, seed=1)
+        self._batches = (batches_of_iterations if resolved.on_policy else batches_of_a_replay)(
+            config, resolved, self.algorithm, device
+        )
+
+    def step(self) -> None:
+        """Draw, send, learn."""
+        batch, done = next(self._batches)
+        metrics = dict(self.algorithm.update(to_device(batch, self.device)))
+        done(batch, metrics.pop("priority", None))
+
+    def alone(self) -> Callable[[], Any]:
+        """Return an update by itself."""
+        batch = to_device(next(self._batches)[0], self.device)
+        return lambda: self.algorithm.update(batch)
+
+    def rate(self, step: Callable[[], Any], seconds: float) -> float:
+        """Return updates a second of calls of a function."""
+        self.synchronize()
+        first, started = self.algorithm.num_updates, time.perf_counter()
+        while time.perf_counter() - started < seconds:
+            step()
+        self.synchronize()
+        return (self.algorithm.num_updates - first) / (time.perf_counter() - started)
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def batches_of_a_replay(
+    config: RunConfig, resolved: Resolved, algorithm: Any, device: torch.device
+) -> Iterator[tuple[Any, Any]]:
+    """Yield batches of a full replay, each with a function that takes it and its new priorities."""
+    replay: Any = make_experience(
+        config, resolved.config, resolved.spec, on_policy=False, sequences=resolved.sequences, device=device
+    )
+    collector = make_collector(config, resolved, algorithm)
+    for number in itertools.count():
+        replay.admit(replay.pack(collector.collect()), b"%d-0" % number, version=0)
+        if len(replay) > 0.9 * config.replay.capacity:
+            break
+
+    def done(batch: Any, priority: Any) -> None:
+        if priority is not None:
+            replay.update_priorities(batch, to_host(priority))
+
+    while True:
+        yield replay.draw(num_steps=HUGE, num_updates=algorithm.num_updates, version=0), done
+
+
+def batches_of_iterations(
+    config: RunConfig, resolved: Resolved, algorithm: Any, device: torch.device
+) -> Iterator[tuple[Any, Any]]:
+    """Yield on-policy batches, the same four again and again."""
+    queue: Any = make_experience(
+        config, resolved.config, resolved.spec, on_policy=True, sequences=resolved.sequences
+    )
+    collector, batches = make_collector(config, resolved, algorithm), []
+    for number in itertools.count():
+        queue.admit(queue.pack(collector.collect()), b"%d-0" % number, version=0)
+        if (batch := queue.draw(num_steps=HUGE, num_updates=0, version=0)) is not None:
+            batches.append(batch)
+            if len(batches) == 4:
+                break
+    for batch in itertools.cycle(batches):
+        yield batch, lambda batch, priority: None
+
+
+def make_collector(config: RunConfig, resolved: Resolved, algorithm: Any) -> Collector:
+    """Return a collector that plays the learner's first weights."""
+    can = resolved.can_start_at_random
+    collector = Collector(
+        run="r", producer=1, incarnation=1, config=config, resolved=resolved, random_until_learned=can
+    )
+    collector.load(0, {name: value.numpy() for name, value in algorithm.weights().items()})
+    return collector
+
+
+def profile(loop: Loop, num: int = 50) -> None:
+    """Print where the time of some updates goes."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if loop.device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as found:
+        for _ in range(num):
+            loop.step()
+        loop.synchronize()
+    order = "self_cuda_time_total" if loop.device.type == "cuda" else "self_cpu_time_total"
+    print(found.key_averages().table(sort_by=order, row_limit=14, max_name_column_width=60))
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each of three measurements")
+    parser.add_argument("--threads", type=int, default=1, help="of the CPU, for one update")
+    parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
+    parser.add_argument("--profile", action="store_true", help="print where the time of an update goes, too")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    device = choose_device(arguments.device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    print(f"# Updates a second on {name}, {arguments.threads} CPU threads\n{facts()}\n")
+    print(
+        "| task | with draw and transfer (median of 3) | range | update alone |\n|---|---|---|---|",
+        flush=True,
+    )
+    for title in arguments.tasks:
+        loop = Loop(TASKS[title](), device)
+        if (captured := getattr(loop.algorithm, "_captured", None)) and arguments.eager:
+            captured._captures = False
+        loop.rate(loop.step, 1.0)
+        figures = [loop.rate(loop.step, arguments.seconds) for _ in range(3)]
+        alone = loop.rate(loop.alone(), arguments.seconds)
+        print(
+            f"| {title} | {statistics.median(figures):,.1f} | {min(figures):,.1f} to {max(figures):,.1f} "
+            f"| {alone:,.1f} |",
+            flush=True,
+        )
+        if arguments.profile:
+            profile(loop)
+
+
+if __name__ == "__main__":
+    main()
