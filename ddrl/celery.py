@@ -29,6 +29,7 @@ PID_VARIABLE = "DDRL_WORKER_PID"  # likewise: its own process, which sends the h
 UP_TIMEOUT_S = 120.0  # for a process of the pool to import what it needs
 LONGEST_REPLY = 10_000_000  # bytes that the broker gives at once; messages have 1,000
 LIMIT_MARGIN_S = 120.0  # of a hard time limit: a server that is slow to answer is not the task's fault
+EVALUATION_LIMIT_S = 3600.0  # after which its process is killed; a step that hangs is noticed long before
 
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"):
     os.environ.setdefault(_name, "1")  # a process uses one core; more threads would take others'
@@ -138,21 +139,20 @@ def send_rollout(queue: str, time_limit_s: float | None = None) -> None:
     _send(ROLLOUT, [], queue, keys.LATER, time_limit_s)
 
 
-def send_evaluation(run: str, evaluation: str, queue: str, time_limit_s: float = 3600.0) -> None:
+def send_evaluation(run: str, evaluation: str, queue: str) -> None:
     """Send one evaluation; a run's own come first, since its end depends on them.
 
     Args:
         run: its id.
         evaluation: names an open one, of the run or of a command (`store.evaluations.take`).
         queue: the queue of the workers that can play it.
-        time_limit_s: after which its process is killed; a step that hangs is noticed long before.
 
     Raises:
         UnreachableError: the server does not answer.
         RedisError: it takes no message for now.
     """
     priority = keys.FIRST if evaluations.is_of_run(evaluation) else keys.LATER
-    _send(EVALUATE, [run, evaluation], queue, priority, time_limit_s)
+    _send(EVALUATE, [run, evaluation], queue, priority, EVALUATION_LIMIT_S)
 
 
 def _send(task: str, arguments: list[str], queue: str, priority: int, time_limit_s: float | None) -> None:

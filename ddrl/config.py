@@ -26,6 +26,7 @@ from pydantic.fields import FieldInfo
 LIVE: JsonDict = {"live": True}
 ALLOW_VARIABLE = "DDRL_ALLOW_MODULES"  # comma-separated modules whose code may be imported and run
 MAX_BYTES = 1_000_000  # of a YAML file
+MAX_RESULT = 20_000  # numbers in the result of an evaluation, which is one entry of a stream
 
 Durability = Literal["process", "disk", "replica"]
 
@@ -307,6 +308,12 @@ class RunConfig(Section):
                 f"rollout.fragment_s: {self.rollout.fragment_s:g} is longer than rollout.segment_s "
                 f"{self.rollout.segment_s:g}; use at most {self.rollout.segment_s:g}"
             )
+        most = MAX_RESULT // (2 + len(self.env.metrics))
+        for name in ("num_episodes", "confirm_episodes"):
+            if (num := getattr(self.evaluation, name)) > most:
+                raise ValueError(
+                    f"evaluation.{name}: one result of {num} episodes is too long; use at most {most}"
+                )
         return self
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 POLL_S = 0.1  # between two looks for results
 SURVEY_S = 2.0  # between two looks at the fleet
 OUTAGE_S = 30.0  # of the server, after which the rest is played here
+REQUESTS_AT_ONCE = 50  # evaluations that wait for the fleet, of up to `num_envs` episodes each
 LOST_S = 60.0  # without a sign of life, after which an evaluation is sent again
 GIF_S, GIF_HZ = 15.0, 15.0  # longest GIF, and about the most pictures a second in one: some hundred kB
 MIN_VIDEO_SIZE = 320  # pixels; smaller pictures are enlarged, each pixel to a square
@@ -223,18 +225,23 @@ class Scoring:
             ]
             evaluations = OpenEvaluations(client, run, send=send, timeout_s=LOST_S)
             try:
-                connection.retry(lambda: evaluations.open(parts), timeout_s=OUTAGE_S)
-                self._gather(evaluations, count_processes)
+                self._gather(evaluations, parts, count_processes)
             finally:
                 with suppress(*connection.OUTAGES):
                     evaluations.withdraw()
         except connection.OUTAGES as error:
             note(f"{connection.outage(error) or error}; playing the rest here")
 
-    def _gather(self, evaluations: OpenEvaluations, count_processes: Callable[[], int]) -> None:
-        """Collect results until no evaluation is open or no worker is left."""
-        survey_at = time.monotonic() + SURVEY_S
-        while evaluations.pending:
+    def _gather(
+        self, evaluations: OpenEvaluations, parts: Sequence[Evaluation], count_processes: Callable[[], int]
+    ) -> None:
+        """Open some evaluations at a time, and collect results, until all have one or no worker is left."""
+        survey_at, most = time.monotonic() + SURVEY_S, min(self._num_processes, REQUESTS_AT_ONCE)
+        while parts or evaluations.pending:
+            room = most - len(evaluations.pending)
+            if some := parts[:room]:
+                parts = parts[room:]
+                connection.retry(partial(evaluations.open, some), timeout_s=OUTAGE_S)
             for row in connection.retry(evaluations.poll, timeout_s=OUTAGE_S):
                 seeds = range(row["first_seed"], row["first_seed"] + row["num_episodes"])
                 self._num_on_fleet += len(seeds)

@@ -67,7 +67,6 @@ class EvaluationScheduler:
         self._config, self._target = config.evaluation, config.stop.return_
         self._open = OpenEvaluations(client, run, send=send, timeout_s=self._config.timeout_s, token=token)
         self._returns: dict[int, _Sample] = {}  # of all evaluation episodes, by version
-        self._lowest = math.inf  # mean return of training or of an evaluation
         self.solved = False
         self._open.take_over()
         rows = self._results()
@@ -205,8 +204,8 @@ class EvaluationScheduler:
             return False
         config, is_near = self._config, False
         if self._target is not None and return_mean is not None:
-            self._lowest = min(self._lowest, return_mean, *(sample.mean for sample in self._returns.values()))
-            is_near = return_mean >= self._target - config.near * (self._target - self._lowest)
+            lowest = min([return_mean, *(sample.mean for sample in self._returns.values())])
+            is_near = return_mean >= self._target - config.near * (self._target - lowest)
         return time.monotonic() - self._last_at >= (config.near_every_s if is_near else config.every_s)
 
     def _evaluation(self, version: int, purpose: Purpose, env_steps: int, updates: int) -> Evaluation:

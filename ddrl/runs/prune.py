@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from ddrl.store import bounded, connection, evaluations, keys, runs, server, workers
+from ddrl.store import bounded, capped_streams, connection, evaluations, keys, runs, server, workers
 from ddrl.store.connection import Redis, StoreError
 
 log = logging.getLogger(__name__)
@@ -175,7 +175,7 @@ def delete_strays(client: Redis, dry_run: bool = False) -> tuple[int, int]:
 
     They are those of no run, heartbeats and evaluations of a command that do not expire soon, all of the broker's but
     the lists of queues that are served or that a run which has not ended waits in, and lists of these and of bad items
-    that are longer than ddrl makes them.
+    that are longer than ddrl makes them, or that take no more of them.
 
     Returns:
         Number of these keys, and their bytes, of more than SAMPLED as by their mean.
@@ -203,7 +203,10 @@ def delete_strays(client: Redis, dry_run: bool = False) -> tuple[int, int]:
                 return created is None or not key.startswith(begin) or lasts
             if key.startswith(keys.worker("")):
                 return not 0 <= left_s <= workers.TTL_S
-            return key == keys.BROKEN and _num_bytes(client, [key.encode()])[0] > BROKEN_BYTES
+            return key == keys.BROKEN and (
+                _num_bytes(client, [key.encode()])[0] > BROKEN_BYTES
+                or capped_streams.is_exhausted(client, key)
+            )
 
         looks = zip(batch, texts, replies[::2], replies[1::2], strict=True)
         strays = [name for name, *look in looks if is_stray(*look)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from redis import Redis
 
@@ -17,6 +17,14 @@ def latest(client: Redis) -> bytes:
     """Return an id that the server's clock does not give before tomorrow; a worker may write entries with any id."""
     seconds, _ = client.time()
     return b"%d-0" % (1000 * seconds + DAY_MS)
+
+
+def is_exhausted(client: Redis, key: str) -> bool:
+    """Return whether a stream takes no entry before tomorrow, for a worker has written one with a late id."""
+    if not client.exists(key):
+        return False
+    last = cast("dict[str, bytes]", client.xinfo_stream(key))["last-generated-id"]
+    return int(last.split(b"-")[0]) > int(latest(client).split(b"-")[0])
 
 
 def add(client: Redis, run: str, key: str, *, length: int, **fields: Any) -> None:

@@ -232,13 +232,16 @@ def fold(client: Redis, run: str, token: int, checkpoint: Mapping[str, Sequence[
         is_read |= is_crowded and last_ms + quiet_ms < read_ms  # all entries of that time were read
         if now_ms - last_ms >= quiet_ms and is_ended and is_read:
             ended.append((field, Producer() if values is None else producer, row))
+    # Rows whose records are gone, and which the learner has folded: a worker may delete all records.
+    gone = {field for field in raw.keys() - producers.keys() if _ID.fullmatch(field)}
+    ended += [(field, Producer(), Row()) for field in gone if field.decode() not in checkpoint]
     one = Producer.decode(folded or Producer().encode().encode())
     total = Row.decode(raw.get(b"%d" % ENDED, Row().encode().encode()))
     script_keys = [keys.state(run), keys.producers(run), keys.ledger(run), keys.PRODUCERS]
     for first in range(0, len(ended), FOLDED_AT_ONCE):
         parts: list[Any] = []
         for field, producer, row in ended[first : first + FOLDED_AT_ONCE]:
-            parts += [field, producers[field], raw.get(field, b"")]
+            parts += [field, producers.get(field, b""), raw.get(field, b"")]
             fragments, duplicates = one.fragments + producer.fragments, one.duplicates + producer.duplicates
             one = dataclasses.replace(one, fragments=fragments, duplicates=duplicates)
             total = sum_rows(total, row)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
+from ddrl.celery import EVALUATE
 from ddrl.store import connection, keys, segments, workers
 from ddrl.store.connection import Redis
 from ddrl.store.workers import Heartbeat
@@ -24,6 +25,7 @@ log = logging.getLogger(__name__)
 DRAIN_EVERY_S = 0.5  # a run may start while the worker drains
 STOP_S = 2.0  # for the last message to the server
 MAX_MESSAGES = 10_000  # in a list of a queue; a run and its learner send again what is missing
+MAX_REQUESTS = 500  # likewise of evaluations for commands, each of which has 50 wait at a time
 LOOK_EVERY_S = 5.0  # at their number
 
 Report = Callable[["Redis"], object]
@@ -99,8 +101,9 @@ class HeartbeatSender:
 
 def delete_floods(client: Redis, queues: Iterable[str]) -> None:
     """Delete the lists of queues with more messages than ddrl sends, behind which its own would wait."""
-    for name in (name for one in queues for name in keys.lists(one)):
-        if (length := client.llen(name)) > MAX_MESSAGES:
+    for queue_name, name in ((one, name) for one in queues for name in keys.lists(one)):
+        is_of_requests = queue_name.startswith(EVALUATE) and name == keys.queue(queue_name)
+        if (length := client.llen(name)) > (MAX_REQUESTS if is_of_requests else MAX_MESSAGES):
             log.warning("%r: has %d messages, which nobody sends: they are deleted", name, length)
             client.delete(name)
 

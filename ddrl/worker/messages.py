@@ -17,7 +17,7 @@ from kombu import Producer
 from kombu.transport import redis as transport
 from pydantic import Base64Bytes, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
-from ddrl.celery import EVALUATE, LIMIT_MARGIN_S, app
+from ddrl.celery import EVALUATE, EVALUATION_LIMIT_S, LIMIT_MARGIN_S, app
 from ddrl.store import connection, keys
 
 log = logging.getLogger(__name__)
@@ -99,6 +99,9 @@ def deliver(self: transport.Transport, item: str, queue: str) -> None:
                 raise ValueError(f"task {task} is of another queue")
             if task == EVALUATE and (len(arguments) != 2 or not _RUN.fullmatch(arguments[0])):
                 raise ValueError(f"{arguments}: not a run and one of its evaluations")
+            limit_s = message.headers.timelimit[0]
+            if task == EVALUATE and limit_s is not None and limit_s < EVALUATION_LIMIT_S:
+                raise ValueError(f"a time limit of {limit_s:g} s is none of an evaluation")
         _deliver(self, _loads(item), queue)
     except (*self.connection_errors, *self.channel_errors):
         raise

@@ -128,6 +128,24 @@ def test_a_fleet_gives_the_same_score_and_leaves_the_run_as_it_is(client: Redis,
     assert "played    10 by the fleet (3 processes)" in text and "epsilon   0.2" in text
 
 
+def test_few_evaluations_wait_for_the_fleet_at_a_time(
+    client: Redis, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers delete a list of more than they can be."""
+    monkeypatch.setattr(command, "REQUESTS_AT_ONCE", 2)
+    most = []
+
+    def play(run: str, message: str) -> None:
+        requester = message.partition("/")[0]
+        done = client.xlen(keys.evaluations(run, requester))
+        most.append(client.hlen(keys.evaluating(run, requester)) - done)
+        tasks.evaluate(run, message)
+
+    monkeypatch.setattr(fleet, "play", play)
+    assert fleet.score("--num-envs", "1")[0]["episodes_on_fleet"] == 10
+    assert len(most) == 10 and max(most) == 2
+
+
 def test_without_a_fleet_or_with_local_it_is_played_here(fleet: Fleet) -> None:
     fleet.score("--local")
     fleet.leave()  # those that only play rollouts stay

@@ -139,6 +139,13 @@ def test_it_evaluates_when_training_returns_are_near_the_target_only(match: Matc
     assert len(match.sent) == 1  # one at a time
 
 
+def test_one_return_far_below_all_others_is_soon_forgotten(match: Match) -> None:
+    """A worker may send any: else all others would be near the target for good."""
+    match.tick(return_mean=-1e30)
+    match.tick(return_mean=-5.6)
+    assert match.sent == []
+
+
 def test_a_learner_waits_for_what_an_earlier_one_has_opened(match: Match) -> None:
     match.tick()
     assert Match(match.client, match.run).scheduler.pinned == {1}

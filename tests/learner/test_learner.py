@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from support.algorithms import assert_same
+from support.algorithms import CPU, assert_same
 from support.learners import OFF_POLICY, Run, contents, finished, resolve, training, until
 from support.poison import POISON, encoded
 from support.replays import changed
@@ -154,7 +154,7 @@ def too_wide(fragment: Fragment) -> Fragment:
 @pytest.mark.parametrize("name", ["dqn", "r2d2"])
 def test_bad_entries_are_put_aside_with_the_reason_and_memory_stays_flat(name: str, server) -> None:
     run, source = Run(server, OFF_POLICY[name]()), Run(server, OFF_POLICY[name]())
-    blob = weights.encode_weights(resolve(run.client, run.id).learner(device="cpu", seed=1).weights())
+    blob = weights.encode_weights(resolve(run.client, run.id).learner(device=CPU, seed=1).weights())
     for version in (0, 1):  # the second is played by the policy, with its columns
         for one in (run, source):
             weights.publish(one.client, one.id, 0, version=version, blob=blob, allowance=0, updates=0)

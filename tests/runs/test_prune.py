@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from redis.client import Pipeline
+from support.commands import call_json
 from support.private_server import until
 from support.store import add_history, end, ended, heartbeat, make_run
 
@@ -152,3 +153,11 @@ def test_more_bad_items_than_workers_keep_are_deleted(client: Any) -> None:
         client.xadd(keys.BROKEN, {"item": b"x" * size})
     number, num_bytes = pruning.delete_strays(client)
     assert number == 1 and num_bytes > 20_000_000 and not client.exists(keys.BROKEN)
+
+
+def test_bad_items_that_take_no_others_are_deleted(client: Any) -> None:
+    """After the largest id there is none: a worker may have written it."""
+    client.xadd(keys.BROKEN, {"item": b"x"}, id=b"18446744073709551615-18446744073709551615")
+    (finding,) = [row for row in call_json("doctor") if row["name"] == "messages"]
+    assert "takes no items" in finding["detail"] and finding["remedy"] == "run `ddrl prune`"
+    assert pruning.delete_strays(client)[0] == 1 and not client.exists(keys.BROKEN)

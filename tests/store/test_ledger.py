@@ -220,6 +220,14 @@ def fold(client: Redis, run: str, token: int, checkpoint: dict[int, Row]) -> int
     return fold_now(client, run, token, rows)
 
 
+def test_rows_without_a_record_go_once_no_checkpoint_has_them(client: Redis, run: str, token: int) -> None:
+    """A worker may delete all records; the learner has added these rows to its row of the ended."""
+    rows = {producer: Row(producer).encode() for producer in (1, 2, ENDED, ledger.UNKNOWN)}
+    client.hset(keys.ledger(run), mapping={**rows, "cursor": "1-0"})
+    assert [fold(client, run, token, {2: Row(2)}) for _ in range(2)] == [1, 0]
+    assert ledger.read(client, run)[0] == {n: Row(n) for n in (2, ENDED, ledger.UNKNOWN)}
+
+
 def test_producers_that_ended_become_one_account_and_stay_gone(server) -> None:
     run = Run(server, config())
     for _ in range(3):

@@ -29,14 +29,15 @@ BAD: tuple[Any, ...] = (None, [], {}, "", 5, [1, 2], "\x00", {"__type__": "datet
 
 def test_longer_lists_than_ddrl_sends_are_deleted(client: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "MAX_MESSAGES", 5)
+    monkeypatch.setattr(heartbeat, "MAX_REQUESTS", 2)
     names, other = (
         [*keys.lists("ddrl.rollout.box2d"), *keys.lists("ddrl.evaluate")],
         keys.queue("ddrl.rollout.atari"),
     )
-    for name, num in zip((*names, other), (6, 5, 1, 6, 6), strict=True):
+    for name, num in zip((*names, other), (6, 5, 5, 3, 6), strict=True):
         client.rpush(name, *range(num))
     heartbeat.delete_floods(client, ["ddrl.rollout.box2d", "ddrl.evaluate"])
-    assert [client.llen(name) for name in (*names, other)] == [0, 5, 1, 0, 6]
+    assert [client.llen(name) for name in (*names, other)] == [0, 5, 5, 0, 6]
 
 
 def changed(message: Any, path: tuple[str, ...], value: Any) -> Any:
@@ -128,13 +129,15 @@ def test_an_evaluation_names_a_run_that_can_be_one(message: Any, monkeypatch: py
     monkeypatch.setattr(messages, "_is_kept", lambda: refused.append(1))
     monkeypatch.setattr(messages, "_deliver", lambda _, item, queue: taken.append(item))
     transport = SimpleNamespace(connection_errors=(), channel_errors=())
-    for run, queue, refusals in (
-        ("run", celery.EVALUATE, 0), ("run", celery.queues("evaluate")[-1], 0), ("x}:evaluations:y", celery.EVALUATE, 1)
+    for run, queue, limit_s, refusals in (
+        ("run", celery.EVALUATE, 3720, 0), ("run", celery.queues("evaluate")[-1], None, 0),
+        ("x}:evaluations:y", celery.EVALUATE, 3720, 1), ("run", celery.EVALUATE, 120, 1),  # its process would be killed
     ):  # fmt: skip
         refused: list[int] = []
         taken: list[Any] = []
         body = base64.b64encode(json.dumps([[run, "1:2:3"], {}, {}]).encode()).decode()
         item = changed(changed(message, ("headers", "task"), celery.EVALUATE), ("body",), body)
+        item = changed(item, ("headers", "timelimit"), [limit_s, None])
         messages.deliver(transport, json.dumps(item), queue)
         assert (len(refused), len(taken)) == (refusals, 1 - refusals)
 

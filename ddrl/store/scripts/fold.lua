@@ -10,7 +10,7 @@ local last = tonumber(redis.call('HGET', KEYS[1], 'folded') or 0)
 local newest = number(redis.call('GET', KEYS[4])) or 0
 for i = 5, #ARGV, 3 do
   local producer, row = redis.call('HGET', KEYS[2], ARGV[i]), redis.call('HGET', KEYS[3], ARGV[i])
-  if producer ~= ARGV[i + 1] or (row or '') ~= ARGV[i + 2] then return 0 end
+  if (producer or '') ~= ARGV[i + 1] or (row or '') ~= ARGV[i + 2] then return 0 end
   local id = number(ARGV[i])
   if id and id <= newest then last = math.max(last, id) end
 end
