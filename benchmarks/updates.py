@@ -2,30 +2,36 @@
 
     python benchmarks/updates.py | tee benchmarks/results/updates.txt
     python benchmarks/updates.py --tasks sac --profile
+    python benchmarks/updates.py --against FOLDER --tasks sac dqn r2d2 ppo impala    # a checkout of another version
 
 Play goes first: a collector fills the replay from an environment whose observations are noise. Then the loop draws,
 sends and learns as a learner's training thread does, without a server. "Update alone" learns from one batch that is on
-the device already. On-policy, all batches of a fixed play are learned from again and again.
+the device already. On-policy, all batches of a fixed play are learned from again and again. With `--against` both
+versions learn from the same batch in turns, in processes of their own; the share is the median of the rounds' ratios.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import os
+import pickle
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
-import gymnasium
 import numpy as np
 import torch
 from machine import ROOT, facts
 
 sys.path.insert(0, str(ROOT))
-os.environ["DDRL_ALLOW_MODULES"] = "updates"
+os.environ["DDRL_ALLOW_MODULES"] = "noise"
 
 from ddrl.algorithms import base
 from ddrl.algorithms.base import Resolved
@@ -38,43 +44,10 @@ from ddrl.worker.collector import Collector
 HUGE = 2**40  # steps, so that the rate limiter never waits
 
 
-class Noise(gymnasium.Env[np.ndarray, Any]):
-    """Observations, rewards and ends at random.
-
-    Args:
-        shape: of observations; images of bytes if it has two dimensions.
-        num_actions: discrete ones; 0: six numbers in -1..1.
-    """
-
-    def __init__(self, shape: list[int], num_actions: int = 0) -> None:
-        self._is_image = len(shape) == 2
-        low, high, dtype = (0, 255, np.uint8) if self._is_image else (-np.inf, np.inf, np.float32)
-        self.observation_space = gymnasium.spaces.Box(low, high, tuple(shape), dtype)
-        self.action_space = (
-            gymnasium.spaces.Discrete(num_actions) if num_actions else gymnasium.spaces.Box(-1, 1, (6,))
-        )
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
-        """Begin an episode."""
-        super().reset(seed=seed)
-        return self._observe(), {}
-
-    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        """Ignore the action."""
-        random = self.np_random
-        return self._observe(), float(random.normal()), bool(random.random() < 0.005), False, {}
-
-    def _observe(self) -> np.ndarray:
-        shape = self.observation_space.shape
-        if self._is_image:
-            return self.np_random.integers(0, 256, shape, np.uint8)
-        return self.np_random.normal(size=shape).astype(np.float32)
-
-
 def task(algorithm: str, env: dict[str, Any], capacity: int, num_envs: int = 16, **options: Any) -> RunConfig:
     """Return the config of a task."""
     tree = {
-        "env": {"id": "updates:Noise", "num_envs": num_envs, **env},
+        "env": {"id": "noise:Noise", "num_envs": num_envs, **env},
         "algorithm": {"name": algorithm, **options},
         "rollout": {"fragment_s": 5.0, "max_fragment_steps": 128},
         "replay": {}
@@ -97,6 +70,9 @@ TASKS: dict[str, Callable[[], RunConfig]] = {  # made when chosen
     "crossq": lambda: task("sac", BOX, 100_000, batch_norm=True, **BIG),
     "discrete_sac": lambda: task("discrete_sac", DISCRETE, 100_000, **BIG),
     "dqn": lambda: task("dqn", DISCRETE, 100_000, prioritized=True, double=True),
+    "r2d2": lambda: task(
+        "r2d2", DISCRETE, 20_000, hidden_sizes=[64], recurrent_size=64, sequence_length=20, overlap=10
+    ),
     "dqn, nature, 256": lambda: task(
         "dqn", IMAGES, 20_000, batch_size=256, prioritized=True, double=True, dueling=True, **NATURE
     ),
@@ -202,6 +178,62 @@ def make_collector(config: RunConfig, resolved: Resolved, algorithm: Any) -> Col
     return collector
 
 
+# Learns from a pickled batch in whatever version of ddrl the path begins with; prints updates a second.
+ALONE = """
+import dataclasses, pickle, sys, time
+import torch
+from ddrl import config, types
+from ddrl.algorithms import base
+try:
+    from ddrl.runs import submit
+except ImportError:  # before July 2026
+    from ddrl import submit
+path, seconds, threads = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
+torch.set_num_threads(threads)
+settings = config.load(path + ".yaml")
+learner = base.resolve(settings, submit.prepare(settings)).learner(device=torch.device("cpu"), seed=1)
+kind, columns = pickle.load(open(path, "rb"))
+kind = getattr(types, kind)
+names = {field.name for field in dataclasses.fields(kind)}
+if "memory" in names:  # its former name
+    columns["memory"] = columns.pop("recurrent_state")
+batch = kind(**{name: torch.from_numpy(value) for name, value in columns.items() if name in names})
+for spent in (1.0, seconds):
+    first, started = learner.num_updates, time.perf_counter()
+    while (elapsed := time.perf_counter() - started) < spent:
+        learner.update(batch)
+print((learner.num_updates - first) / elapsed)
+"""
+
+
+def compare(title: str, config: RunConfig, other: Path, seconds: float, threads: int, rounds: int = 5) -> str:
+    """Return a row of the table: updates a second of this version and of another, and the share kept."""
+    spec = submit.prepare(config)
+    resolved = base.resolve(config, spec)
+    learner = resolved.learner(device=torch.device("cpu"), seed=1)
+    make = batches_of_iterations if resolved.on_policy else batches_of_a_replay
+    batch = next(make(config, resolved, learner, torch.device("cpu")))[0]
+    columns = {
+        name: np.array(value) for name, value in vars(batch).items() if value is not None and name != "number"
+    }
+    figures: dict[Path, list[float]] = {ROOT: [], other: []}
+    with tempfile.TemporaryDirectory(prefix="ddrl-bench-") as folder:
+        path = Path(folder, "batch")
+        path.write_bytes(pickle.dumps((type(batch).__name__, columns)))
+        path.with_suffix(".yaml").write_text(json.dumps(config.model_dump(mode="json", exclude_unset=True)))
+        for _ in range(rounds):
+            for tree, found in figures.items():
+                environment = os.environ | {"PYTHONPATH": f"{tree}:{Path(__file__).parent}"}
+                command = [sys.executable, "-c", ALONE, str(path), str(seconds), str(threads)]
+                done = subprocess.run(
+                    command, env=environment, cwd=folder, stdout=subprocess.PIPE, text=True, check=True
+                )
+                found.append(float(done.stdout))
+    here, there = figures.values()
+    share = statistics.median(one / two for one, two in zip(here, there, strict=True))
+    return f"| {title} | {statistics.median(here):,.1f} | {statistics.median(there):,.1f} | {100 * share:.0f} % |"
+
+
 def profile(loop: Loop, num: int = 50) -> None:
     """Print where the time of some updates goes."""
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -225,9 +257,25 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0, help="of each of three measurements")
     parser.add_argument("--threads", type=int, default=1, help="of the CPU, for one update")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
+    parser.add_argument(
+        "--against", type=Path, metavar="FOLDER", help="checkout of another version, on the CPU"
+    )
     parser.add_argument("--profile", action="store_true", help="print where the time of an update goes, too")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    if arguments.against:
+        print(
+            f"# Updates a second, and there: {arguments.against.name}; {arguments.threads} threads\n{facts()}\n"
+        )
+        print("| task | here | there | share (median of 5 ratios) |\n|---|---|---|---|", flush=True)
+        for title in arguments.tasks:
+            print(
+                compare(
+                    title, TASKS[title](), arguments.against.resolve(), arguments.seconds, arguments.threads
+                ),
+                flush=True,
+            )
+        return
     device = choose_device(arguments.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     print(f"# Updates a second on {name}, {arguments.threads} CPU threads\n{facts()}\n")
