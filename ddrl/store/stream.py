@@ -19,7 +19,7 @@ from redis import Redis
 from typing_extensions import TypedDict
 
 from ddrl.store import bounded, capped_streams, keys
-from ddrl.store.connection import ReplyTooLongError, call, execute
+from ddrl.store.connection import ReplyTooLongError, StoreError, call, execute
 from ddrl.store.untrusted import Count, Number, number
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ MOST_LOWERED = 200_000  # entries of experience that get new ids at once: a seco
 MOST_RETURNS = 200_000  # of episodes that are read at once
 DEAD_LENGTH = 1_000
 MOST_SEQ = 2**63 - 1
+IDS_TRIED = 20  # of a new producer; others after the pause of a process that could not play
 
 
 class _Episodes(TypedDict):
@@ -110,13 +111,18 @@ class Entry:
 
 
 def new_producer(client: Redis, run: str) -> int:
-    """Return an id that no other collector has or had on this server, and that no other appends to the run with."""
-    while True:
+    """Return an id that no other collector has or had on this server, and that no other appends to the run with.
+
+    Raises:
+        StoreError: the next ones are taken.
+    """
+    for _ in range(IDS_TRIED):
         # Workers may not INCRBY, which redis-py's `incr` sends.
         producer = cast(int, cast(Any, client).execute_command("INCR", keys.PRODUCERS))
         # A worker may have made one up, or an older server have given it.
         if not client.hexists(keys.producers(run), str(producer)):
             return producer
+    raise StoreError(f"run {run}: a worker has taken the next ids of producers; try again in a minute")
 
 
 def append(

@@ -93,13 +93,13 @@ class Player:
         self.config: RunConfig = runs.config(client, run)
         self._watch = watch
         spaces, state = runs.spaces(client, run), runs.state(client, run)
+        self.producer = stream.new_producer(client, run)
         with self._watched():
             requirements.check_machine(self.config, state.versions)
             resolved = base.resolve(self.config, spaces)
             at_random = self.config.rollout.random_until_learned
             if at_random is None:  # weights that the run started from have learned already
                 at_random = resolved.can_start_at_random and not state.warm
-            self.producer = stream.new_producer(client, run)
             self.collector = Collector(
                 run=run,
                 producer=self.producer,

@@ -180,7 +180,7 @@ def play_evaluation(client: Redis, run: str, message: str, *, node: str = "-") -
         if time.monotonic() < beat_at:
             return
         beat_at = time.monotonic() + BEAT_S
-        with suppress(*connection.OUTAGES):  # the result can wait for the server
+        with watchdog.paused(), suppress(*connection.OUTAGES):  # the result can wait for the server
             if evaluations.take(client, run, message, player) is None:
                 raise Withdrawn
             if workers.is_draining(client, node, int(os.environ.get(celery.PID_VARIABLE) or os.getpid())):
@@ -193,9 +193,10 @@ def play_evaluation(client: Redis, run: str, message: str, *, node: str = "-") -
             return False
         config = runs.config(client, run)
         requirements.check_machine(config, runs.state(client, run).versions)
+        loaded = policy.from_run(client, run, evaluation.version)
         with watchdog.watch(run, config.env.id, config.rollout.step_timeout_s):
             result = score(
-                policy.from_run(client, run, evaluation.version),
+                loaded,
                 evaluation.seeds,
                 num_envs=evaluation.num_envs,
                 epsilon=evaluation.epsilon,

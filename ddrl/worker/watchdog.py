@@ -57,19 +57,37 @@ class Watchdog:
         if threading.current_thread() is not threading.main_thread():
             yield  # in a pool of threads none can be ended alone
             return
-        with self._lock:
-            self._run, self._env_id, self._timeout_s = run, env_id, timeout_s
-            self._step_began = time.monotonic()
-            self._set_timer()
+        self._run, self._env_id, self._timeout_s = run, env_id, timeout_s
+        self._begin()
         if self._thread is None:
             self._thread = threading.Thread(target=self._check_forever, name="watchdog", daemon=True)
             self._thread.start()
         try:
             yield
         finally:
-            with self._lock:
-                self._step_began = None
-                signal.setitimer(signal.ITIMER_REAL, 0)
+            self._rest()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Watch nothing in the block, which waits for the server; a new step begins behind it."""
+        is_watching = self._step_began is not None
+        if is_watching:
+            self._rest()
+        try:
+            yield
+        finally:
+            if is_watching:
+                self._begin()
+
+    def _begin(self) -> None:
+        with self._lock:
+            self._step_began = time.monotonic()
+            self._set_timer()
+
+    def _rest(self) -> None:
+        with self._lock:
+            self._step_began = None
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
     def step(self) -> None:
         """Note that a step was made; the next one begins."""

@@ -128,6 +128,21 @@ def test_a_fleet_gives_the_same_score_and_leaves_the_run_as_it_is(client: Redis,
     assert "played    10 by the fleet (3 processes)" in text and "epsilon   0.2" in text
 
 
+def test_a_wait_for_the_server_is_no_step_of_an_environment(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched: list[float | None] = []
+
+    def noting(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: [watched.append(tasks.watchdog._step_began), function(*args)][1]
+
+    monkeypatch.setattr(tasks, "BEAT_S", 0.0)
+    monkeypatch.setattr(tasks.evaluations, "take", noting(evaluations.take))
+    monkeypatch.setattr(tasks.policy, "from_run", noting(policy.from_run))
+    fleet.score()
+    assert len(watched) > 20 and {*watched} == {None}
+
+
 def test_few_evaluations_wait_for_the_fleet_at_a_time(
     client: Redis, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:

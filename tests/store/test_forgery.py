@@ -551,3 +551,11 @@ def test_processes_go_on_whatever_is_in_the_broker_and_the_hashes(
     assert "Traceback" not in learner.text() + player.text() + again.text()
     call("stop", name)
     assert learner.wait() == 0
+
+
+def test_ids_that_a_worker_has_taken_do_not_hold_a_process_up(worker: redis.Redis, run: Run) -> None:
+    first = stream.new_producer(worker, run.id) + 1
+    worker.hset(keys.producers(run.id), mapping={str(first + i): "x" for i in range(stream.IDS_TRIED)})
+    with pytest.raises(connection.StoreError, match=f"run {run.id}: a worker has taken the next ids"):
+        stream.new_producer(worker, run.id)
+    assert stream.new_producer(worker, run.id) == first + stream.IDS_TRIED
