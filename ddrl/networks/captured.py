@@ -78,8 +78,10 @@ class Captured:
             flags: each combination is captured by itself.
         """
         numbers = numbers or {}
+        if not self._captures:
+            return self._function(batch, **numbers, **flags)
         columns = {name: value for name, value in vars(batch).items() if value is not None}
-        if not self._captures or any(value.device.type == "cpu" for value in columns.values()):
+        if any(value.device.type == "cpu" for value in columns.values()):
             return self._function(batch, **numbers, **flags)
         key = (
             *numbers,
