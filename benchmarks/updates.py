@@ -16,7 +16,6 @@ import argparse
 import itertools
 import json
 import os
-import pickle
 import statistics
 import subprocess
 import sys
@@ -178,9 +177,10 @@ def make_collector(config: RunConfig, resolved: Resolved, algorithm: Any) -> Col
     return collector
 
 
-# Learns from a pickled batch in whatever version of ddrl the path begins with; prints updates a second.
+# Learns from a stored batch in whatever version of ddrl the path begins with; prints updates a second.
 ALONE = """
-import dataclasses, pickle, sys, time
+import dataclasses, sys, time
+import numpy as np
 import torch
 from ddrl import config, types
 from ddrl.algorithms import base
@@ -192,8 +192,8 @@ path, seconds, threads = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
 torch.set_num_threads(threads)
 settings = config.load(path + ".yaml")
 learner = base.resolve(settings, submit.prepare(settings)).learner(device=torch.device("cpu"), seed=1)
-kind, columns = pickle.load(open(path, "rb"))
-kind = getattr(types, kind)
+columns = dict(np.load(path))
+kind = getattr(types, str(columns.pop("kind")))
 names = {field.name for field in dataclasses.fields(kind)}
 if "memory" in names:  # its former name
     columns["memory"] = columns.pop("recurrent_state")
@@ -213,14 +213,14 @@ def compare(title: str, config: RunConfig, other: Path, seconds: float, threads:
     learner = resolved.learner(device=torch.device("cpu"), seed=1)
     make = batches_of_iterations if resolved.on_policy else batches_of_a_replay
     batch = next(make(config, resolved, learner, torch.device("cpu")))[0]
-    columns = {
+    columns: dict[str, Any] = {
         name: np.array(value) for name, value in vars(batch).items() if value is not None and name != "number"
     }
     figures: dict[Path, list[float]] = {ROOT: [], other: []}
     with tempfile.TemporaryDirectory(prefix="ddrl-bench-") as folder:
-        path = Path(folder, "batch")
-        path.write_bytes(pickle.dumps((type(batch).__name__, columns)))
-        path.with_suffix(".yaml").write_text(json.dumps(config.model_dump(mode="json", exclude_unset=True)))
+        path = Path(folder, "batch.npz")
+        np.savez(path, kind=type(batch).__name__, **columns)
+        Path(f"{path}.yaml").write_text(json.dumps(config.model_dump(mode="json", exclude_unset=True)))
         for _ in range(rounds):
             for tree, found in figures.items():
                 environment = os.environ | {"PYTHONPATH": f"{tree}:{Path(__file__).parent}"}
