@@ -308,6 +308,7 @@ class ActorCriticLearner(Generic[AnyOptions]):
     def _learn(
         self, part: Prepared, *, learning_rate: float, warms_up: bool, policy_begins: bool, **others: Any
     ) -> dict[str, Tensor]:
+        """Do the part of `learn` that can be captured."""
         assert self._loss is not None
         loss = self._loss(self, part, **others)
         self._step(loss, learning_rate, warms_up=warms_up, policy_begins=policy_begins)
@@ -320,7 +321,7 @@ class ActorCriticLearner(Generic[AnyOptions]):
 
     @property
     def _phase(self) -> dict[str, bool]:
-        """Whether the critic warms up beside a given policy, and whether the policy's updates begin now."""
+        """Flags of the next step: the critic warms up beside a given policy; the policy's updates begin."""
         warmup = self.config.critic_warmup_updates if self.from_policy else 0
         return {"warms_up": self.num_updates < warmup, "policy_begins": self.num_updates == warmup > 0}
 

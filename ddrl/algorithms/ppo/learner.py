@@ -85,9 +85,7 @@ def update(learner: Learner, batch: Trajectories) -> dict[str, Tensor]:
     prepared = learner.prepare(batch, estimator=config.estimator)
     numbers = {name: learner.scheduled(name) for name in ("clip", "learning_rate", "entropy_coefficient")}
     clip, has_bonus = numbers["clip"], numbers["entropy_coefficient"] != 0
-    if (
-        config.value_clip is not None
-    ):  # in reward units, which are not the critic's where returns are normalized
+    if config.value_clip is not None:  # in reward units; where returns are normalized, the critic's differ
         scale = learner.return_scale[1] if config.normalize_returns else 1.0
         numbers["value_clip"] = config.value_clip / scale
     num_minibatches = max(1, round(len(prepared) / config.minibatch_size))
