@@ -44,12 +44,14 @@ BASE = {
     "replay.samples_per_insert": 32,
     "replay.warmup_steps": 1_000,
     "drifting": 0.0,  # share of the environments whose random actions drift
+    "entropy": -1.0,  # target_entropy, in nats for each dimension of actions
 }
 LAYER_NORM = {"algorithm.layer_norm": True}
 STEPS = {"algorithm.n_step": 3}
 DRIFT = {"drifting": 1.0, "replay.warmup_steps": 10_000}
 MIXED = {"drifting": 0.5, "replay.warmup_steps": 10_000}
 QUICK = {"algorithm.target_rate": 0.01, "algorithm.initial_temperature": 0.2}
+ENTROPY = {"entropy": -0.33}
 VARIANTS: dict[str, dict[str, Any]] = {
     "former": {},
     "layer norm": LAYER_NORM,
@@ -62,6 +64,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "3 steps, mixed, quick": STEPS | MIXED | QUICK,
     "layer norm, 3 steps, mixed": LAYER_NORM | STEPS | MIXED,
     "layer norm, 3 steps, mixed, quick": LAYER_NORM | STEPS | MIXED | QUICK,  # the defaults
+    "layer norm, 3 steps, mixed, quick, entropy": LAYER_NORM | STEPS | MIXED | QUICK | ENTROPY,
+    "layer norm, 3 steps, mixed, entropy": LAYER_NORM | STEPS | MIXED | ENTROPY,
+    "layer norm, 8 steps, mixed, quick, entropy": LAYER_NORM | {"algorithm.n_step": 8} | MIXED | QUICK | ENTROPY,
+    "3 steps, mixed, entropy": STEPS | MIXED | ENTROPY,
 }
 LOAD_UPDATES, POINTS, EPISODES, FINAL_EPISODES = 250, 10, 10, 20
 FRAGMENT_STEPS = 32  # of each environment
@@ -126,7 +132,7 @@ def learn(variant: str, task: str, seed: int) -> Row:
     from ddrl.worker.noise import DriftingUniform
 
     wanted = BASE | VARIANTS[variant]
-    drifting = wanted.pop("drifting")
+    drifting, entropy = wanted.pop("drifting"), wanted.pop("entropy")
     tree: dict[str, Any] = {"env": {"id": task}, "algorithm": {"name": "sac"}, "replay": {}, "seed": seed}
     for name, value in wanted.items():
         section, _, option = name.partition(".")
@@ -134,6 +140,8 @@ def learn(variant: str, task: str, seed: int) -> Row:
     settings = config.validate(tree)
     torch.set_num_threads(1)
     device, spaces = torch.device("cpu"), submit.prepare(settings)
+    tree["algorithm"]["target_entropy"] = entropy * spaces.action_shape[0]
+    settings = config.validate(tree)
     resolved = base.resolve(settings, spaces)
     learner, policy = resolved.learner(device=device, seed=seed), resolved.policy()
     replay: Any = make_experience(settings, resolved.config, spaces, on_policy=False)
