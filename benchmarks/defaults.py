@@ -33,7 +33,7 @@ TASKS = {  # updates of a run
     "HalfCheetah-v5": 30_000,
     "BipedalWalker-v3": 30_000,
 }
-BASE = {
+BASE: dict[str, Any] = {
     "algorithm.hidden_sizes": [128, 128],
     "algorithm.learning_rate": 1e-3,
     "algorithm.batch_size": 256,

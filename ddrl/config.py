@@ -212,6 +212,14 @@ class LearnerConfig(Section):
     only."""
     metrics_every_s: Duration = Field(1.0, ge=0.1, json_schema_extra=LIVE)
     """Time between two rows of metrics."""
+    num_learners: int = Field(1, ge=1, le=256)
+    """Learners that learn the run together: one leads, each holds part of the experience and learns from its part of
+    each batch. `ddrl submit` starts them here; `ddrl learner` on other machines joins a run that wants more."""
+    address: str | None = None
+    """Where the leader serves the other learners, HOST or HOST:PORT. null: its address towards the server, any port.
+    Whoever reaches it can disturb the run."""
+    rank_timeout_s: Duration = Field(10.0, ge=1)
+    """A learner that does not answer the others for this long is lost; those left go on without it."""
     stall_s: Duration = Field(45.0, ge=5)
     """A training thread that neither learns nor looks for experience for this long hangs: its process ends, and
     another learner takes over."""

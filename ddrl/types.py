@@ -179,6 +179,24 @@ class Fragment:
 
 
 @dataclass(frozen=True)
+class Played:
+    """What a learner counts of a fragment, all that it knows of one that another rank holds.
+
+    Attributes:
+        rank: which holds the fragment.
+        producer, policy_version, num_transitions, episode_return: of the fragment.
+        episode_metrics: [E][M], of the fragment's extras.
+    """
+
+    rank: int
+    producer: int
+    policy_version: int
+    num_transitions: int
+    episode_return: Sequence[float] = ()
+    episode_metrics: Sequence[Sequence[float]] = ()
+
+
+@dataclass(frozen=True)
 class Batch:
     """B independent n-step transitions; NumPy arrays as sampled, tensors once on the device.
 

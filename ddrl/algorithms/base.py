@@ -17,6 +17,8 @@ from ddrl.types import EnvSpec, SequenceShape
 if TYPE_CHECKING:
     import torch
 
+    from ddrl.networks.ranks import Ranks
+
 RecurrentState = dict[str, np.ndarray]
 """The recurrent state of a policy, a row for each of N environments; {} for policies without one.
 
@@ -148,9 +150,17 @@ class Resolved:
         made = _module(self.name, "policy").Policy(self.config, self.spec, producer=producer)
         return cast(Policy, _whole(made, Policy, self.name))
 
-    def learner(self, *, device: torch.device, seed: int) -> Learner:
-        """Return a fresh learner; the same seed gives the same initial weights on every device."""
-        made = _module(self.name, "learner").make_learner(self.config, self.spec, device=device, seed=seed)
+    def learner(self, *, device: torch.device, seed: int, ranks: Ranks | None = None) -> Learner:
+        """Return a fresh learner; the same seed gives the same initial weights on every device.
+
+        Args:
+            device: where networks and batches are.
+            seed: of the initial weights and all that is random.
+            ranks: that learn together; None: it learns alone.
+        """
+        make = _module(self.name, "learner").make_learner
+        several = {} if ranks is None else {"ranks": ranks}
+        made = make(self.config, self.spec, device=device, seed=seed, **several)
         return cast(Learner, _whole(made, Learner, self.name))
 
 

@@ -114,7 +114,7 @@ def detached(
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with server() as client, local.Processes(Path("runs") / runs[0]) as processes:
         try:
-            local.start(processes, runs, workers, with_learner)
+            local.start(client, processes, runs, workers, with_learner)
             while local.any_active(client, runs):
                 time.sleep(0.5)
                 local.keep_running(client, processes, runs, note)
@@ -222,7 +222,7 @@ def _follow(
     with local.Processes(Path("runs") / runs[0]) as processes:
         is_interrupted = False
         try:
-            local.start(processes, runs, num_workers, with_learner)
+            local.start(client, processes, runs, num_workers, with_learner)
             keep_running = partial(local.keep_running, client, processes, runs, note)
             on_tick = keep_running if num_workers or with_learner else None
             live.follow(client, runs, json_output=json_output, on_tick=on_tick)

@@ -29,13 +29,14 @@ import torch
 from ddrl.algorithms import base
 from ddrl.algorithms.base import Resolved
 from ddrl.config import RunConfig
-from ddrl.learner.ledger_rows import LedgerRows
+from ddrl.learner.core import Core
+from ddrl.learner.group import Leading
 from ddrl.learner.publisher import OnCheckpoint, Publisher, Shared, Tensors, decode_tensors
-from ddrl.networks.device import to_device, to_host
-from ddrl.replay.experience import longest_fragment_steps, make_experience, warmup_steps
+from ddrl.networks.ranks import ALONE, Ranks
+from ddrl.replay.experience import warmup_steps
 from ddrl.replay.fifo import Fifo
-from ddrl.replay.reader import FragmentLimits, Reader, decode, decode_range
-from ddrl.store import connection, runs, stream, weights
+from ddrl.replay.reader import Reader, decode_range
+from ddrl.store import runs, stream, weights
 from ddrl.store.checkpoints import Counters
 from ddrl.store.connection import Redis
 
@@ -43,11 +44,11 @@ log = logging.getLogger(__name__)
 
 ADMIT_S = 0.05  # longest time to admit fragments between two updates, so that updates go on during a backlog
 WAIT_S = 0.05  # longest wait for fragments before the loop checks for other work
+MEET_S = 0.005  # the same of several ranks, which meet in between
 HUGE, LEAST_HUGE = 1e18, 1e6  # the square of a larger value than the first is not finite in float32
 OUTLIER = 1e4  # times the median of the fragments' largest values
 LOG_S = 1.0  # between two lines of log about refused entries
 MAX_REFUSED = 10_000  # refusals waiting to be reported; at this number the loop stops admitting
-REPLAY = "replay."  # prefix of the replay's tensors in a checkpoint
 
 
 class NotFiniteError(ValueError):
@@ -65,6 +66,7 @@ class Learner:
         config: the run's.
         resolved: its algorithm and spaces.
         device: where networks and batches live.
+        ranks: that learn together; this one leads.
         on_checkpoint: called with each checkpoint that the server has stored.
     """
 
@@ -78,33 +80,16 @@ class Learner:
         resolved: Resolved,
         *,
         device: torch.device,
+        ranks: Ranks = ALONE,
         on_checkpoint: OnCheckpoint = lambda blob, meta: None,
     ) -> None:
         self._client, self._run, self._token, self._config = client, run, token, config
-        self._device, self._spec = device, resolved.spec
+        self._spec, self._ranks = resolved.spec, ranks
         self._on_policy = resolved.on_policy
         self._warmup_steps = warmup_steps(config.replay, resolved.config)
-        self.algorithm = resolved.learner(device=device, seed=config.seed)
-        self.replay = make_experience(
-            config,
-            resolved.config,
-            resolved.spec,
-            on_policy=self._on_policy,
-            sequences=resolved.sequences,
-            device=device,
-        )
-        limits = FragmentLimits(
-            longest_fragment_steps(config.rollout, resolved.sequences),
-            config.env.num_envs,
-            resolved.context,
-            resolved.config.recurrent_state_size,
-            resolved.sequences.stride if resolved.sequences else 1,
-            len(config.env.metrics),
-        )
-        self._decode = partial(decode, run=run, spaces=resolved.spec, limits=limits, pack=self.replay.pack)
-        self._reader_client = reader_client
-        longest = 2 * stream.REPLY_BYTES + limits.num_bytes(resolved.spec)
-        connection.bound_replies(reader_client, longest)
+        self.core = core = Core(reader_client, run, config, resolved, device=device, ranks=ranks)
+        self.algorithm, self.replay = core.algorithm, core.replay
+        self.leading = Leading(core)
         self._reader: Reader | None = None
         """Set by `restore`."""
         self.shared = Shared()
@@ -116,9 +101,10 @@ class Learner:
         """Config and options of the algorithm, queued by `apply`."""
         self._num_rounds = 0
         self._num_unlogged, self._log_at = 0, 0.0  # refusals, and when the next one is logged
-        self._mends = {
-            "drop_next": partial(stream.drop_next, reader_client, run, token, longest),
+        self._mends: dict[str, Any] = {
+            "drop_next": partial(stream.drop_next, reader_client, run, token, core.longest),
             "lower_ids": partial(stream.lower_ids, reader_client, run, token),
+            "reports": self.leading.reports,
         }
 
     # --- begin and end -------------------------------------------------------------------------------
@@ -150,7 +136,7 @@ class Learner:
         # another policy, whose data cannot be used.
         if not self._on_policy and not shared.updates and latest in index.sizes:
             is_published, version = True, latest
-        reader = Reader(self._reader_client, self._run, shared.ledger.cursor, self._decode, **self._mends)
+        reader = Reader(self.core.client, self._run, shared.ledger.cursor, self.core.decode, **self._mends)
         self.publisher.begin(reader, version, None if is_published else self._weights())
         self._published_updates = shared.updates
         reader.start()
@@ -161,24 +147,15 @@ class Learner:
     def _load(self, state: Tensors, counters: Counters, version: int) -> None:
         """Load a checkpoint; admit the fragments that its replay held as if `version` were published."""
         shared = self.shared
-        replay_state = {name: value for name, value in state.items() if name.startswith(REPLAY)}
-        self.algorithm.load_state({name: value for name, value in state.items() if name not in replay_state})
-        oldest, cursor = counters.oldest.encode(), counters.cursor.encode()
-        rows = LedgerRows()  # so that what was refused before is refused again
-        for entry in decode_range(self._reader_client, self._run, oldest, cursor, self._decode):
-            if entry.fragment is not None and not rows.objection(entry):
-                self.replay.admit(entry.packed, entry.entry_id, version=version)
-            rows.count(entry, consumed=True)
+        for entry in self.core.load(state, counters, version):
             shared.add_entry(entry)
         shared.updates, shared.env_steps = counters.updates, counters.env_steps
         shared.add_elapsed(counters.elapsed_s)
         shared.ledger.load(counters)
-        arrays = {name.removeprefix(REPLAY): value.numpy() for name, value in replay_state.items()}
-        self.replay.load_state(arrays)
         # Fragments that waited then and have left the stream count as dropped.
         self.replay.num_dropped = counters.dropped + counters.waiting - self.replay.num_waiting
         # After a loss of experience in the stream the replay warms up again before the next update.
-        missing = min(self._warmup_steps, counters.held) - len(self.replay)
+        missing = min(self._warmup_steps, counters.held) - self._num_held
         if missing > 0:
             log.warning(
                 "the stream has lost experience of the checkpoint; updates go on after %d more steps", missing
@@ -230,13 +207,17 @@ class Learner:
             while not self.stopping.is_set():
                 self._num_rounds += 1
                 is_admitted = self._admit(reader)
+                if is_lockstep and is_admitted:
+                    self._tell()
                 is_updated = (is_admitted or not is_lockstep) and self._update()
                 while is_lockstep and is_updated and self._update():
                     pass
                 self._handle_requests()
                 if not (is_admitted or is_updated):
                     self._publish()
-                    reader.wait(WAIT_S)
+                    self._tell()
+                    reader.wait(WAIT_S if self._ranks.size == 1 else MEET_S)
+            self.leading.collect(self.shared.ledger.cursor, version=self.shared.version, ends=True)
         except ValueError:  # such as of a priority that is not a number
             _check_finite(self.algorithm.state(), self.algorithm.num_updates)
             raise
@@ -254,20 +235,22 @@ class Learner:
             objection = ledger.objection(entry)
             reason = entry.reason or objection
             if not reason:
-                self.replay.admit(entry.packed, entry.entry_id, version=shared.version)
+                self.core.admit(entry, version=shared.version)
+            elif not entry.reason:
+                self.leading.refuse(entry)
             gap = ledger.count(entry, consumed=not reason)
             gaps += [gap] if gap else []
             shared.add_entry(entry)
             if reason:
                 self._log_refusal(entry.entry_id.decode(), reason)
                 shared.refused.append(stream.Refusal(entry.entry_id, entry.head, reason, not objection))
-            if entry.fragment is not None and not reason:
-                num_steps = entry.fragment.num_transitions
+            if entry.played is not None and not reason:
+                num_steps = entry.played.num_transitions
                 if not self._on_policy:  # play waits until all that are counted were allowed
                     num_steps = min(num_steps, max(self.publisher.most_steps - shared.env_steps, 0))
                 shared.env_steps += num_steps
-                shared.returns.extend(entry.fragment.episode_return.tolist())
-                shared.episode_metrics.extend(entry.fragment.extras.get("episode_metrics", ()))
+                shared.returns.extend(entry.played.episode_return)
+                shared.episode_metrics.extend(map(np.array, entry.played.episode_metrics))
             shared.count(entry.counted)
             if not self.replay.has_room():
                 break
@@ -295,14 +278,18 @@ class Learner:
             if shared.drops_waiting.is_set() and isinstance(self.replay, Fifo):
                 shared.drops_waiting.clear()
                 self.replay.drop_waiting()
+                self._tell(drops=True)
                 shared.wants_checkpoint.set()
             return False
-        metrics = dict(self.algorithm.update(to_device(batch, self._device)))
-        if (priority := metrics.pop("priority", None)) is not None:
-            self.replay.update_priorities(batch, to_host(priority))
-        shared.metrics, shared.updates = metrics, self.algorithm.num_updates
+        self._tell(chosen=self.replay.chosen)
+        shared.metrics, shared.updates = self.core.learn(batch), self.algorithm.num_updates
         self._publish()
         return True
+
+    def _tell(self, **orders: Any) -> None:
+        """Give the ranks that follow their orders; see `Leading.tell`."""
+        self.leading.tell(self.shared.ledger.cursor, version=self.shared.version, **orders)
+        self.shared.oldest = self._oldest()
 
     def _publish(self) -> None:
         """Leave new weights for the publisher: on-policy at once, else publish_every_s after the last ones."""
@@ -321,16 +308,24 @@ class Learner:
             # A shorter interval takes effect at once.
             self._publish_at = min(self._publish_at, time.monotonic() + self._config.learner.publish_every_s)
             try:
-                self.algorithm.apply_options(options)
-                self.replay.apply_options(options)
+                self.core.apply_options(options)
+                self._tell(options=self._config.model_dump_json(by_alias=True))
             except ValueError as error:
                 log.warning("%s", error)
         if self.shared.wants_checkpoint.is_set():
             self.shared.wants_checkpoint.clear()
+            self.leading.collect(self.shared.ledger.cursor, version=self.shared.version)
             self.shared.checkpoint = self.checkpoint()
 
     def _oldest(self) -> bytes:
-        return self.replay.oldest_entry_id or stream.following(self.shared.ledger.cursor)
+        oldest = self.leading.oldest(self.replay.oldest_entry_id)
+        return oldest or stream.following(self.shared.ledger.cursor)
+
+    @property
+    def _num_held(self) -> int:
+        """Transitions in the replays of all ranks, which hold about as much each."""
+        num_own: int = len(self.replay)
+        return num_own * self._ranks.size
 
     # --- for others ----------------------------------------------------------------------------------
 
@@ -353,8 +348,7 @@ class Learner:
             NotFiniteError: it is not finite.
         """
         state = _check_finite(self.algorithm.state(), self.algorithm.num_updates)
-        replay = {REPLAY + name: torch.from_numpy(array) for name, array in self.replay.state().items()}
-        return self.counters, dict(state) | replay
+        return self.counters, dict(state) | self.leading.replay_state()
 
     def drop_huge(self, *, is_again: bool) -> str:
         """Refuse the fragments with values that are `too_large`; decodes the whole stream.
@@ -366,8 +360,9 @@ class Learner:
             The value that is furthest from 0 and its entry, as a clause.
         """
         largest: list[tuple[float, str, bytes, int]] = []  # of each fragment
+        decode_each = partial(self.core.decode, ranks=(0, 1))
         for entry in decode_range(
-            self._reader_client, self._run, b"0-1", self.shared.ledger.cursor, self._decode
+            self.core.client, self._run, b"0-1", self.shared.ledger.cursor, decode_each
         ):
             if (fragment := entry.fragment) is None:
                 continue
@@ -411,7 +406,7 @@ class Learner:
             oldest=self._oldest().decode(),
             dropped=self.replay.num_dropped,
             waiting=self.replay.num_waiting,
-            held=0 if self._on_policy else len(self.replay),
+            held=0 if self._on_policy else self._num_held,
             refilled=shared.refilled,
             fragments=shared.ledger.fragments,
             ledger=shared.ledger.state(),

@@ -26,13 +26,16 @@ from ddrl.algorithms import base
 from ddrl.config import ConfigError, RunConfig
 from ddrl.envs import requirements
 from ddrl.envs.requirements import UnfitError
+from ddrl.learner import rendezvous
+from ddrl.learner.core import Core
 from ddrl.learner.dispatcher import Dispatcher
 from ddrl.learner.evaluations import EvaluationScheduler
 from ddrl.learner.loop import Learner, NotFiniteError
 from ddrl.networks.device import choose_device
+from ddrl.networks.ranks import ALONE, RankLostError
 from ddrl.runs import artifacts, monitoring
 from ddrl.runs.prune import Retention
-from ddrl.store import connection, leases, local_checkpoints, logs, runs, weights
+from ddrl.store import connection, learners, leases, local_checkpoints, logs, runs, weights
 from ddrl.store.connection import LeaseLostError, Redis, RunGoneError, StoreError
 from ddrl.types import EnvSpec
 
@@ -52,6 +55,10 @@ OTHER_BYTES = 80 * 1024**2  # metrics (45 MiB at their cap), logs, journal, epis
 EXTRA_VERSIONS = 3  # kept besides the newest: the best one, the one being evaluated, the one being published
 LOST = (RunGoneError, runs.UnknownRunError)  # the server came back empty or older
 EXPLAINED = (StoreError, ConfigError, NotFiniteError, UnfitError)  # their messages are enough for the log
+
+
+class _RegroupError(Exception):
+    """A learner joined or was lost; the next attempt begins with those that are there."""
 
 
 class _WentBackError(Exception):
@@ -140,28 +147,83 @@ def learn(
         ConfigError, ValueError: the run cannot be learned here; it has failed, unless only this machine's device is
             missing.
     """
-    claim = _Claim(client, run, folder / run, waits=waits, take_over=take_over)
-    outage = connection.Outage(client)
-    while not stop.is_set():
-        token = None
-        try:
-            if (token := claim.take(stop)) is None:
-                return None
-            with monitoring.learning(run):
-                return _Attempt(client, run, token, folder / run, stop, outage).learn()
-        except connection.OUTAGES as error:
-            outage.note(error)
-            stop.wait(RETRY_S)
-        except (*LOST, _WentBackError) as error:
-            if token is None:  # no lease was taken: the run is unknown here and has no local checkpoint
-                raise
-            log.warning("%s; restoring the run", error)
-            claim = _Claim(client, run, folder / run, waits=waits, take_over=False, is_again=True)
-        finally:
-            if token is not None:
-                with contextlib.suppress(*connection.OUTAGES):  # else the lease expires
-                    leases.release(client, run, token)
+    outage, token = connection.Outage(client), None
+    with _Peers(client, run) as peers:
+        claim = _Claim(client, run, folder / run, peers, waits=waits, take_over=take_over)
+        while not stop.is_set():
+            is_kept = False  # the lease, for the next attempt
+            try:
+                if token is None and (token := claim.take(stop)) is None:
+                    return None
+                with monitoring.learning(run):
+                    return _Attempt(client, run, token, folder / run, peers, stop, outage).learn()
+            except connection.OUTAGES as error:
+                outage.note(error)
+                stop.wait(RETRY_S)
+            except _RegroupError as error:
+                log.info("%s: %s; forms a new group", run, error)
+                is_kept = not stop.is_set()
+            except (*LOST, _WentBackError) as error:
+                if token is None:  # no lease was taken: the run is unknown here and has no local checkpoint
+                    raise
+                log.warning("%s; restoring the run", error)
+                claim = _Claim(client, run, folder / run, peers, waits=waits, take_over=False, is_again=True)
+            finally:
+                if token is not None and not is_kept:
+                    with contextlib.suppress(*connection.OUTAGES):  # else the lease expires
+                        leases.release(client, run, token)
+                    token = None
     return None
+
+
+class _Peers:
+    """The other learners of a run that wants several, for one of them; a context.
+
+    Args:
+        client: connection to the server.
+        run: its id.
+    """
+
+    def __init__(self, client: Redis, run: str) -> None:
+        self._client, self._run = client, run
+        self._stack = contextlib.ExitStack()
+        self._announcer: rendezvous.Announcer | None = None
+        self._seen: set[str] = set()
+
+    def __enter__(self) -> _Peers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def announce(self, config: RunConfig) -> rendezvous.Announcer | None:
+        """Be there for the others; None if the run wants one learner."""
+        if self._announcer is None and config.learner.num_learners > 1:
+            self._announcer = self._stack.enter_context(rendezvous.Announcer(self._client, self._run, config))
+        return self._announcer
+
+    def follow(self, stop: threading.Event) -> None:
+        """Learn with a group that the leader has formed, if one names this learner."""
+        if (announcer := self.announce(runs.config(self._client, self._run))) is not None:
+            rendezvous.join(self._client, self._run, announcer, self._seen, stop)
+
+    def form(self, token: int, config: RunConfig, stop: threading.Event) -> rendezvous.Formation | None:
+        """Lead a group of those that are there; None if the run wants one learner."""
+        if (announcer := self.announce(config)) is None:
+            return None
+        return rendezvous.form(self._client, self._run, token, config, announcer, stop)
+
+    def lead(self, core: Core | None) -> None:
+        """Announce the progress of a leader."""
+        if self._announcer is not None:
+            self._announcer.core = core
+
+    def new(self, size: int, config: RunConfig) -> bool:
+        """Return whether a learner waits to be taken in, and the run wants more than `size`."""
+        if self._announcer is None or size >= config.learner.num_learners:
+            return False
+        own = self._announcer.member.versions
+        return sum(one.versions == own for one in learners.alive(self._client, self._run).values()) > size
 
 
 @dataclass
@@ -172,6 +234,7 @@ class _Claim:
         client: connection to the server.
         run: its id.
         folder: the run's.
+        peers: of this learner, with which it learns while another holds the lease.
         waits: wait for the lease instead of returning at once.
         take_over: request it from its holder, then take it.
         is_again: this learner held the run before, so it also waits while the run is paused.
@@ -181,6 +244,7 @@ class _Claim:
     client: Redis
     run: str
     folder: Path
+    peers: _Peers
     waits: bool
     take_over: bool
     is_again: bool = False
@@ -206,6 +270,7 @@ class _Claim:
                     if token is not None or not self.waits:
                         return token
                     self._request_or_wait(now.host)
+                    self.peers.follow(interrupted)
                 elif now.status != "paused" or not (self.holder or self.is_again):
                     what = f"has ended ({now.status})" if now.ended else f"is {now.status}"
                     raise StoreError(f"run {self.run}: {what}; continue it with `ddrl resume {self.run}`")
@@ -264,6 +329,7 @@ class _Attempt:
         run: its id.
         token: fencing token of the lease.
         folder: the run's.
+        peers: of this learner, for a run that wants several.
         interrupted: the process must stop; the run stays active for the next learner.
         outage: of the attempt before this one, too; it is over when the learner serves the run.
     """
@@ -274,10 +340,12 @@ class _Attempt:
         run: str,
         token: int,
         folder: Path,
+        peers: _Peers,
         interrupted: threading.Event,
         outage: connection.Outage,
     ) -> None:
-        self._client, self._run, self._token = client, run, token
+        self._client, self._run, self._token, self._peers = client, run, token, peers
+        self._regroup, self._began_at = "", time.monotonic()  # why the group ends
         self._folder, self._interrupted, self._outage = folder, interrupted, outage
         self._record = local_checkpoints.record(client, run)
         self._config = runs.config(client, run)
@@ -335,9 +403,14 @@ class _Attempt:
             self._learner.restore()
             self._is_restored = True
             self._check_memory()
+            if self._formation is not None:
+                self._peers.lead(self._learner.core)
+                self._formation.complete(self._client, self._run, self._config, self._interrupted)
             log.info("learns %s on %s", self._run, choose_device(self._config.learner.device))
         except (LeaseLostError, *LOST, *connection.OUTAGES):
             raise
+        except RankLostError as error:
+            raise _RegroupError(str(error)) from None
         except (ConfigError, StoreError, ValueError) as error:
             self._set_status("failed", str(error))
             artifacts.complete(self._client, self._run, self._token, self._folder)
@@ -350,10 +423,22 @@ class _Attempt:
         reader_client = self._resources.enter_context(contextlib.closing(connection.connect_blocking()))
         self._local = local_checkpoints.BackgroundWriter(self._folder)
         self._resources.callback(self._local.close)
-        resolved, save = base.resolve(config, runs.spaces(client, run)), self._save_locally
+        resolved = base.resolve(config, runs.spaces(client, run))
+        self._formation = self._peers.form(token, config, self._interrupted)
+        ranks = ALONE if self._formation is None else self._formation.ranks
+        self._ranks = ranks
         self._learner = Learner(
-            client, reader_client, run, token, config, resolved, device=device, on_checkpoint=save
+            client,
+            reader_client,
+            run,
+            token,
+            config,
+            resolved,
+            device=device,
+            ranks=ranks,
+            on_checkpoint=self._save_locally,
         )
+        self._resources.callback(ranks.leave)
         self._resources.callback(self._learner.close)
         self._dispatcher = Dispatcher(client, run, token, config.rollout, send=celery.send_rollout)
         queue = runs.state(client, run).evaluation_queue
@@ -454,7 +539,7 @@ class _Attempt:
             )
             if not self._evaluations.holds_play:
                 self._dispatcher.tick(shared.ledger.consumed)
-        if self._reached() or self._interrupted.is_set():
+        if self._reached() or self._interrupted.is_set() or self._regroup:
             learner.stopping.set()
 
     def _apply_signals(self, since_s: float) -> None:
@@ -478,6 +563,7 @@ class _Attempt:
             learner.shared.add_elapsed(-since_s)
         if not is_paused and (self._status != "active" or self._requester):
             learner.stopping.set()
+        self._regroup = self._why_regroup()
         if learner.shared.env_steps and "first_step_ms" not in self._record.state:  # snapshots should have it
             self._record = local_checkpoints.record(self._client, run)
         if now.config_version != self._config_version:
@@ -486,6 +572,15 @@ class _Attempt:
             self._record = local_checkpoints.record(self._client, run)
             learner.apply(self._config)
             self._evaluations.apply(self._config)
+
+    def _why_regroup(self) -> str:
+        """Return why the group should end and another one be formed; "" if it should not."""
+        if self._learner.leading.leaving:
+            return "a learner leaves"
+        is_due = time.monotonic() - self._began_at >= self._config.learner.checkpoint_every_s
+        if (is_due or not self._learner.shared.updates) and self._peers.new(self._ranks.size, self._config):
+            return "a learner joins"
+        return ""
 
     def _reached(self) -> tuple[str, str] | None:
         """Return status and reason if a condition of `stop` holds."""
@@ -521,6 +616,8 @@ class _Attempt:
             raise error
         if isinstance(error, NotFiniteError):
             error = self._go_back(error)
+        if isinstance(error, RankLostError):
+            self._regroup, error = str(error), None
         if error is not None:
             self._set_status("failed", f"{type(error).__name__}: {error}")
         elif reached := self._reached():
@@ -529,6 +626,8 @@ class _Attempt:
         self._retry(lambda: learner.finish(saves=error is None or not is_lockstep))
         status = runs.status(self._client, self._run) or ""
         if status not in runs.ENDED:
+            if self._regroup and not (self._requester or self._interrupted.is_set()):
+                raise _RegroupError(self._regroup)
             if self._requester:
                 log.info("hands %s over to the learner on %s, which requested it", self._run, self._requester)
             else:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ddrl.networks.device import send
+from ddrl.networks.ranks import ALONE, Ranks
 
 log = logging.getLogger(__name__)
 
@@ -53,13 +54,18 @@ class Captured:
             name.
         device: where the batches are.
         generators: random generators on the device that the function draws from.
+        ranks: that learn together; of several, gradients may travel through the CPU, which no graph holds.
     """
 
     def __init__(
-        self, function: Callable[..., dict[str, Tensor]], device: torch.device, *generators: torch.Generator
+        self,
+        function: Callable[..., dict[str, Tensor]],
+        device: torch.device,
+        *generators: torch.Generator,
+        ranks: Ranks = ALONE,
     ) -> None:
         self._function, self._generators = function, generators
-        self._device, self._captures = device, device.type == "cuda"
+        self._device, self._captures = device, device.type == "cuda" and ranks.size == 1
         self.forget()
 
     def forget(self) -> None:

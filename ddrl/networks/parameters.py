@@ -8,18 +8,25 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ddrl.networks.ranks import ALONE, Ranks
+
 
 class FlatParameters:
     """All parameters of a module as views of one vector: one kernel per optimizer step or target update.
 
     Small networks spend more time on the overhead of calls than on arithmetic.
 
+    Args:
+        module: whose parameters they are.
+        ranks: that learn them together.
+
     Attributes:
         vector: [P] the parameters in the module's order; its `.grad` is [P] and always allocated.
         parameters: the module's own parameters, which share the vector's memory.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, ranks: Ranks = ALONE) -> None:
+        self._ranks = ranks
         self._names, self.parameters = zip(*module.named_parameters(), strict=True)
         self.vector = nn.Parameter(torch.cat([p.detach().reshape(-1) for p in self.parameters]))
         self.vector.grad = self._gradient = torch.zeros_like(self.vector)
@@ -28,9 +35,13 @@ class FlatParameters:
             parameter.data = section.view(parameter.shape)
 
     def differentiate(self, loss: Tensor) -> None:
-        """Set `vector.grad` to the gradient of a scalar loss with respect to these parameters *only*."""
+        """Set `vector.grad` to the gradient of a scalar loss with respect to these parameters *only*.
+
+        The loss is a mean over this rank's rows of the batch; the gradient is that of the mean over all ranks' rows.
+        """
         gradients = torch.autograd.grad(loss, self.parameters)
         torch.cat([gradient.reshape(-1) for gradient in gradients], out=self._gradient)
+        self._ranks.mean(self._gradient)
 
     def keep_gradient(self, *prefixes: str) -> None:
         """Set the gradient to 0 but for the parameters whose names in the module begin so."""

@@ -20,6 +20,8 @@ from ddrl.types import EnvSpec, SequenceShape
 if TYPE_CHECKING:
     import torch
 
+    from ddrl.networks.ranks import Ranks
+
 _TRANSITION_BYTES = 8 + 4 + 4 + 4 + 8  # row, ahead, n_step_return, bootstrap_discount, discrete action
 
 
@@ -31,6 +33,7 @@ def make_experience(
     on_policy: bool,
     sequences: SequenceShape | None = None,
     device: torch.device | None = None,
+    ranks: Ranks | None = None,
 ) -> Replay | Fifo:
     """Return an empty replay, or for an on-policy algorithm a queue.
 
@@ -42,6 +45,7 @@ def make_experience(
         on_policy: each fragment is learned from once, in order.
         sequences: shape of a recurrent algorithm's sequences; None: transitions.
         device: the learner's; a GPU holds images where they fit.
+        ranks: that learn together; None: one alone.
 
     Raises:
         ValueError: a pace that cannot be kept, or a capacity that holds nothing.
@@ -53,6 +57,8 @@ def make_experience(
             gamma=options.gamma,
             frame_stack=spec.frame_stack,
             state_size=options.recurrent_state_size,
+            ranks=ranks,
+            spec=None if ranks is None else spec,
             **config.on_policy.model_dump(),
         )
     replay = config.replay
@@ -94,6 +100,7 @@ def make_experience(
         threads=replay.threads if compressed else 0,
         lockstep=config.learner.lockstep,
         budget_increment=max(1, replay.slack_steps // 8),
+        ranks=ranks,
     )
 
 

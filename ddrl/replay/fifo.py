@@ -19,14 +19,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ddrl.replay.sequences import check_states
 from ddrl.replay.storage import Columns, observation_block
-from ddrl.types import Fragment, Trajectories
+from ddrl.store.stream import order
+from ddrl.types import EnvSpec, Fragment, Played, Trajectories
+
+if TYPE_CHECKING:
+    from ddrl.networks.ranks import Ranks
 
 LEAST_SEQUENCE = 64
 """Steps of a recurrent policy's sequence, unless its episode, or what the batch holds of it, ends before."""
@@ -61,6 +65,8 @@ class Fifo:
         forced_lag: versions by which learning is held back, for studies.
         frame_stack: K, observations that the networks see at once.
         state_size: H, numbers in a recurrent state; 0 without one.
+        ranks: that learn together; the leader queues what it knows of the others' fragments, too.
+        spec: of the environment; needed with `ranks`.
 
     Raises:
         ValueError: as `check_staleness`.
@@ -77,14 +83,23 @@ class Fifo:
         forced_lag: int = 0,
         frame_stack: int = 1,
         state_size: int = 0,
+        ranks: Ranks | None = None,
+        spec: EnvSpec | None = None,
     ) -> None:
+        self._ranks, self._spec = ranks, spec
+        self._sizes = [0] * (1 if ranks is None else ranks.size)
+        self._taken: list[str] = []
+        self.others: list[float] = []
+        self.total = 0.0
+        """Not needed here, as `others`: see `Replay`."""
         check_staleness(collect=collect, max_staleness=max_staleness, forced_lag=forced_lag)
         self._batch_size, self._gamma, self._frame_stack = batch_size, gamma, frame_stack
         self._state_size = state_size
-        self._max_staleness, self._drops = max_staleness, stale == "drop"
+        is_follower = ranks is not None and ranks.rank > 0  # which is told
+        self._max_staleness, self._drops = max_staleness, stale == "drop" and not is_follower
         self._needed = batch_size * (1 + forced_lag)  # transitions that must wait before an iteration
         self._lead = max(forced_lag, 0 if collect == "sync" else max_staleness)
-        self._queue: deque[tuple[bytes, Fragment]] = deque()
+        self._queue: deque[tuple[bytes, Fragment | Played]] = deque()
         self._content = _Content()
         self.budget_increment = 1
         """Smallest growth of the step budget that is worth publishing."""
@@ -127,11 +142,11 @@ class Fifo:
         names = fragment.extras.keys() & used
         return replace(fragment, extras={name: fragment.extras[name] for name in names})
 
-    def admit(self, fragment: Fragment, entry_id: bytes, *, version: int) -> None:
+    def admit(self, fragment: Fragment | Played, entry_id: bytes, *, version: int) -> None:
         """Queue a fragment that `pack` has checked, or, with `drop`, drop it if it is too stale.
 
         Args:
-            fragment: as decoded.
+            fragment: as decoded, or what the leader knows of another rank's.
             entry_id: its id in the stream.
             version: the latest published version.
         """
@@ -141,6 +156,10 @@ class Fifo:
             return
         self._queue.append((entry_id, fragment))
         self._add_steps(fragment.num_transitions)
+
+    def note(self, played: Played, entry_id: bytes, *, version: int) -> None:
+        """Queue what is known of a fragment that another rank holds; arguments as of `admit`."""
+        self.admit(played, entry_id, version=version)
 
     def drop_waiting(self) -> None:
         """Drop all that waits, as too stale: there is no room in the stream for what it waits for."""
@@ -163,16 +182,53 @@ class Fifo:
         self._queue = fresh
         if len(self) < self._needed:
             return None
-        taken: list[Fragment] = []
-        num_taken = 0
-        while num_taken < self._batch_size:
-            fragment = self._queue.popleft()[1]
-            taken.append(fragment)
-            num_taken += fragment.num_transitions
+        own: list[Fragment] = []
+        self._taken, self._sizes = [], [0] * len(self._sizes)
+        while (num_taken := sum(self._sizes)) < self._batch_size:
+            entry_id, fragment = self._queue.popleft()
+            if isinstance(fragment, Fragment):
+                own.append(fragment)
+                self._sizes[0] += fragment.num_transitions
+            else:
+                self._taken.append(entry_id.decode())
+                self._sizes[fragment.rank] += fragment.num_transitions
             self._staleness.append((version - fragment.policy_version, fragment.num_transitions))
         self._content = _Content(len(self) - num_taken, num_taken, version)
         self.num_collectors, self._seen = max(1, len(self._seen)), set()
-        return trajectories(taken, gamma=self._gamma, frame_stack=self._frame_stack)
+        return self._trajectories(own)
+
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """What `draw_chosen` of the other ranks needs of the newest draw, JSON."""
+        return {"sizes": self._sizes, "taken": self._taken}
+
+    def draw_chosen(self, chosen: Mapping[str, Any], num_updates: int) -> Trajectories:
+        """Return this rank's part of what the leader has drawn; older fragments are dropped.
+
+        Args:
+            chosen: the leader's.
+            num_updates: not needed here.
+        """
+        own: list[Fragment] = []
+        self._sizes, taken = chosen["sizes"], {entry_id.encode() for entry_id in chosen["taken"]}
+        last = max(map(order, taken), default=(0, 0))
+        while self._queue and order(self._queue[0][0]) <= last:
+            entry_id, fragment = self._queue.popleft()
+            if entry_id in taken and isinstance(fragment, Fragment):
+                own.append(fragment)
+        self._add_steps(sum(one.num_transitions for _, one in self._queue) - len(self))
+        return self._trajectories(own)
+
+    def _trajectories(self, fragments: Sequence[Fragment]) -> Trajectories:
+        if fragments or self._spec is None:
+            return trajectories(fragments, gamma=self._gamma, frame_stack=self._frame_stack)
+        return blank_trajectories(self._spec, state_size=self._state_size)
+
+    def begin(self, batch: Any) -> Any:
+        """Begin to learn from what was drawn, when all ranks do; return it."""
+        if self._ranks is not None:
+            self._ranks.split(self._sizes)
+        return batch
 
     def step_budget(self, *, num_steps: int, num_updates: int, version: int) -> int:
         """Return the environment steps below which collectors may append.
@@ -214,7 +270,7 @@ class Fifo:
             row["max_staleness"] = float(max(age for age, _ in learned))
         return row
 
-    def _is_stale(self, fragment: Fragment, version: int) -> bool:
+    def _is_stale(self, fragment: Fragment | Played, version: int) -> bool:
         oldest = max(self.first_version, version - self._max_staleness)
         # One more than the published version may be on its way here; a worker may write any.
         return self._drops and not oldest <= fragment.policy_version <= version + 1
@@ -295,6 +351,24 @@ def trajectories(fragments: Sequence[Fragment], *, gamma: float, frame_stack: in
             step = step + fragment.num_steps
     joined = {name: np.concatenate([part[name] for part in sequences]) for name in (sequences or [{}])[0]}
     return Trajectories(observation=np.concatenate(observations), **columns, **joined)
+
+
+def blank_trajectories(spec: EnvSpec, *, state_size: int = 0) -> Trajectories:
+    """Return one transition that stands for none: of a rank to which an iteration brings nothing, for it takes part."""
+    seen = np.ones((1, *spec.input_shape), spec.observation_dtype)  # ones: as a mask it allows all
+    row, zero, no = np.zeros((1, 1), np.int64), np.zeros((1, 1), np.float32), np.zeros((1, 1), np.bool_)
+    action = np.zeros(
+        (1, 1, *spec.action_shape), np.float32 if spec.action_kind == "continuous" else np.int64
+    )
+    columns: Columns = {"row": row, "next_row": row, "valid": ~no, "action": action, "reward": zero}
+    columns |= {"discount": zero, "continues": no, "behavior_log_prob": zero}
+    if state_size:
+        columns |= {
+            "place": row[0],
+            "length": 1 + row[0],
+            "recurrent_state": np.zeros((1, state_size), np.float32),
+        }
+    return Trajectories(observation=seen, **columns)
 
 
 def _sequences(chain: Sequence[Fragment], start: NDArray[np.int64], num_lanes: int) -> Columns:

@@ -113,6 +113,8 @@ class Priorities:
         self.first = self._next = 0
         """`first` is the number of the oldest item held."""
         self._largest = 1.0  # |td|
+        self.least = 1.0
+        """The p of which the newest draw's weights are 1."""
 
     def __len__(self) -> int:
         """Return the number of items held."""
@@ -150,6 +152,11 @@ class Priorities:
         self._largest = largest  # of the errors that were learned from
         self._next += num_items
 
+    @property
+    def total(self) -> float:
+        """Sum of p over all items held."""
+        return self._tree.total
+
     def drop(self, first_new: int) -> None:
         """Drop the items below a number."""
         self._write(self.first, np.zeros(first_new - self.first))
@@ -176,8 +183,8 @@ class Priorities:
         p = self._tree.get(slot)
         # (N p_i / total)^-beta over its maximum, that of the smallest p: N and the total cancel.
         pieces = self._pieces(self.first, len(self)) if self._of_all else ()
-        least = min(part.min(initial=np.inf) for part in (p, *map(self._tree.get, pieces)))
-        weight = (least / p) ** self.beta(draw)
+        self.least = float(min(part.min(initial=np.inf) for part in (p, *map(self._tree.get, pieces))))
+        weight = (self.least / p) ** self.beta(draw)
         tiny = np.finfo(np.float32).tiny  # a weight is never 0
         return position, position + self.first, np.maximum(weight, tiny).astype(np.float32)
 

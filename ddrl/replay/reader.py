@@ -20,7 +20,7 @@ import numpy as np
 from ddrl import codec
 from ddrl.store import capped_streams, connection, ledger, stream
 from ddrl.store.connection import Redis
-from ddrl.types import EnvSpec, Fragment
+from ddrl.types import EnvSpec, Fragment, Played
 
 BLOCK_MS = 1_000
 COUNT_S = 5.0  # between two looks at the size of entries
@@ -68,7 +68,9 @@ class Decoded:
         num_bytes: of the entry.
         producer, incarnation, seq: its sender and its number; -1 where no append wrote it.
         memory_bytes: while it waits for the learner.
+        rank: which decodes it, of several that learn together.
         fragment: as decoded.
+        played: what is counted of it.
         packed: what `pack` made of it.
         reason, head: of a refused entry, why, and the beginning of its header.
         counted, newest_seq: see `stream.Entry`.
@@ -80,7 +82,9 @@ class Decoded:
     incarnation: int
     seq: int
     memory_bytes: int
+    rank: int = 0
     fragment: Fragment | None = None
+    played: Played | None = None
     packed: Any = None
     reason: str = ""
     head: bytes = b""
@@ -89,9 +93,18 @@ class Decoded:
 
 
 def decode(
-    entry: stream.Entry, run: str, spaces: EnvSpec, *, limits: FragmentLimits, pack: Callable[[Fragment], Any]
+    entry: stream.Entry,
+    run: str,
+    spaces: EnvSpec,
+    *,
+    limits: FragmentLimits,
+    pack: Callable[[Fragment], Any],
+    ranks: tuple[int, int] = (0, 1),
+    counts_all: bool = False,
 ) -> Decoded:
     """Decode an entry; a bad one, or one outside the run's spaces and limits, gets a reason instead of a fragment.
+
+    Of several ranks each decodes every N-th fragment, so that all hold as much, however many collectors there are.
 
     Args:
         entry: of the stream.
@@ -99,7 +112,10 @@ def decode(
         spaces: of the run's environment.
         limits: of its fragments.
         pack: prepares admission as far as any thread can; a ValueError becomes the reason.
+        ranks: this one and the number of those that learn together; another rank's entry is not decoded.
+        counts_all: it is decoded, to be counted.
     """
+    rank, num_ranks = ranks
     read = Decoded(
         entry.entry_id,
         num_bytes=entry.num_bytes,
@@ -109,7 +125,10 @@ def decode(
         memory_bytes=_ENTRY_BYTES,
         counted=entry.counted if entry.producer >= 0 else (),
         newest_seq=entry.newest_seq,
+        rank=entry.count(stream.APPENDED[0]) % num_ranks,
     )
+    if read.rank != rank and not counts_all:
+        return read
     try:
         fragment = codec.decode(entry.fields, max_bytes=limits.num_bytes(spaces))
         if entry.producer >= 0:  # its header may say anything
@@ -120,7 +139,16 @@ def decode(
         return replace(read, reason=str(error), head=entry.fields.get(b"h", b"")[:1024])
     columns = [*vars(fragment).values(), *fragment.extras.values()]
     num_bytes = sum(column.nbytes for column in columns if isinstance(column, np.ndarray))
-    return replace(read, memory_bytes=_ENTRY_BYTES + num_bytes, fragment=fragment, packed=packed)
+    of_fragment = read.producer, fragment.policy_version, fragment.num_transitions
+    episodes = (
+        fragment.episode_return.tolist(),
+        fragment.extras.get("episode_metrics", np.empty((0, 0))).tolist(),
+    )
+    played = Played(read.rank, *of_fragment, *episodes)
+    if read.rank != rank:
+        return replace(read, played=played)
+    memory_bytes = _ENTRY_BYTES + num_bytes
+    return replace(read, memory_bytes=memory_bytes, fragment=fragment, played=played, packed=packed)
 
 
 def _check(fragment: Fragment, run: str, spaces: EnvSpec, limits: FragmentLimits) -> None:
@@ -182,6 +210,8 @@ class Reader:
         drop_next: called with the cursor where the next entry is longer than a reply may be; deletes it.
         lower_ids: called now and then, and where an entry's id is too late, with the cursor and the latest id; gives
             later entries other ids.
+        reports: what other ranks say of entries that they decode, by id, for a leader, which takes no such entry before
+            there is its report; None: they are not waited for.
     """
 
     def __init__(
@@ -193,9 +223,10 @@ class Reader:
         *,
         drop_next: Callable[[bytes], object] = lambda cursor: None,
         lower_ids: Callable[[bytes, bytes], object] = lambda cursor, latest: None,
+        reports: dict[bytes, dict[str, Any]] | None = None,
     ) -> None:
         self._client, self._run, self._cursor, self._decode = client, run, cursor, decode
-        self._drop_next = drop_next
+        self._drop_next, self._reports = drop_next, reports
         self._lower_ids, self._latest = lower_ids, b"0-0"
         self._decoded: deque[Decoded] = deque()
         self._decoded_bytes = self._taken_bytes = 0  # in all
@@ -226,10 +257,11 @@ class Reader:
         error = self.error  # read first: whatever was decoded before it is then seen below
         if error is not None and not self._decoded:
             raise error
-        while self._decoded:
+        while self._decoded and self._is_known():
             decoded = self._decoded.popleft()
+            report = self._reports.pop(decoded.entry_id, {}) if self._reports else {}
             try:
-                yield decoded
+                yield replace(decoded, **report) if report else decoded
             finally:
                 self._taken_bytes += decoded.memory_bytes
             if time.monotonic() >= until:
@@ -237,8 +269,13 @@ class Reader:
 
     @property
     def ready(self) -> bool:
-        """True if an entry is decoded, or the reader has failed."""
-        return bool(self._decoded) or self.error is not None
+        """True if an entry is decoded, here or by its rank, or the reader has failed."""
+        return self._is_known() if self._decoded else self.error is not None
+
+    def _is_known(self) -> bool:
+        """Return whether the next entry is decoded, here or by its rank."""
+        entry = self._decoded[0]
+        return not entry.rank or self._reports is None or entry.entry_id in self._reports
 
     def wait(self, timeout_s: float) -> None:
         """Sleep until an entry is decoded or `wake` is called; return at once if that was since the last wait."""

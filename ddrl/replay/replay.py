@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -26,10 +26,13 @@ from ddrl.replay.rate_limiter import RateLimiter
 from ddrl.replay.sequences import SequenceItems
 from ddrl.replay.storage import Columns, CompressedRows, Cut, DenseRows, PackedRows, Ring, Rows
 from ddrl.replay.transitions import TransitionItems
-from ddrl.types import Batch, Fragment, Sequences
+from ddrl.store.stream import order
+from ddrl.types import Batch, Fragment, Played, Sequences
 
 if TYPE_CHECKING:
     import torch
+
+    from ddrl.networks.ranks import Ranks
 
 MOST_CONTEXT = 4  # times the expected observations that are held at most
 COUNT_DRAWS = 500  # between two counts of the collectors
@@ -43,6 +46,25 @@ class Packed:
     fragment: Fragment
     cut: Cut
     rows: PackedRows
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A batch that was chosen.
+
+    Attributes:
+        number: of the batch.
+        sizes: of all ranks' parts.
+        gather: returns this rank's part.
+        weights: columns of it that come with the choice.
+        least: see `Priorities`.
+    """
+
+    number: int
+    sizes: Sequence[int]
+    gather: Callable[[], Any]
+    weights: Columns
+    least: float
 
 
 @dataclass(frozen=True)
@@ -78,6 +100,10 @@ class Replay:
         threads: that gather ahead of the learner; 0: it gathers itself.
         lockstep: draws depend on the order of fragments and updates alone, not on when they come.
         budget_increment: steps by which the step budget grows before it is published.
+        ranks: that learn together; each holds the items of its own fragments, and draws its part of each batch.
+
+    Attributes:
+        others: of the other ranks, the sums of their priorities, or numbers of their items.
     """
 
     def __init__(
@@ -95,11 +121,16 @@ class Replay:
         threads: int = 0,
         lockstep: bool = False,
         budget_increment: int = 1,
+        ranks: Ranks | None = None,
     ) -> None:
+        self._rank, self._num_ranks = (0, 1) if ranks is None else (ranks.rank, ranks.size)
+        self._ranks = ranks
+        self.others = [0.0] * (self._num_ranks - 1)
+        self._sizes_chosen: list[list[int]] = []  # by the newest draw, of each batch
         self._kind = items
         self._rate_limiter = rate_limiter
         self.capacity = capacity
-        self._batch_size, self._seed = batch_size, seed
+        self._batch_size, self._seed = batch_size, (seed + (self._rank << 48)) % 2**64
         self.priorities = priorities
         self._lockstep = lockstep
         self.budget_increment = budget_increment
@@ -120,7 +151,7 @@ class Replay:
         self._num_transitions = 0
         self._pool = ThreadPoolExecutor(threads, "gather") if threads else None
         self._depth = threads + 1 if threads else 0
-        self._ahead: deque[tuple[int, Callable[[], Any], Columns]] = deque()  # (number, gather, its weights)
+        self._ahead: deque[_Planned] = deque()
         self._late: deque[tuple[NDArray[np.int64], Callable[[], NDArray[np.float32]]]] = deque()
         """Numbers of items, and their new TD errors."""
         self.num_collectors = 1
@@ -217,6 +248,13 @@ class Replay:
         self._admitted.append((version - fragment.policy_version, len(cut), cut.num_rewards))
         self._seen.add(fragment.producer)
 
+    def note(self, played: Played, entry_id: bytes, *, version: int) -> None:
+        """Note a fragment that another rank holds; arguments as of `admit`."""
+        self._seen.add(played.producer)
+
+    def drop_waiting(self) -> None:
+        """Do nothing: no fragment waits for others."""
+
     def _evict(self) -> None:
         """Drop the oldest fragment."""
         entry = self._entries.popleft()
@@ -237,30 +275,90 @@ class Replay:
             num_updates: updates finished.
             version: latest published; not needed here.
         """
-        if not self._rate_limiter.can_sample(num_steps, num_updates) or not self.num_items:
+        if not self._rate_limiter.can_sample(num_steps, num_updates) or not self._can_draw():
             if self._lockstep:
                 self._apply_priorities(keep=0)
             return None
-        if self._ahead and self._ahead[0][0] != num_updates:
+        if self._ahead and self._ahead[0].number != num_updates:
             self._ahead.clear()
         self._count_collectors()
+        self._sizes_chosen = []
         while len(self._ahead) <= self._depth:
             number = num_updates + len(self._ahead)
             if self._lockstep and not self._rate_limiter.can_sample(num_steps, number):
                 break
-            self._apply_priorities(keep=1)
-            weights: Columns = {}
-            if self.priorities is None:
-                position = uniform(self.num_items, self._batch_size, seed=self._seed, draw=number)
-            else:
-                position, item, weight = self.priorities.draw(self._batch_size, seed=self._seed, draw=number)
-                weights = {"number": item, "weight": weight}
-            gather: Callable[[], Any] = self.plan(position)
-            if self._pool is not None:
-                gather = self._pool.submit(gather).result
-            self._ahead.append((number, gather, weights))
-        _, gather, weights = self._ahead.popleft()
-        return cast("Batch | Sequences", replace(gather(), **weights))
+            self._sizes_chosen.append(self._sizes(number))
+            self._choose(number, self._sizes_chosen[-1])
+        return self._next()
+
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """What `draw_chosen` of the other ranks needs of the newest draw, JSON."""
+        return {"sizes": self._sizes_chosen}
+
+    def draw_chosen(self, chosen: Mapping[str, Any], num_updates: int) -> Batch | Sequences:
+        """Return this rank's part of the batch that the leader has drawn.
+
+        Args:
+            chosen: the leader's.
+            num_updates: updates finished.
+        """
+        for sizes in chosen["sizes"]:
+            self._choose(num_updates + len(self._ahead), sizes)
+        return self._next()
+
+    def _sizes(self, number: int) -> list[int]:
+        """Return how many items of a batch each rank draws: on average, as its priorities are of all priorities."""
+        if self._num_ranks == 1:
+            return [self._batch_size]
+        ends = np.cumsum([self.total, *self.others])
+        start = np.random.default_rng((self._seed, number)).random()
+        counts = np.floor(start + ends * (self._batch_size / ends[-1])).astype(int)
+        counts[-1] = self._batch_size  # whatever the rounding
+        return [int(count) for count in np.diff(counts, prepend=0)]
+
+    def _choose(self, number: int, sizes: Sequence[int]) -> None:
+        """Choose the items of a batch, and begin to gather them where threads do."""
+        self._apply_priorities(keep=1)
+        weights: Columns = {}
+        least, num = 1.0, max(1, sizes[self._rank])  # one that counts for nothing, where there should be none
+        if self.priorities is None:
+            position = uniform(self.num_items, num, seed=self._seed, draw=number)
+        else:
+            position, item, weight = self.priorities.draw(num, seed=self._seed, draw=number)
+            weights, least = {"number": item, "weight": weight}, self.priorities.least
+        gather: Callable[[], Any] = self.plan(position)
+        if self._pool is not None:
+            gather = self._pool.submit(gather).result
+        self._ahead.append(_Planned(number, sizes, gather, weights, least))
+
+    def _next(self) -> Batch | Sequences:
+        """Return the batch that was chosen first."""
+        self._drawn = self._ahead.popleft()
+        return cast("Batch | Sequences", replace(self._drawn.gather(), **self._drawn.weights))
+
+    def begin(self, batch: Any) -> Any:
+        """Begin to learn from what was drawn, when all ranks do; return it with weights that have one scale."""
+        if self._ranks is None:
+            return batch
+        import torch
+
+        drawn = self._drawn
+        self._ranks.split(drawn.sizes)
+        if self.priorities is None:
+            return batch
+        least = float(self._ranks.least(torch.tensor(drawn.least, dtype=torch.float64)))
+        scale = np.float32((least / drawn.least) ** self.priorities.beta(drawn.number))
+        return replace(batch, weight=batch.weight * scale)
+
+    def _can_draw(self) -> bool:
+        """Return whether every rank holds an item."""
+        return self.num_items > 0 and all(self.others)
+
+    @property
+    def total(self) -> float:
+        """Sum of the priorities, or number of items, of which this rank's part of a batch is drawn."""
+        return float(self.num_items) if self.priorities is None else self.priorities.total
 
     def plan(self, position: NDArray[np.int64]) -> Callable[[], Batch | Sequences]:
         """Look up the items at `position`; the result gathers them, in any thread and whatever is admitted meanwhile.
@@ -306,19 +404,44 @@ class Replay:
             self._ahead.clear()  # batches gathered ahead have weights of before
 
     def state(self) -> Mapping[str, NDArray[Any]]:
-        """Return what a checkpoint needs beside the stream: the priorities of the items held."""
+        """Return what a checkpoint needs beside the stream: the priorities of the items held.
+
+        Beside those of `Priorities.state` there are `entry` [E, 2] int64, the ids of the fragments held, and `items`
+        [E] int64, how many items each has.
+        """
         self._apply_priorities(keep=0)
-        return {} if self.priorities is None else self.priorities.state()
+        if self.priorities is None:
+            return {}
+        ids = np.array([order(entry.entry_id) for entry in self._entries], np.int64).reshape(-1, 2)
+        items = np.array([entry.num_items for entry in self._entries], np.int64)
+        return {**self.priorities.state(), "entry": ids, "items": items}
 
     def load_state(self, state: Mapping[str, NDArray[Any]]) -> None:
         """Restore the priorities of the items held, which are those of the stream up to the checkpoint's cursor."""
         if self.priorities is None or not state:
             return
-        if "next" in state:  # not in checkpoints of earlier versions
+        if "entry" in state:  # not in checkpoints of earlier versions
+            state = {**state, "priority": self._held_priorities(state)}
+        if "next" in state and self._ranks is None:  # nor is this
             first = max(int(state["next"]) - self.num_items, 0)
             self._items.first = first
             self.priorities.renumber(first)
         self.priorities.load_state(state)
+
+    def _held_priorities(self, state: Mapping[str, NDArray[Any]]) -> NDArray[np.float32]:
+        """Return the priorities of the items held, from those of a state, which other ranks may have written.
+
+        Items that it lacks have the largest one.
+        """
+        cuts = np.cumsum(state["items"])[:-1]
+        parts = dict(zip(map(tuple, state["entry"].tolist()), np.split(state["priority"], cuts), strict=True))
+        largest = state["priority"].max(initial=1.0)
+        held = []
+        for entry in self._entries:
+            part = parts.get(order(entry.entry_id), ())
+            new = np.full(entry.num_items, largest, np.float32)
+            held.append(part if len(part) == entry.num_items else new)
+        return np.concatenate([*held, np.empty(0, np.float32)])
 
     def close(self) -> None:
         """Stop the threads; later draws do without."""
@@ -332,7 +455,7 @@ class Replay:
     def step_budget(self, *, num_steps: int, num_updates: int, version: int) -> int:
         """Return the environment steps below which collectors may append; more until there is an item to learn from."""
         budget = self._rate_limiter.step_budget(num_updates)
-        return budget if self.num_items else max(budget, num_steps + self.budget_increment)
+        return budget if self._can_draw() else max(budget, num_steps + self.budget_increment)
 
     def figures(self, *, num_steps: int, num_updates: int) -> dict[str, float]:
         """Return figures for a row of metrics; staleness is of the fragments admitted since the last call.

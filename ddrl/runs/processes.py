@@ -89,9 +89,9 @@ class Processes:
             os.close(self._reader)
             os.close(self._writer)
 
-    def start_learner(self, run: str, folder: Path) -> None:
-        """Start a learner of one run; its log goes to `folder`."""
-        self._start("learner", ["learner", run], folder, run)
+    def start_learner(self, run: str, folder: Path, number: int = 1) -> None:
+        """Start a learner of one run, the first or a further one; its log goes to `folder`."""
+        self._start("learner" if number == 1 else f"learner-{number}", ["learner", run], folder, run)
 
     def start_workers(self, num_processes: int) -> None:
         """Start a rollout worker of `num_processes`, and an evaluation worker of one."""
@@ -192,13 +192,15 @@ def follow_parent(signum: signal.Signals) -> None:
 # --- the processes of runs ---------------------------------------------------------------------------
 
 
-def start(processes: Processes, runs: Sequence[str], workers: int, with_learner: bool) -> None:
-    """Start workers that the runs share, and a learner for each run."""
+def start(
+    client: Redis, processes: Processes, runs: Sequence[str], workers: int, with_learner: bool
+) -> None:
+    """Start workers that the runs share, and the learners of each run."""
     if workers:
         processes.start_workers(workers)
-    if with_learner:
-        for run in runs:
-            processes.start_learner(run, Path("runs") / run)
+    for run in runs if with_learner else ():
+        for number in range(store.config(client, run).learner.num_learners):
+            processes.start_learner(run, Path("runs") / run, 1 + number)
 
 
 def start_detached(runs: Sequence[str], workers: int, with_learner: bool) -> None:

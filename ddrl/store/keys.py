@@ -18,6 +18,8 @@ Redis Cluster is not supported: some scripts touch the keys of several runs. `<r
 | ddrl:{run}:counts                 | hash   | all                  | all                       | what workers count: appends, process time, crashes, the last error (see COUNTS) | the run's |
 | ddrl:{run}:initial                | string | submit               | learner                   | initial weights, safetensors                                 | the run's |
 | ddrl:{run}:lease                  | string | learner              | all                       | fencing token of the learner that holds the run              | expires |
+| ddrl:{run}:learners               | hash   | learner              | learner, cli              | id of a learner -> where it runs, its rank and figures (JSON) | a field: while it lives |
+| ddrl:{run}:group                  | string | learner              | learner                   | the learners that learn together (JSON)                      | the run's |
 | ddrl:{run}:allowance              | stream | learner              | collector                 | one entry: env steps that may be played, latest version      | the run's |
 | ddrl:{run}:experience             | stream | collector            | learner                   | fragments: the replay buffer                                 | trimmed by the learner |
 | ddrl:{run}:<stream>:lowered       | stream | learner              | learner                   | entries of a stream on their way to lower ids                | within scripts/lower_ids.lua |
@@ -95,6 +97,8 @@ spec = partial(of_run, name="spec")
 state = partial(of_run, name="state")
 counts = partial(of_run, name="counts")
 lease = partial(of_run, name="lease")
+learners = partial(of_run, name="learners")
+group = partial(of_run, name="group")
 allowance = partial(of_run, name="allowance")
 experience = partial(of_run, name="experience")
 producers = partial(of_run, name="producers")

@@ -9,14 +9,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load, save
-from support import reference_ppo
 from support.algorithms import (
     CONTINUOUS,
     CPU,
     DISCRETE,
-    OWN,
-    PAIRS,
-    PICTURES,
     Options,
     assert_same,
     digest,
@@ -24,52 +20,14 @@ from support.algorithms import (
 )
 from support.reference_q import PIXELS
 from support.reference_r2d2 import IMAGES
-from support.subjects import CATEGORICAL, QUANTILE, SOFT, SPECS, batch_for, on_device
+from support.subjects import CASES, CATEGORICAL, NATURE, NORMALIZED, SOFT, SPECS, batch_for, on_device
 from torch.optim import Adam, RMSprop
 
 from ddrl.algorithms.optim import adam, optimizer_state, rmsprop
 from ddrl.networks.device import to_host
 from ddrl.types import EnvSpec
 
-NORMALIZED = {"normalize_observations": True, "normalize_returns": True}
-MEMORY = {"recurrent": "lstm", "recurrent_size": 7, "shared": True}
-ANNEALED = {"final_learning_rate": 0.0, "anneal_steps": 400}
 OF_VALUES = ("network.exp_avg", "network.step", "num_updates")
-NATURE = {"network": "nature", "hidden_sizes": (16,)}
-CASES: dict[str, tuple[str, EnvSpec, Options]] = {
-    "sac": ("sac", CONTINUOUS, {}),
-    "sac fixed": ("sac", CONTINUOUS, {"temperature": 0.2}),
-    "sac delayed": ("sac", CONTINUOUS, {"policy_delay": 2, "layer_norm": True}),
-    "sac prioritized": ("sac", CONTINUOUS, {"prioritized": True}),
-    "sac dropout": ("sac", CONTINUOUS, {"dropout": 0.3, "layer_norm": True}),
-    "sac quantiles": ("sac", CONTINUOUS, {"num_quantiles": 5, "num_critics": 3}),
-    "sac batch norm": ("sac", CONTINUOUS, {"batch_norm": True, "target_rate": 0.01, "policy_delay": 3}),
-    "sac images": ("sac", PICTURES, {"network": "conv", "layer_norm": True}),
-    "sac own network": ("sac", CONTINUOUS, {"network": OWN}),
-    "td3": ("td3", CONTINUOUS, {}),
-    "td3 prioritized": ("td3", CONTINUOUS, {"prioritized": True, "layer_norm": True, "num_critics": 3}),
-    "discrete sac": ("discrete_sac", DISCRETE, {}),
-    "discrete sac images": ("discrete_sac", PIXELS, NATURE | {"norm": "group", "temperature": 0.2, "value_clip": 0.5}),
-    "sqn": ("discrete_sac", DISCRETE, {"form": "sqn", "num_critics": 3}),
-    "ppo": ("ppo", DISCRETE, {}),
-    "ppo normalized": ("ppo", CONTINUOUS, NORMALIZED | ANNEALED | {"estimator": "vtrace", "target_kl": 0.01}),
-    "ppo recurrent": ("ppo", CONTINUOUS, NORMALIZED | MEMORY),
-    "impala": ("impala", PAIRS, ANNEALED),
-    "impala recurrent": ("impala", DISCRETE, MEMORY | {"recurrent": "gru"}),
-    "impala normalized": ("impala", CONTINUOUS, NORMALIZED),
-    "impala adam": ("impala", DISCRETE, {"optimizer": "adam", "shared": True}),
-    "pqn": ("pqn", DISCRETE, {}),
-    "pqn images": ("pqn", reference_ppo.IMAGES, {"network": "conv", "dueling": True, "optimizer": "rmsprop"}),
-    "dqn": ("dqn", DISCRETE, {}),
-    "dqn options": ("dqn", DISCRETE, {"double": True, "dueling": True, "prioritized": True, "optimizer": "rmsprop"}),
-    "dqn noisy": ("dqn", DISCRETE, {"noisy": True, "double": True, "epsilon_ladder": True} | CATEGORICAL),
-    "dqn soft": ("dqn", DISCRETE, QUANTILE | SOFT),
-    "dqn batch norm": ("dqn", PIXELS, {"network": "nature", "norm": "batch", "double": True}),
-    "r2d2": ("r2d2", DISCRETE, {"target_period": 3}),
-    "r2d2 soft": ("r2d2", DISCRETE, {"target_rate": 0.1, "recurrent": "gru"}),
-    "own": ("docs.own_algorithm", DISCRETE, {}),
-    "r2d2 rmsprop": ("r2d2", DISCRETE, {"optimizer": "rmsprop", "adam_eps": 1e-3}),
-}  # fmt: skip
 each_case = pytest.mark.parametrize(("name", "spec", "options"), CASES.values(), ids=CASES)
 METRICS = {
     "sac": {"critic_loss", "q_mean", "temperature", "policy_loss", "entropy"},

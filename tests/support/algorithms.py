@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ddrl.algorithms.base import Resolved, config_class
+from ddrl.networks.ranks import Ranks
 from ddrl.types import EnvSpec
 
 Options = dict[str, Any]  # of an algorithm, by name
@@ -41,11 +42,17 @@ SMALL: dict[str, Options] = {
 
 
 def make_learner(
-    name: str, spec: EnvSpec, *, seed: int = 1, device: torch.device = CPU, **options: Any
+    name: str,
+    spec: EnvSpec,
+    *,
+    seed: int = 1,
+    device: torch.device = CPU,
+    ranks: Ranks | None = None,
+    **options: Any,
 ) -> Any:
     """Return a learner with the small options and these."""
     config = config_class(name)(**SMALL[name] | options)
-    return Resolved(name, config, spec).learner(device=device, seed=seed)
+    return Resolved(name, config, spec).learner(device=device, seed=seed, ranks=ranks)
 
 
 def make_policy(

@@ -24,6 +24,7 @@ from ddrl.networks.captured import Captured
 from ddrl.networks.device import send
 from ddrl.networks.distributions import categorical, gaussian
 from ddrl.networks.parameters import FlatParameters
+from ddrl.networks.ranks import ALONE, Ranks
 from ddrl.networks.trunks import to_input
 from ddrl.types import EnvSpec, Trajectories
 
@@ -65,6 +66,18 @@ class Prepared:
     def __len__(self) -> int:
         """M."""
         return len(self.action)
+
+    def first(self) -> Prepared:
+        """Return the first transition, or sequence of them, alone."""
+        columns = dict(vars(self))
+        length, state = columns.pop("length"), columns.pop("recurrent_state")
+        num = 1 if length is None else int(length[0])
+        chosen = {name: column[:num] for name, column in columns.items()}
+        return Prepared(
+            **chosen,
+            length=None if length is None else length[:1],
+            recurrent_state=None if state is None else state[:1],
+        )
 
     def minibatches(self, num: int, generator: torch.Generator) -> Iterator[Prepared]:
         """Yield the transitions in random order in `num` parts of about equal size; in fewer if sequences are few.
@@ -133,6 +146,7 @@ class ActorCriticLearner(Generic[AnyOptions]):
         make_optimizer: of the vector of parameters.
         update: the algorithm: takes this learner and a batch of tensors, does its steps, returns detached metrics.
         loss: of this learner on a minibatch for `learn`, with numbers and flags by name.
+        ranks: that learn together.
 
     Attributes:
         num_steps: transitions learned from.
@@ -150,12 +164,13 @@ class ActorCriticLearner(Generic[AnyOptions]):
         make_optimizer: Callable[[Tensor], torch.optim.Optimizer],
         update: Callable[[ActorCriticLearner[AnyOptions], Trajectories], dict[str, Tensor]],
         loss: Callable[..., Tensor] | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.num_updates = self.num_steps = 0
         self.from_policy = False
         self._is_observed = False  # `prepare` has added the batch to the statistics
         self.generator = torch.Generator().manual_seed(seed)
-        self.device = device
+        self.device, self.ranks = device, ranks
         self.config = config
         self._spec, self._update, self._loss = spec, update, loss
         self._is_continuous = spec.action_kind == "continuous"
@@ -171,9 +186,9 @@ class ActorCriticLearner(Generic[AnyOptions]):
             initial_log_std=config.initial_log_std,
             generator=generator,
         ).to(device)
-        self.parameters = FlatParameters(self.network)
+        self.parameters = FlatParameters(self.network, ranks)
         self._optimizer = make_optimizer(self.parameters.vector)
-        self._captured = Captured(self._learn, device)
+        self._captured = Captured(self._learn, device, ranks=ranks)
         shape = spec.input_shape if config.normalize_observations else (0,)
         self._statistics = {
             "observation_count": torch.zeros((), dtype=torch.float64),
@@ -277,6 +292,15 @@ class ActorCriticLearner(Generic[AnyOptions]):
         parameters, value = self._forward(observation[rows], batch.recurrent_state, length)
         return parameters[step], value[step], value[step + 1]
 
+    def minibatches(self, prepared: Prepared, num: int) -> Iterator[Prepared]:
+        """Yield a shuffled batch in `num` parts; of several ranks each yields its part of every minibatch."""
+        if self.ranks.size == 1:
+            yield from prepared.minibatches(num, self.generator)
+            return
+        parts = [*prepared.minibatches(num, self.generator)]
+        sizes = [len(part) if self.ranks.share else 0 for part in parts]
+        yield from self.ranks.each(parts, sizes, prepared.first(), num)
+
     def evaluate(self, prepared: Prepared) -> tuple[Tensor, Tensor, Tensor]:
         """Return log probability, entropy and value, each [B], of transitions under the present network."""
         parameters, value = self._forward(prepared.observation, prepared.recurrent_state, prepared.length)
@@ -344,7 +368,7 @@ class ActorCriticLearner(Generic[AnyOptions]):
         if not self._is_observed:
             self.observe(batch)
         self._is_observed = False
-        self.num_steps += num_steps
+        self.num_steps += self.ranks.count(num_steps)
 
     @torch.no_grad()
     def observe(self, batch: Trajectories) -> None:
@@ -356,19 +380,39 @@ class ActorCriticLearner(Generic[AnyOptions]):
         if not self.config.normalize_observations:
             return
         seen, old = batch.observation.to("cpu", torch.float64), self._statistics
-        num, count = len(seen), float(old["observation_count"])
+        count = float(old["observation_count"])
         if count >= _SETTLED:
             far = _FARTHEST * old["observation_variance"].sqrt()
             far[far == 0] = torch.inf  # what was constant may begin to vary
             seen = seen.clamp(old["observation_mean"] - far, old["observation_mean"] + far)
+        num, mean, variance = self._moments(seen)
         total = count + num
-        difference = seen.mean(dim=0) - old["observation_mean"]
+        difference = mean - old["observation_mean"]
         old["observation_variance"].copy_(
-            (old["observation_variance"] * count + seen.var(dim=0, correction=0) * num) / total
+            (old["observation_variance"] * count + variance * num) / total
             + difference.square() * (count * num / total**2)
         )
         old["observation_mean"] += difference * (num / total)
         old["observation_count"].fill_(total)
+
+    def _moments(self, rows: Tensor) -> tuple[int, Tensor, Tensor]:
+        """Return the number, mean and variance of rows [N, ...], on the CPU in float64, of all ranks together."""
+        if self.ranks.size == 1:
+            return len(rows), rows.mean(dim=0), rows.var(dim=0, correction=0)
+        num = torch.tensor(len(rows) if self.ranks.share else 0)
+        sums = torch.stack((rows.sum(dim=0), rows.square().sum(dim=0))) * float(num > 0)
+        mean, square = self.ranks.add(sums) / self.ranks.add(num)
+        return int(num), mean, square - mean.square()
+
+    def standardized(self, values: Tensor) -> Tensor:
+        """Return [B] less their mean over the minibatch, divided by their deviation; a single one as it is."""
+        if self.ranks.count(len(values)) == 1:
+            return values
+        if self.ranks.size == 1:
+            return (values - values.mean()) / (values.std() + 1e-8)
+        num, mean, variance = self._moments(values.to("cpu", torch.float64))
+        std = (variance * num / (num - 1)).sqrt()
+        return (values - mean.to(values)) / (std.to(values) + 1e-8)
 
     def normalized(self, observation: Tensor) -> Tensor:
         """Return [R, *O] in running deviations from the running mean, clipped, if configured."""
@@ -400,7 +444,8 @@ class ActorCriticLearner(Generic[AnyOptions]):
         count = float(self._statistics["return_count"])
         rate = max(_RETURN_RATE, 1.0 / (count + 1.0))
         sample = return_.to("cpu", torch.float64)  # the difference of two squares would lose float32's digits
-        sample_mean, sample_square = float(sample.mean()), float(sample.square().mean())
+        moments = torch.stack((sample.mean(), sample.square().mean()))
+        sample_mean, sample_square = self.ranks.mean(moments).tolist()
         mean = (1 - rate) * old_mean + rate * sample_mean
         square = (1 - rate) * (old_std**2 + old_mean**2) + rate * sample_square
         variance = max(square - mean**2, _LEAST_STD**2)

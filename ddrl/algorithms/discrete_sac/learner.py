@@ -17,6 +17,7 @@ from ddrl.algorithms.options import changed
 from ddrl.algorithms.sac.learner import adapt_temperature, initial_log_temperature, set_temperature
 from ddrl.networks.captured import Captured
 from ddrl.networks.parameters import FlatParameters, saved_buffers
+from ddrl.networks.ranks import ALONE, Ranks
 from ddrl.networks.trunks import to_input
 from ddrl.types import Batch, EnvSpec
 
@@ -88,13 +89,16 @@ class DiscreteSAC:
         spec: spaces of the environment.
         device: where networks and batches are.
         seed: of the initial weights, which are the same on every device.
+        ranks: that learn together.
     """
 
-    def __init__(self, config: Config, spec: EnvSpec, *, device: torch.device, seed: int) -> None:
+    def __init__(
+        self, config: Config, spec: EnvSpec, *, device: torch.device, seed: int, ranks: Ranks = ALONE
+    ) -> None:
         self.num_updates = 0
         self.from_policy = False
         self.config = config
-        self._spec = spec
+        self._spec, self._ranks = spec, ranks
         generator = torch.Generator().manual_seed(seed)
 
         def networks(num: int) -> nn.ModuleList:
@@ -105,17 +109,17 @@ class DiscreteSAC:
         self.target_critics.requires_grad_(False)
         self.target_critics.load_state_dict(self.critics.state_dict())
         self.actor = networks(1)[0] if config.form == "sac" else None
-        self.critic_parameters = FlatParameters(self.critics)
+        self.critic_parameters = FlatParameters(self.critics, ranks)
         self._target = FlatParameters(self.target_critics).vector.requires_grad_(False)
         self._log_temperature = initial_log_temperature(config, device)
         self._learned = {"critics": self.critic_parameters.vector, "temperature": self._log_temperature}
         self._published: tuple[nn.Module, FlatParameters] = self.critics, self.critic_parameters
         if self.actor is not None:
-            self.actor_parameters = FlatParameters(self.actor)
+            self.actor_parameters = FlatParameters(self.actor, ranks)
             self._published = self.actor, self.actor_parameters
             self._learned["actor"] = self.actor_parameters.vector
         self._optimizers = adams(self._learned, learning_rate=config.learning_rate)
-        self._captured = Captured(self._learn, device)
+        self._captured = Captured(self._learn, device, ranks=ranks)
         self._use_options()
 
     def _use_options(self) -> None:
@@ -198,7 +202,8 @@ class DiscreteSAC:
         negative_entropy = (log_policy.exp() * log_policy).sum(dim=1)  # [B]
         if self.config.temperature == "auto":
             learned, optimizer = self._log_temperature, self._optimizers["temperature"]
-            adapt_temperature(learned, optimizer, negative_entropy, target_entropy=self._target_entropy)
+            goal = self._target_entropy
+            adapt_temperature(learned, optimizer, negative_entropy, target_entropy=goal, ranks=self._ranks)
         return {"policy_loss": loss.detach(), "entropy": -negative_entropy.mean()}
 
     def _combined(self, q: Tensor, observation: Tensor) -> Tensor:

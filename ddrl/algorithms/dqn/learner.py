@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,9 +14,9 @@ from ddrl.networks.trunks import to_input
 from ddrl.types import Batch, EnvSpec
 
 
-def make_learner(config: Config, spec: EnvSpec, *, device: torch.device, seed: int) -> ValueLearner[Config]:
-    """Return a learner with fresh networks."""
-    return ValueLearner(config, spec, device=device, seed=seed, loss=batch_loss)
+def make_learner(config: Config, spec: EnvSpec, **place: Any) -> ValueLearner[Config]:
+    """Return a learner with fresh networks; `place`: device, seed and ranks of `ValueLearner`."""
+    return ValueLearner(config, spec, loss=batch_loss, **place)
 
 
 def batch_loss(learner: ValueLearner[Config], batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:

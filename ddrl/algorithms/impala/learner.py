@@ -5,6 +5,8 @@ Source: Espeholt et al. 2018, arXiv:1802.01561.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -28,15 +30,15 @@ def policy_gradient_loss(log_prob: Tensor, advantage: Tensor) -> Tensor:
     return -(advantage * log_prob).mean()
 
 
-def make_learner(config: Config, spec: EnvSpec, *, device: torch.device, seed: int) -> Learner:
-    """Return a learner with a fresh network."""
+def make_learner(config: Config, spec: EnvSpec, **place: Any) -> Learner:
+    """Return a learner with a fresh network; `place`: device, seed and ranks of `ActorCriticLearner`."""
 
     def make_optimizer(parameter: Tensor) -> torch.optim.Optimizer:
         if config.optimizer == "adam":
             return adam(parameter, learning_rate=config.learning_rate, eps=1e-5)
         return rmsprop(parameter, learning_rate=config.learning_rate, eps=0.1, decay=0.99)
 
-    return Learner(config, spec, device=device, seed=seed, make_optimizer=make_optimizer, update=update)
+    return Learner(config, spec, make_optimizer=make_optimizer, update=update, **place)
 
 
 def update(learner: Learner, batch: Trajectories) -> dict[str, Tensor]:
@@ -52,7 +54,7 @@ def update(learner: Learner, batch: Trajectories) -> dict[str, Tensor]:
     bonus = learner.scheduled("entropy_coefficient") * entropy.mean()
     loss = policy_loss + config.value_coefficient * value_loss - bonus
     # The paper's loss is a sum over the batch; its epsilon and gradient norm are chosen for that size.
-    learner.step(len(prepared) * loss, learning_rate=learning_rate)
+    learner.step(learner.ranks.count(len(prepared)) * loss, learning_rate=learning_rate)
     learner.finish(batch, len(prepared))
     rho = (prepared.log_prob - prepared.behavior_log_prob).exp()
     return {

@@ -6,6 +6,7 @@ Source: Schulman et al. 2017, arXiv:1707.06347.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,18 +58,10 @@ def value_loss(value: Tensor, old_value: Tensor, return_: Tensor, *, clip: float
     return 0.5 * error.mean()
 
 
-def make_learner(config: Config, spec: EnvSpec, *, device: torch.device, seed: int) -> Learner:
-    """Return a learner with a fresh network."""
+def make_learner(config: Config, spec: EnvSpec, **place: Any) -> Learner:
+    """Return a learner with a fresh network; `place`: device, seed and ranks of `ActorCriticLearner`."""
     make_optimizer = partial(adam, learning_rate=config.learning_rate, eps=1e-5)
-    return Learner(
-        config,
-        spec,
-        device=device,
-        seed=seed,
-        make_optimizer=make_optimizer,
-        update=update,
-        loss=minibatch_loss,
-    )
+    return Learner(config, spec, make_optimizer=make_optimizer, update=update, loss=minibatch_loss, **place)
 
 
 def update(learner: Learner, batch: Trajectories) -> dict[str, Tensor]:
@@ -88,10 +81,10 @@ def update(learner: Learner, batch: Trajectories) -> dict[str, Tensor]:
     if config.value_clip is not None:  # in reward units; where returns are normalized, the critic's differ
         scale = learner.return_scale[1] if config.normalize_returns else 1.0
         numbers["value_clip"] = config.value_clip / scale
-    num_minibatches = max(1, round(len(prepared) / config.minibatch_size))
+    num_minibatches = max(1, round(learner.ranks.count(len(prepared)) / config.minibatch_size))
     epochs_done, metrics = 0, {}
     while epochs_done < config.num_epochs:
-        for part in prepared.minibatches(num_minibatches, learner.generator):
+        for part in learner.minibatches(prepared, num_minibatches):
             learner.learn(part, has_bonus=has_bonus, **numbers)
         epochs_done += 1
         if config.target_kl is not None:
@@ -124,9 +117,7 @@ def minibatch_loss(
     """
     config = learner.config
     log_prob, entropy, value = learner.evaluate(part)
-    advantage = part.advantage
-    if config.normalize_advantages and len(advantage) > 1:
-        advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+    advantage = learner.standardized(part.advantage) if config.normalize_advantages else part.advantage
     loss = clipped_surrogate(log_prob, _old_log_prob(config, part), advantage, clip=clip)
     loss = loss + config.value_coefficient * value_loss(value, part.value, part.return_, clip=value_clip)
     if has_bonus:
@@ -141,10 +132,13 @@ def _metrics(learner: Learner, prepared: Prepared, *, clip: float) -> dict[str, 
     moved = log_prob - prepared.log_prob  # within this iteration
     ratio = policy_ratio(log_prob, _old_log_prob(learner.config, prepared))
     unexplained = (prepared.return_ - prepared.value).var(correction=0)
-    return {
+    means = {
         "kl": (moved.exp() - 1 - moved).mean(),  # Schulman 2020, "Approximating KL divergence"
         "clip_fraction": ((ratio - 1).abs() > clip).float().mean(),
         "entropy": entropy.mean(),
         "value_loss": value_loss(value, prepared.value, prepared.return_, clip=None),
-        "explained_variance": 1 - unexplained / prepared.return_.var(correction=0).clamp(min=1e-8),
     }
+    if learner.ranks.size > 1:  # which end an iteration together
+        means = dict(zip(means, learner.ranks.mean(torch.stack([*means.values()])), strict=True))
+    explained = 1 - unexplained / prepared.return_.var(correction=0).clamp(min=1e-8)
+    return {**means, "explained_variance": explained}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,11 +36,9 @@ class Minibatch:
     target: Tensor
 
 
-def make_learner(config: Config, spec: EnvSpec, *, device: torch.device, seed: int) -> Learner:
-    """Return a learner with a fresh network."""
-    return ValueLearner(
-        config, spec, device=device, seed=seed, loss=minibatch_loss, parts=minibatches, has_target=False
-    )
+def make_learner(config: Config, spec: EnvSpec, **place: Any) -> Learner:
+    """Return a learner with a fresh network; `place`: device, seed and ranks of `ValueLearner`."""
+    return ValueLearner(config, spec, loss=minibatch_loss, parts=minibatches, has_target=False, **place)
 
 
 @torch.no_grad()
@@ -63,9 +62,13 @@ def minibatches(learner: Learner, batch: Trajectories) -> Iterator[Minibatch]:
     row, action = batch.row.reshape(-1), batch.action.reshape(-1)
     # On the CPU, so that every device shuffles alike; a learner that goes on from a state shuffles as that one would.
     generator = torch.Generator().manual_seed(learner.num_updates)
+    ranks = learner.ranks
+    num = max(1, round(ranks.count(len(place)) / config.minibatch_size))
     for _ in range(config.num_epochs):
         order = torch.randperm(len(place), generator=generator).to(place.device)
-        for part in place[order].tensor_split(max(1, round(len(place) / config.minibatch_size))):
+        parts = place[order].tensor_split(num)
+        sizes = [len(part) if ranks.share else 0 for part in parts]
+        for part in ranks.each(parts, sizes, place[:1], num):
             yield Minibatch(batch.observation[row[part]], action[part], target[part])
 
 

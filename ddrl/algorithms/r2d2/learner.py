@@ -9,7 +9,7 @@ h(Q) (`returns.rescale`); TD errors, losses and priorities are in that unit.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -99,9 +99,9 @@ def sequence_priority(td: Tensor, valid: Tensor, *, mix: float) -> Tensor:
     return mix * size.amax(dim=0) + (1.0 - mix) * mean
 
 
-def make_learner(config: Config, spec: EnvSpec, *, device: torch.device, seed: int) -> ValueLearner[Config]:
-    """Return a learner with fresh networks."""
-    return ValueLearner(config, spec, device=device, seed=seed, loss=batch_loss)
+def make_learner(config: Config, spec: EnvSpec, **place: Any) -> ValueLearner[Config]:
+    """Return a learner with fresh networks; `place`: device, seed and ranks of `ValueLearner`."""
+    return ValueLearner(config, spec, loss=batch_loss, **place)
 
 
 def batch_loss(learner: ValueLearner[Config], batch: Sequences) -> tuple[Tensor, dict[str, Tensor]]:

@@ -22,6 +22,7 @@ from ddrl.networks.captured import Captured
 from ddrl.networks.distributions import bounded_log_std, tanh_gaussian_sample
 from ddrl.networks.mlp import MLP
 from ddrl.networks.parameters import FlatParameters, saved_buffers
+from ddrl.networks.ranks import ALONE, Ranks
 from ddrl.networks.trunks import to_input
 from ddrl.types import Batch, EnvSpec
 
@@ -121,10 +122,16 @@ def initial_log_temperature(config: Any, device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def adapt_temperature(
-    log_temperature: Tensor, optimizer: torch.optim.Optimizer, log_prob: Tensor, *, target_entropy: float
+    log_temperature: Tensor,
+    optimizer: torch.optim.Optimizer,
+    log_prob: Tensor,
+    *,
+    target_entropy: float,
+    ranks: Ranks,
 ) -> None:
-    """Take one optimizer step on `temperature_loss`, which is its own gradient."""
-    log_temperature.grad = temperature_loss(log_temperature, log_prob, target_entropy=target_entropy)
+    """Take one optimizer step on `temperature_loss` over all ranks' rows, which is its own gradient."""
+    gradient = temperature_loss(log_temperature, log_prob, target_entropy=target_entropy)
+    log_temperature.grad = ranks.mean(gradient)
     optimizer.step()
 
 
@@ -152,12 +159,16 @@ class SAC:
         spec: spaces of the environment.
         device: where networks and batches are.
         seed: of the initial weights, which are the same on every device, and of the policy's noise.
+        ranks: that learn together.
     """
 
-    def __init__(self, config: Config, spec: EnvSpec, *, device: torch.device, seed: int) -> None:
+    def __init__(
+        self, config: Config, spec: EnvSpec, *, device: torch.device, seed: int, ranks: Ranks = ALONE
+    ) -> None:
         self.num_updates = 0
         self.from_policy = False
         self.config = config
+        self._ranks = ranks
         num_dims = math.prod(spec.action_shape)
         self._num_dims, self._to_unit = num_dims, to_unit(spec, device)
 
@@ -176,8 +187,8 @@ class SAC:
         num_outputs = config.num_quantiles or 1
         self.critics = network(num_inputs + num_dims, num_outputs, **ensemble)
         self.target_critics = network(num_inputs + num_dims, num_outputs, **ensemble)
-        self.actor_parameters = FlatParameters(self.actor)
-        self.critic_parameters = FlatParameters(nn.ModuleList((self.trunk, self.critics)))
+        self.actor_parameters = FlatParameters(self.actor, ranks)
+        self.critic_parameters = FlatParameters(nn.ModuleList((self.trunk, self.critics)), ranks)
         targets = nn.ModuleList((self.target_trunk, self.target_critics)).requires_grad_(False)
         self._target = FlatParameters(targets).vector.requires_grad_(False)
         self._target.copy_(self.critic_parameters.vector.detach())
@@ -190,7 +201,7 @@ class SAC:
         }
         self._optimizers = adams(self._learned, learning_rate=config.learning_rate)
         self._noise = torch.Generator(device).manual_seed(seed)
-        self._captured = Captured(self._learn, device, self._noise)
+        self._captured = Captured(self._learn, device, self._noise, ranks=ranks)
         self._use_options()
 
     def _use_options(self) -> None:
@@ -267,13 +278,14 @@ class SAC:
         log_prob = log_prob.detach()
         if self.config.temperature == "auto":
             learned, optimizer = self._log_temperature, self._optimizers["temperature"]
-            adapt_temperature(learned, optimizer, log_prob, target_entropy=self._target_entropy)
+            goal = self._target_entropy
+            adapt_temperature(learned, optimizer, log_prob, target_entropy=goal, ranks=self._ranks)
         return {"policy_loss": loss.detach(), "entropy": -log_prob.mean()}
 
     def _sample(self, features: Tensor, *, train: bool = False) -> tuple[Tensor, Tensor]:
         """Return actions [B, A] of the current policy at [B, F] features, and their log densities [B]."""
         mean, raw_log_std = self.actor(features, train=train).chunk(2, dim=1)
-        noise = torch.randn(mean.shape, generator=self._noise, device=mean.device)
+        noise = self._ranks.randn(mean.shape, self._noise)
         log_std = bounded_log_std(raw_log_std, low=LOG_STD_MIN, high=LOG_STD_MAX)
         return tanh_gaussian_sample(mean, log_std, noise)
 

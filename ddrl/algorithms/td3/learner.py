@@ -20,6 +20,7 @@ from ddrl.algorithms.td3.config import Config
 from ddrl.networks.captured import Captured
 from ddrl.networks.mlp import MLP
 from ddrl.networks.parameters import FlatParameters
+from ddrl.networks.ranks import ALONE, Ranks
 from ddrl.types import Batch, EnvSpec
 
 
@@ -45,9 +46,12 @@ class TD3:
         spec: spaces of the environment.
         device: where networks and batches are.
         seed: of the initial weights, which are the same on every device, and of the noise of targets.
+        ranks: that learn together.
     """
 
-    def __init__(self, config: Config, spec: EnvSpec, *, device: torch.device, seed: int) -> None:
+    def __init__(
+        self, config: Config, spec: EnvSpec, *, device: torch.device, seed: int, ranks: Ranks = ALONE
+    ) -> None:
         self.num_updates = 0
         self.from_policy = False
         self.config = config
@@ -62,7 +66,9 @@ class TD3:
         ensemble = {"num_members": config.num_critics, "layer_norm": config.layer_norm}
         self.actor, self.target_actor = (network(num_inputs, num_dims) for _ in range(2))
         self.critics, self.target_critics = (network(num_inputs + num_dims, 1, **ensemble) for _ in range(2))
-        self.actor_parameters, self.critic_parameters = map(FlatParameters, (self.actor, self.critics))
+        self._ranks = ranks
+        learned = (FlatParameters(network, ranks) for network in (self.actor, self.critics))
+        self.actor_parameters, self.critic_parameters = learned
         self._learned = {"actor": self.actor_parameters.vector, "critics": self.critic_parameters.vector}
         targets = {"actor": self.target_actor, "critics": self.target_critics}
         self._targets = {
@@ -71,7 +77,7 @@ class TD3:
         }
         self._optimizers = adams(self._learned, learning_rate=config.learning_rate)
         self._noise = torch.Generator(device).manual_seed(seed)
-        self._captured = Captured(self._learn, device, self._noise)
+        self._captured = Captured(self._learn, device, self._noise, ranks=ranks)
         self._move_targets(1.0)
 
     def update(self, batch: Batch) -> dict[str, Tensor]:
@@ -95,7 +101,7 @@ class TD3:
         observation, next_observation = batch.observation, batch.next_observation  # [B, O]
         with torch.no_grad():
             next_action = self.target_actor(next_observation).tanh()
-            noise = torch.randn(next_action.shape, generator=self._noise, device=next_action.device)
+            noise = self._ranks.randn(next_action.shape, self._noise)
             next_action = smoothed(
                 next_action, noise, scale=config.target_noise, clip=config.target_noise_clip
             )

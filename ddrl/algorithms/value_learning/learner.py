@@ -13,6 +13,7 @@ from ddrl.algorithms.options import changed
 from ddrl.algorithms.value_learning.options import AnyOptions
 from ddrl.networks.captured import Captured
 from ddrl.networks.parameters import FlatParameters, saved_buffers
+from ddrl.networks.ranks import ALONE, Ranks
 from ddrl.types import EnvSpec
 
 
@@ -27,9 +28,10 @@ class ValueLearner(Generic[AnyOptions]):
         loss: of this learner on a batch, or a part of it: the scalar loss, and detached metrics.
         parts: of a batch, one for each optimizer step; None: it is taken as a whole.
         has_target: there is a target network.
+        ranks: that learn together.
 
     Attributes:
-        config, spec: options, and spaces of the environment.
+        config, spec, ranks: options, spaces of the environment, and the ranks that learn together.
         network: the online network.
         target_network: the target network, if there is one.
         parameters: the online network's, with their gradient.
@@ -47,14 +49,15 @@ class ValueLearner(Generic[AnyOptions]):
         loss: Callable[[ValueLearner[AnyOptions], Any], tuple[Tensor, dict[str, Tensor]]],
         parts: Callable[[ValueLearner[AnyOptions], Any], Iterable[Any]] | None = None,
         has_target: bool = True,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.num_updates = 0
         self.from_policy = False
         self.config, self.spec = config, spec
         self.network = config.make_network(spec, generator=torch.Generator().manual_seed(seed)).to(device)
-        self.parameters = FlatParameters(self.network)
+        self.parameters = FlatParameters(self.network, ranks)
         self.buffers = saved_buffers(self.network)
-        self._loss, self._parts = loss, parts
+        self._loss, self._parts, self.ranks = loss, parts, ranks
         vector = self.parameters.vector
         self._online = {"value": vector, **self.buffers}
         self._target: dict[str, Tensor] = {}
@@ -71,7 +74,7 @@ class ValueLearner(Generic[AnyOptions]):
             self._optimizer = rmsprop(vector, eps=3e-3, decay=0.95, **common)
         self._noise = torch.Generator(device).manual_seed(seed) if self.network.is_noisy else None
         noise = () if self._noise is None else (self._noise,)
-        self._captured = Captured(self._learn, device, *noise)
+        self._captured = Captured(self._learn, device, *noise, ranks=ranks)
 
     def update(self, batch: Any) -> dict[str, Tensor]:
         """Update the network on a batch, and the target if it is due.
@@ -108,6 +111,7 @@ class ValueLearner(Generic[AnyOptions]):
         if config.max_grad_norm is not None:
             metrics["grad_norm"] = self.parameters.clip_gradient(config.max_grad_norm)
         self._optimizer.step()
+        self.ranks.copy_first(*self.buffers.values())
         if moves_target:
             self._move_target(config.target_rate or 1.0)
         return metrics

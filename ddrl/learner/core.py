@@ -1,0 +1,135 @@
+"""What every learner of a run has, whether it leads or follows: the algorithm, and the replay of its fragments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from ddrl.algorithms.base import Resolved
+from ddrl.config import RunConfig
+from ddrl.learner.ledger_rows import LedgerRows
+from ddrl.networks.device import to_device, to_host
+from ddrl.networks.ranks import Ranks
+from ddrl.replay.experience import longest_fragment_steps, make_experience
+from ddrl.replay.reader import Decoded, FragmentLimits, decode, decode_range
+from ddrl.store import connection, stream
+from ddrl.store.checkpoints import Counters
+from ddrl.store.connection import Redis
+
+REPLAY = "replay."  # prefix of the replay's tensors in a checkpoint
+Tensors = Mapping[str, torch.Tensor]
+
+
+class Core:
+    """The algorithm and the replay of one learner.
+
+    Args:
+        reader_client: connection for the reader's blocking reads.
+        run: its id.
+        config: the run's.
+        resolved: its algorithm and spaces.
+        device: where networks and batches live.
+        ranks: that learn together.
+
+    Attributes:
+        algorithm, replay: of the run; the replay holds this rank's fragments.
+        decode: decodes an entry of the stream, if it is this rank's.
+        longest: bytes of a reply of the server.
+        num_batches: learned from.
+    """
+
+    def __init__(
+        self,
+        reader_client: Redis,
+        run: str,
+        config: RunConfig,
+        resolved: Resolved,
+        *,
+        device: torch.device,
+        ranks: Ranks,
+    ) -> None:
+        self.client, self.run, self.device, self.ranks = reader_client, run, device, ranks
+        self.spec, self.on_policy = resolved.spec, resolved.on_policy
+        several = ranks if ranks.size > 1 else None
+        self.algorithm = resolved.learner(device=device, seed=config.seed, ranks=several)
+        self.replay = make_experience(
+            config,
+            resolved.config,
+            resolved.spec,
+            on_policy=self.on_policy,
+            sequences=resolved.sequences,
+            device=device,
+            ranks=several,
+        )
+        limits = FragmentLimits(
+            longest_fragment_steps(config.rollout, resolved.sequences),
+            config.env.num_envs,
+            resolved.context,
+            resolved.config.recurrent_state_size,
+            resolved.sequences.stride if resolved.sequences else 1,
+            len(config.env.metrics),
+        )
+        self.decode = partial(
+            decode,
+            run=run,
+            spaces=resolved.spec,
+            limits=limits,
+            pack=self.replay.pack,
+            ranks=(ranks.rank, ranks.size),
+        )
+        self.num_batches = 0
+        self.longest = 2 * stream.REPLY_BYTES + limits.num_bytes(resolved.spec)
+        connection.bound_replies(reader_client, self.longest)
+
+    def load(self, state: Tensors, counters: Counters, version: int) -> Iterator[Decoded]:
+        """Load a checkpoint: the algorithm, then its replay, from the stream as if `version` were published.
+
+        Yields:
+            The entries of the stream that the checkpoint's replay held, in order.
+        """
+        replay_state = {name: value for name, value in state.items() if name.startswith(REPLAY)}
+        self.algorithm.load_state({name: value for name, value in state.items() if name not in replay_state})
+        rows = LedgerRows()  # so that what was refused before is refused again
+        oldest, cursor = counters.oldest.encode(), counters.cursor.encode()
+        # On-policy, the leader counts what waits at the others.
+        decode_one = partial(self.decode, counts_all=self.on_policy and self.ranks.rank == 0)
+        for entry in decode_range(self.client, self.run, oldest, cursor, decode_one):
+            if entry.played is not None and not rows.objection(entry):
+                self.admit(entry, version=version)
+            rows.count(entry, consumed=True)
+            yield entry
+        self.replay.load_state(
+            {name.removeprefix(REPLAY): value.numpy() for name, value in replay_state.items()}
+        )
+
+    def admit(self, entry: Decoded, *, version: int) -> None:
+        """Admit an entry to the replay; of another rank's, on-policy, what is known of it."""
+        if entry.packed is not None:
+            self.replay.admit(entry.packed, entry.entry_id, version=version)
+        elif entry.played is not None:
+            self.replay.note(entry.played, entry.entry_id, version=version)
+
+    def learn(self, batch: Any) -> dict[str, torch.Tensor]:
+        """Update the algorithm and the priorities of what was drawn; return metrics."""
+        batch = self.replay.begin(batch)
+        self.num_batches += 1
+        metrics = dict(self.algorithm.update(to_device(batch, self.device)))
+        if (priority := metrics.pop("priority", None)) is not None:
+            self.replay.update_priorities(batch, to_host(priority))
+        return metrics
+
+    def replay_state(self) -> dict[str, torch.Tensor]:
+        """Return the replay's part of a checkpoint."""
+        return {REPLAY + name: torch.from_numpy(array) for name, array in self.replay.state().items()}
+
+    def apply_options(self, options: Any) -> None:
+        """Apply changed options of the algorithm before the next update.
+
+        Raises:
+            ValueError: one is not live; nothing is changed.
+        """
+        self.algorithm.apply_options(options)
+        self.replay.apply_options(options)

@@ -1,0 +1,195 @@
+"""Several learners of one run: one leads, the others follow its orders, each with its own part of the stream.
+
+Each round the ranks exchange short messages: followers report the entries that they have decoded, and the leader says
+up to which entry they admit, and which batch all learn from. So the leader alone counts, paces, publishes, saves and
+refuses, and a follower is a replay and an algorithm. Entries belong to ranks by their number.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import astuple
+from typing import Any
+
+import numpy as np
+import torch
+
+from ddrl.learner.core import REPLAY, Core, Tensors
+from ddrl.learner.publisher import decode_tensors
+from ddrl.networks.ranks import RankLostError
+from ddrl.replay.reader import Decoded, Reader
+from ddrl.store import stream, weights
+from ddrl.types import Played
+
+log = logging.getLogger(__name__)
+
+MOST_REPORTED = 256  # entries a round
+MOST_PENDING = 1_024  # entries of a follower that wait to be admitted
+CHECK_EVERY = 100  # batches between two comparisons of the ranks' parameters
+
+
+class Leading:
+    """The leader's side of the rounds; of a learner that is alone it does nothing.
+
+    Args:
+        core: the leader's.
+
+    Attributes:
+        reports: what other ranks say of entries, by id, for the leader's `Reader`.
+        leaving: a follower asks for the end of the group.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self._core, self._ranks = core, core.ranks
+        self.reports: dict[bytes, dict[str, Any]] = {}
+        self.leaving = False
+        self._refused: list[str] = []
+        self._oldest: list[bytes] = []
+        self._states: list[dict[str, torch.Tensor]] = []
+
+    def refuse(self, entry: Decoded) -> None:
+        """Have the rank that decoded an entry leave it out."""
+        if entry.rank:
+            self._refused.append(entry.entry_id.decode())
+
+    def tell(self, until: bytes, **orders: Any) -> None:
+        """Exchange messages with the followers.
+
+        Args:
+            until: they admit entries up to this one.
+            orders: `version` published, `chosen` to learn from a batch, `options` changed, `drops` to
+                drop what waits, `saves` to send the state of the replay, `ends` to end.
+
+        Raises:
+            RankLostError: a follower is lost, or has other parameters.
+        """
+        if self._ranks.size == 1:
+            return
+        refused, self._refused = self._refused, []
+        message = {"until": until.decode(), "refused": refused, **orders}
+        reports = [json.loads(data) for data in self._ranks.exchange(json.dumps(message).encode())[1:]]
+        own = checksum(self._core)
+        for report in reports:
+            self.reports |= {entry_id.encode(): _read(*of) for entry_id, *of in report["entries"]}
+            self.leaving |= report["leaves"]
+            if report["checksum"] not in (own, None):
+                raise RankLostError(
+                    "a rank's parameters are others than the leader's; use machines of one kind"
+                )
+        self._core.replay.others = [report["total"] for report in reports]
+        self._oldest = [report["oldest"].encode() for report in reports if report["oldest"]]
+
+    def collect(self, until: bytes, **orders: Any) -> None:
+        """Fetch the state of all replays, for a checkpoint."""
+        if self._ranks.size > 1:
+            self.tell(until, saves=True, **orders)
+            parts = self._ranks.exchange(b"")[1:]
+            self._states = [dict(decode_tensors(part)) if part else {} for part in parts]
+
+    def replay_state(self) -> dict[str, torch.Tensor]:
+        """Return the replay's part of a checkpoint, the other ranks' as they were last collected."""
+        own = self._core.replay_state()
+        states = [state for state in (own, *self._states) if state]
+        return merged(states) if len(states) > 1 else own
+
+    def oldest(self, own: bytes | None) -> bytes | None:
+        """Return the oldest entry that any rank holds."""
+        held = [own, *self._oldest] if own else self._oldest
+        return min(held, key=stream.order, default=None)
+
+
+def follow(core: Core, reader: Reader, leaves: threading.Event, apply: Callable[[str], None]) -> None:
+    """Follow the leader's orders until it ends the group.
+
+    Args:
+        core: of this rank.
+        reader: of the stream, from the leader's checkpoint on.
+        leaves: once set, the leader is asked for the end.
+        apply: takes changed settings, JSON.
+
+    Raises:
+        RankLostError: the leader, or another follower, is lost.
+    """
+    pending: deque[Decoded] = deque()
+    while True:
+        entries = list(_own(core, reader)) if len(pending) < MOST_PENDING else []
+        pending.extend(entries)
+        report = {
+            "entries": [_reported(entry) for entry in entries],
+            "total": core.replay.total,
+            "oldest": (core.replay.oldest_entry_id or b"").decode(),
+            "leaves": leaves.is_set(),
+            "checksum": checksum(core),
+        }
+        order = json.loads(core.ranks.exchange(json.dumps(report).encode())[0])
+        if "options" in order:
+            apply(order["options"])
+        until, refused = stream.order(order["until"].encode()), {*order["refused"]}
+        while pending and stream.order(pending[0].entry_id) <= until:
+            entry = pending.popleft()
+            if entry.played is not None and entry.entry_id.decode() not in refused:
+                core.admit(entry, version=order["version"])
+        if order.get("drops"):
+            core.replay.drop_waiting()
+        if "chosen" in order:
+            core.learn(core.replay.draw_chosen(order["chosen"], core.algorithm.num_updates))
+        if order.get("saves"):
+            state = core.replay_state()
+            core.ranks.exchange(weights.encode_weights(state) if state else b"")
+        if order.get("ends"):
+            return
+
+
+def _own(core: Core, reader: Reader) -> Any:
+    """Yield new entries of this rank."""
+    for number, entry in enumerate(reader.take(0.01), start=1):
+        if entry.rank == core.ranks.rank:
+            yield entry
+        if number == MOST_REPORTED:
+            return
+
+
+def _reported(entry: Decoded) -> tuple[Any, ...]:
+    """Return what the leader must know of an entry, JSON."""
+    played = None if entry.played is None else astuple(entry.played)
+    return entry.entry_id.decode(), entry.reason, entry.head.decode("latin-1"), played
+
+
+def _read(reason: str, head: str, played: Sequence[Any] | None) -> dict[str, Any]:
+    """Return the fields of `Decoded` that `_reported` held."""
+    return {
+        "reason": reason,
+        "head": head.encode("latin-1"),
+        "played": None if played is None else Played(*played),
+    }
+
+
+def checksum(core: Core) -> int | None:
+    """Return a checksum of the weights, now and then, when all ranks should have the same; else None."""
+    if core.num_batches % CHECK_EVERY:
+        return None
+    return zlib.crc32(b"".join(value.numpy().tobytes() for value in core.algorithm.weights().values()))
+
+
+def merged(states: Sequence[Tensors]) -> dict[str, torch.Tensor]:
+    """Return the state of one replay that holds what several hold: see `Replay.state`."""
+    columns = {name: [state[REPLAY + name] for state in states] for name in ("entry", "items", "priority")}
+    entry, items = torch.cat(columns["entry"]).numpy(), torch.cat(columns["items"]).numpy()
+    priority = torch.cat(columns["priority"]).numpy()
+    order = np.lexsort((entry[:, 1], entry[:, 0]))
+    starts = np.cumsum(items) - items
+    index = [np.arange(starts[i], starts[i] + items[i]) for i in order]
+    largest = max(float(state[REPLAY + "largest"]) for state in states)
+    found = {
+        "entry": torch.from_numpy(entry[order]),
+        "items": torch.from_numpy(items[order]),
+        "priority": torch.from_numpy(priority[np.concatenate(index)] if index else priority),
+        "largest": torch.tensor(largest, dtype=torch.float64),
+        "next": states[0][REPLAY + "next"],
+    }
+    return {REPLAY + name: value for name, value in found.items()}
