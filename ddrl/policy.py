@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 FORMAT = "ddrl-policy-2"
 
 
+class NoWeightsError(StoreError):
+    """A version is not on the server: never published, or pruned."""
+
+
 class PolicyFileError(ValueError):
     """A file that is not a policy, or whose weights do not fit its config; one line with the remedy."""
 
@@ -134,7 +138,7 @@ def from_run(client: Redis, run: str, version: int) -> LoadedPolicy:
 
     Raises:
         UnknownRunError: there is no such run.
-        StoreError: the version is not there (never published, or pruned).
+        NoWeightsError: the version is not there.
     """
     arrays = weights.decode_weights(_blob(client, run, version))
     config, spaces = runs.config(client, run), runs.spaces(client, run)
@@ -146,7 +150,7 @@ def save(client: Redis, run: str, version: int, path: Path) -> None:
 
     Raises:
         UnknownRunError: there is no such run.
-        StoreError: the version is not there (never published, or pruned).
+        NoWeightsError: the version is not there.
     """
     metadata = {
         "format": FORMAT,
@@ -163,7 +167,7 @@ def _blob(client: Redis, run: str, version: int) -> bytes:
         kept = sorted(weights.index(client, run).sizes)
         start = f"the newest of {len(kept)} kept are" if len(kept) > 12 else "kept are"
         there = f"{start} {', '.join(map(str, kept[-12:]))}" if kept else "none is published yet"
-        raise StoreError(f"run {run}: no weights of version {version}; {there}")
+        raise NoWeightsError(f"run {run}: no weights of version {version}; {there}")
     return blob
 
 

@@ -163,6 +163,12 @@ class Fragment:
         return cast("np.ndarray", self.terminated | self.truncated)
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of all columns."""
+        columns = (*vars(self).values(), *self.extras.values())
+        return sum(getattr(column, "nbytes", 0) for column in columns)
+
+    @property
     def num_steps(self) -> int:
         """T, without the context."""
         return len(self.reward) - self.context

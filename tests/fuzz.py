@@ -399,7 +399,7 @@ def fuzz_entry(draw: Random, place: Place) -> None:
         if draw.random() < 0.9:
             fields[b"h"] = json.dumps({**header, "checksum": checksum}).encode()
     entry = stream.Entry(b"1-1", fields)
-    decoded = reader.decode(entry, "run-1", SPACES, limits=LIMITS, pack=lambda fragment: None)
+    decoded = reader.decode(entry, "run-1", SPACES, limits=LIMITS, pack=lambda fragment: fragment)
     assert decoded.fragment is not None or ("\n" not in decoded.reason and decoded.reason), decoded.reason
     if draw.random() < 0.1:
         codec.decode(fields)

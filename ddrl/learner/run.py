@@ -400,6 +400,7 @@ class _Attempt:
             runs.mirror(self._client, self._run, self._token, self._config)
             local_checkpoints.restore_newer(self._client, self._run, self._token, self._folder)
             self._wire()
+            self._learner.publisher.pinned = self._evaluations.pinned
             self._learner.restore()
             self._is_restored = True
             self._check_memory()

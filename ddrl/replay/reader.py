@@ -111,7 +111,8 @@ def decode(
         run: whose it must be.
         spaces: of the run's environment.
         limits: of its fragments.
-        pack: prepares admission as far as any thread can; a ValueError becomes the reason.
+        pack: prepares admission as far as any thread can, and returns what has `num_bytes`; a ValueError becomes the
+            reason.
         ranks: this one and the number of those that learn together; another rank's entry is not decoded.
         counts_all: it is decoded, to be counted.
     """
@@ -137,8 +138,6 @@ def decode(
         packed = pack(fragment)
     except ValueError as error:  # CodecError is one
         return replace(read, reason=str(error), head=entry.fields.get(b"h", b"")[:1024])
-    columns = [*vars(fragment).values(), *fragment.extras.values()]
-    num_bytes = sum(column.nbytes for column in columns if isinstance(column, np.ndarray))
     of_fragment = read.producer, fragment.policy_version, fragment.num_transitions
     episodes = (
         fragment.episode_return.tolist(),
@@ -147,7 +146,7 @@ def decode(
     played = Played(read.rank, *of_fragment, *episodes)
     if read.rank != rank:
         return replace(read, played=played)
-    memory_bytes = _ENTRY_BYTES + num_bytes
+    memory_bytes = _ENTRY_BYTES + packed.num_bytes
     return replace(read, memory_bytes=memory_bytes, fragment=fragment, played=played, packed=packed)
 
 

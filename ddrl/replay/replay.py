@@ -47,6 +47,13 @@ class Packed:
     cut: Cut
     rows: PackedRows
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes, those of the fragment included; episodes of one step make many items."""
+        columns = (*self.cut.items.values(), *self.cut.steps.values())
+        chunks = sum(map(len, self.rows.chunks))
+        return self.fragment.num_bytes + sum(column.nbytes for column in columns) + chunks
+
 
 @dataclass(frozen=True)
 class _Planned:

@@ -355,7 +355,7 @@ class CompressedRows:
         """As `DenseRows.pack`; 12 to 25 us a frame of Atari's, most of it without the interpreter's lock."""
         observation = block.observation
         num_rows, num_envs = block.row.shape
-        chunk, offset = np.empty(len(observation), np.int32), np.empty(len(observation), np.uint8)
+        chunk, offset = np.empty(len(observation), np.int64), np.empty(len(observation), np.uint8)
         pieces = np.array_split(np.arange(num_rows), max(1, round(num_rows / _CHUNK_ROWS)))
         runs = [block.row[piece, lane] for lane in range(num_envs) for piece in pieces]
         runs += [np.array([row]) for row in range(block.row.size, len(observation))]
@@ -375,7 +375,7 @@ class CompressedRows:
         self._next_chunk += len(packed.chunks)
         self._chunks.update(zip(range(first, self._next_chunk), packed.chunks, strict=True))
         self._chunk_bytes += sum(map(len, packed.chunks))
-        return self.ring.append(**{**packed.columns, "chunk": packed.columns["chunk"] + np.int32(first)})
+        return self.ring.append(**{**packed.columns, "chunk": packed.columns["chunk"] + first})
 
     def drop(self, num_rows: int) -> None:
         """As `DenseRows.drop`."""

@@ -192,9 +192,7 @@ def follow_parent(signum: signal.Signals) -> None:
 # --- the processes of runs ---------------------------------------------------------------------------
 
 
-def start(
-    client: Redis, processes: Processes, runs: Sequence[str], workers: int, with_learner: bool
-) -> None:
+def start(client: Redis, processes: Processes, runs: Sequence[str], workers: int, with_learner: bool) -> None:
     """Start workers that the runs share, and the learners of each run."""
     if workers:
         processes.start_workers(workers)

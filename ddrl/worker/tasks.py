@@ -169,7 +169,8 @@ def play_evaluation(client: Redis, run: str, message: str, *, node: str = "-") -
     """Play an open evaluation and store its result; return False if there is nothing to do, or a command's fails.
 
     Where the worker, named `node`, leaves, the evaluation is sent again for another one.
-    The reason of a failure is noted with the evaluation. An error in one of the run's own is also raised.
+    The reason of a failure is noted with the evaluation. An error in one of the run's own is also raised, unless only
+    its weights are gone.
     """
     player = secrets.token_hex(8)
     beat_at = time.monotonic() + BEAT_S
@@ -209,7 +210,7 @@ def play_evaluation(client: Redis, run: str, message: str, *, node: str = "-") -
         raise
     except Exception as error:
         evaluations.fail(client, run, message, f"{type(error).__name__}: {' '.join(str(error).split())}")
-        if evaluations.is_of_run(message):
+        if evaluations.is_of_run(message) and not isinstance(error, policy.NoWeightsError):
             raise
         time.sleep(PAUSE_S)  # other workers may do better with what is left
         return False

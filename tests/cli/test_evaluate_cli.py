@@ -325,6 +325,19 @@ def test_evaluations_of_a_run_that_cannot_be_played_here_cost_one_pause(
     tasks.kept().refused.clear()
 
 
+def test_an_evaluation_whose_weights_are_gone_keeps_nobody_from_playing_the_run(
+    client: Redis, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tasks, "PAUSE_S", 0.0)
+    sent: list[str] = []
+    waiting = evaluations.OpenEvaluations(
+        client, run, send=sent.append, timeout_s=60, token=take(client, run)
+    )
+    waiting.open([evaluations.Evaluation(version=9, first_seed=1, num_episodes=2, purpose="watch")])
+    assert not tasks.evaluate(run, sent[0])
+    assert not segments.refusals(client, run) and run not in tasks.kept().refused
+
+
 @pytest.fixture
 def spot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     """A file that holds a policy for an environment of images."""

@@ -269,6 +269,20 @@ def test_a_learner_that_starts_on_a_full_server_says_so_once_and_waits(run, lear
     assert run.state.version >= 0 and learning.thread.is_alive()
 
 
+def test_a_new_learner_keeps_the_weights_of_open_evaluations(server, learn) -> None:
+    """Nobody plays them while versions go on."""
+    run = Run(server, endless_config(weights={"keep_last": 2}, learner={"publish_every_s": 0.05}))
+    with playing(run.url, run.id):
+        first = learn(run)
+        until(lambda: evaluations.opened(run.client, run.id), SLOW_S)
+        (opened,) = evaluations.opened(run.client, run.id).values()
+        until(lambda: run.state.version > opened.version + 4, SLOW_S)
+        first.end()
+        learn(run)
+        learns(run, 2)
+    assert opened.version in run.index.sizes and opened.id in evaluations.opened(run.client, run.id)
+
+
 def test_a_run_that_fails_leaves_its_folder(run, learn, monkeypatch, tmp_path: Path) -> None:
     def fail(_: Learner) -> None:
         raise ValueError("bad luck")

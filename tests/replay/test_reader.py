@@ -7,6 +7,7 @@ import functools
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ RUN = "reader"
 SPACES = EnvSpec("test", (4,), "float32", "discrete", (), (6,))
 MIB = 1024**2
 LIMITS = FragmentLimits(num_steps=8, num_envs=3, context=2)
-DECODE = functools.partial(decode, run=RUN, spaces=SPACES, limits=LIMITS, pack=lambda made: None)
+DECODE = functools.partial(decode, run=RUN, spaces=SPACES, limits=LIMITS, pack=lambda made: made)
 
 
 def fragment(
@@ -94,6 +95,11 @@ def test_a_fragment_outside_the_run_is_refused(made: Fragment, reason: str) -> N
     """The replay relies on this check and makes none of its own."""
     found = decoded(made, pack=lambda made: pytest.fail("packed"))
     assert found.fragment is None and found.reason.startswith(reason) and found.memory_bytes < 4096
+
+
+def test_what_packing_makes_of_a_fragment_counts_as_memory() -> None:
+    """Episodes of one step make many items of few bytes."""
+    assert decoded(FRAGMENT, pack=lambda made: SimpleNamespace(num_bytes=10**6)).memory_bytes > 10**6
 
 
 def test_who_sent_a_fragment_is_what_its_append_wrote() -> None:
@@ -211,7 +217,9 @@ def test_decoding_ahead_is_bounded_whatever_size_entries_claim(
     found: list[int] = []
     ahead: list[int] = []  # entries decoded and not taken, after each
     spaces = replace(SPACES, observation_shape=(128, 1024), observation_dtype="uint8")
-    with reading(client, spaces=spaces, pack=lambda one: ahead.append(one.seq + 1 - len(found))) as reader:
+    with reading(
+        client, spaces=spaces, pack=lambda one: ahead.append(one.seq + 1 - len(found)) or one
+    ) as reader:
         until(lambda: len(ahead) == 3)  # 1 MiB and a little each: the third passes the bound
         assert not threading.Event().wait(0.1) and len(ahead) == 3
         until(lambda: found.extend(seqs(reader.take(0.0))) or len(found) == 12)
@@ -265,7 +273,7 @@ def test_an_entry_counts_until_it_is_admitted(client: Redis, monkeypatch: pytest
 def test_a_take_ends_in_time_and_gives_one_at_least(client: Redis) -> None:
     append(client, *map(fragment, range(6)))
     packed: list[int] = []
-    with reading(client, pack=lambda one: packed.append(one.seq)) as reader:
+    with reading(client, pack=lambda one: packed.append(one.seq) or one) as reader:
         until(lambda: len(packed) == 6)  # of which five are surely there to take
         assert seqs(reader.take(0.0)) == [0]
         assert seqs(reader.take(60.0))[:4] == [1, 2, 3, 4]
@@ -275,19 +283,23 @@ def test_a_take_ends_in_time_and_gives_one_at_least(client: Redis) -> None:
 def test_fragments_are_packed_in_the_readers_thread_and_a_value_error_refuses_them(client: Redis) -> None:
     threads: list[str] = []
 
-    def pack(made: Fragment) -> int:
+    def pack(made: Fragment) -> Fragment:
         threads.append(threading.current_thread().name)
         if made.seq == 1:
             raise ValueError("odd")
-        return 10 * made.seq
+        return replace(made, seq=10 * made.seq)
 
     append(client, *map(fragment, range(3)))
     found: list[Decoded] = []
     with reading(client, pack=pack) as reader:
         until(lambda: found.extend(reader.take(60.0)) or len(found) == 3)
     assert threads == ["reader"] * 3
-    assert [(one.packed, one.reason) for one in found] == [(0, ""), (None, "odd"), (20, "")]
-    assert found[1].fragment is None and found[1].head.startswith(b"{")
+    assert [one.packed and one.packed.seq for one in found] == [0, None, 20]
+    assert (
+        [one.reason for one in found] == ["", "odd", ""]
+        and found[1].fragment is None
+        and found[1].head.startswith(b"{")
+    )
 
 
 def test_a_range_is_decoded_once_from_first_to_last(client: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,9 +310,10 @@ def test_a_range_is_decoded_once_from_first_to_last(client: Redis, monkeypatch: 
 
 
 def test_the_error_that_ended_the_reader_is_raised_after_all_before_it(client: Redis) -> None:
-    def fail(made: Fragment) -> None:
+    def fail(made: Fragment) -> Fragment:
         if made.seq == 1:
             raise KeyError("broken")
+        return made
 
     append(client, *map(fragment, range(3)))
     with reading(client, pack=fail) as reader:

@@ -173,6 +173,13 @@ def make_player(seed: int = 0, **options: Any) -> Player:
     return Player(seed, **{"shape": SHAPE, "values": True} | options)
 
 
+def test_each_sequence_counts_with_its_recurrent_state() -> None:
+    player = make_player(end_probability=1.0, num_envs=4)
+    fragment = player.fragment(20)
+    packed = make(player, capacity=1_000).pack(fragment)
+    assert packed.num_bytes >= fragment.num_bytes + 4 * 20 * 4 * STATE_SIZE  # an episode has one step
+
+
 def assert_sequences(found: Sequences, twin: list[SlowSequence]) -> None:
     """Every field of every sequence, exactly, and of the dtype that `Sequences` promises."""
     assert found.number is None and found.weight is None

@@ -179,6 +179,14 @@ def test_stacks_of_every_block_held_can_be_read(
         rows.check_valid()
 
 
+def test_chunks_are_numbered_beyond_what_32_bits_hold() -> None:
+    player, rows = Player(3, frame_stack=4, **IMAGE), CompressedRows(frame_stack=4)
+    rows._first_chunk = rows._next_chunk = 2**31 - 1
+    for _ in range(3):
+        rows.append(rows.pack(played(player, 15)))
+    rows.check_valid()
+
+
 def test_a_chunk_is_decompressed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, made = stored(CompressedRows, Player(3, frame_stack=4, **IMAGE), 15)
     calls, real = [], storage.blosc2.decompress2
