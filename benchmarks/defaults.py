@@ -66,7 +66,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "layer norm, 3 steps, mixed, quick": LAYER_NORM | STEPS | MIXED | QUICK,  # the defaults
     "layer norm, 3 steps, mixed, quick, entropy": LAYER_NORM | STEPS | MIXED | QUICK | ENTROPY,
     "layer norm, 3 steps, mixed, entropy": LAYER_NORM | STEPS | MIXED | ENTROPY,
-    "layer norm, 8 steps, mixed, quick, entropy": LAYER_NORM | {"algorithm.n_step": 8} | MIXED | QUICK | ENTROPY,
+    "layer norm, 8 steps, mixed, quick, entropy": LAYER_NORM
+    | {"algorithm.n_step": 8}
+    | MIXED
+    | QUICK
+    | ENTROPY,
     "3 steps, mixed, entropy": STEPS | MIXED | ENTROPY,
 }
 LOAD_UPDATES, POINTS, EPISODES, FINAL_EPISODES = 250, 10, 10, 20

@@ -6,6 +6,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
@@ -13,9 +14,11 @@ import typer
 from ddrl.cli import hints
 from ddrl.cli.format import counted, duration, percent, picked, size
 from ddrl.cli.output import Client, InputError, Json, emit, say, server, table
+from ddrl.cli.view import LEARNER, learner_row
 from ddrl.cli.watcher import Figures, entitled
-from ddrl.store import runs, segments, workers
+from ddrl.store import learners, runs, segments, workers
 from ddrl.store.connection import StoreError
+from ddrl.store.learners import Member
 
 REFRESH_S = 1.0
 _WORKER_FIELDS = ("node", "host", "pid", "processes", "queues", "capabilities", "versions", "draining")
@@ -66,6 +69,7 @@ def collect(client: Client) -> dict[str, Any]:
             "playing": nodes.total(),
             "waiting_messages": segments.waiting(client, state.queue),
             "process_s": state.process_s,
+            "learners": [asdict(one) for one in learners.by_rank(client, run)] if state.leased else [],
             "note": _note(client, state, load, trouble, **seen, num_playing=nodes.total()),
         }
         report["runs"].append(row)
@@ -134,6 +138,12 @@ def _show(report: Mapping[str, Any]) -> None:
     if rows:
         names = ("run", "priority", "weight", "entitled", "share", "processes", "waiting", "note")
         table(names, rows, left=("run", "priority", "note"), optional=("entitled", "waiting", "processes"))
+        print()
+    learning = [
+        (run["run"], *learner_row(Member(**row))) for run in report["runs"] for row in run["learners"]
+    ]
+    if learning:
+        table(("run", *LEARNER), learning, left=("run", *LEARNER[:4]), optional=("device", "pid"))
         print()
     say(_summary(report))
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from typing import Any
 
 from ddrl.cli.format import counted, duration, number, percent, picked, size
 from ddrl.cli.output import Client, Json, Run, emit, pairs, server_of, table
-from ddrl.cli.view import cells, other_metrics
+from ddrl.cli.view import LEARNER, cells, learner_row, other_metrics
 from ddrl.cli.watcher import Figures, Usage, Watcher, entitled
 from ddrl.store import evaluations, segments, weights
 from ddrl.store.evaluations import INFO
@@ -49,6 +50,7 @@ def _report(client: Client, figures: Figures) -> dict[str, Any]:
         "time_limit_s": config.stop.time,
         "target_return": config.stop.return_,
         "learner": {**picked(state, "leased", "host", "folder"), "handover": state.handover or None},
+        "learners": [asdict(learner) for learner in figures.learners],
         "sharing": {
             **picked(state, "weight", "priority", "process_s"),
             **picked(shares, "share", "played", "allowance_wait", "room_wait"),
@@ -144,6 +146,9 @@ def _show(figures: Figures, report: dict[str, Any]) -> None:
         newest = figures.evaluated[-NUM_EVALUATIONS:]
         rows = [(f"v{row['version']}", *(row.get(name) for name in names)) for row in newest]
         table(header, rows, left=("evaluation", "purpose"))
+    if figures.learners:
+        print()
+        table(LEARNER, [learner_row(one) for one in figures.learners], left=LEARNER[:4])
     if report["workers"]:
         print()
         counts = ("processes", "plays", "evaluates")

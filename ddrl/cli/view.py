@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.panel import Panel
@@ -14,6 +15,7 @@ from ddrl.cli import curve
 from ddrl.cli.format import counted, duration, number, percent, score, size
 from ddrl.cli.watcher import Figures, entitled
 from ddrl.store.evaluations import INFO
+from ddrl.store.learners import Member
 
 COLORS = {"active": "cyan", "solved": "bold green", "failed": "bold red", "paused": "yellow"}
 NOTICES = 2  # number shown, the newest
@@ -52,6 +54,9 @@ def cells(figures: Figures) -> dict[str, str]:
         shown["replay memory"] = size(row.get("replay_bytes", 0))
     shown["stream"] = f"{size(state.live_bytes)} of {size(config.replay.max_bytes)}"
     shown["learner waits"] = percent(row.get("learner_wait"))
+    if (wanted := config.learner.num_learners) > 1:
+        num_learning = sum(learner.rank >= 0 for learner in figures.learners)
+        shown["learners"] = f"{num_learning} of {wanted}"
     num_processes = sum(worker.num_players for worker in figures.serving)
     processes = counted(num_processes, "process", "es")
     if figures.num_playing < num_processes and not state.ended:
@@ -62,6 +67,16 @@ def cells(figures: Figures) -> dict[str, str]:
     if (waited_s := row.get("server_wait_s", 0.0)) >= MIN_SERVER_WAIT_S:  # since the previous row
         shown["server waits"] = f"{waited_s:.1f} s"
     return shown
+
+
+LEARNER = ("learner", "host", "pid", "device", "updates/s", "waits for others")
+
+
+def learner_row(learner: Member) -> tuple[Any, ...]:
+    """Return the cells of a table below LEARNER."""
+    rank = "waits" if learner.rank < 0 else f"rank {learner.rank}"
+    figures = (f"{learner.updates_per_s:.0f}", percent(learner.waiting)) if learner.rank >= 0 else ("-", "-")
+    return (rank, learner.host, str(learner.pid), learner.device, *figures)
 
 
 def other_metrics(figures: Figures) -> dict[str, str]:

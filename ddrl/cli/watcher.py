@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from ddrl.cli import hints
 from ddrl.cli.output import Client
 from ddrl.config import RunConfig
-from ddrl.store import evaluations, metrics, runs, segments, stream, workers
+from ddrl.store import evaluations, learners, metrics, runs, segments, stream, workers
+from ddrl.store.learners import Member
 
 FLEET_S = 2.0  # between two polls of workers, other runs and the server, which cost more than the run's state
 WINDOW_S = 60.0  # over which shares and waits are measured
@@ -67,6 +68,7 @@ class Figures:
         evaluated: results of evaluations, oldest first.
         present: all workers.
         loads: all active runs, with this one.
+        learners: that learn it together, by rank, then those that wait; of a run that wants several.
         refusals: host -> reason why it does not play the run.
         num_playing: processes that play it now.
         recent: shares of process time within WINDOW_S.
@@ -83,6 +85,7 @@ class Figures:
     evaluated: list[dict[str, Any]] = field(default_factory=list)
     present: list[workers.Heartbeat] = field(default_factory=list)
     loads: list[segments.RunLoad] = field(default_factory=list)
+    learners: list[Member] = field(default_factory=list)
     refusals: dict[str, str] = field(default_factory=dict)
     num_playing: int = 0
     recent: Shares = field(default_factory=Shares)
@@ -192,6 +195,8 @@ class Watcher:
         client, figures, history = self._client, self._figures, self._history
         figures.present = workers.alive(client)
         figures.loads = segments.active(client)
+        if figures.config.learner.num_learners > 1:
+            figures.learners = learners.by_rank(client, self._run)
         figures.refusals = segments.refusals(client, self._run)
         figures.num_playing = len(segments.playing(client, self._run))
         self._server = hints.server_trouble(client)

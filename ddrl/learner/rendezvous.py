@@ -15,8 +15,10 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from kombu.exceptions import OperationalError
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from ddrl import celery
 from ddrl.algorithms import base
 from ddrl.config import RunConfig, validate
 from ddrl.envs.requirements import machine_versions
@@ -34,10 +36,11 @@ from ddrl.store.learners import Group, Member
 log = logging.getLogger(__name__)
 
 GATHER_S = 10.0  # for the first group of a run, until its learners are there
-AGAIN_S = 1.5  # for a later one: some beats, which a lost learner does not send
+AGAIN_S = 1.0  # for a later one: some beats, which a lost learner does not send
 STORE_S = 10.0  # to reach the leader
 READY_S = 600.0  # to restore a replay
 POLL_S = 0.05
+SHOW_S = 5.0  # between two events for Flower
 
 
 class Announcer:
@@ -68,6 +71,7 @@ class Announcer:
         )
         self._before = time.monotonic(), 0, 0.0
         self._num_calls, self._moved_at = 0, 0.0
+        self._show_at = 0.0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._announce, name="announcer", daemon=True)
 
@@ -85,10 +89,25 @@ class Announcer:
                 self._measure(self.core)
                 with contextlib.suppress(StoreError, *connection.OUTAGES):
                     learners.announce(client, self._run, self.id, self.member)
+                if time.monotonic() >= self._show_at:
+                    self._show_at = time.monotonic() + SHOW_S
+                    self._show(self.core)
                 if self._stop.wait(learners.BEAT_S):
                     break
             with contextlib.suppress(StoreError, *connection.OUTAGES):
                 learners.leave(client, self._run, self.id)
+
+    def _show(self, core: Core | None) -> None:
+        """Let Flower show this learner as a worker: active are its updates a second, processed its updates."""
+        member = self.member
+        outages = OSError, OperationalError, *connection.OUTAGES
+        figures = {
+            "active": round(member.updates_per_s),
+            "processed": core.algorithm.num_updates if core else 0,
+        }
+        name = f"{self._run}-rank{member.rank if core else '-'}@{member.host}"
+        with contextlib.suppress(*outages), celery.app.events.default_dispatcher(hostname=name) as events:
+            events.send("worker-heartbeat", freq=SHOW_S, sw_ident="ddrl", loadavg=os.getloadavg(), **figures)
 
     def _measure(self, core: Core | None) -> None:
         """Set the figures to announce; end the process if a follower hangs, which no thread can end."""
@@ -98,7 +117,7 @@ class Announcer:
             self._moved_at = now
             return
         since, num_before, waited_before = self._before
-        num, waited = core.num_batches, core.ranks.waited_s
+        num, waited = core.algorithm.num_updates, core.ranks.waited_s
         seconds, self._before = max(now - since, 1e-3), (now, num, waited)
         rate, waiting = max(num - num_before, 0) / seconds, max(waited - waited_before, 0.0) / seconds
         self.member = replace(

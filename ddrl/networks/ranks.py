@@ -59,7 +59,7 @@ class Ranks:
         try:
             self._group = gloo(store, self.rank, self.size, options)
         except RuntimeError as error:
-            raise RankLostError(f"the ranks do not find each other ({_first_line(error)})") from None
+            raise RankLostError(f"the learners do not find each other: {_reason(error)}") from None
 
     def leave(self) -> None:
         """Close the connections; the other ranks lose this one."""
@@ -163,13 +163,16 @@ class Ranks:
                 raise RankLostError("this rank has left its group")
             getattr(self._group, name)(*arguments).wait()
         except RuntimeError as error:
-            raise RankLostError(f"another rank does not answer ({_first_line(error)})") from None
+            raise RankLostError(f"a learner of the group is lost: {_reason(error)}") from None
         finally:
             self.waited_s += time.monotonic() - started
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0][:200]
+def _reason(error: Exception) -> str:
+    """Return what torch says of a group that is at its end, in short."""
+    text = str(error).partition("\n")[0]
+    is_closed = "closed" in text.lower() or "reset" in text.lower()
+    return "it has ended" if is_closed else text[:200]
 
 
 ALONE = Ranks()

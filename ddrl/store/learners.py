@@ -93,6 +93,11 @@ def alive(client: Redis, run: str, *, since_s: float = 0.0) -> dict[str, Member]
     return found
 
 
+def by_rank(client: Redis, run: str) -> list[Member]:
+    """Return the learners of a run, those that learn together first."""
+    return sorted(alive(client, run).values(), key=lambda one: (one.rank < 0, one.rank, one.host, one.pid))
+
+
 def form(client: Redis, run: str, group: Group) -> float:
     """Name the learners that learn together; return the server's time."""
     client.set(keys.group(run), json.dumps(asdict(group)))
