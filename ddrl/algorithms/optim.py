@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,38 +26,34 @@ _Adam, _RMSprop = _eager(torch.optim.Adam), _eager(torch.optim.RMSprop)
 def adam(
     parameter: Tensor, *, learning_rate: float, eps: float = 1e-8, weight_decay: float = 0.0
 ) -> torch.optim.Adam:
-    """Return Adam for one tensor with its state allocated: torch does so at the first step, too late to restore."""
-    optimizer = _Adam(
-        [parameter],
-        lr=learning_rate,
-        eps=eps,
-        weight_decay=weight_decay,
-        fused=True,
-        capturable=parameter.is_cuda,
-    )
-    _allocate(optimizer, parameter, "exp_avg", "exp_avg_sq")
-    return optimizer
+    """Return Adam for one tensor; see `_with_state`."""
+    options = {"lr": learning_rate, "eps": eps, "weight_decay": weight_decay, "fused": True}
+    return _with_state(_Adam, parameter, ("exp_avg", "exp_avg_sq"), options)
 
 
 def rmsprop(
     parameter: Tensor, *, learning_rate: float, eps: float, decay: float, weight_decay: float = 0.0
 ) -> torch.optim.RMSprop:
-    """Return RMSProp for one tensor with its state allocated."""
-    optimizer = _RMSprop(
-        [parameter],
-        lr=learning_rate,
-        eps=eps,
-        alpha=decay,
-        weight_decay=weight_decay,
-        capturable=parameter.is_cuda,
-    )
-    _allocate(optimizer, parameter, "square_avg")
+    """Return RMSProp for one tensor; see `_with_state`."""
+    options = {"lr": learning_rate, "eps": eps, "alpha": decay, "weight_decay": weight_decay}
+    return _with_state(_RMSprop, parameter, ("square_avg",), options)
+
+
+def _with_state(
+    kind: Callable[..., T], parameter: Tensor, moments: Sequence[str], options: Mapping[str, Any]
+) -> T:
+    """Return an optimizer of one tensor with its state allocated: torch does so at the first step, too late to restore.
+
+    Args:
+        kind: of optimizer.
+        parameter: the tensor.
+        moments: names of the tensors of its shape in the state, zeros at first.
+        options: of the optimizer.
+    """
+    optimizer = kind([parameter], capturable=parameter.is_cuda, **options)
+    zeros = {name: torch.zeros_like(parameter.detach()) for name in moments}
+    optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **zeros}
     return optimizer
-
-
-def _allocate(optimizer: torch.optim.Optimizer, parameter: Tensor, *names: str) -> None:
-    moments = {name: torch.zeros_like(parameter.detach()) for name in names}
-    optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
 
 
 def set_options(*optimizers: torch.optim.Optimizer, **options: float) -> None:
