@@ -26,12 +26,7 @@ class RecurrentCore(nn.Module):
     """
 
     def __init__(
-        self,
-        kind: Literal["lstm", "gru"],
-        num_inputs: int,
-        size: int,
-        *,
-        generator: Generator | None = None,
+        self, kind: Literal["lstm", "gru"], num_inputs: int, size: int, *, generator: Generator | None = None
     ) -> None:
         super().__init__()
         layer = nn.LSTM if kind == "lstm" else nn.GRU

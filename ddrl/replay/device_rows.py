@@ -10,15 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from ddrl.networks.device import send
-from ddrl.replay.storage import (
-    Block,
-    PackedRows,
-    Ring,
-    as_input,
-    check_back,
-    stacked_slots,
-    with_back,
-)
+from ddrl.replay.storage import Block, PackedRows, Ring, as_input, check_back, stacked_slots, with_back
 
 
 class DeviceRows:
