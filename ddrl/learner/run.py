@@ -285,9 +285,8 @@ class _Claim:
         """
         try:
             now = runs.state(self.client, self.run)
-            if (
-                not self._was_found and not now.ended
-            ):  # before the lease: another machine may have what it needs
+            # Before the lease: another machine may have what it needs.
+            if not self._was_found and not now.ended:
                 config = runs.config(self.client, self.run)
                 choose_device(config.learner.device)
                 requirements.check_learner(config)

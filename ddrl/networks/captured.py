@@ -123,8 +123,7 @@ class Captured:
         graph = torch.cuda.CUDAGraph()
         for generator in self._generators:
             graph.register_generator_state(generator)
-        with torch.cuda.graph(
-            graph, capture_error_mode="thread_local"
-        ):  # other threads read metrics meanwhile
+        # Other threads read metrics meanwhile.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             results = self._function(kind(**own), **dict(zip(names, numbers, strict=True)), **flags)
         return _Graph(graph, list(own.values()), numbers, results)

@@ -48,9 +48,8 @@ class Hindsight:
         step = np.arange(len(fragment.reward))[:, None]  # [T, 1]
         is_last = fragment.ended.copy()
         is_last[-1] = True
-        last = np.minimum.accumulate(np.where(is_last, step, step[-1])[::-1], axis=0)[
-            ::-1
-        ]  # of each one's episode
+        # Of each step's episode.
+        last = np.minimum.accumulate(np.where(is_last, step, step[-1])[::-1], axis=0)[::-1]
         last = last - np.take_along_axis(fragment.terminated, last, axis=0)
         time, lane = (np.tile(index, self.num) for index in np.nonzero(~fragment.terminated))  # [K * M]
         random = np.random.default_rng((fragment.producer, fragment.incarnation, fragment.seq))

@@ -860,9 +860,8 @@ def _confirmed(client: redis.Redis, durability: Durability, *command: Any) -> An
     if count < needed:
         client.connection_pool.disconnect(inuse_connections=False)  # see `_Primary`
         raise NotConfirmedError(f"{count} of {needed} {holders} hold what was written")
-    if any(
-        _online(info) != followers for info in infos
-    ):  # one that came may have confirmed for one that left
+    # A replica that came may have confirmed for one that left.
+    if any(_online(info) != followers for info in infos):
         raise NotConfirmedError("the primary's replicas have changed meanwhile")
     return reply
 
