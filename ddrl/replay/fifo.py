@@ -392,12 +392,8 @@ def _sequences(chain: Sequence[Fragment], start: NDArray[np.int64], num_lanes: i
     state = np.zeros((len(starts), chain[0].extras["memory"].shape[1]), np.float32)
     for at, memory in states.items():
         state[first == at] = memory
-    place = start + np.arange(step)[:, None] * num_lanes  # [T, N]
-    return {
-        "place": place.T.reshape(-1),
-        "length": np.diff(starts, append=place.size),
-        "recurrent_state": state,
-    }
+    place = (start + np.arange(step)[:, None] * num_lanes).T.reshape(-1)  # lane after lane
+    return {"place": place, "length": np.diff(starts, append=len(place)), "recurrent_state": state}
 
 
 def first_steps(fragment: Fragment) -> NDArray[np.int32]:
