@@ -295,11 +295,9 @@ class SequenceItems:
 
         place = np.arange(num_rows)[:, None]
         in_use = burn_in + length - terminated  # [B] the last row in use, counted from the first
-        offset = np.where(
-            place < warm,
-            np.minimum(place, np.maximum(burn_in - 1, 0)),
-            np.minimum(place - warm + burn_in, in_use),
-        )  # [U+L+1, B]
+        warming = np.minimum(place, np.maximum(burn_in - 1, 0))
+        training = np.minimum(place - warm + burn_in, in_use)
+        offset = np.where(place < warm, warming, training)  # [U+L+1, B]
         is_after = offset == burn_in + length  # the row behind the last step, which is no step itself
         step = steps.slots(first + offset - is_after)
         row = np.where(is_after, items["next_row"], steps.columns["row"].take(step))
