@@ -89,11 +89,8 @@ class Captured:
         columns = {name: value for name, value in vars(batch).items() if value is not None}
         if any(value.device.type == "cpu" for value in columns.values()):
             return self._function(batch, **numbers, **flags)
-        key = (
-            *numbers,
-            *flags.values(),
-            *((name, value.shape, value.dtype) for name, value in columns.items()),
-        )
+        kinds = ((name, value.shape, value.dtype) for name, value in columns.items())
+        key = (*numbers, *flags.values(), *kinds)
         graph = self._graphs.get(key)
         if graph is None:
             self._calls[key] += 1
