@@ -73,9 +73,7 @@ class Config(QNetworkConfig, Prioritized):
         check_temperature(self)
         if self.network == "mlp":
             self.refuse_changed("on mlp, which has no convolutions", "norm")
-        elif ":" in self.network:
-            when = f"on {self.network}, which one linear layer follows"
-            self.refuse_changed(when, "hidden_sizes", "activation")
+        self.refuse_unused_layers()
         if self.num_critics == 1:
             self.refuse_changed("with num_critics=1", "average_critics")
         return self

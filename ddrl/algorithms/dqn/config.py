@@ -73,11 +73,7 @@ class Config(Options):
             self.refuse_changed("with loss=mse", "huber_delta")
         if not self.noisy:
             self.refuse_changed("without noisy=true", "noise_scale")
-        if self.dueling or self.noisy:
-            self.refuse_unused_layers()
-        elif ":" in self.network:
-            when = f"on {self.network}, which one linear layer follows"
-            self.refuse_changed(when, "hidden_sizes", "activation")
+        self.refuse_unused_layers()
         return self
 
     @property

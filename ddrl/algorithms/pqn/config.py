@@ -50,9 +50,5 @@ class Config(GreedyConfig):
             raise ValueError(
                 f"minibatch_size={self.minibatch_size}: is larger than batch_size; use at most {self.batch_size}"
             )
-        if self.dueling:
-            self.refuse_unused_layers()
-        elif ":" in self.network:
-            when = f"on {self.network}, which one linear layer follows"
-            self.refuse_changed(when, "hidden_sizes", "activation")
+        self.refuse_unused_layers()
         return self

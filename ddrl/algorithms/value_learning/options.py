@@ -74,6 +74,29 @@ class QNetworkConfig(NetworkConfig):
         if self.network != "mlp":
             self.make_network(spec)
 
+    @property
+    def _has_head_layer(self) -> bool:
+        """The last of the dense layers is the head's, not the trunk's."""
+        return any(getattr(self, name, False) for name in ("dueling", "noisy", "recurrent_state_size"))
+
+    def refuse_unused_layers(self) -> None:
+        """Refuse dense layers other than the head's for a custom network, which has its own.
+
+        Raises:
+            ValueError: more than the head's width is set, or without a layer of the head anything.
+        """
+        if ":" not in self.network:
+            return
+        sizes = self.hidden_sizes
+        if not self._has_head_layer:
+            when = f"on {self.network}, which one linear layer follows"
+            self.refuse_changed(when, "hidden_sizes", "activation")
+        elif len(sizes) > 1 and sizes != type(self).model_fields["hidden_sizes"].default:
+            raise ValueError(
+                f"hidden_sizes={sizes}: only the last one is used on {self.network}, which has its own layers before "
+                f"it; set {sizes[-1:]}"
+            )
+
 
 class GreedyConfig(QNetworkConfig):
     """Options of every learner whose policy takes the action of largest value, or sometimes a random one."""
@@ -124,27 +147,12 @@ class GreedyConfig(QNetworkConfig):
             self.refuse_changed(f"with optimizer={self.optimizer}", "adam_eps")
         if self.network == "mlp" and self.norm in ("group", "batch"):
             self.refuse_changed("on mlp, which has no convolutions", "norm")
-        has_layer = self.dueling or getattr(self, "noisy", False) or self.recurrent_state_size > 0
-        if self.norm == "layer" and self.network == "mlp" and len(self.hidden_sizes) == has_layer:
+        if self.norm == "layer" and self.network == "mlp" and len(self.hidden_sizes) == self._has_head_layer:
             raise ValueError(
                 f"norm=layer: hidden_sizes={self.hidden_sizes} is the head's layer, which has none; add another width, "
                 "or set norm to none"
             )
         return self
-
-    def refuse_unused_layers(self) -> None:
-        """Refuse dense layers before the head's for a custom network, which has its own.
-
-        Raises:
-            ValueError: more than one width is set.
-        """
-        sizes = self.hidden_sizes
-        is_default = sizes == type(self).model_fields["hidden_sizes"].default
-        if ":" in self.network and len(sizes) > 1 and not is_default:
-            raise ValueError(
-                f"hidden_sizes={sizes}: only the last one is used on {self.network}, which has its own layers before "
-                f"it; set {sizes[-1:]}"
-            )
 
     @property
     def reports_values(self) -> bool:
