@@ -192,28 +192,22 @@ class OpenEvaluations:
         run: its id.
         send: sends a task, given its argument.
         timeout_s: seconds without a confirmation after which an evaluation is lost; assignable.
-        token: fencing token of the run's learner; None: the evaluations are those of a command.
+        token: fencing token of the run's learner; 0: the evaluations are those of a command.
 
     Attributes:
         given_up: reasons of the evaluations that were closed without a result, by id; the caller may clear it.
     """
 
     def __init__(
-        self,
-        client: Redis,
-        run: str,
-        *,
-        send: Callable[[str], None],
-        timeout_s: float,
-        token: int | None = None,
+        self, client: Redis, run: str, *, send: Callable[[str], None], timeout_s: float, token: int = 0
     ) -> None:
         self._client, self._run, self._send, self.timeout_s = client, run, send, timeout_s
-        self._requester = secrets.token_hex(8) if token is None else ""
+        self._token = token  # the fence lets 0 pass
+        self._requester = "" if token else secrets.token_hex(8)
         self._hashes = _hashes(run, self._requester)
         self._script_keys = [keys.state(run), *self._hashes]
         self._results_key = keys.evaluations(run, self._requester)
-        self._token = token or 0  # the fence lets 0 pass
-        self._cursor, self._returns_all = b"0-0", token is not None
+        self._cursor, self._returns_all = b"0-0", bool(token)
         self.given_up: dict[str, str] = {}
         self._pending: dict[str, _Pending] = {}
 

@@ -23,7 +23,7 @@ WANTED = [
 class Waiting(OpenEvaluations):
     """Open evaluations whose messages are kept in `sent`; none can be sent while `is_cut_off`."""
 
-    def __init__(self, client: Redis, run: str, *, token: int | None = None, timeout_s: float = 60.0) -> None:
+    def __init__(self, client: Redis, run: str, *, token: int = 0, timeout_s: float = 60.0) -> None:
         self.client, self.run, self.is_cut_off = client, run, False
         self.sent: list[str] = []
         super().__init__(client, run, send=self.send, timeout_s=timeout_s, token=token)

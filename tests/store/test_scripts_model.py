@@ -1102,7 +1102,7 @@ class Scripts(RuleBasedStateMachine):
         version = run.latest if run and run.latest in run.blobs and is_kept else 10**6
         return Evaluation(version=version, first_seed=seed, num_episodes=2, purpose="watch")
 
-    def opens(self, name: str, token: int | None, timeout_s: float = 1e6) -> OpenEvaluations:
+    def opens(self, name: str, token: int, timeout_s: float = 1e6) -> OpenEvaluations:
         return OpenEvaluations(self.client, name, send=lambda _: None, timeout_s=timeout_s, token=token)
 
     @step(number=RUN, age=AGE, seed=FEW, is_kept=st.booleans(), is_stored=st.booleans())
