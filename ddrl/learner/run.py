@@ -12,11 +12,11 @@ import logging
 import os
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import torch
@@ -65,9 +65,9 @@ class _WentBackError(Exception):
     """An update left values that are not finite; the next attempt starts from the newest checkpoint."""
 
 
-def handle_signals() -> threading.Event:
+def handle_signals() -> Event:
     """Return an event that SIGTERM and SIGINT set; a second signal ends the process at once."""
-    stop = threading.Event()
+    stop = Event()
 
     def handle(signum: int, _: object) -> None:
         if stop.is_set():
@@ -79,7 +79,7 @@ def handle_signals() -> threading.Event:
     return stop
 
 
-def serve(client: Redis, folder: Path, stop: threading.Event, *, retention: Retention | None = None) -> None:
+def serve(client: Redis, folder: Path, stop: Event, *, retention: Retention | None = None) -> None:
     """Learn the runs that wait for a learner, one after another, until interrupted.
 
     Args:
@@ -119,13 +119,7 @@ def serve(client: Redis, folder: Path, stop: threading.Event, *, retention: Rete
 
 
 def learn(
-    client: Redis,
-    run: str,
-    folder: Path,
-    stop: threading.Event,
-    *,
-    waits: bool = True,
-    take_over: bool = False,
+    client: Redis, run: str, folder: Path, stop: Event, *, waits: bool = True, take_over: bool = False
 ) -> str | None:
     """Learn one run until it ends, is handed over, or the process must stop; restore it if the server has lost it.
 
@@ -202,12 +196,12 @@ class _Peers:
             self._announcer = self._stack.enter_context(rendezvous.Announcer(self._client, self._run, config))
         return self._announcer
 
-    def follow(self, stop: threading.Event) -> None:
+    def follow(self, stop: Event) -> None:
         """Learn with a group that the leader has formed, if one names this learner."""
         if (announcer := self.announce(runs.config(self._client, self._run))) is not None:
             rendezvous.join(self._client, self._run, announcer, self._seen, stop)
 
-    def form(self, token: int, config: RunConfig, stop: threading.Event) -> rendezvous.Formation | None:
+    def form(self, token: int, config: RunConfig, stop: Event) -> rendezvous.Formation | None:
         """Lead a group of those that are there; None if the run wants one learner."""
         if (announcer := self.announce(config)) is None:
             return None
@@ -253,7 +247,7 @@ class _Claim:
     _lost_at: float = 0.0
     _requested_at: float = 0.0
 
-    def take(self, interrupted: threading.Event) -> int | None:
+    def take(self, interrupted: Event) -> int | None:
         """Return the lease's token; None if others learn the run, it has ended meanwhile, or the process must stop.
 
         Raises:
@@ -340,7 +334,7 @@ class _Attempt:
         token: int,
         folder: Path,
         peers: _Peers,
-        interrupted: threading.Event,
+        interrupted: Event,
         outage: connection.Outage,
     ) -> None:
         self._client, self._run, self._token, self._peers = client, run, token, peers
@@ -473,7 +467,7 @@ class _Attempt:
 
     def _train(self) -> None:
         """Run the training loop here and the service thread beside it, until either ends."""
-        service = threading.Thread(target=self._serve, name="service", daemon=True)
+        service = Thread(target=self._serve, name="service", daemon=True)
         self._round_at = self._signals_at = time.monotonic()
         service.start()
         try:
