@@ -77,13 +77,8 @@ def in_turns(
             )
             for version in (0, 1):  # version 0 plays at random, 1 plays the policy
                 weights.publish(client, run, token, version=version, blob=blob, allowance=10**12, updates=0)
-            dispatcher = Dispatcher(
-                client,
-                run,
-                token,
-                settings.rollout,
-                send=celery.send_rollout,
-            )
+            most, send = settings.rollout.max_crashes, celery.send_rollout
+            dispatcher = Dispatcher(client, run, token, max_crashes=most, send=send)
             play = ["-m", "ddrl", "worker", "--role", "rollout", "--concurrency", "1"]
             ours, bare = [], []
             with child(play, environment, core):

@@ -12,7 +12,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from ddrl.config import RolloutConfig
 from ddrl.store import keys, ledger, runs, segments, stream, workers
 from ddrl.store.connection import Redis, call
 from ddrl.store.runs import RunState
@@ -43,21 +42,15 @@ class Dispatcher:
         client: connection to the server.
         run: its id.
         token: fencing token.
-        rollout: the run's settings of play.
+        max_crashes: processes in a row that may crash without a fragment before the run is paused.
         send: sends one message, given its queue and the time limit of its task in seconds.
     """
 
     def __init__(
-        self,
-        client: Redis,
-        run: str,
-        token: int,
-        rollout: RolloutConfig,
-        *,
-        send: Callable[[str, float], None],
+        self, client: Redis, run: str, token: int, *, max_crashes: int, send: Callable[[str, float], None]
     ) -> None:
         self._client, self._run, self._token = client, run, token
-        self._rollout, self._send = rollout, send
+        self._max_crashes, self._send = max_crashes, send
         self._queue, self._limit_s, self._num_messages = "", 0.0, 0
         self._nodes: frozenset[str] = frozenset()  # workers that serve the queue
         self._survey_at = self._claim_at = 0.0
@@ -175,7 +168,7 @@ class Dispatcher:
 
     def _quarantine(self, state: RunState) -> None:
         """Pause a run whose processes crash instead of playing."""
-        if state.status == "active" and state.crashes >= self._rollout.max_crashes:
+        if state.status == "active" and state.crashes >= self._max_crashes:
             reason = (
                 f"quarantined: {state.crashes} processes ended without a fragment: {state.error}; "
                 f"fix the environment and `ddrl resume {self._run}`"

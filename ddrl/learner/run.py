@@ -434,7 +434,8 @@ class _Attempt:
         )
         self._resources.callback(ranks.leave)
         self._resources.callback(self._learner.close)
-        self._dispatcher = Dispatcher(client, run, token, config.rollout, send=celery.send_rollout)
+        max_crashes, send = config.rollout.max_crashes, celery.send_rollout
+        self._dispatcher = Dispatcher(client, run, token, max_crashes=max_crashes, send=send)
         queue = runs.state(client, run).evaluation_queue
         self._evaluations = EvaluationScheduler(
             client, run, token, config, send=lambda message: celery.send_evaluation(run, message, queue)

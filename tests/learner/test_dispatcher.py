@@ -38,7 +38,8 @@ def dispatcher(client: Redis, run: str) -> Dispatcher:
         client.lpush(keys.queue(queue), json.dumps({"limit_s": limit_s}))
 
     token = want_processes(client, run)
-    return Dispatcher(client, run, token, runs.config(client, run).rollout, send=send)
+    max_crashes = runs.config(client, run).rollout.max_crashes
+    return Dispatcher(client, run, token, max_crashes=max_crashes, send=send)
 
 
 @pytest.mark.parametrize(("processes", "messages"), [(0, 1), (1, 1), (2, 2), (8, 2), (40, 10)])

@@ -63,8 +63,10 @@ def dispatching(server: PrivateServer) -> Iterator[None]:
         while not leaving.wait(0.1):
             for run in runs.active_names(server.client):
                 if run not in dispatchers and (token := Run(server, run=run).token):
-                    rollout = runs.config(server.client, run).rollout
-                    dispatchers[run] = Dispatcher(server.client, run, token, rollout, send=send_rollout)
+                    max_crashes = runs.config(server.client, run).rollout.max_crashes
+                    dispatchers[run] = Dispatcher(
+                        server.client, run, token, max_crashes=max_crashes, send=send_rollout
+                    )
                 if run in dispatchers:
                     dispatchers[run].tick()
 
