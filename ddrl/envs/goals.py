@@ -69,11 +69,9 @@ def find_goals(env: EnvConfig) -> Goals:
         for _ in range(_CHECKED_STEPS):
             observation, given, terminated, truncated, _info = made.step(made.action_space.sample())
             twice = np.stack([observation, observation])
-            computed, expected = (
-                reward(twice[:, achieved], twice[:, desired]),
-                np.array([given] * 2, np.float64),
-            )
-            if not np.allclose(computed, training_reward(env, expected), rtol=1e-3, atol=1e-5):
+            computed = reward(twice[:, achieved], twice[:, desired])
+            expected = training_reward(env, np.array([given] * 2, np.float64))
+            if not np.allclose(computed, expected, rtol=1e-3, atol=1e-5):
                 raise ValueError(
                     f"a step gave the reward {given:g}, compute_reward another; HER needs rewards of goals alone"
                 )
