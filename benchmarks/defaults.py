@@ -148,7 +148,7 @@ def learn(variant: str, task: str, seed: int) -> Row:
     settings = config.validate(tree)
     resolved = base.resolve(settings, spaces)
     learner, policy = resolved.learner(device=device, seed=seed), resolved.policy()
-    replay: Any = make_experience(settings, resolved.config, spaces, on_policy=False)
+    replay: Any = make_experience(settings, resolved.config, spaces)
     identity: dict[str, Any] = {"run": "study", "producer": 1, "incarnation": 1}
     collector = Collector(config=settings, resolved=resolved, random_until_learned=True, **identity)
     if drifting != 0.5:

@@ -62,9 +62,7 @@ def train(task: Task, variant: str, seed: int) -> list[tuple[int, float]]:
         if variant == "plain":
             given.pop("log_temperature", None)
         learner.load_initial_weights(given)
-    held: Any = make_experience(
-        run, resolved.config, spec, on_policy=resolved.on_policy, sequences=resolved.sequences
-    )
+    held: Any = make_experience(run, resolved.config, spec)
     is_random = resolved.can_start_at_random and variant == "scratch"
     identity = {"run": "warm", "producer": 1, "incarnation": seed}
     collector = Collector(**identity, config=run, resolved=resolved, random_until_learned=is_random)  # type: ignore[arg-type]

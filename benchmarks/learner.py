@@ -31,7 +31,7 @@ torch.set_num_threads(settings.learner.num_threads)
 spaces = submit.prepare(settings)
 resolved = base.resolve(settings, spaces)
 algorithm = resolved.learner(device=torch.device("cpu"), seed=1)
-replay = make_experience(settings, resolved.config, spaces, on_policy=False)
+replay = make_experience(settings, resolved.config, spaces)
 collector = Collector(run="r", producer=1, incarnation=1, config=settings, resolved=resolved,
                       random_until_learned=True)
 collector.load(0, {name: value.numpy() for name, value in algorithm.weights().items()})

@@ -132,9 +132,7 @@ def batches_of_a_replay(
     config: RunConfig, resolved: Resolved, algorithm: Any, device: torch.device
 ) -> Iterator[tuple[Any, Any]]:
     """Yield batches of a full replay, each with a function that takes it and its new priorities."""
-    replay: Any = make_experience(
-        config, resolved.config, resolved.spec, on_policy=False, sequences=resolved.sequences, device=device
-    )
+    replay: Any = make_experience(config, resolved.config, resolved.spec, device=device)
     collector = make_collector(config, resolved, algorithm)
     for number in itertools.count():
         replay.admit(replay.pack(collector.collect()), b"%d-0" % number, version=0)
@@ -153,9 +151,7 @@ def batches_of_iterations(
     config: RunConfig, resolved: Resolved, algorithm: Any, device: torch.device
 ) -> Iterator[tuple[Any, Any]]:
     """Yield on-policy batches, the same four again and again."""
-    queue: Any = make_experience(
-        config, resolved.config, resolved.spec, on_policy=True, sequences=resolved.sequences
-    )
+    queue: Any = make_experience(config, resolved.config, resolved.spec)
     collector, batches = make_collector(config, resolved, algorithm), []
     for number in itertools.count():
         queue.admit(queue.pack(collector.collect()), b"%d-0" % number, version=0)

@@ -55,15 +55,7 @@ class Core:
         self.spec, self.on_policy = resolved.spec, resolved.on_policy
         several = ranks if ranks.size > 1 else None
         self.algorithm = resolved.learner(device=device, seed=config.seed, ranks=several)
-        self.replay = make_experience(
-            config,
-            resolved.config,
-            resolved.spec,
-            on_policy=self.on_policy,
-            sequences=resolved.sequences,
-            device=device,
-            ranks=several,
-        )
+        self.replay = make_experience(config, resolved.config, self.spec, device=device, ranks=several)
         limits = FragmentLimits(
             longest_fragment_steps(config.rollout, resolved.sequences),
             config.env.num_envs,

@@ -30,8 +30,6 @@ def make_experience(
     options: Any,
     spec: EnvSpec,
     *,
-    on_policy: bool,
-    sequences: SequenceShape | None = None,
     device: torch.device | None = None,
     ranks: Ranks | None = None,
 ) -> Replay | Fifo:
@@ -39,11 +37,10 @@ def make_experience(
 
     Args:
         config: of the run.
-        options: the algorithm's: gamma and batch_size; off-policy n_step too; if `prioritized` is among them and true,
-            the exponents; with sequences, recurrent_state_size, priority_mix and rescale_values.
+        options: the algorithm's, an `AlgorithmConfig`: on_policy, sequences, gamma and batch_size; off-policy n_step
+            too; if `prioritized` is among them and true, the exponents; with sequences, recurrent_state_size,
+            priority_mix and rescale_values.
         spec: of the environment.
-        on_policy: each fragment is learned from once, in order.
-        sequences: shape of a recurrent algorithm's sequences; None: transitions.
         device: the learner's; a GPU holds images where they fit.
         ranks: that learn together; None: one alone.
 
@@ -51,7 +48,7 @@ def make_experience(
         ValueError: a pace that cannot be kept, or a capacity that holds nothing.
         EnvError: with replay.hindsight, the environment cannot be made here, or has no goals.
     """
-    if on_policy:
+    if options.on_policy:
         return Fifo(
             batch_size=options.batch_size,
             gamma=options.gamma,
@@ -61,7 +58,7 @@ def make_experience(
             spec=None if ranks is None else spec,
             **config.on_policy.model_dump(),
         )
-    replay = config.replay
+    replay, sequences = config.replay, options.sequences
     priorities = None
     if getattr(options, "prioritized", False):
         steps = longest_fragment_steps(config.rollout, sequences) + options.n_step - 1

@@ -104,8 +104,7 @@ class Subject:
         small = {"target_period": 2, "batch_size": 6, "epsilon_ladder": False} if name == "r2d2" else {}
         self._name = name
         self.learner = make_learner(name, SPECS[name], **small | options)
-        shape = {"on_policy": self.config.on_policy, "sequences": self.config.sequences}
-        self._experience = make_experience(RUN, self.config, SPECS[name], **shape)
+        self._experience = make_experience(RUN, self.config, SPECS[name])
         self._priorities = getattr(self._experience, "priorities", None)
         if self._priorities is not None:
             self._priorities.append(6, np.linspace(0.1, 3.0, 6))

@@ -61,7 +61,7 @@ def test_recurrent_states_are_as_wide_as_the_players(recurrent: str, size: int) 
     resolved = base.resolve(run, spec)
     assert resolved.config.recurrent_state_size == size
     assert resolved.policy().initial_state(3)["hidden"].shape == (3, size)
-    held = make_experience(run, resolved.config, spec, on_policy=False, sequences=resolved.sequences)
+    held = make_experience(run, resolved.config, spec)
     message = rf"memory is float16\[\d+, {STATE_SIZE}\], expected float16 \[S, {size}\]"
     with pytest.raises(ValueError, match=message):
         held.pack(Player(shape=resolved.sequences).fragment(10))
@@ -75,7 +75,7 @@ def test_priorities_follow_the_options(options: dict[str, Any], largest: float) 
     dqn |= {"importance_exponent": 0.5, "final_importance_exponent": 0.5}
     run = config.validate({"env": {"id": "CartPole-v1"}, "algorithm": dqn})
     spec = envs.describe(run.env)
-    held = make_experience(run, base.resolve(run, spec).config, spec, on_policy=False)
+    held = make_experience(run, base.resolve(run, spec).config, spec)
     assert isinstance(held, Replay) and held.priorities is not None
     held.priorities.append(2, [1.0, 4.0])
     drawn = [held.priorities.draw(1, seed=0, draw=number) for number in range(20)]

@@ -114,7 +114,7 @@ def test_a_replay_holds_as_many_transitions_whatever_their_goals() -> None:
         }
     )
     spec = submit.prepare(run)
-    held = make_experience(run, base.resolve(run, spec).config, spec, on_policy=False)
+    held = make_experience(run, base.resolve(run, spec).config, spec)
     assert isinstance(held, Replay)
     player = Player(num_envs=4, observation=spec.observation_shape, end_probability=0.05)
     for _ in range(30):

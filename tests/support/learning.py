@@ -54,9 +54,7 @@ def learn(
     spec = envs.describe(run.env)
     resolved = base.resolve(run, spec)
     learner = resolved.learner(device=CPU, seed=run.seed)
-    held = make_experience(
-        run, resolved.config, spec, on_policy=resolved.on_policy, sequences=resolved.sequences
-    )
+    held = make_experience(run, resolved.config, spec)
     identity = {"run": "learning", "producer": 1, "incarnation": 7}
     is_random = resolved.can_start_at_random
     collector = Collector(**identity, config=run, resolved=resolved, random_until_learned=is_random)
