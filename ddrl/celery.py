@@ -7,6 +7,7 @@ acknowledged early, not prefetched, and has no result. What a worker does from i
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Annotated, Any
 
@@ -153,6 +154,19 @@ def send_evaluation(run: str, evaluation: str, queue: str) -> None:
     """
     priority = keys.FIRST if evaluations.is_of_run(evaluation) else keys.LATER
     _send(EVALUATE, [run, evaluation], queue, priority, EVALUATION_LIMIT_S)
+
+
+def show_learner(name: str, every_s: float, **figures: Any) -> None:
+    """Let Flower show a learner as a worker; do nothing where the server does not answer.
+
+    Args:
+        name: of the learner, `<what>@<host>`.
+        every_s: time between two calls.
+        figures: `active` and `processed`, as of a worker's heartbeat.
+    """
+    outages = OSError, OperationalError, *connection.OUTAGES
+    with contextlib.suppress(*outages), app.events.default_dispatcher(hostname=name) as events:
+        events.send("worker-heartbeat", freq=every_s, sw_ident="ddrl", loadavg=os.getloadavg(), **figures)
 
 
 def _send(task: str, arguments: list[str], queue: str, priority: int, time_limit_s: float | None) -> None:

@@ -158,9 +158,8 @@ class Resolved:
             seed: of the initial weights and all that is random.
             ranks: that learn together; None: it learns alone.
         """
-        make = _module(self.name, "learner").make_learner
-        several = {} if ranks is None else {"ranks": ranks}
-        made = make(self.config, self.spec, device=device, seed=seed, **several)
+        place = {"device": device, "seed": seed} | ({} if ranks is None else {"ranks": ranks})
+        made = _module(self.name, "learner").make_learner(self.config, self.spec, **place)
         return cast(Learner, _whole(made, Learner, self.name))
 
 
@@ -295,6 +294,8 @@ def resolve(config: RunConfig, spec: EnvSpec) -> Resolved:
         own.check(spec)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    if (num := config.learner.num_learners) > 1 and own.learns_alone:
+        raise ConfigError(f"learner.num_learners: {num}, but {name} as it is configured learns alone; use 1")
     return Resolved(name, own, spec)
 
 

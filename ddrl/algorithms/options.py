@@ -41,6 +41,11 @@ class AlgorithmConfig(Section):
         return False
 
     @property
+    def learns_alone(self) -> bool:
+        """Its learner takes no `ranks`, so that it needs whole batches."""
+        return self.__module__.partition(".")[0] != __name__.partition(".")[0]
+
+    @property
     def sequences(self) -> SequenceShape | None:
         """The sequences of a recurrent algorithm; None for the others."""
         return None

@@ -15,7 +15,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from kombu.exceptions import OperationalError
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ddrl import celery
@@ -100,14 +99,12 @@ class Announcer:
     def _show(self, core: Core | None) -> None:
         """Let Flower show this learner as a worker: active are its updates a second, processed its updates."""
         member = self.member
-        outages = OSError, OperationalError, *connection.OUTAGES
         figures = {
             "active": round(member.updates_per_s),
             "processed": core.algorithm.num_updates if core else 0,
         }
         name = f"{self._run}-rank{member.rank if core else '-'}@{member.host}"
-        with contextlib.suppress(*outages), celery.app.events.default_dispatcher(hostname=name) as events:
-            events.send("worker-heartbeat", freq=SHOW_S, sw_ident="ddrl", loadavg=os.getloadavg(), **figures)
+        celery.show_learner(name, SHOW_S, **figures)
 
     def _measure(self, core: Core | None) -> None:
         """Set the figures to announce; end the process if a follower hangs, which no thread can end."""

@@ -102,6 +102,11 @@ class Config(NetworkConfig, Prioritized):
         check_temperature(self)
         return self
 
+    @property
+    def learns_alone(self) -> bool:
+        """Batch normalization needs the statistics of whole batches."""
+        return self.batch_norm
+
     def check(self, spec: EnvSpec) -> None:
         """Refuse an environment without bounded continuous actions, and observations that the network cannot take."""
         check_continuous(self.name, spec)
