@@ -10,6 +10,7 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -35,7 +36,7 @@ from ddrl.store.learners import Group, Member
 log = logging.getLogger(__name__)
 
 GATHER_S = 10.0  # for the first group of a run, until its learners are there
-AGAIN_S = 1.0  # for a later one: some beats, which a lost learner does not send
+AGAIN_S = 1.5  # for a later one: some beats, which a lost learner does not send
 STORE_S = 10.0  # to reach the leader
 READY_S = 600.0  # to restore a replay
 POLL_S = 0.05
@@ -141,12 +142,21 @@ class Formation:
     Attributes:
         ranks: not joined yet.
         group: as the followers see it.
+        formed_s: when, by the server's clock.
         store: where they meet; None: the leader is alone.
     """
 
     ranks: Ranks
     group: Group
+    formed_s: float
     store: Any = None
+
+    def wants(self, client: Redis, run: str, versions: Mapping[str, str]) -> bool:
+        """Return whether a learner of the same versions waits, and has a place."""
+        if len(self.group.members) >= self.group.wanted:
+            return False
+        found = learners.alive(client, run, since_s=self.formed_s)
+        return any(one.versions == versions for name, one in found.items() if name not in self.group.members)
 
     def complete(self, client: Redis, run: str, config: RunConfig, stop: threading.Event) -> None:
         """Wait until all followers have restored the run, and join them.
@@ -173,6 +183,8 @@ def form(
     config: RunConfig,
     announcer: Announcer,
     stop: threading.Event,
+    *,
+    is_lost: bool = False,
 ) -> Formation:
     """Form a group with the learners that are there, as many as the run wants.
 
@@ -183,6 +195,7 @@ def form(
         config: the run's.
         announcer: the leader's.
         stop: ends the waiting.
+        is_lost: a learner was lost, so those count that were seen since.
 
     Raises:
         StoreError: other learners cannot be served at `learner.address`.
@@ -193,7 +206,7 @@ def form(
     is_first = checkpoints.newest_pointer(client, run) is None
     deadline = time.monotonic() + (GATHER_S if is_first else AGAIN_S)
     while True:
-        found = learners.alive(client, run, since_s=since_s)
+        found = learners.alive(client, run, since_s=since_s if is_lost else 0.0)
         found.pop(announcer.id, None)
         others = [name for name, one in sorted(found.items()) if one.versions == member.versions]
         if len(others) >= wanted - 1 or time.monotonic() >= deadline or stop.is_set():
@@ -208,7 +221,7 @@ def form(
     if len(others) < wanted - 1:
         log.info("%d of %d learners are here; others join later", 1 + len(others), wanted)
     if not others:
-        return Formation(Ranks(), group)
+        return Formation(Ranks(), group, learners.form(client, run, group))
     host, _, port = (config.learner.address or member.address).partition(":")
     try:
         listener = socket.create_server((host, int(port or 0)))
@@ -225,8 +238,7 @@ def form(
         timeout=timedelta(seconds=READY_S),
     )
     group = replace(group, members=[announcer.id, *others], address=host, port=number)
-    learners.form(client, run, group)
-    return Formation(Ranks(0, 1 + len(others)), group, store)
+    return Formation(Ranks(0, 1 + len(others)), group, learners.form(client, run, group), store)
 
 
 # --- the followers' side ---------------------------------------------------------------------------------

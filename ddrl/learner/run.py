@@ -96,14 +96,16 @@ def serve(client: Redis, folder: Path, stop: Event, *, retention: Retention | No
         try:
             if retention is not None:
                 retention.apply(client)
-            for run, requester in leases.free(client, runs.active_names(client, *runs.ENDED)):
+            names = runs.active_names(client, *runs.ENDED)
+            wanting = [(run, "") for run in learners.wanting(client, names)]
+            for run, requester in (free := leases.free(client, names)) + wanting:
                 if requester:  # it takes the run soon, unless it died
                     skipped_until.setdefault((run, requester), time.monotonic() + SKIP_S)
                 if skipped_until.get((run, requester), 0.0) > time.monotonic() or stop.is_set():
                     continue
                 skipped_until.pop((run, requester), None)
                 try:
-                    learn(client, run, folder, stop, waits=False)
+                    learn(client, run, folder, stop, waits=(run, requester) not in free)
                 except LeaseLostError as error:
                     log.error("%s", error)
                 except Exception as error:  # the other runs still need a learner
@@ -183,6 +185,7 @@ class _Peers:
         self._stack = contextlib.ExitStack()
         self._announcer: rendezvous.Announcer | None = None
         self._seen: set[str] = set()
+        self.is_lost = False  # a learner of the group before
 
     def __enter__(self) -> _Peers:
         return self
@@ -205,19 +208,19 @@ class _Peers:
         """Lead a group of those that are there; None if the run wants one learner."""
         if (announcer := self.announce(config)) is None:
             return None
-        return rendezvous.form(self._client, self._run, token, config, announcer, stop)
+        is_lost, self.is_lost = self.is_lost, False
+        return rendezvous.form(self._client, self._run, token, config, announcer, stop, is_lost=is_lost)
 
     def lead(self, core: Core | None) -> None:
         """Announce the progress of a leader."""
         if self._announcer is not None:
             self._announcer.core = core
 
-    def new(self, size: int, config: RunConfig) -> bool:
-        """Return whether a learner waits to be taken in, and the run wants more than `size`."""
-        if self._announcer is None or size >= config.learner.num_learners:
+    def wanted(self, formation: rendezvous.Formation | None) -> bool:
+        """Return whether a learner waits that a group of this one's should take in."""
+        if self._announcer is None or formation is None:
             return False
-        own = self._announcer.member.versions
-        return sum(one.versions == own for one in learners.alive(self._client, self._run).values()) > size
+        return formation.wants(self._client, self._run, self._announcer.member.versions)
 
 
 @dataclass
@@ -404,6 +407,7 @@ class _Attempt:
         except (LeaseLostError, *LOST, *connection.OUTAGES):
             raise
         except RankLostError as error:
+            self._peers.is_lost = True
             raise _RegroupError(str(error)) from None
         except (ConfigError, StoreError, ValueError) as error:
             self._set_status("failed", str(error))
@@ -573,7 +577,7 @@ class _Attempt:
         if self._learner.leading.leaving:
             return "a learner leaves"
         is_due = time.monotonic() - self._began_at >= self._config.learner.checkpoint_every_s
-        if (is_due or not self._learner.shared.updates) and self._peers.new(self._ranks.size, self._config):
+        if (is_due or not self._learner.shared.updates) and self._peers.wanted(self._formation):
             return "a learner joins"
         return ""
 
@@ -612,7 +616,7 @@ class _Attempt:
         if isinstance(error, NotFiniteError):
             error = self._go_back(error)
         if isinstance(error, RankLostError):
-            self._regroup, error = str(error), None
+            self._regroup, self._peers.is_lost, error = str(error), True, None
         if error is not None:
             self._set_status("failed", f"{type(error).__name__}: {error}")
         elif reached := self._reached():

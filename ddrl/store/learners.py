@@ -14,7 +14,7 @@ from ddrl.store import keys
 from ddrl.store.untrusted import Count, Name, Number
 
 BEAT_S = 0.5
-TTL_S = 3.0  # without a beat, after which a learner is gone
+TTL_S = 6.0  # without a beat, after which a learner is gone
 FORGET_S = 60.0
 
 
@@ -115,9 +115,10 @@ def formed(client: Redis, run: str) -> Group | None:
 
 def wanting(client: Redis, names: Sequence[str]) -> list[str]:
     """Return those of some runs whose leader wants more learners than there are."""
-    found = ((run, formed(client, run)) for run in names)
-    groups = ((run, group) for run, group in found if group is not None and group.wanted > 1)
-    return [run for run, group in groups if len(alive(client, run)) < group.wanted]
+    values = client.mget([keys.group(run) for run in names]) if names else []
+    grouped = [run for run, value in zip(names, values, strict=True) if value is not None]  # few want several
+    groups = ((run, formed(client, run)) for run in grouped)
+    return [run for run, group in groups if group and len(alive(client, run)) < group.wanted]
 
 
 def _now_s(client: Redis) -> float:

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from support.reference_items import Lane, Player
 from support.replays import changed
 
+from ddrl.networks.ranks import Ranks
 from ddrl.replay.fifo import Fifo, trajectories
-from ddrl.types import Fragment, Trajectories
+from ddrl.types import EnvSpec, Fragment, Played, Trajectories
 
 B = 32
 
@@ -284,3 +285,26 @@ COLUMN = np.zeros((3, 2), np.float32)
 def test_columns_of_another_algorithm_are_refused(columns: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make().pack(playable(Player(continuous=True).fragment(3), **columns))
+
+
+def test_ranks_share_an_iteration_that_the_leader_has_drawn() -> None:
+    """The leader knows of all fragments, and each rank gives its own; one that is stale goes everywhere."""
+    spec, queues = EnvSpec("Toy-v0", (4,), "float32", "discrete", (), (6,)), []
+    for rank in range(3):
+        queues.append(make(ranks=Ranks(rank, 3), spec=spec))
+    for number, version in enumerate([1, 3, 3, 3, 3, 3]):
+        made, entry_id = fragment(version, producer=number), b"%d-0" % number
+        owner = number % 2  # rank 2 gets nothing
+        queues[owner].admit(made, entry_id, version=2)
+        if owner:
+            queues[0].note(Played(owner, number, version, made.num_transitions), entry_id, version=2)
+    lead = queues[0]
+    assert len(lead) == 48
+    batches = [draw(lead, 3), *(one.draw_chosen(lead.chosen, 0) for one in queues[1:])]
+    assert lead.chosen == {"sizes": [16, 16, 0], "taken": ["1-0", "3-0"]} and lead.num_dropped == 1
+    producers = [{int(reward) % 1000 for reward in batch.reward[batch.valid]} for batch in batches[:2]]
+    assert producers == [{2, 4}, {1, 3}]
+    assert batches[2].valid.sum() == 1 and len(lead) == len(queues[1]) == 8
+    for rank, (queue, batch) in enumerate(zip(queues, batches, strict=True)):
+        queue.begin(batch)
+        assert queue._ranks.share == (16, 16, 0)[rank] / 32

@@ -1,0 +1,214 @@
+"""Several learners of one run: they form a group, lose and take in learners, and learn what one would."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from support.algorithms import CPU
+from support.learners import Run, endless_config, in_threads, pick_config, playing, resolve, until
+from support.processes import SLOW_S
+from support.ranks import together
+
+from ddrl.algorithms import base
+from ddrl.config import ConfigError, validate
+from ddrl.learner import rendezvous
+from ddrl.learner.core import Core
+from ddrl.learner.group import Leading, checksum
+from ddrl.networks.ranks import RankLostError, Ranks
+from ddrl.store import connection, learners, leases, runs
+from ddrl.store.learners import Group, Member
+
+TWO = {"num_learners": 2, "checkpoint_every_s": 1.0}
+MEMBER = Member(host="elsewhere", pid=1, address="127.0.0.1", device="cpu", versions={})
+
+
+def ranks_of(run: Run) -> list[int]:
+    return [member.rank for member in learners.by_rank(run.client, run.id)]
+
+
+def goes_on(run: Run, ranks: list[int]) -> None:
+    """Wait until these ranks learn."""
+    until(lambda: ranks_of(run) == ranks, SLOW_S)
+    before = run.state.updates
+    until(lambda: run.state.updates > before, SLOW_S)
+
+
+@pytest.mark.parametrize("on_policy", [False, True])
+def test_learners_join_learn_together_leave_and_are_replaced(server, learn, log, on_policy: bool) -> None:
+    config = pick_config(learner=TWO) if on_policy else endless_config(learner=TWO)
+    run = Run(server, config)
+    with playing(run.url, run.id):
+        first = learn(run)
+        second = learn(run)
+        goes_on(run, [0, 1])
+        assert all(member.updates_per_s >= 0.0 for member in learners.by_rank(run.client, run.id))
+        second.end()
+        goes_on(run, [0])
+        learn(run)
+        goes_on(run, [0, 1])
+        before = run.state.updates
+        first.end()  # another one leads
+        until(lambda: len(ranks_of(run)) == 1 and run.state.updates > before, SLOW_S)
+        learn(run)
+        goes_on(run, [0, 1])
+    assert first.error is None and second.error is None
+    runs.set_status(run.client, run.id, "stopped", "by the test")
+    until(lambda: run.state.ended, SLOW_S)
+    assert run.audit().is_balanced and not run.dead
+    until(lambda: ranks_of(run) == [], SLOW_S)
+
+
+def test_what_a_follower_refuses_the_leader_reports(server, learn) -> None:
+    run = Run(server, endless_config(learner=TWO))
+    run.play(600)
+    learn(run), learn(run)
+    until(lambda: ranks_of(run) == [0, 1], SLOW_S)
+    fields = {b"h": b"no header"}
+    for seq in range(4):  # of which each rank decodes two
+        run.append(fields, producer=99, seq=seq)
+    until(lambda: len(run.dead) == 4, SLOW_S)
+    with playing(run.url, run.id):
+        goes_on(run, [0, 1])
+    assert run.state.dead == 4
+
+
+def test_changed_settings_reach_the_followers(server, learn, log) -> None:
+    run = Run(server, endless_config(learner=TWO))
+    with playing(run.url, run.id):
+        learn(run), learn(run)
+        goes_on(run, [0, 1])
+        tree = runs.config(run.client, run.id).model_dump(by_alias=True)
+        tree["algorithm"]["learning_rate"] = 1e-5
+        runs.change(run.client, run.id, validate(tree), {"algorithm.learning_rate": (1e-3, 1e-5)}, version=0)
+        goes_on(run, [0, 1])
+    assert "is lost" not in log.text
+
+
+# --- ranks that differ, are not reached, or do not fit ------------------------------------------------------
+
+
+def test_ranks_with_other_parameters_end_the_group(run) -> None:
+    def tell(ranks: Ranks) -> str:
+        client = connection.connect_blocking(run.url)
+        config = runs.config(run.client, run.id)
+        core = Core(client, run.id, config, resolve(run.client, run.id), device=CPU, ranks=ranks)
+        if ranks.rank:
+            with torch.no_grad():
+                core.algorithm.actor_parameters.vector[0] += 1.0
+            report = {"entries": [], "total": 0.0, "oldest": "", "leaves": False, "checksum": checksum(core)}
+            ranks.exchange(json.dumps(report).encode())
+            return ""
+        with pytest.raises(RankLostError) as error:
+            Leading(core).tell(b"0-0", version=0)
+        return str(error.value)
+
+    assert "parameters are others than the leader's" in together(2, tell)[0]
+
+
+def test_a_rank_that_ends_is_noticed_at_once_and_one_that_hangs_in_time() -> None:
+    hold = threading.Event()
+
+    def meet(ranks: Ranks) -> str:
+        ranks.exchange(b"hello")
+        if ranks.rank:
+            hold.wait(20.0)
+            return ""
+        try:
+            ranks.exchange(b"again")
+        except RankLostError as error:
+            return str(error)
+        finally:
+            hold.set()
+        return "no error"
+
+    assert "Timed out" in together(2, meet, timeout_s=1.0)[0]
+
+
+def test_a_leader_takes_no_learner_of_other_versions_and_waits_no_longer_for_one_that_is_gone(
+    run, log
+) -> None:
+    config = endless_config(learner=TWO)
+    token = leases.acquire(run.client, run.id, host="here", folder="/tmp")
+    assert token is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(connection.URL_VARIABLE, run.url)
+        patch.setattr(rendezvous, "GATHER_S", 1.0)
+        with rendezvous.Announcer(run.client, run.id, config) as announcer:
+
+            def formed(name: str, versions: dict[str, str]) -> rendezvous.Formation:
+                """Form a group while another learner beats."""
+                stop = threading.Event()
+
+                def beat() -> None:
+                    while not stop.wait(0.1):
+                        learners.announce(run.client, run.id, name, replace(MEMBER, versions=versions))
+
+                with in_threads(beat, stop=stop.set):
+                    return rendezvous.form(run.client, run.id, token, config, announcer, threading.Event())
+
+            alone = formed("other", {"ddrl": "0.0.1"})
+            assert alone.store is None and alone.ranks.size == 1
+            assert "has other versions: {'ddrl': '0.0.1'}" in log.text
+            own = announcer.member.versions
+            formation = formed("gone", own)
+            assert formation.ranks.size == 2
+            assert alone.wants(run.client, run.id, own) and not formation.wants(run.client, run.id, own)
+            learners.leave(run.client, run.id, "gone")
+            with pytest.raises(RankLostError, match="ended before it was ready"):
+                formation.complete(run.client, run.id, config, threading.Event())
+
+
+def test_a_leader_that_is_not_reached_is_named(run, log, monkeypatch) -> None:
+    monkeypatch.setenv(connection.URL_VARIABLE, run.url)
+    monkeypatch.setattr(rendezvous, "STORE_S", 1.0)
+    token = leases.acquire(run.client, run.id, host="here", folder="/tmp", ttl_ms=60_000)
+    assert token is not None
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with rendezvous.Announcer(run.client, run.id, endless_config(learner=TWO)) as announcer:
+        group = Group(
+            token=token,
+            number="1",
+            wanted=2,
+            members=["leader", announcer.id],
+            address="127.0.0.1",
+            port=port,
+        )
+        learners.form(run.client, run.id, group)
+        seen: set[str] = set()
+        for _ in range(2):  # the second time it is known
+            rendezvous.join(run.client, run.id, announcer, seen, threading.Event())
+    assert log.text.count(f"the leader's 127.0.0.1:{port} cannot be reached from 127.0.0.1") == 1
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "message"),
+    [
+        (
+            {"name": "sac", "batch_norm": True},
+            "learner.num_learners: 2, but sac as it is configured learns alone",
+        ),
+        (
+            {"name": "docs.own_algorithm"},
+            "learner.num_learners: 2, but docs.own_algorithm as it is configured",
+        ),
+    ],
+)
+def test_an_algorithm_that_needs_whole_batches_learns_alone(
+    run, monkeypatch, algorithm: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setenv("DDRL_ALLOW_MODULES", "docs")
+    spaces = runs.spaces(run.client, run.id)
+    config = endless_config(learner=TWO).model_copy(update={"algorithm": algorithm})
+    if algorithm["name"] != "sac":
+        spaces = replace(
+            spaces, action_kind="discrete", action_shape=(), action_sizes=(4,), action_low=(), action_high=()
+        )
+    with pytest.raises(ConfigError, match=message):
+        base.resolve(config, spaces)
