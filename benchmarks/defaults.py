@@ -52,6 +52,8 @@ DRIFT = {"drifting": 1.0, "replay.warmup_steps": 10_000}
 MIXED = {"drifting": 0.5, "replay.warmup_steps": 10_000}
 QUICK = {"algorithm.target_rate": 0.01, "algorithm.initial_temperature": 0.2}
 ENTROPY = {"entropy": -0.33}
+SCALED = {"env.reward_scale": 0.1}
+LONG = {"algorithm.n_step": 8}
 VARIANTS: dict[str, dict[str, Any]] = {
     "former": {},
     "layer norm": LAYER_NORM,
@@ -66,12 +68,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "layer norm, 3 steps, mixed, quick": LAYER_NORM | STEPS | MIXED | QUICK,  # the defaults
     "layer norm, 3 steps, mixed, quick, entropy": LAYER_NORM | STEPS | MIXED | QUICK | ENTROPY,
     "layer norm, 3 steps, mixed, entropy": LAYER_NORM | STEPS | MIXED | ENTROPY,
-    "layer norm, 8 steps, mixed, quick, entropy": LAYER_NORM
-    | {"algorithm.n_step": 8}
-    | MIXED
-    | QUICK
-    | ENTROPY,
+    "layer norm, 8 steps, mixed, quick, entropy": LAYER_NORM | LONG | MIXED | QUICK | ENTROPY,
     "3 steps, mixed, entropy": STEPS | MIXED | ENTROPY,
+    "layer norm, 3 steps, mixed, quick, scaled": LAYER_NORM | STEPS | MIXED | QUICK | SCALED,
+    "layer norm, 8 steps, mixed, quick, scaled": LAYER_NORM | LONG | MIXED | QUICK | SCALED,
+    "layer norm, 8 steps, mixed, quick": LAYER_NORM | LONG | MIXED | QUICK,
 }
 LOAD_UPDATES, POINTS, EPISODES, FINAL_EPISODES = 250, 10, 10, 20
 FRAGMENT_STEPS = 32  # of each environment

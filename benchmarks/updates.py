@@ -108,9 +108,13 @@ class Loop:
         metrics = dict(self.algorithm.update(to_device(batch, self.device)))
         done(batch, metrics.pop("priority", None))
 
+    def batch(self) -> Any:
+        """Return a batch on the device."""
+        return to_device(next(self._batches)[0], self.device)
+
     def alone(self) -> Callable[[], Any]:
         """Return an update by itself."""
-        batch = to_device(next(self._batches)[0], self.device)
+        batch = self.batch()
         return lambda: self.algorithm.update(batch)
 
     def rate(self, step: Callable[[], Any], seconds: float) -> float:
