@@ -28,17 +28,12 @@ from ddrl.networks.device import choose_device
 from ddrl.networks.ranks import Ranks
 from ddrl.runs import submit
 
-WIDE: dict[str, Any] = {"hidden_sizes": [1400, 1400]}
 TASKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "ppo": (
-        "ppo",
-        updates.BOX,
-        {"hidden_sizes": [1000, 1000], "batch_size": 1024, "minibatch_size": 256, "num_epochs": 2},
-    ),
-    "dqn": ("dqn", updates.DISCRETE, {**WIDE, "batch_size": 512, "double": True, "prioritized": True}),
+    "ppo": ("ppo", updates.IMAGES, {**updates.NATURE, "batch_size": 512, "minibatch_size": 256, "num_epochs": 1}),
+    "dqn": ("dqn", updates.IMAGES, {**updates.NATURE, "batch_size": 256, "double": True, "prioritized": True}),
     "sac": ("sac", updates.BOX, {"hidden_sizes": [800, 800], "batch_size": 512}),
 }
-WARM_UP = 1
+WARM_UP, CAPACITY = 1, 10_000
 
 
 def main() -> None:
@@ -102,8 +97,8 @@ def learn(task: str, rank: int, size: int, port: int, *, seconds: float) -> dict
     name, env, options = TASKS[task]
     own = {**options, "batch_size": options["batch_size"] // size}
     ranks = Ranks(rank, size)
-    batch = updates.Loop(updates.task(name, env, 10_000, **own), choose_device("cpu")).batch()
-    config = updates.task(name, env, 10_000, **options)
+    batch = updates.Loop(updates.task(name, env, CAPACITY, **own), choose_device("cpu")).batch()
+    config = updates.task(name, env, CAPACITY, **options)
     learner: Any = base.resolve(config, submit.prepare(config)).learner(
         device=choose_device("cpu"), seed=1, ranks=ranks
     )
