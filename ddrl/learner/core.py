@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from ddrl.store.checkpoints import Counters
 from ddrl.store.connection import Redis
 
 REPLAY = "replay."  # prefix of the replay's tensors in a checkpoint
+CHECK_EVERY = 100  # batches between two comparisons of the ranks' parameters
 Tensors = Mapping[str, torch.Tensor]
 
 
@@ -39,6 +41,7 @@ class Core:
         decode: decodes an entry of the stream, if it is this rank's.
         longest: bytes of a reply of the server.
         num_batches: learned from.
+        checksum: of the weights when all ranks should have the same: at first, and after CHECK_EVERY batches.
     """
 
     def __init__(
@@ -72,7 +75,7 @@ class Core:
             pack=self.replay.pack,
             ranks=(ranks.rank, ranks.size),
         )
-        self.num_batches = 0
+        self.num_batches = self.checksum = 0
         self.longest = 2 * stream.REPLY_BYTES + limits.num_bytes(resolved.spec)
         connection.bound_replies(reader_client, self.longest)
 
@@ -111,6 +114,9 @@ class Core:
         metrics = dict(self.algorithm.update(to_device(batch, self.device)))
         if (priority := metrics.pop("priority", None)) is not None:
             self.replay.update_priorities(batch, to_host(priority))
+        if self.ranks.size > 1 and self.num_batches % CHECK_EVERY == 0:
+            weights = self.algorithm.weights().values()
+            self.checksum = zlib.crc32(b"".join(value.numpy().tobytes() for value in weights))
         return metrics
 
     def replay_state(self) -> dict[str, torch.Tensor]:

@@ -7,10 +7,10 @@ refuses, and a follower is a replay and an algorithm. Entries belong to ranks by
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import threading
-import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
@@ -29,8 +29,7 @@ from ddrl.types import Played
 log = logging.getLogger(__name__)
 
 MOST_REPORTED = 256  # entries a round
-MOST_PENDING = 1_024  # entries of a follower that wait to be admitted
-CHECK_EVERY = 100  # batches between two comparisons of the ranks' parameters
+MOST_PENDING_BYTES = 128 * 1024**2  # of a follower's entries that wait to be admitted
 
 
 class Leading:
@@ -40,17 +39,29 @@ class Leading:
         core: the leader's.
 
     Attributes:
-        reports: what other ranks say of entries, by id, for the leader's `Reader`.
         leaving: a follower asks for the end of the group.
     """
 
     def __init__(self, core: Core) -> None:
         self._core, self._ranks = core, core.ranks
-        self.reports: dict[bytes, dict[str, Any]] = {}
+        self._reports: dict[bytes, dict[str, Any]] = {}  # what other ranks say of entries, by id
+        self._passed = [(0, 0)] * core.ranks.size  # by rank, the last entry that it has read
         self.leaving = False
         self._refused: list[str] = []
         self._oldest: list[bytes] = []
         self._states: list[dict[str, torch.Tensor]] = []
+
+    def report(self, entry: Decoded) -> dict[str, Any] | None:
+        """Return the fields of an entry that another rank has decoded; None: it has not read it yet."""
+        if (found := self._reports.get(entry.entry_id)) is not None or not entry.rank:
+            return found or {}
+        if stream.order(entry.entry_id) > self._passed[entry.rank]:
+            return None
+        return {"reason": "left the stream before it was decoded"}
+
+    def forget(self, entry: Decoded) -> None:
+        """Forget what was said of an entry, which the leader has taken."""
+        self._reports.pop(entry.entry_id, None)
 
     def refuse(self, entry: Decoded) -> None:
         """Have the rank that decoded an entry leave it out."""
@@ -73,11 +84,11 @@ class Leading:
         refused, self._refused = self._refused, []
         message = {"until": until.decode(), "refused": refused, **orders}
         reports = [json.loads(data) for data in self._ranks.exchange(json.dumps(message).encode())[1:]]
-        own = checksum(self._core)
-        for report in reports:
-            self.reports |= {entry_id.encode(): _read(*of) for entry_id, *of in report["entries"]}
+        for rank, report in enumerate(reports, start=1):
+            self._reports |= {entry_id.encode(): _read(*of) for entry_id, *of in report["entries"]}
+            self._passed[rank] = stream.order(report["passed"].encode())
             self.leaving |= report["leaves"]
-            if report["checksum"] not in (own, None):
+            if report["checksum"] != self._core.checksum:
                 raise RankLostError(
                     "a rank's parameters are others than the leader's; use machines of one kind"
                 )
@@ -116,15 +127,20 @@ def follow(core: Core, reader: Reader, leaves: threading.Event, apply: Callable[
         RankLostError: the leader, or another follower, is lost.
     """
     pending: deque[Decoded] = deque()
+    passed = b"0-0"
     while True:
-        entries = list(_own(core, reader)) if len(pending) < MOST_PENDING else []
-        pending.extend(entries)
+        is_full = sum(entry.memory_bytes for entry in pending) > MOST_PENDING_BYTES
+        entries = [] if is_full else list(itertools.islice(reader.take(0.01), MOST_REPORTED))
+        passed = entries[-1].entry_id if entries else passed
+        own = [entry for entry in entries if entry.rank == core.ranks.rank]
+        pending.extend(own)
         report = {
-            "entries": [_reported(entry) for entry in entries],
+            "entries": [_reported(entry) for entry in own],
+            "passed": passed.decode(),
             "total": core.replay.total,
             "oldest": (core.replay.oldest_entry_id or b"").decode(),
             "leaves": leaves.is_set(),
-            "checksum": checksum(core),
+            "checksum": core.checksum,
         }
         order = json.loads(core.ranks.exchange(json.dumps(report).encode())[0])
         if "options" in order:
@@ -145,15 +161,6 @@ def follow(core: Core, reader: Reader, leaves: threading.Event, apply: Callable[
             return
 
 
-def _own(core: Core, reader: Reader) -> Any:
-    """Yield new entries of this rank."""
-    for number, entry in enumerate(reader.take(0.01), start=1):
-        if entry.rank == core.ranks.rank:
-            yield entry
-        if number == MOST_REPORTED:
-            return
-
-
 def _reported(entry: Decoded) -> tuple[Any, ...]:
     """Return what the leader must know of an entry, JSON."""
     played = None if entry.played is None else astuple(entry.played)
@@ -167,13 +174,6 @@ def _read(reason: str, head: str, played: Sequence[Any] | None) -> dict[str, Any
         "head": head.encode("latin-1"),
         "played": None if played is None else Played(*played),
     }
-
-
-def checksum(core: Core) -> int | None:
-    """Return a checksum of the weights, now and then, when all ranks should have the same; else None."""
-    if core.num_batches % CHECK_EVERY:
-        return None
-    return zlib.crc32(b"".join(value.numpy().tobytes() for value in core.algorithm.weights().values()))
 
 
 def merged(states: Sequence[Tensors]) -> dict[str, torch.Tensor]:

@@ -104,7 +104,7 @@ class Learner:
         self._mends: dict[str, Any] = {
             "drop_next": partial(stream.drop_next, reader_client, run, token, core.longest),
             "lower_ids": partial(stream.lower_ids, reader_client, run, token),
-            "reports": self.leading.reports,
+            "report": self.leading.report,
         }
 
     # --- begin and end -------------------------------------------------------------------------------
@@ -232,6 +232,7 @@ class Learner:
             return False
         gaps = []
         for entry in reader.take(0.0 if self._config.learner.lockstep else ADMIT_S):
+            self.leading.forget(entry)
             objection = ledger.objection(entry)
             reason = entry.reason or objection
             if not reason:

@@ -209,8 +209,8 @@ class Reader:
         drop_next: called with the cursor where the next entry is longer than a reply may be; deletes it.
         lower_ids: called now and then, and where an entry's id is too late, with the cursor and the latest id; gives
             later entries other ids.
-        reports: what other ranks say of entries that they decode, by id, for a leader, which takes no such entry before
-            there is its report; None: they are not waited for.
+        report: of a leader, called with an entry; returns the fields that another rank has decoded, or None as long as
+            that has not read it, and the entry waits.
     """
 
     def __init__(
@@ -222,10 +222,10 @@ class Reader:
         *,
         drop_next: Callable[[bytes], object] = lambda cursor: None,
         lower_ids: Callable[[bytes, bytes], object] = lambda cursor, latest: None,
-        reports: dict[bytes, dict[str, Any]] | None = None,
+        report: Callable[[Decoded], dict[str, Any] | None] = lambda entry: {},
     ) -> None:
         self._client, self._run, self._cursor, self._decode = client, run, cursor, decode
-        self._drop_next, self._reports = drop_next, reports
+        self._drop_next, self._report = drop_next, report
         self._lower_ids, self._latest = lower_ids, b"0-0"
         self._decoded: deque[Decoded] = deque()
         self._decoded_bytes = self._taken_bytes = 0  # in all
@@ -256,9 +256,8 @@ class Reader:
         error = self.error  # read first: whatever was decoded before it is then seen below
         if error is not None and not self._decoded:
             raise error
-        while self._decoded and self._is_known():
+        while self._decoded and (report := self._report(self._decoded[0])) is not None:
             decoded = self._decoded.popleft()
-            report = self._reports.pop(decoded.entry_id, {}) if self._reports else {}
             try:
                 yield replace(decoded, **report) if report else decoded
             finally:
@@ -269,12 +268,7 @@ class Reader:
     @property
     def ready(self) -> bool:
         """True if an entry is decoded, here or by its rank, or the reader has failed."""
-        return self._is_known() if self._decoded else self.error is not None
-
-    def _is_known(self) -> bool:
-        """Return whether the next entry is decoded, here or by its rank."""
-        entry = self._decoded[0]
-        return not entry.rank or self._reports is None or entry.entry_id in self._reports
+        return self._report(self._decoded[0]) is not None if self._decoded else self.error is not None
 
     def wait(self, timeout_s: float) -> None:
         """Sleep until an entry is decoded or `wake` is called; return at once if that was since the last wait."""

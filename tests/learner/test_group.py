@@ -6,10 +6,10 @@ import json
 import socket
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from support.algorithms import CPU
 from support.learners import Run, endless_config, in_threads, pick_config, playing, resolve, until
 from support.processes import SLOW_S
@@ -19,10 +19,12 @@ from ddrl.algorithms import base
 from ddrl.config import ConfigError, validate
 from ddrl.learner import rendezvous
 from ddrl.learner.core import Core
-from ddrl.learner.group import Leading, checksum
+from ddrl.learner.group import Leading
 from ddrl.networks.ranks import RankLostError, Ranks
+from ddrl.replay.reader import Decoded
 from ddrl.store import connection, learners, leases, runs
 from ddrl.store.learners import Group, Member
+from ddrl.types import Played
 
 TWO = {"num_learners": 2, "checkpoint_every_s": 1.0}
 MEMBER = Member(host="elsewhere", pid=1, address="127.0.0.1", device="cpu", versions={})
@@ -99,9 +101,14 @@ def test_ranks_with_other_parameters_end_the_group(run) -> None:
         config = runs.config(run.client, run.id)
         core = Core(client, run.id, config, resolve(run.client, run.id), device=CPU, ranks=ranks)
         if ranks.rank:
-            with torch.no_grad():
-                core.algorithm.actor_parameters.vector[0] += 1.0
-            report = {"entries": [], "total": 0.0, "oldest": "", "leaves": False, "checksum": checksum(core)}
+            report = {
+                "entries": [],
+                "passed": "0-0",
+                "total": 0.0,
+                "oldest": "",
+                "leaves": False,
+                "checksum": 1,
+            }
             ranks.exchange(json.dumps(report).encode())
             return ""
         with pytest.raises(RankLostError) as error:
@@ -109,6 +116,29 @@ def test_ranks_with_other_parameters_end_the_group(run) -> None:
         return str(error.value)
 
     assert "parameters are others than the leader's" in together(2, tell)[0]
+
+
+def test_an_entry_that_left_the_stream_before_its_rank_read_it_is_waited_for_no_longer() -> None:
+    """As after XADD with MAXLEN; the leader has read it."""
+    told = {
+        "entries": [["3-0", "", "", [1, 7, 0, 8]]],
+        "passed": "4-0",
+        "total": 0.0,
+        "oldest": "",
+        "leaves": False,
+    }
+    ranks = SimpleNamespace(
+        size=2, exchange=lambda data: [data, json.dumps({**told, "checksum": 0}).encode()]
+    )
+    leading = Leading(SimpleNamespace(ranks=ranks, checksum=0, replay=SimpleNamespace()))
+    entries = [Decoded(b"%d-0" % number, 0, 7, 1, number, 0, rank=1) for number in (3, 4, 5)]
+    assert [leading.report(entry) for entry in entries] == [None] * 3
+    leading.tell(b"2-0")
+    found = [leading.report(entry) for entry in entries]
+    assert found[0] == {"reason": "", "head": b"", "played": Played(1, 7, 0, 8)}
+    assert found[1:] == [{"reason": "left the stream before it was decoded"}, None]
+    leading.forget(entries[0])
+    assert leading.report(replace(entries[0], rank=0)) == {}
 
 
 def test_a_rank_that_ends_is_noticed_at_once_and_one_that_hangs_in_time() -> None:
