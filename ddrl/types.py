@@ -190,8 +190,8 @@ class Played:
 
     Attributes:
         rank: which holds the fragment.
-        producer, policy_version, num_transitions, episode_return: of the fragment.
-        episode_metrics: [E][M], of the fragment's extras.
+        producer, policy_version, num_transitions: of the fragment.
+        episode_return, episode_metrics: [E] and [E][M], of its newest episodes.
     """
 
     rank: int

@@ -100,12 +100,11 @@ class Core:
             {name.removeprefix(REPLAY): value.numpy() for name, value in replay_state.items()}
         )
 
-    def admit(self, entry: Decoded, *, version: int) -> None:
-        """Admit an entry to the replay; of another rank's, on-policy, what is known of it."""
+    def admit(self, entry: Decoded, *, version: int) -> bool:
+        """Admit an entry to the replay, or what is known of another rank's; return False if it is too stale."""
         if entry.packed is not None:
-            self.replay.admit(entry.packed, entry.entry_id, version=version)
-        elif entry.played is not None:
-            self.replay.note(entry.played, entry.entry_id, version=version)
+            return self.replay.admit(entry.packed, entry.entry_id, version=version)
+        return entry.played is None or self.replay.note(entry.played, entry.entry_id, version=version)
 
     def learn(self, batch: Any) -> dict[str, torch.Tensor]:
         """Update the algorithm and the priorities of what was drawn; return metrics."""

@@ -10,7 +10,9 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
@@ -37,35 +39,42 @@ class Leading:
 
     Args:
         core: the leader's.
+        timeout_s: after which a rank is lost that does not report an entry.
 
     Attributes:
         leaving: a follower asks for the end of the group.
     """
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, timeout_s: float) -> None:
         self._core, self._ranks = core, core.ranks
         self._reports: dict[bytes, dict[str, Any]] = {}  # what other ranks say of entries, by id
-        self._passed = [(0, 0)] * core.ranks.size  # by rank, the last entry that it has read
+        self._timeout_s, self._waited_since = timeout_s, math.inf
         self.leaving = False
         self._refused: list[str] = []
         self._oldest: list[bytes] = []
         self._states: list[dict[str, torch.Tensor]] = []
 
     def report(self, entry: Decoded) -> dict[str, Any] | None:
-        """Return the fields of an entry that another rank has decoded; None: it has not read it yet."""
+        """Return the fields of an entry that another rank has decoded; None: it has not yet.
+
+        Raises:
+            RankLostError: it never will, perhaps, for the entry has left the stream since it was read here.
+        """
         if (found := self._reports.get(entry.entry_id)) is not None or not entry.rank:
+            self._waited_since = math.inf
             return found or {}
-        if stream.order(entry.entry_id) > self._passed[entry.rank]:
-            return None
-        return {"reason": "left the stream before it was decoded"}
+        self._waited_since = min(self._waited_since, time.monotonic())
+        if time.monotonic() - self._waited_since > self._timeout_s:
+            raise RankLostError(f"rank {entry.rank} does not report entry {entry.entry_id.decode()}")
+        return None
 
     def forget(self, entry: Decoded) -> None:
         """Forget what was said of an entry, which the leader has taken."""
         self._reports.pop(entry.entry_id, None)
 
     def refuse(self, entry: Decoded) -> None:
-        """Have the rank that decoded an entry leave it out."""
-        if entry.rank:
+        """Have the rank that decoded an entry leave it out; do nothing for the leader's own."""
+        if entry.rank and entry.played is not None:
             self._refused.append(entry.entry_id.decode())
 
     def tell(self, until: bytes, **orders: Any) -> None:
@@ -84,9 +93,8 @@ class Leading:
         refused, self._refused = self._refused, []
         message = {"until": until.decode(), "refused": refused, **orders}
         reports = [json.loads(data) for data in self._ranks.exchange(json.dumps(message).encode())[1:]]
-        for rank, report in enumerate(reports, start=1):
+        for report in reports:
             self._reports |= {entry_id.encode(): _read(*of) for entry_id, *of in report["entries"]}
-            self._passed[rank] = stream.order(report["passed"].encode())
             self.leaving |= report["leaves"]
             if report["checksum"] != self._core.checksum:
                 raise RankLostError(
@@ -127,16 +135,13 @@ def follow(core: Core, reader: Reader, leaves: threading.Event, apply: Callable[
         RankLostError: the leader, or another follower, is lost.
     """
     pending: deque[Decoded] = deque()
-    passed = b"0-0"
     while True:
         is_full = sum(entry.memory_bytes for entry in pending) > MOST_PENDING_BYTES
         entries = [] if is_full else list(itertools.islice(reader.take(0.01), MOST_REPORTED))
-        passed = entries[-1].entry_id if entries else passed
         own = [entry for entry in entries if entry.rank == core.ranks.rank]
         pending.extend(own)
         report = {
             "entries": [_reported(entry) for entry in own],
-            "passed": passed.decode(),
             "total": core.replay.total,
             "oldest": (core.replay.oldest_entry_id or b"").decode(),
             "leaves": leaves.is_set(),

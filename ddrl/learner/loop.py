@@ -89,7 +89,7 @@ class Learner:
         self._warmup_steps = warmup_steps(config.replay, resolved.config)
         self.core = core = Core(reader_client, run, config, resolved, device=device, ranks=ranks)
         self.algorithm, self.replay = core.algorithm, core.replay
-        self.leading = Leading(core)
+        self.leading = Leading(core, config.learner.rank_timeout_s)
         self._reader: Reader | None = None
         """Set by `restore`."""
         self.shared = Shared()
@@ -235,9 +235,7 @@ class Learner:
             self.leading.forget(entry)
             objection = ledger.objection(entry)
             reason = entry.reason or objection
-            if not reason:
-                self.core.admit(entry, version=shared.version)
-            elif not entry.reason:
+            if entry.reason or objection or not self.core.admit(entry, version=shared.version):
                 self.leading.refuse(entry)
             gap = ledger.count(entry, consumed=not reason)
             gaps += [gap] if gap else []

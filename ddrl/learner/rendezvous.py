@@ -30,7 +30,7 @@ from ddrl.networks.ranks import RankLostError, Ranks
 from ddrl.replay.reader import Reader
 from ddrl.store import checkpoints, connection, learners, runs
 from ddrl.store.checkpoints import Counters
-from ddrl.store.connection import Redis, StoreError
+from ddrl.store.connection import Redis, RunGoneError, StoreError
 from ddrl.store.learners import Group, Member
 
 log = logging.getLogger(__name__)
@@ -263,7 +263,7 @@ def join(client: Redis, run: str, announcer: Announcer, seen: set[str], stop: th
     try:
         _follow(client, run, announcer, Ranks(rank, len(group.members)), group, stop)
         log.info("the group of %s has ended", run)
-    except RankLostError as error:
+    except (RankLostError, RunGoneError, runs.UnknownRunError) as error:
         log.warning("%s: %s", run, error)
     finally:
         announcer.core = None

@@ -89,6 +89,7 @@ class Fifo:
         self._ranks, self._spec = ranks, spec
         self._sizes = [0] * (1 if ranks is None else ranks.size)
         self._taken: list[str] = []
+        self._last = "0-0"
         self.others: list[float] = []
         self.total = 0.0
         """Not needed here, as `others`: see `Replay`."""
@@ -142,8 +143,8 @@ class Fifo:
         names = fragment.extras.keys() & used
         return replace(fragment, extras={name: fragment.extras[name] for name in names})
 
-    def admit(self, fragment: Fragment | Played, entry_id: bytes, *, version: int) -> None:
-        """Queue a fragment that `pack` has checked, or, with `drop`, drop it if it is too stale.
+    def admit(self, fragment: Fragment | Played, entry_id: bytes, *, version: int) -> bool:
+        """Queue a fragment that `pack` has checked; with `drop`, drop it and return False if it is too stale.
 
         Args:
             fragment: as decoded, or what the leader knows of another rank's.
@@ -153,13 +154,14 @@ class Fifo:
         self._seen.add(fragment.producer)
         if self._is_stale(fragment, version):
             self.num_dropped += 1
-            return
+            return False
         self._queue.append((entry_id, fragment))
         self._add_steps(fragment.num_transitions)
+        return True
 
-    def note(self, played: Played, entry_id: bytes, *, version: int) -> None:
-        """Queue what is known of a fragment that another rank holds; arguments as of `admit`."""
-        self.admit(played, entry_id, version=version)
+    def note(self, played: Played, entry_id: bytes, *, version: int) -> bool:
+        """Queue what is known of a fragment that another rank holds; see `admit`."""
+        return self.admit(played, entry_id, version=version)
 
     def drop_waiting(self) -> None:
         """Drop all that waits, as too stale: there is no room in the stream for what it waits for."""
@@ -193,6 +195,7 @@ class Fifo:
                 self._taken.append(entry_id.decode())
                 self._sizes[fragment.rank] += fragment.num_transitions
             self._staleness.append((version - fragment.policy_version, fragment.num_transitions))
+            self._last = entry_id.decode()
         self._content = _Content(len(self) - num_taken, num_taken, version)
         self.num_collectors, self._seen = max(1, len(self._seen)), set()
         return self._trajectories(own)
@@ -200,7 +203,7 @@ class Fifo:
     @property
     def chosen(self) -> dict[str, Any]:
         """What `draw_chosen` of the other ranks needs of the newest draw, JSON."""
-        return {"sizes": self._sizes, "taken": self._taken}
+        return {"sizes": self._sizes, "taken": self._taken, "last": self._last}
 
     def draw_chosen(self, chosen: Mapping[str, Any], num_updates: int) -> Trajectories:
         """Return this rank's part of what the leader has drawn; older fragments are dropped.
@@ -211,7 +214,7 @@ class Fifo:
         """
         own: list[Fragment] = []
         self._sizes, taken = chosen["sizes"], {entry_id.encode() for entry_id in chosen["taken"]}
-        last = max(map(order, taken), default=(0, 0))
+        last = order(chosen["last"].encode())
         while self._queue and order(self._queue[0][0]) <= last:
             entry_id, fragment = self._queue.popleft()
             if entry_id in taken and isinstance(fragment, Fragment):

@@ -23,6 +23,7 @@ from ddrl.store.connection import Redis
 from ddrl.types import EnvSpec, Fragment, Played
 
 BLOCK_MS = 1_000
+MOST_EPISODES = 20  # the newest of a fragment, whose returns are counted
 COUNT_S = 5.0  # between two looks at the size of entries
 MAX_DECODED_BYTES = 256 * 1024**2  # of decoded fragments; beyond it the reader waits for the learner
 _ENTRY_BYTES = 2 * 1024  # of anything decoded, even if refused
@@ -139,14 +140,12 @@ def decode(
     except ValueError as error:  # CodecError is one
         return replace(read, reason=str(error), head=entry.fields.get(b"h", b"")[:1024])
     of_fragment = read.producer, fragment.policy_version, fragment.num_transitions
-    episodes = (
-        fragment.episode_return.tolist(),
-        fragment.extras.get("episode_metrics", np.empty((0, 0))).tolist(),
-    )
+    episode_metrics = fragment.extras.get("episode_metrics", np.empty((0, 0)))
+    episodes = (values[-MOST_EPISODES:].tolist() for values in (fragment.episode_return, episode_metrics))
     played = Played(read.rank, *of_fragment, *episodes)
     if read.rank != rank:
         return replace(read, played=played)
-    memory_bytes = _ENTRY_BYTES + packed.num_bytes
+    memory_bytes = _ENTRY_BYTES + max(fragment.num_bytes, packed.num_bytes)
     return replace(read, memory_bytes=memory_bytes, fragment=fragment, played=played, packed=packed)
 
 
@@ -288,6 +287,7 @@ class Reader:
             if self._count == 1:
                 self._drop_next(self._cursor)
             self._count = 1
+            self._stopping.wait(0.01)
             return []
         return ledger.checked(self._client, self._run, found)
 

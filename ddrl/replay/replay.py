@@ -216,8 +216,8 @@ class Replay:
         """Return True: the oldest items make room."""
         return True
 
-    def admit(self, packed: Packed, entry_id: bytes, *, version: int) -> None:
-        """Append a fragment's items, evicting the oldest fragments whole to make room.
+    def admit(self, packed: Packed, entry_id: bytes, *, version: int) -> bool:
+        """Append a fragment's items, evicting the oldest fragments whole to make room; return True.
 
         Args:
             packed: the fragment; copied.
@@ -254,10 +254,12 @@ class Replay:
             self.priorities.drop(self.first_item)
         self._admitted.append((version - fragment.policy_version, len(cut), cut.num_rewards))
         self._seen.add(fragment.producer)
+        return True
 
-    def note(self, played: Played, entry_id: bytes, *, version: int) -> None:
-        """Note a fragment that another rank holds; arguments as of `admit`."""
+    def note(self, played: Played, entry_id: bytes, *, version: int) -> bool:
+        """Note a fragment that another rank holds; see `admit`."""
         self._seen.add(played.producer)
+        return True
 
     def drop_waiting(self) -> None:
         """Do nothing: no fragment waits for others."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -112,33 +113,30 @@ def test_ranks_with_other_parameters_end_the_group(run) -> None:
             ranks.exchange(json.dumps(report).encode())
             return ""
         with pytest.raises(RankLostError) as error:
-            Leading(core).tell(b"0-0", version=0)
+            Leading(core, 10.0).tell(b"0-0", version=0)
         return str(error.value)
 
     assert "parameters are others than the leader's" in together(2, tell)[0]
 
 
-def test_an_entry_that_left_the_stream_before_its_rank_read_it_is_waited_for_no_longer() -> None:
-    """As after XADD with MAXLEN; the leader has read it."""
-    told = {
-        "entries": [["3-0", "", "", [1, 7, 0, 8]]],
-        "passed": "4-0",
-        "total": 0.0,
-        "oldest": "",
-        "leaves": False,
-    }
+def test_an_entry_that_its_rank_never_reports_ends_the_group() -> None:
+    """As after XADD with MAXLEN, when only the leader has read it."""
+    told = {"entries": [["3-0", "", "", [1, 7, 0, 8]]], "total": 0.0, "oldest": "", "leaves": False}
     ranks = SimpleNamespace(
         size=2, exchange=lambda data: [data, json.dumps({**told, "checksum": 0}).encode()]
     )
-    leading = Leading(SimpleNamespace(ranks=ranks, checksum=0, replay=SimpleNamespace()))
-    entries = [Decoded(b"%d-0" % number, 0, 7, 1, number, 0, rank=1) for number in (3, 4, 5)]
-    assert [leading.report(entry) for entry in entries] == [None] * 3
+    core: Any = SimpleNamespace(ranks=ranks, checksum=0, replay=SimpleNamespace())
+    leading = Leading(core, timeout_s=0.1)
+    entries = [Decoded(b"%d-0" % number, 0, 7, 1, number, 0, rank=1) for number in (3, 4)]
+    assert [leading.report(entry) for entry in entries] == [None] * 2
+    time.sleep(0.15)
     leading.tell(b"2-0")
-    found = [leading.report(entry) for entry in entries]
-    assert found[0] == {"reason": "", "head": b"", "played": Played(1, 7, 0, 8)}
-    assert found[1:] == [{"reason": "left the stream before it was decoded"}, None]
+    assert leading.report(entries[0]) == {"reason": "", "head": b"", "played": Played(1, 7, 0, 8)}
     leading.forget(entries[0])
-    assert leading.report(replace(entries[0], rank=0)) == {}
+    assert leading.report(replace(entries[0], rank=0)) == {} and leading.report(entries[1]) is None
+    time.sleep(0.15)
+    with pytest.raises(RankLostError, match="rank 1 does not report entry 4-0"):
+        leading.report(entries[1])
 
 
 def test_a_rank_that_ends_is_noticed_at_once_and_one_that_hangs_in_time() -> None:

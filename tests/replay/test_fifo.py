@@ -300,8 +300,13 @@ def test_ranks_share_an_iteration_that_the_leader_has_drawn() -> None:
             queues[0].note(Played(owner, number, version, made.num_transitions), entry_id, version=2)
     lead = queues[0]
     assert len(lead) == 48
+    stale = Played(1, 7, 0, 8)
+    assert not lead.note(stale, b"6-0", version=2) and len(lead) == 48
     batches = [draw(lead, 3), *(one.draw_chosen(lead.chosen, 0) for one in queues[1:])]
-    assert lead.chosen == {"sizes": [16, 16, 0], "taken": ["1-0", "3-0"]} and lead.num_dropped == 1
+    assert (
+        lead.chosen == {"sizes": [16, 16, 0], "taken": ["1-0", "3-0"], "last": "4-0"}
+        and lead.num_dropped == 2
+    )
     producers = [{int(reward) % 1000 for reward in batch.reward[batch.valid]} for batch in batches[:2]]
     assert producers == [{2, 4}, {1, 3}]
     assert batches[2].valid.sum() == 1 and len(lead) == len(queues[1]) == 8

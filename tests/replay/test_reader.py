@@ -100,6 +100,9 @@ def test_a_fragment_outside_the_run_is_refused(made: Fragment, reason: str) -> N
 def test_what_packing_makes_of_a_fragment_counts_as_memory() -> None:
     """Episodes of one step make many items of few bytes."""
     assert decoded(FRAGMENT, pack=lambda made: SimpleNamespace(num_bytes=10**6)).memory_bytes > 10**6
+    # A column that is left out is held until the learner takes the entry.
+    packed = decoded(FRAGMENT, pack=lambda made: SimpleNamespace(num_bytes=0))
+    assert packed.memory_bytes > FRAGMENT.num_bytes
 
 
 def test_who_sent_a_fragment_is_what_its_append_wrote() -> None:
