@@ -454,7 +454,7 @@ class Learned:
         self._number += 1
         sender = {b"p": b"%d" % self._number, b"i": b"9", b"q": b"0"}
         fields = codec.encode(replace(fragment, producer=self._number)) | sender
-        entry = self.learner._decode(stream.Entry(b"%d-1" % self._number, fields))
+        entry = self.learner.core.decode(stream.Entry(b"%d-1" % self._number, fields))
         self.learner._admit(SimpleNamespace(ready=True, take=lambda for_s: [entry]))
         for _ in range(3):
             if not self.learner._update():

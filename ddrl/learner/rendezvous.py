@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -105,7 +106,9 @@ class Announcer:
             "processed": core.algorithm.num_updates if core else 0,
         }
         name = f"{self._run}-rank{member.rank if core else '-'}@{member.host}"
-        celery.show_learner(name, SHOW_S, **figures)
+        # In a thread, as a connection that is lost without notice delays it by its timeout.
+        show = partial(celery.show_learner, name, SHOW_S, **figures)
+        threading.Thread(target=show, name="show", daemon=True).start()
 
     def _measure(self, core: Core | None) -> None:
         """Set the figures to announce; end the process if a follower hangs, which no thread can end."""
@@ -168,7 +171,7 @@ class Formation:
             return
         deadline, names = time.monotonic() + READY_S, [f"ready/{rank}" for rank in range(1, self.ranks.size)]
         while not self.store.check(names):
-            gone = {*self.group.members} - learners.alive(client, run).keys()
+            gone = {*self.group.members[1:]} - learners.alive(client, run).keys()
             if gone or stop.is_set() or time.monotonic() > deadline:
                 raise RankLostError("a learner of the group has ended before it was ready")
             time.sleep(POLL_S)

@@ -35,6 +35,7 @@ from ddrl.store import (
     connection,
     evaluations,
     keys,
+    learners,
     leases,
     local_checkpoints,
     logs,
@@ -191,6 +192,7 @@ def test_a_service_leaves_a_run_to_each_learner_that_requests_it(monkeypatch, tm
     monkeypatch.setattr(run_module, "time", SimpleNamespace(monotonic=lambda: now_s))
     monkeypatch.setattr(runs, "active_names", lambda *_: ["x-1"])
     monkeypatch.setattr(leases, "free", free)
+    monkeypatch.setattr(learners, "wanting", lambda *_: [])
     monkeypatch.setattr(run_module, "learn", lambda *_, **__: learned.append(now_s))
     run_module.serve(None, tmp_path, interrupt)
     assert learned == [111.0], "b did not come"

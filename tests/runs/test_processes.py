@@ -155,7 +155,7 @@ def test_a_run_whose_learner_keeps_dying_fails_unless_held(client: Redis, script
     assert leases.acquire(client, held, host="test", folder="/tmp", ttl_ms=60_000) is not None
     script("sys.exit(2)")
     reports: list[str] = []
-    local.start(children, [lost, held], workers=0, with_learner=True)
+    local.start(client, children, [lost, held], workers=0, with_learner=True)
     children.wait_for_learners(60)
     for _ in range(2):
         local.keep_running(client, children, [lost, held], reports.append)

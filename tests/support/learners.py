@@ -191,11 +191,15 @@ def finished(run: Run) -> Iterator[Learner]:
 
 
 def contents(learner: Learner) -> dict[str, np.ndarray]:
-    """Return all items of a replay in order, which is valid, with their priorities if it has any."""
+    """Return all items of a replay in order, which is valid, with their priorities if it has any.
+
+    Ids of entries, which the server's clock gives, are left out.
+    """
     replay = learner.replay
     replay.check_valid()
     items = vars(replay.plan(np.arange(replay.num_items))())
-    return {name: value for name, value in items.items() if value is not None} | dict(replay.state())
+    state = {name: value for name, value in replay.state().items() if name != "entry"}
+    return {name: value for name, value in items.items() if value is not None} | state
 
 
 @contextmanager
