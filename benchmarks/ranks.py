@@ -29,8 +29,16 @@ from ddrl.networks.ranks import Ranks
 from ddrl.runs import submit
 
 TASKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "ppo": ("ppo", updates.IMAGES, {**updates.NATURE, "batch_size": 512, "minibatch_size": 256, "num_epochs": 1}),
-    "dqn": ("dqn", updates.IMAGES, {**updates.NATURE, "batch_size": 256, "double": True, "prioritized": True}),
+    "ppo": (
+        "ppo",
+        updates.IMAGES,
+        {**updates.NATURE, "batch_size": 512, "minibatch_size": 256, "num_epochs": 1},
+    ),
+    "dqn": (
+        "dqn",
+        updates.IMAGES,
+        {**updates.NATURE, "batch_size": 256, "double": True, "prioritized": True},
+    ),
     "sac": ("sac", updates.BOX, {"hidden_sizes": [800, 800], "batch_size": 512}),
 }
 WARM_UP, CAPACITY = 1, 10_000

@@ -74,7 +74,7 @@ def learn(run: Run, crashes: list[int]) -> Learner:
 
 
 def assert_equal_ends(one: Run, two: Run) -> None:
-    """Assert that the newest checkpoints hold the same tensors bit by bit, but for entries' ids, and the same counts."""
+    """Assert that the newest checkpoints hold the same tensors, but for ids of entries, and the same counts."""
     states = [weights.decode_weights(checkpoints.load(run.client, run.id)[0]) for run in (one, two)]
     for state in states:
         state.pop("replay.entry", None)
