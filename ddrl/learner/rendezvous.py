@@ -230,7 +230,7 @@ def form(
         listener = socket.create_server((host, int(port or 0)))
     except OSError as error:
         where = f"learner.address: {host}:{port or 0}"
-        raise StoreError(f"{where} cannot be used ({error.strerror}); name another") from None
+        raise StoreError(f"{where} cannot be used ({os.strerror(error.errno or 0)}); name another") from None
     number = listener.getsockname()[1]
     store = TCPStore(
         host,
