@@ -216,7 +216,7 @@ class LearnerConfig(Section):
     """Learners that learn the run together: one leads, each holds part of the experience and learns from its part of
     each batch. `ddrl submit` starts them here; `ddrl learner` on other machines joins a run that wants more."""
     address: str | None = None
-    """Where the leader serves the other learners, HOST or HOST:PORT. null: its address towards the server, any port.
+    """Address of the leader for the other learners, HOST or HOST:PORT. null: its address towards the server, any port.
     Whoever reaches it can disturb the run."""
     rank_timeout_s: Duration = Field(10.0, ge=1)
     """A learner that does not answer the others for this long is lost; those left go on without it."""

@@ -186,7 +186,7 @@ class Fragment:
 
 @dataclass(frozen=True)
 class Played:
-    """What a learner counts of a fragment, all that it knows of one that another rank holds.
+    """Figures of a fragment that a learner counts; of another rank's fragment it knows no more.
 
     Attributes:
         rank: which holds the fragment.

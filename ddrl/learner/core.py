@@ -1,4 +1,4 @@
-"""What every learner of a run has, whether it leads or follows: the algorithm, and the replay of its fragments."""
+"""The core of a learner, whether it leads or follows: its algorithm, and the replay of its fragments."""
 
 from __future__ import annotations
 

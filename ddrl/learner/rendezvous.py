@@ -1,4 +1,4 @@
-"""Where the learners of one run find each other: on the server, which no gradient passes through."""
+"""The meeting of the learners of one run, by keys on the server; no gradient passes through it."""
 
 from __future__ import annotations
 

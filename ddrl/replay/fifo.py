@@ -202,7 +202,7 @@ class Fifo:
 
     @property
     def chosen(self) -> dict[str, Any]:
-        """What `draw_chosen` of the other ranks needs of the newest draw, JSON."""
+        """The newest draw, as `draw_chosen` of the other ranks needs it, JSON."""
         return {"sizes": self._sizes, "taken": self._taken, "last": self._last}
 
     def draw_chosen(self, chosen: Mapping[str, Any], num_updates: int) -> Trajectories:

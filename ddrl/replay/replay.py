@@ -302,7 +302,7 @@ class Replay:
 
     @property
     def chosen(self) -> dict[str, Any]:
-        """What `draw_chosen` of the other ranks needs of the newest draw, JSON."""
+        """The newest draw, as `draw_chosen` of the other ranks needs it, JSON."""
         return {"sizes": self._sizes_chosen}
 
     def draw_chosen(self, chosen: Mapping[str, Any], num_updates: int) -> Batch | Sequences:
