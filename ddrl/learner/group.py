@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 import math
 import threading
 import time
@@ -27,8 +26,6 @@ from ddrl.networks.ranks import RankLostError
 from ddrl.replay.reader import Decoded, Reader
 from ddrl.store import stream, weights
 from ddrl.types import Played
-
-log = logging.getLogger(__name__)
 
 MOST_REPORTED = 256  # entries a round
 MOST_PENDING_BYTES = 128 * 1024**2  # of a follower's entries that wait to be admitted
@@ -88,8 +85,6 @@ class Leading:
         Raises:
             RankLostError: a follower is lost, or has other parameters.
         """
-        if self._ranks.size == 1:
-            return
         refused, self._refused = self._refused, []
         message = {"until": until.decode(), "refused": refused, **orders}
         reports = [json.loads(data) for data in self._ranks.exchange(json.dumps(message).encode())[1:]]

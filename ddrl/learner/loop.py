@@ -235,7 +235,7 @@ class Learner:
             self.leading.forget(entry)
             objection = ledger.objection(entry)
             reason = entry.reason or objection
-            if entry.reason or objection or not self.core.admit(entry, version=shared.version):
+            if reason or not self.core.admit(entry, version=shared.version):
                 self.leading.refuse(entry)
             gap = ledger.count(entry, consumed=not reason)
             gaps += [gap] if gap else []
@@ -286,9 +286,10 @@ class Learner:
         return True
 
     def _tell(self, **orders: Any) -> None:
-        """Give the ranks that follow their orders; see `Leading.tell`."""
-        self.leading.tell(self.shared.ledger.cursor, version=self.shared.version, **orders)
-        self.shared.oldest = self._oldest()
+        """Give the ranks that follow, if any, their orders; see `Leading.tell`."""
+        if self._ranks.size > 1:
+            self.leading.tell(self.shared.ledger.cursor, version=self.shared.version, **orders)
+            self.shared.oldest = self._oldest()
 
     def _publish(self) -> None:
         """Leave new weights for the publisher: on-policy at once, else publish_every_s after the last ones."""

@@ -66,7 +66,7 @@ class Announcer:
         self.member = Member(
             host=socket.gethostname(),
             pid=os.getpid(),
-            address=_address(client, config),
+            address=_address(client),
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             versions=versions,
         )
@@ -101,10 +101,8 @@ class Announcer:
     def _show(self, core: Core | None) -> None:
         """Let Flower show this learner as a worker: active are its updates a second, processed its updates."""
         member = self.member
-        figures = {
-            "active": round(member.updates_per_s),
-            "processed": core.algorithm.num_updates if core else 0,
-        }
+        num_updates = core.algorithm.num_updates if core else 0
+        figures = {"active": round(member.updates_per_s), "processed": num_updates}
         name = f"{self._run}-rank{member.rank if core else '-'}@{member.host}"
         # In a thread, as a connection that is lost without notice delays it by its timeout.
         show = partial(celery.show_learner, name, SHOW_S, **figures)
@@ -124,9 +122,8 @@ class Announcer:
         self.member = replace(
             self.member, rank=core.ranks.rank, updates_per_s=rate, waiting=min(waiting, 1.0)
         )
-        if (
-            core.ranks.num_calls != self._num_calls or core.ranks.rank == 0
-        ):  # another thread watches the leader
+        # The leader is watched by its service thread.
+        if core.ranks.num_calls != self._num_calls or core.ranks.rank == 0:
             self._num_calls, self._moved_at = core.ranks.num_calls, now
         elif now - self._moved_at > self._stall_s:
             log.error(
@@ -321,8 +318,8 @@ def _restore(client: Redis, run: str, core: Core) -> bytes:
     return b"0-0"
 
 
-def _address(client: Redis, config: RunConfig) -> str:
-    """Return this machine's address as the server sees it, or that of `learner.address`; of a socket, loopback."""
+def _address(client: Redis) -> str:
+    """Return this machine's address on its way to the server; loopback where that is a socket."""
     options = client.connection_pool.connection_kwargs
     pool: Any = client.connection_pool
     server = pool.get_master_address() if hasattr(pool, "get_master_address") else None

@@ -1,7 +1,7 @@
 """The learners of one run that make each update together: every rank takes part of the batch, and gradients are added.
 
 All ranks have the same parameters, as they add the same gradients in the same order; no parameter travels. The group of
-processes is torch's: gloo between CPUs, NCCL between GPUs of their own.
+processes is torch's: gloo, which also takes tensors on GPUs.
 """
 
 from __future__ import annotations
@@ -129,15 +129,9 @@ class Ranks:
         """Return what every rank has given in this call, in the order of ranks; alone, only this rank's."""
         if self.size == 1:
             return [data]
-        own = (
-            torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            if data
-            else torch.empty(0, dtype=torch.uint8)
-        )
         sizes = [int(size) for size in self._gather(torch.tensor([len(data)]))]
-        padded = torch.zeros(max(1, *sizes), dtype=torch.uint8)
-        padded[: len(own)] = own
-        found = self._gather(padded)
+        padded = bytearray(data.ljust(max(1, *sizes), b"\0"))
+        found = self._gather(torch.frombuffer(padded, dtype=torch.uint8))
         return [part[:size].numpy().tobytes() for part, size in zip(found, sizes, strict=True)]
 
     def _gather(self, values: Tensor) -> list[Tensor]:

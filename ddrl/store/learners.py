@@ -15,7 +15,6 @@ from ddrl.store.untrusted import Count, Name, Number
 
 BEAT_S = 0.5
 TTL_S = 6.0  # without a beat, after which a learner is gone
-FORGET_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,9 +85,7 @@ def alive(client: Redis, run: str, *, since_s: float = 0.0) -> dict[str, Member]
             member = _MEMBER.validate_json(value)
         except ValidationError:
             continue
-        if now_s - member.beat_s > FORGET_S:
-            client.hdel(keys.learners(run), name)
-        elif member.beat_s >= max(since_s, now_s - TTL_S):
+        if member.beat_s >= max(since_s, now_s - TTL_S):
             found[name.decode()] = member
     return found
 
