@@ -18,7 +18,7 @@ Redis Cluster is not supported: some scripts touch the keys of several runs. `<r
 | ddrl:{run}:counts                 | hash   | all                  | all                       | what workers count: appends, process time, crashes, the last error (see COUNTS) | the run's |
 | ddrl:{run}:initial                | string | submit               | learner                   | initial weights, safetensors                                 | the run's |
 | ddrl:{run}:lease                  | string | learner              | all                       | fencing token of the learner that holds the run              | expires |
-| ddrl:{run}:learners               | hash   | learner              | learner, cli              | id of a learner -> where it runs, its rank and figures (JSON) | a field: while it lives |
+| ddrl:{run}:learners               | hash   | learner              | learner, cli              | id of a learner -> where it runs, its rank and figures (JSON) | a field: while it lives, or the run's |
 | ddrl:{run}:group                  | string | learner              | learner                   | the learners that learn together (JSON)                      | the run's |
 | ddrl:{run}:allowance              | stream | learner              | collector                 | one entry: env steps that may be played, latest version      | the run's |
 | ddrl:{run}:experience             | stream | collector            | learner                   | fragments: the replay buffer                                 | trimmed by the learner |
