@@ -48,7 +48,7 @@ class Hindsight:
         step = np.arange(len(fragment.reward))[:, None]  # [T, 1]
         is_last = fragment.ended.copy()
         is_last[-1] = True
-        # Columns of the episode that each step is in.
+        # The last step of the episode that each step is in.
         last = np.minimum.accumulate(np.where(is_last, step, step[-1])[::-1], axis=0)[::-1]
         last = last - np.take_along_axis(fragment.terminated, last, axis=0)
         time, lane = (np.tile(index, self.num) for index in np.nonzero(~fragment.terminated))  # [K * M]
