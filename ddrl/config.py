@@ -215,9 +215,9 @@ class LearnerConfig(Section):
     num_learners: int = Field(1, ge=1, le=256)
     """Learners that learn the run together: one leads, each holds part of the experience and learns from its part of
     each batch. `ddrl submit` starts them here; `ddrl learner` on other machines joins a run that wants more."""
-    address: str | None = None
-    """Address of the leader for the other learners, HOST or HOST:PORT. null: its address towards the server, any port.
-    Whoever reaches it can disturb the run."""
+    address: str | None = Field(None, pattern=r"^([^\s:/\[\]]+|\[[0-9a-fA-F:.]+\])(:\d{1,5})?$")
+    """Address of the leader for the other learners, HOST or HOST:PORT, IPv6 in brackets. null: its address towards the
+    server, any port. Whoever reaches it can disturb the run."""
     rank_timeout_s: Duration = Field(10.0, ge=1)
     """A learner that does not answer the others for this long is lost; those left go on without it."""
     stall_s: Duration = Field(45.0, ge=5)

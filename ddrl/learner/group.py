@@ -13,13 +13,15 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple
 from typing import Any
 
 import numpy as np
 import torch
 
+from ddrl.algorithms import base
+from ddrl.config import validate
 from ddrl.learner.core import REPLAY, Core, Tensors
 from ddrl.learner.publisher import decode_tensors
 from ddrl.networks.ranks import RankLostError
@@ -79,7 +81,7 @@ class Leading:
 
         Args:
             until: they admit entries up to this one.
-            orders: `version` published, `chosen` to learn from a batch, `options` changed, `drops` to
+            orders: `version` published, `chosen` to learn from a batch, `options` changed: the config, `drops` to
                 drop what waits, `saves` to send the state of the replay, `ends` to end.
 
         Raises:
@@ -117,14 +119,13 @@ class Leading:
         return min(held, key=stream.order, default=None)
 
 
-def follow(core: Core, reader: Reader, leaves: threading.Event, apply: Callable[[str], None]) -> None:
+def follow(core: Core, reader: Reader, leaves: threading.Event) -> None:
     """Follow the leader's orders until it ends the group.
 
     Args:
         core: of this rank.
         reader: of the stream, from the leader's checkpoint on.
         leaves: once set, the leader is asked for the end.
-        apply: takes changed settings, JSON.
 
     Raises:
         RankLostError: the leader, or another follower, is lost.
@@ -144,7 +145,7 @@ def follow(core: Core, reader: Reader, leaves: threading.Event, apply: Callable[
         }
         order = json.loads(core.ranks.exchange(json.dumps(report).encode())[0])
         if "options" in order:
-            apply(order["options"])
+            core.apply_options(base.resolve(validate(order["options"]), core.spec).config)
         until, refused = stream.order(order["until"].encode()), {*order["refused"]}
         while pending and stream.order(pending[0].entry_id) <= until:
             entry = pending.popleft()

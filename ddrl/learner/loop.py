@@ -309,7 +309,7 @@ class Learner:
             self._publish_at = min(self._publish_at, time.monotonic() + self._config.learner.publish_every_s)
             try:
                 self.core.apply_options(options)
-                self._tell(options=self._config.model_dump_json(by_alias=True))
+                self._tell(options=self._config.model_dump(mode="json", by_alias=True))
             except ValueError as error:
                 log.warning("%s", error)
         if self.shared.wants_checkpoint.is_set():

@@ -26,13 +26,12 @@ from ddrl.algorithms import base
 from ddrl.config import ConfigError, RunConfig
 from ddrl.envs import requirements
 from ddrl.envs.requirements import UnfitError
-from ddrl.learner import rendezvous
-from ddrl.learner.core import Core
 from ddrl.learner.dispatcher import Dispatcher
 from ddrl.learner.evaluations import EvaluationScheduler
 from ddrl.learner.loop import Learner, NotFiniteError
+from ddrl.learner.rendezvous import Peer
 from ddrl.networks.device import choose_device
-from ddrl.networks.ranks import ALONE, RankLostError
+from ddrl.networks.ranks import RankLostError
 from ddrl.runs import artifacts, monitoring
 from ddrl.runs.prune import Retention
 from ddrl.store import connection, learners, leases, local_checkpoints, logs, runs, weights
@@ -144,15 +143,15 @@ def learn(
             missing.
     """
     outage, token = connection.Outage(client), None
-    with _Peers(client, run) as peers:
-        claim = _Claim(client, run, folder / run, peers, waits=waits, take_over=take_over)
+    with Peer(client, run) as peer:
+        claim = _Claim(client, run, folder / run, peer, waits=waits, take_over=take_over)
         while not stop.is_set():
             is_kept = False  # the lease, for the next attempt
             try:
                 if token is None and (token := claim.take(stop)) is None:
                     return None
                 with monitoring.learning(run):
-                    return _Attempt(client, run, token, folder / run, peers, stop, outage).learn()
+                    return _Attempt(client, run, token, folder / run, peer, stop, outage).learn()
             except connection.OUTAGES as error:
                 outage.note(error)
                 stop.wait(RETRY_S)
@@ -163,64 +162,13 @@ def learn(
                 if token is None:  # no lease was taken: the run is unknown here and has no local checkpoint
                     raise
                 log.warning("%s; restoring the run", error)
-                claim = _Claim(client, run, folder / run, peers, waits=waits, take_over=False, is_again=True)
+                claim = _Claim(client, run, folder / run, peer, waits=waits, take_over=False, is_again=True)
             finally:
                 if token is not None and not is_kept:
                     with contextlib.suppress(*connection.OUTAGES):  # else the lease expires
                         leases.release(client, run, token)
                     token = None
     return None
-
-
-class _Peers:
-    """The other learners of a run that wants several, for one of them; a context.
-
-    Args:
-        client: connection to the server.
-        run: its id.
-    """
-
-    def __init__(self, client: Redis, run: str) -> None:
-        self._client, self._run = client, run
-        self._stack = contextlib.ExitStack()
-        self._announcer: rendezvous.Announcer | None = None
-        self._seen: set[str] = set()
-        self.is_lost = False  # a learner of the group before
-
-    def __enter__(self) -> _Peers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def announce(self, config: RunConfig) -> rendezvous.Announcer | None:
-        """Be there for the others; None if the run wants one learner."""
-        if self._announcer is None and config.learner.num_learners > 1:
-            self._announcer = self._stack.enter_context(rendezvous.Announcer(self._client, self._run, config))
-        return self._announcer
-
-    def follow(self, stop: Event) -> None:
-        """Learn with a group that the leader has formed, if one names this learner."""
-        if (announcer := self.announce(runs.config(self._client, self._run))) is not None:
-            rendezvous.join(self._client, self._run, announcer, self._seen, stop)
-
-    def form(self, token: int, config: RunConfig, stop: Event) -> rendezvous.Formation | None:
-        """Lead a group of those that are there; None if the run wants one learner."""
-        if (announcer := self.announce(config)) is None:
-            return None
-        is_lost, self.is_lost = self.is_lost, False
-        return rendezvous.form(self._client, self._run, token, config, announcer, stop, is_lost=is_lost)
-
-    def lead(self, core: Core | None) -> None:
-        """Announce the progress of a leader."""
-        if self._announcer is not None:
-            self._announcer.core = core
-
-    def wanted(self, formation: rendezvous.Formation | None) -> bool:
-        """Return whether a learner waits that a group of this one's should take in."""
-        if self._announcer is None or formation is None:
-            return False
-        return formation.wants(self._client, self._run, self._announcer.member.versions)
 
 
 @dataclass
@@ -231,7 +179,7 @@ class _Claim:
         client: connection to the server.
         run: its id.
         folder: the run's.
-        peers: of this learner, with which it learns while another holds the lease.
+        peer: this learner, which follows while another holds the lease.
         waits: wait for the lease instead of returning at once.
         take_over: request it from its holder, then take it.
         is_again: this learner held the run before, so it also waits while the run is paused.
@@ -241,7 +189,7 @@ class _Claim:
     client: Redis
     run: str
     folder: Path
-    peers: _Peers
+    peer: Peer
     waits: bool
     take_over: bool
     is_again: bool = False
@@ -267,7 +215,7 @@ class _Claim:
                     if token is not None or not self.waits:
                         return token
                     self._request_or_wait(now.host)
-                    self.peers.follow(interrupted)
+                    self.peer.follow(interrupted)
                 elif now.status != "paused" or not (self.holder or self.is_again):
                     what = f"has ended ({now.status})" if now.ended else f"is {now.status}"
                     raise StoreError(f"run {self.run}: {what}; continue it with `ddrl resume {self.run}`")
@@ -325,7 +273,7 @@ class _Attempt:
         run: its id.
         token: fencing token of the lease.
         folder: the run's.
-        peers: of this learner, for a run that wants several.
+        peer: this learner among those of the run.
         interrupted: the process must stop; the run stays active for the next learner.
         outage: of the attempt before this one, too; it is over when the learner serves the run.
     """
@@ -336,11 +284,11 @@ class _Attempt:
         run: str,
         token: int,
         folder: Path,
-        peers: _Peers,
+        peer: Peer,
         interrupted: Event,
         outage: connection.Outage,
     ) -> None:
-        self._client, self._run, self._token, self._peers = client, run, token, peers
+        self._client, self._run, self._token, self._peer = client, run, token, peer
         self._regroup, self._began_at = "", time.monotonic()  # why the group ends
         self._folder, self._interrupted, self._outage = folder, interrupted, outage
         self._record = local_checkpoints.record(client, run)
@@ -400,14 +348,12 @@ class _Attempt:
             self._learner.restore()
             self._is_restored = True
             self._check_memory()
-            if self._formation is not None:
-                self._peers.lead(self._learner.core)
-                self._formation.complete(self._client, self._run, self._config, self._interrupted)
+            self._peer.complete(self._learner.core, self._config, self._interrupted)
             log.info("learns %s on %s", self._run, choose_device(self._config.learner.device))
         except (LeaseLostError, *LOST, *connection.OUTAGES):
             raise
         except RankLostError as error:
-            self._peers.is_lost = True
+            self._peer.is_lost = True
             raise _RegroupError(str(error)) from None
         except (ConfigError, StoreError, ValueError) as error:
             self._set_status("failed", str(error))
@@ -422,9 +368,7 @@ class _Attempt:
         self._local = local_checkpoints.BackgroundWriter(self._folder)
         self._resources.callback(self._local.close)
         resolved = base.resolve(config, runs.spaces(client, run))
-        self._formation = self._peers.form(token, config, self._interrupted)
-        ranks = ALONE if self._formation is None else self._formation.ranks
-        self._ranks = ranks
+        ranks = self._peer.form(token, config, self._interrupted)
         self._learner = Learner(
             client,
             reader_client,
@@ -577,7 +521,7 @@ class _Attempt:
         if self._learner.leading.leaving:
             return "a learner leaves"
         is_due = time.monotonic() - self._began_at >= self._config.learner.checkpoint_every_s
-        if (is_due or not self._learner.shared.updates) and self._peers.wanted(self._formation):
+        if (is_due or not self._learner.shared.updates) and self._peer.is_wanted():
             return "a learner joins"
         return ""
 
@@ -616,7 +560,7 @@ class _Attempt:
         if isinstance(error, NotFiniteError):
             error = self._go_back(error)
         if isinstance(error, RankLostError):
-            self._regroup, self._peers.is_lost, error = str(error), True, None
+            self._regroup, self._peer.is_lost, error = str(error), True, None
         if error is not None:
             self._set_status("failed", f"{type(error).__name__}: {error}")
         elif reached := self._reached():

@@ -93,6 +93,28 @@ def test_changed_settings_reach_the_followers(server, learn, log) -> None:
     assert "is lost" not in log.text
 
 
+@pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6")
+def test_the_leader_is_reached_at_the_address_that_the_run_names(server, learn, log) -> None:
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as taken:
+        port = taken.getsockname()[1]
+    run = Run(server, endless_config(learner={**TWO, "address": f"[::1]:{port}"}))
+    with playing(run.url, run.id):
+        learn(run), learn(run)
+        goes_on(run, [0, 1])
+    group = learners.formed(run.client, run.id)
+    assert group is not None and (group.address, group.port) == ("::1", port)
+
+
+def test_an_address_that_is_not_this_machines_fails_the_run(server, learn) -> None:
+    run = Run(server, endless_config(learner={**TWO, "address": "192.0.2.1:7000"}))
+    learn(run), learn(run)
+    until(lambda: run.state.status == "failed", SLOW_S)
+    assert "learner.address: 192.0.2.1:7000 cannot be used" in run.state.reason
+    for wrong in ("a b", "host:port", "::1", "x:1:2"):
+        with pytest.raises(ConfigError, match="learner.address"):
+            endless_config(learner={"address": wrong})
+
+
 # --- ranks that differ, are not reached, or do not fit ------------------------------------------------------
 
 
@@ -167,9 +189,9 @@ def test_a_leader_takes_no_learner_of_other_versions_and_waits_no_longer_for_one
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(connection.URL_VARIABLE, run.url)
         patch.setattr(rendezvous, "GATHER_S", 1.0)
-        with rendezvous.Announcer(run.client, run.id, config) as announcer:
+        with rendezvous.Peer(run.client, run.id) as peer:
 
-            def formed(name: str, versions: dict[str, str]) -> rendezvous.Formation:
+            def formed(name: str, versions: dict[str, str]) -> Ranks:
                 """Form a group while another learner beats."""
                 stop = threading.Event()
 
@@ -178,40 +200,38 @@ def test_a_leader_takes_no_learner_of_other_versions_and_waits_no_longer_for_one
                         learners.announce(run.client, run.id, name, replace(MEMBER, versions=versions))
 
                 with in_threads(beat, stop=stop.set):
-                    return rendezvous.form(run.client, run.id, token, config, announcer, threading.Event())
+                    return peer.form(token, config, threading.Event())
 
-            alone = formed("other", {"ddrl": "0.0.1"})
-            assert alone.store is None and alone.ranks.size == 1
+            assert formed("other", {"ddrl": "0.0.1"}).size == 1
             assert "has other versions: {'ddrl': '0.0.1'}" in log.text
-            own = announcer.member.versions
-            formation = formed("gone", own)
-            assert formation.ranks.size == 2
-            assert alone.wants(run.client, run.id, own) and not formation.wants(run.client, run.id, own)
+            assert not peer.is_wanted()
+            assert peer.member is not None
+            own = peer.member.versions
+            learners.announce(run.client, run.id, "gone", replace(MEMBER, versions=own))
+            assert peer.is_wanted()
+            ranks = formed("gone", own)
+            assert ranks.size == 2 and not peer.is_wanted()
             learners.leave(run.client, run.id, "gone")
+            core: Any = SimpleNamespace(ranks=ranks, algorithm=SimpleNamespace(num_updates=0))
             with pytest.raises(RankLostError, match="ended before it was ready"):
-                formation.complete(run.client, run.id, config, threading.Event())
+                peer.complete(core, config, threading.Event())
 
 
-def test_a_leader_that_is_not_reached_is_named(run, log, monkeypatch) -> None:
+def test_a_leader_that_is_not_reached_is_named(server, log, monkeypatch) -> None:
+    run = Run(server, endless_config(learner=TWO))
     monkeypatch.setenv(connection.URL_VARIABLE, run.url)
     monkeypatch.setattr(rendezvous, "STORE_S", 1.0)
     token = leases.acquire(run.client, run.id, host="here", folder="/tmp", ttl_ms=60_000)
     assert token is not None
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    with rendezvous.Announcer(run.client, run.id, endless_config(learner=TWO)) as announcer:
+    with rendezvous.Peer(run.client, run.id) as peer:
         group = Group(
-            token=token,
-            number="1",
-            wanted=2,
-            members=["leader", announcer.id],
-            address="127.0.0.1",
-            port=port,
+            token=token, number="1", wanted=2, members=["leader", peer.id], address="127.0.0.1", port=port
         )
         learners.form(run.client, run.id, group)
-        seen: set[str] = set()
         for _ in range(2):  # the second time it is known
-            rendezvous.join(run.client, run.id, announcer, seen, threading.Event())
+            peer.follow(threading.Event())
     assert log.text.count(f"the leader's 127.0.0.1:{port} cannot be reached from 127.0.0.1") == 1
 
 
