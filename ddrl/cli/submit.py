@@ -165,13 +165,14 @@ def _starts_learner(wanted: bool | None, runs: Iterable[configs.RunConfig]) -> b
     """Return whether to start learners here; the default is for the embedded server only.
 
     Raises:
-        ConfigError: the device of a run is missing here.
+        ConfigError: the device or precision of a run is missing here.
     """
     starts = connection.is_embedded() if wanted is None else wanted
-    for device in {run.learner.device for run in (runs if starts else ())} - {"auto", "cpu"}:
-        from ddrl.networks.device import choose_device  # loads torch
+    for learner in (run.learner for run in (runs if starts else ())):
+        if learner.device not in ("auto", "cpu") or learner.precision != "float32":
+            from ddrl.networks.device import set_up  # loads torch
 
-        choose_device(device)
+            set_up(learner)
     return starts
 
 

@@ -26,7 +26,7 @@ from ddrl.envs.requirements import machine_versions
 from ddrl.learner.core import Core
 from ddrl.learner.group import follow
 from ddrl.learner.publisher import decode_tensors
-from ddrl.networks.device import choose_device
+from ddrl.networks.device import set_up
 from ddrl.networks.ranks import ALONE, RankLostError, Ranks
 from ddrl.replay.reader import Reader
 from ddrl.store import checkpoints, connection, learners, runs
@@ -89,7 +89,7 @@ class Peer:
     def _begin(self, config: RunConfig) -> Member | None:
         """Announce this learner from now on, if the run wants several."""
         if self.member is None and config.learner.num_learners > 1:
-            device = choose_device(config.learner.device)
+            device = set_up(config.learner)
             self.member = member = Member(
                 host=socket.gethostname(),
                 pid=os.getpid(),
@@ -258,8 +258,7 @@ class Peer:
         except RuntimeError:  # as of torch.distributed
             where = f"{group.address}:{group.port}"
             raise RankLostError(f"the leader's {where} cannot be reached from {member.address}") from None
-        torch.set_num_threads(config.learner.num_threads)
-        device = choose_device(config.learner.device)
+        device = set_up(config.learner)
         with contextlib.ExitStack() as stack:
             reader_client = stack.enter_context(contextlib.closing(connection.connect_blocking()))
             core = Core(reader_client, run, config, base.resolve(config, spaces), device=device, ranks=ranks)

@@ -30,7 +30,7 @@ from ddrl.learner.dispatcher import Dispatcher
 from ddrl.learner.evaluations import EvaluationScheduler
 from ddrl.learner.loop import Learner, NotFiniteError
 from ddrl.learner.rendezvous import Peer
-from ddrl.networks.device import choose_device
+from ddrl.networks.device import set_up
 from ddrl.networks.ranks import RankLostError
 from ddrl.runs import artifacts, monitoring
 from ddrl.runs.prune import Retention
@@ -233,7 +233,7 @@ class _Claim:
             # Before the lease: another machine may have what it needs.
             if not self._was_found and not now.ended:
                 config = runs.config(self.client, self.run)
-                choose_device(config.learner.device)
+                set_up(config.learner)
                 requirements.check_learner(config)
         except runs.UnknownRunError:
             self._lost_at = self._lost_at or time.monotonic()
@@ -349,7 +349,7 @@ class _Attempt:
             self._is_restored = True
             self._check_memory()
             self._peer.complete(self._learner.core, self._config, self._interrupted)
-            log.info("learns %s on %s", self._run, choose_device(self._config.learner.device))
+            log.info("learns %s on %s", self._run, set_up(self._config.learner))
         except (LeaseLostError, *LOST, *connection.OUTAGES):
             raise
         except RankLostError as error:
@@ -362,8 +362,7 @@ class _Attempt:
 
     def _wire(self) -> None:
         config, run, client, token = self._config, self._run, self._client, self._token
-        device = choose_device(config.learner.device)
-        torch.set_num_threads(config.learner.num_threads)
+        device = set_up(config.learner)
         reader_client = self._resources.enter_context(contextlib.closing(connection.connect_blocking()))
         self._local = local_checkpoints.BackgroundWriter(self._folder)
         self._resources.callback(self._local.close)
@@ -628,7 +627,7 @@ def needed_bytes(config: RunConfig, *, checkpoint_bytes: int, weights_bytes: int
 
 def warm_up(config: RunConfig, spaces: EnvSpec) -> None:
     """Build and discard a learner, so that libraries are loaded before the takeover."""
-    device = choose_device(config.learner.device)
+    device = set_up(config.learner)
     base.resolve(config, spaces).learner(device=device, seed=config.seed).weights()
 
 

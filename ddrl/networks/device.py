@@ -3,25 +3,50 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
-from ddrl.config import ConfigError
+from ddrl.config import ConfigError, LearnerConfig
 
 _ALIGNMENT = 256  # bytes, of a column of a batch on a GPU
+
+
+def set_up(learner: LearnerConfig) -> torch.device:
+    """Set torch up in this process as a run's config wants it; return the device.
+
+    Raises:
+        ConfigError: this machine lacks the device or the precision.
+    """
+    device, is_rounded = choose_device(learner.device), learner.precision == "bfloat16"
+    on_cpu = torch.ops.mkldnn._is_mkldnn_bf16_supported
+    if is_rounded and not (on_cpu() if device.type == "cpu" else torch.cuda.is_bf16_supported()):
+        raise ConfigError(
+            f"learner.precision: bfloat16 is not on this machine ({device}); use float32, or a learner on a machine"
+            " that has it"
+        )
+    torch.set_float32_matmul_precision("medium" if is_rounded else "highest")
+    torch.set_num_threads(learner.num_threads)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
 
 
 def choose_device(name: str) -> torch.device:
     """Return the torch device of a config's `learner.device`; takes no memory of it.
 
+    With `auto`, learners of one machine take its GPUs in turns, by LOCAL_RANK.
+
     Raises:
         ConfigError: it is not on this machine.
     """
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     with contextlib.suppress(RuntimeError):  # no such kind of device
         device = torch.device(name)
         if (device.index or 0) < torch.get_device_module(device).device_count():

@@ -50,6 +50,7 @@ class _Child:
 
     Attributes:
         run: whose learner it is; None for workers.
+        rank: of a learner among those of this machine.
         started: of `time.monotonic()`.
         quick_deaths: in a row.
         restart_at: when the next process starts, of `time.monotonic()`; None while one runs.
@@ -58,6 +59,7 @@ class _Child:
     run: str | None
     command: list[str]
     log: Path
+    rank: int
     process: subprocess.Popen[bytes]
     started: float
     quick_deaths: int = 0
@@ -122,7 +124,7 @@ class Processes:
                     reason = f"{child.log.stem} ended with code {code}: {last} (see {child.log})"
                     raise ProcessError(reason, child.run)
             if now >= child.restart_at:
-                child.process = self._spawn(child.command, child.log)
+                child.process = self._spawn(child.command, child.log, child.rank)
                 child.started, child.restart_at = time.monotonic(), None
 
     def wait_for_learners(self, timeout_s: float) -> None:
@@ -157,9 +159,11 @@ class Processes:
     def _start(self, name: str, arguments: list[str], folder: Path, run: str | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         command, log = [sys.executable, "-m", "ddrl", *arguments], folder / f"{name}.log"
-        self._children.append(_Child(run, command, log, self._spawn(command, log), time.monotonic()))
+        rank = sum(child.run is not None for child in self._children)
+        process = self._spawn(command, log, rank)
+        self._children.append(_Child(run, command, log, rank, process, time.monotonic()))
 
-    def _spawn(self, command: list[str], log: Path) -> subprocess.Popen[bytes]:
+    def _spawn(self, command: list[str], log: Path, rank: int) -> subprocess.Popen[bytes]:
         with log.open("ab") as output:
             return subprocess.Popen(
                 command,
@@ -167,7 +171,7 @@ class Processes:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 pass_fds=[self._reader],
-                env={**os.environ, PARENT_VARIABLE: str(self._reader)},
+                env={**os.environ, PARENT_VARIABLE: str(self._reader), "LOCAL_RANK": str(rank)},
                 start_new_session=True,  # the terminal's Ctrl-C goes to the command, which ends them in order
             )
 

@@ -355,7 +355,7 @@ def test_a_learner_leaves_a_run_whose_device_it_lacks_to_another_machine(
     with pytest.raises(ConfigError, match=re.escape(message)):
         run_module.learn(run.client, run.id, tmp_path, threading.Event())
     assert run.state.status == "active" and run.token == 0 and run.journal == ["created"]
-    monkeypatch.setattr(run_module, "choose_device", lambda _: CPU)  # a machine that has it
+    monkeypatch.setattr(run_module, "set_up", lambda _: CPU)  # a machine that has it
     until(lambda: run.state.version >= 0)
     service.end()
 

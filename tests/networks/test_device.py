@@ -12,7 +12,8 @@ from support.algorithms import CPU, DISCRETE, make_learner
 from support.reference_r2d2 import SHAPE, make_sequences
 from support.subjects import SOFT, batch_for, on_device
 
-from ddrl.networks.device import to_device, to_host
+from ddrl.config import ConfigError, LearnerConfig
+from ddrl.networks.device import choose_device, set_up, to_device, to_host
 from ddrl.types import Batch
 
 META = torch.device("meta")  # has shapes only: reading a value fails
@@ -55,3 +56,33 @@ def test_an_update_waits_for_nothing(name: str, options: dict[str, Any]) -> None
     learner = make_learner(name, DISCRETE, device=META, **options)
     metrics = learner.update(on_device(batch_for(name, learner, DISCRETE, 0), META))
     assert metrics["priority"].shape == (6,) and metrics["loss"].device == META
+
+
+def test_bfloat16_rounds_the_factors_of_matrix_products() -> None:
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("this CPU has no bfloat16")
+    one = torch.rand(256, 256, generator=torch.Generator().manual_seed(1))
+    exact = one @ one
+    try:
+        set_up(LearnerConfig(device="cpu", precision="bfloat16"))
+        error = (one @ one - exact).abs() / exact
+    finally:
+        set_up(LearnerConfig(device="cpu"))
+    assert 1e-5 < float(error.max()) < 1e-2
+    assert torch.equal(one @ one, exact)
+
+
+def test_a_precision_that_the_device_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    with pytest.raises(ConfigError, match=r"learner\.precision: bfloat16 is not on this machine \(cpu\)"):
+        set_up(LearnerConfig(device="cpu", precision="bfloat16"))
+
+
+def test_learners_of_one_machine_take_its_gpus_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    found = []
+    for rank in ("0", "1", "2"):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        found.append(str(choose_device("auto")))
+    assert found == ["cuda:0", "cuda:1", "cuda:0"]

@@ -63,6 +63,23 @@ def test_a_learner_that_has_finished_is_not_restarted(script: Script, children: 
     assert len(starts()) == 1 and Path("logs", "learner.log").exists()
 
 
+def test_learners_know_their_rank_among_those_of_this_machine_after_a_restart_too(
+    script: Script, children: local.Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "MAX_RESTARTS", 1000)
+    script("open('ranks', 'a').write(os.environ['LOCAL_RANK'] + '\\n'); sys.exit(3)")
+    for run in ("x-1", "x-2"):
+        children.start_learner(run, Path("logs"))
+
+    def is_restarted() -> bool:
+        children.check()
+        ranks = Path("ranks").read_text() if Path("ranks").exists() else ""
+        return min(ranks.count("0"), ranks.count("1")) > 1
+
+    until(is_restarted, 60)
+    assert set(Path("ranks").read_text()) == {"0", "1", "\n"}
+
+
 @pytest.mark.parametrize(
     ("role", "code", "num_starts"), [("learner", 2, 1), ("learner", 3, 3), ("workers", 3, 3)]
 )
