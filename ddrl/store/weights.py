@@ -146,6 +146,12 @@ def get(client: Redis, run: str, version: int) -> bytes | None:
     return cast("bytes | None", client.get(keys.weights_blob(run, version)))
 
 
+def published_ms(client: Redis, run: str, version: int) -> int | None:
+    """Return when a version was published (server's clock), or None if that is unknown."""
+    found = cast("bytes | None", client.hget(keys.weights(run), f"{version}:ms"))
+    return None if found is None else int(found)
+
+
 def superseded(
     stored: WeightsIndex, *, keep_last: int, keep_every: int, max_bytes: int, pinned: frozenset[int]
 ) -> tuple[int, ...]:

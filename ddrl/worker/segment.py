@@ -28,6 +28,7 @@ from ddrl.store.connection import Redis
 from ddrl.store.segments import Process
 from ddrl.store.stream import Answer, Appended
 from ddrl.types import Fragment
+from ddrl.worker import shared_weights
 from ddrl.worker.collector import Collector
 from ddrl.worker.watchdog import Watchdog
 
@@ -129,7 +130,7 @@ class Player:
         """Load a version of the weights; False if the server no longer keeps it."""
         if version == self.collector.version:
             return True
-        blob = weights.get(client, self.run, version)
+        blob = shared_weights.get(client, self.run, version)
         if blob is not None:
             self.collector.load(version, weights.decode_weights(blob))
         return blob is not None
