@@ -189,7 +189,7 @@ def _start_heartbeat(sender: Any, **_: Any) -> None:
         node=sender.hostname,
         host=socket.gethostname(),
         pid=os.getpid(),
-        processes=int(sender.controller.concurrency),
+        processes=sender.pool.num_processes,
         queues=tuple(sorted(app.amqp.queues.consume_from)),
         versions=requirements.machine_versions(),
         pids=pids(),

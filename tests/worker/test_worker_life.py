@@ -198,6 +198,7 @@ def test_workers_wait_for_a_full_server_and_log_that_once(
     finally:
         client.config_set("maxmemory", 0)
     until_ready(processes, starting)
+    assert "processes: 1;" in starting.text()
     before = stream_steps(client, run)
     with dispatching(server):
         processes.until(lambda: stream_steps(client, run) > before)
