@@ -49,7 +49,7 @@ class Leading:
         self._reports: dict[bytes, dict[str, Any]] = {}  # what other ranks say of entries, by id
         self._timeout_s, self._waited_since = timeout_s, math.inf
         self.leaving = False
-        self._refused: list[str] = []
+        self._admitted: list[str] = []
         self._oldest: list[bytes] = []
         self._states: list[dict[str, torch.Tensor]] = []
 
@@ -67,28 +67,24 @@ class Leading:
             raise RankLostError(f"rank {entry.rank} does not report entry {entry.entry_id.decode()}")
         return None
 
-    def forget(self, entry: Decoded) -> None:
-        """Forget what was said of an entry, which the leader has taken."""
-        self._reports.pop(entry.entry_id, None)
-
-    def refuse(self, entry: Decoded) -> None:
-        """Have the rank that decoded an entry leave it out; do nothing for the leader's own."""
+    def admit(self, entry: Decoded) -> None:
+        """Have the rank that decoded an entry admit it; do nothing for the leader's own."""
         if entry.rank and entry.played is not None:
-            self._refused.append(entry.entry_id.decode())
+            self._admitted.append(entry.entry_id.decode())
 
     def tell(self, until: bytes, **orders: Any) -> None:
         """Exchange messages with the followers.
 
         Args:
-            until: they admit entries up to this one.
+            until: they leave out entries up to this one that were not admitted.
             orders: `version` published, `chosen` to learn from a batch, `options` changed: the config, `drops` to
                 drop what waits, `saves` to send the state of the replay, `ends` to end.
 
         Raises:
             RankLostError: a follower is lost, or has other parameters.
         """
-        refused, self._refused = self._refused, []
-        message = {"until": until.decode(), "refused": refused, **orders}
+        admitted, self._admitted = self._admitted, []
+        message = {"until": until.decode(), "admitted": admitted, **orders}
         reports = [json.loads(data) for data in self._ranks.exchange(json.dumps(message).encode())[1:]]
         for report in reports:
             self._reports |= {entry_id.encode(): _read(*of) for entry_id, *of in report["entries"]}
@@ -97,6 +93,9 @@ class Leading:
                 raise RankLostError(
                     "a rank's parameters are others than the leader's; use machines of one kind"
                 )
+        taken = stream.order(until)
+        while self._reports and stream.order(oldest := next(iter(self._reports))) <= taken:
+            del self._reports[oldest]
         self._core.replay.others = [report["total"] for report in reports]
         self._oldest = [report["oldest"].encode() for report in reports if report["oldest"]]
 
@@ -146,10 +145,10 @@ def follow(core: Core, reader: Reader, leaves: threading.Event) -> None:
         order = json.loads(core.ranks.exchange(json.dumps(report).encode())[0])
         if "options" in order:
             core.apply_options(base.resolve(validate(order["options"]), core.spec).config)
-        until, refused = stream.order(order["until"].encode()), {*order["refused"]}
+        until, admitted = stream.order(order["until"].encode()), {*order["admitted"]}
         while pending and stream.order(pending[0].entry_id) <= until:
             entry = pending.popleft()
-            if entry.played is not None and entry.entry_id.decode() not in refused:
+            if entry.entry_id.decode() in admitted:
                 core.admit(entry, version=order["version"])
         if order.get("drops"):
             core.replay.drop_waiting()
@@ -180,14 +179,14 @@ def _read(reason: str, head: str, played: Sequence[Any] | None) -> dict[str, Any
 def merged(states: Sequence[Tensors]) -> dict[str, torch.Tensor]:
     """Return the state of one replay that holds what several hold: see `Replay.state`."""
     columns = {name: [state[REPLAY + name] for state in states] for name in ("entry", "items", "priority")}
-    entry, items = torch.cat(columns["entry"]).numpy(), torch.cat(columns["items"]).numpy()
+    entry, items = torch.cat(columns["entry"]).numpy().view(np.uint64), torch.cat(columns["items"]).numpy()
     priority = torch.cat(columns["priority"]).numpy()
     order = np.lexsort((entry[:, 1], entry[:, 0]))
     starts = np.cumsum(items) - items
     index = [np.arange(starts[i], starts[i] + items[i]) for i in order]
     largest = max(float(state[REPLAY + "largest"]) for state in states)
     found = {
-        "entry": torch.from_numpy(entry[order]),
+        "entry": torch.from_numpy(entry[order].view(np.int64)),
         "items": torch.from_numpy(items[order]),
         "priority": torch.from_numpy(priority[np.concatenate(index)] if index else priority),
         "largest": torch.tensor(largest, dtype=torch.float64),

@@ -232,11 +232,10 @@ class Learner:
             return False
         gaps = []
         for entry in reader.take(0.0 if self._config.learner.lockstep else ADMIT_S):
-            self.leading.forget(entry)
             objection = ledger.objection(entry)
             reason = entry.reason or objection
-            if reason or not self.core.admit(entry, version=shared.version):
-                self.leading.refuse(entry)
+            if not reason and self.core.admit(entry, version=shared.version):
+                self.leading.admit(entry)
             gap = ledger.count(entry, consumed=not reason)
             gaps += [gap] if gap else []
             shared.add_entry(entry)

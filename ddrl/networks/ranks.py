@@ -90,6 +90,8 @@ class Ranks:
         table[self.rank, : len(sizes)] = torch.tensor(sizes)
         whole = self.total, self.rows
         for part, of_ranks in zip_longest(parts, self.add(table).T.tolist()):
+            if not any(of_ranks):  # few long sequences make fewer parts
+                continue
             self.split(of_ranks)
             yield part if self.share else blank
         self.total, self.rows = whole

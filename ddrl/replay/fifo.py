@@ -197,7 +197,6 @@ class Fifo:
             self._staleness.append((version - fragment.policy_version, fragment.num_transitions))
             self._last = entry_id.decode()
         self._content = _Content(len(self) - num_taken, num_taken, version)
-        self.num_collectors, self._seen = max(1, len(self._seen)), set()
         return self._trajectories(own)
 
     @property
@@ -223,6 +222,7 @@ class Fifo:
         return self._trajectories(own)
 
     def _trajectories(self, fragments: Sequence[Fragment]) -> Trajectories:
+        self.num_collectors, self._seen = max(1, len(self._seen)), set()
         if fragments or self._spec is None:
             return trajectories(fragments, gamma=self._gamma, frame_stack=self._frame_stack)
         return blank_trajectories(self._spec, state_size=self._state_size)

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 MOST_CONTEXT = 4  # times the expected observations that are held at most
 COUNT_DRAWS = 500  # between two counts of the collectors
+MOST_FIGURES = 10_000  # fragments whose figures are kept; of a follower nobody reads them
 _MAX_TD_ERROR = 1e37  # larger ones count as not reported
 
 
@@ -166,7 +167,7 @@ class Replay:
         self._seen: set[int] = set()  # producers since the last count of them
         self._seen_before: set[int] = set()  # and between the last two counts
         self._num_draws = 0
-        self._admitted: deque[tuple[int, int, int]] = deque()
+        self._admitted: deque[tuple[int, int, int]] = deque(maxlen=MOST_FIGURES)
         """(versions of staleness, items, rewards in their sums) of the fragments admitted since the last figures."""
         self.num_dropped = self.num_waiting = 0  # fragments; none, whatever version played them
         self.first_version = 0
@@ -225,6 +226,8 @@ class Replay:
             version: latest published.
         """
         fragment, cut = packed.fragment, packed.cut
+        if not len(cut):  # where there is an item to draw, there stays one
+            return True
         num_rows = len(cut.block.observation)
         while self._entries and (
             self._num_transitions + fragment.num_transitions > self.capacity
@@ -290,7 +293,6 @@ class Replay:
             return None
         if self._ahead and self._ahead[0].number != num_updates:
             self._ahead.clear()
-        self._count_collectors()
         self._sizes_chosen = []
         while len(self._ahead) <= self._depth:
             number = num_updates + len(self._ahead)
@@ -343,6 +345,7 @@ class Replay:
 
     def _next(self) -> Batch | Sequences:
         """Return the batch that was chosen first."""
+        self._count_collectors()
         self._drawn = self._ahead.popleft()
         return cast("Batch | Sequences", replace(self._drawn.gather(), **self._drawn.weights))
 
@@ -415,13 +418,17 @@ class Replay:
     def state(self) -> Mapping[str, NDArray[Any]]:
         """Return what a checkpoint needs beside the stream: the priorities of the items held.
 
-        Beside those of `Priorities.state` there are `entry` [E, 2] int64, the ids of the fragments held, and `items`
-        [E] int64, how many items each has.
+        Beside those of `Priorities.state` there are `entry` [E, 2], the ids of the fragments held, uint64 viewed as
+        int64, and `items` [E] int64, how many items each has.
         """
         self._apply_priorities(keep=0)
         if self.priorities is None:
             return {}
-        ids = np.array([order(entry.entry_id) for entry in self._entries], np.int64).reshape(-1, 2)
+        ids = (
+            np.array([order(entry.entry_id) for entry in self._entries], np.uint64)
+            .reshape(-1, 2)
+            .view(np.int64)
+        )
         items = np.array([entry.num_items for entry in self._entries], np.int64)
         return {**self.priorities.state(), "entry": ids, "items": items}
 
@@ -442,8 +449,8 @@ class Replay:
 
         Items that it lacks have the largest one.
         """
-        cuts = np.cumsum(state["items"])[:-1]
-        parts = dict(zip(map(tuple, state["entry"].tolist()), np.split(state["priority"], cuts), strict=True))
+        *values, _ = np.split(state["priority"], np.cumsum(state["items"]))  # after the last one nothing
+        parts = dict(zip(map(tuple, state["entry"].view(np.uint64).tolist()), values, strict=True))
         largest = state["priority"].max(initial=1.0)
         held = []
         for entry in self._entries:

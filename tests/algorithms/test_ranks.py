@@ -91,6 +91,16 @@ def test_ranks_learn_what_one_learner_learns(case: str, size: int) -> None:
     assert_learns_together(alone, batches, size, num_updates, name=name, spec=spec, **options)
 
 
+def test_minibatches_that_no_rank_has_are_left_out() -> None:
+    """Few long sequences make fewer minibatches than are wanted; a rank without a part takes part with a blank."""
+
+    def learn(ranks: Ranks) -> list[str]:
+        own = ["a", "b"][: 2 - ranks.rank]
+        return [part for part in ranks.each(own, [3] * len(own), "blank", 4) if ranks.share >= 0.0]
+
+    assert together(2, learn) == [["a", "b"], ["a", "blank"]]
+
+
 def test_a_minibatch_is_the_ranks_minibatches_together() -> None:
     options: Options = SLOW | {"minibatch_size": 20}
     alone = make_learner("ppo", DISCRETE, **options)

@@ -20,7 +20,7 @@ from ddrl.algorithms import base
 from ddrl.config import ConfigError, validate
 from ddrl.learner import rendezvous
 from ddrl.learner.core import Core
-from ddrl.learner.group import Leading
+from ddrl.learner.group import Leading, follow
 from ddrl.networks.ranks import RankLostError, Ranks
 from ddrl.replay.reader import Decoded
 from ddrl.store import connection, learners, leases, runs
@@ -141,6 +141,45 @@ def test_ranks_with_other_parameters_end_the_group(run) -> None:
     assert "parameters are others than the leader's" in together(2, tell)[0]
 
 
+def test_what_is_reported_of_entries_that_were_taken_or_passed_is_forgotten() -> None:
+    """A follower may report entries that have left the stream when the leader comes to them."""
+    rounds = ["2-0", "3-0", "9-0", "9-1"], ["5-0", "4-0"], ["8-0"]
+    reports = [[[one, "", "", [1, 7, 0, 8]] for one in entries] for entries in rounds]
+    told = iter(reports)
+
+    def exchange(data: bytes) -> list[bytes]:
+        report = {"entries": next(told), "total": 0.0, "oldest": "", "leaves": False, "checksum": 0}
+        return [data, json.dumps(report).encode()]
+
+    core: Any = SimpleNamespace(
+        ranks=SimpleNamespace(size=2, exchange=exchange), checksum=0, replay=SimpleNamespace()
+    )
+    leading = Leading(core, timeout_s=9.0)
+    for cursor, left in ((b"2-0", 3), (b"9-0", 3), (b"9-1", 0)):
+        leading.tell(cursor)
+        assert len(leading._reports) == left
+
+
+def test_a_follower_admits_what_the_leader_has_admitted_and_nothing_else() -> None:
+    """Not what left the stream before the leader came to it: that is not in the ledger."""
+    told: list[dict[str, Any]] = [
+        {"until": "0-0", "admitted": [], "version": 1},
+        {"until": "5-0", "admitted": ["3-0", "5-0"], "version": 1},
+        {"until": "9-0", "admitted": [], "version": 1, "ends": True},
+    ]
+    orders, admitted = iter(told), []
+    core: Any = SimpleNamespace(
+        ranks=SimpleNamespace(rank=1, exchange=lambda data: [json.dumps(next(orders)).encode()]),
+        replay=SimpleNamespace(total=0.0, oldest_entry_id=None),
+        checksum=0,
+        admit=lambda entry, version: admitted.append(entry.entry_id),
+    )
+    read = iter([[Decoded(b"%d-0" % number, 0, 7, 1, number, 0, rank=1) for number in range(2, 8)]])
+    reader: Any = SimpleNamespace(take=lambda for_s: next(read, []))
+    follow(core, reader, threading.Event())
+    assert admitted == [b"3-0", b"5-0"]
+
+
 def test_an_entry_that_its_rank_never_reports_ends_the_group() -> None:
     """As after XADD with MAXLEN, when only the leader has read it."""
     told = {"entries": [["3-0", "", "", [1, 7, 0, 8]]], "total": 0.0, "oldest": "", "leaves": False}
@@ -154,8 +193,7 @@ def test_an_entry_that_its_rank_never_reports_ends_the_group() -> None:
     time.sleep(0.15)
     leading.tell(b"2-0")
     assert leading.report(entries[0]) == {"reason": "", "head": b"", "played": Played(1, 7, 0, 8)}
-    leading.forget(entries[0])
-    assert leading.report(replace(entries[0], rank=0)) == {} and leading.report(entries[1]) is None
+    assert leading.report(replace(entries[1], rank=0)) == {} and leading.report(entries[1]) is None
     time.sleep(0.15)
     with pytest.raises(RankLostError, match="rank 1 does not report entry 4-0"):
         leading.report(entries[1])

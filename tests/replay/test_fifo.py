@@ -310,6 +310,7 @@ def test_ranks_share_an_iteration_that_the_leader_has_drawn() -> None:
     producers = [{int(reward) % 1000 for reward in batch.reward[batch.valid]} for batch in batches[:2]]
     assert producers == [{2, 4}, {1, 3}]
     assert batches[2].valid.sum() == 1 and len(lead) == len(queues[1]) == 8
+    assert not any(queue._seen for queue in queues)  # a follower need not count collectors for ever
     for rank, (queue, batch) in enumerate(zip(queues, batches, strict=True)):
         queue.begin(batch)
         assert queue._ranks.share == (16, 16, 0)[rank] / 32

@@ -8,12 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from support.algorithms import assert_same
 from support.reference_items import Player
 from support.replays import admit, assert_transitions, gather, make_replay
 
+from ddrl.learner.core import REPLAY
+from ddrl.learner.group import merged
 from ddrl.replay.prioritized import Priorities, uniform
-from ddrl.replay.replay import COUNT_DRAWS, MOST_CONTEXT, Replay
+from ddrl.replay.replay import COUNT_DRAWS, MOST_CONTEXT, MOST_FIGURES, Replay
 from ddrl.replay.transitions import TransitionItems
 from ddrl.types import Fragment
 
@@ -183,6 +186,47 @@ def test_a_restart_goes_on_with_the_same_priorities_and_draws(threads: int) -> N
     np.testing.assert_array_equal(first.state()["priority"], second.state()["priority"])
 
 
+def test_the_state_of_an_empty_prioritized_replay_is_restored() -> None:
+    """A learner may end before anything was played."""
+    first, second = make(prioritized=True), make(prioritized=True)
+    second.load_state(first.state())
+    fill(second, fragments(1))
+    assert second.num_items > 0
+
+
+def test_priorities_come_back_to_entries_whose_ids_a_worker_has_chosen() -> None:
+    """The numbers of an id are below 2^64, which int64 does not hold; honest appends then go on from them."""
+    first, second = make(prioritized=True), make(prioritized=True)
+    ids = [b"9-1", b"9-9223372036854775813", b"18446744073709551615-18446744073709551615"]
+    for entry_id, fragment in zip(ids, fragments(3), strict=True):
+        for replay in (first, second):
+            replay.admit(replay.pack(fragment), entry_id, version=0)
+    priorities = first.priorities
+    assert priorities is not None
+    priorities.update(np.arange(first.num_items), np.arange(first.num_items, dtype=np.float32) + 1.0)
+    second.load_state(first.state())
+    np.testing.assert_array_equal(first.state()["priority"], second.state()["priority"])
+    state = {REPLAY + name: torch.from_numpy(array) for name, array in first.state().items()}
+    again = merged([state])
+    assert_same(
+        {name: value.numpy() for name, value in again.items()}, {n: v.numpy() for n, v in state.items()}
+    )
+
+
+def test_a_fragment_without_items_takes_nobodys_place() -> None:
+    """So that a replay of several ranks, which has said that it holds items, still holds one when they draw."""
+    replay = make(prioritized=True, capacity=60)
+    fill(replay, fragments(1))
+    before = replay.num_items
+    player = Player(num_envs=3, observation=(5, 3), dtype="uint8", frame_stack=K, n=2, end_probability=0.0)
+    played = player.fragment(1)
+    assert len(replay.pack(played).cut) == 0
+    for _ in range(100):
+        replay.admit(replay.pack(played), b"9-0", version=0)
+    replay.check_valid()
+    assert replay.num_items == before > 0
+
+
 def test_uniform_replay_has_no_state_and_ignores_one() -> None:
     replay = make()
     fill(replay, fragments(1))
@@ -229,6 +273,19 @@ def test_figures_have_the_staleness_since_the_last_ones() -> None:
     assert row["samples_per_insert"] == pytest.approx(3 * B / 120)
     assert row["replay_bytes"] == replay.num_bytes > 0
     assert "staleness" not in replay.figures(num_steps=121, num_updates=3)
+
+
+def test_what_a_follower_notes_and_nobody_reads_is_bounded() -> None:
+    replay = make()
+    (fragment,) = fragments(1)
+    packed = replay.pack(fragment)
+    for number in range(MOST_FIGURES + 10):
+        replay.admit(packed, b"%d-0" % number, version=0)
+    assert len(replay._admitted) == MOST_FIGURES
+    for number in range(2 * COUNT_DRAWS):
+        replay._seen.add(number)
+        replay.draw_chosen({"sizes": [[B]]}, number)
+    assert replay.num_collectors > 1 and len(replay._seen) <= COUNT_DRAWS
 
 
 def test_close_stops_the_threads() -> None:

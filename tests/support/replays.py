@@ -60,9 +60,8 @@ class CheckedReplay:
 
     def __init__(self, replay: Replay) -> None:
         self._replay = replay
-        self._held: list[
-            tuple[int, int, list[Any]]
-        ] = []  # transitions, observations and items of each fragment
+        self._held: list[tuple[bytes, int, int, list[Any]]] = []
+        """Id, transitions, observations and items of each fragment."""
         self._num_fragments = self._num_items = 0  # admitted
         self._plans: list[tuple[Callable[[], Any], list[Any]]] = []
         replay.check_valid()
@@ -71,21 +70,22 @@ class CheckedReplay:
         """Admit a fragment that must give these items; plan to gather all held, in any order; its TD errors."""
         replay, entry_id = self._replay, b"%d-0" % self._num_fragments
         packed = replay.pack(fragment)
-        self._held.append((fragment.num_transitions, len(packed.cut.block.observation), items))
         self._num_fragments, self._num_items = self._num_fragments + 1, self._num_items + len(items)
+        if items:  # others are not held
+            self._held.append((entry_id, fragment.num_transitions, len(packed.cut.block.observation), items))
         while len(self._held) > 1 and (
-            sum(num_transitions for num_transitions, _, _ in self._held) > replay.capacity
-            or sum(len(items) for _, _, items in self._held) > replay.capacity
-            or sum(num_rows for _, num_rows, _ in self._held) > replay._most_rows
+            sum(num_transitions for _, num_transitions, _, _ in self._held) > replay.capacity
+            or sum(len(items) for _, _, _, items in self._held) > replay.capacity
+            or sum(num_rows for _, _, num_rows, _ in self._held) > replay._most_rows
         ):
             del self._held[0]
         replay.admit(packed, entry_id, version=0)
         overwrite(vars(fragment) | dict(fragment.extras))  # it was copied
         replay.check_valid()
-        expected = [item for _, _, items in self._held for item in items]
-        assert len(replay) == sum(num_transitions for num_transitions, _, _ in self._held)
+        expected = [item for _, _, _, items in self._held for item in items]
+        assert len(replay) == sum(num_transitions for _, num_transitions, _, _ in self._held)
         assert (replay.num_items, replay.first_item) == (len(expected), self._num_items - len(expected))
-        assert replay.oldest_entry_id == b"%d-0" % (self._num_fragments - len(self._held))
+        assert replay.oldest_entry_id == (self._held[0][0] if self._held else None)
         if expected:
             order = np.random.default_rng(self._num_fragments).integers(0, len(expected), 2 * len(expected))
             self._plans.append((replay.plan(order), [expected[i] for i in order]))
