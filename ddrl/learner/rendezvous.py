@@ -235,7 +235,7 @@ class Peer:
         Args:
             stop: once set, the leader is asked to end the group.
         """
-        client, run = self._client, self._run
+        client, run, self.core = self._client, self._run, None
         member, group = self._begin(runs.config(client, run)), learners.formed(client, run)
         if not member or not group or group.number in self._seen or self.id not in group.members:
             return
