@@ -98,7 +98,7 @@ class Peer:
                 versions={"ddrl": machine_versions().get("ddrl", "-"), "torch": torch.__version__},
             )
             self._stall_s = config.learner.stall_s
-            self._thread = threading.Thread(target=self._announce, args=[member], daemon=True)
+            self._thread = threading.Thread(None, self._announce, "announcer", [member], daemon=True)
             self._thread.start()
         return self.member
 
@@ -313,8 +313,11 @@ def _address(pool: Any) -> str:
 
 
 def _on_the_way(host: str, port: int) -> str:
-    """Return this machine's address on its way to another."""
-    family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(where)  # sends nothing
-        return str(probe.getsockname()[0])
+    """Return this machine's address on its way to another; an outage if there is no way, or no such name, now."""
+    try:
+        family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(where)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise connection.UnreachableError(f"no way to {host}: {error.strerror}") from None

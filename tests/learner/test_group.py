@@ -105,6 +105,11 @@ def test_the_leader_is_reached_at_the_address_that_the_run_names(server, learn, 
     assert group is not None and (group.address, group.port) == ("::1", port)
 
 
+def test_a_machine_without_a_way_to_the_server_is_an_outage() -> None:
+    with pytest.raises(connection.UnreachableError, match="no way to nowhere.invalid"):
+        rendezvous._on_the_way("nowhere.invalid", 7000)
+
+
 def test_an_address_that_is_not_this_machines_fails_the_run(server, learn) -> None:
     run = Run(server, endless_config(learner={**TWO, "address": "192.0.2.1:7000"}))
     learn(run), learn(run)
