@@ -289,6 +289,16 @@ def _linear(start: float) -> Callable[[float], float]:
 # --- report -----------------------------------------------------------------------------------------------------------
 
 
+def learned(rows: list[Row]) -> dict[str, dict[str, Task]]:
+    """Return the tables with the tasks that have a result."""
+    there = {(row["table"], row["task"]) for row in rows}
+    kept = {
+        table: {name: task for name, task in tasks.items() if (table, name) in there}
+        for table, tasks in TABLES.items()
+    }
+    return {table: tasks for table, tasks in kept.items() if tasks}
+
+
 def scores(rows: list[Row], table: str, task: str, system: str) -> list[float]:
     """Return the scores of the seeds."""
     wanted = (table, task, system)
@@ -312,7 +322,7 @@ def report(rows: list[Row]) -> str:
         "A score is the mean return of 100 episodes, on seeds of their own, by the version with the best of the",
         "evaluations on the way. Cells: median of the seeds, 95 % interval of their mean (Student's t), their number.",
     ]
-    for table, tasks in TABLES.items():
+    for table, tasks in learned(rows).items():
         lines += [
             f"\n## {TITLES[table]}\n",
             "| task | steps | ddrl, preset | Stable-Baselines3, zoo's settings | zoo, published |",
@@ -340,12 +350,12 @@ def draw(rows: list[Row], path: Path) -> None:
     import numpy as np
     from matplotlib.figure import Figure
 
-    panels = [(table, task) for table, tasks in TABLES.items() for task in tasks]
+    panels = [(table, task) for table, tasks in learned(rows).items() for task in tasks]
     figure = Figure(figsize=(18, 3.2 * math.ceil(len(panels) / 4)), layout="constrained")
     for place, (table, task) in enumerate(panels, start=1):
         axes = figure.add_subplot(math.ceil(len(panels) / 4), 4, place)
         end = TABLES[table][task].steps or SECONDS
-        grid = np.linspace(0, end, 60)
+        grid, seen = np.linspace(0, end, 60), []
         for color, system in enumerate(SYSTEMS):
             wanted = (table, task, system)
             curves = [
@@ -359,11 +369,15 @@ def draw(rows: list[Row], path: Path) -> None:
             ]
             if not curves:
                 continue
+            seen += curves
             mean = np.mean(curves, axis=0)
             axes.plot(grid, mean, color=f"C{color}", label=system)
             if len(curves) > 1:
                 half = np.array([interval(list(values))[1] for values in np.transpose(curves)]) - mean
                 axes.fill_between(grid, mean - half, mean + half, color=f"C{color}", alpha=0.15)
+        margin = 0.05 * np.ptp(seen)
+        axes.set_ylim(np.min(seen) - margin, np.max(seen) + margin)  # a band of few seeds may be much wider
+        axes.locator_params(axis="x", nbins=5)
         axes.set_title(task)
         axes.set_xlabel("env steps" if table == "steps" else "seconds")
     figure.axes[0].legend(fontsize=8)
