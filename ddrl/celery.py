@@ -19,7 +19,7 @@ from kombu.transport import virtual
 from pydantic import ByteSize, Field, TypeAdapter, ValidationError
 
 from ddrl import envs
-from ddrl.store import connection, evaluations, keys
+from ddrl.store import connection, evaluations, keys, machine
 
 ROLLOUT, EVALUATE = "ddrl.rollout", "ddrl.evaluate"
 
@@ -105,6 +105,7 @@ app.conf.update(
     worker_pool_start_method="spawn",  # fork hangs with torch and with blosc2
     worker_proc_alive_timeout=UP_TIMEOUT_S,  # Celery's 4 s are too short to import torch
     worker_max_memory_per_child=_memory_bytes // 1024,
+    worker_concurrency=machine.processes(),  # Celery counts cores that a container may not use
     worker_send_task_events=True,  # for Flower
     broker_connection_retry_on_startup=True,
     broker_connection_max_retries=None,  # wait for the server for as long as it takes

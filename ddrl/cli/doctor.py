@@ -15,8 +15,7 @@ import ddrl
 from ddrl.cli.format import counted, duration, size
 from ddrl.cli.output import Client, Json, ServerError, aligned, emit, server
 from ddrl.envs.requirements import PACKAGES, installed_version
-from ddrl.store import capped_streams, connection, keys, runs
-from ddrl.worker.heartbeat import cores
+from ddrl.store import capped_streams, connection, keys, machine, runs
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 _MARKS = {OK: "ok  ", WARN: "warn", FAIL: "FAIL"}
@@ -162,7 +161,7 @@ def _listens_to_others(client: Client) -> bool:
 
 
 def _cores() -> Finding:
-    if (usable := cores()) < 2:
+    if (usable := machine.cores()) < 2:
         return Finding("cores", WARN, "1", "playing and learning share one core: add another machine")
     return Finding("cores", OK, f"{usable} for playing and learning")
 

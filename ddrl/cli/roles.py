@@ -63,8 +63,9 @@ def learner(
 def worker(
     role: Annotated[str, typer.Option(help="rollout, evaluate or all.")] = "all",
     concurrency: Annotated[
-        int, typer.Option("--concurrency", "-c", min=1, help="Number of processes.")
-    ] = os.cpu_count() or 1,
+        int | None,
+        typer.Option("--concurrency", "-c", min=1, help="Processes; by default what cores and memory allow."),
+    ] = None,
     loglevel: Annotated[str, typer.Option("--loglevel", "-l", help="Celery's log level.")] = "info",
 ) -> None:
     """Play and evaluate: `celery -A ddrl worker` with the queues of a role."""
@@ -72,7 +73,8 @@ def worker(
         raise typer.BadParameter(f"{role!r} is unknown; use rollout, evaluate or all", param_hint="--role")
     from ddrl.celery import app, queues
 
-    arguments = ["--quiet", "worker", "--queues", ",".join(queues(role)), "--concurrency", str(concurrency)]
+    arguments = ["--quiet", "worker", "--queues", ",".join(queues(role))]
+    arguments += ["--concurrency", str(concurrency)] if concurrency else []
     app.worker_main([*arguments, "--loglevel", loglevel, "--without-gossip", "--without-mingle"])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import statistics
 import time
@@ -20,7 +19,7 @@ from ddrl.cli.output import Client, Json, answer, emit, note, say, seconds, serv
 from ddrl.runs import processes as local
 from ddrl.runs.prune import prune_embedded
 from ddrl.runs.records import summary
-from ddrl.store import connection
+from ddrl.store import connection, machine
 from ddrl.store import runs as store
 
 LEARNER_EXIT_S = 60.0  # for writing the run's folder after the run has ended
@@ -180,7 +179,7 @@ def _num_workers(wanted: int | None) -> int:
     """Return the number of rollout processes to start; the default is for the embedded server only."""
     if wanted is not None:
         return wanted
-    return max(1, min(8, (os.cpu_count() or 2) - 1)) if connection.is_embedded() else 0
+    return max(1, min(8, machine.processes() - 1)) if connection.is_embedded() else 0
 
 
 def _detach(runs: list[str], num_workers: int, with_learner: bool, json_output: bool, done: str) -> None:

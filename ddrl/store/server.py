@@ -39,6 +39,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, BusyLoadingError, RedisError
 from redis.retry import Retry
 
+from ddrl.store import machine
 from ddrl.store.connection import URL_VARIABLE, StoreError, is_embedded, password, socket_path, state_dir, url
 
 START_TIMEOUT_S = 15.0  # for the server to answer; loading its data does not count
@@ -322,30 +323,7 @@ def _server_config() -> str:
 
 def memory_limit() -> int:
     """Return the most bytes that the server may take; 0: no limit, as the system does not say what there is."""
-    return int(MEMORY_SHARE * memory_bytes())
-
-
-def memory_bytes(root: Path = Path("/")) -> int:
-    """Return the memory of this machine, or the least limit of its containers (cgroups); 0 if the system does not say.
-
-    Args:
-        root: where /proc and /sys are.
-    """
-    try:
-        limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    except (OSError, ValueError):
-        return 0
-    groups = root / "sys/fs/cgroup"
-    files = [groups / "memory/memory.limit_in_bytes"]  # of version 1; a container sees its own there
-    with contextlib.suppress(OSError):
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
-            if line.startswith("0::/"):  # version 2: the limit of a group holds for those in it
-                group = groups / line.removeprefix("0::/")
-                files += [folder / "memory.max" for folder in (group, *group.parents)]
-    for file in files:
-        with contextlib.suppress(OSError, ValueError):  # "max": no limit
-            limits.append(int(file.read_text()))
-    return min(limits)
+    return int(MEMORY_SHARE * machine.memory_bytes())
 
 
 # --- asking it ---------------------------------------------------------------------------------------

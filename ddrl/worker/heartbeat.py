@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from pathlib import Path
 
 from ddrl.celery import EVALUATE
 from ddrl.store import connection, keys, segments, workers
@@ -106,18 +104,3 @@ def delete_floods(client: Redis, queues: Iterable[str]) -> None:
         if (length := client.llen(name)) > (MAX_REQUESTS if is_of_requests else MAX_MESSAGES):
             log.warning("%r: has %d messages, which nobody sends: they are deleted", name, length)
             client.delete(name)
-
-
-def gpus() -> tuple[str, ...]:
-    """Return the names of this machine's NVIDIA GPUs as its driver reports them; none without a driver."""
-    found = []
-    for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
-        with contextlib.suppress(OSError):
-            lines = path.read_text().splitlines()
-            found += [line.partition(":")[2].strip() for line in lines if line.startswith("Model")]
-    return tuple(found)
-
-
-def cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -34,8 +34,8 @@ from ddrl.algorithms import base
 from ddrl.celery import EVALUATE, PID_VARIABLE, QUEUES_VARIABLE, UP_TIMEOUT_S, app
 from ddrl.envs import requirements
 from ddrl.runs import monitoring, processes
-from ddrl.store import connection, keys, runs, server, workers
-from ddrl.worker import heartbeat, messages, watchdog
+from ddrl.store import connection, keys, machine, runs, server, workers
+from ddrl.worker import messages, watchdog
 from ddrl.worker.heartbeat import HeartbeatSender
 
 # Names a folder in which each process of the pool leaves a file once it can play.
@@ -193,9 +193,9 @@ def _start_heartbeat(sender: Any, **_: Any) -> None:
         queues=tuple(sorted(app.amqp.queues.consume_from)),
         versions=requirements.machine_versions(),
         pids=pids(),
-        cores=heartbeat.cores(),
-        gpus=heartbeat.gpus(),
-        memory_bytes=server.memory_bytes(),
+        cores=machine.cores(),
+        gpus=machine.gpus(),
+        memory_bytes=machine.memory_bytes(),
         capabilities=tuple(envs.capabilities()),
         started_s=time.time(),
     )

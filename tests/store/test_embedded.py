@@ -163,31 +163,6 @@ def test_a_server_that_does_not_stop_is_killed(home: Path, monkeypatch: pytest.M
     assert "did not end in time" in embedded.log_path().read_text()
 
 
-@pytest.mark.parametrize(
-    ("groups", "limits", "least"),
-    [
-        ("0::/\n", {"memory.max": "max\n"}, None),
-        ("0::/\n", {"memory.max": "1000000\n"}, 1_000_000),
-        ("0::/a/b\n", {"a/memory.max": "2000000\n", "a/b/memory.max": "max\n"}, 2_000_000),
-        ("4:memory:/x\n0::/\n", {"memory/memory.limit_in_bytes": "3000000\n"}, 3_000_000),
-        ("4:memory:/\n", {"memory/memory.limit_in_bytes": "9223372036854771712\n"}, None),
-        ("", {}, None),
-    ],
-)
-def test_the_memory_of_a_machine_is_the_least_limit_of_its_containers(
-    tmp_path: Path, groups: str, limits: dict[str, str], least: int | None
-) -> None:
-    for name, text in {
-        "proc/self/cgroup": groups,
-        **{f"sys/fs/cgroup/{k}": v for k, v in limits.items()},
-    }.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    physical = embedded.memory_bytes(tmp_path / "nothing")
-    assert physical > 10**8
-    assert embedded.memory_bytes(tmp_path) == (physical if least is None else least)
-
-
 def test_files_of_processes_that_ended_do_not_matter(home: Path):
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(connection.socket_path()))
