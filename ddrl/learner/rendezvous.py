@@ -31,7 +31,7 @@ from ddrl.networks.ranks import ALONE, RankLostError, Ranks
 from ddrl.replay.reader import Reader
 from ddrl.store import checkpoints, connection, learners, runs
 from ddrl.store.checkpoints import Counters
-from ddrl.store.connection import Redis, RunGoneError, StoreError
+from ddrl.store.connection import Redis, StoreError
 from ddrl.store.learners import Group, Member
 
 log = logging.getLogger(__name__)
@@ -40,6 +40,7 @@ GATHER_S = 10.0  # for the first group of a run, until its learners are there
 AGAIN_S = 1.5  # for a later one: some beats, which a lost learner does not send
 STORE_S = 10.0  # to reach the leader
 READY_S = 600.0  # to restore a replay
+AWAY_S = 60.0  # that a learner is away which does not reach the leader
 POLL_S = 0.05
 SHOW_S = 5.0  # between two events for Flower
 
@@ -72,7 +73,7 @@ class Peer:
         self._stall_s = math.inf
         self._before = time.monotonic(), 0, 0.0
         self._num_calls, self._moved_at = 0, 0.0
-        self._show_at = 0.0
+        self._show_at = self._away_until = 0.0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -107,7 +108,10 @@ class Peer:
             while True:
                 self.member = member = self._measured(member, self.core)
                 with contextlib.suppress(StoreError, *connection.OUTAGES):
-                    learners.announce(client, self._run, self.id, member)
+                    if time.monotonic() < self._away_until:
+                        learners.leave(client, self._run, self.id)
+                    else:
+                        learners.announce(client, self._run, self.id, member)
                 if time.monotonic() >= self._show_at:
                     self._show_at = time.monotonic() + SHOW_S
                     self._show(member, self.core)
@@ -155,8 +159,6 @@ class Peer:
             config: the run's.
             stop: ends the waiting.
 
-        Raises:
-            StoreError: other learners cannot be served at `learner.address`.
         """
         self._group = self._store = None
         if (member := self._begin(config)) is None:
@@ -180,8 +182,9 @@ class Peer:
         others = others[: wanted - 1]
         if len(others) < wanted - 1:
             log.info("%d of %d learners are here; others join later", 1 + len(others), wanted)
-        if others:
-            address, listener = _listen(config.learner.address, member.address)
+        listening = _listen(config.learner.address, member.address) if others else None
+        if listening is not None:
+            address, listener = listening
             group = replace(
                 group, members=[self.id, *others], address=address, port=listener.getsockname()[1]
             )
@@ -194,7 +197,7 @@ class Peer:
                 timeout=timedelta(seconds=READY_S),
             )
         self._group, self._formed_s = group, learners.form(client, run, group)
-        return Ranks(0, 1 + len(others)) if others else ALONE
+        return ALONE if listening is None else Ranks(0, len(group.members))
 
     def complete(self, core: Core, config: RunConfig, stop: threading.Event) -> None:
         """Wait until all followers have restored the run, and join them.
@@ -205,7 +208,7 @@ class Peer:
             stop: ends the waiting.
 
         Raises:
-            RankLostError: one has ended, or is not ready in time.
+            RankLostError: one has left, or is not ready in time.
         """
         self.core = core
         if self._store is None or self._group is None:
@@ -214,7 +217,7 @@ class Peer:
         while not self._store.check(names):
             gone = {*self._group.members[1:]} - learners.alive(self._client, self._run).keys()
             if gone or stop.is_set() or time.monotonic() > deadline:
-                raise RankLostError("a learner of the group has ended before it was ready")
+                raise RankLostError("a learner of the group has left before it was ready")
             time.sleep(POLL_S)
         self._store.set("go", "1")
         core.ranks.join(self._store, address=self._group.address, timeout_s=config.learner.rank_timeout_s)
@@ -228,6 +231,11 @@ class Peer:
         return any(one.versions == member.versions for name, one in found if name not in group.members)
 
     # --- the followers' side -----------------------------------------------------------------------------
+
+    def is_left_out(self) -> bool:
+        """Return whether a group of as many learners as the run wants learns without this one."""
+        group = learners.formed(self._client, self._run)
+        return group is not None and self.id not in group.members and len(group.members) >= group.wanted
 
     def follow(self, stop: threading.Event) -> None:
         """Learn with a group that names this learner, if there is a new one, until it ends.
@@ -245,7 +253,7 @@ class Peer:
         try:
             self._follow(member, group, ranks, stop)
             log.info("the group of %s has ended", run)
-        except (RankLostError, RunGoneError, runs.UnknownRunError) as error:
+        except (RankLostError, StoreError) as error:
             log.warning("%s: %s", run, error)
         finally:
             self.core = None
@@ -257,7 +265,10 @@ class Peer:
             store = TCPStore(group.address, group.port, timeout=timedelta(seconds=STORE_S))
         except RuntimeError:  # as of torch.distributed
             where = f"{group.address}:{group.port}"
-            raise RankLostError(f"the leader's {where} cannot be reached from {member.address}") from None
+            text = f"the leader's {where} cannot be reached from {member.address} on {member.host}"
+            runs.note(client, run, "learner left out", text)
+            self._away_until = time.monotonic() + AWAY_S  # or the leader would take it in again
+            raise RankLostError(text) from None
         device = set_up(config.learner)
         with contextlib.ExitStack() as stack:
             reader_client = stack.enter_context(contextlib.closing(connection.connect_blocking()))
@@ -269,8 +280,11 @@ class Peer:
             stack.callback(reader.stop)
             try:
                 store.set(f"ready/{ranks.rank}", "1")
-                store.wait(["go"], timedelta(seconds=READY_S))
-            except RuntimeError as error:
+                while not store.check(["go"]):
+                    if stop.is_set() or learners.formed(client, run) != group:
+                        raise RuntimeError("it has given this group up")
+                    time.sleep(POLL_S)
+            except RuntimeError as error:  # also of torch.distributed
                 raise RankLostError(f"the leader does not begin ({error})") from None
             ranks.join(
                 store, address=_on_the_way(group.address, group.port), timeout_s=config.learner.rank_timeout_s
@@ -292,17 +306,22 @@ def _restore(client: Redis, run: str, core: Core) -> bytes:
     return b"0-0"
 
 
-def _listen(address: str | None, host: str) -> tuple[str, socket.socket]:
-    """Return the host and a listening socket of an address, [HOST][:PORT]; of `host` where that names none."""
-    parts = urlsplit(f"//{address or ''}")
-    host, port = parts.hostname or host, parts.port or 0
+def _listen(address: str | None, host: str) -> tuple[str, socket.socket] | None:
+    """Return the host and a listening socket of an address, [HOST][:PORT]; of `host` where that names none.
+
+    None: it cannot be used here, or now.
+    """
     try:
+        parts = urlsplit(f"//{address or ''}")
+        host, port = parts.hostname or host, parts.port or 0
         return host, socket.create_server(
             (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
         )
-    except OSError as error:
-        where = f"learner.address: {address or host}"
-        raise StoreError(f"{where} cannot be used ({os.strerror(error.errno or 0)}); name another") from None
+    except (OSError, ValueError) as error:  # ValueError: no such port
+        log.warning(
+            "learner.address: %s cannot be used (%s); this learner learns alone", address or host, error
+        )
+        return None
 
 
 def _address(pool: Any) -> str:

@@ -104,7 +104,8 @@ def serve(client: Redis, folder: Path, stop: Event, *, retention: Retention | No
                     continue
                 skipped_until.pop((run, requester), None)
                 try:
-                    learn(client, run, folder, stop, waits=(run, requester) not in free)
+                    is_free = (run, requester) in free
+                    learn(client, run, folder, stop, waits=not is_free, joins=not is_free)
                 except LeaseLostError as error:
                     log.error("%s", error)
                 except Exception as error:  # the other runs still need a learner
@@ -120,7 +121,14 @@ def serve(client: Redis, folder: Path, stop: Event, *, retention: Retention | No
 
 
 def learn(
-    client: Redis, run: str, folder: Path, stop: Event, *, waits: bool = True, take_over: bool = False
+    client: Redis,
+    run: str,
+    folder: Path,
+    stop: Event,
+    *,
+    waits: bool = True,
+    joins: bool = False,
+    take_over: bool = False,
 ) -> str | None:
     """Learn one run until it ends, is handed over, or the process must stop; restore it if the server has lost it.
 
@@ -130,6 +138,7 @@ def learn(
         folder: of the runs' folders.
         stop: once set, the process ends; the run stays active for the next learner.
         waits: wait for the lease instead of returning at once.
+        joins: wait no longer than the run wants another learner.
         take_over: request the run from the learner that holds it; take it if that learner does not hand it over.
 
     Returns:
@@ -144,7 +153,7 @@ def learn(
     """
     outage, token = connection.Outage(client), None
     with Peer(client, run) as peer:
-        claim = _Claim(client, run, folder / run, peer, waits=waits, take_over=take_over)
+        claim = _Claim(client, run, folder / run, peer, waits=waits, joins=joins, take_over=take_over)
         while not stop.is_set():
             is_kept = False  # the lease, for the next attempt
             try:
@@ -162,7 +171,9 @@ def learn(
                 if token is None:  # no lease was taken: the run is unknown here and has no local checkpoint
                     raise
                 log.warning("%s; restoring the run", error)
-                claim = _Claim(client, run, folder / run, peer, waits=waits, take_over=False, is_again=True)
+                claim = _Claim(
+                    client, run, folder / run, peer, waits=waits, joins=joins, take_over=False, is_again=True
+                )
             finally:
                 if token is not None and not is_kept:
                     with contextlib.suppress(*connection.OUTAGES):  # else the lease expires
@@ -181,6 +192,7 @@ class _Claim:
         folder: the run's.
         peer: this learner, which follows while another holds the lease.
         waits: wait for the lease instead of returning at once.
+        joins: wait no longer than the run wants another learner.
         take_over: request it from its holder, then take it.
         is_again: this learner held the run before, so it also waits while the run is paused.
         holder: host of the learner that was logged as the holder.
@@ -191,6 +203,7 @@ class _Claim:
     folder: Path
     peer: Peer
     waits: bool
+    joins: bool
     take_over: bool
     is_again: bool = False
     holder: str = ""
@@ -216,6 +229,8 @@ class _Claim:
                         return token
                     self._request_or_wait(now.host)
                     self.peer.follow(interrupted)
+                    if self.joins and self.peer.is_left_out():
+                        return None
                 elif now.status != "paused" or not (self.holder or self.is_again):
                     what = f"has ended ({now.status})" if now.ended else f"is {now.status}"
                     raise StoreError(f"run {self.run}: {what}; continue it with `ddrl resume {self.run}`")

@@ -152,6 +152,8 @@ def load(client: Redis, run: str) -> tuple[bytes, dict[str, Any]] | None:
         return None
     blob = b"".join(cast("bytes | None", client.get(key)) or b"" for key in part_keys(run, pointer))
     if len(blob) != pointer["bytes"] or zlib.crc32(blob) != pointer["crc32"]:
+        if newest_pointer(client, run) != pointer:  # another one has replaced it meanwhile
+            return load(client, run)
         raise StoreError(
             f"run {run}: checkpoint {pointer['number']} is damaged ({len(blob)} of {pointer['bytes']} bytes); "
             "restore the server's data or start the run anew"

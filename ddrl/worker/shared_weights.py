@@ -12,7 +12,7 @@ import zlib
 from pathlib import Path
 
 from ddrl.store import connection, weights
-from ddrl.store.connection import Redis
+from ddrl.store.connection import Redis, StoreError
 from ddrl.store.server import try_lock, unlock
 
 KEEP_S = 10.0  # a file after it was written; whoever comes later fetches the version again
@@ -25,7 +25,7 @@ def get(client: Redis, run: str, version: int) -> bytes | None:
     """Return the safetensors bytes of a version, or None if it was dropped."""
     published_ms = weights.published_ms(client, run, version)
     if published_ms is not None:
-        with contextlib.suppress(OSError):  # such as of a full disk
+        with contextlib.suppress(OSError, StoreError):  # such as of a folder that is another's
             return _shared(client, run, version, f"{run}-{version}-{published_ms}")
     return weights.get(client, run, version)
 
@@ -41,7 +41,8 @@ def _shared(client: Redis, run: str, version: int, name: str) -> bytes | None:
         try:
             # Another process may have written it meanwhile.
             if (found := _read(path)) is None and (found := weights.get(client, run, version)) is not None:
-                _write(path, found)
+                with contextlib.suppress(OSError):  # such as of a full disk
+                    _write(path, found)
             return found
         finally:
             unlock(lock)
@@ -59,16 +60,19 @@ def _read(path: Path) -> bytes | None:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Write a file at once, and delete older ones."""
-    draft = path.with_name(f".{path.name}")
-    with draft.open("wb") as file:
-        file.writelines([_checksum(data), data])
-    draft.replace(path)
+    """Delete older files, and write one at once."""
     oldest = time.time() - KEEP_S
     for other in path.parent.iterdir():
         with contextlib.suppress(FileNotFoundError):
             if other.stat().st_mtime < oldest:
                 other.unlink()
+    draft = path.with_name(f".{path.name}")
+    try:
+        with draft.open("wb") as file:
+            file.writelines([_checksum(data), data])
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def _checksum(data: bytes) -> bytes:

@@ -15,6 +15,7 @@ from support.algorithms import CPU
 from support.learners import Run, endless_config, in_threads, pick_config, playing, resolve, until
 from support.processes import SLOW_S
 from support.ranks import together
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ddrl.algorithms import base
 from ddrl.config import ConfigError, validate
@@ -110,14 +111,25 @@ def test_a_machine_without_a_way_to_the_server_is_an_outage() -> None:
         rendezvous._on_the_way("nowhere.invalid", 7000)
 
 
-def test_an_address_that_is_not_this_machines_fails_the_run(server, learn) -> None:
+def test_a_leader_whose_address_cannot_be_used_learns_alone(server, learn, log) -> None:
     run = Run(server, endless_config(learner={**TWO, "address": "192.0.2.1:7000"}))
-    learn(run), learn(run)
-    until(lambda: run.state.status == "failed", SLOW_S)
-    assert "learner.address: 192.0.2.1:7000 cannot be used" in run.state.reason
+    with playing(run.url, run.id):
+        learn(run), learn(run)
+        until(lambda: "learner.address: 192.0.2.1:7000 cannot be used" in log.text, SLOW_S)
+        goes_on(run, [0, -1])
     for wrong in ("a b", "host:port", "::1", "x:1:2"):
         with pytest.raises(ConfigError, match="learner.address"):
             endless_config(learner={"address": wrong})
+    assert rendezvous._listen("127.0.0.1:99999", "") is None
+
+
+def test_a_learner_that_serves_all_runs_leaves_one_whose_places_are_taken(server, learn) -> None:
+    first = Run(server, endless_config(learner=TWO))
+    serving = [learn(first, serves=True) for _ in range(3)]
+    until(lambda: ranks_of(first)[:2] == [0, 1], SLOW_S)
+    second = Run(server, endless_config())
+    until(lambda: second.state.leased, SLOW_S)
+    assert ranks_of(first) == [0, 1] and all(one.error is None for one in serving)
 
 
 # --- ranks that differ, are not reached, or do not fit ------------------------------------------------------
@@ -256,7 +268,7 @@ def test_a_leader_takes_no_learner_of_other_versions_and_waits_no_longer_for_one
             assert ranks.size == 2 and not peer.is_wanted()
             learners.leave(run.client, run.id, "gone")
             core: Any = SimpleNamespace(ranks=ranks, algorithm=SimpleNamespace(num_updates=0))
-            with pytest.raises(RankLostError, match="ended before it was ready"):
+            with pytest.raises(RankLostError, match="left before it was ready"):
                 peer.complete(core, config, threading.Event())
 
 
@@ -275,7 +287,36 @@ def test_a_leader_that_is_not_reached_is_named(server, log, monkeypatch) -> None
         learners.form(run.client, run.id, group)
         for _ in range(2):  # the second time it is known
             peer.follow(threading.Event())
-    assert log.text.count(f"the leader's 127.0.0.1:{port} cannot be reached from 127.0.0.1") == 1
+        assert log.text.count(f"the leader's 127.0.0.1:{port} cannot be reached from 127.0.0.1") == 1
+        assert "learner left out" in run.journal
+        until(
+            lambda: peer.id not in learners.alive(run.client, run.id)
+        )  # so that the leader goes on without it
+
+
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_a_follower_leaves_a_group_whose_leader_is_lost_before_it_begins(
+    server, monkeypatch, is_asked
+) -> None:
+    """Its lease has expired, or this process is asked to end."""
+    monkeypatch.setenv(connection.URL_VARIABLE, server.url)
+    run, stop = Run(server, endless_config(learner=TWO)), threading.Event()
+    token = leases.acquire(
+        run.client, run.id, host="here", folder="/tmp", ttl_ms=600_000 if is_asked else 2_000
+    )
+    assert token is not None
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with rendezvous.Peer(run.client, run.id) as peer:
+        members = ["leader", peer.id]
+        group = Group(
+            token=token, number="1", wanted=2, members=members, address="127.0.0.1", port=store.port
+        )
+        learners.form(run.client, run.id, group)
+        assert not peer.is_left_out()
+        if is_asked:
+            threading.Timer(2.0, stop.set).start()
+        peer.follow(stop)  # returns
+        assert peer.core is None
 
 
 @pytest.mark.parametrize(

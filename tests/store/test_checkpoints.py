@@ -46,6 +46,22 @@ def test_checkpoints_come_back_whole_and_replace_each_other(client: Redis, run: 
         checkpoints.load(client, run)
 
 
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_not_called_damaged(
+    client: Redis, run: str, token: int, monkeypatch
+) -> None:
+    checkpoints.save(client, run, token, b"old", {})
+    part_keys, replacing = checkpoints.part_keys, iter([True])
+
+    def looked_up(*args: Any) -> list[str]:
+        found = part_keys(*args)
+        if next(replacing, False):  # only the first time
+            checkpoints.save(client, run, token, b"newer", {})
+        return found
+
+    monkeypatch.setattr(checkpoints, "part_keys", looked_up)
+    assert checkpoints.load(client, run) == (b"newer", {})
+
+
 def test_a_replaced_learners_save_leaves_no_part(client: Redis, run: str, token: int, monkeypatch) -> None:
     good, call, calls = (b"whole", {"updates": 1}), checkpoints.call, []
     checkpoints.save(client, run, token, *good)

@@ -81,6 +81,36 @@ def test_damaged_and_unwritable_files_do_no_harm(
     assert shared_weights.get(client, run, 1) == b"weights"
 
 
+def test_a_folder_that_is_closed_to_this_user_or_open_to_others_does_no_harm(
+    client: Redis, run: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    publish(client, run, 1, b"weights")
+    (tmp_path / "ddrl").mkdir(mode=0o755)
+    (tmp_path / "ddrl").chmod(0o755)
+    for folder in (tmp_path, "/proc/none"):
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+        assert shared_weights.get(client, run, 1) == b"weights"
+
+
+def test_on_a_full_disk_old_files_go_and_no_draft_stays(
+    client: Redis, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(client, run, 1, b"weights")
+    shared_weights.get(client, run, 1)
+    (file,) = files()
+    os.utime(file, (1.0, 1.0))
+    publish(client, run, 2, b"newer")
+
+    def replace(self: Path, target: Path) -> Path:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", replace)
+    before = num_fetches(client)
+    assert shared_weights.get(client, run, 2) == b"newer" and num_fetches(client) == before + 1
+    assert files() == []
+    assert [one.suffix for one in (connection.runtime_dir() / "weights").iterdir()] == [".lock"]
+
+
 def test_a_process_that_is_stopped_while_it_fetches_stops_no_other(
     client: Redis, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
