@@ -43,6 +43,7 @@ BASE: dict[str, Any] = {
     "algorithm.target_rate": 0.005,
     "replay.samples_per_insert": 32,
     "replay.warmup_steps": 1_000,
+    "env.reward_scale": 1.0,
     "drifting": 0.0,  # share of the environments whose random actions drift
     "entropy": -1.0,  # target_entropy, in nats for each dimension of actions
 }
@@ -51,6 +52,7 @@ STEPS = {"algorithm.n_step": 3}
 DRIFT = {"drifting": 1.0, "replay.warmup_steps": 10_000}
 MIXED = {"drifting": 0.5, "replay.warmup_steps": 10_000}
 QUICK = {"algorithm.target_rate": 0.01, "algorithm.initial_temperature": 0.2}
+HOT = {"algorithm.target_rate": 0.01, "algorithm.initial_temperature": 2.0}
 ENTROPY = {"entropy": -0.33}
 SCALED = {"env.reward_scale": 0.1}
 LONG = {"algorithm.n_step": 8}
@@ -65,12 +67,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "3 steps, mixed": STEPS | MIXED,
     "3 steps, mixed, quick": STEPS | MIXED | QUICK,
     "layer norm, 3 steps, mixed": LAYER_NORM | STEPS | MIXED,
-    "layer norm, 3 steps, mixed, quick": LAYER_NORM | STEPS | MIXED | QUICK,  # the defaults
+    "layer norm, 3 steps, mixed, quick": LAYER_NORM | STEPS | MIXED | QUICK,
     "layer norm, 3 steps, mixed, quick, entropy": LAYER_NORM | STEPS | MIXED | QUICK | ENTROPY,
     "layer norm, 3 steps, mixed, entropy": LAYER_NORM | STEPS | MIXED | ENTROPY,
     "layer norm, 8 steps, mixed, quick, entropy": LAYER_NORM | LONG | MIXED | QUICK | ENTROPY,
     "3 steps, mixed, entropy": STEPS | MIXED | ENTROPY,
-    "layer norm, 3 steps, mixed, quick, scaled": LAYER_NORM | STEPS | MIXED | QUICK | SCALED,
+    "layer norm, 3 steps, mixed, quick, scaled": LAYER_NORM | STEPS | MIXED | QUICK | SCALED,  # the defaults
+    "layer norm, 3 steps, mixed, hot": LAYER_NORM | STEPS | MIXED | HOT,
     "layer norm, 8 steps, mixed, quick, scaled": LAYER_NORM | LONG | MIXED | QUICK | SCALED,
     "layer norm, 8 steps, mixed, quick": LAYER_NORM | LONG | MIXED | QUICK,
 }

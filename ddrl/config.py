@@ -107,8 +107,8 @@ class EnvConfig(Section):
     """Environments stepped together in one process; more of them make a call of the policy cheaper per step."""
     action_repeat: int = Field(1, ge=1, le=64)
     """Each action is repeated this many times; rewards add up."""
-    reward_scale: float = Field(1.0, gt=0)
-    """Training rewards are multiplied by this; reported returns are not."""
+    reward_scale: float | None = Field(None, gt=0)
+    """Training rewards are multiplied by this; reported returns are not. null: 0.1 for SAC, otherwise 1."""
     reward_sign: bool = False
     """Training rewards are -1, 0 or 1 by their sign; reported returns are not. Usual for Atari."""
     max_episode_steps: int | None = Field(None, ge=1)
@@ -309,6 +309,9 @@ class RunConfig(Section):
     def _consistent(self) -> RunConfig:
         if not isinstance(self.algorithm.get("name"), str):
             raise ValueError("algorithm.name: missing; name the algorithm, such as sac or ppo")
+        if self.env.reward_scale is None:
+            scale = 0.1 if self.algorithm["name"] == "sac" else 1.0
+            object.__setattr__(self, "env", self.env.model_copy(update={"reward_scale": scale}))
         if (self.replay.warmup_steps or 1) > self.replay.capacity:
             raise ValueError(
                 f"replay.warmup_steps: {self.replay.warmup_steps} is more than replay.capacity "

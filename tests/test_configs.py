@@ -36,6 +36,21 @@ def test_it_holds_only_what_differs_from_the_defaults(path: Path) -> None:
             assert field is None or field.default != value, f"{path}: {section}.{name} repeats the default"
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "given", "scale"),
+    [("sac", None, 0.1), ("sac", 1.0, 1.0), ("ppo", None, 1.0), ("td3", 2, 2.0)],
+)
+def test_rewards_are_scaled_for_sac_unless_a_scale_is_given(
+    algorithm: str, given: float | None, scale: float
+) -> None:
+    """Studied in docs/defaults.md."""
+    loaded = config.validate(
+        {"env": {"id": "CartPole-v1", "reward_scale": given}, "algorithm": {"name": algorithm}}
+    )
+    assert loaded.env.reward_scale == scale
+    assert config.validate(loaded.model_dump(mode="json", by_alias=True)) == loaded
+
+
 def test_overrides_are_yaml_and_sections_stay_sections() -> None:
     loaded = config.load(CONFIGS[0], ["env.num_envs=3", "stop.time=2m", "algorithm.hidden_sizes=[8, 8]"])
     assert (loaded.env.num_envs, loaded.stop.time) == (3, 120.0)
