@@ -31,7 +31,7 @@ def target_tree(**sections: Any) -> dict[str, Any]:
     }
     tree: dict[str, Any] = {
         "name": "target",
-        "env": {"id": "ddrl/Target-v0", "num_envs": 4},
+        "env": {"id": "ddrl/Target-v0", "num_envs": 4, "reward_scale": 1.0},
         "algorithm": sac,
         "rollout": {"segment_s": 0.5, "fragment_s": 0.02, "max_fragment_steps": 20},
         "replay": {"capacity": 20_000, "warmup_steps": 200, "samples_per_insert": 16, "slack_steps": 200},
