@@ -1,4 +1,4 @@
-"""What this machine has, or the containers (cgroups) that this process is in."""
+"""The memory, cores and GPUs of this machine, or of the containers (cgroups) that this process is in."""
 
 from __future__ import annotations
 
