@@ -124,7 +124,9 @@ def encode(fragment: Fragment) -> dict[bytes, bytes]:
     return {b"h": json.dumps(header, separators=(",", ":")).encode(), **chunks}
 
 
-def decode(fields: Mapping[bytes, bytes], *, max_bytes: int = MAX_BYTES) -> Fragment:
+def decode(
+    fields: Mapping[bytes, bytes], *, max_bytes: int = MAX_BYTES, step_bytes: int = MAX_BYTES
+) -> Fragment:
     """Return the fragment in one stream entry; fields that are no columns are ignored.
 
     Image columns come back as [T, N, ...] views of lane-major memory.
@@ -132,13 +134,15 @@ def decode(fields: Mapping[bytes, bytes], *, max_bytes: int = MAX_BYTES) -> Frag
     Args:
         fields: field name -> bytes, as read from the server.
         max_bytes: cap on the uncompressed bytes of all columns together.
+        step_bytes: the same for each step of an environment, and its first observation.
 
     Raises:
         CodecError: the entry is not what `encode` writes, or breaks an invariant of `Fragment`.
     """
     header = _parse_header(fields.get(b"h", b""))
     columns = [_parse_column(entry) for entry in header["columns"]]
-    _check_layout(columns, header["T"], header["N"], header["C"], max_bytes)
+    most = min(max_bytes, (header["C"] + header["T"] + 1) * header["N"] * step_bytes)
+    _check_layout(columns, header["T"], header["N"], header["C"], most)
     checksum = _checksum(_check_chunk(column, fields) for column in columns)
     if checksum != header["checksum"]:
         raise CodecError(f"checksum: {checksum} over the columns, the header says {header['checksum']}")
@@ -247,6 +251,7 @@ def _check_layout(columns: list[_Column], steps: int, num_envs: int, context: in
         "final_index": (axis("final_index", 0), 2),
         "final_observation": (axis("final_index", 0), *item),
         **dict.fromkeys(("episode_return", "episode_length"), (axis("episode_return", 0),)),
+        "raw_action": shapes["action"],
         "episode_metrics": (axis("episode_return", 0), axis("episode_metrics", 1)),
         "memory_index": (axis("memory_index", 0), 2),
         "memory": (axis("memory_index", 0), axis("memory", 1)),

@@ -38,7 +38,7 @@ def make_fragment(
     truncated = ended & (rng.random(axes) < 0.5)
     index = np.argwhere(truncated).astype(np.int32)
     counts = {"producer": 7, "incarnation": 2**60 + 1, "seq": 3, "policy_version": 11, "context": context}
-    log_prob = {"behavior_log_prob": column("f4", *axes), "raw_action": column("f4", *axes, 2)}
+    log_prob = {"behavior_log_prob": column("f4", *axes), "raw_action": column(action[0], *axes, *action[1])}
     return Fragment(
         run="run-1",
         **counts,
@@ -270,6 +270,30 @@ def test_cap_is_on_the_sum() -> None:
     codec.decode(fields, max_bytes=total)
     with pytest.raises(CodecError, match=f"columns: {total} bytes uncompressed, at most {total - 1}"):
         codec.decode(fields, max_bytes=total - 1)
+
+
+def test_cap_is_on_each_step_of_the_fragment_too() -> None:
+    """A short fragment may not bring columns as large as the run's longest."""
+    fragment = make_fragment()
+    wide = np.zeros((*fragment.reward.shape, 10_000), np.uint8)
+    fields = codec.encode(dataclasses.replace(fragment, extras={"padding": wide}))
+    codec.decode(fields, step_bytes=11_000)
+    with pytest.raises(CodecError, match="bytes uncompressed, at most"):
+        codec.decode(fields, step_bytes=5_000)
+
+
+def test_drawn_actions_of_another_shape_are_refused_before_they_are_decompressed() -> None:
+    fragment = make_fragment()
+    huge = np.zeros((*fragment.action.shape, 20_000), np.int64)
+    fields = codec.encode(dataclasses.replace(fragment, extras={"padding": huge}))
+    fields |= {b"h": fields[b"h"].replace(b"padding", b"raw_action"), b"raw_action": fields[b"padding"]}
+    tracemalloc.start()
+    try:
+        with pytest.raises(CodecError, match="raw_action: shape"):
+            codec.decode(fields)
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
 
 
 def with_chunk(name: str, chunk: bytes, fragment: Fragment | None = None) -> dict[bytes, bytes]:

@@ -369,9 +369,10 @@ class Learner:
             extras = {name: x for name, x in fragment.extras.items() if name != "episode_metrics"}
             columns = {name: self._spec.numbers(getattr(fragment, name)) for name in names}
             columns |= {"reward": fragment.reward} | extras
-            sizes = {name: np.abs(x, dtype=np.float64).max(initial=0.0) for name, x in columns.items()}
+            ends = {name: (float(x.min(initial=0)), float(x.max(initial=0))) for name, x in columns.items()}
+            sizes = {name: max(-low, high) for name, (low, high) in ends.items()}
             name = max(sizes, key=sizes.__getitem__)
-            largest.append((float(sizes[name]), name, entry.entry_id, entry.producer))
+            largest.append((sizes[name], name, entry.entry_id, entry.producer))
         if not largest:
             return "no experience is in the stream"
         limit = LEAST_HUGE if is_again else too_large([size for size, *_ in largest])

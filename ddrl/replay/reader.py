@@ -50,14 +50,15 @@ class FragmentLimits:
     stride: int = 1
     num_metrics: int = 0
 
-    def num_bytes(self, spaces: EnvSpec) -> int:
-        """Return a generous bound on all columns, uncompressed.
-
-        It has a final observation and a recurrent state for each step.
-        """
+    def step_bytes(self, spaces: EnvSpec) -> int:
+        """Return a generous bound on all columns of a step, with a final observation and a recurrent state."""
         observation = math.prod(spaces.observation_shape) * np.dtype(spaces.observation_dtype).itemsize
-        step = 2 * observation + 8 * math.prod(spaces.action_shape) + 2 * self.state_size + _EXTRA_BYTES
-        return min(codec.MAX_BYTES, (self.context + self.num_steps + 1) * self.num_envs * step)
+        return 2 * observation + 8 * math.prod(spaces.action_shape) + 2 * self.state_size + _EXTRA_BYTES
+
+    def num_bytes(self, spaces: EnvSpec) -> int:
+        """Return a generous bound on all columns of a fragment, uncompressed."""
+        num_steps = (self.context + self.num_steps + 1) * self.num_envs
+        return min(codec.MAX_BYTES, num_steps * self.step_bytes(spaces))
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,8 @@ def decode(
     if read.rank != rank and not counts_all:
         return read
     try:
-        fragment = codec.decode(entry.fields, max_bytes=limits.num_bytes(spaces))
+        sizes = {"max_bytes": limits.num_bytes(spaces), "step_bytes": limits.step_bytes(spaces)}
+        fragment = codec.decode(entry.fields, **sizes)
         if entry.producer >= 0:  # its header may say anything
             fragment = replace(fragment, producer=read.producer, incarnation=read.incarnation, seq=read.seq)
         _check(fragment, run, spaces, limits)

@@ -97,6 +97,14 @@ def test_a_fragment_outside_the_run_is_refused(made: Fragment, reason: str) -> N
     assert found.fragment is None and found.reason.startswith(reason) and found.memory_bytes < 4096
 
 
+def test_a_short_fragment_may_not_be_as_large_as_the_longest() -> None:
+    """1 kB of a worker's that takes a second to decode would hold up all others."""
+    short = fragment(num_steps=1, num_envs=1, context=0)
+    wide = np.zeros((1, 1, LIMITS.num_bytes(SPACES) // 2), np.uint8)
+    found = decoded(replace(short, extras={"padding": wide}))
+    assert "bytes uncompressed, at most" in found.reason
+
+
 def test_what_packing_makes_of_a_fragment_counts_as_memory() -> None:
     """Episodes of one step make many items of few bytes."""
     assert decoded(FRAGMENT, pack=lambda made: SimpleNamespace(num_bytes=10**6)).memory_bytes > 10**6
