@@ -87,9 +87,19 @@ class _Message(_Part):
     properties: _Properties
 
 
-def deliver(self: transport.Transport, item: str, queue: str) -> None:
+def read(item: str) -> Any:
+    """Return an item of a queue as it is, and parsed what Kombu keeps of one that is not acknowledged, a list."""
+    with contextlib.suppress(Exception):  # a worker may have written any
+        if item.startswith("[{"):
+            return _loads(item)
+    return item
+
+
+def deliver(self: transport.Transport, item: Any, queue: str) -> None:
     """Give an item to its consumer, as Kombu's own method does, which takes it parsed."""
     try:
+        if not isinstance(item, str):
+            raise ValueError("a list")
         if len(item) > LONGEST:
             raise ValueError(f"{len(item)} characters")
         if queue in app.amqp.queues.consume_from:  # else a command of `celery control`
@@ -113,7 +123,7 @@ def deliver(self: transport.Transport, item: str, queue: str) -> None:
         if not _is_kept():
             return
         log.warning("an item of queue %s is no message (%.200r): put aside, see `ddrl doctor`", queue, reason)
-        fields: dict[Any, Any] = {"queue": queue, "reason": reason, "item": item[:KEPT_CHARACTERS]}
+        fields: dict[Any, Any] = {"queue": queue, "reason": reason, "item": str(item)[:KEPT_CHARACTERS]}
         with contextlib.suppress(*connection.OUTAGES), connection.connect() as client:
             client.xadd(keys.BROKEN, fields, maxlen=KEPT)
 
@@ -135,6 +145,6 @@ def publish(self: Producer, *args: Any, **options: Any) -> Any:
 
 def install() -> None:
     """Let Kombu leave the parsing of items to `deliver`, and repeat nothing that it sends."""
-    transport.loads = str
+    transport.loads = read
     transport.Transport._deliver = deliver
     Producer.publish = publish
