@@ -317,10 +317,15 @@ def _discounted(discount: Tensor, next_value: Tensor) -> Tensor:
 def _scan(first: Tensor, factor: Tensor, follows: Tensor) -> Tensor:
     """Overwrite `first` with x_t = first_t + factor_t * x_{t+1} where the next row follows; [T, B].
 
-    Two small tensor operations a step are all that is not vectorized over T.
+    In log2(T) rounds, each of which doubles the rows that every x_t contains.
+    Source: Hillis and Steele 1986, "Data parallel algorithms", section 3.
     """
-    rows, factors, cuts = first.unbind(0), factor.unbind(0), (~follows).unbind(0)
-    for t in range(len(rows) - 2, -1, -1):
-        # masked_fill rather than a factor of 0: what lies behind a cut may be infinite and must not give NaN.
-        rows[t].addcmul_(factors[t], rows[t + 1].masked_fill(cuts[t], 0.0))
+    product = factor.masked_fill(~follows, 0.0)  # of the factors of as many rows from t on
+    num = 1
+    while num < len(first):
+        weight = product[:-num]
+        cut = weight == 0.0  # what lies behind may be infinite, and must not give NaN
+        first[:-num].addcmul_(weight, first[num:].masked_fill(cut, 0.0))
+        weight.mul_(product[num:].masked_fill(cut, 0.0))
+        num *= 2
     return first
