@@ -6,8 +6,10 @@
 
 Play goes first: a collector fills the replay from an environment whose observations are noise. Then the loop draws,
 sends and learns as a learner's training thread does, without a server. "Update alone" learns from one batch that is on
-the device already. On-policy, all batches of a fixed play are learned from again and again. With `--against` both
-versions learn from the same batch in turns, in processes of their own; the share is the median of the rounds' ratios.
+the device already; its share of the peak is that of its matrix products and convolutions, in operations a second, of a
+product of large matrices. On-policy, all batches of a fixed play are learned from again and again. With `--against`
+both versions learn from the same batch in turns, in processes of their own; the share is the median of the rounds'
+ratios.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 from machine import ROOT, facts
+from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, str(ROOT))
 os.environ["DDRL_ALLOW_MODULES"] = "noise"
@@ -117,6 +120,13 @@ class Loop:
         batch = self.batch()
         return lambda: self.algorithm.update(batch)
 
+    def flops(self) -> float:
+        """Return the operations in matrix products and convolutions of an update."""
+        alone, first = self.alone(), self.algorithm.num_updates
+        with FlopCounterMode(display=False) as found:
+            alone()
+        return float(found.get_total_flops()) / (self.algorithm.num_updates - first)
+
     def rate(self, step: Callable[[], Any], seconds: float) -> float:
         """Return updates a second of calls of a function."""
         self.synchronize()
@@ -165,6 +175,18 @@ def batches_of_iterations(
                 break
     for batch in itertools.cycle(batches):
         yield batch, lambda batch, priority: None
+
+
+def peak(device: torch.device) -> float:
+    """Return the operations a second of a product of large matrices, the best of ten."""
+    size = 8192 if device.type == "cuda" else 1024
+    matrix, seconds = torch.randn(size, size, device=device), []
+    for _ in range(10):
+        started = time.perf_counter()
+        product = matrix @ matrix
+        product[0, 0].item()
+        seconds.append(time.perf_counter() - started)
+    return 2 * size**3 / min(seconds)
 
 
 def make_collector(config: RunConfig, resolved: Resolved, algorithm: Any) -> Collector:
@@ -278,13 +300,18 @@ def main() -> None:
         return
     device = choose_device(arguments.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    print(f"# Updates a second on {name}, {arguments.threads} CPU threads\n{facts()}\n")
+    most = peak(device)
     print(
-        "| task | with draw and transfer (median of 3) | range | update alone |\n|---|---|---|---|",
+        f"# Updates a second on {name}, {arguments.threads} CPU threads\n{facts()}; peak {most / 1e9:,.0f} GFLOP/s\n"
+    )
+    print(
+        "| task | with draw and transfer (median of 3) | range | update alone | MFLOP | of the peak |\n"
+        "|---|---|---|---|---|---|",
         flush=True,
     )
     for title in arguments.tasks:
         loop = Loop(TASKS[title](), device)
+        flops = loop.flops()
         if (captured := getattr(loop.algorithm, "_captured", None)) and arguments.eager:
             captured._captures = False
         loop.rate(loop.step, 1.0)
@@ -292,7 +319,7 @@ def main() -> None:
         alone = loop.rate(loop.alone(), arguments.seconds)
         print(
             f"| {title} | {statistics.median(figures):,.1f} | {min(figures):,.1f} to {max(figures):,.1f} "
-            f"| {alone:,.1f} |",
+            f"| {alone:,.1f} | {flops / 1e6:,.1f} | {100 * alone * flops / most:.0f} % |",
             flush=True,
         )
         if arguments.profile:
