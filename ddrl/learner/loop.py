@@ -238,7 +238,8 @@ class Learner:
                 self.leading.admit(entry)
             gap = ledger.count(entry, consumed=not reason)
             gaps += [gap] if gap else []
-            shared.add_entry(entry)
+            if not objection:  # else it is deleted
+                shared.add_entry(entry)
             if reason:
                 self._log_refusal(entry.entry_id.decode(), reason)
                 shared.refused.append(stream.Refusal(entry.entry_id, entry.head, reason, not objection))

@@ -43,7 +43,9 @@ WAKES_PER_S = 2_000  # collectors that a raised allowance wakes, at most
 CHECKPOINT_BYTES_PER_S = 1e6  # average load of checkpoints on the server, at most
 RATES_S = 10.0  # over which rates are measured
 RETURNS_LENGTH = 20  # training episodes whose mean is a metric
-HIGH, LOW = 0.85, 0.7  # shares of `replay.max_bytes` at which making room begins and ends
+HIGH = 0.85  # share of `replay.max_bytes` at which making room begins
+LEAST_HIGH = 0.5  # the same where entries are large
+ROOM = 0.15  # share of it that is made
 SHED_KEEPS = 0.9  # share of the stream that a full server keeps each time
 SHED_S = 1.0  # between two of these times
 MOST_OVERSHOOT = 16_384  # steps that processes which begin together may play before they know of one another
@@ -64,7 +66,7 @@ class Shared:
         refilled: steps played again after the stream was lost; the rate limiter leaves them out.
         oldest: first entry of the stream that the replay holds.
         entries: (entry_id, bytes taken up to and with it) of each entry taken; the publisher removes those it trims.
-        taken_bytes, largest_bytes: of the entries taken so far; of the largest.
+        taken_bytes, largest_bytes: of the entries taken so far; of the largest since room was made.
         ledger: its rows.
         refused: (entry_id, head, reason, an append wrote it) to report; gaps: warnings of fragments that left the
             stream unread, to report. The publisher removes both.
@@ -469,11 +471,14 @@ class Publisher:
         if is_due and checkpoint is not None:
             self._trim_before(min(shared.oldest, checkpoint.oldest.encode(), key=stream.order))
         is_stuck = False
-        if self._stream_bytes > min(HIGH * max_bytes, max_bytes - 2 * shared.largest_bytes):
+        high = max(LEAST_HIGH * max_bytes, min(HIGH * max_bytes, max_bytes - 2 * shared.largest_bytes))
+        if self._stream_bytes > high:
             if checkpoint is None or checkpoint.cursor != shared.ledger.cursor.decode():
                 shared.wants_checkpoint.set()
             self._store_ledger()
-            freed = self._trim_to(int(LOW * max_bytes))
+            freed = self._trim_to(int(high - ROOM * max_bytes))
+            if freed:
+                shared.largest_bytes = 0
             # Junk of a worker may fill the stream behind fragments that wait for others, which find no room then.
             is_stuck = not freed and self._replay.num_waiting > 0 and self._replay.has_room()
         now = time.monotonic()
@@ -503,7 +508,7 @@ class Publisher:
         return num_bytes > 0
 
     def _trim_to(self, num_bytes: int) -> int:
-        """Trim all but the newest `num_bytes` and what the newest checkpoint needs; return the bytes trimmed.
+        """Trim all but the newest `num_bytes` at most and what the newest checkpoint needs; return the bytes trimmed.
 
         It needs the entries after it and, on-policy, those that waited in it: nothing was learned from them yet.
         """
@@ -512,7 +517,8 @@ class Publisher:
             return 0
         before, needed = self._stream_bytes, checkpoint.oldest if checkpoint.waiting else checkpoint.cursor
         cut = self._shared.taken_bytes - num_bytes
-        kept = (entry_id for entry_id, taken_bytes in list(self._shared.entries)[1:] if taken_bytes > cut)
+        entries = itertools.pairwise(list(self._shared.entries))
+        kept = (entry_id for (_, bytes_before), (entry_id, _) in entries if bytes_before >= cut)
         self._trim_before(min(next(kept, needed.encode()), needed.encode(), key=stream.order))
         return before - self._stream_bytes
 

@@ -204,11 +204,11 @@ class Replay:
         Raises:
             ValueError: the fragment is larger than the capacity, or cannot be cut into items.
         """
-        cut = self._kind.cut(fragment)
-        size = max(fragment.num_transitions, len(cut))
-        if fragment.num_transitions > self.capacity or len(cut) > self._most_items:
+        size = fragment.num_transitions
+        cut = self._kind.cut(fragment) if size <= self.capacity else None
+        if cut is None or len(cut) > self._most_items:
             raise ValueError(
-                f"fragment: {size} transitions exceed the capacity of {self.capacity}; "
+                f"fragment: {max(size, len(cut or ()))} transitions exceed the capacity of {self.capacity}; "
                 "raise replay.capacity or shorten the fragments"
             )
         return Packed(fragment, cut, self.rows.pack(cut.block))

@@ -35,6 +35,7 @@ from ddrl.replay.transitions import check_rewards, expected_rows, reported_value
 from ddrl.returns import n_step_return, rescale, unrescale
 from ddrl.types import Fragment, Sequences, SequenceShape
 
+_AT_ONCE = 4_096  # sequences; episodes of one step make as many of them as there are steps
 _TYPICAL_STEPS = 32  # T, unless the stride is larger; fragments take about rollout.fragment_s
 
 
@@ -201,10 +202,29 @@ def td_errors(
     Raises:
         ValueError: as `reported_values`.
     """
-    values, reward = reported_values(fragment), fragment.reward
-    if values is None:
+    if (values := reported_values(fragment)) is None:
         return None
-    action_value, state_value = values
+    columns = vars(cuts).values()
+    parts = (Cuts(*(column[i : i + _AT_ONCE] for column in columns)) for i in range(0, len(cuts), _AT_ONCE))
+    found = [
+        _mixed_errors(fragment, part, *values, gamma=gamma, n=n, rescaled=rescaled, mix=mix) for part in parts
+    ]
+    return np.concatenate(found) if found else np.empty(0, np.float32)
+
+
+def _mixed_errors(
+    fragment: Fragment,
+    cuts: Cuts,
+    action_value: NDArray[np.float32],
+    state_value: NDArray[np.float32],
+    *,
+    gamma: float,
+    n: int,
+    rescaled: bool,
+    mix: float,
+) -> NDArray[np.float32]:
+    """Return `td_errors` of some sequences."""
+    reward = fragment.reward
     offset = np.arange(cuts.length.max())[:, None]
     step, lane = cuts.start + np.minimum(offset, cuts.length - 1), cuts.lane  # [L, S], [S]
     return_, discount, bootstrap, valid = targets(

@@ -90,7 +90,7 @@ class _Message(_Part):
 def read(item: str) -> Any:
     """Return an item of a queue as it is, and parsed what Kombu keeps of one that is not acknowledged, a list."""
     with contextlib.suppress(Exception):  # a worker may have written any
-        if item.startswith("[{"):
+        if item.startswith("[{") and len(item) <= LONGEST:
             return _loads(item)
     return item
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +15,7 @@ from support.learners import Run, finished, pick_config, playing, training, unti
 from ddrl import codec
 from ddrl.learner import publisher
 from ddrl.learner.loop import Learner
-from ddrl.store import keys, stream
+from ddrl.store import checkpoints, keys, stream
 from ddrl.types import Fragment
 from ddrl.worker.segment import Player
 
@@ -110,6 +111,41 @@ def test_stale_fragments_are_dropped_or_corrected(server, stale: str, num_droppe
     assert learner.counters.dropped == num_dropped
     assert run.audit().total("consumed") == learner.counters.admitted  # the dropped ones, too
     assert is_corrected or most_stale(run) <= 1
+
+
+@pytest.mark.parametrize("is_appended", [False, True])
+def test_an_entry_of_junk_larger_than_the_room_is_soon_forgotten(
+    server, monkeypatch: pytest.MonkeyPatch, is_appended: bool
+) -> None:
+    """What waits for others is dropped at most once, and no checkpoint is stored for its sake later."""
+    saved, save = [], checkpoints.save
+    monkeypatch.setattr(checkpoints, "save", lambda *args: (saved.append(time.monotonic()), save(*args)))
+    monkeypatch.setattr(publisher, "STUCK_S", 0.3)
+    replay, late = {"max_bytes": 200_000}, {"checkpoint_every_s": 3600}
+    pace = {"on_policy": {"stale": "correct"}, "algorithm": {"estimator": "vtrace"}}
+    run = pick_run(server, replay=replay, learner=late, **pace)
+    player, learner = Player(run.client, run.id), run.learner()
+    player.load(run.client, run.index.latest)
+    junk = {b"x": random.Random(1).randbytes(150_000)}
+    with training(learner):
+        append_unasked(run, player, max_steps=4)
+        run.catch_up(learner)
+        if is_appended:
+            run.append(junk, producer=10**6, seq=0)
+        else:
+            run.client.xadd(keys.experience(run.id), junk)
+        until(lambda: run.dead)
+        time.sleep(1.0)  # several times STUCK_S
+        assert learner.counters.dropped == int(is_appended)
+        until(lambda: time.monotonic() - max([0.0, *saved]) > 1.0)
+        num_saved = len(saved)
+        for _ in range(4):  # an iteration together
+            append_unasked(run, player, max_steps=4)
+            time.sleep(0.5)
+        until(lambda: learner.shared.updates > 0)
+        assert learner.counters.dropped == int(is_appended) and len(saved) == num_saved
+    learner.finish()
+    assert run.audit() and len(run.dead) == 1
 
 
 # --- restoring -------------------------------------------------------------------------------------------

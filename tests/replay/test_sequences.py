@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import tracemalloc
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -149,6 +151,30 @@ def test_td_errors_by_hand(truncated: list[int], terminated: list[int], expected
     cuts = cut(fragment.ended, 0, SHAPE)
     found = td_errors(fragment, cuts, gamma=0.5, n=1, rescaled=False, mix=0.75)
     assert found is not None and found.dtype == np.float32 and found.tolist() == expected
+
+
+def test_many_short_sequences_beside_a_long_one_need_no_memory_of_as_many_long_ones() -> None:
+    num_envs, num_steps = 64, 240
+    ended = np.ones((num_steps, num_envs), np.bool_)
+    ended[:, 0] = False
+    values = np.random.default_rng(3).normal(size=(2, num_steps, num_envs)).astype(np.float32)
+    fragment = dataclasses.replace(
+        Player(num_envs=num_envs, end_probability=0.0).fragment(num_steps),
+        terminated=ended,
+        truncated=np.zeros_like(ended),
+        extras={"action_value": values[0], "state_value": values[1]},
+    )
+    cuts = cut(ended, 0, SequenceShape(burn_in=0, length=120, overlap=60))
+    find = partial(td_errors, fragment, gamma=0.5, n=2, rescaled=True, mix=0.75)
+    tracemalloc.start()
+    found = find(cuts)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found is not None and len(cuts) == len(found) > 15_000
+    assert peak < 50 * 2**20  # 200 MiB, were all as long as the longest
+    for i in (0, 1, 5_000, len(cuts) - 1):
+        alone = find(Cuts(*(column[i : i + 1] for column in vars(cuts).values())))
+        assert alone is not None and alone == found[i]
 
 
 # --- a replay of sequences --------------------------------------------------------------------------------------------
