@@ -7,7 +7,7 @@ processes is torch's: gloo, which also takes tensors on GPUs.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from datetime import timedelta
 from itertools import zip_longest
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Generator, Tensor, distributed
 
-T = TypeVar("T")
+T = TypeVar("T", bound=Sized)
 
 
 class RankLostError(RuntimeError):
@@ -74,22 +74,23 @@ class Ranks:
         """Return the rows of the batch in hand, of all ranks together; alone, `num`."""
         return num if self.size == 1 else self.total
 
-    def each(self, parts: Sequence[T], sizes: Sequence[int], blank: T, num: int) -> Iterator[T]:
+    def each(self, parts: Iterable[T], blank: T, num: int) -> Iterator[T]:
         """Yield `num` parts of a batch, of which all ranks learn at the same time; each is the batch in hand then.
 
         Args:
-            parts: this rank's, at most `num`.
-            sizes: their rows.
+            parts: this rank's, at most `num`; the length of each is its number of rows.
             blank: in place of parts that are missing or have no row.
             num: of parts, the same on all ranks.
         """
         if self.size == 1:
             yield from parts
             return
+        own = list(parts)
         table = torch.zeros(self.size, num, dtype=torch.int64)
-        table[self.rank, : len(sizes)] = torch.tensor(sizes)
+        if self.share:
+            table[self.rank, : len(own)] = torch.tensor([len(part) for part in own])
         whole = self.total, self.rows
-        for part, of_ranks in zip_longest(parts, self.add(table).T.tolist()):
+        for part, of_ranks in zip_longest(own, self.add(table).T.tolist()):
             if not any(of_ranks):  # few long sequences make fewer parts
                 continue
             self.split(of_ranks)

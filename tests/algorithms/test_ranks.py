@@ -96,7 +96,7 @@ def test_minibatches_that_no_rank_has_are_left_out() -> None:
 
     def learn(ranks: Ranks) -> list[str]:
         own = ["a", "b"][: 2 - ranks.rank]
-        return [part for part in ranks.each(own, [3] * len(own), "blank", 4) if ranks.share >= 0.0]
+        return [part for part in ranks.each(own, "blank", 4) if ranks.share >= 0.0]
 
     assert together(2, learn) == [["a", "b"], ["a", "blank"]]
 

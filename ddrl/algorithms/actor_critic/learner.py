@@ -293,13 +293,8 @@ class ActorCriticLearner(Generic[AnyOptions]):
         return parameters[step], value[step], value[step + 1]
 
     def minibatches(self, prepared: Prepared, num: int) -> Iterator[Prepared]:
-        """Yield a shuffled batch in `num` parts; of several ranks each yields its part of every minibatch."""
-        if self.ranks.size == 1:
-            yield from prepared.minibatches(num, self.generator)
-            return
-        parts = [*prepared.minibatches(num, self.generator)]
-        sizes = [len(part) if self.ranks.share else 0 for part in parts]
-        yield from self.ranks.each(parts, sizes, prepared.first(), num)
+        """Return a shuffled batch in `num` parts; of several ranks, its part of every minibatch."""
+        return self.ranks.each(prepared.minibatches(num, self.generator), prepared.first(), num)
 
     def evaluate(self, prepared: Prepared) -> tuple[Tensor, Tensor, Tensor]:
         """Return log probability, entropy and value, each [B], of transitions under the present network."""

@@ -66,9 +66,7 @@ def minibatches(learner: Learner, batch: Trajectories) -> Iterator[Minibatch]:
     num = max(1, round(ranks.count(len(place)) / config.minibatch_size))
     for _ in range(config.num_epochs):
         order = torch.randperm(len(place), generator=generator).to(place.device)
-        parts = place[order].tensor_split(num)
-        sizes = [len(part) if ranks.share else 0 for part in parts]
-        for part in ranks.each(parts, sizes, place[:1], num):
+        for part in ranks.each(place[order].tensor_split(num), place[:1], num):
             yield Minibatch(batch.observation[row[part]], action[part], target[part])
 
 
