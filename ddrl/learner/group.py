@@ -78,7 +78,7 @@ class Leading:
         Args:
             until: they leave out entries up to this one that were not admitted.
             orders: `version` published, `chosen` to learn from a batch, `options` changed: the config, `drops` to
-                drop what waits, `saves` to send the state of the replay, `ends` to end.
+                drop what waits, `saves` to send the state of the replay for a checkpoint, `ends` to end.
 
         Raises:
             RankLostError: a follower is lost, or has other parameters.
@@ -98,11 +98,7 @@ class Leading:
             del self._reports[oldest]
         self._core.replay.others = [report["total"] for report in reports]
         self._oldest = [report["oldest"].encode() for report in reports if report["oldest"]]
-
-    def collect(self, until: bytes, **orders: Any) -> None:
-        """Fetch the state of all replays, for a checkpoint."""
-        if self._ranks.size > 1:
-            self.tell(until, saves=True, **orders)
+        if orders.get("saves"):
             parts = self._ranks.exchange(b"")[1:]
             self._states = [dict(decode_tensors(part)) if part else {} for part in parts]
 

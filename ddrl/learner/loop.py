@@ -217,7 +217,7 @@ class Learner:
                     self._publish()
                     self._tell()
                     reader.wait(WAIT_S if self._ranks.size == 1 else MEET_S)
-            self.leading.collect(self.shared.ledger.cursor, version=self.shared.version, ends=True)
+            self._tell(saves=True, ends=True)
         except ValueError:  # such as of a priority that is not a number
             _check_finite(self.algorithm.state(), self.algorithm.num_updates)
             raise
@@ -314,7 +314,7 @@ class Learner:
                 log.warning("%s", error)
         if self.shared.wants_checkpoint.is_set():
             self.shared.wants_checkpoint.clear()
-            self.leading.collect(self.shared.ledger.cursor, version=self.shared.version)
+            self._tell(saves=True)
             self.shared.checkpoint = self.checkpoint()
 
     def _oldest(self) -> bytes:
