@@ -87,9 +87,9 @@ class Fifo:
         spec: EnvSpec | None = None,
     ) -> None:
         self._ranks, self._spec = ranks, spec
-        self._sizes = [0] * (1 if ranks is None else ranks.size)
-        self._taken: list[str] = []
-        self._last = "0-0"
+        self._num_ranks = 1 if ranks is None else ranks.size
+        self.chosen: Mapping[str, Any] = {}
+        """The newest draw, as `draw_chosen` of the other ranks needs it, JSON."""
         self.others: list[float] = []
         self.total = 0.0
         """Not needed here, as `others`: see `Replay`."""
@@ -185,24 +185,19 @@ class Fifo:
         if len(self) < self._needed:
             return None
         own: list[Fragment] = []
-        self._taken, self._sizes = [], [0] * len(self._sizes)
-        while (num_taken := sum(self._sizes)) < self._batch_size:
+        sizes, taken = [0] * self._num_ranks, []
+        while (num_taken := sum(sizes)) < self._batch_size:
             entry_id, fragment = self._queue.popleft()
             if isinstance(fragment, Fragment):
                 own.append(fragment)
-                self._sizes[0] += fragment.num_transitions
+                sizes[0] += fragment.num_transitions
             else:
-                self._taken.append(entry_id.decode())
-                self._sizes[fragment.rank] += fragment.num_transitions
+                taken.append(entry_id.decode())
+                sizes[fragment.rank] += fragment.num_transitions
             self._staleness.append((version - fragment.policy_version, fragment.num_transitions))
-            self._last = entry_id.decode()
+        self.chosen = {"sizes": sizes, "taken": taken, "last": entry_id.decode()}
         self._content = _Content(len(self) - num_taken, num_taken, version)
         return self._trajectories(own)
-
-    @property
-    def chosen(self) -> dict[str, Any]:
-        """The newest draw, as `draw_chosen` of the other ranks needs it, JSON."""
-        return {"sizes": self._sizes, "taken": self._taken, "last": self._last}
 
     def draw_chosen(self, chosen: Mapping[str, Any], num_updates: int) -> Trajectories:
         """Return this rank's part of what the leader has drawn; older fragments are dropped.
@@ -212,7 +207,7 @@ class Fifo:
             num_updates: not needed here.
         """
         own: list[Fragment] = []
-        self._sizes, taken = chosen["sizes"], {entry_id.encode() for entry_id in chosen["taken"]}
+        self.chosen, taken = chosen, {entry_id.encode() for entry_id in chosen["taken"]}
         last = order(chosen["last"].encode())
         while self._queue and order(self._queue[0][0]) <= last:
             entry_id, fragment = self._queue.popleft()
@@ -230,7 +225,7 @@ class Fifo:
     def begin(self, batch: Any) -> Any:
         """Begin to learn from what was drawn, when all ranks do; return it."""
         if self._ranks is not None:
-            self._ranks.split(self._sizes)
+            self._ranks.split(self.chosen["sizes"])
         return batch
 
     def step_budget(self, *, num_steps: int, num_updates: int, version: int) -> int:
