@@ -67,9 +67,6 @@ class Fifo:
         state_size: H, numbers in a recurrent state; 0 without one.
         ranks: that learn together; the leader queues what it knows of the others' fragments, too.
         spec: of the environment; needed with `ranks`.
-
-    Raises:
-        ValueError: as `check_staleness`.
     """
 
     def __init__(
@@ -93,7 +90,6 @@ class Fifo:
         self.others: list[float] = []
         self.total = 0.0
         """Not needed here, as `others`: see `Replay`."""
-        check_staleness(collect=collect, max_staleness=max_staleness, forced_lag=forced_lag)
         self._batch_size, self._gamma, self._frame_stack = batch_size, gamma, frame_stack
         self._state_size = state_size
         is_follower = ranks is not None and ranks.rank > 0  # which is told
@@ -275,24 +271,6 @@ class Fifo:
 
     def _add_steps(self, num_transitions: int) -> None:
         self._content = replace(self._content, queued_steps=len(self) + num_transitions)
-
-
-def check_staleness(*, collect: str, max_staleness: int, forced_lag: int = 0) -> None:
-    """Refuse a bound on staleness that the settings cannot keep.
-
-    Raises:
-        ValueError: names the setting, its value and the nearest one that can be used.
-    """
-    if collect == "async" and max_staleness < 1:
-        raise ValueError(
-            "on_policy.max_staleness: 0 cannot be met while play goes on during learning; use 1, or "
-            "on_policy.collect: sync"
-        )
-    if forced_lag > max_staleness:
-        raise ValueError(
-            f"on_policy.max_staleness: {max_staleness} is below on_policy.forced_lag {forced_lag}; "
-            f"use at least {forced_lag}"
-        )
 
 
 def trajectories(fragments: Sequence[Fragment], *, gamma: float, frame_stack: int = 1) -> Trajectories:

@@ -13,7 +13,6 @@ from ddrl.config import ConfigError, RunConfig, Section
 from ddrl.envs import requirements
 from ddrl.envs.goals import find_goals
 from ddrl.replay.experience import is_compressed, longest_fragment_steps, rate_limiter
-from ddrl.replay.fifo import check_staleness
 from ddrl.replay.storage import is_image
 from ddrl.store import connection, runs
 from ddrl.store.connection import Redis
@@ -169,7 +168,16 @@ def _check_on_policy(config: RunConfig, resolved: base.Resolved, processes: int)
     """
     options, batch_size, num_envs = config.on_policy, resolved.config.batch_size, config.env.num_envs
     collect, max_staleness, name = options.collect, options.max_staleness, resolved.name
-    check_staleness(collect=collect, max_staleness=max_staleness, forced_lag=options.forced_lag)
+    if collect == "async" and max_staleness < 1:
+        raise ValueError(
+            "on_policy.max_staleness: 0 cannot be met while play goes on during learning; use 1, or "
+            "on_policy.collect: sync"
+        )
+    if options.forced_lag > max_staleness:
+        raise ValueError(
+            f"on_policy.max_staleness: {max_staleness} is below on_policy.forced_lag {options.forced_lag}; "
+            f"use at least {options.forced_lag}"
+        )
     if num_envs * processes > batch_size:
         most = batch_size // processes
         remedy = f"env.num_envs {most}" if most else f"algorithm.batch_size {num_envs * processes}"

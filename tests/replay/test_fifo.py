@@ -122,11 +122,6 @@ def test_the_step_budget_grows_with_the_version_not_with_the_draw(collect: str, 
     assert budget(48, 1) == 8 + B + (1 + lead) * B, "dropped steps are given back"
 
 
-def test_asynchronous_collection_without_staleness_is_refused() -> None:
-    with pytest.raises(ValueError, match="max_staleness: 0 .* use 1, or on_policy.collect: sync"):
-        make(max_staleness=0)
-
-
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_no_fleet_can_stall_it_or_make_it_learn_from_stale_fragments(data: st.DataObject) -> None:
