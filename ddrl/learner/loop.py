@@ -34,7 +34,6 @@ from ddrl.learner.group import Leading
 from ddrl.learner.publisher import OnCheckpoint, Publisher, Shared, Tensors, decode_tensors
 from ddrl.networks.ranks import ALONE, Ranks
 from ddrl.replay.experience import warmup_steps
-from ddrl.replay.fifo import Fifo
 from ddrl.replay.reader import Reader, decode_range
 from ddrl.store import runs, stream, weights
 from ddrl.store.checkpoints import Counters
@@ -274,7 +273,7 @@ class Learner:
         if self._on_policy and shared.weights is not None:
             return False
         if (batch := self.replay.draw(**shared.pace, version=shared.version)) is None:
-            if shared.drops_waiting.is_set() and isinstance(self.replay, Fifo):
+            if shared.drops_waiting.is_set():
                 shared.drops_waiting.clear()
                 self.replay.drop_waiting()
                 self._tell(drops=True)
@@ -324,8 +323,7 @@ class Learner:
     @property
     def _num_held(self) -> int:
         """Transitions in the replays of all ranks, which hold about as much each."""
-        num_own: int = len(self.replay)
-        return num_own * self._ranks.size
+        return len(self.replay) * self._ranks.size
 
     # --- for others ----------------------------------------------------------------------------------
 
