@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 from ddrl.networks.layers import orthogonal, xavier
 
-NORMS = ("none", "group", "batch", "layer")
 NUM_GROUPS = 16
 MOST_FIRST_CHANNELS = 4  # of an image that is not square, whose axes its sizes do not decide
 
@@ -69,7 +68,7 @@ class Convolution(nn.Conv2d):
     Args:
         sizes: channels in, channels out, side of the kernel, stride.
         padding: zeros at the ends of both sides.
-        norm: one of NORMS.
+        norm: "none", "group", "batch" or "layer".
         gain: of the orthogonal weights without a norm.
         generator: CPU generator of the initial weights.
     """

@@ -22,7 +22,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
-from ddrl.networks.convolutional import NORMS, Convolution, channels_first, fewest_zeros
+from ddrl.networks.convolutional import Convolution, channels_first, fewest_zeros
 from ddrl.networks.custom import custom_trunk, refuse
 from ddrl.networks.layers import ACTIVATIONS, Activation, dense
 
@@ -86,8 +86,6 @@ def make_trunk(
     shape = tuple(observation_shape)
     if ":" not in network and network not in BUILT_IN:
         refuse(network, f'is unknown; use {", ".join(BUILT_IN)} or your own "module:callable"')
-    if norm not in NORMS:
-        refuse(network, f"norm {norm!r} is unknown; use {', '.join(NORMS[:-1])} or {NORMS[-1]}")
     takes_norm = BUILT_IN if norm == "layer" else ("nature", "impala", "data_efficient")
     if norm != "none" and network not in takes_norm:
         which = "built-in networks" if norm == "layer" else "nature, impala and data_efficient"
@@ -98,10 +96,6 @@ def make_trunk(
         )
     if ":" in network:
         return custom_trunk(network, shape, kwargs or {}, generator=generator)
-    if kwargs:
-        refuse(network, f"takes no keyword arguments, but got {dict(kwargs)}; they are for your own network")
-    if activation not in ACTIVATIONS:
-        refuse(network, f"activation {activation!r} is unknown; use {' or '.join(ACTIVATIONS)}")
     make = partial(MultiInput, image_shapes=image_shapes) if image_shapes else Trunk
     trunk = make(network, shape, hidden_sizes, ACTIVATIONS[activation], norm=norm, generator=generator)
     return trunk, trunk.num_features
@@ -151,7 +145,7 @@ class Trunk(nn.Module):
         observation_shape: `*O`.
         hidden_sizes: width of each dense layer; the last one is `num_features`.
         activation: one of `ACTIVATIONS`.
-        norm: one of NORMS.
+        norm: see `make_trunk`.
         generator: CPU generator of the initial weights.
 
     Raises:

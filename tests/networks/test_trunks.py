@@ -301,11 +301,8 @@ REFUSED: list[tuple[str, tuple[int, ...], dict[str, Any], str]] = [
     ("conv", (84, 84, 4), {"norm": "group"}, "norm 'group' is for nature, impala and data_efficient only; set norm"),
     ("mlp", (4,), {"norm": "batch"}, "norm 'batch' is for nature, impala and data_efficient only"),
     ("own_networks:Good", (84, 84), {"norm": "group"}, "norm 'group' is for nature, impala and data_efficient only"),
-    ("nature", (84, 84), {"norm": "instance"}, "norm 'instance' is unknown; use none, group, batch or layer"),
     ("own_networks:Good", (84, 84), {"norm": "layer"}, "norm 'layer' is for built-in networks only; set norm to none"),
     ("natur", (84, 84), {"norm": "group"}, "is unknown; use mlp, conv, nature"),
-    ("nature", (84, 84), {"width": 3}, "takes no keyword arguments, but got {'width': 3}"),
-    ("impala", (84, 84), {"activation": "gelu"}, "activation 'gelu' is unknown; use tanh or relu"),
 ]  # fmt: skip
 
 
