@@ -64,16 +64,12 @@ def score(
             pictures a second.
 
     Raises:
-        ValueError: no seeds, `num_envs` below 1, or `epsilon` is not a probability.
+        ValueError: `epsilon` is not a probability.
         EnvError: the environment cannot be made or filmed here, its spaces differ, or `noop_max` is not for it.
     """
     policy, spaces, env = loaded.policy, loaded.spaces, with_noops(loaded.env, noop_max)
     num_envs = loaded.config.evaluation.num_envs if num_envs is None else num_envs
     epsilon = policy.evaluation_epsilon if epsilon is None else epsilon
-    if not seeds:
-        raise ValueError("score: no seeds; give one per episode")
-    if num_envs < 1:
-        raise ValueError(f"score: num_envs is {num_envs}; use 1 or more")
     if not 0 <= epsilon <= 1:
         raise ValueError(f"score: epsilon is {epsilon}; use 0 to 1")
     max_steps = loaded.config.evaluation.max_steps or spaces.max_episode_steps or MAX_STEPS

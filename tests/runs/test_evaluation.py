@@ -65,8 +65,6 @@ def test_the_result_does_not_depend_on_num_envs(num_envs: int, frame_stack: int)
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"seeds": []}, ValueError, "no seeds"),
-        ({"num_envs": 0}, ValueError, "num_envs is 0; use 1 or more"),
         ({"epsilon": -0.1}, ValueError, "epsilon is -0.1; use 0 to 1"),
         ({"epsilon": 1.1}, ValueError, "epsilon is 1.1; use 0 to 1"),
         ({"epsilon": float("nan")}, ValueError, "epsilon is nan; use 0 to 1"),
