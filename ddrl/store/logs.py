@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 from redis import Redis
-from redis.exceptions import RedisError
 
 from ddrl.store import capped_streams, connection, keys
 
@@ -44,29 +43,6 @@ def read(client: Redis, run: str, after: bytes = b"0-0") -> tuple[list[dict[str,
     return cut, last_id
 
 
-class Handler(logging.Handler):
-    """Sends log records of this process to a run's log; records that the server does not take are dropped.
-
-    Args:
-        client: a connection of its own.
-        run: whose log.
-        source: of the lines.
-    """
-
-    def __init__(self, client: Redis, run: str, source: str) -> None:
-        super().__init__(logging.INFO)
-        self._client, self._run, self._source = client, run, source
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Send a record; never raises."""
-        try:
-            add(self._client, self._run, self._source, record.levelname, record.getMessage())
-        except (RedisError, OSError):
-            pass
-        except Exception:  # of a malformed record
-            self.handleError(record)
-
-
 class _QueueHandler(logging.handlers.QueueHandler):
     def enqueue(self, record: logging.LogRecord) -> None:
         with contextlib.suppress(queue.Full):
@@ -74,6 +50,16 @@ class _QueueHandler(logging.handlers.QueueHandler):
 
 
 class _QueueListener(logging.handlers.QueueListener):
+    """Sends records of this process to a run's log; those that the server does not take are dropped."""
+
+    def __init__(self, lines: queue.Queue[Any], client: Redis, run: str, source: str) -> None:
+        super().__init__(lines)
+        self._log = client, run, source
+
+    def handle(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(Exception):  # of the server, or of a text that cannot be encoded
+            add(*self._log, record.levelname, record.getMessage())
+
     def enqueue_sentinel(self) -> None:
         cast("queue.Queue[Any]", self.queue).put(None)  # waits while the queue is full
 
@@ -88,7 +74,7 @@ def sending(run: str, source: str) -> Iterator[None]:
     """
     client = connection.connect()
     lines: queue.Queue[logging.LogRecord | None] = queue.Queue(MOST_WAITING)
-    listener, handler = _QueueListener(lines, Handler(client, run, source)), _QueueHandler(lines)
+    listener, handler = _QueueListener(lines, client, run, source), _QueueHandler(lines)
     handler.setLevel(logging.INFO)
     listener.start()
     logging.getLogger("ddrl").addHandler(handler)

@@ -35,12 +35,13 @@ def test_metrics_rows_are_read_from_a_cursor(client: Redis, run: str, token: int
     assert metrics.read(client, run, cursor)[0] == []
 
 
-def test_log_lines_are_stored_and_errors_of_the_server_are_ignored(client: Redis, run: str) -> None:
-    record = logging.LogRecord("ddrl", logging.WARNING, __file__, 1, "%d entries refused", (3,), None)
+def test_log_lines_are_stored_and_errors_of_the_server_are_ignored(
+    client: Redis, run: str, monkeypatch
+) -> None:
     for receiver in (client, redis.Redis(host="127.0.0.1", port=1, socket_connect_timeout=0.1)):
-        handler = logs.Handler(receiver, run, "learner here")
-        handler.emit(record)
-        handler.close()
+        monkeypatch.setattr(connection, "connect", lambda receiver=receiver: receiver)
+        with logs.sending(run, "learner here"):
+            logging.getLogger("ddrl").warning("%d entries refused", 3)
     rows, cursor = logs.read(client, run)
     found = [(row["source"], row["level"], row["text"]) for row in rows]
     assert found == [("learner here", "WARNING", "3 entries refused")]
