@@ -18,7 +18,6 @@ from ddrl.cli.view import LEARNER, learner_row
 from ddrl.cli.watcher import Figures, entitled
 from ddrl.store import learners, runs, segments, workers
 from ddrl.store.connection import StoreError
-from ddrl.store.learners import Member
 
 REFRESH_S = 1.0
 _WORKER_FIELDS = ("node", "host", "pid", "processes", "queues", "capabilities", "versions", "draining")
@@ -137,9 +136,7 @@ def _show(report: Mapping[str, Any]) -> None:
         names = ("run", "priority", "weight", "entitled", "share", "processes", "waiting", "note")
         table(names, rows, left=("run", "priority", "note"), optional=("entitled", "waiting", "processes"))
         print()
-    learning = [
-        (run["run"], *learner_row(Member(**row))) for run in report["runs"] for row in run["learners"]
-    ]
+    learning = [(run["run"], *learner_row(row)) for run in report["runs"] for row in run["learners"]]
     if learning:
         table(("run", *LEARNER), learning, left=("run", *LEARNER[:4]), optional=("device", "pid"))
         print()

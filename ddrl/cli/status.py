@@ -146,9 +146,9 @@ def _show(figures: Figures, report: dict[str, Any]) -> None:
         newest = figures.evaluated[-NUM_EVALUATIONS:]
         rows = [(f"v{row['version']}", *(row.get(name) for name in names)) for row in newest]
         table(header, rows, left=("evaluation", "purpose"))
-    if figures.learners:
+    if report["learners"]:
         print()
-        table(LEARNER, [learner_row(one) for one in figures.learners], left=LEARNER[:4])
+        table(LEARNER, [*map(learner_row, report["learners"])], left=LEARNER[:4])
     if report["workers"]:
         print()
         counts = ("processes", "plays", "evaluates")

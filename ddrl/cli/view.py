@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -15,7 +15,6 @@ from ddrl.cli import curve
 from ddrl.cli.format import counted, duration, number, percent, score, size
 from ddrl.cli.watcher import Figures, entitled
 from ddrl.store.evaluations import INFO
-from ddrl.store.learners import Member
 
 COLORS = {"active": "cyan", "solved": "bold green", "failed": "bold red", "paused": "yellow"}
 NOTICES = 2  # number shown, the newest
@@ -72,11 +71,12 @@ def cells(figures: Figures) -> dict[str, str]:
 LEARNER = ("learner", "host", "pid", "device", "updates/s", "waits for others")
 
 
-def learner_row(learner: Member) -> tuple[Any, ...]:
-    """Return the cells of a table below LEARNER."""
-    rank = "waits" if learner.rank < 0 else f"rank {learner.rank}"
-    figures = (f"{learner.updates_per_s:.0f}", percent(learner.waiting)) if learner.rank >= 0 else ("-", "-")
-    return (rank, learner.host, str(learner.pid), learner.device, *figures)
+def learner_row(learner: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the cells of a table below LEARNER, of a `Member` as JSON shows it."""
+    where = learner["host"], str(learner["pid"]), learner["device"]
+    if learner["rank"] < 0:
+        return ("waits", *where, "-", "-")
+    return (f"rank {learner['rank']}", *where, f"{learner['updates_per_s']:.0f}", percent(learner["waiting"]))
 
 
 def other_metrics(figures: Figures) -> dict[str, str]:
