@@ -53,12 +53,8 @@ def n_step_return(
         k: [T, N] int64 in 1..n, the steps that were used.
 
     Raises:
-        ValueError: gamma or n out of range, or columns of different shapes.
+        ValueError: columns of different shapes.
     """
-    if not 0.0 <= gamma <= 1.0:
-        raise ValueError(f"gamma: {gamma!r} is no discount; use a number from 0 to 1")
-    if n < 1:
-        raise ValueError(f"n: {n!r} sums no reward; use at least 1")
     if reward.ndim != 2 or reward.shape != terminated.shape or reward.shape != truncated.shape:
         raise ValueError(
             f"reward, terminated, truncated: shapes {reward.shape}, {terminated.shape}, {truncated.shape}; "
@@ -101,9 +97,8 @@ def td_lambda(
         [T, B] return_, in units of the return.
 
     Raises:
-        ValueError: lambda_ out of range, columns of different shapes, or `continues` no bool.
+        ValueError: columns of different shapes, or `continues` no bool.
     """
-    _check_lambda(lambda_)
     follows, reward, discount, next_value = _columns(
         continues, reward=reward, discount=discount, next_value=next_value
     )
@@ -156,9 +151,8 @@ def gae(
         [T, B] advantage, and [T, B] return_ = advantage + value, which is `td_lambda`'s; in units of the return.
 
     Raises:
-        ValueError: lambda_ out of range, columns of different shapes, or `continues` no bool.
+        ValueError: columns of different shapes, or `continues` no bool.
     """
-    _check_lambda(lambda_)
     follows, reward, discount, value, next_value = _columns(
         continues, reward=reward, discount=discount, value=value, next_value=next_value
     )
@@ -204,12 +198,8 @@ def vtrace(
         [T, B] advantage, weighted by its truncated rho, and [T, B] return_ = vs; in units of the return.
 
     Raises:
-        ValueError: lambda_ or a truncation out of range, columns of different shapes, or `continues` no bool.
+        ValueError: columns of different shapes, or `continues` no bool.
     """
-    _check_lambda(lambda_)
-    for name, bound in (("rho_bar", rho_bar), ("pg_rho_bar", pg_rho_bar)):
-        if not bound > 0.0:
-            raise ValueError(f"{name}: {bound!r} truncates every ratio away; use a number above 0, usually 1")
     follows, reward, discount, value, next_value, log_rho = _columns(
         continues, reward=reward, discount=discount, value=value, next_value=next_value, log_rho=log_rho
     )
@@ -288,11 +278,6 @@ def unrescale(x: Elements, eps: float = 1e-3) -> Elements:
     root = ((1.0 + 2.0 * eps) ** 2 + 4.0 * eps * size) ** 0.5
     excess = (2.0 - 4.0 * eps / (root + (1.0 + 2.0 * eps))) / (root + 1.0)  # (r - 1) / |x|
     return x * excess * (size * excess + 2.0)
-
-
-def _check_lambda(lambda_: float) -> None:
-    if not 0.0 <= lambda_ <= 1.0:
-        raise ValueError(f"lambda: {lambda_!r} is no weight; use a number from 0 to 1")
 
 
 def _columns(continues: Tensor, **columns: Tensor) -> list[Tensor]:

@@ -74,13 +74,9 @@ def test_n_step_equals_the_slow_twin(
         assert found[t, lane].tolist() == list(slow)
 
 
-@pytest.mark.parametrize(
-    ("gamma", "n", "length", "match"),
-    [(1.1, 1, 2, "gamma"), (-0.1, 1, 2, "gamma"), (0.9, 0, 2, "n:"), (0.9, 1, 1, r"\(1, 1\)")],
-)
-def test_n_step_refuses_other_settings_and_shapes(gamma: float, n: int, length: int, match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        n_step_return(column(1, 2), flags(length), flags(2), gamma=gamma, n=n)
+def test_n_step_refuses_other_shapes() -> None:
+    with pytest.raises(ValueError, match=r"\(1, 1\)"):
+        n_step_return(column(1, 2), flags(1), flags(2), gamma=0.9, n=1)
 
 
 # --- estimators of learning on-policy, of tensors --------------------------------------------------------
@@ -276,19 +272,6 @@ def test_layout_in_memory_does_not_matter(estimate: Estimator) -> None:
     with torch.inference_mode():
         strided = estimate(Steps(*(column.t().contiguous().t() for column in steps)))
     identical(strided, estimate(steps))
-
-
-@pytest.mark.parametrize(
-    ("estimate", "option", "message"),
-    [
-        *((estimate, "lambda_", "^lambda: .* from 0 to 1$") for estimate in (td_lambda, gae, vtrace)),
-        *((vtrace, name, f"^{name}: .* above 0") for name in ("rho_bar", "pg_rho_bar")),
-    ],
-)
-def test_options_out_of_range_are_refused(estimate: Estimator, option: str, message: str) -> None:
-    for value in (-0.01, 1.01 if option == "lambda_" else 0.0, float("nan")):
-        with pytest.raises(ValueError, match=message):
-            estimate(HAND, **{option: value})
 
 
 @each_estimator
