@@ -114,18 +114,15 @@ class Collector:
         self._vector.close()
 
     def collect(self, *, max_steps: int | None = None, stop_at: float | None = None) -> Fragment:
-        """Play one fragment with the current version.
+        """Play one fragment with the current version; call `load` before.
 
         Args:
             max_steps: about the most steps to play: rounded up to a whole stride, at least 1.
             stop_at: deadline by `time.monotonic()`: stop after the current step, or current stride with sequences.
 
         Raises:
-            RuntimeError: no weights are loaded.
             ValueError: the policy returned actions or extras of a wrong shape.
         """
-        if self.version < 0:
-            raise RuntimeError("collect: no weights loaded; call load first")
         is_random = self.version == 0 and self._random_until_learned
         choose = self._random_actions if is_random else self._policy_actions
         most = self._num_steps if max_steps is None else max(1, min(self._num_steps, max_steps))
