@@ -77,11 +77,6 @@ class Config(NetworkConfig, Prioritized):
     """`sac`: the policy maximizes the minimum of the critics. `sac1` (Spinning Up's, as used by Distributed-DRL): it
     maximizes the first critic at a fixed temperature, usually 0.2; cheaper, but overestimates more."""
 
-    @property
-    def has_layer_norm(self) -> bool:
-        """The critics normalize their hidden layers."""
-        return not self.batch_norm if self.layer_norm is None else self.layer_norm
-
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> Config:
         self.refuse_unused_priorities()

@@ -181,7 +181,7 @@ class SAC:
             return MLP(sizes, generator=generator, **options).to(device)
 
         ensemble = {name: getattr(config, name) for name in ("dropout", "batch_norm")}
-        ensemble["layer_norm"] = config.has_layer_norm
+        ensemble["layer_norm"] = not config.batch_norm if config.layer_norm is None else config.layer_norm
         ensemble["num_members"] = config.num_critics
         self.actor = network(num_inputs, 2 * num_dims, batch_norm=config.batch_norm)
         num_outputs = config.num_quantiles or 1
