@@ -85,8 +85,8 @@ class Core:
         Yields:
             The entries of the stream that the checkpoint's replay held, in order.
         """
-        replay_state = {name: value for name, value in state.items() if name.startswith(REPLAY)}
-        self.algorithm.load_state({name: value for name, value in state.items() if name not in replay_state})
+        of_replay = {name for name in state if name.startswith(REPLAY)}
+        self.algorithm.load_state({name: state[name] for name in state.keys() - of_replay})
         rows = LedgerRows()  # so that what was refused before is refused again
         oldest, cursor = counters.oldest.encode(), counters.cursor.encode()
         # On-policy, the leader counts what waits at the others.
@@ -96,9 +96,7 @@ class Core:
                 self.admit(entry, version=version)
             rows.count(entry, consumed=True)
             yield entry
-        self.replay.load_state(
-            {name.removeprefix(REPLAY): value.numpy() for name, value in replay_state.items()}
-        )
+        self.replay.load_state({name.removeprefix(REPLAY): state[name].numpy() for name in of_replay})
 
     def admit(self, entry: Decoded, *, version: int) -> bool:
         """Admit an entry to the replay, or what is known of another rank's; return False if it is too stale."""
