@@ -46,7 +46,9 @@ from support.store import SPACES, make_run
 from ddrl import celery, codec, config, envs, policy
 from ddrl.algorithms import base
 from ddrl.config import ConfigError, ModuleError
+from ddrl.learner.core import Core
 from ddrl.learner.loop import Learner, NotFiniteError
+from ddrl.networks.ranks import ALONE
 from ddrl.replay import reader
 from ddrl.runs import monitoring
 from ddrl.store import checkpoints, connection, evaluations, keys, local_checkpoints, runs, stream, weights
@@ -434,9 +436,9 @@ class Learned:
         sized = ["env.num_envs=3", "rollout.max_fragment_steps=16"]
         settings = config.load(config.find(preset), [*sized, *options])
         resolved = base.resolve(settings, envs.describe(settings.env))
-        self._make = partial(
-            Learner, place.server.client, place.server.client, place.run, 1, settings, resolved
-        )
+        client = place.server.client
+        self._make_core = partial(Core, client, place.run, settings, resolved, device=CPU, ranks=ALONE)
+        self._make = partial(Learner, client, 1, settings)
         self.begin()
         weights = {name: np.asarray(tensor) for name, tensor in self.learner.algorithm.weights().items()}
         identity = {"run": place.run, "producer": 7, "incarnation": 9, "random_until_learned": False}
@@ -446,7 +448,7 @@ class Learned:
 
     def begin(self) -> None:
         """Learn anew."""
-        self.learner, self._number = self._make(device=CPU), 0
+        self.learner, self._number = self._make(self._make_core()), 0
         self.learner.shared.version = 1
 
     def learn_from(self, fragment: Fragment) -> str:

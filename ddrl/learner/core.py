@@ -54,11 +54,11 @@ class Core:
         device: torch.device,
         ranks: Ranks,
     ) -> None:
-        self.client, self.run, self.device, self.ranks = reader_client, run, device, ranks
-        self.spec, self.on_policy = resolved.spec, resolved.on_policy
+        self.client, self.run, self.resolved = reader_client, run, resolved
+        self.device, self.ranks = device, ranks
         several = ranks if ranks.size > 1 else None
         self.algorithm = resolved.learner(device=device, seed=config.seed, ranks=several)
-        self.replay = make_experience(config, resolved.config, self.spec, device=device, ranks=several)
+        self.replay = make_experience(config, resolved.config, resolved.spec, device=device, ranks=several)
         limits = FragmentLimits(
             longest_fragment_steps(config.rollout, resolved.sequences),
             config.env.num_envs,
@@ -90,7 +90,7 @@ class Core:
         rows = LedgerRows()  # so that what was refused before is refused again
         oldest, cursor = counters.oldest.encode(), counters.cursor.encode()
         # On-policy, the leader counts what waits at the others.
-        decode_one = partial(self.decode, counts_all=self.on_policy and self.ranks.rank == 0)
+        decode_one = partial(self.decode, counts_all=self.resolved.on_policy and self.ranks.rank == 0)
         for entry in decode_range(self.client, self.run, oldest, cursor, decode_one):
             if entry.played is not None and not rows.objection(entry):
                 self.admit(entry, version=version)

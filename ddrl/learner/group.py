@@ -140,7 +140,7 @@ def follow(core: Core, reader: Reader, leaves: threading.Event) -> None:
         }
         order = json.loads(core.ranks.exchange(json.dumps(report).encode())[0])
         if "options" in order:
-            core.apply_options(base.resolve(validate(order["options"]), core.spec).config)
+            core.apply_options(base.resolve(validate(order["options"]), core.resolved.spec).config)
         until, admitted = stream.order(order["until"].encode()), {*order["admitted"]}
         while pending and stream.order(pending[0].entry_id) <= until:
             entry = pending.popleft()

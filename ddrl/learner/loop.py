@@ -27,12 +27,10 @@ import numpy as np
 import torch
 
 from ddrl.algorithms import base
-from ddrl.algorithms.base import Resolved
 from ddrl.config import RunConfig
 from ddrl.learner.core import Core
 from ddrl.learner.group import Leading
 from ddrl.learner.publisher import OnCheckpoint, Publisher, Shared, Tensors, decode_tensors
-from ddrl.networks.ranks import ALONE, Ranks
 from ddrl.replay.experience import warmup_steps
 from ddrl.replay.reader import Reader, decode_range
 from ddrl.store import runs, stream, weights
@@ -59,40 +57,29 @@ class Learner:
 
     Args:
         client: connection of the service thread.
-        reader_client: connection for the reader's blocking reads.
-        run: its id.
         token: fencing token of the lease.
         config: the run's.
-        resolved: its algorithm and spaces.
-        device: where networks and batches live.
-        ranks: that learn together; this one leads.
+        core: its algorithm and replay; of several ranks this one leads.
         on_checkpoint: called with each checkpoint that the server has stored.
     """
 
     def __init__(
         self,
         client: Redis,
-        reader_client: Redis,
-        run: str,
         token: int,
         config: RunConfig,
-        resolved: Resolved,
+        core: Core,
         *,
-        device: torch.device,
-        ranks: Ranks = ALONE,
         on_checkpoint: OnCheckpoint = lambda blob, meta: None,
     ) -> None:
-        self._client, self._run, self._token, self._config = client, run, token, config
-        self._spec, self._ranks = resolved.spec, ranks
-        self._on_policy = resolved.on_policy
-        self._warmup_steps = warmup_steps(config.replay, resolved.config)
-        self.core = core = Core(reader_client, run, config, resolved, device=device, ranks=ranks)
+        self._client, self._run, self._token, self._config = client, core.run, token, config
+        self._ranks, self._on_policy, self.core = core.ranks, core.resolved.on_policy, core
         self.algorithm, self.replay = core.algorithm, core.replay
         self.leading = Leading(core, config.learner.rank_timeout_s)
         self._reader: Reader | None = None
         """Set by `restore`."""
         self.shared = Shared()
-        self.publisher = Publisher(client, run, token, config, self.replay, self.shared, on_checkpoint)
+        self.publisher = Publisher(client, core.run, token, config, self.replay, self.shared, on_checkpoint)
         self.stopping = threading.Event()
         self._publish_at = time.monotonic() + config.learner.publish_every_s
         self._published_updates = 0  # of the weights that were last left for the publisher
@@ -101,8 +88,8 @@ class Learner:
         self._num_rounds = 0
         self._num_unlogged, self._log_at = 0, 0.0  # refusals, and when the next one is logged
         self._mends: dict[str, Any] = {
-            "drop_next": partial(stream.drop_next, reader_client, run, token, core.longest),
-            "lower_ids": partial(stream.lower_ids, reader_client, run, token),
+            "drop_next": partial(stream.drop_next, core.client, core.run, token, core.longest),
+            "lower_ids": partial(stream.lower_ids, core.client, core.run, token),
             "report": self.leading.report,
         }
 
@@ -154,7 +141,8 @@ class Learner:
         # Fragments that waited then and have left the stream count as dropped.
         self.replay.num_dropped = counters.dropped + counters.waiting - self.replay.num_waiting
         # After a loss of experience in the stream the replay warms up again before the next update.
-        missing = min(self._warmup_steps, counters.held) - self._num_held
+        needed = warmup_steps(self._config.replay, self.core.resolved.config)
+        missing = min(needed, counters.held) - self._num_held
         if missing > 0:
             log.warning(
                 "the stream has lost experience of the checkpoint; updates go on after %d more steps", missing
@@ -333,7 +321,7 @@ class Learner:
         Raises:
             ConfigError: unknown options or invalid values.
         """
-        resolved = base.resolve(config, self._spec)
+        resolved = base.resolve(config, self.core.resolved.spec)
         self.publisher.apply(config)
         self._changed.append((config, resolved.config))
 
@@ -366,7 +354,7 @@ class Learner:
                 continue
             names = ("observation", "final_observation")
             extras = {name: x for name, x in fragment.extras.items() if name != "episode_metrics"}
-            columns = {name: self._spec.numbers(getattr(fragment, name)) for name in names}
+            columns = {name: self.core.resolved.spec.numbers(getattr(fragment, name)) for name in names}
             columns |= {"reward": fragment.reward} | extras
             ends = {name: (float(x.min(initial=0)), float(x.max(initial=0))) for name, x in columns.items()}
             sizes = {name: max(-low, high) for name, (low, high) in ends.items()}

@@ -26,6 +26,7 @@ from ddrl.algorithms import base
 from ddrl.config import ConfigError, RunConfig
 from ddrl.envs import requirements
 from ddrl.envs.requirements import UnfitError
+from ddrl.learner.core import Core
 from ddrl.learner.dispatcher import Dispatcher
 from ddrl.learner.evaluations import EvaluationScheduler
 from ddrl.learner.loop import Learner, NotFiniteError
@@ -383,17 +384,8 @@ class _Attempt:
         self._resources.callback(self._local.close)
         resolved = base.resolve(config, runs.spaces(client, run))
         ranks = self._peer.form(token, config, self._interrupted)
-        self._learner = Learner(
-            client,
-            reader_client,
-            run,
-            token,
-            config,
-            resolved,
-            device=device,
-            ranks=ranks,
-            on_checkpoint=self._save_locally,
-        )
+        core = Core(reader_client, run, config, resolved, device=device, ranks=ranks)
+        self._learner = Learner(client, token, config, core, on_checkpoint=self._save_locally)
         self._resources.callback(ranks.leave)
         self._resources.callback(self._learner.close)
         max_crashes, send = config.rollout.max_crashes, celery.send_rollout

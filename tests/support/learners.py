@@ -23,7 +23,9 @@ from ddrl import celery
 from ddrl.algorithms import base
 from ddrl.config import RunConfig
 from ddrl.learner import run as run_module
+from ddrl.learner.core import Core
 from ddrl.learner.loop import Learner
+from ddrl.networks.ranks import ALONE
 from ddrl.store import checkpoints, connection, keys, ledger, metrics, runs, stream, weights
 from ddrl.store.connection import connect_blocking
 from ddrl.worker.segment import Players, play
@@ -34,8 +36,9 @@ def restored(
 ) -> Learner:
     """Return a run's next learner, or the one of a token; restored unless that is not wanted."""
     config, token = runs.config(client, run), token or take(client, run)
-    settings = {"device": torch.device("cpu")} | options
-    learner = Learner(client, connect_blocking(url), run, token, config, resolve(client, run), **settings)
+    place = {"device": torch.device("cpu"), "ranks": ALONE}
+    core = Core(connect_blocking(url), run, config, resolve(client, run), **place)
+    learner = Learner(client, token, config, core, **options)
     if restores:
         learner.restore()
     return learner
