@@ -63,14 +63,8 @@ def make_experience(
     if getattr(options, "prioritized", False):
         steps = longest_fragment_steps(config.rollout, sequences) + options.n_step - 1
         largest = steps * config.env.num_envs
-        priorities = Priorities(
-            (replay.capacity + largest) * (1 + replay.hindsight),  # new items come before old ones go
-            exponent=options.priority_exponent,
-            importance_exponent=options.importance_exponent,
-            final_importance_exponent=options.final_importance_exponent,
-            anneal_updates=options.importance_anneal_updates,
-            of_all=options.importance_maximum == "replay",
-        )
+        # New items come before old ones go.
+        priorities = Priorities(options, (replay.capacity + largest) * (1 + replay.hindsight))
     common = {"gamma": options.gamma, "n_step": options.n_step, "frame_stack": spec.frame_stack}
     hindsight = Hindsight(find_goals(config.env), replay.hindsight) if replay.hindsight else None
     items: TransitionItems | SequenceItems = TransitionItems(**common, hindsight=hindsight)

@@ -88,27 +88,16 @@ class Priorities:
     They are float32 numbers summed in float64: what a checkpoint holds is exactly what is drawn from.
 
     Args:
+        options: of an algorithm with those of `ddrl.algorithms.options.Prioritized`, of which beta takes importance_*.
+            Weights by the largest of the whole replay take 0.3 ms a draw of a million items.
         capacity: most items held.
-        exponent: 0..1, how far priorities go: 0 draws uniformly, 1 in proportion to |td|. Usual: 0.5 to 0.9.
-        importance_exponent: 0..1, beta at update 0. Usual: 0.4.
-        final_importance_exponent: 0..1, beta from update `anneal_updates` on. Usual: 1.
-        anneal_updates: updates over which beta goes linearly from one to the other; 0: it is final at once.
-        of_all: divide the weights by the largest of all items held, which takes 0.3 ms a draw of a million; else by the
-            batch's.
+
+    Attributes:
+        options: may be replaced by changed live ones.
     """
 
-    def __init__(
-        self,
-        capacity: int = _LEAST_CAPACITY,
-        *,
-        exponent: float,
-        importance_exponent: float,
-        final_importance_exponent: float,
-        anneal_updates: int,
-        of_all: bool = False,
-    ) -> None:
-        self._exponent, self._of_all = exponent, of_all
-        self.anneal(importance_exponent, final_importance_exponent, anneal_updates)
+    def __init__(self, options: Any, capacity: int = _LEAST_CAPACITY) -> None:
+        self.options = options
         self._tree = SumTree(max(capacity, _LEAST_CAPACITY))  # of item number n: slot n modulo the capacity
         self.first = self._next = 0
         """`first` is the number of the oldest item held."""
@@ -120,18 +109,11 @@ class Priorities:
         """Return the number of items held."""
         return self._next - self.first
 
-    def anneal(
-        self, importance_exponent: float, final_importance_exponent: float, anneal_updates: int
-    ) -> None:
-        """Change the exponents of the importance weights from the next draw on; arguments as of the class."""
-        self._betas = (importance_exponent, final_importance_exponent)
-        self._anneal_updates = anneal_updates
-
     def beta(self, num_updates: int) -> float:
         """Return the exponent of the importance weights at an update."""
-        begin, final = self._betas
-        share = min(num_updates / self._anneal_updates, 1.0) if self._anneal_updates else 1.0
-        return begin + share * (final - begin)
+        begin, final = self.options.importance_exponent, self.options.final_importance_exponent
+        share = min(num_updates / self.options.importance_anneal_updates, 1.0)
+        return float(begin + share * (final - begin))
 
     def append(self, num_items: int, td_error: Any = None) -> None:
         """Append new items, numbered after those before.
@@ -182,7 +164,8 @@ class Priorities:
         position = (slot - self.first) % self._tree.capacity
         p = self._tree.get(slot)
         # (N p_i / total)^-beta over its maximum, that of the smallest p: N and the total cancel.
-        pieces = self._pieces(self.first, len(self)) if self._of_all else ()
+        is_of_all = self.options.importance_maximum == "replay"
+        pieces = self._pieces(self.first, len(self)) if is_of_all else ()
         self.least = float(min(part.min(initial=np.inf) for part in (p, *map(self._tree.get, pieces))))
         weight = (self.least / p) ** self.beta(draw)
         tiny = np.finfo(np.float32).tiny  # a weight is never 0
@@ -256,7 +239,8 @@ class Priorities:
             wrong = errors[~is_usable][0]
             raise ValueError(f"td_error: {wrong:g} is no size of an error; give numbers of at least 0")
         self._largest = max(self._largest, float(errors.max(initial=0.0)))
-        return ((errors + _EPSILON) ** self._exponent).astype(np.float32).astype(np.float64)
+        p: NDArray[np.float64] = (errors + _EPSILON) ** self.options.priority_exponent
+        return p.astype(np.float32).astype(np.float64)
 
     def _write(self, number: int, p: NDArray[np.float64]) -> None:
         """Set the priorities of items from `number` on."""

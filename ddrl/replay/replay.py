@@ -411,8 +411,7 @@ class Replay:
     def apply_options(self, options: Any) -> None:
         """Apply changed options of the algorithm from the next draw on."""
         if self.priorities is not None:
-            betas = (options.importance_exponent, options.final_importance_exponent)
-            self.priorities.anneal(*betas, options.importance_anneal_updates)
+            self.priorities.options = options
             self._ahead.clear()  # batches gathered ahead have weights of before
 
     def state(self) -> Mapping[str, NDArray[Any]]:

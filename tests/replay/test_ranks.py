@@ -11,6 +11,7 @@ from support.ranks import together
 from support.reference_items import Player
 from support.replays import assert_distributed, make_replay
 
+from ddrl.algorithms.dqn.config import Config
 from ddrl.learner.core import REPLAY
 from ddrl.learner.group import merged
 from ddrl.networks.ranks import Ranks
@@ -25,8 +26,8 @@ BATCH = 2  # larger ones are stratified: more even than chance
 def replay_of(ranks: Ranks | None, *, prioritized: bool = True, lockstep: bool = False) -> Replay:
     priorities = None
     if prioritized:
-        betas = {"importance_exponent": BETA, "final_importance_exponent": BETA, "anneal_updates": 0}
-        priorities = Priorities(1_000, exponent=0.7, **betas)
+        exponents = dict.fromkeys(("importance_exponent", "final_importance_exponent"), BETA)
+        priorities = Priorities(Config(prioritized=True, priority_exponent=0.7, **exponents), 1_000)
     items = TransitionItems(gamma=0.9, n_step=1)
     return make_replay(
         items, capacity=400, batch_size=BATCH, ranks=ranks, priorities=priorities, lockstep=lockstep

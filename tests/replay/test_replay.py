@@ -13,6 +13,7 @@ from support.algorithms import assert_same
 from support.reference_items import Player
 from support.replays import admit, assert_transitions, gather, make_replay
 
+from ddrl.algorithms.dqn.config import Config
 from ddrl.learner.core import REPLAY
 from ddrl.learner.group import merged
 from ddrl.replay.prioritized import Priorities, uniform
@@ -27,8 +28,7 @@ ALWAYS = {"num_steps": 10**6, "version": 0}  # the rate limiter never holds a dr
 def make(*, threads: int = 0, prioritized: bool = False, capacity: int = 600, **options: Any) -> Replay:
     priorities = None
     if prioritized:
-        betas = {"importance_exponent": 1.0, "final_importance_exponent": 1.0, "anneal_updates": 1}
-        priorities = Priorities(exponent=1.0, **betas)
+        priorities = Priorities(Config(prioritized=True, priority_exponent=1.0, importance_exponent=1.0))
     items = TransitionItems(gamma=0.5, n_step=2, frame_stack=K)
     given = {"batch_size": B, "seed": SEED, "priorities": priorities, "threads": threads} | options
     return make_replay(items, capacity=capacity, compressed=threads > 0, **given)
