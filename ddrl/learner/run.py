@@ -161,7 +161,7 @@ def learn(
                 if token is None and (token := claim.take(stop)) is None:
                     return None
                 with monitoring.learning(run):
-                    return _Attempt(client, run, token, folder / run, peer, stop, outage).learn()
+                    return _Attempt(claim, token, stop, outage).learn()
             except connection.OUTAGES as error:
                 outage.note(error)
                 stop.wait(RETRY_S)
@@ -285,28 +285,17 @@ class _Attempt:
     """One attempt to learn a run, until it ends or the lease or the run is lost.
 
     Args:
-        client: connection of the service thread.
-        run: its id.
+        claim: for the run, which has been taken.
         token: fencing token of the lease.
-        folder: the run's.
-        peer: this learner among those of the run.
         interrupted: the process must stop; the run stays active for the next learner.
         outage: of the attempt before this one, too; it is over when the learner serves the run.
     """
 
-    def __init__(
-        self,
-        client: Redis,
-        run: str,
-        token: int,
-        folder: Path,
-        peer: Peer,
-        interrupted: Event,
-        outage: connection.Outage,
-    ) -> None:
-        self._client, self._run, self._token, self._peer = client, run, token, peer
+    def __init__(self, claim: _Claim, token: int, interrupted: Event, outage: connection.Outage) -> None:
+        client, run = self._client, self._run = claim.client, claim.run
+        self._folder, self._peer, self._token = claim.folder, claim.peer, token
+        self._interrupted, self._outage = interrupted, outage
         self._regroup, self._began_at = "", time.monotonic()  # why the group ends
-        self._folder, self._interrupted, self._outage = folder, interrupted, outage
         self._record = local_checkpoints.record(client, run)
         self._config = runs.config(client, run)
         self._config_version = int(self._record.state.get("config_version", 0))
