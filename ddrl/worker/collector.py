@@ -133,14 +133,12 @@ class Collector:
         for played in range(1, most + 1):
             recorder.add_state(self._state)
             action, extras = choose()
-            observation, reward, terminated, truncated, info = self._vector.step(action)
+            outcome = self._vector.step(action)
             self._on_step()
-            observation, ended = recorder.add_step(
-                action, extras, observation, reward, terminated, truncated, info
-            )
+            observation, ended = recorder.add_step(action, extras, outcome)
             self._input = self._stack.push(observation, ended)
             if self._state:
-                advance(self._state, action, envs.training_reward(self._env, reward), ended)
+                advance(self._state, action, envs.training_reward(self._env, outcome[1]), ended)
             if stop_at is not None and played % self._stride == 0 and time.monotonic() >= stop_at:
                 break
         self._adapt((time.perf_counter() - started) / played)

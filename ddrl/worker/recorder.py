@@ -78,16 +78,9 @@ class Recorder:
             self._hidden[self._row] = state["hidden"]
 
     def add_step(
-        self,
-        action: np.ndarray,
-        extras: Mapping[str, np.ndarray],
-        observation: np.ndarray,
-        reward: np.ndarray,
-        terminated: np.ndarray,
-        truncated: np.ndarray,
-        info: Mapping[str, Any],
+        self, action: np.ndarray, extras: Mapping[str, np.ndarray], outcome: tuple[Any, ...]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Copy a step: the policy's [N, *A] actions and extras [N, ...], and what the environments returned.
+        """Copy a step: the policy's [N, *A] actions and extras [N, ...], and the outcome, as environments return it.
 
         Returns:
             [N, *O] a copy of the next observations, and [N] bool where an episode ended for learning.
@@ -95,6 +88,7 @@ class Recorder:
         Raises:
             ValueError: an extra is not of N rows, or not as at the fragment's first step.
         """
+        observation, reward, terminated, truncated, info = outcome
         row, step = self._row, self._row - self._context
         self._action[row] = action
         if extras or self._extras:
