@@ -111,7 +111,7 @@ class NetworkConfig(AlgorithmConfig):
         Args:
             spec: spaces of the environment.
             generator: of the initial weights.
-            layers: `hidden_sizes` and `activation` of a built-in trunk; without, it has no dense layers.
+            layers: `hidden_sizes`, `activation` and `norm` of a built-in trunk; without, it has no dense layers.
 
         Raises:
             ValueError: it cannot take these observations.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 from torch import Generator, Tensor, nn
@@ -11,7 +11,6 @@ from torch import Generator, Tensor, nn
 from ddrl.networks.heads import Head, NoisyLinear, expected_values, support
 from ddrl.networks.layers import ACTIVATIONS
 from ddrl.networks.recurrent import RecurrentCore
-from ddrl.networks.trunks import make_trunk
 
 
 class QNetwork(nn.Module):
@@ -25,12 +24,11 @@ class QNetwork(nn.Module):
     that a policy needs is in `state_dict()`, in float32; noise and atoms are not.
 
     Args:
-        network: of the trunk, see `make_trunk`.
-        input_shape: `*I`.
+        make_trunk: returns a new trunk with dense layers of these `hidden_sizes`, on the CPU, and the number of its
+            features; see `ddrl.networks.trunks.make_trunk`.
         num_actions: A.
         hidden_sizes: widths of the dense layers.
-        activation: "tanh" or "relu", of the built-in layers.
-        norm: after each convolution, see `make_trunk`.
+        activation: "tanh" or "relu", of the head.
         dueling: two streams, Q = V + A - mean A.
         distribution: output for each action: its value, the logits of atoms, or values at quantiles.
         num_atoms: Z, of a distribution.
@@ -40,8 +38,6 @@ class QNetwork(nn.Module):
         noise_scale: sigma_0 of that.
         recurrent: the core between trunk and head.
         recurrent_size: units of the core.
-        network_kwargs: keyword arguments of a custom network.
-        image_shapes: of images in observations that are vectors of bytes.
         generator: CPU generator of the initial weights; torch's global one when None.
 
     Attributes:
@@ -57,13 +53,11 @@ class QNetwork(nn.Module):
 
     def __init__(
         self,
-        network: str,
-        input_shape: Sequence[int],
+        make_trunk: Callable[..., tuple[nn.Module, int]],
         *,
         num_actions: int,
         hidden_sizes: Sequence[int],
         activation: str = "relu",
-        norm: str = "none",
         dueling: bool = False,
         distribution: Literal["none", "categorical", "quantile"] = "none",
         num_atoms: int = 1,
@@ -73,24 +67,13 @@ class QNetwork(nn.Module):
         noise_scale: float = 0.5,
         recurrent: Literal["none", "lstm", "gru"] = "none",
         recurrent_size: int = 512,
-        network_kwargs: Mapping[str, Any] | None = None,
-        image_shapes: Sequence[tuple[int, ...]] = (),
         generator: Generator | None = None,
     ) -> None:
         super().__init__()
         in_trunk, hidden_size = list(hidden_sizes), None
         if in_trunk and (dueling or noisy or recurrent != "none"):
             *in_trunk, hidden_size = in_trunk
-        trunk, num_features = make_trunk(
-            network,
-            input_shape,
-            hidden_sizes=in_trunk,
-            activation=activation,
-            norm=norm,
-            kwargs=network_kwargs,
-            image_shapes=image_shapes,
-            generator=generator,
-        )
+        trunk, num_features = make_trunk(hidden_sizes=in_trunk)
         self.core: RecurrentCore | None = None
         if recurrent != "none":
             # Registered first: cuDNN needs its weights aligned, at the start of the vector of `FlatParameters`.

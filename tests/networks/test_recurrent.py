@@ -7,10 +7,9 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from support.networks import seeded
+from support.networks import q_network, seeded
 from torch import Tensor
 
-from ddrl.networks.q_network import QNetwork
 from ddrl.networks.recurrent import RecurrentCore
 
 T, B, F, S = 6, 4, 3, 5
@@ -92,15 +91,8 @@ def test_sequences_of_very_different_lengths_take_memory_for_their_rows_only(
 
 
 def test_a_value_networks_core_sees_the_last_action_and_reward() -> None:
-    network = QNetwork(
-        "mlp",
-        (F,),
-        num_actions=2,
-        hidden_sizes=(4, 4),
-        recurrent="lstm",
-        recurrent_size=S,
-        generator=seeded(),
-    )
+    core = {"recurrent": "lstm", "recurrent_size": S}
+    network = q_network(input_shape=(F,), num_actions=2, hidden_sizes=(4, 4), **core)
     seen, state = inputs(network.core)
     action, reward = torch.randint(-1, 2, (T, B), generator=seeded(2)), torch.randn(T, B, generator=seeded(3))
     rows = [[] for _ in range(T)]

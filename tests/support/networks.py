@@ -39,9 +39,11 @@ def actor_critic(
 
 def q_network(network: str = "mlp", *, seed: int | None = 0, **options: Any) -> QNetwork:
     """Return a small network of the values of three actions, of observations of the shape in `SHAPES`."""
-    shape = options.pop("input_shape", SHAPES[network])
-    given = {"num_actions": 3, "hidden_sizes": (8, 6), **options}
-    return QNetwork(network, shape, generator=seeded(seed), **given)
+    shape, generator = options.pop("input_shape", SHAPES[network]), seeded(seed)
+    given = {"num_actions": 3, "hidden_sizes": (8, 6), "activation": "relu", **options}
+    layers = {"activation": given["activation"], "norm": given.pop("norm", "none")}
+    make = functools.partial(make_trunk, network, shape, generator=generator, **layers)
+    return QNetwork(make, generator=generator, **given)
 
 
 def trunk(

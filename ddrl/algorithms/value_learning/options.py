@@ -7,6 +7,7 @@ sequences, divides by sequence_length too.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import Field, PositiveInt, model_validator
@@ -26,7 +27,7 @@ AnyOptions = TypeVar("AnyOptions", bound="GreedyConfig")
 class QNetworkConfig(NetworkConfig):
     """Options of the algorithms whose network has an output for each of an environment's discrete actions."""
 
-    network_options: ClassVar[tuple[str, ...]] = ("hidden_sizes", "activation", "norm")
+    network_options: ClassVar[tuple[str, ...]] = ("hidden_sizes", "activation")
     """Options that are arguments of `QNetwork` by the same name."""
 
     hidden_sizes: tuple[PositiveInt, ...] = Field((128, 128), min_length=1)
@@ -52,15 +53,9 @@ class QNetworkConfig(NetworkConfig):
         """
         from ddrl.networks.q_network import QNetwork
 
-        return QNetwork(
-            self.network,
-            spec.input_shape,
-            num_actions=spec.action_sizes[0],
-            image_shapes=spec.image_shapes,
-            network_kwargs=self.network_kwargs,
-            generator=generator,
-            **{name: getattr(self, name) for name in self.network_options},
-        )
+        make = partial(self.make_trunk, spec, generator, activation=self.activation, norm=self.norm)
+        options = {name: getattr(self, name) for name in self.network_options}
+        return QNetwork(make, num_actions=spec.action_sizes[0], generator=generator, **options)
 
     def check(self, spec: EnvSpec) -> None:
         """Refuse an environment without discrete actions, and a network that cannot take its observations."""
