@@ -97,7 +97,8 @@ def make_trunk(
     if ":" in network:
         return custom_trunk(network, shape, kwargs or {}, generator=generator)
     make = partial(MultiInput, image_shapes=image_shapes) if image_shapes else Trunk
-    trunk = make(network, shape, hidden_sizes, ACTIVATIONS[activation], norm=norm, generator=generator)
+    options: dict[str, Any] = {"activation": ACTIVATIONS[activation], "norm": norm, "generator": generator}
+    trunk = make(network, shape, hidden_sizes, **options)
     return trunk, trunk.num_features
 
 
@@ -225,8 +226,9 @@ class MultiInput(nn.Module):
     Args:
         network: as of `Trunk`, but for "mlp".
         observation_shape: number of bytes of an observation: those of its images, then those of float32 numbers.
-        hidden_sizes, activation, norm, generator: as of `Trunk`.
+        hidden_sizes: as of `Trunk`.
         image_shapes: of each image.
+        options: activation, norm and generator, as of `Trunk`.
 
     Raises:
         NetworkError: unsuitable images.
@@ -237,14 +239,10 @@ class MultiInput(nn.Module):
         network: str,
         observation_shape: tuple[int, ...],
         hidden_sizes: Sequence[int],
-        activation: Activation,
-        *,
-        norm: str,
-        generator: Generator | None,
         image_shapes: Sequence[tuple[int, ...]],
+        **options: Any,
     ) -> None:
         super().__init__()
-        options: Mapping[str, Any] = {"activation": activation, "norm": norm, "generator": generator}
         trunks = [Trunk(network, shape, (), **options) for shape in image_shapes]
         self.images = nn.ModuleList(trunks)
         self._shapes = image_shapes
