@@ -14,7 +14,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -172,9 +172,7 @@ def learn(
                 if token is None:  # no lease was taken: the run is unknown here and has no local checkpoint
                     raise
                 log.warning("%s; restoring the run", error)
-                claim = _Claim(
-                    client, run, folder / run, peer, waits=waits, joins=joins, take_over=False, is_again=True
-                )
+                claim = replace(claim, take_over=False, is_again=True, holder="")
             finally:
                 if token is not None and not is_kept:
                     with contextlib.suppress(*connection.OUTAGES):  # else the lease expires
@@ -208,9 +206,9 @@ class _Claim:
     take_over: bool
     is_again: bool = False
     holder: str = ""
-    _was_found: bool = False
-    _lost_at: float = 0.0
-    _requested_at: float = 0.0
+    _was_found: bool = field(init=False, default=False)
+    _lost_at: float = field(init=False, default=0.0)
+    _requested_at: float = field(init=False, default=0.0)
 
     def take(self, interrupted: Event) -> int | None:
         """Return the lease's token; None if others learn the run, it has ended meanwhile, or the process must stop.
