@@ -134,7 +134,8 @@ class Replay:
         self._rank, self._num_ranks = (0, 1) if ranks is None else (ranks.rank, ranks.size)
         self._ranks = ranks
         self.others = [0.0] * (self._num_ranks - 1)
-        self._sizes_chosen: list[list[int]] = []  # by the newest draw, of each batch
+        self.chosen: Mapping[str, Any] = {}
+        """The newest draw, as `draw_chosen` of the other ranks needs it, JSON."""
         self._kind = items
         self._rate_limiter = rate_limiter
         self.capacity = capacity
@@ -293,19 +294,15 @@ class Replay:
             return None
         if self._ahead and self._ahead[0].number != num_updates:
             self._ahead.clear()
-        self._sizes_chosen = []
+        sizes: list[list[int]] = []  # of each batch
         while len(self._ahead) <= self._depth:
             number = num_updates + len(self._ahead)
             if self._lockstep and not self._rate_limiter.can_sample(num_steps, number):
                 break
-            self._sizes_chosen.append(self._sizes(number))
-            self._choose(number, self._sizes_chosen[-1])
+            sizes.append(self._sizes(number))
+            self._choose(number, sizes[-1])
+        self.chosen = {"sizes": sizes}
         return self._next()
-
-    @property
-    def chosen(self) -> dict[str, Any]:
-        """The newest draw, as `draw_chosen` of the other ranks needs it, JSON."""
-        return {"sizes": self._sizes_chosen}
 
     def draw_chosen(self, chosen: Mapping[str, Any], num_updates: int) -> Batch | Sequences:
         """Return this rank's part of the batch that the leader has drawn.
