@@ -49,15 +49,7 @@ def make_experience(
         EnvError: with replay.hindsight, the environment cannot be made here, or has no goals.
     """
     if options.on_policy:
-        return Fifo(
-            batch_size=options.batch_size,
-            gamma=options.gamma,
-            frame_stack=spec.frame_stack,
-            state_size=options.recurrent_state_size,
-            ranks=ranks,
-            spec=None if ranks is None else spec,
-            **config.on_policy.model_dump(),
-        )
+        return Fifo(options, config.on_policy, spec, ranks=ranks)
     replay, sequences = config.replay, options.sequences
     priorities = None
     if getattr(options, "prioritized", False):

@@ -19,11 +19,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ddrl.config import OnPolicyConfig
 from ddrl.replay.sequences import check_states
 from ddrl.replay.storage import Columns, observation_block
 from ddrl.store.stream import order
@@ -57,31 +58,14 @@ class Fifo:
     The training thread calls `admit` and `draw`; another thread may call `step_budget` and `figures`.
 
     Args:
-        batch_size: B, transitions of an iteration.
-        gamma: discount of one agent step, in [0, 1].
-        collect: `sync` or `async`.
-        max_staleness: versions.
-        stale: `drop` or `correct` fragments older than `max_staleness`.
-        forced_lag: versions by which learning is held back, for studies.
-        frame_stack: K, observations that the networks see at once.
-        state_size: H, numbers in a recurrent state; 0 without one.
+        options: of the algorithm: gamma, batch_size (B), and recurrent_state_size (H).
+        on_policy: the run's.
+        spec: of the environment.
         ranks: that learn together; the leader queues what it knows of the others' fragments, too.
-        spec: of the environment; needed with `ranks`.
     """
 
     def __init__(
-        self,
-        *,
-        batch_size: int,
-        gamma: float,
-        collect: Literal["sync", "async"],
-        max_staleness: int,
-        stale: Literal["drop", "correct"] = "drop",
-        forced_lag: int = 0,
-        frame_stack: int = 1,
-        state_size: int = 0,
-        ranks: Ranks | None = None,
-        spec: EnvSpec | None = None,
+        self, options: Any, on_policy: OnPolicyConfig, spec: EnvSpec, *, ranks: Ranks | None = None
     ) -> None:
         self._ranks, self._spec = ranks, spec
         self._num_ranks = 1 if ranks is None else ranks.size
@@ -90,12 +74,13 @@ class Fifo:
         self.others: list[float] = []
         self.total = 0.0
         """Not needed here, as `others`: see `Replay`."""
-        self._batch_size, self._gamma, self._frame_stack = batch_size, gamma, frame_stack
-        self._state_size = state_size
+        self._batch_size: int = options.batch_size
+        self._gamma, self._state_size = options.gamma, options.recurrent_state_size
         is_follower = ranks is not None and ranks.rank > 0  # which is told
-        self._max_staleness, self._drops = max_staleness, stale == "drop" and not is_follower
-        self._needed = batch_size * (1 + forced_lag)  # transitions that must wait before an iteration
-        self._lead = max(forced_lag, 0 if collect == "sync" else max_staleness)
+        self._max_staleness, lag = on_policy.max_staleness, on_policy.forced_lag
+        self._drops = on_policy.stale == "drop" and not is_follower
+        self._needed: int = self._batch_size * (1 + lag)  # transitions that must wait before an iteration
+        self._lead = max(lag, 0 if on_policy.collect == "sync" else on_policy.max_staleness)
         self._queue: deque[tuple[bytes, Fragment | Played]] = deque()
         self._content = _Content()
         self.budget_increment = 1
@@ -214,8 +199,8 @@ class Fifo:
 
     def _trajectories(self, fragments: Sequence[Fragment]) -> Trajectories:
         self.num_collectors, self._seen = max(1, len(self._seen)), set()
-        if fragments or self._spec is None:
-            return trajectories(fragments, gamma=self._gamma, frame_stack=self._frame_stack)
+        if fragments:
+            return trajectories(fragments, gamma=self._gamma, frame_stack=self._spec.frame_stack)
         return blank_trajectories(self._spec, state_size=self._state_size)
 
     def begin(self, batch: Any) -> Any:

@@ -14,6 +14,7 @@ from support.reference_ppo import make_feed, tensors
 from torch import Tensor, nn
 
 from ddrl.algorithms.ppo.learner import clipped_surrogate, value_loss
+from ddrl.config import OnPolicyConfig
 from ddrl.replay import fifo
 from ddrl.replay.fifo import Fifo, trajectories
 from ddrl.types import EnvSpec, Fragment
@@ -174,13 +175,12 @@ def test_sequences_go_on_over_fragments_but_not_for_ever(least: int, monkeypatch
 def test_fragments_of_other_workers_are_refused(change: Options, words: str) -> None:
     ppo = make_learner("ppo", DISCRETE, **MEMORY)
     fragment = recurrent_feed(ppo, DISCRETE, num_fragments=1)[0]
-    pace = {"collect": "async", "max_staleness": 1, "state_size": ppo.config.recurrent_state_size}
-    queue = Fifo(batch_size=60, gamma=0.9, **pace)
+    queue = Fifo(ppo.config, OnPolicyConfig(), DISCRETE)
     assert queue.pack(fragment).extras.keys() == {"behavior_log_prob", "memory"}
     extras = {name: value for name, value in (fragment.extras | change).items() if value is not None}
     with pytest.raises(ValueError, match=words):
         queue.pack(replace(fragment, extras=extras))
-    plain = Fifo(batch_size=60, gamma=0.9, collect="async", max_staleness=1)
+    plain = Fifo(make_learner("ppo", DISCRETE).config, OnPolicyConfig(), DISCRETE)
     assert plain.pack(fragment).extras.keys() == {"behavior_log_prob"}, "a feed-forward learner ignores it"
 
 

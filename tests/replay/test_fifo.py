@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from support.reference_items import Lane, Player
 from support.replays import changed
 
+from ddrl.algorithms.ppo.config import Config
+from ddrl.config import OnPolicyConfig
 from ddrl.networks.ranks import Ranks
 from ddrl.replay.fifo import Fifo, trajectories
 from ddrl.types import EnvSpec, Fragment, Played, Trajectories
@@ -31,9 +33,13 @@ def fragment(version: int, *, num_steps: int = 4, producer: int = 0, seq: int = 
     return playable(made, producer=producer, seq=seq, policy_version=version, reward=reward)
 
 
-def make(**options: Any) -> Fifo:
+SPEC = EnvSpec("Toy-v0", (4,), "float32", "discrete", (), (6,))
+
+
+def make(*, ranks: Ranks | None = None, **on_policy: Any) -> Fifo:
     """A queue with batches of B transitions."""
-    return Fifo(**{"batch_size": B, "gamma": 0.9, "collect": "async", "max_staleness": 1} | options)
+    options = Config(batch_size=B, minibatch_size=B, gamma=0.9)
+    return Fifo(options, OnPolicyConfig(**on_policy), SPEC, ranks=ranks)
 
 
 def fill(fifo: Fifo, *played: int, version: int = 0) -> None:
@@ -284,9 +290,7 @@ def test_columns_of_another_algorithm_are_refused(columns: dict[str, Any], messa
 
 def test_ranks_share_an_iteration_that_the_leader_has_drawn() -> None:
     """The leader knows of all fragments, and each rank gives its own; one that is stale goes everywhere."""
-    spec, queues = EnvSpec("Toy-v0", (4,), "float32", "discrete", (), (6,)), []
-    for rank in range(3):
-        queues.append(make(ranks=Ranks(rank, 3), spec=spec))
+    queues = [make(ranks=Ranks(rank, 3)) for rank in range(3)]
     for number, version in enumerate([1, 3, 3, 3, 3, 3]):
         made, entry_id = fragment(version, producer=number), b"%d-0" % number
         owner = number % 2  # rank 2 gets nothing

@@ -13,6 +13,7 @@ from support.algorithms import CONTINUOUS, CPU, DISCRETE, PAIRS
 from support.reference_items import make_fragment
 from torch import Tensor
 
+from ddrl.config import OnPolicyConfig
 from ddrl.networks.device import to_device
 from ddrl.replay.fifo import Fifo, trajectories
 from ddrl.types import EnvSpec, Fragment, Trajectories
@@ -95,8 +96,7 @@ def tensors(fragments: Sequence[Fragment], gamma: float = 0.9) -> Trajectories:
 
 def feed(learner: Any, config: Any, fragments: Sequence[Fragment]) -> list[dict[str, Tensor]]:
     """Learn from fragments as a learner does, iteration by iteration, each one version behind; return the figures."""
-    pace = {"collect": "async", "max_staleness": len(fragments)}
-    fifo = Fifo(batch_size=config.batch_size, gamma=config.gamma, **pace)
+    fifo = Fifo(config, OnPolicyConfig(max_staleness=len(fragments)), DISCRETE)
     for number, fragment in enumerate(fragments):
         fifo.admit(fragment, str(number).encode(), version=0)
     figures: list[dict[str, Tensor]] = []
