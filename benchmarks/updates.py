@@ -8,8 +8,8 @@ Play goes first: a collector fills the replay from an environment whose observat
 sends and learns as a learner's training thread does, without a server. "Update alone" learns from one batch that is on
 the device already; its share of the peak is that of its matrix products and convolutions, in operations a second, of a
 product of large matrices. On-policy, all batches of a fixed play are learned from again and again. With `--against`
-both versions learn from the same batch in turns, in processes of their own; the share is the median of the rounds'
-ratios.
+both versions learn from the same batch in turns, in processes of their own, for so many seconds of their thread; the
+share is the median of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -220,15 +220,15 @@ names = {field.name for field in dataclasses.fields(kind)}
 if "memory" in names:  # its former name
     columns["memory"] = columns.pop("recurrent_state")
 batch = kind(**{name: torch.from_numpy(value) for name, value in columns.items() if name in names})
-for spent in (1.0, seconds):
-    first, started = learner.num_updates, time.perf_counter()
-    while (elapsed := time.perf_counter() - started) < spent:
+for spent in (0.5, seconds):
+    first, started = learner.num_updates, time.thread_time()
+    while (elapsed := time.thread_time() - started) < spent:
         learner.update(batch)
 print((learner.num_updates - first) / elapsed)
 """
 
 
-def compare(title: str, config: RunConfig, other: Path, seconds: float, threads: int, rounds: int = 5) -> str:
+def compare(title: str, config: RunConfig, other: Path, seconds: float, threads: int, rounds: int = 11) -> str:
     """Return a row of the table: updates a second of this version and of another, and the share kept."""
     spec = submit.prepare(config)
     resolved = base.resolve(config, spec)
@@ -289,7 +289,7 @@ def main() -> None:
         print(
             f"# Updates a second, and there: {arguments.against.name}; {arguments.threads} threads\n{facts()}\n"
         )
-        print("| task | here | there | share (median of 5 ratios) |\n|---|---|---|---|", flush=True)
+        print("| task | here | there | share (median of 11 ratios) |\n|---|---|---|---|", flush=True)
         for title in arguments.tasks:
             print(
                 compare(
