@@ -165,7 +165,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|---|")
     told = []
     for title, (preset, overrides, version_bytes) in PLAYERS.items():
-        settings = config.load(ROOT / "configs" / f"{preset}.yaml", ["replay.max_bytes=2GB", *overrides])
+        settings = config.load(ROOT / "configs" / f"{preset}.yaml", ["replay.max_bytes=4GB", *overrides])
         fragments = play(settings, 20.0)
         mean = sum(sum(map(len, encoded.values())) for _, encoded in fragments) / len(fragments)
         for players in given.players:
