@@ -147,14 +147,15 @@ class Dispatcher:
         """Note processes that play and are gone, once two surveys in a row say so: heartbeats may be a little late."""
         if self._client.hlen(keys.playing(self._run)) > PLAYING_PER_PROCESS * self._processes + MIN_PLAYING:
             self._client.delete(keys.playing(self._run))  # a worker wrote it; those that play note it again
-        gone, nodes = {}, defaultdict(list)
+        nodes: defaultdict[str, set[int]] = defaultdict(set)  # several workers may have been given one name
         for worker in fleet:
-            nodes[worker.node].append(worker.pids)
+            nodes[worker.node].update(worker.pids)
+        unlisted = {worker.node for worker in fleet if not worker.pids}
+        gone = {}
         for process, one in segments.playing(self._client, self._run).items():
-            same_name = nodes.get(one.node)  # several workers may have been given one name
-            if same_name is None:
+            if one.node not in nodes:
                 gone[process] = f"worker {one.node} is gone"
-            elif all(pids and one.pid not in pids for pids in same_name):
+            elif one.node not in unlisted and one.pid not in nodes[one.node]:
                 gone[process] = f"process {one.pid} of {one.node} is gone"
         lost = defaultdict(list)  # reason -> processes
         for process in self._suspects & gone.keys():

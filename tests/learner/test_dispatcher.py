@@ -161,6 +161,22 @@ def test_workers_of_the_same_name_do_not_lose_each_others_processes(client: Redi
     assert [worker.pid for worker in workers.alive(client)] == [1]
 
 
+def test_many_heartbeats_of_one_name_and_many_processes_take_no_time_together(
+    client: Redis, run: str
+) -> None:
+    """Of the thread, not of the clock: a second; each process was looked up in each heartbeat."""
+    for pid in range(1_000):
+        note_playing(client, run, node="a@h", pid=pid)
+    fleet = [heartbeat("a@h", 1, pids=tuple(range(10**6, 10**6 + 2_000)))] * 500
+    one = dispatcher(client, run)
+    one._processes = 10**6
+    started = time.thread_time()
+    one._find_lost(fleet)
+    one._find_lost(fleet)
+    assert time.thread_time() - started < 3.0
+    assert not segments.playing(client, run)
+
+
 def test_a_run_that_only_crashes_is_paused_until_it_is_resumed(client: Redis, run: str) -> None:
     one = dispatcher(client, run)
     for _ in range(runs.config(client, run).rollout.max_crashes):
