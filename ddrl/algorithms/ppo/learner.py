@@ -142,7 +142,7 @@ def _metrics(learner: Learner, prepared: Prepared, *, clip: float) -> dict[str, 
         "entropy": entropy.mean(),
         "value_loss": value_loss(value, prepared.value, prepared.return_, clip=None),
     }
-    # Of all ranks, which end an iteration together.
+    # The ranks end an iteration together: these are means over all of them.
     means = dict(zip(means, learner.ranks.mean(torch.stack([*means.values()])), strict=True))
     explained = 1 - unexplained / prepared.return_.var(correction=0).clamp(min=1e-8)
     return {**means, "explained_variance": explained}
