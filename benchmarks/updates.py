@@ -228,7 +228,9 @@ print((learner.num_updates - first) / elapsed)
 """
 
 
-def compare(title: str, config: RunConfig, other: Path, seconds: float, threads: int, rounds: int = 11) -> str:
+def compare(
+    title: str, config: RunConfig, other: Path, seconds: float, threads: int, rounds: int = 11
+) -> str:
     """Return a row of the table: updates a second of this version and of another, and the share kept."""
     spec = submit.prepare(config)
     resolved = base.resolve(config, spec)
