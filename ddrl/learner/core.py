@@ -37,6 +37,7 @@ class Core:
         ranks: that learn together.
 
     Attributes:
+        client: the reader's; `run`, `resolved`, `device` and `ranks` are as given, too.
         algorithm, replay: of the run; the replay holds this rank's fragments.
         decode: decodes an entry of the stream, if it is this rank's.
         longest: bytes of a reply of the server.

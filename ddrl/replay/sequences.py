@@ -204,39 +204,25 @@ def td_errors(
     """
     if (values := reported_values(fragment)) is None:
         return None
+    (action_value, state_value), reward = values, fragment.reward
+
+    def errors(cuts: Cuts) -> NDArray[np.float32]:
+        offset = np.arange(cuts.length.max())[:, None]
+        step, lane = cuts.start + np.minimum(offset, cuts.length - 1), cuts.lane  # [L, S], [S]
+        return_, discount, bootstrap, valid = targets(
+            reward[step, lane], cuts.length, fragment.terminated[cuts.last, lane], gamma=gamma, n=n
+        )
+        summed = cuts.start + bootstrap - 1  # [L, S] the last step of each sum
+        is_seen = ~fragment.ended[summed, lane] & (summed + 1 < len(reward))
+        value = state_value[summed + is_seen, lane].astype(np.float64)
+        target = return_.astype(np.float64) + discount * (unrescale(value) if rescaled else value)
+        td = np.abs((rescale(target) if rescaled else target) - action_value[step, lane]) * valid
+        mixed: NDArray[np.float64] = mix * td.max(axis=0) + (1.0 - mix) * td.sum(axis=0) / cuts.length
+        return mixed.astype(np.float32)
+
     columns = vars(cuts).values()
     parts = (Cuts(*(column[i : i + _AT_ONCE] for column in columns)) for i in range(0, len(cuts), _AT_ONCE))
-    found = [
-        _mixed_errors(fragment, part, *values, gamma=gamma, n=n, rescaled=rescaled, mix=mix) for part in parts
-    ]
-    return np.concatenate(found) if found else np.empty(0, np.float32)
-
-
-def _mixed_errors(
-    fragment: Fragment,
-    cuts: Cuts,
-    action_value: NDArray[np.float32],
-    state_value: NDArray[np.float32],
-    *,
-    gamma: float,
-    n: int,
-    rescaled: bool,
-    mix: float,
-) -> NDArray[np.float32]:
-    """Return `td_errors` of some sequences."""
-    reward = fragment.reward
-    offset = np.arange(cuts.length.max())[:, None]
-    step, lane = cuts.start + np.minimum(offset, cuts.length - 1), cuts.lane  # [L, S], [S]
-    return_, discount, bootstrap, valid = targets(
-        reward[step, lane], cuts.length, fragment.terminated[cuts.last, lane], gamma=gamma, n=n
-    )
-    summed = cuts.start + bootstrap - 1  # [L, S] the last step of each sum
-    is_seen = ~fragment.ended[summed, lane] & (summed + 1 < len(reward))
-    value = state_value[summed + is_seen, lane].astype(np.float64)
-    target = return_.astype(np.float64) + discount * (unrescale(value) if rescaled else value)
-    td = np.abs((rescale(target) if rescaled else target) - action_value[step, lane]) * valid
-    mixed: NDArray[np.float64] = mix * td.max(axis=0) + (1.0 - mix) * td.sum(axis=0) / cuts.length
-    return mixed.astype(np.float32)
+    return np.concatenate([np.empty(0, np.float32), *map(errors, parts)])
 
 
 class SequenceItems:

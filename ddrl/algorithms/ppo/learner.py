@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ddrl.algorithms.actor_critic.learner import ActorCriticLearner, Prepared
 from ddrl.algorithms.optim import adam
@@ -23,10 +22,7 @@ MAX_LOG_RATIO = 20.0  # in nats; beyond it the ratio is constant, and has no gra
 
 def policy_ratio(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
     """Return pi / pi_old: [B], of log probabilities [B]; finite also where pi_old is nearly 0."""
-    difference = log_prob - old_log_prob
-    return F.hardtanh(
-        difference, -MAX_LOG_RATIO, MAX_LOG_RATIO
-    ).exp()  # a clamp, whose gradient is one kernel
+    return (log_prob - old_log_prob).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def clipped_surrogate(log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, *, clip: float) -> Tensor:
