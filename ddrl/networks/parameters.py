@@ -53,7 +53,7 @@ class FlatParameters:
     def clip_gradient(self, max_norm: float) -> Tensor:
         """Scale `vector.grad` down to `max_norm` if it is longer; return its norm [] before."""
         norm: Tensor = self._gradient.norm()
-        self._gradient.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+        self._gradient.mul_((max_norm / norm).clamp(max=1.0))
         return norm
 
     def copies(self) -> dict[str, Tensor]:

@@ -212,7 +212,7 @@ def test_an_action_that_the_old_policy_never_took_gives_a_finite_update() -> Non
     log_prob = torch.zeros(3, requires_grad=True)
     loss = clipped_surrogate(log_prob, old, advantage, clip=0.2)
     (gradient,) = torch.autograd.grad(loss, log_prob)
-    assert loss.isfinite() and not gradient.any()
+    assert loss.isfinite() and (gradient.abs() < 1e-40).all()
 
 
 @pytest.mark.parametrize(

@@ -404,7 +404,8 @@ class ActorCriticLearner(Generic[AnyOptions]):
         if self.ranks.count(len(values)) == 1:
             return values
         if self.ranks.size == 1:
-            return (values - values.mean()) / (values.std() + 1e-8)
+            std, mean = torch.std_mean(values)
+            return (values - mean) / (std + 1e-8)
         num, mean, variance = self._moments(values.to("cpu", torch.float64))
         std = (variance * num / (num - 1)).sqrt()
         return (values - mean.to(values)) / (std.to(values) + 1e-8)

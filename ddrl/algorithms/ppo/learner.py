@@ -17,16 +17,18 @@ from ddrl.algorithms.ppo.config import Config
 from ddrl.types import EnvSpec, Trajectories
 
 Learner = ActorCriticLearner[Config]
-MAX_LOG_RATIO = 20.0  # in nats; beyond it the ratio is constant, and has no gradient
+MAX_LOG_RATIO = 20.0  # in nats; above it the ratio is constant, and has no gradient
 
 
 def policy_ratio(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
     """Return pi / pi_old: [B], of log probabilities [B]; finite also where pi_old is nearly 0."""
-    return (log_prob - old_log_prob).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return (log_prob - old_log_prob).clamp(max=MAX_LOG_RATIO).exp()
 
 
 def clipped_surrogate(log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, *, clip: float) -> Tensor:
     """Return minus the clipped surrogate objective: E[-min(r A, clip(r, 1 - clip, 1 + clip) A)], r = pi / pi_old.
+
+    The minimum is that of r A and A + clip |A|, which takes fewer operations.
 
     Source: arXiv:1707.06347, equation 7.
 
@@ -37,7 +39,7 @@ def clipped_surrogate(log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor,
         clip: distance of the ratio from 1 beyond which it gains nothing.
     """
     ratio = policy_ratio(log_prob, old_log_prob)
-    return -torch.minimum(ratio * advantage, ratio.clamp(1.0 - clip, 1.0 + clip) * advantage).mean()
+    return -torch.minimum(ratio * advantage, advantage + clip * advantage.abs()).mean()
 
 
 def value_loss(value: Tensor, old_value: Tensor, return_: Tensor, *, clip: float | None) -> Tensor:
