@@ -106,10 +106,10 @@ def measure(
             assert reply.answer is stream.Answer.GO
 
     def read() -> None:
-        cursor, count = b"0-0", stream.read_count(client, run)
+        cursor, count = b"0-0", 1
         while found := stream.follow(client, run, cursor, count=count, block_ms=1):
             ledger.checked(client, run, found)
-            cursor = found[-1].entry_id
+            cursor, count = found[-1].entry_id, stream.next_count(found, count)
 
     def fetch() -> None:
         for _ in range(200):

@@ -24,7 +24,7 @@ from ddrl.types import EnvSpec, Fragment, Played
 
 BLOCK_MS = 1_000
 MOST_EPISODES = 20  # the newest of a fragment, whose returns are counted
-COUNT_S = 5.0  # between two looks at the size of entries
+LATEST_S = 5.0  # between two looks for entries with later ids
 MAX_DECODED_BYTES = 256 * 1024**2  # of decoded fragments; beyond it the reader waits for the learner
 _ENTRY_BYTES = 2 * 1024  # of anything decoded, even if refused
 _EXTRA_BYTES = 4 * 1024  # of a step: columns that algorithms may add, such as values
@@ -207,7 +207,7 @@ class Reader:
         run: whose stream.
         cursor: the last entry already admitted.
         decode: called with each entry in the reader's thread.
-        drop_next: called with the cursor where the next entry is longer than a reply may be; deletes it.
+        drop_next: called with the cursor where the next entry cannot be read; deletes it if it is too long.
         lower_ids: called now and then, and where an entry's id is too late, with the cursor and the latest id; gives
             later entries other ids.
         report: of a leader, called with an entry; returns the fields that another rank has decoded, or None as long as
@@ -230,7 +230,7 @@ class Reader:
         self._lower_ids, self._latest = lower_ids, b"0-0"
         self._decoded: deque[Decoded] = deque()
         self._decoded_bytes = self._taken_bytes = 0  # in all
-        self._count, self._count_at = 1, 0.0  # entries a reply, and when to find out again
+        self._count, self._latest_at = 1, 0.0  # entries to read, and when to ask for the latest id
         self._arrived = threading.Event()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run_thread, name="reader", daemon=True)
@@ -285,12 +285,15 @@ class Reader:
     def _read(self) -> list[stream.Entry]:
         try:
             found = stream.follow(self._client, self._run, self._cursor, count=self._count, block_ms=BLOCK_MS)
-        except connection.ReplyTooLongError:  # a worker wrote others than appends
-            if self._count == 1:
+        except stream.UNREADABLE as error:  # a worker wrote others than appends, or the server has an outage
+            is_single, self._count = self._count == 1, 1
+            if is_single:
                 self._drop_next(self._cursor)
-            self._count = 1
+            if not isinstance(error, connection.ReplyTooLongError):
+                raise
             self._stopping.wait(0.01)
             return []
+        self._count = stream.next_count(found, self._count)
         return ledger.checked(self._client, self._run, found)
 
     def _run_thread(self) -> None:
@@ -301,15 +304,14 @@ class Reader:
         try:
             server = identify()
             while not self._stopping.is_set():
-                if time.monotonic() >= self._count_at:
+                if time.monotonic() >= self._latest_at:
                     self._latest = retry(partial(capped_streams.latest, self._client))
                     retry(partial(self._lower_ids, self._cursor, self._latest))
-                    self._count = retry(partial(stream.read_count, self._client, self._run))
-                    self._count_at = time.monotonic() + COUNT_S
+                    self._latest_at = time.monotonic() + LATEST_S
                 found, now = retry(self._read), ""
                 for entry in found:
                     if stream.order(entry.entry_id) > stream.order(self._latest):
-                        self._count_at = 0.0
+                        self._latest_at = 0.0
                         break
                     while self._decoded_bytes - self._taken_bytes > MAX_DECODED_BYTES:
                         if self._stopping.wait(0.01):

@@ -19,7 +19,7 @@ from redis import Redis
 from typing_extensions import TypedDict
 
 from ddrl.store import bounded, capped_streams, keys
-from ddrl.store.connection import ReplyTooLongError, StoreError, call, execute
+from ddrl.store.connection import UNREACHABLE, ReplyTooLongError, StoreError, call, execute
 from ddrl.store.untrusted import Count, Number, number
 
 if TYPE_CHECKING:
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 ENTRY_OVERHEAD_BYTES = 128  # of an entry in the server: measured 75 to 83, counters and names besides
 REPLY_BYTES = 8 * 1024**2  # aim for one read
+MOST_AT_ONCE = 128  # entries
+UNREADABLE = (ReplyTooLongError, *UNREACHABLE)
+"""What a read raises of entries that are too large: a server closes the connection if it does not hold the reply."""
 APPENDED = (b"f", b"n", b"b", b"s", b"p", b"i", b"q")  # numbers that the append adds to a fragment's fields
 EPISODES_LENGTH = 20_000
 MOST_LOWERED = 200_000  # entries of experience that get new ids at once: a second or two of the server's
@@ -186,24 +189,30 @@ def read(client: Redis, run: str, cursor: bytes, *, count: int, until: bytes = b
 def pages(client: Redis, run: str, after: bytes, until: bytes) -> Iterator[list[Entry]]:
     """Yield the entries after one id up to another, oldest first, in lists of about REPLY_BYTES.
 
-    Where the client's replies are bounded, a longer list is read one by one.
+    After a reply that the client, or the server, does not hold, they are read one by one.
 
     Raises:
         ReplyTooLongError: one entry is longer than a reply may be.
     """
-    most = 128
+    count = 1
     while True:
         try:
-            entries = read(client, run, after, count=min(most, read_count(client, run)), until=until)
-        except ReplyTooLongError:
-            if most == 1:
+            entries = read(client, run, after, count=count, until=until)
+        except UNREADABLE:
+            if count == 1:
                 raise
-            most = 1
+            count = 1
             continue
         if not entries:
             return
         yield entries
-        after, most = entries[-1].entry_id, min(128, 2 * most)
+        after, count = entries[-1].entry_id, next_count(entries, count)
+
+
+def next_count(entries: Sequence[Entry], count: int) -> int:
+    """Return how many to read after these, of at most `count`: some REPLY_BYTES of their size, at most twice `count`."""
+    size = sum(entry.num_bytes for entry in entries)
+    return max(1, min(2 * count, MOST_AT_ONCE, REPLY_BYTES * len(entries) // size)) if entries else count
 
 
 def appended(client: Redis, run: str, after: bytes, until: bytes) -> Iterator[list[Entry]]:
@@ -222,15 +231,6 @@ def follow(client: Redis, run: str, cursor: bytes, *, count: int, block_ms: int)
     """As `read`, but wait up to `block_ms` for the first entry."""
     reply = cast("list[Any]", client.xread({keys.experience(run): cursor}, count=count, block=block_ms))
     return [Entry(entry_id, fields) for entry_id, fields in reply[0][1]] if reply else []
-
-
-def read_count(client: Redis, run: str) -> int:
-    """Return how many entries make a reply of about REPLY_BYTES; at most 128, as others than appends may be larger."""
-    length = client.xlen(keys.experience(run))
-    (appended,) = bounded.values(client, keys.counts(run), ["appended_bytes"])
-    trimmed = cast("bytes | None", client.hget(keys.state(run), "trimmed_bytes"))
-    live_bytes = int(number(appended) - number(trimmed))
-    return max(1, min(128, REPLY_BYTES * length // max(live_bytes, 1))) if length else 64
 
 
 def trim(client: Redis, run: str, token: int, first_kept: bytes) -> int:

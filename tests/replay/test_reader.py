@@ -221,7 +221,6 @@ def test_decoding_ahead_is_bounded_whatever_size_entries_claim(
 ) -> None:
     """Frames that resemble each other compress to next to nothing: all came in one reply, and claim to have no byte."""
     monkeypatch.setattr(reader_module, "MAX_DECODED_BYTES", 3 * MIB)
-    monkeypatch.setattr(reader_module.stream, "read_count", lambda *a: 100)
     image = {"observation": (128, 1024), "dtype": "uint8", "end_probability": 0.0}
     blank = fragment(num_steps=7, num_envs=1, context=0, **image)
     append(client, *(replace(blank, seq=seq) for seq in range(12)), s=b"0")
@@ -270,6 +269,24 @@ def test_pages_of_a_bounded_client_are_as_short_as_its_replies(server: PrivateSe
         list(stream.pages(client, RUN, b"0-0", longest))
 
 
+def test_more_junk_than_the_server_holds_for_its_clients_is_read(server: PrivateServer) -> None:
+    """The server closes the connection of a reader that asks for too much at once."""
+    writer, client = server.client, connection.connect(server.url)
+    connection.bound_replies(client, 100 * MIB)
+    append(writer, *map(fragment, range(130)))  # after these, the reader asks for as many as it ever does
+    for _ in range(130):
+        writer.xadd(keys.experience(RUN), {"h": b"x" * MIB})
+    append(writer, fragment(130))
+    writer.config_set("maxmemory-clients", "32mb")
+    found: list[int] = []
+    with reading(client) as reader:
+        until(lambda: found.extend(seqs(reader.take(0.0))) or len(found) == 131)
+    assert found == list(range(131))
+    pages = stream.pages(client, RUN, b"0-0", b"+")
+    assert sum(map(len, pages)) == 261
+    assert writer.info("stats")["evicted_clients"] > 0
+
+
 def test_an_entry_counts_until_it_is_admitted(client: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader_module, "MAX_DECODED_BYTES", 1)
     append(client, *map(fragment, range(3)))
@@ -316,7 +333,7 @@ def test_fragments_are_packed_in_the_readers_thread_and_a_value_error_refuses_th
 def test_a_range_is_decoded_once_from_first_to_last(client: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
     append(client, *map(fragment, range(9)))
     ids = [one.entry_id for one in stream.read(client, RUN, b"0-0", count=9)]
-    monkeypatch.setattr(stream, "read_count", lambda *a: 2)
+    monkeypatch.setattr(stream, "MOST_AT_ONCE", 2)
     assert seqs(decode_range(client, RUN, ids[2], ids[7], DECODE)) == [2, 3, 4, 5, 6, 7]
 
 
