@@ -210,7 +210,7 @@ def pages(client: Redis, run: str, after: bytes, until: bytes) -> Iterator[list[
 
 
 def next_count(entries: Sequence[Entry], count: int) -> int:
-    """Return how many to read after these, of at most `count`: some REPLY_BYTES of their size, at most twice `count`."""
+    """Return how many to read after these of at most `count`: twice as many, or REPLY_BYTES of their size."""
     size = sum(entry.num_bytes for entry in entries)
     return max(1, min(2 * count, MOST_AT_ONCE, REPLY_BYTES * len(entries) // size)) if entries else count
 
