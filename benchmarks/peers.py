@@ -35,7 +35,7 @@ PACKAGES = {
     "Stable-Baselines3": ["stable-baselines3==2.9.2"],
     "RLlib": ["ray[rllib]==2.60.0"],
 }
-COMMON = ["torch==2.13.0", "gymnasium", "pygame-ce", "Box2D", "mujoco==3.3.7", "imageio"]
+COMMON = ["torch==2.13.0", "gymnasium[mujoco]", "pygame-ce", "Box2D", "mujoco==3.3.7"]
 TARGET, WATCH_STEPS, MOST_S = 200.0, 10_000, 1_500.0
 WORK_S, WARM_UP = 60.0, 1_000
 Figures = dict[str, float]
