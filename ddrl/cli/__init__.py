@@ -100,6 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line, given without the program's name, and return its exit code."""
     if arguments is None:
         _end_in_order()
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a terminal may lack characters
     try:
         code = app(sys.argv[1:] if arguments is None else list(arguments), "ddrl", standalone_mode=False)
         sys.stdout.flush()

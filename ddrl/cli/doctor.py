@@ -106,11 +106,12 @@ def _durability(client: Client) -> Finding:
 
 def _broken(client: Client) -> Iterator[Finding]:
     """Report items of the broker that workers could not read."""
+    rows = capped_streams.read(client, keys.BROKEN, b"0-0", "queue", "reason", "item")[0]  # shortens it, too
     if capped_streams.is_exhausted(client, keys.BROKEN):
         yield Finding(
             "messages", WARN, f"{keys.BROKEN} takes no items: an id is too late", "run `ddrl prune`"
         )
-    if rows := capped_streams.read(client, keys.BROKEN, b"0-0", "queue", "reason", "item")[0]:
+    if rows:
         last = rows[-1] | {"age": duration(runs.server_ms(client) / 1e3 - rows[-1]["time_s"])}
         text = "the last one from queue {queue}, {age} ago ({reason}): {item!r:.100}".format(**last)
         detail = f"{counted(len(rows), 'item')} put aside that are none, {text}"

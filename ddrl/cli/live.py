@@ -56,7 +56,7 @@ def follow(
         redis.RedisError: the server has not answered for longer than OUTAGE_S, or waiting does not help.
     """
     watchers = [Watcher(client, run, starting_s=STARTING_S if on_tick else 0.0) for run in runs]
-    console = Console(stderr=json_output)
+    console = Console(stderr=json_output, highlight=False, markup=False, emoji=False)
     next_poll, outage_at = 0.0, None
     with ExitStack() as stack:
         if json_output or not console.is_terminal:

@@ -23,8 +23,8 @@ def text(value: bytes) -> str:
 
 
 def short_text(value: bytes) -> str:
-    """Return the beginning of a text that ddrl itself writes in 500 characters."""
-    return text(value[:2_000])[:500]
+    """Return the beginning of a text that ddrl itself writes in a line of 500 characters."""
+    return text(value[:2_000])[:500].translate({9: " ", 10: " "})
 
 
 def number(value: bytes | None) -> float:

@@ -82,12 +82,12 @@ class HeartbeatSender:
                     return
                 waiting.append(report)
             try:
-                while waiting:
-                    waiting[0](client)
-                    waiting.pop(0)
                 if self._draining:
                     segments.drain(client, self.node)
                 workers.beat(client, replace(self._heartbeat, pids=self.pids(), draining=self._draining))
+                while waiting:
+                    waiting[0](client)
+                    waiting.pop(0)
                 if time.monotonic() >= look_at:
                     look_at = time.monotonic() + LOOK_EVERY_S
                     delete_floods(client, self._heartbeat.queues)

@@ -33,7 +33,7 @@ _Afterwards = dict[Literal["callbacks", "errbacks", "chain", "chord"], None]
 _BODY = TypeAdapter(tuple[list[str], Annotated[dict[str, None], Field(max_length=0)], _Afterwards])
 
 
-_RUN = re.compile(r"[^{}]{1,200}")  # its id, which is within braces in a key
+_RUN = re.compile(r"[\w.-]{1,200}")  # its id
 
 
 class _Part(BaseModel):

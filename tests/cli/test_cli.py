@@ -368,6 +368,14 @@ def test_doctor(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert printed.code == 3 and "FAIL  server" in printed.out and "start the server" in printed.out
 
 
+def test_doctor_reads_no_more_of_the_items_put_aside_than_the_server_holds(client: Any) -> None:
+    client.config_set("maxmemory-clients", "64mb")
+    for _ in range(2):
+        client.xadd(keys.BROKEN, {"queue": b"x" * 40 * 1024**2})
+    assert {row["name"] for row in call_json("doctor")} >= {"server", "memory"}
+    assert client.xlen(keys.BROKEN) == 0
+
+
 @pytest.mark.parametrize("argument", ["--version", "schema"])
 def test_a_pipe_without_reader_ends_a_command_quietly(argument: str) -> None:
     """Little output is written when the command ends, much while it runs."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -84,6 +85,26 @@ def test_with_json_stdout_stays_empty_and_errors_of_the_tick_pass(
     assert live.follow(client, [run], json_output=True)[0].ended
     printed = capsys.readouterr()
     assert printed.out == "" and "stopped by the operator" in printed.err
+
+
+def test_a_terminal_shows_names_that_look_like_markup(
+    client: Any, lander: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker may report any evaluation, with metrics of any name."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    result = {
+        "version": 0,
+        "first_seed": 0,
+        "num_episodes": 1,
+        "purpose": "watch",
+        "returns": [0],
+        "lengths": [1],
+    }
+    result |= {"return_mean": 0, "return_std": 0, "metrics": {"[/a]": [7]}}
+    client.xadd(keys.evaluations(lander), {"result": json.dumps(result)})
+    end(client, lander, "stopped", "stopped by the operator")
+    live.follow(client, [lander], json_output=False)
+    assert "[/a] 7" in capsys.readouterr().out
 
 
 def test_following_waits_for_a_server_that_came_back_empty(

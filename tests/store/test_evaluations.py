@@ -134,6 +134,8 @@ def test_a_lost_evaluation_is_sent_again_for_anyone(client: Redis, run: str, tok
 
 def test_an_evaluation_that_is_played_on_is_not_sent_again(command: Waiting) -> None:
     command.timeout_s = 0.1
+    for each in WANTED:  # a worker may have written a count that grows no more
+        command.client.hset(command.players, f"{each.id}:beats", 2**53)
     deadline = time.monotonic() + 0.4
     while time.monotonic() < deadline:
         assert all(command.take(number, "a") for number in range(3))

@@ -46,8 +46,10 @@ local function note_allowed(key, allowance)
   redis.call('HSET', key, 'most_allowed', string.format('%.0f', math.max(most, tonumber(allowance))))
 end
 
+-- Add to a count; one that a worker made so large that it would grow no more begins again.
 local function increase(key, field, by)
-  redis.call('HSET', key, field, (number(redis.call('HGET', key, field)) or 0) + by)
+  local sum = (number(redis.call('HGET', key, field)) or 0) + by
+  redis.call('HSET', key, field, sum < 2 ^ 53 and sum or by)
 end
 
 -- Drop the older half of a stream as long as it is larger than any that ddrl writes: one entry of a worker's may have
