@@ -145,7 +145,7 @@ class Replay:
         self.budget_increment = budget_increment
         num_rows, num_items, num_steps = items.room(capacity)
         self._most_items = max(capacity, num_items)
-        self._most_rows = MOST_CONTEXT * num_rows
+        self._most_rows = (1 if device else MOST_CONTEXT) * num_rows  # on a device the ring never grows
         self._most_bytes = most_bytes if compressed else math.inf
         shape = {"frame_stack": items.frame_stack, "expected_rows": num_rows}
         self.rows: Rows

@@ -9,6 +9,7 @@ from redis import Redis
 from support.store import append, make_run, take
 
 from ddrl.store import keys, runs, stream
+from ddrl.store.connection import call
 from ddrl.store.stream import Answer
 
 
@@ -39,6 +40,42 @@ def test_a_repeated_append_writes_nothing_and_answers_the_same(client: Redis, ru
     state = runs.state(client, run)
     assert (state.appended_fragments, state.duplicates) == (2, 2)
     assert client.xlen(keys.experience(run)) == 2
+
+
+def test_an_entry_with_more_fields_than_an_append_writes_is_looked_at_once(client: Redis, run: str) -> None:
+    """A worker may write millions, for which a script takes longer than its caller waits."""
+    key, many = keys.experience(run), {number: "" for number in range(101)}
+    append(client, run, 0)
+    appended = stream.read(client, run, b"0-0", count=1)[0].entry_id
+    scripts = {
+        "newest_id": [],
+        "read_counts": [b"0-0", b"+", 2**20, "p"],
+        "correct_counts": [0, appended, 1, 10, 100, 10],
+        "drop_next": [0, 10, 10**9, appended],
+        "trim": [0, stream.following(appended)],
+    }
+    places = {"correct_counts": [keys.state, keys.experience, keys.counts]}
+    places["trim"], places["drop_next"] = places["correct_counts"], [keys.state, keys.dead, keys.experience]
+    for name, args in scripts.items():
+        client.xadd(key, many)
+        call(client, name, [of_run(run) for of_run in places.get(name, [keys.experience])], args)
+        assert client.xlen(key) == (name != "trim")
+
+
+def test_what_makes_room_works_on_a_full_server(client: Redis, run: str) -> None:
+    """Forged entries may be what fills it."""
+    key = keys.experience(run)
+    late, forged = client.xadd(key, {"h": ""}, id=b"9999999999999-0"), stream.Refusal
+    client.config_set("maxmemory", 1)
+    try:
+        stream.lower_ids(client, run, 0, b"0-0", b"9000000000000-0")
+        ((lowered, _),) = client.xrange(key)
+        assert stream.order(lowered) < stream.order(late)
+        stream.correct_counts(client, run, 0, stream.Counted(lowered, 1, 10, 100))
+        stream.refuse(client, run, 0, [forged(lowered, b"", "no append wrote it", is_fragment=False)])
+    finally:
+        client.config_set("maxmemory", 0)
+    assert client.xlen(key) == 0
 
 
 def test_append_yields_when_paused_and_stops_when_ended_or_gone(client: Redis, run: str) -> None:

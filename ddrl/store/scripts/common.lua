@@ -73,9 +73,18 @@ local function add_capped(key, length, ...)
   return add(key, 'MAXLEN', '~', length, 'LIMIT', 0, '*', ...)
 end
 
+-- The first entry of XRANGE or XREVRANGE; nil if there is none. One of more fields than an append writes is deleted, as
+-- a look at millions of fields takes longer than callers wait: they would ask again for ever.
+local function first_entry(command, key, from, to)
+  repeat
+    local entry = redis.call(command, key, from, to, 'COUNT', 1)[1]
+    if not entry or #entry[2] <= 200 then return entry end
+  until type(redis.pcall('XDEL', key, entry[1])) ~= 'number'
+end
+
 -- The newest entries of a stream from one id to another, the newest first, and the id of the newest, '' if there is none.
--- It looks at `most_parts` fields and values at most; entries have `most_bytes` together. An entry with more than 100
--- fields or `longest` bytes is left out.
+-- It looks at `most_parts` fields and values at most; entries have `most_bytes` together. An entry of more than
+-- `longest` bytes is left out, one with more than 100 fields also deleted.
 local function newest(key, from, to, most_parts, most_bytes, longest)
   local found, parts, bytes, last = {}, 0, 0, ''
   repeat
@@ -86,6 +95,7 @@ local function newest(key, from, to, most_parts, most_bytes, longest)
       parts, to = parts + num + 1, '(' .. entry[1]
       if parts > most_parts then return found, last end
       for i = 1, math.min(num, 200) do size = size + #entry[2][i] end
+      if num > 200 then redis.pcall('XDEL', key, entry[1]) end
       if num <= 200 and size <= longest then
         bytes = bytes + size
         if bytes > most_bytes then return found, last end

@@ -14,6 +14,7 @@ local function is_after(id, other)
   return tonumber(seq) > tonumber(other_seq)
 end
 
+redis.call('HDEL', KEYS[3], '')  -- first: works at maxmemory
 local time, created = redis.call('TIME'), number(redis.call('HGET', KEYS[1], 'created_ms'))
 local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
 if redis.call('HEXISTS', KEYS[3], 'first_step_ms') == 1 and created then
@@ -29,8 +30,7 @@ local counts = counts_of(KEYS[3], 'appended_fragments', 'appended_steps', 'appen
 -- count as just as many, so that play waits.
 local most_bytes = bytes + (tonumber(redis.call('HGET', KEYS[1], 'max_bytes')) or 0) + 2 ^ 30
 local right, most = {unpack(learned)}, {2 ^ 53, math.max(tonumber(ARGV[6]), learned[2]), most_bytes}
--- The first entry that waits: the reader soon drops it, if it is too large. Any other might stay, and take seconds to read.
-if redis.call('XRANGE', KEYS[2], '(' .. ARGV[2], '+', 'COUNT', 1)[1] then
+if first_entry('XRANGE', KEYS[2], '(' .. ARGV[2], '+') then  -- the first that waits
   -- An append before the counts were last set tells nothing of the present ones.
   local set_at = redis.call('HGET', KEYS[1], 'counts_set_at')
   local is_known = #ARGV >= 9 and not (set_at and not is_after(ARGV[2], set_at))

@@ -2,7 +2,7 @@
 -- Delete an entry of experience that is too long for the learner to read, and record it; leave a shorter one.
 -- KEYS: 1 state (hash), 2 dead (stream), 3 experience (stream). ARGV: 1 token, 2 cap, 3 bytes of the longest reply,
 --       4 id of the entry before it. Answer: the number of entries deleted.
-local entry = redis.call('XRANGE', KEYS[3], '(' .. ARGV[4], '+', 'COUNT', 1)[1]
+local entry = first_entry('XRANGE', KEYS[3], '(' .. ARGV[4], '+')
 if not entry then return 0 end
 local bytes = 1000  -- of a reply: what stands before and after its fields, at most
 for _, part in ipairs(entry[2]) do bytes = bytes + #part + #tostring(#part) + 5 end

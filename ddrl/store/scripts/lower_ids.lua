@@ -18,6 +18,7 @@ local function is_ahead(key)
   return is_late(id)
 end
 
+redis.call('HDEL', KEYS[1], '')  -- first: works at maxmemory
 for i = 2, #KEYS do
   local is_experience = i == 2 and ARGV[3] ~= ''
   if not is_experience then shrink(KEYS[i]) end

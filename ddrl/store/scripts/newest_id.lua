@@ -1,4 +1,4 @@
 -- Give the id of the newest entry, which may be longer than a reply may be.
 -- KEYS: 1 stream. ARGV: none. Answer: the id; nil if there is none.
-local entry = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)[1]
+local entry = first_entry('XREVRANGE', KEYS[1], '+', '-')
 return entry and entry[1]

@@ -4,7 +4,7 @@
 local counts, found, copied, last = {}, {}, 0, ARGV[1]
 for i = 4, #ARGV do counts[ARGV[i]] = true end
 repeat
-  local entry = redis.call('XRANGE', KEYS[1], '(' .. last, ARGV[2], 'COUNT', 1)[1]
+  local entry = first_entry('XRANGE', KEYS[1], '(' .. last, ARGV[2])
   if not entry then break end
   local fields = {}
   copied = copied + 800 + 20 * #entry[2]  -- what Lua takes for it, so that a call is short

@@ -4,7 +4,7 @@
 local removed = redis.call('XTRIM', KEYS[2], 'MINID', ARGV[2])
 local appended = number(redis.call('HGET', KEYS[3], 'appended_bytes')) or 0
 local before = tonumber(redis.call('HGET', KEYS[1], 'trimmed_bytes') or 0)
-local first, trimmed = redis.call('XRANGE', KEYS[2], '-', '+', 'COUNT', 1)[1], appended
+local first, trimmed = first_entry('XRANGE', KEYS[2], '-', '+'), appended
 if first then
   local counts = {}
   for i = 1, #first[2], 2 do counts[first[2][i]] = number(first[2][i + 1]) end
