@@ -96,11 +96,10 @@ def to_a_return(folder: Path, seeds: int) -> None:
     """Print seconds and env steps to a confirmed return."""
     found: dict[str, list[Figures]] = {}
     for seed in range(1, seeds + 1):
-        ours = submitted.run("lunar-ppo", seed, [])
-        found.setdefault("ddrl", []).append({"seconds": ours.train_s, "steps": ours.env_steps})
-        for system, what in (("Stable-Baselines3", "sb3-return"), ("RLlib", "rllib-return")):
-            found.setdefault(system, []).append(peer(folder, system, what, seed))
-        print(f"seed {seed}: {[rows[-1] for rows in found.values()]}", file=sys.stderr, flush=True)
+        for system, what in (("ddrl", ""), ("Stable-Baselines3", "sb3-return"), ("RLlib", "rllib-return")):
+            figures = peer(folder, system, what, seed) if what else our_return(seed)
+            found.setdefault(system, []).append(figures)
+            print(f"{system}, seed {seed}: {figures}", file=sys.stderr, flush=True)
     print(f"LunarLanderContinuous-v3 by PPO to a confirmed {TARGET:g}\n")
     print(
         "| system | seconds, median | each seed | env steps, median | times ddrl's seconds |\n|---|---|---|---|---|"
@@ -114,6 +113,12 @@ def to_a_return(folder: Path, seeds: int) -> None:
             f"| {system} | {median:.1f} | {each} | {submitted.count(steps)} | {median / first:.1f} |",
             flush=True,
         )
+
+
+def our_return(seed: int) -> Figures:
+    """Return ddrl's seconds and env steps to a confirmed return."""
+    ours = submitted.run("lunar-ppo", seed, [])
+    return {"seconds": ours.train_s, "steps": ours.env_steps}
 
 
 def equal_work(folder: Path) -> None:
