@@ -125,8 +125,8 @@ def equal_work(folder: Path) -> None:
     """Print updates a second on equal work, in three rounds."""
     rates: dict[str, list[float]] = {}
     for _ in range(3):
-        rates.setdefault("ddrl, a core each for play and learning", []).append(our_rate())
         for threads in (1, 2):
+            rates.setdefault(f"ddrl, learner.num_threads={threads}", []).append(our_rate(threads))
             found = peer(folder, "Stable-Baselines3", "sb3-work", threads=threads)
             rates.setdefault(f"Stable-Baselines3, {threads} threads", []).append(found["rate"])
     print("\nSAC on HalfCheetah-v5, 256 x 256, batch 256, an update an env step\n")
@@ -135,7 +135,7 @@ def equal_work(folder: Path) -> None:
         print(f"| {system} | {statistics.median(each):.1f} | {', '.join(f'{rate:.1f}' for rate in each)} |")
 
 
-def our_rate() -> float:
+def our_rate(threads: int) -> float:
     """Return ddrl's updates a second on the same work."""
     algorithm = {
         **{"name": "sac", "hidden_sizes": [256, 256], "batch_size": 256, "learning_rate": 3e-4},
@@ -143,7 +143,8 @@ def our_rate() -> float:
     }
     replay = {"samples_per_insert": 256, "warmup_steps": WARM_UP}
     config = {"env": {"id": "HalfCheetah-v5", "num_envs": 1}, "algorithm": algorithm, "replay": replay}
-    done = submitted.run(json.dumps(config), 1, [f"stop.time={WORK_S + 15:.0f}s", "evaluation.every_s=10h"])
+    settings = [f"stop.time={WORK_S + 15:.0f}s", "evaluation.every_s=10h", f"learner.num_threads={threads}"]
+    done = submitted.run(json.dumps(config), 1, settings)
     rates = [row["updates_per_s"] for row in done.figures if row["elapsed_s"] > 15]
     return statistics.median(rates)
 
