@@ -15,8 +15,8 @@ def quantile_huber(prediction: Tensor, target: Tensor, *, delta: float = 1.0) ->
 
     It is |tau_i - 1{u < 0}| * Huber(u), u = target_j - prediction_i, at the midpoints tau_i = (i + 1/2) / Z.
 
-    The sorted targets on either side of a prediction, near (closer than delta) and far, have sums that are differences
-    of prefix sums. So time and memory grow with Z + K, not with Z * K. Prefix sums are large: they are in float64.
+    Targets are sorted, so those below and above a prediction, closer than delta or further, are four ranges, whose sums
+    are differences of prefix sums. Time and memory grow with Z + K, not with Z * K. Prefix sums are large: float64.
 
     Args:
         prediction: [..., Z] quantiles, in units of the return; the only argument with a gradient.

@@ -16,7 +16,7 @@ from rich.live import Live
 from ddrl.cli import view
 from ddrl.cli.format import duration, score
 from ddrl.cli.hints import ROOM_WAIT, STARTING_S
-from ddrl.cli.output import Client, Json, Run, answer, server_of
+from ddrl.cli.output import AS_IT_IS, Client, Json, Run, answer, server_of
 from ddrl.cli.watcher import Figures, Watcher
 from ddrl.runs.records import summary
 from ddrl.store import connection
@@ -56,7 +56,7 @@ def follow(
         redis.RedisError: the server has not answered for longer than OUTAGE_S, or waiting does not help.
     """
     watchers = [Watcher(client, run, starting_s=STARTING_S if on_tick else 0.0) for run in runs]
-    console = Console(stderr=json_output, highlight=False, markup=False, emoji=False)
+    console = Console(stderr=json_output, **AS_IT_IS)
     next_poll, outage_at = 0.0, None
     with ExitStack() as stack:
         if json_output or not console.is_terminal:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 MIN_TEXT = 24  # columns of a cell of text that wraps
 UNBOUNDED = 10_000  # columns of an output that is not a terminal
+AS_IT_IS: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}  # options of a rich console
 PROGRESS_S = 5.0  # between two lines of progress where there is no terminal
 
 Client = Any  # a redis.Redis: only store/ imports redis
@@ -241,7 +242,7 @@ def _console(file: TextIO) -> Console:
     from rich.console import Console
 
     width = None if file.isatty() else UNBOUNDED
-    return Console(file=file, width=width, highlight=False, markup=False, emoji=False)
+    return Console(file=file, width=width, **AS_IT_IS)
 
 
 def _print(console: Console, grid: Table) -> None:

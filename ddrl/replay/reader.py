@@ -285,7 +285,7 @@ class Reader:
     def _read(self) -> list[stream.Entry]:
         try:
             found = stream.follow(self._client, self._run, self._cursor, count=self._count, block_ms=BLOCK_MS)
-        except stream.UNREADABLE as error:  # a worker wrote others than appends, or the server has an outage
+        except stream.UNREADABLE as error:  # a worker's junk is too large, or the server has an outage
             is_single, self._count = self._count == 1, 1
             if is_single:
                 self._drop_next(self._cursor)

@@ -29,7 +29,7 @@ ENTRY_OVERHEAD_BYTES = 128  # of an entry in the server: measured 75 to 83, coun
 REPLY_BYTES = 8 * 1024**2  # aim for one read
 MOST_AT_ONCE = 128  # entries
 UNREADABLE = (ReplyTooLongError, *UNREACHABLE)
-"""What a read raises of entries that are too large: a server closes the connection if it does not hold the reply."""
+"""Errors of a read whose reply is too large, for the client or for the server, which then closes the connection."""
 APPENDED = (b"f", b"n", b"b", b"s", b"p", b"i", b"q")  # numbers that the append adds to a fragment's fields
 EPISODES_LENGTH = 20_000
 MOST_LOWERED = 200_000  # entries of experience that get new ids at once: a second or two of the server's
@@ -189,7 +189,7 @@ def read(client: Redis, run: str, cursor: bytes, *, count: int, until: bytes = b
 def pages(client: Redis, run: str, after: bytes, until: bytes) -> Iterator[list[Entry]]:
     """Yield the entries after one id up to another, oldest first, in lists of about REPLY_BYTES.
 
-    After a reply that the client, or the server, does not hold, they are read one by one.
+    After a reply that was too large, for the client or for the server, they are read one by one at first.
 
     Raises:
         ReplyTooLongError: one entry is longer than a reply may be.

@@ -254,9 +254,7 @@ def test_an_entry_that_is_longer_than_a_reply_may_be_is_deleted_unread(server: P
         until(lambda: found.extend(seqs(reader.take(0.0))) or len(found) == 2)
     assert found == [0, 1] and client.xlen(keys.experience(RUN)) == 22
     reasons = [fields[b"reason"] for _, fields in client.xrange(keys.dead(RUN))]
-    assert (
-        reasons == [b"too long to be read"] * 3
-    )  # one with more fields than an append writes is only deleted
+    assert reasons == [b"too long to be read"] * 3  # that of more fields than an append writes has no record
 
 
 def test_pages_of_a_bounded_client_are_as_short_as_its_replies(server: PrivateServer) -> None:

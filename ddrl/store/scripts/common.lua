@@ -46,6 +46,9 @@ local function note_allowed(key, allowance)
   redis.call('HSET', key, 'most_allowed', string.format('%.0f', math.max(most, tonumber(allowance))))
 end
 
+-- Let a script write at maxmemory: the server asks for memory at the first write only, and this one takes none.
+local function write_when_full(key) redis.call('HDEL', key, '') end
+
 -- Add to a count; one that a worker made so large that it would grow no more begins again.
 local function increase(key, field, by)
   local sum = (number(redis.call('HGET', key, field)) or 0) + by
@@ -73,18 +76,20 @@ local function add_capped(key, length, ...)
   return add(key, 'MAXLEN', '~', length, 'LIMIT', 0, '*', ...)
 end
 
--- The first entry of XRANGE or XREVRANGE; nil if there is none. One of more fields than an append writes is deleted, as
--- a look at millions of fields takes longer than callers wait: they would ask again for ever.
+local MOST_PARTS = 200  -- fields and values of an entry: an append writes fewer
+
+-- The first entry of XRANGE or XREVRANGE; nil if there is none. One of more than MOST_PARTS is deleted: to look at
+-- millions takes longer than callers wait, who would ask again for ever.
 local function first_entry(command, key, from, to)
   repeat
     local entry = redis.call(command, key, from, to, 'COUNT', 1)[1]
-    if not entry or #entry[2] <= 200 then return entry end
+    if not entry or #entry[2] <= MOST_PARTS then return entry end
   until type(redis.pcall('XDEL', key, entry[1])) ~= 'number'
 end
 
 -- The newest entries of a stream from one id to another, the newest first, and the id of the newest, '' if there is none.
 -- It looks at `most_parts` fields and values at most; entries have `most_bytes` together. An entry of more than
--- `longest` bytes is left out, one with more than 100 fields also deleted.
+-- `longest` bytes is left out, one of more than MOST_PARTS also deleted.
 local function newest(key, from, to, most_parts, most_bytes, longest)
   local found, parts, bytes, last = {}, 0, 0, ''
   repeat
@@ -94,9 +99,10 @@ local function newest(key, from, to, most_parts, most_bytes, longest)
       if last == '' then last = entry[1] end
       parts, to = parts + num + 1, '(' .. entry[1]
       if parts > most_parts then return found, last end
-      for i = 1, math.min(num, 200) do size = size + #entry[2][i] end
-      if num > 200 then redis.pcall('XDEL', key, entry[1]) end
-      if num <= 200 and size <= longest then
+      for i = 1, math.min(num, MOST_PARTS) do size = size + #entry[2][i] end
+      if num > MOST_PARTS then
+        redis.pcall('XDEL', key, entry[1])
+      elseif size <= longest then
         bytes = bytes + size
         if bytes > most_bytes then return found, last end
         found[#found + 1] = entry

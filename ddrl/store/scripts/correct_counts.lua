@@ -14,7 +14,7 @@ local function is_after(id, other)
   return tonumber(seq) > tonumber(other_seq)
 end
 
-redis.call('HDEL', KEYS[3], '')  -- first: works at maxmemory
+write_when_full(KEYS[3])
 local time, created = redis.call('TIME'), number(redis.call('HGET', KEYS[1], 'created_ms'))
 local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
 if redis.call('HEXISTS', KEYS[3], 'first_step_ms') == 1 and created then

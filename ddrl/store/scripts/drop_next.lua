@@ -1,5 +1,6 @@
 -- fenced
 -- Delete an entry of experience that is too long for the learner to read, and record it; leave a shorter one.
+-- Before it, those of more fields than an append writes are deleted without a record.
 -- KEYS: 1 state (hash), 2 dead (stream), 3 experience (stream). ARGV: 1 token, 2 cap, 3 bytes of the longest reply,
 --       4 id of the entry before it. Answer: the number of entries deleted.
 local entry = first_entry('XRANGE', KEYS[3], '(' .. ARGV[4], '+')

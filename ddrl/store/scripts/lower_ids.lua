@@ -18,7 +18,7 @@ local function is_ahead(key)
   return is_late(id)
 end
 
-redis.call('HDEL', KEYS[1], '')  -- first: works at maxmemory
+write_when_full(KEYS[1])
 for i = 2, #KEYS do
   local is_experience = i == 2 and ARGV[3] ~= ''
   if not is_experience then shrink(KEYS[i]) end
@@ -37,12 +37,10 @@ for i = 2, #KEYS do
       redis.call('XTRIM', KEYS[i], 'MAXLEN', ARGV[5])
     end
     for _ = 1, tonumber(ARGV[is_experience and 4 or 5]) do
-      local entry = redis.call('XRANGE', KEYS[i], '-', '+', 'COUNT', 1)[1]
+      local entry = first_entry('XRANGE', KEYS[i], '-', '+')
       if not entry then break end
       redis.call('XDEL', KEYS[i], entry[1])
-      if #entry[2] <= 200 then  -- an append has fewer
-        redis.call('XADD', lowered, is_late(entry[1]) and '*' or entry[1], unpack(entry[2]))
-      end
+      redis.call('XADD', lowered, is_late(entry[1]) and '*' or entry[1], unpack(entry[2]))
     end
     redis.call('DEL', KEYS[i])
     if redis.call('EXISTS', lowered) == 1 then redis.call('RENAME', lowered, KEYS[i]) end

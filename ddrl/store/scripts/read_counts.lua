@@ -8,7 +8,7 @@ repeat
   if not entry then break end
   local fields = {}
   copied = copied + 800 + 20 * #entry[2]  -- what Lua takes for it, so that a call is short
-  for i = 1, math.min(#entry[2], 200), 2 do
+  for i = 1, #entry[2], 2 do
     copied = copied + #entry[2][i] + #entry[2][i + 1]
     if counts[entry[2][i]] and #entry[2][i + 1] < 20 then
       fields[#fields + 1] = entry[2][i]

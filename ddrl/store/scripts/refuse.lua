@@ -4,7 +4,7 @@
 --       header, reason, delete the entry (1|0). Answer: 1.
 local newest = redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)[1]
 if newest and newest[2][2] == ARGV[#ARGV - 3] then return 1 end
-redis.call('HDEL', KEYS[1], '')  -- first: works at maxmemory
+write_when_full(KEYS[1])
 redis.call('HINCRBY', KEYS[1], 'dead', (#ARGV - 2) / 4)
 for i = 3, #ARGV, 4 do
   if ARGV[i + 3] == '1' then redis.call('XDEL', KEYS[3], ARGV[i]) end
