@@ -15,6 +15,8 @@ share is the median of the rounds' ratios.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import gc
 import itertools
 import json
 import os
@@ -25,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -123,9 +126,18 @@ class Loop:
     def flops(self) -> float:
         """Return the operations in matrix products and convolutions of an update."""
         alone, first = self.alone(), self.algorithm.num_updates
-        with FlopCounterMode(display=False) as found:
+        with self.eager(), FlopCounterMode(display=False) as found:
             alone()
+        gc.collect()  # the counter's hooks keep parts of the autograd graph, which break a capture
         return float(found.get_total_flops()) / (self.algorithm.num_updates - first)
+
+    @contextlib.contextmanager
+    def eager(self) -> Iterator[None]:
+        """Capture no CUDA graphs while the context lasts."""
+        captured = getattr(self.algorithm, "_captured", SimpleNamespace(_captures=False))
+        before, captured._captures = captured._captures, False
+        yield
+        captured._captures = before
 
     def rate(self, step: Callable[[], Any], seconds: float) -> float:
         """Return updates a second of calls of a function."""
@@ -314,11 +326,10 @@ def main() -> None:
     for title in arguments.tasks:
         loop = Loop(TASKS[title](), device)
         flops = loop.flops()
-        if (captured := getattr(loop.algorithm, "_captured", None)) and arguments.eager:
-            captured._captures = False
-        loop.rate(loop.step, 1.0)
-        figures = [loop.rate(loop.step, arguments.seconds) for _ in range(3)]
-        alone = loop.rate(loop.alone(), arguments.seconds)
+        with loop.eager() if arguments.eager else contextlib.nullcontext():
+            loop.rate(loop.step, 1.0)
+            figures = [loop.rate(loop.step, arguments.seconds) for _ in range(3)]
+            alone = loop.rate(loop.alone(), arguments.seconds)
         print(
             f"| {title} | {statistics.median(figures):,.1f} | {min(figures):,.1f} to {max(figures):,.1f} "
             f"| {alone:,.1f} | {flops / 1e6:,.1f} | {100 * alone * flops / most:.0f} % |",

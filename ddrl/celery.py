@@ -68,6 +68,15 @@ def _make_bounded_options(*args: Any, **options: Any) -> dict[str, Any]:
     return made
 
 
+class _Json(virtual.Message):  # type: ignore[misc]
+    """A message; it is JSON as it stands, whatever it says of itself: decompressed, a small one may fill the memory."""
+
+    def __init__(self, payload: dict[str, Any], *args: Any, **options: Any) -> None:
+        kind = {"content-type": "application/json", "content-encoding": "utf-8"}
+        headers = {**payload["headers"], "compression": None}
+        super().__init__({**payload, **kind, "headers": headers}, *args, **options)
+
+
 def _bind(self: Any, exchange: str, routing_key: str, pattern: str, queue: str) -> None:
     """Note the broadcasts that this channel gets; nothing is kept on the server, where Kombu's notes never end."""
     if self.typeof(exchange).type == "fanout":
@@ -88,7 +97,7 @@ except connection.StoreError as _error:  # else `celery -A ddrl` prints a traceb
     raise SystemExit(f"ddrl: error: {_error}") from None
 transport.Channel.connection_class = connection.Connection
 transport.Channel.connection_class_ssl = connection.SecureConnection
-transport.Channel._connparams = _make_bounded_options
+transport.Channel._connparams, transport.Channel.Message = _make_bounded_options, _Json
 transport.Channel.do_restore = False  # a message that a worker took and did not begin may be lost
 transport.Channel._queue_bind, transport.Channel._lookup = _bind, _find_queues
 transport.Channel._delete = virtual.Channel._delete  # knows no bindings

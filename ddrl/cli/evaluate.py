@@ -236,13 +236,15 @@ class Scoring:
         self, evaluations: OpenEvaluations, parts: Sequence[Evaluation], count_processes: Callable[[], int]
     ) -> None:
         """Open some evaluations at a time, and collect results, until all have one or no worker is left."""
-        survey_at, most = time.monotonic() + SURVEY_S, min(self._num_processes, REQUESTS_AT_ONCE)
+        result_at = time.monotonic()
+        survey_at, most = result_at + SURVEY_S, min(self._num_processes, REQUESTS_AT_ONCE)
         while parts or evaluations.pending:
             room = most - len(evaluations.pending)
             if some := parts[:room]:
                 parts = parts[room:]
                 connection.retry(partial(evaluations.open, some), timeout_s=OUTAGE_S)
             for row in connection.retry(evaluations.poll, timeout_s=OUTAGE_S):
+                result_at = time.monotonic()
                 seeds = range(row["first_seed"], row["first_seed"] + row["num_episodes"])
                 self._num_on_fleet += len(seeds)
                 for episode in zip(seeds, row["returns"], row["lengths"], strict=True):
@@ -250,6 +252,8 @@ class Scoring:
                 self._add_metrics(row["metrics"])
             for reason in evaluations.given_up.values():
                 note(f"a worker cannot play these episodes ({reason}); playing them here")
+            if evaluations.given_up and time.monotonic() >= result_at + LOST_S:  # those said to be there do not play
+                return
             evaluations.given_up.clear()
             if time.monotonic() >= survey_at:
                 if not count_processes():

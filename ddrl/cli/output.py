@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from ddrl.cli.format import cell
+from ddrl.cli.format import cell, counted
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
 MIN_TEXT = 24  # columns of a cell of text that wraps
+MOST_CELL, MOST_TEXT = 255, 1_000  # characters of a cell, and of one that wraps
+MOST_CHARACTERS = 5_000_000  # of a table
 UNBOUNDED = 10_000  # columns of an output that is not a terminal
 AS_IT_IS: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}  # options of a rich console
 PROGRESS_S = 5.0  # between two lines of progress where there is no terminal
@@ -192,7 +194,7 @@ def table(
     left: Sequence[str] = (),
     optional: Sequence[str] = (),
 ) -> None:
-    """Print rows below a header; no cell is cut off.
+    """Print rows below a header, and of more than a terminal can use the last ones; no usual cell is cut off.
 
     Args:
         header: names of the columns.
@@ -203,9 +205,11 @@ def table(
     from rich.cells import cell_len
     from rich.table import Table
 
-    console, texts = _console(sys.stdout), [header, *([cell(value) for value in row] for row in rows)]
-    wrapped = len(header) - 1 if header[-1] in left else None
-    widths = [max(map(cell_len, column)) for column in zip(*texts, strict=True)]
+    console, wrapped = _console(sys.stdout), len(header) - 1 if header[-1] in left else None
+    longest = [MOST_TEXT if column == wrapped else MOST_CELL for column in range(len(header))]
+    texts = [[_cut(cell(value), most) for value, most in zip(row, longest, strict=True)] for row in rows]
+    widths = [max(map(cell_len, column)) for column in zip(header, *texts, strict=True)]
+    left_out = texts[: max(0, len(texts) - MOST_CHARACTERS // sum(widths))]
     if wrapped is not None:
         widths[wrapped] = MIN_TEXT
     shown = list(range(len(header)))
@@ -216,9 +220,16 @@ def table(
     for column in shown:
         justify: Any = "left" if header[column] in left else "right"
         grid.add_column(header[column], justify, no_wrap=column != wrapped, min_width=widths[column])
-    for row in texts[1:]:
+    for row in texts[len(left_out) :]:
         grid.add_row(*(row[column] for column in shown))
     _print(console, grid)
+    if left_out:
+        note(f"{counted(len(left_out), 'row')} before these not shown: too many for a table; use --json")
+
+
+def _cut(text: str, most: int) -> str:
+    """Return a text, its end left out where it is too long."""
+    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def pairs(values: Mapping[str, Any]) -> None:

@@ -60,9 +60,12 @@ class Core:
         several = ranks if ranks.size > 1 else None
         self.algorithm = resolved.learner(device=device, seed=config.seed, ranks=several)
         self.replay = make_experience(config, resolved.config, resolved.spec, device=device, ranks=several)
+        num_envs, num_steps = config.env.num_envs, longest_fragment_steps(config.rollout, resolved.sequences)
+        if resolved.on_policy:  # a batch is whole fragments
+            num_steps = min(num_steps, -(-resolved.config.batch_size // num_envs))
         limits = FragmentLimits(
-            longest_fragment_steps(config.rollout, resolved.sequences),
-            config.env.num_envs,
+            num_steps,
+            num_envs,
             resolved.context,
             resolved.config.recurrent_state_size,
             resolved.sequences.stride if resolved.sequences else 1,

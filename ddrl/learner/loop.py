@@ -228,7 +228,7 @@ class Learner:
             if not objection:  # else it is deleted
                 shared.add_entry(entry)
             if reason:
-                self._log_refusal(entry.entry_id.decode(), reason)
+                self._warn(f"entry {entry.entry_id.decode()} refused: {reason}")
                 shared.refused.append(stream.Refusal(entry.entry_id, entry.head, reason, not objection))
             if entry.played is not None and not reason:
                 num_steps = entry.played.num_transitions
@@ -242,17 +242,17 @@ class Learner:
                 break
         if gaps:
             shared.gaps.append(gaps[0] + (f", and so on, {len(gaps)} times" if len(gaps) > 1 else ""))
-            log.warning("%s", shared.gaps[-1])
+            self._warn(shared.gaps[-1])
         shared.oldest = self._oldest()
         return True
 
-    def _log_refusal(self, entry: str, reason: str) -> None:
-        """Log an entry that is refused, unless one was within LOG_S: a worker may write a flood of them."""
+    def _warn(self, text: str) -> None:
+        """Log what is wrong with an entry, unless one was within LOG_S: a worker may write a flood of them."""
         self._num_unlogged += 1
         if (now := time.monotonic()) >= self._log_at:
             others = self._num_unlogged - 1
             more = f", and {others:,} others since the last line" if others else ""
-            log.warning("entry %s refused: %s%s", entry, reason, more)
+            log.warning("%s%s", text, more)
             self._num_unlogged, self._log_at = 0, now + LOG_S
 
     def _update(self) -> bool:

@@ -26,7 +26,7 @@ BLOCK_MS = 1_000
 MOST_EPISODES = 20  # the newest of a fragment, whose returns are counted
 LATEST_S = 5.0  # between two looks for entries with later ids
 MAX_DECODED_BYTES = 256 * 1024**2  # of decoded fragments; beyond it the reader waits for the learner
-_ENTRY_BYTES = 2 * 1024  # of anything decoded, even if refused
+_ENTRY_BYTES = 6 * 1024  # of anything decoded, even if refused
 _EXTRA_BYTES = 4 * 1024  # of a step: columns that algorithms may add, such as values
 
 

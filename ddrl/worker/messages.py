@@ -123,7 +123,8 @@ def deliver(self: transport.Transport, item: Any, queue: str) -> None:
         if not _is_kept():
             return
         log.warning("an item of queue %s is no message (%.200r): put aside, see `ddrl doctor`", queue, reason)
-        fields: dict[Any, Any] = {"queue": queue, "reason": reason, "item": str(item)[:KEPT_CHARACTERS]}
+        texts = {"queue": queue, "reason": reason, "item": str(item)}
+        fields: dict[Any, Any] = {name: text[:KEPT_CHARACTERS] for name, text in texts.items()}
         with contextlib.suppress(*connection.OUTAGES), connection.connect() as client:
             client.xadd(keys.BROKEN, fields, maxlen=KEPT)
 

@@ -126,6 +126,21 @@ def test_a_narrow_terminal_leaves_out_columns_and_cuts_no_cell(
     assert [word for line in rest for word in line] == cells
 
 
+def test_of_more_than_a_terminal_can_use_the_last_rows_are_shown(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output, "MOST_CHARACTERS", 3 * 265)
+    rows = [(number, "漢" * 5_000, "word " * 5_000) for number in range(5)]
+    output.table(("row", "name", "note"), [(1, "n" * 200, "x" * 50), *rows[:1]], left=("name", "note"))
+    shown, said = capsys.readouterr()
+    assert [line.split()[0] for line in shown.splitlines()] == ["row"] and "2 rows before these" in said
+    monkeypatch.setattr(output, "MOST_CHARACTERS", 4_000)
+    output.table(("row", "name", "note"), rows, left=("name", "note"))
+    shown, said = capsys.readouterr()
+    assert [line.split()[0] for line in shown.splitlines()] == ["row", "3", "4"]
+    assert max(map(len, shown.splitlines())) < 1_400 and "3 rows before these not shown" in said
+
+
 def test_status(client: Any) -> None:
     run = make_run(client)
     assert call("status").splitlines()[0].split() == ["run", run]

@@ -255,6 +255,17 @@ def test_what_a_worker_cannot_play_is_played_here(
     assert "RuntimeError" not in str(client.hgetall(keys.state(fleet.run)))  # it is not the run's fault
 
 
+def test_a_fleet_that_only_says_it_is_there_is_waited_for_once(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "REQUESTS_AT_ONCE", 1)
+    monkeypatch.setattr(command, "LOST_S", 0.05)
+    fleet.play = lambda *_: None
+    report, err = fleet.score("--num-envs", "1")
+    assert report["episodes_on_fleet"] == 0 and len(fleet.sent) == 3 and fleet.is_clean()
+    assert err.count("\n") == 1 and "lost 3 times" in err
+
+
 @pytest.mark.parametrize("outage", [False, True])
 def test_a_worker_stops_a_withdrawn_evaluation_but_not_for_an_outage(
     client: Redis, run: str, monkeypatch: pytest.MonkeyPatch, outage: bool

@@ -94,6 +94,20 @@ def test_of_what_no_allowance_allowed_only_an_iteration_is_held(server) -> None:
         assert len(learner.replay) < 64 + one.num_transitions and run.state.appended_steps >= 40 * 8
 
 
+def test_a_fragment_of_more_than_an_iteration_is_refused(server) -> None:
+    """A batch is whole fragments: a forged one could be many times what the learner has memory and time for."""
+    run = pick_run(server)
+    player, learner = Player(run.client, run.id), run.learner()
+    player.load(run.client, run.index.latest)
+    most = 64 // player.config.env.num_envs
+    for num_steps in (most, most + 1):
+        append_unasked(run, player, max_steps=num_steps)
+    with training(learner):
+        run.catch_up(learner)
+    learner.finish()
+    assert [b"T, N, C" in reason for reason in run.dead] == [True] and learner.counters.admitted == 1
+
+
 @pytest.mark.parametrize(("stale", "num_dropped"), [("drop", 4), ("correct", 0)])
 def test_stale_fragments_are_dropped_or_corrected(server, stale: str, num_dropped: int) -> None:
     """Their steps are given back: the allowance does not run out."""

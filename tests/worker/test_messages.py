@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import base64
+import bz2
 import json
+import zlib
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from celery import Celery
-from kombu import Producer
+from kombu import Connection, Producer
+from kombu.exceptions import DecodeError
 from kombu.transport import redis as transport
 from redis import Redis
 from support.commands import call_json
@@ -124,6 +127,28 @@ def test_a_bad_item_is_put_aside_with_its_reason_and_the_worker_goes_on(
         client.xadd(keys.BROKEN, odd)
     (finding,) = [row for row in call_json("doctor") if row["name"] == "messages"]
     assert f"{len(items) + 1} items put aside" in finding["detail"] and "celery.pidbox" in finding["detail"]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"headers": {"compression": "bzip2"}},
+        {"headers": {"compression": "zlib"}},
+        {"content-type": "application/data", "content-encoding": "bz2_codec"},
+    ],
+)
+def test_an_event_is_not_decompressed(kind: dict[str, Any]) -> None:
+    packed = (zlib if "zlib" in str(kind) else bz2).compress(bytes(10_000_000))
+    event = {
+        "body": base64.b64encode(packed).decode(),
+        "properties": {"body_encoding": "base64", "delivery_tag": "x"},
+        **{"headers": {}, "content-type": "application/json", "content-encoding": "utf-8"},
+    }
+    with Connection("memory://") as broker:
+        message = transport.Channel.Message(event | kind, channel=broker.default_channel)
+        assert message.body == packed
+        with pytest.raises(DecodeError):
+            message.decode()
 
 
 def test_an_evaluation_names_a_run_that_can_be_one(message: Any, monkeypatch: pytest.MonkeyPatch) -> None:
