@@ -252,8 +252,8 @@ class Scoring:
                 self._add_metrics(row["metrics"])
             for reason in evaluations.given_up.values():
                 note(f"a worker cannot play these episodes ({reason}); playing them here")
-            if evaluations.given_up and time.monotonic() >= result_at + LOST_S:  # those said to be there do not play
-                return
+            if evaluations.given_up and time.monotonic() >= result_at + LOST_S:
+                return  # nobody plays
             evaluations.given_up.clear()
             if time.monotonic() >= survey_at:
                 if not count_processes():

@@ -57,7 +57,7 @@ class Dispatcher:
         self._surveyed_at = self._trusted_at = time.monotonic()
         self._suspects: frozenset[str] = frozenset()
         self._process_s: float | None = None
-        self._mean_processes, self._processes = 0.0, 0
+        self._mean_processes, self._processes = 0.0, 0.0
         self._admitted = 0  # fragments, at the last survey
 
     def tick(self, admitted: int = 0) -> int:
@@ -98,6 +98,8 @@ class Dispatcher:
             if claimed:
                 stream.claim(self._client, load.run, claimed, for_ms=round(CLAIM_EVERY_S * 1e3))
                 left -= claimed
+            if not left:
+                break
 
     # --- every few seconds -------------------------------------------------------------------------------
 
@@ -115,7 +117,9 @@ class Dispatcher:
         serving = [worker for worker in fleet if self._queue in worker.queues]
         self._nodes = frozenset(worker.node for worker in serving)
         processes = min(sum(worker.processes for worker in serving if not worker.draining), MAX_PROCESSES)
-        self._processes = max(self._processes, processes)  # many may be lost at once, which is to be noted
+        self._processes = max(
+            processes, 0.9 * self._processes
+        )  # many may be lost at once, which is to be noted
         self._num_messages = max(1, min(processes, 2), math.ceil(processes / PROCESSES_PER_MESSAGE))
         self._limit_s = max((load.limit_s for load in segments.active(self._client)), default=0.0)
         elapsed_s = now - self._surveyed_at

@@ -108,6 +108,24 @@ def test_more_processes_that_play_than_there_are_are_forgotten(client: Redis, ru
     assert client.hlen(keys.playing(run)) == 0
 
 
+def test_processes_that_have_gone_count_for_a_while_among_those_that_play(
+    client: Redis, run: str, monkeypatch
+) -> None:
+    monkeypatch.setattr(dispatcher_module, "MIN_PLAYING", 3)
+    one, forged = dispatcher(client, run), heartbeat("b@h", 20_000)
+    workers.beat(client, forged)
+    one.tick()
+    workers.leave(client, forged)
+    workers.beat(client, heartbeat("a@h", 2, pids=(10, 11)))
+    for number in range(12):
+        note_playing(client, run, node="a@h", pid=10, thread=number)
+    one.tick()
+    assert client.hlen(keys.playing(run)) == 12
+    for _ in range(100):
+        one.tick()
+    assert client.hlen(keys.playing(run)) == 0
+
+
 def test_a_run_that_gets_fragments_is_not_paused_for_crashes(client: Redis, run: str, monkeypatch) -> None:
     monkeypatch.setattr(dispatcher_module, "SURVEY_S", 0.0)
     one = dispatcher(client, run)

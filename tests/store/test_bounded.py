@@ -244,6 +244,43 @@ def test_readers_go_on_after_a_late_id_was_taken_away(client: Redis, run: str, t
     assert [row["version"] for row in opened.poll()] == [ONE.version] and not opened.pending
 
 
+MANY = ", ".join(f"'{number}', ''" for number in range(101))  # fields and values that no append writes
+
+
+def test_of_many_entries_with_many_fields_a_call_deletes_as_many_as_it_has_time_for(
+    client: Redis, run: str, token: int
+) -> None:
+    """Else one call would delete all, for minutes, in which the server answers nobody."""
+    key, counted = keys.experience(run), stream.Counted(b"0-0", 1, 1, 100)
+    calls: list[Callable[[], object]] = [
+        lambda: connection.call(client, "newest_id", [key]),
+        lambda: stream.correct_counts(client, run, token, counted),
+        lambda: connection.call(client, "read_counts", [key], [b"0-0", b"+", 10**9, "f"]),
+        lambda: stream.drop_next(client, run, token, 10**6, b"0-0"),
+        lambda: stream.trim(client, run, token, b"0-1"),
+    ]
+    for look in calls:
+        client.delete(key)
+        flood(client, key, f"'XADD', KEYS[1], '*', {MANY}", num=4_000)
+        look()
+        assert 1_000 < client.xlen(key) < 4_000
+    stream.lower_ids(client, run, token, b"0-0", capped_streams.latest(client))
+    for _ in range(4):
+        first = connection.call(client, "newest_id", [key])
+    assert first is None and client.xlen(key) == 0
+
+
+def test_an_entry_that_takes_seconds_to_look_at_is_looked_at_once(client: Redis, run: str) -> None:
+    key, seconds = keys.evaluations(run), client.time()[0]
+    late = b"%d-0" % (1000 * (seconds + 40_000))
+    client.xadd(key, {str(number): "" for number in range(50_000)}, id=late)
+    client.config_set("slowlog-log-slower-than", 0)
+    assert bounded.newest(client, key, b"0-0", b"+") == ([], late) and client.xlen(key) == 0
+    client.slowlog_reset()
+    assert bounded.newest(client, key, late, b"+") == ([], late)
+    assert not any(b"XINFO" in row["command"].upper() for row in client.slowlog_get(100))
+
+
 @pytest.fixture
 def peak(make_server: Callable[..., PrivateServer]) -> Iterator[tuple[Redis, Callable[[], int]]]:
     """A client, and what measures by how many bytes the server's memory has grown at most since the last call."""

@@ -214,6 +214,19 @@ def test_a_large_entry_behind_others_is_not_looked_at(client: Redis, run: str, t
     assert any(is_fast() for _ in range(5))  # on a busy machine too
 
 
+def test_a_first_step_without_a_time_gets_the_runs(client: Redis, run: str, token: int) -> None:
+    """Whoever raised the count of fragments before it kept the append from noting one."""
+    client.hset(keys.counts(run), "appended_fragments", 7)
+    append(client, run, 0)
+    assert runs.state(client, run).first_step_s == 0
+    stream.correct_counts(client, run, token, stream.Counted(b"0-0", 0, 0, 0))
+    assert runs.state(client, run).first_step_s == 0
+    [entry] = stream.read(client, run, b"0-0", count=1)
+    stream.correct_counts(client, run, token, stream.Counted(entry.entry_id, 1, 10, 100))
+    state = runs.state(client, run)
+    assert state.first_step_s == state.created_s > 0
+
+
 def test_the_first_append_dates_the_first_step_before_its_play(client: Redis, run: str) -> None:
     before_ms = runs.server_ms(client)
     append(client, run, 0, played_ms=250)

@@ -78,13 +78,27 @@ end
 
 local MOST_PARTS = 200  -- fields and values of an entry: an append writes fewer
 
--- The first entry of XRANGE or XREVRANGE; nil if there is none. One of more than MOST_PARTS is deleted: to look at
--- millions takes longer than callers wait, who would ask again for ever.
+-- The first entry of XRANGE or XREVRANGE, and how many parts it looked at; nil if there is none. One of more than
+-- MOST_PARTS is deleted: to look at millions takes longer than callers wait, who would ask again for ever. Of many such
+-- the last that a call has time for stands, without its parts, for those to come.
 local function first_entry(command, key, from, to)
+  local parts = 0
   repeat
     local entry = redis.call(command, key, from, to, 'COUNT', 1)[1]
-    if not entry or #entry[2] <= MOST_PARTS then return entry end
-  until type(redis.pcall('XDEL', key, entry[1])) ~= 'number'
+    parts = parts + 1 + (entry and #entry[2] or 0)
+    if not entry or #entry[2] <= MOST_PARTS then return entry, parts end
+    local is_deleted = type(redis.pcall('XDEL', key, entry[1])) == 'number'
+    if parts > 300000 then return {entry[1], {}}, parts end
+  until not is_deleted
+end
+
+-- The id of the next entry of a stream; nil, and perhaps the reason, if it takes none. XINFO would look at entries,
+-- which may be large.
+local function next_id(key)
+  local id = redis.pcall('XADD', key, 'NOMKSTREAM', '*', 'x', '')
+  if type(id) ~= 'string' then return nil, id and id.err end
+  redis.call('XDEL', key, id)
+  return id
 end
 
 -- The newest entries of a stream from one id to another, the newest first, and the id of the newest, '' if there is none.
@@ -98,11 +112,10 @@ local function newest(key, from, to, most_parts, most_bytes, longest)
       local num, size = #entry[2], 0
       if last == '' then last = entry[1] end
       parts, to = parts + num + 1, '(' .. entry[1]
+      if num > MOST_PARTS then redis.pcall('XDEL', key, entry[1]) end
       if parts > most_parts then return found, last end
       for i = 1, math.min(num, MOST_PARTS) do size = size + #entry[2][i] end
-      if num > MOST_PARTS then
-        redis.pcall('XDEL', key, entry[1])
-      elseif size <= longest then
+      if num <= MOST_PARTS and size <= longest then
         bytes = bytes + size
         if bytes > most_bytes then return found, last end
         found[#found + 1] = entry

@@ -3,7 +3,7 @@
 -- all; else they differ from the right ones as the append that wrote the last entry read differed from the learner. A
 -- worker may have written that entry, too, so each count stays within what can be.
 -- KEYS: 1 state (hash), 2 experience (stream), 3 counts (hash).
--- A time of the first step that is not within the run's becomes that of the run's creation.
+-- A time of the first step that is missing, or not within the run's, becomes that of the run's creation.
 -- ARGV: 1 token, 2 last entry read, 3 fragments, 4 transitions up to it, 5 bytes of the stream up to it, 6 most
 --       transitions that can have been appended; 7 to 9 what its append counted of fragments, transitions and bytes, if
 --       that is known. Answer: 1 if they differed.
@@ -17,7 +17,8 @@ end
 write_when_full(KEYS[3])
 local time, created = redis.call('TIME'), number(redis.call('HGET', KEYS[1], 'created_ms'))
 local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
-if redis.call('HEXISTS', KEYS[3], 'first_step_ms') == 1 and created then
+local is_played = tonumber(ARGV[4]) > 0 or redis.call('HEXISTS', KEYS[3], 'first_step_ms') == 1
+if is_played and created then
   local at = counts_of(KEYS[3], 'first_step_ms')[1] or 0
   if at < created or at > now_ms then
     redis.call('HSET', KEYS[3], 'first_step_ms', string.format('%.0f', created))

@@ -9,13 +9,11 @@ local function milliseconds(id) return tonumber(string.match(id, '%d+')) end
 
 local function is_late(id) return milliseconds(id) > milliseconds(ARGV[2]) end
 
--- Whether the next id would be late, or there is none. XINFO would look at entries, which may be large.
+-- Whether the next id would be late, or there is none.
 local function is_ahead(key)
-  local id = redis.pcall('XADD', key, 'NOMKSTREAM', '*', 'x', '')
-  if not id then return false end
-  if type(id) == 'table' then return string.find(id.err, 'exhausted') end
-  redis.call('XDEL', key, id)
-  return is_late(id)
+  local id, refused = next_id(key)
+  if id then return is_late(id) end
+  return refused and string.find(refused, 'exhausted')
 end
 
 write_when_full(KEYS[1])
@@ -36,12 +34,16 @@ for i = 2, #KEYS do
     else
       redis.call('XTRIM', KEYS[i], 'MAXLEN', ARGV[5])
     end
-    for _ = 1, tonumber(ARGV[is_experience and 4 or 5]) do
-      local entry = first_entry('XRANGE', KEYS[i], '-', '+')
+    local left = 40 * tonumber(ARGV[is_experience and 4 or 5])  -- parts: an append writes some 40
+    repeat
+      local entry, parts = first_entry('XRANGE', KEYS[i], '-', '+')
       if not entry then break end
       redis.call('XDEL', KEYS[i], entry[1])
-      redis.call('XADD', lowered, is_late(entry[1]) and '*' or entry[1], unpack(entry[2]))
-    end
+      if #entry[2] > 0 then
+        redis.call('XADD', lowered, is_late(entry[1]) and '*' or entry[1], unpack(entry[2]))
+      end
+      left = left - math.max(parts, 40)
+    until left <= 0
     redis.call('DEL', KEYS[i])
     if redis.call('EXISTS', lowered) == 1 then redis.call('RENAME', lowered, KEYS[i]) end
   end

@@ -4,10 +4,10 @@
 local counts, found, copied, last = {}, {}, 0, ARGV[1]
 for i = 4, #ARGV do counts[ARGV[i]] = true end
 repeat
-  local entry = first_entry('XRANGE', KEYS[1], '(' .. last, ARGV[2])
+  local entry, parts = first_entry('XRANGE', KEYS[1], '(' .. last, ARGV[2])
   if not entry then break end
   local fields = {}
-  copied = copied + 800 + 20 * #entry[2]  -- what Lua takes for it, so that a call is short
+  copied = copied + 800 + 20 * parts  -- what Lua takes for it, so that a call is short
   for i = 1, #entry[2], 2 do
     copied = copied + #entry[2][i] + #entry[2][i + 1]
     if counts[entry[2][i]] and #entry[2][i + 1] < 20 then
