@@ -11,6 +11,7 @@ import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Annotated, Any, cast
 
 from pydantic import Field, TypeAdapter
@@ -172,8 +173,8 @@ def sweep(client: Redis, run: str, token: int) -> int:
     pointer = newest_pointer(client, run)
     named = {key.encode() for key in part_keys(run, pointer)} if pointer else set()
     found = bounded.names(client, keys.checkpoint_pattern(run))
-    stray = [key for key in found if key not in named and keys.checkpoint_token(key) < token]
-    batches = (stray[first : first + DROPPED_AT_ONCE] for first in range(0, len(stray), DROPPED_AT_ONCE))
+    stray = (key for key in found if key not in named and keys.checkpoint_token(key) < token)
+    batches = iter(lambda: [*islice(stray, DROPPED_AT_ONCE)], [])
     return sum(call(client, "drop_parts", [keys.state(run), *some], [token]) for some in batches)
 
 
