@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 MIN_TEXT = 24  # columns of a cell of text that wraps
-MOST_CELL, MOST_TEXT = 255, 1_000  # characters of a cell, and of one that wraps
+MOST_CELL, MOST_TEXT, MOST_NAME = 255, 1_000, 60  # characters of a cell, of one that wraps, of a value's name
 MOST_CHARACTERS = 5_000_000  # of a table
 UNBOUNDED = 10_000  # columns of an output that is not a terminal
 AS_IT_IS: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}  # options of a rich console
@@ -234,7 +234,7 @@ def _cut(text: str, most: int) -> str:
 
 def pairs(values: Mapping[str, Any]) -> None:
     """Print names and values, one pair a line, the values aligned; a value of None is left out."""
-    aligned([(name, cell(value)) for name, value in values.items() if value is not None])
+    aligned([(_cut(name, MOST_NAME), cell(value)) for name, value in values.items() if value is not None])
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> None:
