@@ -16,7 +16,7 @@ from ddrl.networks.device import to_device, to_host
 from ddrl.networks.ranks import Ranks
 from ddrl.replay.experience import longest_fragment_steps, make_experience
 from ddrl.replay.reader import Decoded, FragmentLimits, decode, decode_range
-from ddrl.store import connection, stream
+from ddrl.store import connection, runs, stream
 from ddrl.store.checkpoints import Counters
 from ddrl.store.connection import Redis
 
@@ -70,6 +70,7 @@ class Core:
             resolved.config.recurrent_state_size,
             resolved.sequences.stride if resolved.sequences else 1,
             len(config.env.metrics),
+            *runs.too_large(reader_client, run),
         )
         self.decode = partial(
             decode,

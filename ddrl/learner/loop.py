@@ -32,7 +32,7 @@ from ddrl.learner.core import Core
 from ddrl.learner.group import Leading
 from ddrl.learner.publisher import OnCheckpoint, Publisher, Shared, Tensors, decode_tensors
 from ddrl.replay.experience import warmup_steps
-from ddrl.replay.reader import Reader, decode_range
+from ddrl.replay.reader import Reader, decode_range, largest_value
 from ddrl.store import runs, stream, weights
 from ddrl.store.checkpoints import Counters
 from ddrl.store.connection import Redis
@@ -336,43 +336,27 @@ class Learner:
         state = _check_finite(self.algorithm.state(), self.algorithm.num_updates)
         return self.counters, dict(state) | self.leading.replay_state()
 
-    def drop_huge(self, *, is_again: bool) -> str:
-        """Refuse the fragments with values that are `too_large`; decodes the whole stream.
+    def find_huge(self, *, is_again: bool) -> tuple[float, str]:
+        """Look for values that are `too_large` among those that were read; decodes the whole stream.
 
         Args:
-            is_again: it was of no avail, as forged fragments may be the most: those above LEAST_HUGE go.
+            is_again: it was of no avail, as forged fragments may be the most: those above LEAST_HUGE are too large.
 
         Returns:
-            The value that is furthest from 0 and its entry, as a clause.
+            The limit; and the value that is furthest from 0 and its entry, as a clause.
         """
-        largest: list[tuple[float, str, bytes, int]] = []  # of each fragment
-        decode_each = partial(self.core.decode, ranks=(0, 1))
-        for entry in decode_range(
-            self.core.client, self._run, b"0-1", self.shared.ledger.cursor, decode_each
-        ):
-            if (fragment := entry.fragment) is None:
-                continue
-            names = ("observation", "final_observation")
-            extras = {name: x for name, x in fragment.extras.items() if name != "episode_metrics"}
-            columns = {name: self.core.resolved.spec.numbers(getattr(fragment, name)) for name in names}
-            columns |= {"reward": fragment.reward} | extras
-            ends = {name: (float(x.min(initial=0)), float(x.max(initial=0))) for name, x in columns.items()}
-            sizes = {name: max(-low, high) for name, (low, high) in ends.items()}
-            name = max(sizes, key=sizes.__getitem__)
-            largest.append((sizes[name], name, entry.entry_id, entry.producer))
-        if not largest:
-            return "no experience is in the stream"
-        limit = LEAST_HUGE if is_again else too_large([size for size, *_ in largest])
-        huge = [
-            stream.Refusal(entry_id, b"", f"{name}: {size:.3g} is too large to learn from", is_fragment=False)
-            for size, name, entry_id, _ in largest
-            if size > limit
-        ]
-        for first in range(0, len(huge), 1_000):
-            stream.refuse(self._client, self._run, self._token, huge[first : first + 1_000])
-        size, name, entry_id, producer = max(largest)
+        found: list[tuple[float, str, bytes, int]] = []  # of each fragment
+        decode_each, last = partial(self.core.decode, ranks=(0, 1)), self.shared.ledger.cursor
+        for entry in decode_range(self.core.client, self._run, b"0-1", last, decode_each):
+            if entry.fragment is not None:
+                size, name = largest_value(entry.fragment, self.core.resolved.spec)
+                found.append((size, name, entry.entry_id, entry.producer))
+        if not found:
+            return HUGE, "no experience is in the stream"
+        size, name, entry_id, producer = max(found)
         where = f"entry {entry_id.decode()} of producer {producer}"
-        return f"the largest value of the stream is {size:.3g}, in {name} of {where}"
+        limit = LEAST_HUGE if is_again else too_large([size for size, *_ in found])
+        return limit, f"the largest value of the stream is {size:.3g}, in {name} of {where}"
 
     @property
     def progress(self) -> tuple[int, int]:

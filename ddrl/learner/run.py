@@ -579,8 +579,9 @@ class _Attempt:
 
     def _go_back(self, error: NotFiniteError) -> NotFiniteError:
         """Raise _WentBackError the first time since the run began or was resumed; later return why the run fails."""
-        is_again = not runs.go_back(self._client, self._run, self._token)
-        largest = self._learner.drop_huge(is_again=is_again)
+        is_again = runs.has_gone_back(self._client, self._run)
+        limit, largest = self._learner.find_huge(is_again=is_again)
+        runs.go_back(self._client, self._run, self._token, limit, self._learner.shared.ledger.cursor)
         if is_again:
             remedy = "bound what the environment returns, or lower algorithm.learning_rate"
             return NotFiniteError(f"{error}, again; {largest}; {remedy}")

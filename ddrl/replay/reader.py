@@ -41,6 +41,7 @@ class FragmentLimits:
         state_size: H, numbers of a recurrent state.
         stride: T is a multiple of it.
         num_metrics: M, names of `env.metrics`.
+        largest, until: the largest value in the entries up to that id; see `runs.go_back`.
     """
 
     num_steps: int
@@ -49,6 +50,8 @@ class FragmentLimits:
     state_size: int = 0
     stride: int = 1
     num_metrics: int = 0
+    largest: float = math.inf
+    until: bytes = b"0-0"
 
     def step_bytes(self, spaces: EnvSpec) -> int:
         """Return a generous bound on all columns of a step, with a final observation and a recurrent state."""
@@ -138,6 +141,10 @@ def decode(
         if entry.producer >= 0:  # its header may say anything
             fragment = replace(fragment, producer=read.producer, incarnation=read.incarnation, seq=read.seq)
         _check(fragment, run, spaces, limits)
+        if stream.order(entry.entry_id) <= stream.order(limits.until):
+            size, name = largest_value(fragment, spaces)
+            if size > limits.largest:
+                raise codec.CodecError(f"{name}: {size:.3g} is too large to learn from")
         packed = pack(fragment)
     except ValueError as error:  # CodecError is one
         return replace(read, reason=str(error), head=entry.fields.get(b"h", b"")[:1024])
@@ -149,6 +156,14 @@ def decode(
         return replace(read, played=played)
     memory_bytes = _ENTRY_BYTES + max(fragment.num_bytes, packed.num_bytes)
     return replace(read, memory_bytes=memory_bytes, fragment=fragment, played=played, packed=packed)
+
+
+def largest_value(fragment: Fragment, spaces: EnvSpec) -> tuple[float, str]:
+    """Return the value that is furthest from 0 among those that are learned from, without its sign, and its column."""
+    columns = {name: spaces.numbers(getattr(fragment, name)) for name in ("observation", "final_observation")}
+    columns |= {"reward": fragment.reward}
+    columns |= {name: x for name, x in fragment.extras.items() if name != "episode_metrics"}
+    return max((float(max(-x.min(initial=0), x.max(initial=0))), name) for name, x in columns.items())
 
 
 def _check(fragment: Fragment, run: str, spaces: EnvSpec, limits: FragmentLimits) -> None:

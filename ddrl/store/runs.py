@@ -360,16 +360,29 @@ def reserved_bytes(client: Redis, *, but: str | None = None) -> int:
     return _sum_bytes(client, [run for run in open_names(client) if run != but], "max_bytes")
 
 
-def go_back(client: Redis, run: str, token: int) -> bool:
-    """Note that a run goes back to its newest checkpoint; False if it has since it began or was resumed.
+def go_back(client: Redis, run: str, token: int, largest: float, until: bytes) -> None:
+    """Note that a run goes back to its newest checkpoint, and never learns from some of its entries again.
+
+    Args:
+        largest: entries up to `until` with a larger value are refused from now on, as they may be the reason.
+        until: the last entry that was learned from.
 
     Raises:
         LeaseLostError: another learner took over.
     """
-    if client.hexists(keys.state(run), "went_back"):
-        return False
-    call(client, "set_fields", [keys.state(run)] * 2, [token, "went_back", 1])
-    return True
+    fields = {"went_back": 1, "largest": min(largest, too_large(client, run)[0]), "largest_until": until}
+    call(client, "set_fields", [keys.state(run)] * 2, [token, fields])
+
+
+def has_gone_back(client: Redis, run: str) -> bool:
+    """Return whether a run went back since it began or was resumed."""
+    return client.hexists(keys.state(run), "went_back")
+
+
+def too_large(client: Redis, run: str) -> tuple[float, bytes]:
+    """Return the largest value and the last entry that `go_back` noted; infinity and 0-0 if it did not."""
+    largest, until = cast("list[bytes | None]", client.hmget(keys.state(run), "largest", "largest_until"))
+    return float(largest or "inf"), until or b"0-0"
 
 
 def reserve(client: Redis, run: str, token: int, needed_bytes: int) -> int:
