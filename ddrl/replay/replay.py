@@ -420,13 +420,9 @@ class Replay:
         self._apply_priorities(keep=0)
         if self.priorities is None:
             return {}
-        ids = (
-            np.array([order(entry.entry_id) for entry in self._entries], np.uint64)
-            .reshape(-1, 2)
-            .view(np.int64)
-        )
+        ids = np.array([order(entry.entry_id) for entry in self._entries], np.uint64).reshape(-1, 2)
         items = np.array([entry.num_items for entry in self._entries], np.int64)
-        return {**self.priorities.state(), "entry": ids, "items": items}
+        return {**self.priorities.state(), "entry": ids.view(np.int64), "items": items}
 
     def load_state(self, state: Mapping[str, NDArray[Any]]) -> None:
         """Restore the priorities of the items held, which are those of the stream up to the checkpoint's cursor."""
