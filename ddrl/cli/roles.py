@@ -42,9 +42,8 @@ def learner(
     from ddrl.runs.prune import Retention
 
     processes.follow_parent(signal.SIGTERM)
-    os.environ.setdefault(
-        "TORCH_CPP_LOG_LEVEL", "ERROR"
-    )  # else torch prints where a lost learner was waited for
+    # Else torch prints where a lost learner was waited for.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     with server() as client:
         from ddrl.learner import run as runner

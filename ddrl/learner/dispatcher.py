@@ -117,9 +117,8 @@ class Dispatcher:
         serving = [worker for worker in fleet if self._queue in worker.queues]
         self._nodes = frozenset(worker.node for worker in serving)
         processes = min(sum(worker.processes for worker in serving if not worker.draining), MAX_PROCESSES)
-        self._processes = max(
-            processes, 0.9 * self._processes
-        )  # many may be lost at once, which is to be noted
+        # Many may be lost at once, which is to be noted.
+        self._processes = max(processes, 0.9 * self._processes)
         self._num_messages = max(1, min(processes, 2), math.ceil(processes / PROCESSES_PER_MESSAGE))
         self._limit_s = max((load.limit_s for load in segments.active(self._client)), default=0.0)
         elapsed_s = now - self._surveyed_at
