@@ -119,11 +119,10 @@ class LearnerMetrics:
         try:
             self._client.ping()
             if run is not None:
-                found = list(self._of_run(run))
+                with contextlib.suppress(connection.StoreError):  # the run was deleted meanwhile
+                    found = list(self._of_run(run))
         except connection.OUTAGES:
             is_up = False
-        except connection.StoreError:  # the run was deleted meanwhile
-            pass
         yield _family("ddrl_server_up", "1 if the learner's server answers.", ({}, is_up))
         yield from found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -81,12 +82,10 @@ def alive(client: Redis, run: str, *, since_s: float = 0.0) -> dict[str, Member]
     """Return the learners of a run that were seen of late, and since a time of the server's clock, by id."""
     now_s, found = _now_s(client), {}
     for name, value in cast("dict[bytes, bytes]", client.hgetall(keys.learners(run))).items():
-        try:
+        with contextlib.suppress(ValidationError):
             member = _MEMBER.validate_json(value)
-        except ValidationError:
-            continue
-        if member.beat_s >= max(since_s, now_s - TTL_S):
-            found[name.decode()] = member
+            if member.beat_s >= max(since_s, now_s - TTL_S):
+                found[name.decode()] = member
     return found
 
 

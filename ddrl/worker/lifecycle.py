@@ -68,10 +68,9 @@ def _begin(instance: Any, **_: Any) -> None:
             "ddrl: error: no server is running: start one with `ddrl up`, or name one with DDRL_REDIS_URL"
         )
     try:
-        with connection.connect() as client:
+        # Celery waits for a server that is not there.
+        with contextlib.suppress(connection.NotThereError), connection.connect() as client:
             connection.check(client)
-    except connection.NotThereError:
-        pass  # Celery waits for it
     except connection.StoreError as error:  # waiting would not help
         raise SystemExit(f"ddrl: error: {error}") from None
     processes.follow_parent(signal.SIGQUIT)
