@@ -243,14 +243,12 @@ def _with_tls_options(server_url: str) -> str:
                 f"{CA_VARIABLE} asks for TLS, {parts.scheme}:// has none; write {secure} or unset it"
             )
         return server_url
-    added = {}
     if given.pop("ssl_cert_reqs", "required") != "required" or "ssl_check_hostname" in given:
         raise ValueError(
             f"certificates are always verified; leave ssl_cert_reqs and ssl_check_hostname out"
             f" and name the CA in {CA_VARIABLE}"
         )
-    if "ssl_cert_reqs" not in options:
-        added["ssl_cert_reqs"] = "required"
+    added = {} if "ssl_cert_reqs" in options else {"ssl_cert_reqs": "required"}
     if ca and "ssl_ca_certs" not in options:
         given["ssl_ca_certs"] = added["ssl_ca_certs"] = ca
     for name, value in given.items():
