@@ -188,11 +188,7 @@ def progress(what: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
 
 
 def table(
-    header: Sequence[str],
-    rows: Sequence[Sequence[Any]],
-    *,
-    left: Sequence[str] = (),
-    optional: Sequence[str] = (),
+    header: Sequence[str], rows: Sequence[Sequence[Any]], *, left: Sequence[str], optional: Sequence[str] = ()
 ) -> None:
     """Print rows below a header, and of more than a terminal can use the last ones; no usual cell is cut off.
 
