@@ -163,7 +163,8 @@ def largest_value(fragment: Fragment, spaces: EnvSpec) -> tuple[float, str]:
     columns = {name: spaces.numbers(getattr(fragment, name)) for name in ("observation", "final_observation")}
     columns |= {"reward": fragment.reward}
     columns |= {name: x for name, x in fragment.extras.items() if name != "episode_metrics"}
-    return max((float(max(-x.min(initial=0), x.max(initial=0))), name) for name, x in columns.items())
+    ends = {name: (float(x.min(initial=0)), float(x.max(initial=0))) for name, x in columns.items()}
+    return max((max(-low, high), name) for name, (low, high) in ends.items())
 
 
 def _check(fragment: Fragment, run: str, spaces: EnvSpec, limits: FragmentLimits) -> None:

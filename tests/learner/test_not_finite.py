@@ -46,7 +46,9 @@ def test_a_huge_value_takes_the_run_back_once_then_fails_it_and_is_named_and_nev
     def poison(fragment: Fragment) -> dict[bytes, bytes]:
         if is_due.is_set():
             is_due.clear()
-            fragment = replace(fragment, **{column: np.full_like(getattr(fragment, column), huge)})
+            forged = {"forged": np.zeros(fragment.reward.shape, bool)}  # a column that no algorithm adds
+            values = np.full_like(getattr(fragment, column), huge)
+            fragment = replace(fragment, extras=fragment.extras | forged, **{column: values})
         return encode(fragment)
 
     def goes_on() -> None:

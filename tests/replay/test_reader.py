@@ -18,7 +18,7 @@ from support.reference_items import Player
 
 from ddrl import codec
 from ddrl.replay import reader as reader_module
-from ddrl.replay.reader import Decoded, FragmentLimits, Reader, decode, decode_range
+from ddrl.replay.reader import Decoded, FragmentLimits, Reader, decode, decode_range, largest_value
 from ddrl.store import connection, keys, stream
 from ddrl.types import EnvSpec, Fragment
 
@@ -349,3 +349,15 @@ def test_the_error_that_ended_the_reader_is_raised_after_all_before_it(client: R
         assert seqs(reader.take(60.0)) == [0]
         with pytest.raises(KeyError, match="broken"):
             list(reader.take(60.0))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "size"),
+    [("bool", True, 1.0), ("uint8", 255, 255.0), ("int64", -(2**63), 2.0**63), ("float16", -9.0, 9.0)],
+)
+def test_the_largest_value_is_found_in_columns_of_any_type(dtype: str, value: Any, size: float) -> None:
+    made = fragment()
+    column = np.full(made.reward.shape, value, dtype)
+    none = {name: 0 * getattr(made, name) for name in ("observation", "final_observation", "reward")}
+    forged = replace(made, extras={"forged": column, "episode_metrics": column * 100.0}, **none)
+    assert largest_value(forged, SPACES) == (size, "forged")
