@@ -64,7 +64,13 @@ class Learner:
     """
 
     def __init__(
-        self, client: Redis, token: int, config: RunConfig, core: Core, *, on_checkpoint: OnCheckpoint
+        self,
+        client: Redis,
+        token: int,
+        config: RunConfig,
+        core: Core,
+        *,
+        on_checkpoint: OnCheckpoint = lambda blob, meta: None,
     ) -> None:
         self._client, self._run, self._token, self._config = client, core.run, token, config
         self._ranks, self._on_policy, self.core = core.ranks, core.resolved.on_policy, core

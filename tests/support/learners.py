@@ -38,7 +38,7 @@ def restored(
     config, token = runs.config(client, run), token or take(client, run)
     place = {"device": torch.device("cpu"), "ranks": ALONE}
     core = Core(connect_blocking(url), run, config, resolve(client, run), **place)
-    learner = Learner(client, token, config, core, **{"on_checkpoint": lambda blob, meta: None} | options)
+    learner = Learner(client, token, config, core, **options)
     if restores:
         learner.restore()
     return learner
