@@ -96,12 +96,12 @@ def test_of_what_no_allowance_allowed_only_an_iteration_is_held(server) -> None:
 
 def test_a_fragment_of_more_than_an_iteration_is_refused(server) -> None:
     """A batch is whole fragments: a forged one could be many times what the learner has memory and time for."""
-    run = pick_run(server)
+    run = pick_run(server, rollout={"segment_s": 60, "fragment_s": 60})
     player, learner = Player(run.client, run.id), run.learner()
     player.load(run.client, run.index.latest)
     most = 64 // player.config.env.num_envs
     for num_steps in (most, most + 1):
-        append_unasked(run, player, max_steps=num_steps)
+        assert append_unasked(run, player, max_steps=num_steps).num_steps == num_steps
     with training(learner):
         run.catch_up(learner)
     learner.finish()
