@@ -70,7 +70,7 @@ class Core:
             resolved.config.recurrent_state_size,
             resolved.sequences.stride if resolved.sequences else 1,
             len(config.env.metrics),
-            *runs.too_large(reader_client, run),
+            *runs.value_limit(reader_client, run),
         )
         self.decode = partial(
             decode,

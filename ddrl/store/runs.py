@@ -370,7 +370,7 @@ def go_back(client: Redis, run: str, token: int, largest: float, until: bytes) -
     Raises:
         LeaseLostError: another learner took over.
     """
-    fields = {"went_back": 1, "largest": min(largest, too_large(client, run)[0]), "largest_until": until}
+    fields = {"went_back": 1, "largest": min(largest, value_limit(client, run)[0]), "largest_until": until}
     call(client, "set_fields", [keys.state(run)] * 2, [token, fields])
 
 
@@ -379,7 +379,7 @@ def has_gone_back(client: Redis, run: str) -> bool:
     return client.hexists(keys.state(run), "went_back")
 
 
-def too_large(client: Redis, run: str) -> tuple[float, bytes]:
+def value_limit(client: Redis, run: str) -> tuple[float, bytes]:
     """Return the largest value and the last entry that `go_back` noted; infinity and 0-0 if it did not."""
     largest, until = cast("list[bytes | None]", client.hmget(keys.state(run), "largest", "largest_until"))
     return float(largest or "inf"), until or b"0-0"

@@ -3,8 +3,8 @@
 -- No stream takes an id below one that was deleted, so it is written anew; experience that was read goes, as the learner
 -- holds it. The entries pass one at a time, since the server has no bound for what its scripts hold.
 -- KEYS: 1 state (hash), then streams, of which 2 is experience if there is ARGV[3]. ARGV: 1 token, 2 the latest id that
---       stays, 3 the last entry of experience that was read, or "", 4 most entries of experience, 5 of another stream.
--- Answer: none.
+--       stays, 3 the last entry of experience that was read, or "", 4 most entries of experience, 5 of another stream;
+--       fewer, if they have more than the 40 parts of an append's. Answer: none.
 local function milliseconds(id) return tonumber(string.match(id, '%d+')) end
 
 local function is_late(id) return milliseconds(id) > milliseconds(ARGV[2]) end
@@ -34,7 +34,7 @@ for i = 2, #KEYS do
     else
       redis.call('XTRIM', KEYS[i], 'MAXLEN', ARGV[5])
     end
-    local left = 40 * tonumber(ARGV[is_experience and 4 or 5])  -- parts: an append writes some 40
+    local left = 40 * tonumber(ARGV[is_experience and 4 or 5])  -- parts
     repeat
       local entry, parts = first_entry('XRANGE', KEYS[i], '-', '+')
       if not entry then break end
