@@ -6,9 +6,9 @@ The folder gets an environment of Python for each peer, with pinned versions, un
 each alone on the machine.
 
 - To a return: LunarLanderContinuous-v3 by PPO, until 20 episodes have a mean of 200 and 100 others too. ddrl is the
-  whole `ddrl submit lunar-ppo`, its evaluations included; the peers are evaluated with the clock stopped, every 10,000
-  env steps. Stable-Baselines3 has the zoo's settings; RLlib the same where it has them, one process for play beside one
-  that learns, and the batch of its documentation.
+  whole `ddrl submit lunar-ppo`, its evaluations included; the peers are evaluated every 10,000 env steps, which counts
+  in the second figure only. Stable-Baselines3 has the zoo's settings; RLlib the same where it has them, one process for
+  play beside one that learns, and the batch of its documentation.
 - Equal work: SAC on HalfCheetah-v5, networks of 256 x 256, batches of 256, an update an env step. Updates a second of
   a minute, once updates have begun.
 """
@@ -36,7 +36,7 @@ PACKAGES = {
     "RLlib": ["ray[rllib]==2.60.0"],
 }
 COMMON = ["torch==2.13.0", "gymnasium[mujoco]", "pygame-ce", "Box2D", "mujoco==3.3.7"]
-TARGET, WATCH_STEPS, MOST_S = 200.0, 10_000, 1_500.0
+TARGET, WATCH_STEPS, MOST_S = 200.0, 10_000, 600.0
 WORK_S, WARM_UP = 60.0, 1_000
 Figures = dict[str, float]
 
@@ -102,23 +102,24 @@ def to_a_return(folder: Path, seeds: int) -> None:
             print(f"{system}, seed {seed}: {figures}", file=sys.stderr, flush=True)
     print(f"LunarLanderContinuous-v3 by PPO to a confirmed {TARGET:g}\n")
     print(
-        "| system | seconds, median | each seed | env steps, median | times ddrl's seconds |\n|---|---|---|---|---|"
+        "| system | seconds that it learned: median, each seed | times ddrl's "
+        "| with its evaluations | times ddrl's | env steps, median |\n|---|---|---|---|---|---|"
     )
     first = statistics.median(row["seconds"] for row in found["ddrl"])
     for system, rows in found.items():
-        seconds = [row["seconds"] for row in rows]
-        median, steps = statistics.median(seconds), statistics.median(row["steps"] for row in rows)
-        each = ", ".join(f"{one:.1f}" for one in seconds)
-        print(
-            f"| {system} | {median:.1f} | {each} | {submitted.count(steps)} | {median / first:.1f} |",
-            flush=True,
-        )
+        cells = []
+        for name in ("seconds", "watched_s"):
+            seconds = [row[name] for row in rows]
+            median, each = statistics.median(seconds), ", ".join(f"{one:.1f}" for one in seconds)
+            cells += [f"{median:.1f}: {each}", f"{median / first:.1f}"]
+        steps = statistics.median(row["steps"] for row in rows)
+        print(f"| {system} | {' | '.join(cells)} | {submitted.count(steps)} |", flush=True)
 
 
 def our_return(seed: int) -> Figures:
     """Return ddrl's seconds and env steps to a confirmed return."""
     ours = submitted.run("lunar-ppo", seed, [])
-    return {"seconds": ours.train_s, "steps": ours.env_steps}
+    return {"seconds": ours.train_s, "watched_s": ours.train_s, "steps": ours.env_steps}
 
 
 def equal_work(folder: Path) -> None:
@@ -174,10 +175,11 @@ def confirmed(act: Callable[[Any], Any], seed: int) -> bool:
 
 
 class Clock:
-    """Seconds of learning, without evaluations; says when to evaluate, and when it is over."""
+    """Seconds of learning, without evaluations and with them; says when to evaluate, and when it is over."""
 
     def __init__(self, seed: int, act: Callable[[Any], Any]) -> None:
-        self._began, self._seed, self._act = time.monotonic(), seed, act
+        self._started = self._began = time.monotonic()
+        self._seed, self._act = seed, act
         self._next, self.is_solved = WATCH_STEPS, False
 
     @property
@@ -195,11 +197,12 @@ class Clock:
 
     def figures(self, steps: int) -> Figures:
         """Return the results."""
-        reached = math.inf
-        return {
-            "seconds": self.seconds if self.is_solved else reached,
-            "steps": steps if self.is_solved else reached,
+        figures = {
+            "seconds": self.seconds,
+            "watched_s": time.monotonic() - self._started,
+            "steps": float(steps),
         }
+        return figures if self.is_solved else dict.fromkeys(figures, math.inf)
 
 
 def sb3_return(seed: int, threads: int) -> Figures:
