@@ -12,6 +12,7 @@ value of BASE. Needs the extras box2d and mujoco. Progress goes to stderr, the M
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
@@ -19,7 +20,6 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -137,7 +137,7 @@ def learn(variant: str, task: str, seed: int) -> Row:
     from ddrl.runs import submit
     from ddrl.runs.evaluation import score
     from ddrl.worker.collector import Collector
-    from ddrl.worker.noise import DriftingUniform
+    from ddrl.worker.noise import drifting_uniform
 
     wanted = BASE | VARIANTS[variant]
     drifting, entropy = wanted.pop("drifting"), wanted.pop("entropy")
@@ -158,9 +158,9 @@ def learn(variant: str, task: str, seed: int) -> Row:
     if drifting != 0.5:
         shape = (settings.env.num_envs, *spaces.action_shape)
         generator = np.random.default_rng(seed)
-        white, both = generator.random, DriftingUniform((2 * shape[0], *shape[1:]), generator)
-        draw = (lambda: both.draw()[::2]) if drifting else (lambda: white(shape))
-        collector._uniform = SimpleNamespace(draw=draw)  # type: ignore[assignment]
+        both = drifting_uniform((2 * shape[0], *shape[1:]), generator)
+        white = (generator.random(shape) for _ in itertools.count())
+        collector._uniform = (drawn[::2] for drawn in both) if drifting else white
     collector.load(0, learner.weights())
     curve: list[tuple[int, int, float]] = []
     num_steps, num_updates, began = 0, TASKS[task], time.monotonic()

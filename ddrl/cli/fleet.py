@@ -99,15 +99,11 @@ def _why_not_played(load: segments.RunLoad, loads: Sequence[segments.RunLoad]) -
 
 def differences(present: Sequence[workers.Heartbeat]) -> dict[str, dict[str, list[str]]]:
     """Return package -> version -> hosts of the packages whose versions differ between workers."""
-    found: dict[str, dict[str, dict[str, None]]] = {}
-    for worker in present:
-        for package, version in worker.versions.items():
-            found.setdefault(package, {}).setdefault(version, {})[worker.host] = None
-    differing = {package: versions for package, versions in found.items() if len(versions) > 1}
-    return {
-        package: {version: [*hosts] for version, hosts in versions.items()}
-        for package, versions in differing.items()
-    }
+    found: dict[str, dict[str, list[str]]] = {}
+    installed = ((worker.host, *item) for worker in present for item in worker.versions.items())
+    for host, package, version in dict.fromkeys(installed):
+        found.setdefault(package, {}).setdefault(version, []).append(host)
+    return {package: versions for package, versions in found.items() if len(versions) > 1}
 
 
 def _show(report: Mapping[str, Any]) -> None:

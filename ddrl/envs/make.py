@@ -83,16 +83,9 @@ def make_vector(env: EnvConfig) -> AtariVector | Lanes:
         from ddrl.envs.atari import AtariVector
 
         return AtariVector(env.id, env.atari, env.num_envs)
-    from gymnasium.vector import AutoresetMode
-
     from ddrl.envs.wrappers import Lanes
 
-    return Lanes(
-        [partial(make_one, env)] * env.num_envs,
-        partial(episode_metrics, env),
-        copy=False,
-        autoreset_mode=AutoresetMode.SAME_STEP,
-    )
+    return Lanes([partial(make_one, env)] * env.num_envs, partial(episode_metrics, env))
 
 
 def episode_metrics(env: EnvConfig, info: Mapping[str, Any]) -> list[float]:

@@ -94,7 +94,7 @@ class Questions(Toy):
     Args:
         observations, actions: the spaces.
         ask: draws an observation and its answer.
-        grade: the reward of an action, given the answer.
+        grade: the reward of an action, given the answer; by default 1 for the answer, else 0.
     """
 
     def __init__(
@@ -102,11 +102,10 @@ class Questions(Toy):
         observations: Space[Any],
         actions: Space[Any],
         ask: Callable[[np.random.Generator], tuple[np.ndarray, Any]],
-        grade: Callable[[Any, Any], float],
+        grade: Callable[[Any, Any], float] = lambda action, answer: float(action == answer),
     ) -> None:
         self.observation_space, self.action_space = observations, actions
         self._ask, self._grade = ask, grade
-        self._answer: Any = None
 
     def first(self) -> np.ndarray:
         """Start an episode with a question."""
@@ -149,7 +148,7 @@ def pick() -> Questions:
         answer = int(generator.integers(4))
         return _bright(4, answer), answer
 
-    return Questions(Box(0.0, 1.0, (4,), np.float32), Discrete(4), ask, _is_right)
+    return Questions(Box(0.0, 1.0, (4,), np.float32), Discrete(4), ask)
 
 
 def pairs() -> Questions:
@@ -182,7 +181,7 @@ def spot() -> Questions:
         image[row, column] = 255
         return image, 2 * int(row >= 4) + int(column >= 4)
 
-    return Questions(Box(0, 255, (8, 8, 1), np.uint8), Discrete(4), ask, _is_right)
+    return Questions(Box(0, 255, (8, 8, 1), np.uint8), Discrete(4), ask)
 
 
 class Catch(Toy):
@@ -210,7 +209,6 @@ class Catch(Toy):
         self.observation_space = Box(0, 255, (pixels, pixels), np.uint8)
         self.action_space = Discrete(3)
         self._size, self._cell = size, pixels // size
-        self._row = self._column = self._paddle = 0
 
     def first(self) -> np.ndarray:
         """Drop a ball from a column drawn uniformly."""
@@ -255,7 +253,6 @@ class Recall(Toy):
         self.observation_space = Box(0.0, 1.0, (num_cues + 1,), np.float32)
         self.action_space = Discrete(num_cues)
         self._delay, self._num_cues = delay, num_cues
-        self._cue = 0
 
     def first(self) -> np.ndarray:
         """Show a cue drawn uniformly."""
@@ -268,7 +265,7 @@ class Recall(Toy):
         answered = self.num_steps == self._delay + 2
         asked = self.num_steps == self._delay + 1
         observation = _bright(self._num_cues + 1, -1) if asked else np.zeros(self._num_cues + 1, np.float32)
-        return observation, _is_right(action, self._cue) if answered else 0.0, answered, False, {}
+        return observation, float(answered and action == self._cue), answered, False, {}
 
 
 class Flip(Toy):
@@ -288,7 +285,6 @@ class Flip(Toy):
         self.observation_space = Dict({part: Box(0.0, 1.0, (size,), np.float32) for part in parts})
         self.action_space = Discrete(size + 1)
         self._size = size
-        self._bits = self._goal = np.zeros(size, np.float32)
 
     def first(self) -> Any:
         """Draw bits and goal."""
@@ -310,10 +306,6 @@ class Flip(Toy):
     def _seen(self) -> dict[str, np.ndarray]:
         bits = self._bits.copy()
         return {"observation": bits, "achieved_goal": bits, "desired_goal": self._goal}
-
-
-def _is_right(action: Any, answer: int) -> float:
-    return float(action == answer)
 
 
 def _bright(size: int, at: Any) -> np.ndarray:

@@ -12,7 +12,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete, Space, flatdim, flatten
-from gymnasium.vector import SyncVectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from ddrl.envs.requirements import EnvError
 
@@ -167,12 +167,11 @@ class Lanes(SyncVectorEnv):
     Args:
         env_fns: make them.
         read: returns an episode's metrics from its last info.
-        options: of SyncVectorEnv.
     """
 
-    def __init__(self, env_fns: Any, read: Callable[[dict[str, Any]], list[float]], **options: Any) -> None:
+    def __init__(self, env_fns: Any, read: Callable[[dict[str, Any]], list[float]]) -> None:
         self._read = read
-        super().__init__(env_fns, **options)
+        super().__init__(env_fns, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
 
     def _add_info(
         self, vector_infos: dict[str, Any], env_info: dict[str, Any], env_num: int

@@ -10,26 +10,20 @@ import torch
 from numpy.typing import NDArray
 
 from ddrl.networks.device import send
-from ddrl.replay.storage import Block, PackedRows, Ring, as_input, check_back, stacked_slots, with_back
+from ddrl.replay.storage import Block, DenseRows, PackedRows, as_input, stacked_slots, with_back
 
 
-class DeviceRows:
+class DeviceRows(DenseRows):
     """As `storage.DenseRows`, but observations are tensors on a device; the training thread alone uses it.
 
     Args:
         device: where they are.
-        frame_stack: K.
-        expected_rows: room at first; it grows by a quarter when there are more.
+        options: of `DenseRows`.
     """
 
-    def __init__(self, device: torch.device, *, frame_stack: int = 1, expected_rows: int = 1024) -> None:
-        self._device, self._frame_stack = device, frame_stack
-        self.ring = Ring(expected_rows)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the ring as allocated, most of them on the device."""
-        return self.ring.num_bytes
+    def __init__(self, device: torch.device, **options: int) -> None:
+        super().__init__(**options)
+        self._device = device
 
     def pack(self, block: Block) -> PackedRows:
         """As `DenseRows.pack`."""
@@ -42,16 +36,8 @@ class DeviceRows:
         columns["observation"] = send(torch.from_numpy(columns["observation"]), self._device)
         return self.ring.append(**columns)
 
-    def drop(self, num_rows: int) -> None:
-        """As `DenseRows.drop`."""
-        self.ring.drop(num_rows)
-
     def plan(self, rows: NDArray[np.int64]) -> Callable[[], Any]:
         """As `DenseRows.plan`; the stacks are a tensor on the device, which later appends leave alone."""
         slots = send(torch.from_numpy(stacked_slots(self.ring, rows, self._frame_stack)), self._device)
         stacks = as_input(self.ring.columns["observation"][slots], rows.ndim, self._frame_stack)
         return lambda: stacks
-
-    def check_valid(self) -> None:
-        """As `DenseRows.check_valid`."""
-        check_back(self.ring)

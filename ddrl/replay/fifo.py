@@ -318,17 +318,13 @@ def blank_trajectories(spec: EnvSpec, *, state_size: int = 0) -> Trajectories:
     """Return one transition that stands for none: of a rank to which an iteration brings nothing, for it takes part."""
     seen = np.ones((1, *spec.input_shape), spec.observation_dtype)  # ones: as a mask it allows all
     row, zero, no = np.zeros((1, 1), np.int64), np.zeros((1, 1), np.float32), np.zeros((1, 1), np.bool_)
-    action = np.zeros(
-        (1, 1, *spec.action_shape), np.float32 if spec.action_kind == "continuous" else np.int64
-    )
+    kind: Any = np.float32 if spec.action_kind == "continuous" else np.int64
+    action = np.zeros((1, 1, *spec.action_shape), kind)
     columns: Columns = {"row": row, "next_row": row, "valid": ~no, "action": action, "reward": zero}
     columns |= {"discount": zero, "continues": no, "behavior_log_prob": zero}
     if state_size:
-        columns |= {
-            "place": row[0],
-            "length": 1 + row[0],
-            "recurrent_state": np.zeros((1, state_size), np.float32),
-        }
+        columns |= {"place": row[0], "length": 1 + row[0]}
+        columns["recurrent_state"] = np.zeros((1, state_size), np.float32)
     return Trajectories(observation=seen, **columns)
 
 

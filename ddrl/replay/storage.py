@@ -11,16 +11,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import blosc2
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from ddrl.types import Fragment
-
-if TYPE_CHECKING:
-    from ddrl.replay.device_rows import DeviceRows
 
 _CHUNK_ROWS = 24
 _MOST_CHUNK_ROWS = _CHUNK_ROWS * 3 // 2  # of a fragment that is too short to be cut in two
@@ -440,7 +437,7 @@ class CompressedRows:
             assert size == len(inside) * row_bytes, "a chunk holds the rows that point into it"
 
 
-Rows: TypeAlias = "DenseRows | CompressedRows | DeviceRows"
+Rows: TypeAlias = "DenseRows | CompressedRows"
 
 
 def _parts(output: NDArray[Any], num_axes: int) -> Iterator[tuple[int | slice, ...]]:

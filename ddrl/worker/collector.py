@@ -17,7 +17,7 @@ from ddrl.algorithms.base import Resolved, advance, random_choices
 from ddrl.config import RunConfig
 from ddrl.envs.frame_stack import FrameStack
 from ddrl.types import Fragment
-from ddrl.worker.noise import DriftingUniform
+from ddrl.worker.noise import drifting_uniform
 from ddrl.worker.recorder import Recorder
 
 _FIRST_STEPS = 16  # T of the first fragment, before the speed is known
@@ -81,7 +81,7 @@ class Collector:
         if self._spec.action_kind == "continuous":
             bounds = np.array([self._spec.action_low, self._spec.action_high], np.float64)
             self._low, self._high = bounds.reshape(2, *self._spec.action_shape)
-            self._uniform = DriftingUniform(self._action_shape, self._generator)
+            self._uniform = drifting_uniform(self._action_shape, self._generator)
             self._noise = ((self._high - self._low) * (0.5 * self._rollout.action_noise)).astype(np.float32)
 
         first, _ = self._vector.reset(seed=[int(s) for s in env_seeds.generate_state(num_envs)])
@@ -148,7 +148,7 @@ class Collector:
         """Return random actions: uniform over the allowed choices, or within the bounds, where they drift."""
         if self._spec.action_kind != "continuous":
             return random_choices(self._spec, self._input, self._generator), {}
-        share = self._uniform.draw()
+        share = next(self._uniform)
         return (self._low + (self._high - self._low) * share).astype(np.float32), {}
 
     def _policy_actions(self) -> Actions:

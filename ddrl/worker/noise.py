@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -12,8 +13,8 @@ MOST_DRAWN = 2**21  # numbers; fewer steps are drawn at once where theirs would 
 _erf = np.vectorize(math.erf, otypes=[np.float64])
 
 
-class DriftingUniform:
-    """Uniform draws, one a step, of which those of every second environment drift: pink noise, slow and far.
+def drifting_uniform(shape: tuple[int, ...], generator: np.random.Generator) -> Iterator[np.ndarray]:
+    """Yield draws, float64 uniform in [0, 1]; those of every second environment drift: pink noise, slow and far.
 
     White noise hardly moves what has inertia: a thousand steps of it never take a car out of a valley. Pink noise does
     not need to know how long a push has to last. But it throws over what walks, which then learns to crawl: so the
@@ -24,23 +25,12 @@ class DriftingUniform:
         shape: [N, *A] of a draw, N environments; its entries are independent. The first environment's drift.
         generator: source of the draws.
     """
-
-    def __init__(self, shape: tuple[int, ...], generator: np.random.Generator) -> None:
-        self._shape, self._generator = shape, generator
-        self._drawn = np.empty((0, *shape))
-        self._next = 0
-
-    def draw(self) -> np.ndarray:
-        """Return the next draw, float64 in [0, 1]."""
-        if self._next == len(self._drawn):
-            num_steps = min(PERIOD, 2 * max(32, MOST_DRAWN // math.prod(self._shape) // 2))
-            noise = pink_noise(num_steps, self._shape, self._generator)
-            self._drawn, self._next = 0.5 * (1.0 + _erf(noise / math.sqrt(2.0))), 0
-            others = self._drawn[:, 1::2]
-            others[:] = self._generator.random(others.shape)
-        drawn: np.ndarray = self._drawn[self._next]
-        self._next += 1
-        return drawn
+    num_steps = min(PERIOD, 2 * max(32, MOST_DRAWN // math.prod(shape) // 2))
+    while True:
+        drawn = 0.5 * (1.0 + _erf(pink_noise(num_steps, shape, generator) / math.sqrt(2.0)))
+        others = drawn[:, 1::2]
+        others[:] = generator.random(others.shape)
+        yield from drawn
 
 
 def pink_noise(num_steps: int, shape: tuple[int, ...], generator: np.random.Generator) -> np.ndarray:

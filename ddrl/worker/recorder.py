@@ -68,14 +68,13 @@ class Recorder:
         self._over = np.empty((max_steps, self._num_envs), np.bool_)  # here a lost life is no end
         self._extras: dict[str, np.ndarray] = {}
         self._metrics: list[list[float]] = []  # of the episodes that ended
-        self._hidden: np.ndarray | None = None
 
     def add_state(self, state: RecurrentState) -> None:
         """Copy the recurrent state before a step, which the policy then changes in place; on-policy the first one."""
         if state and (self._resolved.sequences is not None or self._row == self._context):
-            if self._hidden is None:
-                self._hidden = self._column("hidden", state["hidden"].shape[1:], np.float16)
-            self._hidden[self._row] = state["hidden"]
+            if "hidden" not in self._columns:
+                self._column("hidden", state["hidden"].shape[1:], np.float16)
+            self._columns["hidden"][self._row] = state["hidden"]
 
     def add_step(
         self, action: np.ndarray, extras: Mapping[str, np.ndarray], outcome: tuple[Any, ...]
@@ -139,7 +138,7 @@ class Recorder:
         self._past = {name: column[first:].copy() for name, column in columns.items()}
         self._past["observation"] = observation[first:].copy()
         self._finals = self._finals[np.count_nonzero(fragment.truncated[:first]) :]
-        return fragment if self._hidden is None else self._with_recurrent_state(fragment, columns["hidden"])
+        return self._with_recurrent_state(fragment, columns["hidden"]) if "hidden" in columns else fragment
 
     def _column(self, name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         """Add and return a column [C+T, N, ...], of observations [C+T+1, N, ...], with the context in its first rows.

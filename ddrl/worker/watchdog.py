@@ -46,8 +46,6 @@ class Watchdog:
     def __init__(self, report: Callable[[str, str], object], *, memory_bytes: int = 0) -> None:
         self._report, self._memory_bytes = report, memory_bytes
         self._thread: threading.Thread | None = None
-        self._run = self._env_id = ""
-        self._timeout_s = 0.0
         self._step_began: float | None = None  # None: nothing is watched
         self._lock = threading.Lock()  # so that the thread sets no timer after the watched block has ended
 

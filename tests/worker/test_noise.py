@@ -6,7 +6,7 @@ import gymnasium
 import numpy as np
 import pytest
 
-from ddrl.worker.noise import PERIOD, DriftingUniform, pink_noise
+from ddrl.worker.noise import PERIOD, drifting_uniform, pink_noise
 
 
 def test_pink_noise_is_standard_normal_with_a_power_of_one_over_the_frequency() -> None:
@@ -23,8 +23,8 @@ def test_pink_noise_is_standard_normal_with_a_power_of_one_over_the_frequency() 
 
 
 def test_draws_are_uniform_and_drift_in_every_second_environment() -> None:
-    uniform = DriftingUniform((2_000, 1), np.random.default_rng(1))
-    drawn = np.stack([uniform.draw() for _ in range(PERIOD + 5)])[:, :, 0]
+    uniform = drifting_uniform((2_000, 1), np.random.default_rng(1))
+    drawn = np.stack([next(uniform) for _ in range(PERIOD + 5)])[:, :, 0]
     assert abs(np.corrcoef(drawn[100, 1::2], drawn[101, 1::2])[0, 1]) < 0.12
     whole, drawn = drawn, drawn[:, ::2]
     for step in (0, 500, PERIOD - 1, PERIOD + 4):
@@ -32,19 +32,19 @@ def test_draws_are_uniform_and_drift_in_every_second_environment() -> None:
         assert shares == pytest.approx(np.full(4, 250), abs=55), step
     correlation = np.corrcoef(drawn[100], drawn[130])[0, 1]
     assert 0.2 < correlation < 0.5
-    again = DriftingUniform((2_000, 1), np.random.default_rng(1))
-    np.testing.assert_array_equal(again.draw()[:, 0], whole[0])
+    again = drifting_uniform((2_000, 1), np.random.default_rng(1))
+    np.testing.assert_array_equal(next(again)[:, 0], whole[0])
 
 
 def test_it_takes_a_car_out_of_the_valley() -> None:
     """White noise never does."""
     env = gymnasium.make("MountainCarContinuous-v0")
-    uniform = DriftingUniform((1,), np.random.default_rng(1))
+    uniform = drifting_uniform((1,), np.random.default_rng(1))
 
     def arrives(seed: int) -> bool:
         env.reset(seed=seed)
         while True:
-            _, _, terminated, truncated, _ = env.step((2.0 * uniform.draw() - 1.0).astype(np.float32))
+            _, _, terminated, truncated, _ = env.step((2.0 * next(uniform) - 1.0).astype(np.float32))
             if terminated or truncated:
                 return bool(terminated)
 

@@ -69,15 +69,10 @@ class Prepared:
 
     def first(self) -> Prepared:
         """Return the first transition, or sequence of them, alone."""
-        columns = dict(vars(self))
-        length, state = columns.pop("length"), columns.pop("recurrent_state")
-        num = 1 if length is None else int(length[0])
-        chosen = {name: column[:num] for name, column in columns.items()}
-        return Prepared(
-            **chosen,
-            length=None if length is None else length[:1],
-            recurrent_state=None if state is None else state[:1],
-        )
+        num = 1 if self.length is None else int(self.length[0])
+        of_sequences = ("length", "recurrent_state")
+        columns = {name: column for name, column in vars(self).items() if column is not None}
+        return Prepared(**{name: x[: 1 if name in of_sequences else num] for name, x in columns.items()})
 
     def minibatches(self, num: int, generator: torch.Generator) -> Iterator[Prepared]:
         """Yield the transitions in random order in `num` parts of about equal size; in fewer if sequences are few.
