@@ -344,8 +344,3 @@ class EvaluationResult:
     def return_mean(self) -> float:
         """Mean episode return."""
         return statistics.fmean(self.returns)
-
-    @property
-    def return_std(self) -> float:
-        """Standard deviation over the episodes (population)."""
-        return statistics.pstdev(self.returns)

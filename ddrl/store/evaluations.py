@@ -149,7 +149,7 @@ def take(client: Redis, run: str, message: str, player: str) -> Evaluation | Non
 def finish(client: Redis, run: str, message: str, evaluation: Evaluation, result: EvaluationResult) -> bool:
     """Store a result; False if there is one already, or the evaluation was withdrawn."""
     requester, _, evaluation_id = message.rpartition("/")
-    score = {"return_mean": result.return_mean, "return_std": result.return_std}
+    score = {"return_mean": result.return_mean, "return_std": statistics.pstdev(result.returns)}
     row = asdict(evaluation) | vars(result) | score
     script_keys = [*_hashes(run, requester), keys.evaluations(run, requester)]
     ttl_s = TTL_S if requester else 0
