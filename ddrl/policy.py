@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,6 +18,7 @@ from ddrl.algorithms import base
 from ddrl.algorithms.base import advance
 from ddrl.config import ConfigError, EnvConfig, ModuleError, RunConfig, first_line, validate
 from ddrl.envs.frame_stack import FrameStack
+from ddrl.networks.placement import new_layers_on
 from ddrl.store import runs, weights
 from ddrl.store.connection import Redis, StoreError
 from ddrl.store.local_checkpoints import write_whole
@@ -176,12 +176,8 @@ def _build(
 ) -> LoadedPolicy:
     try:
         resolved = base.resolve(config, spaces)
-        # The largest layer: a network is made before it is loaded.
-        sizes = getattr(resolved.config, "hidden_sizes", ())  # a user's algorithm may have none
-        memory = resolved.config.recurrent_state_size
-        most = max(2**20, sum(array.size for array in arrays.values()))
-        if any(one * other > most for one, other in (*pairwise((1, *sizes)), (memory, memory))):
-            raise ValueError("its layers are larger than the file")
+        with new_layers_on("meta"):
+            resolved.policy().load(arrays)
         policy = resolved.policy()
         policy.load(arrays)
         policy.act(np.zeros((1, *spaces.input_shape), spaces.observation_dtype), policy.initial_state(1))

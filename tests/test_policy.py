@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import commands
-from support.algorithms import CPU, DISCRETE, make_learner
+from support.algorithms import CPU, DISCRETE, PICTURES, make_learner
 
 from ddrl import config, envs, policy
 from ddrl.algorithms import base
@@ -152,10 +152,45 @@ def test_a_policy_file_of_another_shape_is_refused(tmp_path: Path) -> None:
             assert policy.load(path).action(np.zeros(3, np.float32)).shape == ()
     with pytest.raises(policy.PolicyFileError, match=r"do not fit .* \(actor\.layers\.0\.bias: shape \(8,\)"):
         policy.load(path)
-    for sizes in ([2**30], [50_000, 50_000]):  # that would fill the memory
-        write(path, tree | {"algorithm": {"name": "ppo", "hidden_sizes": sizes}}, DISCRETE, arrays)
-        with pytest.raises(policy.PolicyFileError, match="its layers are larger than the file"):
-            policy.load(path)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "spaces"),
+    [
+        ({"name": "ppo", "hidden_sizes": [2**30, 2**30]}, DISCRETE),
+        ({"name": "dqn", "hidden_sizes": [2**30]}, DISCRETE),
+        ({"name": "dqn", "hidden_sizes": [50_000, 50_000]}, DISCRETE),
+        ({"name": "dqn", "hidden_sizes": [2**20, 2**20], "noisy": True, "dueling": True}, DISCRETE),
+        ({"name": "dqn", "network": "data_efficient"}, replace(DISCRETE, observation_shape=(84, 10**9))),
+        (
+            {"name": "dqn", "network": "impala", "norm": "batch"},
+            replace(DISCRETE, observation_shape=(84, 84, 10**9)),
+        ),
+        ({"name": "ppo", "network": "nature"}, replace(DISCRETE, observation_shape=(10**6, 10**6))),
+        ({"name": "ppo", "network": "conv"}, replace(PICTURES, observation_shape=(84, 84, 10**9))),
+        ({"name": "sac", "network": "conv"}, replace(PICTURES, observation_shape=(84, 84, 10**9))),
+        (
+            {
+                "name": "impala",
+                "network": "nature",
+                "recurrent": "gru",
+                "recurrent_size": 2**20,
+                "shared": True,
+            },
+            replace(DISCRETE, observation_shape=(84, 84)),
+        ),
+        ({"name": "r2d2", "recurrent_size": 2**20}, DISCRETE),
+        ({"name": "r2d2"}, replace(DISCRETE, action_sizes=(2**40,))),
+        ({"name": "discrete_sac"}, replace(DISCRETE, action_sizes=(2**40,))),
+    ],
+)
+def test_a_policy_file_of_networks_larger_than_the_memory_is_refused(
+    algorithm: dict[str, Any], spaces: envs.EnvSpec, tmp_path: Path
+) -> None:
+    path, tree = tmp_path / "a.policy", {"env": {"id": "Toy-v0"}, "algorithm": algorithm}
+    write(path, tree, spaces, dict.fromkeys(("epsilon", "log_temperature"), np.float32(0)))
+    with pytest.raises(policy.PolicyFileError, match=r"do not fit .*(Missing key|: shape )"):
+        policy.load(path)
 
 
 @pytest.mark.parametrize(

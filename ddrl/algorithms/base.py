@@ -12,6 +12,7 @@ import numpy as np
 
 from ddrl.algorithms.options import AlgorithmConfig
 from ddrl.config import ConfigError, ModuleError, RunConfig, load_module, parse
+from ddrl.networks.placement import new_layers_on
 from ddrl.types import EnvSpec, SequenceShape
 
 if TYPE_CHECKING:
@@ -291,7 +292,8 @@ def resolve(config: RunConfig, spec: EnvSpec) -> Resolved:
     name = options.pop("name")
     own = parse(config_class(name), options, prefix="algorithm.")
     try:
-        own.check(spec)
+        with new_layers_on("meta"):
+            own.check(spec)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     if (num := config.learner.num_learners) > 1 and own.learns_alone:

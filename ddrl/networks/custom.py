@@ -12,6 +12,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from ddrl.config import ModuleError, first_line, load_callable
+from ddrl.networks.placement import new_layers_on
 
 
 class NetworkError(ValueError):
@@ -43,7 +44,7 @@ def custom_trunk(
         raise NetworkError(f"network {error}") from None
     try:
         seed = None if generator is None else int(torch.randint(2**63 - 1, (), generator=generator))
-        with torch.random.fork_rng(devices=[], enabled=seed is not None):
+        with torch.random.fork_rng(devices=[], enabled=seed is not None), new_layers_on("cpu"):
             if seed is not None:
                 torch.default_generator.manual_seed(seed)
             module = _make(make, observation_shape, kwargs)

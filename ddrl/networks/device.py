@@ -22,17 +22,22 @@ def set_up(learner: LearnerConfig) -> torch.device:
         ConfigError: this machine lacks the device or the precision.
     """
     device, is_rounded = choose_device(learner.device), learner.precision == "bfloat16"
-    on_cpu = torch.ops.mkldnn._is_mkldnn_bf16_supported
-    if is_rounded and not (on_cpu() if device.type == "cpu" else torch.cuda.is_bf16_supported()):
+    torch.set_float32_matmul_precision("medium" if is_rounded else "highest")
+    if is_rounded and not (_rounds_on_cpu() if device.type == "cpu" else torch.cuda.is_bf16_supported()):
         raise ConfigError(
             f"learner.precision: bfloat16 is not on this machine ({device}); use float32, or a learner on a machine"
             " that has it"
         )
-    torch.set_float32_matmul_precision("medium" if is_rounded else "highest")
     torch.set_num_threads(learner.num_threads)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
+
+
+def _rounds_on_cpu() -> bool:
+    """Return whether matrix products round as they are set to; a CPU may have bfloat16 and not use it for float32."""
+    thirds = torch.full((64, 64), 1 / 3)
+    return float((thirds @ thirds)[0, 0]) > 64 / 9 + 1e-3  # a third is 0.33398 in bfloat16
 
 
 def choose_device(name: str) -> torch.device:

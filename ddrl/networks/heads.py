@@ -9,6 +9,7 @@ from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
 from ddrl.networks.layers import Activation, orthogonal_linear, uniform_, uniform_linear
+from ddrl.networks.placement import device
 
 
 def expected_values(output: Tensor, atoms: Tensor | None) -> Tensor:
@@ -137,14 +138,15 @@ class NoisyLinear(nn.Module):
         num_parts: int = 1,
     ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_outputs, num_inputs))
-        self.bias = nn.Parameter(torch.empty(num_outputs))
+        on = device()
+        self.weight = nn.Parameter(torch.empty(num_outputs, num_inputs, device=on))
+        self.bias = nn.Parameter(torch.empty(num_outputs, device=on))
         uniform_(self, num_inputs, generator)  # weight and bias: the scales do not exist yet
         scale = noise_scale / math.sqrt(num_inputs)
-        self.weight_scale = nn.Parameter(torch.full((num_outputs, num_inputs), scale))
-        self.bias_scale = nn.Parameter(torch.full((num_outputs,), scale))
-        self.register_buffer("input_noise", torch.zeros(num_parts, num_inputs), persistent=False)
-        self.register_buffer("output_noise", torch.zeros(num_outputs), persistent=False)
+        self.weight_scale = nn.Parameter(torch.full((num_outputs, num_inputs), scale, device=on))
+        self.bias_scale = nn.Parameter(torch.full((num_outputs,), scale, device=on))
+        self.register_buffer("input_noise", torch.zeros(num_parts, num_inputs, device=on), persistent=False)
+        self.register_buffer("output_noise", torch.zeros(num_outputs, device=on), persistent=False)
         self._is_noisy = False
 
     @torch.no_grad()

@@ -13,6 +13,8 @@ from typing import TypeVar
 import torch
 from torch import Generator, Tensor, nn
 
+from ddrl.networks.placement import device
+
 L = TypeVar("L", bound=nn.Linear | nn.Conv2d)
 Activation = Callable[[Tensor], Tensor]
 ACTIVATIONS: Mapping[str, Activation] = {"tanh": torch.tanh_, "relu": torch.relu_}  # both in place
@@ -27,7 +29,7 @@ def orthogonal(layer: L, gain: float, generator: Generator | None, *, num_parts:
         generator: of the weights.
         num_parts: equal parts of the outputs; each is orthogonal by itself.
     """
-    layer.to_empty(device="cpu")
+    layer.to_empty(device=device())
     with torch.no_grad():
         for part in layer.weight.chunk(num_parts):
             nn.init.orthogonal_(part, gain, generator)
@@ -39,7 +41,7 @@ def xavier(layer: L, generator: Generator | None) -> L:
 
     Source: Glorot & Bengio 2010, "Understanding the difficulty of training deep feedforward neural networks", eq. 16.
     """
-    layer.to_empty(device="cpu")
+    layer.to_empty(device=device())
     nn.init.xavier_uniform_(layer.weight, generator=generator)
     return _zero_bias(layer)
 
@@ -68,7 +70,7 @@ def uniform_(layer: nn.Module, num_inputs: int, generator: Generator | None) -> 
 
 def uniform_linear(num_inputs: int, num_outputs: int, generator: Generator | None) -> nn.Linear:
     """Return a dense layer as of `uniform_`."""
-    layer = nn.Linear(num_inputs, num_outputs, device="meta").to_empty(device="cpu")
+    layer = nn.Linear(num_inputs, num_outputs, device="meta").to_empty(device=device())
     uniform_(layer, num_inputs, generator)
     return layer
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ddrl.networks.placement import device
 from ddrl.networks.ranks import ALONE, Ranks
 
 
@@ -91,6 +92,6 @@ def load_arrays(module: nn.Module, arrays: Mapping[str, np.ndarray]) -> None:
         ValueError: a name is missing or unknown, or a shape differs.
     """
     try:
-        module.load_state_dict({name: torch.from_numpy(array) for name, array in arrays.items()})
+        module.load_state_dict({name: torch.from_numpy(array).to(device()) for name, array in arrays.items()})
     except RuntimeError as error:
         raise ValueError(" ".join(str(error).split())[:300]) from None

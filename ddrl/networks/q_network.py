@@ -10,6 +10,7 @@ from torch import Generator, Tensor, nn
 
 from ddrl.networks.heads import Head, NoisyLinear, expected_values, support
 from ddrl.networks.layers import ACTIVATIONS
+from ddrl.networks.placement import device
 from ddrl.networks.recurrent import RecurrentCore
 
 
@@ -80,7 +81,7 @@ class QNetwork(nn.Module):
             self.core = RecurrentCore(
                 recurrent, num_features + num_actions + 1, recurrent_size, generator=generator
             )
-            self.register_buffer("_actions", torch.arange(num_actions), persistent=False)
+            self.register_buffer("_actions", torch.arange(num_actions, device=device()), persistent=False)
             num_features = recurrent_size
         self.trunk = trunk
         self.head = Head(

@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from ddrl.networks.device import send
 from ddrl.networks.layers import uniform_
+from ddrl.networks.placement import device
 
 
 class RecurrentCore(nn.Module):
@@ -31,7 +32,7 @@ class RecurrentCore(nn.Module):
         super().__init__()
         layer = nn.LSTM if kind == "lstm" else nn.GRU
         # On "meta", torch's own initial weights take no time and draw no random numbers.
-        self.layer = layer(num_inputs, size, device="meta").to_empty(device="cpu")
+        self.layer = layer(num_inputs, size, device="meta").to_empty(device=device())
         uniform_(self.layer, size, generator)
         self.state_size = 2 * size if kind == "lstm" else size
         self._is_lstm = kind == "lstm"

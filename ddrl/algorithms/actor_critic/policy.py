@@ -155,6 +155,7 @@ class _TorchActor:
     def __init__(self, config: Options, spec: EnvSpec) -> None:
         from torch import nn
 
+        from ddrl.networks.layers import uniform_linear
         from ddrl.networks.recurrent import RecurrentCore
 
         trunk, width = config.make_trunk(spec)
@@ -162,7 +163,7 @@ class _TorchActor:
         if config.recurrent != "none":
             self._core = parts["core"] = RecurrentCore(config.recurrent, width, config.recurrent_size)
             width = config.recurrent_size
-        self._trunk, self._head = trunk, nn.Linear(width, num_policy_parameters(spec))
+        self._trunk, self._head = trunk, uniform_linear(width, num_policy_parameters(spec), None)
         self._module = nn.Sequential(OrderedDict(parts, policy_head=self._head)).eval().requires_grad_(False)
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
