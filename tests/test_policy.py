@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import runpy
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from support import commands
 from support.algorithms import CPU, DISCRETE, PICTURES, make_learner
+from torch import nn
 
 from ddrl import config, envs, policy
 from ddrl.algorithms import base
@@ -23,6 +25,11 @@ from ddrl.store import weights
 
 CONFIGS = Path("configs").resolve()
 GUIDE = re.findall(r"```python\n(from ddrl.policy .*?)```", Path("docs/guide.md").read_text(), re.DOTALL)[0]
+
+
+def own_network(shape: tuple[int, ...]) -> nn.Module:
+    """A trunk of a user's own."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), 16), nn.ReLU())
 
 
 class Sensitive:
@@ -93,6 +100,9 @@ def export(preset: str, *overrides: str, seed: int = 1) -> None:
         ("mountaincar", [], 13),  # returns -118, without the action repeat -165
         ("mountaincar", ["env.max_episode_steps=100"], 1),
         ("catch", [], 1),
+        ("catch", ["algorithm.norm=group"], 1),
+        ("catch", ["algorithm.norm=batch", "algorithm.dueling=true"], 1),
+        ("catch", [f"algorithm.network={__name__}:own_network", "algorithm.hidden_sizes=[128,128]"], 1),
         ("recall", [], 1),
         ("asterix", ["env.atari.max_frames=240", "env.atari.sticky=0.25"], 1),
     ],
@@ -103,6 +113,7 @@ def test_the_lines_of_the_guide_play_what_evaluate_plays(
 ) -> None:  # fmt: skip
     if preset == "asterix":
         pytest.importorskip("ale_py")
+    monkeypatch.setenv("DDRL_ALLOW_MODULES", __name__)
     monkeypatch.chdir(tmp_path)
     export(preset, *overrides, seed=seed)
     Path("play.py").write_text(GUIDE)

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ddrl.networks.placement import device
 from ddrl.networks.ranks import ALONE, Ranks
 
 
@@ -91,7 +90,11 @@ def load_arrays(module: nn.Module, arrays: Mapping[str, np.ndarray]) -> None:
     Raises:
         ValueError: a name is missing or unknown, or a shape differs.
     """
+    own, unknown = module.state_dict(), torch.empty(0)  # some of it may be on "meta": new_layers_on
+    tensors = {
+        name: torch.from_numpy(array).to(own.get(name, unknown).device) for name, array in arrays.items()
+    }
     try:
-        module.load_state_dict({name: torch.from_numpy(array).to(device()) for name, array in arrays.items()})
+        module.load_state_dict(tensors)
     except RuntimeError as error:
         raise ValueError(" ".join(str(error).split())[:300]) from None
