@@ -122,13 +122,15 @@ class NetworkConfig(AlgorithmConfig):
         shape, images = spec.input_shape, spec.image_shapes
         return make_trunk(self.network, shape, image_shapes=images, generator=generator, **options)
 
-    def refuse_images_on_mlp(self, spec: EnvSpec) -> None:
-        """Refuse images for `mlp`, without importing torch: `ddrl submit` would wait for it.
+    def check_network(self, spec: EnvSpec, **layers: Any) -> None:
+        """Refuse observations that the network cannot take, as `make_trunk`; `mlp` is checked without torch.
 
         Raises:
-            ValueError: observations are not a vector.
+            ValueError: it cannot take these observations.
         """
-        if self.network == "mlp" and not spec.is_vector:
+        if self.network != "mlp":
+            self.make_trunk(spec, **layers)
+        elif not spec.is_vector:
             seen = spec.image_shapes or spec.input_shape
             raise ValueError(
                 f"algorithm.network: mlp needs a vector, but {spec.env_id} has observations {seen}; use "

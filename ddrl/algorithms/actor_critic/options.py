@@ -96,7 +96,7 @@ class Options(NetworkConfig):
 
     def check(self, spec: EnvSpec) -> None:
         """Refuse unbounded actions, and a network that cannot take the observations."""
-        self.refuse_images_on_mlp(spec)
+        self.check_network(spec)
         if self.normalize_observations and not spec.is_vector:
             seen = spec.image_shapes or spec.input_shape
             raise ValueError(
@@ -110,8 +110,6 @@ class Options(NetworkConfig):
                 f"algorithm.initial_log_std: {self.initial_log_std} has no effect on {spec.env_id}, whose actions are "
                 f"{spec.action_kind}; remove it"
             )
-        if self.network != "mlp":
-            self.make_trunk(spec)
 
     def make_trunk(
         self, spec: EnvSpec, generator: Generator | None = None, **layers: Any

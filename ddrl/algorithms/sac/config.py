@@ -105,6 +105,4 @@ class Config(NetworkConfig, Prioritized):
     def check(self, spec: EnvSpec) -> None:
         """Refuse an environment without bounded continuous actions, and observations that the network cannot take."""
         check_continuous(self.name, spec)
-        self.refuse_images_on_mlp(spec)
-        if self.network != "mlp":
-            self.make_trunk(spec)
+        self.check_network(spec)

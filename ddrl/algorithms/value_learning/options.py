@@ -65,9 +65,7 @@ class QNetworkConfig(NetworkConfig):
                 f"an environment with a Discrete space of actions, or algorithm.name "
                 f"{'ppo' if spec.action_kind == 'multi_discrete' else 'sac or ppo'}"
             )
-        self.refuse_images_on_mlp(spec)
-        if self.network != "mlp":
-            self.make_network(spec)
+        self.check_network(spec, norm=self.norm)
 
     @property
     def _has_head_layer(self) -> bool:
