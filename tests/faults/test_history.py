@@ -131,10 +131,17 @@ class Recorded:
 
     def settle(self) -> None:
         """End all processes in order; the run is paused while a fragment is played, which is appended then."""
-        appends = self.recorder.history.appends
-        known = len(appends)
-        self.until(lambda: any(one.answer == "GO" for one in appends[known:]))
-        runs.set_status(self.server.client, self.run, "paused", "by the test")
+        appends, client = self.recorder.history.appends, self.server.client
+        is_appended_paused = False
+        while not is_appended_paused:  # on a busy machine players may wait for the learner when it is paused
+            runs.set_status(client, self.run, "active", "by the test")
+            known = len(appends)
+            self.until(lambda known=known: any(one.answer == "GO" for one in appends[known:]))
+            runs.set_status(client, self.run, "paused", "by the test")
+            known, until = len(appends), time.monotonic() + 2.0
+            while not is_appended_paused and time.monotonic() < until:
+                time.sleep(0.01)
+                is_appended_paused = len(appends) > known
         self.worker.send_signal(signal.SIGTERM)
         self.worker.wait()
         self.learner.send_signal(signal.SIGTERM)
