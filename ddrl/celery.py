@@ -166,17 +166,19 @@ def send_evaluation(run: str, evaluation: str, queue: str) -> None:
     _send(EVALUATE, [run, evaluation], queue, priority, EVALUATION_LIMIT_S)
 
 
-def show_learner(name: str, every_s: float, **figures: Any) -> None:
-    """Let Flower show a learner as a worker; do nothing where the server does not answer.
+def show(name: str, event: str, **fields: Any) -> None:
+    """Let Flower and other readers of events see an event; do nothing where the server does not answer.
+
+    Call it in a thread of its own, as a connection that is lost without notice delays it by its timeout.
 
     Args:
-        name: of the learner, `<what>@<host>`.
-        every_s: time between two calls.
-        figures: `active` and `processed`, as of a worker's heartbeat.
+        name: of the worker, or of a learner as one, `<what>@<host>`.
+        event: of Celery's.
+        fields: of the event.
     """
     outages = OSError, OperationalError, *connection.OUTAGES
     with contextlib.suppress(*outages), app.events.default_dispatcher(hostname=name) as events:
-        events.send("worker-heartbeat", freq=every_s, sw_ident="ddrl", loadavg=os.getloadavg(), **figures)
+        events.send(event, **fields)
 
 
 def _send(task: str, arguments: list[str], queue: str, priority: int, time_limit_s: float | None) -> None:

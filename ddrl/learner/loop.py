@@ -261,8 +261,8 @@ class Learner:
         if self._on_policy and shared.weights is not None:
             return False
         if (batch := self.replay.draw(**shared.pace, version=shared.version)) is None:
-            if shared.drops_waiting.is_set():
-                shared.drops_waiting.clear()
+            if shared.drops_waiting:
+                shared.drops_waiting = False
                 self.replay.drop_waiting()
                 self._tell(drops=True)
                 shared.wants_checkpoint.set()

@@ -76,7 +76,8 @@ class Shared:
 
     Written by the service thread:
         version: latest published; -1 before the first.
-        wants_checkpoint: set to have a checkpoint taken. drops_waiting: set to have fragments dropped that wait.
+        wants_checkpoint: set to have a checkpoint taken.
+        drops_waiting: fragments that wait are to be dropped; the training thread resets it.
 
     wake: set by the training thread to wake the service thread.
     """
@@ -96,7 +97,7 @@ class Shared:
         self.weights: tuple[int, Tensors] | None = None
         self.checkpoint: tuple[Counters, Tensors] | None = None
         self.version = -1
-        self.wants_checkpoint, self.drops_waiting, self.wake = (threading.Event() for _ in range(3))
+        self.wants_checkpoint, self.wake, self.drops_waiting = threading.Event(), threading.Event(), False
         self._started = time.monotonic()
 
     def add_entry(self, entry: Decoded) -> None:
@@ -483,10 +484,7 @@ class Publisher:
             is_stuck = not freed and self._replay.num_waiting > 0 and self._replay.has_room()
         now = time.monotonic()
         self._stuck_at = min(self._stuck_at, now + STUCK_S) if is_stuck else math.inf
-        if now < self._stuck_at:
-            shared.drops_waiting.clear()
-        else:
-            shared.drops_waiting.set()
+        shared.drops_waiting = now >= self._stuck_at
 
     def _freeing(self, write: Callable[[], object]) -> None:
         """Write; while the server's memory is full, trim the oldest entries and try again."""

@@ -12,7 +12,6 @@ import threading
 import time
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -123,11 +122,11 @@ class Peer:
     def _show(self, member: Member, core: Core | None) -> None:
         """Let Flower show this learner as a worker: active are its updates a second, processed its updates."""
         num_updates = core.algorithm.num_updates if core else 0
-        figures = {"active": round(member.updates_per_s), "processed": num_updates}
+        figures = {"active": round(member.updates_per_s), "processed": num_updates, "freq": SHOW_S}
+        fields = {**figures, "sw_ident": "ddrl", "loadavg": os.getloadavg()}
         name = f"{self._run}-rank{member.rank if core else '-'}@{member.host}"
-        # In a thread, as a connection that is lost without notice delays it by its timeout.
-        show = partial(celery.show_learner, name, SHOW_S, **figures)
-        threading.Thread(target=show, name="show", daemon=True).start()
+        event = name, "worker-heartbeat"
+        threading.Thread(None, celery.show, "show", event, fields, daemon=True).start()
 
     def _measured(self, member: Member, core: Core | None) -> Member:
         """Return the figures to announce; end the process if a follower hangs, which no thread can end."""

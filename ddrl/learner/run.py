@@ -37,7 +37,6 @@ from ddrl.runs import artifacts, monitoring
 from ddrl.runs.prune import Retention
 from ddrl.store import connection, learners, leases, local_checkpoints, logs, runs, weights
 from ddrl.store.connection import LeaseLostError, Redis, RunGoneError, StoreError
-from ddrl.types import EnvSpec
 
 log = logging.getLogger(__name__)
 
@@ -269,8 +268,10 @@ class _Claim:
     def _request_or_wait(self, holder: str) -> None:
         """Log a new holder, warm up once, and request the run if this learner takes over."""
         if holder != self.holder:
-            if not self.holder:
-                warm_up(runs.config(self.client, self.run), runs.spaces(self.client, self.run))
+            if not self.holder:  # load the libraries before the takeover
+                config, spaces = runs.config(self.client, self.run), runs.spaces(self.client, self.run)
+                device = set_up(config.learner)
+                base.resolve(config, spaces).learner(device=device, seed=config.seed).weights()
             verb = "requests" if self.take_over else "waits for"
             log.info("%s is held by the learner on %s; %s it", self.run, holder, verb)
             self.holder = holder
@@ -618,12 +619,6 @@ def needed_bytes(config: RunConfig, *, checkpoint_bytes: int, weights_bytes: int
     """
     kept = (config.weights.keep_last + EXTRA_VERSIONS) * weights_bytes + int(config.weights.max_bytes)
     return int(config.replay.max_bytes) + 2 * checkpoint_bytes + kept + OTHER_BYTES
-
-
-def warm_up(config: RunConfig, spaces: EnvSpec) -> None:
-    """Build and discard a learner, so that libraries are loaded before the takeover."""
-    device = set_up(config.learner)
-    base.resolve(config, spaces).learner(device=device, seed=config.seed).weights()
 
 
 def _num_bytes(arrays: Mapping[str, torch.Tensor]) -> int:

@@ -101,7 +101,7 @@ class Priorities:
         self._tree = SumTree(max(capacity, _LEAST_CAPACITY))  # of item number n: slot n modulo the capacity
         self.first = self._next = 0
         """`first` is the number of the oldest item held."""
-        self._largest = 1.0  # |td|
+        self._largest = 1.0  # |td| of the items that were learned from
         self.least = 1.0
         """The p of which the newest draw's weights are 1."""
 
@@ -129,9 +129,7 @@ class Priorities:
         assert len(self) + num_items <= self._tree.capacity, "no more items than the capacity"
         if td_error is None:
             td_error = np.full(num_items, self._largest)
-        largest = self._largest
         self._write(self._next, self._priorities(td_error))
-        self._largest = largest  # of the errors that were learned from
         self._next += num_items
 
     @property
@@ -182,6 +180,7 @@ class Priorities:
             ValueError: an error is negative; nothing has changed.
         """
         p, is_held = self._priorities(td_error), number >= self.first
+        self._largest = max(self._largest, float(np.fmin(td_error, _LARGEST).max(initial=0.0)))
         self._tree.set(number[is_held] % self._tree.capacity, p[is_held])
 
     def state(self) -> dict[str, NDArray[Any]]:
@@ -233,12 +232,11 @@ class Priorities:
         return np.arange(self.first, self._next) % self._tree.capacity
 
     def _priorities(self, td_error: Any) -> NDArray[np.float64]:
-        """Return p of TD errors, rounded to float32, and note the largest one."""
+        """Return p of TD errors, rounded to float32."""
         errors = np.fmin(np.asarray(td_error, np.float64), _LARGEST)
         if not (is_usable := errors >= 0).all():
             wrong = errors[~is_usable][0]
             raise ValueError(f"td_error: {wrong:g} is no size of an error; give numbers of at least 0")
-        self._largest = max(self._largest, float(errors.max(initial=0.0)))
         p: NDArray[np.float64] = (errors + _EPSILON) ** self.options.priority_exponent
         return p.astype(np.float32).astype(np.float64)
 

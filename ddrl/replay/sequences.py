@@ -120,18 +120,6 @@ def recurrent_state_index(cuts: Cuts) -> NDArray[np.int32]:
     return np.stack([cuts.first[stored], cuts.lane[stored]], axis=1).astype(np.int32)
 
 
-def recurrent_states(fragment: Fragment, cuts: Cuts, size: int) -> NDArray[np.float16]:
-    """Return [S, H] the recurrent state before each sequence's first step in use, H = `size`; 0 at an episode's start.
-
-    Raises:
-        ValueError: as `check_states`.
-    """
-    check_states(fragment, recurrent_state_index(cuts), size)
-    state = np.zeros((len(cuts), size), np.float16)
-    state[~cuts.fresh] = fragment.extras["memory"]
-    return state
-
-
 def check_states(fragment: Fragment, needed: NDArray[np.int32], size: int) -> None:
     """Refuse a fragment whose recurrent states are not those before [M, 2] (step, environment), with H = `size`.
 
@@ -276,6 +264,9 @@ class SequenceItems:
         check_rewards(fragment, self._n_step)
         cuts = cut(fragment.ended, fragment.context, self._shape, self.frame_stack)
         block = observation_block(fragment, self.frame_stack)
+        check_states(fragment, recurrent_state_index(cuts), self._state_size)
+        state = np.zeros((len(cuts), self._state_size), np.float16)  # 0 at an episode's start
+        state[~cuts.fresh] = fragment.extras["memory"]
         items = {
             "step": cuts.lane * len(fragment.reward) + cuts.first,
             "burn_in": cuts.burn_in,
@@ -283,7 +274,7 @@ class SequenceItems:
             "fresh": cuts.fresh,
             "terminated": fragment.terminated[cuts.last, cuts.lane],
             "next_row": block.next_row[cuts.last, cuts.lane],
-            "recurrent_state": recurrent_states(fragment, cuts, self._state_size),
+            "recurrent_state": state,
         }
         steps = {
             "row": block.row[:-1].T.reshape(-1),

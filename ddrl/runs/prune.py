@@ -150,24 +150,20 @@ def _plausible(key: bytes, num_bytes: int) -> int:
 
 
 def _num_bytes(client: Redis, names: Sequence[bytes]) -> list[int]:
-    """Return the bytes of keys.
+    """Return the bytes of at most BATCH keys.
 
     Exactly, as an estimate by samples is whatever a worker wants it to be; but of a longer one than ddrl writes an
     estimate, as the server would stand still to look at each member.
     """
-    found: list[int | None] = []
-    for begin in range(0, len(names), BATCH):
-        batch = names[begin : begin + BATCH]
-        with client.pipeline(transaction=False) as pipe:
-            for key in batch:
-                pipe.type(key)
-            for key, kind in zip(batch, pipe.execute(), strict=True):
-                getattr(pipe, LENGTHS.get(kind, "exists"))(key)
-            for key, length in zip(batch, pipe.execute(raise_on_error=False), strict=True):
-                is_short = isinstance(length, int) and length <= EXACT_LENGTH  # else of another type by now
-                pipe.memory_usage(key, samples=0 if is_short else 5)
-            found += pipe.execute()
-    return [size or 0 for size in found]  # None: deleted meanwhile
+    with client.pipeline(transaction=False) as pipe:
+        for key in names:
+            pipe.type(key)
+        for key, kind in zip(names, pipe.execute(), strict=True):
+            getattr(pipe, LENGTHS.get(kind, "exists"))(key)
+        for key, length in zip(names, pipe.execute(raise_on_error=False), strict=True):
+            is_short = isinstance(length, int) and length <= EXACT_LENGTH  # else of another type by now
+            pipe.memory_usage(key, samples=0 if is_short else 5)
+        return [size or 0 for size in pipe.execute()]  # None: deleted meanwhile
 
 
 def delete_strays(client: Redis, dry_run: bool = False) -> tuple[int, int]:

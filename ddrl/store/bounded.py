@@ -33,7 +33,7 @@ def values(client: Redis | Pipeline, key: str, names: Iterable[str | bytes]) -> 
 
 def members(client: Redis, key: str) -> list[bytes]:
     """Return the members of a set."""
-    return cast("list[bytes]", _read_all(client, "SSCAN", key))
+    return cast("list[bytes]", call(client, "read_all", [key], ["SSCAN", MOST, MOST_BYTES, LONGEST]))
 
 
 def fields(client: Redis, key: str) -> dict[bytes, bytes]:
@@ -43,7 +43,7 @@ def fields(client: Redis, key: str) -> dict[bytes, bytes]:
 
 def ask_fields(client: Redis | Pipeline, key: str) -> Any:
     """Ask for the fields of a hash in a pipeline, where the reply is for `paired`."""
-    return _read_all(client, "HSCAN", key)
+    return call(client, "read_all", [key], ["HSCAN", MOST, MOST_BYTES, LONGEST])
 
 
 def paired(reply: Sequence[bytes]) -> dict[bytes, bytes]:
@@ -73,7 +73,3 @@ def names(client: Redis, pattern: str) -> Iterator[bytes]:
         yield from found
         if cursor == b"0":
             return
-
-
-def _read_all(client: Redis | Pipeline, command: str, key: str) -> Any:
-    return call(client, "read_all", [key], [command, MOST, MOST_BYTES, LONGEST])

@@ -11,7 +11,7 @@ from typing import cast
 from pydantic import TypeAdapter, ValidationError
 from redis import Redis
 
-from ddrl.store import keys
+from ddrl.store import keys, runs
 from ddrl.store.untrusted import Count, Name, Number
 
 BEAT_S = 0.5
@@ -69,7 +69,7 @@ _MEMBER, _GROUP = TypeAdapter(Member), TypeAdapter(Group)
 
 def announce(client: Redis, run: str, member_id: str, member: Member) -> None:
     """Write a learner's beat."""
-    row = asdict(member) | {"beat_s": _now_s(client)}
+    row = asdict(member) | {"beat_s": runs.server_ms(client) / 1e3}
     client.hset(keys.learners(run), member_id, json.dumps(row))
 
 
@@ -80,7 +80,7 @@ def leave(client: Redis, run: str, member_id: str) -> None:
 
 def alive(client: Redis, run: str, *, since_s: float = 0.0) -> dict[str, Member]:
     """Return the learners of a run that were seen of late, and since a time of the server's clock, by id."""
-    now_s, found = _now_s(client), {}
+    now_s, found = runs.server_ms(client) / 1e3, {}
     for name, value in cast("dict[bytes, bytes]", client.hgetall(keys.learners(run))).items():
         with contextlib.suppress(ValidationError):
             member = _MEMBER.validate_json(value)
@@ -97,7 +97,7 @@ def by_rank(client: Redis, run: str) -> list[Member]:
 def form(client: Redis, run: str, group: Group) -> float:
     """Name the learners that learn together; return the server's time."""
     client.set(keys.group(run), json.dumps(asdict(group)))
-    return _now_s(client)
+    return runs.server_ms(client) / 1e3
 
 
 def formed(client: Redis, run: str) -> Group | None:
@@ -115,8 +115,3 @@ def wanting(client: Redis, names: Sequence[str]) -> list[str]:
     grouped = [run for run, value in zip(names, values, strict=True) if value is not None]  # few want several
     groups = ((run, formed(client, run)) for run in grouped)
     return [run for run, group in groups if group and len(alive(client, run)) < group.wanted]
-
-
-def _now_s(client: Redis) -> float:
-    seconds, microseconds = client.time()
-    return seconds + microseconds / 1e6

@@ -227,10 +227,8 @@ def write_whole(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         draft.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            draft.unlink(missing_ok=True)
-        raise
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def acquire(client: Redis, run: str, folder: Path, *, force: bool = False) -> int | None:

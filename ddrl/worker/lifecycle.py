@@ -284,20 +284,17 @@ def _stop_heartbeat(**_: Any) -> None:
 _EXPECTED = (*connection.OUTAGES, OperationalError, OSError, WorkerLostError, TimeLimitExceeded)
 
 
-class _WithoutTraceback(logging.Filter):
-    """Reduces what Celery logs about a lost server or process to one line."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Keep every record."""
-        is_celery = record.name.startswith(("celery", "kombu"))  # not a user's own code
-        errors = connection.causes(record.exc_info[1]) if is_celery and record.exc_info else ()
-        if any(isinstance(error, _EXPECTED) for error in errors):
-            record.msg = " ".join(record.getMessage().split())
-            record.args, record.exc_info, record.exc_text = (), None, None
-        return True
+def _without_traceback(record: logging.LogRecord) -> bool:
+    """Reduce what Celery logs about a lost server or process to one line; keep every record."""
+    is_celery = record.name.startswith(("celery", "kombu"))  # not a user's own code
+    errors = connection.causes(record.exc_info[1]) if is_celery and record.exc_info else ()
+    if any(isinstance(error, _EXPECTED) for error in errors):
+        record.msg = " ".join(record.getMessage().split())
+        record.args, record.exc_info, record.exc_text = (), None, None
+    return True
 
 
 @signals.after_setup_logger.connect  # type: ignore[untyped-decorator]
 def _shorten_log(logger: logging.Logger, **_: Any) -> None:
     for handler in logger.handlers:
-        handler.addFilter(_WithoutTraceback())
+        handler.addFilter(_without_traceback)

@@ -278,9 +278,8 @@ def play(
     clock = Clock()
     with players.segment(client, run, clock, node=node):
         reply = stream.remaining(client, run, node=node)
-        if reply.answer is Answer.STOPPED:
-            players.drop(run)
         if reply.answer is Answer.STOPPED or (reply.answer is Answer.YIELD and run not in players):
+            players.drop(run)
             return 0
         player = players.get(client, run)
         deadline = time.monotonic() + player.config.rollout.segment_s

@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, cast
 
-from kombu.exceptions import OperationalError
-
 from ddrl import celery, policy
 from ddrl.config import ConfigError, first_line
 from ddrl.envs import requirements
@@ -131,20 +129,12 @@ def rollout(self: Any, *_: object) -> dict[str, Any] | None:
         return None
     steps = 0
     with failures_reported(mine, run, node):
-        # Not by `Thread.start`, which waits for ever for a thread that finds no memory.
-        _thread.start_new_thread(_show_run, (self.request.hostname, self.request.id, run))
+        # Events show the run as the argument of the task, whose message names none. The thread is not started by
+        # `Thread.start`, which waits for ever for one that finds no memory.
+        event = {"uuid": self.request.id, "args": repr((run,))}
+        _thread.start_new_thread(celery.show, (self.request.hostname, "task-started"), event)
         steps = play(mine.client, mine.blocking, mine.players, run, node=node, serves=served.__contains__)
     return {"run": run, "steps": steps}
-
-
-def _show_run(hostname: str, task: str, run: str) -> None:
-    """Let Flower and other readers of events show the run as the argument of a task, whose message names none.
-
-    In a thread of its own, since a connection that is lost without notice delays it by its timeout.
-    """
-    outages = OSError, OperationalError, *connection.OUTAGES
-    with suppress(*outages), celery.app.events.default_dispatcher(hostname=hostname) as events:
-        events.send("task-started", uuid=task, args=repr((run,)), retry=False)
 
 
 @celery.app.task(name=celery.EVALUATE, bind=True)  # type: ignore[untyped-decorator]
