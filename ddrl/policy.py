@@ -126,6 +126,8 @@ def load(path: str | Path) -> LoadedPolicy:
         config = validate(json.loads(metadata["config"]))
         spaces = EnvSpec.from_json(json.loads(metadata["spaces"]))
         run, version = metadata["run"], int(metadata["version"])
+        if (spaces.has_mask, spaces.frame_stack) != (config.env.action_mask, config.env.frame_stack):
+            raise ValueError("env.action_mask or env.frame_stack of its config and of its spaces differ")
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise PolicyFileError(
             f"{path}: was exported by another version of ddrl ({first_line(error)}); export it again with this version"

@@ -27,7 +27,7 @@ class EnvSpec:
     Attributes:
         env_id: Gymnasium id or "module:callable".
         observation_shape: `*O`, the shape of one observation; with frame stacking, of one frame.
-        observation_dtype: NumPy name, such as "float32" or "uint8".
+        observation_dtype: uint8 of images, float32 of all else.
         action_kind: "continuous" (a bounded Box), "discrete", or "multi_discrete".
         action_shape: `*A`; () for discrete actions, (D,) for multi-discrete ones.
         action_sizes: number of choices in each of D dimensions; one number for discrete actions, none for
@@ -41,7 +41,7 @@ class EnvSpec:
 
     env_id: str
     observation_shape: tuple[int, ...]
-    observation_dtype: str
+    observation_dtype: Literal["float32", "uint8"]
     action_kind: Literal["continuous", "discrete", "multi_discrete"]
     action_shape: tuple[int, ...]
     action_sizes: tuple[int, ...] = ()

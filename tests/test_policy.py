@@ -204,6 +204,15 @@ def test_a_policy_file_of_networks_larger_than_the_memory_is_refused(
         policy.load(path)
 
 
+def test_a_return_that_is_not_finite_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    export("pendulum")
+    player = policy.load("lunar.safetensors")
+    player.policy.load({name: np.full_like(array, np.nan) for name, array in player.weights.items()})
+    with pytest.raises(envs.EnvError, match="the return from seed 5 is nan; check the environment's rewards"):
+        score(player, [5])
+
+
 @pytest.mark.parametrize(
     ("spaces", "message"),
     [
@@ -213,7 +222,9 @@ def test_a_policy_file_of_networks_larger_than_the_memory_is_refused(
         ({"action_kind": "continuous", "action_shape": (2,)}, "describes no spaces"),
         ({"action_sizes": ()}, "do not fit the networks"),
         ({"observation_shape": (2**60,)}, "do not fit the networks"),
-        ({"observation_dtype": "float33"}, "do not fit the networks"),
+        ({"observation_dtype": "V1000000000"}, "describes no spaces"),
+        ({"has_mask": True}, r"env\.action_mask or env\.frame_stack of its config and of its spaces differ"),
+        ({"frame_stack": 2}, r"env\.action_mask or env\.frame_stack of its config and of its spaces differ"),
     ],
 )
 def test_a_policy_file_with_odd_spaces_is_refused(

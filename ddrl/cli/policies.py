@@ -42,7 +42,7 @@ def choose(client: Client, run: str, version: str | None) -> int:
         raise InputError(f"run {run}: no version has been evaluated yet; use {run}@latest")
     if version is None or version in named:
         return named[version]
-    if not (text := version.removeprefix("v")).isdigit():
+    if not ((text := version.removeprefix("v")).isdecimal() and len(text) < 20):
         raise InputError(f"--version {version}: is neither a number, nor best, nor latest")
     return int(text)
 

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -150,7 +150,7 @@ def _spec(env_id: str, observed: Any, acted: Any) -> EnvSpec:
 
     image_shapes = getattr(observed, "image_shapes", ())
     has_images = observed.dtype == np.uint8 and (len(observed.shape) > 1 or image_shapes)
-    dtype = "uint8" if has_images else "float32"
+    dtype: Literal["float32", "uint8"] = "uint8" if has_images else "float32"
     spec = partial(EnvSpec, env_id, observed.shape, dtype, image_shapes=image_shapes)
     if isinstance(acted, Discrete | MultiDiscrete):
         if np.any(acted.start):

@@ -14,7 +14,7 @@ import numpy as np
 from ddrl import policy
 from ddrl.config import RunConfig
 from ddrl.runs.evaluation import score
-from ddrl.store import runs, weights
+from ddrl.store import connection, runs, weights
 from ddrl.store.connection import Redis
 from ddrl.store.evaluations import Evaluation, OpenEvaluations, Purpose, means, results
 
@@ -189,10 +189,12 @@ class EvaluationScheduler:
                     f"it takes longer than {most_s:.0f} s; `ddrl evaluate {self._run}` takes its time"
                 )
 
-        loaded = policy.from_run(self._client, self._run, evaluation.version)
         try:
+            loaded = policy.from_run(self._client, self._run, evaluation.version)
             result = score(loaded, evaluation.seeds, num_envs=self._config.num_envs, on_step=check_time)
-        except Exception as error:  # of the environment
+        except connection.OUTAGES:
+            raise
+        except Exception as error:  # of the environment, or of a network of the user's
             log.warning("version %d is not evaluated at the end: %s", evaluation.version, error)
             return ()
         self._open.store(evaluation, result)

@@ -65,7 +65,8 @@ def score(
 
     Raises:
         ValueError: `epsilon` is not a probability.
-        EnvError: the environment cannot be made or filmed here, its spaces differ, or `noop_max` is not for it.
+        EnvError: the environment cannot be made or filmed here, its spaces differ, a return is not finite, or
+            `noop_max` is not for it.
     """
     policy, spaces, env = loaded.policy, loaded.spaces, with_noops(loaded.env, noop_max)
     num_envs = loaded.config.evaluation.num_envs if num_envs is None else num_envs
@@ -119,6 +120,11 @@ def score(
                 rewards[place] = reward
                 ended[place] = terminated or truncated or lengths[lane.index] >= max_steps
                 if ended[place]:
+                    if not math.isfinite(returns[lane.index]):
+                        raise envs.EnvError(
+                            f"{env.id}: the return from seed {seeds[lane.index]} is {returns[lane.index]}; check the "
+                            "environment's rewards and the policy's weights"
+                        )
                     metrics[lane.index] = envs.episode_metrics(env, info)
                     on_episode(int(seeds[lane.index]), returns[lane.index], lengths[lane.index])
                     if not begin(lane, row):
