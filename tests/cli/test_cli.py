@@ -306,6 +306,8 @@ def test_versions(client: Any) -> None:
     assert policies.choose(client, run, None) == policies.choose(client, run, "best") == 31
     weights.publish(client, run, token, version=32, blob=b"w", allowance=1, updates=1)
     assert policies.choose(client, run, "latest") == policies.choose(client, run, "v32") == 32
+    for odd in ("\u00b2", "9" * 5000):
+        assert "is neither a number, nor best, nor latest" in commands.refused("export", f"{run}@{odd}")
     for command in (("export", f"{run}@17"), ("evaluate", f"{run}@17"), ("weights", "get", f"{run}@17")):
         line = commands.refused(*command)
         assert line == f"run {run}: no weights of version 17; kept are 0, 31, 32"

@@ -89,6 +89,12 @@ def test_the_evaluation_at_the_end_takes_little_longer_than_any_before(
     ]  # the latest version, and the best one again
 
 
+def test_a_policy_that_cannot_be_loaded_keeps_no_run_from_its_end(match: Match) -> None:
+    weights.publish(match.client, match.run, match.token, version=6, blob=b"w", allowance=0, updates=0)
+    match.scheduler.finish(True, env_steps=1, updates=1)
+    assert 6 not in [row["version"] for row in evaluations.results(match.client, match.run)[0]]
+
+
 def test_the_best_of_many_is_scored_on_fresh_seeds_when_the_run_ends(
     match: Match, monkeypatch: pytest.MonkeyPatch
 ) -> None:
