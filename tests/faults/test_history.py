@@ -44,6 +44,7 @@ PPO = NETWORK | {"name": "ppo", "estimator": "vtrace", "shared": True, "num_epoc
 ON_POLICY = ENDLESS | {
     "algorithm": PPO | {"minibatch_size": 256},
     "on_policy": {"stale": "correct"},
+    "learner": {"checkpoint_every_s": 12},  # several iterations, so that not each is followed by one
 }
 KINDS = {
     "off-policy": (
