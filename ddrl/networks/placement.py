@@ -1,4 +1,4 @@
-"""Where new layers are placed; without torch, which not every rollout process needs."""
+"""The device of new layers. Imports no torch, as processes whose networks are in NumPy do without it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
