@@ -178,7 +178,7 @@ def _build(
 ) -> LoadedPolicy:
     try:
         resolved = base.resolve(config, spaces)
-        with new_layers_on("meta"):
+        with new_layers_on("meta"):  # shapes are compared before networks of any size take memory
             resolved.policy().load(arrays)
         policy = resolved.policy()
         policy.load(arrays)
