@@ -237,7 +237,7 @@ class Learner:
                 shared.env_steps += num_steps
                 shared.returns.extend(entry.played.episode_return)
                 shared.episode_metrics.extend(map(np.array, entry.played.episode_metrics))
-            shared.count(entry.counted)
+            shared.count(() if objection else entry.counted)
             if not self.replay.has_room():
                 break
         if gaps:

@@ -248,6 +248,24 @@ def test_a_stolen_number_is_refused_and_no_honest_one(roles: Roles, worker: redi
     assert stolen == [b"no append wrote it"] * 3 and b"is repeated" in repeated
 
 
+@pytest.mark.parametrize("number", [{}, {"q": 10**6}], ids=["repeated", "stolen"])
+def test_what_an_entry_claims_to_count_is_not_believed_if_no_append_wrote_it(
+    roles: Roles, worker: redis.Redis, run: Run, number: dict[str, int]
+) -> None:
+    """The learner has read it last, while appends wait that it has not read."""
+    learner = run.learner()
+    run.play(100)
+    with training(learner, serves=False):
+        for _ in range(3):
+            copy_entry(worker, run, f=1, n=1, b=1, **number)
+        run.catch_up(learner)
+    run.play(100)
+    before = run.state
+    stream.correct_counts(roles.admin, run.id, run.token, learner.shared.counted)
+    assert run.state.appended_fragments == before.appended_fragments
+    assert run.state.appended_steps == before.appended_steps
+
+
 @pytest.mark.parametrize("value", JUNK)
 def test_a_local_checkpoint_can_be_read_whatever_workers_wrote(
     roles: Roles, worker: redis.Redis, run: Run, tmp_path: Path, value: Any
