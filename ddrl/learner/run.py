@@ -225,8 +225,9 @@ class _Claim:
                     token = self._acquire()
                     if token is not None or not self.waits:
                         return token
-                    self._request_or_wait(now.host)
-                    self.peer.follow(interrupted)
+                    with contextlib.suppress(*LOST):  # since `_state` looked, which looks again
+                        self._request_or_wait(now.host)
+                        self.peer.follow(interrupted)
                     if self.joins and self.peer.is_left_out():
                         return None
                 elif now.status != "paused" or not (self.holder or self.is_again):

@@ -172,6 +172,24 @@ def test_a_standby_leaves_the_restoring_to_the_holder(run, learn, log) -> None:
     assert threads == [holder.thread.name] and standby.thread.is_alive()
 
 
+def test_a_run_that_is_deleted_while_its_lease_is_taken_stays_deleted(
+    run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = run.learner()
+    saved(learner, run, tmp_path)
+    acquire = local_checkpoints.acquire
+
+    def acquire_too_late(*args: Any, **options: Any) -> int | None:
+        end(run.client, run.id)
+        runs.delete(run.client, run.id)
+        return acquire(*args, **options)
+
+    monkeypatch.setattr(local_checkpoints, "acquire", acquire_too_late)
+    monkeypatch.setattr(run_module, "RETURN_S", 0.5)
+    with pytest.raises(connection.StoreError, match="was deleted"):
+        run_module.learn(run.client, run.id, tmp_path, threading.Event())
+
+
 def test_a_learner_or_resume_restores_a_run_from_its_folder(run, learn, processes: Processes, log) -> None:
     before = run.state
     for restored_by in ("nobody", "learner", "resume"):
