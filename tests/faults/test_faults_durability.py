@@ -27,7 +27,7 @@ from support.store import take
 from ddrl.store import keys, stream, weights
 
 pytestmark = pytest.mark.faults
-KILLS = 40 if EXACT else 3
+KILLS = 30 if EXACT else 3
 
 
 @pytest.fixture(params=[0, 100, 1500], ids="sync takes {} ms".format)
