@@ -69,6 +69,7 @@ class Dispatcher:
         Raises:
             redis.exceptions.RedisError, UnreachableError: the server does not serve; call again.
             LeaseLostError: another learner took over.
+            UnknownRunError, RunGoneError: the server came back without the run, or older.
         """
         now = time.monotonic()
         if now >= self._survey_at:
@@ -106,10 +107,7 @@ class Dispatcher:
     def _survey(self, now: float, admitted: int) -> None:
         """Look at workers, settings and process time; note lost processes; pause a run that only crashes."""
         fleet = workers.alive(self._client)
-        try:
-            state = runs.state(self._client, self._run)
-        except runs.UnknownRunError:  # the learner notices too
-            return
+        state = runs.state(self._client, self._run)
         self._queue, draining = state.queue, keys.draining(self._run)
         left_s = self._client.ttl(draining)
         if left_s == -1 or left_s > segments.DRAIN_S:  # a worker that leaves lets it expire
